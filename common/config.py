@@ -1,0 +1,351 @@
+"""Every setting, with its meaning under it. Both processes read the same YAML file.
+
+Key names follow TRL where TRL has one. `load` reads the file, applies `key=value` overrides, checks everything
+once and reports all errors together, with file, line and "did you mean". Nothing here imports torch, so a typo
+costs milliseconds, not the start of two processes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class UserError(Exception):
+    """The user can fix this: what happened, the value, and what to paste. The process exits 2."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+
+class Run(Section):
+    output_dir: Path = Path("runs/run")
+    """Run folder: metrics.jsonl, samples.jsonl, eval.jsonl, curves.png, logs/, checkpoints/, final/."""
+    seed: int = 0
+    """Seeds problem order, sampling and everything random in the trainer."""
+    report_to: list[Literal["tensorboard"]] = ["tensorboard"]
+    """Sinks beside metrics.jsonl, which is always written."""
+    resume: bool = False
+    """Continue from the newest valid checkpoint in output_dir. Without one this is an error, never a fresh start."""
+    log_samples: int = Field(2, ge=0)
+    """Groups written to samples.jsonl per step: the best and the worst completion of each."""
+
+
+class Model(Section):
+    path: str
+    """Hub id or folder of the policy's start."""
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Weights and compute; with bfloat16 the optimizer keeps float32 master weights."""
+    trust_remote_code: bool = False
+    gradient_checkpointing: bool = False
+
+
+class Reference(Section):
+    path: str | None = None
+    """Frozen reference of the KL term; null = the policy's own start. Any size, same tokenizer. Unused at beta 0."""
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """null = the policy's."""
+
+
+class Data(Section):
+    train: str
+    """`openai/gsm8k:main@train[:512]`, a .jsonl, .json or .parquet file, a folder, or a save_to_disk folder."""
+    eval: str | None = None
+    """Held-out problems in the same notation; null = no evaluation."""
+    prompt_key: str = "question"
+    answer_key: str = "answer"
+    max_prompt_length: int = Field(512, gt=0)
+    """Tokens. Longer prompts are filtered once at the start and counted."""
+    eval_size: int | None = Field(None, gt=0)
+    """Use only the first n held-out problems."""
+    shuffle: bool = True
+    """A new permutation per epoch, a pure function of (seed, epoch)."""
+
+
+class PromptTemplate(Section):
+    system: str | None = None
+    """System message put before every problem."""
+    chat_template: Path | None = None
+    """A Jinja file used instead of the tokenizer's own chat template; needed for base models."""
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class Sampler(Section):
+    num_generations: int = Field(8, ge=2)
+    """G: completions per problem, the size of a group."""
+    temperature: float = Field(1.0, gt=0)
+    """Training samples; the trainer divides its logits by the same number."""
+    max_completion_length: int = Field(256, gt=0)
+    """Tokens, end-of-sequence included."""
+    devices: list[int] = []
+    """GPUs of the sampler, by index; empty = all visible ones, or the CPU."""
+    max_attempts: int = Field(3, ge=1)
+    """A group that fails this often becomes a tombstone."""
+
+
+class Eval(Section):
+    steps: int | None = Field(None, gt=0)
+    """Evaluate every n policy versions; null = only before and after."""
+    before: bool = True
+    after: bool = True
+    temperature: float = Field(0.0, ge=0)
+    """0 = greedy."""
+    num_generations: int = Field(1, ge=1)
+    """Completions per held-out problem."""
+    max_completion_length: int | None = Field(None, gt=0)
+    """null = the sampler's."""
+    accuracy: str = "answer"
+    """Reward function whose full mark counts as a right answer in the accuracy printed at the end."""
+
+
+class Rewards(Section):
+    reward_funcs: list[str] = ["answer", "format"]
+    """Built-in names, `package.module.function`, or `file.py:function`."""
+    reward_weights: list[float] | None = None
+    """One per function; null = 1.0 each."""
+    timeout_s: float = Field(10.0, gt=0)
+    """A reward call that takes longer is killed, and its group becomes a tombstone."""
+    max_tombstone_fraction: float = Field(0.01, ge=0, le=1)
+    """The run stops with the reason once more than this share of groups (and more than 3) are tombstones."""
+
+    @property
+    def weights(self) -> list[float]:
+        return self.reward_weights if self.reward_weights is not None else [1.0] * len(self.reward_funcs)
+
+    @model_validator(mode="after")
+    def _one_weight_per_function(self) -> Rewards:
+        if not self.reward_funcs:
+            raise ValueError("reward_funcs is empty; write reward_funcs: [answer, format]")
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
+            n, m = len(self.reward_weights), len(self.reward_funcs)
+            raise ValueError(f"reward_weights has {n} numbers for {m} reward_funcs; write {[1.0] * m}")
+        return self
+
+
+class Algorithm(Section):
+    beta: float = Field(0.0, ge=0)
+    """Weight of the KL term (k3) to the reference. 0 loads no reference model and scores nothing with it."""
+    epsilon: float = Field(0.2, gt=0, lt=1)
+    """Clip range below 1."""
+    epsilon_high: float | None = Field(None, gt=0)
+    """Clip range above 1; null = epsilon."""
+    loss_type: Literal["grpo", "dapo", "dr_grpo"] = "grpo"
+    """grpo: mean of sequence means. dapo: mean over all tokens of the step. dr_grpo: sum / (sequences · max length)."""
+    scale_rewards: Literal["group", "none"] = "group"
+    """group: divide by the group's standard deviation (n − 1). none: subtract the mean only (Dr. GRPO)."""
+    num_iterations: int = Field(1, ge=1)
+    """Optimizer steps on each batch of rollouts (μ in the GRPO paper)."""
+
+
+class Trainer(Section):
+    max_steps: int = Field(200, gt=0)
+    """Optimizer steps."""
+    prompts_per_step: int = Field(8, gt=0)
+    """Groups per optimizer step, over all ranks."""
+    groups_per_micro_batch: int = Field(1, gt=0)
+    """Whole groups in one forward and backward of one rank. Does not change the update, only memory and speed."""
+    learning_rate: float = Field(1e-6, gt=0)
+    lr_scheduler_type: str = "constant_with_warmup"
+    """Any name of transformers.get_scheduler."""
+    warmup_steps: int = Field(0, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    max_grad_norm: float = Field(1.0, gt=0)
+    max_staleness: int = Field(0, ge=0)
+    """Steps the sampler may run ahead. 0 = on-policy: training streams on groups as they arrive, exactly synchronous."""
+    save_steps: int | None = Field(100, gt=0)
+    """Checkpoint every n optimizer steps; null = only final/."""
+    save_limit: int = Field(2, ge=2)
+    """Checkpoints kept. Never fewer than two: the newest may be the one a crash interrupts."""
+    devices: list[int] = []
+    """GPUs of the trainer, one rank each; empty = all visible ones that the sampler does not own."""
+    num_ranks: int | None = Field(None, gt=0)
+    """Ranks that launch.sh starts; null = one per device, 1 on CPU."""
+    dist_backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """auto: nccl on GPUs, gloo on CPU. gloo is needed on vGPU clusters and for two ranks on one GPU."""
+    logprob_chunk_size: int = Field(1024, gt=0)
+    """Tokens whose [tokens, vocabulary] logits exist at one time."""
+    max_skipped_steps: int = Field(3, ge=1)
+    """Non-finite steps in a row before the run stops."""
+
+
+class Channel(Section):
+    endpoint: str | None = None
+    """null = ipc:// in a private folder of this host. Several hosts: tcp://10.0.0.1:5555, bound by trainer rank 0."""
+    connect_timeout_s: float = Field(600.0, gt=0)
+    """How long either side waits for the other's first word."""
+    lost_after_s: float = Field(10.0, gt=0)
+    """Silence after which a peer is reported lost and its leases go to others."""
+    stall_timeout_s: float = Field(1800.0, gt=0)
+    """Silence or no progress for this long ends the process with exit code 75."""
+    max_message_mib: int = Field(64, gt=0)
+
+
+class Weights(Section):
+    dir: Path | None = None
+    """Where versions are published; null = memory (/dev/shm) on one host, output_dir/weights otherwise."""
+    keep: int = Field(2, ge=2)
+    """Versions kept beside those that a live sampler still uses."""
+    canary_tolerance: float | None = Field(None, gt=0)
+    """Largest log-prob difference between trainer and engine on the canary; null = 1e-3 in float32, 0.5 in bfloat16."""
+
+
+class Config(Section):
+    run: Run = Run()
+    model: Model
+    reference: Reference = Reference()
+    data: Data
+    prompt: PromptTemplate = PromptTemplate()
+    sampler: Sampler = Sampler()
+    eval: Eval = Eval()
+    rewards: Rewards = Rewards()
+    algorithm: Algorithm = Algorithm()
+    trainer: Trainer = Trainer()
+    channel: Channel = Channel()
+    weights: Weights = Weights()
+    deepspeed: dict[str, Any] | Path = {}
+    """Your DeepSpeed JSON, inline or as a path. Absent fields are filled in; contradictions are refused."""
+    vllm: dict[str, Any] = {}
+    """Passed to vllm.LLM unchanged: gpu_memory_utilization, max_model_len, tensor_parallel_size, …"""
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Config:
+        if self.data.eval is not None and self.eval.accuracy not in self.rewards.reward_funcs:
+            raise ValueError(
+                f"eval.accuracy {self.eval.accuracy!r} is not one of rewards.reward_funcs "
+                f"{self.rewards.reward_funcs}; set eval.accuracy={self.rewards.reward_funcs[0]}"
+            )
+        shared = sorted(set(self.sampler.devices) & set(self.trainer.devices))
+        if shared:
+            raise ValueError(
+                f"GPU {shared[0]} is in sampler.devices {self.sampler.devices} and in trainer.devices "
+                f"{self.trainer.devices}; give each process its own"
+            )
+        if self.trainer.max_steps % self.algorithm.num_iterations:
+            n, m = self.trainer.max_steps, self.algorithm.num_iterations
+            raise ValueError(
+                f"trainer.max_steps {n} does not divide by algorithm.num_iterations {m}; "
+                f"set trainer.max_steps={math.ceil(n / m) * m}"
+            )
+        return self
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of rollouts in the whole run; each gives num_iterations optimizer steps."""
+        return self.trainer.max_steps // self.algorithm.num_iterations
+
+    def micro_batches(self, world_size: int) -> int:
+        """Micro-batches per optimizer step on each rank. Raises UserError if groups do not divide evenly."""
+        prompts, micro = self.trainer.prompts_per_step, self.trainer.groups_per_micro_batch
+        unit = world_size * micro
+        if prompts % unit:
+            near = sorted({max(unit, prompts // unit * unit), math.ceil(prompts / unit) * unit})
+            raise UserError(
+                f"trainer.prompts_per_step {prompts} does not divide by {world_size} ranks × "
+                f"groups_per_micro_batch {micro} = {unit}. Nearest: trainer.prompts_per_step="
+                + " or ".join(str(n) for n in near)
+            )
+        return prompts // unit
+
+
+def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """The checked configuration. Raises UserError naming every problem at once."""
+    path = Path(path)
+    try:
+        text = path.read_text()
+    except OSError as error:
+        near = [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+        hint = difflib.get_close_matches(path.name, near, n=1)
+        raise UserError(
+            f"config {path}: {error.strerror or error}."
+            + (
+                f" Did you mean {path.parent / hint[0]}?"
+                if hint
+                else f" Files there: {', '.join(near) or 'none'}"
+            )
+        ) from None
+    try:
+        settings = yaml.safe_load(text) or {}
+        lines = _line_numbers(yaml.compose(text, Loader=yaml.SafeLoader))
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not valid YAML: {error}") from None
+    if not isinstance(settings, dict):
+        raise UserError(
+            f"{path}: expected sections such as `model:` and `data:`, got {type(settings).__name__}"
+        )
+    for override in overrides:
+        _apply(settings, override)
+    try:
+        return Config.model_validate(settings)
+    except ValidationError as error:
+        raise UserError("\n".join(_explain(e, path, lines) for e in error.errors())) from None
+
+
+def _apply(settings: dict[str, Any], override: str) -> None:
+    """`trainer.max_steps=20` sets settings["trainer"]["max_steps"] = 20; the value is YAML."""
+    key, sep, value = override.partition("=")
+    if not sep or not key:
+        raise UserError(f"override {override!r} is not key=value; write for example trainer.max_steps=20")
+    *parents, leaf = key.split(".")
+    node: Any = settings
+    for parent in parents:
+        node = node.setdefault(parent, {}) if isinstance(node, dict) else None
+    if not isinstance(node, dict):
+        raise UserError(f"override {override!r}: {'.'.join(parents)} is not a section")
+    try:
+        node[leaf] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise UserError(f"override {override!r}: the value is not valid YAML") from None
+
+
+def _line_numbers(node: yaml.Node | None, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], int]:
+    lines: dict[tuple[str, ...], int] = {}
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            where = (*prefix, str(key.value))
+            lines[where] = key.start_mark.line + 1
+            lines.update(_line_numbers(value, where))
+    return lines
+
+
+def _explain(error: Any, path: Path, lines: dict[tuple[str, ...], int]) -> str:
+    where = tuple(str(part) for part in error["loc"])
+    line = next((lines[where[:n]] for n in range(len(where), 0, -1) if where[:n] in lines), None)
+    place = f"{path}:{line}" if line and where in lines else str(path)
+    name = ".".join(where)
+    if error["type"] == "extra_forbidden":
+        known = _known_keys()
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.6) or [
+            k for k in known if k.split(".")[-1] == where[-1]
+        ]
+        return f"{place}: {name}: no such option." + (f" Did you mean {near[0]}?" if near else "")
+    if error["type"] == "missing":
+        return f"{place}: {name} is required; add it to the file or give {name}=… on the command line"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{place}: {name}: {message}, got {error['input']!r}" if where else f"{place}: {message}"
+
+
+def _known_keys() -> list[str]:
+    keys = []
+    for section, field in Config.model_fields.items():
+        keys.append(section)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            keys += [f"{section}.{key}" for key in field.annotation.model_fields]
+    return keys
+
+
+def world_size() -> int:
+    """Ranks of this job, from the launcher's environment; 1 when started without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))

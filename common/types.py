@@ -1,0 +1,101 @@
+"""Every record that moves between stages, in the order a batch meets them. All are frozen.
+
+    Problem ─► Prompt ─► Rollout × num_generations = Group ─► wire ─► the trainer's tensors
+
+Arrays are one-dimensional and never padded: a completion's mask is its length, carried from the engine
+that produced it and never guessed from a pad id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One dataset row.  Problem(index=0, columns={"question": "2+2?", "answer": "#### 4"})"""
+
+    index: int  # position in the data set as loaded, before shuffling
+    columns: Mapping[str, Any]  # every column of the row; reward functions receive them by name
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A problem as the model sees it.  Prompt(problem, text="<|im_start|>user…", token_ids=[151644, …])"""
+
+    problem: Problem
+    messages: str | list[dict[str, str]]  # what reward functions get as `prompts`: a string or chat messages
+    text: str  # the rendered chat template, for people
+    token_ids: NDArray[np.int32]  # [P] what the engine and the trainer get
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One completion and all that is known of it.
+
+    For "4<eos>":  completion_ids=[19, 2]  old_logprobs=[-0.1, -0.3]  ref_logprobs=[-0.2, -0.3]
+                   rewards={"answer": 1.0, "format": -1.0}  reward=0.0  finish_reason="stop"
+    """
+
+    completion_ids: NDArray[np.int32]  # [C] sampled tokens, the end-of-sequence token included
+    old_logprobs: NDArray[np.float32]  # [C] log π_old(token), by the engine, at the sampling temperature
+    ref_logprobs: NDArray[np.float32]  # [C] log π_ref(token) at the same temperature; [0] when beta is 0
+    rewards: Mapping[str, float]  # by reward function, before weights; NaN where it does not apply
+    reward: float  # Σ weight · reward
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class Group:
+    """The `num_generations` rollouts of one prompt, all sampled by one policy version."""
+
+    group_id: int  # position in the run's stream of groups: 0, 1, 2, …
+    policy_version: int  # optimizer steps completed in the weights that sampled it
+    problem_index: int
+    prompt_ids: NDArray[np.int32]  # [P]
+    rollouts: tuple[Rollout, ...]  # num_generations of them
+
+
+@dataclass(frozen=True)
+class Tombstone:
+    """A group that could not be produced. It is counted, trains nothing, and the cursor passes it."""
+
+    group_id: int
+    policy_version: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class EvalRequest:
+    """One chunk of a held-out evaluation, leased like a group. eval_id names the evaluation: "v40"."""
+
+    eval_id: str
+    chunk: int
+    problem_indexes: tuple[int, ...]  # into the evaluation data set
+
+
+@dataclass(frozen=True)
+class EvalSample:
+    """One scored held-out completion."""
+
+    problem_index: int
+    completion: str
+    rewards: Mapping[str, float]
+    num_tokens: int
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    eval_id: str
+    chunk: int
+    policy_version: int
+    samples: tuple[EvalSample, ...]
+    reason: str = ""  # not empty: the chunk failed, and why
