@@ -22,9 +22,7 @@ class UserError(Exception):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
 
 
 class Run(Section):
@@ -270,11 +268,7 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
         hint = difflib.get_close_matches(path.name, near, n=1)
         raise UserError(
             f"config {path}: {error.strerror or error}."
-            + (
-                f" Did you mean {path.parent / hint[0]}?"
-                if hint
-                else f" Files there: {', '.join(near) or 'none'}"
-            )
+            + (f" Did you mean {path.parent / hint[0]}?" if hint else f" Files there: {', '.join(near) or 'none'}")
         ) from None
     try:
         settings = yaml.safe_load(text) or {}
@@ -282,9 +276,7 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(settings, dict):
-        raise UserError(
-            f"{path}: expected sections such as `model:` and `data:`, got {type(settings).__name__}"
-        )
+        raise UserError(f"{path}: expected sections such as `model:` and `data:`, got {type(settings).__name__}")
     for override in overrides:
         _apply(settings, override)
     try:
