@@ -112,6 +112,8 @@ class Rewards(Section):
     """Built-in names, `package.module.function`, or `file.py:function`."""
     reward_weights: list[float] | None = None
     """One per function; null = 1.0 each."""
+    full_marks: dict[str, float] = {}
+    """Score from which a completion counts as right in accuracies, by function; default: 1.25 for format, else 1.0."""
     timeout_s: float = Field(10.0, gt=0)
     """A reward call that takes longer is killed, and its group becomes a tombstone."""
     max_tombstone_fraction: float = Field(0.01, ge=0, le=1)
@@ -120,6 +122,9 @@ class Rewards(Section):
     @property
     def weights(self) -> list[float]:
         return self.reward_weights if self.reward_weights is not None else [1.0] * len(self.reward_funcs)
+
+    def full_mark(self, name: str) -> float:
+        return self.full_marks.get(name, 1.25 if name == "format" else 1.0)
 
     @model_validator(mode="after")
     def _one_weight_per_function(self) -> Rewards:
@@ -162,7 +167,7 @@ class Trainer(Section):
     adam_beta2: float = Field(0.999, ge=0, lt=1)
     max_grad_norm: float = Field(1.0, gt=0)
     max_staleness: int = Field(0, ge=0)
-    """Steps the sampler may run ahead. 0 = on-policy: training streams on groups as they arrive, exactly synchronous."""
+    """Batches the sampler may run ahead. 0 = on-policy: training starts on groups as they arrive, equal to waiting."""
     save_steps: int | None = Field(100, gt=0)
     """Checkpoint every n optimizer steps; null = only final/."""
     save_limit: int = Field(2, ge=2)

@@ -1,0 +1,88 @@
+"""Attention over packed rows, registered with transformers under the name "shared_prompt".
+
+Causal inside the prompt; every completion sees the prompt and its own past, never another completion. The prompt's
+keys and values are computed once and read by all completions of the group (Hydragen, arXiv 2402.05099, shares them
+in decoding; this is the same for training). No [T, T] mask exists: the G completions of a group become a batch of G
+rows, padded to the longest of them. Padded keys lie behind every real query, so the causal mask already hides them.
+
+Works with stock transformers models that go through AttentionInterface. `use_cache=False` is mandatory: a cache would
+make transformers append to it and sequences attend to each other. Left out: sliding windows, attention dropout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.packing import Span
+
+NAME = "shared_prompt"
+
+
+def register() -> None:
+    """Makes `attn_implementation="shared_prompt"` known to transformers. Call before from_pretrained."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, lambda *_args, **_kwargs: None)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,  # [1, num_heads, T, head_dim]
+    key: Tensor,  # [1, num_key_value_heads, T, head_dim]
+    value: Tensor,
+    attention_mask: None,
+    scaling: float | None = None,
+    spans: tuple[Span, ...] | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function. Returns ([1, T, num_heads, head_dim], None)."""
+    if spans is None:
+        raise ValueError('attn_implementation="shared_prompt" needs spans=…: call the model with a PackedRow')
+    outputs = [_span_attention(query, key, value, span, scaling) for span in spans]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _span_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, scaling: float | None) -> Tensor:
+    """One group: [1, H, prompt + Σ completions, d]."""
+    begin = span.start + span.prompt
+    end = begin + sum(span.completions)
+    q, k, v = (x[:, :, span.start : begin] for x in (query, key, value))
+    gqa = query.shape[1] != key.shape[1]
+    prompt = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
+    if not span.completions:
+        return prompt
+    rows = pad_index(span.completions, query.device)  # [G, C] offsets into the completions' tokens
+    num_rows, longest = rows.shape
+    q_rows, k_rows, v_rows = (x[0, :, begin:end][:, rows].transpose(0, 1) for x in (query, key, value))  # [G, H, C, d]
+    k_all = torch.cat([k.expand(num_rows, -1, -1, -1), k_rows], dim=2)
+    v_all = torch.cat([v.expand(num_rows, -1, -1, -1), v_rows], dim=2)
+    mask = torch.ones(longest, span.prompt + longest, dtype=torch.bool, device=query.device).tril(span.prompt)
+    padded = F.scaled_dot_product_attention(q_rows, k_all, v_all, attn_mask=mask, scale=scaling, enable_gqa=gqa)
+    flat = padded.transpose(1, 2).reshape(num_rows * longest, query.shape[1], -1)  # [G·C, H, d]
+    completions = flat[unpad_index(span.completions, query.device)]  # [Σ C, H, d]
+    return torch.cat([prompt, completions.transpose(0, 1)[None]], dim=2)
+
+
+def pad_index(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """[G, max] positions of the flat tokens as rows; padding repeats a row's last token.
+
+    lengths (2, 1) -> [[0, 1], [2, 2]]
+    """
+    sizes = torch.tensor(lengths, device=device)
+    starts = torch.cumsum(sizes, 0) - sizes
+    column = torch.arange(int(max(lengths)), device=device)
+    return starts[:, None] + torch.minimum(column[None], sizes[:, None] - 1)
+
+
+def unpad_index(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """[Σ lengths] positions of the real tokens in the flattened rows.  (2, 1) -> [0, 1, 2]; (1, 2) -> [0, 2, 3]"""
+    sizes = torch.tensor(lengths, device=device)
+    longest = int(max(lengths))
+    real = torch.arange(longest, device=device)[None] < sizes[:, None]
+    return real.flatten().nonzero()[:, 0]

@@ -1,0 +1,164 @@
+"""The ZeroMQ link: trainer rank 0 binds a ROUTER, every sampler connects a DEALER.
+
+Why it is safe. PUSH/PULL loses what is in flight when the receiver dies, without an error on either side; here a
+group is acknowledged by a CREDIT with a higher cursor, which the trainer sends only after training on it, so a
+sampler can send again and duplicates are refused by id. ROUTER_HANDOVER lets a restarted sampler take over its
+identity (without it, libzmq ignores it for ever); ROUTER_MANDATORY makes sending to a lost peer an error.
+High-water marks sit above the credit window, so nothing blocks and nothing is dropped. One thread per socket.
+
+One host: ipc:// in a private folder. Several: tcp:// with CURVE keys, made at the start of the run, readable by
+their owner only, and an allow-list of clients (ZAP); tcp without keys does not exist here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from common import durable
+from common.config import Config, UserError
+from common.exits import Retryable
+
+BEAT_S = 1.0  # every state is repeated this often
+_HIGH_WATER_MARGIN = 64
+
+
+def endpoint(config: Config) -> str:
+    """The address both processes derive from the same file."""
+    given = config.channel.endpoint
+    if given is None:
+        return f"ipc://{private_dir(config.run.output_dir)}/inbox"
+    parts = urlsplit(given)
+    if parts.scheme == "ipc" and parts.path:
+        return given
+    try:
+        if parts.scheme == "tcp" and parts.hostname and parts.port:
+            return given
+    except ValueError:
+        pass
+    raise UserError(f"channel.endpoint {given!r} is not an address; write tcp://10.0.0.1:5555, or null on one host")
+
+
+def private_dir(output_dir: Path) -> Path:
+    """A folder of this user (0700) for this run's socket. Short, because a socket path has at most 107 bytes."""
+    tag = hashlib.sha256(str(output_dir.resolve()).encode()).hexdigest()[:12]
+    path = Path(tempfile.gettempdir()) / f"tandem-{os.getuid()}-{tag}"
+    durable.make_private(path)
+    return path
+
+
+def _keys_path(config: Config) -> Path:
+    return config.run.output_dir / "keys" / "curve.json"
+
+
+def make_keys(config: Config) -> dict[str, bytes]:
+    """The run's CURVE keys, made on first use: {server,client}_{public,secret}."""
+    path = _keys_path(config)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        server, client = zmq.curve_keypair(), zmq.curve_keypair()
+        names = ("server_public", "server_secret", "client_public", "client_secret")
+        keys = dict(zip(names, (k.decode() for k in (*server, *client)), strict=True))
+        durable.write_file(path, json.dumps(keys).encode(), mode=0o600)
+    return read_keys(config)
+
+
+def read_keys(config: Config) -> dict[str, bytes]:
+    path = _keys_path(config)
+    if path.stat().st_mode & 0o077:
+        raise UserError(f"{path} is readable by others; run: chmod 600 {path}")
+    return {name: key.encode() for name, key in json.loads(path.read_text()).items()}
+
+
+class _Allow:
+    """ZAP allow-list of one client key."""
+
+    def __init__(self, key: bytes):
+        self.key = key
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        return key == self.key
+
+
+def bind_router(config: Config, window: int) -> tuple[zmq.Socket[bytes], list[Any]]:
+    """The trainer's socket and what must be kept alive with it. Raises UserError if the address is taken."""
+    address = endpoint(config)
+    context = zmq.Context.instance()
+    socket = context.socket(zmq.ROUTER)
+    _set_limits(socket, config, window)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    keep: list[Any] = []
+    if address.startswith("tcp://"):
+        keys = make_keys(config)
+        authenticator = ThreadAuthenticator(context)
+        authenticator.start()
+        authenticator.configure_curve_callback(domain="*", credentials_provider=_Allow(keys["client_public"]))
+        keep.append(authenticator)
+        socket.curve_secretkey, socket.curve_publickey = keys["server_secret"], keys["server_public"]
+        socket.curve_server = True
+    else:
+        # The run's lock is ours, so a socket file here is what a killed trainer left.
+        Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        socket.close()
+        for authenticator in keep:
+            authenticator.stop()
+        holder = _holder(address) if error.errno == zmq.EADDRINUSE else ""
+        raise UserError(
+            f"cannot bind {address}: {error.strerror}{holder}. Stop that process, or set channel.endpoint to a "
+            "free address of this host"
+        ) from None
+    return socket, keep
+
+
+def _holder(address: str) -> str:
+    import psutil
+
+    port = urlsplit(address).port
+    for link in psutil.net_connections(kind="tcp"):
+        if link.laddr and link.laddr.port == port and link.status == psutil.CONN_LISTEN and link.pid:
+            return f", port {port} is used by pid {link.pid} ({' '.join(psutil.Process(link.pid).cmdline())[:80]})"
+    return ""
+
+
+def connect_dealer(config: Config, sampler_id: str, window: int) -> zmq.Socket[bytes]:
+    """The sampler's socket. On tcp it waits for the trainer's keys; raises Retryable when they do not appear."""
+    address = endpoint(config)
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    _set_limits(socket, config, window)
+    socket.setsockopt(zmq.IDENTITY, sampler_id.encode())
+    if address.startswith("tcp://"):
+        _wait_for_file(_keys_path(config), config.channel.connect_timeout_s)
+        keys = read_keys(config)
+        socket.curve_secretkey, socket.curve_publickey = keys["client_secret"], keys["client_public"]
+        socket.curve_serverkey = keys["server_public"]
+    socket.connect(address)
+    return socket
+
+
+def _set_limits(socket: zmq.Socket[bytes], config: Config, window: int) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, config.channel.max_message_mib << 20)
+    socket.setsockopt(zmq.SNDHWM, window + _HIGH_WATER_MARGIN)
+    socket.setsockopt(zmq.RCVHWM, window + _HIGH_WATER_MARGIN)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+
+
+def _wait_for_file(path: Path, timeout_s: float) -> None:
+    start = time.monotonic()
+    while not path.exists():
+        if time.monotonic() - start > timeout_s:
+            raise Retryable(f"{path} did not appear within {timeout_s:.0f} s: is the trainer running with this config?")
+        time.sleep(0.2)

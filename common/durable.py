@@ -1,0 +1,166 @@
+"""Every file operation that must survive a crash, and the failpoints that prove it.
+
+One rule serves everything: write under a temporary name in the same folder, fsync the contents, rename, fsync the
+folder. A reader sees the old state or the new one, never a part. Left out: NFS locks (rename is enough there) and
+any file that may be lost, such as logs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import signal
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from common.config import UserError
+
+TEMPORARY = ".tmp-"  # prefix of everything that is not yet committed
+TRASH = ".trash-"  # prefix of everything that is being deleted
+
+# The complete list: `failpoint` refuses any other name, so a kill matrix over this list misses nothing.
+FAILPOINTS = (
+    "file.written",
+    "file.synced",
+    "file.renamed",
+    "dir.synced",
+    "dir.renamed",
+    "dir.committed",
+    "dir.trashed",
+    "weights.shard",
+    "weights.manifest",
+    "checkpoint.started",
+    "checkpoint.engine",
+    "checkpoint.model",
+    "checkpoint.committed",
+    "inbox.received",
+    "inbox.accepted",
+    "trainer.micro_batch",
+    "trainer.stepped",
+    "trainer.credited",
+    "sampler.leased",
+    "sampler.generated",
+    "sampler.scored",
+    "sampler.sent",
+    "sampler.reloading",
+    "sampler.reloaded",
+)
+
+_ACTIONS = ("kill", "raise", "stop", "enospc")
+_hits: dict[str, int] = {}
+
+
+def failpoint(name: str) -> None:
+    """Fails here if the environment says FAILPOINT=name:hits:kill|raise|stop|enospc, on the hits-th call."""
+    assert name in FAILPOINTS, f"failpoint {name!r} is not in FAILPOINTS; add it there"
+    armed = os.environ.get("FAILPOINT")
+    if not armed:
+        return
+    target, hits, action = armed.split(":")
+    if target != name:
+        return
+    assert action in _ACTIONS, f"FAILPOINT={armed}: the action must be one of {_ACTIONS}"
+    _hits[name] = _hits.get(name, 0) + 1
+    if _hits[name] != int(hits):
+        return
+    print(f"tandem: failpoint {name} hit {hits}: {action}", file=sys.stderr, flush=True)
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif action == "enospc":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"failpoint {name}")
+    else:
+        raise RuntimeError(f"failpoint {name}")
+
+
+def fsync_path(path: Path) -> None:
+    """fsync of a file or a folder by name."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
+    """Replaces the file's contents as a whole: after a crash it holds the old bytes or the new ones."""
+    temporary = path.with_name(f"{TEMPORARY}{path.name}.{os.getpid()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            failpoint("file.written")
+            file.flush()
+            os.fsync(file.fileno())
+        failpoint("file.synced")
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    failpoint("file.renamed")
+    fsync_path(path.parent)
+
+
+def commit_dir(temporary: Path, final: Path) -> None:
+    """Makes a finished temporary folder visible under its final name. Its files must be fsynced already or here.
+
+    Raises FileExistsError if the final name is taken: a committed folder is never overwritten.
+    """
+    if final.exists():
+        raise FileExistsError(f"{final} is committed already and is never overwritten")
+    for folder, _, names in os.walk(temporary):
+        for name in names:
+            fsync_path(Path(folder, name))
+        fsync_path(Path(folder))
+    failpoint("dir.synced")
+    os.rename(temporary, final)
+    failpoint("dir.renamed")
+    fsync_path(final.parent)
+    failpoint("dir.committed")
+
+
+def remove_dir(path: Path) -> None:
+    """Deletes a committed folder so that no reader finds half of it: rename first, delete then."""
+    trash = path.with_name(f"{TRASH}{path.name}.{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(path, trash)
+        failpoint("dir.trashed")
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+def make_private(path: Path) -> None:
+    """A folder that only this user can enter. Raises UserError if somebody else's stands there."""
+    path.mkdir(parents=True, mode=0o700, exist_ok=True)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise UserError(f"{path} is not a folder that only this user can write; remove it or choose another place")
+
+
+def remove_leftovers(parent: Path) -> int:
+    """Deletes what crashes left uncommitted in a folder that we alone write. Returns how many there were."""
+    leftovers = [p for p in parent.glob(".*") if p.name.startswith((TEMPORARY, TRASH))] if parent.is_dir() else []
+    for path in leftovers:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    return len(leftovers)
+
+
+@contextlib.contextmanager
+def lock(path: Path, on_taken: Callable[[str], Exception]) -> Iterator[None]:
+    """Holds an exclusive lock, which the kernel releases even on SIGKILL. Raises on_taken(holder) if it is held."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise on_taken(file.read().strip()) from None
+        file.truncate(0)
+        file.write(f"pid {os.getpid()}")
+        file.flush()
+        yield

@@ -1,0 +1,80 @@
+"""Hidden states -> log-probs of given tokens, without a float32 [tokens, vocabulary] tensor.
+
+Qwen2.5 has 151,936 tokens: the logits of 64 completions of 256 tokens would take 10 GB in float32. The head runs over
+chunks of tokens instead, and with gradients each of several chunks is recomputed in backward, so one chunk's logits
+exist at a time in either direction. Prompt positions never enter the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from common import attention
+from common.packing import PackedRow
+
+
+def score_row(model: Any, row: PackedRow, temperature: float, chunk_size: int) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of the row's targets under softmax(logits / temperature).
+
+    model: a transformers causal language model loaded with attn_implementation="shared_prompt".
+    Returns logprobs [N] float32 with gradient, entropy [N] float32 without.
+    """
+    hidden = model.get_decoder()(
+        input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
+    ).last_hidden_state[0]
+    return token_logprobs(
+        hidden[row.source_index], row.target_ids, model.get_output_embeddings(), temperature, chunk_size
+    )
+
+
+def token_logprobs(
+    hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], temperature: float, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """log softmax(head(h) / temperature)[target] for each row h of hidden [N, D]; targets [N] int64.
+
+    Returns (logprobs [N], entropy [N]), both float32.
+    """
+
+    def chunk(h: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        logits = head(h).float() / temperature
+        log_normaliser = logits.logsumexp(-1)
+        logprobs = logits.gather(-1, target[:, None])[:, 0] - log_normaliser
+        with torch.no_grad():
+            entropy = log_normaliser - (torch.softmax(logits, -1) * logits).sum(-1)
+        return logprobs, entropy
+
+    recompute = torch.is_grad_enabled() and len(targets) > chunk_size
+    parts = [
+        checkpoint(chunk, h, target, use_reentrant=False) if recompute else chunk(h, target)
+        for h, target in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True)
+    ]
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def load_causal_lm(path: str, dtype: str, revision: str | None, trust_remote_code: bool) -> Any:
+    """A transformers causal language model that attends over packed rows. Raises UserError if it cannot be found."""
+    from transformers import AutoModelForCausalLM
+
+    from common.config import UserError
+
+    attention.register()
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            path,
+            revision=revision,
+            dtype=getattr(torch, dtype),
+            trust_remote_code=trust_remote_code,
+            attn_implementation=attention.NAME,
+        )
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"model {path!r} cannot be loaded: {first_line}\n"
+            f"Give a folder, or download it once: hf download {path}  (behind a firewall set HF_ENDPOINT)"
+        ) from None

@@ -1,0 +1,225 @@
+"""The versioned weight folder: the trainer publishes, the sampler verifies before it touches its engine.
+
+    weights/00000040-9f3c/  model-00001-of-00002.safetensors  …  manifest.json     (committed by one rename)
+
+A version is never overwritten, because engines map its files. The manifest lists every file with size and digest,
+every tensor with dtype and shape, and a canary: fixed token sequences with the trainer's own log-probs under these
+weights, which the engine must reproduce after loading. Its SHA-256 travels in CREDIT, so the folder alone proves
+nothing. Left out: delta and compressed formats.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import blake3
+
+from common import durable
+from common.config import Config
+
+MANIFEST = "manifest.json"
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_CHUNK = 1 << 22
+
+
+class BadWeights(Exception):
+    """A published version that must not be used. Says which check failed, with the expected and the found value."""
+
+
+@dataclass(frozen=True)
+class Canary:
+    """Token sequences [n][L] and the trainer's log-probs [n][L − prompt_length] of the tokens after the prompt."""
+
+    prompt_length: int
+    token_ids: list[list[int]]
+    logprobs: list[list[float]]
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    dtype: str  # as in the safetensors header: "F32", "BF16"
+    shape: list[int]
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    size: int
+    blake3: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    run_id: str
+    incarnation: str
+    version: int
+    tied_embeddings: bool
+    files: dict[str, FileInfo]
+    tensors: dict[str, TensorInfo]
+    canary: Canary
+
+
+@dataclass(frozen=True)
+class Published:
+    """What CREDIT carries: enough to find a version and to prove that it is the one meant."""
+
+    version: int
+    weights_dir: str
+    manifest_sha256: str
+
+
+def default_dir(config: Config) -> Path:
+    """weights.dir, or memory when both processes are on one host, or the run folder."""
+    if config.weights.dir is not None:
+        return config.weights.dir
+    memory = Path("/dev/shm")
+    on_one_host = config.channel.endpoint is None or config.channel.endpoint.startswith("ipc://")
+    if not (on_one_host and memory.is_dir()):
+        return config.run.output_dir / "weights"
+    tag = hashlib.sha256(str(config.run.output_dir.resolve()).encode()).hexdigest()[:12]
+    return memory / f"tandem-{os.getuid()}-{tag}"
+
+
+def shard_name(index: int, count: int) -> str:
+    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def version_dir(weights_dir: Path, version: int, incarnation: str) -> Path:
+    return weights_dir / f"{version:08d}-{incarnation}"
+
+
+def temporary_dir(weights_dir: Path, version: int, incarnation: str) -> Path:
+    return weights_dir / f"{durable.TEMPORARY}{version:08d}-{incarnation}"
+
+
+def tensor_infos(path: Path) -> dict[str, TensorInfo]:
+    """Names, dtypes and shapes from a safetensors header. Raises BadWeights if the file is not one."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > 100_000_000:
+                raise ValueError(f"header of {length} bytes")
+            header = json.loads(file.read(length))
+        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        if 8 + length + end != path.stat().st_size:
+            raise ValueError(f"{path.stat().st_size} bytes where the header says {8 + length + end}")
+        return {k: TensorInfo(v["dtype"], v["shape"]) for k, v in header.items() if k != "__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadWeights(f"{path.name} is not a whole safetensors file: {error}") from None
+
+
+def file_info(path: Path) -> FileInfo:
+    hasher = blake3.blake3()
+    hasher.update_mmap(path)
+    return FileInfo(path.stat().st_size, hasher.hexdigest())
+
+
+def commit(temporary: Path, final: Path, manifest: Manifest) -> Published:
+    """Writes the manifest last, makes the version visible and returns its address. Rank 0 only."""
+    data = json.dumps(asdict(manifest), separators=(",", ":")).encode()
+    durable.write_file(temporary / MANIFEST, data)
+    durable.failpoint("weights.manifest")
+    durable.commit_dir(temporary, final)
+    return Published(manifest.version, str(final), hashlib.sha256(data).hexdigest())
+
+
+def read_manifest(published: Published, visible_within_s: float = 120.0) -> Manifest:
+    """The manifest whose digest CREDIT announced. Waits for a shared file system to show it.
+
+    Raises BadWeights if it does not appear or is another one.
+    """
+    path = Path(published.weights_dir) / MANIFEST
+    deadline = time.monotonic() + visible_within_s
+    while True:
+        try:
+            os.listdir(path.parent.parent)  # a READDIR refreshes what NFS has cached as absent
+            data = path.read_bytes()
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise BadWeights(
+                    f"{path} is not visible after {visible_within_s:.0f} s ({error.strerror}): "
+                    "is weights.dir on a file system that both hosts share?"
+                ) from None
+            time.sleep(0.2)
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != published.manifest_sha256:
+        raise BadWeights(f"{path} has SHA-256 {digest}, the trainer announced {published.manifest_sha256}")
+    raw: dict[str, Any] = json.loads(data)
+    return Manifest(
+        raw["run_id"],
+        raw["incarnation"],
+        raw["version"],
+        raw["tied_embeddings"],
+        {name: FileInfo(**info) for name, info in raw["files"].items()},
+        {name: TensorInfo(**info) for name, info in raw["tensors"].items()},
+        Canary(**raw["canary"]),
+    )
+
+
+def copy_verified(published: Published, manifest: Manifest, private_dir: Path) -> None:
+    """Copies the version's shards to a folder of ours while hashing them: what was checked is what gets loaded.
+
+    Raises BadWeights on a wrong version, file list, size, digest, tensor name, dtype or shape.
+    """
+    if manifest.version != published.version:
+        raise BadWeights(f"the manifest is of version {manifest.version}, version {published.version} was announced")
+    private_dir.mkdir(parents=True, mode=0o700)
+    found: dict[str, TensorInfo] = {}
+    for name, info in manifest.files.items():
+        if not _SAFE_NAME.fullmatch(name):
+            raise BadWeights(f"file name {name!r} in the manifest is not allowed")
+        _copy_hashing(Path(published.weights_dir) / name, private_dir / name, info)
+        found.update(tensor_infos(private_dir / name))
+    _require_equal(found, manifest.tensors)
+
+
+def _copy_hashing(source: Path, target: Path, expected: FileInfo) -> None:
+    hasher = blake3.blake3()
+    try:
+        descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW)
+        with os.fdopen(descriptor, "rb") as reader, open(target, "wb") as writer:
+            while chunk := reader.read(_CHUNK):
+                hasher.update(chunk)
+                writer.write(chunk)
+    except OSError as error:
+        raise BadWeights(f"{source}: {error.strerror}") from None
+    size = target.stat().st_size
+    if size != expected.size:
+        raise BadWeights(f"{source.name} has {size} bytes, the manifest says {expected.size}")
+    if hasher.hexdigest() != expected.blake3:
+        raise BadWeights(f"{source.name} has BLAKE3 {hasher.hexdigest()}, the manifest says {expected.blake3}")
+
+
+def _require_equal(found: dict[str, TensorInfo], expected: dict[str, TensorInfo]) -> None:
+    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if missing or extra:
+        raise BadWeights(f"tensors missing {missing[:3]} or not expected {extra[:3]}")
+    for name, info in expected.items():
+        if found[name] != info:
+            raise BadWeights(f"tensor {name} is {found[name]}, expected {info}")
+
+
+def prune(weights_dir: Path, in_use: Iterable[int], keep: int) -> list[int]:
+    """Deletes versions that no live sampler uses, beside the newest `keep`. Returns the versions deleted."""
+    versions = {int(path.name[:8]): path for path in weights_dir.glob("[0-9]*-*") if path.is_dir()}
+    spared = set(sorted(versions)[-keep:]) | set(in_use)
+    deleted = sorted(versions.keys() - spared)
+    for version in deleted:
+        durable.remove_dir(versions[version])
+    return deleted
+
+
+def remove_versions(weights_dir: Path) -> None:
+    """Deletes every version: at the start those of an earlier life, at the end our own."""
+    for path in weights_dir.glob("[0-9]*-*"):
+        durable.remove_dir(path)
+    if weights_dir.is_dir() and not any(weights_dir.iterdir()):
+        weights_dir.rmdir()

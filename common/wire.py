@@ -1,0 +1,259 @@
+"""Records <-> frames. Three frames a message: a msgpack header, raw little-endian arrays, a digest of both.
+
+No pickle and no compression. Everything that arrives is decoded by type, then range-checked; what fails raises
+WireError and is counted by its reason, never used. CURVE authenticates tcp; the digest catches damage on any link.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from common.types import EvalRequest, EvalResult, FinishReason, Group, Rollout, Tombstone
+
+PROTO = 1
+_DIGEST_BYTES = 16
+
+
+class WireError(Exception):
+    """A message that must not be used. `reason` is a short, countable name."""
+
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Sampler → trainer, each second until credited: who I am and what I can serve."""
+
+    pid: int
+    dataset_fingerprint: str
+    tokenizer_hash: str
+    num_problems: int
+    num_eval_problems: int
+    loaded_version: int | None
+
+
+class Credit(msgspec.Struct, frozen=True, tag="credit"):
+    """Trainer → sampler, on change and each second: the full state, so that losing one is harmless."""
+
+    cursor: int  # groups below it are trained and may be forgotten
+    lease: list[int]  # groups this sampler shall produce
+    have: list[int]  # leased groups that arrived; a sampler resends what it sent and does not find here
+    evals: list[EvalRequest]  # evaluation chunks this sampler shall produce
+    version: int  # sample with exactly these weights
+    weights_dir: str
+    manifest_sha256: str
+    progress: int  # of the training loop; judged by the watchdog
+    phase: str
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """Sampler → trainer from the work loop, so that a stuck loop falls silent."""
+
+    phase: str
+    progress: int
+    loaded_version: int | None
+    stats: dict[str, float]  # metrics of the sampler, newest values
+
+
+class Bye(msgspec.Struct, frozen=True, tag="bye"):
+    """Either way: I end, and why. exit_code is what the receiver should exit with too."""
+
+    reason: str
+    exit_code: int = 0
+
+
+class _GroupHeader(msgspec.Struct, frozen=True, tag="group"):
+    group_id: int
+    policy_version: int
+    problem_index: int
+    prompt_length: int
+    completion_lengths: list[int]
+    has_ref_logprobs: bool
+    rewards: list[dict[str, float | None]]  # None = NaN: the function does not apply
+    reward: list[float]
+    finish_reasons: list[FinishReason]
+
+
+class _Tombstone(msgspec.Struct, frozen=True, tag="tombstone"):
+    group_id: int
+    policy_version: int
+    reason: str
+
+
+class _EvalResult(msgspec.Struct, frozen=True, tag="eval"):
+    result: EvalResult
+
+
+Message = Hello | Credit | Beat | Bye | Group | Tombstone | EvalResult
+_Body = Hello | Credit | Beat | Bye | _GroupHeader | _Tombstone | _EvalResult
+
+
+class _Header(msgspec.Struct, frozen=True):
+    proto: int
+    run_id: str
+    incarnation: str  # of the trainer; empty in a HELLO that has not met one yet
+    sampler_id: str
+    body: _Body
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Header)
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """Who speaks, and in which life of the trainer."""
+
+    run_id: str
+    incarnation: str
+    sampler_id: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an honest group looks like in this run."""
+
+    vocab_size: int
+    num_generations: int
+    max_prompt_length: int
+    max_completion_length: int
+    needs_ref_logprobs: bool
+    reward_funcs: tuple[str, ...]
+
+
+def encode(envelope: Envelope, message: Message) -> list[bytes]:
+    """Three frames. Inverse of `decode`."""
+    body, arrays = _to_body(message)
+    header = _encoder.encode(
+        _Header(PROTO, envelope.run_id, envelope.incarnation, envelope.sampler_id, body),
+    )
+    return [header, arrays, _digest(header, arrays)]
+
+
+def decode(frames: list[bytes]) -> tuple[Envelope, Message]:
+    """Raises WireError for anything that `encode` did not make."""
+    if len(frames) != 3:
+        raise WireError("frame_count", f"{len(frames)} frames, expected 3")
+    header, arrays, digest = frames
+    if _digest(header, arrays) != digest:
+        raise WireError("digest")
+    try:
+        decoded = _decoder.decode(header)
+        if decoded.proto != PROTO:
+            raise WireError("proto", f"the peer speaks protocol {decoded.proto}, this is {PROTO}: update one of them")
+        message = _from_body(decoded.body, arrays)
+    except (msgspec.DecodeError, RecursionError, ValueError, OverflowError) as error:
+        raise WireError("malformed", str(error)) from None
+    return Envelope(decoded.run_id, decoded.incarnation, decoded.sampler_id), message
+
+
+def check_group(group: Group, limits: Limits) -> None:
+    """Raises WireError if the group cannot be an honest one. Shapes were checked by `decode`."""
+    if len(group.rollouts) != limits.num_generations:
+        raise WireError("group_size", f"{len(group.rollouts)} rollouts, expected {limits.num_generations}")
+    if not 0 < len(group.prompt_ids) <= limits.max_prompt_length:
+        raise WireError("prompt_length", f"{len(group.prompt_ids)} tokens")
+    _check_ids(group.prompt_ids, limits.vocab_size)
+    for rollout in group.rollouts:
+        length = len(rollout.completion_ids)
+        if not 0 < length <= limits.max_completion_length:
+            raise WireError("completion_length", f"{length} tokens")
+        _check_ids(rollout.completion_ids, limits.vocab_size)
+        _check_logprobs(rollout.old_logprobs, length)
+        _check_logprobs(rollout.ref_logprobs, length if limits.needs_ref_logprobs else 0)
+        if not math.isfinite(rollout.reward):
+            raise WireError("reward", f"{rollout.reward}")
+        if tuple(rollout.rewards) != limits.reward_funcs:
+            raise WireError("reward_funcs", f"{tuple(rollout.rewards)}, expected {limits.reward_funcs}")
+
+
+def _check_ids(ids: NDArray[np.int32], vocab_size: int) -> None:
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise WireError("token_id", f"{ids.min()}…{ids.max()} outside the vocabulary of {vocab_size}")
+
+
+def _check_logprobs(logprobs: NDArray[np.float32], length: int) -> None:
+    if len(logprobs) != length:
+        raise WireError("logprob_length", f"{len(logprobs)} log-probs for {length} tokens")
+    # 1e-3 above zero: a log-prob of a certain token may round to a hair above 0.
+    if length and not (np.isfinite(logprobs).all() and logprobs.max() <= 1e-3):
+        raise WireError("logprob", "not finite or above 0")
+
+
+def _digest(header: bytes, arrays: bytes) -> bytes:
+    hasher = hashlib.blake2b(len(header).to_bytes(8, "little"), digest_size=_DIGEST_BYTES)
+    hasher.update(header)
+    hasher.update(arrays)
+    return hasher.digest()
+
+
+def _to_body(message: Message) -> tuple[_Body, bytes]:
+    if isinstance(message, Group):
+        rollouts = message.rollouts
+        header = _GroupHeader(
+            group_id=message.group_id,
+            policy_version=message.policy_version,
+            problem_index=message.problem_index,
+            prompt_length=len(message.prompt_ids),
+            completion_lengths=[len(r.completion_ids) for r in rollouts],
+            has_ref_logprobs=any(len(r.ref_logprobs) for r in rollouts),
+            rewards=[{k: None if math.isnan(v) else v for k, v in r.rewards.items()} for r in rollouts],
+            reward=[float(r.reward) for r in rollouts],
+            finish_reasons=[r.finish_reason for r in rollouts],
+        )
+        ids = [message.prompt_ids, *(r.completion_ids for r in rollouts)]
+        floats = [r.old_logprobs for r in rollouts] + [r.ref_logprobs for r in rollouts]
+        return header, b"".join([a.astype("<i4").tobytes() for a in ids] + [a.astype("<f4").tobytes() for a in floats])
+    if isinstance(message, Tombstone):
+        return _Tombstone(message.group_id, message.policy_version, message.reason), b""
+    if isinstance(message, EvalResult):
+        return _EvalResult(message), b""
+    return message, b""
+
+
+def _from_body(body: _Body, arrays: bytes) -> Message:
+    if isinstance(body, _GroupHeader):
+        return _read_group(body, arrays)
+    if arrays:
+        raise WireError("malformed", f"{len(arrays)} bytes of arrays behind a {type(body).__name__}")
+    if isinstance(body, _Tombstone):
+        return Tombstone(body.group_id, body.policy_version, body.reason)
+    if isinstance(body, _EvalResult):
+        return body.result
+    return body
+
+
+def _read_group(header: _GroupHeader, arrays: bytes) -> Group:
+    lengths = header.completion_lengths
+    n, total = len(lengths), sum(lengths)
+    if header.prompt_length < 0 or any(length < 0 for length in lengths):
+        raise WireError("malformed", "negative length")
+    if not n == len(header.rewards) == len(header.reward) == len(header.finish_reasons):
+        raise WireError("malformed", "lists of different lengths")
+    ref_total = total if header.has_ref_logprobs else 0
+    if len(arrays) != 4 * (header.prompt_length + 2 * total + ref_total):
+        raise WireError("malformed", f"{len(arrays)} bytes of arrays do not fit the lengths in the header")
+    ids = np.frombuffer(arrays, "<i4", header.prompt_length + total)
+    floats = np.frombuffer(arrays, "<f4", offset=4 * len(ids))
+    ends = np.cumsum(lengths).tolist()
+    spans = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    completion_ids, old_logprobs, ref_logprobs = ids[header.prompt_length :], floats[:total], floats[total:]
+    rollouts = tuple(
+        Rollout(
+            completion_ids=completion_ids[span],
+            old_logprobs=old_logprobs[span],
+            ref_logprobs=ref_logprobs[span],
+            rewards={k: math.nan if v is None else v for k, v in header.rewards[i].items()},
+            reward=header.reward[i],
+            finish_reason=header.finish_reasons[i],
+        )
+        for i, span in enumerate(spans)
+    )
+    return Group(header.group_id, header.policy_version, header.problem_index, ids[: header.prompt_length], rollouts)

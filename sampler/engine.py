@@ -1,0 +1,211 @@
+"""vLLM, in this process: submit prompts, step, collect completions with their log-probs; load new weights.
+
+The only file that imports vllm. The engine runs in-process (one process, real exceptions, nothing left behind by a
+SIGKILL), is stepped by the sampler's loop, and swaps weights between two steps. Every sampling value is given
+explicitly: vLLM would otherwise take temperature, top-k and penalties from the model's generation_config.json, and
+the trainer's ratio would compare two different laws. Left out: text. Token ids go in, token ids come out.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.config import Config, UserError
+from common.types import FinishReason
+
+_CANARY_LENGTH = 64  # the context must hold the trainer's canary sequences
+
+
+@dataclass(frozen=True)
+class SamplingLaw:
+    """What one token is drawn from, at full support: softmax(logits / temperature)."""
+
+    temperature: float
+    max_tokens: int
+    num_completions: int
+    seed: int | None  # completion k of a prompt uses seed + k
+
+
+@dataclass(frozen=True)
+class Completion:
+    token_ids: NDArray[np.int32]  # [C]
+    logprobs: NDArray[np.float32]  # [C] log-prob of each sampled token under the law
+    finish_reason: FinishReason
+
+
+class Engine:
+    """A vLLM engine. `version` is the policy version it holds, None before the first reload."""
+
+    def __init__(self, config: Config, num_gpus: int):
+        _set_environment(config, on_cpu=num_gpus == 0)
+        import vllm
+
+        self._vllm = vllm
+        arguments = _engine_arguments(config, on_cpu=num_gpus == 0)
+        unknown = sorted(set(config.vllm) - set(vllm.EngineArgs.__dataclass_fields__))
+        if unknown:
+            raise UserError(f"vllm.{unknown[0]}: vLLM {vllm.__version__} has no such engine argument")
+        self._llm = vllm.LLM(**arguments)
+        self._engine = self._llm.llm_engine
+        self._stop_token_ids = stop_token_ids(config)
+        self._keys: dict[str, Any] = {}
+        self._next_id = 0
+        self.version: int | None = None
+
+    @property
+    def num_running(self) -> int:
+        return len(self._keys)
+
+    def submit(self, key: Any, prompt_ids: Sequence[int] | NDArray[np.int32], law: SamplingLaw) -> None:
+        """Queues law.num_completions completions of one prompt; `step` returns them together under `key`."""
+        parameters = self._vllm.SamplingParams(
+            n=law.num_completions,
+            temperature=law.temperature,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            repetition_penalty=1.0,
+            max_tokens=law.max_tokens,
+            min_tokens=0,
+            ignore_eos=False,
+            stop_token_ids=self._stop_token_ids,
+            seed=law.seed,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+        )
+        self._add(key, prompt_ids, parameters)
+
+    def step(self) -> list[tuple[Any, list[Completion]]]:
+        """One engine step; the prompts whose completions are all finished."""
+        finished = []
+        for output in self._engine.step():
+            if output.finished:
+                key = self._keys.pop(output.request_id)
+                finished.append((key, [_completion(c) for c in sorted(output.outputs, key=lambda c: c.index)]))
+        return finished
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        """log π(token | tokens before it) at temperature 1 for every position but the first: [L − 1] each."""
+        assert not self._keys, "scoring waits until the engine is idle"
+        parameters = self._vllm.SamplingParams(
+            temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False
+        )
+        for i, sequence in enumerate(sequences):
+            self._add(i, sequence, parameters)
+        scores: dict[int, NDArray[np.float32]] = {}
+        while self._keys:
+            for output in self._engine.step():
+                if output.finished:
+                    i = self._keys.pop(output.request_id)
+                    # position p holds a map token id -> Logprob of the token that stands there
+                    pairs = zip(sequences[i][1:], output.prompt_logprobs[1:], strict=True)
+                    scores[i] = np.array([at[token].logprob for token, at in pairs], np.float32)
+        return [scores[i] for i in range(len(sequences))]
+
+    def abort_all(self) -> None:
+        """Drops everything that is queued or running."""
+        self._engine.abort_request(list(self._keys))
+        self._keys.clear()
+
+    def load(self, folder: Path) -> None:
+        """Replaces the weights. The folder must have been verified: a failure inside leaves the engine unusable."""
+        assert not self._keys, "a group is sampled by one policy version: reload only between groups"
+        self._llm.collective_rpc("load_weights_from", args=(str(folder),))
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: keys and values of the old weights are in it")
+
+    def _add(self, key: Any, prompt_ids: Sequence[int] | NDArray[np.int32], parameters: Any) -> None:
+        request_id, self._next_id = str(self._next_id), self._next_id + 1
+        prompt = {"prompt_token_ids": [int(t) for t in prompt_ids]}
+        self._engine.add_request(request_id, prompt, parameters)
+        self._keys[request_id] = key
+
+
+def _completion(output: Any) -> Completion:
+    token_ids = np.array(output.token_ids, np.int32)
+    logprobs = np.array(output.logprobs.logprobs, np.float32)
+    assert len(logprobs) == len(token_ids), f"{len(logprobs)} log-probs for {len(token_ids)} tokens"
+    return Completion(token_ids, logprobs, "stop" if output.finish_reason == "stop" else "length")
+
+
+def stop_token_ids(config: Config) -> list[int]:
+    """Tokens that end a completion: those of the model's generation_config.json and the tokenizer's own."""
+    from transformers import GenerationConfig
+
+    try:
+        given = GenerationConfig.from_pretrained(config.model.path, revision=config.model.revision).eos_token_id
+    except OSError:
+        given = None
+    if given is None:
+        from transformers import AutoTokenizer
+
+        given = AutoTokenizer.from_pretrained(config.model.path, revision=config.model.revision).eos_token_id
+    if given is None:
+        raise UserError(f"{config.model.path} names no end-of-sequence token; set eos_token_id in its config")
+    return [given] if isinstance(given, int) else list(given)
+
+
+def _set_environment(config: Config, on_cpu: bool) -> None:
+    """Before vLLM is imported. What the user has set stays."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns about a chat template nobody asks for
+    if on_cpu:
+        # The first log-prob would otherwise compile a helper with g++ for 20 s.
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # placement is the launcher's
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(_cpu_cache_gib(config)))
+
+
+def _cpu_cache_gib(config: Config) -> int:
+    """Key-value cache for one full window of rollouts, in whole GiB, 1 to 16."""
+    from transformers import AutoConfig
+
+    model = AutoConfig.from_pretrained(config.model.path, revision=config.model.revision)
+    heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
+    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    bytes_per_token = 2 * model.num_hidden_layers * heads * head_dim * 4
+    return min(16, max(1, math.ceil(_max_num_seqs(config) * _max_model_len(config) * bytes_per_token / 2**30)))
+
+
+def _max_num_seqs(config: Config) -> int:
+    return min(1024, max(64, config.sampler.num_generations * config.trainer.prompts_per_step))
+
+
+def _max_model_len(config: Config) -> int:
+    completion = max(config.sampler.max_completion_length, config.eval.max_completion_length or 0)
+    return max(config.data.max_prompt_length + completion, _CANARY_LENGTH)
+
+
+def _engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
+    """vllm.LLM's arguments: ours, then the user's `vllm:` section on top."""
+    arguments: dict[str, Any] = {
+        "model": config.model.path,
+        "revision": config.model.revision,
+        "dtype": config.model.dtype,
+        "trust_remote_code": config.model.trust_remote_code,
+        "skip_tokenizer_init": True,
+        "seed": config.run.seed,
+        "max_model_len": _max_model_len(config),
+        "max_num_seqs": _max_num_seqs(config),
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "worker_extension_cls": "sampler.vllm_worker.WeightExtension",
+    }
+    if on_cpu:
+        # Blocks of 128 tokens, the CPU default, would let short prompts share nothing.
+        arguments |= {"enforce_eager": True, "block_size": 32}
+    return arguments | config.vllm

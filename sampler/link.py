@@ -1,0 +1,137 @@
+"""The sampler's side of the link: HELLO until credited, BEAT from the work loop, results until they are acknowledged.
+
+A result stays in the outbox until a CREDIT's cursor passes it, and is sent again when a CREDIT leases it but does not
+list it as held. So neither a lost message nor a restarted trainer needs anything but this process going on.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import time
+
+import zmq
+
+from common import channel, wire
+from common.config import Config
+from common.durable import failpoint
+from common.exits import PeerEnded, Retryable
+from common.types import EvalResult, Group, Tombstone
+
+_RESEND_AFTER_S = 2.0
+
+
+class Link:
+    """One DEALER socket, used by the sampler's only thread."""
+
+    def __init__(self, config: Config, sampler_id: str, hello: wire.Hello):
+        self._config = config
+        self._hello = hello
+        window = config.trainer.prompts_per_step * (1 + config.trainer.max_staleness)
+        self._socket = channel.connect_dealer(config, sampler_id, window)
+        self._envelope = wire.Envelope("", "", sampler_id)
+        self._past_lives: set[str] = set()
+        self._outbox: dict[int, tuple[list[bytes], float]] = {}  # group id -> frames, when they were sent
+        self._spoke_at = -channel.BEAT_S
+        self._heard_at = time.monotonic()
+        self.credit: wire.Credit | None = None
+        self.counters: collections.Counter[str] = collections.Counter()
+
+    @property
+    def is_credited(self) -> bool:
+        return self.credit is not None and time.monotonic() - self._heard_at < self._config.channel.lost_after_s
+
+    def receive(self, timeout_s: float) -> bool:
+        """Reads what is there, waiting at most timeout_s. True if a new life of the trainer began.
+
+        Raises PeerEnded on a goodbye and Retryable when the trainer stays silent beyond its deadline.
+        """
+        reborn = False
+        if self._socket.poll(int(timeout_s * 1000)):
+            while True:
+                try:
+                    frames = self._socket.recv_multipart(flags=zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                try:
+                    reborn |= self._handle(*wire.decode(frames))
+                except wire.WireError as error:
+                    self.counters[f"refused/{error.reason}"] += 1
+        self._check_deadline()
+        return reborn
+
+    def _handle(self, envelope: wire.Envelope, message: wire.Message) -> bool:
+        life = envelope.incarnation
+        if life in self._past_lives:
+            raise wire.WireError("past_life")
+        if isinstance(message, wire.Bye):
+            raise PeerEnded(message.reason, message.exit_code)
+        if not isinstance(message, wire.Credit):
+            raise wire.WireError("unexpected", type(message).__name__)
+        self._heard_at = time.monotonic()
+        reborn = life != self._envelope.incarnation
+        if reborn:
+            if self._envelope.incarnation:
+                self._past_lives.add(self._envelope.incarnation)
+            self._envelope = wire.Envelope(envelope.run_id, life, self._envelope.sampler_id)
+            self._outbox.clear()
+        self.credit = message
+        self._outbox = {g: entry for g, entry in self._outbox.items() if g >= message.cursor}
+        self._resend(message)
+        return reborn
+
+    def _resend(self, credit: wire.Credit) -> None:
+        now = time.monotonic()
+        for group_id in set(credit.lease) - set(credit.have):
+            frames, sent_at = self._outbox.get(group_id, (None, 0.0))
+            if frames is not None and now - sent_at > _RESEND_AFTER_S:
+                self.counters["resent"] += 1
+                self._outbox[group_id] = (frames, now)
+                self._send(frames)
+
+    def _check_deadline(self) -> None:
+        silent = time.monotonic() - self._heard_at
+        channel_config = self._config.channel
+        deadline = channel_config.connect_timeout_s if self.credit is None else channel_config.stall_timeout_s
+        if silent > deadline:
+            raise Retryable(
+                f"the trainer has not answered on {channel.endpoint(self._config)} for {silent:.0f} s. "
+                "Is `deepspeed training_worker.py` running with the same --config? "
+                f"Its log: {self._config.run.output_dir}/logs/trainer.log"
+            )
+
+    def has_result(self, group_id: int) -> bool:
+        return group_id in self._outbox
+
+    def send_result(self, result: Group | Tombstone) -> None:
+        frames = wire.encode(self._envelope, result)
+        self._outbox[result.group_id] = (frames, time.monotonic())
+        self._send(frames)
+        failpoint("sampler.sent")
+
+    def send_eval(self, result: EvalResult) -> None:
+        self._send(wire.encode(self._envelope, result))
+
+    def beat(self, phase: str, progress: int, loaded_version: int | None, stats: dict[str, float], now: bool) -> None:
+        """Says HELLO or BEAT if one is due, or at once."""
+        if not now and time.monotonic() - self._spoke_at < channel.BEAT_S:
+            return
+        self._spoke_at = time.monotonic()
+        if self.is_credited:
+            self._send(wire.encode(self._envelope, wire.Beat(phase, progress, loaded_version, stats)))
+        else:
+            self._send(wire.encode(wire.Envelope("", "", self._envelope.sampler_id), self._hello))
+
+    def say_goodbye(self, reason: str, exit_code: int) -> None:
+        self._send(wire.encode(self._envelope, wire.Bye(reason[:500], exit_code)))
+        time.sleep(0.05)  # LINGER is 0: let it leave
+
+    def _send(self, frames: list[bytes]) -> None:
+        try:
+            self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
+        except zmq.Again:  # nobody is connected: states are repeated, results resent
+            self.counters["unsent"] += 1
+
+
+def hello(fingerprint: str, tokenizer_hash: str, num_problems: int, num_eval_problems: int) -> wire.Hello:
+    return wire.Hello(os.getpid(), fingerprint, tokenizer_hash, num_problems, num_eval_problems, None)

@@ -1,0 +1,271 @@
+"""The sampling loop. It holds no state that matters: killing it costs time, never data.
+
+    credit ─► reload ─► generate ─► reward ─► reference ─► send
+      ▲                                                     │
+      └───────────── trainer commits a step ◄───────────────┘
+
+| queue           | filled by          | emptied by            | bounded by                       |
+|-----------------|--------------------|-----------------------|----------------------------------|
+| engine          | leases in CREDIT   | `Engine.step`         | the trainer's window             |
+| reward pool     | finished prompts   | `RewardPool.ready`    | the same window                  |
+| outbox          | scored groups      | CREDIT's cursor       | the same window                  |
+
+The engine keeps decoding while rewards run in their own process. Group g is problem permutation(seed, epoch)[g mod N]
+with sampling seeds hash(seed, g): what a lost group contained can be produced again by anyone who holds the weights.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from common import wire
+from common.config import Config
+from common.durable import failpoint
+from common.exits import Retryable
+from common.types import EvalRequest, EvalResult, EvalSample, Group, Prompt, Rollout, Tombstone
+from common.weights import BadWeights, Published
+from rewards.pool import RewardFailure, RewardPool
+from sampler.dataset import problem_index, sampling_seed
+from sampler.engine import Completion, Engine, SamplingLaw
+from sampler.link import Link
+from sampler.reference import Reference
+from sampler.reload import Reloaded, reload
+
+_MAX_BAD_WEIGHTS = 3
+_EVAL_SEED_OFFSET = 1_000_003  # held-out samples must not share seeds with training groups
+
+
+@dataclass(frozen=True)
+class GroupKey:
+    group_id: int
+    policy_version: int
+
+
+@dataclass(frozen=True)
+class EvalKey:
+    eval_id: str
+    chunk: int
+    problem: int
+    policy_version: int
+
+
+Key = GroupKey | EvalKey
+
+
+@dataclass
+class _Chunk:
+    """An evaluation chunk on its way: the problems still missing and the samples there are."""
+
+    missing: set[int]
+    samples: list[EvalSample] = field(default_factory=list)
+    sent: EvalResult | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is sampled: problems to train on, held-out problems, and token ids -> text for the rewards."""
+
+    train: list[Prompt]
+    held_out: list[Prompt]
+    decode: Callable[[Sequence[Sequence[int]]], list[str]]
+
+
+class Sampler:
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        engine: Engine,
+        link: Link,
+        pool: RewardPool,
+        reference: Reference | None,
+    ):
+        self.config, self.task, self.engine, self.link = config, task, engine, link
+        self.pool, self.reference = pool, reference
+        self.phase, self.progress = "ready", 0
+        self.stats: dict[str, float] = collections.defaultdict(float)
+        self._working: dict[Key, list[Completion]] = {}  # leased and not sent; completions once generated
+        self._attempts: collections.Counter[Key] = collections.Counter()
+        self._chunks: dict[tuple[str, int], _Chunk] = {}
+        self._bad_weights = 0
+        self._served: wire.Credit | None = None  # the credit whose leases are all in work
+
+    def run(self) -> None:
+        """Until the trainer says goodbye (PeerEnded) or something ends the process."""
+        while True:
+            self.wait_for_credit_or_work()
+            self.reload_if_credited()
+            self.start_leased_work()
+            self.generate()
+            self.send_scored()
+            self.link.beat(self.phase, self.progress, self.engine.version, dict(self.stats), now=False)
+
+    def wait_for_credit_or_work(self) -> None:
+        start = time.monotonic()
+        busy = self.engine.num_running or self.pool.pending
+        if self.link.receive(timeout_s=0.0 if busy else 0.1):
+            self._forget_everything()
+        if not busy:
+            self.phase = "waiting for credit"
+            self.stats["total/idle_s"] += time.monotonic() - start
+
+    def reload_if_credited(self) -> None:
+        credit = self.link.credit
+        if credit is None or credit.version == self.engine.version or self.engine.num_running:
+            return
+        published = Published(credit.version, credit.weights_dir, credit.manifest_sha256)
+        try:
+            self._note_reload(reload(self.engine, published, self.config))
+        except BadWeights as error:
+            self._bad_weights += 1
+            self.stats["total/refused_weights"] += 1
+            self.phase = f"refused version {credit.version}: {error}"
+            self.link.beat(self.phase, self.progress, self.engine.version, dict(self.stats), now=True)
+            if self._bad_weights >= _MAX_BAD_WEIGHTS:
+                raise Retryable(self.phase) from None
+            time.sleep(1.0)
+
+    def _note_reload(self, reloaded: Reloaded) -> None:
+        self._bad_weights = 0
+        self.progress += 1
+        self.stats["sync/reload_s"] = reloaded.seconds
+        self.stats["sync/stall_s"] = reloaded.stall_s
+        self.stats["sync/canary_max_diff"] = reloaded.canary_max_diff
+        self.link.beat("reloaded", self.progress, self.engine.version, dict(self.stats), now=True)
+
+    def start_leased_work(self) -> None:
+        credit = self.link.credit
+        if credit is None or credit is self._served or credit.version != self.engine.version:
+            return
+        self._served = credit
+        for group_id in sorted(set(credit.lease) - set(credit.have)):
+            key = GroupKey(group_id, credit.version)
+            if not self.link.has_result(group_id) and not self._is_working(group_id):
+                failpoint("sampler.leased")
+                self._submit(key)
+        for request in credit.evals:
+            self._start_eval(request, credit.version)
+
+    def _is_working(self, group_id: int) -> bool:
+        return any(isinstance(key, GroupKey) and key.group_id == group_id for key in self._working)
+
+    def _start_eval(self, request: EvalRequest, version: int) -> None:
+        chunk = self._chunks.get((request.eval_id, request.chunk))
+        if chunk is not None:
+            if chunk.sent is not None and chunk.sent.policy_version == version:
+                self.link.send_eval(chunk.sent)  # still asked for: the result was lost
+            return
+        self._chunks = {k: c for k, c in self._chunks.items() if k[0] == request.eval_id}
+        self._chunks[request.eval_id, request.chunk] = _Chunk(set(request.problem_indexes))
+        for problem in request.problem_indexes:
+            self._submit(EvalKey(request.eval_id, request.chunk, problem, version))
+
+    def _submit(self, key: Key) -> None:
+        self._working[key] = []
+        self.engine.submit(key, self._prompt(key).token_ids, self._law(key))
+
+    def _prompt(self, key: Key) -> Prompt:
+        if isinstance(key, EvalKey):
+            return self.task.held_out[key.problem]
+        data = self.config.data
+        return self.task.train[problem_index(key.group_id, self.config.run.seed, len(self.task.train), data.shuffle)]
+
+    def _law(self, key: Key) -> SamplingLaw:
+        sampler, seed = self.config.sampler, self.config.run.seed
+        if isinstance(key, GroupKey):
+            seed = sampling_seed(seed, key.group_id)
+            return SamplingLaw(sampler.temperature, sampler.max_completion_length, sampler.num_generations, seed)
+        held_out = self.config.eval
+        length = held_out.max_completion_length or sampler.max_completion_length
+        seed = sampling_seed(seed + _EVAL_SEED_OFFSET, key.problem)
+        return SamplingLaw(held_out.temperature, length, held_out.num_generations, seed)
+
+    def generate(self) -> None:
+        """One engine step; what it finished goes to the rewards, in text, while the engine goes on."""
+        if not self.engine.num_running:
+            return
+        self.phase = f"generating {self.engine.num_running} prompts"
+        start = time.monotonic()
+        for key, completions in self.engine.step():
+            self.progress += 1
+            self._working[key] = completions
+            self.stats["total/completion_tokens"] += sum(len(c.token_ids) for c in completions)
+            failpoint("sampler.generated")
+            self._submit_rewards(key)
+        self.stats["total/generate_s"] += time.monotonic() - start
+
+    def _submit_rewards(self, key: Key) -> None:
+        prompt = self._prompt(key)
+        ids = [c.token_ids.tolist() for c in self._working[key]]
+        self.pool.submit(key, prompt.messages, self.task.decode(ids), ids, prompt.problem.columns)
+
+    def send_scored(self) -> None:
+        """Sends every group whose rewards arrived. With an idle engine it may wait for them a moment."""
+        patience = 0.05 if self.pool.pending and not self.engine.num_running else 0.0
+        finished = False
+        for key, scores in self.pool.ready(timeout_s=patience):
+            if key not in self._working:
+                continue  # asked for by an earlier life of the trainer
+            if isinstance(scores, RewardFailure):
+                self._reward_failed(key, scores.reason)
+            elif isinstance(key, GroupKey):
+                self.link.send_result(self._group(key, self._working.pop(key), scores))
+            else:
+                self._finish_eval(key, self._working.pop(key), scores)
+            finished = True
+        if finished and not self._working:  # the trainer's step metrics read these
+            self.link.beat(self.phase, self.progress, self.engine.version, dict(self.stats), now=True)
+
+    def _group(self, key: GroupKey, completions: list[Completion], scores: list[Any]) -> Group:
+        failpoint("sampler.scored")
+        prompt = self._prompt(key)
+        start = time.monotonic()
+        ids = [c.token_ids for c in completions]
+        if self.reference is None:
+            ref_logprobs = [c.logprobs[:0] for c in completions]
+        else:
+            ref_logprobs = self.reference.logprobs(prompt.token_ids, ids)
+            self.stats["total/reference_s"] += time.monotonic() - start
+        rollouts = tuple(
+            Rollout(c.token_ids, c.logprobs, ref, rewards, reward, c.finish_reason)
+            for c, ref, (rewards, reward) in zip(completions, ref_logprobs, scores, strict=True)
+        )
+        return Group(key.group_id, key.policy_version, prompt.problem.index, prompt.token_ids, rollouts)
+
+    def _reward_failed(self, key: Key, reason: str) -> None:
+        self._attempts[key] += 1
+        self.stats["total/reward_failures"] += 1
+        if self._attempts[key] < self.config.sampler.max_attempts:
+            self._submit_rewards(key)
+            return
+        del self._working[key]
+        if isinstance(key, GroupKey):
+            self.link.send_result(Tombstone(key.group_id, key.policy_version, reason))
+        else:
+            self.link.send_eval(EvalResult(key.eval_id, key.chunk, key.policy_version, (), reason))
+
+    def _finish_eval(self, key: EvalKey, completions: list[Completion], scores: list[Any]) -> None:
+        chunk = self._chunks[key.eval_id, key.chunk]
+        texts = self.task.decode([c.token_ids.tolist() for c in completions])
+        chunk.samples += [
+            EvalSample(key.problem, text, rewards, len(c.token_ids), c.finish_reason)
+            for text, c, (rewards, _) in zip(texts, completions, scores, strict=True)
+        ]
+        chunk.missing.discard(key.problem)
+        if not chunk.missing:
+            samples = tuple(sorted(chunk.samples, key=lambda s: s.problem_index))
+            chunk.sent = EvalResult(key.eval_id, key.chunk, key.policy_version, samples)
+            self.link.send_eval(chunk.sent)
+
+    def _forget_everything(self) -> None:
+        """A new life of the trainer: nothing that the old one asked for is wanted."""
+        self.engine.abort_all()
+        self.stats["total/aborted"] += len(self._working)
+        self._working.clear()
+        self._chunks.clear()
+        self._attempts.clear()
+        self.engine.version = None  # the same number may now name other weights

@@ -1,0 +1,87 @@
+"""From an announced version to an engine that provably uses it.
+
+verify (manifest digest, files, tensors) → copy while hashing → finite? → engine.load → canary
+└──────── a failure here keeps the old weights ────────────┘   └ a failure here ends the process ┘
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+from common import weights
+from common.config import Config
+from common.durable import failpoint
+from common.exits import Retryable
+from common.weights import BadWeights, Manifest, Published
+
+if TYPE_CHECKING:
+    from sampler.engine import Engine
+
+
+@dataclass(frozen=True)
+class Reloaded:
+    version: int
+    seconds: float  # the whole reload
+    stall_s: float  # of it, the part in which the engine could not sample
+    canary_max_diff: float  # max |log-prob of the engine − log-prob of the trainer|
+
+
+def canary_tolerance(config: Config) -> float:
+    return config.weights.canary_tolerance or (1e-3 if config.model.dtype == "float32" else 0.5)
+
+
+def reload(engine: Engine, published: Published, config: Config) -> Reloaded:
+    """Loads a published version. Raises BadWeights (old weights untouched) or Retryable (the engine is unusable)."""
+    start = time.monotonic()
+    failpoint("sampler.reloading")
+    with tempfile.TemporaryDirectory(prefix="tandem-reload-", dir=_scratch()) as scratch:
+        private = Path(scratch) / "version"
+        manifest = weights.read_manifest(published)
+        weights.copy_verified(published, manifest, private)
+        _require_finite(private, manifest)
+        stalled = time.monotonic()
+        try:
+            engine.load(private)
+            worst = _canary_difference(engine, manifest)
+        except Exception as error:
+            raise Retryable(f"the engine failed while loading version {published.version}: {error!r}") from error
+    if not worst <= canary_tolerance(config):
+        raise Retryable(
+            f"canary: the engine's log-probs differ from the trainer's by {worst:.3g} under version "
+            f"{published.version}, more than {canary_tolerance(config):.3g} (weights.canary_tolerance)"
+        )
+    engine.version = published.version
+    failpoint("sampler.reloaded")
+    now = time.monotonic()
+    return Reloaded(published.version, now - start, now - stalled, worst)
+
+
+def _scratch() -> str | None:
+    """Memory if there is room, as the copy lives for one reload only."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+def _require_finite(folder: Path, manifest: Manifest) -> None:
+    for name in manifest.files:
+        with safe_open(folder / name, framework="pt") as file:
+            for tensor_name in file.keys():  # noqa: SIM118 - a safetensors handle is not a dict
+                if not torch.isfinite(file.get_tensor(tensor_name)).all():
+                    raise BadWeights(f"tensor {tensor_name} of version {manifest.version} is not finite")
+
+
+def _canary_difference(engine: Engine, manifest: Manifest) -> float:
+    canary = manifest.canary
+    scores = engine.score(canary.token_ids)
+    differences = [
+        np.abs(score[canary.prompt_length - 1 :] - np.array(expected, np.float32)).max()
+        for score, expected in zip(scores, canary.logprobs, strict=True)
+    ]
+    return float(max(differences))

@@ -1,0 +1,269 @@
+"""DeepSpeed: the policy, its optimizer, and one step of them. Only this file and checkpoint.py import deepspeed.
+
+Gradients accumulate over as many `backward` calls as there are until `step` (managed_gradient_accumulation: false).
+The loss already carries the denominators of the whole step, so DeepSpeed's own averaging over ranks is undone by
+multiplying with the world size. Left out: building the model in shards (zero.Init); every rank loads it whole first.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.config import Config, UserError
+from common.logprobs import load_causal_lm, score_row
+from common.packing import PackedRow
+from trainer.batch import MicroBatch
+from trainer.losses import clipped_objective, loss
+
+_COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
+
+
+class Policy(torch.nn.Module):
+    """PackedRow -> (log-probs, entropies) of its targets, so that DeepSpeed's hooks see one forward."""
+
+    def __init__(self, model: Any, chunk_size: int):
+        super().__init__()
+        self.model = model
+        self.chunk_size = chunk_size
+
+    def forward(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
+        return score_row(self.model, row, temperature, self.chunk_size)
+
+
+@dataclass
+class Sums:
+    """Sums over completion tokens of one step, on this rank; `names` and `values` are added up over ranks."""
+
+    tokens: float = 0.0
+    loss: float = 0.0
+    entropy: float = 0.0
+    kl: float = 0.0
+    ratio: float = 0.0
+    clipped: float = 0.0
+    log_ratio: float = 0.0
+    abs_log_ratio: float = 0.0
+    abs_prob_diff: float = 0.0
+    exp_abs_log_ratio: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    applied: bool
+    grad_norm: float
+    learning_rate: float
+
+
+def init_distributed(config: Config) -> None:
+    """One process group over all ranks, also when started without the deepspeed launcher (one rank)."""
+    import os
+
+    import deepspeed
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        os.environ.setdefault(name, value)
+    if "MASTER_PORT" not in os.environ:
+        os.environ["MASTER_PORT"] = str(_free_port())
+    backend = config.trainer.dist_backend
+    if backend == "auto":
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+    deepspeed.init_distributed(dist_backend=backend, timeout=_COLLECTIVE_TIMEOUT, verbose=False)
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Engine:
+    def __init__(self, config: Config, world_size: int):
+        import deepspeed
+        from transformers import get_scheduler
+
+        self.config, self.world_size = config, world_size
+        trainer = config.trainer
+        ds_config = deepspeed_config(config, world_size)
+        self.stage: int = ds_config["zero_optimization"]["stage"]
+        model = load_causal_lm(
+            config.model.path, config.model.dtype, config.model.revision, config.model.trust_remote_code
+        )
+        _disable_dropout(model)
+        if config.model.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        decayed = [p for p in model.parameters() if p.ndim > 1]
+        others = [p for p in model.parameters() if p.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": trainer.weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+        def optimizer(parameters: Any) -> torch.optim.Optimizer:
+            betas = (trainer.adam_beta1, trainer.adam_beta2)
+            return torch.optim.AdamW(parameters, lr=trainer.learning_rate, betas=betas)
+
+        def scheduler(of: torch.optim.Optimizer) -> Any:
+            try:
+                return get_scheduler(trainer.lr_scheduler_type, of, trainer.warmup_steps, trainer.max_steps)
+            except ValueError as error:
+                raise UserError(f"trainer.lr_scheduler_type {trainer.lr_scheduler_type!r}: {error}") from None
+
+        self.ds, self.optimizer, _, self.scheduler = deepspeed.initialize(
+            model=Policy(model, trainer.logprob_chunk_size),
+            model_parameters=groups,
+            optimizer=None if "optimizer" in ds_config else optimizer,
+            lr_scheduler=None if "scheduler" in ds_config else scheduler,
+            config=ds_config,
+        )
+        self.model = model
+        self.ds.train()
+        self.sums = Sums()
+
+    @property
+    def device(self) -> torch.device:
+        return self.ds.device
+
+    @property
+    def tied_embeddings(self) -> bool:
+        return bool(self.model.config.tie_word_embeddings)
+
+    def backward(self, batch: MicroBatch) -> None:
+        """Forward and backward of one micro-batch; its metrics are added to `sums`."""
+        algorithm = self.config.algorithm
+        row = batch.row.to(self.device)
+        logprobs, entropy = self.ds(row, self.config.sampler.temperature)
+        old_logprobs, advantages, weights = (
+            x.to(self.device) for x in (batch.old_logprobs, batch.advantages, batch.weights)
+        )
+        objective, terms = clipped_objective(
+            logprobs,
+            old_logprobs,
+            None if batch.ref_logprobs is None else batch.ref_logprobs.to(self.device),
+            advantages,
+            algorithm.epsilon,
+            algorithm.epsilon_high or algorithm.epsilon,
+            algorithm.beta,
+        )
+        share = loss(objective, weights)
+        self.ds.backward(share * self.world_size, scale_wrt_gas=False)
+        self._add_sums(share.detach(), logprobs.detach(), old_logprobs, entropy, terms, weights > 0)
+
+    def _add_sums(
+        self, share: Tensor, logprobs: Tensor, old: Tensor, entropy: Tensor, terms: Any, real: Tensor
+    ) -> None:
+        log_ratio = (logprobs - old)[real].double()
+        self.sums.loss += share.item()
+        self.sums.tokens += int(real.sum())
+        self.sums.entropy += entropy[real].double().sum().item()
+        self.sums.kl += terms.kl[real].double().sum().item()
+        self.sums.ratio += terms.ratio[real].double().sum().item()
+        self.sums.clipped += terms.is_clipped[real].double().sum().item()
+        self.sums.log_ratio += log_ratio.sum().item()
+        self.sums.abs_log_ratio += log_ratio.abs().sum().item()
+        self.sums.abs_prob_diff += (logprobs.exp() - old.exp())[real].double().abs().sum().item()
+        self.sums.exp_abs_log_ratio += log_ratio.abs().exp().sum().item()
+
+    def step(self, is_finite: bool) -> StepResult:
+        """The optimizer step over all gradients since the last one. Not applied if anything is not finite.
+
+        is_finite: whether the loss was, on every rank. ZeRO 1–3 find a non-finite gradient and skip by themselves;
+        ZeRO 0 would write it into the weights, so its gradients are dropped here first.
+        """
+        if self.stage == 0 and not (is_finite and self._gradients_are_finite()):
+            self.ds.zero_grad()
+            return StepResult(False, math.nan, self.learning_rate)
+        self.ds.step()
+        norm = self.ds.get_global_grad_norm()
+        return StepResult(self.ds.was_step_applied(), float(norm if norm is not None else math.nan), self.learning_rate)
+
+    def _gradients_are_finite(self) -> bool:
+        import torch.distributed as dist
+
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        finite = torch.tensor([float(all(torch.isfinite(g).all() for g in gradients))])
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        return bool(finite.item())
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def take_sums(self) -> Sums:
+        sums, self.sums = self.sums, Sums()
+        return sums
+
+    @torch.no_grad()
+    def score(self, row: PackedRow, temperature: float) -> Tensor:
+        """Log-probs of the row's targets, without gradient. Every rank calls it (ZeRO-3 gathers parameters)."""
+        self.ds.eval()
+        logprobs, _ = self.ds(row.to(self.device), temperature)
+        self.ds.train()
+        return logprobs.float().cpu()
+
+    def parameter_names(self) -> list[tuple[str, int]]:
+        """(name, bytes) of every distinct parameter, in model order; a tied head appears once, as its embedding."""
+        return [(n, getattr(p, "ds_numel", p.numel()) * p.element_size()) for n, p in self.model.named_parameters()]
+
+    def full_parameters(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole CPU tensor) of the wanted parameters. Every rank iterates to the end (ZeRO-3 gathers)."""
+        import deepspeed
+
+        for name, parameter in self.model.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter], enabled=self.stage == 3):
+                if wanted(name):
+                    tensor = parameter.detach()
+                    yield name, tensor.cpu().clone() if self.stage == 3 else tensor.cpu()
+
+
+def _disable_dropout(model: torch.nn.Module) -> None:
+    """The sampler has none; with it here the ratio would compare two different networks."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+
+
+def deepspeed_config(config: Config, world_size: int) -> dict[str, Any]:
+    """The user's DeepSpeed settings with absent and "auto" fields filled in. Raises UserError on a contradiction."""
+    given = config.deepspeed
+    if isinstance(given, Path):
+        try:
+            given = json.loads(given.read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"deepspeed: {config.deepspeed} cannot be read as JSON: {error}") from None
+    trainer = config.trainer
+    micro_batches = config.micro_batches(world_size)
+    ours = {
+        "train_micro_batch_size_per_gpu": (trainer.groups_per_micro_batch, "trainer.groups_per_micro_batch"),
+        "gradient_accumulation_steps": (micro_batches, "trainer.prompts_per_step"),
+        "train_batch_size": (trainer.prompts_per_step, "trainer.prompts_per_step"),
+        "gradient_clipping": (trainer.max_grad_norm, "trainer.max_grad_norm"),
+    }
+    filled: dict[str, Any] = dict(given)
+    for key, (value, source) in ours.items():
+        if filled.get(key, "auto") not in ("auto", value):
+            raise UserError(
+                f"deepspeed.{key} is {filled[key]} but {source} makes it {value} (counted in groups); "
+                f'remove it from the DeepSpeed settings or write "auto"'
+            )
+        filled[key] = value
+    if filled.get("fp16", {}).get("enabled"):
+        raise UserError("deepspeed.fp16 is enabled: its loss scaling hides overflows; set model.dtype=bfloat16 instead")
+    bf16 = {"enabled": config.model.dtype == "bfloat16"}
+    if filled.get("bf16", {}).get("enabled", "auto") not in ("auto", bf16["enabled"]):
+        raise UserError(f"deepspeed.bf16 contradicts model.dtype={config.model.dtype}; remove it")
+    filled["bf16"] = filled.get("bf16", {}) | bf16
+    filled["zero_optimization"] = {"stage": 1} | filled.get("zero_optimization", {})
+    if filled["zero_optimization"]["stage"] not in (0, 1, 2, 3):
+        raise UserError(f"deepspeed.zero_optimization.stage {filled['zero_optimization']['stage']} is not 0, 1, 2 or 3")
+    if filled["zero_optimization"]["stage"] != 2:
+        filled["zero_optimization"].setdefault("overlap_comm", False)  # DeepSpeed refuses it with our accumulation
+    filled.setdefault("steps_per_print", 10**9)
+    filled["managed_gradient_accumulation"] = False
+    return filled

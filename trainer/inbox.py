@@ -1,0 +1,380 @@
+"""The trainer's side of the link: one thread that owns the socket, and calls the training loop makes into it.
+
+    training loop ──commit(cursor, weights)──►  state  ──CREDIT each second and on change──►  samplers
+    training loop ◄──take(group ids)──────────  state  ◄──GROUP, EVAL, BEAT, HELLO──────────  samplers
+
+The thread never waits for the loop and the loop never touches the socket, so a long step cannot silence the link.
+Every wait of the loop has a deadline, names what it waits for, and ends the process with exit 75 when it expires.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+
+from common import channel, wire
+from common.config import Config, UserError
+from common.durable import failpoint
+from common.exits import Retryable
+from common.types import EvalRequest, EvalResult, Group, Tombstone
+from common.weights import Published
+from trainer.ledger import Ledger
+
+_SAY_EVERY_S = 10.0
+_EVAL_CHUNK = 64  # problems per lease
+
+
+@dataclass
+class Peer:
+    """A sampler as the trainer knows it."""
+
+    hello: wire.Hello
+    heard_at: float  # monotonic
+    loaded_version: int | None = None
+    phase: str = "starting"
+    stats: dict[str, float] = field(default_factory=dict)
+    lost: bool = False
+
+
+@dataclass
+class _Evaluation:
+    """Chunks of one held-out evaluation: open ones by their lease, finished ones by their result."""
+
+    requests: dict[int, EvalRequest]
+    leases: dict[int, str] = field(default_factory=dict)
+    results: dict[int, EvalResult] = field(default_factory=dict)
+
+
+class Inbox:
+    """Thread-safe. Use as a context manager: leaving it says goodbye to the samplers and joins the thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_id: str,
+        incarnation: str,
+        limits: wire.Limits,
+        ledger: Ledger,
+        say: Callable[[str], None],
+    ):
+        self.config, self.limits, self.ledger, self.say = config, limits, ledger, say
+        self.envelope = wire.Envelope(run_id, incarnation, "")
+        self.peers: dict[str, Peer] = {}
+        self.counters: collections.Counter[str] = collections.Counter()
+        self.progress, self.phase = 0, "starting"
+        self.published: Published | None = None
+        self._steps_per_batch = config.algorithm.num_iterations
+        self._evaluation: _Evaluation | None = None
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+        self._stop = threading.Event()
+        self._bye = wire.Bye("done")
+        self.socket, self._keep = channel.bind_router(config, ledger.window)
+        self._wake_address = f"inproc://wake-{incarnation}"
+        self._wake_receiver = zmq.Context.instance().socket(zmq.PAIR)
+        self._wake_receiver.bind(self._wake_address)
+        self._wake_sender = zmq.Context.instance().socket(zmq.PAIR)
+        self._wake_sender.connect(self._wake_address)
+        self._thread = threading.Thread(target=self._run, name="inbox", daemon=True)
+
+    def __enter__(self) -> Inbox:
+        self._thread.start()
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is not None:
+            code = 2 if isinstance(error, UserError) else 130 if isinstance(error, KeyboardInterrupt) else 75
+            self._bye = wire.Bye(f"the trainer ended: {type(error).__name__}: {error}"[:500], code)
+        self._stop.set()
+        self._wake()
+        self._thread.join(timeout=5)
+
+    # ---- called by the training loop ------------------------------------------------------------------------
+
+    def commit(self, cursor: int, published: Published, eval_id: str | None = None, num_problems: int = 0) -> None:
+        """The groups below `cursor` are trained and `published` holds the result: credit the samplers with both.
+
+        With an eval_id, a held-out evaluation of these weights is leased too, in chunks of problems. All of it
+        becomes visible at once, so that no sampler can see a lease without its version.
+        """
+        starts = range(0, num_problems, _EVAL_CHUNK)
+        with self._changed:
+            assert self._evaluation is None or eval_id is None, "finish_eval comes before the next evaluation"
+            self.ledger.advance(cursor)
+            self.published = published
+            self.progress += 1
+            if eval_id is not None:
+                chunks = [tuple(range(start, min(start + _EVAL_CHUNK, num_problems))) for start in starts]
+                self._evaluation = _Evaluation({i: EvalRequest(eval_id, i, c) for i, c in enumerate(chunks)})
+        self._wake()
+        failpoint("trainer.credited")
+
+    def take(self, group_ids: Sequence[int]) -> list[Group | Tombstone]:
+        """The groups, in this order, as soon as all of them are here. They stay held until `commit` passes them."""
+
+        def missing() -> str:
+            have = sum(g in self.ledger.held for g in group_ids)
+            if have == len(group_ids):
+                return ""
+            return f"groups {group_ids[0]}…{group_ids[-1]} (have {have} of {len(group_ids)})"
+
+        self._wait(missing)
+        with self._changed:
+            return [self.ledger.held[g] for g in group_ids]
+
+    def finish_eval(self) -> list[EvalResult]:
+        """The requested evaluation's results, chunk by chunk; [] if none was requested. Waits for all of them."""
+        evaluation = self._evaluation
+        if evaluation is None:
+            return []
+
+        def missing() -> str:
+            left = len(evaluation.requests) - len(evaluation.results)
+            return f"{left} of {len(evaluation.requests)} evaluation chunks" if left else ""
+
+        self._wait(missing)
+        with self._changed:
+            self._evaluation = None
+            return [evaluation.results[i] for i in sorted(evaluation.results)]
+
+    def wait_for_sampler(self) -> wire.Hello:
+        """The first sampler's introduction. Raises Retryable when none comes."""
+        self._wait(lambda: "" if self.peers else "a sampler to say hello", self.config.channel.connect_timeout_s)
+        return next(iter(self.peers.values())).hello
+
+    def snapshot(self) -> tuple[dict[str, float], collections.Counter[str]]:
+        """Newest statistics of the samplers (mean over samplers) and a copy of the counters."""
+        with self._changed:
+            live = [p.stats for p in self.peers.values() if not p.lost and p.stats]
+            names = {name for stats in live for name in stats}
+            means = {n: sum(s[n] for s in live if n in s) / sum(n in s for s in live) for n in sorted(names)}
+            return means, self.counters.copy()
+
+    def _wait(self, missing: Callable[[], str], timeout_s: float | None = None) -> None:
+        """Returns once missing() is empty; until then it says what is missing. Raises what the thread raised."""
+        start, said = time.monotonic(), time.monotonic()
+        deadline = timeout_s or self.config.channel.stall_timeout_s
+        with self._changed:
+            while what := missing():
+                if self._failure is not None:
+                    raise self._failure
+                self._changed.wait(timeout=0.5)
+                now = time.monotonic()
+                if now - start > deadline:
+                    raise Retryable(
+                        f"waited {now - start:.0f} s for {what}; {self._describe_peers()}.{self._last_words()}"
+                    )
+                if now - said > _SAY_EVERY_S:
+                    said = now
+                    self.say(f"waiting {now - start:.0f} s for {what}; {self._describe_peers()}")
+
+    def _describe_peers(self) -> str:
+        if not self.peers:
+            return f"no sampler on {channel.endpoint(self.config)} yet: normal while vLLM starts"
+        now = time.monotonic()
+        words = []
+        for name, peer in self.peers.items():
+            silent = now - peer.heard_at
+            state = "lost" if peer.lost else f"{peer.phase}: normal" if silent < 5 else "silent"
+            words.append(f"sampler {name} heard {silent:.0f} s ago ({state})")
+        return ", ".join(words)
+
+    def _last_words(self) -> str:
+        log = Path(self.config.run.output_dir) / "logs" / "sampler.log"
+        try:
+            lines = log.read_text(errors="replace").splitlines()[-5:]
+        except OSError:
+            return " Is `python sampling.py` running with the same --config?"
+        return " Last lines of " + "\n  ".join([f"{log}:", *lines])
+
+    def _wake(self) -> None:
+        self._wake_sender.send(b"")
+
+    # ---- the socket's thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLIN)
+        poller.register(self._wake_receiver, zmq.POLLIN)
+        credited_at = -channel.BEAT_S
+        try:
+            while not self._stop.is_set():
+                changed = False
+                for ready, _ in poller.poll(timeout=200):
+                    if ready is self._wake_receiver:
+                        self._wake_receiver.recv()
+                        changed = True
+                    else:
+                        changed |= self._receive()
+                now = time.monotonic()
+                with self._changed:
+                    self._find_lost(now)
+                    if changed or now - credited_at >= channel.BEAT_S:
+                        credited_at = now
+                        self._credit_all()
+                    self._changed.notify_all()
+        except BaseException as error:
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+        finally:
+            for name in self.peers:
+                self._send(name, self._bye)
+            time.sleep(0.05)  # LINGER is 0: let the goodbye leave
+            self.socket.close()
+            for authenticator in self._keep:
+                authenticator.stop()
+
+    def _receive(self) -> bool:
+        """Reads all that is there; True if the samplers' credit changed."""
+        changed = False
+        while True:
+            try:
+                _, *frames = self.socket.recv_multipart(flags=zmq.NOBLOCK)
+            except zmq.Again:
+                return changed
+            failpoint("inbox.received")
+            try:
+                envelope, message = wire.decode(frames)
+                with self._changed:
+                    changed |= self._handle(envelope, message)
+            except wire.WireError as error:
+                self.counters[f"refused/{error.reason}"] += 1
+
+    def _handle(self, envelope: wire.Envelope, message: wire.Message) -> bool:
+        name = envelope.sampler_id
+        if isinstance(message, wire.Hello):
+            return self._welcome(name, message)
+        if (envelope.run_id, envelope.incarnation) != (self.envelope.run_id, self.envelope.incarnation):
+            raise wire.WireError("other_life", f"{envelope}")
+        if name not in self.peers:
+            raise wire.WireError("unknown_sampler", name)
+        peer = self.peers[name]
+        peer.heard_at, peer.lost = time.monotonic(), False
+        if isinstance(message, wire.Beat):
+            peer.phase, peer.loaded_version = message.phase, message.loaded_version
+            peer.stats = message.stats
+            return False
+        if isinstance(message, wire.Bye):
+            self.say(f"sampler {name} ended: {message.reason}")
+            peer.lost = True
+            self._release(name)
+            if message.exit_code == 2:
+                self._failure = UserError(f"sampler {name}: {message.reason}")
+            return True
+        if isinstance(message, Group | Tombstone):
+            return self._accept(message)
+        if isinstance(message, EvalResult):
+            return self._accept_eval(message)
+        raise wire.WireError("unexpected", type(message).__name__)
+
+    def _welcome(self, name: str, hello: wire.Hello) -> bool:
+        known = next(iter(self.peers.values())).hello if self.peers else hello
+        for what in ("dataset_fingerprint", "tokenizer_hash"):
+            if getattr(hello, what) != getattr(known, what):
+                reason = f"{what} {getattr(hello, what)} differs from the first sampler's {getattr(known, what)}"
+                self._send(name, wire.Bye(f"{reason}: start every sampler with the same config and data", 2))
+                raise wire.WireError(what, reason)
+        old = self.peers.get(name)
+        if old is not None and old.hello.pid != hello.pid:
+            self.say(f"sampler {name} is back as pid {hello.pid}")
+        is_news = old is None or old.lost or old.hello.pid != hello.pid
+        self.peers[name] = Peer(hello, time.monotonic(), hello.loaded_version, stats=old.stats if old else {})
+        return is_news
+
+    def _accept(self, group: Group | Tombstone) -> bool:
+        if isinstance(group, Group):
+            wire.check_group(group, self.limits)
+        assert self.published is not None
+        oldest = self.published.version - self._steps_per_batch * self.config.trainer.max_staleness
+        refusal = self.ledger.refusal(group, range(max(0, oldest), self.published.version + 1))
+        if refusal:
+            raise wire.WireError(refusal)
+        self.ledger.accept(group)
+        failpoint("inbox.accepted")
+        if isinstance(group, Tombstone):
+            self.counters["tombstones"] += 1
+            self.say(f"group {group.group_id} could not be produced: {group.reason}")
+            self._check_tombstones()
+        self._changed.notify_all()
+        return True
+
+    def _check_tombstones(self) -> None:
+        count = self.counters["tombstones"]
+        allowed = max(3.0, self.config.rewards.max_tombstone_fraction * self.ledger.total)
+        if count > allowed:
+            self._failure = UserError(
+                f"{count} groups could not be produced, more than rewards.max_tombstone_fraction "
+                f"{self.config.rewards.max_tombstone_fraction} allows; the reasons stand above"
+            )
+
+    def _accept_eval(self, result: EvalResult) -> bool:
+        evaluation = self._evaluation
+        request = evaluation.requests.get(result.chunk) if evaluation else None
+        if evaluation is None or request is None or request.eval_id != result.eval_id:
+            raise wire.WireError("eval_unknown", result.eval_id)
+        if self.published is None or result.policy_version != self.published.version:
+            raise wire.WireError("eval_version", f"{result.policy_version}")
+        if result.reason:
+            self._failure = UserError(f"evaluation {result.eval_id} failed: {result.reason}")
+        evaluation.results[result.chunk] = result
+        return True
+
+    def _find_lost(self, now: float) -> None:
+        for name, peer in self.peers.items():
+            if not peer.lost and now - peer.heard_at > self.config.channel.lost_after_s:
+                peer.lost = True
+                freed = self._release(name)
+                self.say(f"sampler {name} lost: silent for {now - peer.heard_at:.0f} s; {freed} leases are free again")
+
+    def _release(self, name: str) -> int:
+        freed = len(self.ledger.release(name))
+        if self._evaluation is not None:
+            leases = self._evaluation.leases
+            for chunk in [c for c, owner in leases.items() if owner == name and c not in self._evaluation.results]:
+                del leases[chunk]
+                freed += 1
+        return freed
+
+    def _credit_all(self) -> None:
+        if self.published is None:
+            return
+        live = [name for name, peer in self.peers.items() if not peer.lost]
+        for name in live:
+            lease = self.ledger.grant(name, len(live))
+            credit = wire.Credit(
+                cursor=self.ledger.cursor,
+                lease=lease,
+                have=[g for g in lease if g in self.ledger.held],
+                evals=self._grant_evals(name, len(live)),
+                version=self.published.version,
+                weights_dir=self.published.weights_dir,
+                manifest_sha256=self.published.manifest_sha256,
+                progress=self.progress,
+                phase=self.phase,
+            )
+            self._send(name, credit)
+
+    def _grant_evals(self, name: str, num_samplers: int) -> list[EvalRequest]:
+        evaluation = self._evaluation
+        if evaluation is None:
+            return []
+        share = -(-len(evaluation.requests) // num_samplers)
+        mine = [c for c, owner in evaluation.leases.items() if owner == name]
+        free = [c for c in evaluation.requests if c not in evaluation.leases]
+        for chunk in free[: max(0, share - len(mine))]:
+            evaluation.leases[chunk] = name
+            mine.append(chunk)
+        return [evaluation.requests[c] for c in mine if c not in evaluation.results]
+
+    def _send(self, name: str, message: wire.Message) -> None:
+        try:
+            self.socket.send_multipart([name.encode(), *wire.encode(self.envelope, message)], flags=zmq.NOBLOCK)
+        except zmq.ZMQError:  # EHOSTUNREACH or a full pipe: the state is repeated when the peer is back
+            self.counters["unsent"] += 1

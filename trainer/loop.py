@@ -1,0 +1,271 @@
+"""The training loop: one optimizer step is a table of contents.
+
+    commit(version, cursor) ─► samplers generate ─► take groups as they arrive ─► backward ─► step ─► publish ─┐
+            ▲                                                                                                  │
+            └──────────────────────────────────────────────────────────────────────────────────────────────────┘
+
+With max_staleness 0 the trainer runs forward and backward on groups while the rest of the batch still decodes and
+steps when the last one is in; because sums are divided by the whole step's denominator, the result equals waiting
+for all. Groups are taken in the order of their ids, so the result does not depend on their order of arrival either.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from common import weights
+from common.config import Config, UserError
+from common.durable import failpoint
+from common.exits import RETRYABLE, USER_ERROR, Retryable
+from common.metrics import MetricsLog
+from common.panel import StepDisplay
+from common.types import Group, Tombstone
+from trainer import checkpoint, stats
+from trainer.batch import micro_batch
+from trainer.checkpoint import Progress
+from trainer.engine import Engine, StepResult, Sums
+from trainer.exchange import Exchange
+from trainer.inbox import Inbox
+from trainer.losses import Denominator
+from trainer.publish import publish
+
+Items = list[Group | Tombstone]
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What only rank 0 has: the link to the samplers and the run's records."""
+
+    inbox: Inbox
+    log: MetricsLog
+    display: StepDisplay
+    num_eval_problems: int
+
+
+class Trainer:
+    def __init__(
+        self, config: Config, engine: Engine, exchange: Exchange, tokenizer: Any, progress: Progress, desk: Desk | None
+    ):
+        self.config, self.engine, self.exchange, self.tokenizer = config, engine, exchange, tokenizer
+        self.progress, self.desk = progress, desk
+        self.weights_dir = weights.default_dir(config)
+        self.incarnation = exchange.text(desk.inbox.envelope.incarnation if desk else None)
+        self.published_version = -1
+        self._skipped_in_a_row = 0
+        self._timing: dict[str, float] = {}
+        self._totals: dict[str, float] = {}
+
+    def run(self) -> None:
+        self.publish(evaluate=self._evaluates_before())
+        while self.progress.batch < self.config.num_batches:
+            self.train_batch()
+            self.finish_evaluation()
+            self.publish(evaluate=self._evaluates_now())
+            self.save_checkpoint()
+        self.finish_evaluation()
+        checkpoint.commit_final(self.engine, self.exchange, self.tokenizer, self.config.run.output_dir)
+
+    def train_batch(self) -> None:
+        """num_iterations optimizer steps on the next prompts_per_step groups."""
+        groups: Items = []
+        for iteration in range(self.config.algorithm.num_iterations):
+            started = time.monotonic()
+            if iteration == 0:
+                self._taken_s = 0.0
+                groups = self.backward_as_groups_arrive()
+            else:
+                self.backward_again(groups)
+            result, sums = self.optimizer_step()
+            self._advance(groups, result, sums, last=iteration == self.config.algorithm.num_iterations - 1)
+            self.record(groups, result, sums, seconds=time.monotonic() - started)
+
+    def backward_as_groups_arrive(self) -> Items:
+        """Takes the batch in order, chunk by chunk, with forward and backward on each. Returns all of it."""
+        groups: Items = []
+        first = self.progress.cursor
+        for chunk in self._chunks(range(first, first + self.config.trainer.prompts_per_step)):
+            groups += self.receive(chunk)
+            failpoint("trainer.micro_batch")
+            if self.config.algorithm.loss_type != "dapo":
+                self._backward(groups[-len(chunk) :], self._denominator(groups))
+        if self.config.algorithm.loss_type == "dapo":  # its denominator is known only now
+            self.backward_again(groups)
+        return groups
+
+    def backward_again(self, groups: Items) -> None:
+        for chunk in self._chunks(range(len(groups))):
+            self._backward([groups[i] for i in chunk], self._denominator(groups))
+
+    def receive(self, group_ids: Sequence[int]) -> Items:
+        """The groups with these ids, on every rank."""
+        start = time.monotonic()
+        try:
+            taken = self.desk.inbox.take(group_ids) if self.desk else None
+        except BaseException as error:
+            # the other ranks wait in `share`: they must not wait for a process group's timeout
+            self.exchange.announce_end(USER_ERROR if isinstance(error, UserError) else RETRYABLE)
+            raise
+        self._taken_s += time.monotonic() - start
+        return self.exchange.share(taken)
+
+    def _chunks(self, ids: range) -> list[range]:
+        """One micro-batch of all ranks each."""
+        size = self.config.trainer.groups_per_micro_batch * self.exchange.world_size
+        return [ids[i : i + size] for i in range(0, len(ids), size)]
+
+    def _denominator(self, groups: Items) -> Denominator:
+        """B counts every completion the step was planned with: a tombstone's are there, with weight zero."""
+        sampler = self.config.sampler
+        return Denominator(
+            loss_type=self.config.algorithm.loss_type,
+            num_completions=self.config.trainer.prompts_per_step * sampler.num_generations,
+            num_tokens=max(1, sum(len(r.completion_ids) for g in groups if isinstance(g, Group) for r in g.rollouts)),
+            max_completion_length=sampler.max_completion_length,
+        )
+
+    def _backward(self, chunk: Items, denominator: Denominator) -> None:
+        """This rank's share of one chunk: whole groups, in order."""
+        start = time.monotonic()
+        size, rank = self.config.trainer.groups_per_micro_batch, self.exchange.rank
+        algorithm = self.config.algorithm
+        mine = chunk[rank * size : (rank + 1) * size]
+        self.engine.backward(micro_batch(mine, denominator, algorithm.scale_rewards, algorithm.beta))
+        self._time("timing/backward_s", start)
+
+    def optimizer_step(self) -> tuple[StepResult, Sums]:
+        start = time.monotonic()
+        mine = self.engine.take_sums()
+        names = [f.name for f in fields(Sums)]
+        sums = Sums(**dict(zip(names, self.exchange.add([getattr(mine, n) for n in names]), strict=True)))
+        result = self.engine.step(is_finite=math.isfinite(sums.loss))
+        failpoint("trainer.stepped")
+        self._time("timing/step_s", start)
+        return result, sums
+
+    def _advance(self, groups: Items, result: StepResult, sums: Sums, last: bool) -> None:
+        """The version moves only with an applied step; the batch is spent either way."""
+        p = self.progress
+        self.progress = replace(
+            p,
+            step=p.step + 1,
+            policy_version=p.policy_version + result.applied,
+            num_tokens=p.num_tokens + int(sums.tokens),
+            batch=p.batch + last,
+            cursor=p.cursor + last * len(groups),
+            tombstones=p.tombstones + last * sum(isinstance(g, Tombstone) for g in groups),
+        )
+        self._skipped_in_a_row = 0 if result.applied else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row >= self.config.trainer.max_skipped_steps:
+            raise Retryable(
+                f"{self._skipped_in_a_row} steps in a row were not finite (loss {sums.loss}, gradient norm "
+                f"{result.grad_norm}) and were skipped; the weights are those of version {self.progress.policy_version}"
+            )
+
+    def publish(self, evaluate: bool) -> None:
+        """Hands version and cursor to the samplers in one message, with an evaluation if one is due."""
+        start = time.monotonic()
+        version = self.progress.policy_version
+        if version != self.published_version:
+            self._published = publish(
+                self.engine,
+                self.exchange,
+                self.weights_dir,
+                self.progress.run_id,
+                self.incarnation,
+                version,
+                len(self.tokenizer),
+            )
+            self.published_version = version
+        self._time("sync/publish_s", start)
+        if self.desk is None:
+            return
+        inbox = self.desk.inbox
+        eval_id = f"v{version}" if evaluate and self.desk.num_eval_problems else None
+        inbox.commit(self.progress.cursor, self._published, eval_id, self.desk.num_eval_problems)
+        in_use = [p.loaded_version for p in inbox.peers.values() if p.loaded_version is not None]
+        weights.prune(self.weights_dir, in_use, self.config.weights.keep)
+
+    def _evaluates_before(self) -> bool:
+        return self.config.eval.before and self.progress.step == 0
+
+    def _evaluates_now(self) -> bool:
+        every = self.config.eval.steps
+        due = every is not None and self.progress.policy_version % every == 0
+        return due or (self.config.eval.after and self.progress.batch == self.config.num_batches)
+
+    def finish_evaluation(self) -> None:
+        """Waits for the evaluation of the published version, if there is one, before that version is replaced."""
+        if self.desk is None:
+            return
+        start = time.monotonic()
+        results = self.desk.inbox.finish_eval()
+        if results:
+            record = stats.eval_record(results, self.config.rewards.full_mark)
+            self.desk.log.log_eval(record)
+            self.desk.display.evaluation(record)
+        self._time("timing/evaluation_s", start)
+
+    def save_checkpoint(self) -> None:
+        every = self.config.trainer.save_steps
+        if every is None or not self._passed_multiple_of(every):
+            return
+        start = time.monotonic()
+        folder = Path(self.config.run.output_dir) / "checkpoints"
+        checkpoint.save(
+            self.engine, self.exchange, self.tokenizer, folder, self.progress, self.config.trainer.save_limit
+        )
+        self._time("timing/checkpoint_s", start)
+
+    def _passed_multiple_of(self, every: int) -> bool:
+        """A batch may hold several steps: did one of them reach a multiple?"""
+        return self.progress.step // every > (self.progress.step - self.config.algorithm.num_iterations) // every
+
+    def record(self, groups: Items, result: StepResult, sums: Sums, seconds: float) -> None:
+        if self.desk is None:
+            return
+        version = self.progress.policy_version - result.applied
+        sampler_stats, counters = self.desk.inbox.snapshot()
+        rollout = stats.rollout_metrics(groups, version, self.config.rewards.full_mark)
+        values = rollout | stats.token_metrics(sums, self.config.algorithm.beta)
+        values |= {
+            "grad_norm": result.grad_norm,
+            "learning_rate": result.learning_rate,
+            "step_time": seconds,
+            "num_tokens": self.progress.num_tokens,
+            "policy_version": self.progress.policy_version,
+            "skipped_steps": self.progress.step - self.progress.policy_version,
+            "tokens_per_second": rollout.get("completion_tokens", 0.0) / seconds,
+            "wait/trainer_s": self._taken_s,
+            "tombstones": self.progress.tombstones,
+        }
+        values |= self._sampler_values(sampler_stats) | {f"link/{name}": float(n) for name, n in counters.items()}
+        values |= self._timing
+        self._timing = {}
+        self.desk.log.log(self.progress.step, values)
+        decode = self.tokenizer.decode
+        self.desk.log.log_samples(
+            stats.samples_records(groups, self.progress.step, self.config.run.log_samples, decode)
+        )
+        self.desk.display.step(self.progress.step, values)
+
+    def _sampler_values(self, newest: dict[str, float]) -> dict[str, float]:
+        """Newest values as they are; running totals as what they grew by since the last step."""
+        names = {"total/idle_s": "wait/sampler_s"}
+        values = {}
+        for name, value in newest.items():
+            if name.startswith("total/"):
+                grown = value - self._totals.get(name, 0.0)
+                self._totals[name] = value
+                # a restarted sampler counts from zero again
+                values[names.get(name, name.replace("total/", "timing/sampler_"))] = max(0.0, grown)
+            else:
+                values[name] = value
+        return values
+
+    def _time(self, name: str, start: float) -> None:
+        self._timing[name] = self._timing.get(name, 0.0) + time.monotonic() - start

@@ -1,0 +1,102 @@
+"""Numbers of one step, under TRL's names where TRL has one. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from common.types import EvalResult, Group, Tombstone
+from trainer.advantages import is_dead
+from trainer.batch import rewards_of
+from trainer.engine import Sums
+
+_ROUNDING = 1e-9
+FullMark = Callable[[str], float]  # reward function's name -> the score from which a completion counts as right
+
+
+def rollout_metrics(groups: Sequence[Group | Tombstone], policy_version: int, full_mark: FullMark) -> dict[str, float]:
+    """What the sampler did: rewards, lengths, dead groups, staleness. Means over completions unless named otherwise."""
+    alive = [g for g in groups if isinstance(g, Group)]
+    metrics: dict[str, float] = {"tombstones": float(len(groups) - len(alive))}
+    if not alive:
+        return metrics
+    rollouts = [r for g in alive for r in g.rollouts]
+    lengths = np.array([len(r.completion_ids) for r in rollouts])
+    rewards = [rewards_of(g) for g in alive]
+    metrics |= {
+        "reward": float(np.concatenate(rewards).mean()),
+        "reward_std": float(np.mean([r.std(ddof=1) for r in rewards])),
+        "frac_reward_zero_std": float(np.mean([is_dead(r) for r in rewards])),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(np.mean([r.finish_reason == "length" for r in rollouts])),
+        "prompts/mean_length": float(np.mean([len(g.prompt_ids) for g in alive])),
+        "staleness/mean": float(np.mean([policy_version - g.policy_version for g in alive])),
+        "completion_tokens": float(lengths.sum()),
+    }
+    for name in rollouts[0].rewards:
+        scores = np.array([r.rewards[name] for r in rollouts])
+        scores = scores[~np.isnan(scores)]
+        if len(scores):
+            metrics[f"rewards/{name}/mean"] = float(scores.mean())
+            metrics[f"rewards/{name}/std"] = float(scores.std())
+            metrics[f"rewards/{name}/accuracy"] = float((scores >= full_mark(name) - _ROUNDING).mean())
+    return metrics
+
+
+def token_metrics(sums: Sums, beta: float) -> dict[str, float]:
+    """What the update saw, as means over the tokens that trained: log-ratio = log π_θ − log π_old."""
+    n = max(sums.tokens, 1.0)
+    metrics = {
+        "loss": sums.loss,
+        "entropy": sums.entropy / n,
+        "ratio/mean": sums.ratio / n if sums.tokens else 1.0,
+        "clip_ratio/region_mean": sums.clipped / n,
+        "mismatch/mean_abs_log_ratio": sums.abs_log_ratio / n,
+        "mismatch/mean_abs_prob_diff": sums.abs_prob_diff / n,
+        "mismatch/mean_exp_abs_log_ratio": sums.exp_abs_log_ratio / n if sums.tokens else 1.0,
+        "mismatch/k3": (sums.ratio - sums.log_ratio) / n - 1.0 if sums.tokens else 0.0,
+    }
+    return metrics | ({"kl": sums.kl / n} if beta > 0 else {})
+
+
+def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str, Any]:
+    """One line of eval.jsonl."""
+    samples = [s for result in results for s in result.samples]
+    names = list(samples[0].rewards)
+    return {
+        "step": results[0].policy_version,
+        "eval_id": results[0].eval_id,
+        "n": len(samples),
+        "problems": len({s.problem_index for s in samples}),
+        "full_marks": {name: sum(s.rewards[name] >= full_mark(name) - _ROUNDING for s in samples) for name in names},
+        "mean": {name: float(np.nanmean([s.rewards[name] for s in samples])) for name in names},
+        "mean_length": float(np.mean([s.num_tokens for s in samples])),
+        "clipped_ratio": float(np.mean([s.finish_reason == "length" for s in samples])),
+    }
+
+
+def samples_records(groups: Sequence[Group | Tombstone], step: int, count: int, decode: Any) -> list[dict[str, Any]]:
+    """The best and the worst completion of the first `count` groups, for samples.jsonl."""
+    records = []
+    for group in [g for g in groups if isinstance(g, Group)][:count]:
+        ranked = sorted(group.rollouts, key=lambda r: r.reward)
+        for which, rollout in (("worst", ranked[0]), ("best", ranked[-1])):
+            records.append(
+                {
+                    "step": step,
+                    "group_id": group.group_id,
+                    "policy_version": group.policy_version,
+                    "problem_index": group.problem_index,
+                    "which": which,
+                    "prompt": decode(group.prompt_ids.tolist()),
+                    "completion": decode(rollout.completion_ids.tolist()),
+                    "rewards": dict(rollout.rewards),
+                    "reward": rollout.reward,
+                    "finish_reason": rollout.finish_reason,
+                }
+            )
+    return records

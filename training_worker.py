@@ -1,0 +1,31 @@
+"""One rank of the trainer: `deepspeed training_worker.py --config configs/quickstart.yaml [key=value …]`.
+
+Settings and batch arithmetic are checked before torch is imported, so that a mistake costs seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from common import config, exits
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--local_rank", type=int, help="given by the deepspeed launcher")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_intermixed_args()
+    settings = config.load(arguments.config, arguments.overrides)
+    settings.micro_batches(config.world_size())
+    if "RANK" in os.environ:  # a killed launcher must not leave ranks behind
+        exits.die_with_parent()
+
+    from trainer.start import run
+
+    run(settings)
+
+
+if __name__ == "__main__":
+    exits.leave(exits.run("trainer", main))
