@@ -88,8 +88,6 @@ class Sampler(Section):
     """Tokens, end-of-sequence included."""
     devices: list[int] = []
     """GPUs of the sampler, by index; empty = all visible ones, or the CPU."""
-    max_attempts: int = Field(3, ge=1)
-    """A group that fails this often becomes a tombstone."""
 
 
 class Eval(Section):

@@ -20,7 +20,7 @@ import collections
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common import wire
 from common.config import Config
@@ -32,8 +32,10 @@ from rewards.pool import RewardFailure, RewardPool
 from sampler.dataset import problem_index, sampling_seed
 from sampler.engine import Completion, Engine, SamplingLaw
 from sampler.link import Link
-from sampler.reference import Reference
 from sampler.reload import Reloaded, reload
+
+if TYPE_CHECKING:
+    from sampler.reference import Reference
 
 _MAX_BAD_WEIGHTS = 3
 _EVAL_SEED_OFFSET = 1_000_003  # held-out samples must not share seeds with training groups
@@ -89,7 +91,6 @@ class Sampler:
         self.phase, self.progress = "ready", 0
         self.stats: dict[str, float] = collections.defaultdict(float)
         self._working: dict[Key, list[Completion]] = {}  # leased and not sent; completions once generated
-        self._attempts: collections.Counter[Key] = collections.Counter()
         self._chunks: dict[tuple[str, int], _Chunk] = {}
         self._bad_weights = 0
         self._served: wire.Credit | None = None  # the credit whose leases are all in work
@@ -109,7 +110,7 @@ class Sampler:
         busy = self.engine.num_running or self.pool.pending
         if self.link.receive(timeout_s=0.0 if busy else 0.1):
             self._forget_everything()
-        if not busy:
+        if not busy and self.engine.version is not None:
             self.phase = "waiting for credit"
             self.stats["total/idle_s"] += time.monotonic() - start
 
@@ -237,11 +238,7 @@ class Sampler:
         return Group(key.group_id, key.policy_version, prompt.problem.index, prompt.token_ids, rollouts)
 
     def _reward_failed(self, key: Key, reason: str) -> None:
-        self._attempts[key] += 1
         self.stats["total/reward_failures"] += 1
-        if self._attempts[key] < self.config.sampler.max_attempts:
-            self._submit_rewards(key)
-            return
         del self._working[key]
         if isinstance(key, GroupKey):
             self.link.send_result(Tombstone(key.group_id, key.policy_version, reason))
@@ -267,5 +264,4 @@ class Sampler:
         self.stats["total/aborted"] += len(self._working)
         self._working.clear()
         self._chunks.clear()
-        self._attempts.clear()
         self.engine.version = None  # the same number may now name other weights

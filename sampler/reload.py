@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from safetensors import safe_open
 
 from common import weights
 from common.config import Config
@@ -70,6 +68,9 @@ def _scratch() -> str | None:
 
 
 def _require_finite(folder: Path, manifest: Manifest) -> None:
+    import torch
+    from safetensors import safe_open
+
     for name in manifest.files:
         with safe_open(folder / name, framework="pt") as file:
             for tensor_name in file.keys():  # noqa: SIM118 - a safetensors handle is not a dict

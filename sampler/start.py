@@ -2,74 +2,81 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import sys
 from typing import Any
 
 from common.config import Config, UserError
-from common.exits import PeerEnded, Retryable
+from common.exits import RETRYABLE, USER_ERROR, Retryable
+from common.tokenizer import load_tokenizer
+from common.types import Problem, Prompt
 from rewards.pool import RewardPool
 from sampler.dataset import fingerprint, load_problems
 from sampler.link import Link, hello
-from sampler.prompts import load_tokenizer, make_prompts
+from sampler.loop import Task
+from sampler.prompts import make_prompts
 
 
 def run(config: Config, sampler_id: str) -> None:
     """Samples until the trainer says goodbye. Raises UserError, Retryable or PeerEnded."""
     problems = load_problems(config.data.train, config.data.prompt_key, config.data.answer_key)
-    held_out = load_held_out(config)
+    held_out = _load_held_out(config)
     tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
-    prompts, num_filtered = make_prompts(problems, tokenizer, config.data, config.prompt)
-    if num_filtered:
-        print(f"tandem: {num_filtered} of {len(problems)} prompts are longer than data.max_prompt_length", flush=True)
-    held_out_prompts = make_prompts(held_out, tokenizer, config.data, config.prompt)[0] if held_out else []
-    columns = prompts[0].problem.columns
-    with RewardPool(config.rewards, columns=columns) as pool:
-        link = Link(
-            config,
-            sampler_id,
-            hello(
-                fingerprint(problems + held_out), fingerprint_tokenizer(tokenizer), len(prompts), len(held_out_prompts)
-            ),
-        )
+    train_prompts = _prompts("data.train", problems, tokenizer, config)
+    held_out_prompts = _prompts("data.eval", held_out, tokenizer, config)[: config.data.eval_size]
+    task = Task(train_prompts, held_out_prompts, lambda ids: tokenizer.batch_decode(ids, skip_special_tokens=True))
+    with RewardPool(config.rewards, columns=train_prompts[0].problem.columns) as pool:
+        data, vocabulary = fingerprint(problems + held_out), _fingerprint_tokenizer(tokenizer)
+        link = Link(config, sampler_id, hello(data, vocabulary, len(train_prompts), len(held_out_prompts)))
         try:
-            _sample(config, link, pool, tokenizer, prompts, held_out_prompts)
-        except PeerEnded:
-            raise
+            _sample(config, task, link, pool, len(tokenizer))
         except UserError as error:
-            link.say_goodbye(str(error), 2)
+            link.say_goodbye(str(error), USER_ERROR)
             raise
         except (Retryable, KeyboardInterrupt) as error:
-            link.say_goodbye(str(error) or "interrupted", 75)
+            link.say_goodbye(str(error) or "interrupted", RETRYABLE)
             raise
 
 
-def _sample(config: Config, link: Link, pool: RewardPool, tokenizer: Any, train: list, held_out: list) -> None:
+def _sample(config: Config, task: Task, link: Link, pool: RewardPool, vocabulary_size: int) -> None:
     import torch
 
     from sampler.engine import Engine
-    from sampler.loop import Sampler, Task
+    from sampler.loop import Sampler
     from sampler.reference import Reference
 
     num_gpus = torch.cuda.device_count()
-    engine = Engine(config, num_gpus)
     reference = None
-    if config.algorithm.beta > 0:
+    if config.algorithm.beta > 0:  # before the engine, which takes its share of the memory that is left
         reference = Reference(config, torch.device("cuda" if num_gpus else "cpu"))
-        reference.check_vocabulary(len(tokenizer))
-    task = Task(train, held_out, lambda ids: tokenizer.batch_decode(ids, skip_special_tokens=True))
-    Sampler(config, task, engine, link, pool, reference).run()
+        reference.check_vocabulary(vocabulary_size)
+    Sampler(config, task, Engine(config, num_gpus), link, pool, reference).run()
 
 
-def load_held_out(config: Config) -> list:
+def _load_held_out(config: Config) -> list[Problem]:
     if config.data.eval is None:
         return []
-    problems = load_problems(config.data.eval, config.data.prompt_key, config.data.answer_key)
-    return problems[: config.data.eval_size]
+    return load_problems(config.data.eval, config.data.prompt_key, config.data.answer_key)
 
 
-def fingerprint_tokenizer(tokenizer: Any) -> str:
+def _prompts(source: str, problems: list[Problem], tokenizer: Any, config: Config) -> list[Prompt]:
+    """Problems as prompts; says how many were too long."""
+    if not problems:
+        return []
+    prompts, num_filtered = make_prompts(problems, tokenizer, config.data, config.prompt)
+    if num_filtered:
+        limit = config.data.max_prompt_length
+        print(
+            f"tandem: {source}: {num_filtered} of {len(problems)} prompts have more than {limit} tokens "
+            "(data.max_prompt_length) and are left out",
+            file=sys.stderr,
+            flush=True,
+        )
+    return prompts
+
+
+def _fingerprint_tokenizer(tokenizer: Any) -> str:
     """Differs when two processes would read the same ids as different text."""
-    import hashlib
-    import json
-
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
     return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]

@@ -1,0 +1,39 @@
+"""The `format` reward: is the completion exactly one thought and one answer, in tags?
+
+String searches instead of a regular expression: `<think>.*</think>` backtracks quadratically on hostile text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rewards import text_of
+
+FORMATTED, UNFORMATTED = 1.25, -1.0
+END_OF_TURN = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>", "</s>", "<eos>")
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+def format(completions: Sequence[Any], **columns: Any) -> list[float]:
+    """+1.25 for `<think>…</think>`, optional whitespace, `<answer>…</answer>` and nothing else; −1 otherwise.
+
+    Each tag occurs exactly once and both parts hold more than whitespace. Whitespace around the whole and one
+    end-of-turn text at its end are ignored.
+    """
+    return [FORMATTED if is_formatted(text_of(completion)) else UNFORMATTED for completion in completions]
+
+
+def is_formatted(text: str) -> bool:
+    """is_formatted("<think>2+2</think> <answer>4</answer><|im_end|>") is True"""
+    text = text.strip()
+    for end in END_OF_TURN:
+        if text.endswith(end):
+            text = text.removesuffix(end).rstrip()
+            break
+    if not (text.startswith("<think>") and text.endswith("</answer>")) or any(text.count(tag) != 1 for tag in TAGS):
+        return False
+    thought, _, rest = text.removeprefix("<think>").partition("</think>")
+    rest = rest.lstrip()
+    answer = rest.removeprefix("<answer>").removesuffix("</answer>")
+    return rest.startswith("<answer>") and bool(thought.strip()) and bool(answer.strip())

@@ -1,0 +1,137 @@
+"""The reward process: reads jobs from stdin, writes scores to stdout, runs the user's code between the two.
+
+Frames are a 4-byte little-endian length and a msgpack record; the first request is a Setup. The pipes are moved off
+descriptors 0 and 1 before any user code runs, so that a print goes to stderr and never into the protocol. This is
+isolation against accidents (crash, hang, flood of output), not a sandbox for hostile code. Nothing here imports torch
+or vllm: the process is up in about 0.2 s, so killing and replacing it is cheap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from typing import Any, BinaryIO, NoReturn
+
+import msgspec
+
+from common.config import UserError
+from rewards import RewardError, RewardFunction, Scores, check_signature, resolve, score
+
+MAX_FRAME_BYTES = 1 << 28
+
+
+class Setup(msgspec.Struct, frozen=True):
+    names: list[str]
+    weights: list[float]
+    columns: list[str] | None  # null: signatures are not checked
+
+
+class Job(msgspec.Struct, frozen=True):
+    """The completions of one prompt."""
+
+    number: int  # counts from 1 within one process; the answer repeats it
+    prompt: str | list[dict[str, Any]]
+    completions: list[str]
+    completion_ids: list[list[int]]
+    columns: dict[str, Any]  # of one data set row
+
+
+class Reply(msgspec.Struct, frozen=True):
+    number: int  # of the job; 0 answers the Setup
+    scores: Scores = []
+    reason: str = ""  # not empty: failed, and why
+
+
+def pack(record: msgspec.Struct) -> bytes:
+    """The frame of a record. Raises TypeError, ValueError or OverflowError for what msgpack cannot hold."""
+    body = msgspec.msgpack.encode(record, enc_hook=_plain)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"{len(body)} bytes, more than {MAX_FRAME_BYTES}")
+    return len(body).to_bytes(4, "little") + body
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):  # numpy arrays and scalars
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} cannot be sent to the reward process")
+
+
+def score_job(job: Job, functions: list[tuple[str, RewardFunction, float]]) -> Reply:
+    """Reply with the scores of one job, in TRL's shapes: message completions for message prompts, else strings."""
+    n = len(job.completions)
+    completions: list[Any] = job.completions
+    if not isinstance(job.prompt, str):
+        completions = [[{"role": "assistant", "content": text}] for text in job.completions]
+    columns = {name: [value] * n for name, value in job.columns.items()}
+    try:
+        return Reply(job.number, scores=score(functions, [job.prompt] * n, completions, columns, job.completion_ids))
+    except RewardError as error:
+        return Reply(job.number, reason=str(error))
+    except Exception as error:  # an object that a reward returned may raise when it is read
+        return Reply(job.number, reason=f"{type(error).__name__}: {error}")
+
+
+def main(parent_pid: int) -> NoReturn:
+    """Serve until stdin ends."""
+    _die_with(parent_pid)
+    pid = os.getpid()
+    requests, replies = _private_pipes()
+
+    def reply(record: Reply) -> None:
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # the user's code may have closed or replaced it
+            sys.stdout.flush()
+        if os.getpid() != pid:  # a reward function forked and both copies returned
+            os._exit(1)
+        replies.write(pack(record))
+        replies.flush()
+
+    setup = msgspec.msgpack.decode(_read(requests), type=Setup)
+    try:
+        functions = [(name, resolve(name), weight) for name, weight in zip(setup.names, setup.weights, strict=True)]
+        for name, function, _ in functions:
+            if setup.columns is not None:
+                check_signature(function, setup.columns, name)
+    except UserError as error:
+        reply(Reply(0, reason=str(error)))
+        sys.exit(2)
+    reply(Reply(0))
+    while True:
+        reply(score_job(msgspec.msgpack.decode(_read(requests), type=Job), functions))
+
+
+def _die_with(parent_pid: int) -> None:
+    """End when the parent does, even inside a reward that never returns, and before it when memory runs out."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    if os.getppid() != parent_pid:  # it died before prctl
+        sys.exit(1)
+
+
+def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """The protocol's pipes on descriptors of their own; 0 reads nothing and 1 is stderr."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    return requests, replies
+
+
+def _read(requests: BinaryIO) -> bytes:
+    """The next frame. Exits when the parent has closed the pipe."""
+    header = requests.read(4)
+    body = requests.read(int.from_bytes(header, "little"))
+    if len(header) < 4 or len(body) < int.from_bytes(header, "little"):
+        sys.exit(0)
+    return body
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,256 @@
+"""Every notation of data.train, the messages for what can go wrong with it, and the order of the run's groups."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.config import UserError
+from common.types import Problem
+from sampler.dataset import fingerprint, load_problems, permutation, problem_index, sampling_seed
+
+pytestmark = pytest.mark.fast
+
+ROWS = [{"question": f"{i}+1?", "answer": f"#### {i + 1}", "level": i % 3} for i in range(10)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def private_cache(tmp_path_factory):
+    """`datasets` converts local files into a cache; keep it out of the user's."""
+    import datasets.config
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
+    patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    yield
+    patch.undo()
+
+
+def write_jsonl(path, rows=ROWS):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def write_parquet(path, rows=ROWS):
+    import pyarrow
+    import pyarrow.parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+@pytest.fixture
+def hub_clone(tmp_path):
+    """A clone of a hub repository with two subsets, as `git clone` of openai/gsm8k gives."""
+    for subset, n in (("main", 7), ("socratic", 3)):
+        write_parquet(tmp_path / "gsm8k" / subset / "train.parquet", ROWS[:n])
+        write_parquet(tmp_path / "gsm8k" / subset / "test.parquet", ROWS[:2])
+    subsets = "".join(
+        f"- config_name: {subset}\n  data_files:\n"
+        + "".join(f"  - split: {split}\n    path: {subset}/{split}.parquet\n" for split in ("train", "test"))
+        for subset in ("main", "socratic")
+    )
+    (tmp_path / "gsm8k" / "README.md").write_text(f"---\nconfigs:\n{subsets}---\n")
+    return str(tmp_path / "gsm8k")
+
+
+def questions(spec, **keys):
+    return [problem.columns["question"] for problem in load_problems(spec, **keys)]
+
+
+def message(spec, **keys):
+    with pytest.raises(UserError) as error:
+        load_problems(spec, **keys)
+    return str(error.value)
+
+
+def test_a_problem_holds_its_place_and_its_whole_row(tmp_path):
+    problems = load_problems(write_jsonl(tmp_path / "x.jsonl"))
+    assert problems[4] == Problem(4, {"question": "4+1?", "answer": "#### 5", "level": 1})
+    assert len(problems) == 10
+
+
+def test_jsonl_json_and_parquet_files_hold_the_same_problems(tmp_path):
+    (tmp_path / "x.json").write_text(json.dumps(ROWS))
+    expected = [row["question"] for row in ROWS]
+    assert questions(write_jsonl(tmp_path / "x.jsonl")) == expected
+    assert questions(str(tmp_path / "x.json")) == expected
+    assert questions(write_parquet(tmp_path / "x.parquet")) == expected
+
+
+def test_slices_take_what_they_say(tmp_path):
+    path = write_jsonl(tmp_path / "x.jsonl")
+    for split, wanted in {
+        "train[:3]": [0, 1, 2],
+        "train[7:]": [7, 8, 9],
+        "train[-2:]": [8, 9],
+        "train[:20%]": [0, 1],
+        "train[:512]": range(10),
+        "train[:1]+train[-1:]": [0, 9],
+        "train": range(10),
+    }.items():
+        assert questions(f"{path}@{split}") == [f"{i}+1?" for i in wanted]
+
+
+def test_the_split_is_what_follows_the_last_at_sign(tmp_path):
+    path = write_jsonl(tmp_path / "me@host" / "x.jsonl")
+    assert len(load_problems(path)) == 10
+    assert len(load_problems(f"{path}@train[:4]")) == 4
+
+
+def test_a_folder_has_the_splits_its_files_are_named_for(tmp_path):
+    write_jsonl(tmp_path / "data" / "train.jsonl")
+    write_jsonl(tmp_path / "data" / "test.jsonl", ROWS[:2])
+    assert len(load_problems(f"{tmp_path}/data@train")) == 10
+    assert len(load_problems(f"{tmp_path}/data@test")) == 2
+    assert len(load_problems(f"{tmp_path}/data")) == 10
+
+
+def test_a_folder_of_two_formats_is_refused_because_one_would_be_ignored(tmp_path):
+    write_jsonl(tmp_path / "data" / "train.jsonl")
+    write_parquet(tmp_path / "data" / "test.parquet")
+    assert ".jsonl and .parquet" in message(f"{tmp_path}/data")
+
+
+def test_save_to_disk_folders_load_with_and_without_splits(tmp_path):
+    from datasets import Dataset, DatasetDict
+
+    rows = Dataset.from_list(ROWS)
+    rows.save_to_disk(str(tmp_path / "one"))
+    DatasetDict({"train": rows, "test": rows.select(range(2))}).save_to_disk(str(tmp_path / "two"))
+    assert len(load_problems(f"{tmp_path}/one")) == 10
+    assert len(load_problems(f"{tmp_path}/one@train[:3]")) == 3
+    assert len(load_problems(f"{tmp_path}/two@test")) == 2
+
+
+def test_a_subset_follows_the_colon(hub_clone):
+    assert len(load_problems(f"{hub_clone}:main@train")) == 7
+    assert len(load_problems(f"{hub_clone}:socratic@train[:2]")) == 2
+
+
+def test_a_missing_subset_lists_those_there_and_what_to_write(hub_clone):
+    assert f"{hub_clone} has subsets main, socratic. Write {hub_clone}:main@train" in message(f"{hub_clone}@train")
+    wrong = message(f"{hub_clone}:socratix@train")
+    assert "no subset 'socratix'" in wrong and f"Write {hub_clone}:socratic@train" in wrong
+
+
+def test_a_wrong_split_lists_those_there_with_their_sizes(hub_clone):
+    words = f'split "validation" is not in {hub_clone}:main; it has train (7), test (2)'
+    assert message(f"{hub_clone}:main@validation") == words
+
+
+def test_without_a_train_split_the_split_must_be_named(tmp_path):
+    from datasets import Dataset, DatasetDict
+
+    rows = Dataset.from_list(ROWS)
+    DatasetDict({"easy": rows, "hard": rows}).save_to_disk(str(tmp_path / "two"))
+    assert f"has splits easy (10), hard (10); write for example {tmp_path}/two@easy" in message(f"{tmp_path}/two")
+
+
+def test_a_malformed_slice_shows_what_a_slice_looks_like(tmp_path):
+    path = write_jsonl(tmp_path / "x.jsonl")
+    assert "train[:512]" in message(f"{path}@train[:x]")
+
+
+def test_a_missing_column_lists_the_columns_and_suggests_one(tmp_path):
+    path = write_jsonl(tmp_path / "x.jsonl")
+    for key, near in (("problem", "question"), ("questions", "question"), ("xyz", "<one of them>")):
+        words = f'data.prompt_key "{key}" not found in {path}; columns are question, answer, level'
+        assert message(path, prompt_key=key) == f"{words}. Set data.prompt_key: {near}"
+    assert message(path, answer_key="solution").endswith("Set data.answer_key: answer")
+
+
+def test_another_answer_key_is_there_as_answer_too(tmp_path):
+    path = write_jsonl(tmp_path / "x.jsonl", [{"problem": "1+1?", "solution": "2"}])
+    [problem] = load_problems(path, prompt_key="problem", answer_key="solution")
+    assert problem.columns == {"problem": "1+1?", "solution": "2", "answer": "2"}
+
+
+def test_empty_unreadable_and_unknown_files_are_user_errors(tmp_path):
+    (tmp_path / "bad.jsonl").write_text("{not json\n")
+    (tmp_path / "x.csv").write_text("question,answer\n1,2\n")
+    assert "cannot be read" in message(str(tmp_path / "bad.jsonl"))
+    assert ".jsonl, .json, .parquet" in message(str(tmp_path / "x.csv"))
+    assert "has no rows" in message(f"{write_jsonl(tmp_path / 'x.jsonl')}@train[:0]")
+
+
+def test_a_missing_path_is_reported_before_datasets_is_imported(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl")
+    code = (
+        "import sys\nfrom common.config import UserError\nfrom sampler.dataset import load_problems\n"
+        f"for spec in ['{tmp_path}/trian.jsonl@train[:3]', './nothing', 'nothing.parquet', '~/no/such', 'a/b/c']:\n"
+        "    try: load_problems(spec)\n"
+        "    except UserError as error: print(error)\n"
+        "assert not {'datasets', 'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    root = Path(__file__).resolve().parents[1]
+    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("no file or folder") == 5
+    assert f"Did you mean {tmp_path}/train.jsonl?" in result.stdout
+
+
+def test_a_hub_data_set_that_cannot_be_had_says_how_to_get_it(tmp_path):
+    code = (
+        "from common.config import UserError\nfrom sampler.dataset import load_problems\n"
+        "try: load_problems('openai/gsm8k:main@train')\nexcept UserError as error: print(error)\n"
+    )
+    root = Path(__file__).resolve().parents[1]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, env=env)
+    for words in (
+        "'openai/gsm8k'",
+        "HF_HUB_OFFLINE=1",
+        f"HF_HOME={tmp_path}",
+        "hf download --repo-type dataset",
+        "HF_ENDPOINT",
+    ):
+        assert words in result.stdout, result.stderr
+
+
+def test_every_epoch_asks_every_problem_once_in_an_order_of_its_own():
+    epochs = [[problem_index(epoch * 10 + i, seed=3, num_problems=10) for i in range(10)] for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_the_order_is_a_function_of_seed_and_epoch_alone():
+    expected = np.random.Generator(np.random.PCG64(np.random.SeedSequence([5, 2]))).permutation(100)
+    assert permutation(5, 2, 100).tolist() == expected.tolist()
+    assert problem_index(2 * 100 + 7, seed=5, num_problems=100) == expected[7]
+    assert permutation(-1, 0, 100).tolist() != permutation(1, 0, 100).tolist()
+
+
+def test_without_shuffling_groups_follow_the_file():
+    assert [problem_index(g, seed=1, num_problems=4, shuffle=False) for g in range(6)] == [0, 1, 2, 3, 0, 1]
+
+
+def test_a_cached_order_cannot_be_changed():
+    with pytest.raises(ValueError, match="read-only"):
+        permutation(0, 0, 5)[0] = 1
+
+
+def test_sampling_seeds_are_31_bits_of_blake2b_and_differ_by_seed_and_group():
+    # printf '%s' 0:7 | b2sum -l 64
+    assert sampling_seed(0, 7) == 0x1815CBE0CBAF29DC & 0x7FFFFFFF
+    seeds = {sampling_seed(seed, group) for seed in (-1, 0, 1) for group in range(1000)}
+    assert len(seeds) == 3000
+    assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_the_fingerprint_sees_values_columns_and_order():
+    a, b = Problem(0, {"question": "1", "answer": "2"}), Problem(1, {"question": "3", "answer": "4"})
+    assert fingerprint([a, b]) == fingerprint([Problem(0, {"answer": "2", "question": "1"}), b])
+    others = [
+        [b, a],
+        [a],
+        [a, Problem(1, {"question": "3", "answer": "5"})],
+        [a, Problem(1, {**b.columns, "level": 1})],
+    ]
+    assert len({fingerprint(problems) for problems in [[a, b], *others]}) == 5

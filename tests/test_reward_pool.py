@@ -1,0 +1,294 @@
+"""A reward that hangs, dies, forks, prints or raises costs its group and nothing else."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from common.config import Rewards, UserError
+from rewards.pool import RewardFailure, RewardPool
+
+pytestmark = [pytest.mark.fast, pytest.mark.timeout(60)]
+
+ROOT = Path(__file__).resolve().parents[1]
+TIMEOUT_S = 0.5
+COLUMNS = {"question": "2+2?", "answer": "#### 4"}
+# Does what the completion says.
+REWARD = """
+import os, signal, subprocess, sys, time
+
+def act(prompts, completions, question, **columns):
+    for completion in completions:
+        text = completion if isinstance(completion, str) else completion[0]["content"]
+        exec(text)
+    return [float(len(completions))] * len(completions)
+
+def returns(completions, **columns):
+    return eval(completions[0])
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "mine.py"
+    path.write_text(REWARD)
+    return path
+
+
+@pytest.fixture(scope="module")
+def pool(file):
+    with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=TIMEOUT_S), columns=COLUMNS) as pool:
+        yield pool
+
+
+def submit(pool, key, *completions, prompt="2+2?", columns=COLUMNS):
+    pool.submit(key, prompt, completions, [[1]] * len(completions), columns)
+
+
+def one(pool, within_s=20.0):
+    [(key, result)] = pool.ready(timeout_s=within_s)
+    return key, result
+
+
+def assert_fails_then_goes_on(pool, completion, kind, words):
+    """The bad job is reported by the deadline, a good one behind it within one second of that."""
+    start = time.monotonic()
+    submit(pool, "bad", completion)
+    submit(pool, "good", "pass")
+    results = {}
+    while pool.pending:
+        results.update(pool.ready(timeout_s=20.0))
+    # On a machine with more to do than cores, the new process waits for its turn.
+    assert time.monotonic() - start < TIMEOUT_S + max(1.0, os.getloadavg()[0])
+    assert results["bad"].kind == kind
+    assert words in results["bad"].reason
+    assert results["good"][0][1] == 1.0
+
+
+def test_jobs_come_back_with_their_keys_and_scores():
+    with RewardPool(Rewards(reward_weights=[1.0, 0.5]), columns=COLUMNS) as pool:
+        assert pool.ready() == []
+        good = "<think>a</think><answer>4</answer>"
+        pool.submit(("group", 7), "2+2?", [good, "5"], [np.array([1], np.int32)] * 2, COLUMNS)
+        assert pool.pending == 1
+        key, scores = one(pool)
+        assert pool.pending == 0
+    assert key == ("group", 7)
+    assert scores == [({"answer": 1.0, "format": 1.25}, 1.625), ({"answer": -1.0, "format": -1.0}, -1.5)]
+
+
+@pytest.mark.parametrize(
+    ("completion", "kind", "words"),
+    [
+        ("time.sleep(60)", "timeout", "no reward within 0.5 s, killed. First completion: 'time.sleep(60)'"),
+        ("while True: pass", "timeout", "killed"),
+        ("9 ** 9 ** 9", "timeout", "killed"),
+        ("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)", "timeout", "killed"),
+        ("subprocess.run(['sleep', '60'])", "timeout", "killed"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "crash", "died of signal 11"),
+        ("os._exit(3)", "crash", "ended with exit code 3"),
+        ("os.closerange(0, 100)", "crash", "the reward process"),
+        ("os.fork() and os.kill(os.getpid(), 9) or time.sleep(60)", "crash", "died of signal 9"),
+        ("raise ValueError('bad value')", "error", "act raised ValueError: bad value"),
+        ("sys.exit(0)", "error", "act raised SystemExit"),
+        ("f = lambda g: g(g)\nf(f)", "error", "RecursionError"),
+    ],
+)
+def test_a_bad_reward_is_reported_in_time_and_the_next_job_is_scored(pool, completion, kind, words):
+    assert_fails_then_goes_on(pool, completion, kind, words)
+
+
+def test_failures_are_counted_by_kind(file):
+    with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=TIMEOUT_S)) as pool:
+        for completion in ("time.sleep(9)", "os._exit(1)", "os._exit(1)", "1/0", "1/0", "1/0", "pass"):
+            submit(pool, completion, completion)
+        while pool.pending:
+            pool.ready(timeout_s=5.0)
+        assert (pool.num_timeouts, pool.num_crashes, pool.num_errors) == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("[1.0] * 7", "returned 7 values for 2 completions. First completion: '[1.0] * 7'"),
+        ("[1.0, float('nan')]", "returned nan"),
+        ("['1', '2']", "returned '1'"),
+        ("[None, None]", "is None"),
+        ("{}", "returned {}"),
+    ],
+)
+def test_a_wrong_return_value_is_an_error_with_the_value(file, value, words):
+    with RewardPool(Rewards(reward_funcs=[f"{file}:returns"])) as pool:
+        submit(pool, 1, value, "x")
+        _, failure = one(pool)
+    assert failure.kind == "error" and words in failure.reason
+
+
+def test_a_fork_that_returns_twice_gives_one_answer(pool, file):
+    submit(pool, 1, "os.fork()")
+    assert one(pool)[1][0][1] == 1.0
+    submit(pool, 2, "pass", "pass")
+    assert one(pool) == (2, [({f"{file}:act": 2.0}, 2.0)] * 2)
+
+
+def test_nothing_that_a_reward_forked_outlives_its_timeout(file, tmp_path):
+    mark = tmp_path / "pid"
+    code = f"p = subprocess.Popen(['sleep', '61']); open({str(mark)!r}, 'w').write(str(p.pid)); time.sleep(60)"
+    with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=1.5)) as pool:
+        submit(pool, 1, code)
+        assert one(pool)[1].kind == "timeout"
+    assert_gone(int(mark.read_text()))
+
+
+def assert_gone(pid, within_s=2.0):
+    deadline = time.monotonic() + within_s
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, f"process {pid} is still there"
+        time.sleep(0.02)
+
+
+def test_prints_go_to_stderr_and_never_into_the_protocol(file, capfd):
+    with RewardPool(Rewards(reward_funcs=[f"{file}:act"])) as pool:
+        submit(pool, 1, "print('hello'); os.write(1, b'raw'); subprocess.run(['echo', 'child']); input")
+        assert one(pool)[1][0][1] == 1.0
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert all(word in err for word in ("hello", "raw", "child"))
+
+
+def test_a_process_killed_while_idle_is_replaced_without_failing_a_job(pool):
+    submit(pool, 1, "pass")
+    one(pool)
+    pid = pool._processes[0]._process.pid
+    os.kill(pid, signal.SIGKILL)
+    assert_gone(pid)
+    submit(pool, 2, "pass")
+    assert not isinstance(one(pool)[1], RewardFailure)
+
+
+def test_completions_are_strings_for_text_prompts_and_messages_for_chat_prompts(file):
+    chat = [{"role": "user", "content": "2+2?"}]
+    with RewardPool(Rewards(reward_funcs=[f"{file}:returns", f"{file}:act"])) as pool:
+        submit(pool, 1, "[float(type(completions[0]) is str)]")
+        assert one(pool)[1][0][0] == {f"{file}:returns": 1.0, f"{file}:act": 1.0}
+    with RewardPool(Rewards(reward_funcs=[f"{file}:act"])) as pool:
+        asserts = "assert completions == [[dict(role='assistant', content=text)]]"
+        submit(pool, 1, f"{asserts} and prompts == [{chat!r}]", prompt=chat)
+        assert one(pool)[1][0][1] == 1.0
+
+
+def test_columns_arrive_once_per_completion_and_what_cannot_be_sent_is_an_error(file):
+    with RewardPool(Rewards(reward_funcs=[f"{file}:returns"])) as pool:
+        row = {"levels": np.array([1, 2]), "when": None}
+        seen = {"levels": [[1, 2]], "when": [None], "prompts": ["2+2?"], "completion_ids": [[1]]}
+        submit(pool, 1, f"[float(columns == {seen!r})]", columns=row)
+        assert one(pool)[1][0][1] == 1.0
+        submit(pool, 2, "[1.0]", columns={"image": object()})
+        assert "object cannot be sent" in one(pool)[1].reason
+        submit(pool, 3, "\ud800")
+        assert "surrogates not allowed" in one(pool)[1].reason
+        submit(pool, 4, "[1.0]")
+        assert one(pool)[1][0][1] == 1.0
+
+
+def test_a_job_larger_than_a_pipe_passes(file):
+    with RewardPool(Rewards(reward_funcs=[f"{file}:returns"])) as pool:
+        submit(pool, 1, "[1.0] * 2 #", "x" * 3_000_000)
+        assert one(pool)[1][1][1] == 1.0
+
+
+def test_two_workers_run_two_slow_rewards_at_once(file):
+    with RewardPool(Rewards(reward_funcs=[f"{file}:act"]), num_workers=2) as pool:
+        start = time.monotonic()
+        for key in (1, 2):
+            submit(pool, key, "time.sleep(0.8)")
+        while pool.pending:
+            pool.ready(timeout_s=5.0)
+        assert time.monotonic() - start < 1.5  # one after the other takes 1.6
+
+
+def test_ready_does_not_wait_unless_asked_and_never_longer(pool):
+    submit(pool, 1, "time.sleep(0.3)")
+    start = time.monotonic()
+    assert pool.ready() == []
+    assert time.monotonic() - start < 0.05
+    assert pool.ready(timeout_s=0.05) == []
+    assert one(pool)[0] == 1
+
+
+def test_what_the_user_can_fix_stops_the_start(file, tmp_path):
+    (tmp_path / "dies.py").write_text("import os\nos.kill(os.getpid(), 11)\n")
+    for names, words in (
+        (["anser"], "Did you mean answer?"),
+        ([f"{file}:act"], "wants 'question'"),
+        (["answer", "answer"], "names 'answer' twice"),
+        ([f"{tmp_path}/dies.py:f"], "died of signal 11"),
+    ):
+        with pytest.raises(UserError) as error, RewardPool(Rewards(reward_funcs=names), columns=["answer"]):
+            pass
+        assert words in str(error.value)
+
+
+def test_leaving_the_pool_kills_a_busy_reward_at_once(file):
+    with RewardPool(Rewards(reward_funcs=[f"{file}:act"])) as pool:
+        submit(pool, 1, "time.sleep(60)")
+        time.sleep(0.1)
+        pid = pool._processes[0]._process.pid
+        start = time.monotonic()
+    assert time.monotonic() - start < 1.0
+    assert_gone(pid)
+
+
+def start_parent(file, code):
+    """A Python process with a pool whose worker spins; prints the worker's id."""
+    script = f"""
+        import sys, time
+        from common.config import Rewards
+        from rewards.pool import RewardPool
+        with RewardPool(Rewards(reward_funcs=["{file}:act"])) as pool:
+            try:
+                pool.submit(1, "", [{code!r}], [[1]], {{"question": ""}})
+                time.sleep(0.1)
+                print(pool._processes[0]._process.pid, flush=True)
+                time.sleep(60)
+            except KeyboardInterrupt:
+                sys.exit(130)
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    return parent, int(parent.stdout.readline())
+
+
+@pytest.mark.parametrize("code", ["while True: pass", "pass"])
+def test_a_worker_dies_with_its_parent_even_inside_a_reward(file, code):
+    parent, worker = start_parent(file, code)
+    parent.kill()
+    parent.communicate()
+    assert_gone(worker)
+
+
+def test_ctrl_c_ends_the_parent_without_a_word_from_the_worker(file):
+    parent, worker = start_parent(file, "time.sleep(60)")
+    os.killpg(parent.pid, signal.SIGINT)
+    _, err = parent.communicate(timeout=10)
+    assert parent.returncode == 130
+    assert err == ""
+    assert_gone(worker)
+
+
+def test_the_worker_imports_neither_torch_nor_vllm_and_is_up_fast(file):
+    code = "bad = {'torch', 'vllm', 'transformers', 'numpy', 'datasets'} & set(sys.modules); assert not bad, bad"
+    start = time.monotonic()
+    with RewardPool(Rewards(reward_funcs=["answer", "format", f"{file}:act"])) as pool:
+        assert time.monotonic() - start < 2.0
+        submit(pool, 1, code)
+        assert not isinstance(result := one(pool)[1], RewardFailure), result

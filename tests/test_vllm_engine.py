@@ -1,0 +1,256 @@
+"""The real engine on a tiny model: log-probs, seeds, stop tokens, the verified reload and all that it refuses."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common import weights
+from common.config import Config
+from common.logprobs import load_causal_lm, score_row
+from common.packing import pack
+from common.weights import BadWeights, Published
+from sampler.engine import Engine, SamplingLaw
+from sampler.reference import Reference
+from sampler.reload import reload
+from tests.tiny import tiny_model
+from trainer.publish import publish
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+PROMPT = [5, 9, 17, 33, 8, 21] * 12
+
+
+class OneRank:
+    """What trainer.publish needs of an Exchange when there is one rank."""
+
+    rank, world_size = 0, 1
+
+    def barrier(self) -> None: ...
+
+
+class PlainPolicy:
+    """What trainer.publish needs of an Engine, around a transformers model without DeepSpeed."""
+
+    def __init__(self, folder: Path):
+        self.model = load_causal_lm(str(folder), "float32", None, False)
+        self.tied_embeddings = self.model.config.tie_word_embeddings
+
+    @torch.no_grad()
+    def score(self, row, temperature):
+        return score_row(self.model, row, temperature, 64)[0]
+
+    def parameter_names(self):
+        return [(n, p.numel() * p.element_size()) for n, p in self.model.named_parameters()]
+
+    def full_parameters(self, wanted):
+        return ((n, p.detach()) for n, p in self.model.named_parameters() if wanted(n))
+
+    def disturb(self, seed: int) -> None:
+        """Other weights, far enough away that stale ones cannot pass for them."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p.add_(torch.randn(p.shape, generator=generator) * 0.1)
+
+    def logprobs(self, prompt: list[int], completion: list[int], temperature: float) -> np.ndarray:
+        row = pack([(prompt, [completion])])
+        return self.score(row, temperature).numpy()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model(folder)
+    # what Qwen2.5-Instruct ships: none of it may reach the sampling law
+    path = folder / "generation_config.json"
+    given = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(given | {"do_sample": True, "temperature": 0.1, "top_k": 3, "repetition_penalty": 1.3}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config(folder, tmp_path_factory) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"output_dir": str(tmp_path_factory.mktemp("run"))},
+            "model": {"path": str(folder), "dtype": "float32"},
+            "data": {"train": "none.jsonl", "max_prompt_length": 450},
+            "sampler": {"num_generations": 4, "max_completion_length": 24, "temperature": 0.7},
+            "trainer": {"prompts_per_step": 4},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(config) -> Engine:
+    return Engine(config, num_gpus=0)
+
+
+@pytest.fixture
+def policy(folder) -> PlainPolicy:
+    return PlainPolicy(folder)
+
+
+@pytest.fixture
+def version(policy, tmp_path):
+    """A function that publishes the policy as a version: the trainer's real code."""
+
+    def make(number: int) -> Published:
+        vocab = policy.model.config.vocab_size
+        return publish(policy, OneRank(), tmp_path / "weights", "run", "life", number, vocab)
+
+    return make
+
+
+def sample(engine: Engine, law: SamplingLaw, prompt=PROMPT):
+    engine.submit("key", prompt, law)
+    finished = []
+    while engine.num_running:
+        finished += engine.step()
+    [(key, completions)] = finished
+    assert key == "key"
+    return completions
+
+
+def greedy(engine: Engine, prompt=PROMPT, length: int = 16) -> list[int]:
+    return sample(engine, SamplingLaw(0.0, length, 1, None), prompt)[0].token_ids.tolist()
+
+
+def test_old_logprobs_are_those_of_the_full_softmax_at_the_sampling_temperature(engine, config, policy, version):
+    reload(engine, version(1), config)
+    for temperature in (0.7, 1.0):
+        for completion in sample(engine, SamplingLaw(temperature, 24, 4, 7)):
+            expected = policy.logprobs(PROMPT, completion.token_ids.tolist(), temperature)
+            assert np.abs(completion.logprobs - expected).max() < 1e-4
+
+
+def test_a_seed_gives_the_same_completions_again_and_siblings_differ(engine):
+    first, second = (sample(engine, SamplingLaw(1.0, 24, 4, 11)) for _ in range(2))
+    assert [c.token_ids.tolist() for c in first] == [c.token_ids.tolist() for c in second]
+    assert len({tuple(c.token_ids.tolist()) for c in first}) == 4
+    other = sample(engine, SamplingLaw(1.0, 24, 4, 12))
+    assert [c.token_ids.tolist() for c in other] != [c.token_ids.tolist() for c in first]
+
+
+def test_a_completion_that_ends_keeps_its_stop_token_and_its_logprob(engine, config, policy, version):
+    stop = engine._stop_token_ids[0]
+    with torch.no_grad():  # the embedding is tied: a long row makes its token likely, whatever comes before
+        policy.model.get_input_embeddings().weight[stop] *= 40
+    reload(engine, version(2), config)
+    ended = [c for c in sample(engine, SamplingLaw(1.0, 24, 16, 5)) if c.finish_reason == "stop"]
+    assert ended, "no completion ended: the test's weights do not make the stop token likely enough"
+    for completion in ended:
+        assert completion.token_ids[-1] == stop
+        assert stop not in completion.token_ids[:-1]
+        assert len(completion.logprobs) == len(completion.token_ids)
+
+
+def test_a_reload_changes_the_whole_model_tied_head_included(engine, config, policy, version):
+    policy.disturb(3)
+    reloaded = reload(engine, version(3), config)
+    assert engine.version == 3
+    assert reloaded.canary_max_diff <= 1e-4
+    sequence = PROMPT[:40]
+    assert np.abs(engine.score([sequence])[0] - policy.logprobs(sequence[:1], sequence[1:], 1.0)).max() < 1e-4
+
+
+def test_no_cached_prefix_survives_a_reload(engine, config, policy, version):
+    long_prompt = [7 + i % 50 for i in range(400)]
+    reload(engine, version(4), config)
+    before = greedy(engine, long_prompt)
+    assert before == greedy(engine, long_prompt)
+    policy.disturb(4)
+    reload(engine, version(5), config)
+    tokens = greedy(engine, long_prompt)
+    ids = torch.tensor([long_prompt + tokens])
+    plain = load_causal_lm(config.model.path, "float32", None, False)
+    plain.load_state_dict(policy.model.state_dict())
+    expected = []
+    for i in range(len(tokens)):  # greedy by transformers, fed with the engine's own tokens
+        with torch.no_grad():
+            row = pack([(ids[0, : 400 + i].tolist(), [[0]])])
+            hidden = plain.get_decoder()(
+                input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
+            ).last_hidden_state[0]
+            expected.append(int(plain.get_output_embeddings()(hidden[399 + i]).argmax()))
+    assert tokens == expected
+
+
+def edit(shard: Path, change) -> None:
+    tensors = load_file(shard)
+    change(tensors)
+    save_file(tensors, shard, metadata={"format": "pt"})
+
+
+def repoint(published: Published, shard: Path, tensors_too: bool = True) -> Published:
+    """What a trainer with a fault would announce: a manifest that agrees with the damaged file."""
+    import hashlib
+
+    folder = Path(published.weights_dir)
+    manifest = json.loads((folder / weights.MANIFEST).read_text())
+    info = weights.file_info(shard)
+    manifest["files"][shard.name] = {"size": info.size, "blake3": info.blake3}
+    data = json.dumps(manifest).encode()
+    (folder / weights.MANIFEST).write_bytes(data)
+    return Published(published.version, published.weights_dir, hashlib.sha256(data).hexdigest())
+
+
+NORM = "model.norm.weight"
+BAD_TENSORS = {
+    "missing": (lambda t: t.pop(NORM), "missing"),
+    "renamed": (lambda t: t.__setitem__("model.norm.w", t.pop(NORM)), "missing"),
+    "extra": (lambda t: t.__setitem__("model.extra", torch.zeros(2)), "not expected"),
+    "reshaped": (lambda t: t.__setitem__(NORM, t[NORM][:-1].clone()), "expected"),
+    "not finite": (lambda t: t[NORM].__setitem__(0, float("nan")), "not finite"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TENSORS)
+def test_bad_tensors_are_refused_before_the_engine_is_touched(case, engine, config, policy, version):
+    change, words = BAD_TENSORS[case]
+    reload(engine, version(6), config)
+    before = greedy(engine)
+    policy.disturb(6)
+    published = version(7)
+    shard = Path(published.weights_dir) / weights.shard_name(0, 1)
+    edit(shard, change)
+    with pytest.raises(BadWeights, match=words):
+        reload(engine, repoint(published, shard), config)
+    assert engine.version == 6 and greedy(engine) == before
+
+
+def test_a_truncated_file_and_a_stale_manifest_are_refused_before_the_engine_is_touched(
+    engine, config, policy, version
+):
+    good = version(8)
+    reload(engine, good, config)
+    before = greedy(engine)
+    policy.disturb(8)
+    published = version(9)
+    shard = Path(published.weights_dir) / weights.shard_name(0, 1)
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(BadWeights, match="bytes"):
+        reload(engine, published, config)
+    shutil.copy(Path(good.weights_dir) / weights.MANIFEST, Path(published.weights_dir) / weights.MANIFEST)
+    with pytest.raises(BadWeights, match="SHA-256"):
+        reload(engine, published, config)
+    assert engine.version == 8 and greedy(engine) == before
+
+
+def test_the_reference_gives_the_logprobs_of_a_dense_forward(config, policy):
+    reference = Reference(config, torch.device("cpu"))
+    completions = [np.array(ids, np.int32) for ids in ([4, 5, 6], [9], [3, 3, 8, 1, 2])]
+    for found, ids in zip(reference.logprobs(np.array(PROMPT, np.int32), completions), completions, strict=True):
+        row_ids = torch.tensor([PROMPT + ids.tolist()])
+        from transformers import AutoModelForCausalLM
+
+        dense = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+        with torch.no_grad():
+            logits = dense(row_ids).logits[0, len(PROMPT) - 1 : -1] / config.sampler.temperature
+        expected = torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids, dtype=torch.int64)[:, None])[:, 0]
+        assert np.abs(found - expected.numpy()).max() < 1e-5
