@@ -6,7 +6,8 @@ in decoding; this is the same for training). No [T, T] mask exists: the G comple
 rows, padded to the longest of them. Padded keys lie behind every real query, so the causal mask already hides them.
 
 Works with stock transformers models that go through AttentionInterface. `use_cache=False` is mandatory: a cache would
-make transformers append to it and sequences attend to each other. Left out: sliding windows, attention dropout.
+make transformers append to it and sequences attend to each other. Left out: attention dropout; sliding
+windows, soft caps and sinks, which are refused.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.config import UserError
 from common.packing import Span
 
 NAME = "shared_prompt"
@@ -39,13 +41,34 @@ def _attention(
     attention_mask: None,
     scaling: float | None = None,
     spans: tuple[Span, ...] | None = None,
-    **_: Any,
+    **extra: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function. Returns ([1, T, num_heads, head_dim], None)."""
+    """transformers' attention function. Returns ([1, T, num_heads, head_dim], None).
+
+    Raises UserError if the model asks for attention that this is not.
+    """
     if spans is None:
         raise ValueError('attn_implementation="shared_prompt" needs spans=…: call the model with a PackedRow')
+    _refuse_other_attention(spans, extra)
     outputs = [_span_attention(query, key, value, span, scaling) for span in spans]
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _refuse_other_attention(spans: tuple[Span, ...], extra: dict[str, Any]) -> None:
+    """A model's further wishes must not be ignored: the log-probs would be those of another model."""
+    for name in ("softcap", "s_aux", "position_bias", "indices", "block_indices"):
+        if extra.get(name) is not None:
+            raise UserError(
+                f"this model's attention uses {name}, which packed rows do not have; "
+                "choose a model with plain causal attention, such as Qwen2.5, Qwen3 or Llama"
+            )
+    window = extra.get("sliding_window")
+    longest = max(span.prompt + max(span.completions, default=0) for span in spans)
+    if window is not None and longest > window:
+        raise UserError(
+            f"this model has a sliding window of {window} tokens and a sequence has {longest}; packed rows have no "
+            f"window: keep data.max_prompt_length + sampler.max_completion_length within {window}"
+        )
 
 
 def _span_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, scaling: float | None) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,16 +43,20 @@ class Model(Section):
     path: str
     """Hub id or folder of the policy's start."""
     revision: str | None = None
+    """Branch, tag or commit on the hub; null = the default branch."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Weights and compute; with bfloat16 the optimizer keeps float32 master weights."""
     trust_remote_code: bool = False
+    """Run the Python code that comes with the model. Only for models you trust as you trust your own code."""
     gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third slower."""
 
 
 class Reference(Section):
     path: str | None = None
     """Frozen reference of the KL term; null = the policy's own start. Any size, same tokenizer. Unused at beta 0."""
     revision: str | None = None
+    """Branch, tag or commit on the hub; null = the default branch."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """null = the policy's."""
 
@@ -62,7 +67,9 @@ class Data(Section):
     eval: str | None = None
     """Held-out problems in the same notation; null = no evaluation."""
     prompt_key: str = "question"
+    """Column with the problem: text, or a list of chat messages."""
     answer_key: str = "answer"
+    """Column that reward functions receive as `answer`."""
     max_prompt_length: int = Field(512, gt=0)
     """Tokens. Longer prompts are filtered once at the start and counted."""
     eval_size: int | None = Field(None, gt=0)
@@ -77,6 +84,7 @@ class PromptTemplate(Section):
     chat_template: Path | None = None
     """A Jinja file used instead of the tokenizer's own chat template; needed for base models."""
     chat_template_kwargs: dict[str, Any] = {}
+    """Passed to the chat template, for example {enable_thinking: false}."""
 
 
 class Sampler(Section):
@@ -94,15 +102,20 @@ class Eval(Section):
     steps: int | None = Field(None, gt=0)
     """Evaluate every n policy versions; null = only before and after."""
     before: bool = True
+    """Evaluate the policy's start, before the first step."""
     after: bool = True
+    """Evaluate the final policy."""
     temperature: float = Field(0.0, ge=0)
     """0 = greedy."""
     num_generations: int = Field(1, ge=1)
     """Completions per held-out problem."""
     max_completion_length: int | None = Field(None, gt=0)
     """null = the sampler's."""
-    accuracy: str = "answer"
-    """Reward function whose full mark counts as a right answer in the accuracy printed at the end."""
+
+
+def reward_name(spec: str) -> str:
+    """`my_rewards.py:length` and `package.module.length` are both called "length"."""
+    return spec.rsplit(":", 1)[-1].rsplit(".", 1)[-1]
 
 
 class Rewards(Section):
@@ -121,6 +134,11 @@ class Rewards(Section):
     def weights(self) -> list[float]:
         return self.reward_weights if self.reward_weights is not None else [1.0] * len(self.reward_funcs)
 
+    @property
+    def names(self) -> list[str]:
+        """Short names of the functions, for metrics: the part after the last colon or dot."""
+        return [reward_name(spec) for spec in self.reward_funcs]
+
     def full_mark(self, name: str) -> float:
         return self.full_marks.get(name, 1.25 if name == "format" else 1.0)
 
@@ -128,6 +146,8 @@ class Rewards(Section):
     def _one_weight_per_function(self) -> Rewards:
         if not self.reward_funcs:
             raise ValueError("reward_funcs is empty; write reward_funcs: [answer, format]")
+        if twice := sorted({name for name in self.names if self.names.count(name) > 1}):
+            raise ValueError(f"reward_funcs has two functions named {twice[0]!r}; rename one, their metrics would mix")
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
             n, m = len(self.reward_weights), len(self.reward_funcs)
             raise ValueError(f"reward_weights has {n} numbers for {m} reward_funcs; write {[1.0] * m}")
@@ -157,13 +177,19 @@ class Trainer(Section):
     groups_per_micro_batch: int = Field(1, gt=0)
     """Whole groups in one forward and backward of one rank. Does not change the update, only memory and speed."""
     learning_rate: float = Field(1e-6, gt=0)
+    """Peak learning rate of AdamW."""
     lr_scheduler_type: str = "constant_with_warmup"
     """Any name of transformers.get_scheduler."""
     warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps in which the learning rate rises from 0 to its peak."""
     weight_decay: float = Field(0.0, ge=0)
+    """Decoupled, as in AdamW."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of Adam's mean of gradients."""
     adam_beta2: float = Field(0.999, ge=0, lt=1)
+    """Decay of Adam's mean of squared gradients."""
     max_grad_norm: float = Field(1.0, gt=0)
+    """The gradient of the whole step is scaled down to this norm if it is larger."""
     max_staleness: int = Field(0, ge=0)
     """Batches the sampler may run ahead. 0 = on-policy: training starts on groups as they arrive, equal to waiting."""
     save_steps: int | None = Field(100, gt=0)
@@ -192,6 +218,7 @@ class Channel(Section):
     stall_timeout_s: float = Field(1800.0, gt=0)
     """Silence or no progress for this long ends the process with exit code 75."""
     max_message_mib: int = Field(64, gt=0)
+    """A larger message is refused and its sender disconnected."""
 
 
 class Weights(Section):
@@ -223,11 +250,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
-        if self.data.eval is not None and self.eval.accuracy not in self.rewards.reward_funcs:
-            raise ValueError(
-                f"eval.accuracy {self.eval.accuracy!r} is not one of rewards.reward_funcs "
-                f"{self.rewards.reward_funcs}; set eval.accuracy={self.rewards.reward_funcs[0]}"
-            )
         shared = sorted(set(self.sampler.devices) & set(self.trainer.devices))
         if shared:
             raise ValueError(
@@ -266,6 +288,8 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
     path = Path(path)
     try:
         text = path.read_text()
+    except UnicodeDecodeError:
+        raise UserError(f"config {path} is not text; give a YAML file such as configs/quickstart.yaml") from None
     except OSError as error:
         near = [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
         hint = difflib.get_close_matches(path.name, near, n=1)
@@ -274,18 +298,32 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
             + (f" Did you mean {path.parent / hint[0]}?" if hint else f" Files there: {', '.join(near) or 'none'}")
         ) from None
     try:
-        settings = yaml.safe_load(text) or {}
-        lines = _line_numbers(yaml.compose(text, Loader=yaml.SafeLoader))
+        lines = _line_numbers(yaml.compose(text, Loader=_Loader), path)
+        settings = _parse(text) or {}
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(settings, dict):
         raise UserError(f"{path}: expected sections such as `model:` and `data:`, got {type(settings).__name__}")
+    settings = {name: {} if value is None else value for name, value in settings.items()}  # `eval:` with no lines
     for override in overrides:
         _apply(settings, override)
     try:
         return Config.model_validate(settings)
     except ValidationError as error:
         raise UserError("\n".join(_explain(e, path, lines) for e in error.errors())) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-6 as text; here it is a number, as in YAML 1.2."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+"), list("-+.0123456789")
+)
+
+
+def _parse(text: str) -> Any:
+    return _Loader(text).get_single_data()
 
 
 def _apply(settings: dict[str, Any], override: str) -> None:
@@ -300,18 +338,21 @@ def _apply(settings: dict[str, Any], override: str) -> None:
     if not isinstance(node, dict):
         raise UserError(f"override {override!r}: {'.'.join(parents)} is not a section")
     try:
-        node[leaf] = yaml.safe_load(value)
+        node[leaf] = _parse(value)
     except yaml.YAMLError:
         raise UserError(f"override {override!r}: the value is not valid YAML") from None
 
 
-def _line_numbers(node: yaml.Node | None, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], int]:
+def _line_numbers(node: yaml.Node | None, path: Path, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], int]:
+    """Line of every key. Raises UserError for a key given twice, of which YAML would silently drop the first."""
     lines: dict[tuple[str, ...], int] = {}
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            where = (*prefix, str(key.value))
-            lines[where] = key.start_mark.line + 1
-            lines.update(_line_numbers(value, where))
+            where, line = (*prefix, str(key.value)), key.start_mark.line + 1
+            if where in lines:
+                raise UserError(f"{path}:{line}: {'.'.join(where)} stands in line {lines[where]} already; join them")
+            lines[where] = line
+            lines.update(_line_numbers(value, path, where))
     return lines
 
 
@@ -322,9 +363,8 @@ def _explain(error: Any, path: Path, lines: dict[tuple[str, ...], int]) -> str:
     name = ".".join(where)
     if error["type"] == "extra_forbidden":
         known = _known_keys()
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.6) or [
-            k for k in known if k.split(".")[-1] == where[-1]
-        ]
+        elsewhere = [k for k in known if k.split(".")[-1] == where[-1]]
+        near = elsewhere or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
         return f"{place}: {name}: no such option." + (f" Did you mean {near[0]}?" if near else "")
     if error["type"] == "missing":
         return f"{place}: {name} is required; add it to the file or give {name}=… on the command line"

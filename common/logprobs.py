@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from common import attention
+from common.config import UserError
 from common.packing import PackedRow
 
 
@@ -58,14 +59,15 @@ def token_logprobs(
 
 
 def load_causal_lm(path: str, dtype: str, revision: str | None, trust_remote_code: bool) -> Any:
-    """A transformers causal language model that attends over packed rows. Raises UserError if it cannot be found."""
-    from transformers import AutoModelForCausalLM
+    """A transformers causal language model that attends over packed rows.
 
-    from common.config import UserError
+    Raises UserError if it cannot be found, or if its layers carry a state from token to token past the attention.
+    """
+    from transformers import AutoModelForCausalLM
 
     attention.register()
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(
             path,
             revision=revision,
             dtype=getattr(torch, dtype),
@@ -78,3 +80,9 @@ def load_causal_lm(path: str, dtype: str, revision: str | None, trust_remote_cod
             f"model {path!r} cannot be loaded: {first_line}\n"
             f"Give a folder, or download it once: hf download {path}  (behind a firewall set HF_ENDPOINT)"
         ) from None
+    if model._is_stateful or not model._supports_attention_backend:
+        raise UserError(
+            f"model {path!r} is a {type(model).__name__}: its layers are recurrent or do their own attention, so that "
+            "completions of a packed row would see each other. Choose a model such as Qwen2.5, Qwen3 or Llama"
+        )
+    return model

@@ -60,14 +60,14 @@ def pack(groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> Pac
         start = len(ids)
         last_prompt_position = start + len(prompt) - 1
         spans.append(Span(start, len(prompt), tuple(len(c) for c in completions)))
-        ids += prompt
-        positions += range(len(prompt))
+        ids.extend(prompt)  # `+=` would let a NumPy array add itself elementwise
+        positions.extend(range(len(prompt)))
         for completion in completions:
             begin = len(ids)
-            ids += completion
-            positions += range(len(prompt), len(prompt) + len(completion))
-            sources += [last_prompt_position, *range(begin, begin + len(completion) - 1)]
-            targets += completion
+            ids.extend(completion)
+            positions.extend(range(len(prompt), len(prompt) + len(completion)))
+            sources.extend([last_prompt_position, *range(begin, begin + len(completion) - 1)])
+            targets.extend(completion)
     return PackedRow(
         input_ids=torch.tensor([ids], dtype=torch.int64),
         position_ids=torch.tensor([positions], dtype=torch.int64),

@@ -28,7 +28,7 @@ class WireError(Exception):
         self.reason = reason
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
+class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
     """Sampler → trainer, each second until credited: who I am and what I can serve."""
 
     pid: int
@@ -39,7 +39,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     loaded_version: int | None
 
 
-class Credit(msgspec.Struct, frozen=True, tag="credit"):
+class Credit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="credit"):
     """Trainer → sampler, on change and each second: the full state, so that losing one is harmless."""
 
     cursor: int  # groups below it are trained and may be forgotten
@@ -53,7 +53,7 @@ class Credit(msgspec.Struct, frozen=True, tag="credit"):
     phase: str
 
 
-class Beat(msgspec.Struct, frozen=True, tag="beat"):
+class Beat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="beat"):
     """Sampler → trainer from the work loop, so that a stuck loop falls silent."""
 
     phase: str
@@ -62,14 +62,14 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     stats: dict[str, float]  # metrics of the sampler, newest values
 
 
-class Bye(msgspec.Struct, frozen=True, tag="bye"):
+class Bye(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="bye"):
     """Either way: I end, and why. exit_code is what the receiver should exit with too."""
 
     reason: str
     exit_code: int = 0
 
 
-class _GroupHeader(msgspec.Struct, frozen=True, tag="group"):
+class _GroupHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="group"):
     group_id: int
     policy_version: int
     problem_index: int
@@ -81,13 +81,13 @@ class _GroupHeader(msgspec.Struct, frozen=True, tag="group"):
     finish_reasons: list[FinishReason]
 
 
-class _Tombstone(msgspec.Struct, frozen=True, tag="tombstone"):
+class _Tombstone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tombstone"):
     group_id: int
     policy_version: int
     reason: str
 
 
-class _EvalResult(msgspec.Struct, frozen=True, tag="eval"):
+class _EvalResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="eval"):
     result: EvalResult
 
 
@@ -95,7 +95,7 @@ Message = Hello | Credit | Beat | Bye | Group | Tombstone | EvalResult
 _Body = Hello | Credit | Beat | Bye | _GroupHeader | _Tombstone | _EvalResult
 
 
-class _Header(msgspec.Struct, frozen=True):
+class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     proto: int
     run_id: str
     incarnation: str  # of the trainer; empty in a HELLO that has not met one yet
@@ -168,8 +168,8 @@ def check_group(group: Group, limits: Limits) -> None:
         _check_ids(rollout.completion_ids, limits.vocab_size)
         _check_logprobs(rollout.old_logprobs, length)
         _check_logprobs(rollout.ref_logprobs, length if limits.needs_ref_logprobs else 0)
-        if not math.isfinite(rollout.reward):
-            raise WireError("reward", f"{rollout.reward}")
+        if not math.isfinite(rollout.reward) or any(map(math.isinf, rollout.rewards.values())):
+            raise WireError("reward", f"{rollout.reward} from {dict(rollout.rewards)}")
         if tuple(rollout.rewards) != limits.reward_funcs:
             raise WireError("reward_funcs", f"{tuple(rollout.rewards)}, expected {limits.reward_funcs}")
 
@@ -204,7 +204,7 @@ def _to_body(message: Message) -> tuple[_Body, bytes]:
             prompt_length=len(message.prompt_ids),
             completion_lengths=[len(r.completion_ids) for r in rollouts],
             has_ref_logprobs=any(len(r.ref_logprobs) for r in rollouts),
-            rewards=[{k: None if math.isnan(v) else v for k, v in r.rewards.items()} for r in rollouts],
+            rewards=[{k: None if math.isnan(v) else float(v) for k, v in r.rewards.items()} for r in rollouts],
             reward=[float(r.reward) for r in rollouts],
             finish_reasons=[r.finish_reason for r in rollouts],
         )

@@ -42,8 +42,6 @@ class RewardPool:
     """
 
     def __init__(self, config: Rewards, num_workers: int = 1, columns: Iterable[str] | None = None) -> None:
-        if twice := {name for name in config.reward_funcs if config.reward_funcs.count(name) > 1}:
-            raise UserError(f"rewards.reward_funcs names {sorted(twice)[0]!r} twice; raise its reward_weights instead")
         self.num_timeouts = self.num_crashes = self.num_errors = 0
         self.pending = 0  # submitted and not yet returned by ready()
         names = None if columns is None else list(columns)

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import msgspec
 
-from common.config import UserError
+from common.config import UserError, reward_name
 from rewards import RewardError, RewardFunction, Scores, check_signature, resolve, score
 
 MAX_FRAME_BYTES = 1 << 28
@@ -90,7 +90,7 @@ def main(parent_pid: int) -> NoReturn:
 
     setup = msgspec.msgpack.decode(_read(requests), type=Setup)
     try:
-        functions = [(name, resolve(name), weight) for name, weight in zip(setup.names, setup.weights, strict=True)]
+        functions = [(reward_name(n), resolve(n), weight) for n, weight in zip(setup.names, setup.weights, strict=True)]
         for name, function, _ in functions:
             if setup.columns is not None:
                 check_signature(function, setup.columns, name)

@@ -21,7 +21,7 @@ class MicroBatch:
 
     row: PackedRow
     old_logprobs: Tensor  # [N] float32
-    ref_logprobs: Tensor | None  # [N] float32; None when beta is 0
+    ref_logprobs: Tensor | None  # [N] float32; None when beta is 0, and in a filler
     advantages: Tensor  # [N] float32, one value repeated over a completion
     weights: Tensor  # [N] float32, 0 in a filler
 
@@ -36,7 +36,7 @@ def micro_batch(
     """
     alive = [g for g in groups if isinstance(g, Group) and (beta > 0 or not is_dead(rewards_of(g)))]
     if not alive:
-        return _filler(beta)
+        return _filler()
     rollouts = [r for g in alive for r in g.rollouts]
     lengths = [len(r.completion_ids) for r in rollouts]
     advantages = np.concatenate([group_advantages(rewards_of(g), scale_rewards) for g in alive])
@@ -58,6 +58,7 @@ def _flat(arrays: Sequence[np.ndarray]) -> Tensor:
     return torch.from_numpy(np.concatenate(arrays).astype(np.float32))
 
 
-def _filler(beta: float) -> MicroBatch:
+def _filler() -> MicroBatch:
+    """One token of weight 0. Its ratio is at most 1, and without a reference no k3 can overflow: 0 · inf is NaN."""
     zero = torch.zeros(1)
-    return MicroBatch(pack([([0], [[0]])]), zero, zero if beta > 0 else None, zero, zero)
+    return MicroBatch(pack([([0], [[0]])]), zero, None, zero, zero)

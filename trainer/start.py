@@ -83,7 +83,7 @@ def _run_rank_0(
         max_prompt_length=config.data.max_prompt_length,
         max_completion_length=config.sampler.max_completion_length,
         needs_ref_logprobs=config.algorithm.beta > 0,
-        reward_funcs=tuple(config.rewards.reward_funcs),
+        reward_funcs=tuple(config.rewards.names),
     )
     ledger = Ledger(config.num_batches * per_step, per_step * (1 + config.trainer.max_staleness), progress.cursor)
     with contextlib.ExitStack() as stack:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,19 +65,26 @@ def token_metrics(sums: Sums, beta: float) -> dict[str, float]:
 
 
 def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str, Any]:
-    """One line of eval.jsonl."""
+    """One line of eval.jsonl. A failed chunk has no samples and is counted; without any sample there are no means."""
     samples = [s for result in results for s in result.samples]
-    names = list(samples[0].rewards)
-    return {
+    record: dict[str, Any] = {
         "step": results[0].policy_version,
         "eval_id": results[0].eval_id,
         "n": len(samples),
         "problems": len({s.problem_index for s in samples}),
-        "full_marks": {name: sum(s.rewards[name] >= full_mark(name) - _ROUNDING for s in samples) for name in names},
-        "mean": {name: float(np.nanmean([s.rewards[name] for s in samples])) for name in names},
-        "mean_length": float(np.mean([s.num_tokens for s in samples])),
-        "clipped_ratio": float(np.mean([s.finish_reason == "length" for s in samples])),
+        "failed_chunks": sum(bool(result.reason) for result in results),
+        "full_marks": {},
+        "mean": {},
     }
+    for name in samples[0].rewards if samples else ():
+        scores = [s.rewards[name] for s in samples if not math.isnan(s.rewards[name])]
+        record["full_marks"][name] = sum(score >= full_mark(name) - _ROUNDING for score in scores)
+        if scores:
+            record["mean"][name] = sum(scores) / len(scores)
+    if samples:
+        record["mean_length"] = float(np.mean([s.num_tokens for s in samples]))
+        record["clipped_ratio"] = float(np.mean([s.finish_reason == "length" for s in samples]))
+    return record
 
 
 def samples_records(groups: Sequence[Group | Tombstone], step: int, count: int, decode: Any) -> list[dict[str, Any]]:

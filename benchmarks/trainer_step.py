@@ -1,0 +1,185 @@
+"""The trainer alone: seconds, tokens per second, model FLOPs utilisation and peak memory of one optimizer step.
+
+    python benchmarks/trainer_step.py                          a small model on the CPU
+    python benchmarks/trainer_step.py --model qwen2.5-1.5b     Qwen2.5-1.5B shapes, random weights, bf16, one GPU
+    deepspeed --num_gpus 2 benchmarks/trainer_step.py …        several ranks
+
+Random weights and random groups: speed does not depend on their values. Uses the trainer's own engine, packing and
+publishing; the sampler is not involved. One JSON line per measured step goes to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+
+from common.config import Config
+from common.types import Group, Rollout
+
+SHAPES = {
+    "1m": dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+               num_key_value_heads=2, vocab_size=512),
+    "28m": dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8,
+                num_key_value_heads=2, vocab_size=8192),
+    "qwen2.5-0.5b": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+                         num_key_value_heads=2, vocab_size=151936),
+    "qwen2.5-1.5b": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
+                         num_key_value_heads=2, vocab_size=151936),
+}  # fmt: skip
+PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12, "NVIDIA A100": 312e12}  # dense bf16, from data sheets
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="1m")
+    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--generations", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=256, help="tokens")
+    parser.add_argument("--completion", type=int, default=64, help="tokens")
+    parser.add_argument("--groups-per-micro-batch", type=int, default=1)
+    parser.add_argument("--zero-stage", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=None)
+    parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--dist-backend", default="auto")
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--local_rank", type=int, default=0)
+    return parser.parse_args()
+
+
+def make_model(name: str, folder: Path) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(**SHAPES[name], tie_word_embeddings=True, max_position_embeddings=4096)
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def make_groups(arguments: argparse.Namespace, step: int) -> list[Group]:
+    random = np.random.default_rng(step)
+    vocabulary = SHAPES[arguments.model]["vocab_size"]
+
+    def ids(length: int) -> np.ndarray:
+        return random.integers(0, vocabulary, length).astype(np.int32)
+
+    def rollout() -> Rollout:
+        logprobs = np.full(arguments.completion, -np.log(vocabulary), np.float32)
+        reward = float(random.normal())
+        return Rollout(ids(arguments.completion), logprobs, logprobs[:0], {"r": reward}, reward, "length")
+
+    return [
+        Group(g, step, g, ids(arguments.prompt), tuple(rollout() for _ in range(arguments.generations)))
+        for g in range(arguments.groups)
+    ]
+
+
+def flops_per_step(arguments: argparse.Namespace) -> float:
+    """Forward and backward of what is computed, once: 6 per parameter and token; the head on completions only."""
+    s = SHAPES[arguments.model]
+    head_dim = s["hidden_size"] // s["num_attention_heads"]
+    projections = s["hidden_size"] * head_dim * 2 * (s["num_attention_heads"] + s["num_key_value_heads"])
+    per_token = s["num_hidden_layers"] * (projections + 3 * s["hidden_size"] * s["intermediate_size"])
+    p, c, g = arguments.prompt, arguments.completion, arguments.generations
+    tokens, targets = p + g * c, g * c
+    pairs = p * p / 2 + g * (c * p + c * c / 2)  # query-key pairs that attend
+    attention = 2 * pairs * s["num_attention_heads"] * head_dim * s["num_hidden_layers"]
+    return 6 * arguments.groups * (per_token * tokens + s["hidden_size"] * s["vocab_size"] * targets + attention)
+
+
+def main() -> None:
+    arguments = parse()
+    from trainer.batch import micro_batch
+    from trainer.engine import Engine, init_distributed
+    from trainer.exchange import Exchange
+    from trainer.losses import Denominator
+    from trainer.publish import publish
+
+    on_gpu = torch.cuda.is_available()
+    dtype = arguments.dtype or ("bfloat16" if on_gpu else "float32")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "model"
+        make_model(arguments.model, folder)
+        config = Config.model_validate(
+            {
+                "run": {"output_dir": scratch},
+                "model": {
+                    "path": str(folder), "dtype": dtype, "gradient_checkpointing": arguments.gradient_checkpointing
+                },
+                "data": {"train": "none"},
+                "sampler": {"num_generations": arguments.generations},
+                "trainer": {
+                    "prompts_per_step": arguments.groups, "dist_backend": arguments.dist_backend,
+                    "groups_per_micro_batch": arguments.groups_per_micro_batch,
+                },
+                "deepspeed": {"zero_optimization": {"stage": arguments.zero_stage}},
+            }
+        )  # fmt: skip
+        init_distributed(config)
+        exchange = Exchange(config)
+        engine = Engine(config, exchange.world_size)
+        denominator = Denominator("grpo", arguments.groups * arguments.generations, 1, arguments.completion)
+        size, rank = arguments.groups_per_micro_batch, exchange.rank
+        seconds, publish_seconds = [], []
+        for step in range(arguments.warmup + arguments.steps):
+            groups = make_groups(arguments, step)
+            _synchronise(on_gpu)
+            start = time.perf_counter()
+            for first in range(0, arguments.groups, size * exchange.world_size):
+                mine = groups[first + rank * size : first + (rank + 1) * size]
+                engine.backward(micro_batch(mine, denominator, "group", 0.0))
+            result = engine.step(is_finite=True)
+            _synchronise(on_gpu)
+            seconds.append(time.perf_counter() - start)
+            assert result.applied, "a step was skipped: the measurement is of nothing"
+            start = time.perf_counter()
+            publish(engine, exchange, Path(scratch) / "weights", "bench", "bench", step, 512)
+            publish_seconds.append(time.perf_counter() - start)
+        if rank == 0:
+            report(arguments, seconds[arguments.warmup :], publish_seconds[arguments.warmup :], exchange.world_size)
+
+
+def _synchronise(on_gpu: bool) -> None:
+    if on_gpu:
+        torch.cuda.synchronize()
+
+
+def report(arguments: argparse.Namespace, seconds: list[float], publish_seconds: list[float], ranks: int) -> None:
+    median = statistics.median(seconds)
+    quartiles = statistics.quantiles(seconds, n=4)
+    completion_tokens = arguments.groups * arguments.generations * arguments.completion
+    dense = arguments.groups * arguments.generations * (arguments.prompt + arguments.completion)
+    flops = flops_per_step(arguments)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    peak = next((f for name, f in PEAK_FLOPS.items() if device.startswith(name)), None)
+    record = {
+        "device": device,
+        "ranks": ranks,
+        "settings": {k: v for k, v in vars(arguments).items() if k not in ("out", "local_rank")},
+        "step_s": {"median": median, "q1": quartiles[0], "q3": quartiles[2]},
+        "publish_s": statistics.median(publish_seconds),
+        "completion_tokens_per_s": completion_tokens / median,
+        "padded_equivalent_tokens_per_s": dense / median,
+        "tflop_per_step": flops / 1e12,
+        "mfu": flops / median / peak if peak else None,
+        "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
+    }
+    line = json.dumps(record)
+    print(line, flush=True)
+    if arguments.out:
+        with open(arguments.out, "a") as file:
+            file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""What this machine has: GPUs, the build of torch, compiled ops. Standard library only, so that it also answers
+before anything is installed, and within a second, because it never imports torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed torch is the one without CUDA. Raises PackageNotFoundError without torch."""
+    return metadata.version("torch").endswith("+cpu")
+
+
+def count_gpus() -> int:
+    """GPUs that the NVIDIA driver lists; 0 where there is no driver."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+
+def build_folder() -> Path:
+    """Where torch puts the ops that DeepSpeed compiles."""
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    return Path(given) if given else Path.home() / ".cache" / "torch_extensions"
+
+
+def stale_build_locks() -> list[Path]:
+    """Locks of builds whose process was killed. Torch waits for such a lock for ever, without a word.
+
+    It takes the lock on every load, not only on a build, and keeps the file open meanwhile: a lock that no process
+    has open is nobody's. Linux only; elsewhere none is reported.
+    """
+    if not os.path.isdir("/proc/self/fd"):
+        return []
+    locks = {path.resolve() for path in build_folder().glob("**/lock")}
+    if not locks:
+        return []
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            locks.discard(Path(os.readlink(descriptor)))
+    return sorted(locks)
+
+
+def remove_stale_build_locks() -> None:
+    for path in stale_build_locks():
+        path.unlink(missing_ok=True)

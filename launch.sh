@@ -1,0 +1,158 @@
+#!/usr/bin/env bash
+# Installs, starts and tests Tandem; works from any folder. Paths inside a config are relative to this file's folder.
+#
+#   bash launch.sh [run] [config.yaml] [key=value …]   install what is missing, then train; default: the quick start
+#   bash launch.sh setup | test [pytest arguments] | doctor [--imports]
+#
+# Read from the environment: PYTHON (3.11 or 3.12), BACKEND=auto|cpu|gpu, and everything that pip, Hugging Face, CUDA,
+# OpenMP and vLLM read themselves. Nothing that you have set is overwritten.
+set -euo pipefail
+
+called_from=$PWD
+cd "$(dirname "${BASH_SOURCE[0]}")"
+root=$PWD
+stamp=.venv/.tandem-stamp
+log=.cache/setup.log
+pytorch_cpu_index=https://download.pytorch.org/whl/cpu
+
+die() { printf 'tandem: %s\n' "$*" >&2; exit 2; }
+
+step() { # step <what> <command …>: runs the command with its output in the setup log
+  local what=$1 begun=$SECONDS
+  shift
+  printf 'tandem: %s … ' "$what"
+  printf '\n### %s\n' "$what" >>"$log"
+  if "$@" >>"$log" 2>&1; then
+    printf '%d s\n' $((SECONDS - begun))
+  else
+    printf 'failed\n'
+    tail -n 15 "$log" | sed 's/^/    /' >&2
+    die "setup stopped at: $what. The whole log: $root/$log"
+  fi
+}
+
+supported() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; }
+
+find_python() { # 3.11 first: the CPU lock is tested with it
+  local candidate
+  for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3; do
+    if supported "$candidate"; then command -v "$candidate"; return; fi
+    [[ $candidate != "${PYTHON:-}" ]] || die "PYTHON=$PYTHON is not Python 3.11 or 3.12; unset it, or name one that is"
+  done
+  die "needs Python 3.11 or 3.12: apt-get install python3.11 python3.11-venv, or PYTHON=/path/to/python3.11 bash launch.sh"
+}
+
+pick_backend() {
+  case ${BACKEND:-auto} in
+    cpu | gpu) echo "$BACKEND" ;;
+    auto) if nvidia-smi -L >/dev/null 2>&1; then echo gpu; else echo cpu; fi ;;
+    *) die "BACKEND=$BACKEND is not auto, cpu or gpu" ;;
+  esac
+}
+
+fingerprint() { # fingerprint <backend>: of everything that an installation depends on
+  { cat requirements.txt requirements-cpu.lock requirements-gpu.lock; .venv/bin/python -VV; echo "$1 $root"; } | sha256sum
+}
+
+is_installed() { [[ -x .venv/bin/python && -e $stamp && $(<"$stamp") == "$(fingerprint "$1")" ]]; }
+
+is_usable() { # made here (a copied folder keeps old paths in its scripts), runs, and is not of the other backend
+  grep -qsF "$root/.venv" .venv/bin/activate && supported .venv/bin/python && [[ -x .venv/bin/pip ]] || return 1
+  local torch built_for
+  for torch in .venv/lib/python3.*/site-packages/torch-[0-9]*.dist-info; do
+    built_for=gpu
+    [[ $torch != *+cpu.dist-info ]] || built_for=cpu
+    [[ ! -d $torch || $built_for == "$1" ]] || return 1
+  done
+}
+
+check_machine() {
+  local need_gb=6 free_kb
+  [[ $1 == cpu ]] || need_gb=14
+  free_kb=$(df -Pk . | awk 'NR == 2 { print $4 }')
+  ((free_kb > need_gb * 1000000)) || die "needs $need_gb GB of free disk in $root and there are $((free_kb / 1000000)); free some"
+  [[ $1 == gpu ]] || command -v g++ >/dev/null || die "DeepSpeed compiles a small CPU helper: apt-get install g++"
+}
+
+pip_install() { .venv/bin/python -m pip install --disable-pip-version-check --no-input --progress-bar off "$@"; }
+
+install_torch_cpu() { # your own index first; the PyTorch one serves this single package and is not asked for any other
+  pip_install --no-deps "$(grep '^torch==' requirements-cpu.lock)" ||
+    pip_install --no-deps "$(grep '^torch==' requirements-cpu.lock)" --index-url "$pytorch_cpu_index"
+}
+
+drop_half_installed() { # RECORD is the last file that pip writes; without it pip would still take a package for whole
+  local info
+  for info in .venv/lib/python3.*/site-packages/*.dist-info; do
+    if [[ -d $info && ! -e $info/RECORD ]]; then rm -rf "$info"; fi
+  done
+}
+
+build_cpu_op() { # otherwise the first rank compiles it, while the sampler waits
+  .venv/bin/python -c '
+from common.machine import remove_stale_build_locks
+remove_stale_build_locks()
+from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+ShareMemCommBuilder().load()'
+}
+
+setup() {
+  local backend python begun=$SECONDS
+  backend=$(pick_backend)
+  if is_installed "$backend"; then return; fi
+  mkdir -p .cache
+  exec 9>.cache/setup.lock
+  flock 9 # a second launch.sh waits here until the first has installed everything
+  if is_installed "$backend"; then exec 9>&-; return; fi
+  check_machine "$backend"
+  : >"$log"
+  rm -f "$stamp"
+  printf 'tandem: installing for %s into %s/.venv (log: %s)\n' "$backend" "$root" "$log"
+  if ! is_usable "$backend"; then
+    python=$(find_python)
+    step "virtual environment ($("$python" -V))" "$python" -m venv --clear .venv
+  fi
+  drop_half_installed
+  if [[ $backend == cpu ]]; then
+    step "torch" install_torch_cpu
+    step "vLLM, DeepSpeed and the rest" pip_install --no-deps -r requirements-cpu.lock
+    step "compiling DeepSpeed's CPU op" build_cpu_op
+  else
+    step "torch, vLLM, DeepSpeed and the rest" pip_install -r requirements.txt -c requirements-gpu.lock
+  fi
+  step "first import" .venv/bin/python -c 'import torch, vllm, deepspeed'
+  fingerprint "$backend" >"$stamp" # last: without it the next start goes through all of this again
+  exec 9>&-
+  printf 'tandem: installed in %d s\n' $((SECONDS - begun))
+}
+
+export PATH="$root/.venv/bin:$PATH" # ninja, for compiled ops
+export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$root/.venv/torch_extensions}
+export VLLM_NO_USAGE_STATS=${VLLM_NO_USAGE_STATS-1} TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM-false}
+
+command=run
+case ${1:-} in
+  run | setup | test | doctor) command=$1; shift ;;
+  -h | --help | help) sed -n '2,8s/^# \{0,1\}//p' launch.sh; exit ;;
+esac
+
+case $command in
+  setup)
+    setup
+    echo "tandem: ready; start with: bash launch.sh"
+    ;;
+  run)
+    setup
+    # A config named from the caller's folder keeps its meaning.
+    if [[ ${1:-} == [!/]* && $1 != *=* && -f $called_from/$1 ]]; then set -- "$called_from/$1" "${@:2}"; fi
+    exec .venv/bin/python -m common.supervise "$@"
+    ;;
+  test)
+    setup
+    exec .venv/bin/python -m pytest "$@"
+    ;;
+  doctor)
+    if supported .venv/bin/python; then python=.venv/bin/python; else python=$(find_python); fi
+    exec "$python" -m common.doctor "$@"
+    ;;
+esac

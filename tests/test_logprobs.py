@@ -1,0 +1,113 @@
+"""Log-probs in chunks against one log_softmax over everything, and the memory that the chunks are for."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from common.logprobs import token_logprobs
+
+pytestmark = pytest.mark.fast
+
+QWEN_VOCAB = 151_936
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returns, forward and backward."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.num_elements = max(self.num_elements, *sizes, 0)
+        return result
+
+
+def problem(n: int, dim: int, vocab: int) -> tuple[Tensor, Tensor, torch.nn.Linear]:
+    """Hidden states with gradient, targets, and a head: random, the same each time."""
+    generator = torch.Generator().manual_seed(0)
+    head = torch.nn.Linear(dim, vocab, bias=False)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(vocab, dim, generator=generator))
+    hidden = torch.randn(n, dim, generator=generator).requires_grad_()
+    return hidden, torch.randint(0, vocab, (n,), generator=generator), head
+
+
+def whole(hidden: Tensor, targets: Tensor, head: torch.nn.Linear, temperature: float) -> tuple[Tensor, Tensor]:
+    logprobs = torch.log_softmax(head(hidden).double() / temperature, -1)
+    return logprobs[torch.arange(len(targets)), targets], -(logprobs.exp() * logprobs).sum(-1)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 10, 64])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+def test_chunks_equal_one_log_softmax(chunk_size: int, temperature: float) -> None:
+    hidden, targets, head = problem(n=10, dim=6, vocab=97)
+    logprobs, entropy = token_logprobs(hidden, targets, head, temperature, chunk_size)
+    expected_logprobs, expected_entropy = whole(hidden, targets, head, temperature)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    assert logprobs.tolist() == pytest.approx(expected_logprobs.tolist(), rel=1e-6, abs=1e-6)
+    assert entropy.tolist() == pytest.approx(expected_entropy.tolist(), rel=1e-5, abs=1e-5)
+
+
+def test_a_certain_and_a_fair_token_by_hand() -> None:
+    # logits (ln 3, 0) at temperature 1: p = (3/4, 1/4). Logits (0, 0): p = (1/2, 1/2)
+    hidden = torch.tensor([[math.log(3), 0.0], [0.0, 0.0]])
+    logprobs, entropy = token_logprobs(hidden, torch.tensor([1, 0]), torch.nn.Identity(), 1.0, 8)
+    assert logprobs.tolist() == pytest.approx([math.log(1 / 4), math.log(1 / 2)])
+    expected = -(3 / 4) * math.log(3 / 4) - (1 / 4) * math.log(1 / 4)
+    assert entropy.tolist() == pytest.approx([expected, math.log(2)])
+
+
+def test_temperature_two_takes_the_square_root_of_the_odds() -> None:
+    logprobs, _ = token_logprobs(
+        torch.tensor([[math.log(9), 0.0]]), torch.tensor([0]), torch.nn.Identity(), temperature=2.0, chunk_size=8
+    )
+    assert logprobs.item() == pytest.approx(math.log(3 / 4))  # odds 9 : 1 become 3 : 1
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 10])
+def test_the_gradient_does_not_depend_on_the_chunk_size(chunk_size: int) -> None:
+    def gradients(function: Any) -> list[Tensor]:
+        hidden, targets, head = problem(n=10, dim=6, vocab=97)
+        logprobs, _ = function(hidden, targets, head)
+        return list(torch.autograd.grad((logprobs * torch.arange(10)).sum(), [hidden, head.weight]))
+
+    found = gradients(lambda h, t, head: token_logprobs(h, t, head, 0.7, chunk_size))
+    expected = gradients(lambda h, t, head: whole(h, t, head, 0.7))
+    for one, other in zip(found, expected, strict=True):
+        assert ((one - other).norm() / other.norm()).item() < 1e-6
+
+
+def test_the_gradient_of_a_log_prob_is_one_hot_minus_the_probabilities() -> None:
+    logits = torch.tensor([[math.log(3), 0.0]], requires_grad=True)
+    logprobs, entropy = token_logprobs(logits, torch.tensor([0]), torch.nn.Identity(), 1.0, 8)
+    assert not entropy.requires_grad
+    logprobs.sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.flatten().tolist() == pytest.approx([1 / 4, -1 / 4])
+
+
+@pytest.mark.parametrize("with_gradient", [True, False], ids=["gradient", "no_grad"])
+def test_no_tensor_is_larger_than_one_chunk_of_logits_with_the_real_vocabulary(with_gradient: bool) -> None:
+    hidden, targets, head = problem(n=40, dim=4, vocab=QWEN_VOCAB)
+    with LargestTensor() as meter, torch.set_grad_enabled(with_gradient):
+        logprobs, _ = token_logprobs(hidden, targets, head, 1.0, chunk_size=8)
+        if with_gradient:
+            logprobs.sum().backward()
+    assert meter.num_elements == 8 * QWEN_VOCAB
+    expected, _ = whole(hidden, targets, head, 1.0)
+    assert logprobs.tolist() == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-5)
+
+
+def test_bfloat16_logits_are_normalised_in_float32() -> None:
+    hidden, targets, head = problem(n=10, dim=6, vocab=97)
+    logprobs, _ = token_logprobs(hidden.bfloat16(), targets, head.bfloat16(), 1.0, 4)
+    expected = torch.log_softmax(head(hidden.bfloat16()).double(), -1)[torch.arange(10), targets]
+    assert logprobs.tolist() == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-6)

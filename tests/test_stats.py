@@ -1,0 +1,165 @@
+"""The numbers of one step, worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from common.types import EvalResult, EvalSample, Group, Rollout, Tombstone
+from trainer.engine import Sums
+from trainer.stats import eval_record, rollout_metrics, samples_records, token_metrics
+
+pytestmark = pytest.mark.fast
+
+TOMBSTONE = Tombstone(group_id=7, policy_version=3, reason="reward timed out")
+
+
+def full_mark(name: str) -> float:
+    return {"answer": 1.0, "format": 1.25}[name]
+
+
+def rollout(length: int, answer: float, layout: float, finish: str = "stop") -> Rollout:
+    return Rollout(
+        completion_ids=np.arange(length, dtype=np.int32),
+        old_logprobs=np.full(length, -1.0, np.float32),
+        ref_logprobs=np.zeros(0, np.float32),
+        rewards={"answer": answer, "format": layout},
+        reward=answer + (0 if math.isnan(layout) else layout),
+        finish_reason=finish,  # type: ignore[arg-type]
+    )
+
+
+GROUPS = [
+    Group(
+        0,
+        3,
+        11,
+        np.arange(4, dtype=np.int32),
+        (rollout(2, 1.0, 1.25), rollout(4, -1.0, -1.0, "length"), rollout(3, 1.0, math.nan)),
+    ),
+    Group(
+        1,
+        2,
+        12,
+        np.arange(6, dtype=np.int32),
+        (rollout(1, 0.0, 1.0), rollout(1, 1.0, 0.0), rollout(1, -1.0, 2.0)),  # rewards 1, 1, 1: dead
+    ),
+]
+
+
+def test_rollout_metrics_by_hand() -> None:
+    metrics = rollout_metrics([*GROUPS, TOMBSTONE], policy_version=3, full_mark=full_mark)
+    assert metrics["tombstones"] == 1
+    # rewards 2.25, −2, 1 and 1, 1, 1
+    assert metrics["reward"] == pytest.approx((2.25 - 2 + 1 + 3) / 6)
+    mean = 1.25 / 3
+    std = math.sqrt(((2.25 - mean) ** 2 + (-2 - mean) ** 2 + (1 - mean) ** 2) / 2)
+    assert metrics["reward_std"] == pytest.approx(std / 2)
+    assert metrics["frac_reward_zero_std"] == 0.5
+    assert metrics["completions/mean_length"] == 2.0
+    assert (metrics["completions/min_length"], metrics["completions/max_length"]) == (1, 4)
+    assert metrics["completions/clipped_ratio"] == pytest.approx(1 / 6)
+    assert metrics["prompts/mean_length"] == 5.0
+    assert metrics["staleness/mean"] == 0.5
+    assert metrics["completion_tokens"] == 12
+    assert metrics["rewards/answer/mean"] == pytest.approx(1 / 6)
+    assert metrics["rewards/answer/accuracy"] == pytest.approx(3 / 6)
+
+
+def test_a_reward_that_does_not_apply_is_left_out_of_its_mean() -> None:
+    metrics = rollout_metrics(GROUPS, policy_version=3, full_mark=full_mark)
+    assert metrics["rewards/format/mean"] == pytest.approx((1.25 - 1 + 1 + 0 + 2) / 5)
+    assert metrics["rewards/format/accuracy"] == pytest.approx(2 / 5)  # 1.25 and 2 reach 1.25
+
+
+def test_a_batch_of_tombstones_alone_still_has_its_count() -> None:
+    assert rollout_metrics([TOMBSTONE, TOMBSTONE], 3, full_mark) == {"tombstones": 2.0}
+
+
+def test_token_metrics_by_hand() -> None:
+    # two tokens with log-ratios ln 2 and −ln 2; old probabilities .25 and .5, new ones .5 and .25
+    ln2 = math.log(2)
+    sums = Sums(
+        tokens=2,
+        loss=-0.1,
+        entropy=3.0,
+        kl=0.5,
+        ratio=2.5,
+        clipped=1,
+        log_ratio=0.0,
+        abs_log_ratio=2 * ln2,
+        abs_prob_diff=0.5,
+        exp_abs_log_ratio=4.0,
+    )
+    metrics = token_metrics(sums, beta=0.04)
+    assert metrics == {
+        "loss": -0.1,
+        "entropy": 1.5,
+        "kl": 0.25,
+        "ratio/mean": 1.25,
+        "clip_ratio/region_mean": 0.5,
+        "mismatch/mean_abs_log_ratio": pytest.approx(ln2),
+        "mismatch/mean_abs_prob_diff": 0.25,
+        "mismatch/mean_exp_abs_log_ratio": 2.0,
+        "mismatch/k3": pytest.approx(0.25),  # mean of (2 − ln 2 − 1) and (½ + ln 2 − 1)
+    }
+    assert "kl" not in token_metrics(sums, beta=0.0)
+
+
+def test_a_step_without_tokens_has_neutral_metrics() -> None:
+    metrics = token_metrics(Sums(), beta=0.04)
+    assert (metrics["ratio/mean"], metrics["mismatch/k3"], metrics["entropy"]) == (1.0, 0.0, 0.0)
+
+
+def sample(problem: int, answer: float, layout: float, tokens: int, finish: str = "stop") -> EvalSample:
+    return EvalSample(problem, "text", {"answer": answer, "format": layout}, tokens, finish)  # type: ignore[arg-type]
+
+
+CHUNKS = [
+    EvalResult("v40", 0, 40, (sample(0, 1.0, 1.25, 10), sample(0, -1.0, 1.25, 20))),
+    EvalResult("v40", 1, 40, (sample(1, 1.0, math.nan, 30, "length"),)),
+]
+
+
+def test_an_evaluation_record_by_hand() -> None:
+    assert eval_record(CHUNKS, full_mark) == {
+        "step": 40,
+        "eval_id": "v40",
+        "n": 3,
+        "problems": 2,
+        "failed_chunks": 0,
+        "full_marks": {"answer": 2, "format": 2},
+        "mean": {"answer": pytest.approx(1 / 3), "format": 1.25},
+        "mean_length": 20.0,
+        "clipped_ratio": pytest.approx(1 / 3),
+    }
+
+
+def test_a_failed_chunk_is_counted_and_the_others_still_give_a_record() -> None:
+    failed = EvalResult("v40", 2, 40, (), reason="reward timed out")
+    record = eval_record([failed, *CHUNKS], full_mark)
+    assert (record["n"], record["failed_chunks"]) == (3, 1)
+
+
+def test_an_evaluation_whose_chunks_all_failed_gives_a_record_without_means() -> None:
+    failed = EvalResult("v40", 0, 40, (), reason="reward timed out")
+    record = eval_record([failed], full_mark)
+    assert record == {
+        "step": 40,
+        "eval_id": "v40",
+        "n": 0,
+        "problems": 0,
+        "failed_chunks": 1,
+        "full_marks": {},
+        "mean": {},
+    }
+
+
+def test_samples_hold_the_best_and_the_worst_completion_of_each_group() -> None:
+    records = samples_records([TOMBSTONE, *GROUPS], step=5, count=1, decode=lambda ids: " ".join(map(str, ids)))
+    assert [(r["which"], r["group_id"], r["reward"]) for r in records] == [("worst", 0, -2.0), ("best", 0, 2.25)]
+    assert records[1]["prompt"] == "0 1 2 3"
+    assert records[1]["completion"] == "0 1"
+    assert records[0]["finish_reason"] == "length"

@@ -1,0 +1,351 @@
+"""The supervisor, with small Python programs in the place of vLLM and DeepSpeed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from common.config import Config, UserError
+from common.processes import ROOT
+from common.supervise import LOCK, check_folder, checkpoints, main, move_aside, parse
+from common.transcript import Transcript
+
+pytestmark = pytest.mark.fast
+
+DRIVER = """
+import json, os, sys
+from pathlib import Path
+from common.processes import Child
+from common.supervisor import Rules, Supervisor
+spec = json.loads(sys.argv[1])
+folder = Path(spec["folder"])
+def child(name, **more):
+    return Child(name, (sys.executable, "-u", "-c", spec[name]), dict(os.environ), folder / f"{name}.log", **more)
+def count(name):
+    return len(list(folder.glob(name)))
+trainer = child("trainer", echo=True, launcher_depth=spec.get("launcher_depth", 0))
+rules = Rules(
+    restart_trainer=lambda code: trainer if code == 75 or count("checkpoint") else "no checkpoint",
+    progress=lambda: count("step*"),
+    finished=lambda: not spec.get("needs_final") or count("final") > 0,
+    max_restarts=spec.get("max_restarts", 5),
+    backoff_s=0.05,
+    grace_s=spec.get("grace_s", 10.0),
+)
+sys.exit(Supervisor(child("sampler"), trainer, rules).run())
+"""
+WAITS = "import time; print('waiting'); time.sleep(60)"
+STUBBORN = "import signal; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; " + WAITS
+# Left behind on purpose: a process in a session of its own, which outlives its parent and ignores SIGTERM.
+LEAVES_ONE = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {STUBBORN!r}], start_new_session=True); "
+
+TERMINAL = r"import os; print(os.isatty(1), '\x1b[1mbold\x1b[0m')"
+
+
+class Run:
+    """A supervisor in a process of its own. Everything it starts carries a tag, so that leftovers can be counted."""
+
+    def __init__(self, folder: Path, sampler: str, trainer: str, **options: object) -> None:
+        self.folder, self.tag = folder, uuid.uuid4().hex
+        spec = {"folder": str(folder), "sampler": sampler, "trainer": trainer, **options}
+        environment = {**os.environ, "TANDEM_TEST_TAG": self.tag, "FOLDER": str(folder)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, json.dumps(spec)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=30)
+        return self.process.returncode, out, err
+
+    def log(self, name: str) -> list[str]:
+        """Lines, because the first one holds the whole program, and with it every text that it could print."""
+        path = self.folder / f"{name}.log"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def alive(self) -> list[int]:
+        tagged = [p for p in psutil.process_iter(["environ", "status"]) if p.info["environ"]]
+        return [
+            p.pid
+            for p in tagged
+            if p.info["environ"].get("TANDEM_TEST_TAG") == self.tag and p.info["status"] != psutil.STATUS_ZOMBIE
+        ]
+
+    def both_wait(self) -> None:
+        until(lambda: "waiting" in self.log("sampler") and "waiting" in self.log("trainer"))
+
+
+def until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "condition not met in time"
+        time.sleep(0.02)
+
+
+def first_time(name: str, then: str, later: str) -> str:
+    """A program that does `then` on its first start and `later` on every other."""
+    return (
+        f"import os, sys, time; flag = os.path.join(os.environ['FOLDER'], {name!r})\n"
+        f"if not os.path.exists(flag):\n    open(flag, 'w').close()\n    {then}\nelse:\n    {later}"
+    )
+
+
+def test_a_trainer_that_exits_0_ends_the_run_with_0_and_the_sampler_is_asked_to_leave(tmp_path):
+    run = Run(tmp_path, WAITS, "import time; time.sleep(0.5)", grace_s=0.5)
+    assert run.end()[0] == 0
+    assert run.alive() == []
+
+
+def test_a_sampler_that_leaves_by_itself_after_the_trainer_is_not_signalled(tmp_path):
+    run = Run(tmp_path, "import time; time.sleep(2); print('left by myself')", "pass", grace_s=20.0)
+    assert run.end()[0] == 0
+    assert "left by myself" in run.log("sampler")
+
+
+def test_exit_75_then_0_restarts_the_trainer_and_ends_with_0(tmp_path):
+    run = Run(tmp_path, WAITS, first_time("first", "sys.exit(75)", "print('second life')"), grace_s=0.2)
+    code, out, err = run.end()
+    assert code == 0
+    assert "trainer ended with exit code 75 (retryable); restart 1 of 5" in err
+    assert "second life" in out
+    attempts = [line[:22] for line in run.log("trainer") if line.startswith("===")]
+    assert attempts == ["=== trainer, attempt 1", "=== trainer, attempt 2"]
+
+
+def test_a_sampler_that_crashes_is_restarted_because_it_holds_no_state(tmp_path):
+    sampler = first_time("crashed", "os.kill(os.getpid(), 9)", "time.sleep(60)")
+    trainer = "import os, time\nwhile 'attempt 2' not in open(os.environ['FOLDER'] + '/sampler.log').read(): pass"
+    run = Run(tmp_path, sampler, trainer, grace_s=0.2)
+    code, _, err = run.end()
+    assert code == 0
+    assert "sampler was killed by SIGKILL; restart 1 of 5" in err
+
+
+def test_a_user_error_of_the_trainer_stops_both_and_exits_2(tmp_path):
+    run = Run(tmp_path, WAITS, "import sys; print('bad value', file=sys.stderr); sys.exit(2)")
+    code, _, err = run.end()
+    assert code == 2
+    assert "    bad value" in err and f"full log: {tmp_path}/trainer.log" in err
+    assert run.alive() == []
+
+
+def test_a_user_error_of_the_sampler_stops_both_and_exits_2(tmp_path):
+    run = Run(tmp_path, "import sys; sys.exit(2)", WAITS)
+    assert run.end()[0] == 2
+    assert run.alive() == []
+
+
+def test_a_crash_of_the_trainer_without_a_checkpoint_ends_the_run_with_1_and_shows_15_lines(tmp_path):
+    run = Run(tmp_path, WAITS, "import sys\nfor i in range(40): print('line', i)\nsys.exit(1)")
+    code, _, err = run.end()
+    assert code == 1
+    shown = [line for line in err.splitlines() if line.startswith("    line")]
+    assert shown == [f"    line {i}" for i in range(25, 40)]
+    assert "not started again: no checkpoint" in err
+
+
+def test_a_crash_of_the_trainer_with_a_checkpoint_restarts_it(tmp_path):
+    run = Run(tmp_path, WAITS, first_time("checkpoint", "sys.exit(1)", "pass"), grace_s=0.2)
+    assert run.end()[0] == 0
+
+
+def test_exit_0_without_final_weights_is_a_crash_because_a_killed_launcher_also_gives_0(tmp_path):
+    code, _, err = Run(tmp_path, WAITS, "pass", needs_final=True).end()
+    assert code == 1
+    assert "exit 0 without a final checkpoint" in err
+
+
+def test_restarts_without_progress_are_limited(tmp_path):
+    run = Run(tmp_path, "import sys; sys.exit(75)", WAITS, max_restarts=2)
+    code, _, err = run.end()
+    assert code == 75
+    assert "2 restarts in a row without a new step" in err
+    assert len([line for line in run.log("sampler") if line.startswith("=== sampler, attempt")]) == 3
+
+
+def test_a_new_step_between_two_restarts_resets_their_count(tmp_path):
+    sampler = (
+        "import os, sys, time\n"
+        "n = len([f for f in os.listdir(os.environ['FOLDER']) if f.startswith('step')])\n"
+        "if n == 4: time.sleep(60)\n"
+        "open(f\"{os.environ['FOLDER']}/step{n}\", 'w').close(); sys.exit(75)"
+    )
+    trainer = "import os, time\nwhile 'attempt 5' not in open(os.environ['FOLDER'] + '/sampler.log').read(): pass"
+    code, _, err = Run(tmp_path, sampler, trainer, max_restarts=1, grace_s=0.2).end()
+    assert code == 0
+    assert err.count("sampler ended with exit code 75 (retryable); restart 1 of 1") == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_both_and_exits_130(tmp_path, number):
+    run = Run(tmp_path, WAITS, WAITS)
+    run.both_wait()
+    run.process.send_signal(number)
+    assert run.end()[0] == 130
+    assert run.alive() == []
+
+
+def test_children_that_ignore_signals_are_killed_after_the_grace_period(tmp_path):
+    run = Run(tmp_path, STUBBORN, STUBBORN, grace_s=1.0)
+    run.both_wait()
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] == 130
+    assert run.alive() == []
+
+
+def test_a_second_ctrl_c_does_not_wait(tmp_path):
+    run = Run(tmp_path, STUBBORN, STUBBORN, grace_s=600.0)
+    run.both_wait()
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert run.process.poll() is None
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] == 130
+    assert run.alive() == []
+
+
+def test_what_a_child_left_in_a_session_of_its_own_is_swept(tmp_path):
+    run = Run(tmp_path, LEAVES_ONE + WAITS, LEAVES_ONE + "import time; time.sleep(0.5)", grace_s=0.5)
+    assert run.end()[0] == 0
+    assert run.alive() == []
+
+
+def test_sigkill_of_the_supervisor_leaves_nothing_after_two_seconds(tmp_path):
+    run = Run(tmp_path, LEAVES_ONE + WAITS, LEAVES_ONE + STUBBORN)
+    run.both_wait()
+    assert len(run.alive()) >= 5  # supervisor, guard, sampler, trainer and what they left
+    run.process.kill()
+    until(lambda: run.alive() == [], seconds=2.0)
+    run.end()
+
+
+def test_only_the_ranks_get_the_interrupt_and_the_launcher_above_reports_their_exit_code(tmp_path):
+    rank = "import sys, time\ntry:\n    print('waiting'); time.sleep(60)\nexcept KeyboardInterrupt:\n    print('saved')"
+    launcher = (
+        "import signal, subprocess, sys; signal.signal(2, lambda *_: print('launcher interrupted')); "
+        f"subprocess.run([sys.executable, '-u', '-c', {rank!r}])"
+    )
+    run = Run(tmp_path, WAITS, launcher, launcher_depth=1)
+    run.both_wait()
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] == 130
+    assert "saved" in run.log("trainer") and "launcher interrupted" not in run.log("trainer")
+
+
+def test_the_terminal_shows_the_trainer_and_only_marked_lines_of_the_sampler(tmp_path):
+    sampler = "import sys, time; print('noise'); print('tandem: model loaded', file=sys.stderr); time.sleep(60)"
+    _, out, _ = Run(tmp_path, sampler, "import time; print('step 1'); time.sleep(1)", grace_s=0.2).end()
+    assert out.splitlines() == ["step 1", "tandem: model loaded"] or out.splitlines() == [
+        "tandem: model loaded",
+        "step 1",
+    ]
+
+
+def test_the_trainer_has_a_terminal_when_we_have_one_and_the_log_has_no_escape_sequences(tmp_path):
+    spec = {"folder": str(tmp_path), "sampler": "pass", "trainer": TERMINAL}
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-c", DRIVER, json.dumps(spec)], cwd=ROOT, stdout=theirs)
+    assert process.wait(timeout=20) == 0
+    os.close(theirs)
+    assert b"True \x1b[1mbold" in os.read(ours, 4096)
+    os.close(ours)
+    assert "True bold\n" in (tmp_path / "trainer.log").read_text()
+
+
+def test_a_line_drawn_again_is_logged_once_as_it_looked_last():
+    transcript = Transcript()
+    panel = "step {0}\r\nreward {0}"
+    again = "\r\x1b[2K\x1b[1A\x1b[2K"
+    lines = transcript.feed(b"start\r\n")
+    for step in range(3):
+        lines += transcript.feed(((again if step else "") + panel.format(step)).encode())
+    lines += transcript.feed(b"\r\n") + transcript.end()
+    # The very first line of the panel was final until the cursor first went up.
+    assert lines == ["start", "step 0", "step 2", "reward 2"]
+
+
+def test_a_transcript_does_not_depend_on_how_the_bytes_are_cut():
+    data = "a\r\nbar 10%\rbar 99%\r\n\x1b[31mrot €\x1b[0m\r\nend".encode()
+    for cut in range(len(data)):
+        transcript = Transcript()
+        lines = transcript.feed(data[:cut]) + transcript.feed(data[cut:]) + transcript.end()
+        assert lines == ["a", "bar 99%", "rot €", "end"], cut
+
+
+def config(folder: Path, resume: bool = False) -> Config:
+    settings = {"run": {"output_dir": folder, "resume": resume}, "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
+    return Config.model_validate(settings)
+
+
+def test_a_typo_ends_with_2_in_less_than_two_seconds_and_starts_nothing(tmp_path):
+    begun = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, "-m", "common.supervise", f"run.output_dir={tmp_path}/x", "trainer.max_step=3"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2
+    assert "Did you mean trainer.max_steps?" in result.stderr
+    assert time.monotonic() - begun < 2.0
+    assert not (tmp_path / "x").exists()
+
+
+def test_without_a_config_the_quick_start_runs():
+    assert parse([]) == (Path("configs/quickstart.yaml"), [])
+    assert parse(["trainer.max_steps=2"]) == (Path("configs/quickstart.yaml"), ["trainer.max_steps=2"])
+    assert parse(["a.yaml", "x.y=1"]) == (Path("a.yaml"), ["x.y=1"])
+
+
+def test_an_earlier_run_moves_aside_to_the_first_free_number(tmp_path):
+    folder = tmp_path / "quickstart"
+    assert move_aside(folder) is None
+    for expected in ("quickstart-1", "quickstart-2"):
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text(expected)
+        moved = move_aside(folder)
+        assert moved is not None and moved.name == expected
+        assert (moved / "metrics.jsonl").read_text() == expected and not folder.exists()
+    folder.mkdir()
+    (folder / LOCK).touch()
+    assert move_aside(folder) is None  # nothing was run in it
+
+
+def test_a_folder_with_steps_is_refused_unless_resumed(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    with pytest.raises(UserError, match="already holds a run of 2 steps"):
+        check_folder(config(tmp_path))
+    with pytest.raises(UserError, match="no checkpoint"):
+        check_folder(config(tmp_path, resume=True))
+    (tmp_path / "checkpoints" / "step_000002").mkdir(parents=True)
+    check_folder(config(tmp_path, resume=True))
+    assert [path.name for path in checkpoints(tmp_path)] == ["step_000002"]
+
+
+def test_a_folder_in_use_is_refused(tmp_path, capsys):
+    import fcntl
+
+    yaml = tmp_path / "c.yaml"
+    yaml.write_text(f"run: {{output_dir: {tmp_path}/run}}\nmodel: {{path: m}}\ndata: {{train: t.jsonl}}\n")
+    (tmp_path / "run").mkdir()
+    with open(tmp_path / "run" / LOCK, "w") as held:
+        held.write("pid 7")
+        held.flush()
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert main([str(yaml)]) == 2
+    assert "belongs to a run that is going on (pid 7)" in capsys.readouterr().err

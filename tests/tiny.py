@@ -1,0 +1,97 @@
+"""A random Qwen2 small enough for any test, in a folder that transformers, DeepSpeed and vLLM load like a real one.
+
+Also the plainest way to score a sequence with it: one forward per sequence, a full log_softmax, no packing.
+head_dim is 32, because vLLM's CPU attention refuses 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.types import Group, Rollout
+
+HEAD_DIM = 32
+VOCAB_SIZE = 320
+MAX_LENGTH = 1024
+
+
+def tiny_model(folder: Path, hidden: int = 64, layers: int = 2, vocab: int | None = None) -> Path:
+    """Writes model and tokenizer into `folder` and returns it. Tied embeddings, float32, always the same weights.
+
+    vocab: rows of the embedding; more than the tokenizer has is allowed, as in Qwen2.5. None = the tokenizer's.
+    """
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from quickstart.problems import split
+    from quickstart.tokenizer import train_tokenizer
+
+    rows = [problem.row() for problem in split("train", 64, seed=0)]
+    tokenizer = train_tokenizer(rows, VOCAB_SIZE, MAX_LENGTH)
+    config = Qwen2Config(
+        vocab_size=vocab or len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // HEAD_DIM,
+        num_key_value_heads=max(1, hidden // HEAD_DIM // 2),
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen2ForCausalLM(config)
+        randomise_vectors(model)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def randomise_vectors(model: torch.nn.Module) -> None:
+    """Norms and biases start as ones and zeros: two of them swapped, or one lost, would not show."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+def dense_logprobs(model: Any, prompt: Sequence[int], completion: Sequence[int], temperature: float = 1.0) -> Tensor:
+    """log softmax(logits / temperature) of the completion's tokens: [C], in the model's dtype, with gradient."""
+    logits = model(input_ids=torch.tensor([[*prompt, *completion]]), use_cache=False).logits[0]
+    logprobs = torch.log_softmax(logits / temperature, dim=-1)
+    return torch.stack([logprobs[len(prompt) + t - 1, token] for t, token in enumerate(completion)])
+
+
+def random_rollout(rng: np.random.Generator, vocab_size: int, length: int, reward: float, beta: float) -> Rollout:
+    """A completion whose old and reference log-probs spread around log(1 / vocab_size), the tiny model's own level."""
+    level = -np.log(vocab_size)
+    return Rollout(
+        completion_ids=rng.integers(0, vocab_size, length).astype(np.int32),
+        old_logprobs=rng.normal(level, 0.5, length).astype(np.float32),
+        ref_logprobs=rng.normal(level, 0.5, length if beta > 0 else 0).astype(np.float32),
+        rewards={"answer": reward},
+        reward=reward,
+        finish_reason="stop",
+    )
+
+
+def random_group(
+    group_id: int, vocab_size: int, rewards: Sequence[float], *, beta: float = 0.0, longest: int = 12
+) -> Group:
+    """A group with one completion per reward, of unequal lengths. The same group_id gives the same tokens."""
+    rng = np.random.default_rng(group_id)
+    prompt = rng.integers(0, vocab_size, rng.integers(1, longest)).astype(np.int32)
+    lengths = rng.integers(1, longest + 1, len(rewards))
+    rollouts = [random_rollout(rng, vocab_size, int(n), r, beta) for n, r in zip(lengths, rewards, strict=True)]
+    return Group(group_id, 0, group_id, prompt, tuple(rollouts))
