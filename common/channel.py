@@ -12,9 +12,9 @@ their owner only, and an allow-list of clients (ZAP); tcp without keys does not 
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
-import os
+import socket as posix_socket
 import tempfile
 import time
 from pathlib import Path
@@ -30,29 +30,40 @@ from common.exits import Retryable
 
 BEAT_S = 1.0  # every state is repeated this often
 _HIGH_WATER_MARGIN = 64
+_MAX_SOCKET_PATH = 107  # bytes, of sockaddr_un
 
 
 def endpoint(config: Config) -> str:
-    """The address both processes derive from the same file."""
+    """The address both processes derive from the same file. Raises UserError if it cannot be one."""
     given = config.channel.endpoint
     if given is None:
         return f"ipc://{private_dir(config.run.output_dir)}/inbox"
-    parts = urlsplit(given)
-    if parts.scheme == "ipc" and parts.path:
-        return given
+    if not _is_address(given):
+        raise UserError(
+            f"channel.endpoint {given!r} is not an address that both sides can use; write tcp://10.0.0.1:5555, "
+            "or null on one host"
+        )
+    return given
+
+
+def _is_address(text: str) -> bool:
     try:
-        if parts.scheme == "tcp" and parts.hostname and parts.port:
-            return given
+        parts = urlsplit(text)
+        port = parts.port
     except ValueError:
-        pass
-    raise UserError(f"channel.endpoint {given!r} is not an address; write tcp://10.0.0.1:5555, or null on one host")
+        return False
+    if parts.scheme == "ipc":
+        return bool(parts.path) and len(text.removeprefix("ipc://")) <= _MAX_SOCKET_PATH
+    names_a_host = parts.hostname not in (None, "*", "0.0.0.0")  # samplers connect to the same text
+    return parts.scheme == "tcp" and names_a_host and bool(port) and not parts.path
 
 
 def private_dir(output_dir: Path) -> Path:
-    """A folder of this user (0700) for this run's socket. Short, because a socket path has at most 107 bytes."""
-    tag = hashlib.sha256(str(output_dir.resolve()).encode()).hexdigest()[:12]
-    path = Path(tempfile.gettempdir()) / f"tandem-{os.getuid()}-{tag}"
-    durable.make_private(path)
+    """A folder of this user (0700) for this run's socket, with a short name."""
+    path = Path(tempfile.gettempdir()) / durable.run_tag(output_dir)
+    if len(f"{path}/inbox") > _MAX_SOCKET_PATH:
+        raise UserError(f"{path} is too long for a socket's name; set TMPDIR to a shorter folder, for example /tmp")
+    durable.make_private(path, forbidden=0o077)
     return path
 
 
@@ -92,6 +103,8 @@ class _Allow:
 def bind_router(config: Config, window: int) -> tuple[zmq.Socket[bytes], list[Any]]:
     """The trainer's socket and what must be kept alive with it. Raises UserError if the address is taken."""
     address = endpoint(config)
+    if address.startswith("ipc://"):
+        _remove_dead_socket(Path(address.removeprefix("ipc://")))
     context = zmq.Context.instance()
     socket = context.socket(zmq.ROUTER)
     _set_limits(socket, config, window)
@@ -106,9 +119,6 @@ def bind_router(config: Config, window: int) -> tuple[zmq.Socket[bytes], list[An
         keep.append(authenticator)
         socket.curve_secretkey, socket.curve_publickey = keys["server_secret"], keys["server_public"]
         socket.curve_server = True
-    else:
-        # The run's lock is ours, so a socket file here is what a killed trainer left.
-        Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
@@ -116,20 +126,43 @@ def bind_router(config: Config, window: int) -> tuple[zmq.Socket[bytes], list[An
         for authenticator in keep:
             authenticator.stop()
         holder = _holder(address) if error.errno == zmq.EADDRINUSE else ""
-        raise UserError(
-            f"cannot bind {address}: {error.strerror}{holder}. Stop that process, or set channel.endpoint to a "
-            "free address of this host"
-        ) from None
+        raise _cannot_bind(address, f"{error.strerror}{holder}") from None
     return socket, keep
+
+
+def _cannot_bind(address: str, why: str) -> UserError:
+    return UserError(
+        f"cannot bind {address}: {why}. Stop what uses it, or set channel.endpoint to a free address of this host"
+    )
+
+
+def _remove_dead_socket(path: Path) -> None:
+    """Deletes what a killed trainer left. libzmq would take the address even from a living one, so we ask first."""
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise _cannot_bind(f"ipc://{path}", "the file there is not a socket")
+    with posix_socket.socket(posix_socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+            return
+        except OSError:  # too busy to answer is alive
+            pass
+    raise _cannot_bind(f"ipc://{path}", "it is in use by another trainer")
 
 
 def _holder(address: str) -> str:
     import psutil
 
     port = urlsplit(address).port
-    for link in psutil.net_connections(kind="tcp"):
-        if link.laddr and link.laddr.port == port and link.status == psutil.CONN_LISTEN and link.pid:
-            return f", port {port} is used by pid {link.pid} ({' '.join(psutil.Process(link.pid).cmdline())[:80]})"
+    with contextlib.suppress(psutil.Error):  # of another user, or gone meanwhile
+        for link in psutil.net_connections(kind="tcp"):
+            if link.laddr and link.laddr.port == port and link.status == psutil.CONN_LISTEN and link.pid:
+                command = " ".join(psutil.Process(link.pid).cmdline())
+                return f", port {port} is used by pid {link.pid} ({command[:80]})"
     return ""
 
 

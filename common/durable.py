@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 import signal
@@ -36,7 +37,6 @@ FAILPOINTS = (
     "weights.manifest",
     "checkpoint.started",
     "checkpoint.engine",
-    "checkpoint.model",
     "checkpoint.committed",
     "inbox.received",
     "inbox.accepted",
@@ -61,10 +61,12 @@ def failpoint(name: str) -> None:
     armed = os.environ.get("FAILPOINT")
     if not armed:
         return
-    target, hits, action = armed.split(":")
+    target, _, rest = armed.partition(":")
+    hits, _, action = rest.partition(":")
+    assert hits.isdigit() and action in _ACTIONS, f"FAILPOINT={armed} is not name:hits:{'|'.join(_ACTIONS)}"
+    assert target in FAILPOINTS, f"FAILPOINT={armed}: {target!r} is not in FAILPOINTS"
     if target != name:
         return
-    assert action in _ACTIONS, f"FAILPOINT={armed}: the action must be one of {_ACTIONS}"
     _hits[name] = _hits.get(name, 0) + 1
     if _hits[name] != int(hits):
         return
@@ -128,18 +130,36 @@ def commit_dir(temporary: Path, final: Path) -> None:
 def remove_dir(path: Path) -> None:
     """Deletes a committed folder so that no reader finds half of it: rename first, delete then."""
     trash = path.with_name(f"{TRASH}{path.name}.{os.getpid()}")
+    shutil.rmtree(trash, ignore_errors=True)  # a killed process with our pid, as every life has in a container
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, trash)
         failpoint("dir.trashed")
         shutil.rmtree(trash, ignore_errors=True)
 
 
-def make_private(path: Path) -> None:
-    """A folder that only this user can enter. Raises UserError if somebody else's stands there."""
-    path.mkdir(parents=True, mode=0o700, exist_ok=True)
+def run_tag(output_dir: Path) -> str:
+    """Short name of a run for folders outside it, such as memory: the user and a hash of the run folder."""
+    return f"tandem-{os.getuid()}-{hashlib.sha256(str(output_dir.resolve()).encode()).hexdigest()[:12]}"
+
+
+def make_private(path: Path, forbidden: int = 0o022) -> None:
+    """A folder of this user, made with mode 0700 or standing there already without the forbidden permission bits.
+
+    0o022: nobody else can write in it; 0o077: nobody else can enter it either. Raises UserError otherwise.
+    """
+    try:
+        path.mkdir(parents=True, mode=0o700)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise UserError(f"cannot make {path}: {error.strerror}; choose a place that this user can write") from None
     status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise UserError(f"{path} is not a folder that only this user can write; remove it or choose another place")
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & forbidden:
+        verb = "enter" if forbidden & 0o055 else "write"
+        raise UserError(
+            f"{path} (mode {status.st_mode & 0o777:04o}, owner {status.st_uid}) is not a folder that only this user "
+            f"can {verb}; remove it, or choose another place"
+        )
 
 
 def remove_leftovers(parent: Path) -> int:
@@ -153,8 +173,12 @@ def remove_leftovers(parent: Path) -> int:
 @contextlib.contextmanager
 def lock(path: Path, on_taken: Callable[[str], Exception]) -> Iterator[None]:
     """Holds an exclusive lock, which the kernel releases even on SIGKILL. Raises on_taken(holder) if it is held."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+") as file:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; choose a folder that this user can write") from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -27,6 +27,7 @@ from common.config import Config
 
 MANIFEST = "manifest.json"
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_VERSION_NAME = re.compile(r"([0-9]{8,})-[0-9a-f]+")  # what version_dir makes
 _CHUNK = 1 << 22
 
 
@@ -83,8 +84,7 @@ def default_dir(config: Config) -> Path:
     on_one_host = config.channel.endpoint is None or config.channel.endpoint.startswith("ipc://")
     if not (on_one_host and memory.is_dir()):
         return config.run.output_dir / "weights"
-    tag = hashlib.sha256(str(config.run.output_dir.resolve()).encode()).hexdigest()[:12]
-    return memory / f"tandem-{os.getuid()}-{tag}"
+    return memory / durable.run_tag(config.run.output_dir)
 
 
 def shard_name(index: int, count: int) -> str:
@@ -111,7 +111,7 @@ def tensor_infos(path: Path) -> dict[str, TensorInfo]:
         if 8 + length + end != path.stat().st_size:
             raise ValueError(f"{path.stat().st_size} bytes where the header says {8 + length + end}")
         return {k: TensorInfo(v["dtype"], v["shape"]) for k, v in header.items() if k != "__metadata__"}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise BadWeights(f"{path.name} is not a whole safetensors file: {error}") from None
 
 
@@ -184,13 +184,14 @@ def copy_verified(published: Published, manifest: Manifest, private_dir: Path) -
 def _copy_hashing(source: Path, target: Path, expected: FileInfo) -> None:
     hasher = blake3.blake3()
     try:
-        descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW)
+        # no symbolic link, and no waiting for the writer of a pipe
+        descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as reader, open(target, "wb") as writer:
             while chunk := reader.read(_CHUNK):
                 hasher.update(chunk)
                 writer.write(chunk)
     except OSError as error:
-        raise BadWeights(f"{source}: {error.strerror}") from None
+        raise BadWeights(f"cannot copy {source} to {target.parent}: {error.strerror}") from None
     size = target.stat().st_size
     if size != expected.size:
         raise BadWeights(f"{source.name} has {size} bytes, the manifest says {expected.size}")
@@ -207,19 +208,25 @@ def _require_equal(found: dict[str, TensorInfo], expected: dict[str, TensorInfo]
             raise BadWeights(f"tensor {name} is {found[name]}, expected {info}")
 
 
+def _versions(weights_dir: Path) -> list[tuple[int, Path]]:
+    """The committed versions, oldest first, and nothing else that stands in a folder the user may have chosen."""
+    named = [(_VERSION_NAME.fullmatch(path.name), path) for path in weights_dir.glob("[0-9]*-*")]
+    return sorted((int(match[1]), path) for match, path in named if match and (path / MANIFEST).is_file())
+
+
 def prune(weights_dir: Path, in_use: Iterable[int], keep: int) -> list[int]:
     """Deletes versions that no live sampler uses, beside the newest `keep`. Returns the versions deleted."""
-    versions = {int(path.name[:8]): path for path in weights_dir.glob("[0-9]*-*") if path.is_dir()}
-    spared = set(sorted(versions)[-keep:]) | set(in_use)
-    deleted = sorted(versions.keys() - spared)
-    for version in deleted:
-        durable.remove_dir(versions[version])
-    return deleted
+    versions = _versions(weights_dir)
+    spared = {version for version, _ in versions[-keep:]} | set(in_use)
+    deleted = [(version, path) for version, path in versions if version not in spared]
+    for _, path in deleted:
+        durable.remove_dir(path)
+    return [version for version, _ in deleted]
 
 
 def remove_versions(weights_dir: Path) -> None:
     """Deletes every version: at the start those of an earlier life, at the end our own."""
-    for path in weights_dir.glob("[0-9]*-*"):
+    for _, path in _versions(weights_dir):
         durable.remove_dir(path)
     if weights_dir.is_dir() and not any(weights_dir.iterdir()):
         weights_dir.rmdir()

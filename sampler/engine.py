@@ -206,6 +206,8 @@ def _engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
         "worker_extension_cls": "sampler.vllm_worker.WeightExtension",
     }
     if on_cpu:
-        # Blocks of 128 tokens, the CPU default, would let short prompts share nothing.
-        arguments |= {"enforce_eager": True, "block_size": 32}
+        # Blocks of 128 tokens, the CPU default, would let short prompts share nothing. A prompt prefilled in two
+        # chunks makes vLLM rewind its seeded generator, which a CPU generator cannot do: the engine would raise.
+        whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, _max_model_len(config))}
+        arguments |= {"enforce_eager": True, "block_size": 32} | whole_prompts
     return arguments | config.vllm

@@ -6,6 +6,8 @@ verify (manifest digest, files, tensors) → copy while hashing → finite? → 
 
 from __future__ import annotations
 
+import os
+import shutil
 import tempfile
 import time
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common import weights
+from common import durable, weights
 from common.config import Config
 from common.durable import failpoint
 from common.exits import Retryable
@@ -40,8 +42,8 @@ def reload(engine: Engine, published: Published, config: Config) -> Reloaded:
     """Loads a published version. Raises BadWeights (old weights untouched) or Retryable (the engine is unusable)."""
     start = time.monotonic()
     failpoint("sampler.reloading")
-    with tempfile.TemporaryDirectory(prefix="tandem-reload-", dir=_scratch()) as scratch:
-        private = Path(scratch) / "version"
+    private = scratch_dir(config)
+    try:
         manifest = weights.read_manifest(published)
         weights.copy_verified(published, manifest, private)
         _require_finite(private, manifest)
@@ -51,6 +53,8 @@ def reload(engine: Engine, published: Published, config: Config) -> Reloaded:
             worst = _canary_difference(engine, manifest)
         except Exception as error:
             raise Retryable(f"the engine failed while loading version {published.version}: {error!r}") from error
+    finally:
+        shutil.rmtree(private, ignore_errors=True)
     if not worst <= canary_tolerance(config):
         raise Retryable(
             f"canary: the engine's log-probs differ from the trainer's by {worst:.3g} under version "
@@ -62,9 +66,25 @@ def reload(engine: Engine, published: Published, config: Config) -> Reloaded:
     return Reloaded(published.version, now - start, now - stalled, worst)
 
 
-def _scratch() -> str | None:
-    """Memory if there is room, as the copy lives for one reload only."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+def scratch_dir(config: Config) -> Path:
+    """A folder of this process alone, in memory if there is any: the copy lives for one reload."""
+    return _scratch_parent() / f"{_scratch_prefix(config)}{os.getpid()}"
+
+
+def remove_stale_scratch(config: Config) -> None:
+    """What samplers of this run left that were killed inside a reload."""
+    for path in _scratch_parent().glob(f"{_scratch_prefix(config)}*"):
+        if not Path("/proc", path.name.rsplit("-", 1)[-1]).exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _scratch_prefix(config: Config) -> str:
+    return f"{durable.run_tag(config.run.output_dir)}-reload-"
+
+
+def _scratch_parent() -> Path:
+    memory = Path("/dev/shm")
+    return memory if memory.is_dir() else Path(tempfile.gettempdir())
 
 
 def _require_finite(folder: Path, manifest: Manifest) -> None:
@@ -85,4 +105,4 @@ def _canary_difference(engine: Engine, manifest: Manifest) -> float:
         np.abs(score[canary.prompt_length - 1 :] - np.array(expected, np.float32)).max()
         for score, expected in zip(scores, canary.logprobs, strict=True)
     ]
-    return float(max(differences))
+    return float(np.max(differences))  # unlike max(), NaN wherever a NaN is

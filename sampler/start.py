@@ -45,7 +45,9 @@ def _sample(config: Config, task: Task, link: Link, pool: RewardPool, vocabulary
     from sampler.engine import Engine
     from sampler.loop import Sampler
     from sampler.reference import Reference
+    from sampler.reload import remove_stale_scratch
 
+    remove_stale_scratch(config)
     num_gpus = torch.cuda.device_count()
     reference = None
     if config.algorithm.beta > 0:  # before the engine, which takes its share of the memory that is left

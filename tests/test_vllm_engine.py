@@ -181,6 +181,17 @@ def test_no_cached_prefix_survives_a_reload(engine, config, policy, version):
     assert tokens == expected
 
 
+def test_more_seeded_prompts_than_fit_one_engine_step_are_all_sampled(engine):
+    law = SamplingLaw(1.0, 4, 1, seed=1)
+    prompts = {i: [3 + (i + j) % 200 for j in range(430)] for i in range(40)}  # 17,200 tokens; a step takes 8,192
+    for i, prompt in prompts.items():
+        engine.submit(i, prompt, law)
+    finished = {}
+    while engine.num_running:
+        finished |= dict(engine.step())
+    assert sorted(finished) == sorted(prompts) and all(len(c) == 1 for c in finished.values())
+
+
 def edit(shard: Path, change) -> None:
     tensors = load_file(shard)
     change(tensors)
