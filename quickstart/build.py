@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -75,6 +76,7 @@ def _fill(folder: Path, settings: Settings, report: Callable[[str], None]) -> No
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     report(f"{len(train_rows)} training and {len(test_rows)} held-out problems")
 
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports DeepSpeed, which would warn of its guess
     # Here, because these imports cost seconds.
     import torch
     from transformers.utils import logging
