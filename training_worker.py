@@ -9,6 +9,7 @@ import argparse
 import os
 
 from common import config, exits
+from trainer.deepspeed_config import deepspeed_config
 
 
 def main() -> None:
@@ -18,7 +19,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
     settings = config.load(arguments.config, arguments.overrides)
-    settings.micro_batches(config.world_size())
+    deepspeed_config(settings, config.world_size())
     if "RANK" in os.environ:  # a killed launcher must not leave ranks behind
         exits.die_with_parent()
 

@@ -25,43 +25,23 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from common import durable
-from common.config import Config, UserError
+from common.config import MAX_SOCKET_PATH, Config, UserError
 from common.exits import Retryable
 
 BEAT_S = 1.0  # every state is repeated this often
 _HIGH_WATER_MARGIN = 64
-_MAX_SOCKET_PATH = 107  # bytes, of sockaddr_un
+_ENDING_S = 1.5  # a trainer that ends may hold its address a moment longer
 
 
 def endpoint(config: Config) -> str:
-    """The address both processes derive from the same file. Raises UserError if it cannot be one."""
-    given = config.channel.endpoint
-    if given is None:
-        return f"ipc://{private_dir(config.run.output_dir)}/inbox"
-    if not _is_address(given):
-        raise UserError(
-            f"channel.endpoint {given!r} is not an address that both sides can use; write tcp://10.0.0.1:5555, "
-            "or null on one host"
-        )
-    return given
-
-
-def _is_address(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        port = parts.port
-    except ValueError:
-        return False
-    if parts.scheme == "ipc":
-        return bool(parts.path) and len(text.removeprefix("ipc://")) <= _MAX_SOCKET_PATH
-    names_a_host = parts.hostname not in (None, "*", "0.0.0.0")  # samplers connect to the same text
-    return parts.scheme == "tcp" and names_a_host and bool(port) and not parts.path
+    """The address both processes derive from the same file."""
+    return config.channel.endpoint or f"ipc://{private_dir(config.run.output_dir)}/inbox"
 
 
 def private_dir(output_dir: Path) -> Path:
     """A folder of this user (0700) for this run's socket, with a short name."""
     path = Path(tempfile.gettempdir()) / durable.run_tag(output_dir)
-    if len(f"{path}/inbox") > _MAX_SOCKET_PATH:
+    if len(f"{path}/inbox") > MAX_SOCKET_PATH:
         raise UserError(f"{path} is too long for a socket's name; set TMPDIR to a shorter folder, for example /tmp")
     durable.make_private(path, forbidden=0o077)
     return path
@@ -138,20 +118,28 @@ def _cannot_bind(address: str, why: str) -> UserError:
 
 def _remove_dead_socket(path: Path) -> None:
     """Deletes what a killed trainer left. libzmq would take the address even from a living one, so we ask first."""
-    if not path.exists():
-        return
-    if not path.is_socket():
-        raise _cannot_bind(f"ipc://{path}", "the file there is not a socket")
+    deadline = time.monotonic() + _ENDING_S
+    while path.exists():
+        if not path.is_socket():
+            raise _cannot_bind(f"ipc://{path}", "the file there is not a socket")
+        if not _answers(path):
+            path.unlink(missing_ok=True)
+        elif time.monotonic() > deadline:
+            raise _cannot_bind(f"ipc://{path}", "it is in use by another trainer")
+        else:
+            time.sleep(0.05)
+
+
+def _answers(path: Path) -> bool:
     with posix_socket.socket(posix_socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
         try:
             probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink(missing_ok=True)
-            return
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
         except OSError:  # too busy to answer is alive
             pass
-    raise _cannot_bind(f"ipc://{path}", "it is in use by another trainer")
+        return True
 
 
 def _holder(address: str) -> str:

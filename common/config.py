@@ -13,9 +13,12 @@ import os
 import re
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+MAX_SOCKET_PATH = 107  # bytes, of sockaddr_un
 
 
 class UserError(Exception):
@@ -35,6 +38,10 @@ class Run(Section):
     """Sinks beside metrics.jsonl, which is always written."""
     resume: bool = False
     """Continue from the newest valid checkpoint in output_dir. Without one this is an error, never a fresh start."""
+    record: bool = False
+    """Append every group that is trained to output_dir/groups.recording."""
+    replay: Path | None = None
+    """Train from such a recording, without a sampler: the same weights, bit for bit."""
     log_samples: int = Field(2, ge=0)
     """Groups written to samples.jsonl per step: the best and the worst completion of each."""
 
@@ -208,6 +215,18 @@ class Trainer(Section):
     """Non-finite steps in a row before the run stops."""
 
 
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:
+        return False
+    if parts.scheme == "ipc":
+        return bool(parts.path) and len(text.removeprefix("ipc://").encode()) <= MAX_SOCKET_PATH
+    names_a_host = parts.hostname not in (None, "*", "0.0.0.0")  # samplers connect to the same text
+    return parts.scheme == "tcp" and names_a_host and bool(port) and not parts.path
+
+
 class Channel(Section):
     endpoint: str | None = None
     """null = ipc:// in a private folder of this host. Several hosts: tcp://10.0.0.1:5555, bound by trainer rank 0."""
@@ -219,6 +238,13 @@ class Channel(Section):
     """Silence or no progress for this long ends the process with exit code 75."""
     max_message_mib: int = Field(64, gt=0)
     """A larger message is refused and its sender disconnected."""
+
+    @field_validator("endpoint")
+    @classmethod
+    def _both_sides_can_use_it(cls, value: str | None) -> str | None:
+        if value is not None and not _is_address(value):
+            raise ValueError("not an address that both sides can use; write tcp://10.0.0.1:5555, or null on one host")
+        return value
 
 
 class Weights(Section):

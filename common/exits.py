@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -55,8 +56,9 @@ def run(name: str, main: Callable[[], None]) -> int:
 
 def leave(code: int) -> None:
     """Ends the process now. Engine and communication threads may never join, so no interpreter teardown."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # whoever read our output is gone
+            stream.flush()
     os._exit(code)
 
 

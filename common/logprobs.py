@@ -28,9 +28,25 @@ def score_row(model: Any, row: PackedRow, temperature: float, chunk_size: int) -
     hidden = model.get_decoder()(
         input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
     ).last_hidden_state[0]
-    return token_logprobs(
-        hidden[row.source_index], row.target_ids, model.get_output_embeddings(), temperature, chunk_size
+    return _in_one_call(
+        model.get_output_embeddings(),
+        hidden[row.source_index],
+        lambda h, head: token_logprobs(h, row.target_ids, head, temperature, chunk_size),
     )
+
+
+def _in_one_call(module: torch.nn.Module, hidden: Tensor, body: Callable[..., tuple[Tensor, Tensor]]) -> Any:
+    """body(hidden, module's own forward), run as one call of the module.
+
+    ZeRO-3 gathers weights from all ranks in every call, forward and backward. Ranks hold different numbers of tokens
+    and so of chunks: with a call for each chunk they would wait for each other for ever.
+    """
+    forward = module.forward
+    module.forward = lambda h: body(h, forward)  # type: ignore[method-assign]
+    try:
+        return module(hidden)
+    finally:
+        module.forward = forward  # type: ignore[method-assign]
 
 
 def token_logprobs(

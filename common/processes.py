@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ctypes  # noqa: F401  die_with_parent needs it between fork and exec, where importing is not safe
 import fcntl
+import glob
+import json
 import os
 import selectors
 import shlex
@@ -47,6 +49,7 @@ class Child:
     cores: tuple[int, ...] = ()  # CPU affinity; empty = ours
     echo: bool = False  # stdout is shown at our terminal too
     launcher_depth: int = 0  # processes between us and those that end themselves on SIGINT
+    scratch: str = ""  # glob pattern of files that it never deletes itself
 
 
 class Running:
@@ -126,10 +129,11 @@ class Running:
             _kill_group(self.process.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL to the group and to everything that left the group but carries the mark."""
+        """SIGKILL to the group and to everything that left the group but carries the mark; then no file of it stays."""
         _kill_group(self.process.pid, signal.SIGKILL)
         kill_marked(self._mark)
         self.process.wait()
+        _remove(self.child.scratch)
 
     def close(self, show: Callable[[bytes], None]) -> None:
         """Moves the last output, kills what the child left behind, and closes its log."""
@@ -162,18 +166,18 @@ class Guard:
             start_new_session=True,
         )
 
-    def watch(self, pid: int) -> None:
-        """Adds a process group."""
-        self._send(f"+{pid}\n")
+    def watch(self, running: Running) -> None:
+        """Adds its process group and its files."""
+        self._send({"pid": running.process.pid, "scratch": running.child.scratch})
 
-    def forget(self, pid: int) -> None:
+    def forget(self, running: Running) -> None:
         """Its group has ended, and the kernel may give the number to somebody else."""
-        self._send(f"-{pid}\n")
+        self._send({"pid": running.process.pid, "scratch": None})
 
-    def _send(self, line: str) -> None:
+    def _send(self, message: Mapping[str, object]) -> None:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the guard was killed; the two other nets are still there
-            self._process.stdin.write(line.encode())
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
     def __enter__(self) -> Guard:
@@ -214,22 +218,31 @@ def _kill_group(pid: int, number: int) -> None:
         os.killpg(pid, number)
 
 
+def _remove(pattern: str) -> None:
+    for path in glob.glob(pattern) if pattern else []:
+        with suppress(OSError):
+            os.unlink(path)
+
+
 def _in_child(cores: tuple[int, ...]) -> None:
     die_with_parent()
     if cores:
         os.sched_setaffinity(0, cores)
 
 
-def guard_main(mark: str, commands: IO[str]) -> None:
+def guard_main(mark: str, messages: IO[str]) -> None:
     """The guard's life: note the groups until the pipe closes, then end what is left of them."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    groups: set[int] = set()
-    for line in commands:
-        (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
-    for pid in groups:
+    groups: dict[int, str | None] = {}
+    for message in map(json.loads, messages):
+        groups[message["pid"]] = message["scratch"]
+    live = {pid: scratch for pid, scratch in groups.items() if scratch is not None}
+    for pid in live:
         _kill_group(pid, signal.SIGKILL)
     kill_marked(mark)
+    for scratch in live.values():
+        _remove(scratch)
 
 
 if __name__ == "__main__":

@@ -131,7 +131,14 @@ class _Command:
     def trainer(self, *extra: str) -> Child:
         """Also clears the way: a rank killed while it loaded a compiled op would block the next one for ever."""
         remove_stale_build_locks()
-        launcher = (str(Path(sys.executable).parent / "deepspeed"), "--quiet", "--master_port", str(_free_port()))
+        port = _free_port()
+        launcher = (
+            str(Path(sys.executable).parent / "deepspeed"),
+            "--log_level",
+            "critical",
+            "--master_port",
+            str(port),
+        )
         return Child(
             name="trainer",
             argv=(*launcher, *self.place.launcher_args, str(ROOT / "training_worker.py"), *self._arguments, *extra),
@@ -140,6 +147,7 @@ class _Command:
             cores=self.place.trainer_cores,
             echo=True,
             launcher_depth=2,  # deepspeed, its launch module, then the ranks
+            scratch=f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*",  # 66 MiB of memory per rank
         )
 
     def restart_trainer(self, code: int) -> Child | str:

@@ -83,7 +83,7 @@ class Supervisor:
         while True:
             self._relay(0.1)
             if self._interrupts:
-                self._say("stopping: the trainer ends its step and saves; Ctrl-C again stops at once")
+                self._say(f"stopping both, within {self._rules.grace_s:g} s; Ctrl-C again stops at once")
                 self._stop(signal.SIGINT)
                 return INTERRUPTED
             for name, slot in self._slots.items():
@@ -124,12 +124,11 @@ class Supervisor:
         replacement = slot.child if name == "sampler" else self._rules.restart_trainer(code)
         if isinstance(replacement, str):
             return replacement
+        if slot.restarts == 0 and code != RETRYABLE:
+            self._explain(name, code)  # once in a row: a second crash usually has the same cause
         wait_s = self._rules.backoff_s * 2**slot.restarts
         slot.child, slot.restarts, slot.start_at = replacement, slot.restarts + 1, time.monotonic() + wait_s
-        self._say(
-            f"{name} {_meaning(code)}; restart {slot.restarts} of {self._rules.max_restarts} in {wait_s:g} s. "
-            f"Log: {slot.child.log}"
-        )
+        self._say(f"{name} {_meaning(code)}; restart {slot.restarts} of {self._rules.max_restarts} in {wait_s:g} s")
         sampler = self._slots["sampler"]
         if name == "trainer" and sampler.running is None and sampler.start_at is None:
             sampler.start_at = slot.start_at  # it left with the old trainer
@@ -138,7 +137,7 @@ class Supervisor:
     def _start(self, slot: _Slot) -> None:
         slot.attempt, slot.start_at = slot.attempt + 1, None
         slot.running = Running(slot.child, self._guard.mark, slot.attempt)
-        self._guard.watch(slot.running.process.pid)
+        self._guard.watch(slot.running)
         for descriptor in slot.running.streams:
             self._selector.register(descriptor, selectors.EVENT_READ, slot.running)
 
@@ -147,7 +146,7 @@ class Supervisor:
         for descriptor in slot.running.streams:
             self._selector.unregister(descriptor)
         slot.running.close(self._show)
-        self._guard.forget(slot.running.process.pid)
+        self._guard.forget(slot.running)
         slot.running = None
 
     def _stop(self, number: int | None) -> None:
@@ -216,16 +215,23 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGWINCH)
 
 
 def tail(log: Path, count: int = TAIL_LINES) -> list[str]:
-    """The last lines of a log, of its end only, however long it is."""
+    """The last lines of a log that are not empty; reads its end only, however long it is."""
     with open(log, "rb") as file:
         file.seek(0, 2)
         file.seek(max(0, file.tell() - 65536))
-        return file.read().decode(errors="replace").splitlines()[-count:]
+        lines = file.read().decode(errors="replace").splitlines()
+    return [line for line in lines if line.strip()][-count:]
 
 
 def _meaning(code: int) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
-    known = {DONE: "exit 0 without a final checkpoint", USER_ERROR: "user error", RETRYABLE: "retryable"}
-    known[INTERRUPTED] = "interrupted"
+    known = {
+        DONE: "exit 0 without a final checkpoint",
+        USER_ERROR: "user error",
+        RETRYABLE: "retryable",
+        INTERRUPTED: "interrupted",
+    }
+    # DeepSpeed's launcher passes the -9 of a killed rank on, and an exit code is a byte: 256 - 9.
+    known |= {256 - number: f"a rank was killed by {number.name}" for number in signal.Signals}
     return f"ended with exit code {code} ({known.get(code, 'crash')})"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +73,7 @@ class Task:
 
     train: list[Prompt]
     held_out: list[Prompt]
-    decode: Callable[[Sequence[Sequence[int]]], list[str]]
+    decode: Callable[[list[list[int]]], list[str]]
 
 
 class Sampler:

@@ -164,6 +164,35 @@ def test_steps_divide_by_iterations(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "address",
+    [
+        "10.0.0.1:5555",
+        "tcp://10.0.0.1",
+        "tcp://:5555",
+        "tcp://host:0",
+        "tcp://host:99999",
+        "tcp://host:port",
+        "tcp://*:5555",
+        "tcp://0.0.0.0:5555",
+        "tcp://10.0.0.1:5555/path",
+        "udp://10.0.0.1:5555",
+        "ipc://",
+        "inproc://x",
+        "ipc:///tmp/" + "x" * 200,
+    ],
+)
+def test_an_address_that_one_side_cannot_use_is_refused_with_one_that_both_can(tmp_path: Path, address: str) -> None:
+    message = problem(tmp_path, GOOD + f"channel:\n  endpoint: '{address}'\n")
+    assert message.startswith(f"{tmp_path / 'run.yaml'}:6: channel.endpoint: not an address that both sides can use")
+    assert message.endswith(f"write tcp://10.0.0.1:5555, or null on one host, got '{address}'")
+
+
+@pytest.mark.parametrize("address", ["tcp://10.0.0.1:5555", "tcp://node-7:5555", "ipc:///run/user/me/inbox"])
+def test_addresses_that_both_sides_can_use(tmp_path: Path, address: str) -> None:
+    assert load(write(tmp_path, GOOD), [f"channel.endpoint={address}"]).channel.endpoint == address
+
+
+@pytest.mark.parametrize(
     ("prompts", "micro", "ranks", "nearest"),
     [(8, 1, 3, "6 or 9"), (10, 4, 2, "8 or 16"), (1, 1, 3, "3")],
 )

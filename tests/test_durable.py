@@ -36,7 +36,9 @@ WRITE = (
     "import sys; from pathlib import Path; from common.durable import write_file;"
     f"write_file(Path(sys.argv[1]), {NEW!r})"
 )
-COMMIT = "import sys; from pathlib import Path; from common import durable; durable.commit_dir(*map(Path, sys.argv[1:]))"
+COMMIT = (
+    "import sys; from pathlib import Path; from common import durable; durable.commit_dir(*map(Path, sys.argv[1:]))"
+)
 REMOVE = "import sys; from pathlib import Path; from common import durable; durable.remove_dir(Path(sys.argv[1]))"
 
 
@@ -49,9 +51,7 @@ def test_write_file_replaces_the_bytes_and_sets_the_mode(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(
-    ("point", "expected"), [("file.written", OLD), ("file.synced", OLD), ("file.renamed", NEW)]
-)
+@pytest.mark.parametrize(("point", "expected"), [("file.written", OLD), ("file.synced", OLD), ("file.renamed", NEW)])
 def test_a_kill_anywhere_in_write_file_leaves_the_old_bytes_or_the_new(
     tmp_path: Path, point: str, expected: bytes
 ) -> None:
@@ -104,9 +104,7 @@ def prepared(folder: Path) -> tuple[Path, Path]:
     return temporary, final
 
 
-@pytest.mark.parametrize(
-    ("point", "visible"), [("dir.synced", False), ("dir.renamed", True), ("dir.committed", True)]
-)
+@pytest.mark.parametrize(("point", "visible"), [("dir.synced", False), ("dir.renamed", True), ("dir.committed", True)])
 def test_a_kill_in_commit_dir_shows_all_of_the_folder_or_nothing(tmp_path: Path, point: str, visible: bool) -> None:
     temporary, final = prepared(tmp_path)
     assert run(COMMIT, f"{point}:1:kill", temporary, final).returncode == -signal.SIGKILL
@@ -175,8 +173,9 @@ def test_a_lock_has_one_holder_names_it_and_is_freed_by_sigkill(tmp_path: Path) 
 
 def test_a_lock_in_a_place_that_cannot_be_written_is_the_users_to_fix(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"file/run.*Not a directory"), durable.lock(
-        tmp_path / "file" / "run" / "lock", RuntimeError
+    with (
+        pytest.raises(UserError, match=r"file/run.*Not a directory"),
+        durable.lock(tmp_path / "file" / "run" / "lock", RuntimeError),
     ):
         pass
 

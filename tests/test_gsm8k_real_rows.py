@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from common.config import load
+from common.tokenizer import load_tokenizer
 from rewards.format import format
 from rewards.gsm8k import answer
 from sampler.dataset import load_problems
-from sampler.prompts import load_tokenizer, make_prompts
+from sampler.prompts import make_prompts
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 GSM8K = SHARED / "data" / "gsm8k"

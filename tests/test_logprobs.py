@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.logprobs import token_logprobs
+from common import attention
+from common.logprobs import score_row, token_logprobs
+from common.packing import pack
 
 pytestmark = pytest.mark.fast
 
@@ -104,6 +106,43 @@ def test_no_tensor_is_larger_than_one_chunk_of_logits_with_the_real_vocabulary(w
     assert meter.num_elements == 8 * QWEN_VOCAB
     expected, _ = whole(hidden, targets, head, 1.0)
     assert logprobs.tolist() == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-5)
+
+
+def test_several_chunks_keep_no_logits_for_backward() -> None:
+    hidden, targets, head = problem(n=40, dim=4, vocab=QWEN_VOCAB)
+    kept: dict[int, int] = {}  # elements by storage
+
+    def keep(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        token_logprobs(hidden, targets, head, 1.0, chunk_size=8)
+    assert sum(kept.values()) < QWEN_VOCAB  # less than one token's logits
+
+
+def test_the_head_is_called_once_however_many_chunks_there_are() -> None:
+    # under ZeRO-3 every call of a module is a collective, and ranks have different numbers of chunks
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    attention.register()
+    config = Qwen2Config(
+        vocab_size=11,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        attn_implementation=attention.NAME,
+    )
+    model = Qwen2ForCausalLM(config)
+    calls = []
+    model.lm_head.register_forward_pre_hook(lambda *_: calls.append("head"))
+    logprobs, _ = score_row(model, pack([([1, 2], [[3, 4, 5, 6], [7]])]), temperature=1.0, chunk_size=2)
+    logprobs.sum().backward()
+    assert calls == ["head"]
+    assert model.lm_head(torch.zeros(1, 16)).shape == (1, 11)  # the head is itself again
 
 
 def test_bfloat16_logits_are_normalised_in_float32() -> None:

@@ -34,7 +34,7 @@ def child(name, **more):
     return Child(name, (sys.executable, "-u", "-c", spec[name]), dict(os.environ), folder / f"{name}.log", **more)
 def count(name):
     return len(list(folder.glob(name)))
-trainer = child("trainer", echo=True, launcher_depth=spec.get("launcher_depth", 0))
+trainer = child("trainer", echo=True, launcher_depth=spec.get("launcher_depth", 0), scratch=str(folder / "shm_*"))
 rules = Rules(
     restart_trainer=lambda code: trainer if code == 75 or count("checkpoint") else "no checkpoint",
     progress=lambda: count("step*"),
@@ -48,6 +48,7 @@ sys.exit(Supervisor(child("sampler"), trainer, rules).run())
 WAITS = "import time; print('waiting'); time.sleep(60)"
 STUBBORN = "import signal; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; " + WAITS
 # Left behind on purpose: a process in a session of its own, which outlives its parent and ignores SIGTERM.
+LEAVES_FILES = "import os; [open(os.environ['FOLDER'] + f'/shm_{i}', 'w').close() for i in range(2)]; "
 LEAVES_ONE = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {STUBBORN!r}], start_new_session=True); "
 
 TERMINAL = r"import os; print(os.isatty(1), '\x1b[1mbold\x1b[0m')"
@@ -160,8 +161,10 @@ def test_a_crash_of_the_trainer_without_a_checkpoint_ends_the_run_with_1_and_sho
 
 
 def test_a_crash_of_the_trainer_with_a_checkpoint_restarts_it(tmp_path):
-    run = Run(tmp_path, WAITS, first_time("checkpoint", "sys.exit(1)", "pass"), grace_s=0.2)
-    assert run.end()[0] == 0
+    run = Run(tmp_path, WAITS, first_time("checkpoint", "sys.exit(-9)", "pass"), grace_s=0.2)
+    code, _, err = run.end()
+    assert code == 0
+    assert "ended with exit code 247 (a rank was killed by SIGKILL); restart 1 of 5" in err
 
 
 def test_exit_0_without_final_weights_is_a_crash_because_a_killed_launcher_also_gives_0(tmp_path):
@@ -225,13 +228,21 @@ def test_what_a_child_left_in_a_session_of_its_own_is_swept(tmp_path):
     assert run.alive() == []
 
 
+def test_files_that_the_trainer_never_deletes_are_removed_when_it_has_ended(tmp_path):
+    run = Run(tmp_path, WAITS, LEAVES_FILES + "os.kill(os.getpid(), 9)")
+    assert run.end()[0] == 1
+    assert list(tmp_path.glob("shm_*")) == []
+
+
 def test_sigkill_of_the_supervisor_leaves_nothing_after_two_seconds(tmp_path):
-    run = Run(tmp_path, LEAVES_ONE + WAITS, LEAVES_ONE + STUBBORN)
+    run = Run(tmp_path, LEAVES_ONE + WAITS, LEAVES_ONE + LEAVES_FILES + STUBBORN)
     run.both_wait()
     assert len(run.alive()) >= 5  # supervisor, guard, sampler, trainer and what they left
+    assert len(list(tmp_path.glob("shm_*"))) == 2
     run.process.kill()
     until(lambda: run.alive() == [], seconds=2.0)
     run.end()
+    assert list(tmp_path.glob("shm_*")) == []
 
 
 def test_only_the_ranks_get_the_interrupt_and_the_launcher_above_reports_their_exit_code(tmp_path):

@@ -8,8 +8,8 @@ multiplying with the world size. Left out: building the model in shards (zero.In
 from __future__ import annotations
 
 import datetime
-import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from common.config import Config, UserError
 from common.logprobs import load_causal_lm, score_row
 from common.packing import PackedRow
 from trainer.batch import MicroBatch
+from trainer.deepspeed_config import deepspeed_config
 from trainer.losses import clipped_objective, loss
 
 _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
@@ -58,14 +59,12 @@ class Sums:
 @dataclass(frozen=True)
 class StepResult:
     applied: bool
-    grad_norm: float
-    learning_rate: float
+    grad_norm: float  # of the whole step, before clipping
+    learning_rate: float  # of this step
 
 
 def init_distributed(config: Config) -> None:
     """One process group over all ranks, also when started without the deepspeed launcher (one rank)."""
-    import os
-
     import deepspeed
 
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
@@ -76,6 +75,17 @@ def init_distributed(config: Config) -> None:
     if backend == "auto":
         backend = "nccl" if torch.cuda.is_available() else "gloo"
     deepspeed.init_distributed(dist_backend=backend, timeout=_COLLECTIVE_TIMEOUT, verbose=False)
+    _unlink_shared_buffer()
+
+
+def _unlink_shared_buffer() -> None:
+    """DeepSpeed on CPU makes a 66 MiB buffer per rank in /dev/shm for good. The mapping outlives the name."""
+    import torch.distributed as dist
+
+    dist.barrier()  # every rank has opened every buffer by now
+    address, port, rank = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
+    buffer = Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}")
+    buffer.unlink(missing_ok=True)
 
 
 def _free_port() -> int:
@@ -123,6 +133,8 @@ class Engine:
             config=ds_config,
         )
         self.model = model
+        self.ds.clip_fp32_gradients = self._clip  # used by ZeRO 0 in float32 only; DeepSpeed's forgets the norm
+        self._clipped_norm = math.nan
         self.ds.train()
         self.sums = Sums()
 
@@ -152,7 +164,9 @@ class Engine:
             algorithm.beta,
         )
         share = loss(objective, weights)
-        self.ds.backward(share * self.world_size, scale_wrt_gas=False)
+        # ZeRO looks at gradients only, and an infinite loss may leave them finite: then make them NaN
+        scale = self.world_size if torch.isfinite(share) else math.nan
+        self.ds.backward(share * scale, scale_wrt_gas=False)
         self._add_sums(share.detach(), logprobs.detach(), old_logprobs, entropy, terms, weights > 0)
 
     def _add_sums(
@@ -170,26 +184,32 @@ class Engine:
         self.sums.abs_prob_diff += (logprobs.exp() - old.exp())[real].double().abs().sum().item()
         self.sums.exp_abs_log_ratio += log_ratio.abs().exp().sum().item()
 
-    def step(self, is_finite: bool) -> StepResult:
-        """The optimizer step over all gradients since the last one. Not applied if anything is not finite.
+    def step(self) -> StepResult:
+        """The optimizer step over all gradients since the last one. Not applied if a loss or gradient is not finite.
 
-        is_finite: whether the loss was, on every rank. ZeRO 1–3 find a non-finite gradient and skip by themselves;
-        ZeRO 0 would write it into the weights, so its gradients are dropped here first.
+        ZeRO 1–3 find a non-finite gradient and skip by themselves; ZeRO 0 would write it into the weights, so its
+        gradients are dropped here first.
         """
-        if self.stage == 0 and not (is_finite and self._gradients_are_finite()):
+        learning_rate = self.learning_rate
+        if self.stage == 0 and not self._gradients_are_finite():
             self.ds.zero_grad()
-            return StepResult(False, math.nan, self.learning_rate)
+            return StepResult(False, math.nan, learning_rate)
         self.ds.step()
         norm = self.ds.get_global_grad_norm()
-        return StepResult(self.ds.was_step_applied(), float(norm if norm is not None else math.nan), self.learning_rate)
+        norm = self._clipped_norm if norm is None else float(norm)
+        return StepResult(self.ds.was_step_applied(), norm, learning_rate)
 
     def _gradients_are_finite(self) -> bool:
         import torch.distributed as dist
 
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        finite = torch.tensor([float(all(torch.isfinite(g).all() for g in gradients))])
+        finite = torch.tensor([float(all(torch.isfinite(g).all() for g in gradients))], device=self.device)
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         return bool(finite.item())
+
+    def _clip(self) -> None:
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.trainer.max_grad_norm)
+        self._clipped_norm = float(norm)
 
     @property
     def learning_rate(self) -> float:
@@ -227,43 +247,3 @@ def _disable_dropout(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-
-
-def deepspeed_config(config: Config, world_size: int) -> dict[str, Any]:
-    """The user's DeepSpeed settings with absent and "auto" fields filled in. Raises UserError on a contradiction."""
-    given = config.deepspeed
-    if isinstance(given, Path):
-        try:
-            given = json.loads(given.read_text())
-        except (OSError, ValueError) as error:
-            raise UserError(f"deepspeed: {config.deepspeed} cannot be read as JSON: {error}") from None
-    trainer = config.trainer
-    micro_batches = config.micro_batches(world_size)
-    ours = {
-        "train_micro_batch_size_per_gpu": (trainer.groups_per_micro_batch, "trainer.groups_per_micro_batch"),
-        "gradient_accumulation_steps": (micro_batches, "trainer.prompts_per_step"),
-        "train_batch_size": (trainer.prompts_per_step, "trainer.prompts_per_step"),
-        "gradient_clipping": (trainer.max_grad_norm, "trainer.max_grad_norm"),
-    }
-    filled: dict[str, Any] = dict(given)
-    for key, (value, source) in ours.items():
-        if filled.get(key, "auto") not in ("auto", value):
-            raise UserError(
-                f"deepspeed.{key} is {filled[key]} but {source} makes it {value} (counted in groups); "
-                f'remove it from the DeepSpeed settings or write "auto"'
-            )
-        filled[key] = value
-    if filled.get("fp16", {}).get("enabled"):
-        raise UserError("deepspeed.fp16 is enabled: its loss scaling hides overflows; set model.dtype=bfloat16 instead")
-    bf16 = {"enabled": config.model.dtype == "bfloat16"}
-    if filled.get("bf16", {}).get("enabled", "auto") not in ("auto", bf16["enabled"]):
-        raise UserError(f"deepspeed.bf16 contradicts model.dtype={config.model.dtype}; remove it")
-    filled["bf16"] = filled.get("bf16", {}) | bf16
-    filled["zero_optimization"] = {"stage": 1} | filled.get("zero_optimization", {})
-    if filled["zero_optimization"]["stage"] not in (0, 1, 2, 3):
-        raise UserError(f"deepspeed.zero_optimization.stage {filled['zero_optimization']['stage']} is not 0, 1, 2 or 3")
-    if filled["zero_optimization"]["stage"] != 2:
-        filled["zero_optimization"].setdefault("overlap_comm", False)  # DeepSpeed refuses it with our accumulation
-    filled.setdefault("steps_per_print", 10**9)
-    filled["managed_gradient_accumulation"] = False
-    return filled

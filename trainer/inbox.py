@@ -10,6 +10,8 @@ Every wait of the loop has a deadline, names what it waits for, and ends the pro
 from __future__ import annotations
 
 import collections
+import contextlib
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +30,7 @@ from trainer.ledger import Ledger
 
 _SAY_EVERY_S = 10.0
 _EVAL_CHUNK = 64  # problems per lease
+_READ_AT_ONCE = 256  # messages; then credits and deadlines have their turn, however many more there are
 
 
 @dataclass
@@ -65,7 +68,7 @@ class Inbox:
     ):
         self.config, self.limits, self.ledger, self.say = config, limits, ledger, say
         self.envelope = wire.Envelope(run_id, incarnation, "")
-        self.peers: dict[str, Peer] = {}
+        self.peers: dict[str, Peer] = {}  # replaced, never changed in size: the training loop iterates over it
         self.counters: collections.Counter[str] = collections.Counter()
         self.progress, self.phase = 0, "starting"
         self.published: Published | None = None
@@ -76,11 +79,11 @@ class Inbox:
         self._stop = threading.Event()
         self._bye = wire.Bye("done")
         self.socket, self._keep = channel.bind_router(config, ledger.window)
-        self._wake_address = f"inproc://wake-{incarnation}"
+        wake_address = f"inproc://wake-{secrets.token_hex(8)}"
         self._wake_receiver = zmq.Context.instance().socket(zmq.PAIR)
-        self._wake_receiver.bind(self._wake_address)
+        self._wake_receiver.bind(wake_address)
         self._wake_sender = zmq.Context.instance().socket(zmq.PAIR)
-        self._wake_sender.connect(self._wake_address)
+        self._wake_sender.connect(wake_address)
         self._thread = threading.Thread(target=self._run, name="inbox", daemon=True)
 
     def __enter__(self) -> Inbox:
@@ -94,6 +97,7 @@ class Inbox:
         self._stop.set()
         self._wake()
         self._thread.join(timeout=5)
+        self._wake_sender.close(linger=0)
 
     # ---- called by the training loop ------------------------------------------------------------------------
 
@@ -148,6 +152,10 @@ class Inbox:
         self._wait(lambda: "" if self.peers else "a sampler to say hello", self.config.channel.connect_timeout_s)
         return next(iter(self.peers.values())).hello
 
+    def versions_in_use(self) -> list[int]:
+        """Policy versions that live samplers hold."""
+        return [p.loaded_version for p in self.peers.values() if not p.lost and p.loaded_version is not None]
+
     def snapshot(self) -> tuple[dict[str, float], collections.Counter[str]]:
         """Newest statistics of the samplers (mean over samplers) and a copy of the counters."""
         with self._changed:
@@ -161,9 +169,11 @@ class Inbox:
         start, said = time.monotonic(), time.monotonic()
         deadline = timeout_s or self.config.channel.stall_timeout_s
         with self._changed:
-            while what := missing():
+            while True:
                 if self._failure is not None:
                     raise self._failure
+                if not (what := missing()):
+                    return
                 self._changed.wait(timeout=0.5)
                 now = time.monotonic()
                 if now - start > deadline:
@@ -194,7 +204,8 @@ class Inbox:
         return " Last lines of " + "\n  ".join([f"{log}:", *lines])
 
     def _wake(self) -> None:
-        self._wake_sender.send(b"")
+        with contextlib.suppress(zmq.Again):  # the thread is gone, or has many of these to read
+            self._wake_sender.send(b"")
 
     # ---- the socket's thread ----------------------------------------------------------------------------------
 
@@ -220,6 +231,7 @@ class Inbox:
                         self._credit_all()
                     self._changed.notify_all()
         except BaseException as error:
+            self._bye = wire.Bye(f"the trainer's inbox failed: {type(error).__name__}: {error}"[:500], 75)
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
@@ -228,17 +240,18 @@ class Inbox:
                 self._send(name, self._bye)
             time.sleep(0.05)  # LINGER is 0: let the goodbye leave
             self.socket.close()
+            self._wake_receiver.close()
             for authenticator in self._keep:
                 authenticator.stop()
 
     def _receive(self) -> bool:
-        """Reads all that is there; True if the samplers' credit changed."""
+        """Reads what is there; True if the samplers' credit changed."""
         changed = False
-        while True:
+        for _ in range(_READ_AT_ONCE):
             try:
                 _, *frames = self.socket.recv_multipart(flags=zmq.NOBLOCK)
             except zmq.Again:
-                return changed
+                break
             failpoint("inbox.received")
             try:
                 envelope, message = wire.decode(frames)
@@ -246,11 +259,14 @@ class Inbox:
                     changed |= self._handle(envelope, message)
             except wire.WireError as error:
                 self.counters[f"refused/{error.reason}"] += 1
+        return changed
 
     def _handle(self, envelope: wire.Envelope, message: wire.Message) -> bool:
         name = envelope.sampler_id
         if isinstance(message, wire.Hello):
             return self._welcome(name, message)
+        if isinstance(message, wire.Bye) and envelope.run_id in ("", self.envelope.run_id):
+            return self._part(name, message)
         if (envelope.run_id, envelope.incarnation) != (self.envelope.run_id, self.envelope.incarnation):
             raise wire.WireError("other_life", f"{envelope}")
         if name not in self.peers:
@@ -261,13 +277,6 @@ class Inbox:
             peer.phase, peer.loaded_version = message.phase, message.loaded_version
             peer.stats = message.stats
             return False
-        if isinstance(message, wire.Bye):
-            self.say(f"sampler {name} ended: {message.reason}")
-            peer.lost = True
-            self._release(name)
-            if message.exit_code == 2:
-                self._failure = UserError(f"sampler {name}: {message.reason}")
-            return True
         if isinstance(message, Group | Tombstone):
             return self._accept(message)
         if isinstance(message, EvalResult):
@@ -285,13 +294,25 @@ class Inbox:
         if old is not None and old.hello.pid != hello.pid:
             self.say(f"sampler {name} is back as pid {hello.pid}")
         is_news = old is None or old.lost or old.hello.pid != hello.pid
-        self.peers[name] = Peer(hello, time.monotonic(), hello.loaded_version, stats=old.stats if old else {})
+        peer = Peer(hello, time.monotonic(), hello.loaded_version, stats=old.stats if old else {})
+        self.peers = {**self.peers, name: peer}
         return is_news
+
+    def _part(self, name: str, bye: wire.Bye) -> bool:
+        """A sampler ends; it may do so before its hello, with an engine that refuses the settings."""
+        self.say(f"sampler {name} ended: {bye.reason}")
+        if name in self.peers:
+            self.peers[name].lost = True
+            self._release(name)
+        if bye.exit_code == 2:
+            self._failure = UserError(f"sampler {name}: {bye.reason}")
+        return True
 
     def _accept(self, group: Group | Tombstone) -> bool:
         if isinstance(group, Group):
             wire.check_group(group, self.limits)
-        assert self.published is not None
+        if self.published is None:
+            raise wire.WireError("not_credited", f"group {group.group_id}")
         oldest = self.published.version - self._steps_per_batch * self.config.trainer.max_staleness
         refusal = self.ledger.refusal(group, range(max(0, oldest), self.published.version + 1))
         if refusal:
@@ -321,10 +342,22 @@ class Inbox:
             raise wire.WireError("eval_unknown", result.eval_id)
         if self.published is None or result.policy_version != self.published.version:
             raise wire.WireError("eval_version", f"{result.policy_version}")
+        if result.chunk in evaluation.results:
+            raise wire.WireError("eval_duplicate", f"chunk {result.chunk} of {result.eval_id}")
         if result.reason:
             self._failure = UserError(f"evaluation {result.eval_id} failed: {result.reason}")
+        else:
+            self._check_samples(request, result)
         evaluation.results[result.chunk] = result
         return True
+
+    def _check_samples(self, request: EvalRequest, result: EvalResult) -> None:
+        """Raises WireError unless every problem asked for is there as often as the others, with every reward."""
+        counts = collections.Counter(sample.problem_index for sample in result.samples)
+        if counts != dict.fromkeys(request.problem_indexes, self.config.eval.num_generations):
+            raise wire.WireError("eval_problems", f"{dict(counts)}, expected {request.problem_indexes}")
+        if any(tuple(sample.rewards) != self.limits.reward_funcs for sample in result.samples):
+            raise wire.WireError("reward_funcs", f"expected {self.limits.reward_funcs}")
 
     def _find_lost(self, now: float) -> None:
         for name, peer in self.peers.items():

@@ -11,7 +11,6 @@ for all. Groups are taken in the order of their ids, so the result does not depe
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -33,6 +32,7 @@ from trainer.exchange import Exchange
 from trainer.inbox import Inbox
 from trainer.losses import Denominator
 from trainer.publish import publish
+from trainer.recording import Recorder, Replay
 
 Items = list[Group | Tombstone]
 
@@ -41,7 +41,8 @@ Items = list[Group | Tombstone]
 class Desk:
     """What only rank 0 has: the link to the samplers and the run's records."""
 
-    inbox: Inbox
+    inbox: Inbox | Replay
+    recorder: Recorder | None
     log: MetricsLog
     display: StepDisplay
     num_eval_problems: int
@@ -106,6 +107,8 @@ class Trainer:
         start = time.monotonic()
         try:
             taken = self.desk.inbox.take(group_ids) if self.desk else None
+            if self.desk and self.desk.recorder:
+                self.desk.recorder.append(taken or [])
         except BaseException as error:
             # the other ranks wait in `share`: they must not wait for a process group's timeout
             self.exchange.announce_end(USER_ERROR if isinstance(error, UserError) else RETRYABLE)
@@ -142,7 +145,7 @@ class Trainer:
         mine = self.engine.take_sums()
         names = [f.name for f in fields(Sums)]
         sums = Sums(**dict(zip(names, self.exchange.add([getattr(mine, n) for n in names]), strict=True)))
-        result = self.engine.step(is_finite=math.isfinite(sums.loss))
+        result = self.engine.step()
         failpoint("trainer.stepped")
         self._time("timing/step_s", start)
         return result, sums
@@ -187,8 +190,7 @@ class Trainer:
         inbox = self.desk.inbox
         eval_id = f"v{version}" if evaluate and self.desk.num_eval_problems else None
         inbox.commit(self.progress.cursor, self._published, eval_id, self.desk.num_eval_problems)
-        in_use = [p.loaded_version for p in inbox.peers.values() if p.loaded_version is not None]
-        weights.prune(self.weights_dir, in_use, self.config.weights.keep)
+        weights.prune(self.weights_dir, inbox.versions_in_use(), self.config.weights.keep)
 
     def _evaluates_before(self) -> bool:
         return self.config.eval.before and self.progress.step == 0

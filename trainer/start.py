@@ -14,8 +14,10 @@ from common.config import Config, UserError
 from common.metrics import MetricsLog
 from common.panel import StepDisplay
 from common.tokenizer import load_tokenizer
+from trainer.deepspeed_config import deepspeed_config
 from trainer.inbox import Inbox
 from trainer.ledger import Ledger
+from trainer.recording import FILE, Recorder, Replay
 
 if TYPE_CHECKING:
     from trainer.checkpoint import Progress
@@ -41,7 +43,7 @@ def _taken(config: Config) -> Any:
 
 def _run(config: Config) -> None:
     from trainer import checkpoint
-    from trainer.engine import Engine, deepspeed_config, init_distributed
+    from trainer.engine import Engine, init_distributed
     from trainer.exchange import Exchange
     from trainer.loop import Trainer
 
@@ -77,25 +79,39 @@ def _run_rank_0(
     durable.remove_leftovers(weights_dir)
     weights.remove_versions(weights_dir)  # of an earlier life: this one publishes its own first
     durable.write_file(output_dir / "config.json", config.model_dump_json(indent=1).encode())
-    limits = wire.Limits(
-        vocab_size=engine.model.config.vocab_size,
+    with contextlib.ExitStack() as stack:
+        log = MetricsLog(output_dir, config.run.report_to, progress.step if resumed else None)
+        stack.callback(log.close)
+        display = StepDisplay(config)
+        stack.callback(display.close)
+        stack.callback(weights.remove_versions, weights_dir)
+        recorder = Recorder(output_dir / FILE, progress.cursor) if config.run.record else None
+        if recorder is not None:
+            stack.callback(recorder.close)
+        incarnation, num_eval_problems = secrets.token_hex(8), 0
+        inbox: Inbox | Replay
+        if config.run.replay is not None:
+            inbox = Replay(config.run.replay, incarnation)
+        else:
+            limits = _limits(config, engine.model.config.vocab_size)
+            ledger = Ledger(
+                config.num_batches * per_step, per_step * (1 + config.trainer.max_staleness), progress.cursor
+            )
+            inbox = stack.enter_context(Inbox(config, progress.run_id, incarnation, limits, ledger, display.waiting))
+            num_eval_problems = inbox.wait_for_sampler().num_eval_problems
+        desk = Desk(inbox, recorder, log, display, num_eval_problems)
+        Trainer(config, engine, exchange, tokenizer, progress, desk).run()
+
+
+def _limits(config: Config, vocab_size: int) -> wire.Limits:
+    return wire.Limits(
+        vocab_size=vocab_size,
         num_generations=config.sampler.num_generations,
         max_prompt_length=config.data.max_prompt_length,
         max_completion_length=config.sampler.max_completion_length,
         needs_ref_logprobs=config.algorithm.beta > 0,
         reward_funcs=tuple(config.rewards.names),
     )
-    ledger = Ledger(config.num_batches * per_step, per_step * (1 + config.trainer.max_staleness), progress.cursor)
-    with contextlib.ExitStack() as stack:
-        log = MetricsLog(output_dir, config.run.report_to, progress.step if resumed else None)
-        stack.callback(log.close)
-        display = StepDisplay(config)
-        stack.callback(display.close)
-        inbox = Inbox(config, progress.run_id, secrets.token_hex(8), limits, ledger, display.waiting)
-        stack.callback(weights.remove_versions, weights_dir)
-        stack.enter_context(inbox)
-        num_eval_problems = inbox.wait_for_sampler().num_eval_problems
-        Trainer(config, engine, exchange, tokenizer, progress, Desk(inbox, log, display, num_eval_problems)).run()
 
 
 def _find_checkpoint(config: Config, checkpoints: Path) -> Path | None:

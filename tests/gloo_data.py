@@ -1,0 +1,107 @@
+"""The hand-made groups and settings of the gloo tests: the same on every rank and in the test's own process."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common.config import Config
+from common.types import Group, Tombstone
+from tests.tiny import VOCAB_SIZE, random_group
+
+STAGES = (0, 1, 2, 3)
+BETA = 0.04
+GROUPS_PER_STEP = 4
+NUM_GENERATIONS = 3
+TEMPERATURE = 0.9
+NUM_STEPS = 3
+TRAINER = {
+    "dist_backend": "gloo",
+    "max_steps": NUM_STEPS,
+    "prompts_per_step": GROUPS_PER_STEP,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 1,
+    "weight_decay": 0.1,
+    "max_grad_norm": 4.1,  # between the norms of the three steps: the first and the last are clipped
+    "save_steps": 1,
+    "logprob_chunk_size": 16,  # smaller than a micro-batch, so that chunks are recomputed
+}
+REWARDS = ([1.0, 0.0, 0.5], [0.0, 2.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 3.0])
+DEAD = [0.1] * NUM_GENERATIONS
+NAN = [math.nan, 1.0, 0.0]
+Item = Group | Tombstone
+Stream = Callable[[int], Item]
+
+
+CONSTANT_RATE = {"lr_scheduler_type": "constant", "warmup_steps": 0}
+# settings of one more step each, by name: what differs from the others
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dapo": {"algorithm": {"loss_type": "dapo"}},
+    "dr_grpo": {"algorithm": {"loss_type": "dr_grpo"}},
+    "twice": {"algorithm": {"num_iterations": 2}, "trainer": CONSTANT_RATE | {"max_steps": 4}},
+    "recomputed": {"model": {"gradient_checkpointing": True}, "trainer": {"groups_per_micro_batch": 2}},
+    "recomputed3": {
+        "model": {"gradient_checkpointing": True},
+        "trainer": {"groups_per_micro_batch": 2},
+        "deepspeed": {"zero_optimization": {"stage": 3}},
+    },
+}
+
+
+def settings(folder: Path, name: str, stage: int, **sections: dict[str, Any]) -> Config:
+    """The common settings, with the given ones over them, section by section."""
+    common = {
+        "run": {"output_dir": folder / name},
+        "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "data": {"train": "unused.jsonl"},
+        "sampler": {"num_generations": NUM_GENERATIONS, "temperature": TEMPERATURE, "max_completion_length": 12},
+        "algorithm": {"beta": BETA},
+        "trainer": TRAINER,
+        "weights": {"dir": folder / name / "weights"},
+        "deepspeed": {"zero_optimization": {"stage": stage}},
+    }
+    return Config.model_validate({key: value | sections.get(key, {}) for key, value in common.items()})
+
+
+def group(group_id: int, beta: float = BETA) -> Group:
+    """Group `group_id` of the run."""
+    return random_group(group_id, VOCAB_SIZE, REWARDS[group_id % len(REWARDS)], beta=beta)
+
+
+def uneven(group_id: int) -> Item:
+    """Without KL, everything that falls to rank 1 of 2 is dead or a tombstone; rank 0 has work."""
+    if group_id == 3:
+        return Tombstone(group_id, 0, "reward timed out")
+    return random_group(group_id, VOCAB_SIZE, DEAD if group_id % 2 else REWARDS[group_id])
+
+
+def dead(group_id: int) -> Item:
+    return random_group(group_id, VOCAB_SIZE, DEAD)
+
+
+def poisoned(group_id: int) -> Item:
+    """The first step has a NaN reward, and so NaN advantages, in one group; with two ranks it falls to rank 1."""
+    if group_id == 1:
+        return random_group(group_id, VOCAB_SIZE, NAN, beta=BETA)
+    return group(group_id if group_id < GROUPS_PER_STEP else group_id - GROUPS_PER_STEP)
+
+
+def infinite_loss(group_id: int) -> Item:
+    """As `poisoned`, but by a reference log-prob of −inf: the loss is infinite and every gradient finite."""
+    good = poisoned(group_id if group_id >= GROUPS_PER_STEP else group_id + GROUPS_PER_STEP)
+    assert isinstance(good, Group)
+    if group_id != 1:
+        return good
+    first = good.rollouts[0]
+    refs = first.ref_logprobs.copy()
+    refs[0] = -math.inf
+    return dataclasses.replace(good, rollouts=(dataclasses.replace(first, ref_logprobs=refs), *good.rollouts[1:]))
+
+
+def batch(step: int) -> list[Group]:
+    """The groups of the run's step: 0, 1, …"""
+    return [group(g) for g in range(step * GROUPS_PER_STEP, (step + 1) * GROUPS_PER_STEP)]

@@ -1,0 +1,290 @@
+"""Runs the trainer's engine and loop on hand-made groups, under the real `deepspeed` launcher over gloo.
+
+    deepspeed --num_gpus 2 --module tests.gloo_worker <folder> first | resume
+
+One start runs every scenario for every ZeRO stage, because a start costs ten seconds and a scenario half of one. The
+samplers are replaced by a desk that hands out groups at once; all else is the real thing. Every rank writes what it
+saw to <folder>/rank<r>.json and rank 0 its tensors beside it; test_gloo.py judges them.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import faulthandler
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common import exits
+from common.config import Config, UserError
+from common.tokenizer import load_tokenizer
+from tests.gloo_data import (
+    CONSTANT_RATE,
+    NUM_STEPS,
+    STAGES,
+    VARIANTS,
+    Item,
+    Stream,
+    dead,
+    group,
+    infinite_loss,
+    poisoned,
+    settings,
+    uneven,
+)
+
+HANGS_AFTER_S = 120
+
+
+def desk(stream: Stream) -> Any:
+    """Rank 0's desk, with groups that are always there and records that nobody keeps."""
+
+    def ignore(*_: Any) -> None:
+        return None
+
+    def take(group_ids: Sequence[int]) -> list[Item]:
+        return [stream(g) for g in group_ids]
+
+    inbox = SimpleNamespace(
+        envelope=SimpleNamespace(incarnation="feed"),
+        take=take,
+        commit=ignore,
+        versions_in_use=list,
+        snapshot=lambda: ({}, collections.Counter()),
+    )
+    log = SimpleNamespace(log=ignore, log_samples=ignore, log_eval=ignore)
+    return SimpleNamespace(
+        inbox=inbox, log=log, display=SimpleNamespace(step=ignore), num_eval_problems=0, recorder=None
+    )
+
+
+class Worker:
+    def __init__(self, folder: Path):
+        from trainer.engine import init_distributed
+        from trainer.exchange import Exchange
+
+        config = settings(folder, "start", 1)
+        init_distributed(config)
+        self.folder = folder
+        self.exchange = Exchange(config)
+        self.tokenizer = load_tokenizer(config.model.path)
+        self.seen: dict[str, Any] = {}
+
+    def trainer(self, config: Config, stream: Stream) -> Any:
+        from trainer.checkpoint import Progress
+        from trainer.engine import Engine
+        from trainer.loop import Trainer
+
+        engine = Engine(config, self.exchange.world_size)
+        progress = Progress("run", 0, 0, 0, 0, 0, 0, {})
+        at = desk(stream) if self.exchange.rank == 0 else None
+        trainer = Trainer(config, engine, self.exchange, self.tokenizer, progress, at)
+        trainer.results = []
+        advance = trainer._advance
+
+        def record(groups: Any, result: Any, sums: Any, last: bool) -> None:
+            trainer.results.append(dataclasses.asdict(result) | {"loss": sums.loss, "tokens": sums.tokens})
+            advance(groups, result, sums, last)
+
+        trainer._advance = record
+        return trainer
+
+    def train(self, stage: int) -> None:
+        """Three steps with clipping and a schedule; a checkpoint after each, a published version at the end."""
+        name = f"train{stage}"
+        trainer = self.trainer(settings(self.folder, name, stage), group)
+        hashes = []
+        for step in range(NUM_STEPS):
+            trainer.train_batch()
+            if step == 0:
+                self.write(f"{name}/gradient", moments(trainer.engine, "exp_avg"))
+            trainer.save_checkpoint()
+            hashes.append(state_hash(trainer.engine))
+        self.write(f"{name}/weights", master_weights(trainer.engine))
+        trainer.publish(evaluate=False)
+        published = dataclasses.asdict(trainer._published)
+        self.seen[name] = {"steps": trainer.results, "hashes": hashes, "published": published}
+
+    def one_batch(self, name: str, stage: int, stream: Stream, **sections: dict[str, Any]) -> None:
+        trainer = self.trainer(settings(self.folder, name, stage, **sections), stream)
+        trainer.train_batch()
+        self.write(f"{name}/gradient", moments(trainer.engine, "exp_avg"))
+        self.seen[name] = {"steps": trainer.results}
+
+    def skip(self, stage: int, name: str, stream: Stream, dtype: str = "float32") -> None:
+        """A step that is not finite, then a good one; and the good one alone."""
+        config = settings(self.folder, f"{name}{stage}", stage, model={"dtype": dtype}, trainer=CONSTANT_RATE)
+        trainer = self.trainer(config, stream)
+        hashes = [state_hash(trainer.engine, has_moments=False)]
+        trainer.train_batch()
+        hashes.append(state_hash(trainer.engine, has_moments=False))
+        trainer.train_batch()
+        hashes.append(state_hash(trainer.engine))
+        progress = dataclasses.asdict(trainer.progress)
+        alone = self.trainer(config, group)
+        alone.train_batch()
+        self.seen[f"{name}{stage}"] = {
+            "steps": trainer.results,
+            "hashes": hashes,
+            "alone": state_hash(alone.engine),
+            "progress": progress,
+        }
+
+    def half(self, stage: int) -> None:
+        """bfloat16: a checkpoint after the first of two steps."""
+        trainer = self.trainer(settings(self.folder, f"half{stage}", stage, model={"dtype": "bfloat16"}), group)
+        hashes = []
+        for _ in range(2):
+            trainer.train_batch()
+            hashes.append(state_hash(trainer.engine))
+            if len(hashes) == 1:
+                trainer.save_checkpoint()
+        self.seen[f"half{stage}"] = {"steps": trainer.results, "hashes": hashes}
+
+    def resume(self, stage: int, name: str, dtype: str = "float32") -> None:
+        """The newest valid checkpoint of an earlier start, and one more step."""
+        from trainer import checkpoint
+
+        config = settings(self.folder, f"{name}{stage}", stage, model={"dtype": dtype})
+        said: list[str] = []
+        trainer = self.trainer(config, group)
+        before = state_hash(trainer.engine, has_moments=False)
+        found = checkpoint.newest_valid(self.folder / f"{name}{stage}" / "checkpoints", said.append)
+        assert found is not None
+        trainer.progress = checkpoint.read_progress(found, self.exchange.world_size, stage, {})
+        checkpoint.load(trainer.engine, found)
+        hashes = [state_hash(trainer.engine)]
+        trainer.train_batch()
+        hashes.append(state_hash(trainer.engine))
+        trainer.save_checkpoint()
+        self.seen[f"{name}{stage}"] = {
+            "said": said,
+            "found": found.name,
+            "before": before,
+            "hashes": hashes,
+            "steps": trainer.results,
+            "progress": dataclasses.asdict(trainer.progress),
+        }
+
+    def end(self) -> None:
+        """Rank 0 finds that the user must change something while the others wait for groups."""
+
+        def stream(group_id: int) -> Item:
+            raise UserError(f"group {group_id}: the rewards file is gone")
+
+        try:
+            self.trainer(settings(self.folder, "end", 1), stream).train_batch()
+        except (UserError, exits.PeerEnded) as error:
+            self.seen["ended"] = [type(error).__name__, getattr(error, "exit_code", None)]
+
+    def write(self, name: str, tensors: dict[str, Tensor]) -> None:
+        from safetensors.torch import save_file
+
+        if self.exchange.rank == 0:
+            path = self.folder / f"{name}.safetensors"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file({key: t.clone().contiguous() for key, t in tensors.items()}, path)
+
+
+def moments(engine: Any, which: str) -> dict[str, Tensor]:
+    """Adam's `exp_avg` or `exp_avg_sq` of every parameter, whole, on every rank."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    if engine.stage == 0:
+        state = engine.ds.basic_optimizer.state
+        return {name: state[p][which] for name, p in stage_0_parameters(engine).items()}
+    if engine.stage in (1, 2):  # DeepSpeed links the state when only the first parameter group has one
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    return {name: safe_get_full_optimizer_state(p, which) for name, p in engine.model.named_parameters()}
+
+
+def master_weights(engine: Any) -> dict[str, Tensor]:
+    """The optimizer's own float32 parameters, by DeepSpeed's debugging interface and not by ours."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    if engine.stage == 0:
+        return {name: p.detach() for name, p in stage_0_parameters(engine).items()}
+    return {name: safe_get_full_fp32_param(p) for name, p in engine.model.named_parameters()}
+
+
+def stage_0_parameters(engine: Any) -> dict[str, Tensor]:
+    """What the optimizer steps: the model's own parameters, or with bfloat16 their float32 copies."""
+    named = dict(engine.model.named_parameters())
+    if not hasattr(engine.optimizer, "fp32_groups"):
+        return named
+    halves = [p for group in engine.optimizer.fp16_groups for p in group]
+    masters = [p for group in engine.optimizer.fp32_groups for p in group]
+    master_of = {id(half): master for half, master in zip(halves, masters, strict=True)}
+    return {name: master_of[id(p)] for name, p in named.items()}
+
+
+def state_hash(engine: Any, has_moments: bool = True) -> str:
+    """SHA-256 of weights, both moments (none before the first step) and the learning rate: all the next step needs."""
+    digest = hashlib.sha256(repr(engine.learning_rate).encode())
+    parts = [master_weights(engine), dict(engine.full_parameters(lambda _: True))]
+    parts += [moments(engine, which) for which in ("exp_avg", "exp_avg_sq") if has_moments]
+    for part in parts:
+        for name in sorted(part):
+            digest.update(name.encode())
+            digest.update(part[name].float().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def watch_loading() -> list[Any]:
+    """From now on, the `weights_only` of every torch.load."""
+    flags: list[Any] = []
+    load = torch.load
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        flags.append(options.get("weights_only"))
+        return load(*arguments, **options)
+
+    torch.load = watched
+    return flags
+
+
+def main(folder: Path, start: str) -> None:
+    faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)  # a deadlock ends with every rank's stack
+    torch.set_num_threads(1)
+    worker = Worker(folder)
+    began = time.monotonic()
+    if start == "first":
+        for stage in STAGES:
+            worker.train(stage)
+            worker.one_batch(f"uneven{stage}", stage, uneven, algorithm={"beta": 0.0})
+            worker.one_batch(f"dead{stage}", stage, dead, algorithm={"beta": 0.0})
+            worker.skip(stage, "nan", poisoned)
+            worker.skip(stage, "inf", infinite_loss)
+        for name, sections in VARIANTS.items():
+            worker.one_batch(name, 1, group, **sections)
+        for stage in (0, 1, 2):
+            worker.skip(stage, "nan_half", poisoned, "bfloat16")
+        for stage in (1, 2):
+            worker.half(stage)
+        worker.end()
+    else:
+        worker.seen["weights_only"] = watch_loading()
+        for stage in STAGES:
+            worker.resume(stage, "train")
+        for stage in (1, 2):
+            worker.resume(stage, "half", "bfloat16")
+    worker.seen["seconds"] = time.monotonic() - began
+    path = folder / f"{start}-rank{worker.exchange.rank}.json"
+    path.write_text(json.dumps(worker.seen, indent=1))
+    worker.exchange.barrier()
+    exits.leave(0)
+
+
+if __name__ == "__main__":
+    *_, folder, start = sys.argv
+    main(Path(folder), start)

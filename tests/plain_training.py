@@ -1,0 +1,75 @@
+"""A training loop to compare with: one process, one dense forward per sequence, the oracle's loss, torch's AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.types import Group
+from tests import oracle
+from tests.gloo_data import BETA, NUM_STEPS, TEMPERATURE, TRAINER, batch
+from tests.oracle import Objective, ScoredCompletion
+from tests.tiny import dense_logprobs
+
+OBJECTIVE = {"epsilon": 0.2, "epsilon_high": 0.2, "beta": BETA, "loss_type": "grpo", "max_completion_length": 12}
+
+
+class PlainTraining:
+    """What the engine must reproduce, without DeepSpeed, packing, micro-batches or the trainer's loss."""
+
+    def __init__(self, model: Path, steps: int = NUM_STEPS, trainer: dict[str, Any] = TRAINER, **changes: Any):
+        from transformers import AutoModelForCausalLM, get_scheduler
+
+        torch.set_num_threads(1)
+        self.objective = Objective(**OBJECTIVE | changes)
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="sdpa")
+        named = list(self.model.named_parameters())
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": [p for _, p in named if p.ndim > 1], "weight_decay": TRAINER["weight_decay"]},
+                {"params": [p for _, p in named if p.ndim <= 1], "weight_decay": 0.0},
+            ],
+            lr=trainer["learning_rate"],
+        )
+        self.scheduler = get_scheduler(
+            trainer["lr_scheduler_type"], self.optimizer, trainer["warmup_steps"], trainer["max_steps"]
+        )
+        self.steps: list[dict[str, float]] = []
+        self.gradient: dict[str, Tensor] = {}
+        for step in range(steps):
+            self.step(batch(step))
+            if step == 0:
+                self.gradient = self.gradients()
+
+    def step(self, groups: Sequence[Group]) -> None:
+        loss = self.backward(groups)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), TRAINER["max_grad_norm"])
+        self.steps.append(
+            {"loss": loss, "grad_norm": float(norm), "learning_rate": self.scheduler.get_last_lr()[0], "applied": True}
+        )
+        self.optimizer.step()
+        self.scheduler.step()
+
+    def backward(self, groups: Sequence[Group]) -> float:
+        """Leaves d loss / d parameters in .grad and returns the loss."""
+        self.optimizer.zero_grad()
+        rollouts, advantages, logprobs = [], [], []
+        for g in groups:
+            rollouts += g.rollouts
+            advantages += oracle.group_advantages([r.reward for r in g.rollouts], "group")
+            prompt = g.prompt_ids.tolist()
+            logprobs += [dense_logprobs(self.model, prompt, r.completion_ids.tolist(), TEMPERATURE) for r in g.rollouts]
+        completions = [
+            ScoredCompletion(a, new.tolist(), r.old_logprobs.tolist(), r.ref_logprobs.tolist())
+            for a, new, r in zip(advantages, logprobs, rollouts, strict=True)
+        ]
+        loss, by_logprob = oracle.loss_and_gradient(completions, self.objective)
+        torch.autograd.backward(logprobs, [torch.from_numpy(d) for d in by_logprob])
+        return loss
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad.clone() for name, p in self.model.named_parameters()}

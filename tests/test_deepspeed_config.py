@@ -1,0 +1,153 @@
+"""The user's DeepSpeed settings: what is filled in, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config import Config, UserError
+from trainer.deepspeed_config import deepspeed_config
+
+pytestmark = pytest.mark.fast
+
+
+def settings(deepspeed: Any, dtype: str = "bfloat16", **trainer: Any) -> Config:
+    chosen = {"prompts_per_step": 8, "groups_per_micro_batch": 2, "max_grad_norm": 0.7, "learning_rate": 3e-6}
+    return Config.model_validate(
+        {
+            "model": {"path": "any/model", "dtype": dtype},
+            "data": {"train": "any.jsonl"},
+            "trainer": chosen | trainer,
+            "deepspeed": deepspeed,
+        }
+    )
+
+
+def filled(deepspeed: Any, **changes: Any) -> dict[str, Any]:
+    return deepspeed_config(settings(deepspeed, **changes), world_size=2)
+
+
+def test_without_settings_everything_follows_from_ours() -> None:
+    assert filled({}) == {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,  # 8 groups = 2 ranks × 2 groups × 2 micro-batches
+        "train_batch_size": 8,
+        "gradient_clipping": 0.7,
+        "managed_gradient_accumulation": False,
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": False},
+        "zero_optimization": {"stage": 1, "overlap_comm": False},
+        "steps_per_print": 10**9,
+    }
+
+
+def test_float32_turns_bf16_off() -> None:
+    assert filled({}, dtype="float32")["bf16"] == {"enabled": False}
+
+
+def test_a_file_made_for_the_hugging_face_trainer_works_as_it_is(tmp_path: Path) -> None:
+    auto = "auto"
+    path = tmp_path / "zero3.json"
+    path.write_text(
+        json.dumps(
+            {
+                "fp16": {"enabled": auto, "loss_scale": 0},
+                "bf16": {"enabled": auto},
+                "optimizer": {
+                    "type": "AdamW",
+                    "params": {"lr": auto, "betas": auto, "eps": auto, "weight_decay": auto},
+                },
+                "scheduler": {
+                    "type": "WarmupDecayLR",
+                    "params": {
+                        "warmup_min_lr": auto,
+                        "warmup_max_lr": auto,
+                        "warmup_num_steps": auto,
+                        "total_num_steps": auto,
+                    },
+                },
+                "zero_optimization": {"stage": 3, "overlap_comm": True, "reduce_bucket_size": auto},
+                "gradient_accumulation_steps": auto,
+                "gradient_clipping": auto,
+                "train_batch_size": auto,
+                "train_micro_batch_size_per_gpu": auto,
+            }
+        )
+    )
+    result = filled(path, warmup_steps=5, max_steps=50, weight_decay=0.1)
+    assert result["fp16"] == {"enabled": False, "loss_scale": 0}
+    assert result["bf16"] == {"enabled": True}
+    assert result["optimizer"]["params"] == {"lr": 3e-6, "betas": [0.9, 0.999], "weight_decay": 0.1}
+    assert result["scheduler"]["params"] == {
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": 3e-6,
+        "warmup_num_steps": 5,
+        "total_num_steps": 50,
+    }
+    assert result["zero_optimization"] == {"stage": 3, "overlap_comm": True}
+    assert (result["gradient_accumulation_steps"], result["train_batch_size"]) == (2, 8)
+    assert "auto" not in json.dumps(result)
+
+
+def test_a_scheduler_without_a_total_gets_none() -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
+    assert filled({"scheduler": scheduler})["scheduler"]["params"] == {"warmup_num_steps": 0}
+
+
+def test_equal_values_are_no_contradiction() -> None:
+    result = filled({"train_batch_size": 8, "gradient_clipping": 0.7, "bf16": {"enabled": True}})
+    assert result["train_batch_size"] == 8
+
+
+def test_other_settings_pass_through_and_the_users_own_are_not_changed() -> None:
+    given = {"wall_clock_breakdown": True, "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}}
+    before = json.dumps(given)
+    result = filled(given)
+    assert result["wall_clock_breakdown"] is True
+    assert result["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 1000}
+    assert json.dumps(given) == before
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"train_batch_size": 64}, "deepspeed.train_batch_size is 64 but trainer.prompts_per_step"),
+        ({"gradient_accumulation_steps": 4}, "deepspeed.gradient_accumulation_steps is 4"),
+        ({"train_micro_batch_size_per_gpu": 1}, "trainer.groups_per_micro_batch makes it 2"),
+        ({"gradient_clipping": 1.0}, "deepspeed.gradient_clipping is 1.0 but trainer.max_grad_norm makes it 0.7"),
+        ({"managed_gradient_accumulation": True}, "managed_gradient_accumulation is True"),
+        ({"fp16": {"enabled": True}}, "set model.dtype=bfloat16"),
+        ({"bf16": {"enabled": False}}, "deepspeed.bf16.enabled is False but model.dtype makes it True"),
+        ({"bf16": True}, "deepspeed.bf16 is True, not a section"),
+        ({"zero_optimization": {"stage": 4}}, "stage 4 is not 0, 1, 2 or 3"),
+        ({"zero_optimization": {"stage": 1, "overlap_comm": True}}, "overlap_comm is True but stage 1"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, "optimizer.params.lr is 1e-05 but trainer."),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95]}}}, "trainer.adam_beta1 and adam_beta2"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1.0}}}, "trainer.learning_rate makes it 3e-06"),
+    ],
+)
+def test_a_contradiction_is_refused_with_both_settings(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        filled(given)
+    assert message in str(error.value)
+
+
+def test_groups_that_do_not_divide_by_the_ranks_are_refused() -> None:
+    with pytest.raises(UserError, match=r"prompts_per_step 8 does not divide by 3 ranks"):
+        deepspeed_config(settings({}), world_size=3)
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "cannot be read as JSON"), ("[1]", "holds a list")])
+def test_a_file_that_holds_no_settings_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "deepspeed.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        filled(path)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read as JSON"):
+        filled(tmp_path / "absent.json")

@@ -1,0 +1,351 @@
+"""Gradient steps, skipped steps, published weights and checkpoints of real DeepSpeed ranks over gloo, ZeRO 0 to 3.
+
+The yardstick is a plain training loop on one process: dense forwards, the oracle's loss and gradient, torch's AdamW.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from common import exits, weights
+from common.types import Group
+from tests.gloo_data import GROUPS_PER_STEP, NUM_STEPS, STAGES, TRAINER, VARIANTS, batch, uneven
+from tests.plain_training import PlainTraining
+from tests.tiny import VOCAB_SIZE, dense_logprobs, tiny_model
+
+pytestmark = pytest.mark.gloo
+
+ROOT = Path(__file__).resolve().parents[1]
+RANKS = (1, 2)
+BETA1 = 0.9  # of Adam: after one step exp_avg is (1 − beta1) · gradient
+PLAIN_ROUNDING = 2e-6  # the engine's float32 against float64; 8e-7 as measured
+
+every_layout = pytest.mark.parametrize(("ranks", "stage"), [(r, s) for r in RANKS for s in STAGES])
+
+
+class Runs:
+    """The workers' starts and what they left. A start happens when a test first asks for it."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.model = tiny_model(folder / "model", vocab=VOCAB_SIZE)
+
+    def of(self, ranks: int) -> Path:
+        return self.folder / f"{ranks}-ranks"
+
+    @cache  # noqa: B019
+    def first(self, ranks: int) -> list[dict[str, Any]]:
+        """What each rank saw in the first start."""
+        self.of(ranks).mkdir()
+        (self.of(ranks) / "model").symlink_to(self.model)
+        return self._start(ranks, "first")
+
+    @cache  # noqa: B019
+    def resumed(self, ranks: int) -> list[dict[str, Any]]:
+        """What each rank saw in a second start, after one byte of each newest checkpoint was flipped."""
+        self.first(ranks)
+        for stage in STAGES:
+            flip_byte(self.of(ranks) / f"train{stage}/checkpoints/step_{NUM_STEPS:06d}/model.safetensors")
+        return self._start(ranks, "resume")
+
+    def tensors(self, ranks: int, name: str) -> dict[str, Tensor]:
+        self.first(ranks)
+        return load_file(self.of(ranks) / f"{name}.safetensors")
+
+    def _start(self, ranks: int, start: str) -> list[dict[str, Any]]:
+        launcher = str(Path(sys.executable).with_name("deepspeed"))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command = [sys.executable, launcher, "--num_gpus", str(ranks), "--master_port", str(port)]
+        command += ["--module", "tests.gloo_worker", str(self.of(ranks)), start]
+        log = self.of(ranks) / f"{start}.log"
+        with open(log, "wb") as output:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                code = process.wait(timeout=200)
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        assert code == 0, f"{' '.join(command)} ended with {code}:\n{log.read_text()[-6000:]}"
+        return [json.loads((self.of(ranks) / f"{start}-rank{r}.json").read_text()) for r in range(ranks)]
+
+
+def flip_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("gloo"))
+
+
+@pytest.fixture(scope="module")
+def plain(runs: Runs) -> PlainTraining:
+    return PlainTraining(runs.model)
+
+
+def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Relative, in the Euclidean norm over all parameters."""
+    assert found.keys() == expected.keys()
+    flat = [torch.cat([t[name].double().flatten() for name in sorted(t)]) for t in (found, expected)]
+    return ((flat[0] - flat[1]).norm() / flat[1].norm()).item()
+
+
+def scaled(tensors: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
+    return {name: tensor * factor for name, tensor in tensors.items()}
+
+
+@every_layout
+def test_the_gradient_equals_plain_torch_with_the_oracle(
+    runs: Runs, plain: PlainTraining, ranks: int, stage: int
+) -> None:
+    found = scaled(runs.tensors(ranks, f"train{stage}/gradient"), 1 / (1 - BETA1))
+    assert difference(found, plain.gradient) < PLAIN_ROUNDING
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_ranks_with_two_micro_batches_equal_one_rank_with_four(runs: Runs, stage: int) -> None:
+    one, two = (runs.tensors(ranks, f"train{stage}/gradient") for ranks in RANKS)
+    assert difference(two, one) < 1e-6
+    one, two = (runs.tensors(ranks, f"train{stage}/weights") for ranks in RANKS)
+    assert difference(two, one) < 1e-6
+
+
+@every_layout
+def test_loss_norm_and_learning_rate_of_every_step_equal_plain_torch(
+    runs: Runs, plain: PlainTraining, ranks: int, stage: int
+) -> None:
+    steps = runs.first(ranks)[0][f"train{stage}"]["steps"]
+    assert [s["learning_rate"] for s in plain.steps] == [0.0, 1e-3, 5e-4]
+    assert [s["grad_norm"] > TRAINER["max_grad_norm"] for s in plain.steps] == [True, False, True]
+    for found, expected in zip(steps, plain.steps, strict=True):
+        for name, value in expected.items():
+            assert found[name] == pytest.approx(value, rel=2e-5), name
+
+
+@every_layout
+def test_weights_after_three_steps_equal_plain_torch(runs: Runs, plain: PlainTraining, ranks: int, stage: int) -> None:
+    found = runs.tensors(ranks, f"train{stage}/weights")
+    expected = {name: p.detach() for name, p in plain.model.named_parameters()}
+    start = load_file(runs.model / "model.safetensors")
+    assert difference(found, expected) < 1e-6
+    assert difference(expected, start) > 1e-3  # the steps are much larger than what is allowed
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_both_ranks_hold_the_same_state_and_saw_the_same_steps(runs: Runs, stage: int) -> None:
+    first, second = (seen[f"train{stage}"] for seen in runs.first(2))
+    assert first["hashes"] == second["hashes"]
+    assert first["steps"] == second["steps"]
+
+
+@every_layout
+def test_dead_groups_and_a_tombstone_on_one_rank_change_nothing_and_nobody_waits(
+    runs: Runs, ranks: int, stage: int
+) -> None:
+    plain = PlainTraining(runs.model, steps=0, beta=0.0)
+    alive = [g for g in map(uneven, range(GROUPS_PER_STEP)) if isinstance(g, Group)]
+    loss = plain.backward(alive)
+    found = scaled(runs.tensors(ranks, f"uneven{stage}/gradient"), 1 / (1 - BETA1))
+    # the oracle divides by three groups' completions, the step by four: the tombstone's were planned
+    expected = scaled(plain.gradients(), 3 / 4)
+    assert difference(found, expected) < PLAIN_ROUNDING
+    step = runs.first(ranks)[0][f"uneven{stage}"]["steps"][0]
+    assert step["loss"] == pytest.approx(loss * 3 / 4, rel=1e-5)
+    assert step["tokens"] == sum(len(r.completion_ids) for g in alive if g.group_id in (0, 2) for r in g.rollouts)
+
+
+@every_layout
+def test_a_step_of_dead_groups_alone_has_a_gradient_of_zero(runs: Runs, ranks: int, stage: int) -> None:
+    (step,) = runs.first(ranks)[0][f"dead{stage}"]["steps"]
+    assert step == {"applied": True, "grad_norm": 0.0, "learning_rate": 0.0, "loss": 0.0, "tokens": 0.0}
+    assert all(not t.any() for t in runs.tensors(ranks, f"dead{stage}/gradient").values())
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("loss_type", ["dapo", "dr_grpo"])
+def test_other_loss_types_equal_plain_torch(runs: Runs, ranks: int, loss_type: str) -> None:
+    plain = PlainTraining(runs.model, steps=1, loss_type=loss_type)
+    found = scaled(runs.tensors(ranks, f"{loss_type}/gradient"), 1 / (1 - BETA1))
+    assert difference(found, plain.gradient) < PLAIN_ROUNDING
+    assert runs.first(ranks)[0][loss_type]["steps"][0]["loss"] == pytest.approx(plain.steps[0]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", ["recomputed", "recomputed3"])
+def test_gradient_checkpointing_and_larger_micro_batches_change_nothing(
+    runs: Runs, plain: PlainTraining, ranks: int, name: str
+) -> None:
+    found = scaled(runs.tensors(ranks, f"{name}/gradient"), 1 / (1 - BETA1))
+    assert difference(found, plain.gradient) < PLAIN_ROUNDING
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_second_iteration_on_a_batch_equals_a_second_plain_step_on_it(runs: Runs, ranks: int) -> None:
+    plain = PlainTraining(runs.model, steps=0, trainer=TRAINER | VARIANTS["twice"]["trainer"])
+    for _ in range(2):
+        plain.step(batch(0))
+    first, second = runs.first(ranks)[0]["twice"]["steps"]
+    assert second["loss"] < first["loss"] - 0.01  # the weights moved in between, and to the better
+    for found, expected in zip((first, second), plain.steps, strict=True):
+        for name, value in expected.items():
+            assert found[name] == pytest.approx(value, rel=2e-5), name
+
+
+SKIPS = [(name, stage) for name in ("nan", "inf") for stage in STAGES] + [("nan_half", stage) for stage in (0, 1, 2)]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("name", "stage"), SKIPS)
+def test_a_step_that_is_not_finite_leaves_no_trace(runs: Runs, ranks: int, name: str, stage: int) -> None:
+    for seen in runs.first(ranks):
+        run = seen[f"{name}{stage}"]
+        assert [s["applied"] for s in run["steps"]] == [False, True]
+        start, after_skip, after_good = run["hashes"]
+        assert after_skip == start
+        assert after_good == run["alone"] != start  # as if the good step had been the first
+        assert run["progress"]["policy_version"] == 1
+        assert run["progress"]["step"] == run["progress"]["batch"] == 2
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_an_infinite_loss_is_reported_as_it_is(runs: Runs, ranks: int) -> None:
+    assert runs.first(ranks)[0]["inf1"]["steps"][0]["loss"] == float("inf")
+
+
+def published(runs: Runs, ranks: int, stage: int) -> weights.Published:
+    return weights.Published(**runs.first(ranks)[0][f"train{stage}"]["published"])
+
+
+@every_layout
+def test_a_published_version_verifies_and_holds_the_trained_weights(
+    runs: Runs, tmp_path: Path, ranks: int, stage: int
+) -> None:
+    version = published(runs, ranks, stage)
+    manifest = weights.read_manifest(version, visible_within_s=0)
+    weights.copy_verified(version, manifest, tmp_path / "private")
+    assert len(manifest.files) == ranks
+    found: dict[str, Tensor] = {}
+    for name in manifest.files:
+        shard = load_file(tmp_path / "private" / name)
+        assert shard and not found.keys() & shard.keys()
+        found |= shard
+    expected = runs.tensors(ranks, f"train{stage}/weights")
+    assert found.keys() == expected.keys() == manifest.tensors.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert (manifest.version, manifest.tied_embeddings) == (NUM_STEPS, True)
+
+
+@every_layout
+def test_the_canary_equals_a_fresh_dense_forward_under_the_published_weights(
+    runs: Runs, ranks: int, stage: int
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    version = published(runs, ranks, stage)
+    manifest = weights.read_manifest(version, visible_within_s=0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(runs.model), dtype=torch.float32)
+    state = {k: t for name in manifest.files for k, t in load_file(Path(version.weights_dir) / name).items()}
+    missing = model.load_state_dict(state, strict=False)
+    assert (missing.missing_keys, missing.unexpected_keys) == (["lm_head.weight"], [])  # tied to the embedding
+    canary = manifest.canary
+    for ids, logprobs in zip(canary.token_ids, canary.logprobs, strict=True):
+        prompt, completion = ids[: canary.prompt_length], ids[canary.prompt_length :]
+        with torch.no_grad():
+            expected = dense_logprobs(model, prompt, completion)
+        assert np.abs(np.array(logprobs) - expected.numpy()).max() < 1e-5
+
+
+@every_layout
+def test_a_checkpoint_loads_as_a_hugging_face_model_with_the_trained_weights(
+    runs: Runs, ranks: int, stage: int
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    runs.first(ranks)
+    folder = runs.of(ranks) / f"train{stage}/checkpoints/step_{NUM_STEPS:06d}"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    expected = runs.tensors(ranks, f"train{stage}/weights")
+    # a later test may have flipped the last bit of the file and then trained that step again
+    assert difference({name: p.detach() for name, p in model.named_parameters()}, expected) < 1e-7
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert len(AutoTokenizer.from_pretrained(folder)) == VOCAB_SIZE
+
+
+@every_layout
+def test_a_resumed_run_is_bit_identical_to_one_that_was_never_stopped(runs: Runs, ranks: int, stage: int) -> None:
+    straight = runs.first(ranks)[0][f"train{stage}"]
+    for seen in runs.resumed(ranks):
+        run = seen[f"train{stage}"]
+        assert run["hashes"] == straight["hashes"][NUM_STEPS - 2 :]  # as saved, and after the next step
+        assert run["hashes"][0] != run["before"]
+        assert run["steps"] == straight["steps"][-1:]
+        assert (run["progress"]["step"], run["progress"]["cursor"]) == (NUM_STEPS, NUM_STEPS * GROUPS_PER_STEP)
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(r, s) for r in RANKS for s in (1, 2)])
+def test_a_resumed_bfloat16_run_is_bit_identical_too(runs: Runs, ranks: int, stage: int) -> None:
+    straight = runs.first(ranks)[0][f"half{stage}"]
+    for seen in runs.resumed(ranks):
+        assert seen[f"half{stage}"]["hashes"] == straight["hashes"]
+        assert seen[f"half{stage}"]["steps"] == straight["steps"][-1:]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_every_pickle_of_a_checkpoint_is_read_without_running_code(runs: Runs, ranks: int) -> None:
+    for seen in runs.resumed(ranks):
+        assert len(seen["weights_only"]) >= len(STAGES)
+        assert all(flag is True for flag in seen["weights_only"])
+
+
+def test_a_pickle_that_calls_a_function_is_refused(tmp_path: Path) -> None:
+    from trainer.checkpoint import _load_without_code
+
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return (tmp_path / "hit").touch, ()
+
+    torch.save({"module": Bomb()}, tmp_path / "state.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        _load_without_code(str(tmp_path / "state.pt"))
+    assert not (tmp_path / "hit").exists()
+
+
+def test_when_rank_0_ends_the_other_rank_leaves_with_its_code(runs: Runs) -> None:
+    first, second = (seen["ended"] for seen in runs.first(2))
+    assert first == ["UserError", None]
+    assert second == ["PeerEnded", exits.USER_ERROR]
+
+
+@every_layout
+def test_a_checkpoint_with_a_flipped_byte_is_skipped_with_a_reason(runs: Runs, ranks: int, stage: int) -> None:
+    run = runs.resumed(ranks)[0][f"train{stage}"]
+    assert run["found"] == f"step_{NUM_STEPS - 1:06d}"
+    assert len(run["said"]) == 1
+    assert f"step_{NUM_STEPS:06d} is skipped: model.safetensors differs" in run["said"][0]

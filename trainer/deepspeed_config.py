@@ -1,0 +1,116 @@
+"""The user's DeepSpeed settings, completed from ours. Pure, and free of torch: a contradiction costs milliseconds.
+
+A file made for other trainers works as it is: what they write as "auto" is filled in here, or left to DeepSpeed where
+it has a default. What both sides set must agree, because there is no telling which of the two was meant.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from common.config import Config, UserError
+
+_AUTO = "auto"
+
+
+def deepspeed_config(config: Config, world_size: int) -> dict[str, Any]:
+    """What deepspeed.initialize gets. Raises UserError on a contradiction, naming both settings."""
+    trainer = config.trainer
+    groups = "trainer.prompts_per_step (in groups)"
+    given = _given(config)
+    _agree(
+        given,
+        "deepspeed",
+        {
+            "train_micro_batch_size_per_gpu": (trainer.groups_per_micro_batch, "trainer.groups_per_micro_batch"),
+            "gradient_accumulation_steps": (config.micro_batches(world_size), groups),
+            "train_batch_size": (trainer.prompts_per_step, groups),
+            "gradient_clipping": (trainer.max_grad_norm, "trainer.max_grad_norm"),
+            "managed_gradient_accumulation": (False, "the training loop"),
+        },
+    )
+    _agree(_section(given, "bf16"), "deepspeed.bf16", {"enabled": (config.model.dtype == "bfloat16", "model.dtype")})
+    if _section(given, "fp16").get("enabled", _AUTO) not in (_AUTO, False):
+        raise UserError("deepspeed.fp16 is enabled: its loss scaling hides overflows; set model.dtype=bfloat16 instead")
+    given["fp16"]["enabled"] = False
+    _fill_zero(_section(given, "zero_optimization"))
+    _fill_optimizer(config, given)
+    given.setdefault("steps_per_print", 10**9)
+    return _without_auto(given)
+
+
+def _given(config: Config) -> dict[str, Any]:
+    """A copy of the user's settings."""
+    given: Any = config.deepspeed
+    if isinstance(given, Path):
+        try:
+            given = json.loads(given.read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"deepspeed: {config.deepspeed} cannot be read as JSON: {error}") from None
+    if not isinstance(given, dict):
+        kind = type(given).__name__
+        raise UserError(f'deepspeed: {config.deepspeed} holds a {kind}; write {{"zero_optimization": {{"stage": 1}}}}')
+    return json.loads(json.dumps(given))
+
+
+def _section(parent: dict[str, Any], name: str) -> dict[str, Any]:
+    """The section of this name, made if there is none."""
+    section = parent.setdefault(name, {})
+    if not isinstance(section, dict):
+        raise UserError(f"deepspeed.{name} is {section!r}, not a section; see the DeepSpeed configuration reference")
+    return section
+
+
+def _agree(section: dict[str, Any], name: str, ours: dict[str, tuple[Any, str]]) -> None:
+    """Sets our values. Raises UserError where the user's own is another."""
+    for key, (value, source) in ours.items():
+        if section.get(key, _AUTO) not in (_AUTO, value):
+            raise UserError(
+                f"{name}.{key} is {section[key]} but {source} makes it {value}; "
+                f'remove it from the DeepSpeed settings or write "auto"'
+            )
+        section[key] = value
+
+
+def _fill_zero(zero: dict[str, Any]) -> None:
+    if zero.get("stage", _AUTO) == _AUTO:
+        zero["stage"] = 1
+    if zero["stage"] not in (0, 1, 2, 3):
+        raise UserError(f"deepspeed.zero_optimization.stage {zero['stage']} is not 0, 1, 2 or 3")
+    if zero["stage"] < 2:  # gradients stay local until the step; DeepSpeed refuses to overlap what is not there
+        _agree(zero, "deepspeed.zero_optimization", {"overlap_comm": (False, f"stage {zero['stage']}")})
+    elif zero["stage"] == 3 and zero.get("overlap_comm", _AUTO) == _AUTO:
+        zero["overlap_comm"] = False
+
+
+def _fill_optimizer(config: Config, given: dict[str, Any]) -> None:
+    """Hyperparameters of a DeepSpeed optimizer or scheduler, where the user asked for one instead of ours."""
+    trainer = config.trainer
+    rate = trainer.learning_rate, "trainer.learning_rate"
+    if "optimizer" in given:
+        params = _section(_section(given, "optimizer"), "params")
+        betas = [trainer.adam_beta1, trainer.adam_beta2], "trainer.adam_beta1 and adam_beta2"
+        decay = trainer.weight_decay, "trainer.weight_decay"
+        _agree(params, "deepspeed.optimizer.params", {"lr": rate, "betas": betas, "weight_decay": decay})
+    if "scheduler" in given:
+        params = _section(_section(given, "scheduler"), "params")
+        named = {
+            "warmup_max_lr": rate,
+            "warmup_num_steps": (trainer.warmup_steps, "trainer.warmup_steps"),
+            "total_num_steps": (trainer.max_steps, "trainer.max_steps"),
+        }
+        # schedulers differ in what they take: only what is there is filled in
+        _agree(params, "deepspeed.scheduler.params", {key: named[key] for key in named if key in params})
+        if params.get("warmup_min_lr") == _AUTO:
+            params["warmup_min_lr"] = 0.0
+
+
+def _without_auto(settings: dict[str, Any]) -> dict[str, Any]:
+    """What is still "auto" has a default in DeepSpeed."""
+    return {
+        key: _without_auto(value) if isinstance(value, dict) else value
+        for key, value in settings.items()
+        if value != _AUTO
+    }
