@@ -74,8 +74,11 @@ def init_distributed(config: Config) -> None:
     backend = config.trainer.dist_backend
     if backend == "auto":
         backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed(dist_backend=backend, timeout=_COLLECTIVE_TIMEOUT, verbose=False)
-    _unlink_shared_buffer()
+    if not torch.cuda.is_available():
+        _unlink_shared_buffer()
 
 
 def _unlink_shared_buffer() -> None:
