@@ -205,7 +205,7 @@ class Inbox:
 
     def _wake(self) -> None:
         with contextlib.suppress(zmq.Again):  # the thread is gone, or has many of these to read
-            self._wake_sender.send(b"")
+            self._wake_sender.send(b"", zmq.NOBLOCK)
 
     # ---- the socket's thread ----------------------------------------------------------------------------------
 

@@ -1,0 +1,526 @@
+"""Both ends of the link in one process: real sockets, ledger and frames around groups made by hand."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from common import channel, wire
+from common.config import Config, UserError
+from common.exits import PeerEnded, Retryable
+from common.types import EvalRequest, Group, Tombstone
+from sampler.link import Link
+from tests.protocol_helpers import (
+    HELLO,
+    FakeSampler,
+    hurry,
+    make_config,
+    make_eval_result,
+    make_group,
+    make_inbox,
+    make_rollout,
+    published,
+    short_folder,
+)
+from trainer.inbox import Inbox
+
+pytestmark = [pytest.mark.fast, pytest.mark.timeout(60)]
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
+    hurry(monkeypatch)
+    with short_folder() as folder:
+        yield make_config(folder)
+
+
+def train(inbox: Inbox, num_steps: int, first_step: int = 0) -> list[int]:
+    """The training loop's calls, two groups a step. Returns the ids in the order in which they were trained."""
+    trained = []
+    for step in range(first_step, first_step + num_steps):
+        inbox.commit(2 * step, published(step))
+        taken = inbox.take([2 * step, 2 * step + 1])
+        assert all(step - 1 <= group.policy_version <= step for group in taken), "older than max_staleness"
+        trained += [group.group_id for group in taken]
+    return trained
+
+
+def until(condition: Callable[[], Any], within_s: float = 10.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+# ---- groups ------------------------------------------------------------------------------------------------
+
+
+def backwards(ids: list[int]) -> list[int]:
+    return sorted(ids, reverse=True)
+
+
+def shuffled(ids: list[int]) -> list[int]:
+    return random.Random(1).sample(ids, len(ids))
+
+
+@pytest.mark.parametrize("order", [sorted, backwards, shuffled])
+def test_groups_are_taken_in_order_whatever_the_order_of_sending(
+    config: Config, order: Callable[[list[int]], list[int]]
+) -> None:
+    with make_inbox(config) as inbox, FakeSampler(config, order=order) as sampler:
+        assert train(inbox, 10) == list(range(20))
+        until(lambda: sampler.link.credit and sampler.link.credit.cursor == 18)
+        assert not any(sampler.link.has_result(g) for g in range(18)), "what is trained may be forgotten"
+    assert not [name for name in inbox.counters if name.startswith("refused")]
+
+
+def test_nothing_is_produced_beyond_the_window(config: Config) -> None:
+    with make_inbox(config) as inbox, FakeSampler(config) as sampler:
+        inbox.commit(0, published(0))
+        inbox.take([0, 1, 2, 3])
+        time.sleep(0.5)
+        assert sampler.produced == [0, 1, 2, 3]  # 2 groups a step, one step ahead
+
+
+class Doubling(Link):
+    def _send(self, frames: list[bytes]) -> None:
+        super()._send(frames)
+        super()._send(frames)
+
+
+def test_duplicates_are_counted_and_never_trained_twice(config: Config) -> None:
+    with make_inbox(config) as inbox, FakeSampler(config, link_class=Doubling):
+        assert train(inbox, 10) == list(range(20))
+        until(lambda: inbox.counters["refused/duplicate"] + inbox.counters["refused/trained"] >= 20)
+
+
+class Lossy(Link):
+    """Loses every third message, whatever it is."""
+
+    num_sent = 0
+
+    def _send(self, frames: list[bytes]) -> None:
+        self.num_sent += 1
+        if self.num_sent % 3:
+            super()._send(frames)
+
+
+def test_what_is_lost_on_the_way_is_sent_again(config: Config) -> None:
+    with make_inbox(config) as inbox, FakeSampler(config, link_class=Lossy) as sampler:
+        assert train(inbox, 10) == list(range(20))
+        assert sampler.link.counters["resent"] > 0
+        assert sampler.produced == list(range(len(sampler.produced))), "resent, not sampled again"
+
+
+def test_lost_credits_are_repeated(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    inbox, rng = make_inbox(config), random.Random(1)
+    send = inbox._send
+    monkeypatch.setattr(inbox, "_send", lambda *message: send(*message) if rng.random() < 0.5 else None)
+    with inbox, FakeSampler(config):
+        assert train(inbox, 10) == list(range(20))
+
+
+def test_two_samplers_share_the_window(config: Config) -> None:
+    with make_inbox(config) as inbox, FakeSampler(config, "s0") as one, FakeSampler(config, "s1") as other:
+        until(lambda: len(inbox.peers) == 2)
+        assert train(inbox, 10) == list(range(20))
+        assert sorted(one.produced + other.produced)[:20] == list(range(20)), "each group was produced once"
+        assert min(len(one.produced), len(other.produced)) >= 4
+
+
+# ---- who may speak -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("run", "life"), [("run", "life-0"), ("another run", "life-1"), ("", "")])
+def test_a_group_of_another_life_is_refused_and_counted(config: Config, run: str, life: str) -> None:
+    with make_inbox(config) as inbox, FakeSampler(config) as sampler:
+        inbox.commit(0, published(0))
+        inbox.take([0, 1, 2, 3])
+        stranger = channel.connect_dealer(config, "stranger", 4)
+        stranger.send_multipart(wire.encode(wire.Envelope(run, life, "s0"), make_group(0)))
+        until(lambda: inbox.counters["refused/other_life"] == 1)
+        stranger.close()
+        assert sampler.is_alive()
+
+
+def test_a_group_from_nobody_we_know_is_refused_and_counted(config: Config) -> None:
+    with make_inbox(config) as inbox:
+        inbox.commit(0, published(0))
+        stranger = channel.connect_dealer(config, "stranger", 4)
+        stranger.send_multipart(wire.encode(wire.Envelope("run", "life-1", "stranger"), make_group(0)))
+        until(lambda: inbox.counters["refused/unknown_sampler"] == 1)
+        stranger.close()
+    assert inbox.ledger.held == {}
+
+
+def test_a_group_before_the_first_credit_is_refused_and_stops_nothing(config: Config) -> None:
+    with make_inbox(config) as inbox:
+        early = channel.connect_dealer(config, "early", 4)
+        early.send_multipart(wire.encode(wire.Envelope("", "", "early"), HELLO))
+        early.send_multipart(wire.encode(wire.Envelope("run", "life-1", "early"), make_group(0)))
+        until(lambda: inbox.counters["refused/not_credited"] == 1)
+        early.close()
+        with FakeSampler(config):
+            assert train(inbox, 2) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda g: make_group(g.group_id + 50), "not_admitted"),
+        (lambda g: make_group(g.group_id, version=7), "version"),
+        (lambda g: make_group(g.group_id, 0, make_rollout()), "group_size"),
+        (lambda g: make_group(g.group_id, 0, make_rollout(), make_rollout((100,))), "token_id"),
+    ],
+)
+def test_a_group_that_may_not_be_trained_is_counted_by_its_reason_and_the_rest_goes_on(
+    config: Config, spoil: Callable[[Group], Group], reason: str
+) -> None:
+    def make(group_id: int, version: int) -> Group:
+        group = make_group(group_id, version)
+        return spoil(group) if group_id == 1 else group
+
+    with make_inbox(config) as inbox, FakeSampler(config, make=make):
+        inbox.commit(0, published(0))
+        assert [g.group_id for g in inbox.take([0, 2, 3])] == [0, 2, 3]
+        until(lambda: inbox.counters[f"refused/{reason}"] >= 1)
+        assert 1 not in inbox.ledger.held
+
+
+def test_a_sampler_with_other_data_is_sent_away_with_the_reason_and_the_first_goes_on(config: Config) -> None:
+    other_data = wire.Hello(2, "other data", "tokenizer", 100, 10, None)
+    with make_inbox(config) as inbox, FakeSampler(config, "s0"):
+        until(lambda: "s0" in inbox.peers)
+        with FakeSampler(config, "s1", hello=other_data) as wrong:
+            until(lambda: wrong.ended)
+            assert wrong.ended.exit_code == 2
+            assert "other data differs from the first sampler's data" in str(wrong.ended)
+        assert train(inbox, 3) == list(range(6))
+
+
+def test_garbage_is_counted_while_good_traffic_passes(config: Config) -> None:
+    rng = random.Random(3)
+    with make_inbox(config) as inbox, FakeSampler(config):
+        evil = zmq.Context.instance().socket(zmq.DEALER)
+        evil.setsockopt(zmq.LINGER, 0)
+        evil.connect(channel.endpoint(config))
+        evil.poll(0)
+        for _ in range(2000):
+            evil.send_multipart([rng.randbytes(rng.randrange(40)) for _ in range(rng.randrange(1, 6))])
+        assert train(inbox, 5) == list(range(10))
+        until(lambda: inbox.counters["refused/frame_count"] + inbox.counters["refused/digest"] == 2000)
+        evil.close()
+
+
+class _Flooded:
+    """A socket that always has one more message."""
+
+    def __init__(self, real: Any):
+        self._real = real
+
+    def recv_multipart(self, **options: Any) -> list[bytes]:
+        try:
+            return self._real.recv_multipart(**options)
+        except zmq.Again:
+            return [b"flood", b"junk"]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def test_a_flood_cannot_stop_credits(config: Config) -> None:
+    """More messages than the thread can read: each read ends, so that samplers hear of their leases."""
+    with make_inbox(config) as inbox, FakeSampler(config) as sampler:
+        until(lambda: "s0" in inbox.peers)
+        real, inbox.socket = inbox.socket, _Flooded(inbox.socket)
+        until(lambda: inbox.counters["refused/frame_count"] > 1000)
+        inbox.commit(0, published(0))
+        inbox.take([0, 1, 2, 3])
+        assert sampler.produced == [0, 1, 2, 3]
+        inbox.socket = real
+
+
+# ---- waiting -----------------------------------------------------------------------------------------------
+
+
+def with_channel(config: Config, **changes: float) -> Config:
+    return config.model_copy(update={"channel": config.channel.model_copy(update=changes)})
+
+
+def test_take_gives_up_with_what_is_missing_and_who_was_heard(config: Config) -> None:
+    config = with_channel(config, stall_timeout_s=1.0)
+    (config.run.output_dir / "logs").mkdir(parents=True)
+    (config.run.output_dir / "logs" / "sampler.log").write_text("vllm: loading\nvllm: out of memory\n")
+    with make_inbox(config) as inbox, FakeSampler(config, make=lambda g, v: make_group(g if g != 1 else 60, v)):
+        inbox.commit(0, published(0))
+        with pytest.raises(Retryable) as caught:
+            inbox.take([0, 1])
+    message = str(caught.value)
+    assert "waited 1 s for groups 0…1 (have 1 of 2); sampler s0 heard 0 s ago (sampling: normal)" in message
+    assert "vllm: out of memory" in message
+
+
+def test_waiting_for_a_first_sampler_has_a_deadline_and_says_where_it_listens(config: Config) -> None:
+    config = with_channel(config, connect_timeout_s=0.6)
+    with (
+        make_inbox(config) as inbox,
+        pytest.raises(Retryable, match=r"a sampler to say hello; no sampler on ipc://.*python sampling.py.* running"),
+    ):
+        inbox.wait_for_sampler()
+
+
+def test_the_first_sampler_introduces_itself(config: Config) -> None:
+    with make_inbox(config) as inbox, FakeSampler(config):
+        assert inbox.wait_for_sampler() == HELLO
+
+
+def test_a_sampler_gives_up_on_a_trainer_that_never_answers(config: Config) -> None:
+    link = Link(with_channel(config, connect_timeout_s=0.3), "s0", HELLO)
+    start = time.monotonic()
+    with pytest.raises(Retryable, match=r"the trainer has not answered on ipc://.*training_worker\.py.*trainer\.log"):
+        while time.monotonic() - start < 5:
+            link.receive(0.05)
+    link._socket.close()
+
+
+def test_a_long_wait_is_reported_with_what_is_normal(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.inbox._SAY_EVERY_S", 0.2)
+    said: list[str] = []
+    config = with_channel(config, connect_timeout_s=1.5)
+    with make_inbox(config, say=said.append) as inbox, pytest.raises(Retryable):
+        inbox.wait_for_sampler()
+    assert any("for a sampler to say hello" in line and "normal while vLLM starts" in line for line in said)
+
+
+# ---- loss and return ---------------------------------------------------------------------------------------
+
+
+def test_the_leases_of_a_lost_sampler_go_to_the_other(config: Config) -> None:
+    said: list[str] = []
+    with make_inbox(config, say=said.append) as inbox:
+        silent = channel.connect_dealer(config, "silent", 4)
+        silent.send_multipart(wire.encode(wire.Envelope("", "", "silent"), HELLO))
+        until(lambda: "silent" in inbox.peers)
+        with FakeSampler(config, "s0") as sampler:
+            until(lambda: "s0" in inbox.peers)
+            assert train(inbox, 5) == list(range(10))  # half of them were leased to the silent one
+            assert set(range(10)) <= set(sampler.produced)
+            assert inbox.peers["silent"].lost
+        silent.close()
+    assert any("sampler silent lost: silent for 1 s; 2 leases are free again" in line for line in said)
+
+
+def test_a_restarted_sampler_begins_where_it_is_needed(config: Config) -> None:
+    with make_inbox(config) as inbox:
+        with FakeSampler(config):
+            assert train(inbox, 3) == list(range(6))
+        again = wire.Hello(2, "data", "tokenizer", 100, 10, None)
+        with FakeSampler(config, hello=again) as sampler:
+            assert train(inbox, 3, first_step=3) == list(range(6, 12))
+            assert min(sampler.produced) >= 4, "what was trained is not produced again"
+
+
+def test_a_restarted_trainer_makes_the_sampler_forget_and_the_stream_goes_on(config: Config) -> None:
+    config = with_channel(config, lost_after_s=0.3)
+    with FakeSampler(config) as sampler:
+        first = make_inbox(config, incarnation="life-1")
+        first.__enter__()
+        assert train(first, 3) == list(range(6))
+        until(lambda: sampler.num_lives == 1)
+        first._stop.set()  # as if killed: no goodbye
+        first.peers = {}
+        first.__exit__(None, None, None)
+        with make_inbox(config, incarnation="life-2") as second:
+            assert train(second, 5) == list(range(10))  # from an older checkpoint, and in order
+        assert sampler.num_lives == 2
+        until(lambda: sampler.ended)
+
+
+def test_what_an_earlier_life_still_says_is_ignored(config: Config) -> None:
+    trainer, _ = channel.bind_router(config, 4)
+    link = Link(config, "s0", HELLO)
+    link.beat("ready", 0, None, {}, now=True)
+    name, *_ = trainer.recv_multipart()
+
+    def hears(life: str, message: wire.Message) -> bool:
+        trainer.send_multipart([name, *wire.encode(wire.Envelope("run", life, ""), message)])
+        return link.receive(timeout_s=5.0)
+
+    credit = wire.Credit(0, [], [], [], 0, "", "", 0, "")
+    assert [hears(life, credit) for life in ("life-1", "life-1", "life-2", "life-2")] == [True, False, True, False]
+    hears("life-1", wire.Bye("the end of life 1", 2))
+    assert link.counters["refused/past_life"] == 1
+    with pytest.raises(PeerEnded, match="the end of life 2"):
+        hears("life-2", wire.Bye("the end of life 2", 0))
+    link._socket.close()
+    trainer.close()
+
+
+# ---- endings -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(None, 0), (UserError("x"), 2), (Retryable("x"), 75), (KeyboardInterrupt(), 130), (ValueError("a bug"), 75)],
+)
+def test_the_trainers_goodbye_carries_the_code_to_end_with(
+    config: Config, error: BaseException | None, code: int
+) -> None:
+    with FakeSampler(config) as sampler:
+        inbox = make_inbox(config)
+        inbox.__enter__()
+        inbox.commit(0, published(0))
+        until(lambda: sampler.link.credit)
+        inbox.__exit__(type(error), error, None)
+        until(lambda: sampler.ended)
+        assert sampler.ended.exit_code == code
+        reason = "done" if error is None else f"the trainer ended: {type(error).__name__}: {error}"
+        assert str(sampler.ended) == reason
+
+
+def test_an_inbox_that_breaks_tells_both_sides(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeSampler(config) as sampler, pytest.raises(ZeroDivisionError), make_inbox(config) as inbox:
+        inbox.commit(0, published(0))
+        until(lambda: sampler.link.credit)
+        monkeypatch.setattr(inbox, "_find_lost", lambda now: 1 // 0)
+        until(lambda: sampler.ended)
+        assert sampler.ended.exit_code == 75
+        for _ in range(5):
+            time.sleep(0.1)
+            inbox.commit(0, published(0))  # nobody reads it any more, and it waits for nobody
+        inbox.take([90])
+
+
+def test_a_samplers_user_error_ends_the_wait_for_groups(config: Config) -> None:
+    with make_inbox(config) as inbox, FakeSampler(config, make=lambda g, v: make_group(60, v)) as sampler:
+        inbox.commit(0, published(0))
+        until(lambda: sampler.link.credit)
+        sampler.leave("model too large", 2)
+        with pytest.raises(UserError, match="sampler s0: model too large"):
+            inbox.take([0])
+
+
+def test_a_samplers_user_error_before_its_hello_ends_the_wait_for_it(config: Config) -> None:
+    with make_inbox(config) as inbox:
+        link = Link(config, "s0", HELLO)
+        link.say_goodbye("vllm refuses max_model_len", 2)
+        with pytest.raises(UserError, match="sampler s0: vllm refuses max_model_len"):
+            inbox.wait_for_sampler()
+        link._socket.close()
+
+
+def test_a_sampler_that_goes_leaves_its_leases_to_others_at_once(config: Config) -> None:
+    config = with_channel(config, lost_after_s=30.0)
+    with make_inbox(config) as inbox:
+        with FakeSampler(config, "s1", make=lambda g, v: make_group(60, v)) as leaving:
+            inbox.commit(0, published(0))
+            until(lambda: leaving.produced == [0, 1, 2, 3])
+            leaving.leave("interrupted", 75)
+        with FakeSampler(config, "s0"):
+            assert train(inbox, 3) == list(range(6))
+
+
+# ---- tombstones --------------------------------------------------------------------------------------------
+
+
+def failing_below(limit: int) -> Callable[[int, int], Group | Tombstone]:
+    return lambda g, version: Tombstone(g, version, "killed") if g < limit else make_group(g, version)
+
+
+@pytest.mark.parametrize(("fraction", "allowed"), [(0.01, 3), (0.1, 10)])  # of 100 groups; three are always allowed
+def test_tombstones_are_taken_like_groups_until_there_are_too_many(
+    config: Config, fraction: float, allowed: int
+) -> None:
+    rewards = config.rewards.model_copy(update={"max_tombstone_fraction": fraction})
+    config = config.model_copy(update={"rewards": rewards})
+    said: list[str] = []
+    with make_inbox(config, say=said.append) as inbox, FakeSampler(config, make=failing_below(allowed)):
+        assert train(inbox, 8) == list(range(16))
+        assert inbox.counters["tombstones"] == allowed
+    assert "group 0 could not be produced: killed" in said
+    with make_inbox(config) as inbox, FakeSampler(config, make=failing_below(allowed + 1)):
+        said_so = rf"{allowed + 1} groups could not be produced.*max_tombstone_fraction {fraction}"
+        with pytest.raises(UserError, match=said_so):
+            train(inbox, 8)
+
+
+# ---- evaluation --------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_is_shared_in_chunks_and_comes_back_in_order(config: Config) -> None:
+    with make_inbox(config) as inbox, FakeSampler(config, "s0"), FakeSampler(config, "s1"):
+        until(lambda: len(inbox.peers) == 2)
+        inbox.commit(0, published(0), "v0", num_problems=130)
+        results = inbox.finish_eval()
+        assert [r.chunk for r in results] == [0, 1, 2]  # 64 problems each
+        assert [s.problem_index for r in results for s in r.samples] == list(range(130))
+        assert inbox.finish_eval() == []
+
+
+def test_a_lost_evaluation_result_is_sent_again(config: Config) -> None:
+    with make_inbox(config) as inbox, FakeSampler(config, link_class=Lossy):
+        for step in range(5):
+            inbox.commit(2 * step, published(step), f"v{step}", num_problems=130)
+            inbox.take([2 * step, 2 * step + 1])
+            assert [r.chunk for r in inbox.finish_eval()] == [0, 1, 2]
+
+
+def test_the_evaluation_of_a_lost_sampler_goes_to_the_other(config: Config) -> None:
+    with make_inbox(config) as inbox:
+        silent = channel.connect_dealer(config, "silent", 4)
+        silent.send_multipart(wire.encode(wire.Envelope("", "", "silent"), HELLO))
+        until(lambda: "silent" in inbox.peers)
+        with FakeSampler(config):
+            until(lambda: "s0" in inbox.peers)
+            inbox.commit(0, published(0), "v0", num_problems=130)
+            assert len(inbox.finish_eval()) == 3
+        silent.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"policy_version": 4}, "eval_version"),
+        ({"eval_id": "v9"}, "eval_unknown"),
+        ({"chunk": 9}, "eval_unknown"),
+        ({"samples": ()}, "eval_problems"),
+        ({"samples": make_eval_result(EvalRequest("v0", 0, (7,)), 0).samples}, "eval_problems"),
+    ],
+)
+def test_a_wrong_evaluation_result_is_refused_and_counted(config: Config, changes: dict[str, Any], reason: str) -> None:
+    with make_inbox(config) as inbox, FakeSampler(config) as sampler:
+        sampler.make_eval = lambda request, version: make_eval_result(request, version, **changes)
+        inbox.commit(0, published(0), "v0", num_problems=3)
+        until(lambda: inbox.counters[f"refused/{reason}"])
+        sampler.make_eval = make_eval_result
+        assert [s.problem_index for s in inbox.finish_eval()[0].samples] == [0, 1, 2]
+
+
+def test_an_evaluation_result_counts_once(config: Config) -> None:
+    with make_inbox(config) as inbox, FakeSampler(config, link_class=Doubling):
+        inbox.commit(0, published(0), "v0", num_problems=3)
+        until(lambda: inbox.counters["refused/eval_duplicate"])
+        assert len(inbox.finish_eval()) == 1
+
+
+def test_an_evaluation_that_cannot_be_scored_ends_with_its_reason(config: Config) -> None:
+    with make_inbox(config) as inbox, FakeSampler(config) as sampler:
+        sampler.make_eval = lambda request, version: make_eval_result(request, version, samples=(), reason="killed")
+        inbox.commit(0, published(0), "v0", num_problems=130)
+        with pytest.raises(UserError, match="evaluation v0 failed: killed"):
+            inbox.finish_eval()
+
+
+# ---- statistics --------------------------------------------------------------------------------------------
+
+
+def test_the_newest_statistics_are_averaged_over_samplers(config: Config) -> None:
+    with make_inbox(config) as inbox, FakeSampler(config, "s0") as one, FakeSampler(config, "s1") as other:
+        one.stats, other.stats = {"a": 1.0, "b": 5.0}, {"a": 3.0}
+        inbox.commit(0, published(0))
+        until(lambda: inbox.snapshot()[0] == {"a": 2.0, "b": 5.0})
