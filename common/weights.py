@@ -77,9 +77,9 @@ class Published:
 
 
 def default_dir(config: Config) -> Path:
-    """weights.dir, or memory when both processes are on one host, or the run folder."""
+    """A folder of this run alone: in weights.dir, or in memory when both are on one host, or in the run folder."""
     if config.weights.dir is not None:
-        return config.weights.dir
+        return config.weights.dir / durable.run_tag(config.run.output_dir)
     memory = Path("/dev/shm")
     on_one_host = config.channel.endpoint is None or config.channel.endpoint.startswith("ipc://")
     if not (on_one_host and memory.is_dir()):

@@ -45,6 +45,7 @@ _EVAL_SEED_OFFSET = 1_000_003  # held-out samples must not share seeds with trai
 class GroupKey:
     group_id: int
     policy_version: int
+    life: int  # of the trainer: the same group of the same version may be asked for again, with other weights
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class EvalKey:
     chunk: int
     problem: int
     policy_version: int
+    life: int
 
 
 Key = GroupKey | EvalKey
@@ -93,6 +95,7 @@ class Sampler:
         self._working: dict[Key, list[Completion]] = {}  # leased and not sent; completions once generated
         self._chunks: dict[tuple[str, int], _Chunk] = {}
         self._bad_weights = 0
+        self._life = 0
         self._served: wire.Credit | None = None  # the credit whose leases are all in work
 
     def run(self) -> None:
@@ -144,7 +147,7 @@ class Sampler:
             return
         self._served = credit
         for group_id in sorted(set(credit.lease) - set(credit.have)):
-            key = GroupKey(group_id, credit.version)
+            key = GroupKey(group_id, credit.version, self._life)
             if not self.link.has_result(group_id) and not self._is_working(group_id):
                 failpoint("sampler.leased")
                 self._submit(key)
@@ -163,7 +166,7 @@ class Sampler:
         self._chunks = {k: c for k, c in self._chunks.items() if k[0] == request.eval_id}
         self._chunks[request.eval_id, request.chunk] = _Chunk(set(request.problem_indexes))
         for problem in request.problem_indexes:
-            self._submit(EvalKey(request.eval_id, request.chunk, problem, version))
+            self._submit(EvalKey(request.eval_id, request.chunk, problem, version, self._life))
 
     def _submit(self, key: Key) -> None:
         self._working[key] = []
@@ -260,6 +263,7 @@ class Sampler:
 
     def _forget_everything(self) -> None:
         """A new life of the trainer: nothing that the old one asked for is wanted."""
+        self._life += 1
         self.engine.abort_all()
         self.stats["total/aborted"] += len(self._working)
         self._working.clear()

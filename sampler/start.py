@@ -22,11 +22,11 @@ def run(config: Config, sampler_id: str) -> None:
     """Samples until the trainer says goodbye. Raises UserError, Retryable or PeerEnded."""
     problems = load_problems(config.data.train, config.data.prompt_key, config.data.answer_key)
     held_out = _load_held_out(config)
-    tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
-    train_prompts = _prompts("data.train", problems, tokenizer, config)
-    held_out_prompts = _prompts("data.eval", held_out, tokenizer, config)[: config.data.eval_size]
-    task = Task(train_prompts, held_out_prompts, lambda ids: tokenizer.batch_decode(ids, skip_special_tokens=True))
-    with RewardPool(config.rewards, columns=train_prompts[0].problem.columns) as pool:
+    with RewardPool(config.rewards, columns=problems[0].columns) as pool:
+        tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
+        train_prompts = _prompts("data.train", problems, tokenizer, config)
+        held_out_prompts = _prompts("data.eval", held_out, tokenizer, config)[: config.data.eval_size]
+        task = Task(train_prompts, held_out_prompts, lambda ids: tokenizer.batch_decode(ids, skip_special_tokens=True))
         data, vocabulary = fingerprint(problems + held_out), _fingerprint_tokenizer(tokenizer)
         link = Link(config, sampler_id, hello(data, vocabulary, len(train_prompts), len(held_out_prompts)))
         try:

@@ -62,9 +62,7 @@ def desk(stream: Stream) -> Any:
         snapshot=lambda: ({}, collections.Counter()),
     )
     log = SimpleNamespace(log=ignore, log_samples=ignore, log_eval=ignore)
-    return SimpleNamespace(
-        inbox=inbox, log=log, display=SimpleNamespace(step=ignore), num_eval_problems=0, recorder=None
-    )
+    return SimpleNamespace(inbox=inbox, log=log, display=SimpleNamespace(step=ignore), recorder=None)
 
 
 class Worker:

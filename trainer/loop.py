@@ -45,7 +45,6 @@ class Desk:
     recorder: Recorder | None
     log: MetricsLog
     display: StepDisplay
-    num_eval_problems: int
 
 
 class Trainer:
@@ -57,11 +56,14 @@ class Trainer:
         self.weights_dir = weights.default_dir(config)
         self.incarnation = exchange.text(desk.inbox.envelope.incarnation if desk else None)
         self.published_version = -1
+        self._num_eval_problems = 0
         self._skipped_in_a_row = 0
         self._timing: dict[str, float] = {}
         self._totals: dict[str, float] = {}
 
     def run(self) -> None:
+        if self.desk:
+            self._num_eval_problems = self.desk.inbox.wait_for_sampler().num_eval_problems
         self.publish(evaluate=self._evaluates_before())
         while self.progress.batch < self.config.num_batches:
             self.train_batch()
@@ -188,8 +190,8 @@ class Trainer:
         if self.desk is None:
             return
         inbox = self.desk.inbox
-        eval_id = f"v{version}" if evaluate and self.desk.num_eval_problems else None
-        inbox.commit(self.progress.cursor, self._published, eval_id, self.desk.num_eval_problems)
+        eval_id = f"v{version}" if evaluate and self._num_eval_problems else None
+        inbox.commit(self.progress.cursor, self._published, eval_id, self._num_eval_problems)
         weights.prune(self.weights_dir, inbox.versions_in_use(), self.config.weights.keep)
 
     def _evaluates_before(self) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common import durable, weights, wire
-from common.config import Config, UserError
+from common.config import Config, UserError, world_size
 from common.metrics import MetricsLog
 from common.panel import StepDisplay
 from common.tokenizer import load_tokenizer
@@ -21,8 +21,7 @@ from trainer.recording import FILE, Recorder, Replay
 
 if TYPE_CHECKING:
     from trainer.checkpoint import Progress
-    from trainer.engine import Engine
-    from trainer.exchange import Exchange
+    from trainer.loop import Desk
 
 
 def run(config: Config) -> None:
@@ -42,70 +41,71 @@ def _taken(config: Config) -> Any:
 
 
 def _run(config: Config) -> None:
+    """Rank 0 opens its desk first: a taken port or a wrong checkpoint must not cost the start of all ranks."""
     from trainer import checkpoint
     from trainer.engine import Engine, init_distributed
     from trainer.exchange import Exchange
     from trainer.loop import Trainer
 
+    rank, ranks = int(os.environ.get("RANK", "0")), world_size()
+    stage = deepspeed_config(config, ranks)["zero_optimization"]["stage"]
     tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
-    init_distributed(config)
-    exchange = Exchange(config)
-    stage = deepspeed_config(config, exchange.world_size)["zero_optimization"]["stage"]
-    checkpoints = config.run.output_dir / "checkpoints"
-    found = _find_checkpoint(config, checkpoints) if exchange.rank == 0 else None
-    resumed = exchange.text(str(found) if found else None)
-    if resumed:
-        progress = checkpoint.read_progress(Path(resumed), exchange.world_size, stage, _stream(config))
-    else:
-        run_id = exchange.text(secrets.token_hex(8) if exchange.rank == 0 else None)
-        progress = checkpoint.Progress(run_id, 0, 0, 0, 0, 0, 0, _stream(config))
-    engine = Engine(config, exchange.world_size)
-    if resumed:
-        checkpoint.load(engine, Path(resumed))
-    if exchange.rank != 0:
-        Trainer(config, engine, exchange, tokenizer, progress, None).run()
-        return
-    _run_rank_0(config, engine, exchange, tokenizer, progress, bool(resumed))
+
+    def progress_of(resumed: str, run_id: str) -> Progress:
+        if resumed:
+            return checkpoint.read_progress(Path(resumed), ranks, stage, _stream(config))
+        return checkpoint.Progress(run_id, 0, 0, 0, 0, 0, 0, _stream(config))
+
+    with contextlib.ExitStack() as stack:
+        found, run_id, desk = "", secrets.token_hex(8), None
+        if rank == 0:
+            found = _find_checkpoint(config)
+            desk = _open_desk(stack, config, progress_of(found, run_id), is_resumed=bool(found))
+        init_distributed(config)
+        exchange = Exchange(config)
+        found, run_id = exchange.text(found), exchange.text(run_id)
+        engine = Engine(config, exchange.world_size)
+        if found:
+            checkpoint.load(engine, Path(found))
+        Trainer(config, engine, exchange, tokenizer, progress_of(found, run_id), desk).run()
 
 
-def _run_rank_0(
-    config: Config, engine: Engine, exchange: Exchange, tokenizer: Any, progress: Progress, resumed: bool
-) -> None:
-    from trainer.loop import Desk, Trainer
+def _open_desk(stack: contextlib.ExitStack, config: Config, progress: Progress, is_resumed: bool) -> Desk:
+    """What only rank 0 has, closed by the stack: records, display, and the link to the samplers or a recording."""
+    from trainer.loop import Desk
 
     output_dir, per_step = config.run.output_dir, config.trainer.prompts_per_step
     weights_dir = weights.default_dir(config)
     durable.make_private(weights_dir)
-    durable.remove_leftovers(weights_dir)
+    for folder in (weights_dir, output_dir, output_dir / "checkpoints"):
+        durable.remove_leftovers(folder)
     weights.remove_versions(weights_dir)  # of an earlier life: this one publishes its own first
     durable.write_file(output_dir / "config.json", config.model_dump_json(indent=1).encode())
-    with contextlib.ExitStack() as stack:
-        log = MetricsLog(output_dir, config.run.report_to, progress.step if resumed else None)
-        stack.callback(log.close)
-        display = StepDisplay(config)
-        stack.callback(display.close)
-        stack.callback(weights.remove_versions, weights_dir)
-        recorder = Recorder(output_dir / FILE, progress.cursor) if config.run.record else None
-        if recorder is not None:
-            stack.callback(recorder.close)
-        incarnation, num_eval_problems = secrets.token_hex(8), 0
-        inbox: Inbox | Replay
-        if config.run.replay is not None:
-            inbox = Replay(config.run.replay, incarnation)
-        else:
-            limits = _limits(config, engine.model.config.vocab_size)
-            ledger = Ledger(
-                config.num_batches * per_step, per_step * (1 + config.trainer.max_staleness), progress.cursor
-            )
-            inbox = stack.enter_context(Inbox(config, progress.run_id, incarnation, limits, ledger, display.waiting))
-            num_eval_problems = inbox.wait_for_sampler().num_eval_problems
-        desk = Desk(inbox, recorder, log, display, num_eval_problems)
-        Trainer(config, engine, exchange, tokenizer, progress, desk).run()
+    log = MetricsLog(output_dir, config.run.report_to, progress.step if is_resumed else None)
+    stack.callback(log.close)
+    display = StepDisplay(config)
+    stack.callback(display.close)
+    stack.callback(weights.remove_versions, weights_dir)
+    recorder = Recorder(output_dir / FILE, progress.cursor) if config.run.record else None
+    if recorder is not None:
+        stack.callback(recorder.close)
+    incarnation = secrets.token_hex(8)
+    if config.run.replay is not None:
+        return Desk(Replay(config.run.replay, incarnation), recorder, log, display)
+    window = per_step * (1 + config.trainer.max_staleness)
+    ledger = Ledger(config.num_batches * per_step, window, progress.cursor)
+    inbox = Inbox(config, progress.run_id, incarnation, _limits(config), ledger, display.waiting)
+    return Desk(stack.enter_context(inbox), recorder, log, display)
 
 
-def _limits(config: Config, vocab_size: int) -> wire.Limits:
+def _limits(config: Config) -> wire.Limits:
+    from transformers import AutoConfig
+
+    model = AutoConfig.from_pretrained(
+        config.model.path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+    )
     return wire.Limits(
-        vocab_size=vocab_size,
+        vocab_size=model.get_text_config().vocab_size,
         num_generations=config.sampler.num_generations,
         max_prompt_length=config.data.max_prompt_length,
         max_completion_length=config.sampler.max_completion_length,
@@ -114,21 +114,22 @@ def _limits(config: Config, vocab_size: int) -> wire.Limits:
     )
 
 
-def _find_checkpoint(config: Config, checkpoints: Path) -> Path | None:
-    """The checkpoint to resume from; None for a fresh start. Raises UserError rather than guess."""
+def _find_checkpoint(config: Config) -> str:
+    """The checkpoint to resume from, "" for a fresh start. Raises UserError rather than guess."""
     from trainer.checkpoint import newest_valid
 
+    checkpoints = config.run.output_dir / "checkpoints"
     if not config.run.resume:
-        if checkpoints.is_dir() and any(checkpoints.glob("step_*")):
+        if any(checkpoints.glob("step_*")):
             raise UserError(
                 f"{config.run.output_dir} holds checkpoints of an earlier run. Continue it with run.resume=true, "
                 "or start a new one with run.output_dir=another folder"
             )
-        return None
+        return ""
     found = newest_valid(checkpoints, lambda text: print(f"tandem: {text}", flush=True))
     if found is None:
         raise UserError(f"run.resume is true but {checkpoints} holds no valid checkpoint; start with run.resume=false")
-    return found
+    return str(found)
 
 
 def _stream(config: Config) -> dict[str, Any]:
