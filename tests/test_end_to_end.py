@@ -152,6 +152,22 @@ def test_twenty_steps_on_gsm8k_with_two_ranks_reload_verified_weights_after_ever
     assert checkpoints == ["step_000010", "step_000020"]
     assert not [p for p in run.rglob(".tmp-*")]
     check_model_folder(run / "final")
+    if stage == 2:
+        check_vllm_loads(run / "checkpoints" / "step_000020")
+
+
+def check_vllm_loads(folder: Path) -> None:
+    """A checkpoint is a model for vLLM as it is, in a process that knows nothing of Tandem."""
+    code = f"""
+import os
+os.environ |= {{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}}
+import vllm
+llm = vllm.LLM({str(folder)!r}, max_model_len=128, enforce_eager=True, block_size=32)
+print(len(llm.generate("2 + 2 =", vllm.SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids))
+os._exit(0 if not os.sys.stdout.flush() else 1)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.strip().endswith("3"), done.stderr[-2000:]
 
 
 def check_model_folder(folder: Path) -> None:
@@ -199,3 +215,24 @@ def wait_for_step(run: Path, step: int, two: Two) -> None:
         assert two.processes["trainer"].poll() is None, two.log("trainer")
         time.sleep(0.2)
     raise AssertionError(f"step {step} was not reached; {two.log('trainer')}\n{two.log('sampler')}")
+
+
+def test_a_sampler_without_a_trainer_says_so_and_ends_with_75(tmp_path):
+    from tests.tiny import tiny_model
+
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "train.jsonl").write_text('{"question": "2 + 2?", "answer": "#### 4"}\n')
+    tiny_model(tmp_path / "task" / "model")
+    settings = {
+        "run": {"output_dir": str(tmp_path / "run")},
+        "model": {"path": str(tmp_path / "task" / "model"), "dtype": "float32"},
+        "data": {"train": str(tmp_path / "task" / "train.jsonl"), "max_prompt_length": 64},
+        "sampler": {"max_completion_length": 8},
+        "channel": {"connect_timeout_s": 2},
+    }
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    with Two(config) as two:
+        assert two.sampler().wait(timeout=120) == 75
+        assert "the trainer has not answered on ipc://" in two.log("sampler")
+        assert "Is `deepspeed training_worker.py` running with the same --config?" in two.log("sampler")
