@@ -138,7 +138,7 @@ def main() -> None:
             for first in range(0, arguments.groups, size * exchange.world_size):
                 mine = groups[first + rank * size : first + (rank + 1) * size]
                 engine.backward(micro_batch(mine, denominator, "group", 0.0))
-            result = engine.step(is_finite=True)
+            result = engine.step()
             _synchronise(on_gpu)
             seconds.append(time.perf_counter() - start)
             assert result.applied, "a step was skipped: the measurement is of nothing"

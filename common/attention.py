@@ -12,6 +12,7 @@ windows, soft caps and sinks, which are refused.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -80,16 +81,23 @@ def _span_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, scali
     prompt = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
     if not span.completions:
         return prompt
-    rows = pad_index(span.completions, query.device)  # [G, C] offsets into the completions' tokens
+    rows, real, mask = _indexes(span.completions, span.prompt, query.device)
     num_rows, longest = rows.shape
     q_rows, k_rows, v_rows = (x[0, :, begin:end][:, rows].transpose(0, 1) for x in (query, key, value))  # [G, H, C, d]
     k_all = torch.cat([k.expand(num_rows, -1, -1, -1), k_rows], dim=2)
     v_all = torch.cat([v.expand(num_rows, -1, -1, -1), v_rows], dim=2)
-    mask = torch.ones(longest, span.prompt + longest, dtype=torch.bool, device=query.device).tril(span.prompt)
     padded = F.scaled_dot_product_attention(q_rows, k_all, v_all, attn_mask=mask, scale=scaling, enable_gqa=gqa)
     flat = padded.transpose(1, 2).reshape(num_rows * longest, query.shape[1], -1)  # [G·C, H, d]
-    completions = flat[unpad_index(span.completions, query.device)]  # [Σ C, H, d]
+    completions = flat[real]  # [Σ C, H, d]
     return torch.cat([prompt, completions.transpose(0, 1)[None]], dim=2)
+
+
+@functools.lru_cache(maxsize=64)
+def _indexes(lengths: tuple[int, ...], prompt: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """(pad index [G, C], unpad index [Σ C], mask [C, prompt + C]): made once for all layers of a forward."""
+    longest = max(lengths)
+    mask = torch.ones(longest, prompt + longest, dtype=torch.bool, device=device).tril(prompt)
+    return pad_index(lengths, device), unpad_index(lengths, device), mask
 
 
 def pad_index(lengths: tuple[int, ...], device: torch.device) -> Tensor:
