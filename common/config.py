@@ -39,7 +39,7 @@ class Run(Section):
     resume: bool = False
     """Continue from the newest valid checkpoint in output_dir. Without one this is an error, never a fresh start."""
     record: bool = False
-    """Append every group that is trained to output_dir/groups.recording."""
+    """Append every group that is trained to output_dir/groups.recording. Ignored while replaying one."""
     replay: Path | None = None
     """Train from such a recording, without a sampler: the same weights, bit for bit."""
     log_samples: int = Field(2, ge=0)
@@ -134,6 +134,8 @@ class Rewards(Section):
     """Score from which a completion counts as right in accuracies, by function; default: 1.25 for format, else 1.0."""
     timeout_s: float = Field(10.0, gt=0)
     """A reward call that takes longer is killed, and its group becomes a tombstone."""
+    max_memory_gib: float = Field(8.0, gt=0)
+    """A reward process that wants more gets a MemoryError, and its group becomes a tombstone. Linux only."""
     max_tombstone_fraction: float = Field(0.01, ge=0, le=1)
     """The run stops with the reason once more than this share of groups (and more than 3) are tombstones."""
 
@@ -238,6 +240,11 @@ class Channel(Section):
     """Silence or no progress for this long ends the process with exit code 75."""
     max_message_mib: int = Field(64, gt=0)
     """A larger message is refused and its sender disconnected."""
+
+    @property
+    def rank_patience_s(self) -> float:
+        """How long the other ranks wait for rank 0, which may itself wait for a sampler and then for its groups."""
+        return self.connect_timeout_s + self.stall_timeout_s + 60
 
     @field_validator("endpoint")
     @classmethod

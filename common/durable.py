@@ -1,8 +1,9 @@
-"""Every file operation that must survive a crash, and the failpoints that prove it.
+"""Every file operation that must survive a crash, and the failpoints and faults that prove it.
 
 One rule serves everything: write under a temporary name in the same folder, fsync the contents, rename, fsync the
-folder. A reader sees the old state or the new one, never a part. Left out: NFS locks (rename is enough there) and
-any file that may be lost, such as logs.
+folder. A reader sees the old state or the new one, never a part. FAILPOINT fails at a named place of the program,
+FAULT at the n-th file operation, whatever it is. Left out: NFS locks (rename is enough there) and any file that may be
+lost, such as logs.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import signal
 import stat
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from common.config import UserError
 
@@ -54,6 +57,12 @@ FAILPOINTS = (
 _ACTIONS = ("kill", "raise", "stop", "enospc")
 _hits: dict[str, int] = {}
 
+_ERRORS = {"enospc": errno.ENOSPC, "edquot": errno.EDQUOT, "erofs": errno.EROFS, "eio": errno.EIO}
+_operations = 0  # file operations so far, counted only while FAULT is set
+
+# What may pass without anything being wrong here: a full disk, a quota, a file system that went away for a while.
+_TROUBLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
+
 
 def failpoint(name: str) -> None:
     """Fails here if the environment says FAILPOINT=name:hits:kill|raise|stop|enospc, on the hits-th call."""
@@ -81,8 +90,51 @@ def failpoint(name: str) -> None:
         raise RuntimeError(f"failpoint {name}")
 
 
+def _operate(name: str, path: Path) -> bool:
+    """Every file operation passes here first. It fails if the environment says FAULT=n:action, for the n-th one, or
+    FAULT=n-m:action, for the n-th to the m-th. Actions: kill, torn (half of the bytes, then kill), or an error's name.
+    True: tear this write, then call `_die`.
+    """
+    armed = os.environ.get("FAULT")
+    if not armed:
+        return False
+    global _operations
+    _operations += 1
+    which, _, action = armed.partition(":")
+    first, _, last = which.partition("-")
+    numbers = first.isdigit() and (last or first).isdigit()
+    assert numbers and action in ("kill", "torn", *_ERRORS), f"FAULT={armed} is not n:action or n-m:action"
+    if not int(first) <= _operations <= int(last or first):
+        return False
+    print(f"tandem: fault at file operation {_operations}, {name} {path}: {action}", file=sys.stderr, flush=True)
+    if action in _ERRORS:
+        raise OSError(_ERRORS[action], os.strerror(_ERRORS[action]), str(path))
+    if not (action == "torn" and name == "write"):
+        _die()
+    return True
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def disk_trouble(error: BaseException | None) -> int | None:
+    """The errno if this error, or one that caused it, is a disk's trouble that may pass; None if it is anything else.
+
+    Writers in other languages hide it: torch raises RuntimeError over it, Rust has "(os error 28)" in the text.
+    """
+    while error is not None:
+        text = re.search(r"\(os error ([0-9]+)\)", str(error))
+        code = error.errno if isinstance(error, OSError) else int(text[1]) if text else None
+        if code in _TROUBLE:
+            return code
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def fsync_path(path: Path) -> None:
     """fsync of a file or a folder by name."""
+    _operate("fsync", path)
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -90,17 +142,38 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_dir(path: Path, mode: int = 0o777) -> None:
+    """Makes a folder, and those above it, so that their names survive too. It may stand there already."""
+    if not path.is_dir():
+        make_dir(path.parent)
+        _operate("mkdir", path)
+        path.mkdir(mode=mode, exist_ok=True)
+        fsync_path(path.parent)
+
+
 def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Replaces the file's contents as a whole: after a crash it holds the old bytes or the new ones."""
+    write_with(path, lambda file: file.write(data), mode)
+
+
+def write_with(path: Path, write: Callable[[BinaryIO], object], mode: int = 0o644) -> None:
+    """As write_file, for a writer that wants an open file."""
     temporary = path.with_name(f"{TEMPORARY}{path.name}.{os.getpid()}")
+    _operate("create", temporary)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+            is_torn = _operate("write", temporary)
+            write(file)
             failpoint("file.written")
             file.flush()
+            if is_torn:
+                file.truncate(file.tell() // 2)
+                _die()
+            _operate("fsync", temporary)
             os.fsync(file.fileno())
         failpoint("file.synced")
+        _operate("rename", path)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -121,6 +194,7 @@ def commit_dir(temporary: Path, final: Path) -> None:
             fsync_path(Path(folder, name))
         fsync_path(Path(folder))
     failpoint("dir.synced")
+    _operate("rename", final)
     os.rename(temporary, final)
     failpoint("dir.renamed")
     fsync_path(final.parent)
@@ -132,8 +206,10 @@ def remove_dir(path: Path) -> None:
     trash = path.with_name(f"{TRASH}{path.name}.{os.getpid()}")
     shutil.rmtree(trash, ignore_errors=True)  # a killed process with our pid, as every life has in a container
     with contextlib.suppress(FileNotFoundError):
+        _operate("rename", trash)
         os.rename(path, trash)
         failpoint("dir.trashed")
+        _operate("delete", trash)
         shutil.rmtree(trash, ignore_errors=True)
 
 
@@ -166,6 +242,7 @@ def remove_leftovers(parent: Path) -> int:
     """Deletes what crashes left uncommitted in a folder that we alone write. Returns how many there were."""
     leftovers = [p for p in parent.glob(".*") if p.name.startswith((TEMPORARY, TRASH))] if parent.is_dir() else []
     for path in leftovers:
+        _operate("delete", path)
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     return len(leftovers)
 

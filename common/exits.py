@@ -1,20 +1,30 @@
-"""How a process ends: one table of exit codes and the one place that maps exceptions to them."""
+"""How a process ends: one table of exit codes and the one place that maps exceptions to them.
+
+Ctrl-C and SIGTERM end a process at once, through its finally blocks. A training loop asks for better: after
+`defer_interrupts` the first of them only sets a flag, so that the loop can stop where its state is whole.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 
 from common.config import UserError
+from common.durable import disk_trouble
 
 DONE = 0
 USER_ERROR = 2  # change something, then start again
 RETRYABLE = 75  # start again as it is (sysexits.h: EX_TEMPFAIL)
 INTERRUPTED = 130  # 128 + SIGINT
+
+_ECHO_S = 1.0  # DeepSpeed's launcher answers a Ctrl-C with a SIGTERM of its own to every rank
+_interrupted_at: float | None = None  # monotonic
 
 
 class Retryable(Exception):
@@ -29,10 +39,15 @@ class PeerEnded(Exception):
         self.exit_code = exit_code
 
 
+class Interrupted(Exception):
+    """Somebody asked for the end and the state is whole: what can be saved may be saved. Exit 130."""
+
+
 def run(name: str, main: Callable[[], None]) -> int:
     """Runs a process's main and returns its exit code, with one message for everything a person should know."""
-    # SIGTERM unwinds like Ctrl-C, so that both leave through the same finally blocks.
-    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGTERM, _interrupt)  # unwinds like Ctrl-C: both leave through the same finally blocks
     try:
         main()
         return DONE
@@ -45,13 +60,55 @@ def run(name: str, main: Callable[[], None]) -> int:
     except Retryable as error:
         _say(f"{name}: {error}")
         return RETRYABLE
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Interrupted):
         _say(f"{name}: interrupted")
         return INTERRUPTED
-    except Exception:
+    except Exception as error:
+        if disk_trouble(error) is not None:
+            _say(f"{name}: {error}: make room or repair the disk, then start again")
+            return RETRYABLE
         traceback.print_exc()
         _say(f"{name}: failed, see the traceback above")
         return 1
+
+
+def code_of(error: BaseException) -> int:
+    """The code to end with when a peer of ours, or our rank 0, ended by this exception."""
+    if isinstance(error, KeyboardInterrupt | Interrupted):
+        return INTERRUPTED
+    return USER_ERROR if isinstance(error, UserError) else RETRYABLE
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def defer_interrupts(decides: bool, note: str) -> None:
+    """From now on the first SIGINT or SIGTERM only makes `interrupted` true; another one ends the process at once.
+
+    decides: False for a rank that waits for rank 0's decision. It ignores Ctrl-C; a SIGTERM alone still ends it, for
+    that is how a launcher takes down the ranks that are left. note: what the one that decides says to the user.
+    """
+
+    def handle(number: int, _frame: object) -> None:
+        global _interrupted_at
+        now = time.monotonic()
+        is_echo = _interrupted_at is not None and now - _interrupted_at < _ECHO_S
+        if (number == signal.SIGINT and not decides) or is_echo:
+            _interrupted_at = _interrupted_at or now
+        elif not decides or _interrupted_at is not None:
+            raise KeyboardInterrupt
+        else:
+            _interrupted_at = now
+            os.write(2, f"tandem: {note}\n".encode())  # print is not safe inside a signal handler
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+
+
+def interrupted() -> bool:
+    """Whether a deferred interrupt has arrived."""
+    return _interrupted_at is not None
 
 
 def leave(code: int) -> None:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from common import attention
 from common.config import UserError
+from common.model_folder import check_model_folder
 from common.packing import PackedRow
 
 
@@ -82,6 +83,7 @@ def load_causal_lm(path: str, dtype: str, revision: str | None, trust_remote_cod
     from transformers import AutoModelForCausalLM
 
     attention.register()
+    check_model_folder(path)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path,

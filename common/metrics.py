@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config import UserError
-from common.durable import write_file
+from common.durable import fsync_path, write_file
 
 
 def wilson_interval(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
@@ -49,9 +49,16 @@ class MetricsLog:
 
     resume_step None starts a run, and raises UserError in a folder that already has steps. resume_step n continues
     after n optimizer steps: records with step > n are cut off, so the history equals an uninterrupted run's.
+    Evaluations count policy versions, of which there are fewer if steps were skipped: resume_version, by default n.
     """
 
-    def __init__(self, output_dir: Path, report_to: Iterable[str] = (), resume_step: int | None = None) -> None:
+    def __init__(
+        self,
+        output_dir: Path,
+        report_to: Iterable[str] = (),
+        resume_step: int | None = None,
+        resume_version: int | None = None,
+    ) -> None:
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         if resume_step is None and (steps := len(read_jsonl(folder / "metrics.jsonl"))):
@@ -64,7 +71,8 @@ class MetricsLog:
         self._files: dict[Path, int] = {}
         self._waiting: list[tuple[Path, bytes]] = []  # lines the disk did not take yet, oldest first
         for path in (folder / name for name in ("metrics.jsonl", "eval.jsonl", "samples.jsonl")):
-            _cut_after(path, last_step)
+            by_version = resume_version if path.name == "eval.jsonl" else None
+            _cut_after(path, last_step if by_version is None else by_version)
             self._files[path] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._metrics, self._eval, self._samples = self._files
         self._tensorboard: Any = None
@@ -94,6 +102,16 @@ class MetricsLog:
         """One line per completion, as given. Each record needs `step`, or a resume could not cut it off."""
         for record in records:
             self._append(self._samples, record)
+
+    def has_eval(self, version: int) -> bool:
+        """Whether the evaluation of this policy version is recorded."""
+        return any(record["step"] == version for record in read_jsonl(self._eval))
+
+    def sync(self) -> None:
+        """Every line so far survives a crash of the machine. Raises OSError if the disk still refuses lines."""
+        self._flush()
+        for path in self._files:
+            fsync_path(path)
 
     def close(self) -> None:
         """Raises OSError if the disk still refuses lines."""

@@ -15,6 +15,7 @@ import json
 import os
 import selectors
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ import termios
 import time
 import tty
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from typing import IO
 import psutil
 
 from common.exits import die_with_parent
+from common.redact import redacted_words
 from common.transcript import Transcript
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,7 +51,7 @@ class Child:
     cores: tuple[int, ...] = ()  # CPU affinity; empty = ours
     echo: bool = False  # stdout is shown at our terminal too
     launcher_depth: int = 0  # processes between us and those that end themselves on SIGINT
-    scratch: str = ""  # glob pattern of files that it never deletes itself
+    scratch: tuple[str, ...] = ()  # glob patterns of what it leaves in memory or temporary folders when it is killed
 
 
 class Running:
@@ -60,7 +62,8 @@ class Running:
         self._mark = f"{mark}-{child.name}"
         child.log.parent.mkdir(parents=True, exist_ok=True)
         self._log = open(child.log, "a", encoding="utf-8")  # noqa: SIM115  closed in `close`
-        header = f"=== {child.name}, attempt {attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}: {shlex.join(child.argv)}"
+        command = shlex.join(redacted_words(child.argv))
+        header = f"=== {child.name}, attempt {attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}: {command}"
         print(header, file=self._log, flush=True)
         # A live panel is drawn only on a terminal, and the launcher between us would hide ours.
         out, child_out = os.openpty() if child.echo and sys.stdout.isatty() else os.pipe()
@@ -133,7 +136,7 @@ class Running:
         _kill_group(self.process.pid, signal.SIGKILL)
         kill_marked(self._mark)
         self.process.wait()
-        _remove(self.child.scratch)
+        remove(self.child.scratch)
 
     def close(self, show: Callable[[bytes], None]) -> None:
         """Moves the last output, kills what the child left behind, and closes its log."""
@@ -218,10 +221,16 @@ def _kill_group(pid: int, number: int) -> None:
         os.killpg(pid, number)
 
 
-def _remove(pattern: str) -> None:
-    for path in glob.glob(pattern) if pattern else []:
+def remove(patterns: Sequence[str]) -> None:
+    """Deletes files and folders of this user by glob patterns, without following a link."""
+    for path in [path for pattern in patterns for path in glob.glob(pattern)]:
         with suppress(OSError):
-            os.unlink(path)
+            if os.lstat(path).st_uid != os.getuid():
+                continue
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
 
 
 def _in_child(cores: tuple[int, ...]) -> None:
@@ -234,7 +243,7 @@ def guard_main(mark: str, messages: IO[str]) -> None:
     """The guard's life: note the groups until the pipe closes, then end what is left of them."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    groups: dict[int, str | None] = {}
+    groups: dict[int, list[str] | None] = {}
     for message in map(json.loads, messages):
         groups[message["pid"]] = message["scratch"]
     live = {pid: scratch for pid, scratch in groups.items() if scratch is not None}
@@ -242,7 +251,7 @@ def guard_main(mark: str, messages: IO[str]) -> None:
         _kill_group(pid, signal.SIGKILL)
     kill_marked(mark)
     for scratch in live.values():
-        _remove(scratch)
+        remove(scratch)
 
 
 if __name__ == "__main__":

@@ -13,16 +13,18 @@ import shlex
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from common.config import Config, UserError, load
-from common.durable import lock
+from common.durable import lock, run_tag
 from common.exits import DONE, INTERRUPTED, RETRYABLE, USER_ERROR
 from common.machine import remove_stale_build_locks
 from common.metrics import read_jsonl
 from common.placement import Placement, placement, visible_gpus
 from common.processes import ROOT, Child
+from common.redact import redacted_words
 from common.supervisor import Rules, Supervisor
 
 LOCK = "lock.supervisor"
@@ -115,9 +117,10 @@ class _Command:
     def __init__(self, path: Path, overrides: tuple[str, ...], config: Config, place: Placement) -> None:
         self.config = config
         self.place = place
-        self.words = shlex.join([str(path), *overrides])
+        self.words = shlex.join([str(path), *redacted_words(overrides)])
         self._arguments = ("--config", str(path.resolve()), *overrides)
         self._logs = config.run.output_dir / "logs"
+        self._tag = run_tag(config.run.output_dir)
 
     def sampler(self) -> Child:
         return Child(
@@ -126,6 +129,7 @@ class _Command:
             env=_environment(self.place.sampler_env),
             log=self._logs / "sampler.log",
             cores=self.place.sampler_cores,
+            scratch=(f"/dev/shm/{self._tag}-reload-*", f"{tempfile.gettempdir()}/{self._tag}-reload-*"),
         )
 
     def trainer(self, *extra: str) -> Child:
@@ -147,7 +151,11 @@ class _Command:
             cores=self.place.trainer_cores,
             echo=True,
             launcher_depth=2,  # deepspeed, its launch module, then the ranks
-            scratch=f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*",  # 66 MiB of memory per rank
+            scratch=(
+                f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*",  # 66 MiB of memory per rank
+                f"/dev/shm/{self._tag}",  # published weights
+                f"{tempfile.gettempdir()}/{self._tag}",  # the socket's folder
+            ),
         )
 
     def restart_trainer(self, code: int) -> Child | str:

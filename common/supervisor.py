@@ -1,9 +1,11 @@
 """Starts both processes, passes their words on, restarts what may be restarted, and leaves nothing behind.
 
 What an ending means:
-    0    trainer: the run is done, the sampler gets 10 s to leave.  sampler: the trainer decides how the run ends
+    0    trainer: the run is done, the sampler gets 30 s to leave.  sampler: the trainer decides how the run ends,
+         within the same time, or it is killed and counts as a crash if the run is not done
     2    the user has something to change: both stop, 2
-    75   start it again, at most 5 times without a new step in between, after 1, 2, 4 … s
+    75   start it again, at most 5 times without a new step in between, after 1, 2, 4 … s; from the trainer's second
+         time on with a new sampler, which may be what it waits for
     130  somebody interrupted it: both stop, 130
     else the sampler holds no state and counts as 75; the trainer too if it has a checkpoint, otherwise both stop, 1
 A trainer restarts from its newest checkpoint. Without one it may start anew only while metrics.jsonl has no step:
@@ -20,10 +22,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from common.exits import DONE, INTERRUPTED, RETRYABLE, USER_ERROR
 from common.processes import Child, Guard, Running
+from common.transcript import tail
 
 TAIL_LINES = 15
 
@@ -37,7 +39,7 @@ class Rules:
     finished: Callable[[], bool]  # the trainer's last words are on disk
     max_restarts: int = 5
     backoff_s: float = 1.0  # doubles with every restart
-    grace_s: float = 10.0  # from the request to end until SIGKILL
+    grace_s: float = 30.0  # from the request to end until SIGKILL: a step is finished and a checkpoint written in it
 
 
 @dataclass
@@ -50,6 +52,7 @@ class _Slot:
     restarts: int = 0  # since the last progress
     progress: int = 0
     start_at: float | None = None  # monotonic; None = not waiting to start
+    end_by: float | None = None  # monotonic; None = it may run as long as it likes
 
 
 class Supervisor:
@@ -87,7 +90,11 @@ class Supervisor:
                 self._stop(signal.SIGINT)
                 return INTERRUPTED
             for name, slot in self._slots.items():
-                if slot.running is not None and (code := slot.running.process.poll()) is not None:
+                code = slot.running.process.poll() if slot.running is not None else None
+                if code is None and slot.end_by is not None and time.monotonic() >= slot.end_by:
+                    self._say(f"{name} did not end within {self._rules.grace_s:g} s of the sampler, and is killed")
+                    code = DONE  # as if by itself: whether the run is done is on disk
+                if code is not None:
                     self._close(slot)
                     verdict = self._ended(name, code)
                     if verdict is not None:
@@ -98,6 +105,7 @@ class Supervisor:
     def _ended(self, name: str, code: int) -> int | None:
         """The exit code of the whole, or None to go on."""
         if code == DONE and name == "sampler":
+            self._slots["trainer"].end_by = time.monotonic() + self._rules.grace_s
             return None
         if code == DONE and self._rules.finished():
             self._stop(None)
@@ -129,13 +137,21 @@ class Supervisor:
         wait_s = self._rules.backoff_s * 2**slot.restarts
         slot.child, slot.restarts, slot.start_at = replacement, slot.restarts + 1, time.monotonic() + wait_s
         self._say(f"{name} {_meaning(code)}; restart {slot.restarts} of {self._rules.max_restarts} in {wait_s:g} s")
-        sampler = self._slots["sampler"]
-        if name == "trainer" and sampler.running is None and sampler.start_at is None:
-            sampler.start_at = slot.start_at  # it left with the old trainer
+        if name == "trainer":
+            self._renew_sampler(slot, waited_in_vain=code == RETRYABLE and slot.restarts > 1)
         return None
 
+    def _renew_sampler(self, trainer: _Slot, waited_in_vain: bool) -> None:
+        """Starts the sampler with the trainer if it left with it, or if the trainer has waited in vain once more."""
+        sampler = self._slots["sampler"]
+        if waited_in_vain and sampler.running is not None:
+            self._say("sampler is started again too: perhaps it is what the trainer waited for")
+            self._close(sampler)
+        if sampler.running is None and sampler.start_at is None:
+            sampler.start_at = trainer.start_at
+
     def _start(self, slot: _Slot) -> None:
-        slot.attempt, slot.start_at = slot.attempt + 1, None
+        slot.attempt, slot.start_at, slot.end_by = slot.attempt + 1, None, None
         slot.running = Running(slot.child, self._guard.mark, slot.attempt)
         self._guard.watch(slot.running)
         for descriptor in slot.running.streams:
@@ -147,7 +163,7 @@ class Supervisor:
             self._selector.unregister(descriptor)
         slot.running.close(self._show)
         self._guard.forget(slot.running)
-        slot.running = None
+        slot.running, slot.end_by = None, None
 
     def _stop(self, number: int | None) -> None:
         """Asks everything that runs to end, waits for it, and kills the rest.
@@ -207,20 +223,11 @@ class Supervisor:
         log = self._slots[name].child.log
         self._say(f"{name} {_meaning(code)}. The last lines of its log:")
         with suppress(OSError):
-            print("".join(f"    {line}\n" for line in tail(log)), file=sys.stderr, end="", flush=True)
+            print("".join(f"    {line}\n" for line in tail(log, TAIL_LINES)), file=sys.stderr, end="", flush=True)
         self._say(f"full log: {log}")
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGWINCH)
-
-
-def tail(log: Path, count: int = TAIL_LINES) -> list[str]:
-    """The last lines of a log that are not empty; reads its end only, however long it is."""
-    with open(log, "rb") as file:
-        file.seek(0, 2)
-        file.seek(max(0, file.tell() - 65536))
-        lines = file.read().decode(errors="replace").splitlines()
-    return [line for line in lines if line.strip()][-count:]
 
 
 def _meaning(code: int) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.config import UserError
+from common.model_folder import check_model_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,6 +19,7 @@ def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bo
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not folder.is_dir():
         raise UserError(f"model {path!r}: no such folder. Set model.path to a folder or a hub id")
+    check_model_folder(path)  # here, because both processes come by before they load the model
 
     from transformers import AutoTokenizer  # costs seconds
 

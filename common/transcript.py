@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from pathlib import Path
 
 _TOKEN = re.compile(
     r"\x1b\[(?P<number>[0-9;?]*)(?P<code>[@-~])"  # a control sequence
@@ -63,3 +64,21 @@ class Transcript:
             self._overwrite = True
         elif token["code"] == "K" and token["number"] == "2":
             self._lines[-1] = ""
+
+
+def tail(log: Path, count: int) -> list[str]:
+    """The last lines of a log that are not empty; reads its end only, however long it is. Raises OSError."""
+    with open(log, "rb") as file:
+        file.seek(0, 2)
+        file.seek(max(0, file.tell() - 65536))
+        lines = file.read().decode(errors="replace").splitlines()
+    return [line for line in lines if line.strip()][-count:]
+
+
+def last_words(log: Path, count: int = 5) -> str:
+    """The end of the other process's log as the end of a message; "" if it has none, as in a run by hand."""
+    try:
+        lines = tail(log, count)
+    except OSError:
+        return ""
+    return " Last lines of " + "\n  ".join([f"{log}:", *(re.sub(r"[\x00-\x1f\x7f-\x9f]", "", line) for line in lines)])

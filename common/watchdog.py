@@ -1,8 +1,9 @@
 """Ends a process whose work no longer moves, with the stacks of all its threads.
 
 A peer's silence is found by whoever waits for it; this finds the process that is itself stuck: in a collective, in a
-driver, in a lock. Time is monotonic, so a clock that jumps changes nothing. Left out: a thread stuck in native code
-that holds the interpreter lock also stops the watchdog; the peer's own deadline is the net below.
+driver, in a lock. The work calls `moved` at every piece of progress and inside waits that have a deadline of their
+own. Time is monotonic, so a clock that jumps changes nothing. Left out: a thread stuck in native code that holds the
+interpreter lock also stops the watchdog; the peer's own deadline is the net below.
 """
 
 from __future__ import annotations
@@ -12,39 +13,61 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 
 from common.exits import RETRYABLE
+from common.transcript import last_words
+
+_watching: Watchdog | None = None
+
+
+def moved(doing: str) -> None:
+    """This process made progress, and goes on `doing` this. Nothing happens where no watchdog runs."""
+    if _watching is not None:
+        _watching.moved(doing)
 
 
 class Watchdog:
-    """`moved(doing)` at every piece of progress; without one for timeout_s: stacks to stderr, exit 75."""
+    """The process's one watchdog. Without `moved` for timeout_s: stacks to stderr, exit 75.
 
-    def __init__(self, name: str, timeout_s: float):
-        self._name, self._timeout_s = name, timeout_s
-        self._moved_at, self._doing = time.monotonic(), "starting"
+    startup_s: the limit until the first `moved`. peer_log: whose last lines the message carries.
+    """
+
+    def __init__(self, name: str, timeout_s: float, startup_s: float, peer_log: Path):
+        self._name, self._timeout_s, self._peer_log = name, timeout_s, peer_log
+        self._limit_s = max(startup_s, timeout_s)
+        self._state = time.monotonic(), "starting"
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def moved(self, doing: str) -> None:
-        self._moved_at, self._doing = time.monotonic(), doing
+        self._state, self._limit_s = (time.monotonic(), doing), self._timeout_s
 
     def __enter__(self) -> Watchdog:
+        global _watching
+        _watching = self
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        global _watching
+        _watching = None
         self._stopped.set()
 
     def _watch(self) -> None:
         while not self._stopped.wait(min(1.0, self._timeout_s / 4)):
-            still_s = time.monotonic() - self._moved_at
-            if still_s > self._timeout_s:
-                print(
-                    f"tandem: {self._name}: no progress for {still_s:.0f} s while {self._doing}; all stacks follow. "
-                    "Raise channel.stall_timeout_s if this is normal here",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-                sys.stderr.flush()
-                os._exit(RETRYABLE)
+            since, doing = self._state
+            still_s = time.monotonic() - since
+            if still_s > self._limit_s:
+                self._expire(still_s, doing)
+
+    def _expire(self, still_s: float, doing: str) -> None:
+        """The stacks go out first: writing the rest could itself be what is stuck."""
+        faulthandler.dump_traceback(file=sys.stderr.fileno(), all_threads=True)
+        text = (
+            f"tandem: {self._name}: no progress for {still_s:.0f} s while {doing}; the stacks of all threads stand "
+            "above. Raise channel.stall_timeout_s (at the start: channel.connect_timeout_s) if this is normal here."
+            f"{last_words(self._peer_log)}\n"
+        )
+        os.write(sys.stderr.fileno(), text.encode())
+        os._exit(RETRYABLE)

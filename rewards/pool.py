@@ -45,7 +45,8 @@ class RewardPool:
         self.num_timeouts = self.num_crashes = self.num_errors = 0
         self.pending = 0  # submitted and not yet returned by ready()
         names = None if columns is None else list(columns)
-        setup = Setup(names=config.reward_funcs, weights=config.weights, columns=names)
+        max_memory = int(config.max_memory_gib * 2**30)
+        setup = Setup(config.reward_funcs, config.weights, names, max_memory)
         self._jobs: queue.SimpleQueue[tuple[Hashable, Job] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[tuple[Hashable, Scores | RewardFailure]] = queue.SimpleQueue()
         self._started: queue.SimpleQueue[StartError | LostError | None] = queue.SimpleQueue()

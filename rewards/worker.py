@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 from typing import Any, BinaryIO, NoReturn
@@ -27,6 +28,7 @@ class Setup(msgspec.Struct, frozen=True):
     names: list[str]
     weights: list[float]
     columns: list[str] | None  # null: signatures are not checked
+    max_memory: int = 0  # bytes; 0 = no limit
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -89,6 +91,8 @@ def main(parent_pid: int) -> NoReturn:
         replies.flush()
 
     setup = msgspec.msgpack.decode(_read(requests), type=Setup)
+    if setup.max_memory and sys.platform == "linux":  # inherited by whatever the user's code starts
+        resource.setrlimit(resource.RLIMIT_DATA, (setup.max_memory, setup.max_memory))
     try:
         functions = [(reward_name(n), resolve(n), weight) for n, weight in zip(setup.names, setup.weights, strict=True)]
         for name, function, _ in functions:

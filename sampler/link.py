@@ -16,6 +16,7 @@ from common import channel, wire
 from common.config import Config
 from common.durable import failpoint
 from common.exits import PeerEnded, Retryable
+from common.transcript import last_words
 from common.types import EvalResult, Group, Tombstone
 
 _RESEND_AFTER_S = 2.0
@@ -30,6 +31,7 @@ class Link:
         window = config.trainer.prompts_per_step * (1 + config.trainer.max_staleness)
         self._socket = channel.connect_dealer(config, sampler_id, window)
         self._envelope = wire.Envelope("", "", sampler_id)
+        self._trainer_log = config.run.output_dir / "logs" / "trainer.log"
         self._past_lives: set[str] = set()
         self._outbox: dict[int, tuple[list[bytes], float]] = {}  # group id -> frames, when they were sent
         self._spoke_at = -channel.BEAT_S
@@ -68,8 +70,10 @@ class Link:
             raise PeerEnded(message.reason, message.exit_code)
         if not isinstance(message, wire.Credit):
             raise wire.WireError("unexpected", type(message).__name__)
-        self._heard_at = time.monotonic()
         reborn = life != self._envelope.incarnation
+        if not reborn and self.credit is not None and message.progress < self.credit.progress:
+            raise wire.WireError("outdated")  # overtaken on the way by the credit of a later step
+        self._heard_at = time.monotonic()
         if reborn:
             if self._envelope.incarnation:
                 self._past_lives.add(self._envelope.incarnation)
@@ -97,7 +101,7 @@ class Link:
             raise Retryable(
                 f"the trainer has not answered on {channel.endpoint(self._config)} for {silent:.0f} s. "
                 "Is `deepspeed training_worker.py` running with the same --config? "
-                f"Its log: {self._config.run.output_dir}/logs/trainer.log"
+                f"Its log: {self._trainer_log}.{last_words(self._trainer_log)}"
             )
 
     def has_result(self, group_id: int) -> bool:

@@ -27,6 +27,7 @@ from common.config import Config
 from common.durable import failpoint
 from common.exits import Retryable
 from common.types import EvalRequest, EvalResult, EvalSample, Group, Prompt, Rollout, Tombstone
+from common.watchdog import moved
 from common.weights import BadWeights, Published
 from rewards.pool import RewardFailure, RewardPool
 from sampler.dataset import problem_index, sampling_seed
@@ -101,6 +102,7 @@ class Sampler:
     def run(self) -> None:
         """Until the trainer says goodbye (PeerEnded) or something ends the process."""
         while True:
+            moved(self.phase)
             self.wait_for_credit_or_work()
             self.reload_if_credited()
             self.start_leased_work()

@@ -11,6 +11,7 @@ from common.config import Config, UserError
 from common.exits import RETRYABLE, USER_ERROR, Retryable
 from common.tokenizer import load_tokenizer
 from common.types import Problem, Prompt
+from common.watchdog import Watchdog
 from rewards.pool import RewardPool
 from sampler.dataset import fingerprint, load_problems
 from sampler.link import Link, hello
@@ -20,6 +21,12 @@ from sampler.prompts import make_prompts
 
 def run(config: Config, sampler_id: str) -> None:
     """Samples until the trainer says goodbye. Raises UserError, Retryable or PeerEnded."""
+    limits, log = config.channel, config.run.output_dir / "logs" / "trainer.log"
+    with Watchdog(f"sampler {sampler_id}", limits.stall_timeout_s, limits.connect_timeout_s, log):
+        _run(config, sampler_id)
+
+
+def _run(config: Config, sampler_id: str) -> None:
     problems = load_problems(config.data.train, config.data.prompt_key, config.data.answer_key)
     held_out = _load_held_out(config)
     with RewardPool(config.rewards, columns=problems[0].columns) as pool:

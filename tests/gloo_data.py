@@ -61,6 +61,7 @@ def settings(folder: Path, name: str, stage: int, **sections: dict[str, Any]) ->
         "sampler": {"num_generations": NUM_GENERATIONS, "temperature": TEMPERATURE, "max_completion_length": 12},
         "algorithm": {"beta": BETA},
         "trainer": TRAINER,
+        "channel": {},
         "weights": {"dir": folder / name / "weights"},
         "deepspeed": {"zero_optimization": {"stage": stage}},
     }

@@ -61,8 +61,8 @@ def desk(stream: Stream) -> Any:
         versions_in_use=list,
         snapshot=lambda: ({}, collections.Counter()),
     )
-    log = SimpleNamespace(log=ignore, log_samples=ignore, log_eval=ignore)
-    return SimpleNamespace(inbox=inbox, log=log, display=SimpleNamespace(step=ignore), recorder=None)
+    log = SimpleNamespace(log=ignore, log_samples=ignore, log_eval=ignore, sync=lambda: None)
+    return SimpleNamespace(inbox=inbox, log=log, display=SimpleNamespace(step=ignore, note=ignore), recorder=None)
 
 
 class Worker:

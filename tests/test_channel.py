@@ -8,7 +8,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -203,7 +203,9 @@ def stranger(kind: str, address: str, keys: dict[str, bytes]) -> zmq.Socket[byte
     return sock
 
 
-def test_only_the_right_keys_deliver_and_strangers_do_not_disturb(folder: Path) -> None:
+def test_only_the_right_keys_deliver_and_strangers_do_not_disturb(
+    folder: Path, figure: Callable[[str, str], None]
+) -> None:
     config = tcp(folder)
     with router(config) as bound, dealer(config) as good:
         good.send(b"first")
@@ -225,6 +227,7 @@ def test_only_the_right_keys_deliver_and_strangers_do_not_disturb(folder: Path) 
             assert good.poll(3000)
             assert good.recv() == b"credit"
             assert not any(sock.poll(0) for sock in strangers)
+            figure("R9", f"{len(STRANGERS)} kinds of stranger, 5 messages each: 0 delivered; 2 of 2 of the right key")
         finally:
             for connection in garbage:
                 connection.close()

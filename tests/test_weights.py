@@ -212,7 +212,9 @@ for version in itertools.count(first):
 POINTS = ("weights.manifest", "file.written", "file.synced", "file.renamed", "dir.synced", "dir.renamed", "dir.trashed")
 
 
-def test_a_reader_never_sees_a_part_while_the_writer_is_killed_20_times(tmp_path: Path) -> None:
+def test_a_reader_never_sees_a_part_while_the_writer_is_killed_20_times(
+    tmp_path: Path, figure: Callable[[str, str], None]
+) -> None:
     (tmp_path / "weights").mkdir()
     reads, kills, seen = 0, 0, set()
     first = 1
@@ -234,6 +236,7 @@ def test_a_reader_never_sees_a_part_while_the_writer_is_killed_20_times(tmp_path
         first = max(int(p.name[:8]) for p in (tmp_path / "weights").glob("0*-*")) + 1
     assert kills == 20
     assert reads > 20
+    figure("R4", f"{kills} kills of the writer, {reads:,} reads of {len(seen)} versions, 0 in part")
     assert len(seen) > 5, "the reader must have met many versions"
 
 

@@ -12,21 +12,24 @@ and names every one it skips. DeepSpeed's pickles are read with weights_only=Tru
 from __future__ import annotations
 
 import json
-import shutil
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import blake3
 import torch
 
 from common import durable, weights
 from common.config import UserError
+from trainer.disk import Disk, on_rank_0, require_room, together
 from trainer.engine import Engine
 from trainer.exchange import Exchange
 
 COMMIT = "commit.json"
 _STATE_TAG = "state"
+_STEP_NAME = re.compile(r"step_([0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -47,60 +50,137 @@ def step_dir(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step_{step:06d}"
 
 
-def save(engine: Engine, exchange: Exchange, tokenizer: Any, checkpoints: Path, progress: Progress, keep: int) -> None:
-    """Every rank calls it. When it returns, the checkpoint survives a crash."""
-    temporary = checkpoints / f"{durable.TEMPORARY}step_{progress.step:06d}"
-    if exchange.rank == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+def step_dirs(checkpoints: Path) -> list[Path]:
+    """Every checkpoint, whole or damaged, oldest first."""
+    named = [(_STEP_NAME.fullmatch(path.name), path) for path in checkpoints.glob("step_*")]
+    return [path for _, path in sorted((int(match[1]), path) for match, path in named if match)]
+
+
+def save(
+    engine: Engine, exchange: Exchange, tokenizer: Any, checkpoints: Path, progress: Progress, keep: int, disk: Disk
+) -> None:
+    """Every rank calls it. When it returns, the checkpoint survives a crash. A disk in trouble is waited for."""
+    final = step_dir(checkpoints, progress.step)
+    temporary = checkpoints / f"{durable.TEMPORARY}{final.name}"
+
+    def prepare() -> None:
+        durable.make_dir(checkpoints)
+        durable.remove_leftovers(checkpoints)
+        require_room(checkpoints, _size(engine))
+        durable.make_dir(temporary)
         durable.failpoint("checkpoint.started")
-    exchange.barrier()
-    engine.ds.save_checkpoint(str(temporary / "trainer"), tag=_STATE_TAG, save_latest=False)
-    durable.failpoint("checkpoint.engine")
-    save_model(engine, exchange, tokenizer, temporary)
-    exchange.barrier()
-    if exchange.rank == 0:
-        files = {str(p.relative_to(temporary)): asdict(weights.file_info(p)) for p in _files(temporary)}
-        commit = asdict(progress) | {"files": files, "world_size": exchange.world_size, "zero_stage": engine.stage}
-        durable.write_file(temporary / COMMIT, json.dumps(commit, indent=1).encode())
-        final = step_dir(checkpoints, progress.step)
-        if final.exists():  # a resumed run reaches the same step again
+
+    def commit() -> None:
+        durable.write_file(temporary / COMMIT, _commit_record(engine, exchange, temporary, progress))
+        if final.exists():  # skipped as damaged on resuming, or its name alone did not reach the disk
             durable.remove_dir(final)
         durable.commit_dir(temporary, final)
         durable.failpoint("checkpoint.committed")
-        for old in sorted(checkpoints.glob("step_*"))[:-keep]:
+
+    def attempt() -> None:
+        on_rank_0(exchange, prepare)
+        _save_state(engine, exchange, temporary / "trainer")
+        durable.failpoint("checkpoint.engine")
+        save_model(engine, exchange, tokenizer, temporary)
+        on_rank_0(exchange, commit)
+
+    disk.persist(f"checkpoint {final.name}", attempt, temporary)
+    if exchange.rank == 0:
+        _prune(checkpoints, progress.step, keep, disk.say)
+
+
+def _size(engine: Engine) -> int:
+    """Bytes of a checkpoint: the model twice, for transformers and for DeepSpeed, and AdamW's three float32 copies."""
+    model = sum(size for _, size in engine.parameter_names())
+    return 2 * model + 12 * model // (2 if engine.config.model.dtype == "bfloat16" else 4)
+
+
+def _save_state(engine: Engine, exchange: Exchange, folder: Path) -> None:
+    """DeepSpeed's state of every rank. Its own collectives must match, so a rank reports trouble only after them."""
+    troubles: list[Exception] = []
+
+    def write(state_dict: Any, path: str) -> None:
+        try:
+            durable.write_with(Path(path), lambda file: torch.save(state_dict, file))
+        except Exception as error:
+            troubles.append(error)
+
+    def make_dirs(path: str, exist_ok: bool = True) -> None:
+        try:
+            durable.make_dir(Path(path))
+        except Exception as error:
+            troubles.append(error)
+
+    def report() -> None:
+        if troubles:
+            raise troubles[0]
+
+    engine.ds.checkpoint_engine.save, engine.ds.checkpoint_engine.makedirs = write, make_dirs
+    engine.ds._copy_recovery_script = lambda _: None  # scripts that unpickle without a limit
+    engine.ds.save_checkpoint(str(folder), tag=_STATE_TAG, save_latest=False)
+    together(exchange, report)
+
+
+def _commit_record(engine: Engine, exchange: Exchange, folder: Path, progress: Progress) -> bytes:
+    files = {str(p.relative_to(folder)): asdict(weights.file_info(p)) for p in _files(folder)}
+    record = asdict(progress) | {"files": files, "world_size": exchange.world_size, "zero_stage": engine.stage}
+    return json.dumps(record | {"blake3": _digest(record)}, indent=1).encode()
+
+
+def _digest(record: dict[str, Any]) -> str:
+    return blake3.blake3(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def _prune(checkpoints: Path, newest: int, keep: int, say: Callable[[str], None]) -> None:
+    """Keeps the `keep` newest. What lies beyond `newest` was skipped as damaged on resuming, or it would be ours."""
+    folders = step_dirs(checkpoints)
+    end = folders.index(step_dir(checkpoints, newest)) + 1
+    try:
+        for old in folders[end:] + folders[: max(0, end - keep)]:
             durable.remove_dir(old)
-    exchange.barrier()
+    except OSError as error:
+        if durable.disk_trouble(error) is None:
+            raise
+        say(f"an old checkpoint stays for now: {error}")
 
 
 def save_model(engine: Engine, exchange: Exchange, tokenizer: Any, folder: Path) -> None:
     """A Hugging Face folder: weights, config, generation config, tokenizer. Every rank calls it; rank 0 writes."""
     state = dict(engine.full_parameters(lambda _: exchange.rank == 0))
-    if exchange.rank == 0:
+
+    def write() -> None:
         if engine.tied_embeddings and "lm_head.weight" not in state:
             state["lm_head.weight"] = state["model.embed_tokens.weight"]  # save_pretrained drops it again, knowingly
         engine.model.save_pretrained(folder, state_dict=state)
         tokenizer.save_pretrained(folder)
 
+    on_rank_0(exchange, write)
 
-def commit_final(engine: Engine, exchange: Exchange, tokenizer: Any, output_dir: Path) -> None:
+
+def commit_final(engine: Engine, exchange: Exchange, tokenizer: Any, output_dir: Path, disk: Disk) -> None:
     """The trained model as output_dir/final, replaced as a whole."""
     temporary, final = output_dir / f"{durable.TEMPORARY}final", output_dir / "final"
-    if exchange.rank == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-    exchange.barrier()
-    save_model(engine, exchange, tokenizer, temporary)
-    if exchange.rank == 0:
+
+    def prepare() -> None:
+        durable.remove_dir(temporary)
+        durable.make_dir(temporary)
+
+    def commit() -> None:
         if final.exists():
             durable.remove_dir(final)
         durable.commit_dir(temporary, final)
-    exchange.barrier()
+
+    def attempt() -> None:
+        on_rank_0(exchange, prepare)
+        save_model(engine, exchange, tokenizer, temporary)
+        on_rank_0(exchange, commit)
+
+    disk.persist("the final model", attempt, temporary)
 
 
 def newest_valid(checkpoints: Path, say: Callable[[str], None]) -> Path | None:
     """The newest checkpoint whose every file is as committed. Says which ones it skips and why."""
-    for folder in sorted(checkpoints.glob("step_*"), reverse=True):
+    for folder in reversed(step_dirs(checkpoints)):
         problem = _problem(folder)
         if problem is None:
             return folder
@@ -147,13 +227,18 @@ def _files(folder: Path) -> list[Path]:
 
 def _problem(folder: Path) -> str | None:
     try:
-        expected = json.loads((folder / COMMIT).read_text())["files"]
-    except (OSError, ValueError, KeyError) as error:
-        return f"{COMMIT} cannot be read: {error}"
+        record = json.loads((folder / COMMIT).read_text())
+        digest, expected = record.pop("blake3"), record["files"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return f"{COMMIT} cannot be read: {error!r}"
+    if _digest(record) != digest:
+        return f"{COMMIT} differs from what was committed"
     for name, info in expected.items():
-        path = folder / name
-        if not path.is_file():
+        try:
+            if asdict(weights.file_info(folder / name)) != info:
+                return f"{name} differs from what was committed"
+        except FileNotFoundError:
             return f"{name} is missing"
-        if asdict(weights.file_info(path)) != info:
-            return f"{name} differs from what was committed"
+        except OSError as error:
+            return f"{name} cannot be read: {error}"
     return None

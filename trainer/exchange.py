@@ -14,26 +14,28 @@ import torch.distributed as dist
 
 from common import wire
 from common.config import Config
-from common.exits import PeerEnded
+from common.exits import Interrupted, PeerEnded
 from common.types import Group, Tombstone
 
+STOP_TOGETHER = -1  # announced in the place of an exit code: every rank takes part in a last checkpoint
 _LOCAL = wire.Envelope("", "", "")
 
 
 class Exchange:
     def __init__(self, config: Config):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        # rank 0 may lawfully wait this long for groups while the others wait for rank 0
-        patience = config.channel.stall_timeout_s + config.channel.connect_timeout_s + 60
-        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=patience))
+        patience = datetime.timedelta(seconds=config.channel.rank_patience_s)
+        self._group = dist.new_group(backend="gloo", timeout=patience)
 
     def share(self, groups: Sequence[Group | Tombstone] | None) -> list[Group | Tombstone]:
-        """Rank 0's groups, on every rank. Raises PeerEnded if rank 0 announced its end instead."""
+        """Rank 0's groups, on every rank. Raises PeerEnded or Interrupted if rank 0 announced its end instead."""
         if self.world_size == 1:
             assert groups is not None
             return list(groups)
         frames = [frame for group in groups or () for frame in wire.encode(_LOCAL, group)]
         sizes = self._broadcast(torch.tensor([0, *map(len, frames)], dtype=torch.int64))
+        if sizes[0] == STOP_TOGETHER:
+            raise Interrupted
         if sizes[0]:
             raise PeerEnded("rank 0 ended", int(sizes[0]))
         payload = torch.frombuffer(bytearray(b"".join(frames) or b"\0"), dtype=torch.uint8)
@@ -47,9 +49,13 @@ class Exchange:
         return [m for m in messages if isinstance(m, Group | Tombstone)]
 
     def announce_end(self, exit_code: int) -> None:
-        """Rank 0, instead of the next `share`: the other ranks leave with this code."""
+        """Rank 0, instead of the next `share`: the other ranks leave with this code, or save first and then leave."""
         if self.world_size > 1 and self.rank == 0:
             self._broadcast(torch.tensor([exit_code], dtype=torch.int64))
+
+    def agree(self, value: bool) -> bool:
+        """Rank 0's decision, on every rank."""
+        return bool(self._broadcast(torch.tensor([value]))[0]) if self.world_size > 1 else value
 
     def text(self, value: str | None) -> str:
         """Rank 0's text, on every rank."""

@@ -23,8 +23,10 @@ import zmq
 from common import channel, wire
 from common.config import Config, UserError
 from common.durable import failpoint
-from common.exits import Retryable
+from common.exits import RETRYABLE, Interrupted, Retryable, code_of, interrupted
+from common.transcript import last_words
 from common.types import EvalRequest, EvalResult, Group, Tombstone
+from common.watchdog import moved
 from common.weights import Published
 from trainer.ledger import Ledger
 
@@ -39,6 +41,8 @@ class Peer:
 
     hello: wire.Hello
     heard_at: float  # monotonic
+    moved_at: float  # when its progress last grew, or it had nothing to do
+    progress: int = 0
     loaded_version: int | None = None
     phase: str = "starting"
     stats: dict[str, float] = field(default_factory=dict)
@@ -92,8 +96,7 @@ class Inbox:
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if error is not None:
-            code = 2 if isinstance(error, UserError) else 130 if isinstance(error, KeyboardInterrupt) else 75
-            self._bye = wire.Bye(f"the trainer ended: {type(error).__name__}: {error}"[:500], code)
+            self._bye = wire.Bye(f"the trainer ended: {type(error).__name__}: {error}"[:500], code_of(error))
         self._stop.set()
         self._wake()
         self._thread.join(timeout=5)
@@ -165,7 +168,10 @@ class Inbox:
             return means, self.counters.copy()
 
     def _wait(self, missing: Callable[[], str], timeout_s: float | None = None) -> None:
-        """Returns once missing() is empty; until then it says what is missing. Raises what the thread raised."""
+        """Returns once missing() is empty; until then it says what is missing. Raises what the thread raised.
+
+        Raises Interrupted if somebody asks for the end meanwhile: a sampler may take minutes to deliver.
+        """
         start, said = time.monotonic(), time.monotonic()
         deadline = timeout_s or self.config.channel.stall_timeout_s
         with self._changed:
@@ -174,6 +180,9 @@ class Inbox:
                     raise self._failure
                 if not (what := missing()):
                     return
+                if interrupted():
+                    raise Interrupted
+                moved(f"waiting for {what}")  # this wait has a deadline of its own
                 self._changed.wait(timeout=0.5)
                 now = time.monotonic()
                 if now - start > deadline:
@@ -197,11 +206,7 @@ class Inbox:
 
     def _last_words(self) -> str:
         log = Path(self.config.run.output_dir) / "logs" / "sampler.log"
-        try:
-            lines = log.read_text(errors="replace").splitlines()[-5:]
-        except OSError:
-            return " Is `python sampling.py` running with the same --config?"
-        return " Last lines of " + "\n  ".join([f"{log}:", *lines])
+        return last_words(log) or " Is `python sampling.py` running with the same --config?"
 
     def _wake(self) -> None:
         with contextlib.suppress(zmq.Again):  # the thread is gone, or has many of these to read
@@ -274,6 +279,8 @@ class Inbox:
         peer = self.peers[name]
         peer.heard_at, peer.lost = time.monotonic(), False
         if isinstance(message, wire.Beat):
+            if message.progress != peer.progress:
+                peer.progress, peer.moved_at = message.progress, peer.heard_at
             peer.phase, peer.loaded_version = message.phase, message.loaded_version
             peer.stats = message.stats
             return False
@@ -294,7 +301,9 @@ class Inbox:
         if old is not None and old.hello.pid != hello.pid:
             self.say(f"sampler {name} is back as pid {hello.pid}")
         is_news = old is None or old.lost or old.hello.pid != hello.pid
-        peer = Peer(hello, time.monotonic(), hello.loaded_version, stats=old.stats if old else {})
+        now = time.monotonic()
+        moved_at, progress = (old.moved_at, old.progress) if old is not None and not is_news else (now, 0)
+        peer = Peer(hello, now, moved_at, progress, hello.loaded_version, stats=old.stats if old else {})
         self.peers = {**self.peers, name: peer}
         return is_news
 
@@ -360,11 +369,35 @@ class Inbox:
             raise wire.WireError("reward_funcs", f"expected {self.limits.reward_funcs}")
 
     def _find_lost(self, now: float) -> None:
+        limits = self.config.channel
         for name, peer in self.peers.items():
-            if not peer.lost and now - peer.heard_at > self.config.channel.lost_after_s:
+            if peer.lost:
+                continue
+            if not self._has_open_lease(name):
+                peer.moved_at = now
+            if now - peer.heard_at > limits.lost_after_s:
                 peer.lost = True
                 freed = self._release(name)
                 self.say(f"sampler {name} lost: silent for {now - peer.heard_at:.0f} s; {freed} leases are free again")
+            elif now - peer.moved_at > limits.stall_timeout_s:
+                self._send_away(name, f"its work has not moved for {now - peer.moved_at:.0f} s (phase: {peer.phase})")
+
+    def _has_open_lease(self, name: str) -> bool:
+        evaluation = self._evaluation
+        chunks = evaluation.leases.items() if evaluation else ()
+        return any(owner == name and g not in self.ledger.held for g, owner in self.ledger.leases.items()) or any(
+            owner == name and evaluation is not None and chunk not in evaluation.results for chunk, owner in chunks
+        )
+
+    def _send_away(self, name: str, reason: str) -> None:
+        """It still reads what we say. A supervisor starts it again; its work goes to others meanwhile.
+
+        We no longer know it, so that beats on their way cannot revive it; if our goodbye is lost, it says hello again.
+        """
+        self._send(name, wire.Bye(f"{reason}; channel.stall_timeout_s is too short if that is normal here", RETRYABLE))
+        self.peers = {other: peer for other, peer in self.peers.items() if other != name}
+        freed = self._release(name)
+        self.say(f"sampler {name} is sent away: {reason}; {freed} leases are free again.{self._last_words()}")
 
     def _release(self, name: str) -> int:
         freed = len(self.ledger.release(name))

@@ -11,6 +11,7 @@ for all. Groups are taken in the order of their ids, so the result does not depe
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -18,17 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from common import weights
-from common.config import Config, UserError
+from common.config import Config
 from common.durable import failpoint
-from common.exits import RETRYABLE, USER_ERROR, Retryable
+from common.exits import Interrupted, Retryable, code_of, interrupted
 from common.metrics import MetricsLog
 from common.panel import StepDisplay
-from common.types import Group, Tombstone
+from common.types import EvalResult, Group, Tombstone
+from common.watchdog import moved
 from trainer import checkpoint, stats
 from trainer.batch import micro_batch
 from trainer.checkpoint import Progress
+from trainer.disk import Disk, on_rank_0
 from trainer.engine import Engine, StepResult, Sums
-from trainer.exchange import Exchange
+from trainer.exchange import STOP_TOGETHER, Exchange
 from trainer.inbox import Inbox
 from trainer.losses import Denominator
 from trainer.publish import publish
@@ -55,7 +58,9 @@ class Trainer:
         self.progress, self.desk = progress, desk
         self.weights_dir = weights.default_dir(config)
         self.incarnation = exchange.text(desk.inbox.envelope.incarnation if desk else None)
+        self.disk = Disk(exchange, config.channel.stall_timeout_s, desk.display.note if desk else lambda _: None)
         self.published_version = -1
+        self._saved_step = progress.step
         self._num_eval_problems = 0
         self._skipped_in_a_row = 0
         self._timing: dict[str, float] = {}
@@ -64,14 +69,25 @@ class Trainer:
     def run(self) -> None:
         if self.desk:
             self._num_eval_problems = self.desk.inbox.wait_for_sampler().num_eval_problems
-        self.publish(evaluate=self._evaluates_before())
-        while self.progress.batch < self.config.num_batches:
-            self.train_batch()
+        self.publish(evaluate=self._evaluates_at_start())
+        try:
+            while self.progress.batch < self.config.num_batches:
+                self.train_batch()
+                self.finish_evaluation()
+                self.stop_if_interrupted()
+                self.publish(evaluate=self._evaluates_now())
+                self.save_checkpoint()
             self.finish_evaluation()
-            self.publish(evaluate=self._evaluates_now())
-            self.save_checkpoint()
-        self.finish_evaluation()
-        checkpoint.commit_final(self.engine, self.exchange, self.tokenizer, self.config.run.output_dir)
+            self.stop_if_interrupted()
+        except Interrupted:
+            self.save_on_interrupt()
+            raise
+        checkpoint.commit_final(self.engine, self.exchange, self.tokenizer, self.config.run.output_dir, self.disk)
+
+    def stop_if_interrupted(self) -> None:
+        """Raises Interrupted on every rank if rank 0 was asked to end."""
+        if self.exchange.agree(interrupted()):
+            raise Interrupted
 
     def train_batch(self) -> None:
         """num_iterations optimizer steps on the next prompts_per_step groups."""
@@ -113,7 +129,7 @@ class Trainer:
                 self.desk.recorder.append(taken or [])
         except BaseException as error:
             # the other ranks wait in `share`: they must not wait for a process group's timeout
-            self.exchange.announce_end(USER_ERROR if isinstance(error, UserError) else RETRYABLE)
+            self.exchange.announce_end(STOP_TOGETHER if isinstance(error, Interrupted) else code_of(error))
             raise
         self._taken_s += time.monotonic() - start
         return self.exchange.share(taken)
@@ -135,6 +151,7 @@ class Trainer:
 
     def _backward(self, chunk: Items, denominator: Denominator) -> None:
         """This rank's share of one chunk: whole groups, in order."""
+        moved(f"training a micro-batch of step {self.progress.step + 1}")
         start = time.monotonic()
         size, rank = self.config.trainer.groups_per_micro_batch, self.exchange.rank
         algorithm = self.config.algorithm
@@ -143,6 +160,7 @@ class Trainer:
         self._time("timing/backward_s", start)
 
     def optimizer_step(self) -> tuple[StepResult, Sums]:
+        moved(f"making optimizer step {self.progress.step + 1}")
         start = time.monotonic()
         mine = self.engine.take_sums()
         names = [f.name for f in fields(Sums)]
@@ -175,15 +193,20 @@ class Trainer:
         """Hands version and cursor to the samplers in one message, with an evaluation if one is due."""
         start = time.monotonic()
         version = self.progress.policy_version
+        moved(f"publishing version {version}")
         if version != self.published_version:
-            self._published = publish(
-                self.engine,
-                self.exchange,
-                self.weights_dir,
-                self.progress.run_id,
-                self.incarnation,
-                version,
-                len(self.tokenizer),
+            self._published = self.disk.persist(
+                f"publishing version {version}",
+                lambda: publish(
+                    self.engine,
+                    self.exchange,
+                    self.weights_dir,
+                    self.progress.run_id,
+                    self.incarnation,
+                    version,
+                    len(self.tokenizer),
+                ),
+                weights.temporary_dir(self.weights_dir, version, self.incarnation),
             )
             self.published_version = version
         self._time("sync/publish_s", start)
@@ -194,8 +217,11 @@ class Trainer:
         inbox.commit(self.progress.cursor, self._published, eval_id, self._num_eval_problems)
         weights.prune(self.weights_dir, inbox.versions_in_use(), self.config.weights.keep)
 
-    def _evaluates_before(self) -> bool:
-        return self.config.eval.before and self.progress.step == 0
+    def _evaluates_at_start(self) -> bool:
+        """A checkpoint is saved while its version is still being evaluated: a resumed run may have to do it again."""
+        if self.progress.step == 0:
+            return self.config.eval.before
+        return self._evaluates_now() and not (self.desk and self.desk.log.has_eval(self.progress.policy_version))
 
     def _evaluates_now(self) -> bool:
         every = self.config.eval.steps
@@ -207,7 +233,9 @@ class Trainer:
         if self.desk is None:
             return
         start = time.monotonic()
-        results = self.desk.inbox.finish_eval()
+        results: list[EvalResult] = []
+        with contextlib.suppress(Interrupted):  # all ranks stop together a moment later, without this evaluation
+            results = self.desk.inbox.finish_eval()
         if results:
             record = stats.eval_record(results, self.config.rewards.full_mark)
             self.desk.log.log_eval(record)
@@ -216,14 +244,33 @@ class Trainer:
 
     def save_checkpoint(self) -> None:
         every = self.config.trainer.save_steps
-        if every is None or not self._passed_multiple_of(every):
-            return
+        if every is not None and self._passed_multiple_of(every):
+            self._save()
+
+    def save_on_interrupt(self) -> None:
+        """The state is that after the last whole batch; gradients of a batch that has begun are in no checkpoint."""
+        if self.config.trainer.save_steps is not None and self.progress.step > self._saved_step:
+            self._save()
+
+    def _save(self) -> None:
+        moved(f"saving the checkpoint of step {self.progress.step}")
         start = time.monotonic()
-        folder = Path(self.config.run.output_dir) / "checkpoints"
-        checkpoint.save(
-            self.engine, self.exchange, self.tokenizer, folder, self.progress, self.config.trainer.save_limit
-        )
+        self.disk.persist("the run's history", self._sync_history)
+        folder, keep = Path(self.config.run.output_dir) / "checkpoints", self.config.trainer.save_limit
+        checkpoint.save(self.engine, self.exchange, self.tokenizer, folder, self.progress, keep, self.disk)
+        self._saved_step = self.progress.step
         self._time("timing/checkpoint_s", start)
+
+    def _sync_history(self) -> None:
+        """A checkpoint must not outlive the records of the steps before it."""
+
+        def sync() -> None:
+            assert self.desk is not None
+            self.desk.log.sync()
+            if self.desk.recorder:
+                self.desk.recorder.sync()
+
+        on_rank_0(self.exchange, sync)
 
     def _passed_multiple_of(self, every: int) -> bool:
         """A batch may hold several steps: did one of them reach a multiple?"""
@@ -246,6 +293,7 @@ class Trainer:
             "tokens_per_second": rollout.get("completion_tokens", 0.0) / seconds,
             "wait/trainer_s": self._taken_s,
             "tombstones": self.progress.tombstones,
+            "disk_retries": self.disk.retries,
         }
         values |= self._sampler_values(sampler_stats) | {f"link/{name}": float(n) for name, n in counters.items()}
         values |= self._timing

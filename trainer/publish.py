@@ -13,10 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from common import durable, weights
 from common.packing import pack
 from common.weights import Canary, FileInfo, Manifest, Published, TensorInfo
+from trainer.disk import on_rank_0, together
 from trainer.engine import Engine
 from trainer.exchange import Exchange
 
@@ -46,35 +48,53 @@ def canary(engine: Engine, vocab_size: int) -> Canary:
 def publish(
     engine: Engine, exchange: Exchange, weights_dir: Path, run_id: str, incarnation: str, version: int, vocab_size: int
 ) -> Published:
-    """Writes and commits a version. The return value is meaningful on rank 0."""
-    from safetensors.torch import save_file
-
+    """Writes and commits a version. The return value is meaningful on rank 0. Raises DiskTrouble on every rank."""
     temporary = weights.temporary_dir(weights_dir, version, incarnation)
     final = weights.version_dir(weights_dir, version, incarnation)
-    if exchange.rank == 0:
+    published = Published(version, str(final), "")
+
+    def prepare() -> None:
+        durable.remove_dir(temporary)  # of an attempt that the disk did not take
         temporary.mkdir(parents=True, mode=0o700)
+
+    def write() -> None:
+        _write_shard(temporary / weights.shard_name(exchange.rank, exchange.world_size), tensors)
+
+    def commit() -> None:
+        nonlocal published
+        files, infos = _collect(temporary, exchange.world_size)
+        manifest = Manifest(run_id, incarnation, version, engine.tied_embeddings, files, infos, witness)
+        published = weights.commit(temporary, final, manifest)
+
+    on_rank_0(exchange, prepare)
     witness = canary(engine, vocab_size)
-    exchange.barrier()
     names = engine.parameter_names()
     mine = slices([size for _, size in names], exchange.world_size)[exchange.rank]
     wanted = {names[i][0] for i in mine}
     tensors = {name: t.contiguous() for name, t in engine.full_parameters(lambda name: name in wanted)}
-    shard = temporary / weights.shard_name(exchange.rank, exchange.world_size)
+    together(exchange, write)
+    on_rank_0(exchange, commit)
+    return published
+
+
+def _write_shard(shard: Path, tensors: dict[str, Tensor]) -> None:
+    """The file, and beside it its size and digest for rank 0."""
+    from safetensors.torch import save_file
+
     save_file(tensors, shard, metadata={"format": "pt"})
     durable.fsync_path(shard)
     durable.failpoint("weights.shard")
     digest = json.dumps(asdict(weights.file_info(shard))).encode()
-    durable.write_file(temporary / f"{shard.name}.digest", digest)
-    exchange.barrier()
-    if exchange.rank != 0:
-        return Published(version, str(final), "")
+    durable.write_file(shard.with_name(f"{shard.name}.digest"), digest)
+
+
+def _collect(folder: Path, count: int) -> tuple[dict[str, FileInfo], dict[str, TensorInfo]]:
+    """Digests by file and shapes by tensor, of all ranks' shards. Removes the files that carried the digests."""
     files: dict[str, FileInfo] = {}
     infos: dict[str, TensorInfo] = {}
-    for rank in range(exchange.world_size):
-        name = weights.shard_name(rank, exchange.world_size)
-        sidecar = temporary / f"{name}.digest"
+    for name in (weights.shard_name(rank, count) for rank in range(count)):
+        sidecar = folder / f"{name}.digest"
         files[name] = FileInfo(**json.loads(sidecar.read_text()))
-        infos.update(weights.tensor_infos(temporary / name))
+        infos.update(weights.tensor_infos(folder / name))
         sidecar.unlink()
-    manifest = Manifest(run_id, incarnation, version, engine.tied_embeddings, files, infos, witness)
-    return weights.commit(temporary, final, manifest)
+    return files, infos

@@ -4,27 +4,32 @@
 trains from such a file without any sampler: the same groups in the same steps give the same weights, bit for bit.
 That is how a resumed run is proven equal to an uninterrupted one, and how a bug report becomes reproducible.
 
-A record is three length-prefixed wire frames, written at once. A killed process leaves at most one torn record at the
-end, which readers ignore. A resumed run first cuts off what it will train again, so the file holds the surviving
-history. Left out: evaluations, which do not change the weights.
+A record is the lengths of three wire frames, their CRC, and the frames, written at once. A killed process leaves at
+most one torn record at the end, which readers ignore; the CRC tells it from a damaged length. A resumed run first cuts
+off what it will train again, so the file holds the surviving history. A full disk does not stop training: records wait
+in memory until the next checkpoint, which waits for them. Left out: evaluations, which do not change the weights.
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
 import os
 import struct
+import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from common import wire
 from common.config import UserError
-from common.durable import fsync_path
+from common.durable import disk_trouble, fsync_path
 from common.types import EvalResult, Group, Tombstone
 from common.weights import Published
 
 FILE = "groups.recording"
-_LENGTH = struct.Struct("<I")
+_LENGTHS = struct.Struct("<III")  # bytes of a record's frames
+_CRC = struct.Struct("<I")  # of the lengths; the frames have digests of their own
 _NOBODY = wire.Envelope("", "", "")
 
 
@@ -35,53 +40,84 @@ def read(path: Path) -> Iterator[tuple[Group | Tombstone, int]]:
     except OSError as error:
         raise UserError(f"recording {path}: {error.strerror}; make one with run.record=true") from None
     position = 0
-    while (frames_and_end := _next_record(data, position)) is not None:
-        frames, position = frames_and_end
+    while position < len(data):
         try:
+            record = _record_at(data, position)
+            if record is None:
+                return
+            frames, end = record
             _, message = wire.decode(frames)
         except wire.WireError as error:
-            raise UserError(f"recording {path} is damaged before byte {position}: {error}") from None
+            raise UserError(
+                f"recording {path} is damaged in the record at byte {position} of {len(data)}: {error}; "
+                f"what comes before is whole: truncate -s {position} {path}"
+            ) from None
         assert isinstance(message, Group | Tombstone)
+        position = end
         yield message, position
 
 
-def _next_record(data: bytes, position: int) -> tuple[list[bytes], int] | None:
-    frames = []
-    for _ in range(3):
-        if position + _LENGTH.size > len(data):
-            return None
-        (length,) = _LENGTH.unpack_from(data, position)
-        position += _LENGTH.size
-        if position + length > len(data):
-            return None
-        frames.append(data[position : position + length])
-        position += length
-    return frames, position
+def _record_at(data: bytes, position: int) -> tuple[list[bytes], int] | None:
+    """(frames, offset behind them); None if the file ends before the record does."""
+    start = position + _LENGTHS.size + _CRC.size
+    if start > len(data):
+        return None
+    prefix = data[position : position + _LENGTHS.size]
+    if _CRC.pack(zlib.crc32(prefix)) != data[position + _LENGTHS.size : start]:
+        raise wire.WireError("its lengths do not match their CRC")
+    ends = [start + n for n in itertools.accumulate(_LENGTHS.unpack(prefix), initial=0)]
+    if ends[-1] > len(data):
+        return None
+    return [data[a:b] for a, b in itertools.pairwise(ends)], ends[-1]
 
 
 class Recorder:
-    """Appends groups. Opening it cuts the file back to the groups below `cursor`."""
+    """Appends groups. Opening it cuts the file back to the groups below `cursor`, and never reads beyond them."""
 
     def __init__(self, path: Path, cursor: int):
-        keep = 0
-        if path.exists():
+        self._path, self._waiting = path, bytearray()  # records that the disk did not take yet
+        self._end = 0
+        if cursor > 0 and path.exists():
             for group, end in read(path):
-                if group.group_id >= cursor:
+                if group.group_id < cursor:
+                    self._end = end
+                if group.group_id >= cursor - 1:
                     break
-                keep = end
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
-        os.ftruncate(self._descriptor, keep)
-        os.lseek(self._descriptor, keep, os.SEEK_SET)
+        os.ftruncate(self._descriptor, self._end)
         fsync_path(path.parent)
 
     def append(self, groups: Sequence[Group | Tombstone]) -> None:
+        is_first_to_wait = not self._waiting
         for group in groups:
             frames = wire.encode(_NOBODY, group)
-            os.write(self._descriptor, b"".join(_LENGTH.pack(len(f)) + f for f in frames))
+            lengths = _LENGTHS.pack(*map(len, frames))
+            self._waiting += b"".join([lengths, _CRC.pack(zlib.crc32(lengths)), *frames])
+        try:
+            self._flush()
+        except OSError as error:
+            if disk_trouble(error) is None:
+                raise
+            if is_first_to_wait:
+                print(f"tandem: {self._path}: {error.strerror}; records wait in memory", file=sys.stderr, flush=True)
+
+    def _flush(self) -> None:
+        """What was written stays written, even a part of a record: the next write goes on behind it."""
+        while self._waiting:
+            written = os.pwrite(self._descriptor, self._waiting, self._end)
+            self._end += written
+            del self._waiting[:written]
+
+    def sync(self) -> None:
+        """Every group so far survives a crash of the machine. Raises OSError if the disk does not take it."""
+        self._flush()
+        os.fsync(self._descriptor)
 
     def close(self) -> None:
-        os.fsync(self._descriptor)
-        os.close(self._descriptor)
+        try:
+            self.sync()
+        finally:
+            os.close(self._descriptor)
 
 
 class Replay:

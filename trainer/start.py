@@ -9,11 +9,13 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import durable, weights, wire
+from common import durable, exits, weights, wire
 from common.config import Config, UserError, world_size
 from common.metrics import MetricsLog
 from common.panel import StepDisplay
+from common.redact import redacted
 from common.tokenizer import load_tokenizer
+from common.watchdog import Watchdog
 from trainer.deepspeed_config import deepspeed_config
 from trainer.inbox import Inbox
 from trainer.ledger import Ledger
@@ -26,11 +28,13 @@ if TYPE_CHECKING:
 
 def run(config: Config) -> None:
     """Trains to the end. Raises UserError, Retryable or PeerEnded."""
-    rank = int(os.environ.get("RANK", "0"))
-    if rank == 0:
-        with durable.lock(config.run.output_dir / "lock.trainer", _taken(config)):
-            _run(config)
-    else:
+    rank, limits = int(os.environ.get("RANK", "0")), config.channel
+    timeout_s = limits.rank_patience_s if rank else limits.stall_timeout_s
+    log = config.run.output_dir / "logs" / "sampler.log"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(Watchdog(f"trainer rank {rank}", timeout_s, limits.connect_timeout_s, log))
+        if rank == 0:
+            stack.enter_context(durable.lock(config.run.output_dir / "lock.trainer", _taken(config)))
         _run(config)
 
 
@@ -67,7 +71,9 @@ def _run(config: Config) -> None:
         engine = Engine(config, exchange.world_size)
         if found:
             checkpoint.load(engine, Path(found))
-        Trainer(config, engine, exchange, tokenizer, progress_of(found, run_id), desk).run()
+        trainer = Trainer(config, engine, exchange, tokenizer, progress_of(found, run_id), desk)
+        exits.defer_interrupts(rank == 0, "stopping after this step, with a checkpoint; again to stop at once")
+        trainer.run()
 
 
 def _open_desk(stack: contextlib.ExitStack, config: Config, progress: Progress, is_resumed: bool) -> Desk:
@@ -80,13 +86,16 @@ def _open_desk(stack: contextlib.ExitStack, config: Config, progress: Progress, 
     for folder in (weights_dir, output_dir, output_dir / "checkpoints"):
         durable.remove_leftovers(folder)
     weights.remove_versions(weights_dir)  # of an earlier life: this one publishes its own first
-    durable.write_file(output_dir / "config.json", config.model_dump_json(indent=1).encode())
-    log = MetricsLog(output_dir, config.run.report_to, progress.step if is_resumed else None)
+    public = redacted(config.model_dump(mode="json"))
+    durable.write_file(output_dir / "config.json", json.dumps(public, indent=1, ensure_ascii=False).encode())
+    resumed_at = (progress.step, progress.policy_version) if is_resumed else (None, None)
+    log = MetricsLog(output_dir, config.run.report_to, *resumed_at)
     stack.callback(log.close)
     display = StepDisplay(config)
     stack.callback(display.close)
-    stack.callback(weights.remove_versions, weights_dir)
-    recorder = Recorder(output_dir / FILE, progress.cursor) if config.run.record else None
+    stack.callback(_leave_no_versions, weights_dir)
+    records = config.run.record and config.run.replay is None  # a recording must not be cut while it is replayed
+    recorder = Recorder(output_dir / FILE, progress.cursor) if records else None
     if recorder is not None:
         stack.callback(recorder.close)
     incarnation = secrets.token_hex(8)
@@ -96,6 +105,11 @@ def _open_desk(stack: contextlib.ExitStack, config: Config, progress: Progress, 
     ledger = Ledger(config.num_batches * per_step, window, progress.cursor)
     inbox = Inbox(config, progress.run_id, incarnation, _limits(config), ledger, display.waiting)
     return Desk(stack.enter_context(inbox), recorder, log, display)
+
+
+def _leave_no_versions(weights_dir: Path) -> None:
+    with contextlib.suppress(OSError):  # a failing disk must not hide why the run ends; the next start tries again
+        weights.remove_versions(weights_dir)
 
 
 def _limits(config: Config) -> wire.Limits:

@@ -1,0 +1,260 @@
+"""The two processes of a run without torch and vLLM, for tests of how runs end: python -m tests.ending_processes ROLE …
+
+Real: exit codes, watchdogs, deferred interrupts, locks, Link, Inbox, Ledger, weights, metrics, checkpoints by rename.
+Fake: the engines, and DeepSpeed's launcher with two ranks that exchange a byte per step over pipes. TANDEM_ENDING says
+what goes wrong by itself: role:what:once|always.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from common import channel, config, exits
+from common.config import Config, UserError
+from common.exits import Interrupted, Retryable
+from common.watchdog import Watchdog, moved
+
+STEP_S, SAVE_STEPS, NUM_STEPS, PER_STEP = 0.03, 4, 30, 2
+
+
+def misbehave(settings: Config, role: str, when: str) -> None:
+    """What TANDEM_ENDING asks of this role at this point: start, or work (after a few steps)."""
+    asked = os.environ.get("TANDEM_ENDING", "")
+    if not asked.startswith(f"{role}:{when}-"):
+        return
+    what, how_often = asked.split("-", 1)[1].split(":")
+    flag = settings.run.output_dir.parent / "misbehaved"
+    if how_often == "once" and flag.exists():
+        return
+    flag.touch()
+    errors = {"user": UserError("change it"), "retry": Retryable("try again"), "bug": ZeroDivisionError("a bug")}
+    if what in errors:
+        raise errors[what]
+    assert what == "hang", what
+    time.sleep(600)
+
+
+def watchdog(settings: Config, name: str, timeout_s: float) -> Watchdog:
+    limits = settings.channel
+    return Watchdog(name, timeout_s, limits.connect_timeout_s, settings.run.output_dir / "logs" / "none.log")
+
+
+# ---- the sampler ---------------------------------------------------------------------------------------------
+
+
+def sampler(settings: Config) -> None:
+    from common import weights
+    from common.weights import BadWeights, Published
+    from sampler.link import Link
+    from tests.protocol_helpers import HELLO
+
+    with watchdog(settings, "sampler", settings.channel.stall_timeout_s):
+        misbehave(settings, "sampler", "start")
+        link, version, progress = Link(settings, "s0", HELLO), None, 0
+        try:
+            while True:
+                moved("sampling")
+                if link.receive(0.02):
+                    version = None
+                credit = link.credit
+                if credit is not None and credit.version != version:
+                    published = Published(credit.version, credit.weights_dir, credit.manifest_sha256)
+                    with contextlib.suppress(BadWeights):  # pruned meanwhile: a newer credit is on its way
+                        weights.read_manifest(published, visible_within_s=0.2)
+                        version = credit.version
+                if credit is not None and credit.version == version:
+                    progress += produce(settings, link)
+                link.beat("sampling", progress, version, {}, now=False)
+        except UserError as error:
+            link.say_goodbye(str(error), exits.USER_ERROR)
+            raise
+        except (Retryable, KeyboardInterrupt) as error:
+            link.say_goodbye(str(error) or "interrupted", exits.RETRYABLE)
+            raise
+
+
+def produce(settings: Config, link: Any) -> int:
+    """Makes what is leased. Returns how many groups."""
+    from tests.protocol_helpers import make_group
+
+    credit, made = link.credit, 0
+    for group_id in sorted(set(credit.lease) - set(credit.have)):
+        if group_id >= 6 * PER_STEP:
+            misbehave(settings, "sampler", "work")
+            if os.environ.get("TANDEM_ENDING") == "sampler:deaf:once" and deaf(settings):
+                return 0
+        if not link.has_result(group_id):
+            link.send_result(make_group(group_id, credit.version))
+            made += 1
+    return made
+
+
+def deaf(settings: Config) -> bool:
+    """The first life beats and reads, and works no more."""
+    flag = settings.run.output_dir.parent / "deaf"
+    if not flag.exists():
+        flag.write_text(str(os.getpid()))
+    return flag.read_text() == str(os.getpid())
+
+
+# ---- the trainer ---------------------------------------------------------------------------------------------
+
+
+def rank(settings: Config) -> None:
+    exits.die_with_parent()
+    mine = int(os.environ["RANK"])
+    reader, writer = (int(os.environ[f"RANK_{mine}_{name}"]) for name in ("READS", "WRITES"))
+    (rank_0 if mine == 0 else rank_1)(settings, reader, writer)
+
+
+def rank_1(settings: Config, reader: int, writer: int) -> None:
+    with watchdog(settings, "trainer rank 1", settings.channel.rank_patience_s):
+        exits.defer_interrupts(decides=False, note="")
+        while (word := os.read(reader, 1)) == b"s":
+            moved("stepping")
+            os.write(writer, b"s")
+        if word != b"e":
+            raise Interrupted if word == b"i" else RuntimeError("rank 0 is gone")
+
+
+def rank_0(settings: Config, reader: int, writer: int) -> None:
+    from common import durable, weights
+    from common.metrics import MetricsLog
+    from tests.protocol_helpers import LIMITS
+    from trainer.inbox import Inbox
+    from trainer.ledger import Ledger
+
+    output_dir, incarnation = settings.run.output_dir, secrets.token_hex(8)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(watchdog(settings, "trainer rank 0", settings.channel.stall_timeout_s))
+        stack.enter_context(durable.lock(output_dir / "lock.trainer", UserError))
+        misbehave(settings, "trainer", "start")
+        weights_dir = weights.default_dir(settings)
+        durable.make_private(weights_dir)
+        stack.callback(weights.remove_versions, weights_dir)
+        for folder in (weights_dir, output_dir, output_dir / "checkpoints"):
+            durable.remove_leftovers(folder)
+        weights.remove_versions(weights_dir)
+        saved = sorted((output_dir / "checkpoints").glob("step_*"))
+        step = json.loads((saved[-1] / "state.json").read_text())["step"] if settings.run.resume else 0
+        log = MetricsLog(output_dir, (), step if settings.run.resume else None)
+        stack.callback(log.close)
+        ledger = Ledger(NUM_STEPS * PER_STEP, PER_STEP, step * PER_STEP)
+        inbox = stack.enter_context(Inbox(settings, "run", incarnation, LIMITS, ledger, print))
+        inbox.wait_for_sampler()
+        exits.defer_interrupts(decides=True, note="stopping after this step; again to stop at once")
+        train(settings, inbox, log, step, (reader, writer))
+        save(output_dir, "final", NUM_STEPS)
+        os.write(writer, b"e")
+
+
+def train(settings: Config, inbox: Any, log: Any, step: int, rank_1: tuple[int, int]) -> None:
+    """To the last step. Raises Interrupted, after a checkpoint if there are any."""
+    from common import durable, weights
+    from tests.protocol_kill import publish
+
+    weights_dir, checkpoints = weights.default_dir(settings), settings.run.output_dir / "checkpoints"
+    while True:
+        durable.make_private(weights_dir)
+        inbox.commit(step * PER_STEP, publish(weights_dir, step, inbox.envelope.incarnation))
+        weights.prune(weights_dir, inbox.versions_in_use(), keep=2)
+        if step == NUM_STEPS:
+            return
+        try:
+            inbox.take(range(step * PER_STEP, (step + 1) * PER_STEP))
+            exchange(*rank_1)
+            step += 1
+            log.log(step, {"reward": 1.0})
+            if step >= 6:
+                misbehave(settings, "trainer", "work")
+            if exits.interrupted():
+                raise Interrupted
+        except Interrupted:
+            os.write(rank_1[1], b"i")
+            if settings.trainer.save_steps:
+                save(checkpoints, f"step_{step:06d}", step)
+            raise
+        if settings.trainer.save_steps and step % SAVE_STEPS == 0:
+            save(checkpoints, f"step_{step:06d}", step)
+
+
+def exchange(reader: int, writer: int) -> None:
+    moved("waiting for rank 1")
+    time.sleep(STEP_S)
+    os.write(writer, b"s")
+    if os.read(reader, 1) != b"s":
+        raise RuntimeError("rank 1 is gone")
+
+
+def save(parent: Path, name: str, step: int) -> None:
+    from common import durable
+
+    if (parent / name).exists():
+        return
+    temporary = parent / f"{durable.TEMPORARY}{name}"
+    temporary.mkdir(parents=True)
+    durable.write_file(temporary / "state.json", json.dumps({"step": step}).encode())
+    durable.commit_dir(temporary, parent / name)
+
+
+# ---- DeepSpeed's launcher --------------------------------------------------------------------------------------
+
+
+def launcher(arguments: list[str]) -> NoReturn:
+    """Starts the ranks; when one fails, or somebody asks, SIGTERM and later SIGKILL to all, as DeepSpeed does."""
+    to_1, to_0 = os.pipe(), os.pipe()
+    pipes = {"RANK_0_READS": to_0[0], "RANK_0_WRITES": to_1[1], "RANK_1_READS": to_1[0], "RANK_1_WRITES": to_0[1]}
+    ranks = []
+    for number in (0, 1):
+        mine = {name: descriptor for name, descriptor in pipes.items() if name.startswith(f"RANK_{number}")}
+        environment = {**os.environ, "RANK": str(number), **{name: str(value) for name, value in mine.items()}}
+        command = [sys.executable, "-u", "-m", "tests.ending_processes", "rank", *arguments]
+        ranks.append(subprocess.Popen(command, env=environment, pass_fds=tuple(mine.values())))
+    for descriptor in pipes.values():
+        os.close(descriptor)
+
+    def end(code: int) -> NoReturn:
+        for process in ranks:
+            process.terminate()
+            try:
+                process.wait(timeout=2)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        sys.exit(code)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: end(1))
+    while codes := [process.poll() for process in ranks]:
+        for code in codes:
+            if code:
+                end(code)  # -9 becomes 247: an exit code is a byte
+        if codes == [0, 0]:
+            sys.exit(0)
+        time.sleep(0.1)
+    raise AssertionError("unreachable")
+
+
+def main() -> None:
+    role, _, path, *overrides = sys.argv[1:]  # as the real command lines: --config path key=value …
+    folder = Path(path).parent
+    name = f"rank{os.environ['RANK']}" if role == "rank" else role
+    (folder / f"{name}.pid.new").write_text(str(os.getpid()))
+    (folder / f"{name}.pid.new").rename(folder / f"{name}.pid")
+    if role == "launcher":
+        launcher(["--config", path, *overrides])
+    channel.BEAT_S = 0.05
+    settings = config.load(path, overrides)
+    exits.leave(exits.run(name, lambda: {"sampler": sampler, "rank": rank}[role](settings)))
+
+
+if __name__ == "__main__":
+    main()

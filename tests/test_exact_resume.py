@@ -1,0 +1,216 @@
+"""A run that is killed and resumed equals one that never was: every file of every checkpoint, by SHA-256.
+
+Real DeepSpeed ranks train from a recording. A run is killed again and again, resumed each time, and in the end compared
+with a straight one: weights, optimizer, learning rates, cursor, metrics, samples and the final model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.durable import FAILPOINTS
+from common.metrics import read_jsonl
+from tests.gloo_data import GROUPS_PER_STEP
+from tests.replay_worker import Life, Stack, stack
+from trainer import checkpoint
+
+pytestmark = pytest.mark.gloo
+
+STEPS = 10
+Layout = tuple[int, int, str]  # ranks, ZeRO stage, dtype
+LAYOUTS = [(ranks, stage, dtype) for ranks in (1, 2) for stage in (1, 2) for dtype in ("float32", "bfloat16")]
+
+# What no two runs share: times, and what is computed from them.
+TIMES = ("time", "step_time", "tokens_per_second")
+
+
+@pytest.fixture(scope="module")
+def trainers() -> Stack:
+    return stack()
+
+
+def train(trainers: Stack, name: str, layout: Layout, armed: dict[int, str], **trainer: Any) -> Life:
+    """One life. armed: FAILPOINT by rank. It resumes if the run has a checkpoint."""
+    ranks, stage, dtype = layout
+    return trainers.run(
+        name,
+        ranks,
+        stage,
+        {rank: {"FAILPOINT": point} for rank, point in armed.items()},
+        run={"resume": bool(steps_saved(trainers.folder / name))},
+        model={"dtype": dtype},
+        trainer={"max_steps": STEPS, "save_steps": 1, "save_limit": STEPS, "dist_backend": "gloo"} | trainer,
+    )
+
+
+def steps_saved(output_dir: Path) -> list[int]:
+    return [int(path.name.removeprefix("step_")) for path in checkpoint.step_dirs(output_dir / "checkpoints")]
+
+
+@cache
+def straight(trainers: Stack, layout: Layout) -> Path:
+    """The run that nobody interrupts."""
+    name = "straight-" + "-".join(map(str, layout))
+    life = train(trainers, name, layout, {})
+    assert set(life.codes) == {0}, life.logs[0][-3000:]
+    return trainers.folder / name
+
+
+def sha256_of_tree(folder: Path) -> dict[str, str]:
+    """By file name. The record of a checkpoint counts without the run's random id and the digest over it."""
+    found = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        data = path.read_bytes()
+        if path.name == checkpoint.COMMIT:
+            record = json.loads(data)
+            data = json.dumps({k: v for k, v in record.items() if k not in ("run_id", "blake3")}).encode()
+        found[str(path.relative_to(folder))] = hashlib.sha256(data).hexdigest()
+    assert found, f"{folder} is empty"
+    return found
+
+
+def history(path: Path) -> str:
+    """SHA-256 of a record file without what depends on the clock."""
+    kept = [{k: v for k, v in record.items() if k not in TIMES and not k.endswith("_s")} for record in read_jsonl(path)]
+    assert len(kept) >= STEPS
+    return hashlib.sha256(json.dumps(kept).encode()).hexdigest()
+
+
+def require_equal(found: Path, expected: Path, steps: list[int]) -> None:
+    for step in steps:
+        folders = [checkpoint.step_dir(run / "checkpoints", step) for run in (found, expected)]
+        assert sha256_of_tree(folders[0]) == sha256_of_tree(folders[1]), f"step {step}"
+    assert sha256_of_tree(found / "final") == sha256_of_tree(expected / "final")
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert history(found / name) == history(expected / name), name
+
+
+# ---- R3: 20 interruption points ----------------------------------------------------------------------------
+
+# Inside and at the end of every step; the end is before its checkpoint in odd steps and after it in even ones.
+POINTS = [
+    (step, point)
+    for step in range(1, STEPS + 1)
+    for point in ("trainer.micro_batch", "trainer.stepped" if step % 2 else "checkpoint.committed")
+]
+
+
+def points_of(layout: Layout) -> list[tuple[int, str]]:
+    """A quarter of the points, so that the four layouts of each number of ranks meet all of them."""
+    mine = LAYOUTS.index(layout) % 4
+    return [point for i, point in enumerate(POINTS) if (i + i // 4) % 4 == mine]
+
+
+def arm(step: int, point: str, saved: int, ranks: int) -> dict[int, str]:
+    """FAILPOINT by rank, for a life that begins after `saved` steps. Both ranks have their turn where both pass."""
+    hits = step - saved
+    if point == "trainer.micro_batch":
+        hits = (hits - 1) * GROUPS_PER_STEP // ranks + 2  # the second micro-batch of that step
+    rank = 0 if point == "checkpoint.committed" else step // 2 % ranks
+    return {rank: f"{point}:{hits}:kill"}
+
+
+def test_the_layouts_of_each_number_of_ranks_meet_all_20_points() -> None:
+    for half in (LAYOUTS[:4], LAYOUTS[4:]):
+        assert sorted(point for layout in half for point in points_of(layout)) == sorted(POINTS)
+    assert len(POINTS) == 20
+
+
+@cache
+def interrupted(trainers: Stack, layout: Layout) -> Path:
+    """The run that is killed at each of its points and resumed each time. Every kill must have happened."""
+    name = "interrupted-" + "-".join(map(str, layout))
+    output_dir = trainers.folder / name
+    for step, point in points_of(layout):
+        saved = max(steps_saved(output_dir), default=0)
+        life = train(trainers, name, layout, arm(step, point, saved, layout[0]))
+        assert -signal.SIGKILL in life.codes, f"step {step}, {point}: {life.codes}\n{life.logs[0][-3000:]}"
+        assert max(steps_saved(output_dir), default=0) == step - (point != "checkpoint.committed")
+    life = train(trainers, name, layout, {})
+    assert set(life.codes) == {0}, life.logs[0][-3000:]
+    return output_dir
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]}rank-zero{layout[1]}-{layout[2]}")
+def test_a_run_interrupted_at_five_points_equals_a_straight_one(trainers: Stack, layout: Layout) -> None:
+    require_equal(interrupted(trainers, layout), straight(trainers, layout), list(range(1, STEPS + 1)))
+
+
+def test_every_step_moves_weights_and_optimizer_so_that_equal_files_mean_something(trainers: Stack) -> None:
+    checkpoints = straight(trainers, LAYOUTS[0]) / "checkpoints"
+    trees = [sha256_of_tree(checkpoint.step_dir(checkpoints, step)) for step in range(1, STEPS + 1)]
+    for changing in ("model.safetensors", "zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"):
+        (name,) = (name for name in trees[0] if name.endswith(changing))
+        # the learning rate of the first step is 0, by the warm-up
+        assert len({tree[name] for tree in trees}) >= STEPS - 1, changing
+
+
+def test_the_20_points_are_met_by_one_rank_and_by_two(figure: Callable[[str, str], None], trainers: Stack) -> None:
+    equal, checkpoints = 0, 0
+    for layout in LAYOUTS:
+        require_equal(interrupted(trainers, layout), straight(trainers, layout), list(range(1, STEPS + 1)))
+        equal, checkpoints = equal + len(points_of(layout)), checkpoints + STEPS
+    assert equal == 2 * len(POINTS)
+    figure(
+        "R3",
+        f"{len(POINTS)} of {len(POINTS)} interruption points, each with 1 and with 2 ranks ({equal} SIGKILLs over "
+        f"ZeRO 1 and 2, float32 and bfloat16): all files of {checkpoints} checkpoints, the metrics and the final model "
+        "equal those of straight runs by SHA-256",
+    )
+
+
+# ---- R1: SIGKILL at every failpoint of a checkpoint, with two ranks ----------------------------------------
+
+KILLED = (2, 2, "float32")
+# Files of a life before its checkpoint: config.json; two by two for versions 0 and 1 (digest, manifest) on rank 0,
+# one by one on rank 1. Then the checkpoint's: on rank 0 DeepSpeed's model, its optimizer shard and commit.json.
+KILLS: list[tuple[int, str, int]] = [
+    *((0, f"file.{what}", hits) for what in ("written", "synced", "renamed") for hits in (6, 7, 8)),
+    *((1, f"file.{what}", 3) for what in ("written", "synced", "renamed")),
+    *((0, f"checkpoint.{what}", 1) for what in ("started", "engine", "committed")),
+    (1, "checkpoint.engine", 1),
+    *((0, f"dir.{what}", 3) for what in ("synced", "renamed", "committed")),
+    (0, "dir.trashed", 1),
+    *((rank, "weights.shard", 2) for rank in (0, 1)),
+    (0, "weights.manifest", 2),
+]
+
+
+def test_the_kill_list_names_every_failpoint_of_files_checkpoints_and_weights() -> None:
+    families = ("file.", "dir.", "checkpoint.", "weights.")
+    assert {point for _, point, _ in KILLS} == {point for point in FAILPOINTS if point.startswith(families)}
+
+
+def test_two_ranks_killed_at_every_checkpoint_failpoint_lose_nothing(
+    figure: Callable[[str, str], None], trainers: Stack
+) -> None:
+    output_dir, said = trainers.folder / "killed", []
+    train(trainers, "killed", KILLED, {0: "checkpoint.started:2:kill"}, save_limit=2)
+    assert steps_saved(output_dir) == [1]
+    for rank, point, hits in KILLS:
+        saved = steps_saved(output_dir)
+        life = train(trainers, "killed", KILLED, {rank: f"{point}:{hits}:kill"}, save_limit=2)
+        assert f"failpoint {point} hit {hits}: kill" in life.logs[rank], life.logs[rank][-3000:]
+        assert life.codes[rank] == -signal.SIGKILL and life.codes[1 - rank] != 0
+        newest = checkpoint.newest_valid(output_dir / "checkpoints", said.append)
+        assert newest is not None
+        assert saved[-1] <= int(newest.name.removeprefix("step_")) <= saved[-1] + 1
+    assert said == [], "a kill made a checkpoint visible that is not whole"
+    life = train(trainers, "killed", KILLED, {}, save_limit=2)
+    assert life.codes == [0, 0], life.logs[0][-3000:]
+    require_equal(output_dir, straight(trainers, KILLED), [STEPS - 1, STEPS])
+    assert not list(output_dir.rglob(".t*"))
+    num_points = len({(rank, point) for rank, point, _ in KILLS})
+    figure(
+        "R1",
+        f"{len(KILLS) + 1} SIGKILLs of two DeepSpeed ranks at {num_points} places while they save: at most one step "
+        "trained again each time, and weights, optimizer, cursor and metrics equal those of a straight run by SHA-256",
+    )

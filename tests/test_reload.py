@@ -1,0 +1,96 @@
+"""A reload that goes wrong: before the engine is touched it costs nothing, inside the engine it ends the process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common import weights
+from common.config import Config
+from common.exits import Retryable
+from common.weights import BadWeights, Published
+from sampler.reload import reload, scratch_dir
+from tests.protocol_helpers import make_config, short_folder
+from tests.protocol_kill import publish
+
+pytestmark = pytest.mark.fast
+
+
+class Engine:
+    """Fails in `load`, or afterwards gives the canary another log-prob than the trainer's."""
+
+    def __init__(self, error: Exception | None = None, score: float = -1.0):
+        self.error, self.canary_score = error, score
+        self.version: int | None = 7
+        self.num_loads = 0
+
+    def load(self, folder: Path) -> None:
+        self.num_loads += 1
+        if self.error:
+            raise self.error
+
+    def score(self, sequences: Any) -> Any:
+        import numpy as np
+
+        return [np.full(len(sequence) - 1, self.canary_score, np.float32) for sequence in sequences]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with short_folder() as path:
+        yield path
+
+
+@pytest.fixture
+def config(folder: Path) -> Config:
+    return make_config(folder, model={"path": "m", "dtype": "float32"})
+
+
+@pytest.fixture
+def version(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Published:
+    """Version 8, whose trainer gave a log-prob of -1 to every token of its canary."""
+    canary = weights.Canary(1, [[1, 2, 3]], [[-1.0, -1.0]])
+    monkeypatch.setattr("tests.protocol_kill.Canary", lambda *_: canary)
+    (folder / "weights").mkdir()
+    return publish(folder / "weights", 8, "life")
+
+
+def test_a_good_version_is_used(config: Config, version: Published) -> None:
+    engine = Engine()
+    assert reload(engine, version, config).canary_max_diff == 0
+    assert engine.version == 8
+    assert not scratch_dir(config).exists()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("poisoned"), KeyError("lm_head.weight"), MemoryError()])
+def test_an_exception_inside_the_engine_ends_the_process_with_75(
+    config: Config, version: Published, error: Exception
+) -> None:
+    engine = Engine(error)
+    with pytest.raises(Retryable, match="the engine failed while loading version 8"):
+        reload(engine, version, config)
+    assert engine.version == 7, "nothing may be sampled as version 8"
+    assert not scratch_dir(config).exists()
+
+
+@pytest.mark.parametrize("score", [-1.01, float("nan"), float("-inf")])
+def test_an_engine_that_does_not_reproduce_the_canary_ends_the_process_with_75(
+    config: Config, version: Published, score: float
+) -> None:
+    engine = Engine(score=score)
+    with pytest.raises(Retryable, match=r"canary: the engine's log-probs differ .* under version 8"):
+        reload(engine, version, config)
+    assert engine.version == 7
+
+
+def test_bad_files_are_found_before_the_engine_is_touched(config: Config, version: Published) -> None:
+    shard = Path(version.weights_dir) / weights.shard_name(0, 1)
+    shard.write_bytes(shard.read_bytes()[:-1])
+    engine = Engine()
+    with pytest.raises(BadWeights, match="bytes, the manifest says"):
+        reload(engine, version, config)
+    assert (engine.num_loads, engine.version) == (0, 7)
+    assert not scratch_dir(config).exists()

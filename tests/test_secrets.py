@@ -1,0 +1,111 @@
+"""What must not be written down, and model folders that must not be read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.config import Config, UserError, load
+from common.model_folder import check_model_folder
+from common.processes import Child, Running
+from common.redact import redacted, redacted_words
+from common.tokenizer import load_tokenizer
+
+pytestmark = pytest.mark.fast
+
+CANARY = "canary-5f1e"
+
+
+def config_with_secrets(folder: Path) -> Config:
+    path = folder / "config.yaml"
+    path.write_text(f"""
+model: {{path: m}}
+data: {{train: "https://me:{CANARY}@host/train.jsonl", prompt_key: question}}
+prompt: {{chat_template_kwargs: {{ApiKey: {CANARY}}}}}
+vllm: {{hf_token: {CANARY}, max_num_batched_tokens: 8192, tokenizer: some/tokenizer, ssl: {{key_file: [{CANARY}]}}}}
+deepspeed: {{monitor: {{secrets: {{a: {CANARY}, n: 3}}, password: {CANARY}, url: "s3://{CANARY}@bucket/x"}}}}
+""")
+    return load(path)
+
+
+def test_the_config_is_written_without_secrets_and_otherwise_as_it_is(tmp_path: Path) -> None:
+    written = redacted(config_with_secrets(tmp_path).model_dump(mode="json"))
+    assert CANARY not in json.dumps(written)
+    assert written["vllm"] == {
+        "hf_token": "***",
+        "max_num_batched_tokens": 8192,
+        "tokenizer": "some/tokenizer",
+        "ssl": {"key_file": ["***"]},
+    }
+    assert written["deepspeed"]["monitor"] == {
+        "secrets": {"a": "***", "n": 3},
+        "password": "***",
+        "url": "s3://***@bucket/x",
+    }
+    assert written["data"]["train"] == "https://***@host/train.jsonl"
+    assert written["data"]["prompt_key"] == "question"
+
+
+def test_a_config_without_secrets_is_not_changed() -> None:
+    for path in (Path(__file__).resolve().parents[1] / "configs").rglob("*.yaml"):
+        settings = load(path).model_dump(mode="json")
+        assert redacted(settings) == settings
+
+
+def test_the_log_shows_the_command_without_its_secrets(tmp_path: Path) -> None:
+    words = (f"vllm.hf_token={CANARY}", f"deepspeed={{monitor: {{wandb_key: {CANARY}}}}}", "trainer.max_steps=3")
+    argv = (sys.executable, "-c", "pass", *words, f"https://me:{CANARY}@host")
+    running = Running(Child("sampler", argv, dict(os.environ), tmp_path / "log"), "mark", 1)
+    running.close(lambda _: None)
+    log = (tmp_path / "log").read_text()
+    assert CANARY not in log
+    assert "vllm.hf_token=***" in log and "trainer.max_steps=3" in log
+
+
+@pytest.mark.parametrize("word", ["sampling.py", "--config", "run.output_dir=runs/a", "data.answer_key=solution"])
+def test_words_without_secrets_are_not_changed(word: str) -> None:
+    assert redacted_words([word]) == [word]
+
+
+def model_folder(folder: Path, *shards: object) -> Path:
+    weight_map = {f"layer.{i}": name for i, name in enumerate(shards)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def test_an_index_of_ordinary_shards_is_accepted(tmp_path: Path) -> None:
+    check_model_folder(str(model_folder(tmp_path, *(f"model-{i:05d}-of-10000.safetensors" for i in range(10_000)))))
+    check_model_folder("some/hub-id")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x", "/etc/passwd", "a/b", "..", ".hidden", "", "a\0b", "x" * 129, "a b", "a\n", "mödel", None, 3, ["x"]],
+)
+def test_an_index_that_names_anything_else_is_refused_before_any_library_reads_it(tmp_path: Path, name: object) -> None:
+    with pytest.raises(UserError, match=r"index\.json"):
+        check_model_folder(str(model_folder(tmp_path, "model-1.safetensors", name)))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', "[" * 100_000])
+def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(UserError, match="not an index of a model's shards"):
+        check_model_folder(str(tmp_path))
+
+
+def test_both_processes_refuse_the_folder_where_they_load_the_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"names the file '\.\./x'"):
+        load_tokenizer(str(model_folder(tmp_path, "../x")))
+
+
+def test_the_check_needs_no_library_that_loads_models() -> None:
+    code = "import common.model_folder, common.redact, sys; print({'torch', 'transformers'} & set(sys.modules))"
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
