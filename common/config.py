@@ -11,6 +11,7 @@ import difflib
 import math
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -163,17 +164,48 @@ class Rewards(Section):
 
 class Algorithm(Section):
     beta: float = Field(0.0, ge=0)
-    """Weight of the KL term (k3) to the reference. 0 loads no reference model and scores nothing with it."""
+    """Weight of the KL term to the reference. 0 loads no reference model and scores nothing with it."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """The KL term of a token, x = log π_ref − log π_θ: k1 = −x, k2 = x²/2, k3 = exp(x) − x − 1."""
     epsilon: float = Field(0.2, gt=0, lt=1)
-    """Clip range below 1."""
+    """Clip range below 1; cispo has none."""
     epsilon_high: float | None = Field(None, gt=0)
-    """Clip range above 1; null = epsilon."""
-    loss_type: Literal["grpo", "dapo", "dr_grpo"] = "grpo"
-    """grpo: mean of sequence means. dapo: mean over all tokens of the step. dr_grpo: sum / (sequences · max length)."""
+    """Clip range above 1; null = epsilon. With loss_type cispo the cap of the ratio itself, for example 5.0."""
+    delta: float | None = Field(None, gt=1)
+    """Cap of the ratio where the advantage is negative (dual clip), above 1 + epsilon_high; null = none."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """token: a ratio per token. sequence: one per completion, normalised by its length (GSPO)."""
+    loss_type: Literal["grpo", "dapo", "dr_grpo", "bnpo", "cispo"] = "grpo"
+    """grpo: mean of sequence means. dapo, bnpo: mean over all tokens of the step. dr_grpo: sum / (sequences · max
+    length). cispo: mean over all tokens of capped ratio · advantage · log-prob."""
     scale_rewards: Literal["group", "none"] = "group"
     """group: divide by the group's standard deviation (n − 1). none: subtract the mean only (Dr. GRPO)."""
     num_iterations: int = Field(1, ge=1)
     """Optimizer steps on each batch of rollouts (μ in the GRPO paper)."""
+
+    @property
+    def clip_high(self) -> float:
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @model_validator(mode="after")
+    def _options_fit_together(self) -> Algorithm:
+        if problems := list(self._contradictions()):
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
+        """What has no meaning, or would silently do nothing."""
+        if self.loss_type == "cispo":
+            if self.epsilon_high is None or self.epsilon_high <= 1:
+                yield "loss_type cispo caps the ratio at epsilon_high itself; set algorithm.epsilon_high=5.0"
+            if self.importance_sampling_level == "sequence":
+                yield "loss_type cispo weighs tokens; set algorithm.importance_sampling_level=token"
+            if self.delta is not None:
+                yield "loss_type cispo has one cap, epsilon_high; set algorithm.delta=null"
+        elif self.delta is not None and self.delta <= 1 + self.clip_high:
+            yield f"delta {self.delta} must be above 1 + epsilon_high = {1 + self.clip_high}; set algorithm.delta=3.0"
+        if self.beta == 0 and self.kl_estimator != "k3":
+            yield "kl_estimator without beta does nothing; set algorithm.beta=0.04, or remove kl_estimator"
 
 
 class Trainer(Section):

@@ -42,6 +42,10 @@ CONSTANT_RATE = {"lr_scheduler_type": "constant", "warmup_steps": 0}
 VARIANTS: dict[str, dict[str, Any]] = {
     "dapo": {"algorithm": {"loss_type": "dapo"}},
     "dr_grpo": {"algorithm": {"loss_type": "dr_grpo"}},
+    "cispo": {"algorithm": {"loss_type": "cispo", "epsilon_high": 1.5}},
+    "sequence": {
+        "algorithm": {"importance_sampling_level": "sequence", "delta": 1.3, "kl_estimator": "k2", "loss_type": "bnpo"}
+    },
     "twice": {"algorithm": {"num_iterations": 2}, "trainer": CONSTANT_RATE | {"max_steps": 4}},
     "recomputed": {"model": {"gradient_checkpointing": True}, "trainer": {"groups_per_micro_batch": 2}},
     "recomputed3": {

@@ -22,6 +22,9 @@ class Objective:
     beta: float
     loss_type: str
     max_completion_length: int
+    delta: float | None = None
+    importance_sampling_level: str = "token"
+    kl_estimator: str = "k3"
 
 
 @dataclass(frozen=True)
@@ -48,28 +51,45 @@ def token_weight(length: int, lengths: Sequence[int], objective: Objective) -> f
     """The share of one token of a completion of this length in a step that holds completions of `lengths`."""
     if objective.loss_type == "grpo":
         return 1.0 / len(lengths) / length
-    if objective.loss_type == "dapo":
+    if objective.loss_type in ("dapo", "bnpo", "cispo"):
         return 1.0 / sum(lengths)
     return 1.0 / len(lengths) / objective.max_completion_length
 
 
-def token_objective(logprob: float, old: float, ref: float | None, advantage: float, o: Objective) -> float:
-    ratio = math.exp(logprob) / math.exp(old)
-    clipped = min(max(ratio, 1 - o.epsilon), 1 + o.epsilon_high)
-    surrogate = min(ratio * advantage, clipped * advantage)
-    if ref is None:
-        return surrogate
-    return surrogate - o.beta * (math.exp(ref) / math.exp(logprob) - (ref - logprob) - 1)
+def ratios(c: ScoredCompletion, o: Objective) -> list[float]:
+    """π / π_old of every token; with "sequence" their geometric mean, for every token."""
+    quotients = [math.exp(new) / math.exp(old) for new, old in zip(c.logprobs, c.old_logprobs, strict=True)]
+    if o.importance_sampling_level == "token":
+        return quotients
+    return [math.prod(quotients) ** (1 / len(quotients))] * len(quotients)
 
 
-def token_gradient(logprob: float, old: float, ref: float | None, advantage: float, o: Objective) -> float:
-    """d objective / d logprob: ratio · A where the minimum is the unclipped branch, 0 where it is the constant."""
-    ratio = math.exp(logprob) / math.exp(old)
+def surrogate(logprob: float, ratio: float, advantage: float, o: Objective) -> float:
+    if o.loss_type == "cispo":
+        return min(ratio, o.epsilon_high) * advantage * logprob
+    if advantage >= 0:
+        return min(ratio, 1 + o.epsilon_high) * advantage
+    return min(max(ratio, 1 - o.epsilon), math.inf if o.delta is None else o.delta) * advantage
+
+
+def surrogate_gradient(ratio: float, advantage: float, o: Objective) -> float:
+    """d surrogate / d logprob. A sequence's ratio moves by ratio / n, and n tokens of it move along: ratio again."""
+    if o.loss_type == "cispo":
+        return min(ratio, o.epsilon_high) * advantage
     stopped = ratio > 1 + o.epsilon_high if advantage > 0 else ratio < 1 - o.epsilon
-    surrogate = 0.0 if stopped else ratio * advantage
-    if ref is None:
-        return surrogate
-    return surrogate - o.beta * (1 - math.exp(ref) / math.exp(logprob))
+    if advantage < 0 and o.delta is not None and ratio > o.delta:
+        stopped = True
+    return 0.0 if stopped else ratio * advantage
+
+
+def kl(logprob: float, ref: float, o: Objective) -> tuple[float, float]:
+    """(estimate, its derivative by logprob)"""
+    if o.kl_estimator == "k1":
+        return logprob - ref, 1.0
+    if o.kl_estimator == "k2":
+        return (logprob - ref) ** 2 / 2, logprob - ref
+    quotient = math.exp(ref) / math.exp(logprob)
+    return quotient - math.log(quotient) - 1, 1 - quotient
 
 
 def loss_and_gradient(completions: Sequence[ScoredCompletion], o: Objective) -> tuple[float, list[np.ndarray]]:
@@ -79,10 +99,15 @@ def loss_and_gradient(completions: Sequence[ScoredCompletion], o: Objective) -> 
     for c in completions:
         weight = token_weight(len(c.logprobs), lengths, o)
         gradient = np.zeros(len(c.logprobs))
-        for t in range(len(c.logprobs)):
-            ref = c.ref_logprobs[t] if len(c.ref_logprobs) else None
-            loss -= weight * token_objective(c.logprobs[t], c.old_logprobs[t], ref, c.advantage, o)
-            gradient[t] = -weight * token_gradient(c.logprobs[t], c.old_logprobs[t], ref, c.advantage, o)
+        for t, ratio in enumerate(ratios(c, o)):
+            value = surrogate(c.logprobs[t], ratio, c.advantage, o)
+            slope = surrogate_gradient(ratio, c.advantage, o)
+            if len(c.ref_logprobs):
+                distance, its_slope = kl(c.logprobs[t], c.ref_logprobs[t], o)
+                value -= o.beta * distance
+                slope -= o.beta * its_slope
+            loss -= weight * value
+            gradient[t] = -weight * slope
         gradients.append(gradient)
     return loss, gradients
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from common.config import Algorithm
 from common.types import Group, Rollout, Tombstone
 from tests.tiny import random_group
 from trainer.batch import micro_batch
-from trainer.losses import Denominator, clipped_objective, loss
+from trainer.losses import Denominator, loss, token_objective
 
 pytestmark = pytest.mark.fast
 
@@ -101,8 +102,8 @@ def test_a_filler_has_no_weight_and_a_gradient_of_zero_whatever_the_model_says(b
     assert batch.row.input_ids.numel() > 0  # something to run forward on
     assert batch.weights.tolist() == [0.0]
     logprobs = torch.full((1,), logprob, requires_grad=True)
-    objective, terms = clipped_objective(
-        logprobs, batch.old_logprobs, batch.ref_logprobs, batch.advantages, 0.2, 0.2, beta
+    objective, terms = token_objective(
+        logprobs, batch.old_logprobs, batch.ref_logprobs, batch.advantages, [1], Algorithm(beta=beta)
     )
     total = loss(objective, batch.weights)
     total.backward()

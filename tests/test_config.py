@@ -164,6 +164,27 @@ def test_steps_divide_by_iterations(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["loss_type=cispo"], "set algorithm.epsilon_high=5.0"),
+        (["loss_type=cispo", "epsilon_high=0.28"], "set algorithm.epsilon_high=5.0"),
+        (
+            ["loss_type=cispo", "epsilon_high=5", "importance_sampling_level=sequence"],
+            "importance_sampling_level=token",
+        ),
+        (["loss_type=cispo", "epsilon_high=5", "delta=6"], "set algorithm.delta=null"),
+        (["delta=1.2"], "delta 1.2 must be above 1 + epsilon_high = 1.2"),
+        (["delta=1.25", "epsilon_high=0.28"], "delta 1.25 must be above 1 + epsilon_high = 1.28"),
+        (["kl_estimator=k2"], "kl_estimator without beta does nothing"),
+    ],
+)
+def test_options_of_the_objective_that_contradict_each_other_are_refused(
+    tmp_path: Path, settings: list[str], said: str
+) -> None:
+    assert said in problem(tmp_path, GOOD, *(f"algorithm.{s}" for s in settings))
+
+
+@pytest.mark.parametrize(
     "address",
     [
         "10.0.0.1:5555",

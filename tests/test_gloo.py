@@ -189,12 +189,12 @@ def test_a_step_of_dead_groups_alone_has_a_gradient_of_zero(runs: Runs, ranks: i
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("loss_type", ["dapo", "dr_grpo"])
-def test_other_loss_types_equal_plain_torch(runs: Runs, ranks: int, loss_type: str) -> None:
-    plain = PlainTraining(runs.model, steps=1, loss_type=loss_type)
-    found = scaled(runs.tensors(ranks, f"{loss_type}/gradient"), 1 / (1 - BETA1))
+@pytest.mark.parametrize("name", ["dapo", "dr_grpo", "cispo", "sequence"])
+def test_other_objectives_equal_plain_torch(runs: Runs, ranks: int, name: str) -> None:
+    plain = PlainTraining(runs.model, steps=1, **VARIANTS[name]["algorithm"])
+    found = scaled(runs.tensors(ranks, f"{name}/gradient"), 1 / (1 - BETA1))
     assert difference(found, plain.gradient) < PLAIN_ROUNDING
-    assert runs.first(ranks)[0][loss_type]["steps"][0]["loss"] == pytest.approx(plain.steps[0]["loss"], rel=1e-5)
+    assert runs.first(ranks)[0][name]["steps"][0]["loss"] == pytest.approx(plain.steps[0]["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -86,7 +86,8 @@ def test_token_metrics_by_hand() -> None:
         loss=-0.1,
         entropy=3.0,
         kl=0.5,
-        ratio=2.5,
+        ratio=2.2,  # of sequences: not what the mismatch is made of
+        token_ratio=2.5,
         clipped=1,
         log_ratio=0.0,
         abs_log_ratio=2 * ln2,
@@ -98,7 +99,7 @@ def test_token_metrics_by_hand() -> None:
         "loss": -0.1,
         "entropy": 1.5,
         "kl": 0.25,
-        "ratio/mean": 1.25,
+        "ratio/mean": pytest.approx(1.1),
         "clip_ratio/region_mean": 0.5,
         "mismatch/mean_abs_log_ratio": pytest.approx(ln2),
         "mismatch/mean_abs_prob_diff": 0.25,

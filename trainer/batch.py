@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.config import Algorithm
 from common.packing import PackedRow, pack
 from common.types import Group, Tombstone
 from trainer.advantages import group_advantages, is_dead
-from trainer.losses import Denominator, token_weights
+from trainer.losses import TOKEN_MEAN, Denominator, token_weights
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,11 @@ class MicroBatch:
     ref_logprobs: Tensor | None  # [N] float32; None when beta is 0, and in a filler
     advantages: Tensor  # [N] float32, one value repeated over a completion
     weights: Tensor  # [N] float32, 0 in a filler
+
+
+def needs_whole_batch(algorithm: Algorithm) -> bool:
+    """True: no backward before the last group is in. False: groups train as they arrive, with the same result."""
+    return algorithm.loss_type in TOKEN_MEAN
 
 
 def micro_batch(

@@ -23,7 +23,7 @@ from common.logprobs import load_causal_lm, score_row
 from common.packing import PackedRow
 from trainer.batch import MicroBatch
 from trainer.deepspeed_config import deepspeed_config
-from trainer.losses import clipped_objective, loss
+from trainer.losses import loss, token_objective
 
 _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
@@ -48,7 +48,8 @@ class Sums:
     loss: float = 0.0
     entropy: float = 0.0
     kl: float = 0.0
-    ratio: float = 0.0
+    ratio: float = 0.0  # of the token, or of its sequence with importance_sampling_level: sequence
+    token_ratio: float = 0.0
     clipped: float = 0.0
     log_ratio: float = 0.0
     abs_log_ratio: float = 0.0
@@ -151,20 +152,18 @@ class Engine:
 
     def backward(self, batch: MicroBatch) -> None:
         """Forward and backward of one micro-batch; its metrics are added to `sums`."""
-        algorithm = self.config.algorithm
         row = batch.row.to(self.device)
         logprobs, entropy = self.ds(row, self.config.sampler.temperature)
         old_logprobs, advantages, weights = (
             x.to(self.device) for x in (batch.old_logprobs, batch.advantages, batch.weights)
         )
-        objective, terms = clipped_objective(
+        objective, terms = token_objective(
             logprobs,
             old_logprobs,
             None if batch.ref_logprobs is None else batch.ref_logprobs.to(self.device),
             advantages,
-            algorithm.epsilon,
-            algorithm.epsilon_high or algorithm.epsilon,
-            algorithm.beta,
+            batch.row.lengths,
+            self.config.algorithm,
         )
         share = loss(objective, weights)
         # ZeRO looks at gradients only, and an infinite loss may leave them finite: then make them NaN
@@ -181,6 +180,7 @@ class Engine:
         self.sums.entropy += entropy[real].double().sum().item()
         self.sums.kl += terms.kl[real].double().sum().item()
         self.sums.ratio += terms.ratio[real].double().sum().item()
+        self.sums.token_ratio += log_ratio.exp().sum().item()
         self.sums.clipped += terms.is_clipped[real].double().sum().item()
         self.sums.log_ratio += log_ratio.sum().item()
         self.sums.abs_log_ratio += log_ratio.abs().sum().item()

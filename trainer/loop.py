@@ -25,7 +25,7 @@ from common.metrics import MetricsLog
 from common.panel import StepDisplay
 from common.types import Group, Tombstone
 from trainer import checkpoint, stats
-from trainer.batch import micro_batch
+from trainer.batch import micro_batch, needs_whole_batch
 from trainer.checkpoint import Progress
 from trainer.engine import Engine, StepResult, Sums
 from trainer.exchange import Exchange
@@ -91,12 +91,13 @@ class Trainer:
         """Takes the batch in order, chunk by chunk, with forward and backward on each. Returns all of it."""
         groups: Items = []
         first = self.progress.cursor
+        waits = needs_whole_batch(self.config.algorithm)
         for chunk in self._chunks(range(first, first + self.config.trainer.prompts_per_step)):
             groups += self.receive(chunk)
             failpoint("trainer.micro_batch")
-            if self.config.algorithm.loss_type != "dapo":
+            if not waits:
                 self._backward(groups[-len(chunk) :], self._denominator(groups))
-        if self.config.algorithm.loss_type == "dapo":  # its denominator is known only now
+        if waits:
             self.backward_again(groups)
         return groups
 

@@ -59,7 +59,7 @@ def token_metrics(sums: Sums, beta: float) -> dict[str, float]:
         "mismatch/mean_abs_log_ratio": sums.abs_log_ratio / n,
         "mismatch/mean_abs_prob_diff": sums.abs_prob_diff / n,
         "mismatch/mean_exp_abs_log_ratio": sums.exp_abs_log_ratio / n if sums.tokens else 1.0,
-        "mismatch/k3": (sums.ratio - sums.log_ratio) / n - 1.0 if sums.tokens else 0.0,
+        "mismatch/k3": (sums.token_ratio - sums.log_ratio) / n - 1.0 if sums.tokens else 0.0,
     }
     return metrics | ({"kl": sums.kl / n} if beta > 0 else {})
 
