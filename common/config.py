@@ -167,6 +167,8 @@ class Algorithm(Section):
     """Weight of the KL term to the reference. 0 loads no reference model and scores nothing with it."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """The KL term of a token, x = log π_ref − log π_θ: k1 = −x, k2 = x²/2, k3 = exp(x) − x − 1."""
+    kl_in_reward: bool = False
+    """Subtract beta · Σ (log π_old − log π_ref) from each reward, and nothing from the loss."""
     epsilon: float = Field(0.2, gt=0, lt=1)
     """Clip range below 1; cispo has none."""
     epsilon_high: float | None = Field(None, gt=0)
@@ -178,14 +180,39 @@ class Algorithm(Section):
     loss_type: Literal["grpo", "dapo", "dr_grpo", "bnpo", "cispo"] = "grpo"
     """grpo: mean of sequence means. dapo, bnpo: mean over all tokens of the step. dr_grpo: sum / (sequences · max
     length). cispo: mean over all tokens of capped ratio · advantage · log-prob."""
-    scale_rewards: Literal["group", "none"] = "group"
-    """group: divide by the group's standard deviation (n − 1). none: subtract the mean only (Dr. GRPO)."""
+    adv_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "grpo"
+    """grpo: (r − mean) / std of the group. dr_grpo: without std. rloo: minus the mean of the others.
+    reinforce_plus_plus(_baseline): r (− mean), whitened over the tokens of the step."""
+    scale_rewards: Literal["group", "batch", "none"] | None = None
+    """Standard deviation (n − 1) to divide by: the group's, the whole step's, or none. null = group for adv_estimator
+    grpo, none for the others."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """normalize_then_sum: every reward function's scores are normalised in the group before the weighted sum."""
+    whiten_advantages: bool = False
+    """Also (A − mean) / std over the completions of the whole step."""
+    mask_truncated_completions: bool = False
+    """Completions that reached max_completion_length keep their reward but get weight 0."""
+    soft_punish_cache: int = Field(0, ge=0)
+    """The last n tokens before max_completion_length lower the reward, evenly from 0 to −1. 0 = off."""
     num_iterations: int = Field(1, ge=1)
     """Optimizer steps on each batch of rollouts (μ in the GRPO paper)."""
 
     @property
     def clip_high(self) -> float:
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def reward_scale(self) -> str:
+        return self.scale_rewards or ("group" if self.adv_estimator == "grpo" else "none")
+
+    @property
+    def whitens_tokens(self) -> bool:
+        return self.adv_estimator.startswith("reinforce_plus_plus")
+
+    @property
+    def always_has_gradient(self) -> bool:
+        """Also where the advantage is zero."""
+        return self.beta > 0 and not self.kl_in_reward
 
     @model_validator(mode="after")
     def _options_fit_together(self) -> Algorithm:
@@ -206,6 +233,22 @@ class Algorithm(Section):
             yield f"delta {self.delta} must be above 1 + epsilon_high = {1 + self.clip_high}; set algorithm.delta=3.0"
         if self.beta == 0 and self.kl_estimator != "k3":
             yield "kl_estimator without beta does nothing; set algorithm.beta=0.04, or remove kl_estimator"
+        if self.kl_in_reward and self.beta == 0:
+            yield "kl_in_reward without beta does nothing; set algorithm.beta=0.04"
+        if self.kl_in_reward and self.kl_estimator != "k3":
+            yield "kl_in_reward always sums log π_old − log π_ref; remove algorithm.kl_estimator, which is the loss's"
+        yield from self._contradictions_of_advantages()
+
+    def _contradictions_of_advantages(self) -> Iterator[str]:
+        if self.adv_estimator != "grpo" and self.reward_scale != "none":
+            yield f"adv_estimator {self.adv_estimator} divides by no deviation; set algorithm.scale_rewards=null"
+        if self.whitens_tokens and self.whiten_advantages:
+            yield f"adv_estimator {self.adv_estimator} whitens already; set algorithm.whiten_advantages=false"
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            if self.adv_estimator != "grpo" or self.reward_scale != "group":
+                yield "normalize_then_sum scales by group; set algorithm.adv_estimator=grpo and scale_rewards=group"
+            if self.kl_in_reward or self.soft_punish_cache:
+                yield "kl_in_reward and soft_punish_cache change the sum that normalize_then_sum does not form"
 
 
 class Trainer(Section):
@@ -313,6 +356,11 @@ class Config(Section):
             raise ValueError(
                 f"GPU {shared[0]} is in sampler.devices {self.sampler.devices} and in trainer.devices "
                 f"{self.trainer.devices}; give each process its own"
+            )
+        if self.algorithm.soft_punish_cache > self.sampler.max_completion_length:
+            raise ValueError(
+                f"algorithm.soft_punish_cache {self.algorithm.soft_punish_cache} is longer than a completion; set it "
+                f"to at most sampler.max_completion_length {self.sampler.max_completion_length}"
             )
         if self.trainer.max_steps % self.algorithm.num_iterations:
             n, m = self.trainer.max_steps, self.algorithm.num_iterations

@@ -46,6 +46,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sequence": {
         "algorithm": {"importance_sampling_level": "sequence", "delta": 1.3, "kl_estimator": "k2", "loss_type": "bnpo"}
     },
+    "batch_scale": {"algorithm": {"scale_rewards": "batch"}},
+    "whitened": {"algorithm": {"adv_estimator": "reinforce_plus_plus", "kl_in_reward": True}},
     "twice": {"algorithm": {"num_iterations": 2}, "trainer": CONSTANT_RATE | {"max_steps": 4}},
     "recomputed": {"model": {"gradient_checkpointing": True}, "trainer": {"groups_per_micro_batch": 2}},
     "recomputed3": {

@@ -25,6 +25,7 @@ class Objective:
     delta: float | None = None
     importance_sampling_level: str = "token"
     kl_estimator: str = "k3"
+    kl_in_reward: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,47 @@ class ScoredCompletion:
     ref_logprobs: Sequence[float]
 
 
+def std(values: Sequence[float]) -> float:
+    """With n − 1."""
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
+
+
 def group_advantages(rewards: Sequence[float], scale_rewards: str) -> list[float]:
     """(r − mean) / (std + 1e-4) with n − 1, or r − mean; all zero when the rewards are equal to 1e-9."""
     if max(rewards) - min(rewards) <= 1e-9:
         return [0.0 for _ in rewards]
     mean = math.fsum(rewards) / len(rewards)
-    squares = math.fsum((r - mean) ** 2 for r in rewards)
-    std = math.sqrt(squares / (len(rewards) - 1))
-    return [(r - mean) / (std + 1e-4) if scale_rewards == "group" else r - mean for r in rewards]
+    return [(r - mean) / (std(rewards) + 1e-4) if scale_rewards == "group" else r - mean for r in rewards]
+
+
+def step_advantages(
+    rewards: Sequence[Sequence[float]],  # of each group's completions
+    tokens: Sequence[Sequence[int]],  # their lengths
+    adv_estimator: str,
+    scale_rewards: str,
+    whiten_advantages: bool,
+) -> list[list[float]]:
+    found = []
+    for group in rewards:
+        if adv_estimator == "reinforce_plus_plus":
+            found.append(list(group))
+        elif adv_estimator == "rloo":
+            others = [[r for j, r in enumerate(group) if j != i] for i in range(len(group))]
+            found.append([r - math.fsum(o) / len(o) for r, o in zip(group, others, strict=True)])
+        else:
+            found.append(group_advantages(group, scale_rewards if adv_estimator == "grpo" else "none"))
+    if scale_rewards == "batch":
+        whole = std([r for group in rewards for r in group])
+        found = [[a / (whole + 1e-4) for a in group] for group in found]
+    repeated: list[float] = []  # what the whitening takes mean and std of
+    for group, lengths in zip(found, tokens, strict=True):
+        for a, length in zip(group, lengths, strict=True):
+            repeated += [a] * (length if adv_estimator.startswith("reinforce") else 1)
+    if whiten_advantages or adv_estimator.startswith("reinforce"):
+        mean = math.fsum(repeated) / len(repeated)
+        found = [[(a - mean) / (std(repeated) + 1e-4) for a in group] for group in found]
+    return found
 
 
 def token_weight(length: int, lengths: Sequence[int], objective: Objective) -> float:
@@ -102,7 +136,7 @@ def loss_and_gradient(completions: Sequence[ScoredCompletion], o: Objective) -> 
         for t, ratio in enumerate(ratios(c, o)):
             value = surrogate(c.logprobs[t], ratio, c.advantage, o)
             slope = surrogate_gradient(ratio, c.advantage, o)
-            if len(c.ref_logprobs):
+            if len(c.ref_logprobs) and not o.kl_in_reward:
                 distance, its_slope = kl(c.logprobs[t], c.ref_logprobs[t], o)
                 value -= o.beta * distance
                 slope -= o.beta * its_slope

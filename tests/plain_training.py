@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.types import Group
+from common.types import Group, Rollout
 from tests import oracle
 from tests.gloo_data import BETA, NUM_STEPS, TEMPERATURE, TRAINER, batch
 from tests.oracle import Objective, ScoredCompletion
@@ -25,6 +25,8 @@ class PlainTraining:
         from transformers import AutoModelForCausalLM, get_scheduler
 
         torch.set_num_threads(1)
+        self.adv_estimator = changes.pop("adv_estimator", "grpo")
+        self.scale_rewards = changes.pop("scale_rewards", "group" if self.adv_estimator == "grpo" else "none")
         self.objective = Objective(**OBJECTIVE | changes)
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="sdpa")
         named = list(self.model.named_parameters())
@@ -57,12 +59,16 @@ class PlainTraining:
     def backward(self, groups: Sequence[Group]) -> float:
         """Leaves d loss / d parameters in .grad and returns the loss."""
         self.optimizer.zero_grad()
-        rollouts, advantages, logprobs = [], [], []
-        for g in groups:
-            rollouts += g.rollouts
-            advantages += oracle.group_advantages([r.reward for r in g.rollouts], "group")
-            prompt = g.prompt_ids.tolist()
-            logprobs += [dense_logprobs(self.model, prompt, r.completion_ids.tolist(), TEMPERATURE) for r in g.rollouts]
+        rollouts = [r for g in groups for r in g.rollouts]
+        logprobs = [
+            dense_logprobs(self.model, g.prompt_ids.tolist(), r.completion_ids.tolist(), TEMPERATURE)
+            for g in groups
+            for r in g.rollouts
+        ]
+        rewards = [[self.reward(r) for r in g.rollouts] for g in groups]
+        tokens = [[len(r.completion_ids) for r in g.rollouts] for g in groups]
+        by_group = oracle.step_advantages(rewards, tokens, self.adv_estimator, self.scale_rewards, False)
+        advantages = [a for group in by_group for a in group]
         completions = [
             ScoredCompletion(a, new.tolist(), r.old_logprobs.tolist(), r.ref_logprobs.tolist())
             for a, new, r in zip(advantages, logprobs, rollouts, strict=True)
@@ -70,6 +76,12 @@ class PlainTraining:
         loss, by_logprob = oracle.loss_and_gradient(completions, self.objective)
         torch.autograd.backward(logprobs, [torch.from_numpy(d) for d in by_logprob])
         return loss
+
+    def reward(self, rollout: Rollout) -> float:
+        if not self.objective.kl_in_reward:
+            return rollout.reward
+        pairs = zip(rollout.old_logprobs.tolist(), rollout.ref_logprobs.tolist(), strict=True)
+        return rollout.reward - self.objective.beta * sum(old - ref for old, ref in pairs)
 
     def gradients(self) -> dict[str, Tensor]:
         return {name: p.grad.clone() for name, p in self.model.named_parameters()}

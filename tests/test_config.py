@@ -176,6 +176,13 @@ def test_steps_divide_by_iterations(tmp_path: Path) -> None:
         (["delta=1.2"], "delta 1.2 must be above 1 + epsilon_high = 1.2"),
         (["delta=1.25", "epsilon_high=0.28"], "delta 1.25 must be above 1 + epsilon_high = 1.28"),
         (["kl_estimator=k2"], "kl_estimator without beta does nothing"),
+        (["kl_in_reward=true"], "kl_in_reward without beta does nothing"),
+        (["kl_in_reward=true", "beta=0.1", "kl_estimator=k2"], "remove algorithm.kl_estimator"),
+        (["adv_estimator=rloo", "scale_rewards=group"], "adv_estimator rloo divides by no deviation"),
+        (["adv_estimator=reinforce_plus_plus", "whiten_advantages=true"], "reinforce_plus_plus whitens already"),
+        (["multi_objective_aggregation=normalize_then_sum", "adv_estimator=rloo"], "set algorithm.adv_estimator=grpo"),
+        (["multi_objective_aggregation=normalize_then_sum", "soft_punish_cache=9"], "normalize_then_sum does not form"),
+        (["soft_punish_cache=257"], "set it to at most sampler.max_completion_length 256"),
     ],
 )
 def test_options_of_the_objective_that_contradict_each_other_are_refused(

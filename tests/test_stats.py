@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 
+from common.config import Config
 from common.types import EvalResult, EvalSample, Group, Rollout, Tombstone
 from trainer.engine import Sums
-from trainer.stats import eval_record, rollout_metrics, samples_records, token_metrics
+from trainer.stats import eval_record, rollout_metrics, samples_records, shaping_metrics, token_metrics
 
 pytestmark = pytest.mark.fast
 
@@ -66,6 +67,21 @@ def test_rollout_metrics_by_hand() -> None:
     assert metrics["completion_tokens"] == 12
     assert metrics["rewards/answer/mean"] == pytest.approx(1 / 6)
     assert metrics["rewards/answer/accuracy"] == pytest.approx(3 / 6)
+
+
+def test_shaping_metrics_by_hand_and_only_where_something_is_shaped() -> None:
+    def settings(**algorithm: object) -> Config:
+        sections = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "sampler": {"max_completion_length": 4}}
+        return Config.model_validate(sections | {"algorithm": algorithm})
+
+    assert shaping_metrics(GROUPS, settings()) == {}
+    assert shaping_metrics([TOMBSTONE], settings(soft_punish_cache=2)) == {}
+    # lengths 2, 4, 3 and 1, 1, 1 with L_max 4 and a cache of 2: punishments 0, −1, −½
+    shaped = shaping_metrics([*GROUPS, TOMBSTONE], settings(soft_punish_cache=2, mask_truncated_completions=True))
+    assert shaped == {
+        "reward_shaped": pytest.approx((2.25 - 2 + 1 + 3 - 1.5) / 6),
+        "completions/masked_ratio": pytest.approx(1 / 6),
+    }
 
 
 def test_a_reward_that_does_not_apply_is_left_out_of_its_mean() -> None:

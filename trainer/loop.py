@@ -25,7 +25,8 @@ from common.metrics import MetricsLog
 from common.panel import StepDisplay
 from common.types import Group, Tombstone
 from trainer import checkpoint, stats
-from trainer.batch import micro_batch, needs_whole_batch
+from trainer.advantages import step_advantages
+from trainer.batch import micro_batch, needs_whole_batch, num_tokens
 from trainer.checkpoint import Progress
 from trainer.engine import Engine, StepResult, Sums
 from trainer.exchange import Exchange
@@ -96,14 +97,14 @@ class Trainer:
             groups += self.receive(chunk)
             failpoint("trainer.micro_batch")
             if not waits:
-                self._backward(groups[-len(chunk) :], self._denominator(groups))
+                self._backward(groups[-len(chunk) :], groups)
         if waits:
             self.backward_again(groups)
         return groups
 
     def backward_again(self, groups: Items) -> None:
         for chunk in self._chunks(range(len(groups))):
-            self._backward([groups[i] for i in chunk], self._denominator(groups))
+            self._backward([groups[i] for i in chunk], groups)
 
     def receive(self, group_ids: Sequence[int]) -> Items:
         """The groups with these ids, on every rank."""
@@ -130,17 +131,18 @@ class Trainer:
         return Denominator(
             loss_type=self.config.algorithm.loss_type,
             num_completions=self.config.trainer.prompts_per_step * sampler.num_generations,
-            num_tokens=max(1, sum(len(r.completion_ids) for g in groups if isinstance(g, Group) for r in g.rollouts)),
+            num_tokens=max(1, num_tokens(groups, self.config.algorithm)),
             max_completion_length=sampler.max_completion_length,
         )
 
-    def _backward(self, chunk: Items, denominator: Denominator) -> None:
-        """This rank's share of one chunk: whole groups, in order."""
+    def _backward(self, chunk: Items, groups: Items) -> None:
+        """This rank's share of one chunk of the groups taken so far: whole groups, in order."""
         start = time.monotonic()
         size, rank = self.config.trainer.groups_per_micro_batch, self.exchange.rank
         algorithm = self.config.algorithm
         mine = chunk[rank * size : (rank + 1) * size]
-        self.engine.backward(micro_batch(mine, denominator, algorithm.scale_rewards, algorithm.beta))
+        advantages = step_advantages(groups if needs_whole_batch(algorithm) else mine, self.config)
+        self.engine.backward(micro_batch(mine, advantages, self._denominator(groups), algorithm))
         self._time("timing/backward_s", start)
 
     def optimizer_step(self) -> tuple[StepResult, Sums]:
@@ -237,6 +239,7 @@ class Trainer:
         sampler_stats, counters = self.desk.inbox.snapshot()
         rollout = stats.rollout_metrics(groups, version, self.config.rewards.full_mark)
         values = rollout | stats.token_metrics(sums, self.config.algorithm.beta)
+        values |= stats.shaping_metrics(groups, self.config)
         values |= {
             "grad_norm": result.grad_norm,
             "learning_rate": result.learning_rate,

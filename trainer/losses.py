@@ -65,7 +65,7 @@ def token_objective(
 ) -> tuple[Tensor, TokenTerms]:
     """The objective J_t of every token, to be maximised: [N].
 
-    J_t = surrogate − β · kl        arXiv 2402.03300, equation 3
+    J_t = surrogate − β · kl        arXiv 2402.03300, equation 3; with kl_in_reward the rewards hold the KL instead
     """
     ratio = importance_ratio(logprobs - old_logprobs, lengths, algorithm.importance_sampling_level)
     if algorithm.loss_type == "cispo":
@@ -77,7 +77,8 @@ def token_objective(
     kl = torch.zeros_like(ratio)
     if ref_logprobs is not None:
         kl = kl_estimate(logprobs, ref_logprobs, algorithm.kl_estimator)
-        objective = objective - algorithm.beta * kl
+        if not algorithm.kl_in_reward:
+            objective = objective - algorithm.beta * kl
     return objective, TokenTerms(ratio.detach(), is_clipped, kl.detach())
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from common.config import Config
 from common.types import EvalResult, Group, Tombstone
-from trainer.advantages import is_dead
-from trainer.batch import rewards_of
+from trainer.advantages import is_dead, rewards_of, shaped_rewards, trains
 from trainer.engine import Sums
 
 _ROUNDING = 1e-9
@@ -45,6 +45,18 @@ def rollout_metrics(groups: Sequence[Group | Tombstone], policy_version: int, fu
             metrics[f"rewards/{name}/mean"] = float(scores.mean())
             metrics[f"rewards/{name}/std"] = float(scores.std())
             metrics[f"rewards/{name}/accuracy"] = float((scores >= full_mark(name) - _ROUNDING).mean())
+    return metrics
+
+
+def shaping_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[str, float]:
+    """What the trainer made of the rewards, where a setting changes them. `reward` stays the functions' own."""
+    alive = [g for g in groups if isinstance(g, Group)]
+    algorithm, metrics = config.algorithm, {}
+    if alive and (algorithm.kl_in_reward or algorithm.soft_punish_cache):
+        metrics["reward_shaped"] = float(np.concatenate([shaped_rewards(g, config) for g in alive]).mean())
+    if alive and algorithm.mask_truncated_completions:
+        masked = [not trains(r, algorithm) for g in alive for r in g.rollouts]
+        metrics["completions/masked_ratio"] = float(np.mean(masked))
     return metrics
 
 
