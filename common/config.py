@@ -190,6 +190,8 @@ class Algorithm(Section):
     """normalize_then_sum: every reward function's scores are normalised in the group before the weighted sum."""
     whiten_advantages: bool = False
     """Also (A − mean) / std over the completions of the whole step."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of an entropy bonus in the objective, at the sampling temperature. 0: entropies are metrics only."""
     mask_truncated_completions: bool = False
     """Completions that reached max_completion_length keep their reward but get weight 0."""
     soft_punish_cache: int = Field(0, ge=0)
@@ -212,7 +214,7 @@ class Algorithm(Section):
     @property
     def always_has_gradient(self) -> bool:
         """Also where the advantage is zero."""
-        return self.beta > 0 and not self.kl_in_reward
+        return self.entropy_coef > 0 or (self.beta > 0 and not self.kl_in_reward)
 
     @model_validator(mode="after")
     def _options_fit_together(self) -> Algorithm:

@@ -48,6 +48,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "batch_scale": {"algorithm": {"scale_rewards": "batch"}},
     "whitened": {"algorithm": {"adv_estimator": "reinforce_plus_plus", "kl_in_reward": True}},
+    "entropy": {"algorithm": {"entropy_coef": 0.5}},
     "twice": {"algorithm": {"num_iterations": 2}, "trainer": CONSTANT_RATE | {"max_steps": 4}},
     "recomputed": {"model": {"gradient_checkpointing": True}, "trainer": {"groups_per_micro_batch": 2}},
     "recomputed3": {

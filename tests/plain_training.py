@@ -13,7 +13,7 @@ from common.types import Group, Rollout
 from tests import oracle
 from tests.gloo_data import BETA, NUM_STEPS, TEMPERATURE, TRAINER, batch
 from tests.oracle import Objective, ScoredCompletion
-from tests.tiny import dense_logprobs
+from tests.tiny import dense_scores
 
 OBJECTIVE = {"epsilon": 0.2, "epsilon_high": 0.2, "beta": BETA, "loss_type": "grpo", "max_completion_length": 12}
 
@@ -27,6 +27,7 @@ class PlainTraining:
         torch.set_num_threads(1)
         self.adv_estimator = changes.pop("adv_estimator", "grpo")
         self.scale_rewards = changes.pop("scale_rewards", "group" if self.adv_estimator == "grpo" else "none")
+        self.entropy_coef = changes.pop("entropy_coef", 0.0)
         self.objective = Objective(**OBJECTIVE | changes)
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="sdpa")
         named = list(self.model.named_parameters())
@@ -60,11 +61,12 @@ class PlainTraining:
         """Leaves d loss / d parameters in .grad and returns the loss."""
         self.optimizer.zero_grad()
         rollouts = [r for g in groups for r in g.rollouts]
-        logprobs = [
-            dense_logprobs(self.model, g.prompt_ids.tolist(), r.completion_ids.tolist(), TEMPERATURE)
+        scores = [
+            dense_scores(self.model, g.prompt_ids.tolist(), r.completion_ids.tolist(), TEMPERATURE)
             for g in groups
             for r in g.rollouts
         ]
+        logprobs, entropies = [list(tensors) for tensors in zip(*scores, strict=True)]
         rewards = [[self.reward(r) for r in g.rollouts] for g in groups]
         tokens = [[len(r.completion_ids) for r in g.rollouts] for g in groups]
         by_group = oracle.step_advantages(rewards, tokens, self.adv_estimator, self.scale_rewards, False)
@@ -74,8 +76,11 @@ class PlainTraining:
             for a, new, r in zip(advantages, logprobs, rollouts, strict=True)
         ]
         loss, by_logprob = oracle.loss_and_gradient(completions, self.objective)
-        torch.autograd.backward(logprobs, [torch.from_numpy(d) for d in by_logprob])
-        return loss
+        lengths = [len(x) for x in logprobs]
+        bonus = [self.entropy_coef * oracle.token_weight(n, lengths, self.objective) for n in lengths]
+        by_entropy = [torch.full_like(h, -b) for h, b in zip(entropies, bonus, strict=True)]
+        torch.autograd.backward(logprobs + entropies, [torch.from_numpy(d) for d in by_logprob] + by_entropy)
+        return loss - sum(b * h.sum().item() for h, b in zip(entropies, bonus, strict=True))
 
     def reward(self, rollout: Rollout) -> float:
         if not self.objective.kl_in_reward:

@@ -103,6 +103,13 @@ def test_dead_groups_stay_when_the_kl_term_gives_them_a_gradient() -> None:
     assert batch.ref_logprobs.tolist() == [-2.0, -2.0, -3.0]
 
 
+def test_dead_groups_stay_when_the_entropy_bonus_gives_them_a_gradient() -> None:
+    dead = group(rollout([1, 2], 0.1), rollout([3], 0.1))
+    batch = micro_batch([dead], denominator(2), entropy_coef=0.01)
+    assert batch.row.target_ids.tolist() == [1, 2, 3]
+    assert batch.weights.tolist() == [0.25, 0.25, 0.5]
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 def test_tombstones_train_nothing(beta: float) -> None:
     alive = random_group(1, 50, [1.0, 0.0], beta=beta)

@@ -189,7 +189,7 @@ def test_a_step_of_dead_groups_alone_has_a_gradient_of_zero(runs: Runs, ranks: i
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("name", ["dapo", "dr_grpo", "cispo", "sequence", "batch_scale", "whitened"])
+@pytest.mark.parametrize("name", ["dapo", "dr_grpo", "cispo", "sequence", "batch_scale", "whitened", "entropy"])
 def test_other_objectives_equal_plain_torch(runs: Runs, ranks: int, name: str) -> None:
     plain = PlainTraining(runs.model, steps=1, **VARIANTS[name]["algorithm"])
     found = scaled(runs.tensors(ranks, f"{name}/gradient"), 1 / (1 - BETA1))

@@ -226,6 +226,18 @@ def test_cispo_has_no_lower_clip() -> None:
     assert not terms.is_clipped.item()
 
 
+def test_the_entropy_bonus_is_added_with_its_gradient_also_where_the_clip_stops_the_rest() -> None:
+    logprobs, entropy = logs(0.6, 0.3), torch.tensor([2.0, 1.0], dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    algorithm = Algorithm(entropy_coef=0.25)
+    objective, _ = token_objective(logprobs, logs(0.4, 0.3), None, advantages, [2], algorithm, entropy)
+    assert objective.tolist() == pytest.approx([1.2 + 0.5, 0.25])
+    (gradient,) = torch.autograd.grad(objective.sum(), entropy)
+    assert gradient.tolist() == [0.25, 0.25]
+    without, _ = token_objective(logprobs, logs(0.4, 0.3), None, advantages, [2], Algorithm(), entropy)
+    assert without.tolist() == pytest.approx([1.2, 0.0])
+
+
 def test_without_a_reference_beta_has_no_effect() -> None:
     assert one_token(prob=0.5, old=0.5, advantage=1.0, beta=9.0)[0] == pytest.approx(1.0)
 

@@ -13,7 +13,7 @@ two REINFORCE++ are then whitened over the tokens of the step. Left out: anythin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,5 +130,4 @@ def _counts(group: Group, algorithm: Algorithm) -> Floats:
 
 
 def _by_function(group: Group, config: Config) -> list[Floats]:
-    names: Mapping[str, None] = dict.fromkeys(config.rewards.names)
-    return [np.array([r.rewards[name] for r in group.rollouts], np.float64) for name in names]
+    return [np.array([r.rewards[name] for r in group.rollouts], np.float64) for name in config.rewards.names]

@@ -47,9 +47,9 @@ def micro_batch(
 ) -> MicroBatch:
     """Packs the completions that can move the weights; a filler of weight 0 where none can.
 
-    A group without advantages, such as one whose rewards are all equal, has no gradient unless a KL term gives it one,
-    and is left out; so is a masked completion. Every rank must still run its forward and backward, because collectives
-    have to match: hence the filler.
+    A group without advantages, such as one whose rewards are all equal, has no gradient unless KL or entropy gives it
+    one, and is left out; so is a masked completion. Every rank must still run its forward and backward, because
+    collectives have to match: hence the filler.
     """
     rows: list[tuple[list[int], list[list[int]]]] = []
     rollouts: list[Rollout] = []

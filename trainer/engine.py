@@ -31,13 +31,14 @@ _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 class Policy(torch.nn.Module):
     """PackedRow -> (log-probs, entropies) of its targets, so that DeepSpeed's hooks see one forward."""
 
-    def __init__(self, model: Any, chunk_size: int):
+    def __init__(self, model: Any, chunk_size: int, entropy_gradient: bool):
         super().__init__()
         self.model = model
         self.chunk_size = chunk_size
+        self.entropy_gradient = entropy_gradient
 
     def forward(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
-        return score_row(self.model, row, temperature, self.chunk_size)
+        return score_row(self.model, row, temperature, self.chunk_size, self.entropy_gradient)
 
 
 @dataclass
@@ -130,7 +131,7 @@ class Engine:
                 raise UserError(f"trainer.lr_scheduler_type {trainer.lr_scheduler_type!r}: {error}") from None
 
         self.ds, self.optimizer, _, self.scheduler = deepspeed.initialize(
-            model=Policy(model, trainer.logprob_chunk_size),
+            model=Policy(model, trainer.logprob_chunk_size, config.algorithm.entropy_coef > 0),
             model_parameters=groups,
             optimizer=None if "optimizer" in ds_config else optimizer,
             lr_scheduler=None if "scheduler" in ds_config else scheduler,
@@ -164,12 +165,13 @@ class Engine:
             advantages,
             batch.row.lengths,
             self.config.algorithm,
+            entropy,
         )
         share = loss(objective, weights)
         # ZeRO looks at gradients only, and an infinite loss may leave them finite: then make them NaN
         scale = self.world_size if torch.isfinite(share) else math.nan
         self.ds.backward(share * scale, scale_wrt_gas=False)
-        self._add_sums(share.detach(), logprobs.detach(), old_logprobs, entropy, terms, weights > 0)
+        self._add_sums(share.detach(), logprobs.detach(), old_logprobs, entropy.detach(), terms, weights > 0)
 
     def _add_sums(
         self, share: Tensor, logprobs: Tensor, old: Tensor, entropy: Tensor, terms: Any, real: Tensor

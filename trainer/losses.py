@@ -62,10 +62,13 @@ def token_objective(
     advantages: Tensor,  # [N]
     lengths: Sequence[int],  # of the completions, Σ lengths = N
     algorithm: Algorithm,
+    entropy: Tensor | None = None,  # [N] of the policy, with gradient where entropy_coef is not 0
 ) -> tuple[Tensor, TokenTerms]:
     """The objective J_t of every token, to be maximised: [N].
 
-    J_t = surrogate − β · kl        arXiv 2402.03300, equation 3; with kl_in_reward the rewards hold the KL instead
+    J_t = surrogate − β · kl + entropy_coef · H        arXiv 2402.03300, equation 3; H: arXiv 1707.06347, equation 9
+
+    With kl_in_reward the rewards hold the KL instead.
     """
     ratio = importance_ratio(logprobs - old_logprobs, lengths, algorithm.importance_sampling_level)
     if algorithm.loss_type == "cispo":
@@ -79,6 +82,8 @@ def token_objective(
         kl = kl_estimate(logprobs, ref_logprobs, algorithm.kl_estimator)
         if not algorithm.kl_in_reward:
             objective = objective - algorithm.beta * kl
+    if entropy is not None and algorithm.entropy_coef:
+        objective = objective + algorithm.entropy_coef * entropy
     return objective, TokenTerms(ratio.detach(), is_clipped, kl.detach())
 
 
