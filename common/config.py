@@ -196,6 +196,12 @@ class Algorithm(Section):
     """Completions that reached max_completion_length keep their reward but get weight 0."""
     soft_punish_cache: int = Field(0, ge=0)
     """The last n tokens before max_completion_length lower the reward, evenly from 0 to −1. 0 = off."""
+    vllm_importance_sampling_mode: (
+        Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
+    ) = None
+    """Weighs tokens or completions by π_trainer / π_vllm at the sampled version: cut to clip_max, or 0 above it."""
+    vllm_importance_sampling_clip_max: float = Field(3.0, ge=1)
+    """Where that weight is cut or masked."""
     num_iterations: int = Field(1, ge=1)
     """Optimizer steps on each batch of rollouts (μ in the GRPO paper)."""
 
@@ -231,6 +237,8 @@ class Algorithm(Section):
                 yield "loss_type cispo weighs tokens; set algorithm.importance_sampling_level=token"
             if self.delta is not None:
                 yield "loss_type cispo has one cap, epsilon_high; set algorithm.delta=null"
+            if self.epsilon != 0.2:
+                yield "loss_type cispo has no lower clip; remove algorithm.epsilon"
         elif self.delta is not None and self.delta <= 1 + self.clip_high:
             yield f"delta {self.delta} must be above 1 + epsilon_high = {1 + self.clip_high}; set algorithm.delta=3.0"
         if self.beta == 0 and self.kl_estimator != "k3":
@@ -239,6 +247,8 @@ class Algorithm(Section):
             yield "kl_in_reward without beta does nothing; set algorithm.beta=0.04"
         if self.kl_in_reward and self.kl_estimator != "k3":
             yield "kl_in_reward always sums log π_old − log π_ref; remove algorithm.kl_estimator, which is the loss's"
+        if self.vllm_importance_sampling_mode is None and self.vllm_importance_sampling_clip_max != 3:
+            yield "vllm_importance_sampling_clip_max does nothing without algorithm.vllm_importance_sampling_mode"
         yield from self._contradictions_of_advantages()
 
     def _contradictions_of_advantages(self) -> Iterator[str]:
@@ -358,6 +368,11 @@ class Config(Section):
             raise ValueError(
                 f"GPU {shared[0]} is in sampler.devices {self.sampler.devices} and in trainer.devices "
                 f"{self.trainer.devices}; give each process its own"
+            )
+        if self.algorithm.vllm_importance_sampling_mode is not None and self.trainer.max_staleness:
+            raise ValueError(
+                "algorithm.vllm_importance_sampling_mode needs the trainer's log-probs at the version that sampled, "
+                f"which exist on policy only; set trainer.max_staleness=0 instead of {self.trainer.max_staleness}"
             )
         if self.algorithm.soft_punish_cache > self.sampler.max_completion_length:
             raise ValueError(

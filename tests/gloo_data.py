@@ -50,6 +50,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "whitened": {"algorithm": {"adv_estimator": "reinforce_plus_plus", "kl_in_reward": True}},
     "entropy": {"algorithm": {"entropy_coef": 0.5}},
     "twice": {"algorithm": {"num_iterations": 2}, "trainer": CONSTANT_RATE | {"max_steps": 4}},
+    "corrected": {
+        "algorithm": {
+            "num_iterations": 2,
+            "vllm_importance_sampling_mode": "token_mask",
+            "vllm_importance_sampling_clip_max": 1.5,
+        },
+        "trainer": CONSTANT_RATE | {"max_steps": 4},
+    },
     "recomputed": {"model": {"gradient_checkpointing": True}, "trainer": {"groups_per_micro_batch": 2}},
     "recomputed3": {
         "model": {"gradient_checkpointing": True},

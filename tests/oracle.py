@@ -26,6 +26,8 @@ class Objective:
     importance_sampling_level: str = "token"
     kl_estimator: str = "k3"
     kl_in_reward: bool = False
+    vllm_importance_sampling_mode: str | None = None
+    vllm_importance_sampling_clip_max: float = 3.0
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class ScoredCompletion:
     logprobs: Sequence[float]
     old_logprobs: Sequence[float]
     ref_logprobs: Sequence[float]
+    own_logprobs: Sequence[float] = ()  # the trainer's at the sampled version, for a correction
 
 
 def std(values: Sequence[float]) -> float:
@@ -92,10 +95,23 @@ def token_weight(length: int, lengths: Sequence[int], objective: Objective) -> f
 
 def ratios(c: ScoredCompletion, o: Objective) -> list[float]:
     """π / π_old of every token; with "sequence" their geometric mean, for every token."""
-    quotients = [math.exp(new) / math.exp(old) for new, old in zip(c.logprobs, c.old_logprobs, strict=True)]
+    before = c.own_logprobs if o.vllm_importance_sampling_mode else c.old_logprobs
+    quotients = [math.exp(new) / math.exp(old) for new, old in zip(c.logprobs, before, strict=True)]
     if o.importance_sampling_level == "token":
         return quotients
     return [math.prod(quotients) ** (1 / len(quotients))] * len(quotients)
+
+
+def corrections(c: ScoredCompletion, o: Objective) -> list[float]:
+    """π_own / π_old of every token, or of the whole completion; 1 without a correction."""
+    if o.vllm_importance_sampling_mode is None:
+        return [1.0] * len(c.logprobs)
+    level, what = o.vllm_importance_sampling_mode.split("_")
+    weights = [math.exp(own) / math.exp(old) for own, old in zip(c.own_logprobs, c.old_logprobs, strict=True)]
+    if level == "sequence":
+        weights = [math.prod(weights)] * len(weights)
+    cap = o.vllm_importance_sampling_clip_max
+    return [w if w <= cap else cap if what == "truncate" else 0.0 for w in weights]
 
 
 def surrogate(logprob: float, ratio: float, advantage: float, o: Objective) -> float:
@@ -133,9 +149,12 @@ def loss_and_gradient(completions: Sequence[ScoredCompletion], o: Objective) -> 
     for c in completions:
         weight = token_weight(len(c.logprobs), lengths, o)
         gradient = np.zeros(len(c.logprobs))
+        factors = corrections(c, o)
         for t, ratio in enumerate(ratios(c, o)):
-            value = surrogate(c.logprobs[t], ratio, c.advantage, o)
-            slope = surrogate_gradient(ratio, c.advantage, o)
+            value = factors[t] * surrogate(c.logprobs[t], ratio, c.advantage, o)
+            # a sequence's ratio stands in all its terms, each with its own factor, and moves by ratio / n
+            factor = factors[t] if o.importance_sampling_level == "token" else math.fsum(factors) / len(factors)
+            slope = factor * surrogate_gradient(ratio, c.advantage, o)
             if len(c.ref_logprobs) and not o.kl_in_reward:
                 distance, its_slope = kl(c.logprobs[t], c.ref_logprobs[t], o)
                 value -= o.beta * distance

@@ -42,6 +42,7 @@ class PlainTraining:
             trainer["lr_scheduler_type"], self.optimizer, trainer["warmup_steps"], trainer["max_steps"]
         )
         self.steps: list[dict[str, float]] = []
+        self.own: dict[int, list[list[float]]] = {}  # log-probs of the first update on a batch, by its first group
         self.gradient: dict[str, Tensor] = {}
         for step in range(steps):
             self.step(batch(step))
@@ -71,9 +72,10 @@ class PlainTraining:
         tokens = [[len(r.completion_ids) for r in g.rollouts] for g in groups]
         by_group = oracle.step_advantages(rewards, tokens, self.adv_estimator, self.scale_rewards, False)
         advantages = [a for group in by_group for a in group]
+        own = self.own.setdefault(groups[0].group_id, [x.tolist() for x in logprobs])
         completions = [
-            ScoredCompletion(a, new.tolist(), r.old_logprobs.tolist(), r.ref_logprobs.tolist())
-            for a, new, r in zip(advantages, logprobs, rollouts, strict=True)
+            ScoredCompletion(a, new.tolist(), r.old_logprobs.tolist(), r.ref_logprobs.tolist(), then)
+            for a, new, r, then in zip(advantages, logprobs, rollouts, own, strict=True)
         ]
         loss, by_logprob = oracle.loss_and_gradient(completions, self.objective)
         lengths = [len(x) for x in logprobs]

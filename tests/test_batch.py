@@ -223,6 +223,8 @@ CHOICES: list[dict[str, Any]] = [
     {"loss_type": "bnpo", "adv_estimator": "rloo", "whiten_advantages": True, "mask_truncated_completions": True},
     {"loss_type": "dr_grpo", "adv_estimator": "dr_grpo", "beta": 0.1, "kl_in_reward": True, "soft_punish_cache": 9},
     {"adv_estimator": "reinforce_plus_plus_baseline", "beta": 0.1, "kl_estimator": "k1"},
+    {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_max": 1.2},
+    {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 1.2, "entropy_coef": 0.1},
 ]
 
 
@@ -241,6 +243,7 @@ def share(mine: Sequence[Group], step: Sequence[Group], config: Config) -> tuple
         batch.advantages.double(),
         batch.row.lengths,
         a,
+        entropy=logprobs.exp(),  # some function of the token
     )
     total = loss(objective, batch.weights.double())
     (gradient,) = torch.autograd.grad(total, logprobs)

@@ -207,11 +207,13 @@ def test_gradient_checkpointing_and_larger_micro_batches_change_nothing(
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_a_second_iteration_on_a_batch_equals_a_second_plain_step_on_it(runs: Runs, ranks: int) -> None:
-    plain = PlainTraining(runs.model, steps=0, trainer=TRAINER | VARIANTS["twice"]["trainer"])
+@pytest.mark.parametrize("name", ["twice", "corrected"])
+def test_a_second_iteration_on_a_batch_equals_a_second_plain_step_on_it(runs: Runs, ranks: int, name: str) -> None:
+    changes = {k: v for k, v in VARIANTS[name]["algorithm"].items() if k != "num_iterations"}
+    plain = PlainTraining(runs.model, steps=0, trainer=TRAINER | VARIANTS[name]["trainer"], **changes)
     for _ in range(2):
         plain.step(batch(0))
-    first, second = runs.first(ranks)[0]["twice"]["steps"]
+    first, second = runs.first(ranks)[0][name]["steps"]
     assert second["loss"] < first["loss"] - 0.01  # the weights moved in between, and to the better
     for found, expected in zip((first, second), plain.steps, strict=True):
         for name, value in expected.items():

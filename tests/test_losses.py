@@ -28,6 +28,7 @@ from trainer.losses import (
 
 pytestmark = pytest.mark.fast
 
+MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 LOSS_TYPES = ["grpo", "dapo", "dr_grpo", "bnpo"]
 
 
@@ -226,6 +227,50 @@ def test_cispo_has_no_lower_clip() -> None:
     assert not terms.is_clipped.item()
 
 
+def corrected(mode: str, own: list[float] | None = None) -> tuple[list[float], list[float], TokenTerms]:
+    """Completions of two tokens and one, advantage 2; trainer / engine = 2, 1.5 and 0.5."""
+    logprobs, old = logs(0.6, 0.3, 0.2).requires_grad_(), logs(0.3, 0.2, 0.4)
+    algorithm = Algorithm(vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_max=1.8)
+    advantages = torch.full((3,), 2.0, dtype=torch.float64)
+    own_logprobs = None if own is None else logs(*own)
+    objective, terms = token_objective(logprobs, old, None, advantages, [2, 1], algorithm, own_logprobs=own_logprobs)
+    (gradient,) = torch.autograd.grad(objective.sum(), logprobs)
+    return objective.tolist(), gradient.tolist(), terms
+
+
+@pytest.mark.parametrize(
+    ("mode", "weights", "hit"),
+    [
+        ("token_truncate", [1.8, 1.5, 0.5], [True, False, False]),
+        ("token_mask", [0.0, 1.5, 0.5], [True, False, False]),
+        ("sequence_truncate", [1.8, 1.8, 0.5], [True, True, False]),  # 2 · 1.5 = 3
+        ("sequence_mask", [0.0, 0.0, 0.5], [True, True, False]),
+    ],
+)
+def test_a_correction_weighs_on_policy_tokens_whose_ratio_is_then_one(
+    mode: str, weights: list[float], hit: list[bool]
+) -> None:
+    objective, gradient, terms = corrected(mode)
+    assert terms.ratio.tolist() == [1.0] * 3
+    assert terms.correction.tolist() == pytest.approx(weights)
+    assert terms.is_corrected.tolist() == hit
+    assert objective == pytest.approx([2 * w for w in weights])
+    assert gradient == pytest.approx([2 * w for w in weights])  # none through the weight itself
+
+
+def test_in_later_iterations_the_ratio_is_to_the_trainers_own_first_log_probs() -> None:
+    # own 0.5, 0.25, 0.25: ratios 1.2 (not above 1 + ε), 1.2, 0.8; weights .5/.3, .25/.2, .25/.4
+    _, gradient, terms = corrected("token_truncate", own=[0.5, 0.25, 0.25])
+    assert terms.ratio.tolist() == pytest.approx([1.2, 1.2, 0.8])
+    assert terms.correction.tolist() == pytest.approx([5 / 3, 1.25, 0.625])
+    assert gradient[2] == pytest.approx(2 * 0.8 * 0.625)
+
+
+def test_without_a_mode_nothing_is_corrected() -> None:
+    _, _, terms = one_token(prob=0.6, old=0.4, advantage=1.0)
+    assert (terms.correction.item(), terms.is_corrected.item(), terms.ratio.item()) == (1.0, False, pytest.approx(1.5))
+
+
 def test_the_entropy_bonus_is_added_with_its_gradient_also_where_the_clip_stops_the_rest() -> None:
     logprobs, entropy = logs(0.6, 0.3), torch.tensor([2.0, 1.0], dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor([1.0, 0.0], dtype=torch.float64)
@@ -270,13 +315,15 @@ def steps(draw: st.DrawFn) -> tuple[list[list[ScoredCompletion]], Objective]:
     beta = draw(st.sampled_from([0.0, 0.04]))
     is_cispo = draw(st.integers(0, 3)) == 0
     objective = Objective(
-        epsilon=draw(st.sampled_from([0.1, 0.2])),
+        epsilon=0.2 if is_cispo else draw(st.sampled_from([0.1, 0.2])),
         epsilon_high=1.1 if is_cispo else draw(st.sampled_from([0.2, 0.28])),
         beta=beta,
         loss_type="cispo" if is_cispo else draw(st.sampled_from(LOSS_TYPES)),
         max_completion_length=9,
         delta=None if is_cispo else draw(st.sampled_from([None, 1.4])),
         importance_sampling_level="token" if is_cispo else draw(st.sampled_from(["token", "sequence"])),
+        vllm_importance_sampling_mode=draw(st.sampled_from([None, *MODES])),
+        vllm_importance_sampling_clip_max=1.2,
         kl_estimator=draw(st.sampled_from(["k1", "k2", "k3"])) if beta > 0 else "k3",
     )
     groups = []
@@ -288,7 +335,8 @@ def steps(draw: st.DrawFn) -> tuple[list[list[ScoredCompletion]], Objective]:
             old = -rng.exponential(2, n)
             new = old + rng.normal(0, 0.3, n)
             ref = (old + rng.normal(0, 0.5, n))[: n if beta > 0 else 0]
-            completion = ScoredCompletion(advantage, new.tolist(), old.tolist(), ref.tolist())
+            own = old + rng.normal(0, 0.2, n)
+            completion = ScoredCompletion(advantage, new.tolist(), old.tolist(), ref.tolist(), own.tolist())
             ratios = np.array(oracle.ratios(completion, objective))
             kinks = np.array([1 - objective.epsilon, 1 + objective.epsilon_high, objective.delta or 0.0])
             assume(np.abs(ratios[:, None] - kinks).min() > 1e-6)
@@ -320,8 +368,11 @@ def torch_loss(
     ref = flat([c.ref_logprobs for c in completions]) if o.beta > 0 else None
     advantages = flat([[c.advantage] * len(c.logprobs) for c in completions])
     old = flat([c.old_logprobs for c in completions])
+    own = flat([c.own_logprobs for c in completions])
+    if o.vllm_importance_sampling_mode is None:
+        o = dataclasses.replace(o, vllm_importance_sampling_clip_max=3.0)
     settings = {k: v for k, v in dataclasses.asdict(o).items() if k != "max_completion_length"}
-    objective, _ = token_objective(logprobs, old, ref, advantages, lengths, Algorithm(**settings))
+    objective, _ = token_objective(logprobs, old, ref, advantages, lengths, Algorithm(**settings), own_logprobs=own)
     total = loss(objective, weights)
     total.backward()
     assert logprobs.grad is not None

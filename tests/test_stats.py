@@ -7,10 +7,17 @@ import math
 import numpy as np
 import pytest
 
-from common.config import Config
+from common.config import Algorithm, Config
 from common.types import EvalResult, EvalSample, Group, Rollout, Tombstone
 from trainer.engine import Sums
-from trainer.stats import eval_record, rollout_metrics, samples_records, shaping_metrics, token_metrics
+from trainer.stats import (
+    correction_metrics,
+    eval_record,
+    rollout_metrics,
+    samples_records,
+    shaping_metrics,
+    token_metrics,
+)
 
 pytestmark = pytest.mark.fast
 
@@ -123,6 +130,14 @@ def test_token_metrics_by_hand() -> None:
         "mismatch/k3": pytest.approx(0.25),  # mean of (2 − ln 2 − 1) and (½ + ln 2 − 1)
     }
     assert "kl" not in token_metrics(sums, beta=0.0)
+
+
+def test_correction_metrics_by_hand_and_only_where_something_is_corrected() -> None:
+    sums = Sums(tokens=4, correction=5.0, corrected=1)
+    corrected = Algorithm(vllm_importance_sampling_mode="token_truncate")
+    assert correction_metrics(sums, corrected) == {"mismatch/correction_mean": 1.25, "mismatch/corrected_ratio": 0.25}
+    assert correction_metrics(Sums(), corrected)["mismatch/correction_mean"] == 1.0
+    assert correction_metrics(sums, Algorithm()) == {}
 
 
 def test_a_step_without_tokens_has_neutral_metrics() -> None:

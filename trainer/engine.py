@@ -52,6 +52,8 @@ class Sums:
     ratio: float = 0.0  # of the token, or of its sequence with importance_sampling_level: sequence
     token_ratio: float = 0.0
     clipped: float = 0.0
+    correction: float = 0.0
+    corrected: float = 0.0
     log_ratio: float = 0.0
     abs_log_ratio: float = 0.0
     abs_prob_diff: float = 0.0
@@ -151,8 +153,11 @@ class Engine:
     def tied_embeddings(self) -> bool:
         return bool(self.model.config.tie_word_embeddings)
 
-    def backward(self, batch: MicroBatch) -> None:
-        """Forward and backward of one micro-batch; its metrics are added to `sums`."""
+    def backward(self, batch: MicroBatch, own_logprobs: Tensor | None = None) -> Tensor:
+        """Forward and backward of one micro-batch; its metrics are added to `sums`.
+
+        Returns the log-probs [N], detached: what own_logprobs is to be in later iterations on the same micro-batch.
+        """
         row = batch.row.to(self.device)
         logprobs, entropy = self.ds(row, self.config.sampler.temperature)
         old_logprobs, advantages, weights = (
@@ -166,12 +171,14 @@ class Engine:
             batch.row.lengths,
             self.config.algorithm,
             entropy,
+            own_logprobs,
         )
         share = loss(objective, weights)
         # ZeRO looks at gradients only, and an infinite loss may leave them finite: then make them NaN
         scale = self.world_size if torch.isfinite(share) else math.nan
         self.ds.backward(share * scale, scale_wrt_gas=False)
         self._add_sums(share.detach(), logprobs.detach(), old_logprobs, entropy.detach(), terms, weights > 0)
+        return logprobs.detach()
 
     def _add_sums(
         self, share: Tensor, logprobs: Tensor, old: Tensor, entropy: Tensor, terms: Any, real: Tensor
@@ -184,6 +191,8 @@ class Engine:
         self.sums.ratio += terms.ratio[real].double().sum().item()
         self.sums.token_ratio += log_ratio.exp().sum().item()
         self.sums.clipped += terms.is_clipped[real].double().sum().item()
+        self.sums.correction += terms.correction[real].double().sum().item()
+        self.sums.corrected += terms.is_corrected[real].double().sum().item()
         self.sums.log_ratio += log_ratio.sum().item()
         self.sums.abs_log_ratio += log_ratio.abs().sum().item()
         self.sums.abs_prob_diff += (logprobs.exp() - old.exp())[real].double().abs().sum().item()

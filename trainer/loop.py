@@ -17,6 +17,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from common import weights
 from common.config import Config, UserError
 from common.durable import failpoint
@@ -77,6 +79,7 @@ class Trainer:
     def train_batch(self) -> None:
         """num_iterations optimizer steps on the next prompts_per_step groups."""
         groups: Items = []
+        self._own_logprobs: dict[int, Tensor] = {}  # of this rank's micro-batches in the first iteration
         for iteration in range(self.config.algorithm.num_iterations):
             started = time.monotonic()
             if iteration == 0:
@@ -142,7 +145,11 @@ class Trainer:
         algorithm = self.config.algorithm
         mine = chunk[rank * size : (rank + 1) * size]
         advantages = step_advantages(groups if needs_whole_batch(algorithm) else mine, self.config)
-        self.engine.backward(micro_batch(mine, advantages, self._denominator(groups), algorithm))
+        batch = micro_batch(mine, advantages, self._denominator(groups), algorithm)
+        first = chunk[0].group_id
+        logprobs = self.engine.backward(batch, self._own_logprobs.get(first))
+        if algorithm.vllm_importance_sampling_mode is not None:
+            self._own_logprobs.setdefault(first, logprobs)
         self._time("timing/backward_s", start)
 
     def optimizer_step(self) -> tuple[StepResult, Sums]:
@@ -239,7 +246,7 @@ class Trainer:
         sampler_stats, counters = self.desk.inbox.snapshot()
         rollout = stats.rollout_metrics(groups, version, self.config.rewards.full_mark)
         values = rollout | stats.token_metrics(sums, self.config.algorithm.beta)
-        values |= stats.shaping_metrics(groups, self.config)
+        values |= stats.shaping_metrics(groups, self.config) | stats.correction_metrics(sums, self.config.algorithm)
         values |= {
             "grad_norm": result.grad_norm,
             "learning_rate": result.learning_rate,

@@ -53,9 +53,11 @@ class TokenTerms:
     ratio: Tensor  # of the token, or of its sequence
     is_clipped: Tensor  # the token's surrogate has no gradient, or with cispo a capped one
     kl: Tensor  # 0 without a reference
+    correction: Tensor  # weight for the mismatch of sampler and trainer; 1 where it is switched off
+    is_corrected: Tensor  # that weight was truncated or masked
 
 
-def token_objective(
+def token_objective(  # noqa: PLR0913 the equation has as many symbols
     logprobs: Tensor,  # [N] log π_θ, with gradient
     old_logprobs: Tensor,  # [N] log π_old, of the sampler
     ref_logprobs: Tensor | None,  # [N] log π_ref; None when beta is 0
@@ -63,13 +65,21 @@ def token_objective(
     lengths: Sequence[int],  # of the completions, Σ lengths = N
     algorithm: Algorithm,
     entropy: Tensor | None = None,  # [N] of the policy, with gradient where entropy_coef is not 0
+    own_logprobs: Tensor | None = None,  # [N] the trainer's log π_own at the sampled version; None = now
 ) -> tuple[Tensor, TokenTerms]:
     """The objective J_t of every token, to be maximised: [N].
 
-    J_t = surrogate − β · kl + entropy_coef · H        arXiv 2402.03300, equation 3; H: arXiv 1707.06347, equation 9
+        J_t = correction · surrogate − β · kl + entropy_coef · H
 
-    With kl_in_reward the rewards hold the KL instead.
+    arXiv 2402.03300, equation 3; H: arXiv 1707.06347, equation 9.
+    With kl_in_reward the rewards hold the KL instead. With a correction, π_old of the ratio is the trainer's own.
     """
+    correction, is_corrected = torch.ones_like(old_logprobs), torch.zeros_like(old_logprobs, dtype=torch.bool)
+    if algorithm.vllm_importance_sampling_mode is not None:
+        own = logprobs.detach() if own_logprobs is None else own_logprobs
+        mode, cap = algorithm.vllm_importance_sampling_mode, algorithm.vllm_importance_sampling_clip_max
+        correction, is_corrected = mismatch_correction(own - old_logprobs, lengths, mode, cap)
+        old_logprobs = own
     ratio = importance_ratio(logprobs - old_logprobs, lengths, algorithm.importance_sampling_level)
     if algorithm.loss_type == "cispo":
         objective, is_clipped = cispo_surrogate(logprobs, ratio, advantages, algorithm.clip_high)
@@ -77,6 +87,7 @@ def token_objective(
         objective, is_clipped = clipped_surrogate(
             ratio, advantages, algorithm.epsilon, algorithm.clip_high, algorithm.delta
         )
+    objective = correction * objective
     kl = torch.zeros_like(ratio)
     if ref_logprobs is not None:
         kl = kl_estimate(logprobs, ref_logprobs, algorithm.kl_estimator)
@@ -84,7 +95,7 @@ def token_objective(
             objective = objective - algorithm.beta * kl
     if entropy is not None and algorithm.entropy_coef:
         objective = objective + algorithm.entropy_coef * entropy
-    return objective, TokenTerms(ratio.detach(), is_clipped, kl.detach())
+    return objective, TokenTerms(ratio.detach(), is_clipped, kl.detach(), correction, is_corrected)
 
 
 def importance_ratio(log_ratio: Tensor, lengths: Sequence[int], level: str) -> Tensor:
@@ -98,6 +109,25 @@ def importance_ratio(log_ratio: Tensor, lengths: Sequence[int], level: str) -> T
     if level == "token":
         return log_ratio.exp()
     return torch.cat([part.mean().exp().expand(len(part)) for part in log_ratio.split(list(lengths))])
+
+
+def mismatch_correction(log_weight: Tensor, lengths: Sequence[int], mode: str, cap: float) -> tuple[Tensor, Tensor]:
+    """([N] correction, [N] is_corrected).  log_weight_t = log π_own(t) − log π_old(t), of the same weights.
+
+        token_…       w_t = exp(log_weight_t)
+        sequence_…    w_t = exp(Σ_s log_weight_s), all t of i
+        …_truncate    min(w, cap)                   biased, little variance
+        …_mask        w where w ≤ cap, else 0
+
+    F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025.
+    """
+    if mode.startswith("sequence"):
+        log_weight = torch.cat([part.sum().expand(len(part)) for part in log_weight.split(list(lengths))])
+    weight = log_weight.exp()
+    is_corrected = weight > cap
+    if mode.endswith("truncate"):
+        return weight.clamp(max=cap), is_corrected
+    return weight.masked_fill(is_corrected, 0.0), is_corrected
 
 
 def clipped_surrogate(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from common.config import Config
+from common.config import Algorithm, Config
 from common.types import EvalResult, Group, Tombstone
 from trainer.advantages import is_dead, rewards_of, shaped_rewards, trains
 from trainer.engine import Sums
@@ -74,6 +74,17 @@ def token_metrics(sums: Sums, beta: float) -> dict[str, float]:
         "mismatch/k3": (sums.token_ratio - sums.log_ratio) / n - 1.0 if sums.tokens else 0.0,
     }
     return metrics | ({"kl": sums.kl / n} if beta > 0 else {})
+
+
+def correction_metrics(sums: Sums, algorithm: Algorithm) -> dict[str, float]:
+    """Mean weight of the mismatch correction over tokens, and the share of tokens where it was truncated or masked."""
+    if algorithm.vllm_importance_sampling_mode is None:
+        return {}
+    n = max(sums.tokens, 1.0)
+    return {
+        "mismatch/correction_mean": sums.correction / n if sums.tokens else 1.0,
+        "mismatch/corrected_ratio": sums.corrected / n,
+    }
 
 
 def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str, Any]:
