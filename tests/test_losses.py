@@ -160,6 +160,12 @@ def test_the_expected_gradient_of_k2_and_k3_points_to_the_reference_and_that_of_
     assert expected_gradient("k3").tolist() == pytest.approx((pi - ref).tolist(), abs=1e-12)
 
 
+def test_a_kl_that_is_in_the_reward_is_measured_but_not_subtracted_again() -> None:
+    objective, gradient, terms = one_token(prob=0.2, old=0.2, ref=0.4, advantage=1.0, beta=0.5, kl_in_reward=True)
+    assert (objective, gradient) == (pytest.approx(1.0), pytest.approx(1.0))
+    assert terms.kl.item() == pytest.approx(1 - math.log(2))
+
+
 def test_delta_bounds_the_loss_of_a_negative_advantage_and_stops_its_gradient() -> None:
     objective, gradient, terms = one_token(prob=0.8, old=0.2, advantage=-2.0, delta=3.0)  # ratio 4
     assert (objective, gradient) == (pytest.approx(-6.0), 0.0)
