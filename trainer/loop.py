@@ -17,8 +17,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from common import weights
 from common.config import Config, UserError
 from common.durable import failpoint
@@ -79,7 +77,7 @@ class Trainer:
     def train_batch(self) -> None:
         """num_iterations optimizer steps on the next prompts_per_step groups."""
         groups: Items = []
-        self._own_logprobs: dict[int, Tensor] = {}  # of this rank's micro-batches in the first iteration
+        self._own_logprobs: dict[int, Any] = {}  # tensors of this rank's micro-batches in the first iteration
         for iteration in range(self.config.algorithm.num_iterations):
             started = time.monotonic()
             if iteration == 0:
