@@ -99,6 +99,7 @@ def flops_per_step(arguments: argparse.Namespace) -> float:
 
 def main() -> None:
     arguments = parse()
+    from trainer.advantages import step_advantages
     from trainer.batch import micro_batch
     from trainer.engine import Engine, init_distributed
     from trainer.exchange import Exchange
@@ -137,7 +138,7 @@ def main() -> None:
             start = time.perf_counter()
             for first in range(0, arguments.groups, size * exchange.world_size):
                 mine = groups[first + rank * size : first + (rank + 1) * size]
-                engine.backward(micro_batch(mine, denominator, "group", 0.0))
+                engine.backward(micro_batch(mine, step_advantages(mine, config), denominator, config.algorithm))
             result = engine.step()
             _synchronise(on_gpu)
             seconds.append(time.perf_counter() - start)

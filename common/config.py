@@ -11,6 +11,7 @@ import difflib
 import math
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -165,17 +166,103 @@ class Rewards(Section):
 
 class Algorithm(Section):
     beta: float = Field(0.0, ge=0)
-    """Weight of the KL term (k3) to the reference. 0 loads no reference model and scores nothing with it."""
+    """Weight of the KL term to the reference. 0 loads no reference model and scores nothing with it."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """The KL term of a token, x = log π_ref − log π_θ: k1 = −x, k2 = x²/2, k3 = exp(x) − x − 1."""
+    kl_in_reward: bool = False
+    """Subtract beta · Σ (log π_old − log π_ref) from each reward, and nothing from the loss."""
     epsilon: float = Field(0.2, gt=0, lt=1)
-    """Clip range below 1."""
+    """Clip range below 1; cispo has none."""
     epsilon_high: float | None = Field(None, gt=0)
-    """Clip range above 1; null = epsilon."""
-    loss_type: Literal["grpo", "dapo", "dr_grpo"] = "grpo"
-    """grpo: mean of sequence means. dapo: mean over all tokens of the step. dr_grpo: sum / (sequences · max length)."""
-    scale_rewards: Literal["group", "none"] = "group"
-    """group: divide by the group's standard deviation (n − 1). none: subtract the mean only (Dr. GRPO)."""
+    """Clip range above 1; null = epsilon. With loss_type cispo the cap of the ratio itself, for example 5.0."""
+    delta: float | None = Field(None, gt=1)
+    """Cap of the ratio where the advantage is negative (dual clip), above 1 + epsilon_high; null = none."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """token: a ratio per token. sequence: one per completion, normalised by its length (GSPO)."""
+    loss_type: Literal["grpo", "dapo", "dr_grpo", "bnpo", "cispo"] = "grpo"
+    """grpo: mean of sequence means. dapo, bnpo: mean over all tokens of the step. dr_grpo: sum / (sequences · max
+    length). cispo: mean over all tokens of capped ratio · advantage · log-prob."""
+    adv_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "grpo"
+    """grpo: (r − mean) / std of the group. dr_grpo: without std. rloo: minus the mean of the others.
+    reinforce_plus_plus(_baseline): r (− mean), whitened over the tokens of the step."""
+    scale_rewards: Literal["group", "batch", "none"] | None = None
+    """Standard deviation (n − 1) to divide by: the group's, the whole step's, or none. null = group for adv_estimator
+    grpo, none for the others."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """normalize_then_sum: every reward function's scores are normalised in the group before the weighted sum."""
+    whiten_advantages: bool = False
+    """Also (A − mean) / std over the completions of the whole step."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of an entropy bonus in the objective, at the sampling temperature. 0: entropies are metrics only."""
+    mask_truncated_completions: bool = False
+    """Completions that reached max_completion_length keep their reward but get weight 0."""
+    soft_punish_cache: int = Field(0, ge=0)
+    """The last n tokens before max_completion_length lower the reward, evenly from 0 to −1. 0 = off."""
+    vllm_importance_sampling_mode: (
+        Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
+    ) = None
+    """Weighs tokens or completions by π_trainer / π_vllm at the sampled version: cut to clip_max, or 0 above it."""
+    vllm_importance_sampling_clip_max: float = Field(3.0, ge=1)
+    """Where that weight is cut or masked."""
     num_iterations: int = Field(1, ge=1)
     """Optimizer steps on each batch of rollouts (μ in the GRPO paper)."""
+
+    @property
+    def clip_high(self) -> float:
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def reward_scale(self) -> str:
+        return self.scale_rewards or ("group" if self.adv_estimator == "grpo" else "none")
+
+    @property
+    def whitens_tokens(self) -> bool:
+        return self.adv_estimator.startswith("reinforce_plus_plus")
+
+    @property
+    def always_has_gradient(self) -> bool:
+        """Also where the advantage is zero."""
+        return self.entropy_coef > 0 or (self.beta > 0 and not self.kl_in_reward)
+
+    @model_validator(mode="after")
+    def _options_fit_together(self) -> Algorithm:
+        if problems := list(self._contradictions()):
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
+        """What has no meaning, or would silently do nothing."""
+        if self.loss_type == "cispo":
+            if self.epsilon_high is None or self.epsilon_high <= 1:
+                yield "loss_type cispo caps the ratio at epsilon_high itself; set algorithm.epsilon_high=5.0"
+            if self.importance_sampling_level == "sequence":
+                yield "loss_type cispo weighs tokens; set algorithm.importance_sampling_level=token"
+            if self.delta is not None:
+                yield "loss_type cispo has one cap, epsilon_high; set algorithm.delta=null"
+            if self.epsilon != 0.2:
+                yield "loss_type cispo has no lower clip; remove algorithm.epsilon"
+        elif self.delta is not None and self.delta <= 1 + self.clip_high:
+            yield f"delta {self.delta} must be above 1 + epsilon_high = {1 + self.clip_high}; set algorithm.delta=3.0"
+        if self.beta == 0 and self.kl_estimator != "k3":
+            yield "kl_estimator without beta does nothing; set algorithm.beta=0.04, or remove kl_estimator"
+        if self.kl_in_reward and self.beta == 0:
+            yield "kl_in_reward without beta does nothing; set algorithm.beta=0.04"
+        if self.kl_in_reward and self.kl_estimator != "k3":
+            yield "kl_in_reward always sums log π_old − log π_ref; remove algorithm.kl_estimator, which is the loss's"
+        if self.vllm_importance_sampling_mode is None and self.vllm_importance_sampling_clip_max != 3:
+            yield "vllm_importance_sampling_clip_max does nothing without algorithm.vllm_importance_sampling_mode"
+        yield from self._contradictions_of_advantages()
+
+    def _contradictions_of_advantages(self) -> Iterator[str]:
+        if self.adv_estimator != "grpo" and self.reward_scale != "none":
+            yield f"adv_estimator {self.adv_estimator} divides by no deviation; set algorithm.scale_rewards=null"
+        if self.whitens_tokens and self.whiten_advantages:
+            yield f"adv_estimator {self.adv_estimator} whitens already; set algorithm.whiten_advantages=false"
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            if self.adv_estimator != "grpo" or self.reward_scale != "group":
+                yield "normalize_then_sum scales by group; set algorithm.adv_estimator=grpo and scale_rewards=group"
+            if self.kl_in_reward or self.soft_punish_cache:
+                yield "kl_in_reward and soft_punish_cache change the sum that normalize_then_sum does not form"
 
 
 class Trainer(Section):
@@ -288,6 +375,16 @@ class Config(Section):
             raise ValueError(
                 f"GPU {shared[0]} is in sampler.devices {self.sampler.devices} and in trainer.devices "
                 f"{self.trainer.devices}; give each process its own"
+            )
+        if self.algorithm.vllm_importance_sampling_mode is not None and self.trainer.max_staleness:
+            raise ValueError(
+                "algorithm.vllm_importance_sampling_mode needs the trainer's log-probs at the version that sampled, "
+                f"which exist on policy only; set trainer.max_staleness=0 instead of {self.trainer.max_staleness}"
+            )
+        if self.algorithm.soft_punish_cache > self.sampler.max_completion_length:
+            raise ValueError(
+                f"algorithm.soft_punish_cache {self.algorithm.soft_punish_cache} is longer than a completion; set it "
+                f"to at most sampler.max_completion_length {self.sampler.max_completion_length}"
             )
         if self.trainer.max_steps % self.algorithm.num_iterations:
             n, m = self.trainer.max_steps, self.algorithm.num_iterations

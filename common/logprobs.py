@@ -20,11 +20,13 @@ from common.model_folder import check_model_folder
 from common.packing import PackedRow
 
 
-def score_row(model: Any, row: PackedRow, temperature: float, chunk_size: int) -> tuple[Tensor, Tensor]:
+def score_row(
+    model: Any, row: PackedRow, temperature: float, chunk_size: int, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of the row's targets under softmax(logits / temperature).
 
     model: a transformers causal language model loaded with attn_implementation="shared_prompt".
-    Returns logprobs [N] float32 with gradient, entropy [N] float32 without.
+    Returns logprobs [N] float32 with gradient, entropy [N] float32 with one only if asked for.
     """
     hidden = model.get_decoder()(
         input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
@@ -32,7 +34,7 @@ def score_row(model: Any, row: PackedRow, temperature: float, chunk_size: int) -
     return _in_one_call(
         model.get_output_embeddings(),
         hidden[row.source_index],
-        lambda h, head: token_logprobs(h, row.target_ids, head, temperature, chunk_size),
+        lambda h, head: token_logprobs(h, row.target_ids, head, temperature, chunk_size, entropy_gradient),
     )
 
 
@@ -51,18 +53,23 @@ def _in_one_call(module: torch.nn.Module, hidden: Tensor, body: Callable[..., tu
 
 
 def token_logprobs(
-    hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], temperature: float, chunk_size: int
+    hidden: Tensor,
+    targets: Tensor,
+    head: Callable[[Tensor], Tensor],
+    temperature: float,
+    chunk_size: int,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(head(h) / temperature)[target] for each row h of hidden [N, D]; targets [N] int64.
 
-    Returns (logprobs [N], entropy [N]), both float32.
+    Returns (logprobs [N], entropy [N]), both float32. Entropy is that of the same softmax: H = log Z − Σ_v p_v · z_v.
     """
 
     def chunk(h: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         logits = head(h).float() / temperature
         log_normaliser = logits.logsumexp(-1)
         logprobs = logits.gather(-1, target[:, None])[:, 0] - log_normaliser
-        with torch.no_grad():
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = log_normaliser - (torch.softmax(logits, -1) * logits).sum(-1)
         return logprobs, entropy
 

@@ -42,7 +42,22 @@ CONSTANT_RATE = {"lr_scheduler_type": "constant", "warmup_steps": 0}
 VARIANTS: dict[str, dict[str, Any]] = {
     "dapo": {"algorithm": {"loss_type": "dapo"}},
     "dr_grpo": {"algorithm": {"loss_type": "dr_grpo"}},
+    "cispo": {"algorithm": {"loss_type": "cispo", "epsilon_high": 1.5}},
+    "sequence": {
+        "algorithm": {"importance_sampling_level": "sequence", "delta": 1.3, "kl_estimator": "k2", "loss_type": "bnpo"}
+    },
+    "batch_scale": {"algorithm": {"scale_rewards": "batch"}},
+    "whitened": {"algorithm": {"adv_estimator": "reinforce_plus_plus", "kl_in_reward": True}},
+    "entropy": {"algorithm": {"entropy_coef": 0.5}},
     "twice": {"algorithm": {"num_iterations": 2}, "trainer": CONSTANT_RATE | {"max_steps": 4}},
+    "corrected": {
+        "algorithm": {
+            "num_iterations": 2,
+            "vllm_importance_sampling_mode": "token_mask",
+            "vllm_importance_sampling_clip_max": 1.5,
+        },
+        "trainer": CONSTANT_RATE | {"max_steps": 4},
+    },
     "recomputed": {"model": {"gradient_checkpointing": True}, "trainer": {"groups_per_micro_batch": 2}},
     "recomputed3": {
         "model": {"gradient_checkpointing": True},

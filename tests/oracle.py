@@ -22,6 +22,12 @@ class Objective:
     beta: float
     loss_type: str
     max_completion_length: int
+    delta: float | None = None
+    importance_sampling_level: str = "token"
+    kl_estimator: str = "k3"
+    kl_in_reward: bool = False
+    vllm_importance_sampling_mode: str | None = None
+    vllm_importance_sampling_clip_max: float = 3.0
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,13 @@ class ScoredCompletion:
     logprobs: Sequence[float]
     old_logprobs: Sequence[float]
     ref_logprobs: Sequence[float]
+    own_logprobs: Sequence[float] = ()  # the trainer's at the sampled version, for a correction
+
+
+def std(values: Sequence[float]) -> float:
+    """With n − 1."""
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
 
 
 def group_advantages(rewards: Sequence[float], scale_rewards: str) -> list[float]:
@@ -39,37 +52,94 @@ def group_advantages(rewards: Sequence[float], scale_rewards: str) -> list[float
     if max(rewards) - min(rewards) <= 1e-9:
         return [0.0 for _ in rewards]
     mean = math.fsum(rewards) / len(rewards)
-    squares = math.fsum((r - mean) ** 2 for r in rewards)
-    std = math.sqrt(squares / (len(rewards) - 1))
-    return [(r - mean) / (std + 1e-4) if scale_rewards == "group" else r - mean for r in rewards]
+    return [(r - mean) / (std(rewards) + 1e-4) if scale_rewards == "group" else r - mean for r in rewards]
+
+
+def step_advantages(
+    rewards: Sequence[Sequence[float]],  # of each group's completions
+    tokens: Sequence[Sequence[int]],  # their lengths
+    adv_estimator: str,
+    scale_rewards: str,
+    whiten_advantages: bool,
+) -> list[list[float]]:
+    found = []
+    for group in rewards:
+        if adv_estimator == "reinforce_plus_plus":
+            found.append(list(group))
+        elif adv_estimator == "rloo":
+            others = [[r for j, r in enumerate(group) if j != i] for i in range(len(group))]
+            found.append([r - math.fsum(o) / len(o) for r, o in zip(group, others, strict=True)])
+        else:
+            found.append(group_advantages(group, scale_rewards if adv_estimator == "grpo" else "none"))
+    if scale_rewards == "batch":
+        whole = std([r for group in rewards for r in group])
+        found = [[a / (whole + 1e-4) for a in group] for group in found]
+    repeated: list[float] = []  # what the whitening takes mean and std of
+    for group, lengths in zip(found, tokens, strict=True):
+        for a, length in zip(group, lengths, strict=True):
+            repeated += [a] * (length if adv_estimator.startswith("reinforce") else 1)
+    if whiten_advantages or adv_estimator.startswith("reinforce"):
+        mean = math.fsum(repeated) / len(repeated)
+        found = [[(a - mean) / (std(repeated) + 1e-4) for a in group] for group in found]
+    return found
 
 
 def token_weight(length: int, lengths: Sequence[int], objective: Objective) -> float:
     """The share of one token of a completion of this length in a step that holds completions of `lengths`."""
     if objective.loss_type == "grpo":
         return 1.0 / len(lengths) / length
-    if objective.loss_type == "dapo":
+    if objective.loss_type in ("dapo", "bnpo", "cispo"):
         return 1.0 / sum(lengths)
     return 1.0 / len(lengths) / objective.max_completion_length
 
 
-def token_objective(logprob: float, old: float, ref: float | None, advantage: float, o: Objective) -> float:
-    ratio = math.exp(logprob) / math.exp(old)
-    clipped = min(max(ratio, 1 - o.epsilon), 1 + o.epsilon_high)
-    surrogate = min(ratio * advantage, clipped * advantage)
-    if ref is None:
-        return surrogate
-    return surrogate - o.beta * (math.exp(ref) / math.exp(logprob) - (ref - logprob) - 1)
+def ratios(c: ScoredCompletion, o: Objective) -> list[float]:
+    """π / π_old of every token; with "sequence" their geometric mean, for every token."""
+    before = c.own_logprobs if o.vllm_importance_sampling_mode else c.old_logprobs
+    quotients = [math.exp(new) / math.exp(old) for new, old in zip(c.logprobs, before, strict=True)]
+    if o.importance_sampling_level == "token":
+        return quotients
+    return [math.prod(quotients) ** (1 / len(quotients))] * len(quotients)
 
 
-def token_gradient(logprob: float, old: float, ref: float | None, advantage: float, o: Objective) -> float:
-    """d objective / d logprob: ratio · A where the minimum is the unclipped branch, 0 where it is the constant."""
-    ratio = math.exp(logprob) / math.exp(old)
+def corrections(c: ScoredCompletion, o: Objective) -> list[float]:
+    """π_own / π_old of every token, or of the whole completion; 1 without a correction."""
+    if o.vllm_importance_sampling_mode is None:
+        return [1.0] * len(c.logprobs)
+    level, what = o.vllm_importance_sampling_mode.split("_")
+    weights = [math.exp(own) / math.exp(old) for own, old in zip(c.own_logprobs, c.old_logprobs, strict=True)]
+    if level == "sequence":
+        weights = [math.prod(weights)] * len(weights)
+    cap = o.vllm_importance_sampling_clip_max
+    return [w if w <= cap else cap if what == "truncate" else 0.0 for w in weights]
+
+
+def surrogate(logprob: float, ratio: float, advantage: float, o: Objective) -> float:
+    if o.loss_type == "cispo":
+        return min(ratio, o.epsilon_high) * advantage * logprob
+    if advantage >= 0:
+        return min(ratio, 1 + o.epsilon_high) * advantage
+    return min(max(ratio, 1 - o.epsilon), math.inf if o.delta is None else o.delta) * advantage
+
+
+def surrogate_gradient(ratio: float, advantage: float, o: Objective) -> float:
+    """d surrogate / d logprob. A sequence's ratio moves by ratio / n, and n tokens of it move along: ratio again."""
+    if o.loss_type == "cispo":
+        return min(ratio, o.epsilon_high) * advantage
     stopped = ratio > 1 + o.epsilon_high if advantage > 0 else ratio < 1 - o.epsilon
-    surrogate = 0.0 if stopped else ratio * advantage
-    if ref is None:
-        return surrogate
-    return surrogate - o.beta * (1 - math.exp(ref) / math.exp(logprob))
+    if advantage < 0 and o.delta is not None and ratio > o.delta:
+        stopped = True
+    return 0.0 if stopped else ratio * advantage
+
+
+def kl(logprob: float, ref: float, o: Objective) -> tuple[float, float]:
+    """(estimate, its derivative by logprob)"""
+    if o.kl_estimator == "k1":
+        return logprob - ref, 1.0
+    if o.kl_estimator == "k2":
+        return (logprob - ref) ** 2 / 2, logprob - ref
+    quotient = math.exp(ref) / math.exp(logprob)
+    return quotient - math.log(quotient) - 1, 1 - quotient
 
 
 def loss_and_gradient(completions: Sequence[ScoredCompletion], o: Objective) -> tuple[float, list[np.ndarray]]:
@@ -79,12 +149,28 @@ def loss_and_gradient(completions: Sequence[ScoredCompletion], o: Objective) -> 
     for c in completions:
         weight = token_weight(len(c.logprobs), lengths, o)
         gradient = np.zeros(len(c.logprobs))
-        for t in range(len(c.logprobs)):
-            ref = c.ref_logprobs[t] if len(c.ref_logprobs) else None
-            loss -= weight * token_objective(c.logprobs[t], c.old_logprobs[t], ref, c.advantage, o)
-            gradient[t] = -weight * token_gradient(c.logprobs[t], c.old_logprobs[t], ref, c.advantage, o)
+        factors = corrections(c, o)
+        for t, ratio in enumerate(ratios(c, o)):
+            value = factors[t] * surrogate(c.logprobs[t], ratio, c.advantage, o)
+            # a sequence's ratio stands in all its terms, each with its own factor, and moves by ratio / n
+            factor = factors[t] if o.importance_sampling_level == "token" else math.fsum(factors) / len(factors)
+            slope = factor * surrogate_gradient(ratio, c.advantage, o)
+            if len(c.ref_logprobs) and not o.kl_in_reward:
+                distance, its_slope = kl(c.logprobs[t], c.ref_logprobs[t], o)
+                value -= o.beta * distance
+                slope -= o.beta * its_slope
+            loss -= weight * value
+            gradient[t] = -weight * slope
         gradients.append(gradient)
     return loss, gradients
+
+
+def entropy_and_gradient(logits: Sequence[float], temperature: float) -> tuple[float, list[float]]:
+    """H of softmax(logits / T), and dH / d logit_v = − p_v · (log p_v + H) / T."""
+    weights = [math.exp(z / temperature) for z in logits]
+    probs = [w / math.fsum(weights) for w in weights]
+    entropy = -math.fsum(p * math.log(p) for p in probs)
+    return entropy, [-p * (math.log(p) + entropy) / temperature for p in probs]
 
 
 def numeric_gradient(function: Callable[[float], float], at: float, step: float = 1e-6) -> float:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.types import Group
+from common.types import Group, Rollout
 from tests import oracle
 from tests.gloo_data import BETA, NUM_STEPS, TEMPERATURE, TRAINER, batch
 from tests.oracle import Objective, ScoredCompletion
-from tests.tiny import dense_logprobs
+from tests.tiny import dense_scores
 
 OBJECTIVE = {"epsilon": 0.2, "epsilon_high": 0.2, "beta": BETA, "loss_type": "grpo", "max_completion_length": 12}
 
@@ -25,6 +25,9 @@ class PlainTraining:
         from transformers import AutoModelForCausalLM, get_scheduler
 
         torch.set_num_threads(1)
+        self.adv_estimator = changes.pop("adv_estimator", "grpo")
+        self.scale_rewards = changes.pop("scale_rewards", "group" if self.adv_estimator == "grpo" else "none")
+        self.entropy_coef = changes.pop("entropy_coef", 0.0)
         self.objective = Objective(**OBJECTIVE | changes)
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="sdpa")
         named = list(self.model.named_parameters())
@@ -39,6 +42,7 @@ class PlainTraining:
             trainer["lr_scheduler_type"], self.optimizer, trainer["warmup_steps"], trainer["max_steps"]
         )
         self.steps: list[dict[str, float]] = []
+        self.own: dict[int, list[list[float]]] = {}  # log-probs of the first update on a batch, by its first group
         self.gradient: dict[str, Tensor] = {}
         for step in range(steps):
             self.step(batch(step))
@@ -57,19 +61,34 @@ class PlainTraining:
     def backward(self, groups: Sequence[Group]) -> float:
         """Leaves d loss / d parameters in .grad and returns the loss."""
         self.optimizer.zero_grad()
-        rollouts, advantages, logprobs = [], [], []
-        for g in groups:
-            rollouts += g.rollouts
-            advantages += oracle.group_advantages([r.reward for r in g.rollouts], "group")
-            prompt = g.prompt_ids.tolist()
-            logprobs += [dense_logprobs(self.model, prompt, r.completion_ids.tolist(), TEMPERATURE) for r in g.rollouts]
+        rollouts = [r for g in groups for r in g.rollouts]
+        scores = [
+            dense_scores(self.model, g.prompt_ids.tolist(), r.completion_ids.tolist(), TEMPERATURE)
+            for g in groups
+            for r in g.rollouts
+        ]
+        logprobs, entropies = [list(tensors) for tensors in zip(*scores, strict=True)]
+        rewards = [[self.reward(r) for r in g.rollouts] for g in groups]
+        tokens = [[len(r.completion_ids) for r in g.rollouts] for g in groups]
+        by_group = oracle.step_advantages(rewards, tokens, self.adv_estimator, self.scale_rewards, False)
+        advantages = [a for group in by_group for a in group]
+        own = self.own.setdefault(groups[0].group_id, [x.tolist() for x in logprobs])
         completions = [
-            ScoredCompletion(a, new.tolist(), r.old_logprobs.tolist(), r.ref_logprobs.tolist())
-            for a, new, r in zip(advantages, logprobs, rollouts, strict=True)
+            ScoredCompletion(a, new.tolist(), r.old_logprobs.tolist(), r.ref_logprobs.tolist(), then)
+            for a, new, r, then in zip(advantages, logprobs, rollouts, own, strict=True)
         ]
         loss, by_logprob = oracle.loss_and_gradient(completions, self.objective)
-        torch.autograd.backward(logprobs, [torch.from_numpy(d) for d in by_logprob])
-        return loss
+        lengths = [len(x) for x in logprobs]
+        bonus = [self.entropy_coef * oracle.token_weight(n, lengths, self.objective) for n in lengths]
+        by_entropy = [torch.full_like(h, -b) for h, b in zip(entropies, bonus, strict=True)]
+        torch.autograd.backward(logprobs + entropies, [torch.from_numpy(d) for d in by_logprob] + by_entropy)
+        return loss - sum(b * h.sum().item() for h, b in zip(entropies, bonus, strict=True))
+
+    def reward(self, rollout: Rollout) -> float:
+        if not self.objective.kl_in_reward:
+            return rollout.reward
+        pairs = zip(rollout.old_logprobs.tolist(), rollout.ref_logprobs.tolist(), strict=True)
+        return rollout.reward - self.objective.beta * sum(old - ref for old, ref in pairs)
 
     def gradients(self) -> dict[str, Tensor]:
         return {name: p.grad.clone() for name, p in self.model.named_parameters()}

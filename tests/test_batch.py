@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
+from common.config import Algorithm, Config
 from common.types import Group, Rollout, Tombstone
 from tests.tiny import random_group
-from trainer.batch import micro_batch
-from trainer.losses import Denominator, clipped_objective, loss
+from trainer import batch as trainer_batch
+from trainer.advantages import step_advantages
+from trainer.batch import MicroBatch, needs_whole_batch, num_tokens
+from trainer.losses import Denominator, loss, token_objective
 
 pytestmark = pytest.mark.fast
 
@@ -31,8 +39,19 @@ def rollout(ids: list[int], reward: float, old: float = -1.0, ref: float | None 
     )
 
 
-def group(*rollouts: Rollout, prompt: list[int] | None = None) -> Group:
-    return Group(0, 0, 0, np.array(prompt or [5, 6], np.int32), rollouts)
+def group(*rollouts: Rollout, prompt: list[int] | None = None, group_id: int = 0) -> Group:
+    return Group(group_id, 0, 0, np.array(prompt or [5, 6], np.int32), rollouts)
+
+
+def micro_batch(
+    groups: Sequence[Group | Tombstone], over: Denominator, scale_rewards: str = "group", beta: float = 0.0, **more: Any
+) -> MicroBatch:
+    config = settings(scale_rewards=scale_rewards, beta=beta, **more)
+    return trainer_batch.micro_batch(groups, step_advantages(groups, config), over, config.algorithm)
+
+
+def settings(**algorithm: Any) -> Config:
+    return Config.model_validate({"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "algorithm": algorithm})
 
 
 def denominator(num_completions: int, num_tokens: int = 1) -> Denominator:
@@ -53,7 +72,7 @@ def test_a_group_by_hand() -> None:
 
 def test_groups_of_a_row_keep_their_own_means() -> None:
     first = group(rollout([1], 1.0), rollout([1], 0.0))
-    second = group(rollout([1], 11.0), rollout([1], 10.0))
+    second = group(rollout([1], 11.0), rollout([1], 10.0), group_id=1)
     batch = micro_batch([first, second], denominator(4), "none", beta=0.0)
     assert batch.advantages.tolist() == [0.5, -0.5, 0.5, -0.5]
 
@@ -69,7 +88,7 @@ def test_every_token_counts_by_length_when_pad_and_eos_are_the_same_id() -> None
 
 def test_dead_groups_are_left_out_without_kl_and_their_completions_still_count_in_the_mean() -> None:
     dead = group(rollout([1, 2], 0.1), rollout([3], 0.1))
-    alive = group(rollout([4], 1.0), rollout([5], 0.0))
+    alive = group(rollout([4], 1.0), rollout([5], 0.0), group_id=1)
     batch = micro_batch([dead, alive], denominator(4), "group", beta=0.0)
     assert batch.row.target_ids.tolist() == [4, 5]
     assert batch.weights.tolist() == [0.25, 0.25]
@@ -82,6 +101,13 @@ def test_dead_groups_stay_when_the_kl_term_gives_them_a_gradient() -> None:
     assert batch.advantages.tolist() == [0.0, 0.0, 0.0]
     assert batch.ref_logprobs is not None
     assert batch.ref_logprobs.tolist() == [-2.0, -2.0, -3.0]
+
+
+def test_dead_groups_stay_when_the_entropy_bonus_gives_them_a_gradient() -> None:
+    dead = group(rollout([1, 2], 0.1), rollout([3], 0.1))
+    batch = micro_batch([dead], denominator(2), entropy_coef=0.01)
+    assert batch.row.target_ids.tolist() == [1, 2, 3]
+    assert batch.weights.tolist() == [0.25, 0.25, 0.5]
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.04])
@@ -101,8 +127,8 @@ def test_a_filler_has_no_weight_and_a_gradient_of_zero_whatever_the_model_says(b
     assert batch.row.input_ids.numel() > 0  # something to run forward on
     assert batch.weights.tolist() == [0.0]
     logprobs = torch.full((1,), logprob, requires_grad=True)
-    objective, terms = clipped_objective(
-        logprobs, batch.old_logprobs, batch.ref_logprobs, batch.advantages, 0.2, 0.2, beta
+    objective, terms = token_objective(
+        logprobs, batch.old_logprobs, batch.ref_logprobs, batch.advantages, [1], Algorithm(beta=beta)
     )
     total = loss(objective, batch.weights)
     total.backward()
@@ -131,3 +157,127 @@ def test_a_nan_reward_does_not_pass_as_a_dead_group() -> None:
     broken = dataclasses.replace(g, rollouts=(dataclasses.replace(g.rollouts[0], reward=float("nan")), g.rollouts[1]))
     batch = micro_batch([broken], denominator(2), "group", beta=0.0)
     assert torch.isnan(batch.advantages).all()  # the engine sees it, skips the step and counts it
+
+
+def cut(r: Rollout) -> Rollout:
+    return dataclasses.replace(r, finish_reason="length")
+
+
+def test_masked_truncated_completions_keep_their_place_in_the_mean_but_do_not_train() -> None:
+    g = group(rollout([1, 2], 1.0), cut(rollout([3, 4, 5], 0.0)), rollout([6], 0.5))
+    batch = micro_batch([g], denominator(3), "none", mask_truncated_completions=True)
+    assert batch.row.target_ids.tolist() == [1, 2, 6]
+    assert batch.advantages.tolist() == [0.5, 0.5, 0.0]  # around the mean of all three
+    assert batch.weights.tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 3])
+    assert num_tokens([g, TOMBSTONE], Algorithm(mask_truncated_completions=True)) == 3
+    assert num_tokens([g, TOMBSTONE], Algorithm()) == 6
+
+
+def test_a_group_whose_completions_are_all_masked_gives_a_filler() -> None:
+    g = group(cut(rollout([1], 1.0)), cut(rollout([2], 0.0)))
+    assert micro_batch([g], denominator(2), mask_truncated_completions=True).weights.tolist() == [0.0]
+    assert micro_batch([g], denominator(2)).weights.tolist() == [0.5, 0.5]
+
+
+def test_a_group_of_equal_rewards_trains_where_there_is_no_group_baseline() -> None:
+    dead = group(rollout([1], 1.0), rollout([2], 1.0))
+    other = group(rollout([3], 0.0), rollout([4], 0.0), group_id=1)
+    batch = micro_batch([dead, other], denominator(4), "none", adv_estimator="reinforce_plus_plus")
+    # tokens 1, 1, 0, 0: mean 1/2, std sqrt(1/3)
+    unit = 0.5 / (3**-0.5 + 1e-4)
+    assert batch.advantages.tolist() == pytest.approx([unit, unit, -unit, -unit])
+
+
+def test_with_the_kl_in_the_reward_a_group_of_equal_rewards_trains_only_if_its_kl_differs() -> None:
+    same = group(rollout([1], 1.0, old=-1.0, ref=-2.0), rollout([2], 1.0, old=-1.0, ref=-2.0))
+    assert micro_batch([same], denominator(2), beta=0.1, kl_in_reward=True).weights.tolist() == [0.0]
+    differs = group(rollout([1], 1.0, old=-1.0, ref=-2.0), rollout([2], 1.0, old=-1.0, ref=-4.0))
+    batch = micro_batch([differs], denominator(2), "none", beta=0.1, kl_in_reward=True)
+    assert batch.advantages.tolist() == pytest.approx([0.1, -0.1])  # rewards 1 − 0.1 · 1 and 1 − 0.1 · 3
+
+
+@pytest.mark.parametrize(
+    ("choice", "waits"),
+    [
+        ({}, False),
+        ({"loss_type": "dr_grpo", "adv_estimator": "rloo"}, False),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, False),
+        ({"loss_type": "dapo"}, True),
+        ({"loss_type": "bnpo"}, True),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, True),
+        ({"scale_rewards": "batch"}, True),
+        ({"whiten_advantages": True}, True),
+        ({"adv_estimator": "reinforce_plus_plus"}, True),
+        ({"adv_estimator": "reinforce_plus_plus_baseline"}, True),
+    ],
+)
+def test_only_what_needs_the_whole_step_waits_for_it(choice: dict[str, Any], waits: bool) -> None:
+    assert needs_whole_batch(Algorithm(**choice)) is waits
+
+
+CHOICES: list[dict[str, Any]] = [
+    {},
+    {"beta": 0.1, "kl_estimator": "k2", "loss_type": "dapo", "mask_truncated_completions": True},
+    {"importance_sampling_level": "sequence", "delta": 1.5, "scale_rewards": "batch"},
+    {"loss_type": "cispo", "epsilon_high": 1.5, "adv_estimator": "reinforce_plus_plus"},
+    {"loss_type": "bnpo", "adv_estimator": "rloo", "whiten_advantages": True, "mask_truncated_completions": True},
+    {"loss_type": "dr_grpo", "adv_estimator": "dr_grpo", "beta": 0.1, "kl_in_reward": True, "soft_punish_cache": 9},
+    {"adv_estimator": "reinforce_plus_plus_baseline", "beta": 0.1, "kl_estimator": "k1"},
+    {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_max": 1.2},
+    {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 1.2, "entropy_coef": 0.1},
+]
+
+
+def share(mine: Sequence[Group], step: Sequence[Group], config: Config) -> tuple[float, dict[int, float]]:
+    """Loss and gradient of a rank's part of the step; the gradient by a key of the token, not by its place."""
+    a = config.algorithm
+    scope = step if needs_whole_batch(a) else mine
+    over = Denominator(a.loss_type, sum(len(g.rollouts) for g in step), max(1, num_tokens(step, a)), 12)
+    batch = trainer_batch.micro_batch(mine, step_advantages(scope, config), over, a)
+    shift = (batch.old_logprobs * 1e4).sin() * 0.5  # the same for the same token, wherever it stands
+    logprobs = (batch.old_logprobs.double() + shift).requires_grad_()
+    objective, _ = token_objective(
+        logprobs,
+        batch.old_logprobs.double(),
+        None if batch.ref_logprobs is None else batch.ref_logprobs.double(),
+        batch.advantages.double(),
+        batch.row.lengths,
+        a,
+        entropy=logprobs.exp(),  # some function of the token
+    )
+    total = loss(objective, batch.weights.double())
+    (gradient,) = torch.autograd.grad(total, logprobs)
+    return total.item(), dict(zip(batch.old_logprobs.tolist(), gradient.tolist(), strict=True))
+
+
+@given(
+    st.lists(st.lists(st.integers(-2, 2).map(float), min_size=3, max_size=3), min_size=1, max_size=6),
+    st.sampled_from(CHOICES),
+    st.integers(1, 4),
+    st.randoms(use_true_random=False),
+)
+@hypothesis_settings(deadline=None)
+def test_neither_order_nor_packing_nor_micro_batches_nor_ranks_change_loss_and_gradient(
+    rewards: list[list[float]], choice: dict[str, Any], parts: int, random
+) -> None:
+    config = Config.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"train": "t.jsonl"},
+            "sampler": {"max_completion_length": 12},
+            "algorithm": choice,
+        }
+    )
+    step = []
+    for i, of_group in enumerate(rewards):
+        g = random_group(i, 50, of_group, beta=0.1)
+        step.append(dataclasses.replace(g, rollouts=(cut(g.rollouts[0]), *g.rollouts[1:])))
+    whole_loss, whole_gradient = share(step, step, config)
+    order = [
+        dataclasses.replace(g, rollouts=tuple(random.sample(g.rollouts, 3))) for g in random.sample(step, len(step))
+    ]
+    shares = [share(order[part::parts], order, config) for part in range(parts)]
+    assert sum(total for total, _ in shares) == pytest.approx(whole_loss, rel=1e-6, abs=1e-6)
+    gradient = {token: value for _, part in shares for token, value in part.items()}
+    for token, value in whole_gradient.items():
+        assert gradient.get(token, 0.0) == pytest.approx(value, rel=1e-6, abs=1e-7)

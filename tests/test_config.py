@@ -164,6 +164,41 @@ def test_steps_divide_by_iterations(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["loss_type=cispo"], "set algorithm.epsilon_high=5.0"),
+        (["loss_type=cispo", "epsilon_high=0.28"], "set algorithm.epsilon_high=5.0"),
+        (
+            ["loss_type=cispo", "epsilon_high=5", "importance_sampling_level=sequence"],
+            "importance_sampling_level=token",
+        ),
+        (["loss_type=cispo", "epsilon_high=5", "delta=6"], "set algorithm.delta=null"),
+        (["loss_type=cispo", "epsilon_high=5", "epsilon=0.1"], "remove algorithm.epsilon"),
+        (["delta=1.2"], "delta 1.2 must be above 1 + epsilon_high = 1.2"),
+        (["delta=1.25", "epsilon_high=0.28"], "delta 1.25 must be above 1 + epsilon_high = 1.28"),
+        (["kl_estimator=k2"], "kl_estimator without beta does nothing"),
+        (["kl_in_reward=true"], "kl_in_reward without beta does nothing"),
+        (["kl_in_reward=true", "beta=0.1", "kl_estimator=k2"], "remove algorithm.kl_estimator"),
+        (["adv_estimator=rloo", "scale_rewards=group"], "adv_estimator rloo divides by no deviation"),
+        (["adv_estimator=reinforce_plus_plus", "whiten_advantages=true"], "reinforce_plus_plus whitens already"),
+        (["multi_objective_aggregation=normalize_then_sum", "adv_estimator=rloo"], "set algorithm.adv_estimator=grpo"),
+        (["multi_objective_aggregation=normalize_then_sum", "soft_punish_cache=9"], "normalize_then_sum does not form"),
+        (["vllm_importance_sampling_clip_max=2"], "does nothing without algorithm.vllm_importance_sampling_mode"),
+        (["soft_punish_cache=257"], "set it to at most sampler.max_completion_length 256"),
+    ],
+)
+def test_options_of_the_objective_that_contradict_each_other_are_refused(
+    tmp_path: Path, settings: list[str], said: str
+) -> None:
+    assert said in problem(tmp_path, GOOD, *(f"algorithm.{s}" for s in settings))
+
+
+def test_the_mismatch_correction_is_on_policy_only(tmp_path: Path) -> None:
+    message = problem(tmp_path, GOOD, "algorithm.vllm_importance_sampling_mode=token_mask", "trainer.max_staleness=1")
+    assert "set trainer.max_staleness=0 instead of 1" in message
+
+
+@pytest.mark.parametrize(
     "address",
     [
         "10.0.0.1:5555",

@@ -193,12 +193,12 @@ def test_a_step_of_dead_groups_alone_has_a_gradient_of_zero(runs: Runs, ranks: i
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("loss_type", ["dapo", "dr_grpo"])
-def test_other_loss_types_equal_plain_torch(runs: Runs, ranks: int, loss_type: str) -> None:
-    plain = PlainTraining(runs.model, steps=1, loss_type=loss_type)
-    found = scaled(runs.tensors(ranks, f"{loss_type}/gradient"), 1 / (1 - BETA1))
+@pytest.mark.parametrize("name", ["dapo", "dr_grpo", "cispo", "sequence", "batch_scale", "whitened", "entropy"])
+def test_other_objectives_equal_plain_torch(runs: Runs, ranks: int, name: str) -> None:
+    plain = PlainTraining(runs.model, steps=1, **VARIANTS[name]["algorithm"])
+    found = scaled(runs.tensors(ranks, f"{name}/gradient"), 1 / (1 - BETA1))
     assert difference(found, plain.gradient) < PLAIN_ROUNDING
-    assert runs.first(ranks)[0][loss_type]["steps"][0]["loss"] == pytest.approx(plain.steps[0]["loss"], rel=1e-5)
+    assert runs.first(ranks)[0][name]["steps"][0]["loss"] == pytest.approx(plain.steps[0]["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -211,11 +211,13 @@ def test_gradient_checkpointing_and_larger_micro_batches_change_nothing(
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_a_second_iteration_on_a_batch_equals_a_second_plain_step_on_it(runs: Runs, ranks: int) -> None:
-    plain = PlainTraining(runs.model, steps=0, trainer=TRAINER | VARIANTS["twice"]["trainer"])
+@pytest.mark.parametrize("name", ["twice", "corrected"])
+def test_a_second_iteration_on_a_batch_equals_a_second_plain_step_on_it(runs: Runs, ranks: int, name: str) -> None:
+    changes = {k: v for k, v in VARIANTS[name]["algorithm"].items() if k != "num_iterations"}
+    plain = PlainTraining(runs.model, steps=0, trainer=TRAINER | VARIANTS[name]["trainer"], **changes)
     for _ in range(2):
         plain.step(batch(0))
-    first, second = runs.first(ranks)[0]["twice"]["steps"]
+    first, second = runs.first(ranks)[0][name]["steps"]
     assert second["loss"] < first["loss"] - 0.01  # the weights moved in between, and to the better
     for found, expected in zip((first, second), plain.steps, strict=True):
         for name, value in expected.items():

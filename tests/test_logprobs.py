@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from common import attention
 from common.logprobs import score_row, token_logprobs
 from common.packing import pack
+from tests import oracle
 
 pytestmark = pytest.mark.fast
 
@@ -96,19 +97,63 @@ def test_the_gradient_of_a_log_prob_is_one_hot_minus_the_probabilities() -> None
     assert logits.grad.flatten().tolist() == pytest.approx([1 / 4, -1 / 4])
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_gradient_of_an_entropy_equals_the_oracle(temperature: float) -> None:
+    values = [math.log(3), 0.0, -1.5]
+    logits = torch.tensor([values], requires_grad=True)
+    _, entropy = token_logprobs(logits, torch.tensor([0]), torch.nn.Identity(), temperature, 8, entropy_gradient=True)
+    entropy.sum().backward()
+    expected, gradient = oracle.entropy_and_gradient(values, temperature)
+    assert logits.grad is not None
+    assert entropy.item() == pytest.approx(expected, rel=1e-6)
+    assert logits.grad[0].tolist() == pytest.approx(gradient, rel=1e-5, abs=1e-7)
+    numeric = oracle.numeric_gradient(
+        lambda x: oracle.entropy_and_gradient([x, *values[1:]], temperature)[0], values[0]
+    )
+    assert numeric == pytest.approx(gradient[0], rel=1e-6)
+
+
+def test_the_entropy_of_two_tokens_by_hand_falls_as_the_likelier_one_grows() -> None:
+    # p = (3/4, 1/4): H = ln 4 − (3/4) ln 3; dH/dz_0 = −(3/4)(1/4) ln 3
+    logits = torch.tensor([[math.log(3), 0.0]], requires_grad=True)
+    _, entropy = token_logprobs(logits, torch.tensor([1]), torch.nn.Identity(), 1.0, 8, entropy_gradient=True)
+    entropy.sum().backward()
+    assert entropy.item() == pytest.approx(math.log(4) - 0.75 * math.log(3))
+    assert logits.grad is not None
+    assert logits.grad.flatten().tolist() == pytest.approx([-3 / 16 * math.log(3), 3 / 16 * math.log(3)])
+
+
+@pytest.mark.parametrize("chunk_size", [3, 64])
+def test_gradients_of_entropies_in_chunks_equal_those_of_one_log_softmax(chunk_size: int) -> None:
+    def gradients(function: Any) -> list[Tensor]:
+        hidden, targets, head = problem(n=10, dim=6, vocab=97)
+        logprobs, entropy = function(hidden, targets, head)
+        return list(torch.autograd.grad((logprobs + entropy * torch.arange(10)).sum(), [hidden, head.weight]))
+
+    found = gradients(lambda h, t, head: token_logprobs(h, t, head, 0.7, chunk_size, entropy_gradient=True))
+    expected = gradients(lambda h, t, head: whole(h, t, head, 0.7))
+    for one, other in zip(found, expected, strict=True):
+        assert ((one - other).norm() / other.norm()).item() < 1e-6
+
+
+@pytest.mark.parametrize("with_entropy", [True, False], ids=["entropy", "logprobs"])
 @pytest.mark.parametrize("with_gradient", [True, False], ids=["gradient", "no_grad"])
-def test_no_tensor_is_larger_than_one_chunk_of_logits_with_the_real_vocabulary(with_gradient: bool) -> None:
+def test_no_tensor_is_larger_than_one_chunk_of_logits_with_the_real_vocabulary(
+    with_gradient: bool, with_entropy: bool
+) -> None:
     hidden, targets, head = problem(n=40, dim=4, vocab=QWEN_VOCAB)
     with LargestTensor() as meter, torch.set_grad_enabled(with_gradient):
-        logprobs, _ = token_logprobs(hidden, targets, head, 1.0, chunk_size=8)
+        logprobs, entropy = token_logprobs(hidden, targets, head, 1.0, chunk_size=8, entropy_gradient=with_entropy)
+        assert entropy.requires_grad is (with_gradient and with_entropy)
         if with_gradient:
-            logprobs.sum().backward()
+            (logprobs + entropy).sum().backward()
     assert meter.num_elements == 8 * QWEN_VOCAB
     expected, _ = whole(hidden, targets, head, 1.0)
     assert logprobs.tolist() == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-5)
 
 
-def test_several_chunks_keep_no_logits_for_backward() -> None:
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_several_chunks_keep_no_logits_for_backward(with_entropy: bool) -> None:
     hidden, targets, head = problem(n=40, dim=4, vocab=QWEN_VOCAB)
     kept: dict[int, int] = {}  # elements by storage
 
@@ -118,7 +163,7 @@ def test_several_chunks_keep_no_logits_for_backward() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        token_logprobs(hidden, targets, head, 1.0, chunk_size=8)
+        token_logprobs(hidden, targets, head, 1.0, chunk_size=8, entropy_gradient=with_entropy)
     assert sum(kept.values()) < QWEN_VOCAB  # less than one token's logits
 
 

@@ -7,9 +7,17 @@ import math
 import numpy as np
 import pytest
 
+from common.config import Algorithm, Config
 from common.types import EvalResult, EvalSample, Group, Rollout, Tombstone
 from trainer.engine import Sums
-from trainer.stats import eval_record, rollout_metrics, samples_records, token_metrics
+from trainer.stats import (
+    correction_metrics,
+    eval_record,
+    rollout_metrics,
+    samples_records,
+    shaping_metrics,
+    token_metrics,
+)
 
 pytestmark = pytest.mark.fast
 
@@ -68,6 +76,21 @@ def test_rollout_metrics_by_hand() -> None:
     assert metrics["rewards/answer/accuracy"] == pytest.approx(3 / 6)
 
 
+def test_shaping_metrics_by_hand_and_only_where_something_is_shaped() -> None:
+    def settings(**algorithm: object) -> Config:
+        sections = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "sampler": {"max_completion_length": 4}}
+        return Config.model_validate(sections | {"algorithm": algorithm})
+
+    assert shaping_metrics(GROUPS, settings()) == {}
+    assert shaping_metrics([TOMBSTONE], settings(soft_punish_cache=2)) == {}
+    # lengths 2, 4, 3 and 1, 1, 1 with L_max 4 and a cache of 2: punishments 0, −1, −½
+    shaped = shaping_metrics([*GROUPS, TOMBSTONE], settings(soft_punish_cache=2, mask_truncated_completions=True))
+    assert shaped == {
+        "reward_shaped": pytest.approx((2.25 - 2 + 1 + 3 - 1.5) / 6),
+        "completions/masked_ratio": pytest.approx(1 / 6),
+    }
+
+
 def test_a_reward_that_does_not_apply_is_left_out_of_its_mean() -> None:
     metrics = rollout_metrics(GROUPS, policy_version=3, full_mark=full_mark)
     assert metrics["rewards/format/mean"] == pytest.approx((1.25 - 1 + 1 + 0 + 2) / 5)
@@ -86,7 +109,8 @@ def test_token_metrics_by_hand() -> None:
         loss=-0.1,
         entropy=3.0,
         kl=0.5,
-        ratio=2.5,
+        ratio=2.2,  # of sequences: not what the mismatch is made of
+        token_ratio=2.5,
         clipped=1,
         log_ratio=0.0,
         abs_log_ratio=2 * ln2,
@@ -98,7 +122,7 @@ def test_token_metrics_by_hand() -> None:
         "loss": -0.1,
         "entropy": 1.5,
         "kl": 0.25,
-        "ratio/mean": 1.25,
+        "ratio/mean": pytest.approx(1.1),
         "clip_ratio/region_mean": 0.5,
         "mismatch/mean_abs_log_ratio": pytest.approx(ln2),
         "mismatch/mean_abs_prob_diff": 0.25,
@@ -106,6 +130,14 @@ def test_token_metrics_by_hand() -> None:
         "mismatch/k3": pytest.approx(0.25),  # mean of (2 − ln 2 − 1) and (½ + ln 2 − 1)
     }
     assert "kl" not in token_metrics(sums, beta=0.0)
+
+
+def test_correction_metrics_by_hand_and_only_where_something_is_corrected() -> None:
+    sums = Sums(tokens=4, correction=5.0, corrected=1)
+    corrected = Algorithm(vllm_importance_sampling_mode="token_truncate")
+    assert correction_metrics(sums, corrected) == {"mismatch/correction_mean": 1.25, "mismatch/corrected_ratio": 0.25}
+    assert correction_metrics(Sums(), corrected)["mismatch/correction_mean"] == 1.0
+    assert correction_metrics(sums, Algorithm()) == {}
 
 
 def test_a_step_without_tokens_has_neutral_metrics() -> None:

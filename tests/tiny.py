@@ -68,9 +68,18 @@ def randomise_vectors(model: torch.nn.Module) -> None:
 
 def dense_logprobs(model: Any, prompt: Sequence[int], completion: Sequence[int], temperature: float = 1.0) -> Tensor:
     """log softmax(logits / temperature) of the completion's tokens: [C], in the model's dtype, with gradient."""
+    return dense_scores(model, prompt, completion, temperature)[0]
+
+
+def dense_scores(
+    model: Any, prompt: Sequence[int], completion: Sequence[int], temperature: float
+) -> tuple[Tensor, Tensor]:
+    """The log-probs, and −Σ p log p of the law each was drawn from: [C] each, with gradient."""
     logits = model(input_ids=torch.tensor([[*prompt, *completion]]), use_cache=False).logits[0]
     logprobs = torch.log_softmax(logits / temperature, dim=-1)
-    return torch.stack([logprobs[len(prompt) + t - 1, token] for t, token in enumerate(completion)])
+    before = range(len(prompt) - 1, len(prompt) - 1 + len(completion))
+    entropies = torch.stack([-(logprobs[t].exp() * logprobs[t]).sum() for t in before])
+    return torch.stack([logprobs[t, token] for t, token in zip(before, completion, strict=True)]), entropies
 
 
 def random_rollout(rng: np.random.Generator, vocab_size: int, length: int, reward: float, beta: float) -> Rollout:

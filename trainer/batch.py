@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from common.config import Algorithm
 from common.packing import PackedRow, pack
-from common.types import Group, Tombstone
-from trainer.advantages import group_advantages, is_dead
-from trainer.losses import Denominator, token_weights
+from common.types import Group, Rollout, Tombstone
+from trainer.advantages import Floats, moves, trains
+from trainer.losses import TOKEN_MEAN, Denominator, token_weights
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """N = all completion tokens of the groups in the row."""
+    """N = all completion tokens in the row."""
 
     row: PackedRow
     old_logprobs: Tensor  # [N] float32
@@ -26,32 +27,51 @@ class MicroBatch:
     weights: Tensor  # [N] float32, 0 in a filler
 
 
-def micro_batch(
-    groups: Sequence[Group | Tombstone], denominator: Denominator, scale_rewards: str, beta: float
-) -> MicroBatch:
-    """Packs the groups that can move the weights; a filler of weight 0 where none can.
+def needs_whole_batch(algorithm: Algorithm) -> bool:
+    """True: no backward before the last group is in. False: groups train as they arrive, with the same result."""
+    whitens = algorithm.whitens_tokens or algorithm.whiten_advantages
+    return algorithm.loss_type in TOKEN_MEAN or algorithm.reward_scale == "batch" or whitens
 
-    A dead group (all rewards equal) has advantage 0, so at beta 0 it has no gradient and is left out. Every rank must
-    still run its forward and backward, because collectives have to match: hence the filler.
+
+def num_tokens(groups: Sequence[Group | Tombstone], algorithm: Algorithm) -> int:
+    """Σ |o_i| over the completions that train."""
+    rollouts = [r for g in groups if isinstance(g, Group) for r in g.rollouts]
+    return sum(len(r.completion_ids) for r in rollouts if trains(r, algorithm))
+
+
+def micro_batch(
+    groups: Sequence[Group | Tombstone],
+    advantages: Mapping[int, Floats],  # by group id, as trainer.advantages.step_advantages gives them
+    denominator: Denominator,
+    algorithm: Algorithm,
+) -> MicroBatch:
+    """Packs the completions that can move the weights; a filler of weight 0 where none can.
+
+    A group without advantages, such as one whose rewards are all equal, has no gradient unless KL or entropy gives it
+    one, and is left out; so is a masked completion. Every rank must still run its forward and backward, because
+    collectives have to match: hence the filler.
     """
-    alive = [g for g in groups if isinstance(g, Group) and (beta > 0 or not is_dead(rewards_of(g)))]
-    if not alive:
+    rows: list[tuple[list[int], list[list[int]]]] = []
+    rollouts: list[Rollout] = []
+    values: list[float] = []
+    for group in groups:
+        if isinstance(group, Tombstone) or not (algorithm.always_has_gradient or moves(advantages[group.group_id])):
+            continue
+        kept = [i for i, r in enumerate(group.rollouts) if trains(r, algorithm)]
+        if kept:
+            rows.append((group.prompt_ids.tolist(), [group.rollouts[i].completion_ids.tolist() for i in kept]))
+            rollouts += [group.rollouts[i] for i in kept]
+            values += advantages[group.group_id][kept].tolist()
+    if not rows:
         return _filler()
-    rollouts = [r for g in alive for r in g.rollouts]
     lengths = [len(r.completion_ids) for r in rollouts]
-    advantages = np.concatenate([group_advantages(rewards_of(g), scale_rewards) for g in alive])
     return MicroBatch(
-        row=pack([(g.prompt_ids.tolist(), [r.completion_ids.tolist() for r in g.rollouts]) for g in alive]),
+        row=pack(rows),
         old_logprobs=_flat([r.old_logprobs for r in rollouts]),
-        ref_logprobs=_flat([r.ref_logprobs for r in rollouts]) if beta > 0 else None,
-        advantages=torch.repeat_interleave(torch.tensor(advantages, dtype=torch.float32), torch.tensor(lengths)),
+        ref_logprobs=_flat([r.ref_logprobs for r in rollouts]) if algorithm.beta > 0 else None,
+        advantages=torch.repeat_interleave(torch.tensor(values, dtype=torch.float32), torch.tensor(lengths)),
         weights=token_weights(lengths, denominator),
     )
-
-
-def rewards_of(group: Group) -> np.ndarray:
-    """[G] float64."""
-    return np.array([r.reward for r in group.rollouts], np.float64)
 
 
 def _flat(arrays: Sequence[np.ndarray]) -> Tensor:

@@ -23,7 +23,7 @@ from common.logprobs import load_causal_lm, score_row
 from common.packing import PackedRow
 from trainer.batch import MicroBatch
 from trainer.deepspeed_config import deepspeed_config
-from trainer.losses import clipped_objective, loss
+from trainer.losses import loss, token_objective
 
 _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
@@ -31,13 +31,14 @@ _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 class Policy(torch.nn.Module):
     """PackedRow -> (log-probs, entropies) of its targets, so that DeepSpeed's hooks see one forward."""
 
-    def __init__(self, model: Any, chunk_size: int):
+    def __init__(self, model: Any, chunk_size: int, entropy_gradient: bool):
         super().__init__()
         self.model = model
         self.chunk_size = chunk_size
+        self.entropy_gradient = entropy_gradient
 
     def forward(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
-        return score_row(self.model, row, temperature, self.chunk_size)
+        return score_row(self.model, row, temperature, self.chunk_size, self.entropy_gradient)
 
 
 @dataclass
@@ -48,8 +49,11 @@ class Sums:
     loss: float = 0.0
     entropy: float = 0.0
     kl: float = 0.0
-    ratio: float = 0.0
+    ratio: float = 0.0  # of the token, or of its sequence with importance_sampling_level: sequence
+    token_ratio: float = 0.0
     clipped: float = 0.0
+    correction: float = 0.0
+    corrected: float = 0.0
     log_ratio: float = 0.0
     abs_log_ratio: float = 0.0
     abs_prob_diff: float = 0.0
@@ -129,7 +133,7 @@ class Engine:
                 raise UserError(f"trainer.lr_scheduler_type {trainer.lr_scheduler_type!r}: {error}") from None
 
         self.ds, self.optimizer, _, self.scheduler = deepspeed.initialize(
-            model=Policy(model, trainer.logprob_chunk_size),
+            model=Policy(model, trainer.logprob_chunk_size, config.algorithm.entropy_coef > 0),
             model_parameters=groups,
             optimizer=None if "optimizer" in ds_config else optimizer,
             lr_scheduler=None if "scheduler" in ds_config else scheduler,
@@ -149,28 +153,32 @@ class Engine:
     def tied_embeddings(self) -> bool:
         return bool(self.model.config.tie_word_embeddings)
 
-    def backward(self, batch: MicroBatch) -> None:
-        """Forward and backward of one micro-batch; its metrics are added to `sums`."""
-        algorithm = self.config.algorithm
+    def backward(self, batch: MicroBatch, own_logprobs: Tensor | None = None) -> Tensor:
+        """Forward and backward of one micro-batch; its metrics are added to `sums`.
+
+        Returns the log-probs [N], detached: what own_logprobs is to be in later iterations on the same micro-batch.
+        """
         row = batch.row.to(self.device)
         logprobs, entropy = self.ds(row, self.config.sampler.temperature)
         old_logprobs, advantages, weights = (
             x.to(self.device) for x in (batch.old_logprobs, batch.advantages, batch.weights)
         )
-        objective, terms = clipped_objective(
+        objective, terms = token_objective(
             logprobs,
             old_logprobs,
             None if batch.ref_logprobs is None else batch.ref_logprobs.to(self.device),
             advantages,
-            algorithm.epsilon,
-            algorithm.epsilon_high or algorithm.epsilon,
-            algorithm.beta,
+            batch.row.lengths,
+            self.config.algorithm,
+            entropy,
+            own_logprobs,
         )
         share = loss(objective, weights)
         # ZeRO looks at gradients only, and an infinite loss may leave them finite: then make them NaN
         scale = self.world_size if torch.isfinite(share) else math.nan
         self.ds.backward(share * scale, scale_wrt_gas=False)
-        self._add_sums(share.detach(), logprobs.detach(), old_logprobs, entropy, terms, weights > 0)
+        self._add_sums(share.detach(), logprobs.detach(), old_logprobs, entropy.detach(), terms, weights > 0)
+        return logprobs.detach()
 
     def _add_sums(
         self, share: Tensor, logprobs: Tensor, old: Tensor, entropy: Tensor, terms: Any, real: Tensor
@@ -181,7 +189,10 @@ class Engine:
         self.sums.entropy += entropy[real].double().sum().item()
         self.sums.kl += terms.kl[real].double().sum().item()
         self.sums.ratio += terms.ratio[real].double().sum().item()
+        self.sums.token_ratio += log_ratio.exp().sum().item()
         self.sums.clipped += terms.is_clipped[real].double().sum().item()
+        self.sums.correction += terms.correction[real].double().sum().item()
+        self.sums.corrected += terms.is_corrected[real].double().sum().item()
         self.sums.log_ratio += log_ratio.sum().item()
         self.sums.abs_log_ratio += log_ratio.abs().sum().item()
         self.sums.abs_prob_diff += (logprobs.exp() - old.exp())[real].double().abs().sum().item()

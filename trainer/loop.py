@@ -27,7 +27,8 @@ from common.panel import StepDisplay
 from common.types import EvalResult, Group, Tombstone
 from common.watchdog import moved
 from trainer import checkpoint, stats
-from trainer.batch import micro_batch
+from trainer.advantages import step_advantages
+from trainer.batch import micro_batch, needs_whole_batch, num_tokens
 from trainer.checkpoint import Progress
 from trainer.disk import Disk, on_rank_0
 from trainer.engine import Engine, StepResult, Sums
@@ -92,6 +93,7 @@ class Trainer:
     def train_batch(self) -> None:
         """num_iterations optimizer steps on the next prompts_per_step groups."""
         groups: Items = []
+        self._own_logprobs: dict[int, Any] = {}  # tensors of this rank's micro-batches in the first iteration
         for iteration in range(self.config.algorithm.num_iterations):
             started = time.monotonic()
             if iteration == 0:
@@ -107,18 +109,19 @@ class Trainer:
         """Takes the batch in order, chunk by chunk, with forward and backward on each. Returns all of it."""
         groups: Items = []
         first = self.progress.cursor
+        waits = needs_whole_batch(self.config.algorithm)
         for chunk in self._chunks(range(first, first + self.config.trainer.prompts_per_step)):
             groups += self.receive(chunk)
             failpoint("trainer.micro_batch")
-            if self.config.algorithm.loss_type != "dapo":
-                self._backward(groups[-len(chunk) :], self._denominator(groups))
-        if self.config.algorithm.loss_type == "dapo":  # its denominator is known only now
+            if not waits:
+                self._backward(groups[-len(chunk) :], groups)
+        if waits:
             self.backward_again(groups)
         return groups
 
     def backward_again(self, groups: Items) -> None:
         for chunk in self._chunks(range(len(groups))):
-            self._backward([groups[i] for i in chunk], self._denominator(groups))
+            self._backward([groups[i] for i in chunk], groups)
 
     def receive(self, group_ids: Sequence[int]) -> Items:
         """The groups with these ids, on every rank."""
@@ -145,18 +148,23 @@ class Trainer:
         return Denominator(
             loss_type=self.config.algorithm.loss_type,
             num_completions=self.config.trainer.prompts_per_step * sampler.num_generations,
-            num_tokens=max(1, sum(len(r.completion_ids) for g in groups if isinstance(g, Group) for r in g.rollouts)),
+            num_tokens=max(1, num_tokens(groups, self.config.algorithm)),
             max_completion_length=sampler.max_completion_length,
         )
 
-    def _backward(self, chunk: Items, denominator: Denominator) -> None:
-        """This rank's share of one chunk: whole groups, in order."""
+    def _backward(self, chunk: Items, groups: Items) -> None:
+        """This rank's share of one chunk of the groups taken so far: whole groups, in order."""
         moved(f"training a micro-batch of step {self.progress.step + 1}")
         start = time.monotonic()
         size, rank = self.config.trainer.groups_per_micro_batch, self.exchange.rank
         algorithm = self.config.algorithm
         mine = chunk[rank * size : (rank + 1) * size]
-        self.engine.backward(micro_batch(mine, denominator, algorithm.scale_rewards, algorithm.beta))
+        advantages = step_advantages(groups if needs_whole_batch(algorithm) else mine, self.config)
+        batch = micro_batch(mine, advantages, self._denominator(groups), algorithm)
+        first = chunk[0].group_id
+        logprobs = self.engine.backward(batch, self._own_logprobs.get(first))
+        if algorithm.vllm_importance_sampling_mode is not None:
+            self._own_logprobs.setdefault(first, logprobs)
         self._time("timing/backward_s", start)
 
     def optimizer_step(self) -> tuple[StepResult, Sums]:
@@ -283,6 +291,7 @@ class Trainer:
         sampler_stats, counters = self.desk.inbox.snapshot()
         rollout = stats.rollout_metrics(groups, version, self.config.rewards.full_mark)
         values = rollout | stats.token_metrics(sums, self.config.algorithm.beta)
+        values |= stats.shaping_metrics(groups, self.config) | stats.correction_metrics(sums, self.config.algorithm)
         values |= {
             "grad_norm": result.grad_norm,
             "learning_rate": result.learning_rate,

@@ -1,14 +1,14 @@
-"""The clipped objective and its aggregation, on the flat tokens of packed rows. Pure torch.
+"""The policy objective and its aggregation, on the flat tokens of packed rows. Pure torch.
 
-Every token t of completion i has one entry; nothing is padded, so nothing is masked. What differs between the loss
-types is only the weight w_it of a token, whose denominator belongs to the whole optimizer step: the gradient depends
-neither on ranks nor on packing nor on micro-batches.
+Every token t of completion i has one entry; nothing is padded, so nothing is masked. The weight w_it of a token has a
+denominator that belongs to the whole optimizer step: the gradient depends neither on ranks nor on packing nor on
+micro-batches.
 
-    grpo     w_it = 1 / (B · |o_i|)     mean of sequence means            arXiv 2402.03300
-    dapo     w_it = 1 / Σ_i |o_i|       mean over all tokens of the step   arXiv 2503.14476
-    dr_grpo  w_it = 1 / (B · L_max)     constant denominator               arXiv 2503.20783
+    grpo                 w_it = 1 / (B · |o_i|)     mean of sequence means             arXiv 2402.03300
+    dapo, bnpo, cispo    w_it = 1 / Σ_i |o_i|       mean over all tokens of the step    arXiv 2503.14476
+    dr_grpo              w_it = 1 / (B · L_max)     constant denominator                arXiv 2503.20783
 
-B counts the completions of the step. Left out: entropy bonus, sequence-level ratios, a critic's loss.
+B counts the completions of the step. Left out: a critic's loss.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common.config import Algorithm
+
+TOKEN_MEAN = ("dapo", "bnpo", "cispo")  # their denominator is known only with the last completion of the step
+
 
 @dataclass(frozen=True)
 class Denominator:
@@ -26,7 +30,7 @@ class Denominator:
 
     loss_type: str
     num_completions: int  # B
-    num_tokens: int  # Σ |o_i|; only dapo needs it
+    num_tokens: int  # Σ |o_i|; only the token means need it
     max_completion_length: int  # L_max; only dr_grpo needs it
 
 
@@ -35,7 +39,7 @@ def token_weights(lengths: Sequence[int], denominator: Denominator) -> Tensor:
     d = denominator
     if d.loss_type == "grpo":
         per_completion = [1.0 / (d.num_completions * length) for length in lengths]
-    elif d.loss_type == "dapo":
+    elif d.loss_type in TOKEN_MEAN:
         per_completion = [1.0 / d.num_tokens] * len(lengths)
     else:
         per_completion = [1.0 / (d.num_completions * d.max_completion_length)] * len(lengths)
@@ -46,41 +50,127 @@ def token_weights(lengths: Sequence[int], denominator: Denominator) -> Tensor:
 class TokenTerms:
     """Per token, detached, for metrics: [N] each."""
 
-    ratio: Tensor
-    is_clipped: Tensor
-    kl: Tensor
+    ratio: Tensor  # of the token, or of its sequence
+    is_clipped: Tensor  # the token's surrogate has no gradient, or with cispo a capped one
+    kl: Tensor  # 0 without a reference
+    correction: Tensor  # weight for the mismatch of sampler and trainer; 1 where it is switched off
+    is_corrected: Tensor  # that weight was truncated or masked
 
 
-def clipped_objective(
+def token_objective(  # noqa: PLR0913 the equation has as many symbols
     logprobs: Tensor,  # [N] log π_θ, with gradient
     old_logprobs: Tensor,  # [N] log π_old, of the sampler
     ref_logprobs: Tensor | None,  # [N] log π_ref; None when beta is 0
     advantages: Tensor,  # [N]
-    epsilon: float,
-    epsilon_high: float,
-    beta: float,
+    lengths: Sequence[int],  # of the completions, Σ lengths = N
+    algorithm: Algorithm,
+    entropy: Tensor | None = None,  # [N] of the policy, with gradient where entropy_coef is not 0
+    own_logprobs: Tensor | None = None,  # [N] the trainer's log π_own at the sampled version; None = now
 ) -> tuple[Tensor, TokenTerms]:
     """The objective J_t of every token, to be maximised: [N].
 
-        ratio = exp(log π_θ − log π_old)
-        J_t   = min(ratio · A, clip(ratio, 1 − ε, 1 + ε_high) · A) − β · k3
-        k3    = exp(log π_ref − log π_θ) − (log π_ref − log π_θ) − 1
+        J_t = correction · surrogate − β · kl + entropy_coef · H
 
-    arXiv 2402.03300, equations 3 and 4; k3: Schulman, "Approximating KL divergence", 2020.
+    arXiv 2402.03300, equation 3; H: arXiv 1707.06347, equation 9.
+    With kl_in_reward the rewards hold the KL instead. With a correction, π_old of the ratio is the trainer's own.
     """
-    log_ratio = logprobs - old_logprobs
-    ratio = log_ratio.exp()
-    clipped_ratio = ratio.clamp(1 - epsilon, 1 + epsilon_high)
-    surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)
-    if ref_logprobs is None:
-        kl = torch.zeros_like(ratio)
-        objective = surrogate
+    correction, is_corrected = torch.ones_like(old_logprobs), torch.zeros_like(old_logprobs, dtype=torch.bool)
+    if algorithm.vllm_importance_sampling_mode is not None:
+        own = logprobs.detach() if own_logprobs is None else own_logprobs
+        mode, cap = algorithm.vllm_importance_sampling_mode, algorithm.vllm_importance_sampling_clip_max
+        correction, is_corrected = mismatch_correction(own - old_logprobs, lengths, mode, cap)
+        old_logprobs = own
+    ratio = importance_ratio(logprobs - old_logprobs, lengths, algorithm.importance_sampling_level)
+    if algorithm.loss_type == "cispo":
+        objective, is_clipped = cispo_surrogate(logprobs, ratio, advantages, algorithm.clip_high)
     else:
-        log_ref_ratio = ref_logprobs - logprobs
-        kl = log_ref_ratio.exp() - log_ref_ratio - 1
-        objective = surrogate - beta * kl
+        objective, is_clipped = clipped_surrogate(
+            ratio, advantages, algorithm.epsilon, algorithm.clip_high, algorithm.delta
+        )
+    objective = correction * objective
+    kl = torch.zeros_like(ratio)
+    if ref_logprobs is not None:
+        kl = kl_estimate(logprobs, ref_logprobs, algorithm.kl_estimator)
+        if not algorithm.kl_in_reward:
+            objective = objective - algorithm.beta * kl
+    if entropy is not None and algorithm.entropy_coef:
+        objective = objective + algorithm.entropy_coef * entropy
+    return objective, TokenTerms(ratio.detach(), is_clipped, kl.detach(), correction, is_corrected)
+
+
+def importance_ratio(log_ratio: Tensor, lengths: Sequence[int], level: str) -> Tensor:
+    """[N] -> [N].  log_ratio_t = log π_θ(t) − log π_old(t)
+
+        token       ratio_t = exp(log_ratio_t)                           PPO, arXiv 1707.06347
+        sequence    ratio_t = exp(1/|o_i| Σ_s log_ratio_s), all t of i    GSPO, arXiv 2507.18071, equation 7
+
+    The gradient of a sequence's ratio reaches all its tokens.
+    """
+    if level == "token":
+        return log_ratio.exp()
+    return torch.cat([part.mean().exp().expand(len(part)) for part in log_ratio.split(list(lengths))])
+
+
+def mismatch_correction(log_weight: Tensor, lengths: Sequence[int], mode: str, cap: float) -> tuple[Tensor, Tensor]:
+    """([N] correction, [N] is_corrected).  log_weight_t = log π_own(t) − log π_old(t), of the same weights.
+
+        token_…       w_t = exp(log_weight_t)
+        sequence_…    w_t = exp(Σ_s log_weight_s), all t of i
+        …_truncate    min(w, cap)                   biased, little variance
+        …_mask        w where w ≤ cap, else 0
+
+    F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025.
+    """
+    if mode.startswith("sequence"):
+        log_weight = torch.cat([part.sum().expand(len(part)) for part in log_weight.split(list(lengths))])
+    weight = log_weight.exp()
+    is_corrected = weight > cap
+    if mode.endswith("truncate"):
+        return weight.clamp(max=cap), is_corrected
+    return weight.masked_fill(is_corrected, 0.0), is_corrected
+
+
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, epsilon: float, epsilon_high: float, delta: float | None
+) -> tuple[Tensor, Tensor]:
+    """([N] surrogate, [N] is_clipped).  PPO, arXiv 1707.06347, equation 7; ε_high: DAPO, arXiv 2503.14476.
+
+        surrogate = min(ratio · A, clip(ratio, 1 − ε, 1 + ε_high) · A)
+        with delta  min(min(ratio, δ) · A, …): also bounded below, by δ · A, where A < 0
+
+    delta > 1 + ε_high is TRL's name for the c of dual clip, arXiv 1912.09729, equation 5.
+    """
     is_clipped = ((ratio < 1 - epsilon) & (advantages < 0)) | ((ratio > 1 + epsilon_high) & (advantages > 0))
-    return objective, TokenTerms(ratio.detach(), is_clipped, kl.detach())
+    clipped_ratio = ratio.clamp(1 - epsilon, 1 + epsilon_high)
+    if delta is not None:
+        is_clipped = is_clipped | ((ratio > delta) & (advantages < 0))
+        ratio = ratio.clamp(max=delta)
+    return torch.minimum(ratio * advantages, clipped_ratio * advantages), is_clipped
+
+
+def cispo_surrogate(logprobs: Tensor, ratio: Tensor, advantages: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    """([N] surrogate, [N] is_clipped).  MiniMax-M1, arXiv 2506.13585, equation 4; sg = stop gradient.
+
+        surrogate = sg(min(ratio, cap)) · A · log π_θ
+
+    As TRL has it, epsilon_high is the cap itself and not its distance from 1, and there is no lower bound.
+    """
+    return ratio.clamp(max=cap).detach() * advantages * logprobs, ratio.detach() > cap
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+    """Estimates of KL(π_θ ‖ π_ref) from sampled tokens: [N].  x = log π_ref − log π_θ
+
+        k1 = −x        k2 = x² / 2        k3 = exp(x) − x − 1
+
+    J. Schulman, "Approximating KL divergence", 2020.
+    """
+    x = ref_logprobs - logprobs
+    if estimator == "k1":
+        return -x
+    if estimator == "k2":
+        return x.square() / 2
+    return x.exp() - x - 1
 
 
 def loss(objective: Tensor, weights: Tensor) -> Tensor:

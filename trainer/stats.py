@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from common.config import Algorithm, Config
 from common.types import EvalResult, Group, Tombstone
-from trainer.advantages import is_dead
-from trainer.batch import rewards_of
+from trainer.advantages import is_dead, rewards_of, shaped_rewards, trains
 from trainer.engine import Sums
 
 _ROUNDING = 1e-9
@@ -48,6 +48,18 @@ def rollout_metrics(groups: Sequence[Group | Tombstone], policy_version: int, fu
     return metrics
 
 
+def shaping_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[str, float]:
+    """What the trainer made of the rewards, where a setting changes them. `reward` stays the functions' own."""
+    alive = [g for g in groups if isinstance(g, Group)]
+    algorithm, metrics = config.algorithm, {}
+    if alive and (algorithm.kl_in_reward or algorithm.soft_punish_cache):
+        metrics["reward_shaped"] = float(np.concatenate([shaped_rewards(g, config) for g in alive]).mean())
+    if alive and algorithm.mask_truncated_completions:
+        masked = [not trains(r, algorithm) for g in alive for r in g.rollouts]
+        metrics["completions/masked_ratio"] = float(np.mean(masked))
+    return metrics
+
+
 def token_metrics(sums: Sums, beta: float) -> dict[str, float]:
     """What the update saw, as means over the tokens that trained: log-ratio = log π_θ − log π_old."""
     n = max(sums.tokens, 1.0)
@@ -59,9 +71,20 @@ def token_metrics(sums: Sums, beta: float) -> dict[str, float]:
         "mismatch/mean_abs_log_ratio": sums.abs_log_ratio / n,
         "mismatch/mean_abs_prob_diff": sums.abs_prob_diff / n,
         "mismatch/mean_exp_abs_log_ratio": sums.exp_abs_log_ratio / n if sums.tokens else 1.0,
-        "mismatch/k3": (sums.ratio - sums.log_ratio) / n - 1.0 if sums.tokens else 0.0,
+        "mismatch/k3": (sums.token_ratio - sums.log_ratio) / n - 1.0 if sums.tokens else 0.0,
     }
     return metrics | ({"kl": sums.kl / n} if beta > 0 else {})
+
+
+def correction_metrics(sums: Sums, algorithm: Algorithm) -> dict[str, float]:
+    """Mean weight of the mismatch correction over tokens, and the share of tokens where it was truncated or masked."""
+    if algorithm.vllm_importance_sampling_mode is None:
+        return {}
+    n = max(sums.tokens, 1.0)
+    return {
+        "mismatch/correction_mean": sums.correction / n if sums.tokens else 1.0,
+        "mismatch/corrected_ratio": sums.corrected / n,
+    }
 
 
 def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str, Any]:
