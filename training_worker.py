@@ -29,4 +29,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    exits.leave(exits.run("trainer", main))
+    exits.leave_rank(exits.run("trainer", main), int(os.environ.get("RANK", "0")))

@@ -24,6 +24,7 @@ RETRYABLE = 75  # start again as it is (sysexits.h: EX_TEMPFAIL)
 INTERRUPTED = 130  # 128 + SIGINT
 
 _ECHO_S = 1.0  # DeepSpeed's launcher answers a Ctrl-C with a SIGTERM of its own to every rank
+_LAUNCHER_LOOKS_S = 3.0  # DeepSpeed's launcher looks at its ranks once a second
 _interrupted_at: float | None = None  # monotonic
 
 
@@ -117,6 +118,16 @@ def leave(code: int) -> None:
         with contextlib.suppress(OSError, ValueError):  # whoever read our output is gone
             stream.flush()
     os._exit(code)
+
+
+def leave_rank(code: int, rank: int) -> None:
+    """Ends a rank of a job. The launcher passes on the code of any rank it finds dead, and rank 0's is the one that
+    says why: another rank whose collectives broke waits until the launcher has seen that one.
+    """
+    if rank != 0 and code not in (DONE, USER_ERROR, RETRYABLE, INTERRUPTED):
+        with contextlib.suppress(KeyboardInterrupt):  # the launcher's SIGTERM
+            time.sleep(_LAUNCHER_LOOKS_S)
+    leave(code)
 
 
 def _say(text: str) -> None:

@@ -16,6 +16,7 @@ import pytest
 from common.durable import write_file
 
 PAGE = Path(__file__).resolve().parents[1] / "RELIABILITY.md"
+_figures: list[tuple[str, str, str]] = []  # promise, test, text
 _PART = re.compile(r"<!-- (\S+) -->(.*?)(?: · (?=<!-- )|$)")
 
 
@@ -40,7 +41,15 @@ def with_figure(page: str, promise: str, test: str, text: str) -> str:
 def figure(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     def write(promise: str, text: str) -> None:
         print(f"\n{promise}: {text}")
-        if os.environ.get("TANDEM_WRITE_FIGURES") == "1":
-            write_file(PAGE, with_figure(PAGE.read_text(), promise, request.node.name, text).encode())
+        _figures.append((promise, request.node.name, text))
 
     return write
+
+
+def pytest_sessionfinish() -> None:
+    """At the end, when no test replaces file operations any more."""
+    if os.environ.get("TANDEM_WRITE_FIGURES") == "1" and _figures:
+        page = PAGE.read_text()
+        for promise, test, text in _figures:
+            page = with_figure(page, promise, test, text)
+        write_file(PAGE, page.encode())

@@ -23,7 +23,7 @@ from common.config import Config, UserError
 from common.exits import Interrupted, Retryable
 from common.watchdog import Watchdog, moved
 
-STEP_S, SAVE_STEPS, NUM_STEPS, PER_STEP = 0.03, 4, 30, 2
+STEP_S, SAVE_STEPS, NUM_STEPS, PER_STEP = 0.04, 4, 40, 2
 
 
 def misbehave(settings: Config, role: str, when: str) -> None:
@@ -253,7 +253,8 @@ def main() -> None:
         launcher(["--config", path, *overrides])
     channel.BEAT_S = 0.05
     settings = config.load(path, overrides)
-    exits.leave(exits.run(name, lambda: {"sampler": sampler, "rank": rank}[role](settings)))
+    code = exits.run(name, lambda: {"sampler": sampler, "rank": rank}[role](settings))
+    exits.leave_rank(code, int(os.environ.get("RANK", "0")))
 
 
 if __name__ == "__main__":

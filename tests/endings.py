@@ -49,6 +49,8 @@ class Scenario:
     saves: bool = True
     connect_s: float = CONNECT_S
     is_saved: bool = False  # a checkpoint of the last step is required
+    or_code: int | None = None  # as good as `code`
+    is_abrupt: bool = False  # something was killed for good: the next start removes what it had not finished
 
 
 def scenarios() -> Iterator[Scenario]:
@@ -77,7 +79,8 @@ def _signals() -> Iterator[Scenario]:
     # rank 1
     yield S("rank 1 SIGKILL", 0, (("rank1", KILL),))
     yield S("rank 1 SIGKILL without a checkpoint", 1, (("rank1", KILL),), saves=False, within_s=AT_ONCE)
-    yield S("rank 1 SIGTERM", 130, (("rank1", TERM),), within_s=AT_ONCE)
+    # rank 1 says 130, or rank 0 finds it gone: whichever the launcher sees first
+    yield S("rank 1 SIGTERM", 130, (("rank1", TERM),), or_code=0)
     yield S("rank 1 SIGINT", 0, (("rank1", INT),))
     yield S("rank 1 SIGSTOP", 0, (("rank1", STOP),))
     # the launcher
@@ -93,10 +96,10 @@ def _signals() -> Iterator[Scenario]:
     yield S("supervisor SIGTERM", 130, (("supervisor", TERM),), within_s=AT_ONCE, is_saved=True)
     yield S("supervisor SIGHUP", 130, (("supervisor", HUP),), within_s=AT_ONCE, is_saved=True)
     yield S("supervisor SIGINT at the start", 130, (("supervisor", INT),), when="rank0 starts", within_s=AT_ONCE)
-    yield S("supervisor SIGINT twice", 130, (("supervisor", INT),) * 2, pause_s=0.02, within_s=AT_ONCE)
+    yield S("supervisor SIGINT twice", 130, (("supervisor", INT),) * 2, pause_s=0.02, within_s=AT_ONCE, is_abrupt=True)
     yield S("supervisor SIGSTOP then SIGCONT", 0, (("supervisor", STOP), ("supervisor", CONT)), pause_s=2.0)
     yield S("supervisor SIGINT, sampler frozen", 130, (("sampler", STOP), ("supervisor", INT)), is_saved=True)
-    yield S("supervisor SIGINT, rank 0 frozen", 130, (("rank0", STOP), ("supervisor", INT)))
+    yield S("supervisor SIGINT, rank 0 frozen", 130, (("rank0", STOP), ("supervisor", INT)), is_abrupt=True)
     yield S("supervisor SIGKILL, all frozen", -9,
             (("sampler", STOP), ("rank0", STOP), ("rank1", STOP), ("launcher", STOP), ("supervisor", KILL)),
             within_s=2.0)  # fmt: skip
@@ -170,6 +173,7 @@ class Running:
         (folder / "config.yaml").write_text(yaml.safe_dump(settings))
         self.ending, self.begun = Ending(scenario.name), time.monotonic()
         self._to_send, self._send_at = list(scenario.signals), self.begun
+        self._judge_by: float | None = None
         self.disturbed_at: float | None = None if scenario.signals else self.begun
         self.pid = os.fork()
         if self.pid == 0:
@@ -197,6 +201,8 @@ class Running:
     def look(self) -> bool:
         """Disturbs it when its time has come. True when it has ended, one way or another."""
         now = time.monotonic()
+        if self._judge_by is not None:
+            return self._judge(now)
         if self._to_send and now >= self._send_at and (self.disturbed_at is not None or self._is_ripe()):
             self._send(now)
         pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -205,9 +211,14 @@ class Running:
             self.ending.code = os.waitstatus_to_exitcode(status)
         elif now - since < self.scenario.within_s + (30 if self.disturbed_at is None else 0):
             return False
-        self.ending.seconds = round(now - since, 2)
-        self._judge()
-        return True
+        else:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        self.ending.seconds, self._judge_by = (
+            round(now - since, 2),
+            now + 2.0,
+        )  # what a guard needs, if it comes to that
+        return False
 
     def _is_ripe(self) -> bool:
         role, _, starts = self.scenario.when.partition(" ")
@@ -238,13 +249,12 @@ class Running:
             return (self.folder / "run" / "metrics.jsonl").read_bytes().count(b"\n")
         return 0
 
-    def _judge(self) -> None:
-        if self.ending.code is None:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-        deadline = time.monotonic() + 2.0  # what a killed supervisor leaves to its guard
-        while (left := self._left()) and time.monotonic() < deadline:
-            time.sleep(0.05)
+    def _judge(self, now: float) -> bool:
+        """True once nothing is left, or its time is over."""
+        assert self._judge_by is not None
+        left = self._left()
+        if left and now < self._judge_by:
+            return False
         self.ending.left, self.ending.steps = left, self._steps()
         saved = sorted((self.folder / "run" / "checkpoints").glob("step_*"))
         self.ending.saved = int(saved[-1].name[5:]) if saved else 0
@@ -256,6 +266,7 @@ class Running:
         for pid in self._alive():  # of a scenario that failed
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        return True
 
     def _left(self) -> list[str]:
         """Processes, locks that are held, and files outside the run folder or never finished inside it."""
@@ -265,7 +276,7 @@ class Running:
         left += [f"lock {path}" for path in run.glob("lock.*") if _is_held(path)]
         left += [str(path) for folder in ("/dev/shm", tempfile.gettempdir()) for path in Path(folder).glob(f"{tag}*")]
         unfinished = [p for p in run.rglob(".*") if p.name.startswith((durable.TEMPORARY, durable.TRASH))]
-        if self.scenario.code not in (-9, 1):  # the next start removes what a killed trainer had not finished
+        if not self.scenario.is_abrupt and self.scenario.code not in (-9, 1):
             left += [str(path) for path in unfinished]
         return left
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -84,3 +85,26 @@ def test_a_process_that_asked_for_it_dies_with_its_killed_parent() -> None:
     orphan.wait(timeout=10)
     parent.stdout.close()
     assert not orphan.is_running()
+
+
+@pytest.mark.parametrize(("code", "rank", "waits"), [(1, 1, True), (1, 0, False), (75, 1, False), (0, 1, False)])
+def test_another_rank_that_breaks_lets_the_launcher_see_rank_0_first(code: int, rank: int, waits: bool) -> None:
+    body = f"exits._LAUNCHER_LOOKS_S = 1.0; exits.leave_rank({code}, {rank})"
+    begun = time.monotonic()
+    assert subprocess.run([sys.executable, "-c", HEAD + body], cwd=ROOT).returncode == code
+    bare = time.monotonic()
+    subprocess.run([sys.executable, "-c", HEAD], cwd=ROOT)
+    took_s, start_s = bare - begun, time.monotonic() - bare
+    assert (took_s - start_s > 0.6) == waits
+
+
+def test_a_rank_that_waits_for_the_launcher_ends_at_its_sigterm() -> None:
+    body = "exits._LAUNCHER_LOOKS_S = 60.0; signal.signal(15, exits._interrupt); print('up', flush=True)\n"
+    process = subprocess.Popen(
+        [sys.executable, "-c", HEAD + body + "exits.leave_rank(1, 1)"], cwd=ROOT, stdout=subprocess.PIPE
+    )
+    assert process.stdout.readline() == b"up\n"
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    process.stdout.close()
+    assert process.wait(timeout=20) == 1

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -186,3 +187,20 @@ def test_ctrl_c_on_two_ranks_saves_the_step_and_the_run_goes_on_from_it(
     groups = [group.group_id for group, _ in recording.read(again.folder / recording.FILE)]
     assert groups == list(range(12 * settings["trainer"]["prompts_per_step"]))
     figure("R13", f"Ctrl-C on two DeepSpeed ranks: step finished, checkpoint saved and all gone after {took_s:.1f} s")
+
+
+def test_the_launcher_reports_rank_0s_code_although_the_other_rank_breaks_at_the_same_moment(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """No sampler comes. Rank 0 says 75; rank 1, in the middle of a collective with it, has nothing to say."""
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(settings | {"run": {"output_dir": str(tmp_path / "run")}}))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", "--master_port", str(port)]
+    command = [*launcher, "training_worker.py", "--config", str(config), "channel.connect_timeout_s=2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 75, done.stderr[-3000:]
+    assert "for a sampler to say hello" in done.stderr
