@@ -36,7 +36,7 @@ def register() -> None:
 
 def _attention(
     module: torch.nn.Module,
-    query: Tensor,  # [1, num_heads, T, head_dim]
+    query: Tensor,  # [1, num_heads, T, head_dim]; [sequences, …] where nothing is packed and spans is empty
     key: Tensor,  # [1, num_key_value_heads, T, head_dim]
     value: Tensor,
     attention_mask: None,
@@ -44,13 +44,17 @@ def _attention(
     spans: tuple[Span, ...] | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function. Returns ([1, T, num_heads, head_dim], None).
+    """transformers' attention function. Returns ([rows, T, num_heads, head_dim], None).
 
     Raises UserError if the model asks for attention that this is not.
     """
     if spans is None:
         raise ValueError('attn_implementation="shared_prompt" needs spans=…: call the model with a PackedRow')
-    _refuse_other_attention(spans, extra)
+    _refuse_other_attention(spans or (Span(0, query.shape[2], ()),), extra)
+    if not spans:
+        gqa = query.shape[1] != key.shape[1]
+        dense = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
+        return dense.transpose(1, 2).contiguous(), None
     outputs = [_span_attention(query, key, value, span, scaling) for span in spans]
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
@@ -76,10 +80,11 @@ def _span_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, scali
     """One group: [1, H, prompt + Σ completions, d]."""
     begin = span.start + span.prompt
     end = begin + sum(span.completions)
-    q, k, v = (x[:, :, span.start : begin] for x in (query, key, value))
     gqa = query.shape[1] != key.shape[1]
+    alone = len(span.completions) <= 1  # nothing to share: one causal sequence
+    q, k, v = (x[:, :, span.start : end if alone else begin] for x in (query, key, value))
     prompt = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
-    if not span.completions:
+    if alone:
         return prompt
     rows, real, mask = _indexes(span.completions, span.prompt, query.device)
     num_rows, longest = rows.shape

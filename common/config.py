@@ -272,6 +272,9 @@ class Trainer(Section):
     """Groups per optimizer step, over all ranks."""
     groups_per_micro_batch: int = Field(1, gt=0)
     """Whole groups in one forward and backward of one rank. Does not change the update, only memory and speed."""
+    packing: Literal["shared", "flat", "off"] = "shared"
+    """shared: a prompt is computed once for its whole group. flat: once per completion, without padding. off: a dense
+    padded batch. The update is the same; shared is the fastest."""
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate of AdamW."""
     lr_scheduler_type: str = "constant_with_warmup"

@@ -30,7 +30,7 @@ def score_row(
     """
     hidden = model.get_decoder()(
         input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
-    ).last_hidden_state[0]
+    ).last_hidden_state.flatten(0, 1)
     return _in_one_call(
         model.get_output_embeddings(),
         hidden[row.source_index],

@@ -7,17 +7,23 @@
     target_ids             │ 8 9 │ 8
     source_index           │ 2 3 │ 2        the last prompt token predicts the first token of every completion
 
-This is the only place that shifts: whoever holds log-probs of `target_ids` never slices again. Nothing is padded, so
-there is no mask: every entry of `target_ids` is a sampled token. Left out: splitting a group over rows.
+This is the only place that shifts: whoever holds log-probs of `target_ids` never slices again. There is no mask: every
+entry of `target_ids` is a sampled token. "flat" repeats the prompt before each completion of the row; "off" makes one
+padded row of each completion, the usual dense batch: slower, and what the tests compare with. All three have the same
+targets in the same order, so nothing else knows the difference. Left out: splitting a group over rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+Packing = Literal["shared", "flat", "off"]
+Tokens = Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -31,10 +37,10 @@ class Span:
 
 @dataclass(frozen=True)
 class PackedRow:
-    input_ids: Tensor  # [1, T] int64
-    position_ids: Tensor  # [1, T] int64
-    spans: tuple[Span, ...]
-    source_index: Tensor  # [N] int64 position in the row whose hidden state predicts the target
+    input_ids: Tensor  # [1, T] int64; [sequences, T] with "off"
+    position_ids: Tensor  # as input_ids
+    spans: tuple[Span, ...]  # empty with "off": every row is one sequence, padded at its end
+    source_index: Tensor  # [N] int64 position in the flattened row whose hidden state predicts the target
     target_ids: Tensor  # [N] int64 sampled tokens, completion by completion
     lengths: tuple[int, ...]  # tokens of each completion; they sum to N
 
@@ -49,8 +55,14 @@ class PackedRow:
         )
 
 
-def pack(groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> PackedRow:
+def pack(groups: Sequence[tuple[Tokens, Sequence[Tokens]]], packing: Packing = "shared") -> PackedRow:
     """[(prompt ids, [completion ids, …]), …] -> one row. Prompts and completions must not be empty."""
+    if packing != "shared":
+        groups = [(prompt, [completion]) for prompt, completions in groups for completion in completions]
+    return _padded(groups) if packing == "off" else _packed(groups)
+
+
+def _packed(groups: Sequence[tuple[Tokens, Sequence[Tokens]]]) -> PackedRow:
     ids: list[int] = []
     positions: list[int] = []
     sources: list[int] = []
@@ -68,11 +80,42 @@ def pack(groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> Pac
             positions.extend(range(len(prompt), len(prompt) + len(completion)))
             sources.extend([last_prompt_position, *range(begin, begin + len(completion) - 1)])
             targets.extend(completion)
+    lengths = tuple(length for span in spans for length in span.completions)
+    return _row([ids], [positions], tuple(spans), sources, targets, lengths)
+
+
+def _padded(groups: Sequence[tuple[Tokens, Sequence[Tokens]]]) -> PackedRow:
+    """One completion per group. Padding stands at the end, where causal attention hides it from every real token."""
+    sequences = [[*prompt, *completion] for prompt, (completion,) in groups]
+    longest = max(map(len, sequences))
+    sources = [
+        row * longest + position
+        for row, (prompt, (completion,)) in enumerate(groups)
+        for position in range(len(prompt) - 1, len(prompt) + len(completion) - 1)
+    ]
+    return _row(
+        [sequence + [0] * (longest - len(sequence)) for sequence in sequences],
+        [list(range(longest))] * len(sequences),
+        (),
+        sources,
+        [token for _, (completion,) in groups for token in completion],
+        tuple(len(completion) for _, (completion,) in groups),
+    )
+
+
+def _row(  # noqa: PLR0913
+    ids: list[list[int]],
+    positions: list[list[int]],
+    spans: tuple[Span, ...],
+    sources: list[int],
+    targets: list[int],
+    lengths: tuple[int, ...],
+) -> PackedRow:
     return PackedRow(
-        input_ids=torch.tensor([ids], dtype=torch.int64),
-        position_ids=torch.tensor([positions], dtype=torch.int64),
-        spans=tuple(spans),
+        input_ids=torch.tensor(ids, dtype=torch.int64),
+        position_ids=torch.tensor(positions, dtype=torch.int64),
+        spans=spans,
         source_index=torch.tensor(sources, dtype=torch.int64),
         target_ids=torch.tensor(targets, dtype=torch.int64),
-        lengths=tuple(length for span in spans for length in span.completions),
+        lengths=lengths,
     )

@@ -28,6 +28,7 @@ class Reference:
         self._device = device
         self._temperature = config.sampler.temperature
         self._chunk_size = config.trainer.logprob_chunk_size
+        self._packing = config.trainer.packing
 
     def check_vocabulary(self, tokenizer_size: int) -> None:
         """Raises UserError if this model has fewer embeddings than the tokenizer has tokens: not the same tokenizer."""
@@ -43,6 +44,6 @@ class Reference:
         self, prompt_ids: NDArray[np.int32], completion_ids: Sequence[NDArray[np.int32]]
     ) -> list[NDArray[np.float32]]:
         """log π_ref(token) of each completion of one prompt: [C] each."""
-        row = pack([(prompt_ids.tolist(), [c.tolist() for c in completion_ids])]).to(self._device)
+        row = pack([(prompt_ids.tolist(), [c.tolist() for c in completion_ids])], self._packing).to(self._device)
         logprobs, _ = score_row(self._model, row, self._temperature, self._chunk_size)
         return [part.numpy() for part in logprobs.cpu().split(row.lengths)]

@@ -16,7 +16,7 @@ from common import attention
 from common.attention import pad_index, unpad_index
 from common.config import UserError
 from common.logprobs import load_causal_lm, score_row
-from common.packing import pack
+from common.packing import Packing, pack
 from tests.tiny import dense_logprobs, randomise_vectors
 
 pytestmark = pytest.mark.fast
@@ -86,12 +86,12 @@ def random_groups() -> list[tuple[list[int], list[list[int]]]]:
     ]
 
 
-def packed_logits(model: Any, groups: list[tuple[list[int], list[list[int]]]]) -> Tensor:
+def packed_logits(model: Any, groups: list[tuple[list[int], list[list[int]]]], packing: Packing = "shared") -> Tensor:
     """Logits that predict each target, in the model's own precision: [N, V]."""
-    row = pack(groups)
+    row = pack(groups, packing)
     hidden = model.get_decoder()(
         input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
-    ).last_hidden_state[0]
+    ).last_hidden_state.flatten(0, 1)
     return model.lm_head(hidden[row.source_index])
 
 
@@ -129,9 +129,10 @@ def test_unpadding_padded_rows_gives_the_tokens_back() -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama"])
+@pytest.mark.parametrize("packing", ["shared", "flat", "off"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)], ids=["f64", "f32"])
 def test_logits_and_gradients_equal_one_dense_forward_per_sequence(
-    family: str, checkpointing: bool, dtype: torch.dtype, tolerance: float
+    family: str, packing: Packing, checkpointing: bool, dtype: torch.dtype, tolerance: float
 ) -> None:
     dense = exact(make_model(family)) if dtype == torch.float64 else make_model(family)
     packed = shared(dense)
@@ -139,7 +140,7 @@ def test_logits_and_gradients_equal_one_dense_forward_per_sequence(
         packed.gradient_checkpointing_enable({"use_reentrant": False})
     packed.train()
     groups = random_groups()
-    found, expected = packed_logits(packed, groups), dense_logits(dense, groups)
+    found, expected = packed_logits(packed, groups, packing), dense_logits(dense, groups)
     assert relative(found, expected) < tolerance
     direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
     gradient = gradients(packed, (found * direction).sum())

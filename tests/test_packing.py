@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.packing import Span, pack
+from common.packing import Packing, Span, pack
 
 pytestmark = pytest.mark.fast
 
@@ -40,6 +40,31 @@ def test_arrays_from_the_wire_pack_like_lists() -> None:
     row = pack([(np.array([5, 6, 7], np.int32), [np.array([8, 9], np.int32), np.array([8], np.int32)])])
     assert row.input_ids.tolist() == [[5, 6, 7, 8, 9, 8]]
     assert row.input_ids.dtype == row.target_ids.dtype == torch.int64
+
+
+def test_flat_packing_repeats_the_prompt_before_each_completion() -> None:
+    row = pack([([5, 6, 7], [[8, 9], [8]])], "flat")
+    assert row.input_ids.tolist() == [[5, 6, 7, 8, 9, 5, 6, 7, 8]]
+    assert row.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3]]
+    assert row.source_index.tolist() == [2, 3, 7]
+    assert row.spans == (Span(0, 3, (2,)), Span(5, 3, (1,)))
+
+
+def test_without_packing_every_completion_is_a_padded_row() -> None:
+    row = pack([([5, 6, 7], [[8, 9], [8]])], "off")
+    assert row.input_ids.tolist() == [[5, 6, 7, 8, 9], [5, 6, 7, 8, 0]]
+    assert row.position_ids.tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+    assert row.source_index.tolist() == [2, 3, 7]
+    assert row.spans == ()
+
+
+@given(groups_of_tokens, st.sampled_from(["flat", "off"]))
+def test_every_packing_has_the_same_targets_in_the_same_order(groups: Groups, packing: Packing) -> None:
+    row, shared = pack(groups, packing), pack(groups)
+    flat_ids = row.input_ids.flatten()
+    assert row.target_ids.tolist() == shared.target_ids.tolist()
+    assert row.lengths == shared.lengths
+    assert flat_ids[row.source_index].tolist() == shared.input_ids[0][shared.source_index].tolist()
 
 
 def where(groups: Groups) -> list[tuple[list[int], int]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.config import Algorithm
-from common.packing import PackedRow, pack
+from common.packing import PackedRow, Packing, pack
 from common.types import Group, Rollout, Tombstone
 from trainer.advantages import Floats, moves, trains
 from trainer.losses import TOKEN_MEAN, Denominator, token_weights
@@ -44,6 +44,7 @@ def micro_batch(
     advantages: Mapping[int, Floats],  # by group id, as trainer.advantages.step_advantages gives them
     denominator: Denominator,
     algorithm: Algorithm,
+    packing: Packing = "shared",
 ) -> MicroBatch:
     """Packs the completions that can move the weights; a filler of weight 0 where none can.
 
@@ -66,7 +67,7 @@ def micro_batch(
         return _filler()
     lengths = [len(r.completion_ids) for r in rollouts]
     return MicroBatch(
-        row=pack(rows),
+        row=pack(rows, packing),
         old_logprobs=_flat([r.old_logprobs for r in rollouts]),
         ref_logprobs=_flat([r.ref_logprobs for r in rollouts]) if algorithm.beta > 0 else None,
         advantages=torch.repeat_interleave(torch.tensor(values, dtype=torch.float32), torch.tensor(lengths)),

@@ -160,7 +160,7 @@ class Trainer:
         algorithm = self.config.algorithm
         mine = chunk[rank * size : (rank + 1) * size]
         advantages = step_advantages(groups if needs_whole_batch(algorithm) else mine, self.config)
-        batch = micro_batch(mine, advantages, self._denominator(groups), algorithm)
+        batch = micro_batch(mine, advantages, self._denominator(groups), algorithm, self.config.trainer.packing)
         first = chunk[0].group_id
         logprobs = self.engine.backward(batch, self._own_logprobs.get(first))
         if algorithm.vllm_importance_sampling_mode is not None:
