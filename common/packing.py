@@ -103,7 +103,7 @@ def _padded(groups: Sequence[tuple[Tokens, Sequence[Tokens]]]) -> PackedRow:
     )
 
 
-def _row(  # noqa: PLR0913
+def _row(
     ids: list[list[int]],
     positions: list[list[int]],
     spans: tuple[Span, ...],
