@@ -175,3 +175,14 @@ def entropy_and_gradient(logits: Sequence[float], temperature: float) -> tuple[f
 
 def numeric_gradient(function: Callable[[float], float], at: float, step: float = 1e-6) -> float:
     return (function(at + step) - function(at - step)) / (2 * step)
+
+
+def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> tuple[list[float], list[float]]:
+    """(advantages, returns) as the explicit sum A_t = Σ_l (γλ)^l δ_{t+l}, with a value of 0 after the last token."""
+    after = [*values, 0.0]
+    deltas = [r + gamma * after[t + 1] - after[t] for t, r in enumerate(rewards)]
+    advantages = [
+        math.fsum((gamma * lam) ** distance * delta for distance, delta in enumerate(deltas[t:]))
+        for t in range(len(deltas))
+    ]
+    return advantages, [a + v for a, v in zip(advantages, values, strict=True)]

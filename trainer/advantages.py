@@ -79,15 +79,20 @@ def shaped_rewards(group: Group, config: Config) -> Floats:
 
     The sum estimates the KL of the whole completion (k1): as a reward its expected gradient is the exact one.
     """
-    algorithm, rewards = config.algorithm, rewards_of(group)
-    if algorithm.kl_in_reward:
+    rewards = punished_rewards(group, config)
+    if config.algorithm.kl_in_reward:
         log_ratios = [r.old_logprobs.astype(np.float64) - r.ref_logprobs for r in group.rollouts]
-        rewards = rewards - algorithm.beta * np.array([x.sum() for x in log_ratios])
-    if algorithm.soft_punish_cache:
-        lengths = np.array([len(r.completion_ids) for r in group.rollouts])
-        limit = config.sampler.max_completion_length
-        rewards = rewards + soft_overlong_punishment(lengths, limit, algorithm.soft_punish_cache)
+        rewards = rewards - config.algorithm.beta * np.array([x.sum() for x in log_ratios])
     return rewards
+
+
+def punished_rewards(group: Group, config: Config) -> Floats:
+    """[G].  r_i + soft overlong punishment where it is switched on: what a whole completion is worth without any KL."""
+    if not config.algorithm.soft_punish_cache:
+        return rewards_of(group)
+    lengths = np.array([len(r.completion_ids) for r in group.rollouts])
+    limit, cache = config.sampler.max_completion_length, config.algorithm.soft_punish_cache
+    return rewards_of(group) + soft_overlong_punishment(lengths, limit, cache)
 
 
 def soft_overlong_punishment(lengths: NDArray[np.int64], max_completion_length: int, cache: int) -> Floats:
