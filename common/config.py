@@ -119,6 +119,27 @@ class Eval(Section):
     """Completions per held-out problem."""
     max_completion_length: int | None = Field(None, gt=0)
     """null = the sampler's."""
+    metric_for_best_model: str | None = None
+    """`answer/accuracy` or `answer/mean` of any reward function: the policy with the best one is kept in best/."""
+    greater_is_better: bool = True
+    """Whether more of that metric is better."""
+    early_stopping_patience: int | None = Field(None, gt=0)
+    """Stop after this many evaluations in a row without a better metric; null = never."""
+    early_stopping_threshold: float = Field(0.0, ge=0)
+    """A metric is better only if it is better by more than this."""
+    load_best_model_at_end: bool = False
+    """final/ is the best policy instead of the last one."""
+    val_only: bool = False
+    """`launch.sh run` evaluates the model, or with run.resume its newest checkpoint, and trains nothing."""
+
+    @model_validator(mode="after")
+    def _the_best_has_a_metric(self) -> Eval:
+        for name in ("early_stopping_patience", "early_stopping_threshold", "load_best_model_at_end"):
+            if getattr(self, name) and self.metric_for_best_model is None:
+                raise ValueError(f"{name} needs a metric; set eval.metric_for_best_model=answer/accuracy")
+        if self.early_stopping_patience is not None and self.steps is None:
+            raise ValueError("early_stopping_patience counts evaluations while training; set eval.steps=20")
+        return self
 
 
 def reward_name(spec: str) -> str:
@@ -389,6 +410,7 @@ class Config(Section):
                 f"algorithm.soft_punish_cache {self.algorithm.soft_punish_cache} is longer than a completion; set it "
                 f"to at most sampler.max_completion_length {self.sampler.max_completion_length}"
             )
+        self._check_evaluation()
         if self.trainer.max_steps % self.algorithm.num_iterations:
             n, m = self.trainer.max_steps, self.algorithm.num_iterations
             raise ValueError(
@@ -396,6 +418,19 @@ class Config(Section):
                 f"set trainer.max_steps={math.ceil(n / m) * m}"
             )
         return self
+
+    def _check_evaluation(self) -> None:
+        metric = self.eval.metric_for_best_model
+        if (metric is not None or self.eval.val_only) and self.data.eval is None:
+            name = "eval.val_only" if metric is None else "eval.metric_for_best_model"
+            raise ValueError(f"{name} needs held-out problems; set data.eval=openai/gsm8k:main@test")
+        known = [f"{name}/{kind}" for name in self.rewards.names for kind in ("accuracy", "mean")]
+        if metric is not None and metric not in known:
+            near = difflib.get_close_matches(metric, known, n=1, cutoff=0) or known
+            raise ValueError(
+                f"eval.metric_for_best_model {metric!r} is none of {', '.join(known)}; "
+                f"set eval.metric_for_best_model={near[0]}"
+            )
 
     @property
     def num_batches(self) -> int:

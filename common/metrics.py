@@ -103,9 +103,13 @@ class MetricsLog:
         for record in records:
             self._append(self._samples, record)
 
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Every recorded evaluation, oldest first."""
+        return read_jsonl(self._eval)
+
     def has_eval(self, version: int) -> bool:
         """Whether the evaluation of this policy version is recorded."""
-        return any(record["step"] == version for record in read_jsonl(self._eval))
+        return any(record["step"] == version for record in self.evaluations())
 
     def sync(self) -> None:
         """Every line so far survives a crash of the machine. Raises OSError if the disk still refuses lines."""

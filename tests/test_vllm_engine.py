@@ -11,55 +11,19 @@ from safetensors.torch import load_file, save_file
 
 from common import weights
 from common.config import Config
-from common.logprobs import load_causal_lm, score_row
+from common.logprobs import load_causal_lm
 from common.packing import pack
 from common.weights import BadWeights, Published
 from sampler.engine import Engine, SamplingLaw
 from sampler.reference import Reference
 from sampler.reload import reload
+from tests.plain_policy import OneRank, PlainPolicy
 from tests.tiny import tiny_model
 from trainer.publish import publish
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 PROMPT = [5, 9, 17, 33, 8, 21] * 12
-
-
-class OneRank:
-    """What trainer.publish needs of an Exchange when there is one rank."""
-
-    rank, world_size = 0, 1
-
-    def barrier(self) -> None: ...
-
-
-class PlainPolicy:
-    """What trainer.publish needs of an Engine, around a transformers model without DeepSpeed."""
-
-    def __init__(self, folder: Path):
-        self.model = load_causal_lm(str(folder), "float32", None, False)
-        self.tied_embeddings = self.model.config.tie_word_embeddings
-
-    @torch.no_grad()
-    def score(self, row, temperature):
-        return score_row(self.model, row, temperature, 64)[0]
-
-    def parameter_names(self):
-        return [(n, p.numel() * p.element_size()) for n, p in self.model.named_parameters()]
-
-    def full_parameters(self, wanted):
-        return ((n, p.detach()) for n, p in self.model.named_parameters() if wanted(n))
-
-    def disturb(self, seed: int) -> None:
-        """Other weights, far enough away that stale ones cannot pass for them."""
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for p in self.model.parameters():
-                p.add_(torch.randn(p.shape, generator=generator) * 0.1)
-
-    def logprobs(self, prompt: list[int], completion: list[int], temperature: float) -> np.ndarray:
-        row = pack([(prompt, [completion])])
-        return self.score(row, temperature).numpy()
 
 
 @pytest.fixture(scope="module")

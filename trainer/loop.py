@@ -29,6 +29,7 @@ from common.watchdog import moved
 from trainer import checkpoint, stats
 from trainer.advantages import step_advantages
 from trainer.batch import micro_batch, needs_whole_batch, num_tokens
+from trainer.best import Best
 from trainer.checkpoint import Progress
 from trainer.disk import Disk, on_rank_0
 from trainer.engine import Engine, StepResult, Sums
@@ -60,6 +61,7 @@ class Trainer:
         self.weights_dir = weights.default_dir(config)
         self.incarnation = exchange.text(desk.inbox.envelope.incarnation if desk else None)
         self.disk = Disk(exchange, config.channel.stall_timeout_s, desk.display.note if desk else lambda _: None)
+        self.best = Best(config, exchange, self.disk, desk.log.evaluations if desk else list)
         self.published_version = -1
         self._saved_step = progress.step
         self._num_eval_problems = 0
@@ -72,10 +74,12 @@ class Trainer:
             self._num_eval_problems = self.desk.inbox.wait_for_sampler().num_eval_problems
         self.publish(evaluate=self._evaluates_at_start())
         try:
-            while self.progress.batch < self.config.num_batches:
+            while self.progress.batch < self.config.num_batches and not self.best.stops_early:
                 self.train_batch()
                 self.finish_evaluation()
                 self.stop_if_interrupted()
+                if self.best.stops_early:
+                    break
                 self.publish(evaluate=self._evaluates_now())
                 self.save_checkpoint()
             self.finish_evaluation()
@@ -83,7 +87,8 @@ class Trainer:
         except Interrupted:
             self.save_on_interrupt()
             raise
-        checkpoint.commit_final(self.engine, self.exchange, self.tokenizer, self.config.run.output_dir, self.disk)
+        if not self.best.commit_as_final():
+            checkpoint.commit_final(self.engine, self.exchange, self.tokenizer, self.config.run.output_dir, self.disk)
 
     def stop_if_interrupted(self) -> None:
         """Raises Interrupted on every rank if rank 0 was asked to end."""
@@ -238,14 +243,14 @@ class Trainer:
 
     def finish_evaluation(self) -> None:
         """Waits for the evaluation of the published version, if there is one, before that version is replaced."""
-        if self.desk is None:
-            return
         start = time.monotonic()
         results: list[EvalResult] = []
         with contextlib.suppress(Interrupted):  # all ranks stop together a moment later, without this evaluation
-            results = self.desk.inbox.finish_eval()
-        if results:
-            record = stats.eval_record(results, self.config.rewards.full_mark)
+            results = self.desk.inbox.finish_eval() if self.desk else []
+        record = stats.eval_record(results, self.config.rewards.full_mark) if results else None
+        # before it is recorded: what is recorded is not evaluated again after a crash
+        self.best.judge(record, self._published, self.engine, self.tokenizer)
+        if self.desk and record:
             self.desk.log.log_eval(record)
             self.desk.display.evaluation(record)
         self._time("timing/evaluation_s", start)

@@ -1,0 +1,48 @@
+"""A policy without DeepSpeed that trainer.publish takes for an engine with one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common.logprobs import load_causal_lm, score_row
+from common.packing import pack
+
+
+class OneRank:
+    """What trainer.publish needs of an Exchange when there is one rank."""
+
+    rank, world_size = 0, 1
+
+    def barrier(self) -> None: ...
+
+
+class PlainPolicy:
+    """What trainer.publish needs of an Engine, around a transformers model without DeepSpeed."""
+
+    def __init__(self, folder: Path):
+        self.model = load_causal_lm(str(folder), "float32", None, False)
+        self.tied_embeddings = self.model.config.tie_word_embeddings
+
+    @torch.no_grad()
+    def score(self, row, temperature):
+        return score_row(self.model, row, temperature, 64)[0]
+
+    def parameter_names(self):
+        return [(n, p.numel() * p.element_size()) for n, p in self.model.named_parameters()]
+
+    def full_parameters(self, wanted):
+        return ((n, p.detach()) for n, p in self.model.named_parameters() if wanted(n))
+
+    def disturb(self, seed: int) -> None:
+        """Other weights, far enough away that stale ones cannot pass for them."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p.add_(torch.randn(p.shape, generator=generator) * 0.1)
+
+    def logprobs(self, prompt: list[int], completion: list[int], temperature: float) -> np.ndarray:
+        row = pack([(prompt, [completion])])
+        return self.score(row, temperature).numpy()
