@@ -61,7 +61,7 @@ class Trainer:
         self.weights_dir = weights.default_dir(config)
         self.incarnation = exchange.text(desk.inbox.envelope.incarnation if desk else None)
         self.disk = Disk(exchange, config.channel.stall_timeout_s, desk.display.note if desk else lambda _: None)
-        self.best = Best(config, exchange, self.disk, desk.log.evaluations if desk else list)
+        self.best = Best(config, exchange, self.disk, lambda: desk.log.evaluations() if desk else [])
         self.published_version = -1
         self._saved_step = progress.step
         self._num_eval_problems = 0
