@@ -185,6 +185,49 @@ class Rewards(Section):
         return self
 
 
+class GroupParams(Section):
+    """Segments of GROUP PPO. Read only with adv_estimator group_ppo."""
+
+    group_variance_threshold: float = Field(1.0, gt=0)
+    """τ: a segment of n tokens shares one advantage while its variance is at most τ · n times that of n advantages."""
+    group_max_size: int | None = Field(16, ge=1)
+    """Tokens in a segment, at most; null = no limit. 1 is PPO with a critic."""
+    group_epsilon: float = Field(1e-6, gt=0)
+    """Added to the variance that is divided by: where no token has an advantage, segments grow."""
+    adaptive_threshold: bool = True
+    """Move τ after every step until sharing neither adds nor removes variance on average."""
+    threshold_lr: float = Field(0.01, gt=0)
+    """Step of log τ."""
+    min_threshold: float = Field(0.1, gt=0)
+    """Lower bound of the moving τ."""
+    max_threshold: float = Field(10.0, gt=0)
+    """Upper bound of the moving τ."""
+    segment_rule: Literal["grow", "literal"] = "grow"
+    """grow: as long as sharing pays. literal: close as soon as it does, which is PPO wherever τ is 1 or more."""
+    segment_loss: Literal["endpoint", "segment"] = "endpoint"
+    """endpoint: only a segment's last token trains and enters the head. segment: every token, with its segment's
+    advantage."""
+    score: Literal["sampled", "exact"] = "sampled"
+    """Squared norm of a token's score: (1 − p)² from the sampler's log-probs, or exactly, by one more forward."""
+
+    @model_validator(mode="after")
+    def _options_fit_together(self) -> GroupParams:
+        if problems := list(self._contradictions()):
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
+        low, start, high = self.min_threshold, self.group_variance_threshold, self.max_threshold
+        if not self.adaptive_threshold:
+            for name in ("threshold_lr", "min_threshold", "max_threshold"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    yield f"{name} does nothing without adaptive_threshold; remove it, or set adaptive_threshold=true"
+        elif not low <= start <= high:
+            yield f"group_variance_threshold {start} is outside min_threshold {low} … max_threshold {high}; move one"
+        if self.adaptive_threshold and self.segment_rule == "literal":
+            yield "segment_rule literal closes earlier the higher τ is, so τ cannot adapt; set adaptive_threshold=false"
+
+
 class Algorithm(Section):
     beta: float = Field(0.0, ge=0)
     """Weight of the KL term to the reference. 0 loads no reference model and scores nothing with it."""

@@ -82,6 +82,24 @@ def token_logprobs(
     return torch.cat(logprobs), torch.cat(entropies)
 
 
+@torch.no_grad()
+def collision_probabilities(
+    hidden: Tensor, head: Callable[[Tensor], Tensor], temperature: float, chunk_size: int
+) -> Tensor:
+    """Σ_v π_v² of π = softmax(head(h) / temperature) for each row h of hidden [N, D]: [N] float32, without gradient.
+
+        Σ_v π_v² = exp(logsumexp(2 z) − 2 · logsumexp(z))
+
+    The chance that two samples agree: 1 where the policy is certain, 1 / V where all V tokens are equally likely.
+    """
+
+    def chunk(h: Tensor) -> Tensor:
+        logits = head(h).float() / temperature
+        return ((2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1)).exp()
+
+    return torch.cat([chunk(h) for h in hidden.split(chunk_size)])
+
+
 def load_causal_lm(path: str, dtype: str, revision: str | None, trust_remote_code: bool) -> Any:
     """A transformers causal language model that attends over packed rows.
 

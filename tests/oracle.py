@@ -186,3 +186,56 @@ def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: fl
         for t in range(len(deltas))
     ]
     return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Segments of one completion as [first, last] positions, their advantages and targets, and both variances."""
+
+    segments: list[tuple[int, int]]
+    advantages: list[float]
+    returns: list[float]
+    r_ppo: float
+    r_grpo: float
+
+
+def variances(advantages: Sequence[float], q: Sequence[float], first: int, last: int) -> tuple[float, float]:
+    """(r_ppo, r_grpo) of the tokens first … last."""
+    own = math.fsum(advantages[k] ** 2 * q[k] for k in range(first, last + 1))
+    return own, advantages[last] ** 2 * math.fsum(q[first : last + 1])
+
+
+def cut(  # noqa: PLR0913
+    rewards: Sequence[float],
+    values: Sequence[float],
+    q: Sequence[float],
+    tau: float,
+    gamma: float,
+    lam: float,
+    longest: int | None,
+    epsilon: float,
+    rule: str,
+) -> Cut:
+    """GROUP PPO's segments: for every first token try every last one, computing both variances from nothing."""
+    advantages, _ = gae(rewards, values, gamma, lam)
+
+    def shared(first: int, last: int) -> bool:
+        r_ppo, r_grpo = variances(advantages, q, first, last)
+        return r_grpo / (r_ppo + epsilon) <= tau * (last - first + 1)
+
+    segments: list[tuple[int, int]] = []
+    first = 0
+    while first < len(rewards):
+        last = first
+        if rule == "grow":
+            while last + 1 < len(rewards) and last + 2 - first <= (longest or math.inf) and shared(first, last + 1):
+                last += 1
+        else:
+            while last + 1 < len(rewards) and last + 1 - first < (longest or math.inf) and not shared(first, last):
+                last += 1
+        segments.append((first, last))
+        first = last + 1
+    inside = [math.fsum(rewards[a : b + 1]) for a, b in segments]
+    both = [variances(advantages, q, a, b) for a, b in segments]
+    found, returns = gae(inside, [values[a] for a, _ in segments], gamma, lam)
+    return Cut(segments, found, returns, math.fsum(p for p, _ in both), math.fsum(g for _, g in both))

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common import attention
-from common.logprobs import score_row, token_logprobs
+from common.logprobs import collision_probabilities, score_row, token_logprobs
 from common.packing import pack
 from tests import oracle
 
@@ -195,3 +195,17 @@ def test_bfloat16_logits_are_normalised_in_float32() -> None:
     logprobs, _ = token_logprobs(hidden.bfloat16(), targets, head.bfloat16(), 1.0, 4)
     expected = torch.log_softmax(head(hidden.bfloat16()).double(), -1)[torch.arange(10), targets]
     assert logprobs.tolist() == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 64])
+def test_the_chance_that_two_samples_agree(chunk_size: int) -> None:
+    hidden, _, head = problem(n=10, dim=6, vocab=97)
+    probs = torch.softmax(head(hidden).double() / 0.7, -1)
+    found = collision_probabilities(hidden, head, 0.7, chunk_size)
+    assert found.dtype == torch.float32 and not found.requires_grad
+    assert found.tolist() == pytest.approx(probs.square().sum(-1).tolist(), rel=1e-5)
+
+
+def test_the_chance_of_a_fair_and_of_a_certain_law_by_hand() -> None:
+    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [90.0, 0.0, 0.0, 0.0]])
+    assert collision_probabilities(logits, torch.nn.Identity(), 1.0, 8).tolist() == pytest.approx([0.25, 1.0])
