@@ -235,6 +235,8 @@ class Algorithm(Section):
     """The KL term of a token, x = log π_ref − log π_θ: k1 = −x, k2 = x²/2, k3 = exp(x) − x − 1."""
     kl_in_reward: bool = False
     """Subtract beta · Σ (log π_old − log π_ref) from each reward, and nothing from the loss."""
+    use_bias_correction_kl: bool = False
+    """Multiply the KL term by the ratio, which makes the expected gradient of k3 that of KL(π_θ ‖ π_ref)."""
     epsilon: float = Field(0.2, gt=0, lt=1)
     """Clip range below 1; cispo has none."""
     epsilon_high: float | None = Field(None, gt=0)
@@ -307,15 +309,22 @@ class Algorithm(Section):
                 yield "loss_type cispo has no lower clip; remove algorithm.epsilon"
         elif self.delta is not None and self.delta <= 1 + self.clip_high:
             yield f"delta {self.delta} must be above 1 + epsilon_high = {1 + self.clip_high}; set algorithm.delta=3.0"
+        if self.vllm_importance_sampling_mode is None and self.vllm_importance_sampling_clip_max != 3:
+            yield "vllm_importance_sampling_clip_max does nothing without algorithm.vllm_importance_sampling_mode"
+        yield from self._contradictions_of_kl()
+        yield from self._contradictions_of_advantages()
+
+    def _contradictions_of_kl(self) -> Iterator[str]:
         if self.beta == 0 and self.kl_estimator != "k3":
             yield "kl_estimator without beta does nothing; set algorithm.beta=0.04, or remove kl_estimator"
+        if self.use_bias_correction_kl and (self.beta == 0 or self.kl_in_reward):
+            yield "use_bias_correction_kl without a KL term in the loss does nothing; remove it, or set algorithm.beta"
+        if self.use_bias_correction_kl and self.importance_sampling_level == "sequence":
+            yield "use_bias_correction_kl weighs a token's KL; set algorithm.importance_sampling_level=token"
         if self.kl_in_reward and self.beta == 0:
             yield "kl_in_reward without beta does nothing; set algorithm.beta=0.04"
         if self.kl_in_reward and self.kl_estimator != "k3":
             yield "kl_in_reward always sums log π_old − log π_ref; remove algorithm.kl_estimator, which is the loss's"
-        if self.vllm_importance_sampling_mode is None and self.vllm_importance_sampling_clip_max != 3:
-            yield "vllm_importance_sampling_clip_max does nothing without algorithm.vllm_importance_sampling_mode"
-        yield from self._contradictions_of_advantages()
 
     def _contradictions_of_advantages(self) -> Iterator[str]:
         if self.adv_estimator != "grpo" and self.reward_scale != "none":

@@ -160,6 +160,19 @@ def test_the_expected_gradient_of_k2_and_k3_points_to_the_reference_and_that_of_
     assert expected_gradient("k3").tolist() == pytest.approx((pi - ref).tolist(), abs=1e-12)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_a_kl_weighed_by_the_ratio_has_the_exact_expected_gradient_on_and_off_policy(estimator: str) -> None:
+    # over all tokens: Σ_v π_old_v · ratio_v · kl_v, which the objective has with sign − and weight beta = 1
+    ref, algorithm = logs(0.2, 0.2, 0.6), Algorithm(beta=1, kl_estimator=estimator, use_bias_correction_kl=True)  # type: ignore[arg-type]
+    for old in (logs(0.5, 0.3, 0.2), logs(0.1, 0.1, 0.8)):
+        logits = logs(0.5, 0.3, 0.2).requires_grad_()
+        logprobs = torch.log_softmax(logits, -1)
+        objective, _ = token_objective(logprobs, old, ref, torch.zeros(3), [1, 1, 1], algorithm)
+        (expected,) = torch.autograd.grad(-(old.exp() * objective).sum(), logits, retain_graph=True)
+        (true_gradient,) = torch.autograd.grad((logprobs.exp() * (logprobs - ref)).sum(), logits)
+        assert expected.tolist() == pytest.approx(true_gradient.tolist(), abs=1e-12)
+
+
 def test_a_kl_that_is_in_the_reward_is_measured_but_not_subtracted_again() -> None:
     objective, gradient, terms = one_token(prob=0.2, old=0.2, ref=0.4, advantage=1.0, beta=0.5, kl_in_reward=True)
     assert (objective, gradient) == (pytest.approx(1.0), pytest.approx(1.0))

@@ -92,7 +92,8 @@ def token_objective(  # noqa: PLR0913 the equation has as many symbols
     if ref_logprobs is not None:
         kl = kl_estimate(logprobs, ref_logprobs, algorithm.kl_estimator)
         if not algorithm.kl_in_reward:
-            objective = objective - algorithm.beta * kl
+            weighted = ratio * kl if algorithm.use_bias_correction_kl else kl  # DeepSeek-V3.2, arXiv 2512.02556
+            objective = objective - algorithm.beta * weighted
     if entropy is not None and algorithm.entropy_coef:
         objective = objective + algorithm.entropy_coef * entropy
     return objective, TokenTerms(ratio.detach(), is_clipped, kl.detach(), correction, is_corrected)
