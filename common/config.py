@@ -70,14 +70,16 @@ class Reference(Section):
 
 
 class Data(Section):
-    train: str
-    """`openai/gsm8k:main@train[:512]`, a .jsonl, .json or .parquet file, a folder, or a save_to_disk folder."""
-    eval: str | None = None
+    train: str | list[str]
+    """`openai/gsm8k:main@train[:512]`, a .jsonl, .json or .parquet file, a folder, a save_to_disk folder, or a list."""
+    eval: str | list[str] | None = None
     """Held-out problems in the same notation; null = no evaluation."""
     prompt_key: str = "question"
-    """Column with the problem: text, or a list of chat messages."""
-    answer_key: str = "answer"
-    """Column that reward functions receive as `answer`."""
+    """Column with the problem: text, or a list of chat messages. `extra_info.question` looks inside a column."""
+    answer_key: str | None = "answer"
+    """Column that reward functions receive as `answer`; may look inside, too. null = no reward needs one."""
+    rename: dict[str, str] = {}
+    """New column names, {problem: question}, before everything else; the old name may look inside a column."""
     max_prompt_length: int = Field(512, gt=0)
     """Tokens. Longer prompts are filtered once at the start and counted."""
     eval_size: int | None = Field(None, gt=0)
@@ -89,6 +91,8 @@ class Data(Section):
 class PromptTemplate(Section):
     system: str | None = None
     """System message put before every problem."""
+    format_prompt: Path | None = None
+    """A Jinja file that writes the user's message: `content` is the problem, the other columns have their names."""
     chat_template: Path | None = None
     """A Jinja file used instead of the tokenizer's own chat template; needed for base models."""
     chat_template_kwargs: dict[str, Any] = {}
@@ -463,6 +467,7 @@ class Config(Section):
                 f"to at most sampler.max_completion_length {self.sampler.max_completion_length}"
             )
         self._check_evaluation()
+        self._check_lengths()
         if self.trainer.max_steps % self.algorithm.num_iterations:
             n, m = self.trainer.max_steps, self.algorithm.num_iterations
             raise ValueError(
@@ -470,6 +475,15 @@ class Config(Section):
                 f"set trainer.max_steps={math.ceil(n / m) * m}"
             )
         return self
+
+    def _check_lengths(self) -> None:
+        completion = max(self.sampler.max_completion_length, self.eval.max_completion_length or 0)
+        longest, limit = self.data.max_prompt_length + completion, self.vllm.get("max_model_len")
+        if limit is not None and not (isinstance(limit, int) and limit >= longest):
+            raise ValueError(
+                f"data.max_prompt_length {self.data.max_prompt_length} + max_completion_length {completion} = "
+                f"{longest} tokens > vllm.max_model_len {limit}; set vllm.max_model_len={longest}, or remove it"
+            )
 
     def _check_evaluation(self) -> None:
         metric = self.eval.metric_for_best_model

@@ -1,9 +1,7 @@
-"""Data set rows become Problems, and the run's stream of groups gets its order.
+"""Rows become Problems, and the run's stream of groups gets its order.
 
-Everything is read through the `datasets` library: hub ids, .jsonl, .json and .parquet files, folders of them (a git
-clone of a hub repository too) and save_to_disk folders. The order is a set of pure functions of the seed, so that the
-sampler has nothing to save. Left out: streaming (group g must be addressable) and renaming columns (reward functions
-get the row as it is).
+Columns may be renamed, and `a.b.0.c` looks inside a column, as verl's `reward_model.ground_truth` needs. The order is a
+set of pure functions of the seed, so that the sampler has nothing to save.
 """
 
 from __future__ import annotations
@@ -12,144 +10,135 @@ import difflib
 import functools
 import hashlib
 import json
-import os
-import re
+import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.config import UserError
+from common.config import Data, UserError
 from common.types import Problem
+from sampler.sources import check_there, read_rows
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-
-_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-_SPLIT = re.compile(r"[\w.]+(\[[^\]]*\])?(\([\w]+\))?(\+[\w.]+(\[[^\]]*\])?(\([\w]+\))?)*")
-_SUBSETS_THERE = re.compile(
-    r"(?:pick one among the available configs|Available|Available configs in the cache): (\[[^\]]*\])"
-)
 _SYNONYMS = (
     {"question", "problem", "prompt", "instruction", "input", "query", "messages"},
     {"answer", "solution", "ground_truth", "target", "output", "label", "final_answer"},
 )
+_ABSENT = object()
+
+Row = dict[str, Any]
 
 
-def load_problems(spec: str, prompt_key: str = "question", answer_key: str = "answer") -> list[Problem]:
-    """Every row of `openai/gsm8k:main@train[:512]`, of a file, of a folder or of a save_to_disk folder.
+def load_data(option: str, spec: str | Sequence[str], data: Data) -> list[Problem]:
+    """The problems of one data set of the config; `option` is data.train or data.eval. Says what it leaves out.
 
-    The split is what follows the last `@` and may be a slice; without it the split is train, or the only one. A
-    Problem's columns are the whole row; the column answer_key is there under the name `answer` too. Raises UserError
-    for a path that does not exist (before `datasets` is imported), a missing subset, split or column, and a data set
-    that is not found.
+    A row with an empty answer is left out, because it cannot be scored. Raises UserError, also when no row has one.
     """
-    source, split = _split_off(spec)
-    rows = _take(_splits(source), split, source)
-    for option, key in (("data.prompt_key", prompt_key), ("data.answer_key", answer_key)):
-        if key not in rows.column_names:
-            raise UserError(_missing_column(option, key, rows.column_names, source))
-    if len(rows) == 0:
-        raise UserError(f"{spec} has no rows")
-    return [Problem(i, {**row, "answer": row[answer_key]}) for i, row in enumerate(rows)]
-
-
-def _split_off(spec: str) -> tuple[str, str | None]:
-    """("openai/gsm8k:main", "train[:512]") from "openai/gsm8k:main@train[:512]"; an @ in a folder's name stays."""
-    if Path(spec).expanduser().exists():
-        return spec, None
-    source, at, split = spec.rpartition("@")
-    return (source, split) if at and _SPLIT.fullmatch(split) else (spec, None)
-
-
-def _splits(source: str) -> Mapping[str, Dataset]:
-    """All splits of the data set, memory-mapped. Raises UserError."""
-    name, _, subset = source.partition(":") if not Path(source).expanduser().exists() else (source, "", "")
-    path = Path(name).expanduser()
-    looks_local = name.startswith((".", "/", "~")) or path.suffix in _FORMATS or name.count("/") > 1
-    if looks_local and not path.exists():
-        near = difflib.get_close_matches(path.name, os.listdir(path.parent) if path.parent.is_dir() else [], n=1)
+    problems = load_problems(spec, data.prompt_key, data.answer_key, data.rename)
+    if data.answer_key is None:
+        return problems
+    empty = [problem.index for problem in problems if is_empty(problem.columns["answer"])]
+    if len(empty) == len(problems):
         raise UserError(
-            f"data: no file or folder {name} (working directory {os.getcwd()})."
-            + (f" Did you mean {path.parent / near[0]}?" if near else "")
+            f"{option}: each of the {len(problems)} rows has an empty {data.answer_key!r}. Set data.answer_key to the "
+            "column with the answers, or data.answer_key: null when no reward needs one"
         )
-    if path.is_file() and path.suffix not in _FORMATS:
-        raise UserError(f"data: {name} is not one of {', '.join(_FORMATS)}; convert it, for example to .jsonl")
+    if empty:
+        places = ", ".join(map(str, empty[:3])) + (", …" if len(empty) > 3 else "")
+        print(
+            f"tandem: {option}: {len(empty)} of {len(problems)} rows have an empty {data.answer_key!r} and are left "
+            f"out: row {places}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return [problem for problem in problems if not is_empty(problem.columns["answer"])]
 
-    if path.is_dir() and not (path / "README.md").is_file():
-        kinds = sorted({file.suffix for file in path.iterdir() if file.suffix in _FORMATS})
-        if ".parquet" in kinds and len(kinds) > 1:  # `datasets` would read the commonest kind and ignore the others
+
+def load_problems(
+    specs: str | Sequence[str],
+    prompt_key: str = "question",
+    answer_key: str | None = "answer",
+    rename: Mapping[str, str] | None = None,
+) -> list[Problem]:
+    """Every row of a data set or of several; sampler/sources.py has the notation.
+
+    A Problem's columns are the whole row, after `rename`; what prompt_key and answer_key find is there under the names
+    prompt_key and `answer` too. Rows of several data sets have the columns of all, None where theirs has none. Raises
+    UserError, also for a missing column.
+    """
+    specs = [specs] if isinstance(specs, str) else list(specs)
+    if not specs:
+        raise UserError("data: an empty list of data sets; name one, for example openai/gsm8k:main@train")
+    for spec in specs:
+        check_there(spec)  # all of them before the first is read
+    tables = [_named(read_rows(spec), spec, prompt_key, answer_key, rename or {}) for spec in specs]
+    columns = dict.fromkeys(name for table in tables for name in table[0])
+    return [Problem(i, {**columns, **row}) for i, row in enumerate(row for table in tables for row in table)]
+
+
+def look_up(row: Any, key: str, default: Any = None) -> Any:
+    """The column `key`, or what `a.b.0` finds inside one; default where there is none.
+
+    look_up({"reward_model": {"ground_truth": "4"}}, "reward_model.ground_truth") == "4"
+    """
+    if isinstance(row, Mapping) and key in row:
+        return row[key]
+    head, _, rest = key.partition(".")
+    if isinstance(row, Mapping) and head in row:
+        inner = row[head]
+    elif isinstance(row, list | tuple) and head.isdecimal() and int(head) < len(row):
+        inner = row[int(head)]
+    else:
+        return default
+    return look_up(inner, rest, default) if rest else inner
+
+
+def is_empty(answer: Any) -> bool:
+    return answer is None or (isinstance(answer, str | list | dict) and len(answer) == 0) or not str(answer).strip()
+
+
+def _named(rows: list[Row], spec: str, prompt_key: str, answer_key: str | None, rename: Mapping[str, str]) -> list[Row]:
+    """The rows with their new names, the prompt under prompt_key and the answer under `answer`. Raises UserError."""
+    for old, new in rename.items():
+        _check_column("data.rename", old, rows[0], spec)
+        if new in rows[0] and new not in rename:
             raise UserError(
-                f"data: folder {name} holds {' and '.join(kinds)} files; name one file, or split the folder"
+                f"data.rename: {spec} has a column {new!r} already; rename that one too, or use another name"
             )
-
-    import datasets  # costs half a second; user errors above come first
-
-    try:
-        if not path.exists():
-            return datasets.load_dataset(name, subset or None)
-        datasets.disable_progress_bars()  # local files take a moment; a download keeps its bar
-        if path.is_file():
-            return datasets.load_dataset(_FORMATS[path.suffix], data_files=str(path))
-        if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
-            saved = datasets.load_from_disk(str(path))
-            return {str(saved.split or "train"): saved} if isinstance(saved, datasets.Dataset) else saved
-        return datasets.load_dataset(str(path), subset or None)
-    except Exception as error:
-        raise UserError(_explain(error, name, subset, is_local=path.exists())) from error
+    if rename:
+        rows = [_rename(row, rename) for row in rows]
+    wanted = [("data.prompt_key", prompt_key, prompt_key), ("data.answer_key", answer_key, "answer")]
+    for option, key, name in wanted:
+        if key is None:
+            continue
+        if look_up(rows[0], key, _ABSENT) is _ABSENT:
+            key = rename.get(key, key)  # the column's old name still means it
+        _check_column(option, key, rows[0], spec)
+        if key != name:
+            rows = [{**row, name: look_up(row, key)} for row in rows]
+    return rows
 
 
-def _explain(error: Exception, name: str, subset: str, is_local: bool) -> str:
-    """The message for what `datasets` raised: a missing or unknown subset, or a data set it cannot find or read."""
-    if found := _SUBSETS_THERE.search(str(error)):
-        subsets = re.findall(r"'([^']*)'", found[1])
-        near = difflib.get_close_matches(subset, subsets, n=1) or subsets[:1]
-        there = f"no subset {subset!r}; its subsets are" if subset else "subsets"
-        return f"{name} has {there} {', '.join(subsets)}. Write {name}:{near[0]}@train"
-    first_line = next(iter(str(error).splitlines()), "")
-    if is_local:
-        return f"data: {name} cannot be read: {type(error).__name__}: {first_line}"
-    settings = [f"HF_HOME={os.environ.get('HF_HOME', '~/.cache/huggingface')}"]
-    settings += [f"{key}={os.environ[key]}" for key in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") if key in os.environ]
-    return (
-        f"data set {name!r} is no file or folder here and cannot be had from the hub or the cache: {first_line} "
-        f"({', '.join(settings)}). Download it where there is a network: hf download --repo-type dataset {name}, or "
-        "name a local file or folder. Behind a firewall: HF_ENDPOINT=…"
-    )
+def _rename(row: Row, rename: Mapping[str, str]) -> Row:
+    kept = {name: value for name, value in row.items() if name not in rename}
+    return kept | {new: look_up(row, old) for old, new in rename.items()}
 
 
-def _take(splits: Mapping[str, Dataset], split: str | None, source: str) -> Dataset:
-    """The rows of `train`, `train[:512]`, `train[10%:20%]` or `train+test`. Raises UserError."""
-    import datasets
-
-    sizes = {str(name): len(rows) for name, rows in splits.items()}
-    there = ", ".join(f"{name} ({n})" for name, n in sizes.items())
-    if split is None:
-        split = "train" if "train" in sizes else next(iter(sizes))
-        if split != "train" and len(sizes) > 1:
-            raise UserError(f"{source} has splits {there}; write for example {source}@{split}")
-    for part in split.split("+"):
-        if (name := part.partition("[")[0]) not in sizes:
-            raise UserError(f'split "{name}" is not in {source}; it has {there}')
-    try:
-        pieces = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
-    except (AssertionError, ValueError) as error:
-        raise UserError(
-            f'split "{split}" of {source}: {error}. Slices look like train[:512] or train[10%:20%]'
-        ) from None
-    parts = [splits[p.splitname].select(range(p.from_, max(p.from_, p.to))) for p in pieces]
-    return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
-
-
-def _missing_column(option: str, key: str, columns: Sequence[str], source: str) -> str:
+def _check_column(option: str, key: str, row: Row, spec: str) -> None:
+    """Raises UserError, with a column that may be meant, unless the row has one of this name."""
+    if look_up(row, key, _ABSENT) is not _ABSENT:
+        return
     alike = {name for group in _SYNONYMS if key in group for name in group}
-    near = [name for name in columns if name in alike] or difflib.get_close_matches(key, columns, n=1)
-    return (
-        f'{option} "{key}" not found in {source}; columns are {", ".join(columns)}. '
-        f"Set {option}: {near[0] if near else '<one of them>'}"
-    )
+    near = [name for name in row if name in alike] or difflib.get_close_matches(key, row, n=1)
+    inside = [f"{name}.{part}" for name, value in row.items() if isinstance(value, Mapping) for part in value]
+    near = near or [path for path in inside if path.rpartition(".")[2] in {*alike, key.rpartition(".")[2]}]
+    remedy = f"Set {option}: {near[0] if near else '<one of them>'}"
+    if option == "data.rename":
+        remedy = "Write data.rename: {" + (near[0] if near else "<one of them>") + ": <its new name>}"
+    elif option == "data.answer_key":
+        remedy += ", or null when no reward needs one"
+    raise UserError(f'{option} "{key}" not found in {spec}; columns are {", ".join([*row, *inside])}. {remedy}')
 
 
 @functools.lru_cache(maxsize=4)

@@ -1,24 +1,30 @@
 """Problems become Prompts: system text and problem through the chat template, then token ids.
 
 Tokens come from the rendered text, once, and travel as ids: nothing downstream tokenises again. The template writes
-the special tokens, so none are added. Left out: images and tools.
+the special tokens, so none are added. Chat messages may be in the OpenAI form, role and content, or in ShareGPT's, from
+and value. Left out: images and tools.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jinja2 import TemplateError
+from jinja2 import StrictUndefined, Template, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.config import Data, PromptTemplate, UserError
 from common.types import Problem, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, str]
+
+_ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 
 
 def make_prompts(
@@ -52,6 +58,8 @@ def make_prompt(problem: Problem, tokenizer: PreTrainedTokenizerBase, data: Data
         )
     raw = problem.columns[data.prompt_key]
     messages = [{"role": "user", "content": raw}] if isinstance(raw, str) else _checked(raw, problem, data)
+    if prompt.format_prompt is not None:
+        messages = _formatted(messages, problem, prompt.format_prompt)
     if prompt.system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": prompt.system}, *messages]
     is_prefilled = messages[-1]["role"] == "assistant"  # the row begins the answer: continue that message
@@ -60,8 +68,30 @@ def make_prompt(problem: Problem, tokenizer: PreTrainedTokenizerBase, data: Data
     return Prompt(problem, raw if isinstance(raw, str) else messages, text, np.asarray(token_ids, dtype=np.int32))
 
 
+def _formatted(messages: list[Message], problem: Problem, path: Path) -> list[Message]:
+    """The messages with the last of the user written by the Jinja file, from its own content and the row's columns."""
+    last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
+    if last is None:
+        raise UserError(f"row {problem.index}: prompt.format_prompt {path} needs a user message, and there is none")
+    columns = {name: value for name, value in problem.columns.items() if name.isidentifier()}
+    try:
+        content = _format_prompt(path).render(columns | {"content": messages[last]["content"]})
+    except TemplateError as error:
+        names = ", ".join(["content", *columns])
+        raise UserError(
+            f"prompt.format_prompt {path} fails on row {problem.index}: {error}; it may use {names}"
+        ) from error
+    return [*messages[:last], {"role": "user", "content": content}, *messages[last + 1 :]]
+
+
+@functools.lru_cache(maxsize=4)
+def _format_prompt(path: Path) -> Template:
+    # Sandboxed as chat templates are: both kinds of file are passed around with data and models.
+    return ImmutableSandboxedEnvironment(undefined=StrictUndefined).from_string(_read("prompt.format_prompt", path))
+
+
 def _render(
-    tokenizer: Any, messages: list[dict[str, str]], template: str | None, prompt: PromptTemplate, is_prefilled: bool
+    tokenizer: Any, messages: list[Message], template: str | None, prompt: PromptTemplate, is_prefilled: bool
 ) -> str:
     try:
         return tokenizer.apply_chat_template(
@@ -77,24 +107,48 @@ def _render(
         raise UserError(f"chat template ({source}) fails on a prompt: {error}") from error
 
 
-def _checked(raw: Any, problem: Problem, data: Data) -> list[dict[str, str]]:
-    """A row's chat messages. Raises UserError unless each is {"role": text, "content": text}."""
+def _checked(raw: Any, problem: Problem, data: Data) -> list[Message]:
+    """A row's chat messages. Raises UserError unless each has a role and a content that are text.
+
+    The last one is left off when it is where the model answers: an assistant's without content, or ShareGPT's `gpt`.
+
+        [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}] -> [{"role": "user", "content": "2+2?"}]
+    """
     is_list = isinstance(raw, list | tuple) and len(raw) > 0
-    for message in raw if is_list else [raw]:
-        fields = [message.get("role"), message.get("content")] if isinstance(message, dict) else [None]
-        if not (is_list and all(isinstance(field, str) for field in fields)):
+    messages = [_message(message) for message in raw] if is_list else [(None, None)]
+    if len(messages) > 1 and messages[-1][0] == "assistant":
+        is_sharegpt = "from" in raw[-1] and "role" not in raw[-1]
+        messages = messages[:-1] if is_sharegpt or messages[-1][1] is None else messages
+    checked: list[Message] = []
+    for place, (role, content) in enumerate(messages):
+        if not (isinstance(role, str) and isinstance(content, str)):
             raise UserError(
-                f"row {problem.index}: data.prompt_key {data.prompt_key!r} holds {str(message)[:80]!r}, expected text "
-                'or a list of {"role": …, "content": …} with text content'
+                f"row {problem.index}: data.prompt_key {data.prompt_key!r} holds "
+                f"{str(raw[place] if is_list else raw)[:80]!r}, expected text or a list of "
+                '{"role": …, "content": …} or {"from": …, "value": …} with text content'
             )
-    return [{"role": message["role"], "content": message["content"]} for message in raw]
+        checked.append({"role": role, "content": content})
+    return checked
+
+
+def _message(message: Any) -> tuple[Any, Any]:
+    """(role, content) in either form; None for what is missing."""
+    if not isinstance(message, Mapping):
+        return None, None
+    if message.get("role") is not None:
+        return message["role"], message.get("content")
+    sender = message.get("from")
+    return _ROLES.get(sender, sender) if isinstance(sender, str) else None, message.get("value")
 
 
 @functools.lru_cache(maxsize=4)
 def _template(path: Path | None) -> str | None:
-    if path is None:
-        return None
+    return None if path is None else _read("prompt.chat_template", path)
+
+
+def _read(option: str, path: Path) -> str:
     try:
-        return path.read_text()
-    except OSError as error:
-        raise UserError(f"prompt.chat_template {path}: {error.strerror or error}") from None
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{option} {path}: {reason}. Templates that come with Tandem: configs/templates/") from None

@@ -13,7 +13,7 @@ from common.tokenizer import load_tokenizer
 from common.types import Problem, Prompt
 from common.watchdog import Watchdog
 from rewards.pool import RewardPool
-from sampler.dataset import fingerprint, load_problems
+from sampler.dataset import fingerprint, load_data
 from sampler.link import Link, hello
 from sampler.loop import Task
 from sampler.prompts import make_prompts
@@ -27,8 +27,8 @@ def run(config: Config, sampler_id: str) -> None:
 
 
 def _run(config: Config, sampler_id: str) -> None:
-    problems = load_problems(config.data.train, config.data.prompt_key, config.data.answer_key)
-    held_out = _load_held_out(config)
+    problems = load_data("data.train", config.data.train, config.data)
+    held_out = load_data("data.eval", config.data.eval, config.data) if config.data.eval else []
     with RewardPool(config.rewards, columns=problems[0].columns) as pool:
         tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
         train_prompts = _prompts("data.train", problems, tokenizer, config)
@@ -61,12 +61,6 @@ def _sample(config: Config, task: Task, link: Link, pool: RewardPool, vocabulary
         reference = Reference(config, torch.device("cuda" if num_gpus else "cpu"))
         reference.check_vocabulary(vocabulary_size)
     Sampler(config, task, Engine(config, num_gpus), link, pool, reference).run()
-
-
-def _load_held_out(config: Config) -> list[Problem]:
-    if config.data.eval is None:
-        return []
-    return load_problems(config.data.eval, config.data.prompt_key, config.data.answer_key)
 
 
 def _prompts(source: str, problems: list[Problem], tokenizer: Any, config: Config) -> list[Prompt]:

@@ -78,7 +78,7 @@ def test_overrides_have_the_type_that_yaml_gives_them(tmp_path: Path) -> None:
         "data.eval=null",
         "rewards.reward_funcs=[answer, my.py:length]",
         "rewards.reward_weights=[1, 0.5]",
-        "vllm.max_model_len=64",
+        "vllm.max_model_len=4096",
         "deepspeed.optimizer.params.lr=1e-6",
         "model.path=a=b",
     ]
@@ -89,7 +89,7 @@ def test_overrides_have_the_type_that_yaml_gives_them(tmp_path: Path) -> None:
     assert config.data.eval is None
     assert config.rewards.reward_funcs == ["answer", "my.py:length"]
     assert config.rewards.weights == [1.0, 0.5]
-    assert config.vllm == {"max_model_len": 64}
+    assert config.vllm == {"max_model_len": 4096}
     assert config.deepspeed == {"optimizer": {"params": {"lr": 1e-6}}}  # a number where no field converts it
     assert config.model.path == "a=b"
 
@@ -279,3 +279,15 @@ def test_every_option_says_what_it_means() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
 def test_every_file_we_ship_is_valid(path: Path) -> None:
     load(path)
+
+
+def test_prompts_and_completions_that_do_not_fit_the_engine_name_the_length_that_does(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model:\n  path: m\ndata:\n  train: x.jsonl\n  max_prompt_length: 500\nvllm:\n  max_model_len: 700\n"
+    )
+    with pytest.raises(
+        UserError, match=r"500 \+ max_completion_length 256 = 756 tokens > vllm.max_model_len 700; set vllm"
+    ):
+        load(path)
+    assert load(path, ["vllm.max_model_len=756"]).vllm == {"max_model_len": 756}

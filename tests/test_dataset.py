@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.config import UserError
+from common.config import Data, UserError
 from common.types import Problem
-from sampler.dataset import fingerprint, load_problems, permutation, problem_index, sampling_seed
+from sampler.dataset import fingerprint, load_data, load_problems, look_up, permutation, problem_index, sampling_seed
 
 pytestmark = pytest.mark.fast
 
@@ -163,13 +163,114 @@ def test_a_missing_column_lists_the_columns_and_suggests_one(tmp_path):
     for key, near in (("problem", "question"), ("questions", "question"), ("xyz", "<one of them>")):
         words = f'data.prompt_key "{key}" not found in {path}; columns are question, answer, level'
         assert message(path, prompt_key=key) == f"{words}. Set data.prompt_key: {near}"
-    assert message(path, answer_key="solution").endswith("Set data.answer_key: answer")
+    no_answer = message(path, answer_key="solution")
+    assert no_answer.endswith("Set data.answer_key: answer, or null when no reward needs one")
 
 
 def test_another_answer_key_is_there_as_answer_too(tmp_path):
     path = write_jsonl(tmp_path / "x.jsonl", [{"problem": "1+1?", "solution": "2"}])
     [problem] = load_problems(path, prompt_key="problem", answer_key="solution")
     assert problem.columns == {"problem": "1+1?", "solution": "2", "answer": "2"}
+
+
+def test_columns_are_renamed_before_anything_else_looks_at_them(tmp_path):
+    path = write_jsonl(tmp_path / "x.jsonl", [{"problem": "1+1?", "solution": "so 2", "answer": "2"}])
+    [problem] = load_problems(path, rename={"problem": "question", "solution": "working"})
+    assert problem.columns == {"question": "1+1?", "working": "so 2", "answer": "2"}
+    [swapped] = load_problems(path, "problem", rename={"answer": "solution", "solution": "answer"})
+    assert swapped.columns == {"problem": "1+1?", "solution": "2", "answer": "so 2"}
+
+
+def test_the_old_name_of_a_renamed_answer_still_means_it(tmp_path):
+    path = write_jsonl(tmp_path / "x.jsonl", [{"question": "1+1?", "answer": "2"}])
+    [problem] = load_problems(path, rename={"answer": "solution"})
+    assert problem.columns == {"question": "1+1?", "solution": "2", "answer": "2"}
+
+
+def test_a_rename_that_names_no_column_or_hides_one_is_refused(tmp_path):
+    path = write_jsonl(tmp_path / "x.jsonl", [{"problem": "1+1?", "answer": "2"}])
+    assert message(path, rename={"porblem": "question"}).endswith("Write data.rename: {problem: <its new name>}")
+    assert "has a column 'answer' already" in message(path, rename={"problem": "answer"})
+
+
+def test_a_dotted_key_looks_inside_a_column_unless_a_column_has_that_name():
+    row = {"a": [{"b": 3}], "c.d": 1, "c": {"d": 2}}
+    assert look_up(row, "a.0.b") == 3
+    assert look_up(row, "c.d") == 1
+    assert look_up(row, "a.1.b", "none") == look_up(row, "a.0.b.x", "none") == look_up(row, "x", "none") == "none"
+
+
+def test_rows_of_verl_are_read_through_dotted_keys(tmp_path):
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "2+2?"}],
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"index": 0, "split": "train"},
+    }
+    path = write_parquet(tmp_path / "train.parquet", [row])
+    [problem] = load_problems(path, "prompt", "reward_model.ground_truth")
+    assert problem.columns == {**row, "answer": "4"}
+    [problem] = load_problems(path, "prompt", "ground_truth", {"reward_model.ground_truth": "ground_truth"})
+    assert problem.columns["ground_truth"] == problem.columns["answer"] == "4"
+    assert message(path, prompt_key="prompt").endswith(
+        "Set data.answer_key: reward_model.ground_truth, or null when no reward needs one"
+    )
+
+
+def test_rows_of_orz_which_are_lists_become_a_conversation(tmp_path):
+    rows = [
+        [{"from": "human", "value": f"{i}+1?"}, {"from": "assistant", "ground_truth": {"value": str(i + 1)}}]
+        for i in range(3)
+    ]
+    (tmp_path / "orz.json").write_text(json.dumps(rows, indent=1))
+    problems = load_problems(str(tmp_path / "orz.json"), "conversation", "conversation.1.ground_truth.value")
+    assert [p.columns["answer"] for p in problems] == ["1", "2", "3"]
+    assert [p.columns["conversation"][0]["value"] for p in problems] == ["0+1?", "1+1?", "2+1?"]
+    flat = load_problems(f"{tmp_path}/orz.json@train[:2]", rename={"conversation.0.value": "question"}, answer_key=None)
+    assert [p.columns["question"] for p in flat] == ["0+1?", "1+1?"]
+
+
+def test_rows_of_deepscaler_and_math12k_need_one_key(tmp_path):
+    deepscaler = {"problem": "Half of $\\frac12$?", "answer": "\\frac14", "solution": "It is $\\boxed{\\frac14}$."}
+    (tmp_path / "deepscaler.json").write_text(json.dumps([deepscaler]))
+    [problem] = load_problems(str(tmp_path / "deepscaler.json"), "problem")
+    assert problem.columns == deepscaler
+    math12k = write_parquet(tmp_path / "math12k.parquet", [{"problem": "1+1?", "answer": "2"}])
+    assert load_problems(math12k, "problem")[0].columns == {"problem": "1+1?", "answer": "2"}
+
+
+def test_several_data_sets_are_one_after_the_other_with_the_columns_of_all(tmp_path):
+    a = write_jsonl(tmp_path / "a.jsonl", [{"question": "1", "answer": "1", "level": 3}])
+    b = write_jsonl(tmp_path / "b.jsonl", [{"question": "2", "answer": "2", "topic": "sums"}])
+    assert [(p.index, dict(p.columns)) for p in load_problems([a, b])] == [
+        (0, {"question": "1", "answer": "1", "level": 3, "topic": None}),
+        (1, {"question": "2", "answer": "2", "level": None, "topic": "sums"}),
+    ]
+    assert f"no file or folder {tmp_path}/c.jsonl" in message([a, f"{tmp_path}/c.jsonl"])
+    assert "empty list" in message([])
+
+
+def test_without_an_answer_key_no_answer_is_needed(tmp_path):
+    path = write_jsonl(tmp_path / "x.jsonl", [{"prompt": "Write a haiku."}])
+    data = Data(train=path, prompt_key="prompt", answer_key=None)
+    assert [p.columns for p in load_data("data.train", path, data)] == [{"prompt": "Write a haiku."}]
+
+
+def test_rows_with_an_empty_answer_are_left_out_and_counted(tmp_path, capsys):
+    golds = ["4", "", None, "  ", "0"]
+    path = write_jsonl(tmp_path / "x.jsonl", [{"question": "2+2?", "answer": gold} for gold in golds])
+    data = Data(train=path)
+    assert [p.index for p in load_data("data.train", path, data)] == [0, 4]
+    said = capsys.readouterr().err
+    assert said == "tandem: data.train: 3 of 5 rows have an empty 'answer' and are left out: row 1, 2, 3\n"
+    with pytest.raises(UserError, match=r"data\.eval: each of the 3 rows has an empty 'answer'\. Set data\.answer_key"):
+        load_data("data.eval", f"{path}@train[1:4]", data)
+
+
+def test_numbers_and_false_are_answers(tmp_path):
+    golds = [0, 0.0]
+    path = write_jsonl(tmp_path / "x.jsonl", [{"question": "0?", "answer": gold} for gold in golds])
+    assert len(load_data("data.train", path, Data(train=path))) == 2
 
 
 def test_empty_unreadable_and_unknown_files_are_user_errors(tmp_path):

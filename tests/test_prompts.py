@@ -85,6 +85,73 @@ def test_the_prompt_column_and_template_arguments_come_from_the_config(tokenizer
     assert make_prompt(row, tokenizer, Data(train="x.jsonl", prompt_key="ask"), template).text == "2+2!"
 
 
+def test_a_format_prompt_writes_the_users_message_and_rewards_still_get_the_row(tokenizer, tmp_path):
+    path = tmp_path / "format.jinja"
+    path.write_text("{{ content | trim }} ({{ level }}) Use \\boxed{}.\n")
+    template = PromptTemplate(chat_template=CHATML, format_prompt=path, system="Add.")
+    prompt = make_prompt(problem(" 2+2? ", level="easy"), tokenizer, DATA, template)
+    assert prompt.text == (
+        "<|im_start|>system\nAdd.<|im_end|>\n"
+        "<|im_start|>user\n2+2? (easy) Use \\boxed{}.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert prompt.messages == " 2+2? "
+
+
+def test_a_format_prompt_rewrites_only_the_last_user_turn(tokenizer, tmp_path):
+    path = tmp_path / "format.jinja"
+    path.write_text("<{{ content }}>")
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    text = make_prompt(problem(chat), tokenizer, DATA, PromptTemplate(chat_template=CHATML, format_prompt=path)).text
+    assert "user\na<" in text and "assistant\nb<" in text and "user\n<c><" in text
+
+
+def test_a_format_prompt_that_names_no_column_lists_those_there(tokenizer, tmp_path):
+    path = tmp_path / "format.jinja"
+    path.write_text("{{ problem }}")
+    with pytest.raises(
+        UserError, match=r"format\.jinja fails on row 0: 'problem' is undefined; it may use content, qu"
+    ):
+        make_prompt(problem("2+2?"), tokenizer, DATA, PromptTemplate(chat_template=CHATML, format_prompt=path))
+    with pytest.raises(UserError, match=r"prompt\.format_prompt .*no\.jinja: No such file"):
+        make_prompt(
+            problem("2+2?"), tokenizer, DATA, PromptTemplate(chat_template=CHATML, format_prompt=tmp_path / "no.jinja")
+        )
+
+
+def test_sharegpt_messages_are_read_and_the_answer_they_hold_is_left_off(tokenizer):
+    chat = [{"from": "system", "value": "Add."}, {"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
+    prompt = make_prompt(problem(chat), tokenizer, DATA, CHAT)
+    assert prompt.messages == [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2?"}]
+
+
+def test_an_assistant_turn_without_text_is_where_the_model_answers(tokenizer):
+    # a row of the Orz data as it is read: both messages have the fields of each
+    chat = [
+        {"from": "human", "value": "2+2?", "ground_truth": None},
+        {"from": "assistant", "value": None, "ground_truth": {"value": "4"}},
+    ]
+    assert make_prompt(problem(chat), tokenizer, DATA, CHAT).messages == [{"role": "user", "content": "2+2?"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("think_answer", ("<think>", "<answer>")), ("qwen_r1", ("<think>", "<answer>", "\\boxed{}")), ("chatml", ())],
+)
+def test_the_shipped_chat_templates_give_a_base_model_its_task(tokenizer, name, words):
+    template = PromptTemplate(chat_template=ROOT / f"configs/templates/{name}.jinja")
+    text = make_prompt(problem("2+2?"), tokenizer, DATA, template).text
+    assert all(word in text for word in words)
+    assert text.endswith("<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n")
+    own = make_prompt(problem("2+2?"), tokenizer, DATA, template.model_copy(update={"system": "Mine."})).text
+    assert own.startswith("<|im_start|>system\nMine.<|im_end|>\n<|im_start|>user") and own.count("system") == 1
+
+
+def test_the_shipped_format_prompt_asks_for_a_box(tokenizer):
+    template = PromptTemplate(chat_template=CHATML, format_prompt=ROOT / "configs/templates/boxed_prompt.jinja")
+    text = make_prompt(problem("2+2?"), tokenizer, DATA, template).text
+    assert "<|im_start|>user\n2+2?\n\nReason" in text and "\\boxed{}.<|im_end|>" in text
+
+
 def test_a_tokenizer_without_chat_template_says_what_to_set(tokenizer):
     with pytest.raises(UserError) as error:
         make_prompt(problem("2+2?"), tokenizer, DATA, PromptTemplate())
