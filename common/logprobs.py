@@ -83,21 +83,22 @@ def token_logprobs(
 
 
 @torch.no_grad()
-def collision_probabilities(
-    hidden: Tensor, head: Callable[[Tensor], Tensor], temperature: float, chunk_size: int
+def score_norms(
+    hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], temperature: float, chunk_size: int
 ) -> Tensor:
-    """Σ_v π_v² of π = softmax(head(h) / temperature) for each row h of hidden [N, D]: [N] float32, without gradient.
+    """‖∇_z log π(target)‖² for each row of hidden [N, D], with π = softmax(z), z = head(h) / temperature.
 
-        Σ_v π_v² = exp(logsumexp(2 z) − 2 · logsumexp(z))
+        q = Σ_v (1[v = target] − π_v)² = 1 − 2 π_target + Σ_v π_v²
 
-    The chance that two samples agree: 1 where the policy is certain, 1 / V where all V tokens are equally likely.
+    [N] float32 in [0, 2], without gradient: 0 where the target is certain.
     """
 
-    def chunk(h: Tensor) -> Tensor:
-        logits = head(h).float() / temperature
-        return ((2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1)).exp()
+    def chunk(h: Tensor, target: Tensor) -> Tensor:
+        probs = torch.softmax(head(h).float() / temperature, -1)
+        return 1 - 2 * probs.gather(-1, target[:, None])[:, 0] + probs.square().sum(-1)
 
-    return torch.cat([chunk(h) for h in hidden.split(chunk_size)])
+    parts = zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True)
+    return torch.cat([chunk(h, target) for h, target in parts]).clamp(min=0)
 
 
 def load_causal_lm(path: str, dtype: str, revision: str | None, trust_remote_code: bool) -> Any:

@@ -15,6 +15,7 @@ targets in the same order, so nothing else knows the difference. Left out: split
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -60,6 +61,30 @@ def pack(groups: Sequence[tuple[Tokens, Sequence[Tokens]]], packing: Packing = "
     if packing != "shared":
         groups = [(prompt, [completion]) for prompt, completions in groups for completion in completions]
     return _padded(groups) if packing == "off" else _packed(groups)
+
+
+def select(row: PackedRow, positions: Sequence[Sequence[int]]) -> PackedRow:
+    """The same input with fewer targets: positions[i] are those that stay of completion i, counted from its start.
+
+    Every layer still sees all tokens; the head, and whatever else follows source_index, only these. Of completions
+    [8 9] and [8], ([1], [0]) leaves target_ids 9 8, lengths (1, 1).
+    """
+    if len(positions) != len(row.lengths):
+        raise ValueError(f"{len(positions)} lists of positions for {len(row.lengths)} completions")
+    kept: list[int] = []
+    start = 0
+    for length, of in zip(row.lengths, positions, strict=True):
+        if len(of) and not 0 <= min(of) <= max(of) < length:
+            raise ValueError(f"position {max(of)} of a completion of {length} tokens")
+        kept.extend(start + int(t) for t in of)
+        start += length
+    index = torch.tensor(kept, dtype=torch.int64)
+    return dataclasses.replace(
+        row,
+        source_index=row.source_index[index],
+        target_ids=row.target_ids[index],
+        lengths=tuple(len(of) for of in positions),
+    )
 
 
 def _packed(groups: Sequence[tuple[Tokens, Sequence[Tokens]]]) -> PackedRow:

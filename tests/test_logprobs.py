@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common import attention
-from common.logprobs import collision_probabilities, score_row, token_logprobs
+from common.logprobs import score_norms, score_row, token_logprobs
 from common.packing import pack
 from tests import oracle
 
@@ -198,14 +198,18 @@ def test_bfloat16_logits_are_normalised_in_float32() -> None:
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 64])
-def test_the_chance_that_two_samples_agree(chunk_size: int) -> None:
-    hidden, _, head = problem(n=10, dim=6, vocab=97)
-    probs = torch.softmax(head(hidden).double() / 0.7, -1)
-    found = collision_probabilities(hidden, head, 0.7, chunk_size)
+def test_the_squared_norm_of_a_score_is_that_of_autograd(chunk_size: int) -> None:
+    hidden, targets, head = problem(n=10, dim=6, vocab=97)
+    logits = (head(hidden).detach().double() / 0.7).requires_grad_()
+    torch.log_softmax(logits, -1).gather(-1, targets[:, None]).sum().backward()
+    found = score_norms(hidden, targets, head, 0.7, chunk_size)
     assert found.dtype == torch.float32 and not found.requires_grad
-    assert found.tolist() == pytest.approx(probs.square().sum(-1).tolist(), rel=1e-5)
+    assert logits.grad is not None
+    assert found.tolist() == pytest.approx(logits.grad.square().sum(-1).tolist(), rel=1e-5, abs=1e-6)
 
 
-def test_the_chance_of_a_fair_and_of_a_certain_law_by_hand() -> None:
-    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [90.0, 0.0, 0.0, 0.0]])
-    assert collision_probabilities(logits, torch.nn.Identity(), 1.0, 8).tolist() == pytest.approx([0.25, 1.0])
+def test_the_norm_of_a_fair_a_certain_and_an_unlikely_token_by_hand() -> None:
+    # (1/2, 1/2): 1 − 1 + 1/2. Certain: 1 − 2 + 1. p = 1/10 against 9/10: 1 − .2 + .82
+    logits = torch.tensor([[0.0, 0.0], [90.0, 0.0], [0.0, math.log(9)]])
+    found = score_norms(logits, torch.tensor([1, 0, 0]), torch.nn.Identity(), 1.0, 8)
+    assert found.tolist() == pytest.approx([0.5, 0.0, 1.62], abs=1e-6)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.packing import Packing, Span, pack
+from common.packing import Packing, Span, pack, select
 
 pytestmark = pytest.mark.fast
 
@@ -109,3 +109,27 @@ def test_positions_continue_the_prompt_in_every_completion(groups: Groups) -> No
         for completion in completions:
             expected += range(len(prompt), len(prompt) + len(completion))
     assert pack(groups).position_ids[0].tolist() == expected
+
+
+def test_selected_targets_keep_their_sources_and_the_input_stays_whole() -> None:
+    row = pack([([5, 6, 7], [[8, 9], [8]])])
+    fewer = select(row, [[1], [0]])
+    assert fewer.target_ids.tolist() == [9, 8]
+    assert fewer.source_index.tolist() == [3, 2]
+    assert fewer.lengths == (1, 1)
+    assert fewer.input_ids is row.input_ids and fewer.spans == row.spans
+
+
+def test_all_positions_are_the_row_itself() -> None:
+    row = pack([([5, 6, 7], [[8, 9], [8]])], "flat")
+    same = select(row, [np.arange(2), np.arange(1)])
+    assert torch.equal(same.source_index, row.source_index) and torch.equal(same.target_ids, row.target_ids)
+    assert same.lengths == row.lengths
+
+
+def test_positions_that_a_completion_does_not_have_are_refused() -> None:
+    row = pack([([5, 6, 7], [[8, 9], [8]])])
+    with pytest.raises(ValueError, match="position 2 of a completion of 2 tokens"):
+        select(row, [[2], [0]])
+    with pytest.raises(ValueError, match="1 lists of positions for 2 completions"):
+        select(row, [[0]])

@@ -51,14 +51,11 @@ class Segments:
 
 
 def sampled_scores(old_logprobs: NDArray[np.float32]) -> Floats:
-    """[T] -> [T].  (1 − p_t)² ≤ q_t: what the sampled token alone contributes, from log-probs every rollout has."""
+    """[T] -> [T].  (1 − p_t)² ≤ q_t: what the sampled token alone contributes, from log-probs every rollout has.
+
+    The whole of q_t is common.logprobs.score_norms.
+    """
     return (1.0 - np.exp(old_logprobs.astype(np.float64))) ** 2
-
-
-def exact_scores(logprobs: NDArray[np.float32], collisions: NDArray[np.float32]) -> Floats:
-    """[T], [T] -> [T].  q_t = Σ_v (1[v = a_t] − π_v)² = 1 − 2 p_t + Σ_v π_v².  collisions: the Σ_v π_v²."""
-    q = 1.0 - 2.0 * np.exp(logprobs.astype(np.float64)) + collisions
-    return np.maximum(q, 0.0)  # 1 − 2 + 1 where a token is certain; NaN stays NaN
 
 
 def segment(
