@@ -8,15 +8,16 @@ display, never the run. Left out: keys, colours that carry meaning, anything tha
 from __future__ import annotations
 
 import atexit
+import collections
 import math
 import os
 import re
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
+from common.advice import Adviser, Settings, replay
 from common.config import Config
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -95,7 +96,8 @@ def panel_rows(recent: Sequence[Mapping[str, float]], evaluation: str, status: s
     rows = [(name, f"{head:<13}{sparkline(past[name])}") for name, head in ({"reward": reward} | heads).items() if head]
     facts = {"batch": batch, "speed": speed, "waits": waits, "policy": policy}
     rows += [(label, " · ".join(filter(None, parts))) for label, parts in facts.items()]
-    rows += [("held-out", evaluation), ("now", status)]
+    causes = ", ".join(key.removeprefix("advice/").replace("_", " ") for key in values if key.startswith("advice/"))
+    rows += [("held-out", evaluation), ("advice", causes), ("now", status)]
     return [(label, text) for label, text in rows if text]
 
 
@@ -137,8 +139,9 @@ class StepDisplay:
         self._title = strip_escapes(config.run.output_dir)
         self._stream, self._now = stream, now
         self._eval = self._status = ""
-        self._recent: deque[Mapping[str, float]] = deque(maxlen=HISTORY)
-        self._ends: deque[tuple[int, float]] = deque(maxlen=20)  # (step, when it ended)
+        self._recent: collections.deque[Mapping[str, float]] = collections.deque(maxlen=HISTORY)
+        self._ends: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)  # (step, when it ended)
+        self._adviser, self._told = Adviser(Settings.of(config.model_dump())), set[str]()
         self._last_wait_line = -math.inf
         self._open, self._live = True, None
         draws_bars = (stream.encoding or "utf-8").lower().startswith("utf")
@@ -162,10 +165,27 @@ class StepDisplay:
             self._eval = "  ".join([*(f"{fn} {value:.2f}" for fn, value in scores.items()), f"(step {step})"])
         self._update(step_line(step, self._max_steps, values, self._eta_s()))
 
+    def advice(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
+        """{"advice/truncated": 1.0} for whatever is wrong after this step; says it in words, each cause once."""
+        return self._tell(self._adviser.step(step, values))
+
+    def recall(self, rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> None:
+        """The history of a resumed run, so that advice goes on where it was."""
+        collections.deque(replay(self._adviser, rows, evaluations), maxlen=0)
+
+    def _tell(self, found: Mapping[str, str]) -> dict[str, float]:
+        for cause, sentence in found.items():
+            if cause not in self._told:
+                self._told.add(cause)
+                self.note(f"advice: {sentence}")
+        return {f"advice/{cause}": 1.0 for cause in found}
+
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """A finished held-out evaluation, as MetricsLog.log_eval takes it. The panel keeps the last one."""
+        self._adviser.evaluation(record)
         self._eval = eval_line(record)
         self._update(f"held-out  {self._eval}")
+        self._tell(self._adviser.now())
 
     def waiting(self, text: str) -> None:
         """What is waited for, how long, and whether that is normal. At most one plain line every 10 s."""

@@ -62,7 +62,8 @@ def desk(stream: Stream) -> Any:
         snapshot=lambda: ({}, collections.Counter()),
     )
     log = SimpleNamespace(log=ignore, log_samples=ignore, log_eval=ignore, sync=lambda: None)
-    return SimpleNamespace(inbox=inbox, log=log, display=SimpleNamespace(step=ignore, note=ignore), recorder=None)
+    display = SimpleNamespace(step=ignore, note=ignore, advice=lambda *_: {})
+    return SimpleNamespace(inbox=inbox, log=log, display=display, recorder=None)
 
 
 class Worker:

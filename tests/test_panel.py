@@ -239,3 +239,34 @@ def test_a_note_stays_above_the_live_panel_and_closing_gives_the_cursor_back(ter
     output = terminal.getvalue()
     assert "checkpoint [bold]30[/bold] saved" in output and "\x1b[2J" not in output
     assert output.rfind("\x1b[?25h") > output.rfind("\x1b[?25l") >= 0  # cursor shown after it was hidden
+
+
+def test_advice_is_said_once_per_cause_and_counted_in_every_step_while_it_holds():
+    stream = io.StringIO()
+    display = StepDisplay(config(), stream)
+    cut, whole = {"completions/clipped_ratio": 0.9}, {"completions/clipped_ratio": 0.0}
+    found = [
+        display.advice(step, values) for step, values in enumerate([*[cut] * 6, *[whole] * 5, *[cut] * 5], start=1)
+    ]
+    expected = [step in (5, 6, 7, 8, 14, 15, 16) for step in range(1, 17)]  # 3 of 5 steps at 0.9 are a mean of 0.54
+    assert [values == {"advice/truncated": 1.0} for values in found] == expected
+    assert stream.getvalue().count("advice: ") == 1
+    assert stream.getvalue().startswith("advice: 90% of completions reach max_completion_length 256")
+    assert ("advice", "truncated") in panel_rows([{"advice/truncated": 1.0}], "", "")
+
+
+def test_advice_after_a_resume_goes_on_where_it_was():
+    values = {"completions/clipped_ratio": 0.9, "policy_version": 1}
+    display = StepDisplay(config(), io.StringIO())
+    display.recall([{"step": step, **values} for step in range(1, 5)], [{**EVALUATION, "step": 0}])
+    assert display.advice(5, values) == {"advice/truncated": 1.0}
+
+
+def test_an_evaluation_alone_may_show_what_is_wrong():
+    stream = io.StringIO()
+    display = StepDisplay(config(), stream)
+    for version, accuracy in ((0, 0.4), (10, 0.9)):
+        for step in range(version + 1, version + 11):
+            display.advice(step, {"rewards/answer/accuracy": accuracy})
+        display.evaluation({"step": version, "n": 512, "full_marks": {"answer": 205}})
+    assert "advice: answer rose by 50 points on training problems and by 0 on held-out ones" in stream.getvalue()

@@ -38,6 +38,7 @@ from trainer.inbox import Inbox
 from trainer.losses import Denominator
 from trainer.publish import publish
 from trainer.recording import Recorder, Replay
+from trainer.throughput import Throughput, num_devices
 
 Items = list[Group | Tombstone]
 
@@ -68,6 +69,7 @@ class Trainer:
         self._skipped_in_a_row = 0
         self._timing: dict[str, float] = {}
         self._totals: dict[str, float] = {}
+        self.throughput = Throughput(num_devices(config, exchange.world_size), progress.batch, time.monotonic())
 
     def run(self) -> None:
         if self.desk:
@@ -311,7 +313,9 @@ class Trainer:
         }
         values |= self._sampler_values(sampler_stats) | {f"link/{name}": float(n) for name, n in counters.items()}
         values |= self._timing
+        values |= self.throughput.step(groups, self.progress.batch, values, time.monotonic())
         self._timing = {}
+        values |= self.desk.display.advice(self.progress.step, values)
         self.desk.log.log(self.progress.step, values)
         decode = self.tokenizer.decode
         self.desk.log.log_samples(

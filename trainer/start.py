@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from common import durable, exits, weights, wire
 from common.config import Config, UserError, world_size
-from common.metrics import MetricsLog
+from common.metrics import MetricsLog, read_jsonl
 from common.panel import StepDisplay
 from common.redact import redacted
 from common.tokenizer import load_tokenizer
@@ -93,6 +93,7 @@ def _open_desk(stack: contextlib.ExitStack, config: Config, progress: Progress, 
     stack.callback(log.close)
     display = StepDisplay(config)
     stack.callback(display.close)
+    display.recall(read_jsonl(output_dir / "metrics.jsonl"), read_jsonl(output_dir / "eval.jsonl"))
     stack.callback(_leave_no_versions, weights_dir)
     records = config.run.record and config.run.replay is None  # a recording must not be cut while it is replayed
     recorder = Recorder(output_dir / FILE, progress.cursor) if records else None

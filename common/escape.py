@@ -1,0 +1,50 @@
+"""Text from models, data and reward functions, made harmless for a terminal or a page, with nothing hidden.
+
+A reader must see what a model wrote, so control, direction and other invisible characters become visible marks instead
+of vanishing. Left out: look-alike letters, which are visible and may be meant.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+import unicodedata
+
+# Controls, formatting (direction, zero width), surrogates, private use, unassigned, line and paragraph separators.
+_INVISIBLE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+_PLAIN = re.compile(r"[\n\t -~]*\Z")
+
+
+def visible(text: object) -> str:
+    """The same text with a mark for every character that cannot be seen; newlines and tabs stay.
+
+    "\\x1b[31mred\\u202e" → "␛[31mred⟨U+202E⟩"
+    """
+    string = str(text)
+    if _PLAIN.match(string):
+        return string
+    return "".join(char if char in "\n\t" or _is_visible(char) else _mark(char) for char in string)
+
+
+def one_line(text: object) -> str:
+    """`visible`, with newlines and tabs as marks too."""
+    return visible(text).replace("\n", "␊").replace("\t", "␉")
+
+
+def for_html(text: object, limit: int = 4000) -> str:
+    """Text of a page or of an attribute in quotes. What is beyond `limit` characters is left out, and counted."""
+    string = str(text)
+    rest = len(string) - limit
+    shown = html.escape(visible(string[:limit]), quote=True)
+    return shown if rest <= 0 else f"{shown} <i>… and {rest:,} more characters</i>"
+
+
+def _is_visible(char: str) -> bool:
+    return unicodedata.category(char) not in _INVISIBLE
+
+
+def _mark(char: str) -> str:
+    code = ord(char)
+    if code < 32:
+        return chr(0x2400 + code)  # Unicode's pictures of the controls
+    return "␡" if code == 127 else f"⟨U+{code:04X}⟩"

@@ -1,0 +1,66 @@
+"""Where a batch's wall time went and the three throughputs of MindSpeed-RL's log, by its formulas.
+
+    tokens = (mean completion length + mean prompt length) · completions of the batch
+    e2e_tps, update_tps, vllm_tps = tokens / num_devices / (timing/all_s, timing/update_s, timing/sampler_generate_s)
+
+over one batch of rollouts, which may give several optimizer steps: the three stand in the last of them, with the
+seconds of all. num_devices counts the trainer's ranks and one sampler's devices, because both serve the one batch; the
+formulas come from programs whose devices do both in turn. A prompt counts once per completion, as there.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Mapping, Sequence
+
+import psutil
+
+from common.config import Config
+from common.types import Group, Tombstone
+
+SECONDS = {"e2e_tps": "timing/all_s", "update_tps": "timing/update_s", "vllm_tps": "timing/sampler_generate_s"}
+
+
+def num_devices(config: Config, world_size: int) -> int:
+    tensor_parallel = config.vllm.get("tensor_parallel_size", 1)
+    return world_size + max(len(config.sampler.devices), tensor_parallel)
+
+
+class Throughput:
+    """Feed it every optimizer step. `now`: monotonic seconds; `batch`: batches that are complete."""
+
+    def __init__(self, devices: int, batch: int, now: float) -> None:
+        self._devices, self._batch, self._last = devices, batch, now
+        self._is_first = True
+        self._tokens: dict[int, int] = {}  # by group, however often it is trained
+        self._seconds: collections.Counter[str] = collections.Counter()
+
+    def step(
+        self, groups: Sequence[Group | Tombstone], batch: int, values: Mapping[str, float], now: float
+    ) -> dict[str, float]:
+        """timing/all_s and timing/update_s of this step, the throughputs if it ends a batch, and once, after the first
+        step of a process, timing/first_step_s since the process began."""
+        update_s = values.get("timing/backward_s", 0.0) + values.get("timing/step_s", 0.0)
+        metrics = {"timing/all_s": now - self._last, "timing/update_s": update_s}
+        if self._is_first:
+            metrics["timing/first_step_s"] = process_age_s()
+        self._last, self._is_first = now, False
+        self._tokens |= {g.group_id: _num_tokens(g) for g in groups if isinstance(g, Group)}
+        for key in SECONDS.values():
+            self._seconds[key] += (values | metrics).get(key, 0.0)  # type: ignore[operator]
+        if batch > self._batch:
+            tokens = sum(self._tokens.values()) / self._devices
+            metrics |= {name: tokens / self._seconds[key] for name, key in SECONDS.items() if self._seconds[key] > 0}
+            self._batch = batch
+            self._tokens.clear()
+            self._seconds.clear()
+        return metrics
+
+
+def process_age_s() -> float:
+    return time.time() - psutil.Process().create_time()
+
+
+def _num_tokens(group: Group) -> int:
+    return sum(len(group.prompt_ids) + len(rollout.completion_ids) for rollout in group.rollouts)
