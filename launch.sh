@@ -2,7 +2,7 @@
 # Installs, starts and tests Tandem; works from any folder. Paths inside a config are relative to this file's folder.
 #
 #   bash launch.sh [run] [config.yaml] [key=value …]   install what is missing, then train; default: the quick start
-#   bash launch.sh setup | test [pytest arguments] | doctor [--imports]
+#   bash launch.sh setup | test [pytest arguments] | doctor [--imports] | bench [--cells … --rows …]
 #
 # Read from the environment: PYTHON (3.11 or 3.12), BACKEND=auto|cpu|gpu, and everything that pip, Hugging Face, CUDA,
 # OpenMP and vLLM read themselves. Nothing that you have set is overwritten.
@@ -132,7 +132,7 @@ export VLLM_NO_USAGE_STATS=${VLLM_NO_USAGE_STATS-1} TOKENIZERS_PARALLELISM=${TOK
 
 command=run
 case ${1:-} in
-  run | setup | test | doctor) command=$1; shift ;;
+  run | setup | test | doctor | bench) command=$1; shift ;;
   -h | --help | help) sed -n '2,8s/^# \{0,1\}//p' launch.sh; exit ;;
 esac
 
@@ -150,6 +150,10 @@ case $command in
   test)
     setup
     exec .venv/bin/python -m pytest "$@"
+    ;;
+  bench)
+    setup
+    exec .venv/bin/python benchmarks/bench.py "$@"
     ;;
   doctor)
     if supported .venv/bin/python; then python=.venv/bin/python; else python=$(find_python); fi

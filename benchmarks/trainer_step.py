@@ -23,19 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 
+from benchmarks.cells import SHAPES, Cell, make_model
+from benchmarks.work import work
 from common.config import Config
 from common.types import Group, Rollout
 
-SHAPES = {
-    "1m": dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-               num_key_value_heads=2, vocab_size=512),
-    "28m": dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8,
-                num_key_value_heads=2, vocab_size=8192),
-    "qwen2.5-0.5b": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-                         num_key_value_heads=2, vocab_size=151936),
-    "qwen2.5-1.5b": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
-                         num_key_value_heads=2, vocab_size=151936),
-}  # fmt: skip
 PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12, "NVIDIA A100": 312e12}  # dense bf16, from data sheets
 
 
@@ -58,14 +50,6 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_model(name: str, folder: Path) -> None:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    config = Qwen2Config(**SHAPES[name], tie_word_embeddings=True, max_position_embeddings=4096)
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-
-
 def make_groups(arguments: argparse.Namespace, step: int) -> list[Group]:
     random = np.random.default_rng(step)
     vocabulary = SHAPES[arguments.model]["vocab_size"]
@@ -82,19 +66,6 @@ def make_groups(arguments: argparse.Namespace, step: int) -> list[Group]:
         Group(g, step, g, ids(arguments.prompt), tuple(rollout() for _ in range(arguments.generations)))
         for g in range(arguments.groups)
     ]
-
-
-def flops_per_step(arguments: argparse.Namespace) -> float:
-    """Forward and backward of what is computed, once: 6 per parameter and token; the head on completions only."""
-    s = SHAPES[arguments.model]
-    head_dim = s["hidden_size"] // s["num_attention_heads"]
-    projections = s["hidden_size"] * head_dim * 2 * (s["num_attention_heads"] + s["num_key_value_heads"])
-    per_token = s["num_hidden_layers"] * (projections + 3 * s["hidden_size"] * s["intermediate_size"])
-    p, c, g = arguments.prompt, arguments.completion, arguments.generations
-    tokens, targets = p + g * c, g * c
-    pairs = p * p / 2 + g * (c * p + c * c / 2)  # query-key pairs that attend
-    attention = 2 * pairs * s["num_attention_heads"] * head_dim * s["num_hidden_layers"]
-    return 6 * arguments.groups * (per_token * tokens + s["hidden_size"] * s["vocab_size"] * targets + attention)
 
 
 def main() -> None:
@@ -160,7 +131,8 @@ def report(arguments: argparse.Namespace, seconds: list[float], publish_seconds:
     quartiles = statistics.quantiles(seconds, n=4)
     completion_tokens = arguments.groups * arguments.generations * arguments.completion
     dense = arguments.groups * arguments.generations * (arguments.prompt + arguments.completion)
-    flops = flops_per_step(arguments)
+    cell = Cell(arguments.model, arguments.groups, arguments.generations, arguments.prompt, arguments.completion)
+    flops = work(cell, dense=False).train
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     peak = next((f for name, f in PEAK_FLOPS.items() if device.startswith(name)), None)
     record = {

@@ -106,6 +106,8 @@ class Sampler(Section):
     """Training samples; the trainer divides its logits by the same number."""
     max_completion_length: int = Field(256, gt=0)
     """Tokens, end-of-sequence included."""
+    ignore_eos: bool = False
+    """Sample to max_completion_length whatever comes: for measurements, where every step must cost the same."""
     devices: list[int] = []
     """GPUs of the sampler, by index; empty = all visible ones, or the CPU."""
 

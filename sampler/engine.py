@@ -55,7 +55,8 @@ class Engine:
             raise UserError(f"vllm.{unknown[0]}: vLLM {vllm.__version__} has no such engine argument")
         self._llm = vllm.LLM(**arguments)
         self._engine = self._llm.llm_engine
-        self._stop_token_ids = stop_token_ids(config)
+        self._ignore_eos = config.sampler.ignore_eos
+        self._stop_token_ids = [] if self._ignore_eos else stop_token_ids(config)
         self._keys: dict[str, Any] = {}
         self._next_id = 0
         self.version: int | None = None
@@ -77,7 +78,7 @@ class Engine:
             repetition_penalty=1.0,
             max_tokens=law.max_tokens,
             min_tokens=0,
-            ignore_eos=False,
+            ignore_eos=self._ignore_eos,
             stop_token_ids=self._stop_token_ids,
             seed=law.seed,
             logprobs=0,

@@ -1,0 +1,162 @@
+"""Side by side: TRL, the plain loop with one improvement after the other, and Tandem.  `bash launch.sh bench`
+
+    bash launch.sh bench                                     everything: hours
+    bash launch.sh bench --cells 1m-8x8-p256-c64             one cell
+    bash launch.sh bench --rows trl-stock streaming          some rows
+    bash launch.sh bench --table                             docs/performance.md again from the raw lines
+
+Rows of a cell run one after the other, forwards, then backwards (A B, B A), each in a fresh process on the same cores.
+Every step becomes a line of benchmarks/results/steps.jsonl; medians and quartiles come from all steps but the warm-up.
+TRL is installed beside the project on first use. Nothing else should run on the machine meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.cells import CELLS, ROOT, Cell, named
+from benchmarks.work import measured_flops, work
+
+RESULTS = ROOT / "benchmarks" / "results" / "steps.jsonl"
+PAGE = ROOT / "docs" / "performance.md"
+BEGIN, END = "<!-- written by benchmarks/bench.py -->", "<!-- end of what benchmarks/bench.py wrote -->"
+
+TRL_ROWS = {f"trl-{backend}": backend for backend in ("stock", "plain", "vllm")}
+LADDER = {f"ladder-{rung}": rung for rung in ("seed", "reuse", "flat", "shared", "completions")}
+TANDEM = {"streaming": ["trainer.max_staleness=0"], "run-ahead": ["trainer.max_staleness=1"]}
+ROWS = [*TRL_ROWS, *LADDER, *TANDEM]
+
+
+def command(row: str, cell: Cell, steps: int, out: Path) -> list[str]:
+    """What runs this row once: a process that appends `steps` lines to `out`."""
+    common = ["--cell", cell.name, "--steps", str(steps), "--out", str(out)]
+    here = ROOT / "benchmarks"
+    if row in TRL_ROWS:
+        from benchmarks.trl_formulas import install, python
+
+        install()
+        return [str(python()), str(here / "trl_run.py"), *common, "--backend", TRL_ROWS[row]]
+    if row in LADDER:
+        return [sys.executable, str(here / "seed_loop.py"), *common, "--rung", LADDER[row]]
+    return [sys.executable, str(here / "tandem_run.py"), *common, "--row", row, "--", *TANDEM[row]]
+
+
+def measure(cells: Sequence[Cell], rows: Sequence[str], steps: int, warmup: int, repeats: int, out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "HF_HUB_OFFLINE": "1"}
+    for cell in cells:
+        for repeat in range(repeats):
+            for row in rows if repeat % 2 == 0 else rows[::-1]:
+                print(f"bench: {cell.name}: {row} ({repeat + 1} of {repeats})", flush=True)
+                fresh = out.with_suffix(".part")
+                fresh.unlink(missing_ok=True)
+                done = subprocess.run(
+                    command(row, cell, warmup + steps, fresh), cwd=ROOT, env=environment, capture_output=True, text=True
+                )
+                if done.returncode:
+                    print(f"bench: {row} failed and is left out:\n{done.stderr[-2000:]}", file=sys.stderr, flush=True)
+                    continue
+                with open(out, "a") as file:
+                    for line in fresh.read_text().splitlines():
+                        record = json.loads(line) | {"repeat": repeat}
+                        if record["step"] > warmup:
+                            file.write(json.dumps(record) + "\n")
+                fresh.unlink()
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One row of one cell: seconds of a step and tokens trained per second, medians with quartiles."""
+
+    row: str
+    wall_s: float
+    q1: float
+    q3: float
+    cpu_s: float
+    tokens_per_s: float
+    n: int
+
+
+def summarise(records: Iterable[dict[str, Any]]) -> list[Summary]:
+    """Of one cell, in the order of ROWS."""
+    by_row: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        by_row.setdefault(record["row"], []).append(record)
+    return [_summary(row, by_row[row]) for row in ROWS if len(by_row.get(row, [])) > 1]
+
+
+def _summary(row: str, records: list[dict[str, Any]]) -> Summary:
+    walls = [r["wall_s"] for r in records]
+    q1, median, q3 = statistics.quantiles(walls, n=4, method="inclusive")
+    cpu = statistics.median(r["cpu_s"] for r in records if r["cpu_s"] is not None)
+    rate = statistics.median(r["completion_tokens"] / r["wall_s"] for r in records)
+    return Summary(row, median, q1, q3, cpu, rate, len(records))
+
+
+def table(cell: Cell, rows: Sequence[Summary], flops: float) -> str:
+    """Markdown. The ratio is over the fastest TRL row of the same cell."""
+    best_trl = max((r.tokens_per_s for r in rows if r.row in TRL_ROWS), default=None)
+    lines = [f"### {cell.name}", ""]
+    if not cell.is_natural:
+        shared, dense = work(cell, dense=False), work(cell, dense=True)
+        lines += [
+            f"{shared.total / 1e9:.1f} GFLOP a step with a shared prompt, {dense.total / 1e9:.1f} dense "
+            f"({dense.total / shared.total:.1f} ×). Floor on two cores: {shared.total / flops / 2:.2f} s.",
+            "",
+        ]
+    lines += [
+        "| row | s/step (quartiles) | CPU s/step | completion tokens/s | × best TRL | steps |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        ratio = f"{r.tokens_per_s / best_trl:.2f}" if best_trl else "–"
+        seconds = f"{r.wall_s:.3f} ({r.q1:.3f}–{r.q3:.3f}) | {r.cpu_s:.2f}"
+        lines.append(f"| {r.row} | {seconds} | {r.tokens_per_s:,.0f} | {ratio} | {r.n} |")
+    return "\n".join(lines)
+
+
+def write_page(out: Path) -> None:
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    cells = [named(name) for name in dict.fromkeys(r["cell"] for r in records)]
+    flops = measured_flops()
+    parts = [
+        f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} cores; one core does "
+        f"{flops / 1e9:.0f} GFLOP/s in a float32 matrix product."
+    ]
+    parts += [table(c, summarise(r for r in records if r["cell"] == c.name), flops) for c in cells]
+    text = "\n\n".join(parts)
+    page = PAGE.read_text()
+    before, rest = page.split(BEGIN)
+    PAGE.write_text(before + BEGIN + "\n\n" + text + "\n\n" + END + rest.split(END)[1])
+    print(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", type=named, nargs="+", default=CELLS)
+    parser.add_argument("--rows", choices=ROWS, nargs="+", default=ROWS)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--table", action="store_true", help="measure nothing")
+    arguments = parser.parse_args()
+    if not arguments.table:
+        measure(arguments.cells, arguments.rows, arguments.steps, arguments.warmup, arguments.repeats, arguments.out)
+    write_page(arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The benchmarks' arithmetic, by hand. The measurements themselves are run by `bash launch.sh bench`."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import bench, cells
+from benchmarks.bench import Summary, summarise, table
+from benchmarks.cells import CELLS, Cell, named
+from benchmarks.work import work
+
+pytestmark = pytest.mark.fast
+
+# two layers of width 4 with one head: projections 4 · 4 · 2 · (1 + 1) = 64, feed-forward 3 · 4 · 8 = 96, vocabulary 10
+TINY = dict(
+    hidden_size=4, intermediate_size=8, num_hidden_layers=2, num_attention_heads=1, num_key_value_heads=1, vocab_size=10
+)
+
+
+def test_work_is_counted_as_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cells.SHAPES, "tiny", TINY)
+    cell = Cell("tiny", prompts=3, generations=2, prompt=4, completion=2)
+    # shared: 4 + 2 · 2 = 8 tokens and 8 + 2 · (8 + 2) = 28 pairs; dense: 12 tokens and 16 + 20 = 36 pairs
+    head, shared = 2 * 4 * 10 * 4, 2 * 320 * 8
+    forward = 3 * (shared + head + 4 * 28 * 4 * 2)
+    assert work(cell, dense=False).reference == forward
+    assert work(cell, dense=False).train == 3 * forward
+    assert work(cell, dense=True).reference == 3 * (2 * 320 * 12 + head + 4 * 36 * 4 * 2)
+    assert work(cell, dense=True).generate == forward
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda c: c.name)
+def test_a_cell_is_found_by_its_name(cell: Cell) -> None:
+    assert named(cell.name) == cell
+
+
+def test_a_cell_that_is_not_in_the_list_can_be_named_too() -> None:
+    assert named("28m-4x32-p100-c20") == Cell("28m", 4, 32, 100, 20)
+
+
+def record(row: str, wall_s: float, tokens: float = 100.0) -> dict[str, object]:
+    return {"row": row, "wall_s": wall_s, "cpu_s": 2 * wall_s, "completion_tokens": tokens}
+
+
+def test_rows_are_summarised_by_median_and_quartiles_in_the_order_of_the_page() -> None:
+    records = [record("streaming", w) for w in (1.0, 2.0, 3.0, 4.0, 5.0)] + [record("trl-stock", w) for w in (8, 10)]
+    assert summarise(records) == [
+        Summary("trl-stock", 9.0, 8.5, 9.5, 18.0, pytest.approx((100 / 8 + 10) / 2), 2),
+        Summary("streaming", 3.0, 2.0, 4.0, 6.0, pytest.approx(100 / 3), 5),
+    ]
+
+
+def test_the_ratio_is_over_the_best_trl_row() -> None:
+    rows = [Summary(n, 1, 1, 1, 1, rate, 9) for n, rate in (("trl-stock", 50), ("trl-plain", 80), ("run-ahead", 200))]
+    lines = table(CELLS[0], rows, flops=1e9).splitlines()
+    assert [line.split("|")[5].strip() for line in lines[-3:]] == ["0.62", "1.00", "2.50"]
+
+
+def test_every_row_of_the_page_has_a_command() -> None:
+    page = bench.PAGE.read_text()
+    assert [row for row in bench.ROWS if f"| {row} |" not in page] == []
