@@ -9,6 +9,7 @@ import argparse
 import os
 
 from common import config, exits
+from common.sinks import require_packages
 from trainer.deepspeed_config import deepspeed_config
 
 
@@ -20,6 +21,7 @@ def main() -> None:
     arguments = parser.parse_intermixed_args()
     settings = config.load(arguments.config, arguments.overrides)
     deepspeed_config(settings, config.world_size())
+    require_packages(settings.run.report_to)
     if "RANK" in os.environ:  # a killed launcher must not leave ranks behind
         exits.die_with_parent()
 

@@ -35,8 +35,8 @@ class Run(Section):
     """Run folder: metrics.jsonl, samples.jsonl, eval.jsonl, curves.png, logs/, checkpoints/, final/."""
     seed: int = 0
     """Seeds problem order, sampling and everything random in the trainer."""
-    report_to: list[Literal["tensorboard"]] = ["tensorboard"]
-    """Sinks beside metrics.jsonl, which is always written."""
+    report_to: list[Literal["tensorboard", "wandb", "trackio", "swanlab", "mlflow"]] = ["tensorboard"]
+    """Sinks beside metrics.jsonl, which is always written. They get numbers and settings, never samples."""
     resume: bool = False
     """Continue from the newest valid checkpoint in output_dir. Without one this is an error, never a fresh start."""
     record: bool = False

@@ -1,8 +1,8 @@
-"""The run's history: metrics.jsonl, eval.jsonl and samples.jsonl, and TensorBoard when asked.
+"""The run's history: metrics.jsonl, eval.jsonl and samples.jsonl, and copies in the sinks that were asked for.
 
-Only trainer rank 0 writes. The jsonl files are the truth that report.py draws; TensorBoard is a copy. A line is one
+Only trainer rank 0 writes. The jsonl files are the truth that report.py draws; sinks.py has copies. A line is one
 write, so a killed process leaves at most one torn last line, which readers ignore and a resume removes. A full disk
-does not stop training: lines wait in memory until they can be written. Left out: other sinks, rotation.
+does not stop training: lines wait in memory until they can be written. Left out: rotation.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 from common.config import UserError
 from common.durable import fsync_path, write_file
+from common.sinks import Sinks
 
 
 def wilson_interval(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
@@ -75,18 +76,13 @@ class MetricsLog:
             _cut_after(path, last_step if by_version is None else by_version)
             self._files[path] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._metrics, self._eval, self._samples = self._files
-        self._tensorboard: Any = None
-        if "tensorboard" in report_to:
-            from torch.utils.tensorboard import SummaryWriter
-
-            # purge_step hides events that a crashed life of this run wrote beyond its checkpoint.
-            self._tensorboard = SummaryWriter(str(folder / "tb"), purge_step=last_step + 1, flush_secs=10)
+        self._sinks = Sinks(folder, report_to, last_step, is_resumed=resume_step is not None)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """One line per optimizer step, counted from 1: {"step": n, "time": unix seconds, **values}."""
         assert not {"step", "time"} & set(values), "step and time are set here; values must not contain them"
         self._append(self._metrics, {"step": int(step), "time": time.time(), **values})
-        self._scalars(step, values)
+        self._sinks.write(step, values)
 
     def log_eval(self, record: Mapping[str, Any]) -> None:
         """One finished held-out evaluation. `step` is the policy version, `n` counts completions:
@@ -96,7 +92,7 @@ class MetricsLog:
         """
         self._append(self._eval, record)
         shares = {f"eval/{name}/accuracy": marks / max(record["n"], 1) for name, marks in record["full_marks"].items()}
-        self._scalars(record["step"], shares | {f"eval/{name}/mean": mean for name, mean in record["mean"].items()})
+        self._sinks.write(record["step"], shares | {f"eval/{name}/mean": mean for name, mean in record["mean"].items()})
 
     def log_samples(self, records: Iterable[Mapping[str, Any]]) -> None:
         """One line per completion, as given. Each record needs `step`, or a resume could not cut it off."""
@@ -122,8 +118,7 @@ class MetricsLog:
         self._flush()
         for file in self._files.values():
             os.close(file)
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        self._sinks.close()
 
     def _append(self, path: Path, record: Mapping[str, Any]) -> None:
         assert isinstance(record.get("step"), int), f"{path.name}: a record needs an integer step, got {record}"
@@ -148,11 +143,6 @@ class MetricsLog:
                 os.ftruncate(self._files[path], size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             del self._waiting[0]
-
-    def _scalars(self, step: int, values: Mapping[str, Any]) -> None:
-        measured = {name: float(value) for name, value in values.items() if value is not None}
-        for name, value in measured.items() if self._tensorboard is not None else ():
-            self._tensorboard.add_scalar(name, value, step)
 
 
 def _finite(value: Any, bad: list[float]) -> Any:

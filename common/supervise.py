@@ -25,6 +25,7 @@ from common.metrics import read_jsonl
 from common.placement import Placement, placement, visible_gpus
 from common.processes import ROOT, Child
 from common.redact import redacted_words
+from common.sinks import require_packages
 from common.supervisor import Rules, Supervisor
 
 LOCK = "lock.supervisor"
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str]) -> int:
         config = load(path, overrides)
         place = placement(config, visible_gpus(os.environ), sorted(os.sched_getaffinity(0)))
         config.micro_batches(place.num_ranks)
+        require_packages(config.run.report_to)
         folder, is_quickstart = config.run.output_dir, path.resolve() == QUICKSTART
         if is_quickstart and not config.run.resume:
             move_aside(folder)

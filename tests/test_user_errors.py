@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,9 @@ def test_a_reward_that_does_not_exist(task: Path) -> None:
 
 def test_an_address_that_is_none(task: Path) -> None:
     check(run("sampling.py", task / "run.yaml", "channel.endpoint=localhost:5555"), "write tcp://10.0.0.1:5555")
+
+
+def test_a_sink_whose_package_is_missing_is_told_with_the_pip_line_before_torch_is_imported(task: Path) -> None:
+    missing = next(name for name in ("trackio", "swanlab", "wandb", "mlflow") if find_spec(name) is None)
+    result = run("training_worker.py", task / "run.yaml", f"run.report_to=[tensorboard, {missing}]")
+    check(result, f"python -m pip install {missing}, or leave it out: run.report_to=[tensorboard]")
