@@ -158,8 +158,11 @@ class Rewards(Section):
     """Built-in names, `package.module.function`, or `file.py:function`."""
     reward_weights: list[float] | None = None
     """One per function; null = 1.0 each."""
+    reward_kwargs: dict[str, dict[str, Any]] = {}
+    """Arguments for single functions: {cosine_length: {max_len: 512}}. They stand above a column of the same name."""
     full_marks: dict[str, float] = {}
-    """Score from which a completion counts as right in accuracies, by function; default: 1.25 for format, else 1.0."""
+    """Score from which a completion counts as right in accuracies, by function; default: 1.25 for format, 0.5 for
+    cosine_length, else 1.0."""
     timeout_s: float = Field(10.0, gt=0)
     """A reward call that takes longer is killed, and its group becomes a tombstone."""
     max_memory_gib: float = Field(8.0, gt=0)
@@ -177,7 +180,7 @@ class Rewards(Section):
         return [reward_name(spec) for spec in self.reward_funcs]
 
     def full_mark(self, name: str) -> float:
-        return self.full_marks.get(name, 1.25 if name == "format" else 1.0)
+        return self.full_marks.get(name, {"format": 1.25, "cosine_length": 0.5}.get(name, 1.0))
 
     @model_validator(mode="after")
     def _one_weight_per_function(self) -> Rewards:
@@ -185,6 +188,11 @@ class Rewards(Section):
             raise ValueError("reward_funcs is empty; write reward_funcs: [answer, format]")
         if twice := sorted({name for name in self.names if self.names.count(name) > 1}):
             raise ValueError(f"reward_funcs has two functions named {twice[0]!r}; rename one, their metrics would mix")
+        for option in ("reward_kwargs", "full_marks"):
+            for name in set(getattr(self, option)) - set(self.names):
+                raise ValueError(
+                    f"{option} names {name!r}, and reward_funcs gives {', '.join(self.names)}; use one of them"
+                )
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
             n, m = len(self.reward_weights), len(self.reward_funcs)
             raise ValueError(f"reward_weights has {n} numbers for {m} reward_funcs; write {[1.0] * m}")

@@ -26,14 +26,19 @@ def format(completions: Sequence[Any], **columns: Any) -> list[float]:
 
 def is_formatted(text: str) -> bool:
     """is_formatted("<think>2+2</think> <answer>4</answer><|im_end|>") is True"""
-    text = text.strip()
-    for end in END_OF_TURN:
-        if text.endswith(end):
-            text = text.removesuffix(end).rstrip()
-            break
+    text = without_end_of_turn(text)
     if not (text.startswith("<think>") and text.endswith("</answer>")) or any(text.count(tag) != 1 for tag in TAGS):
         return False
     thought, _, rest = text.removeprefix("<think>").partition("</think>")
     rest = rest.lstrip()
     answer = rest.removeprefix("<answer>").removesuffix("</answer>")
     return rest.startswith("<answer>") and bool(thought.strip()) and bool(answer.strip())
+
+
+def without_end_of_turn(text: str) -> str:
+    """Without whitespace around it and one end-of-turn text at its end."""
+    text = text.strip()
+    for end in END_OF_TURN:
+        if text.endswith(end):
+            return text.removesuffix(end).rstrip()
+    return text

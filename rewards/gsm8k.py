@@ -35,7 +35,7 @@ def answer(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) ->
     """
     golds = [_gold(value) for value in answer]
     return [
-        None if gold is None else RIGHT if last_number(_answer_part(text_of(completion))) == gold else WRONG
+        None if gold is None else RIGHT if last_number(answer_part(text_of(completion))) == gold else WRONG
         for completion, gold in zip(completions, golds, strict=True)
     ]
 
@@ -47,7 +47,7 @@ def _gold(value: Any) -> Fraction | None:
     return last_number(str(value).rpartition("####")[2])
 
 
-def _answer_part(text: str) -> str:
+def answer_part(text: str) -> str:
     """What the last complete pair of answer tags holds; all of the text when there is none."""
     close = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, close) if close >= 0 else -1

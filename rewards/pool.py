@@ -41,12 +41,15 @@ class RewardPool:
     called with these columns. Use from one thread.
     """
 
-    def __init__(self, config: Rewards, num_workers: int = 1, columns: Iterable[str] | None = None) -> None:
+    def __init__(
+        self, config: Rewards, num_workers: int = 1, columns: Iterable[str] | None = None, max_steps: int = 0
+    ) -> None:
+        self.logged: dict[str, float] = {}  # by log_metric, of the newest job that logged the name
         self.num_timeouts = self.num_crashes = self.num_errors = 0
         self.pending = 0  # submitted and not yet returned by ready()
         names = None if columns is None else list(columns)
         max_memory = int(config.max_memory_gib * 2**30)
-        setup = Setup(config.reward_funcs, config.weights, names, max_memory)
+        setup = Setup(config.reward_funcs, config.weights, names, max_memory, config.reward_kwargs, max_steps)
         self._jobs: queue.SimpleQueue[tuple[Hashable, Job] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[tuple[Hashable, Scores | RewardFailure]] = queue.SimpleQueue()
         self._started: queue.SimpleQueue[StartError | LostError | None] = queue.SimpleQueue()
@@ -79,12 +82,15 @@ class RewardPool:
         completions: Sequence[str],
         completion_ids: Sequence[Any],
         columns: Mapping[str, Any],
+        policy_version: int = 0,
     ) -> None:
         """Queue the completions of one prompt and return at once.
 
         completion_ids: one list or integer array per completion. columns: one data set row, read-only from here on.
+        policy_version: what reward functions get as trainer_state.global_step.
         """
-        self._jobs.put((key, Job(0, prompt_messages, list(completions), list(completion_ids), dict(columns))))
+        job = Job(0, prompt_messages, list(completions), list(completion_ids), dict(columns), policy_version)
+        self._jobs.put((key, job))
         self.pending += 1
 
     def ready(self, timeout_s: float = 0.0) -> list[tuple[Hashable, Scores | RewardFailure]]:
@@ -111,19 +117,20 @@ class RewardPool:
             self._started.put(problem)
         while (item := self._jobs.get()) is not None:
             key, job = item
-            self._results.put((key, _score(process, job)))
+            self._results.put((key, self._score(process, job)))
             with contextlib.suppress(StartError, LostError):  # the next job tries again and reports it
                 process.ensure_alive()  # now, so that the next job need not wait for the replacement
 
-
-def _score(process: RewardProcess, job: Job) -> Scores | RewardFailure:
-    try:
-        return process.score(job)
-    except LostError as error:
-        return RewardFailure("timeout" if error.timed_out else "crash", str(error))
-    except StartError as error:
-        return RewardFailure("crash", str(error))
-    except RewardError as error:
-        return RewardFailure("error", str(error))
-    except Exception as error:  # a result is owed whatever happens: without it the sampler waits for ever
-        return RewardFailure("crash", f"{type(error).__name__}: {error}")
+    def _score(self, process: RewardProcess, job: Job) -> Scores | RewardFailure:
+        try:
+            reply = process.score(job)
+            self.logged |= reply.logged
+            return reply.scores
+        except LostError as error:
+            return RewardFailure("timeout" if error.timed_out else "crash", str(error))
+        except StartError as error:
+            return RewardFailure("crash", str(error))
+        except RewardError as error:
+            return RewardFailure("error", str(error))
+        except Exception as error:  # a result is owed whatever happens: without it the sampler waits for ever
+            return RewardFailure("crash", f"{type(error).__name__}: {error}")

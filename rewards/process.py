@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from rewards import RewardError, Scores, shorten
+from rewards import RewardError, shorten
 from rewards.worker import MAX_FRAME_BYTES, Job, Reply, Setup, pack
 
 START_TIMEOUT_S = 60.0  # imports of the user's modules included
@@ -48,8 +48,8 @@ class RewardProcess:
         self._closed = False
         self._lock = threading.Lock()  # a process must not be reaped while close() sends a signal to its id
 
-    def score(self, job: Job) -> Scores:
-        """Scores of one job. Raises RewardError, or LostError or StartError, after which the process is gone."""
+    def score(self, job: Job) -> Reply:
+        """The scores of one job. Raises RewardError, or LostError or StartError, after which the process is gone."""
         self.ensure_alive()
         self._num_jobs += 1
         reply = self._ask(msgspec.structs.replace(job, number=self._num_jobs), self._timeout_s, _about(job))
@@ -59,7 +59,7 @@ class RewardProcess:
             raise LostError(f"the reward process answered something else than it was asked. {_about(job)}")
         if reply.reason:
             raise RewardError(reply.reason)
-        return reply.scores
+        return reply
 
     def ensure_alive(self) -> None:
         """Start the process if there is none, or the one there was has died while idle."""

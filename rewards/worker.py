@@ -19,7 +19,8 @@ from typing import Any, BinaryIO, NoReturn
 import msgspec
 
 from common.config import UserError, reward_name
-from rewards import RewardError, RewardFunction, Scores, check_signature, resolve, score
+from rewards import Logged, RewardError, RewardFunction, Scores, TrainerState, score
+from rewards.find import bind, check_signature, resolve
 
 MAX_FRAME_BYTES = 1 << 28
 
@@ -29,6 +30,8 @@ class Setup(msgspec.Struct, frozen=True):
     weights: list[float]
     columns: list[str] | None  # null: signatures are not checked
     max_memory: int = 0  # bytes; 0 = no limit
+    arguments: dict[str, dict[str, Any]] = {}  # rewards.reward_kwargs
+    max_steps: int = 0  # for trainer_state
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -39,12 +42,14 @@ class Job(msgspec.Struct, frozen=True):
     completions: list[str]
     completion_ids: list[list[int]]
     columns: dict[str, Any]  # of one data set row
+    policy_version: int = 0  # for trainer_state
 
 
 class Reply(msgspec.Struct, frozen=True):
     number: int  # of the job; 0 answers the Setup
     scores: Scores = []
     reason: str = ""  # not empty: failed, and why
+    logged: dict[str, float] = {}  # by log_metric
 
 
 def pack(record: msgspec.Struct) -> bytes:
@@ -61,15 +66,17 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be sent to the reward process")
 
 
-def score_job(job: Job, functions: list[tuple[str, RewardFunction, float]]) -> Reply:
+def score_job(job: Job, functions: list[tuple[str, RewardFunction, float]], max_steps: int = 0) -> Reply:
     """Reply with the scores of one job, in TRL's shapes: message completions for message prompts, else strings."""
     n = len(job.completions)
     completions: list[Any] = job.completions
     if not isinstance(job.prompt, str):
         completions = [[{"role": "assistant", "content": text}] for text in job.completions]
     columns = {name: [value] * n for name, value in job.columns.items()}
+    state, logged = TrainerState(job.policy_version, max_steps), Logged()
     try:
-        return Reply(job.number, scores=score(functions, [job.prompt] * n, completions, columns, job.completion_ids))
+        scores = score(functions, [job.prompt] * n, completions, columns, job.completion_ids, state, logged)
+        return Reply(job.number, scores, logged=logged.means())
     except RewardError as error:
         return Reply(job.number, reason=str(error))
     except Exception as error:  # an object that a reward returned may raise when it is read
@@ -94,16 +101,25 @@ def main(parent_pid: int) -> NoReturn:
     if setup.max_memory and sys.platform == "linux":  # inherited by whatever the user's code starts
         resource.setrlimit(resource.RLIMIT_DATA, (setup.max_memory, setup.max_memory))
     try:
-        functions = [(reward_name(n), resolve(n), weight) for n, weight in zip(setup.names, setup.weights, strict=True)]
-        for name, function, _ in functions:
-            if setup.columns is not None:
-                check_signature(function, setup.columns, name)
+        functions = _functions(setup)
     except UserError as error:
         reply(Reply(0, reason=str(error)))
         sys.exit(2)
     reply(Reply(0))
     while True:
-        reply(score_job(msgspec.msgpack.decode(_read(requests), type=Job), functions))
+        reply(score_job(msgspec.msgpack.decode(_read(requests), type=Job), functions, setup.max_steps))
+
+
+def _functions(setup: Setup) -> list[tuple[str, RewardFunction, float]]:
+    """Found, given their own arguments, and checked. Raises UserError."""
+    functions = []
+    for spec, weight in zip(setup.names, setup.weights, strict=True):
+        name = reward_name(spec)
+        function = bind(resolve(spec), setup.arguments.get(name, {}), name)
+        if setup.columns is not None:
+            check_signature(function, setup.columns, name)
+        functions.append((name, function, weight))
+    return functions
 
 
 def _die_with(parent_pid: int) -> None:

@@ -207,7 +207,7 @@ class Sampler:
     def _submit_rewards(self, key: Key) -> None:
         prompt = self._prompt(key)
         ids = [c.token_ids.tolist() for c in self._working[key]]
-        self.pool.submit(key, prompt.messages, self.task.decode(ids), ids, prompt.problem.columns)
+        self.pool.submit(key, prompt.messages, self.task.decode(ids), ids, prompt.problem.columns, key.policy_version)
 
     def send_scored(self) -> None:
         """Sends every group whose rewards arrived. With an idle engine it may wait for them a moment."""
@@ -223,6 +223,7 @@ class Sampler:
             else:
                 self._finish_eval(key, self._working.pop(key), scores)
             finished = True
+        self.stats.update({f"logged/{name}": value for name, value in self.pool.logged.items()})
         if finished and not self._working:  # the trainer's step metrics read these
             self.link.beat(self.phase, self.progress, self.engine.version, dict(self.stats), now=True)
 

@@ -29,7 +29,7 @@ def run(config: Config, sampler_id: str) -> None:
 def _run(config: Config, sampler_id: str) -> None:
     problems = load_data("data.train", config.data.train, config.data)
     held_out = load_data("data.eval", config.data.eval, config.data) if config.data.eval else []
-    with RewardPool(config.rewards, columns=problems[0].columns) as pool:
+    with RewardPool(config.rewards, columns=problems[0].columns, max_steps=config.trainer.max_steps) as pool:
         tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
         train_prompts = _prompts("data.train", problems, tokenizer, config)
         held_out_prompts = _prompts("data.eval", held_out, tokenizer, config)[: config.data.eval_size]
