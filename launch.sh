@@ -2,6 +2,7 @@
 # Installs, starts and tests Tandem; works from any folder. Paths inside a config are relative to this file's folder.
 #
 #   bash launch.sh [run] [config.yaml] [key=value …]   install what is missing, then train; default: the quick start
+#   bash launch.sh plan [config.yaml] [key=value …]    every number that follows from a config, before anything starts
 #   bash launch.sh setup | test [pytest arguments] | doctor [--imports] | bench [--cells … --rows …]
 #
 # Read from the environment: PYTHON (3.11 or 3.12), BACKEND=auto|cpu|gpu, and everything that pip, Hugging Face, CUDA,
@@ -132,8 +133,8 @@ export VLLM_NO_USAGE_STATS=${VLLM_NO_USAGE_STATS-1} TOKENIZERS_PARALLELISM=${TOK
 
 command=run
 case ${1:-} in
-  run | setup | test | doctor | bench) command=$1; shift ;;
-  -h | --help | help) sed -n '2,8s/^# \{0,1\}//p' launch.sh; exit ;;
+  run | plan | setup | test | doctor | bench) command=$1; shift ;;
+  -h | --help | help) sed -n '2,9s/^# \{0,1\}//p' launch.sh; exit ;;
 esac
 
 case $command in
@@ -141,10 +142,11 @@ case $command in
     setup
     echo "tandem: ready; start with: bash launch.sh"
     ;;
-  run)
+  run | plan)
     setup
     # A config named from the caller's folder keeps its meaning.
     if [[ ${1:-} == [!/]* && $1 != *=* && -f $called_from/$1 ]]; then set -- "$called_from/$1" "${@:2}"; fi
+    if [[ $command == plan ]]; then exec .venv/bin/python plan.py "$@"; fi
     exec .venv/bin/python -m common.supervise "$@"
     ;;
   test)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from common.machine import build_folder, count_gpus, is_cpu_build, stale_build_locks
+from common.machine import build_folder, count_gpus, is_cpu_build, memory_bytes, stale_build_locks
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
@@ -77,7 +77,7 @@ def python_version(version: tuple[int, ...]) -> Check:
 
 def memory() -> Check:
     """8 GiB: vLLM and one rank, each with torch, and the quick start's model take about 5."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total = memory_bytes()
     return Check(total >= 8 * GIB, f"memory: {total / GIB:.0f} GiB", "needs 8 GiB; use a larger machine")
 
 

@@ -24,6 +24,23 @@ def count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
+def smallest_gpu() -> tuple[str, int]:
+    """(name, bytes of memory) of the GPU with the least memory; ("", 0) where there is no driver."""
+    query = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+        found = [line.partition(",") for line in listed.splitlines() if line.strip()]
+        mib, name = min((int(memory), name.strip()) for memory, _, name in found)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return "", 0
+    return name, mib * 2**20
+
+
+def memory_bytes() -> int:
+    """Of the host."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def build_folder() -> Path:
     """Where torch puts the ops that DeepSpeed compiles."""
     given = os.environ.get("TORCH_EXTENSIONS_DIR")

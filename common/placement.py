@@ -28,6 +28,8 @@ class Placement:
     trainer_cores: tuple[int, ...]  # shared by all ranks; empty = not pinned
     sampler_place: str  # for people: "GPU 0", "core 0"
     trainer_place: str
+    sampler_gpus: tuple[int, ...] = ()
+    trainer_gpus: tuple[int, ...] = ()
 
 
 def placement(config: Config, gpus: Sequence[int], cores: Sequence[int]) -> Placement:
@@ -94,6 +96,8 @@ def _on_gpus(config: Config, gpus: Sequence[int], cores: Sequence[int]) -> Place
         trainer_cores=(),
         sampler_place=_named("GPU", sampler_ids),
         trainer_place=f"{_named('GPU', trainer_ids)}, {ranks} rank{'s' * (ranks > 1)}",
+        sampler_gpus=tuple(sampler_ids),
+        trainer_gpus=tuple(trainer_ids),
     )
 
 

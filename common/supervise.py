@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from common.batch_plan import batch_plan, one_line
 from common.config import Config, UserError, load
 from common.durable import lock, run_tag
 from common.exits import DONE, INTERRUPTED, RETRYABLE, USER_ERROR
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(command: _Command) -> int:
     place, folder = command.place, command.config.run.output_dir
+    print(f"tandem: {one_line(batch_plan(command.config, place.num_ranks))}", file=sys.stderr)
     print(f"tandem: sampler on {place.sampler_place}; log {folder}/logs/sampler.log", file=sys.stderr)
     print(f"tandem: trainer on {place.trainer_place}; log {folder}/logs/trainer.log", file=sys.stderr, flush=True)
     rules = Rules(command.restart_trainer, command.steps, (folder / "final").is_dir)

@@ -178,14 +178,16 @@ def _cpu_cache_gib(config: Config) -> int:
     heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     bytes_per_token = 2 * model.num_hidden_layers * heads * head_dim * 4
-    return min(16, max(1, math.ceil(_max_num_seqs(config) * _max_model_len(config) * bytes_per_token / 2**30)))
+    return min(16, max(1, math.ceil(max_num_seqs(config) * max_model_len(config) * bytes_per_token / 2**30)))
 
 
-def _max_num_seqs(config: Config) -> int:
+def max_num_seqs(config: Config) -> int:
+    """Sequences that decode at once: a batch of rollouts, 64 to 1,024, unless `vllm:` says otherwise."""
     return min(1024, max(64, config.sampler.num_generations * config.trainer.prompts_per_step))
 
 
-def _max_model_len(config: Config) -> int:
+def max_model_len(config: Config) -> int:
+    """Tokens of the longest sequence, unless `vllm:` says otherwise."""
     completion = max(config.sampler.max_completion_length, config.eval.max_completion_length or 0)
     return max(config.data.max_prompt_length + completion, _CANARY_LENGTH)
 
@@ -199,8 +201,8 @@ def _engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
         "trust_remote_code": config.model.trust_remote_code,
         "skip_tokenizer_init": True,
         "seed": config.run.seed,
-        "max_model_len": _max_model_len(config),
-        "max_num_seqs": _max_num_seqs(config),
+        "max_model_len": max_model_len(config),
+        "max_num_seqs": max_num_seqs(config),
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
@@ -209,6 +211,6 @@ def _engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
     if on_cpu:
         # Blocks of 128 tokens, the CPU default, would let short prompts share nothing. A prompt prefilled in two
         # chunks makes vLLM rewind its seeded generator, which a CPU generator cannot do: the engine would raise.
-        whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, _max_model_len(config))}
+        whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, max_model_len(config))}
         arguments |= {"enforce_eager": True, "block_size": 32} | whole_prompts
     return arguments | config.vllm

@@ -1,0 +1,140 @@
+"""The numbers that follow from a batch's settings, in the words of the frameworks people come from. Pure.
+
+One batch of rollouts is `mini_batches` optimizer steps in one pass, each of them `accumulation` forward and backward
+passes on every rank. Rows are whole prompts here and whole sequences where a framework counts sequences. Left out:
+batches by token count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from common.config import Config
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """EasyR1's Geometry3K example: BatchPlan(256, 6, ranks=8, mini_batches=4, micro_sequences=2, num_rows=2100) has
+    1,536 sequences, 192 per rank; an update of 48 per rank in 24 micro-batches; 8 batches an epoch."""
+
+    prompts: int  # in a batch of rollouts, over all ranks
+    num_generations: int
+    ranks: int
+    mini_batches: int  # optimizer steps in one pass over the batch
+    micro_sequences: int  # in one forward of one rank
+    num_rows: int | None = None  # of the data set; None = not known
+    num_iterations: int = 1  # passes
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts * self.num_generations
+
+    @property
+    def sequences_per_rank(self) -> int:
+        return self.sequences // self.ranks
+
+    @property
+    def prompts_per_update(self) -> int:
+        return self.prompts // self.mini_batches
+
+    @property
+    def sequences_per_update_and_rank(self) -> int:
+        return self.sequences_per_rank // self.mini_batches
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of one rank in one optimizer step."""
+        return self.sequences_per_update_and_rank // self.micro_sequences
+
+    @property
+    def updates_per_batch(self) -> int:
+        return self.mini_batches * self.num_iterations
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        """Whole ones: other frameworks drop the rest, here the next epoch's first rows complete the batch."""
+        return None if self.num_rows is None else self.num_rows // self.prompts
+
+
+def batch_plan(config: Config, ranks: int, num_rows: int | None = None) -> BatchPlan:
+    """Raises UserError, with the nearest numbers that work, if the groups do not divide over the ranks."""
+    config.micro_batches(ranks)
+    mini_batches = getattr(config.algorithm, "steps_per_generation", 1)
+    return BatchPlan(
+        prompts=config.trainer.prompts_per_step * mini_batches,
+        num_generations=config.sampler.num_generations,
+        ranks=ranks,
+        mini_batches=mini_batches,
+        micro_sequences=config.trainer.groups_per_micro_batch * config.sampler.num_generations,
+        num_rows=num_rows,
+        num_iterations=config.algorithm.num_iterations,
+    )
+
+
+def one_line(plan: BatchPlan) -> str:
+    """ "16 problems × 8 completions = 128 sequences a batch, 64 per rank; 1 optimizer step of 8 micro-batches" """
+    batch = f"{plan.prompts:,} problems × {plan.num_generations} completions = {plan.sequences:,} sequences a batch"
+    per_rank = f", {plan.sequences_per_rank:,} per rank" if plan.ranks > 1 else ""
+    updates, micro = _count(plan.updates_per_batch, "optimizer step"), _count(plan.accumulation, "micro-batch", "es")
+    return f"{batch}{per_rank}; {updates} of {micro}"
+
+
+def lines(plan: BatchPlan) -> Iterator[tuple[str, str, str]]:
+    """(what, its value, the same in TRL's, verl's, EasyR1's and MindSpeed-RL's settings)."""
+    p, per_generation = plan, plan.accumulation * plan.mini_batches
+    yield (
+        "prompts",
+        f"{p.prompts:,} in a batch of rollouts, each a group of {p.num_generations} completions",
+        f"verl data.train_batch_size {p.prompts} · EasyR1 data.rollout_batch_size {p.prompts} · "
+        f"MindSpeed-RL global_batch_size {p.prompts}",
+    )
+    yield (
+        "sequences",
+        f"{p.prompts:,} × {p.num_generations} = {p.sequences:,} in a batch; {p.sequences_per_rank:,} per rank "
+        f"of {p.ranks}",
+        f"TRL generation_batch_size {p.sequences}, num_generations {p.num_generations} · verl and EasyR1 rollout.n "
+        f"{p.num_generations} · MindSpeed-RL n_samples_per_prompt {p.num_generations}",
+    )
+    yield (
+        "mini-batches",
+        f"{p.mini_batches} of {p.prompts_per_update:,} prompts: one optimizer step each, "
+        f"{p.sequences_per_update_and_rank:,} sequences per rank",
+        f"verl ppo_mini_batch_size {p.prompts_per_update} · EasyR1 actor.global_batch_size {p.prompts_per_update} · "
+        f"MindSpeed-RL mini_batch_size {p.prompts_per_update * p.num_generations}",
+    )
+    yield (
+        "micro-batches",
+        f"{p.micro_sequences} sequences in one forward of one rank; {_count(p.accumulation, 'accumulation step')}",
+        f"TRL per_device_train_batch_size {p.micro_sequences}, gradient_accumulation_steps {p.accumulation}, "
+        f"steps_per_generation {per_generation} · verl ppo_micro_batch_size_per_gpu {p.micro_sequences} · EasyR1 "
+        f"micro_batch_size_per_device_for_update {p.micro_sequences} · MindSpeed-RL micro_batch_size "
+        f"{p.micro_sequences}",
+    )
+    if p.num_iterations > 1:
+        yield (
+            "passes",
+            f"{p.num_iterations} over every batch: {p.updates_per_batch} optimizer steps a batch",
+            f"TRL num_iterations {p.num_iterations} · verl and EasyR1 ppo_epochs {p.num_iterations}",
+        )
+    if p.num_rows is not None:
+        exact = p.num_rows / p.prompts
+        whole = p.batches_per_epoch or 0
+        yield (
+            "epoch",
+            f"{p.num_rows:,} rows = {exact:.4g} batches of rollouts"
+            + (f", {exact * p.updates_per_batch:.4g} optimizer steps" if p.updates_per_batch > 1 else ""),
+            f"verl, EasyR1 and MindSpeed-RL drop the rest: {_count(whole, 'step')} an epoch",
+        )
+
+
+def epochs(plan: BatchPlan, max_steps: int) -> float | None:
+    """How often a run of max_steps optimizer steps asks every row."""
+    if plan.num_rows is None:
+        return None
+    return math.ceil(max_steps / plan.updates_per_batch) * plan.prompts / plan.num_rows
+
+
+def _count(n: int, what: str, ending: str = "s") -> str:
+    return f"{n:,} {what}{ending * (n != 1)}"

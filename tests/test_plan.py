@@ -1,0 +1,360 @@
+"""The plan before a run: batch arithmetic, memory and time by hand, and the command with its exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.batch_plan import BatchPlan, batch_plan, epochs, lines, one_line
+from common.config import Config
+from common.estimates import (
+    GIB,
+    Device,
+    Load,
+    known_device,
+    layer_activations,
+    sampler_memory,
+    sampler_seconds,
+    smaller,
+    states,
+    trainer_memory,
+    trainer_seconds,
+)
+from common.fit import Machine, fit
+from common.model_dims import ModelDims, model_dims
+from common.placement import placement
+from tests.tiny import tiny_model
+
+pytestmark = pytest.mark.fast
+
+ROOT = Path(__file__).resolve().parents[1]
+QWEN = ModelDims(1536, 8960, 28, 12, 2, 128, 151936, tied=True, bias=True)  # Qwen2.5-1.5B
+N = 1_543_714_304
+GEOMETRY3K = BatchPlan(256, 6, ranks=8, mini_batches=4, micro_sequences=2, num_rows=2100)
+
+
+def test_the_arithmetic_of_easyr1s_geometry3k_example() -> None:
+    """2,100 rows, 256 × 6 = 1,536 sequences, 192 per GPU, 4 mini-batches of 48, 24 accumulation steps, 8 an epoch."""
+    p = GEOMETRY3K
+    assert (p.sequences, p.sequences_per_rank) == (1536, 192)
+    assert (p.prompts_per_update, p.sequences_per_update_and_rank, p.updates_per_batch) == (64, 48, 4)
+    assert (p.accumulation, p.batches_per_epoch) == (24, 8)
+
+
+def test_every_framework_reads_its_own_words() -> None:
+    said = {what: f"{value} = {elsewhere}" for what, value, elsewhere in lines(GEOMETRY3K)}
+    assert "256 × 6 = 1,536 in a batch; 192 per rank of 8" in said["sequences"]
+    assert "TRL generation_batch_size 1536" in said["sequences"]
+    for words in ("verl data.train_batch_size 256", "EasyR1 data.rollout_batch_size 256", "global_batch_size 256"):
+        assert words in said["prompts"]
+    assert "4 of 64 prompts: one optimizer step each, 48 sequences per rank" in said["mini-batches"]
+    assert "verl ppo_mini_batch_size 64 · EasyR1 actor.global_batch_size 64" in said["mini-batches"]
+    assert "MindSpeed-RL mini_batch_size 384" in said["mini-batches"]
+    assert "24 accumulation steps" in said["micro-batches"]
+    # TRL's own identity: per_device_train_batch_size × ranks × steps_per_generation = generation_batch_size
+    assert "per_device_train_batch_size 2, gradient_accumulation_steps 24, steps_per_generation 96" in str(said)
+    assert 2 * 8 * 96 == 1536
+    assert "2,100 rows = 8.203 batches of rollouts, 32.81 optimizer steps" in said["epoch"]
+    assert "drop the rest: 8 steps an epoch" in said["epoch"]
+
+
+def config_of(**sections: Any) -> Config:
+    return Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}} | sections)
+
+
+def test_a_config_counts_whole_groups() -> None:
+    plan = batch_plan(
+        config_of(trainer={"prompts_per_step": 16, "groups_per_micro_batch": 2, "max_steps": 100}), 2, 800
+    )
+    assert (plan.sequences, plan.micro_sequences, plan.accumulation) == (128, 16, 4)
+    assert one_line(plan) == (
+        "16 problems × 8 completions = 128 sequences a batch, 64 per rank; 1 optimizer step of 4 micro-batches"
+    )
+    assert epochs(plan, 100) == 2.0
+
+
+# ---- memory
+
+
+def test_parameters_of_qwen_by_hand() -> None:
+    attention = 1536 * 1536 * 2 + 2 * 1536 * 256 + (1536 + 512)  # query and output, key and value, three biases
+    layer = attention + 3 * 1536 * 8960 + 2 * 1536
+    assert QWEN.layer_parameters == layer == 46_797_824
+    assert QWEN.parameters == 151936 * 1536 + 28 * layer + 1536 == N
+    assert QWEN.kv_values_per_token == 2 * 28 * 2 * 128 == 14_336
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model_type": "qwen2", "tie_word_embeddings": True},
+        {"model_type": "llama", "attention_bias": False},
+        {"model_type": "llama", "attention_bias": False, "head_dim": 48},
+        {"model_type": "qwen3", "head_dim": 32},
+        {"model_type": "mistral"},
+    ],
+    ids=str,
+)
+def test_parameters_equal_those_of_transformers(settings: dict[str, Any]) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 320,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 500,
+    }
+    given = {"tie_word_embeddings": False} | sizes | settings
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**given))
+    dims = model_dims(given)
+    assert dims is not None and dims.parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("settings", [{"model_type": "mamba"}, {"model_type": "qwen2", "num_experts": 8}])
+def test_other_layers_have_no_estimate(settings: dict[str, Any]) -> None:
+    assert model_dims(settings) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ranks", "stage", "per_parameter"),
+    [
+        ("bfloat16", 1, 0, (2, 2, 12)),
+        ("bfloat16", 4, 1, (2, 2, 3)),
+        ("bfloat16", 4, 2, (2, 0.5, 3)),
+        ("bfloat16", 4, 3, (0.5, 0.5, 3)),
+        ("float32", 4, 0, (4, 4, 8)),
+        ("float32", 4, 1, (4, 4, 3)),
+    ],
+)
+def test_zero_divides_optimizer_then_gradients_then_weights(
+    dtype: str, ranks: int, stage: int, per_parameter: tuple[float, ...]
+) -> None:
+    assert states(1000, dtype, ranks, stage) == tuple(1000 * b for b in per_parameter)
+
+
+def load_of(**changes: Any) -> Load:
+    load = Load(
+        model=QWEN,
+        dtype="bfloat16",
+        ranks=2,
+        zero_stage=2,
+        prompt=384,
+        completion=512,
+        num_generations=8,
+        groups_per_micro_batch=1,
+        groups_per_batch=16,
+        max_num_seqs=128,
+    )
+    return replace(load, **changes)
+
+
+def test_memory_of_a_trainer_rank_by_hand() -> None:
+    memory = trainer_memory(load_of(checkpointing=True))
+    assert (memory.weights, memory.gradients, memory.optimizer) == (2 * N, N, 6 * N)
+    assert memory.logits == 18 * 151936 * 1024  # one chunk: bfloat16, and four times float32
+    tokens = 384 + 8 * 512
+    per_token = 2 * 8 * 1536 + 2 * (1536 + 4 * 8960)
+    layer = tokens * per_token + 2 * (2 * 1536 * tokens + 2 * 256 * 8 * (384 + 512))
+    assert layer_activations(load_of(), QWEN) == layer
+    assert memory.activations == layer + 28 * 2 * 1536 * tokens
+    assert trainer_memory(load_of()).activations == 28 * layer
+    assert memory.total == pytest.approx(sum([9 * N, memory.logits, memory.activations, 1.5 * GIB]))
+
+
+def test_a_critic_brings_its_own_states() -> None:
+    assert trainer_memory(load_of(critic=QWEN)).critic == 9 * N
+
+
+def test_a_prompt_that_is_not_shared_is_computed_for_each_completion() -> None:
+    assert load_of().tokens_of_group == 384 + 8 * 512
+    assert load_of(shares_prompt=False).tokens_of_group == 8 * (384 + 512)
+
+
+def test_memory_of_the_sampler_by_hand() -> None:
+    memory = sampler_memory(load_of(reference=QWEN))
+    assert memory.weights == memory.reference == 2 * N
+    assert memory.cache_per_sequence == 2 * 14_336 * (384 + 512)
+    budget = memory.weights + memory.overhead + 10.5 * memory.cache_per_sequence
+    assert memory.sequences_that_fit(budget) == 10
+    assert memory.sequences_that_fit(memory.weights) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("prompt", [16, 128])
+def test_activations_are_those_that_torch_keeps(dtype: str, prompt: int) -> None:
+    """Measured by hooks on every tensor that autograd saves; the difference of two depths is that of a layer."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from common import attention
+    from common.packing import pack
+
+    attention.register()
+    dims = ModelDims(512, 1280, 2, 8, 2, 64, 64, tied=True, bias=True)
+    completion, completions = 48, 4
+
+    def saved(layers: int) -> int:
+        config = Qwen2Config(
+            vocab_size=64,
+            hidden_size=512,
+            intermediate_size=1280,
+            num_hidden_layers=layers,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            attn_implementation=attention.NAME,
+        )
+        model = Qwen2ForCausalLM(config).to(getattr(torch, dtype))
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        kept: dict[int, Any] = {}  # the tensors too: a freed storage's address would be used again
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                kept[storage.data_ptr()] = tensor
+            return tensor
+
+        row = pack([([1] * prompt, [[2] * completion] * completions)])
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model.get_decoder()(
+                input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
+            )
+        return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+    changes = {"dtype": dtype, "prompt": prompt, "completion": completion, "num_generations": completions}
+    estimate = layer_activations(load_of(model=dims, **changes), dims)
+    assert (saved(3) - saved(1)) / 2 == pytest.approx(estimate, rel=0.1)
+
+
+def test_what_does_not_fit_gets_the_smallest_change_that_makes_it_fit() -> None:
+    large = trainer_memory(load_of())
+    found = smaller(load_of(), large.total - GIB)
+    assert found is not None and found[0] == ["model.gradient_checkpointing=true"]
+    everything = load_of(checkpointing=True, chunk=256, zero_stage=1, completion=1)
+    both = smaller(everything, trainer_memory(replace(everything, zero_stage=3)).total + 1)
+    assert both is not None and both[0] == ["deepspeed.zero_optimization.stage=3"]
+    assert smaller(load_of(), GIB) is None
+
+
+# ---- time
+
+
+def test_times_by_hand() -> None:
+    device, load = Device("x", flops=1e12, bandwidth=1e10), load_of(ranks=2)
+    tokens = 16 * (384 + 8 * 512)
+    assert trainer_seconds(load, device) == pytest.approx(6 * N * tokens / (2 * 0.4e12))
+    assert trainer_seconds(replace(load, checkpointing=True), device) == pytest.approx(8 * N * tokens / 0.8e12)
+    prefill = 16 * 2 * N * 384 / 0.4e12
+    compute, read = 2 * N * 128 / 0.4e12, (2 * N + 128 * 2 * 14_336 * 640) / 0.6e10
+    assert sampler_seconds(load, device) == pytest.approx(prefill + 512 * max(compute, read))
+
+
+def test_a_gpu_is_known_by_the_longest_name() -> None:
+    names = {"NVIDIA L40S": "L40S", "NVIDIA L4": "L4", "NVIDIA A100-SXM4-80GB": "A100", "NVIDIA H200": "H200"}
+    assert {name: known_device(name).name for name in names} == names  # type: ignore[union-attr]
+    assert known_device("GeForce GTX 1080") is None
+
+
+def fitted(gpus: int, gib: float, load: Load, **sections: Any) -> Any:
+    config = config_of(**sections)
+    machine = Machine(gpus, gib * GIB, "NVIDIA A100", 64 * GIB, 8)
+    return fit(config, load, placement(config, range(gpus), range(8)), machine)
+
+
+def test_a_fitting_run_has_no_problems_and_says_who_waits() -> None:
+    result = fitted(3, 80, load_of())
+    assert result.problems == ()
+    assert "128 of 128 decode at once" in dict(result.lines)["sampler"]
+    assert "A rough estimate" in dict(result.lines)["time"]
+
+
+def test_a_trainer_that_is_too_large_gets_settings() -> None:
+    (problem,) = fitted(3, 24, load_of()).problems
+    assert "a trainer rank needs about" in problem and "set model.gradient_checkpointing=true" in problem
+
+
+def test_a_reference_beside_vllms_default_share_is_named() -> None:
+    (problem,) = fitted(3, 40, load_of(checkpointing=True, reference=QWEN)).problems
+    assert "the reference model needs 3.9 GiB" in problem and "set vllm.gpu_memory_utilization=0.90" in problem
+
+
+def test_a_sampler_that_is_too_small_gets_a_number() -> None:
+    problems = fitted(3, 24, load_of(checkpointing=True), vllm={"gpu_memory_utilization": 0.1}).problems
+    assert any("set vllm.gpu_memory_utilization=0." in p for p in problems)
+
+
+# ---- the command
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("task")
+    tiny_model(folder / "model")
+    rows = [{"question": f"What is {n}+2?", "answer": f"#### {n + 2}"} for n in range(40)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "run.yaml").write_text(
+        f"run: {{output_dir: {folder}/run}}\nmodel: {{path: {folder}/model}}\n"
+        f"data: {{train: {folder}/train.jsonl, max_prompt_length: 64}}\nsampler: {{max_completion_length: 32}}\n"
+    )
+    return folder
+
+
+def planned(task: Path, *arguments: str) -> tuple[int, str, str, float]:
+    begun = time.monotonic()
+    command = [sys.executable, "plan.py", str(task / "run.yaml"), *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "Traceback" not in result.stderr
+    return result.returncode, result.stdout, result.stderr, time.monotonic() - begun
+
+
+def test_a_plan_shows_numbers_devices_prompt_and_rewards(task: Path) -> None:
+    code, out, err, _ = planned(task)
+    assert code == 0, err
+    for words in (
+        "8 × 8 = 64 in a batch; 64 per rank of 1",
+        "40 rows = 5 batches of rollouts",
+        "200 batches of rollouts, 200 optimizer steps, 40 epochs",
+        "trainer       CPU core",
+        "| <|im_start|>user",
+        "What is 0+2?",
+        "row 0, ",
+        "1 / -1, 1 / -1, 1 / -1, 1 / -1   (the row's own answer / an empty completion, first 4 rows)",
+    ):
+        assert words in out
+    assert not (task / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--gpus", "4x80", "sampler.devices=[3]"], 1, "Nearest: trainer.prompts_per_step=6 or 9"),
+        (["trainer.max_step=5"], 2, "Did you mean trainer.max_steps?"),
+        (["--gpus", "many"], 2, "write for example --gpus 8x80:A100"),
+        (["--gpus", "1x80", "sampler.devices=[1]"], 2, "there is no GPU 1"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_exits_at_once_with_what_can(task: Path, arguments: list[str], code: int, words: str) -> None:
+    found, _, err, seconds = planned(task, *arguments)
+    assert (found, words in err) == (code, True), err
+    assert seconds < 10  # 0.3 on an idle machine
+
+
+def test_a_run_that_does_not_fit_exits_1_and_still_shows_the_rest(task: Path) -> None:
+    code, out, err, _ = planned(task, "--gpus", "2x1")
+    assert code == 1 and "What is 0+2?" in out
+    assert "does not fit: a trainer rank needs about" in err
+
+
+def test_a_reward_that_cannot_read_the_gold_answers_is_mentioned(task: Path) -> None:
+    code, out, _, _ = planned(task, "rewards.reward_funcs=[format]")
+    assert code == 0 and "no reward prefers the row's own answer to an empty completion" in out
