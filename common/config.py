@@ -264,14 +264,14 @@ class Algorithm(Section):
     length). cispo: mean over all tokens of capped ratio · advantage · log-prob."""
     adv_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "grpo"
     """grpo: (r − mean) / std of the group. dr_grpo: without std. rloo: minus the mean of the others.
-    reinforce_plus_plus(_baseline): r (− mean), whitened over the tokens of the step."""
+    reinforce_plus_plus(_baseline): r (− mean), whitened over the tokens of the batch."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
-    """Standard deviation (n − 1) to divide by: the group's, the whole step's, or none. null = group for adv_estimator
+    """Standard deviation (n − 1) to divide by: the group's, the whole batch's, or none. null = group for adv_estimator
     grpo, none for the others."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """normalize_then_sum: every reward function's scores are normalised in the group before the weighted sum."""
     whiten_advantages: bool = False
-    """Also (A − mean) / std over the completions of the whole step."""
+    """Also (A − mean) / std over the completions of the whole batch of rollouts."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of an entropy bonus in the objective, at the sampling temperature. 0: entropies are metrics only."""
     mask_truncated_completions: bool = False
@@ -285,7 +285,17 @@ class Algorithm(Section):
     vllm_importance_sampling_clip_max: float = Field(3.0, ge=1)
     """Where that weight is cut or masked."""
     num_iterations: int = Field(1, ge=1)
-    """Optimizer steps on each batch of rollouts (μ in the GRPO paper)."""
+    """Passes over each batch of rollouts (μ in the GRPO paper)."""
+    steps_per_generation: int = Field(1, ge=1)
+    """Mini-batches in a batch of rollouts: optimizer steps in one pass over it. A batch of rollouts then holds
+    prompts_per_step · steps_per_generation groups: verl's train_batch_size, and prompts_per_step its mini-batch."""
+    shuffle_mini_batches: bool = False
+    """Deal a batch's groups to its mini-batches anew in every pass, by (seed, batch, pass), instead of in order."""
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps on each batch of rollouts."""
+        return self.num_iterations * self.steps_per_generation
 
     @property
     def clip_high(self) -> float:
@@ -325,6 +335,8 @@ class Algorithm(Section):
             yield f"delta {self.delta} must be above 1 + epsilon_high = {1 + self.clip_high}; set algorithm.delta=3.0"
         if self.vllm_importance_sampling_mode is None and self.vllm_importance_sampling_clip_max != 3:
             yield "vllm_importance_sampling_clip_max does nothing without algorithm.vllm_importance_sampling_mode"
+        if self.shuffle_mini_batches and self.steps_per_generation == 1:
+            yield "shuffle_mini_batches needs several mini-batches; set algorithm.steps_per_generation=4, or remove it"
         yield from self._contradictions_of_kl()
         yield from self._contradictions_of_advantages()
 
@@ -356,7 +368,7 @@ class Trainer(Section):
     max_steps: int = Field(200, gt=0)
     """Optimizer steps."""
     prompts_per_step: int = Field(8, gt=0)
-    """Groups per optimizer step, over all ranks."""
+    """Groups per optimizer step, over all ranks: a mini-batch where algorithm.steps_per_generation is above 1."""
     groups_per_micro_batch: int = Field(1, gt=0)
     """Whole groups in one forward and backward of one rank. Does not change the update, only memory and speed."""
     packing: Literal["shared", "flat", "off"] = "shared"
@@ -379,7 +391,7 @@ class Trainer(Section):
     max_staleness: int = Field(0, ge=0)
     """Batches the sampler may run ahead. 0 = on-policy: training starts on groups as they arrive, equal to waiting."""
     save_steps: int | None = Field(100, gt=0)
-    """Checkpoint every n optimizer steps; null = only final/."""
+    """Checkpoint every n optimizer steps, at the end of a batch of rollouts; null = only final/."""
     save_limit: int = Field(2, ge=2)
     """Checkpoints kept. Never fewer than two: the newest may be the one a crash interrupts."""
     devices: list[int] = []
@@ -478,10 +490,11 @@ class Config(Section):
             )
         self._check_evaluation()
         self._check_lengths()
-        if self.trainer.max_steps % self.algorithm.num_iterations:
-            n, m = self.trainer.max_steps, self.algorithm.num_iterations
+        if self.trainer.max_steps % self.algorithm.steps_per_batch:
+            n, m = self.trainer.max_steps, self.algorithm.steps_per_batch
             raise ValueError(
-                f"trainer.max_steps {n} does not divide by algorithm.num_iterations {m}; "
+                f"trainer.max_steps {n} does not divide by algorithm.num_iterations {self.algorithm.num_iterations} × "
+                f"steps_per_generation {self.algorithm.steps_per_generation}, the steps of a batch of rollouts; "
                 f"set trainer.max_steps={math.ceil(n / m) * m}"
             )
         return self
@@ -510,8 +523,18 @@ class Config(Section):
 
     @property
     def num_batches(self) -> int:
-        """Batches of rollouts in the whole run; each gives num_iterations optimizer steps."""
-        return self.trainer.max_steps // self.algorithm.num_iterations
+        """Batches of rollouts in the whole run; each gives steps_per_batch optimizer steps."""
+        return self.trainer.max_steps // self.algorithm.steps_per_batch
+
+    @property
+    def prompts_per_batch(self) -> int:
+        """Groups in a batch of rollouts, over all its mini-batches."""
+        return self.trainer.prompts_per_step * self.algorithm.steps_per_generation
+
+    @property
+    def window(self) -> int:
+        """Groups that may exist outside the trainer: a batch of rollouts, and those the sampler may run ahead."""
+        return self.prompts_per_batch * (1 + self.trainer.max_staleness)
 
     def micro_batches(self, world_size: int) -> int:
         """Micro-batches per optimizer step on each rank. Raises UserError if groups do not divide evenly."""

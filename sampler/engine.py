@@ -183,7 +183,7 @@ def _cpu_cache_gib(config: Config) -> int:
 
 def max_num_seqs(config: Config) -> int:
     """Sequences that decode at once: a batch of rollouts, 64 to 1,024, unless `vllm:` says otherwise."""
-    return min(1024, max(64, config.sampler.num_generations * config.trainer.prompts_per_step))
+    return min(1024, max(64, config.sampler.num_generations * config.prompts_per_batch))
 
 
 def max_model_len(config: Config) -> int:

@@ -28,8 +28,7 @@ class Link:
     def __init__(self, config: Config, sampler_id: str, hello: wire.Hello):
         self._config = config
         self._hello = hello
-        window = config.trainer.prompts_per_step * (1 + config.trainer.max_staleness)
-        self._socket = channel.connect_dealer(config, sampler_id, window)
+        self._socket = channel.connect_dealer(config, sampler_id, config.window)
         self._envelope = wire.Envelope("", "", sampler_id)
         self._trainer_log = config.run.output_dir / "logs" / "trainer.log"
         self._past_lives: set[str] = set()

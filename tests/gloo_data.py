@@ -58,6 +58,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
         "trainer": CONSTANT_RATE | {"max_steps": 4},
     },
+    # batches of rollouts of eight groups: two mini-batches of four
+    "in_order": {"algorithm": {"steps_per_generation": 2}, "trainer": CONSTANT_RATE | {"max_steps": 4}},
+    "in_order_twice": {
+        "algorithm": {"steps_per_generation": 2, "num_iterations": 2, "loss_type": "dapo", "scale_rewards": "batch"},
+        "trainer": CONSTANT_RATE | {"max_steps": 4},
+    },
+    "shuffled": {
+        "algorithm": {
+            "steps_per_generation": 2,
+            "num_iterations": 2,
+            "shuffle_mini_batches": True,
+            "vllm_importance_sampling_mode": "token_mask",
+            "vllm_importance_sampling_clip_max": 1.5,
+        },
+        "trainer": CONSTANT_RATE | {"max_steps": 4},
+    },
     "recomputed": {"model": {"gradient_checkpointing": True}, "trainer": {"groups_per_micro_batch": 2}},
     "recomputed3": {
         "model": {"gradient_checkpointing": True},

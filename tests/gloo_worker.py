@@ -90,9 +90,9 @@ class Worker:
         trainer.results = []
         advance = trainer._advance
 
-        def record(groups: Any, result: Any, sums: Any, last: bool) -> None:
+        def record(result: Any, sums: Any, last: bool) -> None:
             trainer.results.append(dataclasses.asdict(result) | {"loss": sums.loss, "tokens": sums.tokens})
-            advance(groups, result, sums, last)
+            advance(result, sums, last)
 
         trainer._advance = record
         return trainer
@@ -117,7 +117,8 @@ class Worker:
         trainer = self.trainer(settings(self.folder, name, stage, **sections), stream)
         trainer.train_batch()
         self.write(f"{name}/gradient", moments(trainer.engine, "exp_avg"))
-        self.seen[name] = {"steps": trainer.results}
+        self.write(f"{name}/weights", master_weights(trainer.engine))
+        self.seen[name] = {"steps": trainer.results, "progress": dataclasses.asdict(trainer.progress)}
 
     def skip(self, stage: int, name: str, stream: Stream, dtype: str = "float32") -> None:
         """A step that is not finite, then a good one; and the good one alone."""

@@ -42,15 +42,16 @@ class PlainTraining:
             trainer["lr_scheduler_type"], self.optimizer, trainer["warmup_steps"], trainer["max_steps"]
         )
         self.steps: list[dict[str, float]] = []
-        self.own: dict[int, list[list[float]]] = {}  # log-probs of the first update on a batch, by its first group
+        self.own: dict[int, list[list[float]]] = {}  # log-probs under the weights that sampled, by group
         self.gradient: dict[str, Tensor] = {}
         for step in range(steps):
             self.step(batch(step))
             if step == 0:
                 self.gradient = self.gradients()
 
-    def step(self, groups: Sequence[Group]) -> None:
-        loss = self.backward(groups)
+    def step(self, groups: Sequence[Group], batch: Sequence[Group] | None = None) -> None:
+        """On a mini-batch of `batch`, or on the whole of it."""
+        loss = self.backward(groups, batch)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), TRAINER["max_grad_norm"])
         self.steps.append(
             {"loss": loss, "grad_norm": float(norm), "learning_rate": self.scheduler.get_last_lr()[0], "applied": True}
@@ -58,21 +59,27 @@ class PlainTraining:
         self.optimizer.step()
         self.scheduler.step()
 
-    def backward(self, groups: Sequence[Group]) -> float:
+    def scores(self, group: Group) -> list[tuple[Tensor, Tensor]]:
+        """(log-probs, entropies) of every completion."""
+        prompt = group.prompt_ids.tolist()
+        return [dense_scores(self.model, prompt, r.completion_ids.tolist(), TEMPERATURE) for r in group.rollouts]
+
+    def backward(self, groups: Sequence[Group], batch: Sequence[Group] | None = None) -> float:
         """Leaves d loss / d parameters in .grad and returns the loss."""
         self.optimizer.zero_grad()
         rollouts = [r for g in groups for r in g.rollouts]
-        scores = [
-            dense_scores(self.model, g.prompt_ids.tolist(), r.completion_ids.tolist(), TEMPERATURE)
-            for g in groups
-            for r in g.rollouts
-        ]
+        batch = groups if batch is None else batch
+        for g in batch:
+            if g.group_id not in self.own:
+                self.own[g.group_id] = [logprobs.tolist() for logprobs, _ in self.scores(g)]
+        scores = [of_completion for g in groups for of_completion in self.scores(g)]
         logprobs, entropies = [list(tensors) for tensors in zip(*scores, strict=True)]
-        rewards = [[self.reward(r) for r in g.rollouts] for g in groups]
-        tokens = [[len(r.completion_ids) for r in g.rollouts] for g in groups]
-        by_group = oracle.step_advantages(rewards, tokens, self.adv_estimator, self.scale_rewards, False)
-        advantages = [a for group in by_group for a in group]
-        own = self.own.setdefault(groups[0].group_id, [x.tolist() for x in logprobs])
+        rewards = [[self.reward(r) for r in g.rollouts] for g in batch]
+        tokens = [[len(r.completion_ids) for r in g.rollouts] for g in batch]
+        found = oracle.step_advantages(rewards, tokens, self.adv_estimator, self.scale_rewards, False)
+        by_group = {g.group_id: of_group for g, of_group in zip(batch, found, strict=True)}
+        advantages = [a for g in groups for a in by_group[g.group_id]]
+        own = [of_completion for g in groups for of_completion in self.own[g.group_id]]
         completions = [
             ScoredCompletion(a, new.tolist(), r.old_logprobs.tolist(), r.ref_logprobs.tolist(), then)
             for a, new, r, then in zip(advantages, logprobs, rollouts, own, strict=True)

@@ -92,8 +92,7 @@ def short_folder() -> Iterator[Path]:
 def make_inbox(
     config: Config, total: int = 100, incarnation: str = "life-1", say: Callable[[str], None] = print
 ) -> Inbox:
-    window = config.trainer.prompts_per_step * (1 + config.trainer.max_staleness)
-    return Inbox(config, "run", incarnation, LIMITS, Ledger(total, window), say)
+    return Inbox(config, "run", incarnation, LIMITS, Ledger(total, config.window), say)
 
 
 class FakeSampler(threading.Thread):

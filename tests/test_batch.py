@@ -18,7 +18,7 @@ from common.types import Group, Rollout, Tombstone
 from tests.tiny import random_group
 from trainer import batch as trainer_batch
 from trainer.advantages import step_advantages
-from trainer.batch import MicroBatch, needs_whole_batch, num_tokens
+from trainer.batch import MicroBatch, needs_batch_statistics, num_tokens, waits_for
 from trainer.losses import Denominator, loss, token_objective
 
 pytestmark = pytest.mark.fast
@@ -199,20 +199,24 @@ def test_with_the_kl_in_the_reward_a_group_of_equal_rewards_trains_only_if_its_k
 @pytest.mark.parametrize(
     ("choice", "waits"),
     [
-        ({}, False),
-        ({"loss_type": "dr_grpo", "adv_estimator": "rloo"}, False),
-        ({"multi_objective_aggregation": "normalize_then_sum"}, False),
-        ({"loss_type": "dapo"}, True),
-        ({"loss_type": "bnpo"}, True),
-        ({"loss_type": "cispo", "epsilon_high": 5.0}, True),
-        ({"scale_rewards": "batch"}, True),
-        ({"whiten_advantages": True}, True),
-        ({"adv_estimator": "reinforce_plus_plus"}, True),
-        ({"adv_estimator": "reinforce_plus_plus_baseline"}, True),
+        ({}, "micro_batch"),
+        ({"loss_type": "dr_grpo", "adv_estimator": "rloo"}, "micro_batch"),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "micro_batch"),
+        ({"steps_per_generation": 2, "num_iterations": 2}, "micro_batch"),
+        ({"vllm_importance_sampling_mode": "token_mask", "num_iterations": 2}, "micro_batch"),
+        ({"loss_type": "dapo"}, "mini_batch"),
+        ({"loss_type": "bnpo", "steps_per_generation": 2}, "mini_batch"),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, "mini_batch"),
+        ({"scale_rewards": "batch"}, "batch"),
+        ({"whiten_advantages": True}, "batch"),
+        ({"adv_estimator": "reinforce_plus_plus"}, "batch"),
+        ({"adv_estimator": "reinforce_plus_plus_baseline"}, "batch"),
+        ({"steps_per_generation": 2, "shuffle_mini_batches": True}, "batch"),
+        ({"vllm_importance_sampling_mode": "token_mask", "steps_per_generation": 2}, "batch"),
     ],
 )
-def test_only_what_needs_the_whole_step_waits_for_it(choice: dict[str, Any], waits: bool) -> None:
-    assert needs_whole_batch(Algorithm(**choice)) is waits
+def test_a_step_waits_for_no_more_groups_than_its_settings_need(choice: dict[str, Any], waits: str) -> None:
+    assert waits_for(Algorithm(**choice)) == waits
 
 
 CHOICES: list[dict[str, Any]] = [
@@ -231,7 +235,7 @@ CHOICES: list[dict[str, Any]] = [
 def share(mine: Sequence[Group], step: Sequence[Group], config: Config) -> tuple[float, dict[int, float]]:
     """Loss and gradient of a rank's part of the step; the gradient by a key of the token, not by its place."""
     a = config.algorithm
-    scope = step if needs_whole_batch(a) else mine
+    scope = step if needs_batch_statistics(a) else mine
     over = Denominator(a.loss_type, sum(len(g.rollouts) for g in step), max(1, num_tokens(step, a)), 12)
     batch = trainer_batch.micro_batch(mine, step_advantages(scope, config), over, a)
     shift = (batch.old_logprobs * 1e4).sin() * 0.5  # the same for the same token, wherever it stands

@@ -157,16 +157,20 @@ def test_two_reward_functions_with_one_metric_name_are_refused(tmp_path: Path) -
     assert "two functions named 'answer'" in message
 
 
-def test_steps_divide_by_iterations(tmp_path: Path) -> None:
+def test_steps_divide_by_the_steps_of_a_batch(tmp_path: Path) -> None:
     message = problem(tmp_path, GOOD, "trainer.max_steps=10", "algorithm.num_iterations=4")
     assert "trainer.max_steps=12" in message
     assert load(write(tmp_path, GOOD), ["trainer.max_steps=12", "algorithm.num_iterations=4"]).num_batches == 3
+    twice = ["algorithm.num_iterations=2", "algorithm.steps_per_generation=4"]
+    assert "trainer.max_steps=16" in problem(tmp_path, GOOD, "trainer.max_steps=12", *twice)
+    assert load(write(tmp_path, GOOD), ["trainer.max_steps=16", *twice]).num_batches == 2
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         (["loss_type=cispo"], "set algorithm.epsilon_high=5.0"),
+        (["shuffle_mini_batches=true"], "set algorithm.steps_per_generation=4, or remove it"),
         (["loss_type=cispo", "epsilon_high=0.28"], "set algorithm.epsilon_high=5.0"),
         (
             ["loss_type=cispo", "epsilon_high=5", "importance_sampling_level=sequence"],

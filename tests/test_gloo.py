@@ -25,9 +25,10 @@ from torch import Tensor
 
 from common import exits, weights
 from common.types import Group
-from tests.gloo_data import GROUPS_PER_STEP, NUM_STEPS, STAGES, TRAINER, VARIANTS, batch, uneven
+from tests.gloo_data import GROUPS_PER_STEP, NUM_STEPS, STAGES, TRAINER, VARIANTS, batch, settings, uneven
 from tests.plain_training import PlainTraining
 from tests.tiny import VOCAB_SIZE, dense_logprobs, tiny_model
+from trainer.mini_batches import steps
 
 pytestmark = pytest.mark.gloo
 
@@ -222,6 +223,46 @@ def test_a_second_iteration_on_a_batch_equals_a_second_plain_step_on_it(runs: Ru
     for found, expected in zip((first, second), plain.steps, strict=True):
         for name, value in expected.items():
             assert found[name] == pytest.approx(value, rel=2e-5), name
+
+
+BATCH_OF_EIGHT = [*batch(0), *batch(1)]
+
+
+def mini_batches(name: str) -> list[list[Group]]:
+    """What each optimizer step of the variant must train."""
+    if name == "shuffled":  # that this is a partition of every pass is tested beside the function
+        planned = steps(settings(Path("unused"), name, 1, **VARIANTS[name]), batch=0)
+        return [[BATCH_OF_EIGHT[place] for place in step.places] for step in planned]
+    return [batch(0), batch(1)] * VARIANTS[name]["algorithm"].get("num_iterations", 1)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", ["in_order", "in_order_twice", "shuffled"])
+def test_mini_batches_equal_plain_steps_with_advantages_of_the_whole_batch(runs: Runs, ranks: int, name: str) -> None:
+    loop = ("num_iterations", "steps_per_generation", "shuffle_mini_batches")
+    changes = {k: v for k, v in VARIANTS[name]["algorithm"].items() if k not in loop}
+    plain = PlainTraining(runs.model, steps=0, trainer=TRAINER | VARIANTS[name]["trainer"], **changes)
+    planned = mini_batches(name)
+    for groups in planned:
+        plain.step(groups, BATCH_OF_EIGHT)
+    seen = runs.first(ranks)[0][name]
+    for found, expected in zip(seen["steps"], plain.steps, strict=True):
+        for key, value in expected.items():
+            assert found[key] == pytest.approx(value, rel=2e-5), key
+    expected = {key: p.detach() for key, p in plain.model.named_parameters()}
+    # Adam divides each gradient by its own size: where that is rounding alone, so is the step
+    assert difference(runs.tensors(ranks, f"{name}/weights"), expected) < 1e-5
+    start = load_file(runs.model / "model.safetensors")
+    assert difference(expected, start) > 1e-3
+    progress = seen["progress"]
+    assert (progress["batch"], progress["cursor"]) == (1, 8)
+    assert progress["step"] == progress["policy_version"] == len(planned)
+
+
+@pytest.mark.parametrize("name", ["in_order", "in_order_twice", "shuffled"])
+def test_mini_batches_do_not_depend_on_the_number_of_ranks(runs: Runs, name: str) -> None:
+    one, two = (runs.tensors(ranks, f"{name}/weights") for ranks in RANKS)
+    assert difference(two, one) < 1e-6
 
 
 SKIPS = [(name, stage) for name in ("nan", "inf") for stage in STAGES] + [("nan_half", stage) for stage in (0, 1, 2)]

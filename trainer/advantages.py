@@ -7,8 +7,9 @@
     reinforce_plus_plus               r_i                              arXiv 2501.03262
     reinforce_plus_plus_baseline      r_i − mean(r)                    arXiv 2501.03262
 
-mean(r) is the group's; std is the group's, the step's, or not there (scale_rewards); each has n − 1, eps = 1e-4. The
-two REINFORCE++ are then whitened over the tokens of the step. Left out: anything that needs a critic.
+mean(r) is the group's; std is the group's, the batch's, or not there (scale_rewards); each has n − 1, eps = 1e-4. The
+two REINFORCE++ are then whitened over the tokens of the batch of rollouts, which may hold several optimizer steps
+(steps_per_generation). Left out: anything that needs a critic.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def soft_overlong_punishment(lengths: NDArray[np.int64], max_completion_length: 
 
 
 def step_advantages(groups: Sequence[Group | Tombstone], config: Config) -> dict[int, Floats]:
-    """[G] by group id. Give it all groups of the step if `needs_whole_batch`, else any of them."""
+    """[G] by group id. Give it the whole batch of rollouts if `needs_batch_statistics`, else any groups."""
     algorithm = config.algorithm
     alive = [g for g in groups if isinstance(g, Group)]
     if not alive:
@@ -120,7 +121,7 @@ def step_advantages(groups: Sequence[Group | Tombstone], config: Config) -> dict
 
 
 def whiten(advantages: Sequence[Floats], counts: Sequence[Floats]) -> list[Floats]:
-    """(A − mean) / (std + eps) over the step, every completion counted counts times; std with n − 1."""
+    """(A − mean) / (std + eps) over the batch, every completion counted counts times; std with n − 1."""
     flat, times = np.concatenate(advantages), np.concatenate(counts)
     n = times.sum()
     mean = (times * flat).sum() / max(n, 1.0)

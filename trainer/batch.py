@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -25,12 +26,24 @@ class MicroBatch:
     ref_logprobs: Tensor | None  # [N] float32; None when beta is 0, and in a filler
     advantages: Tensor  # [N] float32, one value repeated over a completion
     weights: Tensor  # [N] float32, 0 in a filler
+    tokens_of: dict[int, int] = field(default_factory=dict)  # group id -> its tokens among the N, in order
 
 
-def needs_whole_batch(algorithm: Algorithm) -> bool:
-    """True: no backward before the last group is in. False: groups train as they arrive, with the same result."""
-    whitens = algorithm.whitens_tokens or algorithm.whiten_advantages
-    return algorithm.loss_type in TOKEN_MEAN or algorithm.reward_scale == "batch" or whitens
+def needs_batch_statistics(algorithm: Algorithm) -> bool:
+    """Advantages depend on all groups of the batch of rollouts, and not on each group alone."""
+    return algorithm.reward_scale == "batch" or algorithm.whitens_tokens or algorithm.whiten_advantages
+
+
+def waits_for(algorithm: Algorithm) -> Literal["micro_batch", "mini_batch", "batch"]:
+    """What must be in before the first backward of a step. micro_batch: groups train as they arrive.
+
+    Waiting changes nothing but time: a token mean has a denominator that only the last group of the step completes,
+    and weights for the sampler's mismatch need log-probs of the whole batch before the first step moves the weights.
+    """
+    corrects_later_steps = algorithm.vllm_importance_sampling_mode is not None and algorithm.steps_per_generation > 1
+    if needs_batch_statistics(algorithm) or algorithm.shuffle_mini_batches or corrects_later_steps:
+        return "batch"
+    return "mini_batch" if algorithm.loss_type in TOKEN_MEAN else "micro_batch"
 
 
 def num_tokens(groups: Sequence[Group | Tombstone], algorithm: Algorithm) -> int:
@@ -56,10 +69,8 @@ def micro_batch(
     rollouts: list[Rollout] = []
     values: list[float] = []
     for group in groups:
-        if isinstance(group, Tombstone) or not (algorithm.always_has_gradient or moves(advantages[group.group_id])):
-            continue
-        kept = [i for i, r in enumerate(group.rollouts) if trains(r, algorithm)]
-        if kept:
+        kept = trained_completions(group, advantages, algorithm)
+        if isinstance(group, Group) and kept:
             rows.append((group.prompt_ids.tolist(), [group.rollouts[i].completion_ids.tolist() for i in kept]))
             rollouts += [group.rollouts[i] for i in kept]
             values += advantages[group.group_id][kept].tolist()
@@ -72,7 +83,21 @@ def micro_batch(
         ref_logprobs=_flat([r.ref_logprobs for r in rollouts]) if algorithm.beta > 0 else None,
         advantages=torch.repeat_interleave(torch.tensor(values, dtype=torch.float32), torch.tensor(lengths)),
         weights=token_weights(lengths, denominator),
+        tokens_of={g.group_id: n for g in groups if (n := num_trained_tokens(g, advantages, algorithm))},
     )
+
+
+def trained_completions(group: Group | Tombstone, advantages: Mapping[int, Floats], algorithm: Algorithm) -> list[int]:
+    """Places in the group of the completions that can move the weights; [] for a tombstone."""
+    if isinstance(group, Tombstone) or not (algorithm.always_has_gradient or moves(advantages[group.group_id])):
+        return []
+    return [i for i, r in enumerate(group.rollouts) if trains(r, algorithm)]
+
+
+def num_trained_tokens(group: Group | Tombstone, advantages: Mapping[int, Floats], algorithm: Algorithm) -> int:
+    """Tokens of those completions: what the group takes of a micro-batch's N."""
+    kept = trained_completions(group, advantages, algorithm)
+    return sum(len(group.rollouts[i].completion_ids) for i in kept) if isinstance(group, Group) else 0
 
 
 def _flat(arrays: Sequence[np.ndarray]) -> Tensor:

@@ -171,7 +171,7 @@ class Engine:
             batch.row.lengths,
             self.config.algorithm,
             entropy,
-            own_logprobs,
+            None if own_logprobs is None else own_logprobs.to(self.device),
         )
         share = loss(objective, weights)
         # ZeRO looks at gradients only, and an infinite loss may leave them finite: then make them NaN

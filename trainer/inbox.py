@@ -76,7 +76,7 @@ class Inbox:
         self.counters: collections.Counter[str] = collections.Counter()
         self.progress, self.phase = 0, "starting"
         self.published: Published | None = None
-        self._steps_per_batch = config.algorithm.num_iterations
+        self._steps_per_batch = config.algorithm.steps_per_batch
         self._evaluation: _Evaluation | None = None
         self._failure: BaseException | None = None
         self._changed = threading.Condition()

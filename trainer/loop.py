@@ -1,12 +1,13 @@
-"""The training loop: one optimizer step is a table of contents.
+"""The training loop: one batch of rollouts is a table of contents.
 
     commit(version, cursor) ─► samplers generate ─► take groups as they arrive ─► backward ─► step ─► publish ─┐
             ▲                                                                                                  │
             └──────────────────────────────────────────────────────────────────────────────────────────────────┘
 
 With max_staleness 0 the trainer runs forward and backward on groups while the rest of the batch still decodes and
-steps when the last one is in; because sums are divided by the whole step's denominator, the result equals waiting
-for all. Groups are taken in the order of their ids, so the result does not depend on their order of arrival either.
+steps when the last one of a mini-batch is in; because sums are divided by the whole step's denominator, the result
+equals waiting for all. Groups are taken in the order of their ids, so the result does not depend on their order of
+arrival either.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from common import weights
 from common.config import Config
 from common.durable import failpoint
@@ -27,8 +31,15 @@ from common.panel import StepDisplay
 from common.types import EvalResult, Group, Tombstone
 from common.watchdog import moved
 from trainer import checkpoint, stats
-from trainer.advantages import step_advantages
-from trainer.batch import micro_batch, needs_whole_batch, num_tokens
+from trainer.advantages import Floats, step_advantages
+from trainer.batch import (
+    MicroBatch,
+    micro_batch,
+    needs_batch_statistics,
+    num_tokens,
+    num_trained_tokens,
+    waits_for,
+)
 from trainer.best import Best
 from trainer.checkpoint import Progress
 from trainer.disk import Disk, on_rank_0
@@ -36,6 +47,7 @@ from trainer.engine import Engine, StepResult, Sums
 from trainer.exchange import STOP_TOGETHER, Exchange
 from trainer.inbox import Inbox
 from trainer.losses import Denominator
+from trainer.mini_batches import Step, steps
 from trainer.publish import publish
 from trainer.recording import Recorder, Replay
 from trainer.throughput import Throughput, num_devices
@@ -65,6 +77,7 @@ class Trainer:
         self.best = Best(config, exchange, self.disk, lambda: desk.log.evaluations() if desk else [])
         self.published_version = -1
         self._saved_step = progress.step
+        self._is_between_batches = True  # no step of a batch that has begun is in the weights
         self._num_eval_problems = 0
         self._skipped_in_a_row = 0
         self._timing: dict[str, float] = {}
@@ -98,37 +111,39 @@ class Trainer:
             raise Interrupted
 
     def train_batch(self) -> None:
-        """num_iterations optimizer steps on the next prompts_per_step groups."""
-        groups: Items = []
-        self._own_logprobs: dict[int, Any] = {}  # tensors of this rank's micro-batches in the first iteration
-        for iteration in range(self.config.algorithm.num_iterations):
-            started = time.monotonic()
-            if iteration == 0:
-                self._taken_s = 0.0
-                groups = self.backward_as_groups_arrive()
-            else:
-                self.backward_again(groups)
+        """num_iterations passes over the next batch of rollouts, with an optimizer step on each of its mini-batches."""
+        self._batch: Items = []
+        self._advantages: dict[int, Floats] = {}
+        self._own_logprobs: dict[int, Tensor] = {}  # by group id; of this rank's micro-batches, or of the whole batch
+        for step in steps(self.config, self.progress.batch):
+            started, self._taken_s = time.monotonic(), 0.0
+            self.backward(step)
             result, sums = self.optimizer_step()
-            self._advance(groups, result, sums, last=iteration == self.config.algorithm.num_iterations - 1)
-            self.record(groups, result, sums, seconds=time.monotonic() - started)
+            self._advance(result, sums, step.is_last)
+            self.record(step, result, sums, seconds=time.monotonic() - started)
 
-    def backward_as_groups_arrive(self) -> Items:
-        """Takes the batch in order, chunk by chunk, with forward and backward on each. Returns all of it."""
-        groups: Items = []
+    def backward(self, step: Step) -> None:
+        """Forward and backward on a mini-batch, while later groups still decode where its settings allow."""
+        waits = waits_for(self.config.algorithm)
+        size = self.config.prompts_per_batch if waits == "batch" else 0
+        self._take_up_to(max(step.places) + 1 if waits == "mini_batch" else size)
+        if self._needs_scoring:
+            self._score_batch()
+        for chunk in self._chunks(step.places):
+            self._take_up_to(max(chunk) + 1)
+            self._backward(chunk, step)
+
+    def _take_up_to(self, count: int) -> None:
+        """Takes groups in the order of their ids, a micro-batch at a time, until the batch has this many."""
         first = self.progress.cursor
-        waits = needs_whole_batch(self.config.algorithm)
-        for chunk in self._chunks(range(first, first + self.config.trainer.prompts_per_step)):
-            groups += self.receive(chunk)
+        for ids in self._chunks(range(first + len(self._batch), first + count)):
+            taken = self.receive(ids)
             failpoint("trainer.micro_batch")
-            if not waits:
-                self._backward(groups[-len(chunk) :], groups)
-        if waits:
-            self.backward_again(groups)
-        return groups
-
-    def backward_again(self, groups: Items) -> None:
-        for chunk in self._chunks(range(len(groups))):
-            self._backward([groups[i] for i in chunk], groups)
+            self._batch += taken
+            if not needs_batch_statistics(self.config.algorithm):
+                self._advantages |= step_advantages(taken, self.config)
+            elif len(self._batch) == self.config.prompts_per_batch:
+                self._advantages = step_advantages(self._batch, self.config)
 
     def receive(self, group_ids: Sequence[int]) -> Items:
         """The groups with these ids, on every rank."""
@@ -144,10 +159,19 @@ class Trainer:
         self._taken_s += time.monotonic() - start
         return self.exchange.share(taken)
 
-    def _chunks(self, ids: range) -> list[range]:
+    def _chunks(self, of: Sequence[int]) -> list[Sequence[int]]:
         """One micro-batch of all ranks each."""
         size = self.config.trainer.groups_per_micro_batch * self.exchange.world_size
-        return [ids[i : i + size] for i in range(0, len(ids), size)]
+        return [of[i : i + size] for i in range(0, len(of), size)]
+
+    def _share(self, chunk: Sequence[int]) -> Items:
+        """This rank's groups of a chunk of places in the batch: whole groups, in order."""
+        size, rank = self.config.trainer.groups_per_micro_batch, self.exchange.rank
+        return [self._batch[i] for i in chunk[rank * size : (rank + 1) * size]]
+
+    def _groups_of(self, step: Step) -> Items:
+        """Those of its groups that are here."""
+        return [self._batch[i] for i in step.places if i < len(self._batch)]
 
     def _denominator(self, groups: Items) -> Denominator:
         """B counts every completion the step was planned with: a tombstone's are there, with weight zero."""
@@ -159,20 +183,47 @@ class Trainer:
             max_completion_length=sampler.max_completion_length,
         )
 
-    def _backward(self, chunk: Items, groups: Items) -> None:
-        """This rank's share of one chunk of the groups taken so far: whole groups, in order."""
+    def _micro_batch(self, chunk: Sequence[int], denominator: Denominator) -> MicroBatch:
+        config = self.config
+        return micro_batch(self._share(chunk), self._advantages, denominator, config.algorithm, config.trainer.packing)
+
+    def _backward(self, chunk: Sequence[int], step: Step) -> None:
+        """This rank's share of one chunk of a step."""
         moved(f"training a micro-batch of step {self.progress.step + 1}")
         start = time.monotonic()
-        size, rank = self.config.trainer.groups_per_micro_batch, self.exchange.rank
-        algorithm = self.config.algorithm
-        mine = chunk[rank * size : (rank + 1) * size]
-        advantages = step_advantages(groups if needs_whole_batch(algorithm) else mine, self.config)
-        batch = micro_batch(mine, advantages, self._denominator(groups), algorithm, self.config.trainer.packing)
-        first = chunk[0].group_id
-        logprobs = self.engine.backward(batch, self._own_logprobs.get(first))
-        if algorithm.vllm_importance_sampling_mode is not None:
-            self._own_logprobs.setdefault(first, logprobs)
+        batch = self._micro_batch(chunk, self._denominator(self._groups_of(step)))
+        own = [self._own_logprobs[g] for g in batch.tokens_of if g in self._own_logprobs]
+        logprobs = self.engine.backward(batch, torch.cat(own) if own else None)
+        if self.config.algorithm.vllm_importance_sampling_mode is not None and not own:
+            self._remember(batch, logprobs)
         self._time("timing/backward_s", start)
+
+    @property
+    def _needs_scoring(self) -> bool:
+        """Later mini-batches meet weights that have moved: log-probs at the sampled version must come before them."""
+        algorithm = self.config.algorithm
+        corrects = algorithm.vllm_importance_sampling_mode is not None
+        return corrects and algorithm.steps_per_generation > 1 and not self._own_logprobs
+
+    def _score_batch(self) -> None:
+        """The trainer's own log-probs of the whole batch, on every rank: shuffling gives groups to other ranks."""
+        start = time.monotonic()
+        for chunk in self._chunks(range(len(self._batch))):
+            moved("scoring a batch of rollouts with the weights that sampled it")
+            batch = self._micro_batch(chunk, self._denominator(self._batch))
+            self._remember(batch, self.engine.score(batch.row, self.config.sampler.temperature))
+        algorithm, advantages = self.config.algorithm, self._advantages
+        lengths = {g.group_id: num_trained_tokens(g, advantages, algorithm) for g in self._batch}
+        zeros = {g: torch.zeros(n) for g, n in lengths.items() if n}
+        flat = torch.cat([self._own_logprobs.get(g, zero) for g, zero in zeros.items()] or [torch.zeros(0)])
+        everyones = torch.tensor(self.exchange.add(flat.tolist()), dtype=torch.float32)  # exact: others add 0
+        self._own_logprobs = dict(zip(zeros, everyones.split([len(z) for z in zeros.values()]), strict=True))
+        self._time("timing/score_s", start)
+
+    def _remember(self, batch: MicroBatch, logprobs: Tensor) -> None:
+        if batch.tokens_of:  # a filler has none
+            parts = logprobs.split(list(batch.tokens_of.values()))
+            self._own_logprobs |= zip(batch.tokens_of, parts, strict=True)
 
     def optimizer_step(self) -> tuple[StepResult, Sums]:
         moved(f"making optimizer step {self.progress.step + 1}")
@@ -185,8 +236,8 @@ class Trainer:
         self._time("timing/step_s", start)
         return result, sums
 
-    def _advance(self, groups: Items, result: StepResult, sums: Sums, last: bool) -> None:
-        """The version moves only with an applied step; the batch is spent either way."""
+    def _advance(self, result: StepResult, sums: Sums, last: bool) -> None:
+        """The version moves only with an applied step; the batch is spent with its last step either way."""
         p = self.progress
         self.progress = replace(
             p,
@@ -194,9 +245,10 @@ class Trainer:
             policy_version=p.policy_version + result.applied,
             num_tokens=p.num_tokens + int(sums.tokens),
             batch=p.batch + last,
-            cursor=p.cursor + last * len(groups),
-            tombstones=p.tombstones + last * sum(isinstance(g, Tombstone) for g in groups),
+            cursor=p.cursor + last * len(self._batch),
+            tombstones=p.tombstones + last * sum(isinstance(g, Tombstone) for g in self._batch),
         )
+        self._is_between_batches = last
         self._skipped_in_a_row = 0 if result.applied else self._skipped_in_a_row + 1
         if self._skipped_in_a_row >= self.config.trainer.max_skipped_steps:
             raise Retryable(
@@ -239,8 +291,9 @@ class Trainer:
         return self._evaluates_now() and not (self.desk and self.desk.log.has_eval(self.progress.policy_version))
 
     def _evaluates_now(self) -> bool:
-        every = self.config.eval.steps
-        due = every is not None and self.progress.policy_version % every == 0
+        every, version = self.config.eval.steps, self.progress.policy_version
+        before = max(0, version - self.config.algorithm.steps_per_batch)  # a batch may step over a multiple
+        due = every is not None and (version // every > before // every or version == 0)
         return due or (self.config.eval.after and self.progress.batch == self.config.num_batches)
 
     def finish_evaluation(self) -> None:
@@ -263,9 +316,17 @@ class Trainer:
             self._save()
 
     def save_on_interrupt(self) -> None:
-        """The state is that after the last whole batch; gradients of a batch that has begun are in no checkpoint."""
-        if self.config.trainer.save_steps is not None and self.progress.step > self._saved_step:
+        """The state is that after the last whole batch; gradients of a batch that has begun are in no checkpoint.
+
+        Once a step of a batch has moved the weights, cursor and weights agree again only at its end: nothing is saved.
+        """
+        if self.config.trainer.save_steps is None or self.progress.step == self._saved_step:
+            return
+        if self._is_between_batches:
             self._save()
+        elif self.desk:
+            done = f"interrupted inside a batch of {self.config.algorithm.steps_per_batch} steps"
+            self.desk.display.note(f"{done}: the newest checkpoint stays that of step {self._saved_step}")
 
     def _save(self) -> None:
         moved(f"saving the checkpoint of step {self.progress.step}")
@@ -289,11 +350,12 @@ class Trainer:
 
     def _passed_multiple_of(self, every: int) -> bool:
         """A batch may hold several steps: did one of them reach a multiple?"""
-        return self.progress.step // every > (self.progress.step - self.config.algorithm.num_iterations) // every
+        return self.progress.step // every > (self.progress.step - self.config.algorithm.steps_per_batch) // every
 
-    def record(self, groups: Items, result: StepResult, sums: Sums, seconds: float) -> None:
+    def record(self, step: Step, result: StepResult, sums: Sums, seconds: float) -> None:
         if self.desk is None:
             return
+        groups = self._groups_of(step)
         version = self.progress.policy_version - result.applied
         sampler_stats, counters = self.desk.inbox.snapshot()
         rollout = stats.rollout_metrics(groups, version, self.config.rewards.full_mark)
@@ -311,6 +373,8 @@ class Trainer:
             "tombstones": self.progress.tombstones,
             "disk_retries": self.disk.retries,
         }
+        if self.config.algorithm.steps_per_batch > 1:
+            values |= {"iteration": float(step.iteration), "mini_batch": float(step.mini_batch)}
         values |= self._sampler_values(sampler_stats) | {f"link/{name}": float(n) for name, n in counters.items()}
         values |= self._timing
         values |= self.throughput.step(groups, self.progress.batch, values, time.monotonic())

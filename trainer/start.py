@@ -80,7 +80,7 @@ def _open_desk(stack: contextlib.ExitStack, config: Config, progress: Progress, 
     """What only rank 0 has, closed by the stack: records, display, and the link to the samplers or a recording."""
     from trainer.loop import Desk
 
-    output_dir, per_step = config.run.output_dir, config.trainer.prompts_per_step
+    output_dir = config.run.output_dir
     weights_dir = weights.default_dir(config)
     durable.make_private(weights_dir)
     for folder in (weights_dir, output_dir, output_dir / "checkpoints"):
@@ -102,8 +102,7 @@ def _open_desk(stack: contextlib.ExitStack, config: Config, progress: Progress, 
     incarnation = secrets.token_hex(8)
     if config.run.replay is not None:
         return Desk(Replay(config.run.replay, incarnation), recorder, log, display)
-    window = per_step * (1 + config.trainer.max_staleness)
-    ledger = Ledger(config.num_batches * per_step, window, progress.cursor)
+    ledger = Ledger(config.num_batches * config.prompts_per_batch, config.window, progress.cursor)
     inbox = Inbox(config, progress.run_id, incarnation, _limits(config), ledger, display.waiting)
     return Desk(stack.enter_context(inbox), recorder, log, display)
 
@@ -159,6 +158,8 @@ def _stream(config: Config) -> dict[str, Any]:
                 "trainer.prompts_per_step": config.trainer.prompts_per_step,
                 "sampler.num_generations": config.sampler.num_generations,
                 "algorithm.num_iterations": config.algorithm.num_iterations,
+                "algorithm.steps_per_generation": config.algorithm.steps_per_generation,
+                "algorithm.shuffle_mini_batches": config.algorithm.shuffle_mini_batches,
             }
         )
     )
