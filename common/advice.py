@@ -45,9 +45,8 @@ class Settings:
             for key in Settings.__dataclass_fields__
             if section.get(key) is not None
         }
-        trainer, steps = known["trainer"], known["algorithm"].get("num_iterations", 1)
-        mini_batches = known["sampler"].get("prompts_per_batch") not in (None, trainer.get("prompts_per_step"))
-        on_policy = steps == 1 and not trainer.get("max_staleness") and not mini_batches
+        steps = known["algorithm"].get("num_iterations", 1) * known["algorithm"].get("steps_per_generation", 1)
+        on_policy = steps == 1 and not known["trainer"].get("max_staleness")
         return Settings(**values | {"output_dir": str(values.get("output_dir", "runs/run")), "is_on_policy": on_policy})
 
 
