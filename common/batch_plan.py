@@ -61,9 +61,9 @@ class BatchPlan:
 def batch_plan(config: Config, ranks: int, num_rows: int | None = None) -> BatchPlan:
     """Raises UserError, with the nearest numbers that work, if the groups do not divide over the ranks."""
     config.micro_batches(ranks)
-    mini_batches = getattr(config.algorithm, "steps_per_generation", 1)
+    mini_batches = config.algorithm.steps_per_generation
     return BatchPlan(
-        prompts=config.trainer.prompts_per_step * mini_batches,
+        prompts=config.prompts_per_batch,
         num_generations=config.sampler.num_generations,
         ranks=ranks,
         mini_batches=mini_batches,
