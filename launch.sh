@@ -110,6 +110,7 @@ setup() {
   rm -f "$stamp"
   printf 'tandem: installing for %s into %s/.venv (log: %s)\n' "$backend" "$root" "$log"
   if ! is_usable "$backend"; then
+    [[ ! -L .venv ]] || die "$root/.venv is a link to $(readlink -f .venv), made elsewhere; remove it: rm $root/.venv"
     python=$(find_python)
     step "virtual environment ($("$python" -V))" "$python" -m venv --clear .venv
   fi

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # --- launch.sh
 
 TOOLS = ("bash", "awk", "cat", "chmod", "cp", "df", "dirname", "flock", "grep", "mkdir", "rm", "sed", "sha256sum")
-TOOLS += ("tail", "touch")
+TOOLS += ("readlink", "tail", "touch")
 # Records what it is asked, makes a .venv around itself, and fails where the test says so.
 PYTHON = r"""#!/usr/bin/env bash
 echo "$*" >>"$CALLS"
@@ -113,6 +113,17 @@ def test_a_moved_folder_gets_a_new_environment(copy, tmp_path):
     copy.folder = copy.folder.rename(tmp_path / "moved")
     assert copy.launch("setup").returncode == 0
     assert copy.calls() == INSTALL
+
+
+def test_an_environment_behind_a_link_is_never_cleared(copy, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "precious").touch()
+    (copy.folder / ".venv").symlink_to(other)
+    done = copy.launch("setup")
+    assert done.returncode == 2
+    assert f"is a link to {other}, made elsewhere; remove it: rm " in done.stderr
+    assert (other / "precious").exists()
 
 
 def test_another_backend_gets_a_new_environment(copy):
