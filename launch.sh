@@ -3,6 +3,7 @@
 #
 #   bash launch.sh [run] [config.yaml] [key=value …]   install what is missing, then train; default: the quick start
 #   bash launch.sh plan [config.yaml] [key=value …]    every number that follows from a config, before anything starts
+#   bash launch.sh eval CHECKPOINT [DATA] [key=value …]   pass@k, maj@k, format and length of a model, without a trainer
 #   bash launch.sh setup | test [pytest arguments] | doctor [--imports] | bench [--cells … --rows …]
 #
 # Read from the environment: PYTHON (3.11 or 3.12), BACKEND=auto|cpu|gpu, and everything that pip, Hugging Face, CUDA,
@@ -134,8 +135,8 @@ export VLLM_NO_USAGE_STATS=${VLLM_NO_USAGE_STATS-1} TOKENIZERS_PARALLELISM=${TOK
 
 command=run
 case ${1:-} in
-  run | plan | setup | test | doctor | bench) command=$1; shift ;;
-  -h | --help | help) sed -n '2,9s/^# \{0,1\}//p' launch.sh; exit ;;
+  run | plan | eval | setup | test | doctor | bench) command=$1; shift ;;
+  -h | --help | help) sed -n '2,10s/^# \{0,1\}//p' launch.sh; exit ;;
 esac
 
 case $command in
@@ -149,6 +150,11 @@ case $command in
     if [[ ${1:-} == [!/]* && $1 != *=* && -f $called_from/$1 ]]; then set -- "$called_from/$1" "${@:2}"; fi
     if [[ $command == plan ]]; then exec .venv/bin/python plan.py "$@"; fi
     exec .venv/bin/python -m common.supervise "$@"
+    ;;
+  eval)
+    setup
+    if [[ ${1:-} == [!/]* && -d $called_from/$1 ]]; then set -- "$called_from/$1" "${@:2}"; fi
+    exec .venv/bin/python -m sampler.evaluate "$@"
     ;;
   test)
     setup

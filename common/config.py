@@ -508,6 +508,14 @@ class Config(Section):
                 f"{longest} tokens > vllm.max_model_len {limit}; set vllm.max_model_len={longest}, or remove it"
             )
 
+    def require_training(self) -> None:
+        """Raises UserError where there is nothing to train."""
+        if self.eval.val_only:
+            raise UserError(
+                "eval.val_only evaluates without a trainer: bash launch.sh run CONFIG eval.val_only=true, or "
+                "bash launch.sh eval CHECKPOINT"
+            )
+
     def _check_evaluation(self) -> None:
         metric = self.eval.metric_for_best_model
         if (metric is not None or self.eval.val_only) and self.data.eval is None:

@@ -1,7 +1,7 @@
-"""Looks for what usually stops a start, and says how to mend it:  bash launch.sh doctor [--imports]
+"""Looks for what usually stops a start, and says how to mend it:  bash launch.sh doctor [--imports] [--config FILE]
 
 One line per check, ✓ or ✗, with a fix to paste under every ✗. Imports only the standard library, so that it also runs
-before anything is installed. Left out: the configuration (common.config checks it) and the network.
+before anything is installed; --config adds the checks of one config (doctor_config.py). Left out: a run of anything.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ import argparse
 import importlib.util
 import os
 import re
+import resource
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -42,22 +45,25 @@ def main(arguments: Sequence[str]) -> int:
     """Prints every check. Returns 0 if all are fine, else 1."""
     parser = argparse.ArgumentParser(prog="launch.sh doctor", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--imports", action="store_true", help="also import torch, vllm and deepspeed (10 s and more)")
-    with_imports = parser.parse_args(arguments).imports
+    parser.add_argument("--config", metavar="FILE", help="also what this config needs: devices, room, port, tokenizer")
+    given = parser.parse_args(arguments)
     failed = 0
-    for check in checks(with_imports):
+    for check in checks(given.imports, given.config):
         failed += not check.ok
         print(f"{'✓' if check.ok else '✗'} {check.text}" + ("" if check.ok else f"\n    fix: {check.fix}"), flush=True)
     print(f"{failed} to mend" if failed else "all fine")
     return 1 if failed else 0
 
 
-def checks(with_imports: bool) -> Iterator[Check]:
+def checks(with_imports: bool, config: str | None = None) -> Iterator[Check]:
     yield python_version(sys.version_info[:2])
     yield memory()
     yield shared_memory()
     yield disk()
     yield build_locks()
     yield from writable()
+    yield open_files()
+    yield hub()
     yield channel_socket()
     yield loopback_port()
     installed = packages()
@@ -66,6 +72,10 @@ def checks(with_imports: bool) -> Iterator[Check]:
     if with_imports and installed.ok:
         for name in ("torch", "vllm", "deepspeed"):
             yield imports(name)
+    if config is not None and installed.ok:
+        from common.doctor_config import config_checks
+
+        yield from config_checks(config)
 
 
 def python_version(version: tuple[int, ...]) -> Check:
@@ -112,6 +122,30 @@ def writable() -> Iterator[Check]:
         ok = os.access(parent, os.W_OK | os.X_OK)
         fix = "export HF_HOME=/a/folder/of/yours" if name == "HF_HOME" else f"sudo chown -R $USER {ROOT}"
         yield Check(ok, f"{name}: {folder} is {'' if ok else 'not '}writable", fix)
+
+
+def open_files() -> Check:
+    """Data sets, shards and sockets of all processes; 1,024 is what Linux gives."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1024 if hard == resource.RLIM_INFINITY else min(1024, hard)
+    shown = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
+    ok = soft == resource.RLIM_INFINITY or soft >= 1024
+    return Check(ok, f"open files: {shown} per process", f"ulimit -n {max(wanted, 1024)}")
+
+
+def hub() -> Check:
+    """Models and data by hub id need it; folders and files do not."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return Check(True, "hub: not asked, HF_HUB_OFFLINE is set")
+    address = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    fix = "export HF_ENDPOINT=https://… of a mirror, or HF_HUB_OFFLINE=1 where models and data are local"
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=5):
+            return Check(True, f"hub: {address} answers")
+    except urllib.error.HTTPError as error:  # it answers, if only with a redirect or a refusal
+        return Check(error.code < 500, f"hub: {address} answers {error.code}", fix)
+    except (OSError, ValueError) as error:
+        return Check(False, f"hub: {address} does not answer: {getattr(error, 'reason', error)}", fix)
 
 
 def channel_socket() -> Check:

@@ -42,6 +42,8 @@ def main(arguments: Sequence[str]) -> int:
         config.micro_batches(place.num_ranks)
         require_packages(config.run.report_to)
         folder, is_quickstart = config.run.output_dir, path.resolve() == QUICKSTART
+        if config.eval.val_only:
+            return (_build_quickstart() if is_quickstart else DONE) or _evaluate(config, path, overrides)
         if is_quickstart and not config.run.resume:
             move_aside(folder)
         check_folder(config)
@@ -51,6 +53,19 @@ def main(arguments: Sequence[str]) -> int:
     except UserError as error:
         print(f"tandem: {error}", file=sys.stderr)
         return USER_ERROR
+
+
+def _evaluate(config: Config, path: Path, overrides: Sequence[str]) -> int:
+    """eval.val_only: the model, or with run.resume the newest checkpoint, without a trainer."""
+    folder = config.run.output_dir
+    if config.run.resume and not checkpoints(folder):
+        raise UserError(f"run.resume: there is no checkpoint in {folder}/checkpoints; leave run.resume out")
+    model = str(max(checkpoints(folder))) if config.run.resume else config.model.path
+    words = [model, "--config", str(path), "--output", str(folder / "evaluations" / Path(model).name), *overrides]
+    try:
+        return subprocess.run([sys.executable, "-m", "sampler.evaluate", *words], cwd=ROOT).returncode
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def _run(command: _Command) -> int:

@@ -79,6 +79,13 @@ class Task:
     decode: Callable[[list[list[int]]], list[str]]
 
 
+def held_out_law(config: Config, problem: int) -> SamplingLaw:
+    """How a held-out problem is sampled, by its place in the evaluation data."""
+    length = config.eval.max_completion_length or config.sampler.max_completion_length
+    seed = sampling_seed(config.run.seed + _EVAL_SEED_OFFSET, problem)
+    return SamplingLaw(config.eval.temperature, length, config.eval.num_generations, seed)
+
+
 class Sampler:
     def __init__(
         self,
@@ -185,10 +192,7 @@ class Sampler:
         if isinstance(key, GroupKey):
             seed = sampling_seed(seed, key.group_id)
             return SamplingLaw(sampler.temperature, sampler.max_completion_length, sampler.num_generations, seed)
-        held_out = self.config.eval
-        length = held_out.max_completion_length or sampler.max_completion_length
-        seed = sampling_seed(seed + _EVAL_SEED_OFFSET, key.problem)
-        return SamplingLaw(held_out.temperature, length, held_out.num_generations, seed)
+        return held_out_law(self.config, key.problem)
 
     def generate(self) -> None:
         """One engine step; what it finished goes to the rewards, in text, while the engine goes on."""

@@ -21,6 +21,7 @@ from sampler.prompts import make_prompts
 
 def run(config: Config, sampler_id: str) -> None:
     """Samples until the trainer says goodbye. Raises UserError, Retryable or PeerEnded."""
+    config.require_training()
     limits, log = config.channel, config.run.output_dir / "logs" / "trainer.log"
     with Watchdog(f"sampler {sampler_id}", limits.stall_timeout_s, limits.connect_timeout_s, log):
         _run(config, sampler_id)
@@ -31,8 +32,8 @@ def _run(config: Config, sampler_id: str) -> None:
     held_out = load_data("data.eval", config.data.eval, config.data) if config.data.eval else []
     with RewardPool(config.rewards, columns=problems[0].columns, max_steps=config.trainer.max_steps) as pool:
         tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
-        train_prompts = _prompts("data.train", problems, tokenizer, config)
-        held_out_prompts = _prompts("data.eval", held_out, tokenizer, config)[: config.data.eval_size]
+        train_prompts = prompts_of("data.train", problems, tokenizer, config)
+        held_out_prompts = prompts_of("data.eval", held_out, tokenizer, config)[: config.data.eval_size]
         task = Task(train_prompts, held_out_prompts, lambda ids: tokenizer.batch_decode(ids, skip_special_tokens=True))
         data, vocabulary = fingerprint(problems + held_out), _fingerprint_tokenizer(tokenizer)
         link = Link(config, sampler_id, hello(data, vocabulary, len(train_prompts), len(held_out_prompts)))
@@ -63,7 +64,7 @@ def _sample(config: Config, task: Task, link: Link, pool: RewardPool, vocabulary
     Sampler(config, task, Engine(config, num_gpus), link, pool, reference).run()
 
 
-def _prompts(source: str, problems: list[Problem], tokenizer: Any, config: Config) -> list[Prompt]:
+def prompts_of(source: str, problems: list[Problem], tokenizer: Any, config: Config) -> list[Prompt]:
     """Problems as prompts; says how many were too long."""
     if not problems:
         return []

@@ -71,7 +71,7 @@ def version(policy, tmp_path):
     return make
 
 
-def sample(engine: Engine, law: SamplingLaw, prompt=PROMPT):
+def complete(engine: Engine, law: SamplingLaw, prompt=PROMPT):
     engine.submit("key", prompt, law)
     finished = []
     while engine.num_running:
@@ -82,22 +82,22 @@ def sample(engine: Engine, law: SamplingLaw, prompt=PROMPT):
 
 
 def greedy(engine: Engine, prompt=PROMPT, length: int = 16) -> list[int]:
-    return sample(engine, SamplingLaw(0.0, length, 1, None), prompt)[0].token_ids.tolist()
+    return complete(engine, SamplingLaw(0.0, length, 1, None), prompt)[0].token_ids.tolist()
 
 
 def test_old_logprobs_are_those_of_the_full_softmax_at_the_sampling_temperature(engine, config, policy, version):
     reload(engine, version(1), config)
     for temperature in (0.7, 1.0):
-        for completion in sample(engine, SamplingLaw(temperature, 24, 4, 7)):
+        for completion in complete(engine, SamplingLaw(temperature, 24, 4, 7)):
             expected = policy.logprobs(PROMPT, completion.token_ids.tolist(), temperature)
             assert np.abs(completion.logprobs - expected).max() < 1e-4
 
 
 def test_a_seed_gives_the_same_completions_again_and_siblings_differ(engine):
-    first, second = (sample(engine, SamplingLaw(1.0, 24, 4, 11)) for _ in range(2))
+    first, second = (complete(engine, SamplingLaw(1.0, 24, 4, 11)) for _ in range(2))
     assert [c.token_ids.tolist() for c in first] == [c.token_ids.tolist() for c in second]
     assert len({tuple(c.token_ids.tolist()) for c in first}) == 4
-    other = sample(engine, SamplingLaw(1.0, 24, 4, 12))
+    other = complete(engine, SamplingLaw(1.0, 24, 4, 12))
     assert [c.token_ids.tolist() for c in other] != [c.token_ids.tolist() for c in first]
 
 
@@ -106,7 +106,7 @@ def test_a_completion_that_ends_keeps_its_stop_token_and_its_logprob(engine, con
     with torch.no_grad():  # the embedding is tied: a long row makes its token likely, whatever comes before
         policy.model.get_input_embeddings().weight[stop] *= 40
     reload(engine, version(2), config)
-    ended = [c for c in sample(engine, SamplingLaw(1.0, 24, 16, 5)) if c.finish_reason == "stop"]
+    ended = [c for c in complete(engine, SamplingLaw(1.0, 24, 16, 5)) if c.finish_reason == "stop"]
     assert ended, "no completion ended: the test's weights do not make the stop token likely enough"
     for completion in ended:
         assert completion.token_ids[-1] == stop
@@ -229,3 +229,27 @@ def test_the_reference_gives_the_logprobs_of_a_dense_forward(config, policy):
             logits = dense(row_ids).logits[0, len(PROMPT) - 1 : -1] / config.sampler.temperature
         expected = torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids, dtype=torch.int64)[:, None])[:, 0]
         assert np.abs(found - expected.numpy()).max() < 1e-5
+
+
+def test_an_evaluation_scores_every_problem_with_the_seeds_of_a_runs_own_evaluation(engine, config, policy, version):
+    from common.types import Problem, Prompt
+    from rewards.pool import RewardPool
+    from sampler.evaluate import sample
+    from sampler.loop import held_out_law
+    from sampler.results import report
+
+    reload(engine, version(10), config)
+    evaluation = {"num_generations": 3, "temperature": 1.0, "max_completion_length": 8}
+    given = config.model_copy(update={"eval": config.eval.model_copy(update=evaluation)})
+    problems = [Problem(i, {"question": "?", "answer": "1"}) for i in (0, 4, 9)]
+    prompts = [Prompt(p, "?", "?", np.array(PROMPT[: 20 + p.index], np.int32)) for p in problems]
+    with RewardPool(given.rewards, columns=problems[0].columns) as pool:
+        samples, failures = sample(given, prompts, pool, lambda ids: [" ".join(map(str, x)) for x in ids], engine)
+    assert failures == [] and [s["problem_index"] for s in samples] == [0] * 3 + [4] * 3 + [9] * 3
+    law = held_out_law(given, 1)
+    assert (law.num_completions, law.max_tokens, law.temperature) == (3, 8, 1.0)
+    again = [" ".join(map(str, c.token_ids)) for c in complete(engine, law, PROMPT[:24])]
+    assert again == [s["completion"] for s in samples if s["problem_index"] == 4]
+    assert all(s["rewards"]["format"] == -1.0 and s["num_tokens"] <= 8 for s in samples)
+    result = report(samples, 0, [1, 3], given.rewards)
+    assert result["functions"]["format"]["pass"]["3"]["value"] == 0.0

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 def run(config: Config) -> None:
     """Trains to the end. Raises UserError, Retryable or PeerEnded."""
+    config.require_training()
     rank, limits = int(os.environ.get("RANK", "0")), config.channel
     timeout_s = limits.rank_patience_s if rank else limits.stall_timeout_s
     log = config.run.output_dir / "logs" / "sampler.log"
