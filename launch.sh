@@ -5,6 +5,7 @@
 #   bash launch.sh plan [config.yaml] [key=value …]    every number that follows from a config, before anything starts
 #   bash launch.sh eval CHECKPOINT [DATA] [key=value …]   pass@k, maj@k, format and length of a model, without a trainer
 #   bash launch.sh setup | test [pytest arguments] | doctor [--imports] | bench [--cells … --rows …]
+#   bash launch.sh report RUN_FOLDER | samples RUN_FOLDER [--step N] [--worst | --best]
 #
 # Read from the environment: PYTHON (3.11 or 3.12), BACKEND=auto|cpu|gpu, and everything that pip, Hugging Face, CUDA,
 # OpenMP and vLLM read themselves. Nothing that you have set is overwritten.
@@ -136,7 +137,8 @@ export VLLM_NO_USAGE_STATS=${VLLM_NO_USAGE_STATS-1} TOKENIZERS_PARALLELISM=${TOK
 command=run
 case ${1:-} in
   run | plan | eval | setup | test | doctor | bench) command=$1; shift ;;
-  -h | --help | help) sed -n '2,10s/^# \{0,1\}//p' launch.sh; exit ;;
+  report | samples) command=$1; shift ;;
+  -h | --help | help) sed -n '2,11s/^# \{0,1\}//p' launch.sh; exit ;;
 esac
 
 case $command in
@@ -163,6 +165,11 @@ case $command in
   bench)
     setup
     exec .venv/bin/python benchmarks/bench.py "$@"
+    ;;
+  report | samples)
+    setup
+    if [[ ${1:-} == [!/]* && -d $called_from/$1 ]]; then set -- "$called_from/$1" "${@:2}"; fi
+    exec .venv/bin/python -m "common.$command" "$@"
     ;;
   doctor)
     if supported .venv/bin/python; then python=.venv/bin/python; else python=$(find_python); fi

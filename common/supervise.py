@@ -77,12 +77,21 @@ def _run(command: _Command) -> int:
     code = Supervisor(command.sampler(), command.trainer(), rules).run()
     if code == INTERRUPTED and checkpoints(folder):
         print(f"tandem: continue with: bash launch.sh {command.words} run.resume=true", file=sys.stderr)
-    if code == DONE:
-        from common.report import final_summary, write_curves  # matplotlib is slow to import, and errors must be fast
-
-        write_curves(folder)
-        print(final_summary(folder))
+    if command.steps():
+        _report(folder)
     return code
+
+
+def _report(folder: Path) -> None:
+    """Whatever way the run ended. A picture that cannot be drawn must not change the run's exit code."""
+    from common.report import main as report  # matplotlib is slow to import, and errors must be fast
+
+    try:
+        report([str(folder)])
+    except Exception as error:
+        print(
+            f"tandem: no report: {type(error).__name__}: {error}; try bash launch.sh report {folder}", file=sys.stderr
+        )
 
 
 def parse(arguments: Sequence[str]) -> tuple[Path, list[str]]:

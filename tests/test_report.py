@@ -8,8 +8,9 @@ import matplotlib.axes
 import pytest
 
 from common.config import UserError
+from common.curves import centered_mean, share_of_full_marks, write_curves
 from common.metrics import MetricsLog
-from common.report import centered_mean, final_summary, main, share_of_full_marks, write_curves
+from common.report import final_summary, main
 
 pytestmark = pytest.mark.fast
 
@@ -79,6 +80,15 @@ def test_the_summary_of_a_single_evaluation_has_one_share(tmp_path):
     assert final_summary(tmp_path).splitlines()[0] == "held-out answer: 41.0 %  (n = 512; 95 % interval [36.8, 45.3])"
 
 
+def test_the_summary_tells_how_long_it_took_and_who_waited(tmp_path):
+    pace = {"timing/all_s": 10.0, "wait/trainer_s": 5.0, "wait/sampler_s": 4.0, "tokens_per_second": 4762.0}
+    write_run(tmp_path, 8, **pace)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"step": 1,', '"step": 1, "timing/first_step_s": 41.2,', 1))
+    expected = "8 steps in 1:20, the first 41 s after the start; 4,762 tok/s; the trainer waited 50%, the sampler 40%"
+    assert final_summary(tmp_path).splitlines()[-1] == expected.replace("the sampler", "the sampler waited")
+
+
 def test_the_summary_says_that_nothing_was_held_out(tmp_path):
     nothing = "no held-out evaluation was made; set data.eval to measure one"
     assert final_summary(write_run(tmp_path / "none", 1)) == nothing
@@ -144,6 +154,9 @@ def test_the_command_draws_prints_and_exits_2_for_a_wrong_folder(tmp_path, capsy
     assert main([str(write_run(tmp_path / "run", 2, (evaluation(0, 210), evaluation(2, 370))))]) == 0
     output = capsys.readouterr().out
     assert output.startswith("held-out answer: 41.0 % → 72.3 %")
-    assert output.endswith(f"curves: {tmp_path / 'run' / 'curves.png'}\n")
+    *_, curves, report = output.splitlines()
+    assert curves == f"curves: {tmp_path / 'run' / 'curves.png'}"
+    assert report == f"report: {tmp_path / 'run' / 'report.html'}"
+    assert (tmp_path / "run" / "report.html").exists()
     assert main([str(tmp_path / "nothing")]) == 2
     assert "no metrics.jsonl" in capsys.readouterr().err

@@ -12,11 +12,15 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from common import supervise
 from common.config import Config, UserError
+from common.metrics import MetricsLog
+from common.placement import placement
 from common.processes import ROOT
 from common.supervise import LOCK, check_folder, checkpoints, main, move_aside, parse
 from common.transcript import Transcript
@@ -360,3 +364,24 @@ def test_a_folder_in_use_is_refused(tmp_path, capsys):
         fcntl.flock(held, fcntl.LOCK_EX)
         assert main([str(yaml)]) == 2
     assert "belongs to a run that is going on (pid 7)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", [0, 1, 130])
+def test_a_run_that_made_steps_leaves_a_report_however_it_ends(tmp_path, monkeypatch, capsys, code):
+    folder = tmp_path / "run"
+    log = MetricsLog(folder)
+    log.log(1, {"reward": 1.0})
+    log.close()
+    monkeypatch.setattr(supervise, "Supervisor", lambda *_: SimpleNamespace(run=lambda: code))
+    config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "run": {"output_dir": folder}})
+    command = supervise._Command(tmp_path / "c.yaml", (), config, placement(config, (), (0, 1)))
+    assert supervise._run(command) == code
+    assert (folder / "report.html").exists() and (folder / "curves.png").exists()
+    assert f"report: {folder / 'report.html'}" in capsys.readouterr().out
+
+
+def test_a_report_that_fails_does_not_change_how_the_run_ended(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "report.html").mkdir()  # in the way
+    supervise._report(tmp_path)
+    assert "no report: IsADirectoryError" in capsys.readouterr().err

@@ -1,0 +1,103 @@
+"""docs/metrics.md against the code: every metric that can be logged stands in it, and nothing else."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.advice import RULES
+from trainer.throughput import SECONDS
+
+pytestmark = pytest.mark.fast
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "metrics.md").read_text()
+ALIASES = {"total/idle_s": "wait/sampler_s"}  # trainer/loop.py renames running totals of the sampler
+
+
+def pattern(node: ast.expr) -> str | None:
+    """The text of a string, with <> for what an f-string puts in: f"rewards/{name}/mean" → "rewards/<>/mean"."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "<>" for part in node.values)
+    return None
+
+
+def keys(tree: ast.AST) -> Iterator[str]:
+    """Keys of dict displays, of dict comprehensions and of assignments such as values["reward"] = …"""
+    for node in ast.walk(tree):
+        found: list[ast.expr | None] = []
+        if isinstance(node, ast.Dict):
+            found = node.keys
+        elif isinstance(node, ast.DictComp):
+            found = [node.key]
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            found = [node.slice]
+        yield from (text for key in found if key is not None and (text := pattern(key)) is not None)
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef]:
+    yield from (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
+
+
+def subscripts(path: Path, name: str) -> Iterator[str]:
+    """Constant and f-string keys of `self.name[…]`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute) and node.value.attr == name:
+            key = pattern(node.slice)
+            yield from [key] if key is not None else []
+
+
+def logged() -> set[str]:
+    """Names in the code of everything that a line of metrics.jsonl or a sink may hold."""
+    names = {"step", "time", "num_non_finite", *SECONDS, *(f"advice/{cause}" for cause in RULES)}
+    for path in (ROOT / "trainer").glob("*.py"):
+        for function in functions(path):
+            makes = function.name.endswith("_metrics") or (path.stem, function.name) in {
+                ("loop", "record"),
+                ("throughput", "step"),
+            }
+            names |= set(keys(function)) if makes else set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "_time":
+                names.add(pattern(node.args[0]) or "")
+        names |= {f"link/{key}" for key in subscripts(path, "counters")}
+    for path in (ROOT / "sampler").glob("*.py"):
+        for key in subscripts(path, "stats"):
+            names.add(ALIASES.get(key, key.replace("total/", "timing/sampler_")))
+    log_eval = next(f for f in functions(ROOT / "common" / "metrics.py") if f.name == "log_eval")
+    names |= set(keys(log_eval))
+    return names - {"link/<>", ""}  # record() prefixes the counters, which are taken one by one above
+
+
+def documented() -> set[str]:
+    """Names in the first column of the page's tables, <function> and the like as <>."""
+    cells = [line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `")]
+    return {re.sub(r"<\w+>", "<>", name) for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def test_every_metric_that_the_code_logs_is_explained():
+    assert sorted(logged() - documented()) == []
+
+
+def test_every_metric_that_is_explained_is_logged():
+    assert sorted(documented() - logged()) == []
+
+
+def test_the_collection_sees_metrics_of_every_kind():
+    """Without this a renamed function would make the two tests above agree on nothing."""
+    expected = {"reward", "rewards/<>/accuracy", "mismatch/k3", "kl", "grad_norm", "timing/backward_s", "sync/reload_s"}
+    expected |= {"wait/sampler_s", "timing/sampler_generate_s", "link/refused/<>", "link/unsent", "eval/<>/accuracy"}
+    assert expected | {"e2e_tps", "timing/all_s", "timing/first_step_s", "reward_shaped"} <= logged()
+
+
+def test_every_row_says_unit_healthy_range_and_what_to_do():
+    rows = [line for line in PAGE.splitlines() if line.startswith("| `")]
+    assert len(rows) > 30
+    for row in rows:
+        assert len([cell for cell in row.strip("|").split("|") if cell.strip()]) == 5, row
