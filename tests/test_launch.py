@@ -6,6 +6,7 @@ import ast
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from common import doctor, machine
+from common import doctor, doctor_config, machine
 from common.config import Config, UserError
 from common.placement import Placement, placement, visible_gpus
+from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.fast
 ROOT = Path(__file__).resolve().parents[1]
@@ -361,6 +363,74 @@ def test_the_doctor_runs_without_any_package():
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 1, result.stderr
     assert "✗ packages: not installed\n    fix: bash launch.sh setup" in result.stdout
+
+
+def test_too_few_open_files_come_with_the_command(monkeypatch):
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (256, 4096))
+    assert doctor.open_files() == doctor.Check(False, "open files: 256 per process", "ulimit -n 1024")
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (1024, 4096))
+    assert doctor.open_files().ok
+
+
+def test_a_hub_that_does_not_answer_is_named_with_both_ways_out(monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens at the discard port
+    check = doctor.hub()
+    assert not check.ok and "http://127.0.0.1:9 does not answer" in check.text
+    assert "HF_ENDPOINT" in check.fix and "HF_HUB_OFFLINE=1" in check.fix
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert doctor.hub().ok
+
+
+def test_a_port_in_use_is_found_and_another_hosts_is_not_judged():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        number = taken.getsockname()[1]
+        check = doctor_config.port(f"tcp://127.0.0.1:{number}")
+        assert not check.ok and f"sport = :{number}" in check.fix
+    assert doctor_config.port(f"tcp://127.0.0.1:{number}").ok
+    assert "not an address of this host" in doctor_config.port("tcp://192.0.2.1:5555").text
+
+
+def test_room_is_that_of_the_disk_that_a_folder_will_be_on(tmp_path):
+    folder = tmp_path / "runs" / "new"
+    assert doctor_config.room("run.output_dir", folder, 1000).ok
+    check = doctor_config.room("run.output_dir", folder, 2.0**60)
+    assert not check.ok and check.fix == "set run.output_dir to a larger disk or fewer trainer.save_limit"
+    assert not folder.exists()
+
+
+def test_the_doctor_checks_what_a_config_needs(tmp_path):
+    tiny_model(tmp_path / "model")
+    config = tmp_path / "a.yaml"
+    config.write_text(f"model: {{path: {tmp_path}/model}}\ndata: {{train: t}}\nrun: {{output_dir: {tmp_path}/run}}\n")
+    found = list(doctor_config.config_checks(str(config)))
+    assert all(check.ok for check in found), found
+    assert [check.text.split(":")[0] for check in found[1:]] == [
+        "devices",
+        "run.output_dir",
+        "weights.dir",
+        "tokenizer",
+    ]
+    config.write_text(config.read_text().replace("/model}", "/nowhere}") + "sampler: {temprature: 1}\n")
+    (check,) = doctor_config.config_checks(str(config))
+    assert not check.ok and "Did you mean sampler.temperature?" in check.fix
+
+
+def test_every_check_that_fails_has_something_to_paste():
+    """Whatever this machine lacks: a ✗ without a fix helps nobody."""
+    checks = [*doctor.writable(), doctor.memory(), doctor.shared_memory(), doctor.disk(), doctor.channel_socket()]
+    assert all(check.ok or check.fix for check in checks)
+    calls = [
+        node
+        for name in ("doctor", "doctor_config")
+        for node in ast.walk(ast.parse((ROOT / "common" / f"{name}.py").read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Check"
+    ]
+    assert len(calls) > 20
+    can_fail = [c for c in calls if not (isinstance(c.args[0], ast.Constant) and c.args[0].value is True)]
+    assert [ast.unparse(call) for call in can_fail if len(call.args) < 3] == []
 
 
 # --- requirement files

@@ -1,0 +1,117 @@
+"""The pages say what the code does: config.md is generated, every key and message that a page names exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from common import config_reference
+from common.config import Config
+from tests.test_imports import TREES
+
+pytestmark = pytest.mark.fast
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+FRAMEWORKS = ("TRL", "verl", "EasyR1", "MindSpeed-RL", "OpenRLHF")
+
+
+def known_keys() -> set[str]:
+    """Every key of the reference, and the sections that stand for themselves (`vllm`, `deepspeed`)."""
+    return set(re.findall(r"^\| `([\w.]+)` \|", config_reference.page(), re.MULTILINE))
+
+
+def test_the_config_reference_is_the_code() -> None:
+    written = (DOCS / "config.md").read_text()
+    assert written == config_reference.page(), "run: .venv/bin/python -m common.config_reference"
+
+
+def test_every_setting_is_in_the_reference_with_a_meaning() -> None:
+    top = {name for name in Config.model_fields if not any(key.startswith(f"{name}.") for key in known_keys())}
+    assert top == {"deepspeed", "vllm"} and top <= known_keys()
+    rows = [line for line in config_reference.page().splitlines() if line.startswith("| `")]
+    assert [row for row in rows if row.endswith("|  |")] == []
+
+
+def test_types_limits_and_defaults_are_readable() -> None:
+    page = config_reference.page()
+    for row in (
+        "| `sampler.num_generations` | int ≥ 2 | `8` |",
+        "| `algorithm.epsilon` | float > 0, < 1 | `0.2` |",
+        "| `model.path` | text | **required** |",
+        "| `eval.steps` | int > 0, or null | `null` |",
+        "| `trainer.learning_rate` | float > 0 | `1e-06` |",
+        "| `trainer.dist_backend` | `auto`, `nccl`, `gloo` | `auto` |",
+        '| `rewards.reward_funcs` | list of text | `["answer", "format"]` |',
+    ):
+        assert row in page
+
+
+def rows_of(framework: str) -> list[tuple[str, str]]:
+    page = (DOCS / "coming_from.md").read_text()
+    section = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
+    (found,) = [text for text in section if text.startswith(framework)]
+    return re.findall(r"^\| `(.+?)` \| (.+) \|$", found, re.MULTILINE)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_every_key_of_ours_that_others_are_sent_to_exists(framework: str) -> None:
+    rows = rows_of(framework)
+    assert len(rows) >= 30
+    assert len({theirs for theirs, _ in rows}) == len(rows)
+    known = known_keys()
+    for theirs, ours in rows:
+        outside = re.sub(r"\([^)]*\)", "", ours)  # in brackets stand values and the frameworks' own words
+        named = re.findall(r"`([\w.]+)`", outside)
+        assert named, f"{theirs}: no key in {ours!r}"
+        assert set(named) <= known, f"{theirs}: {set(named) - known} is no key of ours"
+
+
+@pytest.mark.parametrize("page", ["evaluation.md", "running.md", "troubleshooting.md"])
+def test_every_setting_that_a_page_names_exists(page: str) -> None:
+    sections = "|".join(name for name in Config.model_fields if name not in ("vllm", "deepspeed"))
+    named = re.findall(rf"(?<![\w./-])((?:{sections})\.[a-z]\w*(?:\.\w+)?)(?=[=`\s,;)])", (DOCS / page).read_text())
+    assert named
+    assert {key for key in named if not key.endswith((".md", ".json", ".py", ".yaml", ".jsonl"))} <= known_keys()
+
+
+def texts() -> list[str]:
+    """Every text of the source, a formatted value as `…`."""
+    found = []
+    for tree in TREES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr):
+                parts = [str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values]
+                found.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+                found.append("".join(_parts(node)))
+    return found
+
+
+def _parts(node: ast.expr) -> list[str]:
+    """Of a sum of texts."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _parts(node.left) + _parts(node.right)
+    if isinstance(node, ast.JoinedStr):
+        return [str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values]
+    return [str(node.value)] if isinstance(node, ast.Constant) else ["…"]
+
+
+def headings() -> list[str]:
+    return [match[1] for match in re.finditer(r"^### `(.+)`$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)]
+
+
+def test_the_page_of_messages_has_some() -> None:
+    assert len(headings()) >= 40 and len(set(headings())) == len(headings())
+
+
+@pytest.mark.parametrize("heading", headings())
+def test_a_quoted_message_stands_in_the_source(heading: str) -> None:
+    pieces = [re.escape(piece.strip()) for piece in heading.split("…") if piece.strip(" .;?=")]
+    assert sum(map(len, pieces)) >= 10, "too short to search for"
+    pattern = re.compile(".*?".join(pieces), re.DOTALL)
+    assert any(pattern.search(text) for text in texts()), heading
