@@ -4,7 +4,7 @@
 #   bash launch.sh [run] [config.yaml] [key=value …]   install what is missing, then train; default: the quick start
 #   bash launch.sh plan [config.yaml] [key=value …]    every number that follows from a config, before anything starts
 #   bash launch.sh eval CHECKPOINT [DATA] [key=value …]   pass@k, maj@k, format and length of a model, without a trainer
-#   bash launch.sh setup | test [pytest arguments] | doctor [--imports] | bench [--cells … --rows …]
+#   bash launch.sh setup | test [pytest arguments] | doctor [--imports] [--config FILE] | bench [--cells … --rows …]
 #   bash launch.sh report RUN_FOLDER | samples RUN_FOLDER [--step N] [--worst | --best]
 #
 # Read from the environment: PYTHON (3.11 or 3.12), BACKEND=auto|cpu|gpu, and everything that pip, Hugging Face, CUDA,

@@ -385,3 +385,25 @@ def test_a_report_that_fails_does_not_change_how_the_run_ended(tmp_path, capsys)
     (tmp_path / "report.html").mkdir()  # in the way
     supervise._report(tmp_path)
     assert "no report: IsADirectoryError" in capsys.readouterr().err
+
+
+def test_val_only_evaluates_without_a_trainer(tmp_path, monkeypatch):
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(supervise.subprocess, "run", run)
+    path, folder = tmp_path / "a.yaml", tmp_path / "run"
+    path.write_text(f"model: {{path: start}}\ndata: {{train: t, eval: e}}\nrun: {{output_dir: {folder}}}\n")
+    words = [str(path), "eval.val_only=true", "eval.temperature=0.5"]
+    assert supervise.main(words) == 0
+    assert asked[0][1:6] == ["-m", "sampler.evaluate", "start", "--config", str(path)]
+    assert asked[0][6:] == ["--output", str(folder / "evaluations" / "start"), *words[1:]]
+    assert supervise.main([*words, "run.resume=true"]) == 2  # nothing to resume
+    for step in ("step_000020", "step_000100"):
+        (folder / "checkpoints" / step).mkdir(parents=True)
+    assert supervise.main([*words, "run.resume=true"]) == 0
+    assert asked[1][3] == str(folder / "checkpoints" / "step_000100")
+    assert len(asked) == 2 and not (folder / "logs").exists()
