@@ -4,6 +4,7 @@
 #   bash launch.sh [run] [config.yaml] [key=value …]   install what is missing, then train; default: the quick start
 #   bash launch.sh plan [config.yaml] [key=value …]    every number that follows from a config, before anything starts
 #   bash launch.sh eval CHECKPOINT [DATA] [key=value …]   pass@k, maj@k, format and length of a model, without a trainer
+#   bash launch.sh check config.yaml [completions.jsonl] [key=value …]   try the rewards before any GPU time is spent
 #   bash launch.sh setup | test [pytest arguments] | doctor [--imports] [--config FILE] | bench [--cells … --rows …]
 #   bash launch.sh report RUN_FOLDER | samples RUN_FOLDER [--step N] [--worst | --best]
 #
@@ -107,12 +108,14 @@ setup() {
   exec 9>.cache/setup.lock
   flock 9 # a second launch.sh waits here until the first has installed everything
   if is_installed "$backend"; then exec 9>&-; return; fi
+  if [[ -L .venv ]] && ! is_usable "$backend"; then # clearing would go through the link and empty another folder's
+    die "$root/.venv is a link to $(readlink -f .venv), made elsewhere; remove it: rm $root/.venv"
+  fi
   check_machine "$backend"
   : >"$log"
   rm -f "$stamp"
   printf 'tandem: installing for %s into %s/.venv (log: %s)\n' "$backend" "$root" "$log"
   if ! is_usable "$backend"; then
-    [[ ! -L .venv ]] || die "$root/.venv is a link to $(readlink -f .venv), made elsewhere; remove it: rm $root/.venv"
     python=$(find_python)
     step "virtual environment ($("$python" -V))" "$python" -m venv --clear .venv
   fi
@@ -136,9 +139,9 @@ export VLLM_NO_USAGE_STATS=${VLLM_NO_USAGE_STATS-1} TOKENIZERS_PARALLELISM=${TOK
 
 command=run
 case ${1:-} in
-  run | plan | eval | setup | test | doctor | bench) command=$1; shift ;;
+  run | plan | check | eval | setup | test | doctor | bench) command=$1; shift ;;
   report | samples) command=$1; shift ;;
-  -h | --help | help) sed -n '2,11s/^# \{0,1\}//p' launch.sh; exit ;;
+  -h | --help | help) sed -n '2,12s/^# \{0,1\}//p' launch.sh; exit ;;
 esac
 
 case $command in
@@ -170,6 +173,15 @@ case $command in
     setup
     if [[ ${1:-} == [!/]* && -d $called_from/$1 ]]; then set -- "$called_from/$1" "${@:2}"; fi
     exec .venv/bin/python -m "common.$command" "$@"
+    ;;
+  check)
+    setup
+    for argument; do # files named from the caller's folder keep their meaning
+      shift
+      if [[ $argument == [!/-]* && $argument != *=* && -f $called_from/$argument ]]; then argument=$called_from/$argument; fi
+      set -- "$@" "$argument"
+    done
+    exec .venv/bin/python -m sampler.check "$@"
     ;;
   doctor)
     if supported .venv/bin/python; then python=.venv/bin/python; else python=$(find_python); fi

@@ -56,16 +56,28 @@ def make_prompt(problem: Problem, tokenizer: PreTrainedTokenizerBase, data: Data
             "the tokenizer has no chat template; set prompt.chat_template: configs/templates/chatml.jinja or use an "
             "-Instruct model"
         )
+    messages = as_messages(problem, data, prompt)
+    is_prefilled = messages[-1]["role"] == "assistant"  # the row begins the answer: continue that message
+    text = _render(tokenizer, messages, template, prompt, is_prefilled)
+    token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return Prompt(problem, shown_to_rewards(problem, data, prompt), text, np.asarray(token_ids, dtype=np.int32))
+
+
+def as_messages(problem: Problem, data: Data, prompt: PromptTemplate) -> list[Message]:
+    """What the chat template gets. Raises UserError for a row that is neither text nor chat messages."""
     raw = problem.columns[data.prompt_key]
     messages = [{"role": "user", "content": raw}] if isinstance(raw, str) else _checked(raw, problem, data)
     if prompt.format_prompt is not None:
         messages = _formatted(messages, problem, prompt.format_prompt)
     if prompt.system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": prompt.system}, *messages]
-    is_prefilled = messages[-1]["role"] == "assistant"  # the row begins the answer: continue that message
-    text = _render(tokenizer, messages, template, prompt, is_prefilled)
-    token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return Prompt(problem, raw if isinstance(raw, str) else messages, text, np.asarray(token_ids, dtype=np.int32))
+    return messages
+
+
+def shown_to_rewards(problem: Problem, data: Data, prompt: PromptTemplate) -> str | list[Message]:
+    """What reward functions get as `prompts`: the row's string as it is, or the whole message list."""
+    raw = problem.columns[data.prompt_key]
+    return raw if isinstance(raw, str) else as_messages(problem, data, prompt)
 
 
 def _formatted(messages: list[Message], problem: Problem, path: Path) -> list[Message]:

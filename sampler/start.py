@@ -12,11 +12,15 @@ from common.exits import RETRYABLE, USER_ERROR, Retryable
 from common.tokenizer import load_tokenizer
 from common.types import Problem, Prompt
 from common.watchdog import Watchdog
-from rewards.pool import RewardPool
+from rewards.pool import RewardFailure, RewardPool
+from rewards.probes import probes
 from sampler.dataset import fingerprint, load_data
 from sampler.link import Link, hello
 from sampler.loop import Task
-from sampler.prompts import make_prompts
+from sampler.prompts import make_prompts, shown_to_rewards
+
+_ROWS_TRIED = 4
+_START_PATIENCE_S = 120.0  # a reward process that died is started again, and imports the user's modules
 
 
 def run(config: Config, sampler_id: str) -> None:
@@ -30,7 +34,9 @@ def run(config: Config, sampler_id: str) -> None:
 def _run(config: Config, sampler_id: str) -> None:
     problems = load_data("data.train", config.data.train, config.data)
     held_out = load_data("data.eval", config.data.eval, config.data) if config.data.eval else []
-    with RewardPool(config.rewards, columns=problems[0].columns, max_steps=config.trainer.max_steps) as pool:
+    columns = [name for name in problems[0].columns if not held_out or name in held_out[0].columns]
+    with RewardPool(config.rewards, columns=columns, max_steps=config.trainer.max_steps) as pool:
+        try_rewards(pool, problems, config)
         tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
         train_prompts = prompts_of("data.train", problems, tokenizer, config)
         held_out_prompts = prompts_of("data.eval", held_out, tokenizer, config)[: config.data.eval_size]
@@ -62,6 +68,34 @@ def _sample(config: Config, task: Task, link: Link, pool: RewardPool, vocabulary
         reference = Reference(config, torch.device("cuda" if num_gpus else "cpu"))
         reference.check_vocabulary(vocabulary_size)
     Sampler(config, task, Engine(config, num_gpus), link, pool, reference).run()
+
+
+def try_rewards(pool: RewardPool, problems: list[Problem], config: Config) -> None:
+    """Score made-up completions of a few rows before anything heavy is imported; words stand in for tokens.
+
+    Raises UserError when the functions raise, or return something else than numbers, on every row that is tried. Says
+    when a right, a wrong and an empty completion all score the same.
+    """
+    tried, reason = problems[:: max(1, len(problems) // _ROWS_TRIED)][:_ROWS_TRIED], ""
+    for problem in tried:
+        made_up = probes(problem.columns.get("answer"))
+        texts = [made_up[i % len(made_up)].text for i in range(max(len(made_up), config.sampler.num_generations))]
+        ids = [list(range(len(text.split()))) for text in texts]
+        pool.submit("trial", shown_to_rewards(problem, config.data, config.prompt), texts, ids, problem.columns)
+        [(_, scores)] = pool.ready(timeout_s=config.rewards.timeout_s + _START_PATIENCE_S)
+        if not isinstance(scores, RewardFailure):
+            if len(made_up) > 1 and len({total for _, total in scores}) == 1:
+                print(
+                    f"tandem: rewards: right, wrong and empty completions of row {problem.index} all score "
+                    f"{scores[0][1]:g}: such a group has no gradient. bash launch.sh check CONFIG tries more rows",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            return
+        if scores.kind != "error":
+            return  # a slow or dying process may be the machine's doing: the run has a budget for it
+        reason = scores.reason
+    raise UserError(f"rewards: {reason} (all {len(tried)} rows tried before sampling fail)")
 
 
 def prompts_of(source: str, problems: list[Problem], tokenizer: Any, config: Config) -> list[Prompt]:

@@ -121,11 +121,21 @@ def test_an_environment_behind_a_link_is_never_cleared(copy, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     (other / "precious").touch()
+    (other / ".tandem-stamp").write_text("theirs")
     (copy.folder / ".venv").symlink_to(other)
     done = copy.launch("setup")
     assert done.returncode == 2
     assert f"is a link to {other}, made elsewhere; remove it: rm " in done.stderr
-    assert (other / "precious").exists()
+    assert (other / "precious").exists() and (other / ".tandem-stamp").read_text() == "theirs"
+
+
+def test_check_names_its_files_from_the_callers_folder(copy, tmp_path):
+    (tmp_path / "my.yaml").touch()
+    (tmp_path / "samples.jsonl").touch()
+    assert copy.launch("setup", BACKEND="cpu").returncode == 0
+    copy.launch("check", "my.yaml", "samples.jsonl", "run.seed=1", "configs/none.yaml", cwd=tmp_path, BACKEND="cpu")
+    files = f"{tmp_path}/my.yaml {tmp_path}/samples.jsonl"
+    assert copy.calls() == [f"-m sampler.check {files} run.seed=1 configs/none.yaml"]
 
 
 def test_another_backend_gets_a_new_environment(copy):
@@ -437,6 +447,7 @@ def test_every_check_that_fails_has_something_to_paste():
 
 DISTRIBUTIONS = {"yaml": "pyyaml", "zmq": "pyzmq"}
 OWN = {"common", "sampler", "trainer", "rewards", "quickstart", "benchmarks", "tests"}
+OPTIONAL = {"math_verify", "trl"}  # a reward's and a comparison's own package: nothing else needs them
 
 
 def imported_packages() -> set[str]:
@@ -448,7 +459,7 @@ def imported_packages() -> set[str]:
                 names |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 names.add(node.module.partition(".")[0])
-    return names - OWN - sys.stdlib_module_names
+    return names - OWN - OPTIONAL - sys.stdlib_module_names
 
 
 def test_every_imported_package_is_required_and_pinned_as_in_both_locks():

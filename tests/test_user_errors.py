@@ -17,6 +17,7 @@ from quickstart.tokenizer import train_tokenizer
 pytestmark = pytest.mark.fast
 
 ROOT = Path(__file__).resolve().parents[1]
+CHATML = ROOT / "configs" / "templates" / "chatml.jinja"
 ROW = {"question": "What is 2+2?", "answer": "#### 4"}
 
 
@@ -101,6 +102,107 @@ def test_a_column_that_is_not_there(task: Path) -> None:
 
 def test_a_reward_that_does_not_exist(task: Path) -> None:
     check(run("sampling.py", task / "run.yaml", "rewards.reward_funcs=[anwser]"), "anwser", "answer")
+
+
+def test_a_split_that_is_not_there(task: Path) -> None:
+    check(
+        run("sampling.py", task / "run.yaml", f"data.train={task}/train.jsonl@validation"),
+        f'split "validation" is not in {task}/train.jsonl; it has train (1)',
+    )
+
+
+def test_a_subset_that_is_missing(task: Path) -> None:
+    for subset in ("main", "socratic"):
+        (task / "gsm8k" / subset).mkdir(parents=True)
+        (task / "gsm8k" / subset / "train.jsonl").write_text(json.dumps(ROW) + "\n")
+    subsets = "".join(f"- config_name: {s}\n  data_files: {s}/train.jsonl\n" for s in ("main", "socratic"))
+    (task / "gsm8k" / "README.md").write_text(f"---\nconfigs:\n{subsets}---\n")
+    check(
+        run("sampling.py", task / "run.yaml", f"data.train={task}/gsm8k@train"),
+        f"{task}/gsm8k has subsets main, socratic. Write {task}/gsm8k:main@train",
+    )
+
+
+def test_answers_that_are_all_empty(task: Path) -> None:
+    (task / "empty.jsonl").write_text(json.dumps({"question": "2+2?", "answer": ""}) + "\n")
+    check(
+        run("sampling.py", task / "run.yaml", f"data.train={task}/empty.jsonl"),
+        "data.train: each of the 1 rows has an empty 'answer'. Set data.answer_key",
+    )
+
+
+def test_a_row_that_is_no_prompt(task: Path) -> None:
+    (task / "number.jsonl").write_text(json.dumps({"question": 4, "answer": "4"}) + "\n")
+    check(
+        run("sampling.py", task / "run.yaml", f"data.train={task}/number.jsonl"),
+        "row 0: data.prompt_key 'question' holds '4', expected text or a list of",
+    )
+
+
+def test_prompts_that_are_all_too_long(task: Path) -> None:
+    check(
+        run("sampling.py", task / "run.yaml", "data.max_prompt_length=2", f"prompt.chat_template={CHATML}"),
+        "no prompt left: all 1 are longer than data.max_prompt_length 2 tokens",
+        "set data.max_prompt_length: ",
+    )
+
+
+def test_lengths_that_do_not_fit_the_engine(task: Path) -> None:
+    check(
+        run("sampling.py", task / "run.yaml", "vllm.max_model_len=700"),
+        "data.max_prompt_length 512 + max_completion_length 256 = 768 tokens > vllm.max_model_len 700",
+        "set vllm.max_model_len=768",
+    )
+
+
+def test_a_model_without_a_chat_template(task: Path) -> None:
+    (task / "base").mkdir()
+    for file in (task / "model").iterdir():
+        if file.name != "chat_template.jinja":
+            (task / "base" / file.name).write_text(file.read_text())
+    check(
+        run("sampling.py", task / "run.yaml", f"model.path={task}/base"),
+        "the tokenizer has no chat template; set prompt.chat_template: configs/templates/chatml.jinja",
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("fn(completions, solution):\n    return [0.0]", "fn wants 'solution'; the data set gives question, answer"),
+        (
+            "fn(completions, **columns):\n    return [1.0] * 7",
+            "fn returned 7 values for 11 completions. First completion:",
+        ),
+        ("fn(completions, **columns):\n    return [float('nan')] * 11", "fn returned nan, expected a finite number"),
+        ("fn(completions, **columns):\n    return ['good'] * 11", "fn returned 'good', expected a finite number"),
+        (
+            "fn(completions, **columns):\n    return [len(c[0]['content']) for c in completions]",
+            'use completion, not completion[0]["content"] (docs/rewards.md#shapes)',
+        ),
+        ("fn(completions, **columns):\n    return [columns['reward_model']]", "KeyError: 'reward_model' (mine.py:2)"),
+    ],
+)
+def test_a_reward_that_cannot_work(task: Path, body: str, said: str) -> None:
+    (task / "mine.py").write_text(f"def {body}\n")
+    check(run("sampling.py", task / "run.yaml", f"rewards.reward_funcs=[{task}/mine.py:fn]"), said)
+
+
+def test_a_reward_argument_that_is_missing_names_what_to_write(task: Path) -> None:
+    check(
+        run("sampling.py", task / "run.yaml", "rewards.reward_funcs=[cosine_length]"),
+        "rewards.reward_kwargs: {cosine_length: {max_len: …}}",
+    )
+
+
+def test_a_reward_that_gives_everything_the_same_score_is_said_at_the_start(task: Path) -> None:
+    (task / "flat.py").write_text("def flat(completions, **columns):\n    return [0.5] * len(completions)\n")
+    # the run ends at the next mistake, a limit that no prompt meets, so that no engine starts
+    spec = f"rewards.reward_funcs=[{task}/flat.py:flat]"
+    check(
+        run("sampling.py", task / "run.yaml", spec, "data.max_prompt_length=2", f"prompt.chat_template={CHATML}"),
+        "rewards: right, wrong and empty completions of row 0 all score 0.5: such a group has no gradient",
+    )
 
 
 def test_an_address_that_is_none(task: Path) -> None:

@@ -1,0 +1,132 @@
+"""`bash launch.sh check config.yaml [completions.jsonl] [key=value …]`: tries the rewards before any GPU time is spent.
+
+Reads the data of the config, runs every reward function over gold and wrong answers (rewards/check.py) and, when a file
+is given, over real completions (rewards/recheck.py); samples.jsonl of a run works as it is. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common import config as settings
+from common import exits
+from common.config import Config, UserError
+from common.types import Problem
+from rewards.check import Findings, Row, check_gold
+from rewards.format import END_OF_TURN, without_end_of_turn
+from rewards.recheck import check_completions
+from sampler.dataset import load_data
+from sampler.prompts import shown_to_rewards
+
+FAILED = 1
+
+
+def main() -> None:
+    """Raises UserError, and SystemExit with 1 when a reward function or a gold answer fails."""
+    parser = argparse.ArgumentParser(prog="launch.sh check", description="Try the reward functions of a config.")
+    parser.add_argument("config")
+    parser.add_argument("rest", nargs="*", metavar="completions.jsonl | key=value")
+    parser.add_argument("--rows", type=int, default=1000, help="gold answers to try, evenly spaced (default: 1000)")
+    arguments = parser.parse_intermixed_args()
+    files = [Path(item) for item in arguments.rest if "=" not in item]
+    if len(files) > 1 or arguments.rows < 1:
+        raise UserError("check takes one config, at most one file of completions, and --rows of at least 1")
+    config = settings.load(arguments.config, [item for item in arguments.rest if "=" in item])
+    records = read_completions(files[0]) if files else []
+
+    problems = load_data("data.train", config.data.train, config.data)
+    chosen = problems[:: -(-len(problems) // arguments.rows)]
+    steps = config.trainer.max_steps
+    print(f"tandem: gold answers: {len(chosen)} of {len(problems)} rows of {config.data.train}", flush=True)
+    found = [check_gold(config.rewards, [_row(problem, config) for problem in chosen], steps)]
+    _print(found[0])
+    if files:
+        print(f"\ntandem: completions: {len(records)} of {files[0]}", flush=True)
+        found.append(
+            check_completions(config.rewards, list(groups(records, problems, config)), found[0].verifiers, steps)
+        )
+        _print(found[1])
+    problems_found = [problem for one in found for problem in one.problems]
+    print(f"\ntandem: {len(problems_found)} problems" if problems_found else "\ntandem: the rewards look right")
+    if problems_found:
+        raise SystemExit(FAILED)
+
+
+def _print(found: Findings) -> None:
+    print("\n".join(found.lines))
+    for kind, texts in (("problem", found.problems), ("warning", found.warnings)):
+        for text in texts:
+            print(f"{kind}: {text}")
+    sys.stdout.flush()
+
+
+def _row(problem: Problem, config: Config) -> Row:
+    return Row(problem.index, shown_to_rewards(problem, config.data, config.prompt), problem.columns)
+
+
+def read_completions(path: Path) -> list[dict[str, Any]]:
+    """The lines of a .jsonl file, each with `completion`. Raises UserError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"completions {path}: {getattr(error, 'strerror', None) or error}") from None
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record["completion"], str):
+                raise TypeError
+        except (ValueError, KeyError, TypeError):
+            raise UserError(
+                f'completions {path}:{number}: expected {{"completion": "…", …}}, got {line[:80]}'
+            ) from None
+        records.append(record)
+    if not records:
+        raise UserError(f"completions {path} holds no line; give samples.jsonl of a run")
+    return records
+
+
+def groups(records: list[dict[str, Any]], problems: list[Problem], config: Config) -> Iterator[Row]:
+    """One Row per group of completions: by problem_index into the data, or with a row's columns in the line itself.
+
+    Lines of one group_id that follow each other are one reward call. Raises UserError for a line of unknown origin.
+    """
+    by_index = {problem.index: problem for problem in problems}
+    numbered = enumerate(records)
+    for _, group in itertools.groupby(numbered, key=lambda item: item[1].get("group_id", f"line {item[0]}")):
+        members = [record for _, record in group]
+        row = _row(_origin(members[0], by_index, config), config)
+        texts = [_without_mark(record["completion"]) for record in members]
+        yield Row(row.index, row.prompt, row.columns, texts, [record.get("rewards") or {} for record in members])
+
+
+def _origin(record: dict[str, Any], by_index: dict[int, Problem], config: Config) -> Problem:
+    if (index := record.get("problem_index")) is not None:
+        if index not in by_index:
+            raise UserError(
+                f"completions: problem_index {index} is not in data.train {config.data.train}; use the data they were "
+                "sampled with"
+            )
+        return by_index[index]
+    keys = [config.data.prompt_key] + (["answer"] if config.data.answer_key else [])
+    if missing := [key for key in keys if key not in record]:
+        raise UserError(
+            f"completions: a line has neither problem_index nor {' and '.join(missing)}; it has {', '.join(record)}. "
+            "Write problem_index, counted from 0 in data.train, into each line"
+        )
+    return Problem(-1, {name: value for name, value in record.items() if name not in ("completion", "rewards")})
+
+
+def _without_mark(text: str) -> str:
+    """samples.jsonl keeps special tokens, and reward functions never see them."""
+    return without_end_of_turn(text) if text.rstrip().endswith(END_OF_TURN) else text
+
+
+if __name__ == "__main__":
+    exits.leave(exits.run("check", main))
