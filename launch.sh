@@ -158,8 +158,12 @@ case $command in
     ;;
   eval)
     setup
-    if [[ ${1:-} == [!/]* && -d $called_from/$1 ]]; then set -- "$called_from/$1" "${@:2}"; fi
-    exec .venv/bin/python -m sampler.evaluate "$@"
+    words=()
+    for word; do # a checkpoint, data or config named from the caller's folder keeps its meaning
+      [[ $word == /* || ! -e $called_from/$word ]] || word=$called_from/$word
+      words+=("$word")
+    done
+    exec .venv/bin/python -m sampler.evaluate ${words[@]+"${words[@]}"}
     ;;
   test)
     setup

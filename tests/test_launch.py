@@ -77,7 +77,9 @@ class Copy:
         """What Python was asked to install, build or start, without the version questions."""
         lines = self.calls_file.read_text().splitlines()
         return [
-            re.sub("--disable-pip.*?off ", "", line) for line in lines if line.startswith(("-m", "-c import torch"))
+            re.sub("--disable-pip.*?off ", "", line)
+            for line in lines
+            if line.startswith(("-m", "-c import torch", "plan.py"))
         ]
 
 
@@ -209,6 +211,18 @@ def test_a_full_disk_is_one_line_with_a_fix(copy):
     result = copy.launch("setup")
     assert result.returncode == 2
     assert f"needs 6 GB of free disk in {copy.folder} and there are 2; free some" in result.stderr
+
+
+def test_plan_and_eval_take_what_is_named_from_the_callers_folder(copy, tmp_path):
+    copy.launch("setup")
+    (tmp_path / "my.yaml").touch()
+    (tmp_path / "a_run").mkdir()
+    copy.launch("plan", "my.yaml", "a.b=1", cwd=tmp_path)
+    assert copy.calls() == [f"plan.py {tmp_path}/my.yaml a.b=1"]
+    copy.launch("eval", "a_run", "org/data@test", "n=4", "--config", "my.yaml", cwd=tmp_path)
+    assert copy.calls() == [f"-m sampler.evaluate {tmp_path}/a_run org/data@test n=4 --config {tmp_path}/my.yaml"]
+    copy.launch("eval", cwd=tmp_path)
+    assert copy.calls() == ["-m sampler.evaluate"]
 
 
 def test_run_is_the_default_and_a_config_is_named_from_the_callers_folder(copy, tmp_path):
