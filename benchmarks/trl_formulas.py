@@ -65,8 +65,9 @@ def install() -> None:
     packages = Path(subprocess.run(found, check=True, capture_output=True, text=True).stdout.strip())
     (packages / "project.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = [str(python()), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", f"trl=={TRL}"]
-    if subprocess.run(pip).returncode:
-        sys.exit(f"tandem: TRL {TRL} could not be installed; run this by hand and read what pip says: {' '.join(pip)}")
+    done = subprocess.run(pip, capture_output=True, text=True)  # on success it only warns of the project's own pins
+    if done.returncode:
+        sys.exit(f"tandem: TRL {TRL} could not be installed by {' '.join(pip)}:\n{done.stderr}")
     done.touch()
 
 

@@ -102,8 +102,8 @@ class PromptTemplate(Section):
 class Sampler(Section):
     num_generations: int = Field(8, ge=2)
     """G: completions per problem, the size of a group."""
-    temperature: float = Field(1.0, gt=0)
-    """Training samples; the trainer divides its logits by the same number."""
+    temperature: float = Field(1.0, ge=0.01)
+    """Training samples; the trainer divides its logits by the same number. vLLM raises anything below 0.01 to it."""
     max_completion_length: int = Field(256, gt=0)
     """Tokens, end-of-sequence included."""
     ignore_eos: bool = False
@@ -281,7 +281,8 @@ class Algorithm(Section):
     vllm_importance_sampling_mode: (
         Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
     ) = None
-    """Weighs tokens or completions by π_trainer / π_vllm at the sampled version: cut to clip_max, or 0 above it."""
+    """Weighs tokens or completions by π_own / π_vllm, π_own the policy when it first trains on them: cut to clip_max,
+    or 0 above it."""
     vllm_importance_sampling_clip_max: float = Field(3.0, ge=1)
     """Where that weight is cut or masked."""
     num_iterations: int = Field(1, ge=1)
@@ -478,10 +479,10 @@ class Config(Section):
                 f"GPU {shared[0]} is in sampler.devices {self.sampler.devices} and in trainer.devices "
                 f"{self.trainer.devices}; give each process its own"
             )
-        if self.algorithm.vllm_importance_sampling_mode is not None and self.trainer.max_staleness:
+        if self.vllm.get("logprobs_mode", "processed_logprobs") != "processed_logprobs":
             raise ValueError(
-                "algorithm.vllm_importance_sampling_mode needs the trainer's log-probs at the version that sampled, "
-                f"which exist on policy only; set trainer.max_staleness=0 instead of {self.trainer.max_staleness}"
+                f"vllm.logprobs_mode {self.vllm['logprobs_mode']!r} are not the log-probs of the law that was sampled, "
+                "which the ratio needs; remove it, processed_logprobs is given to vLLM"
             )
         if self.algorithm.soft_punish_cache > self.sampler.max_completion_length:
             raise ValueError(

@@ -148,6 +148,9 @@ class Sampler:
         self.stats["sync/reload_s"] = reloaded.seconds
         self.stats["sync/stall_s"] = reloaded.stall_s
         self.stats["sync/canary_max_diff"] = reloaded.canary_max_diff
+        self.stats["mismatch/canary/mean_abs_prob_diff"] = reloaded.canary_mean_abs_prob_diff
+        self.stats["mismatch/canary/mean_exp_abs_log_ratio"] = reloaded.canary_mean_exp_abs_log_ratio
+        self.stats["mismatch/canary/k3"] = reloaded.canary_k3
         self.link.beat("reloaded", self.progress, self.engine.version, dict(self.stats), now=True)
 
     def start_leased_work(self) -> None:

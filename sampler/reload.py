@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from common import durable, weights
 from common.config import Config
@@ -32,6 +33,9 @@ class Reloaded:
     seconds: float  # the whole reload
     stall_s: float  # of it, the part in which the engine could not sample
     canary_max_diff: float  # max |log-prob of the engine − log-prob of the trainer|
+    canary_mean_abs_prob_diff: float  # mean over the canary's tokens of |probability − probability|
+    canary_mean_exp_abs_log_ratio: float  # and of exp |log-prob − log-prob|: 1 if engine and trainer agree
+    canary_k3: float  # and of exp(x) − x − 1, x = log-prob of the trainer − log-prob of the engine
 
 
 def canary_tolerance(config: Config) -> float:
@@ -50,11 +54,13 @@ def reload(engine: Engine, published: Published, config: Config) -> Reloaded:
         stalled = time.monotonic()
         try:
             engine.load(private)
-            worst = _canary_difference(engine, manifest)
+            theirs, ours = _canary_logprobs(engine, manifest)
         except Exception as error:
             raise Retryable(f"the engine failed while loading version {published.version}: {error!r}") from error
     finally:
         shutil.rmtree(private, ignore_errors=True)
+    x = theirs - ours
+    worst = float(np.abs(x).max())  # unlike max(), NaN wherever a NaN is
     if not worst <= canary_tolerance(config):
         raise Retryable(
             f"canary: the engine's log-probs differ from the trainer's by {worst:.3g} under version "
@@ -63,7 +69,15 @@ def reload(engine: Engine, published: Published, config: Config) -> Reloaded:
     engine.version = published.version
     failpoint("sampler.reloaded")
     now = time.monotonic()
-    return Reloaded(published.version, now - start, now - stalled, worst)
+    return Reloaded(
+        published.version,
+        now - start,
+        now - stalled,
+        worst,
+        canary_mean_abs_prob_diff=float(np.abs(np.exp(theirs) - np.exp(ours)).mean()),
+        canary_mean_exp_abs_log_ratio=float(np.exp(np.abs(x)).mean()),
+        canary_k3=float((np.exp(x) - x - 1).mean()),
+    )
 
 
 def scratch_dir(config: Config) -> Path:
@@ -98,11 +112,9 @@ def _require_finite(folder: Path, manifest: Manifest) -> None:
                     raise BadWeights(f"tensor {tensor_name} of version {manifest.version} is not finite")
 
 
-def _canary_difference(engine: Engine, manifest: Manifest) -> float:
+def _canary_logprobs(engine: Engine, manifest: Manifest) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Of all the canary's tokens: the trainer's log-probs and the engine's."""
     canary = manifest.canary
-    scores = engine.score(canary.token_ids)
-    differences = [
-        np.abs(score[canary.prompt_length - 1 :] - np.array(expected, np.float32)).max()
-        for score, expected in zip(scores, canary.logprobs, strict=True)
-    ]
-    return float(np.max(differences))  # unlike max(), NaN wherever a NaN is
+    ours = [score[canary.prompt_length - 1 :] for score in engine.score(canary.token_ids)]
+    assert [len(o) for o in ours] == [len(t) for t in canary.logprobs], "the canary's log-probs do not fit its tokens"
+    return np.concatenate(canary.logprobs).astype(np.float64), np.concatenate(ours).astype(np.float64)

@@ -43,7 +43,7 @@ def test_every_mistake_is_named_at_once_with_its_line(tmp_path: Path) -> None:
     message = problem(tmp_path, text)
     path = tmp_path / "run.yaml"
     assert f"{path}:6: sampler.num_generatoins: no such option. Did you mean sampler.num_generations?" in message
-    assert f"{path}:7: sampler.temperature: Input should be greater than 0, got -1" in message
+    assert f"{path}:7: sampler.temperature: Input should be greater than or equal to 0.01, got -1" in message
     assert f"{path}:9: trainer.max_steps: Input should be a valid integer" in message
     assert len(message.splitlines()) == 3
 
@@ -197,9 +197,9 @@ def test_options_of_the_objective_that_contradict_each_other_are_refused(
     assert said in problem(tmp_path, GOOD, *(f"algorithm.{s}" for s in settings))
 
 
-def test_the_mismatch_correction_is_on_policy_only(tmp_path: Path) -> None:
-    message = problem(tmp_path, GOOD, "algorithm.vllm_importance_sampling_mode=token_mask", "trainer.max_staleness=1")
-    assert "set trainer.max_staleness=0 instead of 1" in message
+def test_log_probs_of_another_law_than_the_sampled_one_are_refused(tmp_path: Path) -> None:
+    message = problem(tmp_path, GOOD, "vllm.logprobs_mode=raw_logprobs")
+    assert "vllm.logprobs_mode 'raw_logprobs'" in message and "remove it" in message
 
 
 @pytest.mark.parametrize(

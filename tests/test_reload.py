@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,15 @@ def test_an_engine_that_does_not_reproduce_the_canary_ends_the_process_with_75(
     with pytest.raises(Retryable, match=r"canary: the engine's log-probs differ .* under version 8"):
         reload(engine, version, config)
     assert engine.version == 7
+
+
+def test_the_canary_measures_what_engine_and_trainer_compute_differently(config: Config, version: Published) -> None:
+    found = reload(Engine(score=-1.0005), version, config)  # where the trainer has −1
+    x = 0.0005
+    assert found.canary_max_diff == pytest.approx(x, rel=1e-3)
+    assert found.canary_mean_exp_abs_log_ratio == pytest.approx(math.exp(x), rel=1e-6)
+    assert found.canary_mean_abs_prob_diff == pytest.approx(math.exp(-1) - math.exp(-1.0005), rel=1e-3)
+    assert found.canary_k3 == pytest.approx(math.exp(x) - x - 1, rel=1e-2)
 
 
 def test_bad_files_are_found_before_the_engine_is_touched(config: Config, version: Published) -> None:

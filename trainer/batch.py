@@ -26,6 +26,7 @@ class MicroBatch:
     ref_logprobs: Tensor | None  # [N] float32; None when beta is 0, and in a filler
     advantages: Tensor  # [N] float32, one value repeated over a completion
     weights: Tensor  # [N] float32, 0 in a filler
+    policy_versions: Tensor  # [N] int64, of the weights that sampled the token
     tokens_of: dict[int, int] = field(default_factory=dict)  # group id -> its tokens among the N, in order
 
 
@@ -68,12 +69,14 @@ def micro_batch(
     rows: list[tuple[list[int], list[list[int]]]] = []
     rollouts: list[Rollout] = []
     values: list[float] = []
+    versions: list[int] = []
     for group in groups:
         kept = trained_completions(group, advantages, algorithm)
         if isinstance(group, Group) and kept:
             rows.append((group.prompt_ids.tolist(), [group.rollouts[i].completion_ids.tolist() for i in kept]))
             rollouts += [group.rollouts[i] for i in kept]
             values += advantages[group.group_id][kept].tolist()
+            versions += [group.policy_version] * len(kept)
     if not rows:
         return _filler()
     lengths = [len(r.completion_ids) for r in rollouts]
@@ -83,6 +86,7 @@ def micro_batch(
         ref_logprobs=_flat([r.ref_logprobs for r in rollouts]) if algorithm.beta > 0 else None,
         advantages=torch.repeat_interleave(torch.tensor(values, dtype=torch.float32), torch.tensor(lengths)),
         weights=token_weights(lengths, denominator),
+        policy_versions=torch.repeat_interleave(torch.tensor(versions), torch.tensor(lengths)),
         tokens_of={g.group_id: n for g in groups if (n := num_trained_tokens(g, advantages, algorithm))},
     )
 
@@ -107,4 +111,4 @@ def _flat(arrays: Sequence[np.ndarray]) -> Tensor:
 def _filler() -> MicroBatch:
     """One token of weight 0. Its ratio is at most 1, and without a reference no k3 can overflow: 0 · inf is NaN."""
     zero = torch.zeros(1)
-    return MicroBatch(pack([([0], [[0]])]), zero, None, zero, zero)
+    return MicroBatch(pack([([0], [[0]])]), zero, None, zero, zero, torch.zeros(1, dtype=torch.int64))

@@ -24,6 +24,7 @@ from common.packing import PackedRow
 from trainer.batch import MicroBatch
 from trainer.deepspeed_config import deepspeed_config
 from trainer.losses import loss, token_objective
+from trainer.mismatch import by_cause
 
 _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
@@ -58,6 +59,16 @@ class Sums:
     abs_log_ratio: float = 0.0
     abs_prob_diff: float = 0.0
     exp_abs_log_ratio: float = 0.0
+    numerics_tokens: float = 0.0  # the parts of the log-ratio: trainer/mismatch.py
+    numerics_log_ratio: float = 0.0
+    numerics_abs_prob_diff: float = 0.0
+    numerics_exp_abs_log_ratio: float = 0.0
+    numerics_k3: float = 0.0
+    staleness_tokens: float = 0.0
+    staleness_log_ratio: float = 0.0
+    staleness_abs_prob_diff: float = 0.0
+    staleness_exp_abs_log_ratio: float = 0.0
+    staleness_k3: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -153,10 +164,18 @@ class Engine:
     def tied_embeddings(self) -> bool:
         return bool(self.model.config.tie_word_embeddings)
 
-    def backward(self, batch: MicroBatch, own_logprobs: Tensor | None = None) -> Tensor:
+    def backward(
+        self,
+        batch: MicroBatch,
+        own_logprobs: Tensor | None = None,
+        sampled_logprobs: Tensor | None = None,
+        policy_version: int | None = None,
+    ) -> Tensor:
         """Forward and backward of one micro-batch; its metrics are added to `sums`.
 
-        Returns the log-probs [N], detached: what own_logprobs is to be in later iterations on the same micro-batch.
+        own_logprobs [N]: the first pass's, for the correction; None in that pass. sampled_logprobs [N]: the trainer's
+        at the version that sampled the token, NaN where not known; tokens of policy_version, the present one, are known
+        now. Both measure and correct the mismatch only. Returns the log-probs [N], detached.
         """
         row = batch.row.to(self.device)
         logprobs, entropy = self.ds(row, self.config.sampler.temperature)
@@ -177,8 +196,17 @@ class Engine:
         # ZeRO looks at gradients only, and an infinite loss may leave them finite: then make them NaN
         scale = self.world_size if torch.isfinite(share) else math.nan
         self.ds.backward(share * scale, scale_wrt_gas=False)
-        self._add_sums(share.detach(), logprobs.detach(), old_logprobs, entropy.detach(), terms, weights > 0)
-        return logprobs.detach()
+        logprobs, real = logprobs.detach(), weights > 0
+        self._add_sums(share.detach(), logprobs, old_logprobs, entropy.detach(), terms, real)
+        sampled = torch.full_like(old_logprobs, math.nan)
+        if sampled_logprobs is not None:
+            sampled = sampled_logprobs.to(self.device)
+        is_present = batch.policy_versions.to(self.device) == (-1 if policy_version is None else policy_version)
+        sampled = torch.where(is_present & sampled.isnan(), logprobs, sampled)
+        parts = by_cause(logprobs[real], old_logprobs[real], sampled[real])
+        for name, value in parts.items():
+            setattr(self.sums, name, getattr(self.sums, name) + value)
+        return logprobs
 
     def _add_sums(
         self, share: Tensor, logprobs: Tensor, old: Tensor, entropy: Tensor, terms: Any, real: Tensor

@@ -30,7 +30,7 @@ from common.metrics import MetricsLog
 from common.panel import StepDisplay
 from common.types import EvalResult, Group, Tombstone
 from common.watchdog import moved
-from trainer import checkpoint, stats
+from trainer import checkpoint, mismatch, stats
 from trainer.advantages import Floats, step_advantages
 from trainer.batch import (
     MicroBatch,
@@ -115,6 +115,7 @@ class Trainer:
         self._batch: Items = []
         self._advantages: dict[int, Floats] = {}
         self._own_logprobs: dict[int, Tensor] = {}  # by group id; of this rank's micro-batches, or of the whole batch
+        self._sampled_logprobs: dict[int, Tensor] = {}  # by group id; at the version that sampled it, for metrics
         for step in steps(self.config, self.progress.batch):
             started, self._taken_s = time.monotonic(), 0.0
             self.backward(step)
@@ -193,7 +194,16 @@ class Trainer:
         start = time.monotonic()
         batch = self._micro_batch(chunk, self._denominator(self._groups_of(step)))
         own = [self._own_logprobs[g] for g in batch.tokens_of if g in self._own_logprobs]
-        logprobs = self.engine.backward(batch, torch.cat(own) if own else None)
+        unknown = {g: torch.full((n,), torch.nan) for g, n in batch.tokens_of.items()}
+        sampled = [self._sampled_logprobs.get(g, nans) for g, nans in unknown.items()]
+        logprobs = self.engine.backward(
+            batch,
+            torch.cat(own) if own else None,
+            torch.cat(sampled) if sampled else None,
+            self.progress.policy_version,
+        )
+        if self.config.algorithm.num_iterations > 1:
+            self._remember_sampled(batch, logprobs.cpu())
         if self.config.algorithm.vllm_importance_sampling_mode is not None and not own:
             self._remember(batch, logprobs)
         self._time("timing/backward_s", start)
@@ -224,6 +234,13 @@ class Trainer:
         if batch.tokens_of:  # a filler has none
             parts = logprobs.split(list(batch.tokens_of.values()))
             self._own_logprobs |= zip(batch.tokens_of, parts, strict=True)
+
+    def _remember_sampled(self, batch: MicroBatch, logprobs: Tensor) -> None:
+        """Those of groups that the present version sampled: later passes tell numerics and staleness apart by them."""
+        lengths = list(batch.tokens_of.values())
+        parts = zip(batch.tokens_of, logprobs[: sum(lengths)].split(lengths), strict=True) if lengths else ()
+        versions = {g.group_id: g.policy_version for g in self._batch}
+        self._sampled_logprobs |= {g: p for g, p in parts if versions[g] == self.progress.policy_version}
 
     def optimizer_step(self) -> tuple[StepResult, Sums]:
         moved(f"making optimizer step {self.progress.step + 1}")
@@ -361,6 +378,7 @@ class Trainer:
         rollout = stats.rollout_metrics(groups, version, self.config.rewards.full_mark)
         values = rollout | stats.token_metrics(sums, self.config.algorithm.beta)
         values |= stats.shaping_metrics(groups, self.config) | stats.correction_metrics(sums, self.config.algorithm)
+        values |= mismatch.metrics(vars(sums))
         values |= {
             "grad_norm": result.grad_norm,
             "learning_rate": result.learning_rate,

@@ -65,7 +65,7 @@ def token_objective(  # noqa: PLR0913 the equation has as many symbols
     lengths: Sequence[int],  # of the completions, Σ lengths = N
     algorithm: Algorithm,
     entropy: Tensor | None = None,  # [N] of the policy, with gradient where entropy_coef is not 0
-    own_logprobs: Tensor | None = None,  # [N] the trainer's log π_own at the sampled version; None = now
+    own_logprobs: Tensor | None = None,  # [N] the trainer's log π_own in its first pass over these; None = now
 ) -> tuple[Tensor, TokenTerms]:
     """The objective J_t of every token, to be maximised: [N].
 
@@ -113,7 +113,7 @@ def importance_ratio(log_ratio: Tensor, lengths: Sequence[int], level: str) -> T
 
 
 def mismatch_correction(log_weight: Tensor, lengths: Sequence[int], mode: str, cap: float) -> tuple[Tensor, Tensor]:
-    """([N] correction, [N] is_corrected).  log_weight_t = log π_own(t) − log π_old(t), of the same weights.
+    """([N] correction, [N] is_corrected).  log_weight_t = log π_own(t) − log π_old(t).
 
         token_…       w_t = exp(log_weight_t)
         sequence_…    w_t = exp(Σ_s log_weight_s), all t of i

@@ -1,0 +1,60 @@
+"""Why the trainer's log-probs of sampled tokens differ from the sampler's: one log-ratio, split by cause. Pure.
+
+    log π_θ − log π_old  =  (log π_own − log π_old)    numerics: two programs, the same weights
+                          + (log π_θ − log π_own)      staleness: the same program, newer weights
+
+π_own is the trainer at the version that sampled, which it knows from its first pass over a group of its current
+version. For an older group it does not: all of its log-ratio then counts as staleness, none as numerics, and the canary
+of every reload (sampler/reload.py) still measures numerics. Temperature is no cause: both divide by the same number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+CAUSES = ("numerics", "staleness")
+MEASURES = ("tokens", "log_ratio", "abs_prob_diff", "exp_abs_log_ratio", "k3")
+
+
+def gaps(after: Tensor, before: Tensor) -> dict[str, float]:
+    """Sums over tokens drawn from exp(before): [N], [N] -> one number for each of MEASURES.
+
+    k3 = exp(x) − x − 1 with x = after − before estimates KL(before ‖ after).
+    """
+    x = (after - before).double()
+    return {
+        "tokens": float(len(x)),
+        "log_ratio": x.sum().item(),
+        "abs_prob_diff": (after.double().exp() - before.double().exp()).abs().sum().item(),
+        "exp_abs_log_ratio": x.abs().exp().sum().item(),
+        "k3": (x.exp() - x - 1).sum().item(),
+    }
+
+
+def by_cause(logprobs: Tensor, old_logprobs: Tensor, own_logprobs: Tensor) -> dict[str, float]:
+    """[N] each; own_logprobs: NaN where the trainer does not know them. Keys: cause_measure."""
+    known = ~own_logprobs.isnan()
+    parts = {
+        "numerics": gaps(own_logprobs[known], old_logprobs[known]),
+        "staleness": gaps(logprobs, torch.where(known, own_logprobs, old_logprobs)),
+    }
+    return {f"{cause}_{measure}": value for cause, part in parts.items() for measure, value in part.items()}
+
+
+def metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Means over the tokens of each cause, from the step's sums; a cause that no token measured is absent.
+
+    The log-ratios add up: sampled_ratio · numerics + staleness is the mean log-ratio of all tokens.
+    """
+    found = {}
+    for cause in CAUSES:
+        tokens = sums[f"{cause}_tokens"]
+        for measure in MEASURES[1:] if tokens else ():
+            name = measure if measure == "k3" else f"mean_{measure}"
+            found[f"mismatch/{cause}/{name}"] = sums[f"{cause}_{measure}"] / tokens
+    if sums["tokens"]:
+        found["mismatch/numerics/sampled_ratio"] = sums["numerics_tokens"] / sums["tokens"]
+    return found
