@@ -20,6 +20,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 MAX_SOCKET_PATH = 107  # bytes, of sockaddr_un
+MAX_TOP_K = 1024  # tokens that travel with every sampled one
+TIES = 16  # more tokens than top_k may be kept: all that are as likely as the last of them
 
 
 class UserError(Exception):
@@ -104,12 +106,50 @@ class Sampler(Section):
     """G: completions per problem, the size of a group."""
     temperature: float = Field(1.0, ge=0.01)
     """Training samples; the trainer divides its logits by the same number. vLLM raises anything below 0.01 to it."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Draw from the most likely tokens that have this probability together. 1 = all; less needs
+    return_sampling_mask."""
+    top_k: int | None = Field(None, ge=-1)
+    """Draw from the k most likely tokens. null, 0 or -1 = all; more needs return_sampling_mask."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Draw from tokens at least this likely relative to the most likely one. 0 = all; more needs
+    return_sampling_mask."""
+    return_sampling_mask: bool = False
+    """Send the tokens that top_p, top_k and min_p kept with every sample; the trainer then takes its softmax over them
+    alone, as the sampler did. Needs top_k, which bounds their number."""
     max_completion_length: int = Field(256, gt=0)
     """Tokens, end-of-sequence included."""
     ignore_eos: bool = False
     """Sample to max_completion_length whatever comes: for measurements, where every step must cost the same."""
     devices: list[int] = []
     """GPUs of the sampler, by index; empty = all visible ones, or the CPU."""
+
+    @property
+    def max_support(self) -> int:
+        """Most tokens that one sample may be drawn from; 0 = the whole vocabulary."""
+        return (self.top_k or 0) + TIES if self.return_sampling_mask else 0
+
+    @model_validator(mode="after")
+    def _trainer_knows_the_law(self) -> Sampler:
+        k = self.top_k or 0
+        if self.return_sampling_mask:
+            if not 0 < k <= MAX_TOP_K:
+                raise ValueError(
+                    f"return_sampling_mask sends up to top_k tokens with every sample, and top_k is {self.top_k}; set "
+                    f"sampler.top_k=50 (at most {MAX_TOP_K}), or for all tokens sampler.return_sampling_mask=false"
+                )
+            return self
+        cuts = {"top_p": self.top_p if self.top_p < 1 else None, "top_k": k if k > 0 else None}
+        cuts["min_p"] = self.min_p if self.min_p > 0 else None
+        if cut := [f"{name} {value}" for name, value in cuts.items() if value is not None]:
+            top_k = "" if k > 0 else " sampler.top_k=50"
+            raise ValueError(
+                f"{', '.join(cut)} draws from a truncated law. Its log-probs are renormalised over the tokens it kept, "
+                "while the trainer's softmax is over all: every ratio would be too small by the probability that was "
+                f"cut away. Set sampler.return_sampling_mask=true{top_k}, so that both sides use the kept tokens, or "
+                "sample at full support: sampler.top_p=1 sampler.top_k=-1 sampler.min_p=0"
+            )
+        return self
 
 
 class Eval(Section):
@@ -121,6 +161,12 @@ class Eval(Section):
     """Evaluate the final policy."""
     temperature: float = Field(0.0, ge=0)
     """0 = greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Draw from the most likely tokens that together have this probability. 1 = all."""
+    top_k: int | None = Field(None, ge=-1)
+    """Draw from the k most likely tokens. null, 0 or -1 = all."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Draw from tokens at least this likely relative to the most likely one. 0 = all."""
     num_generations: int = Field(1, ge=1)
     """Completions per held-out problem."""
     max_completion_length: int | None = Field(None, gt=0)
@@ -483,6 +529,13 @@ class Config(Section):
             raise ValueError(
                 f"vllm.logprobs_mode {self.vllm['logprobs_mode']!r} are not the log-probs of the law that was sampled, "
                 "which the ratio needs; remove it, processed_logprobs is given to vLLM"
+            )
+        tokens = self.sampler.num_generations * self.sampler.max_completion_length
+        group_mib = 4 * tokens * (3 + self.sampler.max_support) / 2**20
+        if self.sampler.return_sampling_mask and group_mib > 0.9 * self.channel.max_message_mib:
+            raise ValueError(
+                f"a group of {tokens} tokens with {self.sampler.max_support} kept ones each takes {group_mib:.0f} MiB; "
+                f"set channel.max_message_mib={math.ceil(group_mib / 0.9)}, or a smaller sampler.top_k"
             )
         if self.algorithm.soft_punish_cache > self.sampler.max_completion_length:
             raise ValueError(

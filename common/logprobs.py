@@ -23,10 +23,20 @@ from common.packing import PackedRow
 def score_row(
     model: Any, row: PackedRow, temperature: float, chunk_size: int, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of the row's targets under softmax(logits / temperature).
+    """Log-probs and entropies of the row's targets under softmax(logits / temperature): those of `score_terms`."""
+    logprobs, entropy, _ = score_terms(model, row, temperature, chunk_size, entropy_gradient)
+    return logprobs, entropy
+
+
+def score_terms(
+    model: Any, row: PackedRow, temperature: float, chunk_size: int, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs, entropies and log-masses of the row's targets under softmax(logits / temperature).
 
     model: a transformers causal language model loaded with attn_implementation="shared_prompt".
-    Returns logprobs [N] float32 with gradient, entropy [N] float32 with one only if asked for.
+    Returns logprobs [N] float32 with gradient, entropy [N] float32 with one only if asked for, and log_mass [N]. Where
+    the row has support_ids the log-probs are those of the softmax over them alone, and log_mass, without gradient, is
+    what the whole softmax gives them together; else it is 0. The entropy is always the whole softmax's.
     """
     hidden = model.get_decoder()(
         input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
@@ -34,11 +44,13 @@ def score_row(
     return _in_one_call(
         model.get_output_embeddings(),
         hidden[row.source_index],
-        lambda h, head: token_logprobs(h, row.target_ids, head, temperature, chunk_size, entropy_gradient),
+        lambda h, head: token_terms(
+            h, row.target_ids, head, temperature, chunk_size, entropy_gradient, row.support_ids
+        ),
     )
 
 
-def _in_one_call(module: torch.nn.Module, hidden: Tensor, body: Callable[..., tuple[Tensor, Tensor]]) -> Any:
+def _in_one_call(module: torch.nn.Module, hidden: Tensor, body: Callable[..., tuple[Tensor, ...]]) -> Any:
     """body(hidden, module's own forward), run as one call of the module.
 
     ZeRO-3 gathers weights from all ranks in every call, forward and backward. Ranks hold different numbers of tokens
@@ -64,22 +76,47 @@ def token_logprobs(
 
     Returns (logprobs [N], entropy [N]), both float32. Entropy is that of the same softmax: H = log Z − Σ_v p_v · z_v.
     """
+    logprobs, entropy, _ = token_terms(hidden, targets, head, temperature, chunk_size, entropy_gradient)
+    return logprobs, entropy
 
-    def chunk(h: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+
+def token_terms(
+    hidden: Tensor,
+    targets: Tensor,
+    head: Callable[[Tensor], Tensor],
+    temperature: float,
+    chunk_size: int,
+    entropy_gradient: bool = False,
+    support_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `token_logprobs`, on the sets of tokens S = support_ids [N, K] (-1 fills) if given.
+
+        log μ(target) = z_target − log Σ_{v ∈ S} exp z_v        log_mass = log Σ_{v ∈ S} π(v)
+
+    Returns (logprobs [N] of μ, entropy [N] of π, log_mass [N]). A target must be in its set.
+    """
+
+    def chunk(h: Tensor, target: Tensor, support: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = head(h).float() / temperature
         log_normaliser = logits.logsumexp(-1)
-        logprobs = logits.gather(-1, target[:, None])[:, 0] - log_normaliser
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = log_normaliser - (torch.softmax(logits, -1) * logits).sum(-1)
-        return logprobs, entropy
+        if support_ids is None:
+            log_support = log_normaliser
+        else:
+            kept = logits.gather(-1, support.clamp(min=0)).masked_fill(support < 0, -torch.inf)
+            log_support = kept.logsumexp(-1)
+        logprobs = logits.gather(-1, target[:, None])[:, 0] - log_support
+        return logprobs, entropy, (log_support - log_normaliser).detach()
 
+    supports = targets[:, None] if support_ids is None else support_ids
     recompute = torch.is_grad_enabled() and len(targets) > chunk_size
     parts = [
-        checkpoint(chunk, h, target, use_reentrant=False) if recompute else chunk(h, target)
-        for h, target in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True)
+        checkpoint(chunk, *given, use_reentrant=False) if recompute else chunk(*given)
+        for given in zip(*(x.split(chunk_size) for x in (hidden, targets, supports)), strict=True)
     ]
-    logprobs, entropies = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    logprobs, entropies, log_masses = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies), torch.cat(log_masses)
 
 
 @torch.no_grad()

@@ -79,6 +79,7 @@ class _GroupHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
     rewards: list[dict[str, float | None]]  # None = NaN: the function does not apply
     reward: list[float]
     finish_reasons: list[FinishReason]
+    support_width: int = 0  # K of support_ids; 0: there are none
 
 
 class _Tombstone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tombstone"):
@@ -126,6 +127,7 @@ class Limits:
     max_completion_length: int
     needs_ref_logprobs: bool
     reward_funcs: tuple[str, ...]
+    max_support: int = 0  # tokens that one could have been; 0: all of the vocabulary
 
 
 def encode(envelope: Envelope, message: Message) -> list[bytes]:
@@ -168,10 +170,25 @@ def check_group(group: Group, limits: Limits) -> None:
         _check_ids(rollout.completion_ids, limits.vocab_size)
         _check_logprobs(rollout.old_logprobs, length)
         _check_logprobs(rollout.ref_logprobs, length if limits.needs_ref_logprobs else 0)
+        _check_support(rollout, limits)
         if not math.isfinite(rollout.reward) or any(map(math.isinf, rollout.rewards.values())):
             raise WireError("reward", f"{rollout.reward} from {dict(rollout.rewards)}")
         if tuple(rollout.rewards) != limits.reward_funcs:
             raise WireError("reward_funcs", f"{tuple(rollout.rewards)}, expected {limits.reward_funcs}")
+
+
+def _check_support(rollout: Rollout, limits: Limits) -> None:
+    ids = rollout.support_ids
+    if (ids is None) != (limits.max_support == 0):
+        raise WireError("support", "no sets of kept tokens" if ids is None else "sets of kept tokens nobody asked for")
+    if ids is None:
+        return
+    ordered = np.sort(ids, -1)
+    repeats = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if ids.shape[1] > limits.max_support or ids.min() < -1 or ids.max() >= limits.vocab_size or repeats.any():
+        raise WireError("support", f"{ids.shape[1]} tokens, {ids.min()}…{ids.max()}, repeated: {repeats.any()}")
+    if (ids[:, 0] != rollout.completion_ids).any():
+        raise WireError("support", "a sampled token is not the first of its set")
 
 
 def _check_ids(ids: NDArray[np.int32], vocab_size: int) -> None:
@@ -207,15 +224,23 @@ def _to_body(message: Message) -> tuple[_Body, bytes]:
             rewards=[{k: None if math.isnan(v) else float(v) for k, v in r.rewards.items()} for r in rollouts],
             reward=[float(r.reward) for r in rollouts],
             finish_reasons=[r.finish_reason for r in rollouts],
+            support_width=max((r.support_ids.shape[1] for r in rollouts if r.support_ids is not None), default=0),
         )
+        supports = [_widened(r.support_ids, header.support_width) for r in rollouts if r.support_ids is not None]
         ids = [message.prompt_ids, *(r.completion_ids for r in rollouts)]
         floats = [r.old_logprobs for r in rollouts] + [r.ref_logprobs for r in rollouts]
-        return header, b"".join([a.astype("<i4").tobytes() for a in ids] + [a.astype("<f4").tobytes() for a in floats])
+        parts = [a.astype("<i4") for a in ids] + [a.astype("<f4") for a in floats] + [a.astype("<i4") for a in supports]
+        return header, b"".join(a.tobytes() for a in parts)
     if isinstance(message, Tombstone):
         return _Tombstone(message.group_id, message.policy_version, message.reason), b""
     if isinstance(message, EvalResult):
         return _EvalResult(message), b""
     return message, b""
+
+
+def _widened(ids: NDArray[np.int32], width: int) -> NDArray[np.int32]:
+    """[C, K] -> [C, width], filled with -1."""
+    return np.pad(ids, ((0, 0), (0, width - ids.shape[1])), constant_values=-1)
 
 
 def _from_body(body: _Body, arrays: bytes) -> Message:
@@ -233,15 +258,16 @@ def _from_body(body: _Body, arrays: bytes) -> Message:
 def _read_group(header: _GroupHeader, arrays: bytes) -> Group:
     lengths = header.completion_lengths
     n, total = len(lengths), sum(lengths)
-    if header.prompt_length < 0 or any(length < 0 for length in lengths):
+    if header.prompt_length < 0 or header.support_width < 0 or any(length < 0 for length in lengths):
         raise WireError("malformed", "negative length")
     if not n == len(header.rewards) == len(header.reward) == len(header.finish_reasons):
         raise WireError("malformed", "lists of different lengths")
     ref_total = total if header.has_ref_logprobs else 0
-    if len(arrays) != 4 * (header.prompt_length + 2 * total + ref_total):
+    if len(arrays) != 4 * (header.prompt_length + (2 + header.support_width) * total + ref_total):
         raise WireError("malformed", f"{len(arrays)} bytes of arrays do not fit the lengths in the header")
     ids = np.frombuffer(arrays, "<i4", header.prompt_length + total)
-    floats = np.frombuffer(arrays, "<f4", offset=4 * len(ids))
+    floats = np.frombuffer(arrays, "<f4", total + ref_total, offset=4 * len(ids))
+    supports = np.frombuffer(arrays, "<i4", offset=4 * (len(ids) + len(floats))).reshape(total, header.support_width)
     ends = np.cumsum(lengths).tolist()
     spans = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
     completion_ids, old_logprobs, ref_logprobs = ids[header.prompt_length :], floats[:total], floats[total:]
@@ -253,6 +279,7 @@ def _read_group(header: _GroupHeader, arrays: bytes) -> Group:
             rewards={k: math.nan if v is None else v for k, v in header.rewards[i].items()},
             reward=header.reward[i],
             finish_reason=header.finish_reasons[i],
+            support_ids=supports[span] if header.support_width else None,
         )
         for i, span in enumerate(spans)
     )

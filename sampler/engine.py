@@ -18,20 +18,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.config import Config, UserError
+from common.config import TIES, Config, UserError
 from common.types import FinishReason
 
+_MISSING_MASS = 1e-3
 _CANARY_LENGTH = 64  # the context must hold the trainer's canary sequences
 
 
 @dataclass(frozen=True)
 class SamplingLaw:
-    """What one token is drawn from, at full support: softmax(logits / temperature)."""
+    """What one token is drawn from: softmax(logits / temperature), on the tokens that min_p, top_k and top_p leave."""
 
     temperature: float
     max_tokens: int
     num_completions: int
     seed: int | None  # completion k of a prompt uses seed + k
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = all
+    min_p: float = 0.0
+    returns_support: bool = False  # needs top_k
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class Completion:
     token_ids: NDArray[np.int32]  # [C]
     logprobs: NDArray[np.float32]  # [C] log-prob of each sampled token under the law
     finish_reason: FinishReason
+    support_ids: NDArray[np.int32] | None = None  # [C, K] tokens each could have been, itself first, -1 fills
+    incomplete_support: int = 0  # tokens of which some were not returned
 
 
 class Engine:
@@ -55,6 +62,7 @@ class Engine:
             raise UserError(f"vllm.{unknown[0]}: vLLM {vllm.__version__} has no such engine argument")
         self._llm = vllm.LLM(**arguments)
         self._engine = self._llm.llm_engine
+        self._vocab_size: int = self._engine.model_config.get_vocab_size()
         self._ignore_eos = config.sampler.ignore_eos
         self._stop_token_ids = [] if self._ignore_eos else stop_token_ids(config)
         self._keys: dict[str, Any] = {}
@@ -70,9 +78,9 @@ class Engine:
         parameters = self._vllm.SamplingParams(
             n=law.num_completions,
             temperature=law.temperature,
-            top_p=1.0,
-            top_k=0,
-            min_p=0.0,
+            top_p=law.top_p,
+            top_k=law.top_k,
+            min_p=law.min_p,
             presence_penalty=0.0,
             frequency_penalty=0.0,
             repetition_penalty=1.0,
@@ -81,7 +89,7 @@ class Engine:
             ignore_eos=self._ignore_eos,
             stop_token_ids=self._stop_token_ids,
             seed=law.seed,
-            logprobs=0,
+            logprobs=min(law.top_k + TIES - 1, self._vocab_size) if law.returns_support else 0,
             flat_logprobs=True,
             detokenize=False,
             output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
@@ -136,9 +144,29 @@ class Engine:
 
 def _completion(output: Any) -> Completion:
     token_ids = np.array(output.token_ids, np.int32)
-    logprobs = np.array(output.logprobs.logprobs, np.float32)
-    assert len(logprobs) == len(token_ids), f"{len(logprobs)} log-probs for {len(token_ids)} tokens"
-    return Completion(token_ids, logprobs, "stop" if output.finish_reason == "stop" else "length")
+    # for each position the sampled token, then the most likely ones, as many as were asked for
+    logprobs = np.array(output.logprobs.logprobs, np.float32).reshape(len(token_ids), -1)
+    finish_reason: FinishReason = "stop" if output.finish_reason == "stop" else "length"
+    if logprobs.shape[1] == 1:
+        return Completion(token_ids, logprobs[:, 0], finish_reason)
+    ids = np.array(output.logprobs.token_ids, np.int32).reshape(logprobs.shape)
+    support_ids, incomplete = kept_tokens(ids, logprobs)
+    return Completion(token_ids, logprobs[:, 0], finish_reason, support_ids, incomplete)
+
+
+def kept_tokens(ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> tuple[NDArray[np.int32], int]:
+    """([C, K] kept tokens, the sampled one first, -1 fills; positions whose kept tokens were not all returned).
+
+    [C, 1 + n] each: the sampled token, then the n most likely, under a law renormalised over what was kept. A token
+    that was not has log-prob −∞; the probabilities of those that were sum to 1 unless some are missing, which takes
+    more than TIES tokens as likely as the last of top_k.
+    """
+    kept = np.isfinite(logprobs)
+    kept[:, 1:] &= ids[:, 1:] != ids[:, :1]
+    mass = np.where(kept, np.exp(logprobs.astype(np.float64)), 0.0).sum(1)
+    order = np.argsort(~kept, axis=1, kind="stable")[:, : kept.sum(1).max()]
+    support_ids = np.take_along_axis(np.where(kept, ids, -1), order, 1)
+    return support_ids, int((np.abs(mass - 1) > _MISSING_MASS).sum())
 
 
 def stop_token_ids(config: Config) -> list[int]:
@@ -205,6 +233,7 @@ def _engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
         "max_num_seqs": max_num_seqs(config),
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": max(1, config.sampler.max_support),
         "enable_prefix_caching": True,
         "worker_extension_cls": "sampler.vllm_worker.WeightExtension",
     }

@@ -83,7 +83,10 @@ def held_out_law(config: Config, problem: int) -> SamplingLaw:
     """How a held-out problem is sampled, by its place in the evaluation data."""
     length = config.eval.max_completion_length or config.sampler.max_completion_length
     seed = sampling_seed(config.run.seed + _EVAL_SEED_OFFSET, problem)
-    return SamplingLaw(config.eval.temperature, length, config.eval.num_generations, seed)
+    top_k = max(0, config.eval.top_k or 0)
+    return SamplingLaw(
+        config.eval.temperature, length, config.eval.num_generations, seed, config.eval.top_p, top_k, config.eval.min_p
+    )
 
 
 class Sampler:
@@ -194,7 +197,16 @@ class Sampler:
         sampler, seed = self.config.sampler, self.config.run.seed
         if isinstance(key, GroupKey):
             seed = sampling_seed(seed, key.group_id)
-            return SamplingLaw(sampler.temperature, sampler.max_completion_length, sampler.num_generations, seed)
+            return SamplingLaw(
+                sampler.temperature,
+                sampler.max_completion_length,
+                sampler.num_generations,
+                seed,
+                sampler.top_p,
+                max(0, sampler.top_k or 0),
+                sampler.min_p,
+                sampler.return_sampling_mask,
+            )
         return held_out_law(self.config, key.problem)
 
     def generate(self) -> None:
@@ -206,6 +218,8 @@ class Sampler:
         for key, completions in self.engine.step():
             self.progress += 1
             self._working[key] = completions
+            if self.config.sampler.return_sampling_mask:
+                self.stats["total/incomplete_support"] += sum(c.incomplete_support for c in completions)
             self.stats["total/completion_tokens"] += sum(len(c.token_ids) for c in completions)
             failpoint("sampler.generated")
             self._submit_rewards(key)
@@ -242,10 +256,10 @@ class Sampler:
         if self.reference is None:
             ref_logprobs = [c.logprobs[:0] for c in completions]
         else:
-            ref_logprobs = self.reference.logprobs(prompt.token_ids, ids)
+            ref_logprobs = self.reference.logprobs(prompt.token_ids, ids, [c.support_ids for c in completions])
             self.stats["total/reference_s"] += time.monotonic() - start
         rollouts = tuple(
-            Rollout(c.token_ids, c.logprobs, ref, rewards, reward, c.finish_reason)
+            Rollout(c.token_ids, c.logprobs, ref, rewards, reward, c.finish_reason, c.support_ids)
             for c, ref, (rewards, reward) in zip(completions, ref_logprobs, scores, strict=True)
         )
         return Group(key.group_id, key.policy_version, prompt.problem.index, prompt.token_ids, rollouts)

@@ -41,9 +41,13 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(
-        self, prompt_ids: NDArray[np.int32], completion_ids: Sequence[NDArray[np.int32]]
+        self,
+        prompt_ids: NDArray[np.int32],
+        completion_ids: Sequence[NDArray[np.int32]],
+        support_ids: Sequence[NDArray[np.int32] | None] = (),
     ) -> list[NDArray[np.float32]]:
-        """log π_ref(token) of each completion of one prompt: [C] each."""
-        row = pack([(prompt_ids.tolist(), [c.tolist() for c in completion_ids])], self._packing).to(self._device)
+        """log π_ref(token) of each completion of one prompt: [C] each; among support_ids [C, K] where there are any."""
+        row = pack([(prompt_ids.tolist(), [c.tolist() for c in completion_ids])], self._packing)
+        row = row.on_support(support_ids).to(self._device)
         logprobs, _ = score_row(self._model, row, self._temperature, self._chunk_size)
         return [part.numpy() for part in logprobs.cpu().split(row.lengths)]

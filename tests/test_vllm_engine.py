@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from common import weights
 from common.config import Config
-from common.logprobs import load_causal_lm
+from common.logprobs import load_causal_lm, score_row
 from common.packing import pack
 from common.weights import BadWeights, Published
 from sampler.engine import Engine, SamplingLaw
@@ -44,7 +44,13 @@ def config(folder, tmp_path_factory) -> Config:
             "run": {"output_dir": str(tmp_path_factory.mktemp("run"))},
             "model": {"path": str(folder), "dtype": "float32"},
             "data": {"train": "none.jsonl", "max_prompt_length": 450},
-            "sampler": {"num_generations": 4, "max_completion_length": 24, "temperature": 0.7},
+            "sampler": {
+                "num_generations": 4,
+                "max_completion_length": 24,
+                "temperature": 0.7,
+                "top_k": 12,  # allows laws that return what they kept; each test gives its own law
+                "return_sampling_mask": True,
+            },
             "trainer": {"prompts_per_step": 4},
         }
     )
@@ -231,6 +237,7 @@ def test_the_reference_gives_the_logprobs_of_a_dense_forward(config, policy):
         assert np.abs(found - expected.numpy()).max() < 1e-5
 
 
+<<<<<<< HEAD
 def test_an_evaluation_scores_every_problem_with_the_seeds_of_a_runs_own_evaluation(engine, config, policy, version):
     from common.types import Problem, Prompt
     from rewards.pool import RewardPool
@@ -253,3 +260,45 @@ def test_an_evaluation_scores_every_problem_with_the_seeds_of_a_runs_own_evaluat
     assert all(s["rewards"]["format"] == -1.0 and s["num_tokens"] <= 8 for s in samples)
     result = report(samples, 0, [1, 3], given.rewards)
     assert result["functions"]["format"]["pass"]["3"]["value"] == 0.0
+=======
+@pytest.mark.parametrize("cut", [{"top_p": 0.7}, {"min_p": 0.1}, {"top_p": 0.8, "min_p": 0.02}, {}], ids=str)
+def test_truncated_samples_come_with_the_kept_tokens_and_the_log_probs_of_the_law_on_them(
+    cut, engine, config, policy, version
+):
+    with torch.no_grad():  # a random model is nearly uniform: nothing would be left out
+        policy.model.get_input_embeddings().weight *= 4
+    reload(engine, version(3), config)
+    law = SamplingLaw(0.7, 24, 4, 7, top_k=12, returns_support=True, **cut)
+    sizes = set()
+    for completion in sample(engine, law):
+        ids, sets = completion.token_ids.tolist(), completion.support_ids
+        assert completion.incomplete_support == 0
+        row = pack([(PROMPT, [ids])]).on_support([sets])
+        restricted, _ = score_row(policy.model, row, 0.7, 64)
+        assert np.abs(completion.logprobs - restricted.detach().numpy()).max() < 1e-4
+        whole = np.exp(dense_logprobs(policy, [*PROMPT, *ids], 0.7)[len(PROMPT) - 1 : -1])
+        for probs, kept in zip(whole, sets, strict=True):
+            expected = kept_by_definition(probs, top_k=12, **cut)
+            assert set(kept[kept >= 0].tolist()) == expected
+            sizes.add(len(expected))
+    assert len(sizes) > 1 if cut else sizes == {12}
+
+
+def dense_logprobs(policy, ids: list[int], temperature: float) -> np.ndarray:
+    """[T, vocabulary]"""
+    ids = torch.tensor([ids])
+    row = pack([(ids[0].tolist()[:1], [ids[0].tolist()[1:]])])
+    with torch.no_grad():
+        hidden = policy.model.get_decoder()(
+            input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
+        ).last_hidden_state[0]
+        return torch.log_softmax(policy.model.get_output_embeddings()(hidden).double() / temperature, -1).numpy()
+
+
+def kept_by_definition(probs: np.ndarray, top_k: int, top_p: float = 1.0, min_p: float = 0.0) -> set[int]:
+    """min_p of the most likely, then the top_k of those, then the fewest of these that hold top_p of their sum."""
+    order = [v for v in np.argsort(-probs) if probs[v] >= min_p * probs.max()][:top_k]
+    share = probs[order] / probs[order].sum()
+    fewest = int(np.searchsorted(np.cumsum(share), top_p)) + 1
+    return {int(v) for v in order[:fewest]}
+>>>>>>> 51f9d27 (feat(sampler): top_p, top_k and min_p with the kept tokens sent to the trainer, whose softmax is then over them; eval.top_p, top_k, min_p)

@@ -81,7 +81,7 @@ def micro_batch(
         return _filler()
     lengths = [len(r.completion_ids) for r in rollouts]
     return MicroBatch(
-        row=pack(rows, packing),
+        row=pack(rows, packing).on_support([r.support_ids for r in rollouts]),
         old_logprobs=_flat([r.old_logprobs for r in rollouts]),
         ref_logprobs=_flat([r.ref_logprobs for r in rollouts]) if algorithm.beta > 0 else None,
         advantages=torch.repeat_interleave(torch.tensor(values, dtype=torch.float32), torch.tensor(lengths)),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from common.config import Config, UserError
-from common.logprobs import load_causal_lm, score_row
+from common.logprobs import load_causal_lm, score_terms
 from common.packing import PackedRow
 from trainer.batch import MicroBatch
 from trainer.deepspeed_config import deepspeed_config
@@ -30,7 +30,7 @@ _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
 
 class Policy(torch.nn.Module):
-    """PackedRow -> (log-probs, entropies) of its targets, so that DeepSpeed's hooks see one forward."""
+    """PackedRow -> (log-probs, entropies, log-masses) of its targets, so that DeepSpeed's hooks see one forward."""
 
     def __init__(self, model: Any, chunk_size: int, entropy_gradient: bool):
         super().__init__()
@@ -38,8 +38,8 @@ class Policy(torch.nn.Module):
         self.chunk_size = chunk_size
         self.entropy_gradient = entropy_gradient
 
-    def forward(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
-        return score_row(self.model, row, temperature, self.chunk_size, self.entropy_gradient)
+    def forward(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        return score_terms(self.model, row, temperature, self.chunk_size, self.entropy_gradient)
 
 
 @dataclass
@@ -59,7 +59,12 @@ class Sums:
     abs_log_ratio: float = 0.0
     abs_prob_diff: float = 0.0
     exp_abs_log_ratio: float = 0.0
-    numerics_tokens: float = 0.0  # the parts of the log-ratio: trainer/mismatch.py
+    support_tokens: float = 0.0  # the parts of the log-ratio: trainer/mismatch.py
+    support_log_ratio: float = 0.0
+    support_abs_prob_diff: float = 0.0
+    support_exp_abs_log_ratio: float = 0.0
+    support_k3: float = 0.0
+    numerics_tokens: float = 0.0
     numerics_log_ratio: float = 0.0
     numerics_abs_prob_diff: float = 0.0
     numerics_exp_abs_log_ratio: float = 0.0
@@ -178,7 +183,7 @@ class Engine:
         now. Both measure and correct the mismatch only. Returns the log-probs [N], detached.
         """
         row = batch.row.to(self.device)
-        logprobs, entropy = self.ds(row, self.config.sampler.temperature)
+        logprobs, entropy, log_mass = self.ds(row, self.config.sampler.temperature)
         old_logprobs, advantages, weights = (
             x.to(self.device) for x in (batch.old_logprobs, batch.advantages, batch.weights)
         )
@@ -203,7 +208,8 @@ class Engine:
             sampled = sampled_logprobs.to(self.device)
         is_present = batch.policy_versions.to(self.device) == (-1 if policy_version is None else policy_version)
         sampled = torch.where(is_present & sampled.isnan(), logprobs, sampled)
-        parts = by_cause(logprobs[real], old_logprobs[real], sampled[real])
+        log_mass = None if row.support_ids is None else log_mass[real]
+        parts = by_cause(logprobs[real], old_logprobs[real], sampled[real], log_mass)
         for name, value in parts.items():
             setattr(self.sums, name, getattr(self.sums, name) + value)
         return logprobs
@@ -265,7 +271,7 @@ class Engine:
     def score(self, row: PackedRow, temperature: float) -> Tensor:
         """Log-probs of the row's targets, without gradient. Every rank calls it (ZeRO-3 gathers parameters)."""
         self.ds.eval()
-        logprobs, _ = self.ds(row.to(self.device), temperature)
+        logprobs, _, _ = self.ds(row.to(self.device), temperature)
         self.ds.train()
         return logprobs.float().cpu()
 

@@ -407,7 +407,10 @@ class Trainer:
 
     def _sampler_values(self, newest: dict[str, float]) -> dict[str, float]:
         """Newest values as they are; running totals as what they grew by since the last step."""
-        names = {"total/idle_s": "wait/sampler_s"}
+        names = {
+            "total/idle_s": "wait/sampler_s",
+            "total/incomplete_support": "mismatch/support/incomplete_tokens",
+        }
         values = {}
         for name, value in newest.items():
             if name.startswith("total/"):

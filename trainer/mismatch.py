@@ -3,6 +3,7 @@
     log π_θ − log π_old  =  (log π_own − log π_old)    numerics: two programs, the same weights
                           + (log π_θ − log π_own)      staleness: the same program, newer weights
 
+Under top-p, top-k or min-p all three are laws on the kept tokens S; the whole softmax is log π_θ(S), support, away.
 π_own is the trainer at the version that sampled, which it knows from its first pass over a group of its current
 version. For an older group it does not: all of its log-ratio then counts as staleness, none as numerics, and the canary
 of every reload (sampler/reload.py) still measures numerics. Temperature is no cause: both divide by the same number.
@@ -15,7 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-CAUSES = ("numerics", "staleness")
+CAUSES = ("numerics", "staleness", "support")
 MEASURES = ("tokens", "log_ratio", "abs_prob_diff", "exp_abs_log_ratio", "k3")
 
 
@@ -34,20 +35,28 @@ def gaps(after: Tensor, before: Tensor) -> dict[str, float]:
     }
 
 
-def by_cause(logprobs: Tensor, old_logprobs: Tensor, own_logprobs: Tensor) -> dict[str, float]:
-    """[N] each; own_logprobs: NaN where the trainer does not know them. Keys: cause_measure."""
+def by_cause(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    own_logprobs: Tensor,  # NaN where the trainer does not know them
+    log_mass: Tensor | None = None,  # log π_θ(S); None at full support
+) -> dict[str, float]:
+    """[N] each. Keys: cause_measure."""
     known = ~own_logprobs.isnan()
     parts = {
         "numerics": gaps(own_logprobs[known], old_logprobs[known]),
         "staleness": gaps(logprobs, torch.where(known, own_logprobs, old_logprobs)),
     }
+    if log_mass is not None:
+        parts["support"] = gaps(logprobs + log_mass, logprobs)
     return {f"{cause}_{measure}": value for cause, part in parts.items() for measure, value in part.items()}
 
 
 def metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Means over the tokens of each cause, from the step's sums; a cause that no token measured is absent.
 
-    The log-ratios add up: sampled_ratio · numerics + staleness is the mean log-ratio of all tokens.
+    The log-ratios add up: sampled_ratio · numerics + staleness is the mean log-ratio of all tokens, and with support
+    that of the whole softmax to the law that was sampled.
     """
     found = {}
     for cause in CAUSES:

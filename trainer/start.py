@@ -126,6 +126,7 @@ def _limits(config: Config) -> wire.Limits:
         max_completion_length=config.sampler.max_completion_length,
         needs_ref_logprobs=config.algorithm.beta > 0,
         reward_funcs=tuple(config.rewards.names),
+        max_support=config.sampler.max_support,
     )
 
 
