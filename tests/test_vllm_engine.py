@@ -266,7 +266,7 @@ def test_truncated_samples_come_with_the_kept_tokens_and_the_log_probs_of_the_la
     cut, engine, config, policy, version
 ):
     with torch.no_grad():  # a random model is nearly uniform: nothing would be left out
-        policy.model.get_input_embeddings().weight *= 4
+        policy.model.get_input_embeddings().weight *= 12
     reload(engine, version(3), config)
     law = SamplingLaw(0.7, 24, 4, 7, top_k=12, returns_support=True, **cut)
     sizes = set()
