@@ -16,7 +16,10 @@ pytestmark = pytest.mark.fast
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "metrics.md").read_text()
-ALIASES = {"total/idle_s": "wait/sampler_s"}  # trainer/loop.py renames running totals of the sampler
+ALIASES = {  # trainer/loop.py renames running totals of the sampler
+    "total/idle_s": "wait/sampler_s",
+    "total/incomplete_support": "mismatch/support/incomplete_tokens",
+}
 
 
 def pattern(node: ast.expr) -> str | None:

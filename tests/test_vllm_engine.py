@@ -237,7 +237,6 @@ def test_the_reference_gives_the_logprobs_of_a_dense_forward(config, policy):
         assert np.abs(found - expected.numpy()).max() < 1e-5
 
 
-<<<<<<< HEAD
 def test_an_evaluation_scores_every_problem_with_the_seeds_of_a_runs_own_evaluation(engine, config, policy, version):
     from common.types import Problem, Prompt
     from rewards.pool import RewardPool
@@ -260,7 +259,8 @@ def test_an_evaluation_scores_every_problem_with_the_seeds_of_a_runs_own_evaluat
     assert all(s["rewards"]["format"] == -1.0 and s["num_tokens"] <= 8 for s in samples)
     result = report(samples, 0, [1, 3], given.rewards)
     assert result["functions"]["format"]["pass"]["3"]["value"] == 0.0
-=======
+
+
 @pytest.mark.parametrize("cut", [{"top_p": 0.7}, {"min_p": 0.1}, {"top_p": 0.8, "min_p": 0.02}, {}], ids=str)
 def test_truncated_samples_come_with_the_kept_tokens_and_the_log_probs_of_the_law_on_them(
     cut, engine, config, policy, version
@@ -270,7 +270,7 @@ def test_truncated_samples_come_with_the_kept_tokens_and_the_log_probs_of_the_la
     reload(engine, version(3), config)
     law = SamplingLaw(0.7, 24, 4, 7, top_k=12, returns_support=True, **cut)
     sizes = set()
-    for completion in sample(engine, law):
+    for completion in complete(engine, law):
         ids, sets = completion.token_ids.tolist(), completion.support_ids
         assert completion.incomplete_support == 0
         row = pack([(PROMPT, [ids])]).on_support([sets])
@@ -301,4 +301,3 @@ def kept_by_definition(probs: np.ndarray, top_k: int, top_p: float = 1.0, min_p:
     share = probs[order] / probs[order].sum()
     fewest = int(np.searchsorted(np.cumsum(share), top_p)) + 1
     return {int(v) for v in order[:fewest]}
->>>>>>> 51f9d27 (feat(sampler): top_p, top_k and min_p with the kept tokens sent to the trainer, whose softmax is then over them; eval.top_p, top_k, min_p)

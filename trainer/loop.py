@@ -378,7 +378,7 @@ class Trainer:
         rollout = stats.rollout_metrics(groups, version, self.config.rewards.full_mark)
         values = rollout | stats.token_metrics(sums, self.config.algorithm.beta)
         values |= stats.shaping_metrics(groups, self.config) | stats.correction_metrics(sums, self.config.algorithm)
-        values |= mismatch.metrics(vars(sums))
+        values |= mismatch.cause_metrics(vars(sums))
         values |= {
             "grad_norm": result.grad_norm,
             "learning_rate": result.learning_rate,

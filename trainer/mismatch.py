@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 CAUSES = ("numerics", "staleness", "support")
-MEASURES = ("tokens", "log_ratio", "abs_prob_diff", "exp_abs_log_ratio", "k3")
 
 
 def gaps(after: Tensor, before: Tensor) -> dict[str, float]:
-    """Sums over tokens drawn from exp(before): [N], [N] -> one number for each of MEASURES.
+    """Sums over tokens drawn from exp(before): [N], [N] -> a number for each measure.
 
     k3 = exp(x) − x − 1 with x = after − before estimates KL(before ‖ after).
     """
@@ -52,18 +51,21 @@ def by_cause(
     return {f"{cause}_{measure}": value for cause, part in parts.items() for measure, value in part.items()}
 
 
-def metrics(sums: Mapping[str, float]) -> dict[str, float]:
+def cause_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Means over the tokens of each cause, from the step's sums; a cause that no token measured is absent.
 
     The log-ratios add up: sampled_ratio · numerics + staleness is the mean log-ratio of all tokens, and with support
     that of the whole softmax to the law that was sampled.
     """
-    found = {}
+    found: dict[str, float] = {}
     for cause in CAUSES:
-        tokens = sums[f"{cause}_tokens"]
-        for measure in MEASURES[1:] if tokens else ():
-            name = measure if measure == "k3" else f"mean_{measure}"
-            found[f"mismatch/{cause}/{name}"] = sums[f"{cause}_{measure}"] / tokens
+        if tokens := sums[f"{cause}_tokens"]:
+            found |= {
+                f"mismatch/{cause}/mean_log_ratio": sums[f"{cause}_log_ratio"] / tokens,
+                f"mismatch/{cause}/mean_abs_prob_diff": sums[f"{cause}_abs_prob_diff"] / tokens,
+                f"mismatch/{cause}/mean_exp_abs_log_ratio": sums[f"{cause}_exp_abs_log_ratio"] / tokens,
+                f"mismatch/{cause}/k3": sums[f"{cause}_k3"] / tokens,
+            }
     if sums["tokens"]:
         found["mismatch/numerics/sampled_ratio"] = sums["numerics_tokens"] / sums["tokens"]
     return found
