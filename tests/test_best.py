@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +19,7 @@ from common.types import EvalResult, EvalSample
 from common.weights import Published
 from tests.plain_policy import OneRank, PlainPolicy
 from tests.tiny import dense_logprobs, tiny_model
+from trainer import best as best_module
 from trainer import loop
 from trainer.best import Best, Standing, metric_of, standing
 from trainer.checkpoint import Progress
@@ -225,3 +228,40 @@ def test_training_ends_when_patience_is_over(tmp_path: Path, monkeypatch: pytest
 
 def test_training_goes_on_while_the_metric_rises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert trained_until(tmp_path, monkeypatch, list(range(10)), 1) == list(range(10))
+
+
+def test_a_full_disk_is_waited_for_and_the_earlier_best_stays_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoTokenizer
+
+    from trainer import disk as trainer_disk
+
+    model = tiny_model(tmp_path / "model")
+    policy, tokenizer = PlainPolicy(model), AutoTokenizer.from_pretrained(model)
+    ranks: Any = Rank(0, [])
+    disk = trainer_disk.Disk(ranks, 60.0, lambda _: None)
+    best = Best(config_for(tmp_path), ranks, disk, list)
+
+    def judge(version: int, right: int) -> None:
+        vocabulary = policy.model.config.vocab_size
+        published = publish(policy, ranks, tmp_path / "weights", "run", "ab", version, vocabulary)
+        best.judge(record(version, right), published, policy, tokenizer)
+
+    def version() -> int:
+        return json.loads((tmp_path / "best" / "commit.json").read_text())["policy_version"]
+
+    judge(0, 2)
+    copy, seen = best_module.shutil.copyfile, []
+
+    def full_once(source: Path, target: Path) -> None:
+        if not seen:
+            seen.append(version())
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+        copy(source, target)
+
+    monkeypatch.setattr(best_module.shutil, "copyfile", full_once)
+    monkeypatch.setattr(trainer_disk.time, "sleep", lambda _: None)
+    judge(1, 5)
+    assert (seen, version(), disk.retries) == ([0], 1, 1)
+    assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
