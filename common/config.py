@@ -34,7 +34,7 @@ class Section(BaseModel):
 
 class Run(Section):
     output_dir: Path = Path("runs/run")
-    """Run folder: metrics.jsonl, samples.jsonl, eval.jsonl, curves.png, logs/, checkpoints/, final/."""
+    """Run folder: metrics.jsonl, samples.jsonl, eval.jsonl, curves.png, report.html, logs/, checkpoints/, final/."""
     seed: int = 0
     """Seeds problem order, sampling and everything random in the trainer."""
     report_to: list[Literal["tensorboard", "wandb", "trackio", "swanlab", "mlflow"]] = ["tensorboard"]

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from common.metrics import read_jsonl
+from tests.test_metrics_page import unexplained
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -131,6 +132,8 @@ def check_proof_of_weights(run: Path, steps: int) -> list[dict]:
     assert all(m["grad_norm"] > 0 for m in metrics), "the rewards differ, so every step has a gradient"
     assert metrics[-1]["kl"] > 1e-7, "the policy moved away from its reference"
     assert metrics[-1]["policy_version"] == steps
+    assert unexplained({name for m in metrics for name in m}) == [], "docs/metrics.md"
+    assert {"e2e_tps", "update_tps", "vllm_tps", "timing/all_s"} <= set(metrics[-1])
     return metrics
 
 

@@ -84,6 +84,12 @@ def documented() -> set[str]:
     return {re.sub(r"<\w+>", "<>", name) for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
 
 
+def unexplained(names: set[str]) -> list[str]:
+    """Of names as they stand in a metrics.jsonl."""
+    patterns = [re.compile(re.escape(name).replace("<>", "[^/]+")) for name in documented()]
+    return sorted(name for name in names if not any(pattern.fullmatch(name) for pattern in patterns))
+
+
 def test_every_metric_that_the_code_logs_is_explained():
     assert sorted(logged() - documented()) == []
 
@@ -104,3 +110,8 @@ def test_every_row_says_unit_healthy_range_and_what_to_do():
     assert len(rows) > 30
     for row in rows:
         assert len([cell for cell in row.strip("|").split("|") if cell.strip()]) == 5, row
+
+
+def test_a_name_of_a_run_is_looked_up_with_its_own_parts():
+    names = {"rewards/my_reward/mean", "link/refused/eval_duplicate", "reward"}
+    assert unexplained(names | {"rewards/a/b/mean", "rewardz"}) == ["rewards/a/b/mean", "rewardz"]
