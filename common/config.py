@@ -295,6 +295,12 @@ class Algorithm(Section):
     """The KL term of a token, x = log π_ref − log π_θ: k1 = −x, k2 = x²/2, k3 = exp(x) − x − 1."""
     kl_in_reward: bool = False
     """Subtract beta · Σ (log π_old − log π_ref) from each reward, and nothing from the loss."""
+    kl_controller: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive: beta is where it starts; after each batch it moves so that the KL of a completion tends to kl_target."""
+    kl_target: float | None = Field(None, gt=0)
+    """Mean KL of a whole completion that the adaptive controller holds, in nats, for example 6.0."""
+    kl_horizon: int = Field(10000, gt=0)
+    """Completions over which the adaptive controller moves beta by a fifth at most."""
     use_bias_correction_kl: bool = False
     """Multiply the KL term by the ratio, which makes the expected gradient of k3 that of KL(π_θ ‖ π_ref)."""
     epsilon: float = Field(0.2, gt=0, lt=1)
@@ -398,6 +404,13 @@ class Algorithm(Section):
             yield "kl_in_reward without beta does nothing; set algorithm.beta=0.04"
         if self.kl_in_reward and self.kl_estimator != "k3":
             yield "kl_in_reward always sums log π_old − log π_ref; remove algorithm.kl_estimator, which is the loss's"
+        if self.kl_controller == "adaptive":
+            if not self.kl_in_reward:
+                yield "kl_controller adaptive moves the KL in the reward; set algorithm.kl_in_reward=true"
+            if self.kl_target is None:
+                yield "kl_controller adaptive needs a target; set algorithm.kl_target=6.0"
+        elif self.kl_target is not None or self.kl_horizon != 10000:
+            yield "kl_target and kl_horizon belong to the adaptive controller; set algorithm.kl_controller=adaptive"
 
     def _contradictions_of_advantages(self) -> Iterator[str]:
         if self.adv_estimator != "grpo" and self.reward_scale != "none":
@@ -542,6 +555,7 @@ class Config(Section):
                 f"algorithm.soft_punish_cache {self.algorithm.soft_punish_cache} is longer than a completion; set it "
                 f"to at most sampler.max_completion_length {self.sampler.max_completion_length}"
             )
+        self._check_kl_horizon()
         self._check_evaluation()
         self._check_lengths()
         if self.trainer.max_steps % self.algorithm.steps_per_batch:
@@ -552,6 +566,14 @@ class Config(Section):
                 f"set trainer.max_steps={math.ceil(n / m) * m}"
             )
         return self
+
+    def _check_kl_horizon(self) -> None:
+        n = self.prompts_per_batch * self.sampler.num_generations
+        if self.algorithm.kl_controller == "adaptive" and self.algorithm.kl_horizon < n:
+            raise ValueError(
+                f"algorithm.kl_horizon {self.algorithm.kl_horizon} is shorter than a batch of {n} completions, which "
+                f"would move beta by more than a fifth at once; set algorithm.kl_horizon={10 * n}"
+            )
 
     def _check_lengths(self) -> None:
         completion = max(self.sampler.max_completion_length, self.eval.max_completion_length or 0)

@@ -44,6 +44,7 @@ class Progress:
     num_tokens: int  # completion tokens trained
     tombstones: int
     stream: dict[str, Any]  # settings that define the stream of groups; they may not change on resume
+    kl_beta: float | None = None  # of the adaptive KL controller; None = the configured beta
 
 
 def step_dir(checkpoints: Path, step: int) -> Path:

@@ -46,6 +46,7 @@ from trainer.disk import Disk, on_rank_0
 from trainer.engine import Engine, StepResult, Sums
 from trainer.exchange import STOP_TOGETHER, Exchange
 from trainer.inbox import Inbox
+from trainer.kl_controller import completion_kls, next_beta, with_beta
 from trainer.losses import Denominator
 from trainer.mini_batches import Step, steps
 from trainer.publish import publish
@@ -112,6 +113,7 @@ class Trainer:
 
     def train_batch(self) -> None:
         """num_iterations passes over the next batch of rollouts, with an optimizer step on each of its mini-batches."""
+        self._shaping = with_beta(self.config, self.progress.kl_beta)
         self._batch: Items = []
         self._advantages: dict[int, Floats] = {}
         self._own_logprobs: dict[int, Tensor] = {}  # by group id; of this rank's micro-batches, or of the whole batch
@@ -142,9 +144,9 @@ class Trainer:
             failpoint("trainer.micro_batch")
             self._batch += taken
             if not needs_batch_statistics(self.config.algorithm):
-                self._advantages |= step_advantages(taken, self.config)
+                self._advantages |= step_advantages(taken, self._shaping)
             elif len(self._batch) == self.config.prompts_per_batch:
-                self._advantages = step_advantages(self._batch, self.config)
+                self._advantages = step_advantages(self._batch, self._shaping)
 
     def receive(self, group_ids: Sequence[int]) -> Items:
         """The groups with these ids, on every rank."""
@@ -264,6 +266,7 @@ class Trainer:
             batch=p.batch + last,
             cursor=p.cursor + last * len(self._batch),
             tombstones=p.tombstones + last * sum(isinstance(g, Tombstone) for g in self._batch),
+            kl_beta=self._next_beta() if last else p.kl_beta,
         )
         self._is_between_batches = last
         self._skipped_in_a_row = 0 if result.applied else self._skipped_in_a_row + 1
@@ -272,6 +275,11 @@ class Trainer:
                 f"{self._skipped_in_a_row} steps in a row were not finite (loss {sums.loss}, gradient norm "
                 f"{result.grad_norm}) and were skipped; the weights are those of version {self.progress.policy_version}"
             )
+
+    def _next_beta(self) -> float | None:
+        if self.config.algorithm.kl_controller == "fixed":
+            return None
+        return next_beta(self._shaping.algorithm.beta, completion_kls(self._batch), self.config.algorithm)
 
     def publish(self, evaluate: bool) -> None:
         """Hands version and cursor to the samplers in one message, with an evaluation if one is due."""
@@ -377,7 +385,7 @@ class Trainer:
         sampler_stats, counters = self.desk.inbox.snapshot()
         rollout = stats.rollout_metrics(groups, version, self.config.rewards.full_mark)
         values = rollout | stats.token_metrics(sums, self.config.algorithm.beta)
-        values |= stats.shaping_metrics(groups, self.config) | stats.correction_metrics(sums, self.config.algorithm)
+        values |= stats.shaping_metrics(groups, self._shaping) | stats.correction_metrics(sums, self.config.algorithm)
         values |= mismatch.cause_metrics(vars(sums))
         values |= {
             "grad_norm": result.grad_norm,

@@ -160,6 +160,7 @@ def _stream(config: Config) -> dict[str, Any]:
                 "trainer.prompts_per_step": config.trainer.prompts_per_step,
                 "sampler.num_generations": config.sampler.num_generations,
                 "algorithm.num_iterations": config.algorithm.num_iterations,
+                "algorithm.kl_controller": config.algorithm.kl_controller,
                 "algorithm.steps_per_generation": config.algorithm.steps_per_generation,
                 "algorithm.shuffle_mini_batches": config.algorithm.shuffle_mini_batches,
             }

@@ -12,6 +12,7 @@ from common.config import Algorithm, Config
 from common.types import EvalResult, Group, Tombstone
 from trainer.advantages import is_dead, rewards_of, shaped_rewards, trains
 from trainer.engine import Sums
+from trainer.kl_controller import completion_kls
 
 _ROUNDING = 1e-9
 FullMark = Callable[[str], float]  # reward function's name -> the score from which a completion counts as right
@@ -52,6 +53,9 @@ def shaping_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict
     """What the trainer made of the rewards, where a setting changes them. `reward` stays the functions' own."""
     alive = [g for g in groups if isinstance(g, Group)]
     algorithm, metrics = config.algorithm, {}
+    if alive and algorithm.kl_in_reward:
+        metrics["beta"] = algorithm.beta
+        metrics["kl_per_completion"] = float(np.mean(completion_kls(alive)))
     if alive and (algorithm.kl_in_reward or algorithm.soft_punish_cache):
         metrics["reward_shaped"] = float(np.concatenate([shaped_rewards(g, config) for g in alive]).mean())
     if alive and algorithm.mask_truncated_completions:
