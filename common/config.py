@@ -296,7 +296,7 @@ class Algorithm(Section):
     kl_in_reward: bool = False
     """Subtract beta · Σ (log π_old − log π_ref) from each reward, and nothing from the loss."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: beta is where it starts; after each batch it moves so that the KL of a completion tends to kl_target."""
+    """adaptive: beta is only the start; after each batch it moves so that the KL of a completion tends to kl_target."""
     kl_target: float | None = Field(None, gt=0)
     """Mean KL of a whole completion that the adaptive controller holds, in nats, for example 6.0."""
     kl_horizon: int = Field(10000, gt=0)
@@ -342,6 +342,11 @@ class Algorithm(Section):
     steps_per_generation: int = Field(1, ge=1)
     """Mini-batches in a batch of rollouts: optimizer steps in one pass over it. A batch of rollouts then holds
     prompts_per_step · steps_per_generation groups: verl's train_batch_size, and prompts_per_step its mini-batch."""
+    dead_groups: Literal["keep", "skip", "resample"] = "keep"
+    """Groups whose rewards are all equal. keep: they count in denominators, and KL and entropy train them. skip: they
+    are left out of everything. resample: left out, and the next groups of the stream take their seats."""
+    max_resamples: int = Field(1, ge=1)
+    """With dead_groups resample, further batches' worth of groups taken for one batch; seats may then stay empty."""
     shuffle_mini_batches: bool = False
     """Deal a batch's groups to its mini-batches anew in every pass, by (seed, batch, pass), instead of in order."""
 
@@ -349,6 +354,15 @@ class Algorithm(Section):
     def steps_per_batch(self) -> int:
         """Optimizer steps on each batch of rollouts."""
         return self.num_iterations * self.steps_per_generation
+
+    @property
+    def resamples(self) -> int:
+        return self.max_resamples if self.dead_groups == "resample" else 0
+
+    @property
+    def has_group_baseline(self) -> bool:
+        """Equal rewards in a group mean that nothing is to be learned from it."""
+        return self.adv_estimator in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
 
     @property
     def clip_high(self) -> float:
@@ -388,6 +402,10 @@ class Algorithm(Section):
             yield f"delta {self.delta} must be above 1 + epsilon_high = {1 + self.clip_high}; set algorithm.delta=3.0"
         if self.vllm_importance_sampling_mode is None and self.vllm_importance_sampling_clip_max != 3:
             yield "vllm_importance_sampling_clip_max does nothing without algorithm.vllm_importance_sampling_mode"
+        if self.dead_groups != "keep" and not self.has_group_baseline:
+            yield f"adv_estimator {self.adv_estimator} learns from equal rewards too; set algorithm.dead_groups=keep"
+        if self.dead_groups != "resample" and self.max_resamples != 1:
+            yield "max_resamples bounds resampling; set algorithm.dead_groups=resample, or remove max_resamples"
         if self.shuffle_mini_batches and self.steps_per_generation == 1:
             yield "shuffle_mini_batches needs several mini-batches; set algorithm.steps_per_generation=4, or remove it"
         yield from self._contradictions_of_kl()
@@ -508,6 +526,9 @@ class Weights(Section):
     """Where versions are published; null = memory (/dev/shm) on one host, output_dir/weights otherwise."""
     keep: int = Field(2, ge=2)
     """Versions kept beside those that a live sampler still uses."""
+    publish_every: Literal["batch", "step"] = "batch"
+    """batch: the sampler gets new weights when a batch of rollouts is done. step: after each of its optimizer steps,
+    with leases for as many groups as that step was the last to train; only with max_staleness above 0."""
     canary_tolerance: float | None = Field(None, gt=0)
     """Largest log-prob difference between trainer and engine on the canary; null = 1e-3 in float32, 0.5 in bfloat16."""
 
@@ -556,6 +577,7 @@ class Config(Section):
                 f"to at most sampler.max_completion_length {self.sampler.max_completion_length}"
             )
         self._check_kl_horizon()
+        self._check_publishing()
         self._check_evaluation()
         self._check_lengths()
         if self.trainer.max_steps % self.algorithm.steps_per_batch:
@@ -566,6 +588,20 @@ class Config(Section):
                 f"set trainer.max_steps={math.ceil(n / m) * m}"
             )
         return self
+
+    def _check_publishing(self) -> None:
+        if self.weights.publish_every == "batch":
+            return
+        if self.algorithm.steps_per_batch == 1:
+            raise ValueError(
+                "weights.publish_every step differs from batch only where a batch has several steps; set "
+                "algorithm.steps_per_generation=4, or remove weights.publish_every"
+            )
+        if self.trainer.max_staleness == 0:
+            raise ValueError(
+                "weights.publish_every step with trainer.max_staleness 0 publishes weights that sample nothing: the "
+                "next groups start when the batch is done; set trainer.max_staleness=1, or weights.publish_every=batch"
+            )
 
     def _check_kl_horizon(self) -> None:
         n = self.prompts_per_batch * self.sampler.num_generations

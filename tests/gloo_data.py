@@ -58,6 +58,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
         "trainer": CONSTANT_RATE | {"max_steps": 4},
     },
+    "adaptive": {"algorithm": {"kl_in_reward": True, "kl_controller": "adaptive", "kl_target": 0.5, "kl_horizon": 100}},
     # batches of rollouts of eight groups: two mini-batches of four
     "in_order": {"algorithm": {"steps_per_generation": 2}, "trainer": CONSTANT_RATE | {"max_steps": 4}},
     "in_order_twice": {
@@ -113,6 +114,11 @@ def uneven(group_id: int) -> Item:
 
 def dead(group_id: int) -> Item:
     return random_group(group_id, VOCAB_SIZE, DEAD)
+
+
+def half_dead(group_id: int) -> Item:
+    """Odd groups are dead."""
+    return random_group(group_id, VOCAB_SIZE, DEAD, beta=BETA) if group_id % 2 else group(group_id)
 
 
 def poisoned(group_id: int) -> Item:

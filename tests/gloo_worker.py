@@ -36,6 +36,7 @@ from tests.gloo_data import (
     Stream,
     dead,
     group,
+    half_dead,
     infinite_loss,
     poisoned,
     settings,
@@ -58,6 +59,7 @@ def desk(stream: Stream) -> Any:
         envelope=SimpleNamespace(incarnation="feed"),
         take=take,
         commit=ignore,
+        refill=ignore,
         versions_in_use=list,
         snapshot=lambda: ({}, collections.Counter()),
     )
@@ -267,6 +269,9 @@ def main(folder: Path, start: str) -> None:
             worker.skip(stage, "inf", infinite_loss)
         for name, sections in VARIANTS.items():
             worker.one_batch(name, 1, group, **sections)
+        for handling in ("skip", "resample"):
+            worker.one_batch(handling, 1, half_dead, algorithm={"dead_groups": handling})
+        worker.one_batch("all_dead", 1, dead, algorithm={"dead_groups": "resample", "beta": 0.0})
         for stage in (0, 1, 2):
             worker.skip(stage, "nan_half", poisoned, "bfloat16")
         for stage in (1, 2):

@@ -3,8 +3,9 @@
 A judge starts one trainer and two samplers made of the real Ledger, Inbox, Link, wire, weights and durable; only the
 engines are fake. Every life of a process is armed with the next failpoint, at a hit drawn at random, until the wanted
 number of kills has happened. A group's tokens follow from its id and the weights it was sampled with, so the trainer
-knows a wrong one. Its state is what a checkpoint holds: the cursor and, in the place of weights, the list of groups
-trained. In the end that list must be 0 … N − 1: none lost, none doubled, in order.
+knows a wrong one. Every fourth group is dead and the next one takes its seat. The trainer's state is what a checkpoint
+holds: the cursor and, in the place of weights, the list of groups taken. In the end that list must be 0 … N − 1: none
+lost, none doubled, in order.
 
 The judge imports everything once and forks, so that a life costs milliseconds.
 """
@@ -37,6 +38,7 @@ from sampler.link import Link
 from tests.protocol_helpers import HELLO, LIMITS, make_config, make_eval_result, make_rollout
 from trainer.inbox import Inbox
 from trainer.ledger import Ledger
+from trainer.rollouts import Rollouts
 
 PER_STEP, SAVE_STEPS, EVAL_STEPS = 3, 2, 4
 TRAINER_POINTS = (
@@ -48,7 +50,8 @@ SAMPLER_POINTS = (
     *("sampler.leased", "sampler.generated", "sampler.scored", "sampler.sent"),
     *("sampler.reloading", "sampler.reloaded"),
 )
-State = dict[str, Any]  # cursor and trained group ids
+State = dict[str, Any]  # cursor, finished steps and trained group ids
+START: State = {"cursor": 0, "step": 0, "trained": []}
 ROLES = {"trainer": TRAINER_POINTS, "s0": SAMPLER_POINTS, "s1": SAMPLER_POINTS}
 
 
@@ -57,6 +60,7 @@ def make_kill_config(folder: Path) -> Config:
     return make_config(
         folder,
         trainer={"prompts_per_step": PER_STEP, "max_staleness": 1, "max_steps": 100_000},
+        algorithm={"dead_groups": "resample"},
         channel={"endpoint": f"ipc://{folder}/inbox", "lost_after_s": 0.3, "stall_timeout_s": 30.0},
     )
 
@@ -83,7 +87,7 @@ def publish(folder: Path, version: int, incarnation: str) -> Published:
 
 def train(folder: Path) -> None:
     config, state_file, weights_dir = make_kill_config(folder), folder / "state.json", folder / "weights"
-    state: State = json.loads(state_file.read_text()) if state_file.exists() else {"cursor": 0, "trained": []}
+    state: State = json.loads(state_file.read_text()) if state_file.exists() else START
     weights_dir.mkdir(exist_ok=True)
     durable.remove_leftovers(weights_dir)
     durable.remove_leftovers(folder)
@@ -98,12 +102,12 @@ def train(folder: Path) -> None:
         inbox.wait_for_sampler()
         is_saved = False
         while not (is_saved and (folder / "enough").exists()):
-            step = state["cursor"] // PER_STEP
+            step = state["step"]
             published = publish(weights_dir, step, incarnation)
             evaluates = step % EVAL_STEPS == 0
             inbox.commit(state["cursor"], published, f"v{step}" if evaluates else None, 70 * evaluates)
             weights.prune(weights_dir, (), keep=2)
-            state = train_step(inbox, state, step, incarnation)
+            state = train_step(inbox, config, state, incarnation)
             assert len(inbox.finish_eval()) == 2 * evaluates, "70 problems are two chunks"
             if is_saved := (step + 1) % SAVE_STEPS == 0:
                 failpoint("checkpoint.started")
@@ -111,17 +115,23 @@ def train(folder: Path) -> None:
                 failpoint("checkpoint.committed")
 
 
-def train_step(inbox: Inbox, state: State, step: int, incarnation: str) -> State:
-    ids = range(state["cursor"], state["cursor"] + PER_STEP)
-    for group_id in ids:
-        (group,) = inbox.take([group_id])
+def train_step(inbox: Inbox, config: Config, state: State, incarnation: str) -> State:
+    step, batch = state["step"], Rollouts(config, state["cursor"], inbox.take, inbox.refill)
+    batch.take_up_to(PER_STEP, at_once=1)  # with trainer.micro_batch after each
+    for group in batch.items:
         assert isinstance(group, Group)
         assert step - 1 <= group.policy_version <= step, "older than max_staleness"
-        expected = tokens(group_id, number(incarnation, group.policy_version))
+        expected = tokens(group.group_id, number(incarnation, group.policy_version))
         assert group.rollouts[0].completion_ids.tolist() == expected, "sampled with other weights than it says"
-        failpoint("trainer.micro_batch")
+    alive = [group.group_id for group in batch.trained(batch.items)]
+    assert len(alive) == PER_STEP and not any(map(is_dead, alive)), "a seat is empty, or a dead group sits there"
     failpoint("trainer.stepped")
-    return {"cursor": ids.stop, "trained": [*state["trained"], *ids]}
+    ids = [group.group_id for group in batch.items]
+    return {"cursor": ids[-1] + 1, "step": step + 1, "trained": [*state["trained"], *ids]}
+
+
+def is_dead(group_id: int) -> bool:
+    return group_id % 4 == 1
 
 
 def tokens(group_id: int, weights_number: int) -> list[int]:
@@ -167,7 +177,7 @@ def produce(link: Link, weights_number: int) -> None:
         if link.has_result(group_id):
             continue
         failpoint("sampler.leased")
-        rollouts = (make_rollout(tokens(group_id, weights_number)), make_rollout())
+        rollouts = (make_rollout(tokens(group_id, weights_number)), make_rollout(reward=float(is_dead(group_id))))
         failpoint("sampler.generated")
         group = Group(group_id, credit.version, group_id, np.array([1], np.int32), rollouts)
         failpoint("sampler.scored")

@@ -157,6 +157,23 @@ def test_two_reward_functions_with_one_metric_name_are_refused(tmp_path: Path) -
     assert "two functions named 'answer'" in message
 
 
+def test_weights_inside_a_batch_need_steps_inside_it_and_a_sampler_that_runs_ahead(tmp_path: Path) -> None:
+    inside = "weights.publish_every=step"
+    assert "set algorithm.steps_per_generation=4" in problem(tmp_path, GOOD, inside, "trainer.max_staleness=1")
+    assert "set trainer.max_staleness=1" in problem(tmp_path, GOOD, inside, "algorithm.num_iterations=2")
+    settings = [inside, "algorithm.num_iterations=2", "trainer.max_staleness=1", "trainer.max_steps=8"]
+    assert load(write(tmp_path, GOOD), settings).weights.publish_every == "step"
+
+
+def test_a_kl_horizon_shorter_than_a_batch_is_refused(tmp_path: Path) -> None:
+    adaptive = [f"algorithm.{s}" for s in ("kl_controller=adaptive", "kl_in_reward=true", "beta=0.1", "kl_target=6")]
+    sizes = ["trainer.prompts_per_step=4", "sampler.num_generations=8"]
+    message = problem(tmp_path, GOOD, *adaptive, *sizes, "algorithm.kl_horizon=31")
+    assert "kl_horizon 31 is shorter than a batch of 32 completions" in message
+    assert "set algorithm.kl_horizon=320" in message
+    assert load(write(tmp_path, GOOD), [*adaptive, *sizes, "algorithm.kl_horizon=32"]).algorithm.kl_horizon == 32
+
+
 def test_steps_divide_by_the_steps_of_a_batch(tmp_path: Path) -> None:
     message = problem(tmp_path, GOOD, "trainer.max_steps=10", "algorithm.num_iterations=4")
     assert "trainer.max_steps=12" in message
@@ -170,6 +187,12 @@ def test_steps_divide_by_the_steps_of_a_batch(tmp_path: Path) -> None:
     ("settings", "said"),
     [
         (["loss_type=cispo"], "set algorithm.epsilon_high=5.0"),
+        (["max_resamples=3"], "set algorithm.dead_groups=resample, or remove max_resamples"),
+        (["adv_estimator=reinforce_plus_plus", "dead_groups=skip"], "set algorithm.dead_groups=keep"),
+        (["kl_controller=adaptive", "kl_target=6", "beta=0.1"], "set algorithm.kl_in_reward=true"),
+        (["kl_controller=adaptive", "kl_in_reward=true", "beta=0.1"], "set algorithm.kl_target=6.0"),
+        (["kl_target=6"], "set algorithm.kl_controller=adaptive"),
+        (["kl_horizon=100"], "set algorithm.kl_controller=adaptive"),
         (["shuffle_mini_batches=true"], "set algorithm.steps_per_generation=4, or remove it"),
         (["loss_type=cispo", "epsilon_high=0.28"], "set algorithm.epsilon_high=5.0"),
         (

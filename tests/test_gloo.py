@@ -25,7 +25,7 @@ from torch import Tensor
 
 from common import exits, weights
 from common.types import Group
-from tests.gloo_data import GROUPS_PER_STEP, NUM_STEPS, STAGES, TRAINER, VARIANTS, batch, settings, uneven
+from tests.gloo_data import BETA, GROUPS_PER_STEP, NUM_STEPS, STAGES, TRAINER, VARIANTS, batch, group, settings, uneven
 from tests.plain_training import PlainTraining
 from tests.tiny import VOCAB_SIZE, dense_logprobs, tiny_model
 from trainer.mini_batches import steps
@@ -263,6 +263,39 @@ def test_mini_batches_equal_plain_steps_with_advantages_of_the_whole_batch(runs:
 def test_mini_batches_do_not_depend_on_the_number_of_ranks(runs: Runs, name: str) -> None:
     one, two = (runs.tensors(ranks, f"{name}/weights") for ranks in RANKS)
     assert difference(two, one) < 1e-6
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("handling", "trained", "cursor"), [("skip", (0, 2), 4), ("resample", (0, 2, 4, 6), 7)])
+def test_a_step_that_leaves_dead_groups_out_equals_a_plain_step_on_the_others(
+    runs: Runs, ranks: int, handling: str, trained: tuple[int, ...], cursor: int
+) -> None:
+    """The dead ones have a KL term, which would train them if they were kept."""
+    plain = PlainTraining(runs.model, steps=0)
+    plain.step([group(g) for g in trained])
+    found = scaled(runs.tensors(ranks, f"{handling}/gradient"), 1 / (1 - BETA1))
+    assert difference(found, plain.gradients()) < PLAIN_ROUNDING
+    seen = runs.first(ranks)[0][handling]
+    for name in ("loss", "grad_norm"):
+        assert seen["steps"][0][name] == pytest.approx(plain.steps[0][name], rel=1e-5)
+    assert seen["progress"]["cursor"] == cursor
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_resampling_ends_at_its_bound_with_a_gradient_of_zero(runs: Runs, ranks: int) -> None:
+    seen = runs.first(ranks)[0]["all_dead"]
+    assert seen["progress"]["cursor"] == 2 * GROUPS_PER_STEP
+    assert (seen["steps"][0]["grad_norm"], seen["steps"][0]["tokens"]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_every_rank_moves_beta_by_the_same_formula(runs: Runs, ranks: int) -> None:
+    kls = [float((r.old_logprobs.astype(float) - r.ref_logprobs).sum()) for g in batch(0) for r in g.rollouts]
+    error = max(-0.2, min(0.2, sum(kls) / len(kls) / 0.5 - 1))
+    expected = BETA * (1 + error * len(kls) / 100)
+    for seen in runs.first(ranks):
+        assert seen["adaptive"]["progress"]["kl_beta"] == pytest.approx(expected, rel=1e-12)
+    assert abs(expected / BETA - 1) > 1e-3
 
 
 SKIPS = [(name, stage) for name in ("nan", "inf") for stage in STAGES] + [("nan_half", stage) for stage in (0, 1, 2)]

@@ -63,6 +63,31 @@ def test_advance_forgets_what_was_trained() -> None:
     assert list(ledger.held) == [2]
 
 
+def test_a_refilled_batch_admits_as_many_more_and_the_run_ends_as_much_later() -> None:
+    ledger = Ledger(total=8, window=4)
+    assert ledger.grant("a", 1) == [0, 1, 2, 3]
+    for group_id in (0, 1):
+        ledger.accept(arrived(group_id))
+    ledger.refill(2)  # both were dead
+    assert (ledger.admitted, ledger.total) == (range(6), 10)
+    assert ledger.grant("a", 1) == [0, 1, 2, 3, 4, 5]
+    ledger.advance(6)
+    assert ledger.admitted == range(6, 10)
+    assert ledger.refusal(arrived(10), range(1)) == "not_admitted"
+
+
+def test_what_is_spent_inside_a_batch_moves_the_window_and_not_the_cursor() -> None:
+    ledger = Ledger(total=100, window=8)  # batches of 4 in mini-batches of 2, one batch ahead
+    ledger.spend(2)
+    assert (ledger.cursor, ledger.admitted) == (0, range(10))
+    ledger.spend(2)  # said again
+    assert ledger.admitted == range(10)
+    ledger.advance(0)  # weights alone
+    assert ledger.admitted == range(10)
+    ledger.advance(4)
+    assert ledger.admitted == range(4, 12)
+
+
 @pytest.mark.parametrize("cursor", [1, 101])
 def test_the_cursor_never_moves_back_or_beyond_the_end(cursor: int) -> None:
     with pytest.raises(AssertionError, match=f"cursor may not move from 2 to {cursor}"):

@@ -27,7 +27,9 @@ from tests.protocol_helpers import (
     published,
     short_folder,
 )
+from trainer.advantages import is_dead_group
 from trainer.inbox import Inbox
+from trainer.rollouts import Rollouts
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(60)]
 
@@ -131,6 +133,75 @@ def test_two_samplers_share_the_window(config: Config) -> None:
         assert train(inbox, 10) == list(range(20))
         assert sorted(one.produced + other.produced)[:20] == list(range(20)), "each group was produced once"
         assert min(len(one.produced), len(other.produced)) >= 4
+
+
+# ---- dead groups, and weights inside a batch -------------------------------------------------------------------
+
+
+class Unlucky(Link):
+    """Loses a third of its messages, at random: with single groups a fixed rhythm could lose the same one for ever."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.luck = random.Random(1)
+
+    def _send(self, frames: list[bytes]) -> None:
+        if self.luck.random() < 2 / 3:
+            super()._send(frames)
+
+
+def half_dead(group_id: int, version: int) -> Group | Tombstone:
+    """Two of three groups are alive; the others are dead, every seventh of all is a tombstone."""
+    if group_id % 7 == 6:
+        return Tombstone(group_id, version, "killed")
+    return make_group(group_id, version, make_rollout(), make_rollout(reward=float(group_id % 3 == 1)))
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("link_class", [Link, Unlucky])
+def test_dead_groups_are_refilled_within_the_version_and_every_group_is_taken_once_in_order(
+    config: Config, max_staleness: int, link_class: type[Link]
+) -> None:
+    algorithm = config.algorithm.model_copy(update={"dead_groups": "resample", "max_resamples": 3})
+    trainer = config.trainer.model_copy(update={"max_staleness": max_staleness, "prompts_per_step": 4})
+    rewards = config.rewards.model_copy(update={"max_tombstone_fraction": 1.0})
+    config = config.model_copy(update={"algorithm": algorithm, "trainer": trainer, "rewards": rewards})
+    taken: list[Group | Tombstone] = []
+    with make_inbox(config, total=24) as inbox, FakeSampler(config, make=half_dead, link_class=link_class) as sampler:
+        for step in range(6):
+            inbox.commit(len(taken), published(step))
+            batch = Rollouts(config, len(taken), inbox.take, inbox.refill)
+            batch.take_up_to(4, at_once=2)
+            assert [is_dead_group(g, config) for g in batch.trained(batch.items) if isinstance(g, Group)] == [False] * 4
+            assert all(step - max_staleness <= g.policy_version <= step for g in batch.items)
+            taken += batch.items
+        assert [g.group_id for g in taken] == list(range(len(taken)))
+        assert len(taken) > 24, "the run became longer than its seats"
+        assert inbox.ledger.total == len(taken)
+    assert sampler.produced == list(range(len(taken))), "each once, and none beyond the end"
+
+
+def test_weights_inside_a_batch_come_with_leases_for_what_is_spent_and_stay_within_the_same_staleness(
+    config: Config,
+) -> None:
+    algorithm = config.algorithm.model_copy(update={"steps_per_generation": 2})
+    weights = config.weights.model_copy(update={"publish_every": "step"})
+    config = config.model_copy(update={"algorithm": algorithm, "weights": weights})
+    lags = []
+    with make_inbox(config) as inbox, FakeSampler(config) as sampler:
+        for batch in range(6):
+            for mini_batch in range(2):  # of two groups
+                version, cursor = 2 * batch + mini_batch, 4 * batch
+                inbox.commit(cursor, published(version))
+                inbox.spend(2 * mini_batch)
+                until(lambda: inbox.ledger.held.keys() >= set(inbox.ledger.admitted))
+                assert sampler.produced == list(range(cursor + 2 * mini_batch + 8))
+                taken = inbox.take([cursor + 2 * mini_batch, cursor + 2 * mini_batch + 1])
+                lags += [version - g.policy_version for g in taken]
+    # the run's first eight are of version 0; from then on each pair is leased with a version of its own
+    assert lags[:8] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert set(lags[8:]) == {3}, "steps_per_batch · (1 + max_staleness) − 1"
+    assert not [name for name in inbox.counters if name.startswith("refused")]
 
 
 # ---- who may speak -----------------------------------------------------------------------------------------

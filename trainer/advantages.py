@@ -48,6 +48,15 @@ def trains(rollout: Rollout, algorithm: Algorithm) -> bool:
     return not (algorithm.mask_truncated_completions and rollout.finish_reason == "length")
 
 
+def is_dead_group(group: Group | Tombstone, config: Config) -> bool:
+    """No advantage is left when the group's baseline is gone, so only KL or entropy could train it."""
+    if isinstance(group, Tombstone) or not config.algorithm.has_group_baseline:
+        return False
+    if config.algorithm.multi_objective_aggregation == "normalize_then_sum":
+        return not moves(normalized_sum(_by_function(group, config), config.rewards.weights))
+    return is_dead(shaped_rewards(group, config))
+
+
 def group_advantages(rewards: Floats, scale_rewards: str = "group", adv_estimator: str = "grpo") -> Floats:
     """[G] -> [G].  (1, 0, 0, 1) -> (0.866, −0.866, −0.866, 0.866) with "group", (0.5, −0.5, −0.5, 0.5) without."""
     if adv_estimator == "reinforce_plus_plus":

@@ -38,13 +38,15 @@ def needs_batch_statistics(algorithm: Algorithm) -> bool:
 def waits_for(algorithm: Algorithm) -> Literal["micro_batch", "mini_batch", "batch"]:
     """What must be in before the first backward of a step. micro_batch: groups train as they arrive.
 
-    Waiting changes nothing but time: a token mean has a denominator that only the last group of the step completes,
-    and weights for the sampler's mismatch need log-probs of the whole batch before the first step moves the weights.
+    Waiting changes nothing but time: a token mean, or a step that leaves dead groups out, has a denominator that only
+    the last group of the step completes, and weights for the sampler's mismatch need log-probs of the whole batch
+    before the first step moves the weights.
     """
     corrects_later_steps = algorithm.vllm_importance_sampling_mode is not None and algorithm.steps_per_generation > 1
     if needs_batch_statistics(algorithm) or algorithm.shuffle_mini_batches or corrects_later_steps:
         return "batch"
-    return "mini_batch" if algorithm.loss_type in TOKEN_MEAN else "micro_batch"
+    counts_first = algorithm.loss_type in TOKEN_MEAN or algorithm.dead_groups == "skip"
+    return "mini_batch" if counts_first else "micro_batch"
 
 
 def num_tokens(groups: Sequence[Group | Tombstone], algorithm: Algorithm) -> int:

@@ -76,7 +76,8 @@ class Inbox:
         self.counters: collections.Counter[str] = collections.Counter()
         self.progress, self.phase = 0, "starting"
         self.published: Published | None = None
-        self._steps_per_batch = config.algorithm.steps_per_batch
+        batches_behind = config.trainer.max_staleness + (config.weights.publish_every == "step")
+        self._max_version_lag = config.algorithm.steps_per_batch * batches_behind
         self._evaluation: _Evaluation | None = None
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
@@ -121,6 +122,20 @@ class Inbox:
                 self._evaluation = _Evaluation({i: EvalRequest(eval_id, i, c) for i, c in enumerate(chunks)})
         self._wake()
         failpoint("trainer.credited")
+
+    def refill(self, count: int) -> None:
+        """The batch will take `count` more groups than it has seats: they are leased at once, with the same weights."""
+        with self._changed:
+            self.ledger.refill(count)
+            self.progress += 1
+        self._wake()
+
+    def spend(self, count: int) -> None:
+        """`count` groups of the batch will not be trained again: as many more are leased, with the newest weights."""
+        with self._changed:
+            self.ledger.spend(count)
+            self.progress += 1
+        self._wake()
 
     def take(self, group_ids: Sequence[int]) -> list[Group | Tombstone]:
         """The groups, in this order, as soon as all of them are here. They stay held until `commit` passes them."""
@@ -322,7 +337,7 @@ class Inbox:
             wire.check_group(group, self.limits)
         if self.published is None:
             raise wire.WireError("not_credited", f"group {group.group_id}")
-        oldest = self.published.version - self._steps_per_batch * self.config.trainer.max_staleness
+        oldest = self.published.version - self._max_version_lag
         refusal = self.ledger.refusal(group, range(max(0, oldest), self.published.version + 1))
         if refusal:
             raise wire.WireError(refusal)

@@ -28,18 +28,10 @@ from common.durable import failpoint
 from common.exits import Interrupted, Retryable, code_of, interrupted
 from common.metrics import MetricsLog
 from common.panel import StepDisplay
-from common.types import EvalResult, Group, Tombstone
+from common.types import EvalResult, Tombstone
 from common.watchdog import moved
 from trainer import checkpoint, mismatch, stats
-from trainer.advantages import Floats, step_advantages
-from trainer.batch import (
-    MicroBatch,
-    micro_batch,
-    needs_batch_statistics,
-    num_tokens,
-    num_trained_tokens,
-    waits_for,
-)
+from trainer.batch import MicroBatch, micro_batch, num_tokens, num_trained_tokens, waits_for
 from trainer.best import Best
 from trainer.checkpoint import Progress
 from trainer.disk import Disk, on_rank_0
@@ -51,9 +43,8 @@ from trainer.losses import Denominator
 from trainer.mini_batches import Step, steps
 from trainer.publish import publish
 from trainer.recording import Recorder, Replay
+from trainer.rollouts import Items, Rollouts
 from trainer.throughput import Throughput, num_devices
-
-Items = list[Group | Tombstone]
 
 
 @dataclass(frozen=True)
@@ -114,8 +105,7 @@ class Trainer:
     def train_batch(self) -> None:
         """num_iterations passes over the next batch of rollouts, with an optimizer step on each of its mini-batches."""
         self._shaping = with_beta(self.config, self.progress.kl_beta)
-        self._batch: Items = []
-        self._advantages: dict[int, Floats] = {}
+        self._rollouts = Rollouts(self._shaping, self.progress.cursor, self.receive, self._refill)
         self._own_logprobs: dict[int, Tensor] = {}  # by group id; of this rank's micro-batches, or of the whole batch
         self._sampled_logprobs: dict[int, Tensor] = {}  # by group id; at the version that sampled it, for metrics
         for step in steps(self.config, self.progress.batch):
@@ -124,29 +114,23 @@ class Trainer:
             result, sums = self.optimizer_step()
             self._advance(result, sums, step.is_last)
             self.record(step, result, sums, seconds=time.monotonic() - started)
+            if self.config.weights.publish_every == "step" and not step.is_last:
+                self.publish_inside(step)
 
     def backward(self, step: Step) -> None:
         """Forward and backward on a mini-batch, while later groups still decode where its settings allow."""
         waits = waits_for(self.config.algorithm)
         size = self.config.prompts_per_batch if waits == "batch" else 0
-        self._take_up_to(max(step.places) + 1 if waits == "mini_batch" else size)
+        self._rollouts.take_up_to(max(step.places) + 1 if waits == "mini_batch" else size, self._at_once)
         if self._needs_scoring:
             self._score_batch()
         for chunk in self._chunks(step.places):
-            self._take_up_to(max(chunk) + 1)
+            self._rollouts.take_up_to(max(chunk) + 1, self._at_once)
             self._backward(chunk, step)
 
-    def _take_up_to(self, count: int) -> None:
-        """Takes groups in the order of their ids, a micro-batch at a time, until the batch has this many."""
-        first = self.progress.cursor
-        for ids in self._chunks(range(first + len(self._batch), first + count)):
-            taken = self.receive(ids)
-            failpoint("trainer.micro_batch")
-            self._batch += taken
-            if not needs_batch_statistics(self.config.algorithm):
-                self._advantages |= step_advantages(taken, self._shaping)
-            elif len(self._batch) == self.config.prompts_per_batch:
-                self._advantages = step_advantages(self._batch, self._shaping)
+    def _refill(self, count: int) -> None:
+        if self.desk:
+            self.desk.inbox.refill(count)
 
     def receive(self, group_ids: Sequence[int]) -> Items:
         """The groups with these ids, on every rank."""
@@ -162,39 +146,43 @@ class Trainer:
         self._taken_s += time.monotonic() - start
         return self.exchange.share(taken)
 
+    @property
+    def _at_once(self) -> int:
+        """Groups in one micro-batch of all ranks."""
+        return self.config.trainer.groups_per_micro_batch * self.exchange.world_size
+
     def _chunks(self, of: Sequence[int]) -> list[Sequence[int]]:
         """One micro-batch of all ranks each."""
-        size = self.config.trainer.groups_per_micro_batch * self.exchange.world_size
-        return [of[i : i + size] for i in range(0, len(of), size)]
+        return [of[i : i + self._at_once] for i in range(0, len(of), self._at_once)]
 
     def _share(self, chunk: Sequence[int]) -> Items:
         """This rank's groups of a chunk of places in the batch: whole groups, in order."""
         size, rank = self.config.trainer.groups_per_micro_batch, self.exchange.rank
-        return [self._batch[i] for i in chunk[rank * size : (rank + 1) * size]]
+        return self._rollouts.trained(self._rollouts.of(chunk[rank * size : (rank + 1) * size]))
 
-    def _groups_of(self, step: Step) -> Items:
-        """Those of its groups that are here."""
-        return [self._batch[i] for i in step.places if i < len(self._batch)]
-
-    def _denominator(self, groups: Items) -> Denominator:
-        """B counts every completion the step was planned with: a tombstone's are there, with weight zero."""
-        sampler = self.config.sampler
+    def _denominator(self, places: Sequence[int]) -> Denominator:
+        """B counts every completion of these seats: those of tombstones and empty seats are there, with weight zero."""
+        sampler, taken = self.config.sampler, self._rollouts.of(places)
+        groups = self._rollouts.trained(taken)
+        skipped = len(taken) - len(groups) if self.config.algorithm.dead_groups == "skip" else 0
         return Denominator(
             loss_type=self.config.algorithm.loss_type,
-            num_completions=self.config.trainer.prompts_per_step * sampler.num_generations,
+            num_completions=max(1, (len(places) - skipped) * sampler.num_generations),
             num_tokens=max(1, num_tokens(groups, self.config.algorithm)),
             max_completion_length=sampler.max_completion_length,
         )
 
     def _micro_batch(self, chunk: Sequence[int], denominator: Denominator) -> MicroBatch:
         config = self.config
-        return micro_batch(self._share(chunk), self._advantages, denominator, config.algorithm, config.trainer.packing)
+        return micro_batch(
+            self._share(chunk), self._rollouts.advantages, denominator, config.algorithm, config.trainer.packing
+        )
 
     def _backward(self, chunk: Sequence[int], step: Step) -> None:
         """This rank's share of one chunk of a step."""
         moved(f"training a micro-batch of step {self.progress.step + 1}")
         start = time.monotonic()
-        batch = self._micro_batch(chunk, self._denominator(self._groups_of(step)))
+        batch = self._micro_batch(chunk, self._denominator(step.places))
         own = [self._own_logprobs[g] for g in batch.tokens_of if g in self._own_logprobs]
         unknown = {g: torch.full((n,), torch.nan) for g, n in batch.tokens_of.items()}
         sampled = [self._sampled_logprobs.get(g, nans) for g, nans in unknown.items()]
@@ -220,12 +208,14 @@ class Trainer:
     def _score_batch(self) -> None:
         """The trainer's own log-probs of the whole batch, on every rank: shuffling gives groups to other ranks."""
         start = time.monotonic()
-        for chunk in self._chunks(range(len(self._batch))):
+        places = range(self.config.prompts_per_batch)
+        for chunk in self._chunks(places):
             moved("scoring a batch of rollouts with the weights that sampled it")
-            batch = self._micro_batch(chunk, self._denominator(self._batch))
+            batch = self._micro_batch(chunk, self._denominator(places))
             self._remember(batch, self.engine.score(batch.row, self.config.sampler.temperature))
-        algorithm, advantages = self.config.algorithm, self._advantages
-        lengths = {g.group_id: num_trained_tokens(g, advantages, algorithm) for g in self._batch}
+        algorithm, advantages = self.config.algorithm, self._rollouts.advantages
+        groups = self._rollouts.trained(self._rollouts.items)
+        lengths = {g.group_id: num_trained_tokens(g, advantages, algorithm) for g in groups}
         zeros = {g: torch.zeros(n) for g, n in lengths.items() if n}
         flat = torch.cat([self._own_logprobs.get(g, zero) for g, zero in zeros.items()] or [torch.zeros(0)])
         everyones = torch.tensor(self.exchange.add(flat.tolist()), dtype=torch.float32)  # exact: others add 0
@@ -264,8 +254,8 @@ class Trainer:
             policy_version=p.policy_version + result.applied,
             num_tokens=p.num_tokens + int(sums.tokens),
             batch=p.batch + last,
-            cursor=p.cursor + last * len(self._batch),
-            tombstones=p.tombstones + last * sum(isinstance(g, Tombstone) for g in self._batch),
+            cursor=p.cursor + last * self._rollouts.num_taken,
+            tombstones=p.tombstones + last * sum(isinstance(g, Tombstone) for g in self._rollouts.items),
             kl_beta=self._next_beta() if last else p.kl_beta,
         )
         self._is_between_batches = last
@@ -276,10 +266,18 @@ class Trainer:
                 f"{result.grad_norm}) and were skipped; the weights are those of version {self.progress.policy_version}"
             )
 
+    def publish_inside(self, step: Step) -> None:
+        """Fresher weights for the groups that the sampler runs ahead with; the cursor waits for the batch's end."""
+        self.finish_evaluation()
+        self.publish(evaluate=False)
+        is_last_pass = step.iteration + 1 == self.config.algorithm.num_iterations
+        if self.desk and is_last_pass:
+            self.desk.inbox.spend((step.mini_batch + 1) * self.config.trainer.prompts_per_step)
+
     def _next_beta(self) -> float | None:
         if self.config.algorithm.kl_controller == "fixed":
             return None
-        return next_beta(self._shaping.algorithm.beta, completion_kls(self._batch), self.config.algorithm)
+        return next_beta(self._shaping.algorithm.beta, completion_kls(self._rollouts.items), self.config.algorithm)
 
     def publish(self, evaluate: bool) -> None:
         """Hands version and cursor to the samplers in one message, with an evaluation if one is due."""
@@ -380,13 +378,13 @@ class Trainer:
     def record(self, step: Step, result: StepResult, sums: Sums, seconds: float) -> None:
         if self.desk is None:
             return
-        groups = self._groups_of(step)
+        groups = self._rollouts.of(step.places)
         version = self.progress.policy_version - result.applied
         sampler_stats, counters = self.desk.inbox.snapshot()
         rollout = stats.rollout_metrics(groups, version, self.config.rewards.full_mark)
         values = rollout | stats.token_metrics(sums, self.config.algorithm.beta)
         values |= stats.shaping_metrics(groups, self._shaping) | stats.correction_metrics(sums, self.config.algorithm)
-        values |= mismatch.cause_metrics(vars(sums))
+        values |= mismatch.cause_metrics(vars(sums)) | self._dead_values(groups, step)
         values |= {
             "grad_norm": result.grad_norm,
             "learning_rate": result.learning_rate,
@@ -412,6 +410,19 @@ class Trainer:
             stats.samples_records(groups, self.progress.step, self.config.run.log_samples, decode)
         )
         self.desk.display.step(self.progress.step, values)
+
+    def _dead_values(self, groups: Items, step: Step) -> dict[str, float]:
+        """Dead groups among those of a step; of the whole batch, in its last step, what came of resampling."""
+        rollouts = self._rollouts
+        values = {"dead_groups": float(sum(g.group_id in rollouts.dead for g in groups))}
+        if self.config.algorithm.dead_groups == "resample" and step.is_last:
+            values |= {"resampled_groups": float(rollouts.num_refilled), "empty_seats": float(rollouts.num_empty)}
+            if rollouts.num_empty and self.desk:
+                self.desk.display.note(
+                    f"{rollouts.num_empty} of {rollouts.size} groups of the batch are missing: {len(rollouts.dead)} of "
+                    f"{rollouts.num_taken} were dead; algorithm.max_resamples {self.config.algorithm.max_resamples}"
+                )
+        return values
 
     def _sampler_values(self, newest: dict[str, float]) -> dict[str, float]:
         """Newest values as they are; running totals as what they grew by since the last step."""

@@ -143,6 +143,12 @@ class Replay:
     def commit(self, cursor: int, published: Published, eval_id: str | None = None, num_problems: int = 0) -> None:
         """Nobody is there to be credited."""
 
+    def refill(self, count: int) -> None:
+        """Nobody is there to be asked for more."""
+
+    def spend(self, count: int) -> None:
+        """As above."""
+
     def finish_eval(self) -> list[EvalResult]:
         return []
 

@@ -103,7 +103,8 @@ def _open_desk(stack: contextlib.ExitStack, config: Config, progress: Progress, 
     incarnation = secrets.token_hex(8)
     if config.run.replay is not None:
         return Desk(Replay(config.run.replay, incarnation), recorder, log, display)
-    ledger = Ledger(config.num_batches * config.prompts_per_batch, config.window, progress.cursor)
+    groups_left = (config.num_batches - progress.batch) * config.prompts_per_batch
+    ledger = Ledger(progress.cursor + groups_left, config.window, progress.cursor)
     inbox = Inbox(config, progress.run_id, incarnation, _limits(config), ledger, display.waiting)
     return Desk(stack.enter_context(inbox), recorder, log, display)
 
@@ -160,6 +161,8 @@ def _stream(config: Config) -> dict[str, Any]:
                 "trainer.prompts_per_step": config.trainer.prompts_per_step,
                 "sampler.num_generations": config.sampler.num_generations,
                 "algorithm.num_iterations": config.algorithm.num_iterations,
+                "algorithm.dead_groups": config.algorithm.dead_groups,
+                "algorithm.max_resamples": config.algorithm.max_resamples,
                 "algorithm.kl_controller": config.algorithm.kl_controller,
                 "algorithm.steps_per_generation": config.algorithm.steps_per_generation,
                 "algorithm.shuffle_mini_batches": config.algorithm.shuffle_mini_batches,

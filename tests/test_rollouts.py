@@ -1,0 +1,157 @@
+"""How the seats of a batch fill from the stream, and what each handling of dead groups leaves to train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from common.config import Config
+from common.types import Group, Tombstone
+from tests.protocol_helpers import make_group, make_rollout
+from trainer.rollouts import Items, Rollouts
+
+pytestmark = pytest.mark.fast
+
+FIRST = 10  # the cursor: where the batch begins in the stream
+
+
+def config(size: int, **algorithm: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"train": "t.jsonl"},
+            "sampler": {"num_generations": 2},
+            "trainer": {"prompts_per_step": size},
+            "algorithm": algorithm,
+        }
+    )
+
+
+def alive(group_id: int) -> Group:
+    return make_group(group_id, 0, make_rollout(reward=1.0), make_rollout(reward=0.0))
+
+
+def dead(group_id: int) -> Group:
+    return make_group(group_id, 0, make_rollout(reward=0.1), make_rollout(reward=0.1))
+
+
+def stream(kinds: str) -> Callable[[int], Group | Tombstone]:
+    """ "aD!" = an alive group, a dead one, a tombstone; what comes behind is alive."""
+
+    def at(group_id: int) -> Group | Tombstone:
+        kind = kinds[group_id - FIRST] if group_id - FIRST < len(kinds) else "a"
+        return Tombstone(group_id, 0, "killed") if kind == "!" else {"a": alive, "D": dead}[kind](group_id)
+
+    return at
+
+
+class Taken(Rollouts):
+    """A batch that fills from such a stream, as far as it was admitted."""
+
+    def __init__(self, config: Config, kinds: str):
+        self.admitted = FIRST + config.prompts_per_batch
+        self.received: list[int] = []
+        at = stream(kinds)
+
+        def receive(ids: Sequence[int]) -> Items:
+            assert max(ids) < self.admitted, "nobody was asked for this group"
+            self.received += ids
+            return [at(g) for g in ids]
+
+        def refill(count: int) -> None:
+            assert count > 0
+            self.admitted += count
+
+        super().__init__(config, FIRST, receive, refill)
+
+    def ids(self) -> list[list[int]]:
+        return [[item.group_id for item in seat] for seat in self.seats]
+
+
+def filled(config: Config, kinds: str, at_once: int = 2) -> Taken:
+    rollouts = Taken(config, kinds)
+    rollouts.take_up_to(config.prompts_per_batch, at_once)
+    return rollouts
+
+
+def test_the_example_in_the_docstring() -> None:
+    assert filled(config(3), "aDaDa").ids() == [[10], [11], [12]]
+    resampled = filled(config(3, dead_groups="resample"), "aDaDa")
+    assert resampled.ids() == [[10], [11, 12], [13, 14]]
+    assert (resampled.num_taken, resampled.num_refilled, resampled.num_empty) == (5, 2, 0)
+    assert [g.group_id for g in resampled.trained(resampled.items)] == [10, 12, 14]
+
+
+@pytest.mark.parametrize(
+    ("handling", "trained"), [("keep", [10, 11, 12, 13]), ("skip", [10, 12, 13]), ("resample", [10, 12, 14, 15])]
+)
+def test_a_dead_group_is_kept_or_left_out_or_replaced_and_a_tombstone_too_when_resampling(
+    handling: str, trained: list[int]
+) -> None:
+    rollouts = filled(config(4, dead_groups=handling), "aDa!")
+    found = rollouts.trained(rollouts.items)
+    assert [g.group_id for g in found if not (handling == "resample" and isinstance(g, Tombstone))] == trained
+    assert rollouts.advantages.keys() == {g.group_id for g in found if isinstance(g, Group)}
+    assert rollouts.dead == {11}
+
+
+def test_at_the_bound_the_last_seats_stay_empty_and_what_was_taken_is_still_counted() -> None:
+    rollouts = filled(config(3, dead_groups="resample", max_resamples=1), "DDaD!Da")
+    assert rollouts.ids() == [[10, 11, 12], [13, 14, 15], []]
+    assert (rollouts.num_taken, rollouts.num_refilled, rollouts.num_empty) == (6, 3, 2)
+    assert [g.group_id for g in rollouts.items] == [10, 11, 12, 13, 14, 15]
+
+
+def test_a_batch_of_dead_groups_ends_at_the_bound() -> None:
+    rollouts = filled(config(2, dead_groups="resample", max_resamples=2), "D" * 99)
+    assert (rollouts.num_taken, rollouts.num_empty) == (6, 2)
+    assert rollouts.advantages == {}
+
+
+def test_batch_statistics_are_those_of_the_groups_that_train() -> None:
+    """Rewards (1, 0) twice, without the dead group: std 1/√3, and each reward is 1/2 from its group's mean."""
+    rollouts = filled(config(3, dead_groups="skip", scale_rewards="batch"), "aDa")
+    assert rollouts.advantages.keys() == {10, 12}
+    assert rollouts.advantages[10].tolist() == pytest.approx([0.5 / (3**-0.5 + 1e-4), -0.5 / (3**-0.5 + 1e-4)])
+
+
+def test_equal_sums_of_unequal_rewards_are_alive_where_each_function_is_normalized() -> None:
+    """(1, 0) and (0, 1) add up to equal rewards; normalised with weights 1 and 3 they do not cancel."""
+    rewards = [{"answer": 1.0, "format": 0.0}, {"answer": 0.0, "format": 1.0}]
+    group = make_group(FIRST, 0, *(make_rollout(rewards=r, reward=1.0) for r in rewards))
+    found = {}
+    for how in ("sum_then_normalize", "normalize_then_sum"):
+        settings = config(1, multi_objective_aggregation=how).model_copy(
+            update={"rewards": config(1).rewards.model_copy(update={"reward_weights": [1.0, 3.0]})}
+        )
+        rollouts = Rollouts(settings, FIRST, lambda _: [group], lambda _: None)
+        rollouts.take_up_to(1, 1)
+        found[how] = rollouts.dead
+    assert found == {"sum_then_normalize": {FIRST}, "normalize_then_sum": set()}
+
+
+@given(st.text("aaD!", max_size=30), st.integers(1, 6), st.integers(1, 3), st.lists(st.integers(1, 6), min_size=1))
+@hypothesis_settings(deadline=None)
+def test_a_resampled_batch_is_the_next_alive_groups_however_they_are_taken(
+    kinds: str, size: int, resamples: int, amounts: list[int]
+) -> None:
+    expected, taken = [], 0  # by the definition: take one group after the other
+    while len(expected) < size and taken < size * (1 + resamples):
+        kind = kinds[taken] if taken < len(kinds) else "a"
+        expected += [FIRST + taken] if kind == "a" else []
+        taken += 1
+    rollouts = Taken(config(size, dead_groups="resample", max_resamples=resamples), kinds)
+    while len(rollouts.seats) < size:
+        at_once = amounts[len(rollouts.received) % len(amounts)]
+        rollouts.take_up_to(min(size, len(rollouts.seats) + at_once), at_once)
+    trained = [g.group_id for g in rollouts.trained(rollouts.items) if isinstance(g, Group)]
+    assert trained == expected
+    assert rollouts.received == list(range(FIRST, FIRST + taken)), "in order, each once"
+    assert (rollouts.num_taken, rollouts.num_empty) == (taken, size - len(expected))
+    assert rollouts.admitted == FIRST + size + rollouts.num_refilled == max(FIRST + size, FIRST + taken)
+    assert [g.group_id for g in rollouts.items] == rollouts.received
