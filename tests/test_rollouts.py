@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from common.config import Config
 from common.types import Group, Tombstone
 from tests.protocol_helpers import make_group, make_rollout
+from trainer.mini_batches import steps
 from trainer.rollouts import Items, Rollouts
 
 pytestmark = pytest.mark.fast
@@ -105,6 +106,17 @@ def test_at_the_bound_the_last_seats_stay_empty_and_what_was_taken_is_still_coun
     assert rollouts.ids() == [[10, 11, 12], [13, 14, 15], []]
     assert (rollouts.num_taken, rollouts.num_refilled, rollouts.num_empty) == (6, 3, 2)
     assert [g.group_id for g in rollouts.items] == [10, 11, 12, 13, 14, 15]
+
+
+def test_metrics_count_the_dead_of_a_step_and_in_the_last_one_what_resampling_did() -> None:
+    settings = config(2, dead_groups="resample", steps_per_generation=2)
+    rollouts = filled(settings, "aDaDDDDD")
+    first, last = steps(settings, batch=0)
+    assert rollouts.ids() == [[10], [11, 12], [13, 14, 15, 16, 17], []]
+    assert rollouts.dead_group_metrics(first) == {"dead_groups": 1.0}
+    assert rollouts.dead_group_metrics(last) == {"dead_groups": 5.0, "resampled_groups": 4.0, "empty_seats": 2.0}
+    assert "2 of 4 seats of the batch stay empty: of 8 groups 6 were dead" in rollouts.warning()
+    assert filled(settings, "").warning() == ""
 
 
 def test_a_batch_of_dead_groups_ends_at_the_bound() -> None:

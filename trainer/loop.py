@@ -231,7 +231,7 @@ class Trainer:
         """Those of groups that the present version sampled: later passes tell numerics and staleness apart by them."""
         lengths = list(batch.tokens_of.values())
         parts = zip(batch.tokens_of, logprobs[: sum(lengths)].split(lengths), strict=True) if lengths else ()
-        versions = {g.group_id: g.policy_version for g in self._batch}
+        versions = {g.group_id: g.policy_version for g in self._rollouts.items}
         self._sampled_logprobs |= {g: p for g, p in parts if versions[g] == self.progress.policy_version}
 
     def optimizer_step(self) -> tuple[StepResult, Sums]:
@@ -384,7 +384,7 @@ class Trainer:
         rollout = stats.rollout_metrics(groups, version, self.config.rewards.full_mark)
         values = rollout | stats.token_metrics(sums, self.config.algorithm.beta)
         values |= stats.shaping_metrics(groups, self._shaping) | stats.correction_metrics(sums, self.config.algorithm)
-        values |= mismatch.cause_metrics(vars(sums)) | self._dead_values(groups, step)
+        values |= mismatch.cause_metrics(vars(sums)) | self._rollouts.dead_group_metrics(step)
         values |= {
             "grad_norm": result.grad_norm,
             "learning_rate": result.learning_rate,
@@ -410,19 +410,8 @@ class Trainer:
             stats.samples_records(groups, self.progress.step, self.config.run.log_samples, decode)
         )
         self.desk.display.step(self.progress.step, values)
-
-    def _dead_values(self, groups: Items, step: Step) -> dict[str, float]:
-        """Dead groups among those of a step; of the whole batch, in its last step, what came of resampling."""
-        rollouts = self._rollouts
-        values = {"dead_groups": float(sum(g.group_id in rollouts.dead for g in groups))}
-        if self.config.algorithm.dead_groups == "resample" and step.is_last:
-            values |= {"resampled_groups": float(rollouts.num_refilled), "empty_seats": float(rollouts.num_empty)}
-            if rollouts.num_empty and self.desk:
-                self.desk.display.note(
-                    f"{rollouts.num_empty} of {rollouts.size} groups of the batch are missing: {len(rollouts.dead)} of "
-                    f"{rollouts.num_taken} were dead; algorithm.max_resamples {self.config.algorithm.max_resamples}"
-                )
-        return values
+        if step.is_last and (warning := self._rollouts.warning()):
+            self.desk.display.note(warning)
 
     def _sampler_values(self, newest: dict[str, float]) -> dict[str, float]:
         """Newest values as they are; running totals as what they grew by since the last step."""

@@ -19,6 +19,7 @@ from common.durable import failpoint
 from common.types import Group, Tombstone
 from trainer.advantages import Floats, is_dead_group, step_advantages
 from trainer.batch import needs_batch_statistics
+from trainer.mini_batches import Step
 
 Items = list[Group | Tombstone]
 
@@ -59,6 +60,23 @@ class Rollouts:
     def num_empty(self) -> int:
         """Seats whose last taken is dead or a tombstone; 0 unless dead groups are resampled."""
         return sum(not (seat and self._stays(seat[-1])) for seat in self.seats)
+
+    def dead_group_metrics(self, step: Step) -> dict[str, float]:
+        """Of the groups of a step; what resampling did to the whole batch stands in its last one."""
+        metrics = {"dead_groups": float(sum(item.group_id in self.dead for item in self.of(step.places)))}
+        if self._config.algorithm.dead_groups == "resample" and step.is_last:
+            metrics |= {"resampled_groups": float(self.num_refilled), "empty_seats": float(self.num_empty)}
+        return metrics
+
+    def warning(self) -> str:
+        """What to say about empty seats; "" if there are none."""
+        if not self.num_empty:
+            return ""
+        return (
+            f"{self.num_empty} of {self.size} seats of the batch stay empty: of {self.num_taken} groups "
+            f"{len(self.dead)} were dead; raise algorithm.max_resamples {self._config.algorithm.max_resamples}, or "
+            "choose problems of another difficulty"
+        )
 
     def take_up_to(self, count: int, at_once: int) -> None:
         """Fills seats until there are `count`, taking at most at_once groups at a time."""
