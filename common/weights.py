@@ -10,11 +10,11 @@ nothing. Left out: delta and compressed formats.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
-import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,10 +29,15 @@ MANIFEST = "manifest.json"
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _VERSION_NAME = re.compile(r"([0-9]{8,})-[0-9a-f]+")  # what version_dir makes
 _CHUNK = 1 << 22
+_MAY_APPEAR = {errno.ENOENT, errno.ESTALE, errno.EIO}  # what a network file system says of a file it does not know yet
 
 
 class BadWeights(Exception):
     """A published version that must not be used. Says which check failed, with the expected and the found value."""
+
+
+class NotVisible(BadWeights):
+    """A published version that this host does not see whole yet, as NFS caches what was absent: ask again later."""
 
 
 @dataclass(frozen=True)
@@ -130,28 +135,18 @@ def commit(temporary: Path, final: Path, manifest: Manifest) -> Published:
     return Published(manifest.version, str(final), hashlib.sha256(data).hexdigest())
 
 
-def read_manifest(published: Published, visible_within_s: float = 120.0) -> Manifest:
-    """The manifest whose digest CREDIT announced. Waits for a shared file system to show it.
-
-    Raises BadWeights if it does not appear or is another one.
-    """
+def read_manifest(published: Published) -> Manifest:
+    """The manifest whose digest CREDIT announced. Raises NotVisible if it is absent or cut off, else BadWeights."""
     path = Path(published.weights_dir) / MANIFEST
-    deadline = time.monotonic() + visible_within_s
-    while True:
-        try:
-            os.listdir(path.parent.parent)  # a READDIR refreshes what NFS has cached as absent
-            data = path.read_bytes()
-            break
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise BadWeights(
-                    f"{path} is not visible after {visible_within_s:.0f} s ({error.strerror}): "
-                    "is weights.dir on a file system that both hosts share?"
-                ) from None
-            time.sleep(0.2)
+    try:
+        os.listdir(path.parent.parent)  # a READDIR refreshes what NFS has cached as absent
+        data = path.read_bytes()
+    except OSError as error:
+        raise NotVisible(f"{path}: {error.strerror}") from None
     digest = hashlib.sha256(data).hexdigest()
     if digest != published.manifest_sha256:
-        raise BadWeights(f"{path} has SHA-256 {digest}, the trainer announced {published.manifest_sha256}")
+        kind = NotVisible if _is_cut_off(data) else BadWeights
+        raise kind(f"{path} has SHA-256 {digest}, the trainer announced {published.manifest_sha256}")
     raw: dict[str, Any] = json.loads(data)
     return Manifest(
         raw["run_id"],
@@ -164,18 +159,30 @@ def read_manifest(published: Published, visible_within_s: float = 120.0) -> Mani
     )
 
 
+def _is_cut_off(data: bytes) -> bool:
+    try:
+        json.loads(data)
+    except ValueError:
+        return True
+    return False
+
+
 def copy_verified(published: Published, manifest: Manifest, private_dir: Path) -> None:
     """Copies the version's shards to a folder of ours while hashing them: what was checked is what gets loaded.
 
-    Raises BadWeights on a wrong version, file list, size, digest, tensor name, dtype or shape.
+    Raises BadWeights on a wrong version, file list, size, digest, tensor name, dtype or shape, and its NotVisible on a
+    file that is absent or shorter than announced.
     """
     if manifest.version != published.version:
         raise BadWeights(f"the manifest is of version {manifest.version}, version {published.version} was announced")
+    for name in manifest.files:
+        if not _SAFE_NAME.fullmatch(name):
+            raise BadWeights(f"file name {name!r} in the manifest is not allowed")
+        if not os.path.lexists(path := Path(published.weights_dir) / name):  # before gigabytes are copied for nothing
+            raise NotVisible(f"{path}: {os.strerror(errno.ENOENT)}")
     private_dir.mkdir(parents=True, mode=0o700)
     found: dict[str, TensorInfo] = {}
     for name, info in manifest.files.items():
-        if not _SAFE_NAME.fullmatch(name):
-            raise BadWeights(f"file name {name!r} in the manifest is not allowed")
         _copy_hashing(Path(published.weights_dir) / name, private_dir / name, info)
         found.update(tensor_infos(private_dir / name))
     _require_equal(found, manifest.tensors)
@@ -191,10 +198,12 @@ def _copy_hashing(source: Path, target: Path, expected: FileInfo) -> None:
                 hasher.update(chunk)
                 writer.write(chunk)
     except OSError as error:
-        raise BadWeights(f"cannot copy {source} to {target.parent}: {error.strerror}") from None
+        kind = NotVisible if error.errno in _MAY_APPEAR else BadWeights
+        raise kind(f"cannot copy {source} to {target.parent}: {error.strerror}") from None
     size = target.stat().st_size
     if size != expected.size:
-        raise BadWeights(f"{source.name} has {size} bytes, the manifest says {expected.size}")
+        kind = NotVisible if size < expected.size else BadWeights
+        raise kind(f"{source} has {size} bytes, the manifest says {expected.size}")
     if hasher.hexdigest() != expected.blake3:
         raise BadWeights(f"{source.name} has BLAKE3 {hasher.hexdigest()}, the manifest says {expected.blake3}")
 

@@ -28,7 +28,7 @@ from common.durable import failpoint
 from common.exits import Retryable
 from common.types import EvalRequest, EvalResult, EvalSample, Group, Prompt, Rollout, Tombstone
 from common.watchdog import moved
-from common.weights import BadWeights, Published
+from common.weights import BadWeights, NotVisible, Published
 from rewards.pool import RewardFailure, RewardPool
 from sampler.dataset import problem_index, sampling_seed
 from sampler.engine import Completion, Engine, SamplingLaw
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from sampler.reference import Reference
 
 _MAX_BAD_WEIGHTS = 3
+_VISIBLE_WITHIN_S = 120.0  # NFS caches what was absent for up to 60 s, and a busy server adds to that
 _EVAL_SEED_OFFSET = 1_000_003  # held-out samples must not share seeds with training groups
 
 
@@ -106,6 +107,7 @@ class Sampler:
         self._working: dict[Key, list[Completion]] = {}  # leased and not sent; completions once generated
         self._chunks: dict[tuple[str, int], _Chunk] = {}
         self._bad_weights = 0
+        self._invisible_since: float | None = None  # when the first announced version since the last reload was absent
         self._life = 0
         self._served: wire.Credit | None = None  # the credit whose leases are all in work
 
@@ -136,6 +138,8 @@ class Sampler:
         published = Published(credit.version, credit.weights_dir, credit.manifest_sha256)
         try:
             self._note_reload(reload(self.engine, published, self.config))
+        except NotVisible as error:
+            self._wait_for_the_file_system(credit.version, str(error))
         except BadWeights as error:
             self._bad_weights += 1
             self.stats["total/refused_weights"] += 1
@@ -145,8 +149,19 @@ class Sampler:
                 raise Retryable(self.phase) from None
             time.sleep(1.0)
 
+    def _wait_for_the_file_system(self, version: int, absent: str) -> None:
+        """Hosts that share a folder see new files late. The loop goes on, so the link stays alive and says why."""
+        now = time.monotonic()
+        if self._invisible_since is None:
+            self._invisible_since = now
+        waited_s = now - self._invisible_since
+        self.phase = f"waiting {waited_s:.0f} s for the file system to show version {version}: {absent}"
+        if waited_s > _VISIBLE_WITHIN_S:
+            raise Retryable(f"{self.phase}. Is weights.dir on a file system that both hosts share?")
+        time.sleep(0.2)
+
     def _note_reload(self, reloaded: Reloaded) -> None:
-        self._bad_weights = 0
+        self._bad_weights, self._invisible_since = 0, None
         self.progress += 1
         self.stats["sync/reload_s"] = reloaded.seconds
         self.stats["sync/stall_s"] = reloaded.stall_s

@@ -60,7 +60,7 @@ def reload(engine: Engine, published: Published, config: Config) -> Reloaded:
     finally:
         shutil.rmtree(private, ignore_errors=True)
     x = theirs - ours
-    worst = float(np.abs(x).max())  # unlike max(), NaN wherever a NaN is
+    worst = _largest(x)
     if not worst <= canary_tolerance(config):
         raise Retryable(
             f"canary: the engine's log-probs differ from the trainer's by {worst:.3g} under version "
@@ -110,6 +110,11 @@ def _require_finite(folder: Path, manifest: Manifest) -> None:
             for tensor_name in file.keys():  # noqa: SIM118 - a safetensors handle is not a dict
                 if not torch.isfinite(file.get_tensor(tensor_name)).all():
                     raise BadWeights(f"tensor {tensor_name} of version {manifest.version} is not finite")
+
+
+def _largest(x: NDArray[np.float64]) -> float:
+    """max |x|; unlike max(), NaN wherever a NaN is."""
+    return float(np.abs(x).max())
 
 
 def _canary_logprobs(engine: Engine, manifest: Manifest) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import re
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from common import durable
 from common.config import Config, UserError
 from common.exits import RETRYABLE, USER_ERROR, Retryable
 from common.tokenizer import load_tokenizer
@@ -27,8 +32,24 @@ def run(config: Config, sampler_id: str) -> None:
     """Samples until the trainer says goodbye. Raises UserError, Retryable or PeerEnded."""
     config.require_training()
     limits, log = config.channel, config.run.output_dir / "logs" / "trainer.log"
-    with Watchdog(f"sampler {sampler_id}", limits.stall_timeout_s, limits.connect_timeout_s, log):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(durable.lock(_lock_file(config, sampler_id), _taken(sampler_id)))
+        stack.enter_context(Watchdog(f"sampler {sampler_id}", limits.stall_timeout_s, limits.connect_timeout_s, log))
         _run(config, sampler_id)
+
+
+def _lock_file(config: Config, sampler_id: str) -> Path:
+    """Two samplers of one id would take each other's messages. Hosts that share the run folder share the lock."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", sampler_id):
+        raise UserError(f"--id {sampler_id!r}: use at most 64 letters, digits, '.', '_' and '-', such as sampler-1")
+    return config.run.output_dir / f"lock.{sampler_id}"
+
+
+def _taken(sampler_id: str) -> Callable[[str], UserError]:
+    return lambda holder: UserError(
+        f"a sampler with the id {sampler_id!r} serves this run already ({holder}); "
+        f"give this one another: --id {sampler_id}-b"
+    )
 
 
 def _run(config: Config, sampler_id: str) -> None:

@@ -69,7 +69,7 @@ def sampler(settings: Config) -> None:
                 if credit is not None and credit.version != version:
                     published = Published(credit.version, credit.weights_dir, credit.manifest_sha256)
                     with contextlib.suppress(BadWeights):  # pruned meanwhile: a newer credit is on its way
-                        weights.read_manifest(published, visible_within_s=0.2)
+                        weights.read_manifest(published)
                         version = credit.version
                 if credit is not None and credit.version == version:
                     progress += produce(settings, link)

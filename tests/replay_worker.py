@@ -182,6 +182,9 @@ def free_port() -> int:
 
 
 def serve(folder: Path) -> None:
+    from common.machine import remove_stale_build_locks
+
+    remove_stale_build_locks()  # of a rank that was killed while it loaded a compiled op: the next would wait for ever
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not stand among the answers
     for body in (prepare, warm_up):

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -22,13 +21,11 @@ from typing import Any
 
 import pytest
 
-from common import durable, exits, weights
+from common import durable, exits
 from common.exits import Interrupted, Retryable
-from common.weights import BadWeights
 from tests.gloo_data import TRAINER
 from tests.replay_worker import ROOT, Life, Stack, stack
 from tests.test_checkpoint_faults import ONE_RANK, leftovers, resumed_step, save
-from tests.test_weights import publish
 from trainer import checkpoint, disk
 from trainer.disk import Disk, DiskTrouble, together
 
@@ -342,42 +339,3 @@ def test_a_disk_that_stays_full_ends_both_ranks_retryable_and_the_run_resumes_wh
     assert checkpoint.newest_valid(checkpoints, print) == checkpoints / "step_000001"
     assert train(trainers, name, {}, run={"resume": True}).codes == [0, 0]
     assert sha256(trainers.folder / name) == undisturbed(trainers)
-
-
-# ---- a shared file system that shows things late -----------------------------------------------------------
-
-
-@fast
-@pytest.mark.parametrize("lie", [errno.ENOENT, errno.ESTALE, errno.EIO])
-def test_a_version_that_the_file_system_shows_late_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: int
-) -> None:
-    published, truth, asked = publish(tmp_path), Path.read_bytes, []
-    until = time.monotonic() + 0.5
-
-    def lying(path: Path) -> bytes:
-        asked.append(path.name)
-        if time.monotonic() < until:
-            raise OSError(lie, os.strerror(lie), str(path))
-        return truth(path)
-
-    monkeypatch.setattr(Path, "read_bytes", lying)
-    manifest = weights.read_manifest(published, visible_within_s=30.0)
-    assert manifest.version == published.version
-    assert len(asked) >= 2
-
-
-@fast
-def test_a_version_that_never_appears_is_refused_and_the_shared_file_system_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    published, refreshed = publish(tmp_path), []
-    monkeypatch.setattr(weights.os, "listdir", refreshed.append)
-
-    def lying(path: Path) -> bytes:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-
-    monkeypatch.setattr(Path, "read_bytes", lying)
-    with pytest.raises(BadWeights, match=r"not visible after 1 s .*file system that both hosts share"):
-        weights.read_manifest(published, visible_within_s=1.0)
-    assert len(refreshed) >= 3, "each try reads the folder above, which makes NFS look again"

@@ -332,7 +332,7 @@ def test_a_published_version_verifies_and_holds_the_trained_weights(
     runs: Runs, tmp_path: Path, ranks: int, stage: int
 ) -> None:
     version = published(runs, ranks, stage)
-    manifest = weights.read_manifest(version, visible_within_s=0)
+    manifest = weights.read_manifest(version)
     weights.copy_verified(version, manifest, tmp_path / "private")
     assert len(manifest.files) == ranks
     found: dict[str, Tensor] = {}
@@ -353,7 +353,7 @@ def test_the_canary_equals_a_fresh_dense_forward_under_the_published_weights(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     version = published(runs, ranks, stage)
-    manifest = weights.read_manifest(version, visible_within_s=0)
+    manifest = weights.read_manifest(version)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(runs.model), dtype=torch.float32)
     state = {k: t for name in manifest.files for k, t in load_file(Path(version.weights_dir) / name).items()}
     missing = model.load_state_dict(state, strict=False)

@@ -41,5 +41,10 @@ def test_every_group_is_trained_exactly_once_and_in_order_whoever_is_killed_wher
         f"{result['kills']} SIGKILLs at {len(result['by_point'])} points in {result['seconds']:.0f} s, "
         f"{result['groups']:,} groups, 0 lost, 0 doubled",
     )
+    figure(
+        "R5",
+        f"{result['groups']:,} groups through {result['kills']} SIGKILLs: every one sampled by the version that it "
+        "names, none older than max_staleness",
+    )
     if KILLS >= 60:
         assert set(result["by_point"]) == {*TRAINER_POINTS, *SAMPLER_POINTS}

@@ -50,6 +50,28 @@ def test_every_figure_belongs_to_a_test_that_exists() -> None:
             assert name in every, f"{promise}: {name} wrote a figure and is gone"
 
 
+def writers(file: Path) -> list[str]:
+    """The tests of a file that write a figure."""
+    tests = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
+    return [t.name for t in tests if t.name.startswith("test_") and "figure" in [a.arg for a in t.args.args]]
+
+
+@pytest.mark.parametrize("promise", ROWS)
+def test_every_promise_shows_a_figure_and_nothing_that_no_test_wrote(promise: str) -> None:
+    cell = ROWS[promise].rsplit("|", 2)[1].strip()
+    every = {name for file in TESTS.glob("test_*.py") for name in writers(file)}
+    parts = re.findall(r"<!-- (\S+) -->(.*?)(?: · (?=<!-- )|$)", cell)
+    assert parts and " · ".join(f"<!-- {name} -->{text}" for name, text in parts) == cell
+    assert {name.split("[")[0] for name, _ in parts} <= every
+    assert all(text.strip() for _, text in parts)
+
+
+def test_every_test_that_writes_a_figure_is_named_by_a_promise_so_that_a_full_run_fills_its_seat() -> None:
+    named = {function for row in ROWS.values() for _, function in REFERENCE.findall(row)}
+    for file in sorted(TESTS.glob("test_*.py")):
+        assert set(writers(file)) <= named, f"{file.name}: a test writes a figure and no promise names it"
+
+
 def test_the_search_finds_a_test_that_is_gone() -> None:
     assert REFERENCE.findall("`test_x.py::test_a` `tests/test_y.py`") == [("test_x.py", "test_a"), ("test_y.py", "")]
     with pytest.raises(AssertionError, match="does not exist"):
@@ -76,6 +98,14 @@ def test_the_order_of_figures_does_not_depend_on_the_order_of_the_tests() -> Non
         pages.append(page)
     assert pages[0] == pages[1]
     assert "<!-- a --> a · figure · <!-- b --> b · figure · <!-- c --> c · figure |" in pages[0]
+
+
+def test_a_figure_replaces_those_that_its_test_wrote_with_other_parameters() -> None:
+    page = with_figure(with_figure(TABLE, "R1", "a[1]", "one"), "R1", "a[2]", "two")
+    assert "tests | <!-- a[1] --> one · <!-- a[2] --> two |" in page
+    page = with_figure(page, "R1", "a", "all")
+    assert "tests | <!-- a --> all |" in page
+    assert "tests | <!-- a[1] --> one |" in with_figure(page, "R1", "a[1]", "one")
 
 
 def test_a_promise_that_is_not_there_is_an_error() -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from common import durable
+from common.config import UserError
 from quickstart.tokenizer import train_tokenizer
 
 pytestmark = pytest.mark.fast
@@ -76,6 +78,20 @@ def test_an_option_that_is_no_override(task: Path, script: str) -> None:
 @BOTH
 def test_a_model_folder_that_is_not_there(task: Path, script: str) -> None:
     check(run(script, task / "run.yaml", "model.path=./nowhere"), "./nowhere", "no such folder", "model.path")
+
+
+def test_a_second_sampler_with_an_id_that_is_taken(task: Path) -> None:
+    (task / "run").mkdir(exist_ok=True)
+    with durable.lock(task / "run" / "lock.sampler-0", UserError):
+        check(
+            run("sampling.py", task / "run.yaml"),
+            f"a sampler with the id 'sampler-0' serves this run already (pid {os.getpid()})",
+            "give this one another: --id sampler-0-b",
+        )
+
+
+def test_a_sampler_id_that_cannot_be_a_file_name(task: Path) -> None:
+    check(run("sampling.py", task / "run.yaml", "--id", "../x"), "--id '../x': use at most 64 letters")
 
 
 def test_ranks_that_do_not_divide_the_batch(task: Path) -> None:

@@ -129,7 +129,7 @@ def test_a_reload_changes_the_whole_model_tied_head_included(engine, config, pol
     assert np.abs(engine.score([sequence])[0] - policy.logprobs(sequence[:1], sequence[1:], 1.0)).max() < 1e-4
 
 
-def test_no_cached_prefix_survives_a_reload(engine, config, policy, version):
+def test_no_cached_prefix_survives_a_reload(engine, config, policy, version, figure):
     long_prompt = [7 + i % 50 for i in range(400)]
     reload(engine, version(4), config)
     before = greedy(engine, long_prompt)
@@ -149,6 +149,8 @@ def test_no_cached_prefix_survives_a_reload(engine, config, policy, version):
             ).last_hidden_state[0]
             expected.append(int(plain.get_output_embeddings()(hidden[399 + i]).argmax()))
     assert tokens == expected
+    assert tokens != before
+    figure("R5", f"{len(tokens)} tokens after a reload, with 400 of the prompt cached before: those of a fresh model")
 
 
 def test_more_seeded_prompts_than_fit_one_engine_step_are_all_sampled(engine):
@@ -191,36 +193,31 @@ BAD_TENSORS = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_TENSORS)
-def test_bad_tensors_are_refused_before_the_engine_is_touched(case, engine, config, policy, version):
-    change, words = BAD_TENSORS[case]
-    reload(engine, version(6), config)
+def test_seven_kinds_of_bad_weights_are_refused_before_the_engine_is_touched(engine, config, policy, version, figure):
+    good = version(6)
+    reload(engine, good, config)
     before = greedy(engine)
     policy.disturb(6)
     published = version(7)
     shard = Path(published.weights_dir) / weights.shard_name(0, 1)
-    edit(shard, change)
-    with pytest.raises(BadWeights, match=words):
-        reload(engine, repoint(published, shard), config)
-    assert engine.version == 6 and greedy(engine) == before
+    whole, refused = shard.read_bytes(), []
 
+    def refuse(kind: str, announced: Published, words: str) -> None:
+        with pytest.raises(BadWeights, match=words):
+            reload(engine, announced, config)
+        assert engine.version == 6 and greedy(engine) == before, kind
+        refused.append(kind)
 
-def test_a_truncated_file_and_a_stale_manifest_are_refused_before_the_engine_is_touched(
-    engine, config, policy, version
-):
-    good = version(8)
-    reload(engine, good, config)
-    before = greedy(engine)
-    policy.disturb(8)
-    published = version(9)
-    shard = Path(published.weights_dir) / weights.shard_name(0, 1)
-    shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(BadWeights, match="bytes"):
-        reload(engine, published, config)
+    shard.write_bytes(whole[:-100])
+    refuse("truncated", published, "bytes")
+    for kind, (change, words) in BAD_TENSORS.items():
+        shard.write_bytes(whole)
+        edit(shard, change)
+        refuse(kind, repoint(published, shard), words)
     shutil.copy(Path(good.weights_dir) / weights.MANIFEST, Path(published.weights_dir) / weights.MANIFEST)
-    with pytest.raises(BadWeights, match="SHA-256"):
-        reload(engine, published, config)
-    assert engine.version == 8 and greedy(engine) == before
+    refuse("stale manifest", published, "SHA-256")
+    assert len(refused) == 7
+    figure("R4", f"7 of 7 refused by the real engine's reload ({', '.join(refused)}), its outputs unchanged")
 
 
 def test_the_reference_gives_the_logprobs_of_a_dense_forward(config, policy):

@@ -45,6 +45,7 @@ class Progress:
     tombstones: int
     stream: dict[str, Any]  # settings that define the stream of groups; they may not change on resume
     kl_beta: float | None = None  # of the adaptive KL controller; None = the configured beta
+    skipped_in_a_row: int = 0  # of the steps tried, the last ones that were not finite
 
 
 def step_dir(checkpoints: Path, step: int) -> Path:

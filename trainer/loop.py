@@ -71,7 +71,6 @@ class Trainer:
         self._saved_step = progress.step
         self._is_between_batches = True  # no step of a batch that has begun is in the weights
         self._num_eval_problems = 0
-        self._skipped_in_a_row = 0
         self._timing: dict[str, float] = {}
         self._totals: dict[str, float] = {}
         self.throughput = Throughput(num_devices(config, exchange.world_size), progress.batch, time.monotonic())
@@ -257,12 +256,12 @@ class Trainer:
             cursor=p.cursor + last * self._rollouts.num_taken,
             tombstones=p.tombstones + last * sum(isinstance(g, Tombstone) for g in self._rollouts.items),
             kl_beta=self._next_beta() if last else p.kl_beta,
+            skipped_in_a_row=0 if result.applied else p.skipped_in_a_row + 1,
         )
         self._is_between_batches = last
-        self._skipped_in_a_row = 0 if result.applied else self._skipped_in_a_row + 1
-        if self._skipped_in_a_row >= self.config.trainer.max_skipped_steps:
+        if self.progress.skipped_in_a_row >= self.config.trainer.max_skipped_steps:
             raise Retryable(
-                f"{self._skipped_in_a_row} steps in a row were not finite (loss {sums.loss}, gradient norm "
+                f"{self.progress.skipped_in_a_row} steps in a row were not finite (loss {sums.loss}, gradient norm "
                 f"{result.grad_norm}) and were skipped; the weights are those of version {self.progress.policy_version}"
             )
 
