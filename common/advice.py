@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, variance
+from statistics import fmean
 from typing import Any
 
 from common.escape import one_line
@@ -190,12 +190,18 @@ def entropy_collapse(h: History) -> str:
     )
 
 
+def _variance(values: list[float]) -> float:
+    """With n − 1; statistics.variance counts in fractions, which makes a report of a long run take minutes."""
+    mean = fmean(values)
+    return sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+
+
 def _moved(h: History, key: str) -> float:
     """Change of the mean from the first 10 to the newest 10 steps, 0 unless it is 3 standard errors of the two."""
     early, late = h.trend(key)
     if not early:
         return 0.0
-    change, error = fmean(late) - fmean(early), math.sqrt((variance(early) + variance(late)) / EARLY)
+    change, error = fmean(late) - fmean(early), math.sqrt((_variance(early) + _variance(late)) / EARLY)
     return change if abs(change) > 3 * error else 0.0
 
 
