@@ -25,7 +25,10 @@ pytestmark = pytest.mark.fast
 
 def trainer(folder: Path, progress: Progress | None = None) -> Any:
     progress = progress or Progress("run", 0, 0, 0, 0, 0, 0, {})
-    return SimpleNamespace(config=make_config(folder), progress=progress, _batch=[])
+    nothing = SimpleNamespace(items=[], num_taken=0)
+    return SimpleNamespace(
+        config=make_config(folder), progress=progress, _rollouts=nothing, _next_beta=lambda: progress.kl_beta
+    )
 
 
 def advance(of: Any, applied: bool) -> None:
