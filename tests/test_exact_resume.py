@@ -18,9 +18,10 @@ import pytest
 
 from common.durable import FAILPOINTS
 from common.metrics import read_jsonl
-from tests.gloo_data import GROUPS_PER_STEP
+from tests.gloo_data import GROUPS_PER_STEP, half_dead
 from tests.replay_worker import Life, Stack, stack
 from trainer import checkpoint
+from trainer.recording import Recorder
 
 pytestmark = pytest.mark.gloo
 
@@ -168,6 +169,57 @@ def test_the_20_points_are_met_by_one_rank_and_by_two(figure: Callable[[str, str
         f"ZeRO 1 and 2, float32 and bfloat16): all files of {checkpoints} checkpoints, the metrics and the final model "
         "equal those of straight runs by SHA-256",
     )
+
+
+# ---- what else a checkpoint must hold -----------------------------------------------------------------------
+
+ADAPTIVE = {"kl_in_reward": True, "kl_controller": "adaptive", "kl_target": 0.5, "kl_horizon": 100}
+MINI_BATCHES = {"steps_per_generation": 2, "shuffle_mini_batches": True, "loss_type": "dapo", **ADAPTIVE}
+
+
+def replayed(trainers: Stack, name: str, ranks: int, armed: dict[int, str], **sections: Any) -> Life:
+    output_dir = trainers.folder / name
+    trainer = {"max_steps": STEPS, "save_steps": 1, "save_limit": STEPS, "lr_scheduler_type": "constant"}
+    run = {"resume": bool(steps_saved(output_dir))} | sections.pop("run", {})
+    environment = {rank: {"FAILPOINT": point} for rank, point in armed.items()}
+    return trainers.run(name, ranks, 1, environment, run=run, trainer=trainer, **sections)
+
+
+def require_exact_resume(trainers: Stack, name: str, ranks: int, armed: dict[int, str], **sections: Any) -> list[int]:
+    """A run that is killed once and resumed equals a straight one. Returns the steps of its checkpoints."""
+    runs = [trainers.folder / f"{name}-{which}" for which in ("straight", "killed")]
+    assert set(replayed(trainers, runs[0].name, ranks, {}, **sections).codes) == {0}
+    killed = replayed(trainers, runs[1].name, ranks, armed, **sections)
+    assert -signal.SIGKILL in killed.codes, killed.logs[0][-3000:]
+    assert 0 < len(steps_saved(runs[1])) < len(steps_saved(runs[0]))
+    life = replayed(trainers, runs[1].name, ranks, {}, **sections)
+    assert set(life.codes) == {0}, life.logs[0][-3000:]
+    steps = steps_saved(runs[0])
+    require_equal(runs[1], runs[0], steps)
+    return steps
+
+
+def test_a_run_killed_inside_a_batch_of_shuffled_mini_batches_resumes_at_its_begin_with_the_same_beta(
+    trainers: Stack,
+) -> None:
+    """The fifth step is the first one of the third batch."""
+    saved = require_exact_resume(trainers, "mini-batches", 1, {0: "trainer.stepped:5:kill"}, algorithm=MINI_BATCHES)
+    assert saved == [2, 4, 6, 8, 10]
+    checkpoints = trainers.folder / "mini-batches-killed" / "checkpoints"
+    commits = [json.loads((folder / checkpoint.COMMIT).read_text()) for folder in checkpoint.step_dirs(checkpoints)]
+    assert [c["cursor"] for c in commits] == [2 * GROUPS_PER_STEP * n for n in range(1, 6)]
+    assert len({c["kl_beta"] for c in commits}) == 5, "beta moves in every batch"
+
+
+def test_a_run_that_resamples_dead_groups_and_is_killed_inside_a_batch_resumes_exactly(trainers: Stack) -> None:
+    recorder = Recorder(trainers.folder / "half-dead", cursor=0)
+    recorder.append([half_dead(g) for g in range(2 * STEPS * GROUPS_PER_STEP)])
+    recorder.close()
+    sections = {"run": {"replay": str(trainers.folder / "half-dead")}, "algorithm": {"dead_groups": "resample"}}
+    require_exact_resume(trainers, "resampled", 2, {1: "trainer.micro_batch:9:kill"}, **sections)
+    rows = read_jsonl(trainers.folder / "resampled-killed" / "metrics.jsonl")
+    assert [row["resampled_groups"] for row in rows] == [3.0] + [4.0] * (STEPS - 1)  # the first begins with a live one
+    assert {row["empty_seats"] for row in rows} == {0.0}
 
 
 # ---- R1: SIGKILL at every failpoint of a checkpoint, with two ranks ----------------------------------------
