@@ -69,7 +69,12 @@ def test_every_key_of_ours_that_others_are_sent_to_exists(framework: str) -> Non
         assert set(named) <= known, f"{theirs}: {set(named) - known} is no key of ours"
 
 
-@pytest.mark.parametrize("page", ["data.md", "evaluation.md", "rewards.md", "running.md", "troubleshooting.md"])
+PAGES = [
+    "data.md", "evaluation.md", "hosts.md", "model.md", "resume.md", "rewards.md", "running.md", "troubleshooting.md",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_every_setting_that_a_page_names_exists(page: str) -> None:
     sections = "|".join(name for name in Config.model_fields if name not in ("vllm", "deepspeed"))
     named = re.findall(rf"(?<![\w./-])((?:{sections})\.[a-z]\w*(?:\.\w+)?)(?=[=`\s,;)])", (DOCS / page).read_text())

@@ -182,6 +182,12 @@ def test_a_model_without_a_chat_template(task: Path) -> None:
     )
 
 
+@BOTH
+def test_a_chat_template_that_is_not_there(task: Path, script: str) -> None:
+    overrides = ["prompt.chat_template=chatlm.jinja", f"run.output_dir={task}/{script}"]
+    check(run(script, task / "run.yaml", *overrides), "prompt.chat_template chatlm.jinja: ", "configs/templates/")
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [

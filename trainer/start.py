@@ -54,7 +54,7 @@ def _run(config: Config) -> None:
 
     rank, ranks = int(os.environ.get("RANK", "0")), world_size()
     stage = deepspeed_config(config, ranks)["zero_optimization"]["stage"]
-    tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
+    tokenizer = _tokenizer_to_save(config)
 
     def progress_of(resumed: str, run_id: str) -> Progress:
         if resumed:
@@ -75,6 +75,19 @@ def _run(config: Config) -> None:
         trainer = Trainer(config, engine, exchange, tokenizer, progress_of(found, run_id), desk)
         exits.defer_interrupts(rank == 0, "stopping after this step, with a checkpoint; again to stop at once")
         trainer.run()
+
+
+def _tokenizer_to_save(config: Config) -> Any:
+    """With the chat template that the model is trained on, or a base model's final folder could not chat."""
+    tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
+    path = config.prompt.chat_template
+    if path is not None:
+        try:
+            tokenizer.chat_template = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"prompt.chat_template {path}: {reason}. Templates of ours: configs/templates/") from None
+    return tokenizer
 
 
 def _open_desk(stack: contextlib.ExitStack, config: Config, progress: Progress, is_resumed: bool) -> Desk:
