@@ -69,6 +69,9 @@ class Reference(Section):
     """Branch, tag or commit on the hub; null = the default branch."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """null = the policy's."""
+    on: Literal["sampler", "trainer", "auto"] = "sampler"
+    """Which process scores it. sampler: groups carry its log-probs. trainer: every rank holds a whole copy and scores
+    its own groups. auto: launch.sh gives it to the side that has more time, by the estimate of `launch.sh plan`."""
 
 
 class Data(Section):
@@ -576,6 +579,11 @@ class Config(Section):
                 f"algorithm.soft_punish_cache {self.algorithm.soft_punish_cache} is longer than a completion; set it "
                 f"to at most sampler.max_completion_length {self.sampler.max_completion_length}"
             )
+        if self.reference.on == "trainer" and self.algorithm.kl_in_reward:
+            raise ValueError(
+                "algorithm.kl_in_reward changes the rewards that advantages are made of, before a trainer rank has "
+                "scored its groups; set reference.on=sampler"
+            )
         self._check_kl_horizon()
         self._check_publishing()
         self._check_evaluation()
@@ -626,6 +634,21 @@ class Config(Section):
             raise UserError(
                 "eval.val_only evaluates without a trainer: bash launch.sh run CONFIG eval.val_only=true, or "
                 "bash launch.sh eval CHECKPOINT"
+            )
+
+    @property
+    def reference_on(self) -> Literal["sampler", "trainer"] | None:
+        """The process that loads the reference model; None at beta 0. `auto` must be decided."""
+        if self.algorithm.beta == 0:
+            return None
+        return "trainer" if self.reference.on == "trainer" else "sampler"
+
+    def require_reference_side(self) -> None:
+        """Raises UserError while reference.on is auto: two processes started by hand could decide differently."""
+        if self.reference.on == "auto" and self.algorithm.beta > 0:
+            raise UserError(
+                "reference.on is auto, which launch.sh decides for both processes; where they are started one by one "
+                "give both the same: reference.on=sampler or reference.on=trainer (bash launch.sh plan names one)"
             )
 
     def _check_evaluation(self) -> None:

@@ -46,7 +46,7 @@ class Rollout:
 
     completion_ids: NDArray[np.int32]  # [C] sampled tokens, the end-of-sequence token included
     old_logprobs: NDArray[np.float32]  # [C] log π_old(token), by the engine, at the sampling temperature
-    ref_logprobs: NDArray[np.float32]  # [C] log π_ref(token) at the same temperature; [0] when beta is 0
+    ref_logprobs: NDArray[np.float32]  # [C] log π_ref(token), same temperature; [0]: beta 0, or reference.on trainer
     rewards: Mapping[str, float]  # by reward function, before weights; NaN where it does not apply
     reward: float  # Σ weight · reward
     finish_reason: FinishReason

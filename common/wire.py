@@ -37,6 +37,7 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hello"
     num_problems: int
     num_eval_problems: int
     loaded_version: int | None
+    scores_reference: bool = False  # its groups carry ref_logprobs; the trainer must want the same
 
 
 class Credit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="credit"):
@@ -125,7 +126,7 @@ class Limits:
     num_generations: int
     max_prompt_length: int
     max_completion_length: int
-    needs_ref_logprobs: bool
+    needs_ref_logprobs: bool  # beta above 0, and the sampler scores the reference
     reward_funcs: tuple[str, ...]
     max_support: int = 0  # tokens that one could have been; 0: all of the vocabulary
 
@@ -169,6 +170,9 @@ def check_group(group: Group, limits: Limits) -> None:
             raise WireError("completion_length", f"{length} tokens")
         _check_ids(rollout.completion_ids, limits.vocab_size)
         _check_logprobs(rollout.old_logprobs, length)
+        if bool(len(rollout.ref_logprobs)) != limits.needs_ref_logprobs:
+            what = "needs reference log-probs and got none" if limits.needs_ref_logprobs else "wants none and got some"
+            raise WireError("reference", f"the trainer {what}")
         _check_logprobs(rollout.ref_logprobs, length if limits.needs_ref_logprobs else 0)
         _check_support(rollout, limits)
         if not math.isfinite(rollout.reward) or any(map(math.isinf, rollout.rewards.values())):

@@ -136,5 +136,8 @@ class Link:
             self.counters["unsent"] += 1
 
 
-def hello(fingerprint: str, tokenizer_hash: str, num_problems: int, num_eval_problems: int) -> wire.Hello:
-    return wire.Hello(os.getpid(), fingerprint, tokenizer_hash, num_problems, num_eval_problems, None)
+def hello(
+    fingerprint: str, tokenizer_hash: str, num_problems: int, num_eval_problems: int, scores_reference: bool
+) -> wire.Hello:
+    pid = os.getpid()
+    return wire.Hello(pid, fingerprint, tokenizer_hash, num_problems, num_eval_problems, None, scores_reference)

@@ -36,7 +36,7 @@ from sampler.link import Link
 from sampler.reload import Reloaded, reload
 
 if TYPE_CHECKING:
-    from sampler.reference import Reference
+    from common.reference import Reference
 
 _MAX_BAD_WEIGHTS = 3
 _VISIBLE_WITHIN_S = 120.0  # NFS caches what was absent for up to 60 s, and a busy server adds to that

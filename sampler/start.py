@@ -31,6 +31,7 @@ _START_PATIENCE_S = 120.0  # a reward process that died is started again, and im
 def run(config: Config, sampler_id: str) -> None:
     """Samples until the trainer says goodbye. Raises UserError, Retryable or PeerEnded."""
     config.require_training()
+    config.require_reference_side()
     limits, log = config.channel, config.run.output_dir / "logs" / "trainer.log"
     with contextlib.ExitStack() as stack:
         stack.enter_context(durable.lock(_lock_file(config, sampler_id), _taken(sampler_id)))
@@ -63,7 +64,8 @@ def _run(config: Config, sampler_id: str) -> None:
         held_out_prompts = prompts_of("data.eval", held_out, tokenizer, config)[: config.data.eval_size]
         task = Task(train_prompts, held_out_prompts, lambda ids: tokenizer.batch_decode(ids, skip_special_tokens=True))
         data, vocabulary = fingerprint(problems + held_out), _fingerprint_tokenizer(tokenizer)
-        link = Link(config, sampler_id, hello(data, vocabulary, len(train_prompts), len(held_out_prompts)))
+        scores = config.reference_on == "sampler"
+        link = Link(config, sampler_id, hello(data, vocabulary, len(train_prompts), len(held_out_prompts), scores))
         try:
             _sample(config, task, link, pool, len(tokenizer))
         except UserError as error:
@@ -77,15 +79,15 @@ def _run(config: Config, sampler_id: str) -> None:
 def _sample(config: Config, task: Task, link: Link, pool: RewardPool, vocabulary_size: int) -> None:
     import torch
 
+    from common.reference import Reference
     from sampler.engine import Engine
     from sampler.loop import Sampler
-    from sampler.reference import Reference
     from sampler.reload import remove_stale_scratch
 
     remove_stale_scratch(config)
     num_gpus = torch.cuda.device_count()
     reference = None
-    if config.algorithm.beta > 0:  # before the engine, which takes its share of the memory that is left
+    if config.reference_on == "sampler":  # before the engine, which takes its share of the memory that is left
         reference = Reference(config, torch.device("cuda" if num_gpus else "cpu"))
         reference.check_vocabulary(vocabulary_size)
     Sampler(config, task, Engine(config, num_gpus), link, pool, reference).run()

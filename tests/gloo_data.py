@@ -38,6 +38,17 @@ Stream = Callable[[int], Item]
 
 
 CONSTANT_RATE = {"lr_scheduler_type": "constant", "warmup_steps": 0}
+# reference.on trainer at a ZeRO stage, each with another packing, larger micro-batches included
+REFERENCES: dict[int, dict[str, Any]] = {
+    0: {"trainer": {"packing": "flat"}},
+    1: {"trainer": {"packing": "shared", "groups_per_micro_batch": 2}},
+    2: {"trainer": {"packing": "off"}},
+    3: {"trainer": {"packing": "shared"}},
+}
+REFERENCE_TWICE = {
+    "algorithm": {"num_iterations": 2, "steps_per_generation": 2},
+    "trainer": CONSTANT_RATE | {"max_steps": 4},
+}
 # settings of one more step each, by name: what differs from the others
 VARIANTS: dict[str, dict[str, Any]] = {
     "dapo": {"algorithm": {"loss_type": "dapo"}},
@@ -89,6 +100,7 @@ def settings(folder: Path, name: str, stage: int, **sections: dict[str, Any]) ->
     common = {
         "run": {"output_dir": folder / name},
         "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "reference": {},
         "data": {"train": "unused.jsonl"},
         "sampler": {"num_generations": NUM_GENERATIONS, "temperature": TEMPERATURE, "max_completion_length": 12},
         "algorithm": {"beta": BETA},

@@ -30,6 +30,8 @@ from common.tokenizer import load_tokenizer
 from tests.gloo_data import (
     CONSTANT_RATE,
     NUM_STEPS,
+    REFERENCE_TWICE,
+    REFERENCES,
     STAGES,
     VARIANTS,
     Item,
@@ -80,7 +82,7 @@ class Worker:
         self.tokenizer = load_tokenizer(config.model.path)
         self.seen: dict[str, Any] = {}
 
-    def trainer(self, config: Config, stream: Stream) -> Any:
+    def trainer(self, config: Config, stream: Stream, reference: Any = None) -> Any:
         from trainer.checkpoint import Progress
         from trainer.engine import Engine
         from trainer.loop import Trainer
@@ -88,7 +90,7 @@ class Worker:
         engine = Engine(config, self.exchange.world_size)
         progress = Progress("run", 0, 0, 0, 0, 0, 0, {})
         at = desk(stream) if self.exchange.rank == 0 else None
-        trainer = Trainer(config, engine, self.exchange, self.tokenizer, progress, at)
+        trainer = Trainer(config, engine, self.exchange, self.tokenizer, progress, at, reference)
         trainer.results = []
         advance = trainer._advance
 
@@ -115,12 +117,43 @@ class Worker:
         published = dataclasses.asdict(trainer._published)
         self.seen[name] = {"steps": trainer.results, "hashes": hashes, "published": published}
 
-    def one_batch(self, name: str, stage: int, stream: Stream, **sections: dict[str, Any]) -> None:
-        trainer = self.trainer(settings(self.folder, name, stage, **sections), stream)
+    def one_batch(
+        self, name: str, stage: int, stream: Stream, reference: Any = None, **sections: dict[str, Any]
+    ) -> None:
+        trainer = self.trainer(settings(self.folder, name, stage, **sections), stream, reference)
         trainer.train_batch()
         self.write(f"{name}/gradient", moments(trainer.engine, "exp_avg"))
         self.write(f"{name}/weights", master_weights(trainer.engine))
         self.seen[name] = {"steps": trainer.results, "progress": dataclasses.asdict(trainer.progress)}
+
+    def references(self) -> None:
+        """The same groups: scored before they come, and scored here at every stage."""
+        from common.reference import Reference
+
+        where = {"reference": {"path": str(self.folder / "reference")}}
+        here = {"reference": where["reference"] | {"on": "trainer"}}
+        scorer = Reference(settings(self.folder, "scorer", 1, **where), torch.device("cpu"))
+        calls: list[int] = []
+
+        def scored(group_id: int) -> Item:
+            bare = group(group_id, beta=0.0)
+            refs = scorer.logprobs(bare.prompt_ids, [r.completion_ids for r in bare.rollouts])
+            pairs = zip(bare.rollouts, refs, strict=True)
+            return dataclasses.replace(bare, rollouts=tuple(dataclasses.replace(r, ref_logprobs=x) for r, x in pairs))
+
+        def counted(row: Any) -> Tensor:
+            calls.append(len(row.lengths))
+            return scorer_score(row)
+
+        for name, sections in (("", {}), ("_twice", REFERENCE_TWICE)):
+            self.one_batch(f"sampler_scores{name}", 1, scored, **where, **sections)
+        scorer_score, scorer.score = scorer.score, counted
+        for stage, sections in REFERENCES.items():
+            stream = lambda g: group(g, beta=0.0)  # noqa: E731
+            self.one_batch(f"trainer_scores{stage}", stage, stream, scorer, **here, **sections)
+        calls.clear()
+        self.one_batch("trainer_scores_twice", 1, stream, scorer, **here, **REFERENCE_TWICE)
+        self.seen["trainer_scores_twice"]["calls"] = len(calls)
 
     def skip(self, stage: int, name: str, stream: Stream, dtype: str = "float32") -> None:
         """A step that is not finite, then a good one; and the good one alone."""
@@ -271,6 +304,7 @@ def main(folder: Path, start: str) -> None:
             worker.one_batch(name, 1, group, **sections)
         for handling in ("skip", "resample"):
             worker.one_batch(handling, 1, half_dead, algorithm={"dead_groups": handling})
+        worker.references()
         worker.one_batch("all_dead", 1, dead, algorithm={"dead_groups": "resample", "beta": 0.0})
         for stage in (0, 1, 2):
             worker.skip(stage, "nan_half", poisoned, "bfloat16")

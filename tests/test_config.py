@@ -165,6 +165,21 @@ def test_weights_inside_a_batch_need_steps_inside_it_and_a_sampler_that_runs_ahe
     assert load(write(tmp_path, GOOD), settings).weights.publish_every == "step"
 
 
+def test_a_reference_in_the_trainer_and_a_kl_in_the_reward_are_refused(tmp_path: Path) -> None:
+    settings = ["reference.on=trainer", "algorithm.beta=0.1", "algorithm.kl_in_reward=true"]
+    assert "set reference.on=sampler" in problem(tmp_path, GOOD, *settings)
+
+
+def test_a_process_started_by_hand_cannot_decide_where_the_reference_is(tmp_path: Path) -> None:
+    undecided = load(write(tmp_path, GOOD), ["reference.on=auto", "algorithm.beta=0.1"])
+    with pytest.raises(UserError, match=r"reference.on=sampler or reference.on=trainer"):
+        undecided.require_reference_side()
+    without = load(write(tmp_path, GOOD), ["reference.on=auto", "algorithm.beta=0"])
+    without.require_reference_side()
+    assert without.reference_on is None
+    assert load(write(tmp_path, GOOD), ["reference.on=trainer", "algorithm.beta=0.1"]).reference_on == "trainer"
+
+
 def test_a_kl_horizon_shorter_than_a_batch_is_refused(tmp_path: Path) -> None:
     adaptive = [f"algorithm.{s}" for s in ("kl_controller=adaptive", "kl_in_reward=true", "beta=0.1", "kl_target=6")]
     sizes = ["trainer.prompts_per_step=4", "sampler.num_generations=8"]

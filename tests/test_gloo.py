@@ -46,6 +46,7 @@ class Runs:
     def __init__(self, folder: Path):
         self.folder = folder
         self.model = tiny_model(folder / "model", vocab=VOCAB_SIZE)
+        self.reference = tiny_model(folder / "reference", layers=1, vocab=VOCAB_SIZE)
 
     def of(self, ranks: int) -> Path:
         return self.folder / f"{ranks}-ranks"
@@ -55,6 +56,7 @@ class Runs:
         """What each rank saw in the first start."""
         self.of(ranks).mkdir()
         (self.of(ranks) / "model").symlink_to(self.model)
+        (self.of(ranks) / "reference").symlink_to(self.reference)
         return self._start(ranks, "first")
 
     @cache  # noqa: B019
@@ -263,6 +265,28 @@ def test_mini_batches_equal_plain_steps_with_advantages_of_the_whole_batch(runs:
 def test_mini_batches_do_not_depend_on_the_number_of_ranks(runs: Runs, name: str) -> None:
     one, two = (runs.tensors(ranks, f"{name}/weights") for ranks in RANKS)
     assert difference(two, one) < 1e-6
+
+
+@every_layout
+def test_a_reference_scored_by_the_trainer_gives_the_gradient_of_one_scored_by_the_sampler(
+    runs: Runs, ranks: int, stage: int, figure: Callable[[str, str], None]
+) -> None:
+    found, expected = (runs.tensors(ranks, f"{name}/gradient") for name in (f"trainer_scores{stage}", "sampler_scores"))
+    assert difference(found, expected) < 1e-6
+    assert difference(expected, runs.tensors(ranks, f"train{stage}/gradient")) > 1e-3  # this reference is another one
+    kls = [runs.first(ranks)[0][name]["steps"][0]["loss"] for name in (f"trainer_scores{stage}", "sampler_scores")]
+    assert kls[0] == pytest.approx(kls[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_the_trainer_scores_a_group_once_for_all_passes_over_it(runs: Runs, ranks: int) -> None:
+    seen = runs.first(ranks)
+    assert [of_rank["trainer_scores_twice"]["calls"] for of_rank in seen] == [8 // ranks] * ranks
+    here, there = (seen[0][name]["steps"] for name in ("trainer_scores_twice", "sampler_scores_twice"))
+    assert len(here) == 4
+    for found, expected in zip(here, there, strict=True):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
 
 
 @pytest.mark.parametrize("ranks", RANKS)

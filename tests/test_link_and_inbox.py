@@ -274,6 +274,16 @@ def test_a_sampler_with_other_data_is_sent_away_with_the_reason_and_the_first_go
         assert train(inbox, 3) == list(range(6))
 
 
+def test_a_sampler_that_scores_the_reference_unasked_is_sent_away_with_the_remedy(config: Config) -> None:
+    hello = wire.Hello(2, "data", "tokenizer", 100, 10, None, scores_reference=True)
+    with make_inbox(config) as inbox, FakeSampler(config, "s1", hello=hello) as wrong:
+        until(lambda: wrong.ended)
+        assert wrong.ended.exit_code == 2
+        assert "with reference log-probs and the trainer wants them without" in str(wrong.ended)
+        assert "same reference.on and algorithm.beta" in str(wrong.ended)
+        assert "s1" not in inbox.peers
+
+
 def test_garbage_is_counted_while_good_traffic_passes(config: Config) -> None:
     rng = random.Random(3)
     with make_inbox(config) as inbox, FakeSampler(config):

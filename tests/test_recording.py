@@ -136,6 +136,15 @@ def test_a_recording_that_does_not_exist_is_the_users_to_fix(tmp_path: Path) -> 
         Replay(tmp_path / "nowhere", "life")
 
 
+def test_a_recording_without_reference_log_probs_is_refused_where_they_are_needed(tmp_path: Path) -> None:
+    record(tmp_path / "scored", ITEMS)
+    Replay(tmp_path / "scored", "life", needs_reference=True)
+    record(tmp_path / "unscored", [*ITEMS, group(6, beta=0.0)])
+    Replay(tmp_path / "unscored", "life")
+    with pytest.raises(UserError, match=r"without reference log-probs.*set reference.on=trainer"):
+        Replay(tmp_path / "unscored", "life", needs_reference=True)
+
+
 def test_a_full_disk_loses_no_record_and_leaves_none_in_half(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,9 +13,9 @@ from common import weights
 from common.config import Config
 from common.logprobs import load_causal_lm, score_row
 from common.packing import pack
+from common.reference import Reference
 from common.weights import BadWeights, Published
 from sampler.engine import Engine, SamplingLaw
-from sampler.reference import Reference
 from sampler.reload import reload
 from tests.plain_policy import OneRank, PlainPolicy
 from tests.tiny import tiny_model

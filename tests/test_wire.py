@@ -278,7 +278,7 @@ def array(*values: float) -> np.ndarray:
         (make_group(0, 0, make_rollout(), make_rollout(old_logprobs=array(-1, -math.inf))), "logprob"),
         (make_group(0, 0, make_rollout(), make_rollout(old_logprobs=array(-1, 0.01))), "logprob"),
         (make_group(0, 0, make_rollout(), make_rollout(old_logprobs=array(-1))), "logprob_length"),
-        (make_group(0, 0, make_rollout(), make_rollout(ref_logprobs=array(-1, -1))), "logprob_length"),
+        (make_group(0, 0, make_rollout(), make_rollout(ref_logprobs=array(-1, -1))), "reference"),
         (make_group(0, 0, make_rollout(), make_rollout(reward=math.nan)), "reward"),
         (make_group(0, 0, make_rollout(), make_rollout(reward=math.inf)), "reward"),
         (make_group(0, 0, make_rollout(), make_rollout(rewards={"answer": math.inf})), "reward"),
@@ -293,9 +293,14 @@ def test_a_group_that_cannot_be_honest_is_refused_by_name(group: Group, reason: 
     assert caught.value.reason == reason
 
 
-def test_reference_log_probs_are_required_when_beta_is_above_zero() -> None:
+def test_reference_log_probs_are_required_where_the_trainer_needs_them() -> None:
+    needing = dataclasses.replace(LIMITS, needs_ref_logprobs=True)
+    with pytest.raises(WireError, match="needs reference log-probs and got none") as caught:
+        check_group(make_group(0), needing)
+    assert caught.value.reason == "reference"
+    short = make_group(0, 0, *[make_rollout(ref_logprobs=np.full(1, -1.0, np.float32))] * 2)
     with pytest.raises(WireError) as caught:
-        check_group(make_group(0), dataclasses.replace(LIMITS, needs_ref_logprobs=True))
+        check_group(short, needing)
     assert caught.value.reason == "logprob_length"
 
 

@@ -23,7 +23,7 @@ class MicroBatch:
 
     row: PackedRow
     old_logprobs: Tensor  # [N] float32
-    ref_logprobs: Tensor | None  # [N] float32; None when beta is 0, and in a filler
+    ref_logprobs: Tensor | None  # [N] float32; None when beta is 0, and in a filler; [0] if the trainer must score
     advantages: Tensor  # [N] float32, one value repeated over a completion
     weights: Tensor  # [N] float32, 0 in a filler
     policy_versions: Tensor  # [N] int64, of the weights that sampled the token

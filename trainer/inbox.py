@@ -312,6 +312,11 @@ class Inbox:
                 reason = f"{what} {getattr(hello, what)} differs from the first sampler's {getattr(known, what)}"
                 self._send(name, wire.Bye(f"{reason}: start every sampler with the same config and data", 2))
                 raise wire.WireError(what, reason)
+        if hello.scores_reference != self.limits.needs_ref_logprobs:
+            sends, wants = ("with", "without") if hello.scores_reference else ("without", "with")
+            reason = f"the sampler sends groups {sends} reference log-probs and the trainer wants them {wants}"
+            self._send(name, wire.Bye(f"{reason}: give both the same reference.on and algorithm.beta", 2))
+            raise wire.WireError("reference", reason)
         old = self.peers.get(name)
         if old is not None and old.hello.pid != hello.pid:
             self.say(f"sampler {name} is back as pid {hello.pid}")

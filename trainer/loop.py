@@ -28,6 +28,7 @@ from common.durable import failpoint
 from common.exits import Interrupted, Retryable, code_of, interrupted
 from common.metrics import MetricsLog
 from common.panel import StepDisplay
+from common.reference import Reference
 from common.types import EvalResult, Tombstone
 from common.watchdog import moved
 from trainer import checkpoint, mismatch, stats
@@ -59,10 +60,17 @@ class Desk:
 
 class Trainer:
     def __init__(
-        self, config: Config, engine: Engine, exchange: Exchange, tokenizer: Any, progress: Progress, desk: Desk | None
+        self,
+        config: Config,
+        engine: Engine,
+        exchange: Exchange,
+        tokenizer: Any,
+        progress: Progress,
+        desk: Desk | None,
+        reference: Reference | None = None,
     ):
         self.config, self.engine, self.exchange, self.tokenizer = config, engine, exchange, tokenizer
-        self.progress, self.desk = progress, desk
+        self.progress, self.desk, self.reference = progress, desk, reference
         self.weights_dir = weights.default_dir(config)
         self.incarnation = exchange.text(desk.inbox.envelope.incarnation if desk else None)
         self.disk = Disk(exchange, config.channel.stall_timeout_s, desk.display.note if desk else lambda _: None)
@@ -107,6 +115,7 @@ class Trainer:
         self._rollouts = Rollouts(self._shaping, self.progress.cursor, self.receive, self._refill)
         self._own_logprobs: dict[int, Tensor] = {}  # by group id; of this rank's micro-batches, or of the whole batch
         self._sampled_logprobs: dict[int, Tensor] = {}  # by group id; at the version that sampled it, for metrics
+        self._ref_logprobs: dict[int, Tensor] = {}  # by group id; of this rank's micro-batches, if it scores them
         for step in steps(self.config, self.progress.batch):
             started, self._taken_s = time.monotonic(), 0.0
             self.backward(step)
@@ -173,15 +182,27 @@ class Trainer:
 
     def _micro_batch(self, chunk: Sequence[int], denominator: Denominator) -> MicroBatch:
         config = self.config
-        return micro_batch(
+        batch = micro_batch(
             self._share(chunk), self._rollouts.advantages, denominator, config.algorithm, config.trainer.packing
         )
+        is_filler = not batch.tokens_of
+        return batch if self.reference is None or is_filler else self._with_reference(batch, self.reference)
+
+    def _with_reference(self, batch: MicroBatch, reference: Reference) -> MicroBatch:
+        """Scored once in a batch of rollouts: later passes remember what this rank scored."""
+        start = time.monotonic()
+        if not batch.tokens_of.keys() <= self._ref_logprobs.keys():
+            moved("scoring a micro-batch with the reference model")
+            parts = reference.score(batch.row).split(list(batch.tokens_of.values()))
+            self._ref_logprobs |= zip(batch.tokens_of, parts, strict=True)
+        self._time("timing/reference_s", start)
+        return replace(batch, ref_logprobs=torch.cat([self._ref_logprobs[g] for g in batch.tokens_of]))
 
     def _backward(self, chunk: Sequence[int], step: Step) -> None:
         """This rank's share of one chunk of a step."""
+        batch = self._micro_batch(chunk, self._denominator(step.places))
         moved(f"training a micro-batch of step {self.progress.step + 1}")
         start = time.monotonic()
-        batch = self._micro_batch(chunk, self._denominator(step.places))
         own = [self._own_logprobs[g] for g in batch.tokens_of if g in self._own_logprobs]
         unknown = {g: torch.full((n,), torch.nan) for g, n in batch.tokens_of.items()}
         sampled = [self._sampled_logprobs.get(g, nans) for g, nans in unknown.items()]

@@ -7,7 +7,8 @@ That is how a resumed run is proven equal to an uninterrupted one, and how a bug
 A record is the lengths of three wire frames, their CRC, and the frames, written at once. A killed process leaves at
 most one torn record at the end, which readers ignore; the CRC tells it from a damaged length. A resumed run first cuts
 off what it will train again, so the file holds the surviving history. A full disk does not stop training: records wait
-in memory until the next checkpoint, which waits for them. Left out: evaluations, which do not change the weights.
+in memory until the next checkpoint, which waits for them. Groups are recorded as they came: under `reference.on:
+trainer` without reference log-probs, which a replay scores again. Left out: evaluations, which change no weights.
 """
 
 from __future__ import annotations
@@ -123,10 +124,17 @@ class Recorder:
 class Replay:
     """Stands where the Inbox stands and serves a recording. There is no sampler, hence no evaluation."""
 
-    def __init__(self, path: Path, incarnation: str):
+    def __init__(self, path: Path, incarnation: str, needs_reference: bool = False):
+        """Raises UserError if the trainer needs reference log-probs and the groups were recorded without."""
         self.envelope = wire.Envelope("", incarnation, "")
         self._path = path
         self._groups = {group.group_id: group for group, _ in read(path)}
+        rollouts = (r for g in self._groups.values() if isinstance(g, Group) for r in g.rollouts)
+        if needs_reference and any(len(r.ref_logprobs) != len(r.completion_ids) for r in rollouts):
+            raise UserError(
+                f"recording {path} holds groups without reference log-probs: it was made with algorithm.beta 0 or "
+                "reference.on trainer; set reference.on=trainer, or algorithm.beta=0"
+            )
 
     def wait_for_sampler(self) -> wire.Hello:
         return wire.Hello(0, "", "", 0, 0, None)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 def run(config: Config) -> None:
     """Trains to the end. Raises UserError, Retryable or PeerEnded."""
     config.require_training()
+    config.require_reference_side()
     rank, limits = int(os.environ.get("RANK", "0")), config.channel
     timeout_s = limits.rank_patience_s if rank else limits.stall_timeout_s
     log = config.run.output_dir / "logs" / "sampler.log"
@@ -47,6 +48,7 @@ def _taken(config: Config) -> Any:
 
 def _run(config: Config) -> None:
     """Rank 0 opens its desk first: a taken port or a wrong checkpoint must not cost the start of all ranks."""
+    from common.reference import Reference
     from trainer import checkpoint
     from trainer.engine import Engine, init_distributed
     from trainer.exchange import Exchange
@@ -72,7 +74,11 @@ def _run(config: Config) -> None:
         engine = Engine(config, exchange.world_size)
         if found:
             checkpoint.load(engine, Path(found))
-        trainer = Trainer(config, engine, exchange, tokenizer, progress_of(found, run_id), desk)
+        reference = None
+        if config.reference_on == "trainer":
+            reference = Reference(config, engine.device)
+            reference.check_vocabulary(len(tokenizer))
+        trainer = Trainer(config, engine, exchange, tokenizer, progress_of(found, run_id), desk, reference)
         exits.defer_interrupts(rank == 0, "stopping after this step, with a checkpoint; again to stop at once")
         trainer.run()
 
@@ -115,7 +121,8 @@ def _open_desk(stack: contextlib.ExitStack, config: Config, progress: Progress, 
         stack.callback(recorder.close)
     incarnation = secrets.token_hex(8)
     if config.run.replay is not None:
-        return Desk(Replay(config.run.replay, incarnation), recorder, log, display)
+        needs_reference = config.reference_on == "sampler"
+        return Desk(Replay(config.run.replay, incarnation, needs_reference), recorder, log, display)
     groups_left = (config.num_batches - progress.batch) * config.prompts_per_batch
     ledger = Ledger(progress.cursor + groups_left, config.window, progress.cursor)
     inbox = Inbox(config, progress.run_id, incarnation, _limits(config), ledger, display.waiting)
@@ -138,7 +145,7 @@ def _limits(config: Config) -> wire.Limits:
         num_generations=config.sampler.num_generations,
         max_prompt_length=config.data.max_prompt_length,
         max_completion_length=config.sampler.max_completion_length,
-        needs_ref_logprobs=config.algorithm.beta > 0,
+        needs_ref_logprobs=config.reference_on == "sampler",
         reward_funcs=tuple(config.rewards.names),
         max_support=config.sampler.max_support,
     )

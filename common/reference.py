@@ -1,7 +1,9 @@
 """The frozen reference model of the KL term: log-probs of sampled completions, prompt computed once per group.
 
-A plain transformers forward over packed rows, the same code the trainer runs, so that an identical reference gives
-a KL of zero at the first step. vLLM could score too, but skips its prefix cache for it and builds [T, vocabulary].
+It stands in the process that reference.on names: the sampler scores groups before it sends them, a trainer rank scores
+its own micro-batches before their backward. A plain transformers forward over packed rows, the same code the policy
+runs, so that an identical reference gives a KL of zero at the first step. vLLM could score too, but skips its prefix
+cache for it and builds [T, vocabulary]. Left out: sharding; every trainer rank holds the whole model.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from common.config import Config, UserError
 from common.logprobs import load_causal_lm, score_row
-from common.packing import pack
+from common.packing import PackedRow, pack
 
 
 class Reference:
@@ -39,7 +42,6 @@ class Reference:
                 "reference.path must name a model with the policy's tokenizer"
             )
 
-    @torch.no_grad()
     def logprobs(
         self,
         prompt_ids: NDArray[np.int32],
@@ -48,6 +50,10 @@ class Reference:
     ) -> list[NDArray[np.float32]]:
         """log π_ref(token) of each completion of one prompt: [C] each; among support_ids [C, K] where there are any."""
         row = pack([(prompt_ids.tolist(), [c.tolist() for c in completion_ids])], self._packing)
-        row = row.on_support(support_ids).to(self._device)
-        logprobs, _ = score_row(self._model, row, self._temperature, self._chunk_size)
-        return [part.numpy() for part in logprobs.cpu().split(row.lengths)]
+        return [part.numpy() for part in self.score(row.on_support(support_ids)).split(row.lengths)]
+
+    @torch.no_grad()
+    def score(self, row: PackedRow) -> Tensor:
+        """log π_ref of the row's targets: [N] float32 on the CPU."""
+        logprobs, _ = score_row(self._model, row.to(self._device), self._temperature, self._chunk_size)
+        return logprobs.cpu()
