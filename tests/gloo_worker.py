@@ -118,9 +118,9 @@ class Worker:
         self.seen[name] = {"steps": trainer.results, "hashes": hashes, "published": published}
 
     def one_batch(
-        self, name: str, stage: int, stream: Stream, reference: Any = None, **sections: dict[str, Any]
+        self, name: str, stage: int, stream: Stream, scorer: Any = None, **sections: dict[str, Any]
     ) -> None:
-        trainer = self.trainer(settings(self.folder, name, stage, **sections), stream, reference)
+        trainer = self.trainer(settings(self.folder, name, stage, **sections), stream, scorer)
         trainer.train_batch()
         self.write(f"{name}/gradient", moments(trainer.engine, "exp_avg"))
         self.write(f"{name}/weights", master_weights(trainer.engine))
