@@ -117,9 +117,7 @@ class Worker:
         published = dataclasses.asdict(trainer._published)
         self.seen[name] = {"steps": trainer.results, "hashes": hashes, "published": published}
 
-    def one_batch(
-        self, name: str, stage: int, stream: Stream, scorer: Any = None, **sections: dict[str, Any]
-    ) -> None:
+    def one_batch(self, name: str, stage: int, stream: Stream, scorer: Any = None, **sections: dict[str, Any]) -> None:
         trainer = self.trainer(settings(self.folder, name, stage, **sections), stream, scorer)
         trainer.train_batch()
         self.write(f"{name}/gradient", moments(trainer.engine, "exp_avg"))
