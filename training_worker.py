@@ -10,7 +10,7 @@ import os
 
 from common import config, exits
 from common.sinks import require_packages
-from trainer.deepspeed_config import deepspeed_config
+from trainer.deepspeed_config import all_optimized, deepspeed_config
 
 
 def main() -> None:
@@ -20,7 +20,8 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
     settings = config.load(arguments.config, arguments.overrides)
-    deepspeed_config(settings, config.world_size())
+    for optimized in all_optimized(settings):
+        deepspeed_config(settings, config.world_size(), optimized)
     require_packages(settings.run.report_to)
     if "RANK" in os.environ:  # a killed launcher must not leave ranks behind
         exits.die_with_parent()

@@ -72,7 +72,8 @@ def main() -> None:
     arguments = parse()
     from trainer.advantages import step_advantages
     from trainer.batch import micro_batch
-    from trainer.engine import Engine, init_distributed
+    from trainer.deepspeed_model import init_distributed
+    from trainer.engine import Engine
     from trainer.exchange import Exchange
     from trainer.losses import Denominator
     from trainer.publish import publish

@@ -317,16 +317,19 @@ class Algorithm(Section):
     loss_type: Literal["grpo", "dapo", "dr_grpo", "bnpo", "cispo"] = "grpo"
     """grpo: mean of sequence means. dapo, bnpo: mean over all tokens of the step. dr_grpo: sum / (sequences · max
     length). cispo: mean over all tokens of capped ratio · advantage · log-prob."""
-    adv_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "grpo"
+    adv_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"] = (
+        "grpo"
+    )
     """grpo: (r − mean) / std of the group. dr_grpo: without std. rloo: minus the mean of the others.
-    reinforce_plus_plus(_baseline): r (− mean), whitened over the tokens of the batch."""
+    reinforce_plus_plus(_baseline): r (− mean), whitened over the tokens of the batch. gae: PPO with a critic."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
     """Standard deviation (n − 1) to divide by: the group's, the whole batch's, or none. null = group for adv_estimator
     grpo, none for the others."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """normalize_then_sum: every reward function's scores are normalised in the group before the weighted sum."""
-    whiten_advantages: bool = False
-    """Also (A − mean) / std over the completions of the whole batch of rollouts."""
+    whiten_advantages: bool | None = None
+    """Also (A − mean) / std over the completions of the whole batch of rollouts; with gae over its tokens. null =
+    only with gae."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of an entropy bonus in the objective, at the sampling temperature. 0: entropies are metrics only."""
     mask_truncated_completions: bool = False
@@ -340,6 +343,10 @@ class Algorithm(Section):
     or 0 above it."""
     vllm_importance_sampling_clip_max: float = Field(3.0, ge=1)
     """Where that weight is cut or masked."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount of GAE, per token."""
+    lam: float = Field(1.0, ge=0, le=1)
+    """GAE's λ: 1 = return − value, without bias; smaller trusts the critic more, for less variance."""
     num_iterations: int = Field(1, ge=1)
     """Passes over each batch of rollouts (μ in the GRPO paper)."""
     steps_per_generation: int = Field(1, ge=1)
@@ -378,6 +385,15 @@ class Algorithm(Section):
     @property
     def whitens_tokens(self) -> bool:
         return self.adv_estimator.startswith("reinforce_plus_plus")
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.adv_estimator == "gae"
+
+    @property
+    def whitens(self) -> bool:
+        """The advantages of the step, over tokens or over completions."""
+        return self.whitens_tokens or (self.needs_critic if self.whiten_advantages is None else self.whiten_advantages)
 
     @property
     def always_has_gradient(self) -> bool:
@@ -438,11 +454,33 @@ class Algorithm(Section):
             yield f"adv_estimator {self.adv_estimator} divides by no deviation; set algorithm.scale_rewards=null"
         if self.whitens_tokens and self.whiten_advantages:
             yield f"adv_estimator {self.adv_estimator} whitens already; set algorithm.whiten_advantages=false"
+        if not self.needs_critic and (self.gamma != 1 or self.lam != 1):
+            yield f"adv_estimator {self.adv_estimator} has no gamma and no lam; remove them, or set adv_estimator=gae"
         if self.multi_objective_aggregation == "normalize_then_sum":
             if self.adv_estimator != "grpo" or self.reward_scale != "group":
                 yield "normalize_then_sum scales by group; set algorithm.adv_estimator=grpo and scale_rewards=group"
             if self.kl_in_reward or self.soft_punish_cache:
                 yield "kl_in_reward and soft_punish_cache change the sum that normalize_then_sum does not form"
+
+
+class Critic(Section):
+    """Used with adv_estimator gae only, on the trainer's ranks and with its optimizer, schedule and gradient clip."""
+
+    path: str | None = None
+    """Start of the value model: a causal language model, which gets a value head of zeros, or a reward model with one
+    label, whose head is kept. null = the policy's start. Same tokenizer as the policy."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub; null = the default branch."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """null = the policy's."""
+    learning_rate: float = Field(1e-5, gt=0)
+    """Peak learning rate of the critic's own AdamW."""
+    warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps in which that rate rises from 0 to its peak."""
+    cliprange_value: float | None = Field(0.5, gt=0)
+    """A value that has moved further than this from what it was before the batch has no gradient; null = no clip."""
+    critic_warmup_steps: int = Field(0, ge=0)
+    """The first n optimizer steps move only the critic. They count in max_steps; the policy's version stays."""
 
 
 class Trainer(Section):
@@ -546,6 +584,7 @@ class Config(Section):
     eval: Eval = Eval()
     rewards: Rewards = Rewards()
     algorithm: Algorithm = Algorithm()
+    critic: Critic = Critic()
     trainer: Trainer = Trainer()
     channel: Channel = Channel()
     weights: Weights = Weights()
@@ -588,6 +627,7 @@ class Config(Section):
         self._check_publishing()
         self._check_evaluation()
         self._check_lengths()
+        self._check_critic()
         if self.trainer.max_steps % self.algorithm.steps_per_batch:
             n, m = self.trainer.max_steps, self.algorithm.steps_per_batch
             raise ValueError(
@@ -649,6 +689,20 @@ class Config(Section):
             raise UserError(
                 "reference.on is auto, which launch.sh decides for both processes; where they are started one by one "
                 "give both the same: reference.on=sampler or reference.on=trainer (bash launch.sh plan names one)"
+            )
+
+    def _check_critic(self) -> None:
+        if self.critic != Critic() and not self.algorithm.needs_critic:
+            raise ValueError(
+                f"the section critic does nothing with algorithm.adv_estimator {self.algorithm.adv_estimator}; "
+                "remove it, or set algorithm.adv_estimator=gae"
+            )
+        if self.critic.revision is not None and self.critic.path is None:
+            raise ValueError("critic.revision without critic.path names nothing; set critic.path, or remove revision")
+        if self.critic.critic_warmup_steps >= self.trainer.max_steps:
+            raise ValueError(
+                f"critic.critic_warmup_steps {self.critic.critic_warmup_steps} leaves the policy none of "
+                f"trainer.max_steps {self.trainer.max_steps}; make max_steps larger"
             )
 
     def _check_evaluation(self) -> None:

@@ -139,21 +139,30 @@ def score_norms(
 
 
 def load_causal_lm(path: str, dtype: str, revision: str | None, trust_remote_code: bool) -> Any:
-    """A transformers causal language model that attends over packed rows.
+    """A transformers causal language model that attends over packed rows. Raises UserError as load_packed does."""
+    from transformers import AutoModelForCausalLM
+
+    return load_packed(AutoModelForCausalLM, path, dtype, revision, trust_remote_code)[0]
+
+
+def load_packed(
+    kind: Any, path: str, dtype: str, revision: str | None, trust_remote_code: bool, **options: Any
+) -> tuple[Any, list[str]]:
+    """(model, names of weights that the files lack), by a transformers Auto class and its further options.
 
     Raises UserError if it cannot be found, or if its layers carry a state from token to token past the attention.
     """
-    from transformers import AutoModelForCausalLM
-
     attention.register()
     check_model_folder(path)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, loading = kind.from_pretrained(
             path,
             revision=revision,
             dtype=getattr(torch, dtype),
             trust_remote_code=trust_remote_code,
             attn_implementation=attention.NAME,
+            output_loading_info=True,
+            **options,
         )
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
@@ -166,4 +175,4 @@ def load_causal_lm(path: str, dtype: str, revision: str | None, trust_remote_cod
             f"model {path!r} is a {type(model).__name__}: its layers are recurrent or do their own attention, so that "
             "completions of a packed row would see each other. Choose a model such as Qwen2.5, Qwen3 or Llama"
         )
-    return model
+    return model, sorted(loading["missing_keys"])

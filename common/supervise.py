@@ -1,8 +1,9 @@
 """One command for both processes:  python -m common.supervise [config.yaml] [key=value …]
 
 Checks the configuration and the run folder before anything starts, gives each process its devices, runs them under
-supervisor.py and prints what came out. For the quick start it also builds what is missing and moves an earlier run
-aside. Left out: runs over several hosts; there you start the two entry points yourself.
+supervisor.py and prints what came out. Every config that starts from the quick start's model builds it if missing; the
+quick start itself also moves an earlier run aside. Left out: runs over several hosts; there you start the two entry
+points yourself.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
             move_aside(folder)
         check_folder(config)
         with lock(folder / LOCK, _in_use(folder)):
-            code = _build_quickstart() if is_quickstart else DONE
+            code = _build_quickstart() if starts_from_quickstart(config) else DONE
             return code or _run(_Command(path, tuple(overrides), config, place))
     except UserError as error:
         print(f"tandem: {error}", file=sys.stderr)
@@ -222,6 +223,11 @@ def _in_use(folder: Path) -> Callable[[str], UserError]:
     return lambda holder: UserError(
         f"{folder} belongs to a run that is going on ({holder}); stop it, or set another run.output_dir"
     )
+
+
+def starts_from_quickstart(config: Config) -> bool:
+    """Its model is the one that `python -m quickstart` builds; ppo_gae.yaml shares it with quickstart.yaml."""
+    return (ROOT / config.model.path).is_relative_to(ROOT / ".cache" / "quickstart")
 
 
 def _build_quickstart() -> int:

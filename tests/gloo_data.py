@@ -37,6 +37,11 @@ Item = Group | Tombstone
 Stream = Callable[[int], Item]
 
 
+# PPO with a critic: what every layout trains, and what the plain loop computes a second time
+GAE: dict[str, Any] = {
+    "algorithm": {"adv_estimator": "gae", "kl_in_reward": True, "gamma": 0.95, "lam": 0.9},
+    "critic": {"path": "critic", "learning_rate": 2e-3, "cliprange_value": 0.01},
+}
 CONSTANT_RATE = {"lr_scheduler_type": "constant", "warmup_steps": 0}
 # reference.on trainer at a ZeRO stage, each with another packing, larger micro-batches included
 REFERENCES: dict[int, dict[str, Any]] = {
@@ -104,12 +109,17 @@ def settings(folder: Path, name: str, stage: int, **sections: dict[str, Any]) ->
         "data": {"train": "unused.jsonl"},
         "sampler": {"num_generations": NUM_GENERATIONS, "temperature": TEMPERATURE, "max_completion_length": 12},
         "algorithm": {"beta": BETA},
+        "critic": {},
+        "eval": {},
         "trainer": TRAINER,
         "channel": {},
         "weights": {"dir": folder / name / "weights"},
         "deepspeed": {"zero_optimization": {"stage": stage}},
     }
-    return Config.model_validate({key: value | sections.get(key, {}) for key, value in common.items()})
+    chosen = {key: value | sections.get(key, {}) for key, value in common.items()}
+    if "path" in chosen["critic"]:
+        chosen["critic"] |= {"path": str(folder / chosen["critic"]["path"])}
+    return Config.model_validate(chosen)
 
 
 def group(group_id: int, beta: float = BETA) -> Group:
@@ -150,6 +160,16 @@ def infinite_loss(group_id: int) -> Item:
     refs = first.ref_logprobs.copy()
     refs[0] = -math.inf
     return dataclasses.replace(good, rollouts=(dataclasses.replace(first, ref_logprobs=refs), *good.rollouts[1:]))
+
+
+def enormous(group_id: int) -> Item:
+    """As `poisoned`, but by a reward whose square float32 cannot hold: the critic's loss is infinite, no other."""
+    good = poisoned(group_id if group_id >= GROUPS_PER_STEP else group_id + GROUPS_PER_STEP)
+    assert isinstance(good, Group)
+    if group_id != 1:
+        return good
+    first = dataclasses.replace(good.rollouts[0], reward=1e30)
+    return dataclasses.replace(good, rollouts=(first, *good.rollouts[1:]))
 
 
 def batch(step: int) -> list[Group]:

@@ -29,6 +29,7 @@ from common.config import Config, UserError
 from common.tokenizer import load_tokenizer
 from tests.gloo_data import (
     CONSTANT_RATE,
+    GAE,
     NUM_STEPS,
     REFERENCE_TWICE,
     REFERENCES,
@@ -37,6 +38,7 @@ from tests.gloo_data import (
     Item,
     Stream,
     dead,
+    enormous,
     group,
     half_dead,
     infinite_loss,
@@ -72,7 +74,7 @@ def desk(stream: Stream) -> Any:
 
 class Worker:
     def __init__(self, folder: Path):
-        from trainer.engine import init_distributed
+        from trainer.deepspeed_model import init_distributed
         from trainer.exchange import Exchange
 
         config = settings(folder, "start", 1)
@@ -84,35 +86,42 @@ class Worker:
 
     def trainer(self, config: Config, stream: Stream, reference: Any = None) -> Any:
         from trainer.checkpoint import Progress
+        from trainer.critic import Critic
         from trainer.engine import Engine
         from trainer.loop import Trainer
 
         engine = Engine(config, self.exchange.world_size)
         progress = Progress("run", 0, 0, 0, 0, 0, 0, {})
         at = desk(stream) if self.exchange.rank == 0 else None
-        trainer = Trainer(config, engine, self.exchange, self.tokenizer, progress, at, reference)
+        critic = Critic(config, self.exchange.world_size) if config.algorithm.needs_critic else None
+        trainer = Trainer(config, engine, self.exchange, self.tokenizer, progress, at, reference, critic)
         trainer.results = []
         advance = trainer._advance
 
         def record(result: Any, sums: Any, last: bool) -> None:
-            trainer.results.append(dataclasses.asdict(result) | {"loss": sums.loss, "tokens": sums.tokens})
+            values = trainer.actor_critic.metrics() if trainer.actor_critic else {}
+            trainer.results.append(dataclasses.asdict(result) | {"loss": sums.loss, "tokens": sums.tokens} | values)
             advance(result, sums, last)
 
         trainer._advance = record
         return trainer
 
-    def train(self, stage: int) -> None:
+    def train(self, stage: int, kind: str = "train", **sections: dict[str, Any]) -> None:
         """Three steps with clipping and a schedule; a checkpoint after each, a published version at the end."""
-        name = f"train{stage}"
-        trainer = self.trainer(settings(self.folder, name, stage), group)
+        name = f"{kind}{stage}"
+        trainer = self.trainer(settings(self.folder, name, stage, **sections), group)
         hashes = []
         for step in range(NUM_STEPS):
             trainer.train_batch()
             if step == 0:
                 self.write(f"{name}/gradient", moments(trainer.engine, "exp_avg"))
+                if trainer.critic:
+                    self.write(f"{name}/value_gradient", moments(trainer.critic, "exp_avg"))
             trainer.save_checkpoint()
-            hashes.append(state_hash(trainer.engine))
+            hashes.append(run_hash(trainer))
         self.write(f"{name}/weights", master_weights(trainer.engine))
+        if trainer.critic:
+            self.write(f"{name}/value_weights", master_weights(trainer.critic))
         trainer.publish(evaluate=False)
         published = dataclasses.asdict(trainer._published)
         self.seen[name] = {"steps": trainer.results, "hashes": hashes, "published": published}
@@ -122,6 +131,8 @@ class Worker:
         trainer.train_batch()
         self.write(f"{name}/gradient", moments(trainer.engine, "exp_avg"))
         self.write(f"{name}/weights", master_weights(trainer.engine))
+        if trainer.critic:
+            self.write(f"{name}/value_gradient", moments(trainer.critic, "exp_avg"))
         self.seen[name] = {"steps": trainer.results, "progress": dataclasses.asdict(trainer.progress)}
 
     def references(self) -> None:
@@ -153,51 +164,73 @@ class Worker:
         self.one_batch("trainer_scores_twice", 1, stream, scorer, **here, **REFERENCE_TWICE)
         self.seen["trainer_scores_twice"]["calls"] = len(calls)
 
-    def skip(self, stage: int, name: str, stream: Stream, dtype: str = "float32") -> None:
+    def skip(self, stage: int, name: str, stream: Stream, dtype: str = "float32", **sections: dict[str, Any]) -> None:
         """A step that is not finite, then a good one; and the good one alone."""
-        config = settings(self.folder, f"{name}{stage}", stage, model={"dtype": dtype}, trainer=CONSTANT_RATE)
+        sections = {"model": {"dtype": dtype}, "trainer": CONSTANT_RATE} | sections
+        config = settings(self.folder, f"{name}{stage}", stage, **sections)
         trainer = self.trainer(config, stream)
-        hashes = [state_hash(trainer.engine, has_moments=False)]
+        hashes = [run_hash(trainer, has_moments=False)]
         trainer.train_batch()
-        hashes.append(state_hash(trainer.engine, has_moments=False))
+        hashes.append(run_hash(trainer, has_moments=False))
         trainer.train_batch()
-        hashes.append(state_hash(trainer.engine))
+        hashes.append(run_hash(trainer))
         progress = dataclasses.asdict(trainer.progress)
         alone = self.trainer(config, group)
         alone.train_batch()
         self.seen[f"{name}{stage}"] = {
             "steps": trainer.results,
             "hashes": hashes,
-            "alone": state_hash(alone.engine),
+            "alone": run_hash(alone),
             "progress": progress,
         }
 
-    def half(self, stage: int) -> None:
+    def half(self, stage: int, kind: str = "half", **sections: dict[str, Any]) -> None:
         """bfloat16: a checkpoint after the first of two steps."""
-        trainer = self.trainer(settings(self.folder, f"half{stage}", stage, model={"dtype": "bfloat16"}), group)
+        name = f"{kind}{stage}"
+        trainer = self.trainer(settings(self.folder, name, stage, model={"dtype": "bfloat16"}, **sections), group)
         hashes = []
         for _ in range(2):
             trainer.train_batch()
-            hashes.append(state_hash(trainer.engine))
+            hashes.append(run_hash(trainer))
             if len(hashes) == 1:
                 trainer.save_checkpoint()
-        self.seen[f"half{stage}"] = {"steps": trainer.results, "hashes": hashes}
+        self.seen[name] = {"steps": trainer.results, "hashes": hashes}
 
-    def resume(self, stage: int, name: str, dtype: str = "float32") -> None:
+    def warm_up(self) -> None:
+        """Two batches of two updates; in the first three updates only the critic learns."""
+        sections = {
+            "algorithm": GAE["algorithm"] | {"num_iterations": 2},
+            "critic": GAE["critic"] | {"critic_warmup_steps": 3},
+            "trainer": CONSTANT_RATE | {"max_steps": 4},
+            "data": {"eval": "unused.jsonl"},
+            "eval": {"steps": 1, "after": False},
+        }
+        trainer = self.trainer(settings(self.folder, "warm_up", 1, **sections), group)
+        hashes = [[state_hash(m, has_moments=False) for m in (trainer.engine, trainer.critic)]]
+        due = []
+        for _ in range(2):
+            trainer.publish(evaluate=False)
+            trainer.train_batch()
+            due.append(trainer._evaluates_now())
+            hashes.append([state_hash(m, has_moments=False) for m in (trainer.engine, trainer.critic)])
+        progress = dataclasses.asdict(trainer.progress)
+        self.seen["warm_up"] = {"steps": trainer.results, "hashes": hashes, "progress": progress, "due": due}
+
+    def resume(self, stage: int, name: str, dtype: str = "float32", **sections: dict[str, Any]) -> None:
         """The newest valid checkpoint of an earlier start, and one more step."""
         from trainer import checkpoint
 
-        config = settings(self.folder, f"{name}{stage}", stage, model={"dtype": dtype})
+        config = settings(self.folder, f"{name}{stage}", stage, model={"dtype": dtype}, **sections)
         said: list[str] = []
         trainer = self.trainer(config, group)
-        before = state_hash(trainer.engine, has_moments=False)
+        before = run_hash(trainer, has_moments=False)
         found = checkpoint.newest_valid(self.folder / f"{name}{stage}" / "checkpoints", said.append)
         assert found is not None
         trainer.progress = checkpoint.read_progress(found, self.exchange.world_size, stage, {})
-        checkpoint.load(trainer.engine, found)
-        hashes = [state_hash(trainer.engine)]
+        checkpoint.load(trainer.engine, found, trainer.critic)
+        hashes = [run_hash(trainer)]
         trainer.train_batch()
-        hashes.append(state_hash(trainer.engine))
+        hashes.append(run_hash(trainer))
         trainer.save_checkpoint()
         self.seen[f"{name}{stage}"] = {
             "said": said,
@@ -273,6 +306,12 @@ def state_hash(engine: Any, has_moments: bool = True) -> str:
     return digest.hexdigest()
 
 
+def run_hash(trainer: Any, has_moments: bool = True) -> str:
+    """Of the policy and, where there is one, of the critic."""
+    models = [trainer.engine] + ([trainer.critic] if trainer.critic else [])
+    return "-".join(state_hash(model, has_moments) for model in models)
+
+
 def watch_loading() -> list[Any]:
     """From now on, the `weights_only` of every torch.load."""
     flags: list[Any] = []
@@ -298,6 +337,14 @@ def main(folder: Path, start: str) -> None:
             worker.one_batch(f"dead{stage}", stage, dead, algorithm={"beta": 0.0})
             worker.skip(stage, "nan", poisoned)
             worker.skip(stage, "inf", infinite_loss)
+            worker.train(stage, "critic", **GAE)
+            worker.skip(stage, "critic_inf", infinite_loss, algorithm={"adv_estimator": "gae"})
+            worker.skip(stage, "value_inf", enormous, **GAE)
+        worker.half(1, "critic_half", **GAE)
+        worker.skip(1, "critic_nan_half", poisoned, "bfloat16", **GAE)
+        worker.one_batch("critic_uneven", 1, uneven, algorithm={"beta": 0.0, "adv_estimator": "gae"})
+        worker.one_batch("critic3_uneven", 3, uneven, algorithm={"beta": 0.0, "adv_estimator": "gae"})
+        worker.warm_up()
         for name, sections in VARIANTS.items():
             worker.one_batch(name, 1, group, **sections)
         for handling in ("skip", "resample"):
@@ -313,6 +360,8 @@ def main(folder: Path, start: str) -> None:
         worker.seen["weights_only"] = watch_loading()
         for stage in STAGES:
             worker.resume(stage, "train")
+            worker.resume(stage, "critic", **GAE)
+        worker.resume(1, "critic_half", "bfloat16", **GAE)
         for stage in (1, 2):
             worker.resume(stage, "half", "bfloat16")
     worker.seen["seconds"] = time.monotonic() - began

@@ -32,9 +32,9 @@ class Objective:
 
 @dataclass(frozen=True)
 class ScoredCompletion:
-    """One completion: its advantage and three log-probs per token. ref_logprobs is empty when beta is 0."""
+    """One completion: its advantage, or one per token; three log-probs per token, ref_logprobs empty when beta is 0."""
 
-    advantage: float
+    advantage: float | Sequence[float]
     logprobs: Sequence[float]
     old_logprobs: Sequence[float]
     ref_logprobs: Sequence[float]
@@ -151,10 +151,11 @@ def loss_and_gradient(completions: Sequence[ScoredCompletion], o: Objective) -> 
         gradient = np.zeros(len(c.logprobs))
         factors = corrections(c, o)
         for t, ratio in enumerate(ratios(c, o)):
-            value = factors[t] * surrogate(c.logprobs[t], ratio, c.advantage, o)
+            advantage = c.advantage if isinstance(c.advantage, float | int) else c.advantage[t]
+            value = factors[t] * surrogate(c.logprobs[t], ratio, advantage, o)
             # a sequence's ratio stands in all its terms, each with its own factor, and moves by ratio / n
             factor = factors[t] if o.importance_sampling_level == "token" else math.fsum(factors) / len(factors)
-            slope = factor * surrogate_gradient(ratio, c.advantage, o)
+            slope = factor * surrogate_gradient(ratio, advantage, o)
             if len(c.ref_logprobs) and not o.kl_in_reward:
                 distance, its_slope = kl(c.logprobs[t], c.ref_logprobs[t], o)
                 value -= o.beta * distance
@@ -239,3 +240,13 @@ def cut(  # noqa: PLR0913
     both = [variances(advantages, q, a, b) for a, b in segments]
     found, returns = gae(inside, [values[a] for a, _ in segments], gamma, lam)
     return Cut(segments, found, returns, math.fsum(p for p, _ in both), math.fsum(g for _, g in both))
+
+
+def value_error(value: float, old: float, target: float, cliprange: float | None) -> tuple[float, float]:
+    """The critic's error at one token, and its derivative by the value."""
+    free = (value - target) ** 2 / 2
+    if cliprange is None or abs(value - old) <= cliprange:
+        return free, value - target
+    stopped = old + cliprange if value > old else old - cliprange
+    bound = (stopped - target) ** 2 / 2
+    return (bound, 0.0) if bound > free else (free, value - target)

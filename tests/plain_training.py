@@ -1,4 +1,4 @@
-"""A training loop to compare with: one process, one dense forward per sequence, the oracle's loss, torch's AdamW."""
+"""Training loops to compare with: one process, one dense forward per sequence, the oracle's loss, torch's AdamW."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from common.types import Group, Rollout
 from tests import oracle
-from tests.gloo_data import BETA, NUM_STEPS, TEMPERATURE, TRAINER, batch
+from tests.gloo_data import BETA, GAE, NUM_STEPS, TEMPERATURE, TRAINER, batch
 from tests.oracle import Objective, ScoredCompletion
-from tests.tiny import dense_scores
+from tests.tiny import dense_scores, dense_values
 
 OBJECTIVE = {"epsilon": 0.2, "epsilon_high": 0.2, "beta": BETA, "loss_type": "grpo", "max_completion_length": 12}
 
@@ -74,10 +74,7 @@ class PlainTraining:
                 self.own[g.group_id] = [logprobs.tolist() for logprobs, _ in self.scores(g)]
         scores = [of_completion for g in groups for of_completion in self.scores(g)]
         logprobs, entropies = [list(tensors) for tensors in zip(*scores, strict=True)]
-        rewards = [[self.reward(r) for r in g.rollouts] for g in batch]
-        tokens = [[len(r.completion_ids) for r in g.rollouts] for g in batch]
-        found = oracle.step_advantages(rewards, tokens, self.adv_estimator, self.scale_rewards, False)
-        by_group = {g.group_id: of_group for g, of_group in zip(batch, found, strict=True)}
+        by_group = self.advantages(batch)
         advantages = [a for g in groups for a in by_group[g.group_id]]
         own = [of_completion for g in groups for of_completion in self.own[g.group_id]]
         completions = [
@@ -91,6 +88,13 @@ class PlainTraining:
         torch.autograd.backward(logprobs + entropies, [torch.from_numpy(d) for d in by_logprob] + by_entropy)
         return loss - sum(b * h.sum().item() for h, b in zip(entropies, bonus, strict=True))
 
+    def advantages(self, batch: Sequence[Group]) -> dict[int, list[Any]]:
+        """By group id, of every completion: one, or one per token."""
+        rewards = [[self.reward(r) for r in g.rollouts] for g in batch]
+        tokens = [[len(r.completion_ids) for r in g.rollouts] for g in batch]
+        found = oracle.step_advantages(rewards, tokens, self.adv_estimator, self.scale_rewards, False)
+        return {g.group_id: of_group for g, of_group in zip(batch, found, strict=True)}
+
     def reward(self, rollout: Rollout) -> float:
         if not self.objective.kl_in_reward:
             return rollout.reward
@@ -99,3 +103,62 @@ class PlainTraining:
 
     def gradients(self) -> dict[str, Tensor]:
         return {name: p.grad.clone() for name, p in self.model.named_parameters()}
+
+
+class PlainActorCritic(PlainTraining):
+    """The same with a critic, under the settings GAE: values, advantages, then one step of both models."""
+
+    def __init__(self, model: Path, reward_model: Path, steps: int):
+        from transformers import AutoModelForSequenceClassification, get_scheduler
+
+        self.settings, rate = GAE["algorithm"], GAE["critic"]["learning_rate"]
+        self.critic = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float64)
+        parameters = list(self.critic.parameters())
+        decay = TRAINER["weight_decay"]
+        self.critic_optimizer = torch.optim.AdamW(
+            [
+                {"params": [p for p in parameters if p.ndim > 1], "weight_decay": decay},
+                {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+            ],
+            lr=rate,
+        )
+        self.critic_scheduler = get_scheduler("linear", self.critic_optimizer, 0, TRAINER["max_steps"])
+        self.value_steps: list[dict[str, float]] = []
+        self.value_gradient: dict[str, Tensor] = {}
+        super().__init__(model, steps, kl_in_reward=True)
+
+    def advantages(self, batch: Sequence[Group]) -> dict[int, list[Any]]:
+        """Of every token, whitened; leaves the critic's gradient, which a single update on a batch never clips."""
+        self.critic_optimizer.zero_grad()
+        found, values, slopes, loss, returned, before = [], [], [], 0.0, [], []
+        num_tokens = sum(len(r.completion_ids) for g in batch for r in g.rollouts)
+        for prompt, r in [(g.prompt_ids.tolist(), r) for g in batch for r in g.rollouts]:
+            v = dense_values(self.critic, prompt, r.completion_ids.tolist())
+            pairs = zip(r.old_logprobs.tolist(), r.ref_logprobs.tolist(), strict=True)
+            rewards = [-BETA * (old - ref) for old, ref in pairs]
+            rewards[-1] += r.reward
+            advantages, returns = oracle.gae(rewards, v.tolist(), self.settings["gamma"], self.settings["lam"])
+            errors = [oracle.value_error(x, x, y, 0.01) for x, y in zip(v.tolist(), returns, strict=True)]
+            loss += sum(e for e, _ in errors) / num_tokens
+            values.append(v)
+            slopes.append(torch.tensor([d / num_tokens for _, d in errors], dtype=torch.float64))
+            found.append(advantages)
+            returned += returns
+            before += v.tolist()
+        torch.autograd.backward(values, slopes)
+        flat = [a for advantages in found for a in advantages]
+        mean, std = sum(flat) / len(flat), oracle.std(flat)
+        unexplained = [y - x for x, y in zip(before, returned, strict=True)]
+        explained = 1 - oracle.std(unexplained) ** 2 / oracle.std(returned) ** 2
+        self.value_steps.append({"value_loss": loss, "explained_variance": explained})
+        whitened = iter([[(a - mean) / (std + 1e-4) for a in advantages] for advantages in found])
+        return {g.group_id: [next(whitened) for _ in g.rollouts] for g in batch}
+
+    def step(self, groups: Sequence[Group], batch: Sequence[Group] | None = None) -> None:
+        super().step(groups, batch)
+        self.value_gradient = self.value_gradient or {n: p.grad.clone() for n, p in self.critic.named_parameters()}
+        norm = torch.nn.utils.clip_grad_norm_(self.critic.parameters(), TRAINER["max_grad_norm"])
+        rate = self.critic_scheduler.get_last_lr()[0]
+        self.value_steps[-1] |= {"critic/grad_norm": float(norm), "critic/learning_rate": rate}
+        self.critic_optimizer.step()
+        self.critic_scheduler.step()

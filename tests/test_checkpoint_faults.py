@@ -41,7 +41,7 @@ class SmallEngine:
 
     def __init__(self, number: int):
         self.number, self.stage, self.tied_embeddings = number, 1, False
-        self.config = SimpleNamespace(model=SimpleNamespace(dtype="float32"))
+        self.dtype = "float32"
         self.ds = SimpleNamespace(checkpoint_engine=SimpleNamespace(), save_checkpoint=self._save_state)
         self.model = SimpleNamespace(save_pretrained=self._save_pretrained)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config import Config, Section, UserError, load
+from common.config import Algorithm, Config, Section, UserError, load
 
 pytestmark = pytest.mark.fast
 
@@ -226,6 +226,10 @@ def test_steps_divide_by_the_steps_of_a_batch(tmp_path: Path) -> None:
         (["multi_objective_aggregation=normalize_then_sum", "adv_estimator=rloo"], "set algorithm.adv_estimator=grpo"),
         (["multi_objective_aggregation=normalize_then_sum", "soft_punish_cache=9"], "normalize_then_sum does not form"),
         (["vllm_importance_sampling_clip_max=2"], "does nothing without algorithm.vllm_importance_sampling_mode"),
+        (["adv_estimator=gae", "scale_rewards=group"], "adv_estimator gae divides by no deviation"),
+        (["adv_estimator=gae", "multi_objective_aggregation=normalize_then_sum"], "set algorithm.adv_estimator=grpo"),
+        (["gamma=0.9"], "adv_estimator grpo has no gamma and no lam"),
+        (["lam=0.95", "adv_estimator=rloo"], "remove them, or set adv_estimator=gae"),
         (["soft_punish_cache=257"], "set it to at most sampler.max_completion_length 256"),
     ],
 )
@@ -238,6 +242,29 @@ def test_options_of_the_objective_that_contradict_each_other_are_refused(
 def test_log_probs_of_another_law_than_the_sampled_one_are_refused(tmp_path: Path) -> None:
     message = problem(tmp_path, GOOD, "vllm.logprobs_mode=raw_logprobs")
     assert "vllm.logprobs_mode 'raw_logprobs'" in message and "remove it" in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["critic.learning_rate=1e-4"], "does nothing with algorithm.adv_estimator grpo"),
+        (["critic.critic_warmup_steps=5"], "remove it, or set algorithm.adv_estimator=gae"),
+        (["algorithm.adv_estimator=gae", "critic.critic_warmup_steps=200"], "leaves the policy none of trainer.max_st"),
+        (["algorithm.adv_estimator=gae", "critic.revision=main"], "set critic.path, or remove revision"),
+        (["algorithm.adv_estimator=gae", "critic.cliprange_value=0"], "critic.cliprange_value"),
+        (["algorithm.adv_estimator=gae", "algorithm.gamma=1.5"], "algorithm.gamma"),
+    ],
+)
+def test_a_critic_that_nobody_asks_or_that_has_no_time_is_refused(
+    tmp_path: Path, settings: list[str], said: str
+) -> None:
+    assert said in problem(tmp_path, GOOD, *settings)
+
+
+def test_advantages_of_gae_are_whitened_unless_that_is_refused_and_those_of_grpo_only_on_demand() -> None:
+    for estimator, expected in (("gae", [True, True, False]), ("grpo", [False, True, False])):
+        found = [Algorithm(adv_estimator=estimator, whiten_advantages=choice).whitens for choice in (None, True, False)]
+        assert found == expected
 
 
 @pytest.mark.parametrize(

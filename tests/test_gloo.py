@@ -26,8 +26,8 @@ from torch import Tensor
 from common import exits, weights
 from common.types import Group
 from tests.gloo_data import BETA, GROUPS_PER_STEP, NUM_STEPS, STAGES, TRAINER, VARIANTS, batch, group, settings, uneven
-from tests.plain_training import PlainTraining
-from tests.tiny import VOCAB_SIZE, dense_logprobs, tiny_model
+from tests.plain_training import PlainActorCritic, PlainTraining
+from tests.tiny import VOCAB_SIZE, dense_logprobs, dense_values, tiny_model, tiny_reward_model
 from trainer.mini_batches import steps
 
 pytestmark = pytest.mark.gloo
@@ -47,6 +47,7 @@ class Runs:
         self.folder = folder
         self.model = tiny_model(folder / "model", vocab=VOCAB_SIZE)
         self.reference = tiny_model(folder / "reference", layers=1, vocab=VOCAB_SIZE)
+        self.reward_model = tiny_reward_model(folder / "critic", self.model)
 
     def of(self, ranks: int) -> Path:
         return self.folder / f"{ranks}-ranks"
@@ -57,6 +58,7 @@ class Runs:
         self.of(ranks).mkdir()
         (self.of(ranks) / "model").symlink_to(self.model)
         (self.of(ranks) / "reference").symlink_to(self.reference)
+        (self.of(ranks) / "critic").symlink_to(self.reward_model)
         return self._start(ranks, "first")
 
     @cache  # noqa: B019
@@ -65,6 +67,7 @@ class Runs:
         self.first(ranks)
         for stage in STAGES:
             flip_byte(self.of(ranks) / f"train{stage}/checkpoints/step_{NUM_STEPS:06d}/model.safetensors")
+            flip_byte(self.of(ranks) / f"critic{stage}/checkpoints/step_{NUM_STEPS:06d}/critic/model.safetensors")
         return self._start(ranks, "resume")
 
     def tensors(self, ranks: int, name: str) -> dict[str, Tensor]:
@@ -191,7 +194,8 @@ def test_dead_groups_and_a_tombstone_on_one_rank_change_nothing_and_nobody_waits
 @every_layout
 def test_a_step_of_dead_groups_alone_has_a_gradient_of_zero(runs: Runs, ranks: int, stage: int) -> None:
     (step,) = runs.first(ranks)[0][f"dead{stage}"]["steps"]
-    assert step == {"applied": True, "grad_norm": 0.0, "learning_rate": 0.0, "loss": 0.0, "tokens": 0.0}
+    numbers = {"grad_norm": 0.0, "learning_rate": 0.0, "loss": 0.0, "tokens": 0.0}
+    assert step == {"applied": True, "critic_only": False} | numbers
     assert all(not t.any() for t in runs.tensors(ranks, f"dead{stage}/gradient").values())
 
 
@@ -322,7 +326,9 @@ def test_every_rank_moves_beta_by_the_same_formula(runs: Runs, ranks: int) -> No
     assert abs(expected / BETA - 1) > 1e-3
 
 
-SKIPS = [(name, stage) for name in ("nan", "inf") for stage in STAGES] + [("nan_half", stage) for stage in (0, 1, 2)]
+# the policy's loss not finite, the critic's, or both: neither may move
+SKIPS = [(name, stage) for name in ("nan", "inf", "critic_inf", "value_inf") for stage in STAGES]
+SKIPS += [("nan_half", stage) for stage in (0, 1, 2)] + [("critic_nan_half", 1)]
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -336,10 +342,103 @@ def test_a_step_that_is_not_finite_leaves_no_trace(
         start, after_skip, after_good = run["hashes"]
         assert after_skip == start
         assert after_good == run["alone"] != start  # as if the good step had been the first
-        assert run["progress"]["policy_version"] == 1
+        assert run["progress"]["policy_version"] == run["progress"]["skipped_steps"] == 1
         assert run["progress"]["step"] == run["progress"]["batch"] == 2
     if (ranks, stage) == (2, 1):
         figure("R11", f"{name} in a step of two ranks: skipped and counted, weights unchanged")
+
+
+@pytest.fixture(scope="module")
+def plain_critic(runs: Runs) -> PlainActorCritic:
+    return PlainActorCritic(runs.model, runs.reward_model, NUM_STEPS)
+
+
+@every_layout
+def test_with_a_critic_both_gradients_and_all_weights_equal_plain_torch(
+    runs: Runs, plain_critic: PlainActorCritic, ranks: int, stage: int
+) -> None:
+    name = f"critic{stage}"
+    for kind, gradient, model in (
+        ("", plain_critic.gradient, plain_critic.model),
+        ("value_", plain_critic.value_gradient, plain_critic.critic),
+    ):
+        found = scaled(runs.tensors(ranks, f"{name}/{kind}gradient"), 1 / (1 - BETA1))
+        # exp_avg is that of the clipped gradient
+        norms = [torch.cat([t.double().flatten() for t in g.values()]).norm().item() for g in (found, gradient)]
+        assert norms[0] == pytest.approx(min(norms[1], TRAINER["max_grad_norm"]), rel=1e-5)
+        assert difference(scaled(found, norms[1] / norms[0]), gradient) < PLAIN_ROUNDING
+        expected = {key: p.detach() for key, p in model.named_parameters()}
+        assert difference(runs.tensors(ranks, f"{name}/{kind}weights"), expected) < PLAIN_ROUNDING
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_with_a_critic_two_ranks_equal_one(runs: Runs, stage: int) -> None:
+    for what in ("gradient", "value_gradient", "weights", "value_weights"):
+        one, two = (runs.tensors(ranks, f"critic{stage}/{what}") for ranks in RANKS)
+        assert difference(two, one) < 1e-6, what
+
+
+@every_layout
+def test_with_a_critic_every_steps_numbers_equal_plain_torch(
+    runs: Runs, plain_critic: PlainActorCritic, ranks: int, stage: int
+) -> None:
+    steps = runs.first(ranks)[0][f"critic{stage}"]["steps"]
+    for found, policy, values in zip(steps, plain_critic.steps, plain_critic.value_steps, strict=True):
+        for key, value in (policy | values).items():
+            assert found[key] == pytest.approx(value, rel=5e-5, abs=1e-6), key
+        assert found["value_clip_fraction"] == 0.0  # one update on a batch
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", ["critic_uneven", "critic3_uneven"])
+def test_the_critic_learns_from_dead_groups_and_nobody_waits_for_a_tombstone(runs: Runs, ranks: int, name: str) -> None:
+    """The head starts at zero, so the first gradient is that of the head alone: − mean over tokens of return · h."""
+    model = PlainTraining(runs.model, steps=0, beta=0.0).model
+    groups = [g for g in map(uneven, range(GROUPS_PER_STEP)) if isinstance(g, Group)]
+    tokens, expected = 0, torch.zeros(model.config.hidden_size, dtype=torch.float64)
+    for prompt, r in [(g.prompt_ids.tolist(), r) for g in groups for r in g.rollouts]:
+        ids = torch.tensor([[*prompt, *r.completion_ids.tolist()]])
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[0].detach()
+        expected -= r.reward * hidden[len(prompt) - 1 : -1].sum(0)
+        tokens += len(r.completion_ids)
+    found = scaled(runs.tensors(ranks, f"{name}/value_gradient"), 1 / (1 - BETA1))
+    head = found.pop("score.weight")[0].double()
+    expected /= tokens
+    clipped = min(1.0, TRAINER["max_grad_norm"] / expected.norm().item())
+    assert ((head - clipped * expected).norm() / expected.norm()).item() < PLAIN_ROUNDING
+    assert all(not t.any() for t in found.values())
+    (step,) = runs.first(ranks)[0][name]["steps"]
+    assert (step["values/mean"], step["explained_variance"]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_while_only_the_critic_learns_the_policy_and_its_version_stay(runs: Runs, ranks: int) -> None:
+    run = runs.first(ranks)[0]["warm_up"]
+    (policy, critic), (policy1, critic1), (policy2, critic2) = run["hashes"]
+    assert policy == policy1 != policy2  # the first of the second batch's two updates is still the critic's alone
+    assert len({critic, critic1, critic2}) == 3
+    assert [s["critic_only"] for s in run["steps"]] == [True, True, True, False]
+    assert (run["progress"]["policy_version"], run["progress"]["step"], run["progress"]["skipped_steps"]) == (1, 4, 0)
+    assert run["due"] == [False, True]  # eval.steps is 1: version 0 was evaluated at the start, version 1 is new
+    values, later = run["steps"][0], run["steps"][1]
+    assert later["values/mean"] == values["values/mean"]  # old values and returns are fixed over a batch
+    assert later["value_clip_fraction"] > 0 == values["value_clip_fraction"]
+    assert run["steps"][3]["loss"] == pytest.approx(0.0, abs=0.2) and run["steps"][3]["tokens"] > 0
+
+
+@every_layout
+def test_final_critics_in_a_checkpoint_load_into_transformers_with_their_head(
+    runs: Runs, ranks: int, stage: int
+) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    runs.first(ranks)
+    folder = runs.of(ranks) / f"critic{stage}/checkpoints/step_{NUM_STEPS:06d}/critic"
+    model, info = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and model.config.num_labels == 1
+    trained = runs.tensors(ranks, f"critic{stage}/value_weights")
+    assert difference({k: p.detach() for k, p in model.named_parameters()}, trained) == 0.0
+    assert dense_values(model, [1, 2], [3, 4]).shape == (2,)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -417,12 +516,25 @@ def test_a_resumed_run_is_bit_identical_to_one_that_was_never_stopped(runs: Runs
         assert (run["progress"]["step"], run["progress"]["cursor"]) == (NUM_STEPS, NUM_STEPS * GROUPS_PER_STEP)
 
 
+@every_layout
+def test_a_resumed_run_with_a_critic_is_bit_identical_too(runs: Runs, ranks: int, stage: int) -> None:
+    straight = runs.first(ranks)[0][f"critic{stage}"]
+    for seen in runs.resumed(ranks):
+        run = seen[f"critic{stage}"]
+        assert run["hashes"] == straight["hashes"][NUM_STEPS - 2 :]
+        assert run["hashes"][0] != run["before"]
+        assert run["steps"] == straight["steps"][-1:]
+        assert "critic/model.safetensors differs" in run["said"][0]
+
+
 @pytest.mark.parametrize(("ranks", "stage"), [(r, s) for r in RANKS for s in (1, 2)])
 def test_a_resumed_bfloat16_run_is_bit_identical_too(runs: Runs, ranks: int, stage: int) -> None:
     straight = runs.first(ranks)[0][f"half{stage}"]
     for seen in runs.resumed(ranks):
         assert seen[f"half{stage}"]["hashes"] == straight["hashes"]
         assert seen[f"half{stage}"]["steps"] == straight["steps"][-1:]
+        if stage == 1:
+            assert seen["critic_half1"]["hashes"] == runs.first(ranks)[0]["critic_half1"]["hashes"]
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -24,6 +24,7 @@ from trainer.losses import (
     loss,
     token_objective,
     token_weights,
+    value_errors,
 )
 
 pytestmark = pytest.mark.fast
@@ -451,3 +452,50 @@ def test_neither_order_nor_micro_batches_nor_ranks_change_the_step(
     assert total == pytest.approx(loss_at_once, rel=1e-9, abs=1e-12)
     for completion, expected in zip(whole, gradient_at_once, strict=True):
         assert gradients[id(completion)] == pytest.approx(expected, rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "target", "error", "slope", "clipped"),
+    [
+        (0.6, 0.5, 1.0, 0.08, -0.4, False),  # within ±0.2 of old: ½ · 0.4²
+        (0.9, 0.5, 1.0, 0.045, 0.0, True),  # rose towards its return, to 0.7 and no further: ½ · 0.3²
+        (0.9, 0.5, 0.0, 0.405, 0.9, False),  # rose away from its return: ½ · 0.9², and it may come back
+        (0.1, 0.5, 0.0, 0.045, 0.0, True),  # fell towards its return, to 0.3
+        (0.1, 0.5, 1.0, 0.405, -0.9, False),  # fell away from it
+        (1.4, 0.5, 1.0, 0.08, 0.4, False),  # beyond its return: 0.4 away, more than the 0.3 of 0.7
+    ],
+)
+def test_each_side_of_the_value_clip_by_hand(
+    value: float, old: float, target: float, error: float, slope: float, clipped: bool
+) -> None:
+    values = torch.tensor([value], dtype=torch.float64, requires_grad=True)
+    others = [torch.tensor([x], dtype=torch.float64) for x in (old, target)]
+    found, is_clipped = value_errors(values, *others, cliprange=0.2)
+    (gradient,) = torch.autograd.grad(found.sum(), values)
+    assert (found.item(), gradient.item()) == pytest.approx((error, slope))
+    assert is_clipped.tolist() == [clipped]
+    free, is_clipped = value_errors(values.detach(), *others, cliprange=None)
+    assert free.item() == pytest.approx((value - target) ** 2 / 2)
+    assert is_clipped.tolist() == [False]
+
+
+numbers = st.floats(-3, 3).map(lambda x: round(x, 3))
+
+
+@given(numbers, numbers, numbers, st.none() | st.floats(0.01, 2))
+def test_value_errors_and_their_gradients_equal_the_oracle(
+    value: float, old: float, target: float, cliprange: float | None
+) -> None:
+    error, slope = oracle.value_error(value, old, target, cliprange)
+    if cliprange is not None:  # no derivative where the two squares meet, or at the edge of the clip
+        assume(abs(abs(value - old) - cliprange) > 1e-6)
+        edge = old + cliprange if value > old else old - cliprange
+        assume(abs(abs(value - target) - abs(edge - target)) > 1e-6)
+    values = torch.tensor([value], dtype=torch.float64, requires_grad=True)
+    others = [torch.tensor([x], dtype=torch.float64) for x in (old, target)]
+    found, _ = value_errors(values, *others, cliprange)
+    (gradient,) = torch.autograd.grad(found.sum(), values)
+    assert (found.item(), gradient.item()) == pytest.approx((error, slope), rel=1e-6, abs=1e-9)
+    assert slope == pytest.approx(
+        oracle.numeric_gradient(lambda x: oracle.value_error(x, old, target, cliprange)[0], value), abs=1e-4
+    ) or (cliprange is not None and slope == 0.0)

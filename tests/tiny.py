@@ -58,6 +58,19 @@ def tiny_model(folder: Path, hidden: int = 64, layers: int = 2, vocab: int | Non
     return folder
 
 
+def tiny_reward_model(folder: Path, model: Path) -> Path:
+    """A random reward model with one label, of tiny_model's shape and with its tokenizer's vocabulary."""
+    from transformers import AutoConfig, Qwen2ForSequenceClassification
+
+    config = AutoConfig.from_pretrained(model, num_labels=1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        reward_model = Qwen2ForSequenceClassification(config)
+        randomise_vectors(reward_model)
+    reward_model.save_pretrained(folder)
+    return folder
+
+
 def randomise_vectors(model: torch.nn.Module) -> None:
     """Norms and biases start as ones and zeros: two of them swapped, or one lost, would not show."""
     with torch.no_grad():
@@ -80,6 +93,12 @@ def dense_scores(
     before = range(len(prompt) - 1, len(prompt) - 1 + len(completion))
     entropies = torch.stack([-(logprobs[t].exp() * logprobs[t]).sum() for t in before])
     return torch.stack([logprobs[t, token] for t, token in zip(before, completion, strict=True)]), entropies
+
+
+def dense_values(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
+    """Values [C] of a model for sequence classification, each from the position before its token, with gradient."""
+    hidden = model.model(input_ids=torch.tensor([[*prompt, *completion]]), use_cache=False).last_hidden_state[0]
+    return torch.stack([model.score(hidden[len(prompt) - 1 + t])[0] for t in range(len(completion))])
 
 
 def random_rollout(rng: np.random.Generator, vocab_size: int, length: int, reward: float, beta: float) -> Rollout:

@@ -124,7 +124,7 @@ def step_advantages(groups: Sequence[Group | Tombstone], config: Config) -> dict
         if algorithm.reward_scale == "batch":
             scale = np.concatenate(rewards).std(ddof=1) + EPS
             values = [v / scale for v in values]
-    if algorithm.whitens_tokens or algorithm.whiten_advantages:
+    if algorithm.whitens:
         values = whiten(values, [_counts(g, algorithm) for g in alive])
     return {g.group_id: v for g, v in zip(alive, values, strict=True)}
 

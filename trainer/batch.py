@@ -16,6 +16,8 @@ from common.types import Group, Rollout, Tombstone
 from trainer.advantages import Floats, moves, trains
 from trainer.losses import TOKEN_MEAN, Denominator, token_weights
 
+PerCompletion = Floats | Sequence[Floats]  # of one group: [G], or G arrays with one value per token
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -24,15 +26,25 @@ class MicroBatch:
     row: PackedRow
     old_logprobs: Tensor  # [N] float32
     ref_logprobs: Tensor | None  # [N] float32; None when beta is 0, and in a filler; [0] if the trainer must score
-    advantages: Tensor  # [N] float32, one value repeated over a completion
+    advantages: Tensor  # [N] float32; without a critic one value repeated over a completion
     weights: Tensor  # [N] float32, 0 in a filler
     policy_versions: Tensor  # [N] int64, of the weights that sampled the token
     tokens_of: dict[int, int] = field(default_factory=dict)  # group id -> its tokens among the N, in order
 
 
+@dataclass(frozen=True)
+class ValueBatch:
+    """What the critic learns from. N = all completion tokens in the row."""
+
+    row: PackedRow
+    old_values: Tensor  # [N] float32, its own before the first update on the batch
+    returns: Tensor  # [N] float32
+    weights: Tensor  # [N] float32, 0 in a filler
+
+
 def needs_batch_statistics(algorithm: Algorithm) -> bool:
-    """Advantages depend on all groups of the batch of rollouts, and not on each group alone."""
-    return algorithm.reward_scale == "batch" or algorithm.whitens_tokens or algorithm.whiten_advantages
+    """Advantages depend on all groups of the batch of rollouts, not on each alone; a critic scores it as a whole."""
+    return algorithm.reward_scale == "batch" or algorithm.whitens or algorithm.needs_critic
 
 
 def waits_for(algorithm: Algorithm) -> Literal["micro_batch", "mini_batch", "batch"]:
@@ -57,7 +69,7 @@ def num_tokens(groups: Sequence[Group | Tombstone], algorithm: Algorithm) -> int
 
 def micro_batch(
     groups: Sequence[Group | Tombstone],
-    advantages: Mapping[int, Floats],  # by group id, as trainer.advantages.step_advantages gives them
+    advantages: Mapping[int, PerCompletion],  # by group id: of trainer.advantages, or of trainer.estimates
     denominator: Denominator,
     algorithm: Algorithm,
     packing: Packing = "shared",
@@ -68,49 +80,100 @@ def micro_batch(
     one, and is left out; so is a masked completion. Every rank must still run its forward and backward, because
     collectives have to match: hence the filler.
     """
-    rows: list[tuple[list[int], list[list[int]]]] = []
-    rollouts: list[Rollout] = []
-    values: list[float] = []
-    versions: list[int] = []
-    for group in groups:
-        kept = trained_completions(group, advantages, algorithm)
-        if isinstance(group, Group) and kept:
-            rows.append((group.prompt_ids.tolist(), [group.rollouts[i].completion_ids.tolist() for i in kept]))
-            rollouts += [group.rollouts[i] for i in kept]
-            values += advantages[group.group_id][kept].tolist()
-            versions += [group.policy_version] * len(kept)
-    if not rows:
+    kept = [(g, i) for g in groups if isinstance(g, Group) and (i := trained_completions(g, advantages, algorithm))]
+    if not kept:
         return _filler()
-    lengths = [len(r.completion_ids) for r in rollouts]
+    rollouts = _rollouts(kept)
     return MicroBatch(
-        row=pack(rows, packing).on_support([r.support_ids for r in rollouts]),
+        row=_row(kept, packing).on_support([r.support_ids for r in rollouts]),
         old_logprobs=_flat([r.old_logprobs for r in rollouts]),
         ref_logprobs=_flat([r.ref_logprobs for r in rollouts]) if algorithm.beta > 0 else None,
-        advantages=torch.repeat_interleave(torch.tensor(values, dtype=torch.float32), torch.tensor(lengths)),
-        weights=token_weights(lengths, denominator),
-        policy_versions=torch.repeat_interleave(torch.tensor(versions), torch.tensor(lengths)),
-        tokens_of={g.group_id: n for g in groups if (n := num_trained_tokens(g, advantages, algorithm))},
+        advantages=_per_token(kept, advantages),
+        weights=token_weights([len(r.completion_ids) for r in rollouts], denominator),
+        policy_versions=torch.tensor([v for g, i in kept for v in [g.policy_version] * _num_tokens(g, i)]),
+        tokens_of={g.group_id: _num_tokens(g, i) for g, i in kept},
     )
 
 
-def trained_completions(group: Group | Tombstone, advantages: Mapping[int, Floats], algorithm: Algorithm) -> list[int]:
+def trained_completions(
+    group: Group | Tombstone, advantages: Mapping[int, PerCompletion], algorithm: Algorithm
+) -> list[int]:
     """Places in the group of the completions that can move the weights; [] for a tombstone."""
-    if isinstance(group, Tombstone) or not (algorithm.always_has_gradient or moves(advantages[group.group_id])):
+    if isinstance(group, Tombstone):
+        return []
+    if not algorithm.always_has_gradient and not moves(np.hstack(list(advantages[group.group_id]))):
         return []
     return [i for i, r in enumerate(group.rollouts) if trains(r, algorithm)]
 
 
-def num_trained_tokens(group: Group | Tombstone, advantages: Mapping[int, Floats], algorithm: Algorithm) -> int:
+def num_trained_tokens(group: Group | Tombstone, advantages: Mapping[int, PerCompletion], algorithm: Algorithm) -> int:
     """Tokens of those completions: what the group takes of a micro-batch's N."""
     kept = trained_completions(group, advantages, algorithm)
-    return sum(len(group.rollouts[i].completion_ids) for i in kept) if isinstance(group, Group) else 0
+    return _num_tokens(group, kept) if isinstance(group, Group) else 0
+
+
+def _num_tokens(group: Group, places: Sequence[int]) -> int:
+    return sum(len(group.rollouts[i].completion_ids) for i in places)
+
+
+def value_batch(
+    groups: Sequence[Group | Tombstone],
+    old_values: Mapping[int, PerCompletion],
+    returns: Mapping[int, PerCompletion],
+    num_tokens: int,  # of the whole step
+    algorithm: Algorithm,
+    packing: Packing = "shared",
+) -> ValueBatch:
+    """Packs every completion that trains, also of groups whose rewards are all equal; a filler where there is none."""
+    kept = training_completions(groups, algorithm)
+    if not kept:
+        zero = torch.zeros(1)
+        return ValueBatch(filler_row(), zero, zero, zero)
+    values, targets = _per_token(kept, old_values), _per_token(kept, returns)
+    return ValueBatch(_row(kept, packing), values, targets, torch.full_like(values, 1 / num_tokens))
+
+
+def value_row(groups: Sequence[Group | Tombstone], algorithm: Algorithm, packing: Packing) -> PackedRow:
+    """The row of value_batch, before there are values."""
+    kept = training_completions(groups, algorithm)
+    return _row(kept, packing) if kept else filler_row()
+
+
+def training_completions(groups: Sequence[Group | Tombstone], algorithm: Algorithm) -> list[tuple[Group, list[int]]]:
+    """Groups with the indexes of the completions that are not masked; without groups that have none."""
+    found = [(g, [i for i, r in enumerate(g.rollouts) if trains(r, algorithm)]) for g in groups if isinstance(g, Group)]
+    return [(g, indexes) for g, indexes in found if indexes]
+
+
+def _rollouts(kept: Sequence[tuple[Group, list[int]]]) -> list[Rollout]:
+    return [g.rollouts[i] for g, indexes in kept for i in indexes]
+
+
+def _row(kept: Sequence[tuple[Group, list[int]]], packing: Packing) -> PackedRow:
+    rows = [(g.prompt_ids.tolist(), [g.rollouts[i].completion_ids.tolist() for i in indexes]) for g, indexes in kept]
+    return pack(rows, packing)
+
+
+def _per_token(kept: Sequence[tuple[Group, list[int]]], values: Mapping[int, PerCompletion]) -> Tensor:
+    """[N], a completion's single value repeated over its tokens."""
+    parts = [
+        np.broadcast_to(values[g.group_id][i], len(g.rollouts[i].completion_ids))
+        for g, indexes in kept
+        for i in indexes
+    ]
+    return _flat(parts)
 
 
 def _flat(arrays: Sequence[np.ndarray]) -> Tensor:
     return torch.from_numpy(np.concatenate(arrays).astype(np.float32))
 
 
+def filler_row() -> PackedRow:
+    """One token, for ranks that have nothing to do while others have."""
+    return pack([([0], [[0]])])
+
+
 def _filler() -> MicroBatch:
     """One token of weight 0. Its ratio is at most 1, and without a reference no k3 can overflow: 0 · inf is NaN."""
     zero = torch.zeros(1)
-    return MicroBatch(pack([([0], [[0]])]), zero, None, zero, zero, torch.zeros(1, dtype=torch.int64))
+    return MicroBatch(filler_row(), zero, None, zero, zero, torch.zeros(1, dtype=torch.int64))

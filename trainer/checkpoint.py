@@ -2,6 +2,7 @@
 
     checkpoints/step_000040/  config.json  model.safetensors  tokenizer…      a Hugging Face folder
                               trainer/state/…                                 DeepSpeed: optimizer, scheduler, weights
+                              critic/                                         where there is one, the same of it
                               commit.json                                     cursor, version, digest of every file
 
 commit.json is written last and the folder becomes visible by one rename; DeepSpeed's own `latest` file is written
@@ -23,11 +24,14 @@ import torch
 
 from common import durable, weights
 from common.config import UserError
+from trainer.critic import Critic
+from trainer.deepspeed_model import DeepSpeedModel
 from trainer.disk import Disk, on_rank_0, require_room, together
 from trainer.engine import Engine
 from trainer.exchange import Exchange
 
 COMMIT = "commit.json"
+CRITIC = "critic"
 _STATE_TAG = "state"
 _STEP_NAME = re.compile(r"step_([0-9]+)")
 
@@ -46,6 +50,7 @@ class Progress:
     stream: dict[str, Any]  # settings that define the stream of groups; they may not change on resume
     kl_beta: float | None = None  # of the adaptive KL controller; None = the configured beta
     skipped_in_a_row: int = 0  # of the steps tried, the last ones that were not finite
+    skipped_steps: int = 0  # tried and not applied, because something was not finite
 
 
 def step_dir(checkpoints: Path, step: int) -> Path:
@@ -58,8 +63,15 @@ def step_dirs(checkpoints: Path) -> list[Path]:
     return [path for _, path in sorted((int(match[1]), path) for match, path in named if match)]
 
 
-def save(
-    engine: Engine, exchange: Exchange, tokenizer: Any, checkpoints: Path, progress: Progress, keep: int, disk: Disk
+def save(  # noqa: PLR0913 two models, and all that a checkpoint is made of
+    engine: Engine,
+    exchange: Exchange,
+    tokenizer: Any,
+    checkpoints: Path,
+    progress: Progress,
+    keep: int,
+    disk: Disk,
+    critic: Critic | None = None,
 ) -> None:
     """Every rank calls it. When it returns, the checkpoint survives a crash. A disk in trouble is waited for."""
     final = step_dir(checkpoints, progress.step)
@@ -68,7 +80,7 @@ def save(
     def prepare() -> None:
         durable.make_dir(checkpoints)
         durable.remove_leftovers(checkpoints)
-        require_room(checkpoints, _size(engine))
+        require_room(checkpoints, _size(engine) + (_size(critic) if critic else 0))
         durable.make_dir(temporary)
         durable.failpoint("checkpoint.started")
 
@@ -82,8 +94,10 @@ def save(
     def attempt() -> None:
         on_rank_0(exchange, prepare)
         _save_state(engine, exchange, temporary / "trainer")
+        if critic:
+            _save_state(critic, exchange, temporary / CRITIC / "trainer")
         durable.failpoint("checkpoint.engine")
-        save_model(engine, exchange, tokenizer, temporary)
+        save_models(engine, critic, exchange, tokenizer, temporary)
         on_rank_0(exchange, commit)
 
     disk.persist(f"checkpoint {final.name}", attempt, temporary)
@@ -91,13 +105,13 @@ def save(
         _prune(checkpoints, progress.step, keep, disk.say)
 
 
-def _size(engine: Engine) -> int:
+def _size(engine: DeepSpeedModel) -> int:
     """Bytes of a checkpoint: the model twice, for transformers and for DeepSpeed, and AdamW's three float32 copies."""
     model = sum(size for _, size in engine.parameter_names())
-    return 2 * model + 12 * model // (2 if engine.config.model.dtype == "bfloat16" else 4)
+    return 2 * model + 12 * model // (2 if engine.dtype == "bfloat16" else 4)
 
 
-def _save_state(engine: Engine, exchange: Exchange, folder: Path) -> None:
+def _save_state(engine: DeepSpeedModel, exchange: Exchange, folder: Path) -> None:
     """DeepSpeed's state of every rank. Its own collectives must match, so a rank reports trouble only after them."""
     troubles: list[Exception] = []
 
@@ -146,7 +160,13 @@ def _prune(checkpoints: Path, newest: int, keep: int, say: Callable[[str], None]
         say(f"an old checkpoint stays for now: {error}")
 
 
-def save_model(engine: Engine, exchange: Exchange, tokenizer: Any, folder: Path) -> None:
+def save_models(engine: Engine, critic: Critic | None, exchange: Exchange, tokenizer: Any, folder: Path) -> None:
+    save_model(engine, exchange, tokenizer, folder)
+    if critic:
+        save_model(critic, exchange, tokenizer, folder / CRITIC)
+
+
+def save_model(engine: DeepSpeedModel, exchange: Exchange, tokenizer: Any, folder: Path) -> None:
     """A Hugging Face folder: weights, config, generation config, tokenizer. Every rank calls it; rank 0 writes."""
     state = dict(engine.full_parameters(lambda _: exchange.rank == 0))
 
@@ -159,7 +179,9 @@ def save_model(engine: Engine, exchange: Exchange, tokenizer: Any, folder: Path)
     on_rank_0(exchange, write)
 
 
-def commit_final(engine: Engine, exchange: Exchange, tokenizer: Any, output_dir: Path, disk: Disk) -> None:
+def commit_final(
+    engine: Engine, exchange: Exchange, tokenizer: Any, output_dir: Path, disk: Disk, critic: Critic | None = None
+) -> None:
     """The trained model as output_dir/final, replaced as a whole."""
     temporary, final = output_dir / f"{durable.TEMPORARY}final", output_dir / "final"
 
@@ -174,7 +196,7 @@ def commit_final(engine: Engine, exchange: Exchange, tokenizer: Any, output_dir:
 
     def attempt() -> None:
         on_rank_0(exchange, prepare)
-        save_model(engine, exchange, tokenizer, temporary)
+        save_models(engine, critic, exchange, tokenizer, temporary)
         on_rank_0(exchange, commit)
 
     disk.persist("the final model", attempt, temporary)
@@ -206,8 +228,19 @@ def read_progress(folder: Path, world_size: int, zero_stage: int, stream: dict[s
     return Progress(**{name: commit[name] for name in Progress.__dataclass_fields__})
 
 
-def load(engine: Engine, folder: Path) -> None:
-    """Restores weights, optimizer and scheduler. Every rank calls it."""
+def load(engine: Engine, folder: Path, critic: Critic | None = None) -> None:
+    """Restores weights, optimizers and schedulers. Every rank calls it. Raises UserError if there is no critic."""
+    _load_state(engine, folder)
+    if critic:
+        if not (folder / CRITIC).is_dir():
+            raise UserError(
+                f"{folder} holds no critic: that run had no algorithm.adv_estimator=gae. Start a new run from its "
+                f"policy: model.path={folder} run.resume=false, with another run.output_dir"
+            )
+        _load_state(critic, folder / CRITIC)
+
+
+def _load_state(engine: DeepSpeedModel, folder: Path) -> None:
     engine.ds.checkpoint_engine.load = _load_without_code
     path, _ = engine.ds.load_checkpoint(str(folder / "trainer"), tag=_STATE_TAG)
     if path is None:

@@ -7,6 +7,7 @@ it has a default. What both sides set must agree, because there is no telling wh
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,39 @@ from common.config import Config, UserError
 _AUTO = "auto"
 
 
-def deepspeed_config(config: Config, world_size: int) -> dict[str, Any]:
-    """What deepspeed.initialize gets. Raises UserError on a contradiction, naming both settings."""
+@dataclass(frozen=True)
+class Optimized:
+    """What policy and critic have of their own; everything else is the same for both."""
+
+    section: str  # of the configuration, where learning_rate and warmup_steps stand
+    dtype: str
+    dtype_key: str
+    learning_rate: float
+    warmup_steps: int
+    num_steps: int  # optimizer steps in the whole run
+
+
+def policy_of(config: Config) -> Optimized:
+    """It rests while only the critic learns."""
     trainer = config.trainer
+    num_steps = trainer.max_steps - config.critic.critic_warmup_steps
+    dtype = config.model.dtype
+    return Optimized("trainer", dtype, "model.dtype", trainer.learning_rate, trainer.warmup_steps, num_steps)
+
+
+def critic_of(config: Config) -> Optimized:
+    critic, dtype = config.critic, config.critic.dtype or config.model.dtype
+    num_steps = config.trainer.max_steps
+    return Optimized("critic", dtype, "critic.dtype", critic.learning_rate, critic.warmup_steps, num_steps)
+
+
+def all_optimized(config: Config) -> list[Optimized]:
+    return [policy_of(config)] + ([critic_of(config)] if config.algorithm.needs_critic else [])
+
+
+def deepspeed_config(config: Config, world_size: int, optimized: Optimized | None = None) -> dict[str, Any]:
+    """What deepspeed.initialize gets, by default for the policy. Raises UserError on a contradiction, naming both."""
+    trainer, optimized = config.trainer, optimized or policy_of(config)
     groups = "trainer.prompts_per_step (in groups)"
     given = _given(config)
     _agree(
@@ -31,12 +62,12 @@ def deepspeed_config(config: Config, world_size: int) -> dict[str, Any]:
             "managed_gradient_accumulation": (False, "the training loop"),
         },
     )
-    _agree(_section(given, "bf16"), "deepspeed.bf16", {"enabled": (config.model.dtype == "bfloat16", "model.dtype")})
+    _agree(_section(given, "bf16"), "deepspeed.bf16", {"enabled": (optimized.dtype == "bfloat16", optimized.dtype_key)})
     if _section(given, "fp16").get("enabled", _AUTO) not in (_AUTO, False):
         raise UserError("deepspeed.fp16 is enabled: its loss scaling hides overflows; set model.dtype=bfloat16 instead")
     given["fp16"]["enabled"] = False
     _fill_zero(_section(given, "zero_optimization"))
-    _fill_optimizer(config, given)
+    _fill_optimizer(config, given, optimized)
     given.setdefault("steps_per_print", 10**9)
     return _without_auto(given)
 
@@ -85,10 +116,10 @@ def _fill_zero(zero: dict[str, Any]) -> None:
         zero["overlap_comm"] = False
 
 
-def _fill_optimizer(config: Config, given: dict[str, Any]) -> None:
+def _fill_optimizer(config: Config, given: dict[str, Any], optimized: Optimized) -> None:
     """Hyperparameters of a DeepSpeed optimizer or scheduler, where the user asked for one instead of ours."""
     trainer = config.trainer
-    rate = trainer.learning_rate, "trainer.learning_rate"
+    rate = optimized.learning_rate, f"{optimized.section}.learning_rate"
     if "optimizer" in given:
         params = _section(_section(given, "optimizer"), "params")
         betas = [trainer.adam_beta1, trainer.adam_beta2], "trainer.adam_beta1 and adam_beta2"
@@ -98,8 +129,8 @@ def _fill_optimizer(config: Config, given: dict[str, Any]) -> None:
         params = _section(_section(given, "scheduler"), "params")
         named = {
             "warmup_max_lr": rate,
-            "warmup_num_steps": (trainer.warmup_steps, "trainer.warmup_steps"),
-            "total_num_steps": (trainer.max_steps, "trainer.max_steps"),
+            "warmup_num_steps": (optimized.warmup_steps, f"{optimized.section}.warmup_steps"),
+            "total_num_steps": (optimized.num_steps, "trainer.max_steps"),
         }
         # schedulers differ in what they take: only what is there is filled in
         _agree(params, "deepspeed.scheduler.params", {key: named[key] for key in named if key in params})

@@ -1,32 +1,22 @@
-"""DeepSpeed: the policy, its optimizer, and one step of them. Only this file and checkpoint.py import deepspeed.
-
-Gradients accumulate over as many `backward` calls as there are until `step` (managed_gradient_accumulation: false).
-The loss already carries the denominators of the whole step, so DeepSpeed's own averaging over ranks is undone by
-multiplying with the world size. Left out: building the model in shards (zero.Init); every rank loads it whole first.
-"""
+"""The policy in DeepSpeed: forward and backward of micro-batches, and what they tell about the step."""
 
 from __future__ import annotations
 
-import datetime
 import math
-import os
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from common.config import Config, UserError
+from common.config import Config
 from common.logprobs import load_causal_lm, score_terms
 from common.packing import PackedRow
-from trainer.batch import MicroBatch
-from trainer.deepspeed_config import deepspeed_config
+from trainer.batch import MicroBatch, filler_row
+from trainer.deepspeed_config import policy_of
+from trainer.deepspeed_model import DeepSpeedModel
 from trainer.losses import loss, token_objective
 from trainer.mismatch import by_cause
-
-_COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
 
 class Policy(torch.nn.Module):
@@ -76,98 +66,14 @@ class Sums:
     staleness_k3: float = 0.0
 
 
-@dataclass(frozen=True)
-class StepResult:
-    applied: bool
-    grad_norm: float  # of the whole step, before clipping
-    learning_rate: float  # of this step
-
-
-def init_distributed(config: Config) -> None:
-    """One process group over all ranks, also when started without the deepspeed launcher (one rank)."""
-    import deepspeed
-
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
-        os.environ.setdefault(name, value)
-    if "MASTER_PORT" not in os.environ:
-        os.environ["MASTER_PORT"] = str(_free_port())
-    backend = config.trainer.dist_backend
-    if backend == "auto":
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    deepspeed.init_distributed(dist_backend=backend, timeout=_COLLECTIVE_TIMEOUT, verbose=False)
-    if not torch.cuda.is_available():
-        _unlink_shared_buffer()
-
-
-def _unlink_shared_buffer() -> None:
-    """DeepSpeed on CPU makes a 66 MiB buffer per rank in /dev/shm for good. The mapping outlives the name."""
-    import torch.distributed as dist
-
-    dist.barrier()  # every rank has opened every buffer by now
-    address, port, rank = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
-    buffer = Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}")
-    buffer.unlink(missing_ok=True)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-class Engine:
+class Engine(DeepSpeedModel):
     def __init__(self, config: Config, world_size: int):
-        import deepspeed
-        from transformers import get_scheduler
-
-        self.config, self.world_size = config, world_size
-        trainer = config.trainer
-        ds_config = deepspeed_config(config, world_size)
-        self.stage: int = ds_config["zero_optimization"]["stage"]
         model = load_causal_lm(
             config.model.path, config.model.dtype, config.model.revision, config.model.trust_remote_code
         )
-        _disable_dropout(model)
-        if config.model.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        decayed = [p for p in model.parameters() if p.ndim > 1]
-        others = [p for p in model.parameters() if p.ndim <= 1]
-        groups = [{"params": decayed, "weight_decay": trainer.weight_decay}, {"params": others, "weight_decay": 0.0}]
-
-        def optimizer(parameters: Any) -> torch.optim.Optimizer:
-            betas = (trainer.adam_beta1, trainer.adam_beta2)
-            return torch.optim.AdamW(parameters, lr=trainer.learning_rate, betas=betas)
-
-        def scheduler(of: torch.optim.Optimizer) -> Any:
-            try:
-                return get_scheduler(trainer.lr_scheduler_type, of, trainer.warmup_steps, trainer.max_steps)
-            except ValueError as error:
-                raise UserError(f"trainer.lr_scheduler_type {trainer.lr_scheduler_type!r}: {error}") from None
-
-        self.ds, self.optimizer, _, self.scheduler = deepspeed.initialize(
-            model=Policy(model, trainer.logprob_chunk_size, config.algorithm.entropy_coef > 0),
-            model_parameters=groups,
-            optimizer=None if "optimizer" in ds_config else optimizer,
-            lr_scheduler=None if "scheduler" in ds_config else scheduler,
-            config=ds_config,
-        )
-        self.model = model
-        self.ds.clip_fp32_gradients = self._clip  # used by ZeRO 0 in float32 only; DeepSpeed's forgets the norm
-        self._clipped_norm = math.nan
-        self.ds.train()
+        policy = Policy(model, config.trainer.logprob_chunk_size, config.algorithm.entropy_coef > 0)
+        super().__init__(config, world_size, policy_of(config), model, policy)
         self.sums = Sums()
-
-    @property
-    def device(self) -> torch.device:
-        return self.ds.device
-
-    @property
-    def tied_embeddings(self) -> bool:
-        return bool(self.model.config.tie_word_embeddings)
 
     def backward(
         self,
@@ -198,9 +104,7 @@ class Engine:
             None if own_logprobs is None else own_logprobs.to(self.device),
         )
         share = loss(objective, weights)
-        # ZeRO looks at gradients only, and an infinite loss may leave them finite: then make them NaN
-        scale = self.world_size if torch.isfinite(share) else math.nan
-        self.ds.backward(share * scale, scale_wrt_gas=False)
+        self.accumulate(share)
         logprobs, real = logprobs.detach(), weights > 0
         self._add_sums(share.detach(), logprobs, old_logprobs, entropy.detach(), terms, real)
         sampled = torch.full_like(old_logprobs, math.nan)
@@ -232,37 +136,6 @@ class Engine:
         self.sums.abs_prob_diff += (logprobs.exp() - old.exp())[real].double().abs().sum().item()
         self.sums.exp_abs_log_ratio += log_ratio.abs().exp().sum().item()
 
-    def step(self) -> StepResult:
-        """The optimizer step over all gradients since the last one. Not applied if a loss or gradient is not finite.
-
-        ZeRO 1–3 find a non-finite gradient and skip by themselves; ZeRO 0 would write it into the weights, so its
-        gradients are dropped here first.
-        """
-        learning_rate = self.learning_rate
-        if self.stage == 0 and not self._gradients_are_finite():
-            self.ds.zero_grad()
-            return StepResult(False, math.nan, learning_rate)
-        self.ds.step()
-        norm = self.ds.get_global_grad_norm()
-        norm = self._clipped_norm if norm is None else float(norm)
-        return StepResult(self.ds.was_step_applied(), norm, learning_rate)
-
-    def _gradients_are_finite(self) -> bool:
-        import torch.distributed as dist
-
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        finite = torch.tensor([float(all(torch.isfinite(g).all() for g in gradients))], device=self.device)
-        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-        return bool(finite.item())
-
-    def _clip(self) -> None:
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.trainer.max_grad_norm)
-        self._clipped_norm = float(norm)
-
-    @property
-    def learning_rate(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
-
     def take_sums(self) -> Sums:
         sums, self.sums = self.sums, Sums()
         return sums
@@ -275,23 +148,5 @@ class Engine:
         self.ds.train()
         return logprobs.float().cpu()
 
-    def parameter_names(self) -> list[tuple[str, int]]:
-        """(name, bytes) of every distinct parameter, in model order; a tied head appears once, as its embedding."""
-        return [(n, getattr(p, "ds_numel", p.numel()) * p.element_size()) for n, p in self.model.named_parameters()]
-
-    def full_parameters(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole CPU tensor) of the wanted parameters. Every rank iterates to the end (ZeRO-3 gathers)."""
-        import deepspeed
-
-        for name, parameter in self.model.named_parameters():
-            with deepspeed.zero.GatheredParameters([parameter], enabled=self.stage == 3):
-                if wanted(name):
-                    tensor = parameter.detach()
-                    yield name, tensor.cpu().clone() if self.stage == 3 else tensor.cpu()
-
-
-def _disable_dropout(model: torch.nn.Module) -> None:
-    """The sampler has none; with it here the ratio would compare two different networks."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+    def probe(self) -> Tensor:
+        return self.ds(filler_row().to(self.device), 1.0)[0]

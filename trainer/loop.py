@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,15 @@ from common.reference import Reference
 from common.types import EvalResult, Tombstone
 from common.watchdog import moved
 from trainer import checkpoint, mismatch, stats
-from trainer.batch import MicroBatch, micro_batch, num_tokens, num_trained_tokens, waits_for
+from trainer.actor_critic import ActorCritic
+from trainer.advantages import step_advantages
+from trainer.batch import MicroBatch, PerCompletion, micro_batch, num_tokens, num_trained_tokens, waits_for
 from trainer.best import Best
 from trainer.checkpoint import Progress
+from trainer.critic import Critic
+from trainer.deepspeed_model import StepResult
 from trainer.disk import Disk, on_rank_0
-from trainer.engine import Engine, StepResult, Sums
+from trainer.engine import Engine, Sums
 from trainer.exchange import STOP_TOGETHER, Exchange
 from trainer.inbox import Inbox
 from trainer.kl_controller import completion_kls, next_beta, with_beta
@@ -68,14 +72,17 @@ class Trainer:
         progress: Progress,
         desk: Desk | None,
         reference: Reference | None = None,
+        critic: Critic | None = None,
     ):
         self.config, self.engine, self.exchange, self.tokenizer = config, engine, exchange, tokenizer
-        self.progress, self.desk, self.reference = progress, desk, reference
+        self.progress, self.desk, self.reference, self.critic = progress, desk, reference, critic
+        self.actor_critic = ActorCritic(config, engine, critic, exchange) if critic else None
         self.weights_dir = weights.default_dir(config)
         self.incarnation = exchange.text(desk.inbox.envelope.incarnation if desk else None)
         self.disk = Disk(exchange, config.channel.stall_timeout_s, desk.display.note if desk else lambda _: None)
         self.best = Best(config, exchange, self.disk, lambda: desk.log.evaluations() if desk else [])
         self.published_version = -1
+        self._evaluated_version = progress.policy_version  # at the start, or in an earlier life
         self._saved_step = progress.step
         self._is_between_batches = True  # no step of a batch that has begun is in the weights
         self._num_eval_problems = 0
@@ -102,7 +109,8 @@ class Trainer:
             self.save_on_interrupt()
             raise
         if not self.best.commit_as_final():
-            checkpoint.commit_final(self.engine, self.exchange, self.tokenizer, self.config.run.output_dir, self.disk)
+            output_dir = self.config.run.output_dir
+            checkpoint.commit_final(self.engine, self.exchange, self.tokenizer, output_dir, self.disk, self.critic)
 
     def stop_if_interrupted(self) -> None:
         """Raises Interrupted on every rank if rank 0 was asked to end."""
@@ -112,7 +120,9 @@ class Trainer:
     def train_batch(self) -> None:
         """num_iterations passes over the next batch of rollouts, with an optimizer step on each of its mini-batches."""
         self._shaping = with_beta(self.config, self.progress.kl_beta)
-        self._rollouts = Rollouts(self._shaping, self.progress.cursor, self.receive, self._refill)
+        self._rollouts = Rollouts(
+            self._shaping, self.progress.cursor, self.receive, self._refill, self._batch_advantages
+        )
         self._own_logprobs: dict[int, Tensor] = {}  # by group id; of this rank's micro-batches, or of the whole batch
         self._sampled_logprobs: dict[int, Tensor] = {}  # by group id; at the version that sampled it, for metrics
         self._ref_logprobs: dict[int, Tensor] = {}  # by group id; of this rank's micro-batches, if it scores them
@@ -139,6 +149,17 @@ class Trainer:
     def _refill(self, count: int) -> None:
         if self.desk:
             self.desk.inbox.refill(count)
+
+    def _batch_advantages(self, groups: Items) -> Mapping[int, PerCompletion]:
+        """Where they depend on all groups of the batch."""
+        if self.actor_critic is None:
+            return step_advantages(groups, self._shaping)
+        start = time.monotonic()
+        moved("scoring a batch of rollouts with the critic")
+        shares = [self._share(chunk) for chunk in self._chunks(range(self.config.prompts_per_batch))]
+        advantages = self.actor_critic.begin_batch(groups, shares, self._shaping)
+        self._time("timing/values_s", start)
+        return advantages
 
     def receive(self, group_ids: Sequence[int]) -> Items:
         """The groups with these ids, on every rank."""
@@ -200,9 +221,17 @@ class Trainer:
 
     def _backward(self, chunk: Sequence[int], step: Step) -> None:
         """This rank's share of one chunk of a step."""
-        batch = self._micro_batch(chunk, self._denominator(step.places))
+        denominator = self._denominator(step.places)
+        batch = None if self._critic_only else self._micro_batch(chunk, denominator)
         moved(f"training a micro-batch of step {self.progress.step + 1}")
         start = time.monotonic()
+        if self.actor_critic:
+            self.actor_critic.backward(self._share(chunk), denominator.num_tokens)
+        if batch:
+            self._backward_policy(batch)
+        self._time("timing/backward_s", start)
+
+    def _backward_policy(self, batch: MicroBatch) -> None:
         own = [self._own_logprobs[g] for g in batch.tokens_of if g in self._own_logprobs]
         unknown = {g: torch.full((n,), torch.nan) for g, n in batch.tokens_of.items()}
         sampled = [self._sampled_logprobs.get(g, nans) for g, nans in unknown.items()]
@@ -216,7 +245,11 @@ class Trainer:
             self._remember_sampled(batch, logprobs.cpu())
         if self.config.algorithm.vllm_importance_sampling_mode is not None and not own:
             self._remember(batch, logprobs)
-        self._time("timing/backward_s", start)
+
+    @property
+    def _critic_only(self) -> bool:
+        """Within critic_warmup_steps: the policy, and so its version, stays."""
+        return self.progress.step < self.config.critic.critic_warmup_steps
 
     @property
     def _needs_scoring(self) -> bool:
@@ -260,7 +293,7 @@ class Trainer:
         mine = self.engine.take_sums()
         names = [f.name for f in fields(Sums)]
         sums = Sums(**dict(zip(names, self.exchange.add([getattr(mine, n) for n in names]), strict=True)))
-        result = self.engine.step()
+        result = self.actor_critic.step(self._critic_only) if self.actor_critic else self.engine.step()
         failpoint("trainer.stepped")
         self._time("timing/step_s", start)
         return result, sums
@@ -271,7 +304,8 @@ class Trainer:
         self.progress = replace(
             p,
             step=p.step + 1,
-            policy_version=p.policy_version + result.applied,
+            policy_version=p.policy_version + result.new_versions,
+            skipped_steps=p.skipped_steps + (not result.applied),
             num_tokens=p.num_tokens + int(sums.tokens),
             batch=p.batch + last,
             cursor=p.cursor + last * self._rollouts.num_taken,
@@ -320,6 +354,8 @@ class Trainer:
             )
             self.published_version = version
         self._time("sync/publish_s", start)
+        if evaluate:
+            self._evaluated_version = version
         if self.desk is None:
             return
         inbox = self.desk.inbox
@@ -336,7 +372,8 @@ class Trainer:
     def _evaluates_now(self) -> bool:
         every, version = self.config.eval.steps, self.progress.policy_version
         before = max(0, version - self.config.algorithm.steps_per_batch)  # a batch may step over a multiple
-        due = every is not None and (version // every > before // every or version == 0)
+        is_new = version != self._evaluated_version  # steps may have left the policy alone
+        due = every is not None and is_new and (version // every > before // every or version == 0)
         return due or (self.config.eval.after and self.progress.batch == self.config.num_batches)
 
     def finish_evaluation(self) -> None:
@@ -376,7 +413,7 @@ class Trainer:
         start = time.monotonic()
         self.disk.persist("the run's history", self._sync_history)
         folder, keep = Path(self.config.run.output_dir) / "checkpoints", self.config.trainer.save_limit
-        checkpoint.save(self.engine, self.exchange, self.tokenizer, folder, self.progress, keep, self.disk)
+        checkpoint.save(self.engine, self.exchange, self.tokenizer, folder, self.progress, keep, self.disk, self.critic)
         self._saved_step = self.progress.step
         self._time("timing/checkpoint_s", start)
 
@@ -399,19 +436,21 @@ class Trainer:
         if self.desk is None:
             return
         groups = self._rollouts.of(step.places)
-        version = self.progress.policy_version - result.applied
+        version = self.progress.policy_version - result.new_versions
         sampler_stats, counters = self.desk.inbox.snapshot()
         rollout = stats.rollout_metrics(groups, version, self.config.rewards.full_mark)
-        values = rollout | stats.token_metrics(sums, self.config.algorithm.beta)
-        values |= stats.shaping_metrics(groups, self._shaping) | stats.correction_metrics(sums, self.config.algorithm)
-        values |= mismatch.cause_metrics(vars(sums)) | self._rollouts.dead_group_metrics(step)
+        values = rollout | stats.shaping_metrics(groups, self._shaping) | self._rollouts.dead_group_metrics(step)
+        if not result.critic_only:
+            algorithm = self.config.algorithm
+            values |= stats.token_metrics(sums, algorithm.beta) | stats.correction_metrics(sums, algorithm)
+            values |= mismatch.cause_metrics(vars(sums))
+            values |= {"grad_norm": result.grad_norm, "learning_rate": result.learning_rate}
+        values |= self.actor_critic.metrics() if self.actor_critic else {}
         values |= {
-            "grad_norm": result.grad_norm,
-            "learning_rate": result.learning_rate,
             "step_time": seconds,
             "num_tokens": self.progress.num_tokens,
             "policy_version": self.progress.policy_version,
-            "skipped_steps": self.progress.step - self.progress.policy_version,
+            "skipped_steps": self.progress.skipped_steps,
             "tokens_per_second": rollout.get("completion_tokens", 0.0) / seconds,
             "wait/trainer_s": self._taken_s,
             "tombstones": self.progress.tombstones,

@@ -8,7 +8,7 @@ micro-batches.
     dapo, bnpo, cispo    w_it = 1 / Σ_i |o_i|       mean over all tokens of the step    arXiv 2503.14476
     dr_grpo              w_it = 1 / (B · L_max)     constant denominator                arXiv 2503.20783
 
-B counts the completions of the step. Left out: a critic's loss.
+B counts the completions of the step. The critic's loss is always a token mean.
 """
 
 from __future__ import annotations
@@ -177,3 +177,19 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 def loss(objective: Tensor, weights: Tensor) -> Tensor:
     """− Σ_it w_it · J_it: this micro-batch's share of the step's loss. The one place that turns max into min."""
     return -(weights * objective).sum()
+
+
+def value_errors(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float | None) -> tuple[Tensor, Tensor]:
+    """([N] error of every value, to be minimised; [N] is_clipped: it has no gradient).
+
+        clipped = clip(V, V_old − ε_v, V_old + ε_v)
+        error   = ½ · max((V − return)², (clipped − return)²)
+
+    The critic's side of PPO as its authors' programs have it (arXiv 2005.12729, equation 2), TRL's and verl's. The
+    larger of the two: a value that moved too far stops only where it moved towards its return.
+    """
+    if cliprange is None:
+        return (values - returns).square() / 2, torch.zeros_like(values, dtype=torch.bool)
+    clipped = torch.maximum(torch.minimum(values, old_values + cliprange), old_values - cliprange)
+    free, bound = (values - returns).square(), (clipped - returns).square()
+    return torch.maximum(free, bound) / 2, (bound > free).detach()

@@ -12,27 +12,38 @@ the dynamic sampling of DAPO, arXiv 2503.14476, equation 11, one group at a time
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from common.config import Config
 from common.durable import failpoint
 from common.types import Group, Tombstone
-from trainer.advantages import Floats, is_dead_group, step_advantages
-from trainer.batch import needs_batch_statistics
+from trainer.advantages import is_dead_group, step_advantages
+from trainer.batch import PerCompletion, needs_batch_statistics
 from trainer.mini_batches import Step
 
 Items = list[Group | Tombstone]
 
 
 class Rollouts:
-    """`receive` gives the groups with these ids, on every rank; `refill` says that as many more will be taken."""
+    """`receive` gives the groups with these ids, on every rank; `refill` says that as many more will be taken.
+
+    `of_batch` makes the advantages that depend on the whole batch; by default from rewards alone.
+    """
 
     def __init__(
-        self, config: Config, first: int, receive: Callable[[Sequence[int]], Items], refill: Callable[[int], None]
+        self,
+        config: Config,
+        first: int,
+        receive: Callable[[Sequence[int]], Items],
+        refill: Callable[[int], None],
+        of_batch: Callable[[Items], Mapping[int, PerCompletion]] | None = None,
     ):
         self._config, self._first, self._receive, self._refill = config, first, receive, refill
+        self._of_batch = of_batch or (lambda items: step_advantages(items, config))
         self.seats: list[Items] = []  # what was taken for each; the last one of a seat sits there
-        self.advantages: dict[int, Floats] = {}  # [G] by group id; of a group that has none yet the batch is not full
+        self.advantages: dict[
+            int, PerCompletion
+        ] = {}  # [G] by group id; of a group that has none yet the batch is not full
         self.dead: set[int] = set()  # group ids
         self._passed: Items = []  # taken for the seat that comes next
         self.num_taken = 0
@@ -91,7 +102,7 @@ class Rollouts:
                 self.seats += [self._passed] + [[] for _ in range(self.size - len(self.seats) - 1)]
                 self._passed = []
         if needs_batch_statistics(self._config.algorithm) and len(self.seats) == self.size and not self.advantages:
-            self.advantages = step_advantages(self.trained(self.items), self._config)
+            self.advantages |= self._of_batch(self.trained(self.items))
 
     def _seat(self, taken: Items) -> None:
         self.num_taken += len(taken)

@@ -50,7 +50,9 @@ def _run(config: Config) -> None:
     """Rank 0 opens its desk first: a taken port or a wrong checkpoint must not cost the start of all ranks."""
     from common.reference import Reference
     from trainer import checkpoint
-    from trainer.engine import Engine, init_distributed
+    from trainer.critic import Critic
+    from trainer.deepspeed_model import init_distributed
+    from trainer.engine import Engine
     from trainer.exchange import Exchange
     from trainer.loop import Trainer
 
@@ -72,13 +74,17 @@ def _run(config: Config) -> None:
         exchange = Exchange(config)
         found, run_id = exchange.text(found), exchange.text(run_id)
         engine = Engine(config, exchange.world_size)
+        critic = None
+        if config.algorithm.needs_critic:
+            critic = Critic(config, exchange.world_size)
+            critic.check_vocabulary(len(tokenizer))
         if found:
-            checkpoint.load(engine, Path(found))
+            checkpoint.load(engine, Path(found), critic)
         reference = None
         if config.reference_on == "trainer":
             reference = Reference(config, engine.device)
             reference.check_vocabulary(len(tokenizer))
-        trainer = Trainer(config, engine, exchange, tokenizer, progress_of(found, run_id), desk, reference)
+        trainer = Trainer(config, engine, exchange, tokenizer, progress_of(found, run_id), desk, reference, critic)
         exits.defer_interrupts(rank == 0, "stopping after this step, with a checkpoint; again to stop at once")
         trainer.run()
 
