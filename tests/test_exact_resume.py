@@ -39,7 +39,14 @@ def trainers() -> Stack:
     return stack()
 
 
-def train(trainers: Stack, name: str, layout: Layout, armed: dict[int, str], **trainer: Any) -> Life:
+def train(
+    trainers: Stack,
+    name: str,
+    layout: Layout,
+    armed: dict[int, str],
+    algorithm: dict[str, Any] | None = None,
+    **trainer: Any,
+) -> Life:
     """One life. armed: FAILPOINT by rank. It resumes if the run has a checkpoint."""
     ranks, stage, dtype = layout
     return trainers.run(
@@ -49,6 +56,7 @@ def train(trainers: Stack, name: str, layout: Layout, armed: dict[int, str], **t
         {rank: {"FAILPOINT": point} for rank, point in armed.items()},
         run={"resume": bool(steps_saved(trainers.folder / name))},
         model={"dtype": dtype},
+        algorithm=algorithm or {},
         trainer={"max_steps": STEPS, "save_steps": 1, "save_limit": STEPS, "dist_backend": "gloo"} | trainer,
     )
 
@@ -146,6 +154,24 @@ def interrupted(trainers: Stack, layout: Layout) -> Path:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]}rank-zero{layout[1]}-{layout[2]}")
 def test_a_run_interrupted_at_five_points_equals_a_straight_one(trainers: Stack, layout: Layout) -> None:
     require_equal(interrupted(trainers, layout), straight(trainers, layout), list(range(1, STEPS + 1)))
+
+
+WITH_A_CRITIC = {"adv_estimator": "gae", "kl_in_reward": True, "lam": 0.95, "num_iterations": 2}
+
+
+def test_a_run_with_a_critic_interrupted_at_three_points_equals_a_straight_one(trainers: Stack) -> None:
+    layout = (2, 1, "float32")
+    life = train(trainers, "critic-straight", layout, {}, algorithm=WITH_A_CRITIC)
+    assert set(life.codes) == {0}, life.logs[0][-3000:]
+    kills = {1: "trainer.stepped:1:kill"}, {0: "checkpoint.committed:2:kill"}, {0: "trainer.micro_batch:2:kill"}
+    for armed in (*kills, {}):
+        life = train(trainers, "critic", layout, armed, algorithm=WITH_A_CRITIC)
+        assert (-signal.SIGKILL in life.codes) == bool(armed), f"{armed}: {life.codes}\n{life.logs[0][-3000:]}"
+    found, expected = trainers.folder / "critic", trainers.folder / "critic-straight"
+    require_equal(found, expected, list(range(2, STEPS + 1, 2)))
+    assert {"critic/config.json", "critic/model.safetensors"} <= set(sha256_of_tree(found / "final"))
+    first, last = (sha256_of_tree(checkpoint.step_dir(found / "checkpoints", step)) for step in (2, STEPS))
+    assert first["critic/model.safetensors"] != last["critic/model.safetensors"]
 
 
 def test_every_step_moves_weights_and_optimizer_so_that_equal_files_mean_something(trainers: Stack) -> None:

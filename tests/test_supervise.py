@@ -18,11 +18,11 @@ import psutil
 import pytest
 
 from common import supervise
-from common.config import Config, UserError
+from common.config import Config, UserError, load
 from common.metrics import MetricsLog
 from common.placement import placement
 from common.processes import ROOT
-from common.supervise import LOCK, check_folder, checkpoints, main, move_aside, parse
+from common.supervise import LOCK, check_folder, checkpoints, main, move_aside, parse, starts_from_quickstart
 from common.transcript import Transcript
 
 pytestmark = pytest.mark.fast
@@ -407,3 +407,13 @@ def test_val_only_evaluates_without_a_trainer(tmp_path, monkeypatch):
     assert supervise.main([*words, "run.resume=true"]) == 0
     assert asked[1][3] == str(folder / "checkpoints" / "step_000100")
     assert len(asked) == 2 and not (folder / "logs").exists()
+
+
+def test_ppo_gae_starts_from_the_quick_starts_model_and_differs_in_the_estimator_alone() -> None:
+    names = ("quickstart.yaml", "ppo_gae.yaml", "gsm8k_qwen2.5_1.5b.yaml")
+    quickstart, ppo, gsm8k = (load(ROOT / "configs" / name) for name in names)
+    assert [starts_from_quickstart(config) for config in (quickstart, ppo, gsm8k)] == [True, True, False]
+    assert ppo.algorithm.adv_estimator == "gae"
+    same = {"run": quickstart.run, "algorithm": quickstart.algorithm, "critic": quickstart.critic}
+    assert ppo.model_copy(update=same) == quickstart
+    assert ppo.algorithm.model_copy(update={"adv_estimator": "grpo", "lam": 1.0}) == quickstart.algorithm
