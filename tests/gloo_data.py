@@ -91,6 +91,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
         "trainer": CONSTANT_RATE | {"max_steps": 4},
     },
+    "critic_shuffled": {
+        "algorithm": {
+            **GAE["algorithm"],
+            "steps_per_generation": 2,
+            "num_iterations": 2,
+            "shuffle_mini_batches": True,
+        },
+        "critic": GAE["critic"],
+        "trainer": CONSTANT_RATE | {"max_steps": 4},
+    },
     "recomputed": {"model": {"gradient_checkpointing": True}, "trainer": {"groups_per_micro_batch": 2}},
     "recomputed3": {
         "model": {"gradient_checkpointing": True},

@@ -133,6 +133,7 @@ class Worker:
         self.write(f"{name}/weights", master_weights(trainer.engine))
         if trainer.critic:
             self.write(f"{name}/value_gradient", moments(trainer.critic, "exp_avg"))
+            self.write(f"{name}/value_weights", master_weights(trainer.critic))
         self.seen[name] = {"steps": trainer.results, "progress": dataclasses.asdict(trainer.progress)}
 
     def references(self) -> None:

@@ -108,7 +108,7 @@ class PlainTraining:
 class PlainActorCritic(PlainTraining):
     """The same with a critic, under the settings GAE: values, advantages, then one step of both models."""
 
-    def __init__(self, model: Path, reward_model: Path, steps: int):
+    def __init__(self, model: Path, reward_model: Path, steps: int, trainer: dict[str, Any] = TRAINER):
         from transformers import AutoModelForSequenceClassification, get_scheduler
 
         self.settings, rate = GAE["algorithm"], GAE["critic"]["learning_rate"]
@@ -122,37 +122,65 @@ class PlainActorCritic(PlainTraining):
             ],
             lr=rate,
         )
-        self.critic_scheduler = get_scheduler("linear", self.critic_optimizer, 0, TRAINER["max_steps"])
+        kind = trainer["lr_scheduler_type"]
+        self.critic_scheduler = get_scheduler(kind, self.critic_optimizer, 0, trainer["max_steps"])
+        self.estimated: dict[int, list[tuple[list[float], list[float], list[float]]]] = {}  # of the newest batch
         self.value_steps: list[dict[str, float]] = []
         self.value_gradient: dict[str, Tensor] = {}
-        super().__init__(model, steps, kl_in_reward=True)
+        super().__init__(model, steps, trainer, kl_in_reward=True)
+
+    def values(self, group: Group) -> list[Tensor]:
+        prompt = group.prompt_ids.tolist()
+        return [dense_values(self.critic, prompt, r.completion_ids.tolist()) for r in group.rollouts]
 
     def advantages(self, batch: Sequence[Group]) -> dict[int, list[Any]]:
-        """Of every token, whitened; leaves the critic's gradient, which a single update on a batch never clips."""
+        """Of every token, whitened. With old values and returns they are fixed before the first update on the batch."""
+        if batch[0].group_id not in self.estimated:
+            self.estimated = {}
+            for g in batch:
+                old = [v.tolist() for v in self.values(g)]
+                self.estimated[g.group_id] = [self._estimate(r, v) for r, v in zip(g.rollouts, old, strict=True)]
+            flat = [a for of_group in self.estimated.values() for _, _, advantages in of_group for a in advantages]
+            self.mean, self.std = sum(flat) / len(flat), oracle.std(flat)
+        scale = self.std + 1e-4
+        return {
+            g: [[(a - self.mean) / scale for a in advantages] for _, _, advantages in of_group]
+            for g, of_group in self.estimated.items()
+        }
+
+    def _estimate(self, rollout: Rollout, values: list[float]) -> tuple[list[float], list[float], list[float]]:
+        """(old values, returns, advantages)."""
+        pairs = zip(rollout.old_logprobs.tolist(), rollout.ref_logprobs.tolist(), strict=True)
+        rewards = [-BETA * (old - ref) for old, ref in pairs]
+        rewards[-1] += rollout.reward
+        advantages, returns = oracle.gae(rewards, values, self.settings["gamma"], self.settings["lam"])
+        return values, returns, advantages
+
+    def backward(self, groups: Sequence[Group], batch: Sequence[Group] | None = None) -> float:
+        loss = super().backward(groups, batch)
+        self.learn(groups)
+        return loss
+
+    def learn(self, groups: Sequence[Group]) -> None:
+        """Leaves the critic's gradient on a mini-batch."""
         self.critic_optimizer.zero_grad()
-        found, values, slopes, loss, returned, before = [], [], [], 0.0, [], []
-        num_tokens = sum(len(r.completion_ids) for g in batch for r in g.rollouts)
-        for prompt, r in [(g.prompt_ids.tolist(), r) for g in batch for r in g.rollouts]:
-            v = dense_values(self.critic, prompt, r.completion_ids.tolist())
-            pairs = zip(r.old_logprobs.tolist(), r.ref_logprobs.tolist(), strict=True)
-            rewards = [-BETA * (old - ref) for old, ref in pairs]
-            rewards[-1] += r.reward
-            advantages, returns = oracle.gae(rewards, v.tolist(), self.settings["gamma"], self.settings["lam"])
-            errors = [oracle.value_error(x, x, y, 0.01) for x, y in zip(v.tolist(), returns, strict=True)]
-            loss += sum(e for e, _ in errors) / num_tokens
-            values.append(v)
-            slopes.append(torch.tensor([d / num_tokens for _, d in errors], dtype=torch.float64))
-            found.append(advantages)
-            returned += returns
-            before += v.tolist()
+        values, slopes, loss, clipped = [], [], 0.0, 0
+        num_tokens = sum(len(r.completion_ids) for g in groups for r in g.rollouts)
+        for g in groups:
+            for new, (old, returns, _) in zip(self.values(g), self.estimated[g.group_id], strict=True):
+                errors = [oracle.value_error(*each, 0.01) for each in zip(new.tolist(), old, returns, strict=True)]
+                loss += sum(e for e, _ in errors) / num_tokens
+                clipped += sum(d == 0 for _, d in errors)
+                values.append(new)
+                slopes.append(torch.tensor([d / num_tokens for _, d in errors], dtype=torch.float64))
         torch.autograd.backward(values, slopes)
-        flat = [a for advantages in found for a in advantages]
-        mean, std = sum(flat) / len(flat), oracle.std(flat)
-        unexplained = [y - x for x, y in zip(before, returned, strict=True)]
+        every = [pair for of_group in self.estimated.values() for pair in of_group]
+        returned = [y for _, returns, _ in every for y in returns]
+        unexplained = [y - v for old, returns, _ in every for v, y in zip(old, returns, strict=True)]
         explained = 1 - oracle.std(unexplained) ** 2 / oracle.std(returned) ** 2
-        self.value_steps.append({"value_loss": loss, "explained_variance": explained})
-        whitened = iter([[(a - mean) / (std + 1e-4) for a in advantages] for advantages in found])
-        return {g.group_id: [next(whitened) for _ in g.rollouts] for g in batch}
+        self.value_steps.append(
+            {"value_loss": loss, "explained_variance": explained, "value_clip_fraction": clipped / num_tokens}
+        )
 
     def step(self, groups: Sequence[Group], batch: Sequence[Group] | None = None) -> None:
         super().step(groups, batch)

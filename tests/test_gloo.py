@@ -236,7 +236,7 @@ BATCH_OF_EIGHT = [*batch(0), *batch(1)]
 
 def mini_batches(name: str) -> list[list[Group]]:
     """What each optimizer step of the variant must train."""
-    if name == "shuffled":  # that this is a partition of every pass is tested beside the function
+    if name.endswith("shuffled"):  # that this is a partition of every pass is tested beside the function
         planned = steps(settings(Path("unused"), name, 1, **VARIANTS[name]), batch=0)
         return [[BATCH_OF_EIGHT[place] for place in step.places] for step in planned]
     return [batch(0), batch(1)] * VARIANTS[name]["algorithm"].get("num_iterations", 1)
@@ -387,6 +387,25 @@ def test_with_a_critic_every_steps_numbers_equal_plain_torch(
         for key, value in (policy | values).items():
             assert found[key] == pytest.approx(value, rel=5e-5, abs=1e-6), key
         assert found["value_clip_fraction"] == 0.0  # one update on a batch
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_mini_batches_with_a_critic_equal_plain_steps_with_old_values_of_the_whole_batch(
+    runs: Runs, ranks: int
+) -> None:
+    name = "critic_shuffled"
+    plain = PlainActorCritic(runs.model, runs.reward_model, steps=0, trainer=TRAINER | VARIANTS[name]["trainer"])
+    for groups in mini_batches(name):
+        plain.step(groups, BATCH_OF_EIGHT)
+    seen = runs.first(ranks)[0][name]
+    for found, policy, values in zip(seen["steps"], plain.steps, plain.value_steps, strict=True):
+        for key, value in (policy | values).items():
+            assert found[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+    assert seen["steps"][0]["value_clip_fraction"] == 0 < seen["steps"][3]["value_clip_fraction"]
+    for kind, model in (("", plain.model), ("value_", plain.critic)):
+        expected = {key: p.detach() for key, p in model.named_parameters()}
+        assert difference(runs.tensors(ranks, f"{name}/{kind}weights"), expected) < 1e-5
+    assert (seen["progress"]["cursor"], seen["progress"]["policy_version"]) == (8, 4)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
