@@ -163,7 +163,7 @@ def test_a_run_with_a_critic_interrupted_at_three_points_equals_a_straight_one(t
     layout = (2, 1, "float32")
     life = train(trainers, "critic-straight", layout, {}, algorithm=WITH_A_CRITIC)
     assert set(life.codes) == {0}, life.logs[0][-3000:]
-    kills = {1: "trainer.stepped:1:kill"}, {0: "checkpoint.committed:2:kill"}, {0: "trainer.micro_batch:2:kill"}
+    kills = {1: "trainer.stepped:3:kill"}, {0: "checkpoint.committed:2:kill"}, {0: "trainer.micro_batch:2:kill"}
     for armed in (*kills, {}):
         life = train(trainers, "critic", layout, armed, algorithm=WITH_A_CRITIC)
         assert (-signal.SIGKILL in life.codes) == bool(armed), f"{armed}: {life.codes}\n{life.logs[0][-3000:]}"
