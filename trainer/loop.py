@@ -63,7 +63,7 @@ class Desk:
 
 
 class Trainer:
-    def __init__(
+    def __init__(  # noqa: PLR0913 three models, and all around them
         self,
         config: Config,
         engine: Engine,
