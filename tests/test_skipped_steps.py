@@ -16,8 +16,9 @@ from tests.protocol_helpers import make_config
 from tests.test_checkpoint_faults import KEEP, ONE_RANK, SmallEngine, tokenizer
 from trainer import checkpoint
 from trainer.checkpoint import Progress
+from trainer.deepspeed_model import StepResult
 from trainer.disk import Disk
-from trainer.engine import StepResult, Sums
+from trainer.engine import Sums
 from trainer.loop import Trainer
 
 pytestmark = pytest.mark.fast
