@@ -13,6 +13,7 @@ their owner only, and an allow-list of clients (ZAP); tcp without keys does not 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import socket as posix_socket
 import tempfile
@@ -108,6 +109,19 @@ def bind_router(config: Config, window: int) -> tuple[zmq.Socket[bytes], list[An
         holder = _holder(address) if error.errno == zmq.EADDRINUSE else ""
         raise _cannot_bind(address, f"{error.strerror}{holder}") from None
     return socket, keep
+
+
+def require_free(config: Config) -> None:
+    """Raises UserError at once if another process listens at the tcp address, before seconds are spent on imports."""
+    parts = urlsplit(endpoint(config))
+    if parts.scheme == "tcp":
+        with posix_socket.socket() as probe:
+            probe.setsockopt(posix_socket.SOL_SOCKET, posix_socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((parts.hostname, parts.port))
+            except OSError as error:  # anything else is told by the socket itself
+                if error.errno == errno.EADDRINUSE:
+                    raise _cannot_bind(parts.geturl(), f"{error.strerror}{_holder(parts.geturl())}") from None
 
 
 def _cannot_bind(address: str, why: str) -> UserError:

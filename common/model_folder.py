@@ -1,19 +1,81 @@
-"""Checks a model folder before transformers or vLLM read it: an index file may not name files outside the folder.
+"""What can be said of a model before transformers or vLLM read it, which cost seconds to import.
 
-transformers joins the shard names of `*.index.json` to the folder unchecked, so that "../../x" would be opened. Left
-out: models by hub id, whose files the hub's own client places.
+Whether it is there, whether it has a chat template, and whether its index names only files of the folder: transformers
+joins the shard names of `*.index.json` to the folder unchecked, so that "../../x" would be opened. Left out: files of
+models by hub id, which the hub's own client places.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
-from common.config import UserError
+from common.config import Config, UserError
 
 SHARD_NAME = re.compile(r"(?![.])[A-Za-z0-9._-]{1,128}")
 _MAX_INDEX_BYTES = 64 << 20
+
+
+NO_CHAT_TEMPLATE = (
+    "the tokenizer has no chat template; set prompt.chat_template: configs/templates/chatml.jinja or use an -Instruct "
+    "model"
+)
+
+
+def require_models(config: Config) -> None:
+    """Raises UserError if policy or reference are plainly not there, or prompts cannot be made for want of a template.
+
+    Silent where only the network or the tokenizer itself can tell.
+    """
+    require_model(config.model.path, config.model.revision)
+    if config.algorithm.beta > 0 and config.reference.path is not None:
+        require_model(config.reference.path, config.reference.revision)
+    template, folder = config.prompt.chat_template, Path(config.model.path).expanduser()
+    if template is not None and not template.is_file():
+        raise UserError(f"prompt.chat_template {template}: no such file. Templates of ours: configs/templates/")
+    if template is None and folder.is_dir() and not config.model.trust_remote_code and not _has_chat_template(folder):
+        raise UserError(NO_CHAT_TEMPLATE)
+
+
+def require_model(path: str, revision: str | None = None) -> None:
+    """Raises UserError if there is no such folder, or no network and nothing in the cache."""
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if Path(path).expanduser().is_dir():
+        return
+    if looks_local:
+        raise UserError(f"model {path!r}: no such folder. Set model.path to a folder or a hub id")
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    try:
+        if constants.HF_HUB_OFFLINE and not isinstance(
+            try_to_load_from_cache(path, "config.json", revision=revision), str
+        ):
+            raise not_to_be_had(path, "no config.json in the cache.")
+    except ValueError as error:  # a name that can be none
+        raise not_to_be_had(path, str(error)) from None
+
+
+def not_to_be_had(path: str, reason: str) -> UserError:
+    offline = f"; HF_HUB_OFFLINE={os.environ['HF_HUB_OFFLINE']}" if os.environ.get("HF_HUB_OFFLINE") else ""
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    return UserError(
+        f"model {path!r} is not a folder and cannot be had from the hub or HF_HOME={home}{offline}: {reason} "
+        f"Download: hf download {path}, or set model.path to a folder. Behind a firewall: HF_ENDPOINT=…"
+    )
+
+
+def _has_chat_template(folder: Path) -> bool:
+    """In one of the places where transformers looks. True for a folder without a tokenizer, which fails by itself."""
+    if any(
+        (folder / name).exists() for name in ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    ):
+        return True
+    try:
+        return json.loads((folder / "tokenizer_config.json").read_bytes()).get("chat_template") is not None
+    except (OSError, ValueError, AttributeError):
+        return True
 
 
 def check_model_folder(path: str) -> None:

@@ -24,6 +24,7 @@ from common.durable import lock, run_tag
 from common.exits import DONE, INTERRUPTED, RETRYABLE, USER_ERROR
 from common.machine import remove_stale_build_locks
 from common.metrics import read_jsonl
+from common.model_folder import require_models
 from common.placement import Placement, placement, visible_gpus
 from common.processes import ROOT, Child
 from common.redact import redacted_words
@@ -71,6 +72,7 @@ def _evaluate(config: Config, path: Path, overrides: Sequence[str]) -> int:
 
 def _run(command: _Command) -> int:
     place, folder = command.place, command.config.run.output_dir
+    require_models(command.config)
     print(f"tandem: {one_line(batch_plan(command.config, place.num_ranks))}", file=sys.stderr)
     print(f"tandem: sampler on {place.sampler_place}; log {folder}/logs/sampler.log", file=sys.stderr)
     print(f"tandem: trainer on {place.trainer_place}; log {folder}/logs/trainer.log", file=sys.stderr, flush=True)

@@ -17,6 +17,7 @@ from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.config import Data, PromptTemplate, UserError
+from common.model_folder import NO_CHAT_TEMPLATE
 from common.types import Problem, Prompt
 
 if TYPE_CHECKING:
@@ -52,10 +53,7 @@ def make_prompt(problem: Problem, tokenizer: PreTrainedTokenizerBase, data: Data
     """
     template = _template(prompt.chat_template)
     if template is None and not getattr(tokenizer, "chat_template", None):
-        raise UserError(
-            "the tokenizer has no chat template; set prompt.chat_template: configs/templates/chatml.jinja or use an "
-            "-Instruct model"
-        )
+        raise UserError(NO_CHAT_TEMPLATE)
     messages = as_messages(problem, data, prompt)
     is_prefilled = messages[-1]["role"] == "assistant"  # the row begins the answer: continue that message
     text = _render(tokenizer, messages, template, prompt, is_prefilled)

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import durable
+from common import durable, out_of_memory
 from common.config import Config, UserError
 from common.exits import RETRYABLE, USER_ERROR, Retryable
+from common.model_folder import require_models
 from common.tokenizer import load_tokenizer
 from common.types import Problem, Prompt
 from common.watchdog import Watchdog
@@ -32,6 +33,7 @@ def run(config: Config, sampler_id: str) -> None:
     """Samples until the trainer says goodbye. Raises UserError, Retryable or PeerEnded."""
     config.require_training()
     config.require_reference_side()
+    require_models(config)
     limits, log = config.channel, config.run.output_dir / "logs" / "trainer.log"
     with contextlib.ExitStack() as stack:
         stack.enter_context(durable.lock(_lock_file(config, sampler_id), _taken(sampler_id)))
@@ -67,7 +69,8 @@ def _run(config: Config, sampler_id: str) -> None:
         scores = config.reference_on == "sampler"
         link = Link(config, sampler_id, hello(data, vocabulary, len(train_prompts), len(held_out_prompts), scores))
         try:
-            _sample(config, task, link, pool, len(tokenizer))
+            with out_of_memory.explained("sampler"):
+                _sample(config, task, link, pool, len(tokenizer))
         except UserError as error:
             link.say_goodbye(str(error), USER_ERROR)
             raise

@@ -9,9 +9,10 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import durable, exits, weights, wire
+from common import channel, durable, exits, out_of_memory, weights, wire
 from common.config import Config, UserError, world_size
 from common.metrics import MetricsLog, read_jsonl
+from common.model_folder import require_models
 from common.panel import StepDisplay
 from common.redact import redacted
 from common.tokenizer import load_tokenizer
@@ -30,6 +31,7 @@ def run(config: Config) -> None:
     """Trains to the end. Raises UserError, Retryable or PeerEnded."""
     config.require_training()
     config.require_reference_side()
+    require_models(config)
     rank, limits = int(os.environ.get("RANK", "0")), config.channel
     timeout_s = limits.rank_patience_s if rank else limits.stall_timeout_s
     log = config.run.output_dir / "logs" / "sampler.log"
@@ -37,6 +39,8 @@ def run(config: Config) -> None:
         stack.enter_context(Watchdog(f"trainer rank {rank}", timeout_s, limits.connect_timeout_s, log))
         if rank == 0:
             stack.enter_context(durable.lock(config.run.output_dir / "lock.trainer", _taken(config)))
+            if config.run.replay is None:
+                channel.require_free(config)
         _run(config)
 
 
@@ -66,6 +70,7 @@ def _run(config: Config) -> None:
         return checkpoint.Progress(run_id, 0, 0, 0, 0, 0, 0, _stream(config))
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(out_of_memory.explained("trainer"))
         found, run_id, desk = "", secrets.token_hex(8), None
         if rank == 0:
             found = _find_checkpoint(config)
@@ -92,13 +97,8 @@ def _run(config: Config) -> None:
 def _tokenizer_to_save(config: Config) -> Any:
     """With the chat template that the model is trained on, or a base model's final folder could not chat."""
     tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
-    path = config.prompt.chat_template
-    if path is not None:
-        try:
-            tokenizer.chat_template = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise UserError(f"prompt.chat_template {path}: {reason}. Templates of ours: configs/templates/") from None
+    if config.prompt.chat_template is not None:
+        tokenizer.chat_template = config.prompt.chat_template.read_text(encoding="utf-8")
     return tokenizer
 
 
@@ -143,9 +143,14 @@ def _leave_no_versions(weights_dir: Path) -> None:
 def _limits(config: Config) -> wire.Limits:
     from transformers import AutoConfig
 
-    model = AutoConfig.from_pretrained(
-        config.model.path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
-    )
+    path = config.model.path
+    try:
+        model = AutoConfig.from_pretrained(
+            path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        first_line = next(iter(str(error).splitlines()), "")
+        raise UserError(f"model {path!r}: no config.json of a model that transformers knows: {first_line}") from error
     return wire.Limits(
         vocab_size=model.get_text_config().vocab_size,
         num_generations=config.sampler.num_generations,

@@ -1,0 +1,55 @@
+"""Memory that ran out, on a GPU, on the CPU or in vLLM's cache, said with the settings that need less of it.
+
+The update is the same with any of the settings named for the trainer. Recognised by the words of torch and vLLM, whose
+classes cost seconds to import. Left out: the kernel's killer, after which nobody is left to speak.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+
+from common.config import UserError
+
+_ALLOCATION = ("out of memory", "can't allocate memory", "unable to allocate")  # torch on CUDA, torch on CPU, numpy
+_SETTINGS = {
+    "trainer": "model.gradient_checkpointing=true, trainer.groups_per_micro_batch=1, trainer.logprob_chunk_size=256 "
+    "and a higher deepspeed.zero_optimization.stage need less and keep the update",
+    "sampler": "a smaller vllm.gpu_memory_utilization, vllm.max_num_seqs or vllm.max_model_len needs less",
+}
+_ENGINE = {  # vLLM's words when it starts → ours
+    "on startup is less than": "Set vllm.gpu_memory_utilization lower, to what is free",
+    "No available memory for the cache blocks": "Set vllm.gpu_memory_utilization higher, or vllm.max_model_len lower",
+    "larger than the available KV cache": "Set vllm.gpu_memory_utilization higher, or vllm.max_model_len lower",
+}
+
+
+def words(process: str, error: BaseException) -> str | None:
+    """What to tell a person; None if the error is not one of memory.
+
+    process: "sampler" or "trainer".
+    """
+    said = " ".join(str(error).split())
+    for sign, remedy in _ENGINE.items():
+        if sign in said:
+            return f"vLLM: {said[:300]} {remedy}; bash launch.sh plan CONFIG shows what needs how much"
+    if isinstance(error, MemoryError) or any(sign in said.lower() for sign in _ALLOCATION):
+        return (
+            f"the {process} ran out of memory: {said[:300] or type(error).__name__}. {_SETTINGS[process]}; "
+            "bash launch.sh plan CONFIG shows what needs how much"
+        )
+    return None
+
+
+@contextlib.contextmanager
+def explained(process: str) -> Iterator[None]:
+    """Raises UserError in the place of an error of memory, after its traceback: starting again would end the same."""
+    try:
+        yield
+    except Exception as error:
+        told = words(process, error) if not isinstance(error, UserError) else None
+        if told is None:
+            raise
+        traceback.print_exc()
+        raise UserError(told) from error
