@@ -459,7 +459,7 @@ def test_every_check_that_fails_has_something_to_paste():
 
 # --- requirement files
 
-DISTRIBUTIONS = {"yaml": "pyyaml", "zmq": "pyzmq"}
+DISTRIBUTIONS = {"yaml": "pyyaml", "zmq": "pyzmq", "huggingface_hub": "huggingface-hub"}
 INSTALLED_APART = {"trl", "math_verify"}  # by its benchmarks; by the user, who is told how
 OWN = {"common", "sampler", "trainer", "rewards", "quickstart", "benchmarks", "tests"}
 OPTIONAL = {"math_verify", "trl"}  # a reward's and a comparison's own package: nothing else needs them
