@@ -317,19 +317,20 @@ class Algorithm(Section):
     loss_type: Literal["grpo", "dapo", "dr_grpo", "bnpo", "cispo"] = "grpo"
     """grpo: mean of sequence means. dapo, bnpo: mean over all tokens of the step. dr_grpo: sum / (sequences · max
     length). cispo: mean over all tokens of capped ratio · advantage · log-prob."""
-    adv_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"] = (
-        "grpo"
-    )
+    adv_estimator: Literal[
+        "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "group_ppo"
+    ] = "grpo"
     """grpo: (r − mean) / std of the group. dr_grpo: without std. rloo: minus the mean of the others.
-    reinforce_plus_plus(_baseline): r (− mean), whitened over the tokens of the batch. gae: PPO with a critic."""
+    reinforce_plus_plus(_baseline): r (− mean), whitened over the tokens of the batch. gae: PPO with a critic.
+    group_ppo: the same, with one advantage for each segment of a completion."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
     """Standard deviation (n − 1) to divide by: the group's, the whole batch's, or none. null = group for adv_estimator
     grpo, none for the others."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """normalize_then_sum: every reward function's scores are normalised in the group before the weighted sum."""
     whiten_advantages: bool | None = None
-    """Also (A − mean) / std over the completions of the whole batch of rollouts; with gae over its tokens. null =
-    only with gae."""
+    """Also (A − mean) / std over the completions of the whole batch of rollouts; with a critic over its tokens.
+    null = only with a critic."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of an entropy bonus in the objective, at the sampling temperature. 0: entropies are metrics only."""
     mask_truncated_completions: bool = False
@@ -347,6 +348,8 @@ class Algorithm(Section):
     """Discount of GAE, per token."""
     lam: float = Field(1.0, ge=0, le=1)
     """GAE's λ: 1 = return − value, without bias; smaller trusts the critic more, for less variance."""
+    group_params: GroupParams = GroupParams()
+    """Where group_ppo cuts completions into segments, and which tokens train."""
     num_iterations: int = Field(1, ge=1)
     """Passes over each batch of rollouts (μ in the GRPO paper)."""
     steps_per_generation: int = Field(1, ge=1)
@@ -388,7 +391,12 @@ class Algorithm(Section):
 
     @property
     def needs_critic(self) -> bool:
-        return self.adv_estimator == "gae"
+        return self.adv_estimator in ("gae", "group_ppo")
+
+    @property
+    def trains_endpoints(self) -> bool:
+        """Of each segment only the last token."""
+        return self.adv_estimator == "group_ppo" and self.group_params.segment_loss == "endpoint"
 
     @property
     def whitens(self) -> bool:
@@ -429,6 +437,20 @@ class Algorithm(Section):
             yield "shuffle_mini_batches needs several mini-batches; set algorithm.steps_per_generation=4, or remove it"
         yield from self._contradictions_of_kl()
         yield from self._contradictions_of_advantages()
+        yield from self._contradictions_of_segments()
+
+    def _contradictions_of_segments(self) -> Iterator[str]:
+        if self.adv_estimator != "group_ppo" and self.group_params != GroupParams():
+            yield f"group_params does nothing with adv_estimator {self.adv_estimator}; remove it, or set group_ppo"
+        if not self.trains_endpoints:
+            return
+        remedy = "set algorithm.group_params.segment_loss=segment"
+        if self.loss_type == "dr_grpo":
+            yield f"loss_type dr_grpo divides by tokens of which only segment ends train; use grpo or dapo, or {remedy}"
+        if self.importance_sampling_level == "sequence":
+            yield f"importance_sampling_level sequence needs the ratio of every token, not of segment ends; {remedy}"
+        if (self.vllm_importance_sampling_mode or "").startswith("sequence"):
+            yield f"vllm_importance_sampling_mode sequence_… needs the ratio of every token; use token_…, or {remedy}"
 
     def _contradictions_of_kl(self) -> Iterator[str]:
         if self.beta == 0 and self.kl_estimator != "k3":
@@ -464,7 +486,7 @@ class Algorithm(Section):
 
 
 class Critic(Section):
-    """Used with adv_estimator gae only, on the trainer's ranks and with its optimizer, schedule and gradient clip."""
+    """Used with adv_estimator gae and group_ppo, on the trainer's ranks, with its optimizer, schedule and clip."""
 
     path: str | None = None
     """Start of the value model: a causal language model, which gets a value head of zeros, or a reward model with one
@@ -836,12 +858,12 @@ def _explain(error: Any, path: Path, lines: dict[tuple[str, ...], int]) -> str:
     return f"{place}: {name}: {message}, got {error['input']!r}" if where else f"{place}: {message}"
 
 
-def _known_keys() -> list[str]:
+def _known_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
     keys = []
-    for section, field in Config.model_fields.items():
-        keys.append(section)
+    for name, field in section.model_fields.items():
+        keys.append(prefix + name)
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            keys += [f"{section}.{key}" for key in field.annotation.model_fields]
+            keys += _known_keys(field.annotation, f"{prefix}{name}.")
     return keys
 
 

@@ -18,6 +18,7 @@ from common import attention
 from common.config import UserError
 from common.model_folder import check_model_folder
 from common.packing import PackedRow
+from common.stopwatch import Stopwatch
 
 
 def score_row(
@@ -29,7 +30,12 @@ def score_row(
 
 
 def score_terms(
-    model: Any, row: PackedRow, temperature: float, chunk_size: int, entropy_gradient: bool = False
+    model: Any,
+    row: PackedRow,
+    temperature: float,
+    chunk_size: int,
+    entropy_gradient: bool = False,
+    head_time: Stopwatch | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, entropies and log-masses of the row's targets under softmax(logits / temperature).
 
@@ -37,20 +43,43 @@ def score_terms(
     Returns logprobs [N] float32 with gradient, entropy [N] float32 with one only if asked for, and log_mass [N]. Where
     the row has support_ids the log-probs are those of the softmax over them alone, and log_mass, without gradient, is
     what the whole softmax gives them together; else it is 0. The entropy is always the whole softmax's.
+    head_time adds up what head and log-probs take, forward and backward.
     """
-    hidden = model.get_decoder()(
-        input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
-    ).last_hidden_state.flatten(0, 1)
-    return _in_one_call(
+    hidden = _hidden_states(model, row)
+    if head_time:
+        head_time.start()
+    logprobs, entropy, log_mass = _in_one_call(
         model.get_output_embeddings(),
-        hidden[row.source_index],
+        hidden,
         lambda h, head: token_terms(
             h, row.target_ids, head, temperature, chunk_size, entropy_gradient, row.support_ids
         ),
     )
+    if head_time:
+        head_time.stop()
+        if logprobs.requires_grad:
+            head_time.watch_backward(hidden, logprobs)
+    return logprobs, entropy, log_mass
 
 
-def _in_one_call(module: torch.nn.Module, hidden: Tensor, body: Callable[..., tuple[Tensor, ...]]) -> Any:
+def score_norms_of_row(model: Any, row: PackedRow, temperature: float, chunk_size: int) -> Tensor:
+    """`score_norms` of the row's targets: [N] float32, without gradient."""
+    return _in_one_call(
+        model.get_output_embeddings(),
+        _hidden_states(model, row),
+        lambda h, head: score_norms(h, row.target_ids, head, temperature, chunk_size, row.support_ids),
+    )
+
+
+def _hidden_states(model: Any, row: PackedRow) -> Tensor:
+    """[N, D] of the positions that predict the row's targets."""
+    hidden = model.get_decoder()(
+        input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
+    ).last_hidden_state.flatten(0, 1)
+    return hidden[row.source_index]
+
+
+def _in_one_call(module: torch.nn.Module, hidden: Tensor, body: Callable[..., Any]) -> Any:
     """body(hidden, module's own forward), run as one call of the module.
 
     ZeRO-3 gathers weights from all ranks in every call, forward and backward. Ranks hold different numbers of tokens
@@ -121,21 +150,33 @@ def token_terms(
 
 @torch.no_grad()
 def score_norms(
-    hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], temperature: float, chunk_size: int
+    hidden: Tensor,
+    targets: Tensor,
+    head: Callable[[Tensor], Tensor],
+    temperature: float,
+    chunk_size: int,
+    support_ids: Tensor | None = None,
 ) -> Tensor:
     """‖∇_z log π(target)‖² for each row of hidden [N, D], with π = softmax(z), z = head(h) / temperature.
 
         q = Σ_v (1[v = target] − π_v)² = 1 − 2 π_target + Σ_v π_v²
 
-    [N] float32 in [0, 2], without gradient: 0 where the target is certain.
+    [N] float32 in [0, 2], without gradient: 0 where the target is certain. With support_ids as for `token_terms` π is
+    the softmax over each target's set.
     """
 
-    def chunk(h: Tensor, target: Tensor) -> Tensor:
-        probs = torch.softmax(head(h).float() / temperature, -1)
-        return 1 - 2 * probs.gather(-1, target[:, None])[:, 0] + probs.square().sum(-1)
+    def chunk(h: Tensor, target: Tensor, support: Tensor) -> Tensor:
+        logits = head(h).float() / temperature
+        chosen = logits.gather(-1, target[:, None])
+        if support_ids is not None:
+            logits = logits.gather(-1, support.clamp(min=0)).masked_fill(support < 0, -torch.inf)
+        log_normaliser = logits.logsumexp(-1, keepdim=True)
+        p = (chosen - log_normaliser)[:, 0].exp()
+        return 1 - 2 * p + (logits - log_normaliser).exp().square().sum(-1)
 
-    parts = zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True)
-    return torch.cat([chunk(h, target) for h, target in parts]).clamp(min=0)
+    supports = targets[:, None] if support_ids is None else support_ids
+    parts = zip(*(x.split(chunk_size) for x in (hidden, targets, supports)), strict=True)
+    return torch.cat([chunk(*given) for given in parts]).clamp(min=0)
 
 
 def load_causal_lm(path: str, dtype: str, revision: str | None, trust_remote_code: bool) -> Any:

@@ -15,7 +15,6 @@ targets in the same order, so nothing else knows the difference. Left out: split
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -93,11 +92,12 @@ def select(row: PackedRow, positions: Sequence[Sequence[int]]) -> PackedRow:
         kept.extend(start + int(t) for t in of)
         start += length
     index = torch.tensor(kept, dtype=torch.int64)
-    return dataclasses.replace(
+    return replace(
         row,
         source_index=row.source_index[index],
         target_ids=row.target_ids[index],
         lengths=tuple(len(of) for of in positions),
+        support_ids=None if row.support_ids is None else row.support_ids[index],
     )
 
 

@@ -42,6 +42,9 @@ GAE: dict[str, Any] = {
     "algorithm": {"adv_estimator": "gae", "kl_in_reward": True, "gamma": 0.95, "lam": 0.9},
     "critic": {"path": "critic", "learning_rate": 2e-3, "cliprange_value": 0.01},
 }
+# GROUP PPO, with a threshold that cuts some of these completions and moves between steps
+GROUP_PARAMS = {"group_variance_threshold": 0.7, "group_max_size": 5, "group_epsilon": 1e-12, "threshold_lr": 0.5}
+GROUP_PPO = GAE | {"algorithm": GAE["algorithm"] | {"adv_estimator": "group_ppo", "group_params": GROUP_PARAMS}}
 CONSTANT_RATE = {"lr_scheduler_type": "constant", "warmup_steps": 0}
 # reference.on trainer at a ZeRO stage, each with another packing, larger micro-batches included
 REFERENCES: dict[int, dict[str, Any]] = {
@@ -108,6 +111,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "deepspeed": {"zero_optimization": {"stage": 3}},
     },
 }
+
+
+def group_ppo(**params: Any) -> dict[str, dict[str, Any]]:
+    """GROUP_PPO with other group_params."""
+    return GROUP_PPO | {"algorithm": GROUP_PPO["algorithm"] | {"group_params": params}}
 
 
 def settings(folder: Path, name: str, stage: int, **sections: dict[str, Any]) -> Config:

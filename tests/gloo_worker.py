@@ -30,6 +30,7 @@ from common.tokenizer import load_tokenizer
 from tests.gloo_data import (
     CONSTANT_RATE,
     GAE,
+    GROUP_PPO,
     NUM_STEPS,
     REFERENCE_TWICE,
     REFERENCES,
@@ -40,6 +41,7 @@ from tests.gloo_data import (
     dead,
     enormous,
     group,
+    group_ppo,
     half_dead,
     infinite_loss,
     poisoned,
@@ -346,6 +348,13 @@ def main(folder: Path, start: str) -> None:
         worker.one_batch("critic_uneven", 1, uneven, algorithm={"beta": 0.0, "adv_estimator": "gae"})
         worker.one_batch("critic3_uneven", 3, uneven, algorithm={"beta": 0.0, "adv_estimator": "gae"})
         worker.warm_up()
+        worker.train(1, "segments", **GROUP_PPO)
+        worker.one_batch("gae", 1, group, **GAE)
+        worker.one_batch("size_1", 1, group, **group_ppo(group_max_size=1))
+        worker.one_batch("literal", 1, group, **group_ppo(segment_rule="literal", adaptive_threshold=False))
+        exact = {"score": "exact", "segment_loss": "segment"}
+        algorithm = {"beta": 0.0, "adv_estimator": "group_ppo", "group_params": exact}
+        worker.one_batch("exact3", 3, uneven, algorithm=algorithm)
         for name, sections in VARIANTS.items():
             worker.one_batch(name, 1, group, **sections)
         for handling in ("skip", "resample"):
@@ -362,6 +371,7 @@ def main(folder: Path, start: str) -> None:
         for stage in STAGES:
             worker.resume(stage, "train")
             worker.resume(stage, "critic", **GAE)
+        worker.resume(1, "segments", **GROUP_PPO)
         worker.resume(1, "critic_half", "bfloat16", **GAE)
         for stage in (1, 2):
             worker.resume(stage, "half", "bfloat16")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from common.types import Group, Rollout
 from tests import oracle
-from tests.gloo_data import BETA, GAE, NUM_STEPS, TEMPERATURE, TRAINER, batch
+from tests.gloo_data import BETA, GAE, GROUP_PPO, NUM_STEPS, TEMPERATURE, TRAINER, batch
 from tests.oracle import Objective, ScoredCompletion
 from tests.tiny import dense_scores, dense_values
 
@@ -190,3 +191,59 @@ class PlainActorCritic(PlainTraining):
         self.value_steps[-1] |= {"critic/grad_norm": float(norm), "critic/learning_rate": rate}
         self.critic_optimizer.step()
         self.critic_scheduler.step()
+
+
+class PlainGroupPpo(PlainActorCritic):
+    """GROUP PPO under the settings of the same name: only segment ends train, the critic learns at segment starts."""
+
+    def __init__(self, model: Path, reward_model: Path, steps: int):
+        self.params = GROUP_PPO["algorithm"]["group_params"]
+        self.threshold = self.params["group_variance_threshold"]
+        self.thresholds: list[float] = []  # of every step
+        self.cuts: dict[int, list[oracle.Cut]] = {}  # of the newest step, by group id
+        super().__init__(model, reward_model, steps)
+
+    def cut(self, values: Sequence[float], rollout: Rollout) -> oracle.Cut:
+        pairs = zip(rollout.old_logprobs.tolist(), rollout.ref_logprobs.tolist(), strict=True)
+        rewards = [-BETA * (old - ref) for old, ref in pairs]
+        rewards[-1] += rollout.reward
+        q = [(1 - math.exp(old)) ** 2 for old in rollout.old_logprobs.tolist()]
+        gamma, lam, longest = self.settings["gamma"], self.settings["lam"], self.params["group_max_size"]
+        return oracle.cut(rewards, values, q, self.threshold, gamma, lam, longest, self.params["group_epsilon"], "grow")
+
+    def advantages(self, batch: Sequence[Group]) -> dict[int, list[Any]]:
+        """Of every segment, whitened; leaves the critic's gradient and moves the threshold."""
+        self.critic_optimizer.zero_grad()
+        loss = torch.zeros((), dtype=torch.float64)
+        self.cuts = {}
+        for g in batch:
+            values = [dense_values(self.critic, g.prompt_ids.tolist(), r.completion_ids.tolist()) for r in g.rollouts]
+            self.cuts[g.group_id] = [self.cut(v.tolist(), r) for v, r in zip(values, g.rollouts, strict=True)]
+            for v, cut in zip(values, self.cuts[g.group_id], strict=True):
+                for (first, _), target in zip(cut.segments, cut.returns, strict=True):
+                    loss = loss + (v[first] - target) ** 2 / 2
+        every = [c for of_group in self.cuts.values() for c in of_group]
+        loss = loss / sum(len(c.segments) for c in every)
+        loss.backward()
+        self.value_steps.append({"value_loss": loss.item()})
+        self.thresholds.append(self.threshold)
+        excess = math.fsum(c.r_grpo for c in every) / math.fsum(c.r_ppo for c in every)
+        self.threshold *= math.exp(self.params["threshold_lr"] * (1 - excess))
+        flat = [a for c in every for a in c.advantages]
+        mean, std = sum(flat) / len(flat), oracle.std(flat)
+        return {g: [[(a - mean) / (std + 1e-4) for a in c.advantages] for c in of] for g, of in self.cuts.items()}
+
+    def backward(self, groups: Sequence[Group], batch: Sequence[Group] | None = None) -> float:
+        self.optimizer.zero_grad()
+        advantages = self.advantages(groups)
+        logprobs, completions = [], []
+        for g in groups:
+            of_group = zip(g.rollouts, self.scores(g), self.cuts[g.group_id], advantages[g.group_id], strict=True)
+            for r, (whole, _), cut, a in of_group:
+                ends = [last for _, last in cut.segments]
+                logprobs.append(whole[ends])
+                old, ref = r.old_logprobs[ends].tolist(), r.ref_logprobs[ends].tolist()
+                completions.append(ScoredCompletion(a, logprobs[-1].tolist(), old, ref))
+        loss, by_logprob = oracle.loss_and_gradient(completions, self.objective)
+        torch.autograd.backward(logprobs, [torch.from_numpy(d) for d in by_logprob])
+        return loss

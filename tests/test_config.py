@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config import Algorithm, Config, Section, UserError, load
+from common.config import Algorithm, Config, GroupParams, Section, UserError, load
 
 pytestmark = pytest.mark.fast
 
@@ -55,6 +55,8 @@ def test_every_mistake_is_named_at_once_with_its_line(tmp_path: Path) -> None:
         ("sampler.max_completion_len", "sampler.max_completion_length"),
         ("trainer.beta", "algorithm.beta"),  # right name, wrong section
         ("rewardz", "rewards"),
+        ("algorithm.group_params.max_size", "algorithm.group_params.group_max_size"),
+        ("algorithm.segment_rule", "algorithm.group_params.segment_rule"),
     ],
 )
 def test_an_unknown_option_names_the_one_that_was_meant(tmp_path: Path, key: str, meant: str) -> None:
@@ -268,6 +270,40 @@ def test_advantages_of_gae_are_whitened_unless_that_is_refused_and_those_of_grpo
 
 
 @pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["segment_rule=literal"], "set adaptive_threshold=false"),
+        (["adaptive_threshold=false", "threshold_lr=0.1"], "threshold_lr does nothing without adaptive_threshold"),
+        (["group_variance_threshold=20"], "group_variance_threshold 20.0 is outside min_threshold 0.1"),
+    ],
+)
+def test_settings_of_segments_that_contradict_each_other_are_refused(
+    tmp_path: Path, settings: list[str], said: str
+) -> None:
+    overrides = [f"algorithm.group_params.{s}" for s in settings]
+    assert said in problem(tmp_path, GOOD, "algorithm.adv_estimator=group_ppo", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["adv_estimator=gae", "group_params.group_max_size=8"], "group_params does nothing with adv_estimator gae"),
+        (["adv_estimator=group_ppo", "loss_type=dr_grpo"], "segment_loss=segment"),
+        (["adv_estimator=group_ppo", "importance_sampling_level=sequence"], "segment_loss=segment"),
+        (["adv_estimator=group_ppo", "vllm_importance_sampling_mode=sequence_mask"], "use token_…"),
+    ],
+)
+def test_what_segment_ends_alone_cannot_give_is_refused(tmp_path: Path, settings: list[str], said: str) -> None:
+    assert said in problem(tmp_path, GOOD, *(f"algorithm.{s}" for s in settings))
+
+
+def test_group_ppo_and_gae_differ_by_one_word(tmp_path: Path) -> None:
+    for estimator in ("gae", "group_ppo"):
+        overrides = [f"algorithm.adv_estimator={estimator}", "critic.learning_rate=1e-4", "algorithm.lam=0.95"]
+        assert load(write(tmp_path, GOOD), overrides).algorithm.needs_critic
+
+
+@pytest.mark.parametrize(
     "address",
     [
         "10.0.0.1:5555",
@@ -334,7 +370,7 @@ def test_loading_takes_under_a_second_and_no_torch() -> None:
 
 
 def test_every_option_says_what_it_means() -> None:
-    sections = {name: field.annotation for name, field in Config.model_fields.items()}
+    sections = {name: field.annotation for name, field in Config.model_fields.items()} | {"group_params": GroupParams}
     silent = [
         f"{name}.{option}"
         for name, section in sections.items()

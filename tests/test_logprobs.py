@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from common import attention
 from common.logprobs import score_norms, score_row, token_logprobs
-from common.packing import pack
+from common.packing import pack, select
+from common.stopwatch import Stopwatch
 from tests import oracle
 
 pytestmark = pytest.mark.fast
@@ -167,8 +169,7 @@ def test_several_chunks_keep_no_logits_for_backward(with_entropy: bool) -> None:
     assert sum(kept.values()) < QWEN_VOCAB  # less than one token's logits
 
 
-def test_the_head_is_called_once_however_many_chunks_there_are() -> None:
-    # under ZeRO-3 every call of a module is a collective, and ranks have different numbers of chunks
+def one_layer_model() -> Any:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     attention.register()
@@ -181,13 +182,45 @@ def test_the_head_is_called_once_however_many_chunks_there_are() -> None:
         num_key_value_heads=1,
         attn_implementation=attention.NAME,
     )
-    model = Qwen2ForCausalLM(config)
+    return Qwen2ForCausalLM(config)
+
+
+def test_the_head_is_called_once_however_many_chunks_there_are() -> None:
+    # under ZeRO-3 every call of a module is a collective, and ranks have different numbers of chunks
+    model = one_layer_model()
     calls = []
     model.lm_head.register_forward_pre_hook(lambda *_: calls.append("head"))
     logprobs, _ = score_row(model, pack([([1, 2], [[3, 4, 5, 6], [7]])]), temperature=1.0, chunk_size=2)
     logprobs.sum().backward()
     assert calls == ["head"]
     assert model.lm_head(torch.zeros(1, 16)).shape == (1, 11)  # the head is itself again
+
+
+@pytest.mark.parametrize("chunk_size", [1, 64])
+def test_the_head_runs_on_selected_targets_only_and_gives_them_the_same_log_probs(chunk_size: int) -> None:
+    model = one_layer_model()
+    rows: list[int] = []
+    model.lm_head.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    row = pack([([1, 2], [[3, 4, 5, 6], [7]])])
+    with torch.no_grad():
+        whole_row, _ = score_row(model, row, 1.0, chunk_size)
+        ends, _ = score_row(model, select(row, [[1, 3], [0]]), 1.0, chunk_size)
+    assert rows == [5, 3]
+    assert ends.tolist() == pytest.approx(whole_row[[1, 3, 4]].tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize("chunk_size", [2, 64])
+def test_seconds_of_the_head_are_counted_forward_and_backward(chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = itertools.count()
+    monkeypatch.setattr("common.stopwatch.time.perf_counter", lambda: float(next(looks)))
+    watch = Stopwatch(torch.device("cpu"))
+    model, row = one_layer_model(), pack([([1, 2], [[3, 4, 5, 6], [7]])])
+    with torch.no_grad():
+        score_row(model, row, 1.0, chunk_size, head_time=watch)
+    assert watch.take() == 1.0  # one look at the clock before, one after
+    logprobs, _ = score_row(model, row, 1.0, chunk_size, head_time=watch)
+    logprobs.sum().backward()
+    assert watch.take() == 2.0
 
 
 def test_bfloat16_logits_are_normalised_in_float32() -> None:

@@ -28,7 +28,11 @@ def trainer(folder: Path, progress: Progress | None = None) -> Any:
     progress = progress or Progress("run", 0, 0, 0, 0, 0, 0, {})
     nothing = SimpleNamespace(items=[], num_taken=0)
     return SimpleNamespace(
-        config=make_config(folder), progress=progress, _rollouts=nothing, _next_beta=lambda: progress.kl_beta
+        config=make_config(folder),
+        progress=progress,
+        _rollouts=nothing,
+        _next_beta=lambda: progress.kl_beta,
+        actor_critic=None,
     )
 
 

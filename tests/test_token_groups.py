@@ -19,10 +19,12 @@ from tests.tiny import tiny_model
 from trainer.advantages import Floats
 from trainer.gae import gae
 from trainer.token_groups import (
+    SegmentSums,
     next_threshold,
     sampled_scores,
     segment,
     segment_ends,
+    sums_of,
     token_group_metrics,
 )
 
@@ -178,19 +180,24 @@ def test_where_no_token_has_an_advantage_segments_reach_their_full_size() -> Non
 
 def test_a_nan_reward_stays_visible_and_ends() -> None:
     found = segment(np.array([0.0, math.nan]), np.zeros(2), np.ones(2), 1.0, 1.0, 1.0, fixed())
+    sums = sums_of([found])
     assert found.ends[-1] == 1
     assert np.isnan(found.advantages).all()
-    assert next_threshold(2.0, found.r_ppo, found.r_grpo, GroupParams()) == 2.0
+    assert next_threshold(2.0, sums, GroupParams()) == 2.0
+
+
+def variance(r_ppo: float, r_grpo: float) -> SegmentSums:
+    return SegmentSums(tokens=8, segments=4, r_ppo=r_ppo, r_grpo=r_grpo)
 
 
 def test_the_threshold_moves_by_its_rate_times_the_excess_of_variance() -> None:
     params = GroupParams(threshold_lr=0.1)
-    assert next_threshold(2.0, 10.0, 15.0, params) == pytest.approx(2 * math.exp(-0.05))
-    assert next_threshold(2.0, 10.0, 5.0, params) == pytest.approx(2 * math.exp(0.05))
-    assert next_threshold(2.0, 10.0, 1e9, params) == pytest.approx(0.1)
-    assert next_threshold(9.9, 10.0, 0.0, GroupParams(threshold_lr=5.0)) == pytest.approx(10.0)
-    assert next_threshold(2.0, 0.0, 0.0, params) == 2.0
-    assert next_threshold(2.0, 10.0, 15.0, fixed()) == 2.0
+    assert next_threshold(2.0, variance(10.0, 15.0), params) == pytest.approx(2 * math.exp(-0.05))
+    assert next_threshold(2.0, variance(10.0, 5.0), params) == pytest.approx(2 * math.exp(0.05))
+    assert next_threshold(2.0, variance(10.0, 1e9), params) == pytest.approx(0.1)
+    assert next_threshold(9.9, variance(10.0, 0.0), GroupParams(threshold_lr=5.0)) == pytest.approx(10.0)
+    assert next_threshold(2.0, variance(0.0, 0.0), params) == 2.0
+    assert next_threshold(2.0, variance(10.0, 15.0), fixed()) == 2.0
 
 
 @pytest.mark.parametrize("start", [0.1, 10.0])
@@ -199,14 +206,15 @@ def test_the_adaptive_threshold_converges_to_equal_variance(start: float) -> Non
     params = GroupParams(threshold_lr=0.05, group_max_size=None, group_epsilon=1e-12)
     threshold, ratios = start, []
     for _ in range(300):
-        r_ppo = r_grpo = 0.0
+        batch = []
         for _ in range(4):
             rewards = np.zeros(48)
             rewards[-1] = rng.integers(2)
-            found = segment(rewards, rng.normal(0.5, 0.2, 48), rng.uniform(0, 1, 48), threshold, 1.0, 0.9, params)
-            r_ppo, r_grpo = r_ppo + found.r_ppo, r_grpo + found.r_grpo
-        ratios.append(r_grpo / r_ppo)
-        threshold = next_threshold(threshold, r_ppo, r_grpo, params)
+            q = rng.uniform(0, 1, 48)
+            batch.append(segment(rewards, rng.normal(0.5, 0.2, 48), q, threshold, 1.0, 0.9, params))
+        sums = sums_of(batch)
+        ratios.append(sums.r_grpo / sums.r_ppo)
+        threshold = next_threshold(threshold, sums, params)
     assert (ratios[0] - 1) * (start - 1) > 0.1  # far too short segments to begin with, or far too long ones
     assert np.mean(ratios[-100:]) == pytest.approx(1.0, abs=0.05)
     assert 0.1 < threshold < 10.0
@@ -239,7 +247,8 @@ def test_scores_of_different_positions_are_orthogonal_in_the_logits_of_a_real_mo
 
 
 def test_metrics_of_ten_tokens_in_four_segments() -> None:
-    values = token_group_metrics(tokens=10, positions=4, segments=4, r_ppo=2.0, r_grpo=3.0, threshold=1.5)
+    sums = SegmentSums(tokens=10, segments=4, r_ppo=2.0, r_grpo=3.0)
+    values = token_group_metrics(sums, threshold=1.5, segment_loss="endpoint")
     assert values == {
         "token_group/total_tokens": 10,
         "token_group/advantage_positions": 4,
@@ -249,9 +258,13 @@ def test_metrics_of_ten_tokens_in_four_segments() -> None:
         "token_group/variance_ratio": 1.5,
         "token_group/threshold": 1.5,
     }
+    every_token = token_group_metrics(sums, threshold=1.5, segment_loss="segment")
+    assert every_token["token_group/advantage_positions"] == 10
+    assert every_token["token_group/compression_ratio"] == 0.0
+    assert every_token["token_group/mean_segment_length"] == 2.5
 
 
 def test_a_step_without_tokens_has_metrics_too() -> None:
-    values = token_group_metrics(0, 0, 0, 0.0, 0.0, 1.0)
+    values = token_group_metrics(sums_of([]), 1.0, "endpoint")
     assert values["token_group/compression_ratio"] == 0.0
     assert values["token_group/speedup_factor"] == 1.0

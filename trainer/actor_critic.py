@@ -2,29 +2,35 @@
 
     all groups of a batch ─► values, no gradient ─► GAE ─► policy backward, critic backward … ─► one step of both
 
+With group_ppo GAE gives way to segments, and values may be joined by the policy's exact score norms.
+
 Both models are on every rank. Either both step or neither: see `step`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 import numpy as np
+from torch import Tensor
 
 from common.config import Config
+from common.packing import PackedRow
 from common.types import Group, Tombstone
-from trainer.batch import training_completions, value_batch, value_row
+from trainer.batch import num_tokens, training_completions, value_batch, value_row
 from trainer.critic import Critic, ValueSums
 from trainer.deepspeed_model import DeepSpeedModel, StepResult
-from trainer.estimates import ByGroup, Estimates, estimate, value_metrics
+from trainer.engine import Engine
+from trainer.estimates import ByGroup, Estimates, estimate, estimate_segments, value_metrics
 from trainer.exchange import Exchange
+from trainer.token_groups import next_threshold, token_group_metrics
 
 Items = Sequence[Group | Tombstone]
 
 
 class ActorCritic:
-    def __init__(self, config: Config, policy: DeepSpeedModel, critic: Critic, exchange: Exchange):
+    def __init__(self, config: Config, policy: Engine, critic: Critic, exchange: Exchange):
         self.config, self.policy, self.critic, self.exchange = config, policy, critic, exchange
         critic.watch_gradients()
         policy.watch_gradients()
@@ -32,26 +38,44 @@ class ActorCritic:
         self._batch_metrics: dict[str, float] = {}
         self._step_metrics: dict[str, float] = {}
 
-    def begin_batch(self, groups: Items, shares: Sequence[Items], shaping: Config) -> ByGroup:
+    def begin_batch(self, groups: Items, shares: Sequence[Items], shaping: Config, threshold: float) -> ByGroup:
         """Scores all groups and returns their advantages.
 
         shares: this rank's part of every micro-batch; as many on every rank, because ZeRO-3 gathers in each forward.
-        shaping: the settings, with the beta of this batch.
+        shaping: the settings, with the beta of this batch. threshold: τ of group_ppo for this batch.
         """
-        values = {g.group_id: [np.zeros(len(r.completion_ids)) for r in g.rollouts] for g in _alive(groups)}
-        for share in shares:
-            self._score(share, values)
-        self._gather(values)
-        self.estimates = estimate(groups, values, shaping)
+        algorithm = self.config.algorithm
+        values = self._of_every_token(groups, shares, self.critic.score)
+        if algorithm.adv_estimator == "gae":
+            self.estimates = estimate(groups, values, shaping)
+        else:
+            exact = algorithm.group_params.score == "exact"
+            scores = self._of_every_token(groups, shares, self.policy.score_norms) if exact else None
+            self.estimates = estimate_segments(groups, values, scores, threshold, shaping)
+        self._threshold = threshold
         self._batch_metrics = value_metrics(groups, self.estimates, self.config)
+        if self.estimates.segments:
+            loss = algorithm.group_params.segment_loss
+            self._batch_metrics |= token_group_metrics(self.estimates.segments, threshold, loss)
         return self.estimates.advantages
 
-    def _score(self, share: Items, values: ByGroup) -> None:
-        row = value_row(share, self.config.algorithm, self.config.trainer.packing)
-        parts = iter(self.critic.score(row).split(row.lengths))
-        for group, indexes in training_completions(share, self.config.algorithm):
-            for i in indexes:
-                values[group.group_id][i][:] = next(parts).numpy()
+    def next_threshold(self) -> float | None:
+        """τ for the batch after this one; None without segments."""
+        if self.estimates.segments is None:
+            return None
+        return next_threshold(self._threshold, self.estimates.segments, self.config.algorithm.group_params)
+
+    def _of_every_token(self, groups: Items, shares: Sequence[Items], score: Callable[[PackedRow], Tensor]) -> ByGroup:
+        """What `score` says of every token of every completion that trains, on every rank; 0 of the others."""
+        found = {g.group_id: [np.zeros(len(r.completion_ids)) for r in g.rollouts] for g in _alive(groups)}
+        for share in shares:
+            row = value_row(share, self.config.algorithm, self.config.trainer.packing)
+            parts = iter(score(row).split(row.lengths))
+            for group, indexes in training_completions(share, self.config.algorithm):
+                for i in indexes:
+                    found[group.group_id][i][:] = next(parts).numpy()
+        self._gather(found)
+        return found
 
     def _gather(self, values: ByGroup) -> None:
         """Every rank has scored its own share, and has zeros elsewhere: the sum is what all of them found."""
@@ -62,11 +86,12 @@ class ActorCritic:
         for array, part in zip(arrays, np.split(whole, np.cumsum([len(a) for a in arrays])[:-1]), strict=True):
             array[:] = part
 
-    def backward(self, mine: Items, num_tokens: int) -> None:
-        """The critic's forward and backward on this rank's share of a micro-batch."""
-        found, algorithm = self.estimates, self.config.algorithm
-        packing = self.config.trainer.packing
-        self.critic.backward(value_batch(mine, found.values, found.returns, num_tokens, algorithm, packing))
+    def backward(self, mine: Items, groups: Items) -> None:
+        """The critic's forward and backward on this rank's share of a micro-batch. groups: all of the step's."""
+        found, algorithm, packing = self.estimates, self.config.algorithm, self.config.trainer.packing
+        at = found.value_positions
+        learned = max(1, num_tokens(groups, algorithm, at))
+        self.critic.backward(value_batch(mine, found.values, found.returns, learned, algorithm, packing, at))
 
     def step(self, critic_only: bool) -> StepResult:
         """One step of both models, or of none if a gradient of either is not finite on any rank.

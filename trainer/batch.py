@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.config import Algorithm
-from common.packing import PackedRow, Packing, pack
+from common.packing import PackedRow, Packing, pack, select
 from common.types import Group, Rollout, Tombstone
 from trainer.advantages import Floats, moves, trains
 from trainer.losses import TOKEN_MEAN, Denominator, token_weights
 
-PerCompletion = Floats | Sequence[Floats]  # of one group: [G], or G arrays with one value per token
+PerCompletion = Floats | Sequence[Floats]  # of one group: [G], or G arrays with one value per trained token
+Positions = Mapping[int, Sequence[NDArray[np.int64]]]  # by group id: of each completion the tokens that train
+Kept = Sequence[tuple[Group, list[int]]]  # groups with the indexes of the completions that train
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """N = all completion tokens in the row."""
+    """N = all completion tokens in the row, or those among them that train."""
 
     row: PackedRow
     old_logprobs: Tensor  # [N] float32
@@ -34,7 +37,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class ValueBatch:
-    """What the critic learns from. N = all completion tokens in the row."""
+    """What the critic learns from. N = all completion tokens in the row, or those at which it learns."""
 
     row: PackedRow
     old_values: Tensor  # [N] float32, its own before the first update on the batch
@@ -61,10 +64,9 @@ def waits_for(algorithm: Algorithm) -> Literal["micro_batch", "mini_batch", "bat
     return "mini_batch" if counts_first else "micro_batch"
 
 
-def num_tokens(groups: Sequence[Group | Tombstone], algorithm: Algorithm) -> int:
-    """Σ |o_i| over the completions that train."""
-    rollouts = [r for g in groups if isinstance(g, Group) for r in g.rollouts]
-    return sum(len(r.completion_ids) for r in rollouts if trains(r, algorithm))
+def num_tokens(groups: Sequence[Group | Tombstone], algorithm: Algorithm, positions: Positions | None = None) -> int:
+    """Σ |o_i| over the completions that train, or the number of their positions."""
+    return sum(_lengths(training_completions(groups, algorithm), positions))
 
 
 def micro_batch(
@@ -73,6 +75,7 @@ def micro_batch(
     denominator: Denominator,
     algorithm: Algorithm,
     packing: Packing = "shared",
+    positions: Positions | None = None,  # None = every token trains
 ) -> MicroBatch:
     """Packs the completions that can move the weights; a filler of weight 0 where none can.
 
@@ -83,15 +86,16 @@ def micro_batch(
     kept = [(g, i) for g in groups if isinstance(g, Group) and (i := trained_completions(g, advantages, algorithm))]
     if not kept:
         return _filler()
-    rollouts = _rollouts(kept)
+    trained = _trained(kept, positions)
+    tokens_of = {g.group_id: sum(_lengths([(g, i)], positions)) for g, i in kept}
     return MicroBatch(
-        row=_row(kept, packing).on_support([r.support_ids for r in rollouts]),
-        old_logprobs=_flat([r.old_logprobs for r in rollouts]),
-        ref_logprobs=_flat([r.ref_logprobs for r in rollouts]) if algorithm.beta > 0 else None,
-        advantages=_per_token(kept, advantages),
-        weights=token_weights([len(r.completion_ids) for r in rollouts], denominator),
-        policy_versions=torch.tensor([v for g, i in kept for v in [g.policy_version] * _num_tokens(g, i)]),
-        tokens_of={g.group_id: _num_tokens(g, i) for g, i in kept},
+        row=_row(kept, packing, positions),
+        old_logprobs=_flat([r.old_logprobs[at] for r, at in trained]),
+        ref_logprobs=_flat([_refs(r)[at] for r, at in trained]) if algorithm.beta > 0 else None,
+        advantages=_per_token(kept, advantages, positions),
+        weights=token_weights(_lengths(kept, positions), denominator),
+        policy_versions=torch.tensor([v for g, _ in kept for v in [g.policy_version] * tokens_of[g.group_id]]),
+        tokens_of=tokens_of,
     )
 
 
@@ -106,35 +110,37 @@ def trained_completions(
     return [i for i, r in enumerate(group.rollouts) if trains(r, algorithm)]
 
 
-def num_trained_tokens(group: Group | Tombstone, advantages: Mapping[int, PerCompletion], algorithm: Algorithm) -> int:
-    """Tokens of those completions: what the group takes of a micro-batch's N."""
+def num_trained_tokens(
+    group: Group | Tombstone,
+    advantages: Mapping[int, PerCompletion],
+    algorithm: Algorithm,
+    positions: Positions | None = None,
+) -> int:
+    """Tokens of those completions that train: what the group takes of a micro-batch's N."""
     kept = trained_completions(group, advantages, algorithm)
-    return _num_tokens(group, kept) if isinstance(group, Group) else 0
-
-
-def _num_tokens(group: Group, places: Sequence[int]) -> int:
-    return sum(len(group.rollouts[i].completion_ids) for i in places)
+    return sum(_lengths([(group, kept)], positions)) if isinstance(group, Group) else 0
 
 
 def value_batch(
     groups: Sequence[Group | Tombstone],
     old_values: Mapping[int, PerCompletion],
     returns: Mapping[int, PerCompletion],
-    num_tokens: int,  # of the whole step
+    num_tokens: int,  # of the whole step, at which it learns
     algorithm: Algorithm,
     packing: Packing = "shared",
+    positions: Positions | None = None,  # None = it learns at every token
 ) -> ValueBatch:
     """Packs every completion that trains, also of groups whose rewards are all equal; a filler where there is none."""
     kept = training_completions(groups, algorithm)
     if not kept:
         zero = torch.zeros(1)
         return ValueBatch(filler_row(), zero, zero, zero)
-    values, targets = _per_token(kept, old_values), _per_token(kept, returns)
-    return ValueBatch(_row(kept, packing), values, targets, torch.full_like(values, 1 / num_tokens))
+    values, targets = _per_token(kept, old_values, positions), _per_token(kept, returns, positions)
+    return ValueBatch(_row(kept, packing, positions), values, targets, torch.full_like(values, 1 / num_tokens))
 
 
 def value_row(groups: Sequence[Group | Tombstone], algorithm: Algorithm, packing: Packing) -> PackedRow:
-    """The row of value_batch, before there are values."""
+    """Every token of the completions of value_batch, before there are values."""
     kept = training_completions(groups, algorithm)
     return _row(kept, packing) if kept else filler_row()
 
@@ -145,23 +151,28 @@ def training_completions(groups: Sequence[Group | Tombstone], algorithm: Algorit
     return [(g, indexes) for g, indexes in found if indexes]
 
 
-def _rollouts(kept: Sequence[tuple[Group, list[int]]]) -> list[Rollout]:
-    return [g.rollouts[i] for g, indexes in kept for i in indexes]
+def _trained(kept: Kept, positions: Positions | None) -> list[tuple[Rollout, Any]]:
+    """Completions in the row's order, each with the index of its tokens that train."""
+    every = slice(None)
+    return [(g.rollouts[i], positions[g.group_id][i] if positions else every) for g, indexes in kept for i in indexes]
 
 
-def _row(kept: Sequence[tuple[Group, list[int]]], packing: Packing) -> PackedRow:
+def _lengths(kept: Kept, positions: Positions | None) -> list[int]:
+    return [len(r.completion_ids[at]) for r, at in _trained(kept, positions)]
+
+
+def _row(kept: Kept, packing: Packing, positions: Positions | None = None) -> PackedRow:
     rows = [(g.prompt_ids.tolist(), [g.rollouts[i].completion_ids.tolist() for i in indexes]) for g, indexes in kept]
-    return pack(rows, packing)
+    trained = _trained(kept, positions)
+    row = pack(rows, packing).on_support([r.support_ids for r, _ in trained])
+    return select(row, [at for _, at in trained]) if positions else row
 
 
-def _per_token(kept: Sequence[tuple[Group, list[int]]], values: Mapping[int, PerCompletion]) -> Tensor:
+def _per_token(kept: Kept, values: Mapping[int, PerCompletion], positions: Positions | None = None) -> Tensor:
     """[N], a completion's single value repeated over its tokens."""
-    parts = [
-        np.broadcast_to(values[g.group_id][i], len(g.rollouts[i].completion_ids))
-        for g, indexes in kept
-        for i in indexes
-    ]
-    return _flat(parts)
+    per_completion = [values[g.group_id][i] for g, indexes in kept for i in indexes]
+    lengths = _lengths(kept, positions)
+    return _flat([np.broadcast_to(value, length) for value, length in zip(per_completion, lengths, strict=True)])
 
 
 def _flat(arrays: Sequence[np.ndarray]) -> Tensor:

@@ -51,6 +51,7 @@ class Progress:
     kl_beta: float | None = None  # of the adaptive KL controller; None = the configured beta
     skipped_in_a_row: int = 0  # of the steps tried, the last ones that were not finite
     skipped_steps: int = 0  # tried and not applied, because something was not finite
+    threshold: float | None = None  # τ of group_ppo's next batch; None = group_variance_threshold
 
 
 def step_dir(checkpoints: Path, step: int) -> Path:

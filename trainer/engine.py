@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from common.config import Config
-from common.logprobs import load_causal_lm, score_terms
+from common.logprobs import load_causal_lm, score_norms_of_row, score_terms
 from common.packing import PackedRow
+from common.stopwatch import Stopwatch
 from trainer.batch import MicroBatch, filler_row
 from trainer.deepspeed_config import policy_of
 from trainer.deepspeed_model import DeepSpeedModel
@@ -20,7 +21,10 @@ from trainer.mismatch import by_cause
 
 
 class Policy(torch.nn.Module):
-    """PackedRow -> (log-probs, entropies, log-masses) of its targets, so that DeepSpeed's hooks see one forward."""
+    """PackedRow -> (log-probs, entropies, log-masses) of its targets, so that DeepSpeed's hooks see one forward.
+
+    With norms_only their score norms instead, without gradient.
+    """
 
     def __init__(self, model: Any, chunk_size: int, entropy_gradient: bool):
         super().__init__()
@@ -28,8 +32,12 @@ class Policy(torch.nn.Module):
         self.chunk_size = chunk_size
         self.entropy_gradient = entropy_gradient
 
-    def forward(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        return score_terms(self.model, row, temperature, self.chunk_size, self.entropy_gradient)
+    def forward(
+        self, row: PackedRow, temperature: float, head_time: Stopwatch | None = None, norms_only: bool = False
+    ) -> Any:
+        if norms_only:
+            return score_norms_of_row(self.model, row, temperature, self.chunk_size)
+        return score_terms(self.model, row, temperature, self.chunk_size, self.entropy_gradient, head_time)
 
 
 @dataclass
@@ -74,6 +82,7 @@ class Engine(DeepSpeedModel):
         policy = Policy(model, config.trainer.logprob_chunk_size, config.algorithm.entropy_coef > 0)
         super().__init__(config, world_size, policy_of(config), model, policy)
         self.sums = Sums()
+        self.head_time = Stopwatch(self.device)
 
     def backward(
         self,
@@ -89,7 +98,7 @@ class Engine(DeepSpeedModel):
         now. Both measure and correct the mismatch only. Returns the log-probs [N], detached.
         """
         row = batch.row.to(self.device)
-        logprobs, entropy, log_mass = self.ds(row, self.config.sampler.temperature)
+        logprobs, entropy, log_mass = self.ds(row, self.config.sampler.temperature, self.head_time)
         old_logprobs, advantages, weights = (
             x.to(self.device) for x in (batch.old_logprobs, batch.advantages, batch.weights)
         )
@@ -147,6 +156,14 @@ class Engine(DeepSpeedModel):
         logprobs, _, _ = self.ds(row.to(self.device), temperature)
         self.ds.train()
         return logprobs.float().cpu()
+
+    @torch.no_grad()
+    def score_norms(self, row: PackedRow) -> Tensor:
+        """Squared norms of the targets' scores under the present weights: [N]. Every rank calls it."""
+        self.ds.eval()
+        norms = self.ds(row.to(self.device), self.config.sampler.temperature, norms_only=True)
+        self.ds.train()
+        return norms.cpu()
 
     def probe(self) -> Tensor:
         return self.ds(filler_row().to(self.device), 1.0)[0]

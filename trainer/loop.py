@@ -34,7 +34,15 @@ from common.watchdog import moved
 from trainer import checkpoint, mismatch, stats
 from trainer.actor_critic import ActorCritic
 from trainer.advantages import step_advantages
-from trainer.batch import MicroBatch, PerCompletion, micro_batch, num_tokens, num_trained_tokens, waits_for
+from trainer.batch import (
+    MicroBatch,
+    PerCompletion,
+    Positions,
+    micro_batch,
+    num_tokens,
+    num_trained_tokens,
+    waits_for,
+)
 from trainer.best import Best
 from trainer.checkpoint import Progress
 from trainer.critic import Critic
@@ -157,7 +165,8 @@ class Trainer:
         start = time.monotonic()
         moved("scoring a batch of rollouts with the critic")
         shares = [self._share(chunk) for chunk in self._chunks(range(self.config.prompts_per_batch))]
-        advantages = self.actor_critic.begin_batch(groups, shares, self._shaping)
+        threshold = self.progress.threshold or self.config.algorithm.group_params.group_variance_threshold
+        advantages = self.actor_critic.begin_batch(groups, shares, self._shaping, threshold)
         self._time("timing/values_s", start)
         return advantages
 
@@ -197,15 +206,14 @@ class Trainer:
         return Denominator(
             loss_type=self.config.algorithm.loss_type,
             num_completions=max(1, (len(places) - skipped) * sampler.num_generations),
-            num_tokens=max(1, num_tokens(groups, self.config.algorithm)),
+            num_tokens=max(1, num_tokens(groups, self.config.algorithm, self._positions)),
             max_completion_length=sampler.max_completion_length,
         )
 
     def _micro_batch(self, chunk: Sequence[int], denominator: Denominator) -> MicroBatch:
-        config = self.config
-        batch = micro_batch(
-            self._share(chunk), self._rollouts.advantages, denominator, config.algorithm, config.trainer.packing
-        )
+        algorithm, packing = self.config.algorithm, self.config.trainer.packing
+        advantages = self._rollouts.advantages
+        batch = micro_batch(self._share(chunk), advantages, denominator, algorithm, packing, self._positions)
         is_filler = not batch.tokens_of
         return batch if self.reference is None or is_filler else self._with_reference(batch, self.reference)
 
@@ -219,14 +227,19 @@ class Trainer:
         self._time("timing/reference_s", start)
         return replace(batch, ref_logprobs=torch.cat([self._ref_logprobs[g] for g in batch.tokens_of]))
 
+    @property
+    def _positions(self) -> Positions | None:
+        """The tokens that train; None = all."""
+        return self.actor_critic.estimates.policy_positions if self.actor_critic else None
+
     def _backward(self, chunk: Sequence[int], step: Step) -> None:
         """This rank's share of one chunk of a step."""
-        denominator = self._denominator(step.places)
-        batch = None if self._critic_only else self._micro_batch(chunk, denominator)
+        batch = None if self._critic_only else self._micro_batch(chunk, self._denominator(step.places))
         moved(f"training a micro-batch of step {self.progress.step + 1}")
         start = time.monotonic()
         if self.actor_critic:
-            self.actor_critic.backward(self._share(chunk), denominator.num_tokens)
+            groups = self._rollouts.trained(self._rollouts.of(step.places))
+            self.actor_critic.backward(self._share(chunk), groups)
         if batch:
             self._backward_policy(batch)
         self._time("timing/backward_s", start)
@@ -268,7 +281,7 @@ class Trainer:
             self._remember(batch, self.engine.score(batch.row, self.config.sampler.temperature))
         algorithm, advantages = self.config.algorithm, self._rollouts.advantages
         groups = self._rollouts.trained(self._rollouts.items)
-        lengths = {g.group_id: num_trained_tokens(g, advantages, algorithm) for g in groups}
+        lengths = {g.group_id: num_trained_tokens(g, advantages, algorithm, self._positions) for g in groups}
         zeros = {g: torch.zeros(n) for g, n in lengths.items() if n}
         flat = torch.cat([self._own_logprobs.get(g, zero) for g, zero in zeros.items()] or [torch.zeros(0)])
         everyones = torch.tensor(self.exchange.add(flat.tolist()), dtype=torch.float32)  # exact: others add 0
@@ -312,6 +325,7 @@ class Trainer:
             tombstones=p.tombstones + last * sum(isinstance(g, Tombstone) for g in self._rollouts.items),
             kl_beta=self._next_beta() if last else p.kl_beta,
             skipped_in_a_row=0 if result.applied else p.skipped_in_a_row + 1,
+            threshold=self.actor_critic.next_threshold() if self.actor_critic and last else p.threshold,
         )
         self._is_between_batches = last
         if self.progress.skipped_in_a_row >= self.config.trainer.max_skipped_steps:
@@ -459,7 +473,7 @@ class Trainer:
         if self.config.algorithm.steps_per_batch > 1:
             values |= {"iteration": float(step.iteration), "mini_batch": float(step.mini_batch)}
         values |= self._sampler_values(sampler_stats) | {f"link/{name}": float(n) for name, n in counters.items()}
-        values |= self._timing
+        values |= self._timing | {"timing/head_s": self.engine.head_time.take()}
         values |= self.throughput.step(groups, self.progress.batch, values, time.monotonic())
         self._timing = {}
         values |= self.desk.display.advice(self.progress.step, values)

@@ -13,6 +13,7 @@ positions are not orthogonal.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,8 +37,8 @@ class Segments:
     ends: Positions  # [K] where the advantage sits with segment_loss: endpoint
     advantages: Floats  # [K] GAE over segments
     returns: Floats  # [K] the critic's targets at starts
-    r_ppo: float  # Σ over segments
-    r_grpo: float  # Σ over segments
+    r_ppo: float  # Σ over segments, of the token advantages that cut them
+    r_grpo: float
 
     @property
     def sizes(self) -> Positions:
@@ -113,14 +114,34 @@ def segment_ends(advantages: Floats, scores: Floats, threshold: float, params: G
     return np.array(ends, np.int64)
 
 
-def next_threshold(threshold: float, r_ppo: float, r_grpo: float, params: GroupParams) -> float:
-    """τ for the next step, from both sums over all segments of this step and all ranks.
+@dataclass(frozen=True)
+class SegmentSums:
+    """Over the completions of one batch that train."""
+
+    tokens: int
+    segments: int
+    r_ppo: float
+    r_grpo: float
+
+
+def sums_of(completions: Sequence[Segments]) -> SegmentSums:
+    return SegmentSums(
+        tokens=sum(int(s.sizes.sum()) for s in completions),
+        segments=sum(len(s.ends) for s in completions),
+        r_ppo=math.fsum(s.r_ppo for s in completions),
+        r_grpo=math.fsum(s.r_grpo for s in completions),
+    )
+
+
+def next_threshold(threshold: float, sums: SegmentSums, params: GroupParams) -> float:
+    """τ for the next batch, from both sums over all segments of this one on all ranks.
 
         log τ ← log τ + threshold_lr · (1 − Σ r_grpo / Σ r_ppo),   clipped to [min_threshold, max_threshold]
 
-    At rest sharing costs no variance on average. A step without any advantage, or with one that is not finite,
+    At rest sharing costs no variance on average. A batch without any advantage, or with one that is not finite,
     leaves τ alone.
     """
+    r_ppo, r_grpo = sums.r_ppo, sums.r_grpo
     if not params.adaptive_threshold or not (r_ppo > 0 and math.isfinite(r_ppo) and math.isfinite(r_grpo)):
         return threshold
     moved = math.log(threshold) + params.threshold_lr * (1.0 - r_grpo / r_ppo)
@@ -128,20 +149,19 @@ def next_threshold(threshold: float, r_ppo: float, r_grpo: float, params: GroupP
     return math.exp(min(max(moved, low), high))
 
 
-def token_group_metrics(
-    tokens: float, positions: float, segments: float, r_ppo: float, r_grpo: float, threshold: float
-) -> dict[str, float]:
-    """Of one step, over all ranks. compression_ratio is the share of tokens without a loss of their own.
+def token_group_metrics(sums: SegmentSums, threshold: float, segment_loss: str) -> dict[str, float]:
+    """Of one batch, over all ranks. compression_ratio is the share of tokens without a loss of their own.
 
     speedup_factor = 1 / (1 − compression_ratio) is a formula for the head's work, not a measurement: every token still
     passes the layers below the head. The measured seconds stand beside it as timing/*.
     """
+    tokens, positions = sums.tokens, sums.segments if segment_loss == "endpoint" else sums.tokens
     return {
         "token_group/total_tokens": tokens,
         "token_group/advantage_positions": positions,
         "token_group/compression_ratio": 1.0 - positions / tokens if tokens else 0.0,
         "token_group/speedup_factor": tokens / positions if positions else 1.0,
-        "token_group/mean_segment_length": tokens / segments if segments else 0.0,
-        "token_group/variance_ratio": r_grpo / r_ppo if r_ppo > 0 else 1.0,
+        "token_group/mean_segment_length": tokens / sums.segments if sums.segments else 0.0,
+        "token_group/variance_ratio": sums.r_grpo / sums.r_ppo if sums.r_ppo > 0 else 1.0,
         "token_group/threshold": threshold,
     }
