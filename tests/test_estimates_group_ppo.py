@@ -150,3 +150,14 @@ def test_given_scores_replace_the_sampled_ones() -> None:
     found = estimate_segments(GROUPS, values, certain, 0.01, settings(group_max_size=None))
     assert found.segments is not None
     assert (found.segments.r_ppo, found.segments.r_grpo, found.segments.segments) == (0.0, 0.0, 6)  # one each
+
+
+def test_where_the_trainer_scores_the_reference_endpoints_come_without_it() -> None:
+    config = settings()
+    found = segments(config, random_values())
+    algorithm = config.algorithm.model_copy(update={"beta": 0.04})
+    batch = micro_batch(
+        GROUPS, found.advantages, Denominator("dapo", 9, 1, 12), algorithm, positions=found.policy_positions
+    )
+    assert batch.ref_logprobs is not None and len(batch.ref_logprobs) == 0
+    assert sum(batch.tokens_of.values()) == len(batch.row.target_ids) == len(batch.old_logprobs)

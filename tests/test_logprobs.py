@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common import attention
-from common.logprobs import score_norms, score_row, token_logprobs
+from common.logprobs import score_norms, score_row, score_terms, token_logprobs
 from common.packing import pack, select
 from common.stopwatch import Stopwatch
 from tests import oracle
@@ -216,9 +216,9 @@ def test_seconds_of_the_head_are_counted_forward_and_backward(chunk_size: int, m
     watch = Stopwatch(torch.device("cpu"))
     model, row = one_layer_model(), pack([([1, 2], [[3, 4, 5, 6], [7]])])
     with torch.no_grad():
-        score_row(model, row, 1.0, chunk_size, head_time=watch)
+        score_terms(model, row, 1.0, chunk_size, head_time=watch)
     assert watch.take() == 1.0  # one look at the clock before, one after
-    logprobs, _ = score_row(model, row, 1.0, chunk_size, head_time=watch)
+    logprobs, _, _ = score_terms(model, row, 1.0, chunk_size, head_time=watch)
     logprobs.sum().backward()
     assert watch.take() == 2.0
 

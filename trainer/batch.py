@@ -91,7 +91,7 @@ def micro_batch(
     return MicroBatch(
         row=_row(kept, packing, positions),
         old_logprobs=_flat([r.old_logprobs[at] for r, at in trained]),
-        ref_logprobs=_flat([_refs(r)[at] for r, at in trained]) if algorithm.beta > 0 else None,
+        ref_logprobs=_flat([_refs(r, at) for r, at in trained]) if algorithm.beta > 0 else None,
         advantages=_per_token(kept, advantages, positions),
         weights=token_weights(_lengths(kept, positions), denominator),
         policy_versions=torch.tensor([v for g, _ in kept for v in [g.policy_version] * tokens_of[g.group_id]]),
@@ -155,6 +155,11 @@ def _trained(kept: Kept, positions: Positions | None) -> list[tuple[Rollout, Any
     """Completions in the row's order, each with the index of its tokens that train."""
     every = slice(None)
     return [(g.rollouts[i], positions[g.group_id][i] if positions else every) for g, indexes in kept for i in indexes]
+
+
+def _refs(rollout: Rollout, at: Any) -> NDArray[np.float32]:
+    """None yet if the trainer must score them."""
+    return rollout.ref_logprobs[at] if len(rollout.ref_logprobs) else rollout.ref_logprobs
 
 
 def _lengths(kept: Kept, positions: Positions | None) -> list[int]:
