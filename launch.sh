@@ -133,6 +133,7 @@ setup() {
   printf 'tandem: installed in %d s\n' $((SECONDS - begun))
 }
 
+export TANDEM_CALLED_FROM=$called_from # for messages: a path that is not here may be there
 export PATH="$root/.venv/bin:$PATH" # ninja, for compiled ops
 export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$root/.venv/torch_extensions}
 export VLLM_NO_USAGE_STATS=${VLLM_NO_USAGE_STATS-1} TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM-false}

@@ -21,6 +21,7 @@ from common.estimates import GIB, Load
 from common.fit import Machine, fit
 from common.machine import memory_bytes, smallest_gpu
 from common.model_dims import ModelDims, read_dims
+from common.model_folder import require_models
 from common.panel import strip_escapes
 from common.placement import Placement, placement, visible_gpus
 from common.supervise import parse
@@ -53,6 +54,7 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
     from sampler.dataset import load_data
     from trainer.deepspeed_config import deepspeed_config
 
+    require_models(config)
     stage = int(deepspeed_config(config, place.num_ranks)["zero_optimization"]["stage"])
     model = read_dims(config.model.path, config.model.revision)
     problems = load_data("data.train", config.data.train, config.data)

@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 
 from common.config import Config, UserError
+from common.paths import meant
 
 SHARD_NAME = re.compile(r"(?![.])[A-Za-z0-9._-]{1,128}")
 _MAX_INDEX_BYTES = 64 << 20
@@ -37,6 +38,29 @@ def require_models(config: Config) -> None:
         raise UserError(f"prompt.chat_template {template}: no such file. Templates of ours: configs/templates/")
     if template is None and folder.is_dir() and not config.model.trust_remote_code and not _has_chat_template(folder):
         raise UserError(NO_CHAT_TEMPLATE)
+    _require_positions(config, folder)
+
+
+def _require_positions(config: Config, folder: Path) -> None:
+    """vLLM refuses a length beyond the model's positions, unless scaled; its own words come after its imports."""
+    try:
+        settings = json.loads((folder / "config.json").read_bytes())
+        limit, rope = settings["max_position_embeddings"], settings.get("rope_parameters") or {}
+        is_scaled = bool(settings.get("rope_scaling")) or rope.get("rope_type", "default") != "default"
+    except (OSError, ValueError, LookupError, AttributeError):
+        return
+    prompt = config.data.max_prompt_length
+    completion = max(config.sampler.max_completion_length, config.eval.max_completion_length or 0)
+    if prompt + completion > limit and not is_scaled and "VLLM_ALLOW_LONG_MAX_MODEL_LEN" not in os.environ:
+        remedy = (
+            f"data.max_prompt_length={limit - completion}"
+            if limit > completion
+            else f"sampler.max_completion_length={limit // 2} and data.max_prompt_length={limit // 2}"
+        )
+        raise UserError(
+            f"data.max_prompt_length {prompt} + max_completion_length {completion} = {prompt + completion} tokens > "
+            f"the {limit} positions of {folder}; set {remedy}"
+        )
 
 
 def require_model(path: str, revision: str | None = None) -> None:
@@ -45,7 +69,9 @@ def require_model(path: str, revision: str | None = None) -> None:
     if Path(path).expanduser().is_dir():
         return
     if looks_local:
-        raise UserError(f"model {path!r}: no such folder. Set model.path to a folder or a hub id")
+        raise UserError(
+            f"model {path!r}: no such folder.{meant(Path(path).expanduser())} Set model.path to a folder or a hub id"
+        )
     from huggingface_hub import constants, try_to_load_from_cache
 
     try:

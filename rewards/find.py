@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from common.config import UserError
+from common.paths import meant
 from rewards import ALWAYS_PASSED, RewardFunction, describe, parameters_of
 
 BUILT_IN = {
@@ -68,9 +69,7 @@ def resolve(name: str) -> RewardFunction:
 
 def _load_file(path: Path, name: str) -> ModuleType:
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=1)
-        hint = f" Did you mean {path.parent / near[0]}?" if near else " Paths are relative to the working directory."
-        raise UserError(f"reward {name!r}: no file {path}.{hint}")
+        raise UserError(f"reward {name!r}: no file {path}.{meant(path)}")
     # The name is unique per path: two files called reward.py must not replace each other in sys.modules.
     module_name = f"reward_file_{hashlib.blake2b(bytes(path.resolve()), digest_size=6).hexdigest()}"
     spec = importlib.util.spec_from_file_location(module_name, path)

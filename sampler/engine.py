@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
 from common.config import TIES, Config, UserError
 from common.types import FinishReason
@@ -60,7 +61,10 @@ class Engine:
         unknown = sorted(set(config.vllm) - set(vllm.EngineArgs.__dataclass_fields__))
         if unknown:
             raise UserError(f"vllm.{unknown[0]}: vLLM {vllm.__version__} has no such engine argument")
-        self._llm = vllm.LLM(**arguments)
+        try:
+            self._llm = vllm.LLM(**arguments)
+        except ValidationError as error:
+            raise UserError(f"vllm: vLLM refuses these engine arguments: {error.errors()[0]['msg']}") from error
         self._engine = self._llm.llm_engine
         self._vocab_size: int = self._engine.model_config.get_vocab_size()
         self._ignore_eos = config.sampler.ignore_eos

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.config import UserError
+from common.paths import meant
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -47,11 +48,7 @@ def check_there(spec: str) -> None:
     name = str(path)
     looks_local = spec.startswith((".", "/", "~")) or path.suffix in _FORMATS or name.count("/") > 1
     if looks_local and not path.exists():
-        near = difflib.get_close_matches(path.name, os.listdir(path.parent) if path.parent.is_dir() else [], n=1)
-        raise UserError(
-            f"data: no file or folder {name} (working directory {os.getcwd()})."
-            + (f" Did you mean {path.parent / near[0]}?" if near else "")
-        )
+        raise UserError(f"data: no file or folder {name}.{meant(path)}")
     if path.is_file() and path.suffix not in _FORMATS:
         raise UserError(f"data: {name} is not one of {', '.join(_FORMATS)}; convert it, for example to .jsonl")
     if path.is_dir() and not (path / "README.md").is_file():

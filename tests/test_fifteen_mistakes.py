@@ -274,3 +274,16 @@ def test_15_a_prompt_and_a_completion_that_do_not_fit_the_engine(task: Path) -> 
         "data.max_prompt_length 512 + max_completion_length 256 = 768 tokens > vllm.max_model_len 700",
         "set vllm.max_model_len=768",
     )
+
+
+@pytest.mark.parametrize("script", ["sampling.py", "training_worker.py", "run", "plan"])
+def test_15_a_prompt_and_a_completion_that_the_model_has_no_positions_for(task: Path, script: str) -> None:
+    (task / "short").mkdir(exist_ok=True)
+    for file in (task / "model").iterdir():
+        (task / "short" / file.name).write_text(file.read_text())
+    (task / "short" / "config.json").write_text(json.dumps(QWEN_7B | {"max_position_embeddings": 600}))
+    check(
+        run(script, task / "run.yaml", f"model.path={task}/short", f"run.output_dir={task}/short_run"),
+        "data.max_prompt_length 512 + max_completion_length 256 = 768 tokens > the 600 positions of ",
+        "set data.max_prompt_length=344",
+    )

@@ -14,7 +14,7 @@ import pytest
 
 from common import durable
 from common.config import UserError
-from tests.commands import CHATML, check, make_task, run
+from tests.commands import CHATML, ROOT, check, make_task, run
 
 pytestmark = pytest.mark.fast
 
@@ -61,6 +61,20 @@ def test_data_that_is_not_there(task: Path) -> None:
         f"no file or folder {task}/trian.jsonl",
         f"Did you mean {task}/train.jsonl?",
     )
+
+
+@pytest.mark.parametrize(
+    "override", ["data.train=mine.jsonl", "rewards.reward_funcs=[mine.py:fn]", "model.path=./mine"], ids=str
+)
+def test_a_path_that_is_meant_from_the_callers_folder_is_shown_whole(
+    task: Path, override: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mine.jsonl", "mine.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "mine").mkdir()
+    monkeypatch.setenv("TANDEM_CALLED_FROM", str(tmp_path))
+    said = f" Paths count from {ROOT}. Did you mean {tmp_path}/mine"
+    check(run("sampling.py", task / "run.yaml", override), said)
 
 
 def test_a_reward_that_does_not_exist(task: Path) -> None:

@@ -1,0 +1,19 @@
+"""Where an absent path may have been meant: settings count from the folder of launch.sh, people from theirs."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+
+
+def meant(path: Path) -> str:
+    """ " Did you mean …?" or " Paths count from …", to follow a message that a path is not there.
+
+    launch.sh leaves the caller's folder in TANDEM_CALLED_FROM.
+    """
+    beside = Path(os.environ.get("TANDEM_CALLED_FROM", os.getcwd())) / path
+    if not path.is_absolute() and beside.exists():
+        return f" Paths count from {os.getcwd()}. Did you mean {beside}?"
+    near = difflib.get_close_matches(path.name, os.listdir(path.parent) if path.parent.is_dir() else [], n=1)
+    return f" Did you mean {path.parent / near[0]}?" if near else f" Paths count from {os.getcwd()}."
