@@ -125,7 +125,7 @@ class Worker:
         if trainer.critic:
             self.write(f"{name}/value_weights", master_weights(trainer.critic))
         trainer.publish(evaluate=False)
-        published = dataclasses.asdict(trainer._published)
+        published = dataclasses.asdict(trainer.publisher.published)
         self.seen[name] = {"steps": trainer.results, "hashes": hashes, "published": published}
 
     def one_batch(self, name: str, stage: int, stream: Stream, scorer: Any = None, **sections: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from common.weights import Published
 from tests.plain_policy import OneRank, PlainPolicy
 from tests.tiny import dense_logprobs, tiny_model
 from trainer import best as best_module
-from trainer import loop
+from trainer import loop, publisher
 from trainer.best import Best, Standing, metric_of, standing
 from trainer.checkpoint import Progress
 from trainer.loop import Desk, Trainer
@@ -204,13 +204,13 @@ def trained_until(output_dir: Path, monkeypatch: pytest.MonkeyPatch, right: list
         p = trainer.progress
         trainer.progress = Progress(p.run_id, p.batch + 1, p.cursor + 8, p.policy_version + 1, p.step + 1, 0, 0, {})
 
-    def publish_nothing(*arguments: Any) -> Published:
-        published.append(arguments[5])
-        wanted.append(arguments[5])
-        return Published(arguments[5], "w", "")
+    def publish_nothing(_engine: Any, _exchange: Any, name: Any, _vocab_size: int, copies: bool) -> Any:
+        published.append(name.version)
+        wanted.append(name.version)
+        return lambda _: Published(name.version, "w", "")
 
     monkeypatch.setattr(Trainer, "train_batch", advance)
-    monkeypatch.setattr(loop, "publish", publish_nothing)
+    monkeypatch.setattr(publisher, "snapshot", publish_nothing)
     monkeypatch.setattr(loop.checkpoint, "commit_final", lambda *_: None)
     monkeypatch.setattr(Best, "_keep", lambda *_: None)
     config = config_for(output_dir, early_stopping_patience=patience).model_copy()

@@ -67,7 +67,11 @@ def logged() -> set[str]:
             }
             names |= set(keys(function)) if makes else set()
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "_time":
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in ("_time", "_took")
+            ):
                 names.add(pattern(node.args[0]) or "")
         names |= {f"link/{key}" for key in subscripts(path, "counters")}
     for path in (ROOT / "sampler").glob("*.py"):

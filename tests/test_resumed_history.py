@@ -13,7 +13,7 @@ import pytest
 from common.config import Config
 from common.metrics import MetricsLog, read_jsonl
 from common.weights import Published
-from trainer import loop
+from trainer import loop, publisher
 from trainer.checkpoint import Progress
 from trainer.loop import Desk, Trainer
 
@@ -47,7 +47,7 @@ def evaluated_after_resume(output_dir: Path, monkeypatch: pytest.MonkeyPatch, st
     exchange = SimpleNamespace(rank=0, world_size=1, text=lambda text: text, agree=lambda value: value)
     log = MetricsLog(output_dir, resume_step=step, resume_version=version)
     desk = Desk(inbox, None, log, SimpleNamespace(note=print))  # type: ignore[arg-type]
-    monkeypatch.setattr(loop, "publish", lambda *_: Published(version, "w", ""))
+    monkeypatch.setattr(publisher, "snapshot", lambda *_, copies: lambda _: Published(version, "w", ""))
     monkeypatch.setattr(loop.checkpoint, "commit_final", lambda *_: None)
     progress = Progress("run", step, 8 * step, version, step, 0, 0, {})
     engine: Any = None

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import weights
 from common.config import Config
 from common.durable import failpoint
 from common.exits import Interrupted, Retryable, code_of, interrupted
@@ -54,7 +53,7 @@ from trainer.inbox import Inbox
 from trainer.kl_controller import completion_kls, next_beta, with_beta
 from trainer.losses import Denominator
 from trainer.mini_batches import Step, steps
-from trainer.publish import publish
+from trainer.publisher import Publisher
 from trainer.recording import Recorder, Replay
 from trainer.rollouts import Items, Rollouts
 from trainer.throughput import Throughput, num_devices
@@ -85,11 +84,9 @@ class Trainer:
         self.config, self.engine, self.exchange, self.tokenizer = config, engine, exchange, tokenizer
         self.progress, self.desk, self.reference, self.critic = progress, desk, reference, critic
         self.actor_critic = ActorCritic(config, engine, critic, exchange) if critic else None
-        self.weights_dir = weights.default_dir(config)
-        self.incarnation = exchange.text(desk.inbox.envelope.incarnation if desk else None)
         self.disk = Disk(exchange, config.channel.stall_timeout_s, desk.display.note if desk else lambda _: None)
         self.best = Best(config, exchange, self.disk, lambda: desk.log.evaluations() if desk else [])
-        self.published_version = -1
+        self.publisher = Publisher(config, engine, exchange, self.disk, desk.inbox if desk else None, self._took)
         self._evaluated_version = progress.policy_version  # at the start, or in an earlier life
         self._saved_step = progress.step
         self._is_between_batches = True  # no step of a batch that has begun is in the weights
@@ -116,6 +113,8 @@ class Trainer:
         except Interrupted:
             self.save_on_interrupt()
             raise
+        finally:
+            self.publisher.close()
         if not self.best.commit_as_final():
             output_dir = self.config.run.output_dir
             checkpoint.commit_final(self.engine, self.exchange, self.tokenizer, output_dir, self.disk, self.critic)
@@ -348,34 +347,12 @@ class Trainer:
         return next_beta(self._shaping.algorithm.beta, completion_kls(self._rollouts.items), self.config.algorithm)
 
     def publish(self, evaluate: bool) -> None:
-        """Hands version and cursor to the samplers in one message, with an evaluation if one is due."""
-        start = time.monotonic()
-        version = self.progress.policy_version
-        moved(f"publishing version {version}")
-        if version != self.published_version:
-            self._published = self.disk.persist(
-                f"publishing version {version}",
-                lambda: publish(
-                    self.engine,
-                    self.exchange,
-                    self.weights_dir,
-                    self.progress.run_id,
-                    self.incarnation,
-                    version,
-                    len(self.tokenizer),
-                ),
-                weights.temporary_dir(self.weights_dir, version, self.incarnation),
-            )
-            self.published_version = version
-        self._time("sync/publish_s", start)
+        """The present version, with an evaluation if one is due."""
+        p, num_problems = self.progress, self._num_eval_problems
         if evaluate:
-            self._evaluated_version = version
-        if self.desk is None:
-            return
-        inbox = self.desk.inbox
-        eval_id = f"v{version}" if evaluate and self._num_eval_problems else None
-        inbox.commit(self.progress.cursor, self._published, eval_id, self._num_eval_problems)
-        weights.prune(self.weights_dir, inbox.versions_in_use(), self.config.weights.keep)
+            self._evaluated_version = p.policy_version
+        eval_id = f"v{p.policy_version}" if evaluate and num_problems else None
+        self.publisher.publish(p.policy_version, p.run_id, len(self.tokenizer), p.cursor, eval_id, num_problems)
 
     def _evaluates_at_start(self) -> bool:
         """A checkpoint is saved while its version is still being evaluated: a resumed run may have to do it again."""
@@ -392,13 +369,14 @@ class Trainer:
 
     def finish_evaluation(self) -> None:
         """Waits for the evaluation of the published version, if there is one, before that version is replaced."""
+        self.publisher.finish()
         start = time.monotonic()
         results: list[EvalResult] = []
         with contextlib.suppress(Interrupted):  # all ranks stop together a moment later, without this evaluation
             results = self.desk.inbox.finish_eval() if self.desk else []
         record = stats.eval_record(results, self.config.rewards.full_mark) if results else None
         # before it is recorded: what is recorded is not evaluated again after a crash
-        self.best.judge(record, self._published, self.engine, self.tokenizer)
+        self.best.judge(record, self.publisher.published, self.engine, self.tokenizer)
         if self.desk and record:
             self.desk.log.log_eval(record)
             self.desk.display.evaluation(record)
@@ -468,7 +446,7 @@ class Trainer:
             "tokens_per_second": rollout.get("completion_tokens", 0.0) / seconds,
             "wait/trainer_s": self._taken_s,
             "tombstones": self.progress.tombstones,
-            "disk_retries": self.disk.retries,
+            "disk_retries": self.publisher.disk_retries,
         }
         if self.config.algorithm.steps_per_batch > 1:
             values |= {"iteration": float(step.iteration), "mini_batch": float(step.mini_batch)}
@@ -504,4 +482,7 @@ class Trainer:
         return values
 
     def _time(self, name: str, start: float) -> None:
-        self._timing[name] = self._timing.get(name, 0.0) + time.monotonic() - start
+        self._took(name, time.monotonic() - start)
+
+    def _took(self, name: str, seconds: float) -> None:
+        self._timing[name] = self._timing.get(name, 0.0) + seconds

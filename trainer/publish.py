@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -45,12 +45,40 @@ def canary(engine: Engine, vocab_size: int) -> Canary:
     return Canary(_CANARY_PROMPT, ids, [part.tolist() for part in logprobs])
 
 
+@dataclass(frozen=True)
+class Name:
+    """What tells a version from all others, and where it goes."""
+
+    weights_dir: Path
+    run_id: str
+    incarnation: str
+    version: int
+
+    @property
+    def temporary(self) -> Path:
+        return weights.temporary_dir(self.weights_dir, self.version, self.incarnation)
+
+    @property
+    def final(self) -> Path:
+        return weights.version_dir(self.weights_dir, self.version, self.incarnation)
+
+
 def publish(
     engine: Engine, exchange: Exchange, weights_dir: Path, run_id: str, incarnation: str, version: int, vocab_size: int
 ) -> Published:
     """Writes and commits a version. The return value is meaningful on rank 0. Raises DiskTrouble on every rank."""
-    temporary = weights.temporary_dir(weights_dir, version, incarnation)
-    final = weights.version_dir(weights_dir, version, incarnation)
+    return snapshot(engine, exchange, Name(weights_dir, run_id, incarnation, version), vocab_size)(exchange)
+
+
+def snapshot(
+    engine: Engine, exchange: Exchange, name: Name, vocab_size: int, copies: bool = False
+) -> Callable[[Exchange], Published]:
+    """Scores the canary and takes this rank's slice; what it returns writes and commits both, as often as needed.
+
+    copies: the slice must outlive the next optimizer step. The writer may then run in a thread, if the Exchange it
+    gets is that thread's own.
+    """
+    temporary, final, version = name.temporary, name.final, name.version
     published = Published(version, str(final), "")
 
     def prepare() -> None:
@@ -63,18 +91,23 @@ def publish(
     def commit() -> None:
         nonlocal published
         files, infos = _collect(temporary, exchange.world_size)
-        manifest = Manifest(run_id, incarnation, version, engine.tied_embeddings, files, infos, witness)
+        manifest = Manifest(name.run_id, name.incarnation, version, engine.tied_embeddings, files, infos, witness)
         published = weights.commit(temporary, final, manifest)
 
-    on_rank_0(exchange, prepare)
+    def write_version(ranks: Exchange) -> Published:
+        on_rank_0(ranks, prepare)
+        together(ranks, write)
+        on_rank_0(ranks, commit)
+        return published
+
     witness = canary(engine, vocab_size)
     names = engine.parameter_names()
     mine = slices([size for _, size in names], exchange.world_size)[exchange.rank]
     wanted = {names[i][0] for i in mine}
-    tensors = {name: t.contiguous() for name, t in engine.full_parameters(lambda name: name in wanted)}
-    together(exchange, write)
-    on_rank_0(exchange, commit)
-    return published
+    must_copy = copies and engine.device.type == "cpu"  # elsewhere it was copied here already
+    slice_of = engine.full_parameters(lambda parameter: parameter in wanted)
+    tensors = {key: t.clone() if must_copy else t.contiguous() for key, t in slice_of}
+    return write_version
 
 
 def _write_shard(shard: Path, tensors: dict[str, Tensor]) -> None:
