@@ -208,14 +208,13 @@ def test_a_rank_without_room_behind_a_step_pauses_both_and_changes_nothing(
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    ("rank", "point"), [(0, "weights.shard:2:kill"), (1, "weights.shard:3:kill"), (0, "weights.manifest:2:kill")]
+    ("rank", "point"), [(0, "weights.shard:3:kill"), (1, "weights.shard:3:kill"), (0, "weights.manifest:3:kill")]
 )
 def test_a_run_killed_while_a_version_is_written_behind_a_step_resumes_exactly(
     trainers: Stack, rank: int, point: str
 ) -> None:
     name = f"behind-killed-{rank}-{point.replace(':', '-')}"
     assert -9 in train(trainers, name, {rank: point}).codes
-    resume = {"resume": any((trainers.folder / name / "checkpoints").glob("step_*"))}
-    life = train(trainers, name, {}, run=resume)
+    life = train(trainers, name, {}, run={"resume": True})  # version 2 died behind step 3: step 1 at least is saved
     assert life.codes == [0, 0], life.logs[0][-3000:]
     assert sha256(trainers.folder / name) == on_policy(trainers)
