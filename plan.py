@@ -12,13 +12,14 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from common import exits
 from common.batch_plan import BatchPlan, batch_plan, epochs, lines
 from common.config import Config, UserError, load
 from common.estimates import GIB, Load
-from common.fit import Machine, fit
+from common.fit import Machine, fit, reference_side
 from common.machine import memory_bytes, smallest_gpu
 from common.model_dims import ModelDims, read_dims
 from common.model_folder import require_models
@@ -34,6 +35,7 @@ _GPUS = re.compile(r"(\d+)x(\d+)(?::(.+))?")
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="launch.sh plan", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpus", metavar="COUNTxGIB[:NAME]", help="plan for other GPUs, for example 8x80:A100")
+    parser.add_argument("--reference-side", action="store_true", help="say only what reference.on=auto decides")
     options, rest = parser.parse_known_args(arguments)
     path, overrides = parse(rest)
     code = exits.USER_ERROR
@@ -44,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         code = CANNOT  # what is wrong here has a nearest number that works
         config.micro_batches(place.num_ranks)
         code = exits.USER_ERROR
-        return _plan(config, place, machine)
+        return _reference_side(config, place, machine) if options.reference_side else _plan(config, place, machine)
     except UserError as error:
         print(f"tandem: {error}", file=sys.stderr)
         return code
@@ -65,13 +67,34 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
         _print("memory", [("", f"{config.model.path} is no Llama, Qwen2, Qwen3 or Mistral: no estimate")])
         troubles: tuple[str, ...] = ()
     else:
-        found = fit(config, _load(config, plan, model, stage), place, machine)
+        load_ = _decided(config, _load(config, plan, model, stage), place, machine)
+        found = fit(config, load_, place, machine)
         troubles = found.problems
-        _print("memory and time, estimated", found.lines)
+        where = [("reference", f"scored by the {load_.reference_on} (reference.on={config.reference.on})")]
+        _print("memory and time, estimated", [*found.lines, *(where if load_.reference else [])])
     _print(*_preview(config, problems))
     for trouble in troubles:
         print(f"tandem: does not fit: {trouble}", file=sys.stderr)
     return CANNOT if troubles else exits.DONE
+
+
+def _decided(config: Config, load: Load, place: Placement, machine: Machine) -> Load:
+    """With the reference where the settings put it, or where it costs least time if they leave that open."""
+    on = config.reference.on
+    return replace(load, reference_on=reference_side(config, load, place, machine) if on == "auto" else on)
+
+
+def _reference_side(config: Config, place: Placement, machine: Machine) -> int:
+    """Prints "sampler" or "trainer", for common/supervise.py."""
+    from trainer.deepspeed_config import deepspeed_config
+
+    stage = int(deepspeed_config(config, place.num_ranks)["zero_optimization"]["stage"])
+    model = read_dims(config.model.path, config.model.revision)
+    side = "sampler"  # of a model whose work cannot be estimated
+    if model is not None:
+        side = reference_side(config, _load(config, batch_plan(config, place.num_ranks), model, stage), place, machine)
+    print(side)
+    return exits.DONE
 
 
 def _batch_lines(config: Config, plan: BatchPlan) -> Iterator[tuple[str, str]]:

@@ -37,11 +37,16 @@ class Load:
     passes: int = 1
     critic: ModelDims | None = None
     reference: ModelDims | None = None
+    reference_on: str = "sampler"
     max_num_seqs: int = 256
 
     @property
     def bytes_per_value(self) -> int:
         return _BYTES[self.dtype]
+
+    def reference_of(self, side: str) -> ModelDims | None:
+        """The reference model if this side, "sampler" or "trainer", holds and runs it."""
+        return self.reference if self.reference_on == side else None
 
     @property
     def tokens_of_group(self) -> int:
@@ -60,11 +65,12 @@ class TrainerMemory:
     activations: float
     logits: float
     critic: float  # its weights, gradients and optimizer
+    reference: float  # whole on every rank
 
     @property
     def total(self) -> float:
         parts = (self.weights, self.gradients, self.optimizer, self.activations, self.logits, self.critic)
-        return sum(parts) + _CONTEXT
+        return sum(parts) + self.reference + _CONTEXT
 
 
 def states(n: int, dtype: str, ranks: int, stage: int) -> tuple[float, float, float]:
@@ -105,7 +111,9 @@ def trainer_memory(load: Load) -> TrainerMemory:
     chunk = min(load.chunk, load.groups_per_micro_batch * load.num_generations * load.completion)
     logits = (b + 16) * model.vocab * chunk  # in dtype, float32, scaled, probabilities, and their product
     larger = max((m for m in (model, load.critic) if m), key=lambda m: m.layers * m.hidden)
-    return TrainerMemory(weights, gradients, optimizer, _activations(load, larger), logits, critic)
+    frozen = load.reference_of("trainer")
+    reference = b * frozen.parameters if frozen else 0.0
+    return TrainerMemory(weights, gradients, optimizer, _activations(load, larger), logits, critic, reference)
 
 
 def _activations(load: Load, model: ModelDims) -> float:
@@ -136,7 +144,8 @@ def sampler_memory(load: Load, tensor_parallel: int = 1) -> SamplerMemory:
     b = load.bytes_per_value
     cache = b * load.model.kv_values_per_token * (load.prompt + load.completion) / tensor_parallel
     logits = 8 * load.model.vocab * load.max_num_seqs  # two float32 copies in the sampling step
-    reference = b * load.reference.parameters if load.reference else 0.0
+    frozen = load.reference_of("sampler")
+    reference = b * frozen.parameters if frozen else 0.0
     return SamplerMemory(b * load.model.parameters / tensor_parallel, reference, cache, _CONTEXT + logits)
 
 
@@ -183,10 +192,13 @@ def cpu(cores: int) -> Device:
 
 
 def trainer_seconds(load: Load, device: Device) -> float:
-    """One batch of rollouts: forward and backward 6·N·T (8·N·T with checkpointing), for policy and critic."""
-    per_forward = 4 if load.checkpointing else 3
-    flops = sum(m.flops(load.tokens_of_group) for m in (load.model, load.critic) if m) * load.groups_per_batch
-    return per_forward * load.passes * flops / (load.ranks * device.flops * _MFU)
+    """One batch of rollouts: forward and backward 6·N·T (8·N·T with checkpointing), for policy and critic; the
+    reference 2·N_ref·T once."""
+    per_forward, tokens = 4 if load.checkpointing else 3, load.tokens_of_group
+    frozen = load.reference_of("trainer")
+    flops = per_forward * load.passes * sum(m.flops(tokens) for m in (load.model, load.critic) if m)
+    flops += frozen.flops(tokens) if frozen else 0.0
+    return load.groups_per_batch * flops / (load.ranks * device.flops * _MFU)
 
 
 def sampler_seconds(load: Load, device: Device, devices: int = 1, at_once: int | None = None) -> float:
@@ -200,7 +212,8 @@ def sampler_seconds(load: Load, device: Device, devices: int = 1, at_once: int |
     compute = load.model.flops(wave) / (device.flops * _MFU)
     decode = math.ceil(sequences / wave) * load.completion * max(read, compute)
     prefill = load.groups_per_batch * load.model.flops(load.prompt) / (device.flops * _MFU)
-    scored = load.reference.flops(load.groups_per_batch * load.tokens_of_group) if load.reference else 0.0
+    frozen = load.reference_of("sampler")
+    scored = frozen.flops(load.groups_per_batch * load.tokens_of_group) if frozen else 0.0
     return (decode + prefill) / devices + scored / (device.flops * _MFU)
 
 

@@ -61,6 +61,7 @@ def _parts(memory: TrainerMemory) -> str:
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
         "critic": memory.critic,
+        "reference": memory.reference,
         "activations": memory.activations,
         "logits": memory.logits,
     }
@@ -88,7 +89,7 @@ def _on_gpus(
     if at_once < 1:
         needed = (sampler.weights + sampler.overhead + sampler.cache_per_sequence) / machine.gpu_bytes
         problems.append(_sampler_is_too_small(needed, sampler, machine))
-    if load.reference is not None:
+    if load.reference_of("sampler") is not None:
         words += f"; reference {_gib(sampler.reference)} beside it"
         left = (1 - share) * machine.gpu_bytes
         if sampler.reference + GIB > left:
@@ -139,7 +140,21 @@ def _trainer_is_too_large(load: Load, total: float, budget: float, what: str) ->
     return f"{head}; set {' '.join(settings)}, which needs {_gib(trainer_memory(changed).total)}"
 
 
-def _times(config: Config, load: Load, machine: Machine, width: int) -> str:
+def reference_side(config: Config, load: Load, place: Placement, machine: Machine) -> str:
+    """Where the reference model goes: to the side whose addition leaves the slower of the two the faster.
+
+    The sampler gets it if that makes no difference, if only there is room for it, or if rewards need it.
+    """
+    if load.reference is None or config.algorithm.kl_in_reward:
+        return "sampler"
+    loads = {side: replace(load, reference_on=side) for side in ("sampler", "trainer")}
+    fitting = [side for side in loads if not fit(config, loads[side], place, machine).problems]
+    width = int(config.vllm.get("tensor_parallel_size", 1))
+    return min(fitting or loads, key=lambda side: max(_seconds_of_sides(config, loads[side], machine, width)[:2]))
+
+
+def _seconds_of_sides(config: Config, load: Load, machine: Machine, width: int) -> tuple[float, float, Device]:
+    """(sampling, training) of one batch of rollouts, and the device that was taken for the sampler."""
     if machine.gpus:
         device = known_device(machine.gpu_name) or _UNKNOWN
         share = float(config.vllm.get("gpu_memory_utilization", _VLLM_SHARE))
@@ -150,10 +165,11 @@ def _times(config: Config, load: Load, machine: Machine, width: int) -> str:
         half = max(1, machine.cores // 2)
         at_once, on_sampler, on_trainer = None, cpu(half), cpu(half)
         load = _with_one_rank(load)
-    sampling, training = (
-        sampler_seconds(load, on_sampler, width, at_once),
-        trainer_seconds(load, on_trainer),
-    )
+    return sampler_seconds(load, on_sampler, width, at_once), trainer_seconds(load, on_trainer), on_sampler
+
+
+def _times(config: Config, load: Load, machine: Machine, width: int) -> str:
+    sampling, training, on_sampler = _seconds_of_sides(config, load, machine, width)
     slower, waiting = ("sampling", "trainer") if sampling > training else ("training", "sampler")
     share = 1 - min(sampling, training) / max(sampling, training)
     known = "" if on_sampler is not _UNKNOWN else f" ({machine.gpu_name or 'this GPU'} is not known: 100 TFLOP/s taken)"

@@ -51,10 +51,24 @@ def main(arguments: Sequence[str]) -> int:
         check_folder(config)
         with lock(folder / LOCK, _in_use(folder)):
             code = _build_quickstart() if starts_from_quickstart(config) else DONE
-            return code or _run(_Command(path, tuple(overrides), config, place))
+            if code:
+                return code
+            if config.reference.on == "auto" and config.algorithm.beta > 0:
+                overrides = [*overrides, f"reference.on={_reference_side(path, overrides)}"]
+                config = load(path, overrides)
+            return _run(_Command(path, tuple(overrides), config, place))
     except UserError as error:
         print(f"tandem: {error}", file=sys.stderr)
         return USER_ERROR
+
+
+def _reference_side(path: Path, overrides: Sequence[str]) -> str:
+    """What reference.on=auto means here. A process of its own: estimates need modules of both sides."""
+    words = [sys.executable, str(ROOT / "plan.py"), str(path), *overrides, "--reference-side"]
+    done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise UserError("reference.on=auto could not be decided, see above; set reference.on=sampler")
+    return done.stdout.split()[-1]
 
 
 def _evaluate(config: Config, path: Path, overrides: Sequence[str]) -> int:
@@ -76,6 +90,8 @@ def _run(command: _Command) -> int:
     print(f"tandem: {one_line(batch_plan(command.config, place.num_ranks))}", file=sys.stderr)
     print(f"tandem: sampler on {place.sampler_place}; log {folder}/logs/sampler.log", file=sys.stderr)
     print(f"tandem: trainer on {place.trainer_place}; log {folder}/logs/trainer.log", file=sys.stderr, flush=True)
+    if side := command.config.reference_on:
+        print(f"tandem: reference model on the {side}", file=sys.stderr, flush=True)
     rules = Rules(command.restart_trainer, command.steps, (folder / "final").is_dir)
     code = Supervisor(command.sampler(), command.trainer(), rules).run()
     if code == INTERRUPTED and checkpoints(folder):

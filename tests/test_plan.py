@@ -28,7 +28,7 @@ from common.estimates import (
     trainer_memory,
     trainer_seconds,
 )
-from common.fit import Machine, fit
+from common.fit import Machine, fit, reference_side
 from common.model_dims import ModelDims, model_dims
 from common.placement import placement
 from tests.tiny import tiny_model
@@ -258,6 +258,41 @@ def test_times_by_hand() -> None:
     assert sampler_seconds(load, device) == pytest.approx(prefill + 512 * max(compute, read))
 
 
+def test_the_reference_costs_memory_and_time_where_it_is_scored() -> None:
+    device, here = Device("x", flops=1e12, bandwidth=1e10), load_of(reference=QWEN, reference_on="trainer")
+    there = load_of(reference=QWEN)
+    assert (trainer_memory(here).reference, sampler_memory(here).reference) == (2 * N, 0)
+    assert (trainer_memory(there).reference, sampler_memory(there).reference) == (0, 2 * N)
+    assert trainer_memory(here).total - trainer_memory(there).total == pytest.approx(2 * N)
+    scoring = 2 * N * 16 * (384 + 8 * 512) / 0.4e12
+    twice = replace(here, passes=2)  # scored once for both passes, and by two ranks
+    assert trainer_seconds(twice, device) - 2 * trainer_seconds(there, device) == pytest.approx(scoring / 2)
+    assert sampler_seconds(there, device) - sampler_seconds(here, device) == pytest.approx(scoring)
+
+
+def side(load: Load, gib: float = 80, **sections: Any) -> str:
+    config = config_of(**sections)
+    machine = Machine(3, gib * GIB, "NVIDIA A100", 64 * GIB, 8)
+    return reference_side(config, load, placement(config, range(3), range(8)), machine)
+
+
+def test_the_reference_goes_to_the_side_that_has_more_time() -> None:
+    """Seconds on A100s: sampling 2.5, training 3.5 on two ranks, scoring 1.8 in the sampler and 0.9 on two ranks."""
+    load = load_of(reference=QWEN, checkpointing=True)
+    beside = {"vllm": {"gpu_memory_utilization": 0.5}}
+    assert side(load, **beside) == "sampler"
+    assert side(replace(load, ranks=64), **beside) == "trainer"
+    assert side(replace(load, ranks=64, reference=None), **beside) == "sampler"
+
+
+def test_the_reference_goes_where_it_fits_and_where_rewards_need_it() -> None:
+    load = load_of(reference=QWEN, checkpointing=True)
+    assert side(load) == "sampler"
+    assert side(load, 40) == "trainer", "vLLM leaves 3.2 of 40 GiB, and the reference wants 3.9"
+    in_reward = {"algorithm": {"beta": 0.1, "kl_in_reward": True}}
+    assert side(replace(load, ranks=64), vllm={"gpu_memory_utilization": 0.5}, **in_reward) == "sampler"
+
+
 def test_a_gpu_is_known_by_the_longest_name() -> None:
     names = {"NVIDIA L40S": "L40S", "NVIDIA L4": "L4", "NVIDIA A100-SXM4-80GB": "A100", "NVIDIA H200": "H200"}
     assert {name: known_device(name).name for name in names} == names  # type: ignore[union-attr]
@@ -347,6 +382,15 @@ def test_what_cannot_be_exits_at_once_with_what_can(task: Path, arguments: list[
     found, _, err, seconds = planned(task, *arguments)
     assert (found, words in err) == (code, True), err
     assert seconds < 10  # 0.3 on an idle machine
+
+
+def test_the_supervisor_is_told_the_side_of_the_reference_and_nothing_else(task: Path) -> None:
+    code, out, err, _ = planned(task, "algorithm.beta=0.1", "reference.on=auto", "--reference-side")
+    assert (code, out in ("sampler\n", "trainer\n")) == (0, True), err
+    assert (
+        f"scored by the {out.strip()} (reference.on=auto)"
+        in planned(task, "algorithm.beta=0.1", "reference.on=auto")[1]
+    )
 
 
 def test_a_run_that_does_not_fit_exits_1_and_still_shows_the_rest(task: Path) -> None:

@@ -447,6 +447,7 @@ class Trainer:
             "wait/trainer_s": self._taken_s,
             "tombstones": self.progress.tombstones,
             "disk_retries": self.publisher.disk_retries,
+            "reference_on_trainer": float(self.reference is not None),
         }
         if self.config.algorithm.steps_per_batch > 1:
             values |= {"iteration": float(step.iteration), "mini_batch": float(step.mini_batch)}
