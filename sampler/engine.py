@@ -196,8 +196,10 @@ def _set_environment(config: Config, on_cpu: bool) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns about a chat template nobody asks for
     if on_cpu:
-        # The first log-prob would otherwise compile a helper with g++ for 20 s.
+        # The first log-prob would otherwise compile a helper with g++ for 20 s. The second name is read where vLLM
+        # decorates it, the first when torch._dynamo is imported, which a reference model may have done already.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", os.environ["TORCH_COMPILE_DISABLE"])
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # placement is the launcher's
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(_cpu_cache_gib(config)))
 

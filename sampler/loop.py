@@ -164,7 +164,9 @@ class Sampler:
         self._bad_weights, self._invisible_since = 0, None
         self.progress += 1
         self.stats["sync/reload_s"] = reloaded.seconds
+        self.stats["sync/verify_s"] = reloaded.verify_s
         self.stats["sync/stall_s"] = reloaded.stall_s
+        self.stats["sync/canary_s"] = reloaded.canary_s
         self.stats["sync/canary_max_diff"] = reloaded.canary_max_diff
         self.stats["mismatch/canary/mean_abs_prob_diff"] = reloaded.canary_mean_abs_prob_diff
         self.stats["mismatch/canary/mean_exp_abs_log_ratio"] = reloaded.canary_mean_exp_abs_log_ratio

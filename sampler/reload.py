@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 class Reloaded:
     version: int
     seconds: float  # the whole reload
-    stall_s: float  # of it, the part in which the engine could not sample
+    verify_s: float  # of it, reading, hashing and checking files, before the engine is touched
+    stall_s: float  # the rest: loading them, and the canary
+    canary_s: float  # of stall_s, scoring the canary
     canary_max_diff: float  # max |log-prob of the engine − log-prob of the trainer|
     canary_mean_abs_prob_diff: float  # mean over the canary's tokens of |probability − probability|
     canary_mean_exp_abs_log_ratio: float  # and of exp |log-prob − log-prob|: 1 if engine and trainer agree
@@ -54,6 +56,7 @@ def reload(engine: Engine, published: Published, config: Config) -> Reloaded:
         stalled = time.monotonic()
         try:
             engine.load(private)
+            loaded = time.monotonic()
             theirs, ours = _canary_logprobs(engine, manifest)
         except Exception as error:
             raise Retryable(f"the engine failed while loading version {published.version}: {error!r}") from error
@@ -72,7 +75,9 @@ def reload(engine: Engine, published: Published, config: Config) -> Reloaded:
     return Reloaded(
         published.version,
         now - start,
+        stalled - start,
         now - stalled,
+        now - loaded,
         worst,
         canary_mean_abs_prob_diff=float(np.abs(np.exp(theirs) - np.exp(ours)).mean()),
         canary_mean_exp_abs_log_ratio=float(np.exp(np.abs(x)).mean()),

@@ -58,6 +58,8 @@ def config(folder, tmp_path_factory) -> Config:
 
 @pytest.fixture(scope="module")
 def engine(config) -> Engine:
+    import torch._dynamo  # noqa: F401  read its settings before the engine sets them
+
     return Engine(config, num_gpus=0)
 
 
@@ -75,6 +77,15 @@ def version(policy, tmp_path):
         return publish(policy, OneRank(), tmp_path / "weights", "run", "life", number, vocab)
 
     return make
+
+
+def test_nothing_is_compiled_though_torch_dynamo_was_there_before_the_engine(engine, config, version):
+    """As with a reference model, which is loaded first. The first canary would take 5 to 20 s."""
+    from torch._dynamo.utils import counters
+
+    reload(engine, version(1), config)
+    complete(engine, SamplingLaw(1.0, 8, 2, 3))
+    assert counters["frames"]["total"] == 0
 
 
 def complete(engine: Engine, law: SamplingLaw, prompt=PROMPT):

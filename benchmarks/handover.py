@@ -1,0 +1,137 @@
+"""What handing weights over costs: every part of a version's way from the trainer's parameters into the engine.
+
+    python benchmarks/handover.py                                    the quick start's size, 1M parameters
+    python benchmarks/handover.py --shape qwen2.5-0.5b --dtype bfloat16 --repeats 5       3 minutes, 12 GB of memory
+
+    trainer   snapshot (canary, copy of the parameters) ─► write (files, fsync, digests, manifest, rename)
+    sampler   verify (copy while hashing, finite?) ─► stall: load ─► canary
+
+Random weights, one rank, one process, parts one after the other; the first version warms up and is left out. With
+max_staleness above 0 the trainer stands still for the snapshot alone. Medians, and a JSON line per version in --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.cells import ROOT, SHAPES, make_model
+
+PARTS = ("snapshot_s", "write_s", "verify_s", "load_s", "canary_s", "stall_s")
+
+
+class OneRank:
+    """What trainer.publish needs of an Exchange when there is one rank."""
+
+    rank, world_size = 0, 1
+
+
+class Policy:
+    """What trainer.publish needs of an Engine, around a transformers model without an optimizer."""
+
+    def __init__(self, folder: Path, dtype: str):
+        import torch
+
+        from common.logprobs import load_causal_lm
+
+        self.model = load_causal_lm(str(folder), dtype, None, False)
+        self.tied_embeddings = bool(self.model.config.tie_word_embeddings)
+        self.device = torch.device("cpu")
+
+    def score(self, row: Any, temperature: float) -> Any:
+        import torch
+
+        from common.logprobs import score_row
+
+        with torch.no_grad():
+            return score_row(self.model, row, temperature, 1024)[0]
+
+    def parameter_names(self) -> list[tuple[str, int]]:
+        return [(n, p.numel() * p.element_size()) for n, p in self.model.named_parameters()]
+
+    def full_parameters(self, wanted: Any) -> Any:
+        return ((n, p.detach()) for n, p in self.model.named_parameters() if wanted(n))
+
+    def disturb(self) -> None:
+        """A step's worth of change, so that stale weights would fail the canary."""
+        import torch
+
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p.add_(torch.randn(p.shape[-1], dtype=p.dtype), alpha=0.01)
+
+
+def settings(shape: str, dtype: str, scratch: Path) -> tuple[Any, Path]:
+    from common.config import Config
+
+    folder = ROOT / ".cache" / "bench" / shape
+    if not (folder / "model.safetensors").is_file():
+        make_model(shape, folder)
+    config = Config.model_validate(
+        {
+            "run": {"output_dir": str(scratch / "run")},
+            "model": {"path": str(folder), "dtype": dtype},
+            "data": {"train": "unused.jsonl", "max_prompt_length": 64},
+            "sampler": {"num_generations": 8, "max_completion_length": 64},
+            "vllm": {"max_model_len": 128},
+        }
+    )
+    return config, folder
+
+
+def measure(config: Any, folder: Path, repeats: int) -> list[dict[str, float]]:
+    from common import weights
+    from sampler.engine import Engine
+    from sampler.reload import reload
+    from trainer.publish import Name, snapshot
+
+    engine, policy, ranks = Engine(config, num_gpus=0), Policy(folder, config.model.dtype), OneRank()
+    weights_dir, vocabulary, records = weights.default_dir(config), SHAPES_VOCABULARY, []
+    for version in range(repeats + 1):
+        start = time.monotonic()
+        write = snapshot(policy, ranks, Name(weights_dir, "run", "ab12", version), vocabulary, copies=True)  # type: ignore[arg-type]
+        taken = time.monotonic()
+        published = write(ranks)  # type: ignore[arg-type]
+        written = time.monotonic()
+        parts = reload(engine, published, config)
+        seconds = {"snapshot_s": taken - start, "write_s": written - taken, "verify_s": parts.verify_s}
+        seconds |= {"load_s": parts.stall_s - parts.canary_s, "canary_s": parts.canary_s, "stall_s": parts.stall_s}
+        records.append({"version": version, "canary_max_diff": parts.canary_max_diff, **seconds})
+        weights.prune(weights_dir, [version], keep=2)
+        policy.disturb()
+    weights.remove_versions(weights_dir)
+    return records[1:]
+
+
+SHAPES_VOCABULARY = 512  # tokens of the tokenizer that all shapes share: what a canary may hold
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="1m")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "handover.jsonl")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tandem-bench-") as scratch:
+        config, folder = settings(arguments.shape, arguments.dtype, Path(scratch))
+        records = measure(config, folder, arguments.repeats)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    with open(arguments.out, "a") as file:
+        for record in records:
+            file.write(json.dumps({"shape": arguments.shape, "dtype": arguments.dtype, **record}) + "\n")
+    for part in PARTS:
+        values = [record[part] for record in records]
+        print(f"{part:<12}{statistics.median(values):8.4f}  ({min(values):.4f}–{max(values):.4f})")
+
+
+if __name__ == "__main__":
+    main()
