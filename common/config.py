@@ -74,6 +74,54 @@ class Reference(Section):
     its own groups. auto: launch.sh gives it to the side that has more time, by the estimate of `launch.sh plan`."""
 
 
+MAX_LORA_RANK = 512  # of vLLM
+
+
+class Lora(Section):
+    """Low-rank adapters beside frozen weights (arXiv 2106.09685); docs/lora.md. Off unless r is given."""
+
+    r: int = Field(0, ge=0)
+    """Rank of the adapters, for example 16: only they are trained. 0 = off, every weight is trained."""
+    alpha: int | None = Field(None, gt=0)
+    """An adapter counts alpha / r times. null = 2 · r."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Inputs of adapters dropped in training. The sampler drops none: above 0 the trainer's log-probs are those of
+    another network than the sampler's, so that ratios differ from 1 before the first step, and mismatch/* shows it."""
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    """Names of the layers that get adapters, such as [q_proj, v_proj]. all-linear: all but the output head."""
+    sync: Literal["adapter", "merged"] = "adapter"
+    """adapter: publish adapters alone, which vLLM applies beside the base weights. merged: publish whole weights with
+    the adapters added, for models whose adapters vLLM cannot apply."""
+
+    @property
+    def scale(self) -> int:
+        """alpha, as given or by default."""
+        return 2 * self.r if self.alpha is None else self.alpha
+
+    @property
+    def publishes_adapters(self) -> bool:
+        return self.r > 0 and self.sync == "adapter"
+
+    @model_validator(mode="after")
+    def _options_fit_together(self) -> Lora:
+        if self.r == 0:
+            given = sorted(name for name in self.model_fields_set if name != "r")
+            if changed := [n for n in given if getattr(self, n) != type(self).model_fields[n].default]:
+                raise ValueError(f"{changed[0]} does nothing without adapters; set lora.r=16, or remove it")
+            return self
+        names = self.target_modules if isinstance(self.target_modules, list) else ["all-linear"]
+        if not names:
+            raise ValueError("target_modules is empty; write target_modules: all-linear, or [q_proj, v_proj]")
+        if tied := [name for name in names if name.split(".")[-1] in ("embed_tokens", "lm_head", "wte")]:
+            raise ValueError(
+                f"target_modules {tied[0]}: embedding and output head get no adapters (they are often one matrix, and "
+                "the head runs in chunks); remove it"
+            )
+        if self.sync == "adapter" and self.r > MAX_LORA_RANK:
+            raise ValueError(f"vLLM applies adapters up to rank {MAX_LORA_RANK}, r is {self.r}; set lora.sync=merged")
+        return self
+
+
 class Data(Section):
     train: str | list[str]
     """`openai/gsm8k:main@train[:512]`, a .jsonl, .json or .parquet file, a folder, a save_to_disk folder, or a list."""
@@ -599,6 +647,7 @@ class Weights(Section):
 class Config(Section):
     run: Run = Run()
     model: Model
+    lora: Lora = Lora()
     reference: Reference = Reference()
     data: Data
     prompt: PromptTemplate = PromptTemplate()
@@ -650,6 +699,7 @@ class Config(Section):
         self._check_evaluation()
         self._check_lengths()
         self._check_critic()
+        self._check_lora()
         if self.trainer.max_steps % self.algorithm.steps_per_batch:
             n, m = self.trainer.max_steps, self.algorithm.steps_per_batch
             raise ValueError(
@@ -672,6 +722,16 @@ class Config(Section):
                 "weights.publish_every step with trainer.max_staleness 0 publishes weights that sample nothing: the "
                 "next groups start when the batch is done; set trainer.max_staleness=1, or weights.publish_every=batch"
             )
+
+    def _check_lora(self) -> None:
+        if not self.lora.publishes_adapters:
+            return
+        for name in ("enable_lora", "max_loras", "max_cpu_loras"):
+            if name in self.vllm:
+                raise ValueError(f"vllm.{name} follows from lora.r; remove it")
+        rank = self.vllm.get("max_lora_rank", self.lora.r)
+        if not (isinstance(rank, int) and rank >= self.lora.r):
+            raise ValueError(f"vllm.max_lora_rank {rank} is below lora.r {self.lora.r}; remove it, it follows from r")
 
     def _check_kl_horizon(self) -> None:
         n = self.prompts_per_batch * self.sampler.num_generations

@@ -1,4 +1,4 @@
-"""vLLM, in this process: submit prompts, step, collect completions with their log-probs; load new weights.
+"""vLLM, in this process: submit prompts, step, collect completions with their log-probs; load weights or adapters.
 
 The only file that imports vllm. The engine runs in-process (one process, real exceptions, nothing left behind by a
 SIGKILL), is stepped by the sampler's loop, and swaps weights between two steps. Every sampling value is given
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from common import lora
 from common.config import TIES, Config, UserError
 from common.types import FinishReason
 
@@ -71,6 +72,9 @@ class Engine:
         self._stop_token_ids = [] if self._ignore_eos else stop_token_ids(config)
         self._keys: dict[str, Any] = {}
         self._next_id = 0
+        self._applies_adapters = config.lora.publishes_adapters
+        self._num_adapters = 0  # loaded so far
+        self._adapter: Any = None  # of the present version, on top of the base weights
         self.version: int | None = None
 
     @property
@@ -133,16 +137,33 @@ class Engine:
         self._keys.clear()
 
     def load(self, folder: Path) -> None:
-        """Replaces the weights. The folder must have been verified: a failure inside leaves the engine unusable."""
+        """Replaces the weights, or the adapter where the run publishes adapters.
+
+        The folder must have been verified: a failure inside leaves the engine unusable. It is not read again later.
+        """
         assert not self._keys, "a group is sampled by one policy version: reload only between groups"
-        self._llm.collective_rpc("load_weights_from", args=(str(folder),))
+        if self._applies_adapters:
+            self._load_adapter(folder)
+        else:
+            self._llm.collective_rpc("load_weights_from", args=(str(folder),))
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: keys and values of the old weights are in it")
+
+    def _load_adapter(self, folder: Path) -> None:
+        """Under a number and a name that no adapter had before: vLLM knows weights and cached prefixes by them."""
+        if self._adapter is not None:
+            self._engine.remove_lora(self._adapter.lora_int_id)
+        self._num_adapters += 1
+        name = f"adapter-{self._num_adapters}"
+        self._adapter = self._vllm.lora.request.LoRARequest(name, self._num_adapters, str(folder))
+        self._engine.add_lora(self._adapter)
+        if (loaded := self._engine.list_loras()) != {self._num_adapters}:
+            raise RuntimeError(f"vLLM holds the adapters {loaded} instead of {self._num_adapters} alone")
 
     def _add(self, key: Any, prompt_ids: Sequence[int] | NDArray[np.int32], parameters: Any) -> None:
         request_id, self._next_id = str(self._next_id), self._next_id + 1
         prompt = {"prompt_token_ids": [int(t) for t in prompt_ids]}
-        self._engine.add_request(request_id, prompt, parameters)
+        self._engine.add_request(request_id, prompt, parameters, lora_request=self._adapter)
         self._keys[request_id] = key
 
 
@@ -248,4 +269,4 @@ def _engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
         # chunks makes vLLM rewind its seeded generator, which a CPU generator cannot do: the engine would raise.
         whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, max_model_len(config))}
         arguments |= {"enforce_eager": True, "block_size": 32} | whole_prompts
-    return arguments | config.vllm
+    return arguments | lora.engine_arguments(config) | config.vllm

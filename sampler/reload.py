@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from common import durable, weights
+from common import durable, lora, weights
 from common.config import Config
 from common.durable import failpoint
 from common.exits import Retryable
@@ -52,6 +52,7 @@ def reload(engine: Engine, published: Published, config: Config) -> Reloaded:
     try:
         manifest = weights.read_manifest(published)
         weights.copy_verified(published, manifest, private)
+        _require_expected(private, manifest, config)
         _require_finite(private, manifest)
         stalled = time.monotonic()
         try:
@@ -106,11 +107,19 @@ def _scratch_parent() -> Path:
     return memory if memory.is_dir() else Path(tempfile.gettempdir())
 
 
+def _require_expected(folder: Path, manifest: Manifest, config: Config) -> None:
+    """Adapters for an engine of adapters, whole weights for another: in the wrong place either would poison it."""
+    if config.lora.publishes_adapters:
+        lora.require_expected(folder, manifest.tensors, config)
+    elif lora.SETTINGS in manifest.files:
+        raise BadWeights(f"version {manifest.version} has adapters, and lora.r is 0 here: both sides need one config")
+
+
 def _require_finite(folder: Path, manifest: Manifest) -> None:
     import torch
     from safetensors import safe_open
 
-    for name in manifest.files:
+    for name in (name for name in manifest.files if name.endswith(".safetensors")):
         with safe_open(folder / name, framework="pt") as file:
             for tensor_name in file.keys():  # noqa: SIM118 - a safetensors handle is not a dict
                 if not torch.isfinite(file.get_tensor(tensor_name)).all():

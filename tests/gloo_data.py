@@ -124,6 +124,7 @@ def settings(folder: Path, name: str, stage: int, **sections: dict[str, Any]) ->
         "run": {"output_dir": folder / name},
         "model": {"path": str(folder / "model"), "dtype": "float32"},
         "reference": {},
+        "lora": {},
         "data": {"train": "unused.jsonl"},
         "sampler": {"num_generations": NUM_GENERATIONS, "temperature": TEMPERATURE, "max_completion_length": 12},
         "algorithm": {"beta": BETA},

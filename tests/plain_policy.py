@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from common import lora
+from common.config import Config
 from common.logprobs import load_causal_lm, score_row
 from common.packing import pack
+from trainer.exported import adapters
 
 
 class OneRank:
@@ -21,6 +26,8 @@ class OneRank:
 
 class PlainPolicy:
     """What trainer.publish needs of an Engine, around a transformers model without DeepSpeed."""
+
+    published_settings: bytes | None = None
 
     def __init__(self, folder: Path):
         self.model = load_causal_lm(str(folder), "float32", None, False)
@@ -46,3 +53,25 @@ class PlainPolicy:
     def logprobs(self, prompt: list[int], completion: list[int], temperature: float) -> np.ndarray:
         row = pack([(prompt, [completion])])
         return self.score(row, temperature).numpy()
+
+
+class AdaptedPolicy(PlainPolicy):
+    """What trainer.publish needs of an Engine that trains adapters."""
+
+    def __init__(self, config: Config):
+        self.model = load_causal_lm(config.model.path, "float32", None, False)
+        self.tied_embeddings = self.model.config.tie_word_embeddings
+        self.published_settings = lora.settings_file(lora.add_adapters(self.model, config))
+
+    def parameter_names(self) -> list[tuple[str, int]]:
+        return [(t.name, t.size) for t in adapters(self.model)]
+
+    def full_parameters(self, wanted: Callable[[str], bool]) -> Any:
+        return ((t.name, t.make()) for t in adapters(self.model) if wanted(t.name))
+
+    def disturb(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for tensor in adapters(self.model):
+                for p in tensor.parameters:
+                    p.add_(torch.randn(p.shape, generator=generator) * 0.1)

@@ -23,15 +23,15 @@ class PlainTraining:
     """What the engine must reproduce, without DeepSpeed, packing, micro-batches or the trainer's loss."""
 
     def __init__(self, model: Path, steps: int = NUM_STEPS, trainer: dict[str, Any] = TRAINER, **changes: Any):
-        from transformers import AutoModelForCausalLM, get_scheduler
+        from transformers import get_scheduler
 
         torch.set_num_threads(1)
         self.adv_estimator = changes.pop("adv_estimator", "grpo")
         self.scale_rewards = changes.pop("scale_rewards", "group" if self.adv_estimator == "grpo" else "none")
         self.entropy_coef = changes.pop("entropy_coef", 0.0)
         self.objective = Objective(**OBJECTIVE | changes)
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="sdpa")
-        named = list(self.model.named_parameters())
+        self.model = self.load(model)
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": [p for _, p in named if p.ndim > 1], "weight_decay": TRAINER["weight_decay"]},
@@ -49,6 +49,11 @@ class PlainTraining:
             self.step(batch(step))
             if step == 0:
                 self.gradient = self.gradients()
+
+    def load(self, model: Path) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="sdpa")
 
     def step(self, groups: Sequence[Group], batch: Sequence[Group] | None = None) -> None:
         """On a mini-batch of `batch`, or on the whole of it."""
@@ -103,7 +108,7 @@ class PlainTraining:
         return rollout.reward - self.objective.beta * sum(old - ref for old, ref in pairs)
 
     def gradients(self) -> dict[str, Tensor]:
-        return {name: p.grad.clone() for name, p in self.model.named_parameters()}
+        return {name: p.grad.clone() for name, p in self.model.named_parameters() if p.requires_grad}
 
 
 class PlainActorCritic(PlainTraining):

@@ -5,13 +5,7 @@ The yardstick is a plain training loop on one process: dense forwards, the oracl
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -26,6 +20,7 @@ from torch import Tensor
 from common import exits, weights
 from common.types import Group
 from tests.gloo_data import BETA, GROUPS_PER_STEP, NUM_STEPS, STAGES, TRAINER, VARIANTS, batch, group, settings, uneven
+from tests.launch_worker import launch
 from tests.plain_training import PlainActorCritic, PlainGroupPpo, PlainTraining
 from tests.tiny import VOCAB_SIZE, dense_logprobs, dense_values, tiny_model, tiny_reward_model
 from trainer.mini_batches import steps
@@ -59,7 +54,7 @@ class Runs:
         (self.of(ranks) / "model").symlink_to(self.model)
         (self.of(ranks) / "reference").symlink_to(self.reference)
         (self.of(ranks) / "critic").symlink_to(self.reward_model)
-        return self._start(ranks, "first")
+        return launch("tests.gloo_worker", self.of(ranks), ranks, "first")
 
     @cache  # noqa: B019
     def resumed(self, ranks: int) -> list[dict[str, Any]]:
@@ -69,37 +64,11 @@ class Runs:
             flip_byte(self.of(ranks) / f"train{stage}/checkpoints/step_{NUM_STEPS:06d}/model.safetensors")
             flip_byte(self.of(ranks) / f"critic{stage}/checkpoints/step_{NUM_STEPS:06d}/critic/model.safetensors")
         flip_byte(self.of(ranks) / f"segments1/checkpoints/step_{NUM_STEPS:06d}/model.safetensors")
-        return self._start(ranks, "resume")
+        return launch("tests.gloo_worker", self.of(ranks), ranks, "resume")
 
     def tensors(self, ranks: int, name: str) -> dict[str, Tensor]:
         self.first(ranks)
         return load_file(self.of(ranks) / f"{name}.safetensors")
-
-    def _start(self, ranks: int, start: str) -> list[dict[str, Any]]:
-        launcher = str(Path(sys.executable).with_name("deepspeed"))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        command = [sys.executable, launcher, "--num_gpus", str(ranks), "--master_port", str(port)]
-        command += ["--module", "tests.gloo_worker", str(self.of(ranks)), start]
-        log = self.of(ranks) / f"{start}.log"
-        with open(log, "wb") as output:
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                code = process.wait(timeout=200)
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-        assert code == 0, f"{' '.join(command)} ended with {code}:\n{log.read_text()[-6000:]}"
-        return [json.loads((self.of(ranks) / f"{start}-rank{r}.json").read_text()) for r in range(ranks)]
 
 
 def flip_byte(path: Path) -> None:

@@ -1,7 +1,8 @@
 """The best policy by a held-out metric: kept as output_dir/best, and the reason to stop early.
 
     best/  config.json  model-*.safetensors  tokenizer…  commit.json      a Hugging Face folder, made of the very files
-                                                                          that the sampler loaded and scored
+                                                                          that the sampler loaded and scored; or a
+                                                                          peft folder, where adapters are published
 
 An evaluation ends when the trainer is a batch further, so the weights come from the published version and not from the
 engine. Everything is decided from eval.jsonl, which a resume cuts back to its checkpoint: patience is counted as if the
@@ -18,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common import durable, weights
+from common import durable, lora, weights
 from common.config import Config, Eval
 from common.weights import Published
 from trainer.disk import Disk, on_rank_0, require_room
@@ -121,10 +122,13 @@ class Best:
         self._start(temporary, shards)
         for shard in shards:
             shutil.copyfile(shard, temporary / shard.name)
-        (temporary / "model.safetensors.index.json").write_text(json.dumps(index(shards), indent=1))
-        engine.model.config.save_pretrained(temporary)
-        if getattr(engine.model, "generation_config", None) is not None:
-            engine.model.generation_config.save_pretrained(temporary)
+        if engine.published_settings is not None:
+            shutil.copyfile(source / lora.SETTINGS, temporary / lora.SETTINGS)
+        else:
+            (temporary / "model.safetensors.index.json").write_text(json.dumps(index(shards), indent=1))
+            engine.model.config.save_pretrained(temporary)
+            if getattr(engine.model, "generation_config", None) is not None:
+                engine.model.generation_config.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         durable.write_file(temporary / COMMIT, self._commit_record(temporary, published, now))
         _commit(temporary, self.folder)

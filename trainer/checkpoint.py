@@ -1,6 +1,6 @@
 """Checkpoints: whole or invisible, and each one a model that transformers and vLLM load as it is.
 
-    checkpoints/step_000040/  config.json  model.safetensors  tokenizer…      a Hugging Face folder
+    checkpoints/step_000040/  config.json  model.safetensors  tokenizer…      a Hugging Face folder; with LoRA peft's
                               trainer/state/…                                 DeepSpeed: optimizer, scheduler, weights
                               critic/                                         where there is one, the same of it
                               commit.json                                     cursor, version, digest of every file
@@ -21,8 +21,9 @@ from typing import Any
 
 import blake3
 import torch
+from torch import Tensor
 
-from common import durable, weights
+from common import durable, lora, weights
 from common.config import UserError
 from trainer.critic import Critic
 from trainer.deepspeed_model import DeepSpeedModel
@@ -107,17 +108,21 @@ def save(  # noqa: PLR0913 two models, and all that a checkpoint is made of
 
 
 def _size(engine: DeepSpeedModel) -> int:
-    """Bytes of a checkpoint: the model twice, for transformers and for DeepSpeed, and AdamW's three float32 copies."""
-    model = sum(size for _, size in engine.parameter_names())
+    """Bytes of a checkpoint: what is trained twice, for others and for DeepSpeed, and AdamW's three float32 copies."""
+    trained = (p for p in engine.model.parameters() if p.requires_grad)
+    model = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in trained)
     return 2 * model + 12 * model // (2 if engine.dtype == "bfloat16" else 4)
 
 
 def _save_state(engine: DeepSpeedModel, exchange: Exchange, folder: Path) -> None:
     """DeepSpeed's state of every rank. Its own collectives must match, so a rank reports trouble only after them."""
     troubles: list[Exception] = []
+    is_lora = engine.adapter_settings is not None
 
     def write(state_dict: Any, path: str) -> None:
         try:
+            if is_lora:
+                state_dict = _without_base(state_dict)
             durable.write_with(Path(path), lambda file: torch.save(state_dict, file))
         except Exception as error:
             troubles.append(error)
@@ -134,8 +139,14 @@ def _save_state(engine: DeepSpeedModel, exchange: Exchange, folder: Path) -> Non
 
     engine.ds.checkpoint_engine.save, engine.ds.checkpoint_engine.makedirs = write, make_dirs
     engine.ds._copy_recovery_script = lambda _: None  # scripts that unpickle without a limit
-    engine.ds.save_checkpoint(str(folder), tag=_STATE_TAG, save_latest=False)
+    engine.ds.save_checkpoint(str(folder), tag=_STATE_TAG, save_latest=False, exclude_frozen_parameters=is_lora)
     together(exchange, report)
+
+
+def _without_base(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpeed leaves frozen parameters out, but not the second name of one: the tied head."""
+    module = state_dict.get("module") or {}
+    return state_dict | {"module": {name: tensor for name, tensor in module.items() if ".lora_" in name}}
 
 
 def _commit_record(engine: Engine, exchange: Exchange, folder: Path, progress: Progress) -> bytes:
@@ -168,7 +179,16 @@ def save_models(engine: Engine, critic: Critic | None, exchange: Exchange, token
 
 
 def save_model(engine: DeepSpeedModel, exchange: Exchange, tokenizer: Any, folder: Path) -> None:
-    """A Hugging Face folder: weights, config, generation config, tokenizer. Every rank calls it; rank 0 writes."""
+    """A Hugging Face folder: weights, config, generation config, tokenizer. Every rank calls it; rank 0 writes.
+
+    With LoRA a peft folder: adapters, their config and the tokenizer, for PeftModel.from_pretrained(base, folder).
+    """
+    settings = engine.adapter_settings
+    if settings is not None:
+        assert isinstance(engine, Engine)
+        found = dict(engine.whole(engine.adapters(), lambda _: exchange.rank == 0))
+        on_rank_0(exchange, lambda: _write_adapters(folder, found, settings, tokenizer))
+        return
     state = dict(engine.full_parameters(lambda _: exchange.rank == 0))
 
     def write() -> None:
@@ -178,6 +198,14 @@ def save_model(engine: DeepSpeedModel, exchange: Exchange, tokenizer: Any, folde
         tokenizer.save_pretrained(folder)
 
     on_rank_0(exchange, write)
+
+
+def _write_adapters(folder: Path, tensors: dict[str, Tensor], settings: bytes, tokenizer: Any) -> None:
+    from safetensors.torch import save_file
+
+    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / lora.WEIGHTS, metadata={"format": "pt"})
+    durable.write_file(folder / lora.SETTINGS, settings)
+    tokenizer.save_pretrained(folder)
 
 
 def commit_final(
@@ -243,7 +271,8 @@ def load(engine: Engine, folder: Path, critic: Critic | None = None) -> None:
 
 def _load_state(engine: DeepSpeedModel, folder: Path) -> None:
     engine.ds.checkpoint_engine.load = _load_without_code
-    path, _ = engine.ds.load_checkpoint(str(folder / "trainer"), tag=_STATE_TAG)
+    is_lora = engine.adapter_settings is not None  # the frozen weights are those of model.path, and not in the file
+    path, _ = engine.ds.load_checkpoint(str(folder / "trainer"), tag=_STATE_TAG, load_module_strict=not is_lora)
     if path is None:
         raise UserError(f"{folder} holds no DeepSpeed state for this rank")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from common.config import Config, UserError
 from trainer.deepspeed_config import Optimized, deepspeed_config
+from trainer.exported import Exported, parameters
 
 _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
@@ -74,7 +75,9 @@ def _free_port() -> int:
 
 
 class DeepSpeedModel:
-    """One model, moved by its own optimizer: the policy, or the critic."""
+    """One model, moved by its own optimizer: the policy, or the critic. Frozen parameters have no optimizer state."""
+
+    adapter_settings: bytes | None = None  # adapter_config.json, where only adapters are trained
 
     def __init__(self, config: Config, world_size: int, optimized: Optimized, model: Any, forward: torch.nn.Module):
         """model: a transformers model. forward: the module around it whose call DeepSpeed's hooks see."""
@@ -139,7 +142,8 @@ class DeepSpeedModel:
             seen.logical_or_(~torch.isfinite(gradient).all())
 
         for parameter in self.model.parameters():
-            parameter.register_hook(look)
+            if parameter.requires_grad:
+                parameter.register_hook(look)
 
     def gradients_are_finite(self) -> bool:
         """On every rank, since the last step. Every rank calls it."""
@@ -170,25 +174,34 @@ class DeepSpeedModel:
     def learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
+    def tensors(self) -> list[Exported]:
+        """What others read of this model: with adapters, those or the weights merged with them."""
+        return parameters(self.model)
+
     def parameter_names(self) -> list[tuple[str, int]]:
-        """(name, bytes) of every distinct parameter, in model order; a tied head appears once, as its embedding."""
-        return [(n, getattr(p, "ds_numel", p.numel()) * p.element_size()) for n, p in self.model.named_parameters()]
+        """(name, bytes) of every tensor that others read."""
+        return [(tensor.name, tensor.size) for tensor in self.tensors()]
 
     def full_parameters(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole CPU tensor) of the wanted parameters. Every rank iterates to the end (ZeRO-3 gathers)."""
+        """(name, whole CPU tensor) of those wanted. Every rank iterates to the end (ZeRO-3 gathers)."""
+        return self.whole(self.tensors(), wanted)
+
+    def whole(self, tensors: Sequence[Exported], wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+        """The same of any tensors that are made of this model's parameters."""
         import deepspeed
 
-        for name, parameter in self.model.named_parameters():
-            with deepspeed.zero.GatheredParameters([parameter], enabled=self.stage == 3):
-                if wanted(name):
-                    tensor = parameter.detach()
-                    yield name, tensor.cpu().clone() if self.stage == 3 else tensor.cpu()
+        for tensor in tensors:
+            with deepspeed.zero.GatheredParameters(list(tensor.parameters), enabled=self.stage == 3):
+                if wanted(tensor.name):
+                    made = tensor.make().cpu()
+                    yield tensor.name, made.clone() if self.stage == 3 else made
 
 
 def _parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed, others = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]  # adapters are all matrices
 
 
 def _optimizer(config: Config, optimized: Optimized) -> Callable[[Any], torch.optim.Optimizer]:
@@ -210,7 +223,7 @@ def _scheduler(config: Config, optimized: Optimized) -> Callable[[torch.optim.Op
 
 
 def _disable_dropout(model: torch.nn.Module) -> None:
-    """The sampler has none; with it here the ratio would compare two different networks."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
+    """The sampler has none; with it here the ratio would compare two different networks. lora.dropout is asked for."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout) and ".lora_dropout." not in name:
             module.p = 0.0

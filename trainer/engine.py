@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from common import lora
 from common.config import Config
 from common.logprobs import load_causal_lm, score_norms_of_row, score_terms
 from common.packing import PackedRow
 from common.stopwatch import Stopwatch
 from trainer.batch import MicroBatch, filler_row
 from trainer.deepspeed_config import policy_of
-from trainer.deepspeed_model import DeepSpeedModel
+from trainer.deepspeed_model import DeepSpeedModel, StepResult
+from trainer.exported import Exported, adapters, exported
 from trainer.losses import loss, token_objective
 from trainer.mismatch import by_cause
 
@@ -79,10 +82,24 @@ class Engine(DeepSpeedModel):
         model = load_causal_lm(
             config.model.path, config.model.dtype, config.model.revision, config.model.trust_remote_code
         )
+        if config.lora.r:
+            self.adapter_settings = lora.settings_file(lora.add_adapters(model, config))
         policy = Policy(model, config.trainer.logprob_chunk_size, config.algorithm.entropy_coef > 0)
         super().__init__(config, world_size, policy_of(config), model, policy)
         self.sums = Sums()
         self.head_time = Stopwatch(self.device)
+        self._micro_batch = 0
+
+    @property
+    def published_settings(self) -> bytes | None:
+        """adapter_config.json of every version; None where whole weights are published."""
+        return self.adapter_settings if self.config.lora.publishes_adapters else None
+
+    def tensors(self) -> list[Exported]:
+        return exported(self.model, self.config.lora)
+
+    def adapters(self) -> list[Exported]:
+        return adapters(self.model)
 
     def backward(
         self,
@@ -98,6 +115,8 @@ class Engine(DeepSpeedModel):
         now. Both measure and correct the mismatch only. Returns the log-probs [N], detached.
         """
         row = batch.row.to(self.device)
+        if self.config.lora.dropout:
+            self._seed_dropout()
         logprobs, entropy, log_mass = self.ds(row, self.config.sampler.temperature, self.head_time)
         old_logprobs, advantages, weights = (
             x.to(self.device) for x in (batch.old_logprobs, batch.advantages, batch.weights)
@@ -126,6 +145,16 @@ class Engine(DeepSpeedModel):
         for name, value in parts.items():
             setattr(self.sums, name, getattr(self.sums, name) + value)
         return logprobs
+
+    def step(self) -> StepResult:
+        self._micro_batch = 0
+        return super().step()
+
+    def _seed_dropout(self) -> None:
+        """A function of where the run is: a resumed run drops what an uninterrupted one does."""
+        place = self.config.run.seed, torch.distributed.get_rank(), self.ds.global_steps, self._micro_batch
+        torch.manual_seed(random.Random(repr(place)).getrandbits(63))
+        self._micro_batch += 1
 
     def _add_sums(
         self, share: Tensor, logprobs: Tensor, old: Tensor, entropy: Tensor, terms: Any, real: Tensor

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from common import durable, weights
+from common import durable, lora, weights
 from common.packing import pack
 from common.weights import Canary, FileInfo, Manifest, Published, TensorInfo
 from trainer.disk import on_rank_0, together
@@ -86,11 +86,15 @@ def snapshot(
         temporary.mkdir(parents=True, mode=0o700)
 
     def write() -> None:
-        _write_shard(temporary / weights.shard_name(exchange.rank, exchange.world_size), tensors)
+        if exchange.rank < len(shards):
+            _write_shard(temporary / shards[exchange.rank], tensors)
 
     def commit() -> None:
         nonlocal published
-        files, infos = _collect(temporary, exchange.world_size)
+        files, infos = _collect(temporary, shards)
+        if settings is not None:
+            durable.write_file(temporary / lora.SETTINGS, settings)
+            files[lora.SETTINGS] = weights.file_info(temporary / lora.SETTINGS)
         manifest = Manifest(name.run_id, name.incarnation, version, engine.tied_embeddings, files, infos, witness)
         published = weights.commit(temporary, final, manifest)
 
@@ -100,10 +104,15 @@ def snapshot(
         on_rank_0(ranks, commit)
         return published
 
+    settings = engine.published_settings
+    if settings is None:
+        shards = [weights.shard_name(rank, exchange.world_size) for rank in range(exchange.world_size)]
+    else:
+        shards = [lora.WEIGHTS]  # peft and vLLM read one file
     witness = canary(engine, vocab_size)
     names = engine.parameter_names()
-    mine = slices([size for _, size in names], exchange.world_size)[exchange.rank]
-    wanted = {names[i][0] for i in mine}
+    shares = dict(enumerate(slices([size for _, size in names], len(shards))))
+    wanted = {names[i][0] for i in shares.get(exchange.rank, ())}
     must_copy = copies and engine.device.type == "cpu"  # elsewhere it was copied here already
     slice_of = engine.full_parameters(lambda parameter: parameter in wanted)
     tensors = {key: t.clone() if must_copy else t.contiguous() for key, t in slice_of}
@@ -121,11 +130,11 @@ def _write_shard(shard: Path, tensors: dict[str, Tensor]) -> None:
     durable.write_file(shard.with_name(f"{shard.name}.digest"), digest)
 
 
-def _collect(folder: Path, count: int) -> tuple[dict[str, FileInfo], dict[str, TensorInfo]]:
+def _collect(folder: Path, shards: Sequence[str]) -> tuple[dict[str, FileInfo], dict[str, TensorInfo]]:
     """Digests by file and shapes by tensor, of all ranks' shards. Removes the files that carried the digests."""
     files: dict[str, FileInfo] = {}
     infos: dict[str, TensorInfo] = {}
-    for name in (weights.shard_name(rank, count) for rank in range(count)):
+    for name in shards:
         sidecar = folder / f"{name}.digest"
         files[name] = FileInfo(**json.loads(sidecar.read_text()))
         infos.update(weights.tensor_infos(folder / name))

@@ -197,6 +197,11 @@ def _stream(config: Config) -> dict[str, Any]:
                 "algorithm.kl_controller": config.algorithm.kl_controller,
                 "algorithm.steps_per_generation": config.algorithm.steps_per_generation,
                 "algorithm.shuffle_mini_batches": config.algorithm.shuffle_mini_batches,
+                # a checkpoint with adapters has no other weights
+                "lora.r": config.lora.r or None,
+                "lora.alpha": config.lora.scale or None,
+                "lora.target_modules": config.lora.target_modules if config.lora.r else None,
+                "model.path": config.model.path if config.lora.r else None,
             }
         )
     )
