@@ -6,6 +6,7 @@
 #   bash launch.sh eval CHECKPOINT [DATA] [key=value …]   pass@k, maj@k, format and length of a model, without a trainer
 #   bash launch.sh check config.yaml [completions.jsonl] [key=value …]   try the rewards before any GPU time is spent
 #   bash launch.sh setup | test [pytest arguments] | doctor [--imports] [--config FILE] | bench [--cells … --rows …]
+#   bash launch.sh bench objectives [--seeds … --steps …]   GRPO, PPO and GROUP PPO side by side on the quick start
 #   bash launch.sh report RUN_FOLDER | samples RUN_FOLDER [--step N] [--worst | --best]
 #
 # Read from the environment: PYTHON (3.11 or 3.12), BACKEND=auto|cpu|gpu, and everything that pip, Hugging Face, CUDA,
@@ -172,7 +173,9 @@ case $command in
     ;;
   bench)
     setup
-    exec .venv/bin/python benchmarks/bench.py "$@"
+    program=bench
+    if [[ ${1:-} == objectives ]]; then program=objectives && shift; fi
+    exec .venv/bin/python "benchmarks/$program.py" "$@"
     ;;
   report | samples)
     setup
