@@ -67,6 +67,7 @@ def require_model(path: str, revision: str | None = None) -> None:
     """Raises UserError if there is no such folder, or no network and nothing in the cache."""
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if Path(path).expanduser().is_dir():
+        check_model_folder(path)
         return
     if looks_local:
         raise UserError(
@@ -105,8 +106,10 @@ def _has_chat_template(folder: Path) -> bool:
 
 
 def check_model_folder(path: str) -> None:
-    """Raises UserError if this is a folder with an index that names anything but files of the folder."""
+    """Raises UserError if this is a folder of adapters, or has an index that names anything but its own files."""
     folder = Path(path).expanduser()
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise UserError(f"{folder} holds LoRA adapters, not a model; merge them first, see docs/lora.md")
     for index in sorted(folder.glob("*.index.json")) if folder.is_dir() else []:
         for name in _shard_names(index):
             if not isinstance(name, str) or not SHARD_NAME.fullmatch(name):

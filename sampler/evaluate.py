@@ -1,9 +1,10 @@
 """Evaluates a model, without a trainer:  bash launch.sh eval CHECKPOINT [DATA] [n=8] [temperature=0.6] [key=value …]
 
-CHECKPOINT is a run folder (its final/, else its newest checkpoint), a checkpoint of one, or any model with --config.
+CHECKPOINT is a run folder (its final/, else its newest checkpoint), a checkpoint of one, or any model with --config;
+a folder of LoRA adapters counts as one, on the base model of the config.
 Prompts, rewards and lengths are those of the run's own config.json; DATA is data.eval unless given; k=1,8 chooses the
-k of pass@k. Prints a table and writes eval.json and completions.jsonl. Left out: LoRA adapters that are not merged, and
-several models at once.
+k of pass@k. Prints a table and writes eval.json and completions.jsonl. Left out: several
+models at once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from common import durable, exits
+from common import durable, exits, lora
 from common.config import Config, UserError, load
 from common.panel import strip_escapes
 from common.redact import redacted
@@ -39,9 +40,16 @@ Decode = Callable[[list[list[int]]], list[str]]
 class Target:
     """What is evaluated, with which settings."""
 
-    model: str  # a folder or a hub id
+    model: str  # a folder or a hub id; with adapters their folder
     config: Path
     output: Path  # parent of the results
+    rank: int = 0  # of adapters, which need the config's own model.path as their base
+
+    def overrides(self) -> list[str]:
+        """What makes the config's model this one."""
+        if self.rank:
+            return [f"lora={{r: {self.rank}}}"]
+        return [f"model.path={json.dumps(self.model)}", "lora={}"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -57,9 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ks = [value for key, _, value in (word.partition("=") for word in overrides) if key == "k"]
     overrides = [_long(word) for word in overrides if not word.startswith("k=")]
     target = find(plain[0], given.config)
-    overrides += [f"model.path={json.dumps(target.model)}"]
+    overrides += target.overrides()
     overrides += [f"data.eval={json.dumps(plain[1])}"] if len(plain) > 1 else []
-    if Path(target.model).is_dir():
+    if Path(target.model).is_dir() and not target.rank:
         overrides.append("model.revision=null")
     config = load(target.config, [*overrides, "eval.val_only=false"])
     if config.data.eval is None:
@@ -86,9 +94,20 @@ def find(checkpoint: str, config: str | None) -> Target:
     if settings is None:
         raise UserError(f"{folder} is in no run folder; which prompts and rewards? Add --config configs/….yaml")
     model = _newest_model(folder) if is_run(folder) else folder
-    if not (model / "config.json").is_file():
-        raise UserError(f"{model} is no model: it has no config.json")
-    return Target(str(model), settings, (run_folder or Path("runs")) / "evaluations")
+    rank = _rank_of_adapters(model)
+    if not rank and not (model / "config.json").is_file():
+        raise UserError(f"{model} is no model: it has no config.json and no {lora.SETTINGS}")
+    return Target(str(model), settings, (run_folder or Path("runs")) / "evaluations", rank)
+
+
+def _rank_of_adapters(folder: Path) -> int:
+    """0 = there are none, or they stand beside a whole model."""
+    if (folder / "config.json").is_file() or not (folder / lora.SETTINGS).is_file():
+        return 0
+    try:
+        return int(json.loads((folder / lora.SETTINGS).read_text())["r"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{folder / lora.SETTINGS} is not peft's: {error!r}; save the adapters again") from None
 
 
 def is_run(folder: Path) -> bool:
@@ -134,35 +153,44 @@ def run(config: Config, ks: Sequence[int], target: Target, output: Path | None) 
     with RewardPool(config.rewards, columns=problems[0].columns) as pool:
         tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
         prompts = prompts_of("data.eval", problems, tokenizer, config)[: config.data.eval_size]
-        _say(f"{len(prompts)} problems × {config.eval.num_generations} completions of {config.model.path}")
+        model = f"{config.model.path} with the adapters {target.model}" if target.rank else target.model
+        _say(f"{len(prompts)} problems × {config.eval.num_generations} completions of {model}")
         begun = time.monotonic()
         import torch
 
         from sampler.engine import Engine
 
         engine = Engine(config, torch.cuda.device_count())
+        if target.rank:
+            _load_adapters(engine, Path(target.model))
         samples, failures = sample(
             config, prompts, pool, lambda ids: tokenizer.batch_decode(ids, skip_special_tokens=True), engine
         )
     result = report(samples, len(failures), ks, config.rewards)
-    folder = output or target.output / _label(config)
-    _write(folder, config, samples, result | {"seconds": time.monotonic() - begun})
+    folder = output or target.output / _label(config, target.model)
+    _write(folder, config, model, samples, result | {"seconds": time.monotonic() - begun})
     for reason in failures[:3]:
         _say(f"left out, a reward failed: {reason}")
     print(table(result))
     print(f"{folder}/eval.json  {folder}/completions.jsonl", flush=True)
 
 
-def _label(config: Config) -> str:
+def _load_adapters(engine: Engine, folder: Path) -> None:
+    try:
+        engine.load(folder.absolute())
+    except (ValueError, RuntimeError, OSError) as error:
+        raise UserError(f"{folder}: these adapters do not fit the model: {str(error)[:300]}") from error
+
+
+def _label(config: Config, model: str) -> str:
     """ "step_000040-test-n8-t0.6" """
     data = config.data.eval if isinstance(config.data.eval, str) else "data"
-    model = Path(config.model.path).name
-    words = f"{model}-{Path(data or '').stem}-n{config.eval.num_generations}-t{config.eval.temperature:g}"
+    words = f"{Path(model).name}-{Path(data or '').stem}-n{config.eval.num_generations}-t{config.eval.temperature:g}"
     return re.sub(r"[^A-Za-z0-9._-]+", "_", words)
 
 
-def _write(folder: Path, config: Config, samples: Sequence[dict[str, Any]], result: dict[str, Any]) -> None:
-    settings = config.eval.model_dump(mode="json") | {"model": config.model.path, "data": config.data.eval}
+def _write(folder: Path, config: Config, model: str, samples: Sequence[dict[str, Any]], result: dict[str, Any]) -> None:
+    settings = config.eval.model_dump(mode="json") | {"model": model, "data": config.data.eval}
     durable.make_dir(folder)
     record = json.dumps({"settings": redacted(settings)} | result, indent=1, ensure_ascii=False)
     durable.write_file(folder / "eval.json", record.encode(errors="replace"))

@@ -169,6 +169,21 @@ def test_a_checkpoint_knows_the_settings_of_its_run(run_folder: Path) -> None:
     assert (target.model, target.config) == (str(step), run_folder / "config.json")
 
 
+def test_a_folder_of_adapters_is_evaluated_on_the_runs_own_model(run_folder: Path) -> None:
+    (run_folder / "final").mkdir()
+    (run_folder / "final" / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 16}')
+    target = find(str(run_folder), None)
+    assert (target.model, target.rank) == (str(run_folder / "final"), 8)
+    config = load(target.config, target.overrides())
+    assert (config.model.path, config.lora.r, config.lora.publishes_adapters) == ("start", 8, True)
+    whole = find(str(run_folder / "checkpoints" / "step_000020"), None)
+    config = load(whole.config, ["lora.r=4", *whole.overrides()])
+    assert (config.model.path, config.lora.r) == (whole.model, 0)
+    (run_folder / "final" / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="adapter_config.json is not peft's"):
+        find(str(run_folder), None)
+
+
 def test_a_runs_own_settings_load_again(run_folder: Path) -> None:
     assert load(run_folder / "config.json").vllm == {"max_model_len": 999}
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from common import lora, weights
 from common.config import Config, UserError, load
+from common.model_folder import require_model
 from common.weights import BadWeights, Published
 from sampler.reload import reload
 from tests.plain_policy import AdaptedPolicy, OneRank
@@ -83,6 +84,12 @@ def test_layers_that_do_not_exist_are_named(model: Path, tmp_path: Path) -> None
     config = config_for(model, tmp_path, lora={"r": 4, "target_modules": ["query_proj"]})
     with pytest.raises(UserError, match=r"lora.target_modules \['query_proj'\]: .*not found"):
         AdaptedPolicy(config)
+
+
+def test_adapters_are_not_taken_for_a_model(tmp_path: Path) -> None:
+    (tmp_path / lora.SETTINGS).write_text("{}")
+    with pytest.raises(UserError, match=r"holds LoRA adapters, not a model; merge them first, see docs/lora.md"):
+        require_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("modules", ["all-linear", ["q_proj", "down_proj"]])
