@@ -127,10 +127,17 @@ def _load(config: Config, plan: BatchPlan, model: ModelDims, stage: int) -> Load
         checkpointing=config.model.gradient_checkpointing,
         chunk=config.trainer.logprob_chunk_size,
         passes=plan.num_iterations,
+        adapters=_adapters(config, model),
         critic=_critic(config, model),
         reference=reference,
         max_num_seqs=int(config.vllm.get("max_num_seqs", max_num_seqs(config))),
     )
+
+
+def _adapters(config: Config, model: ModelDims) -> int | None:
+    given = config.lora.target_modules
+    modules = None if isinstance(given, str) else {name.split(".")[-1] for name in given}
+    return model.adapter_parameters(config.lora.r, modules) if config.lora.r else None
 
 
 def _critic(config: Config, model: ModelDims) -> ModelDims | None:

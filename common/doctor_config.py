@@ -52,11 +52,13 @@ def _room(config: Config) -> Iterator[Check]:
         return
     if model is None:
         return
-    copy = (2 if config.model.dtype == "bfloat16" else 4) * model.parameters
+    width, lora = 2 if config.model.dtype == "bfloat16" else 4, config.lora
+    trained = model.adapter_parameters(lora.r) if lora.r else model.parameters
+    published = trained if lora.publishes_adapters else model.parameters
     kept = 0 if config.trainer.save_steps is None else config.trainer.save_limit + 1
-    # a checkpoint: the model for transformers and for DeepSpeed, and AdamW's three float32 copies; then final/
-    yield room("run.output_dir", config.run.output_dir, kept * (2 * copy + 12 * model.parameters) + copy)
-    yield room("weights.dir", weights.default_dir(config), (config.weights.keep + 2) * copy)
+    # a checkpoint: what is trained for transformers and for DeepSpeed, and AdamW's three float32 copies; then final/
+    yield room("run.output_dir", config.run.output_dir, (kept * (2 * width + 12) + width) * trained)
+    yield room("weights.dir", weights.default_dir(config), (config.weights.keep + 2) * width * published)
 
 
 def room(option: str, folder: Path, needed: float) -> Check:

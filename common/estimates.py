@@ -35,6 +35,7 @@ class Load:
     checkpointing: bool = False
     chunk: int = 1024  # trainer.logprob_chunk_size
     passes: int = 1
+    adapters: int | None = None  # parameters of LoRA, which alone are trained; None = every weight is
     critic: ModelDims | None = None
     reference: ModelDims | None = None
     reference_on: str = "sampler"
@@ -105,6 +106,9 @@ def trainer_memory(load: Load) -> TrainerMemory:
     """The peak in the backward pass of the longest possible micro-batch."""
     model, b = load.model, load.bytes_per_value
     weights, gradients, optimizer = states(model.parameters, load.dtype, load.ranks, load.zero_stage)
+    if load.adapters is not None:
+        added, gradients, optimizer = states(load.adapters, load.dtype, load.ranks, load.zero_stage)
+        weights += added
     if load.zero_stage == 3:  # gathered: two layers, or the embedding
         weights += b * max(2 * model.layer_parameters, model.vocab * model.hidden)
     critic = sum(states(load.critic.parameters, load.dtype, load.ranks, load.zero_stage)) if load.critic else 0.0
@@ -192,11 +196,12 @@ def cpu(cores: int) -> Device:
 
 
 def trainer_seconds(load: Load, device: Device) -> float:
-    """One batch of rollouts: forward and backward 6·N·T (8·N·T with checkpointing), for policy and critic; the
-    reference 2·N_ref·T once."""
+    """One batch of rollouts: forward and backward 6·N·T (8·N·T with checkpointing), for policy and critic; with
+    adapters 2·N·T less for the policy, whose weights need no gradient. The reference 2·N_ref·T once."""
     per_forward, tokens = 4 if load.checkpointing else 3, load.tokens_of_group
     frozen = load.reference_of("trainer")
     flops = per_forward * load.passes * sum(m.flops(tokens) for m in (load.model, load.critic) if m)
+    flops -= load.passes * load.model.flops(tokens) if load.adapters is not None else 0.0
     flops += frozen.flops(tokens) if frozen else 0.0
     return load.groups_per_batch * flops / (load.ranks * device.flops * _MFU)
 

@@ -50,6 +50,10 @@ def fit(config: Config, load: Load, place: Placement, machine: Machine) -> Fit:
     width = int(config.vllm.get("tensor_parallel_size", 1))
     sampler = sampler_memory(load, width)
     lines = [("trainer", f"{_gib(trainer.total)} per rank: {_parts(trainer)}")]
+    if load.adapters is not None:
+        share = load.adapters / load.model.parameters
+        counts = f"{load.adapters:,} beside {load.model.parameters:,} frozen parameters ({100 * share:.2g} %)"
+        lines.append(("adapters", f"rank {config.lora.r}: {counts}"))
     judged = _on_gpus if machine.gpus else _on_cpu
     more, problems = judged(config, load, place, machine, trainer, sampler)
     return Fit((*lines, *more, ("time", _times(config, load, machine, width))), tuple(problems))

@@ -8,6 +8,7 @@ is no estimate rather than a wrong one.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,14 @@ class ModelDims:
         """N = V·H (twice unless the head is tied to the embedding) + L · layer + H for the last norm."""
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         return embeddings + self.layers * self.layer_parameters + self.hidden
+
+    def adapter_parameters(self, r: int, modules: Collection[str] | None = None) -> int:
+        """r·(in + out) of the layers with these names, in every block; None = of all but the output head."""
+        h, queries, keys = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        wide = h + self.intermediate
+        sides = {"q_proj": h + queries, "k_proj": h + keys, "v_proj": h + keys, "o_proj": queries + h}
+        sides |= {"gate_proj": wide, "up_proj": wide, "down_proj": wide}
+        return self.layers * r * sum(n for name, n in sides.items() if modules is None or name in modules)
 
     @property
     def kv_values_per_token(self) -> int:

@@ -180,7 +180,7 @@ def test_a_folder_of_adapters_is_evaluated_on_the_runs_own_model(run_folder: Pat
     config = load(whole.config, ["lora.r=4", *whole.overrides()])
     assert (config.model.path, config.lora.r) == (whole.model, 0)
     (run_folder / "final" / "adapter_config.json").write_text("{}")
-    with pytest.raises(UserError, match="adapter_config.json is not peft's"):
+    with pytest.raises(UserError, match=r"adapter_config.json is not peft's"):
         find(str(run_folder), None)
 
 

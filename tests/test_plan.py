@@ -19,6 +19,7 @@ from common.estimates import (
     GIB,
     Device,
     Load,
+    cpu,
     known_device,
     layer_activations,
     sampler_memory,
@@ -170,6 +171,16 @@ def test_memory_of_a_trainer_rank_by_hand() -> None:
     assert memory.activations == layer + 28 * 2 * 1536 * tokens
     assert trainer_memory(load_of()).activations == 28 * layer
     assert memory.total == pytest.approx(sum([9 * N, memory.logits, memory.activations, 1.5 * GIB]))
+
+
+def test_adapters_alone_have_gradients_and_optimizer_state() -> None:
+    per_layer = (1536 + 1536) + 2 * (1536 + 256) + (1536 + 1536) + 3 * (1536 + 8960)
+    assert QWEN.adapter_parameters(16) == 28 * 16 * per_layer == 18_464_768
+    assert QWEN.adapter_parameters(16, {"q_proj", "down_proj"}) == 28 * 16 * (1536 + 1536 + 1536 + 8960)
+    memory = trainer_memory(load_of(adapters=18_464_768))
+    assert (memory.weights, memory.gradients, memory.optimizer) == (2 * (N + 18_464_768), 18_464_768, 6 * 18_464_768)
+    device = cpu(1)
+    assert trainer_seconds(load_of(adapters=1), device) == pytest.approx(trainer_seconds(load_of(), device) * 2 / 3)
 
 
 def test_a_critic_brings_its_own_states() -> None:
