@@ -141,7 +141,7 @@ def _adapters(config: Config, model: ModelDims) -> int | None:
 
 
 def _critic(config: Config, model: ModelDims) -> ModelDims | None:
-    if config.algorithm.adv_estimator != "gae":
+    if not config.algorithm.needs_critic:
         return None
     path = config.critic.path
     return read_dims(path, config.critic.revision) if path else model
