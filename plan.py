@@ -2,7 +2,7 @@
 
 Batches in the words of TRL, verl, EasyR1 and MindSpeed-RL, devices, memory, who will wait, the first prompt as the
 model sees it, and one call of the rewards on real rows. Loads no weights. Exit 1, with the nearest working settings, if
-the numbers do not divide or the run does not fit; 2 for a user error.  --gpus 3x32 plans for another machine.
+the run does not fit; 2 for a user error.  --gpus 3x32 plans for another machine.
 """
 
 from __future__ import annotations
@@ -38,18 +38,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--reference-side", action="store_true", help="say only what reference.on=auto decides")
     options, rest = parser.parse_known_args(arguments)
     path, overrides = parse(rest)
-    code = exits.USER_ERROR
     try:
         config = load(path, overrides)
         machine = _machine(options.gpus)
         place = placement(config, range(machine.gpus), sorted(os.sched_getaffinity(0)))
-        code = CANNOT  # what is wrong here has a nearest number that works
-        config.micro_batches(place.num_ranks)
-        code = exits.USER_ERROR
         return _reference_side(config, place, machine) if options.reference_side else _plan(config, place, machine)
     except UserError as error:
         print(f"tandem: {error}", file=sys.stderr)
-        return code
+        return exits.USER_ERROR
 
 
 def _plan(config: Config, place: Placement, machine: Machine) -> int:
@@ -62,6 +58,8 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
     problems = load_data("data.train", config.data.train, config.data)
     plan = batch_plan(config, place.num_ranks, len(problems))
     _print("batch", _batch_lines(config, plan))
+    if uneven := config.uneven_work(place.num_ranks):
+        print(f"tandem: {uneven}", file=sys.stderr)
     _print("devices", [("sampler", place.sampler_place), ("trainer", place.trainer_place)])
     if model is None:
         _print("memory", [("", f"{config.model.path} is no Llama, Qwen2, Qwen3 or Mistral: no estimate")])
@@ -113,6 +111,7 @@ def _load(config: Config, plan: BatchPlan, model: ModelDims, stage: int) -> Load
         reference = read_dims(given.path, given.revision) if given.path else model
     from sampler.engine import max_num_seqs
 
+    budget = config.trainer.max_tokens_per_micro_batch
     return Load(
         model=model,
         dtype=config.model.dtype,
@@ -121,7 +120,8 @@ def _load(config: Config, plan: BatchPlan, model: ModelDims, stage: int) -> Load
         prompt=config.data.max_prompt_length,
         completion=config.sampler.max_completion_length,
         num_generations=plan.num_generations,
-        groups_per_micro_batch=config.trainer.groups_per_micro_batch,
+        groups_per_micro_batch=config.groups_at_once if budget is None else max(1.0, budget / config.longest_group),
+        has_token_budget=budget is not None,
         groups_per_batch=plan.prompts,
         shares_prompt=config.trainer.packing == "shared",
         checkpointing=config.model.gradient_checkpointing,

@@ -1,8 +1,8 @@
 """The numbers that follow from a batch's settings, in the words of the frameworks people come from. Pure.
 
 One batch of rollouts is `mini_batches` optimizer steps in one pass, each of them `accumulation` forward and backward
-passes on every rank. Rows are whole prompts here and whole sequences where a framework counts sequences. Left out:
-batches by token count.
+passes on every rank. Rows are whole prompts here and whole sequences where a framework counts sequences. Where the
+groups of a step do not divide over the ranks, "per rank" is the busiest one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ class BatchPlan:
     num_generations: int
     ranks: int
     mini_batches: int  # optimizer steps in one pass over the batch
-    micro_sequences: int  # in one forward of one rank
+    micro_sequences: int  # in one forward of one rank; with a budget of tokens, of the longest groups
     num_rows: int | None = None  # of the data set; None = not known
     num_iterations: int = 1  # passes
+    max_tokens: int | None = None  # of one forward, instead of a number of sequences
+    longest_group: int | None = None  # its tokens as packed
 
     @property
     def sequences(self) -> int:
@@ -33,7 +35,7 @@ class BatchPlan:
 
     @property
     def sequences_per_rank(self) -> int:
-        return self.sequences // self.ranks
+        return self.sequences_per_update_and_rank * self.mini_batches
 
     @property
     def prompts_per_update(self) -> int:
@@ -41,12 +43,12 @@ class BatchPlan:
 
     @property
     def sequences_per_update_and_rank(self) -> int:
-        return self.sequences_per_rank // self.mini_batches
+        return math.ceil(self.prompts_per_update / self.ranks) * self.num_generations
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of one rank in one optimizer step."""
-        return self.sequences_per_update_and_rank // self.micro_sequences
+        """Micro-batches of one rank in one optimizer step; with a budget of tokens, if all groups are the longest."""
+        return math.ceil(self.sequences_per_update_and_rank / self.micro_sequences)
 
     @property
     def updates_per_batch(self) -> int:
@@ -59,17 +61,17 @@ class BatchPlan:
 
 
 def batch_plan(config: Config, ranks: int, num_rows: int | None = None) -> BatchPlan:
-    """Raises UserError, with the nearest numbers that work, if the groups do not divide over the ranks."""
-    config.micro_batches(ranks)
     mini_batches = config.algorithm.steps_per_generation
     return BatchPlan(
         prompts=config.prompts_per_batch,
         num_generations=config.sampler.num_generations,
         ranks=ranks,
         mini_batches=mini_batches,
-        micro_sequences=config.trainer.groups_per_micro_batch * config.sampler.num_generations,
+        micro_sequences=config.groups_at_once * config.sampler.num_generations,
         num_rows=num_rows,
         num_iterations=config.algorithm.num_iterations,
+        max_tokens=config.trainer.max_tokens_per_micro_batch,
+        longest_group=config.longest_group,
     )
 
 
@@ -78,7 +80,8 @@ def one_line(plan: BatchPlan) -> str:
     batch = f"{plan.prompts:,} problems × {plan.num_generations} completions = {plan.sequences:,} sequences a batch"
     per_rank = f", {plan.sequences_per_rank:,} per rank" if plan.ranks > 1 else ""
     updates, micro = _count(plan.updates_per_batch, "optimizer step"), _count(plan.accumulation, "micro-batch", "es")
-    return f"{batch}{per_rank}; {updates} of {micro}"
+    budget = "" if plan.max_tokens is None else f" of {plan.max_tokens:,} tokens, or fewer"
+    return f"{batch}{per_rank}; {updates} of {micro}{budget}"
 
 
 def lines(plan: BatchPlan) -> Iterator[tuple[str, str, str]]:
@@ -104,14 +107,7 @@ def lines(plan: BatchPlan) -> Iterator[tuple[str, str, str]]:
         f"verl ppo_mini_batch_size {p.prompts_per_update} · EasyR1 actor.global_batch_size {p.prompts_per_update} · "
         f"MindSpeed-RL mini_batch_size {p.prompts_per_update * p.num_generations}",
     )
-    yield (
-        "micro-batches",
-        f"{p.micro_sequences} sequences in one forward of one rank; {_count(p.accumulation, 'accumulation step')}",
-        f"TRL per_device_train_batch_size {p.micro_sequences}, gradient_accumulation_steps {p.accumulation}, "
-        f"steps_per_generation {per_generation} · verl ppo_micro_batch_size_per_gpu {p.micro_sequences} · EasyR1 "
-        f"micro_batch_size_per_device_for_update {p.micro_sequences} · MindSpeed-RL micro_batch_size "
-        f"{p.micro_sequences}",
-    )
+    yield _micro_batches(p, per_generation)
     if p.num_iterations > 1:
         yield (
             "passes",
@@ -127,6 +123,26 @@ def lines(plan: BatchPlan) -> Iterator[tuple[str, str, str]]:
             + (f", {exact * p.updates_per_batch:.4g} optimizer steps" if p.updates_per_batch > 1 else ""),
             f"verl, EasyR1 and MindSpeed-RL drop the rest: {_count(whole, 'step')} an epoch",
         )
+
+
+def _micro_batches(p: BatchPlan, per_generation: int) -> tuple[str, str, str]:
+    if p.max_tokens is not None and p.longest_group is not None:
+        alone = ", and then trains alone" if p.longest_group > p.max_tokens else ""
+        return (
+            "micro-batches",
+            f"whole groups up to {p.max_tokens:,} tokens in one forward of one rank; the longest group has "
+            f"{p.longest_group:,}{alone}; at most about {_count(p.accumulation, 'accumulation step')}",
+            f"verl use_dynamic_bsz True, ppo_max_token_len_per_gpu {p.max_tokens} (it counts a prompt once per "
+            "completion) · TRL, EasyR1 and MindSpeed-RL count sequences",
+        )
+    return (
+        "micro-batches",
+        f"{p.micro_sequences} sequences in one forward of one rank; {_count(p.accumulation, 'accumulation step')}",
+        f"TRL per_device_train_batch_size {p.micro_sequences}, gradient_accumulation_steps {p.accumulation}, "
+        f"steps_per_generation {per_generation} · verl ppo_micro_batch_size_per_gpu {p.micro_sequences} · EasyR1 "
+        f"micro_batch_size_per_device_for_update {p.micro_sequences} · MindSpeed-RL micro_batch_size "
+        f"{p.micro_sequences}",
+    )
 
 
 def epochs(plan: BatchPlan, max_steps: int) -> float | None:

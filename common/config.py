@@ -557,9 +557,12 @@ class Trainer(Section):
     max_steps: int = Field(200, gt=0)
     """Optimizer steps."""
     prompts_per_step: int = Field(8, gt=0)
-    """Groups per optimizer step, over all ranks: a mini-batch where algorithm.steps_per_generation is above 1."""
+    """Groups per optimizer step over all ranks, any number: a mini-batch where algorithm.steps_per_generation > 1."""
     groups_per_micro_batch: int = Field(1, gt=0)
     """Whole groups in one forward and backward of one rank. Does not change the update, only memory and speed."""
+    max_tokens_per_micro_batch: int | None = Field(None, gt=0)
+    """Instead of groups_per_micro_batch: as many whole groups as have this many tokens as packed, with a shared prompt
+    counted once. A larger group trains alone. null = groups_per_micro_batch."""
     packing: Literal["shared", "flat", "off"] = "shared"
     """shared: a prompt is computed once for its whole group. flat: once per completion, without padding. off: a dense
     padded batch. The update is the same; shared is the fastest."""
@@ -816,17 +819,32 @@ class Config(Section):
         return self.prompts_per_batch * (1 + self.trainer.max_staleness)
 
     def micro_batches(self, world_size: int) -> int:
-        """Micro-batches per optimizer step on each rank. Raises UserError if groups do not divide evenly."""
-        prompts, micro = self.trainer.prompts_per_step, self.trainer.groups_per_micro_batch
-        unit = world_size * micro
-        if prompts % unit:
-            near = sorted({max(unit, prompts // unit * unit), math.ceil(prompts / unit) * unit})
-            raise UserError(
-                f"trainer.prompts_per_step {prompts} does not divide by {world_size} ranks × "
-                f"groups_per_micro_batch {micro} = {unit}. Nearest: trainer.prompts_per_step="
-                + " or ".join(str(n) for n in near)
-            )
-        return prompts // unit
+        """Micro-batches per optimizer step on each rank; with a budget of tokens, of the longest groups possible."""
+        return math.ceil(self.trainer.prompts_per_step / (world_size * self.groups_at_once))
+
+    @property
+    def groups_at_once(self) -> int:
+        """Groups in one micro-batch; with a budget of tokens, of the longest possible."""
+        budget = self.trainer.max_tokens_per_micro_batch
+        return self.trainer.groups_per_micro_batch if budget is None else max(1, budget // self.longest_group)
+
+    @property
+    def longest_group(self) -> int:
+        """Tokens of the longest group there can be, as packed."""
+        count, completion = self.sampler.num_generations, self.sampler.max_completion_length
+        return (1 if self.trainer.packing == "shared" else count) * self.data.max_prompt_length + count * completion
+
+    def uneven_work(self, world_size: int) -> str | None:
+        """What to say when some ranks have a group more than others and those wait. The update is the same."""
+        prompts = self.trainer.prompts_per_step
+        if prompts % world_size == 0:
+            return None
+        least, even = prompts // world_size, math.ceil(prompts / world_size) * world_size
+        near = " or ".join(str(n) for n in (even - world_size, even) if n)
+        return (
+            f"trainer.prompts_per_step {prompts} on {world_size} ranks: some train {least + 1} groups a step, the "
+            f"others {least} and then wait. Even would be trainer.prompts_per_step={near}"
+        )
 
 
 def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:

@@ -38,7 +38,6 @@ def config_checks(path: str) -> Iterator[Check]:
 def _devices(config: Config) -> Check:
     try:
         place = placement(config, visible_gpus(os.environ), sorted(os.sched_getaffinity(0)))
-        config.micro_batches(place.num_ranks)
     except UserError as error:
         return Check(False, "devices: the config asks for others than there are", str(error))
     return Check(True, f"devices: sampler on {place.sampler_place}, trainer on {place.trainer_place}")

@@ -29,13 +29,14 @@ class Load:
     prompt: int  # P, the longest
     completion: int  # C, the longest
     num_generations: int  # G
-    groups_per_micro_batch: int
+    groups_per_micro_batch: float  # of the longest; with a budget of tokens as many as it holds, at least 1
     groups_per_batch: int
     shares_prompt: bool = True
     checkpointing: bool = False
     chunk: int = 1024  # trainer.logprob_chunk_size
     passes: int = 1
     adapters: int | None = None  # parameters of LoRA, which alone are trained; None = every weight is
+    has_token_budget: bool = False  # trainer.max_tokens_per_micro_batch
     critic: ModelDims | None = None
     reference: ModelDims | None = None
     reference_on: str = "sampler"
@@ -112,7 +113,7 @@ def trainer_memory(load: Load) -> TrainerMemory:
     if load.zero_stage == 3:  # gathered: two layers, or the embedding
         weights += b * max(2 * model.layer_parameters, model.vocab * model.hidden)
     critic = sum(states(load.critic.parameters, load.dtype, load.ranks, load.zero_stage)) if load.critic else 0.0
-    chunk = min(load.chunk, load.groups_per_micro_batch * load.num_generations * load.completion)
+    chunk = min(load.chunk, int(load.groups_per_micro_batch * load.num_generations * load.completion))
     logits = (b + 16) * model.vocab * chunk  # in dtype, float32, scaled, probabilities, and their product
     larger = max((m for m in (model, load.critic) if m), key=lambda m: m.layers * m.hidden)
     frozen = load.reference_of("trainer")
@@ -227,9 +228,12 @@ def smaller(load: Load, budget: float) -> tuple[list[str], Load] | None:
 
     Only settings without which it would not fit are kept.
     """
+    one_group = "trainer.groups_per_micro_batch=1"
+    if load.has_token_budget:
+        one_group = f"trainer.max_tokens_per_micro_batch={load.tokens_of_group}"
     options: list[tuple[str, dict[str, int | bool]]] = [
         ("model.gradient_checkpointing=true", {"checkpointing": True}),
-        ("trainer.groups_per_micro_batch=1", {"groups_per_micro_batch": 1}),
+        (one_group, {"groups_per_micro_batch": 1}),
         ("trainer.logprob_chunk_size=256", {"chunk": 256}),
         ("deepspeed.zero_optimization.stage=2", {"zero_stage": 2}),
         ("deepspeed.zero_optimization.stage=3", {"zero_stage": 3}),

@@ -41,7 +41,6 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config = load(path, overrides)
         place = placement(config, visible_gpus(os.environ), sorted(os.sched_getaffinity(0)))
-        config.micro_batches(place.num_ranks)
         require_packages(config.run.report_to)
         folder, is_quickstart = config.run.output_dir, path.resolve() == QUICKSTART
         if config.eval.val_only:

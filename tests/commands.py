@@ -35,12 +35,12 @@ def make_task(folder: Path) -> Path:
     return folder
 
 
-def run(script: str, config: Path, *overrides: str, world_size: int | None = None) -> Ended:
+def run(script: str, config: Path, *overrides: str) -> Ended:
     """`python sampling.py --config …` and its like; "check", "plan" and "run" are the commands of launch.sh."""
     start = {"check": ["-m", "sampler.check"], "plan": ["plan.py"], "run": ["-m", "common.supervise"]}
     command = start.get(script, [script, "--config"])
     env = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "FAILPOINT")}
-    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | ({"WORLD_SIZE": str(world_size)} if world_size else {})
+    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, *command, str(config), *overrides],

@@ -147,10 +147,10 @@ def group(group_id: int, beta: float = BETA) -> Group:
 
 
 def uneven(group_id: int) -> Item:
-    """Without KL, everything that falls to rank 1 of 2 is dead or a tombstone; rank 0 has work."""
+    """Without KL, only the first group has work; all others are dead or tombstones, so of 2 ranks one has nothing."""
     if group_id == 3:
         return Tombstone(group_id, 0, "reward timed out")
-    return random_group(group_id, VOCAB_SIZE, DEAD if group_id % 2 else REWARDS[group_id])
+    return random_group(group_id, VOCAB_SIZE, DEAD if group_id else REWARDS[group_id])
 
 
 def dead(group_id: int) -> Item:
@@ -163,7 +163,7 @@ def half_dead(group_id: int) -> Item:
 
 
 def poisoned(group_id: int) -> Item:
-    """The first step has a NaN reward, and so NaN advantages, in one group; with two ranks it falls to rank 1."""
+    """The first step has a NaN reward, and so NaN advantages, in one group; with two ranks it falls to one of them."""
     if group_id == 1:
         return random_group(group_id, VOCAB_SIZE, NAN, beta=BETA)
     return group(group_id if group_id < GROUPS_PER_STEP else group_id - GROUPS_PER_STEP)

@@ -54,9 +54,17 @@ class Stack:
 
     def run(self, name: str, ranks: int, stage: int, environment: dict[int, dict[str, str]], **sections: Any) -> Life:
         """One start of all ranks in folder/name. environment: what is set for single ranks, such as FAILPOINT."""
-        assert self._process.stdin and self._process.stdout
         request = {"name": name, "ranks": ranks, "stage": stage, "sections": sections}
-        request["environment"] = [environment.get(rank, {}) for rank in range(ranks)]
+        return self._ask(request | {"environment": [environment.get(rank, {}) for rank in range(ranks)]})
+
+    def call(self, module: str, name: str, ranks: int, within_s: float) -> Life:
+        """As `run`, but each rank calls `module.work(folder/name)` instead of training."""
+        request = {"name": name, "ranks": ranks, "call": module, "within_s": within_s}
+        return self._ask(request | {"environment": [{}] * ranks})
+
+    def _ask(self, request: dict[str, Any]) -> Life:
+        assert self._process.stdin and self._process.stdout
+        name, ranks = request["name"], request["ranks"]
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
@@ -104,7 +112,7 @@ def fork(body: Any) -> int:
 
 def rank_of(request: dict[str, Any], folder: Path, rank: int, port: int) -> int:
     """A child's life."""
-    signal.alarm(int(RUN_S))
+    signal.alarm(int(request.get("within_s", RUN_S)))
     log = os.open(log_of(folder / request["name"], rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -112,6 +120,9 @@ def rank_of(request: dict[str, Any], folder: Path, rank: int, port: int) -> int:
     os.environ.update({name: str(value) for name, value in where.items()}, MASTER_ADDR="127.0.0.1")
     os.environ.update(request["environment"][rank])
     from common import exits
+
+    if module := request.get("call"):
+        return exits.run("trainer", lambda: importlib.import_module(module).work(folder / request["name"]))
     from tests.gloo_data import settings
     from trainer import disk, start
     from trainer.loop import Trainer
@@ -168,7 +179,7 @@ def prepare(folder: Path) -> int:
 
 def warm_up(folder: Path) -> int:
     """A short run, for the list of everything that it imports on the way."""
-    request = {"name": "warm-up", "ranks": 1, "stage": 1, "environment": [{}]}
+    request = {"name": "warm-up", "ranks": 1, "stage": 1, "environment": [{}], "within_s": 4 * RUN_S}
     request["sections"] = {"trainer": {"max_steps": 1, "lr_scheduler_type": "constant", "warmup_steps": 0}}
     code = rank_of(request, folder, 0, free_port())
     (folder / "modules.json").write_text(json.dumps(sorted(sys.modules)))

@@ -332,22 +332,31 @@ def test_addresses_that_both_sides_can_use(tmp_path: Path, address: str) -> None
     assert load(write(tmp_path, GOOD), [f"channel.endpoint={address}"]).channel.endpoint == address
 
 
-@pytest.mark.parametrize(
-    ("prompts", "micro", "ranks", "nearest"),
-    [(8, 1, 3, "6 or 9"), (10, 4, 2, "8 or 16"), (1, 1, 3, "3")],
-)
-def test_groups_that_do_not_divide_name_the_nearest_numbers_that_do(
-    tmp_path: Path, prompts: int, micro: int, ranks: int, nearest: str
-) -> None:
+def counted(tmp_path: Path, prompts: int, micro: int) -> Config:
     settings = [f"trainer.prompts_per_step={prompts}", f"trainer.groups_per_micro_batch={micro}"]
-    with pytest.raises(UserError) as caught:
-        load(write(tmp_path, GOOD), settings).micro_batches(ranks)
-    assert str(caught.value).endswith(f" Nearest: trainer.prompts_per_step={nearest}")
+    return load(write(tmp_path, GOOD), settings)
 
 
-def test_micro_batches_per_rank(tmp_path: Path) -> None:
-    config = load(write(tmp_path, GOOD), ["trainer.prompts_per_step=24", "trainer.groups_per_micro_batch=3"])
-    assert config.micro_batches(2) == 4  # 24 groups, 2 ranks, 3 each: 24 / 6
+@pytest.mark.parametrize(
+    ("prompts", "ranks", "says"),
+    [
+        (8, 3, "train 3 groups a step, the others 2 and then wait. Even would be trainer.prompts_per_step=6 or 9"),
+        (1, 3, "train 1 groups a step, the others 0 and then wait. Even would be trainer.prompts_per_step=3"),
+    ],
+)
+def test_ranks_that_will_wait_are_announced_with_the_nearest_even_numbers(
+    tmp_path: Path, prompts: int, ranks: int, says: str
+) -> None:
+    assert (counted(tmp_path, prompts, 1).uneven_work(ranks) or "").endswith(says)
+
+
+def test_groups_that_divide_by_the_ranks_need_no_word_whatever_the_micro_batches(tmp_path: Path) -> None:
+    assert [counted(tmp_path, 10, 4).uneven_work(ranks) for ranks in (1, 2, 5)] == [None] * 3
+
+
+@pytest.mark.parametrize(("prompts", "micro", "ranks", "expected"), [(24, 3, 2, 4), (10, 4, 2, 2), (1, 1, 4, 1)])
+def test_micro_batches_per_rank(tmp_path: Path, prompts: int, micro: int, ranks: int, expected: int) -> None:
+    assert counted(tmp_path, prompts, micro).micro_batches(ranks) == expected  # 24 groups, 2 ranks, 3 each: 24 / 6
 
 
 def test_loading_takes_under_a_second_and_no_torch() -> None:

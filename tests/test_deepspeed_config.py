@@ -135,9 +135,9 @@ def test_a_contradiction_is_refused_with_both_settings(given: dict[str, Any], me
     assert message in str(error.value)
 
 
-def test_groups_that_do_not_divide_by_the_ranks_are_refused() -> None:
-    with pytest.raises(UserError, match=r"prompts_per_step 8 does not divide by 3 ranks"):
-        deepspeed_config(settings({}), world_size=3)
+def test_groups_that_do_not_divide_by_the_ranks_are_rounded_up_to_whole_micro_batches() -> None:
+    result = deepspeed_config(settings({}), world_size=3)  # 8 groups in micro-batches of 2: 3 · 2 and 2 more
+    assert (result["gradient_accumulation_steps"], result["train_batch_size"]) == (2, 12)
 
 
 @pytest.mark.parametrize(("text", "message"), [("{", "cannot be read as JSON"), ("[1]", "holds a list")])

@@ -217,11 +217,13 @@ def test_12_what_vllm_says_of_memory_is_still_what_we_look_for(file: str, said: 
     assert signs and all(sign in source for sign in signs)
 
 
-def test_13_ranks_that_do_not_divide_the_batch(task: Path) -> None:
+@BOTH
+def test_13_steps_that_do_not_divide_into_batches(task: Path, script: str) -> None:
+    """Groups and ranks need not divide: test_uneven_ranks.py."""
     check(
-        run("training_worker.py", task / "run.yaml", world_size=3),
-        "trainer.prompts_per_step 8 does not divide by 3 ranks × groups_per_micro_batch 1 = 3",
-        "Nearest: trainer.prompts_per_step=6 or 9",
+        run(script, task / "run.yaml", "trainer.max_steps=200", "algorithm.steps_per_generation=3"),
+        "trainer.max_steps 200 does not divide by algorithm.num_iterations 1 × steps_per_generation 3",
+        "set trainer.max_steps=201",
     )
 
 

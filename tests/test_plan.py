@@ -82,6 +82,24 @@ def test_a_config_counts_whole_groups() -> None:
     assert epochs(plan, 100) == 2.0
 
 
+def test_groups_that_do_not_divide_are_counted_on_the_busiest_rank() -> None:
+    plan = batch_plan(config_of(trainer={"prompts_per_step": 10, "groups_per_micro_batch": 2}), 4)
+    assert (plan.sequences, plan.sequences_per_rank, plan.accumulation) == (80, 24, 2)  # three groups, two and one
+
+
+def test_a_budget_of_tokens_is_planned_for_the_longest_groups() -> None:
+    given = {"prompts_per_step": 16, "max_tokens_per_micro_batch": 6000}  # a group: 512 + 8 · 256 = 2,560 tokens
+    plan = batch_plan(config_of(trainer=given), 2)
+    assert (plan.micro_sequences, plan.accumulation) == (16, 4)  # two groups in a forward, eight on a rank
+    (said,) = [f"{value} = {elsewhere}" for what, value, elsewhere in lines(plan) if what == "micro-batches"]
+    assert "up to 6,000 tokens" in said and "the longest group has 2,560; at most about 4 accumulation steps" in said
+    assert "verl use_dynamic_bsz True, ppo_max_token_len_per_gpu 6000" in said
+    assert one_line(plan).endswith("1 optimizer step of 4 micro-batches of 6,000 tokens, or fewer")
+    alone = batch_plan(config_of(trainer=given | {"packing": "flat"}), 2)  # 8 · (512 + 256) = 6,144
+    assert alone.micro_sequences == 8
+    assert "the longest group has 6,144, and then trains alone" in str(list(lines(alone)))
+
+
 # ---- memory
 
 
@@ -382,7 +400,6 @@ def test_a_plan_shows_numbers_devices_prompt_and_rewards(task: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--gpus", "4x80", "sampler.devices=[3]"], 1, "Nearest: trainer.prompts_per_step=6 or 9"),
         (["trainer.max_step=5"], 2, "Did you mean trainer.max_steps?"),
         (["--gpus", "many"], 2, "write for example --gpus 8x80:A100"),
         (["--gpus", "1x80", "sampler.devices=[1]"], 2, "there is no GPU 1"),
@@ -408,6 +425,15 @@ def test_a_run_that_does_not_fit_exits_1_and_still_shows_the_rest(task: Path) ->
     code, out, err, _ = planned(task, "--gpus", "2x1")
     assert code == 1 and "What is 0+2?" in out
     assert "does not fit: a trainer rank needs about" in err
+
+
+def test_ranks_that_will_wait_are_mentioned_and_the_busiest_is_planned_for(task: Path) -> None:
+    code, out, err, _ = planned(
+        task, "--gpus", "4x80", "sampler.devices=[3]", "trainer.max_tokens_per_micro_batch=4096"
+    )
+    assert code == 0 and "Even would be trainer.prompts_per_step=6 or 9" in err
+    assert "8 × 8 = 64 in a batch; 24 per rank of 3" in out  # 3 groups of 8 on the busiest
+    assert "whole groups up to 4,096 tokens in one forward of one rank" in out
 
 
 def test_a_reward_that_cannot_read_the_gold_answers_is_mentioned(task: Path) -> None:

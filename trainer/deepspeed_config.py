@@ -49,15 +49,17 @@ def all_optimized(config: Config) -> list[Optimized]:
 def deepspeed_config(config: Config, world_size: int, optimized: Optimized | None = None) -> dict[str, Any]:
     """What deepspeed.initialize gets, by default for the policy. Raises UserError on a contradiction, naming both."""
     trainer, optimized = config.trainer, optimized or policy_of(config)
-    groups = "trainer.prompts_per_step (in groups)"
+    at_once, accumulation = config.groups_at_once, config.micro_batches(world_size)
+    groups = "trainer.prompts_per_step (in groups, rounded up)"
+    budget = "groups_per_micro_batch" if trainer.max_tokens_per_micro_batch is None else "max_tokens_per_micro_batch"
     given = _given(config)
     _agree(
         given,
         "deepspeed",
         {
-            "train_micro_batch_size_per_gpu": (trainer.groups_per_micro_batch, "trainer.groups_per_micro_batch"),
-            "gradient_accumulation_steps": (config.micro_batches(world_size), groups),
-            "train_batch_size": (trainer.prompts_per_step, groups),
+            "train_micro_batch_size_per_gpu": (at_once, f"trainer.{budget}"),
+            "gradient_accumulation_steps": (accumulation, groups),
+            "train_batch_size": (at_once * accumulation * world_size, groups),
             "gradient_clipping": (trainer.max_grad_norm, "trainer.max_grad_norm"),
             "managed_gradient_accumulation": (False, "the training loop"),
         },

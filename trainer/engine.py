@@ -13,6 +13,7 @@ from torch import Tensor
 from common import lora
 from common.config import Config
 from common.logprobs import load_causal_lm, score_norms_of_row, score_terms
+from common.model_dims import ModelDims, model_dims
 from common.packing import PackedRow
 from common.stopwatch import Stopwatch
 from trainer.batch import MicroBatch, filler_row
@@ -100,6 +101,10 @@ class Engine(DeepSpeedModel):
 
     def adapters(self) -> list[Exported]:
         return adapters(self.model)
+
+    @property
+    def dims(self) -> ModelDims | None:
+        return model_dims(self.model.config.to_dict())
 
     def backward(
         self,

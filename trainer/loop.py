@@ -52,10 +52,12 @@ from trainer.exchange import STOP_TOGETHER, Exchange
 from trainer.inbox import Inbox
 from trainer.kl_controller import completion_kls, next_beta, with_beta
 from trainer.losses import Denominator
+from trainer.micro_batches import Round
 from trainer.mini_batches import Step, steps
 from trainer.publisher import Publisher
 from trainer.recording import Recorder, Replay
 from trainer.rollouts import Items, Rollouts
+from trainer.shares import Shares
 from trainer.throughput import Throughput, num_devices
 
 
@@ -91,6 +93,7 @@ class Trainer:
         self._saved_step = progress.step
         self._is_between_batches = True  # no step of a batch that has begun is in the weights
         self._num_eval_problems = 0
+        self._has_warned_of_size = False
         self._timing: dict[str, float] = {}
         self._totals: dict[str, float] = {}
         self.throughput = Throughput(num_devices(config, exchange.world_size), progress.batch, time.monotonic())
@@ -130,6 +133,7 @@ class Trainer:
         self._rollouts = Rollouts(
             self._shaping, self.progress.cursor, self.receive, self._refill, self._batch_advantages
         )
+        self._shares = Shares(self.config, self._rollouts, self.engine.dims, self.exchange.world_size)
         self._own_logprobs: dict[int, Tensor] = {}  # by group id; of this rank's micro-batches, or of the whole batch
         self._sampled_logprobs: dict[int, Tensor] = {}  # by group id; at the version that sampled it, for metrics
         self._ref_logprobs: dict[int, Tensor] = {}  # by group id; of this rank's micro-batches, if it scores them
@@ -146,11 +150,10 @@ class Trainer:
         """Forward and backward on a mini-batch, while later groups still decode where its settings allow."""
         waits = waits_for(self.config.algorithm)
         size = self.config.prompts_per_batch if waits == "batch" else 0
-        self._rollouts.take_up_to(max(step.places) + 1 if waits == "mini_batch" else size, self._at_once)
+        self._rollouts.take_up_to(max(step.places) + 1 if waits == "mini_batch" else size, self._shares.at_once)
         if self._needs_scoring:
             self._score_batch()
-        for chunk in self._chunks(step.places):
-            self._rollouts.take_up_to(max(chunk) + 1, self._at_once)
+        for chunk in self._shares.rounds(step.places):
             self._backward(chunk, step)
 
     def _refill(self, count: int) -> None:
@@ -163,7 +166,7 @@ class Trainer:
             return step_advantages(groups, self._shaping)
         start = time.monotonic()
         moved("scoring a batch of rollouts with the critic")
-        shares = [self._share(chunk) for chunk in self._chunks(range(self.config.prompts_per_batch))]
+        shares = [self._share(chunk) for chunk in self._shares.rounds(range(self.config.prompts_per_batch))]
         threshold = self.progress.threshold or self.config.algorithm.group_params.group_variance_threshold
         advantages = self.actor_critic.begin_batch(groups, shares, self._shaping, threshold)
         self._time("timing/values_s", start)
@@ -183,19 +186,9 @@ class Trainer:
         self._taken_s += time.monotonic() - start
         return self.exchange.share(taken)
 
-    @property
-    def _at_once(self) -> int:
-        """Groups in one micro-batch of all ranks."""
-        return self.config.trainer.groups_per_micro_batch * self.exchange.world_size
-
-    def _chunks(self, of: Sequence[int]) -> list[Sequence[int]]:
-        """One micro-batch of all ranks each."""
-        return [of[i : i + self._at_once] for i in range(0, len(of), self._at_once)]
-
-    def _share(self, chunk: Sequence[int]) -> Items:
-        """This rank's groups of a chunk of places in the batch: whole groups, in order."""
-        size, rank = self.config.trainer.groups_per_micro_batch, self.exchange.rank
-        return self._rollouts.trained(self._rollouts.of(chunk[rank * size : (rank + 1) * size]))
+    def _share(self, chunk: Round) -> Items:
+        """This rank's groups of a round."""
+        return self._shares.share(chunk[self.exchange.rank])
 
     def _denominator(self, places: Sequence[int]) -> Denominator:
         """B counts every completion of these seats: those of tombstones and empty seats are there, with weight zero."""
@@ -209,7 +202,7 @@ class Trainer:
             max_completion_length=sampler.max_completion_length,
         )
 
-    def _micro_batch(self, chunk: Sequence[int], denominator: Denominator) -> MicroBatch:
+    def _micro_batch(self, chunk: Round, denominator: Denominator) -> MicroBatch:
         algorithm, packing = self.config.algorithm, self.config.trainer.packing
         advantages = self._rollouts.advantages
         batch = micro_batch(self._share(chunk), advantages, denominator, algorithm, packing, self._positions)
@@ -231,8 +224,8 @@ class Trainer:
         """The tokens that train; None = all."""
         return self.actor_critic.estimates.policy_positions if self.actor_critic else None
 
-    def _backward(self, chunk: Sequence[int], step: Step) -> None:
-        """This rank's share of one chunk of a step."""
+    def _backward(self, chunk: Round, step: Step) -> None:
+        """This rank's share of one round of a step."""
         batch = None if self._critic_only else self._micro_batch(chunk, self._denominator(step.places))
         moved(f"training a micro-batch of step {self.progress.step + 1}")
         start = time.monotonic()
@@ -274,7 +267,7 @@ class Trainer:
         """The trainer's own log-probs of the whole batch, on every rank: shuffling gives groups to other ranks."""
         start = time.monotonic()
         places = range(self.config.prompts_per_batch)
-        for chunk in self._chunks(places):
+        for chunk in self._shares.rounds(places):
             moved("scoring a batch of rollouts with the weights that sampled it")
             batch = self._micro_batch(chunk, self._denominator(places))
             self._remember(batch, self.engine.score(batch.row, self.config.sampler.temperature))
@@ -438,6 +431,7 @@ class Trainer:
             values |= mismatch.cause_metrics(vars(sums))
             values |= {"grad_norm": result.grad_norm, "learning_rate": result.learning_rate}
         values |= self.actor_critic.metrics() if self.actor_critic else {}
+        values |= self._shares.plan_metrics(step.places)
         values |= {
             "step_time": seconds,
             "num_tokens": self.progress.num_tokens,
@@ -464,6 +458,9 @@ class Trainer:
         self.desk.display.step(self.progress.step, values)
         if step.is_last and (warning := self._rollouts.warning()):
             self.desk.display.note(warning)
+        if values.get("oversized_groups") and not self._has_warned_of_size:
+            self.desk.display.note(self._shares.warning(step.places))
+            self._has_warned_of_size = True
 
     def _sampler_values(self, newest: dict[str, float]) -> dict[str, float]:
         """Newest values as they are; running totals as what they grew by since the last step."""

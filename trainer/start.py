@@ -120,6 +120,8 @@ def _open_desk(stack: contextlib.ExitStack, config: Config, progress: Progress, 
     display = StepDisplay(config)
     stack.callback(display.close)
     display.recall(read_jsonl(output_dir / "metrics.jsonl"), read_jsonl(output_dir / "eval.jsonl"))
+    if uneven := config.uneven_work(world_size()):
+        display.note(uneven)
     stack.callback(_leave_no_versions, weights_dir)
     records = config.run.record and config.run.replay is None  # a recording must not be cut while it is replayed
     recorder = Recorder(output_dir / FILE, progress.cursor) if records else None
