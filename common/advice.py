@@ -34,6 +34,7 @@ class Settings:
     beta: float = 0.0
     max_staleness: int = 0
     groups_per_micro_batch: int = 1
+    max_tokens_per_micro_batch: int | None = None
     is_on_policy: bool = True  # every optimizer step trains what its own weights sampled
 
     @staticmethod
@@ -155,9 +156,12 @@ def sampler_waits(h: History) -> str:
     if share < 0.7:
         return ""
     ahead = "" if h.settings.max_staleness else ", or overlap the two: trainer.max_staleness=1"
+    more = f"trainer.groups_per_micro_batch={2 * h.settings.groups_per_micro_batch}"
+    if h.settings.max_tokens_per_micro_batch:
+        more = f"trainer.max_tokens_per_micro_batch={2 * h.settings.max_tokens_per_micro_batch}"
     return (
         f"the sampler waits for the trainer {share:.0%} of the time: give the trainer more GPUs (trainer.devices), or "
-        f"more groups at once: trainer.groups_per_micro_batch={2 * h.settings.groups_per_micro_batch}{ahead}"
+        f"more groups at once: {more}{ahead}"
     )
 
 

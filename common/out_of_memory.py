@@ -14,8 +14,9 @@ from common.config import UserError
 
 _ALLOCATION = ("out of memory", "can't allocate memory", "unable to allocate")  # torch on CUDA, torch on CPU, numpy
 _SETTINGS = {
-    "trainer": "model.gradient_checkpointing=true, trainer.groups_per_micro_batch=1, trainer.logprob_chunk_size=256 "
-    "and a higher deepspeed.zero_optimization.stage need less and keep the update",
+    "trainer": "model.gradient_checkpointing=true, trainer.groups_per_micro_batch=1 or a smaller "
+    "trainer.max_tokens_per_micro_batch, trainer.logprob_chunk_size=256 and a higher "
+    "deepspeed.zero_optimization.stage need less and keep the update",
     "sampler": "a smaller vllm.gpu_memory_utilization, vllm.max_num_seqs or vllm.max_model_len needs less",
 }
 _ENGINE = {  # vLLM's words when it starts → ours
