@@ -34,6 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "half": {"model": {"dtype": "bfloat16"}},
     "dropout": {"lora": LORA | {"dropout": 0.5}},
     "two_modules": {"lora": LORA | {"target_modules": ["q_proj", "down_proj"]}},
+    "critic": {"algorithm": {"adv_estimator": "group_ppo"}},
     "merged": {"lora": LORA | {"sync": "merged"}},
     "merged3": {"lora": LORA | {"sync": "merged"}, "deepspeed": {"zero_optimization": {"stage": 3}}},
 }
@@ -45,6 +46,11 @@ def trained(engine: Any) -> Any:
     seen = {name: getattr(engine, name) for name in ("stage", "optimizer", "ds", "learning_rate")}
     model = SimpleNamespace(named_parameters=lambda: named)
     return SimpleNamespace(model=model, full_parameters=lambda w: engine.whole(engine.adapters(), w), **seen)
+
+
+def both_hashes(trainer: Any) -> str:
+    """Of the adapters and, where there is one, of the critic, which has none."""
+    return state_hash(trained(trainer.engine)) + (state_hash(trainer.critic) if trainer.critic else "")
 
 
 def base_hash(engine: Any) -> str:
@@ -68,14 +74,14 @@ def straight(worker: Worker, name: str, stage: int, sections: dict[str, Any]) ->
         if step == 0:
             worker.write(f"{name}/gradient", published_names(moments(trained(trainer.engine), "exp_avg")))
         trainer.save_checkpoint()
-        hashes.append(state_hash(trained(trainer.engine)))
+        hashes.append(both_hashes(trainer))
     worker.write(f"{name}/adapters", dict(trainer.engine.whole(trainer.engine.adapters(), lambda _: True)))
     trainer.publish(evaluate=False)
     worker.seen[name] = {
         "steps": trainer.results,
         "hashes": hashes,
         "base": [base, base_hash(trainer.engine)],
-        "published": dataclasses.asdict(trainer._published),
+        "published": dataclasses.asdict(trainer.publisher.published),
     }
 
 
@@ -86,10 +92,10 @@ def resumed(worker: Worker, name: str, stage: int, sections: dict[str, Any]) -> 
     trainer = worker.trainer(settings(worker.folder, name, stage, **sections), group)
     found = checkpoint.step_dir(worker.folder / name / "checkpoints", NUM_STEPS - 1)
     trainer.progress = checkpoint.read_progress(found, worker.exchange.world_size, trainer.engine.stage, {})
-    checkpoint.load(trainer.engine, found)
-    hashes, base = [state_hash(trained(trainer.engine))], base_hash(trainer.engine)
+    checkpoint.load(trainer.engine, found, trainer.critic)
+    hashes, base = [both_hashes(trainer)], base_hash(trainer.engine)
     trainer.train_batch()
-    hashes.append(state_hash(trained(trainer.engine)))
+    hashes.append(both_hashes(trainer))
     worker.seen[f"{name}/resumed"] = {"steps": trainer.results, "hashes": hashes, "base": base}
 
 
