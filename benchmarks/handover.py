@@ -7,7 +7,8 @@
     sampler   verify (copy while hashing, finite?) ─► stall: load ─► canary
 
 Random weights, one rank, one process, parts one after the other; the first version warms up and is left out. With
-max_staleness above 0 the trainer stands still for the snapshot alone. Medians, and a JSON line per version in --out.
+max_staleness above 0 the trainer stands still for the snapshot alone and the sampler verifies while its engine decodes;
+on policy both stand still for all of their parts. Medians, and a JSON line per version in --out.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def measure(config: Any, folder: Path, repeats: int) -> list[dict[str, float]]:
         written = time.monotonic()
         parts = reload(engine, published, config)
         seconds = {"snapshot_s": taken - start, "write_s": written - taken, "verify_s": parts.verify_s}
-        seconds |= {"load_s": parts.stall_s - parts.canary_s, "canary_s": parts.canary_s, "stall_s": parts.stall_s}
+        seconds |= {"load_s": parts.load_s, "canary_s": parts.canary_s, "stall_s": parts.load_s + parts.canary_s}
         records.append({"version": version, "canary_max_diff": parts.canary_max_diff, **seconds})
         weights.prune(weights_dir, [version], keep=2)
         policy.disturb()

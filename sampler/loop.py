@@ -33,7 +33,7 @@ from rewards.pool import RewardFailure, RewardPool
 from sampler.dataset import problem_index, sampling_seed
 from sampler.engine import Completion, Engine, SamplingLaw
 from sampler.link import Link
-from sampler.reload import Reloaded, reload
+from sampler.reload import Fetcher, Reloaded, reload
 
 if TYPE_CHECKING:
     from common.reference import Reference
@@ -106,6 +106,7 @@ class Sampler:
         self.stats: dict[str, float] = collections.defaultdict(float)
         self._working: dict[Key, list[Completion]] = {}  # leased and not sent; completions once generated
         self._chunks: dict[tuple[str, int], _Chunk] = {}
+        self._fetcher = Fetcher(config)
         self._bad_weights = 0
         self._invisible_since: float | None = None  # when the first announced version since the last reload was absent
         self._life = 0
@@ -133,11 +134,14 @@ class Sampler:
 
     def reload_if_credited(self) -> None:
         credit = self.link.credit
-        if credit is None or credit.version == self.engine.version or self.engine.num_running:
+        if credit is None or credit.version == self.engine.version:
             return
         published = Published(credit.version, credit.weights_dir, credit.manifest_sha256)
+        if self.engine.num_running:
+            self._fetcher.start(published)
+            return
         try:
-            self._note_reload(reload(self.engine, published, self.config))
+            self._note_reload(reload(self.engine, published, self.config, self._fetcher))
         except NotVisible as error:
             self._wait_for_the_file_system(credit.version, str(error))
         except BadWeights as error:
@@ -166,6 +170,7 @@ class Sampler:
         self.stats["sync/reload_s"] = reloaded.seconds
         self.stats["sync/verify_s"] = reloaded.verify_s
         self.stats["sync/stall_s"] = reloaded.stall_s
+        self.stats["sync/load_s"] = reloaded.load_s
         self.stats["sync/canary_s"] = reloaded.canary_s
         self.stats["sync/canary_max_diff"] = reloaded.canary_max_diff
         self.stats["mismatch/canary/mean_abs_prob_diff"] = reloaded.canary_mean_abs_prob_diff

@@ -2,6 +2,7 @@
 
 verify (manifest digest, files, tensors) → copy while hashing → finite? → engine.load → canary
 └──────── a failure here keeps the old weights ────────────┘   └ a failure here ends the process ┘
+└──── `fetch`, in a thread while the engine decodes ───────┘   └ the engine is idle, and stands still ┘
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +32,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Reloaded:
     version: int
-    seconds: float  # the whole reload
+    seconds: float  # all of it
     verify_s: float  # of it, reading, hashing and checking files, before the engine is touched
-    stall_s: float  # the rest: loading them, and the canary
+    stall_s: float  # of it, what did not happen while the engine was decoding
+    load_s: float  # of stall_s, the engine's own reload
     canary_s: float  # of stall_s, scoring the canary
     canary_max_diff: float  # max |log-prob of the engine − log-prob of the trainer|
     canary_mean_abs_prob_diff: float  # mean over the canary's tokens of |probability − probability|
@@ -44,8 +47,18 @@ def canary_tolerance(config: Config) -> float:
     return config.weights.canary_tolerance or (1e-3 if config.model.dtype == "float32" else 0.5)
 
 
-def reload(engine: Engine, published: Published, config: Config) -> Reloaded:
-    """Loads a published version. Raises BadWeights (old weights untouched) or Retryable (the engine is unusable)."""
+@dataclass(frozen=True)
+class Fetched:
+    """A version of which every byte was checked, as a copy of ours."""
+
+    published: Published
+    manifest: Manifest
+    folder: Path
+    seconds: float
+
+
+def fetch(published: Published, config: Config) -> Fetched:
+    """Copies and checks a published version. Raises BadWeights. Who gets it deletes its folder."""
     start = time.monotonic()
     failpoint("sampler.reloading")
     private = scratch_dir(config)
@@ -54,15 +67,73 @@ def reload(engine: Engine, published: Published, config: Config) -> Reloaded:
         weights.copy_verified(published, manifest, private)
         _require_expected(private, manifest, config)
         _require_finite(private, manifest)
-        stalled = time.monotonic()
-        try:
-            engine.load(private)
-            loaded = time.monotonic()
-            theirs, ours = _canary_logprobs(engine, manifest)
-        except Exception as error:
-            raise Retryable(f"the engine failed while loading version {published.version}: {error!r}") from error
-    finally:
+    except BaseException:
         shutil.rmtree(private, ignore_errors=True)
+        raise
+    return Fetched(published, manifest, private, time.monotonic() - start)
+
+
+class Fetcher:
+    """Fetches the next version while the engine still decodes. One at a time: there is one private folder."""
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._wanted: Published | None = None
+        self._thread: threading.Thread | None = None
+        self._found: Fetched | BaseException | None = None
+
+    def start(self, published: Published) -> None:
+        """Begins to fetch it, unless it has begun already."""
+        if published == self._wanted:
+            return
+        self._forget()
+        self._wanted = published
+        self._thread = threading.Thread(target=self._fetch, args=(published,), name="fetch", daemon=True)
+        self._thread.start()
+
+    def _fetch(self, published: Published) -> None:
+        try:
+            self._found = fetch(published, self._config)
+        except BaseException as error:
+            self._found = error
+
+    def take(self, published: Published) -> Fetched:
+        """The version, as far as it has come, or from its beginning. Raises BadWeights."""
+        if published != self._wanted:
+            self._forget()
+            return fetch(published, self._config)
+        found = self._finished()
+        if isinstance(found, Fetched):
+            return found
+        assert found is not None, "a fetch ends with one or the other"
+        raise found
+
+    def _finished(self) -> Fetched | BaseException | None:
+        if self._thread is not None:
+            self._thread.join()
+        found, self._thread, self._wanted, self._found = self._found, None, None, None
+        return found
+
+    def _forget(self) -> None:
+        """Of another life of the trainer, or overtaken."""
+        found = self._finished()
+        if isinstance(found, Fetched):
+            shutil.rmtree(found.folder, ignore_errors=True)
+
+
+def reload(engine: Engine, published: Published, config: Config, fetcher: Fetcher | None = None) -> Reloaded:
+    """Loads a published version. Raises BadWeights (old weights untouched) or Retryable (the engine is unusable)."""
+    start = time.monotonic()
+    fetched = fetcher.take(published) if fetcher else fetch(published, config)
+    begun = time.monotonic()
+    try:
+        engine.load(fetched.folder)
+        loaded = time.monotonic()
+        theirs, ours = _canary_logprobs(engine, fetched.manifest)
+    except Exception as error:
+        raise Retryable(f"the engine failed while loading version {published.version}: {error!r}") from error
+    finally:
+        shutil.rmtree(fetched.folder, ignore_errors=True)
     x = theirs - ours
     worst = _largest(x)
     if not worst <= canary_tolerance(config):
@@ -75,11 +146,12 @@ def reload(engine: Engine, published: Published, config: Config) -> Reloaded:
     now = time.monotonic()
     return Reloaded(
         published.version,
-        now - start,
-        stalled - start,
-        now - stalled,
-        now - loaded,
-        worst,
+        seconds=fetched.seconds + now - begun,
+        verify_s=fetched.seconds,
+        stall_s=now - start,
+        load_s=loaded - begun,
+        canary_s=now - loaded,
+        canary_max_diff=worst,
         canary_mean_abs_prob_diff=float(np.abs(np.exp(theirs) - np.exp(ours)).mean()),
         canary_mean_exp_abs_log_ratio=float(np.exp(np.abs(x)).mean()),
         canary_k3=float((np.exp(x) - x - 1).mean()),

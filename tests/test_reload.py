@@ -13,7 +13,7 @@ from common import weights
 from common.config import Config
 from common.exits import Retryable
 from common.weights import BadWeights, Published
-from sampler.reload import reload, scratch_dir
+from sampler.reload import Fetcher, reload, scratch_dir
 from tests.protocol_helpers import make_config, short_folder
 from tests.protocol_kill import publish
 
@@ -94,6 +94,52 @@ def test_the_canary_measures_what_engine_and_trainer_compute_differently(config:
     assert found.canary_mean_exp_abs_log_ratio == pytest.approx(math.exp(x), rel=1e-6)
     assert found.canary_mean_abs_prob_diff == pytest.approx(math.exp(-1) - math.exp(-1.0005), rel=1e-3)
     assert found.canary_k3 == pytest.approx(math.exp(x) - x - 1, rel=1e-2)
+
+
+def test_a_version_fetched_while_the_engine_decodes_is_used_without_another_look(
+    config: Config, version: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetcher = Fetcher(config)
+    fetcher.start(version)
+    fetcher.start(version)  # each turn of the sampler's loop asks again
+    assert fetcher._thread is not None
+    fetcher._thread.join(timeout=20)
+    monkeypatch.setattr("sampler.reload.fetch", lambda *_: pytest.fail("fetched twice"))
+    engine = Engine()
+    found = reload(engine, version, config, fetcher)
+    assert engine.version == 8
+    assert found.seconds >= found.verify_s > 0
+    assert found.stall_s < found.seconds, "nobody stood still for the fetch"
+    assert not scratch_dir(config).exists()
+
+
+def test_a_version_that_was_overtaken_leaves_nothing_and_the_newer_one_is_used(
+    config: Config, version: Published, folder: Path
+) -> None:
+    newer = publish(folder / "weights", 9, "life")
+    fetcher = Fetcher(config)
+    fetcher.start(version)
+    fetcher.start(newer)
+    engine = Engine()
+    assert reload(engine, newer, config, fetcher).version == engine.version == 9
+    fetcher.start(version)
+    assert reload(engine, newer, config, fetcher).version == 9
+    assert not scratch_dir(config).exists()
+
+
+def test_a_bad_version_fetched_ahead_is_refused_when_it_is_wanted_and_tried_anew_then(
+    config: Config, version: Published
+) -> None:
+    shard = Path(version.weights_dir) / weights.shard_name(0, 1)
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1])
+    engine, fetcher = Engine(), Fetcher(config)
+    fetcher.start(version)
+    with pytest.raises(BadWeights, match="bytes, the manifest says"):
+        reload(engine, version, config, fetcher)
+    assert (engine.num_loads, engine.version) == (0, 7)
+    shard.write_bytes(whole)
+    assert reload(engine, version, config, fetcher).version == 8
 
 
 def test_bad_files_are_found_before_the_engine_is_touched(config: Config, version: Published) -> None:
