@@ -38,6 +38,8 @@ class OneRank:
 class Policy:
     """What trainer.publish needs of an Engine, around a transformers model without an optimizer."""
 
+    published_settings = None  # whole weights
+
     def __init__(self, folder: Path, dtype: str):
         import torch
 

@@ -36,6 +36,7 @@ from benchmarks import tandem_run
 from benchmarks.cells import ROOT, Cell, named, prepare, tandem_config
 
 AHEAD = "trainer.max_staleness=1"
+_TAKEN = "taken at "
 START = Cell("1m", 8, 8, 256, 64)
 GROWTH: dict[str, Sequence[int]] = {
     "generations": (4, 8, 16, 32),
@@ -66,8 +67,9 @@ def trainer_alone(cell: Cell, steps: int, warmup: int, scratch: Path) -> list[fl
     words = [AHEAD, f"run.output_dir={folder}", f"run.replay={scratch / 'run' / 'groups.recording'}"]
     launcher = str(Path(sys.executable).parent / "deepspeed")
     command = [launcher, "--log_level", "critical", *place.launcher_args, str(ROOT / "training_worker.py")]
-    with _running([*command, "--config", str(config), *words], place.trainer_env, place.trainer_cores) as process:
-        _finish(process)
+    log = scratch / "trainer.log"
+    with _running([*command, "--config", str(config), *words], place.trainer_env, place.trainer_cores, log) as process:
+        _finish(process, log)
     return walls(step_times(folder), warmup)
 
 
@@ -76,12 +78,14 @@ def sampler_alone(cell: Cell, steps: int, warmup: int, scratch: Path) -> list[fl
     config, place = _placed(cell, steps, scratch)
     words = ["--config", str(config), AHEAD, f"run.output_dir={scratch / 'sampler'}"]
     consumer = [sys.executable, str(Path(__file__).resolve()), "consume", *words]
+    sampler, log = [sys.executable, str(ROOT / "sampling.py"), *words], scratch / "consumer.log"
     with (
-        _running(consumer, place.trainer_env, place.trainer_cores, stdout=subprocess.PIPE) as consuming,
-        _running([sys.executable, str(ROOT / "sampling.py"), *words], place.sampler_env, place.sampler_cores),
+        _running(consumer, place.trainer_env, place.trainer_cores, log) as consuming,
+        _running(sampler, place.sampler_env, place.sampler_cores, scratch / "sampler.log"),
     ):
-        out = _finish(consuming)
-    return walls([float(line) for line in out.splitlines() if line[:1].isdigit()], warmup)
+        _finish(consuming, log)
+    took = [line.removeprefix(_TAKEN) for line in log.read_text().splitlines() if line.startswith(_TAKEN)]
+    return walls([float(seconds) for seconds in took], warmup)
 
 
 def consume(path: str, overrides: Sequence[str]) -> None:
@@ -107,7 +111,7 @@ def consume(path: str, overrides: Sequence[str]) -> None:
             inbox.commit(batch * size, published)
             weights.prune(weights_dir, inbox.versions_in_use(), keep=2)
             inbox.take(range(batch * size, (batch + 1) * size))
-            print(time.time(), flush=True)
+            print(f"{_TAKEN}{time.time()}", flush=True)
     weights.remove_versions(weights_dir)
 
 
@@ -125,13 +129,12 @@ def _placed(cell: Cell, steps: int, scratch: Path) -> tuple[Path, Any]:
 
 
 @contextlib.contextmanager
-def _running(
-    command: list[str], environment: Any, cores: Sequence[int], stdout: Any = subprocess.DEVNULL
-) -> Iterator[subprocess.Popen[str]]:
-    """Ends with the block, whatever happens in it."""
-    process = subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, **environment}, stdout=stdout, stderr=subprocess.DEVNULL, text=True
-    )
+def _running(command: list[str], environment: Any, cores: Sequence[int], log: Path) -> Iterator[subprocess.Popen[str]]:
+    """Ends with the block, whatever happens in it. Both of its outputs go to `log`."""
+    with open(log, "wb") as out:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, **environment}, stdout=out, stderr=out, text=True
+        )
     if cores:
         os.sched_setaffinity(process.pid, cores)  # before it has threads or children
     try:
@@ -141,11 +144,9 @@ def _running(
         process.wait()
 
 
-def _finish(process: subprocess.Popen[str]) -> str:
-    out, _ = process.communicate(timeout=1800)
-    if process.returncode:
-        raise SystemExit(f"{process.args} ended with {process.returncode}")
-    return out or ""
+def _finish(process: subprocess.Popen[str], log: Path) -> None:
+    if process.wait(timeout=1800):
+        raise SystemExit(f"{process.args} ended with {process.returncode}:\n{log.read_text()[-3000:]}")
 
 
 def overlap(cell: Cell, steps: int, warmup: int, repeats: int, out: Path) -> None:
