@@ -52,6 +52,7 @@ def main(arguments: Sequence[str]) -> int:
             code = _build_quickstart() if starts_from_quickstart(config) else DONE
             if code:
                 return code
+            require_models(config)
             if config.reference.on == "auto" and config.algorithm.beta > 0:
                 overrides = [*overrides, f"reference.on={_reference_side(path, overrides)}"]
                 config = load(path, overrides)
@@ -85,7 +86,6 @@ def _evaluate(config: Config, path: Path, overrides: Sequence[str]) -> int:
 
 def _run(command: _Command) -> int:
     place, folder = command.place, command.config.run.output_dir
-    require_models(command.config)
     print(f"tandem: {one_line(batch_plan(command.config, place.num_ranks))}", file=sys.stderr)
     print(f"tandem: sampler on {place.sampler_place}; log {folder}/logs/sampler.log", file=sys.stderr)
     print(f"tandem: trainer on {place.trainer_place}; log {folder}/logs/trainer.log", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,16 @@ def test_every_command_of_launch_sh_that_a_page_names_exists_and_so_does_every_c
     assert set(named) - {"and", "or", "has"} <= known
     for config in re.findall(r"configs/[\w./]+\.(?:yaml|jinja)", page.read_text()):
         assert (ROOT / config).is_file(), config
+
+
+def test_deepspeeds_launcher_knows_every_flag_that_a_page_gives_it() -> None:
+    """Looked up in its source: importing it costs seconds."""
+    (place,) = find_spec("deepspeed").submodule_search_locations  # type: ignore[union-attr]
+    source = (Path(place) / "launcher" / "runner.py").read_text()
+    lines = [line for page in PAGES for line in re.findall(r"deepspeed (--.*?) training_worker", page.read_text())]
+    flags = {flag for line in lines for flag in re.findall(r"--\w+", line)}
+    assert {"--include", "--hostfile", "--no_ssh", "--node_rank", "--master_addr"} <= flags
+    assert [flag for flag in sorted(flags) if f'"{flag}"' not in source] == []
 
 
 def numbers(page: Path) -> list[str]:
