@@ -97,6 +97,8 @@ def verdicts(found: dict[str, list[Run]]) -> list[str]:
             difference = statistics.fmean(mine) - statistics.fmean(theirs)
             apart = min(mine) > max(theirs) or max(mine) < min(theirs)
             word = "no difference beyond the seeds" if not apart else "better" if difference * better > 0 else "worse"
+            if min(len(mine), len(theirs)) < 2:
+                word = "of one seed, which decides nothing"
             said.append(f"{method} against PPO (GAE), {what}: {difference:+.3g} {unit}, {word}.")
     return said
 

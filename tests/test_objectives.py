@@ -102,6 +102,11 @@ def test_only_a_difference_beyond_the_range_of_the_seeds_is_called_one() -> None
     assert update.endswith("-1.05 s, better.") and head.endswith("no difference beyond the seeds.")
 
 
+def test_one_seed_decides_nothing() -> None:
+    said = verdicts({"PPO (GAE)": [run(80.0)], "GROUP PPO, segment": [run(70.0)]})
+    assert all(line.endswith("of one seed, which decides nothing.") for line in said[2:])
+
+
 def test_the_same_results_draw_the_same_picture_and_the_page_shows_it() -> None:
     found = {"GRPO": [run(80.0)], "GROUP PPO, segment": [run(70.0)]}
     assert draw(found) == draw(found)
