@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.cells import ROOT, Cell, named, prepare, tandem_config
 
 PARTS = ("timing/sampler_generate_s", "timing/sampler_reference_s", "timing/backward_s", "timing/step_s",
-         "sync/publish_s", "sync/reload_s", "sync/stall_s", "wait/trainer_s", "wait/sampler_s")  # fmt: skip
+         "timing/reference_s", "sync/publish_s", "sync/snapshot_s", "sync/write_s", "sync/reload_s", "sync/stall_s",
+         "wait/trainer_s", "wait/sampler_s")  # fmt: skip
 
 
 def main() -> None:

@@ -32,6 +32,7 @@ class Settings:
     max_grad_norm: float = 1.0
     learning_rate: float = 1e-6
     beta: float = 0.0
+    reference_on: str = "sampler"  # "" where it cannot move
     max_staleness: int = 0
     groups_per_micro_batch: int = 1
     max_tokens_per_micro_batch: int | None = None
@@ -48,6 +49,8 @@ class Settings:
         }
         steps = known["algorithm"].get("num_iterations", 1) * known["algorithm"].get("steps_per_generation", 1)
         on_policy = steps == 1 and not known["trainer"].get("max_staleness")
+        on = config.get("reference", {}).get("on") or "sampler"
+        values["reference_on"] = "" if known["algorithm"].get("kl_in_reward") else on
         return Settings(**values | {"output_dir": str(values.get("output_dir", "runs/run")), "is_on_policy": on_policy})
 
 
@@ -146,8 +149,15 @@ def trainer_waits(h: History) -> str:
     ahead = "" if h.settings.max_staleness else ", or let it run ahead: trainer.max_staleness=1"
     return (
         f"the trainer waits for the sampler {share:.0%} of the time: give the sampler more GPUs (sampler.devices), "
-        f"start a second one, raise vllm.max_num_seqs=512{ahead}"
+        f"start a second one, raise vllm.max_num_seqs=512{ahead}{_reference_to(h.settings, 'trainer')}"
     )
+
+
+def _reference_to(settings: Settings, side: str) -> str:
+    """Words that move the reference to the side that waits; "" where there is none, or it is there already."""
+    if settings.beta == 0 or settings.reference_on in ("", side):
+        return ""
+    return f", or let the {side} score the reference: reference.on={side}"
 
 
 def sampler_waits(h: History) -> str:
@@ -161,7 +171,7 @@ def sampler_waits(h: History) -> str:
         more = f"trainer.max_tokens_per_micro_batch={2 * h.settings.max_tokens_per_micro_batch}"
     return (
         f"the sampler waits for the trainer {share:.0%} of the time: give the trainer more GPUs (trainer.devices), or "
-        f"more groups at once: {more}{ahead}"
+        f"more groups at once: {more}{ahead}{_reference_to(h.settings, 'sampler')}"
     )
 
 

@@ -32,7 +32,7 @@ TRAINER_TIME = {  # of a step's wall time on rank 0, in the order in which a ste
 SAMPLER_TIME = {
     "generating": "timing/sampler_generate_s",
     "reference model": "timing/sampler_reference_s",
-    "loading weights": "sync/reload_s",
+    "loading weights": "sync/stall_s",
     "waiting for the trainer": "wait/sampler_s",
 }
 MORE = (  # key, title, unit; drawn only where measured

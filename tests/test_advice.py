@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 
@@ -73,6 +74,18 @@ def test_waiting_for_70_percent_of_the_wall_time_is_a_bottleneck_and_69_are_not(
     assert f"the {who} waits for the {other} 71% of the time" in found[f"{who}_waits"]
     assert "trainer.max_staleness=1" in found[f"{who}_waits"]
     assert "max_staleness" not in waiting(1.42, max_staleness=1)[f"{who}_waits"]
+
+
+def test_the_side_that_waits_is_offered_the_reference_where_it_can_move():
+    def words(who: str, **settings: Any) -> str:
+        return advise(12, Settings(**settings), **{f"wait__{who}_s": 1.9, "timing__all_s": 2.0})[f"{who}_waits"]
+
+    assert "reference.on=trainer" in words("trainer", beta=0.1)
+    assert "reference.on=sampler" in words("sampler", beta=0.1, reference_on="trainer")
+    for nothing in (words("trainer"), words("trainer", beta=0.1, reference_on="trainer"), words("sampler", beta=0.1)):
+        assert "reference" not in nothing
+    in_reward = Settings.of(config(algorithm={"beta": 0.1, "kl_in_reward": True}).model_dump())
+    assert (in_reward.beta, in_reward.reference_on) == (0.1, "")
 
 
 def test_a_kl_that_is_high_and_speeds_up_asks_for_a_smaller_step_and_one_that_is_high_and_steady_does_not():
