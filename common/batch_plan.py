@@ -132,8 +132,9 @@ def _micro_batches(p: BatchPlan, per_generation: int) -> tuple[str, str, str]:
             "micro-batches",
             f"whole groups up to {p.max_tokens:,} tokens in one forward of one rank; the longest group has "
             f"{p.longest_group:,}{alone}; at most about {_count(p.accumulation, 'accumulation step')}",
-            f"verl use_dynamic_bsz True, ppo_max_token_len_per_gpu {p.max_tokens} (it counts a prompt once per "
-            "completion) · TRL, EasyR1 and MindSpeed-RL count sequences",
+            f"verl use_dynamic_bsz True, ppo_max_token_len_per_gpu {p.max_tokens} · MindSpeed-RL use_dynamic_bsz true, "
+            f"max_packing_token_size {p.max_tokens} (both count a prompt once per completion) · TRL and EasyR1 count "
+            "sequences",
         )
     return (
         "micro-batches",

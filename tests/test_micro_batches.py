@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,7 +207,7 @@ def shares(of: Config, ranks: int, make: Any = group) -> tuple[Shares, Rollouts,
         return [make(g) for g in ids]
 
     rollouts = Rollouts(of, 0, receive, lambda _: None)
-    return Shares(of, rollouts, MODEL, ranks), rollouts, asked
+    return Shares(of, rollouts, MODEL, SimpleNamespace(rank=0, world_size=ranks)), rollouts, asked
 
 
 def test_groups_train_as_they_come_and_no_round_waits_for_more_than_it_holds() -> None:
@@ -222,7 +223,7 @@ def test_what_is_in_already_is_planned_as_a_whole_and_later_passes_repeat_the_fi
     found, rollouts, _ = shares(settings, ranks=2)
     streamed = list(found.rounds(range(8)))
     assert list(found.rounds(range(8))) == streamed
-    again = Shares(settings, rollouts, MODEL, 2)
+    again = Shares(settings, rollouts, MODEL, SimpleNamespace(rank=0, world_size=2))
     whole = list(again.rounds(range(8)))
     works = [
         work(len(g.prompt_ids), [len(r.completion_ids) for r in g.rollouts], "shared", MODEL)

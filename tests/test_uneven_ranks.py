@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
+from common.types import Group
 from tests.gloo_data import TRAINER, group
 from tests.plain_training import PlainTraining
 from tests.replay_worker import Stack, stack
@@ -111,3 +112,29 @@ def test_a_whole_run_with_five_groups_a_step_on_four_ranks_ends_with_the_weights
         assert (says in life.logs[0]) == (ranks == 4)
         weights[ranks] = load_file(Path(trainers.folder, f"five-{ranks}", "final", "model.safetensors"))
     assert difference(weights[4], weights[1]) < 1e-6
+
+
+def test_a_whole_run_counts_groups_above_the_budget_says_so_once_and_drops_none(trainers: Stack) -> None:
+    rows, weights = {}, {}
+    for name, ranks, budget in (("roomy", 1, 10_000), ("tight", 2, 20)):
+        given = TRAINER | {"prompts_per_step": 5, "max_tokens_per_micro_batch": budget}
+        life = trainers.run(name, ranks, 1, {}, trainer=given, algorithm={"loss_type": "dapo"})
+        assert life.codes == [0] * ranks, life.logs[0][-3000:]
+        assert life.logs[0].count("is above trainer.max_tokens_per_micro_batch 20 and trains alone") == (
+            name == "tight"
+        )
+        lines = (trainers.folder / name / "metrics.jsonl").read_text().splitlines()
+        rows[name] = [json.loads(line) for line in lines]
+        weights[name] = load_file(trainers.folder / name / "final" / "model.safetensors")
+    assert [row["micro_batches"] for row in rows["roomy"]] == [1, 1, 1]
+    assert [row["oversized_groups"] for row in rows["roomy"]] == [0, 0, 0]
+    for step, row in enumerate(rows["tight"]):
+        tokens = [len(g.prompt_ids) + sum(len(r.completion_ids) for r in g.rollouts) for g in groups_of(step)]
+        assert row["oversized_groups"] == sum(n > 20 for n in tokens) > 0
+        assert row["micro_batches"] >= 3  # a rank has at least three of the five groups, or of their cost
+        assert 0 <= row["rank_imbalance"] < 1
+    assert difference(weights["tight"], weights["roomy"]) < 1e-6
+
+
+def groups_of(step: int) -> list[Group]:
+    return [group(g) for g in range(5 * step, 5 * step + 5)]

@@ -38,7 +38,6 @@ from trainer.batch import (
     PerCompletion,
     Positions,
     micro_batch,
-    num_tokens,
     num_trained_tokens,
     waits_for,
 )
@@ -133,7 +132,7 @@ class Trainer:
         self._rollouts = Rollouts(
             self._shaping, self.progress.cursor, self.receive, self._refill, self._batch_advantages
         )
-        self._shares = Shares(self.config, self._rollouts, self.engine.dims, self.exchange.world_size)
+        self._shares = Shares(self.config, self._rollouts, self.engine.dims, self.exchange)
         self._own_logprobs: dict[int, Tensor] = {}  # by group id; of this rank's micro-batches, or of the whole batch
         self._sampled_logprobs: dict[int, Tensor] = {}  # by group id; at the version that sampled it, for metrics
         self._ref_logprobs: dict[int, Tensor] = {}  # by group id; of this rank's micro-batches, if it scores them
@@ -166,7 +165,7 @@ class Trainer:
             return step_advantages(groups, self._shaping)
         start = time.monotonic()
         moved("scoring a batch of rollouts with the critic")
-        shares = [self._share(chunk) for chunk in self._shares.rounds(range(self.config.prompts_per_batch))]
+        shares = [self._shares.mine(chunk) for chunk in self._shares.rounds(range(self.config.prompts_per_batch))]
         threshold = self.progress.threshold or self.config.algorithm.group_params.group_variance_threshold
         advantages = self.actor_critic.begin_batch(groups, shares, self._shaping, threshold)
         self._time("timing/values_s", start)
@@ -186,26 +185,10 @@ class Trainer:
         self._taken_s += time.monotonic() - start
         return self.exchange.share(taken)
 
-    def _share(self, chunk: Round) -> Items:
-        """This rank's groups of a round."""
-        return self._shares.share(chunk[self.exchange.rank])
-
-    def _denominator(self, places: Sequence[int]) -> Denominator:
-        """B counts every completion of these seats: those of tombstones and empty seats are there, with weight zero."""
-        sampler, taken = self.config.sampler, self._rollouts.of(places)
-        groups = self._rollouts.trained(taken)
-        skipped = len(taken) - len(groups) if self.config.algorithm.dead_groups == "skip" else 0
-        return Denominator(
-            loss_type=self.config.algorithm.loss_type,
-            num_completions=max(1, (len(places) - skipped) * sampler.num_generations),
-            num_tokens=max(1, num_tokens(groups, self.config.algorithm, self._positions)),
-            max_completion_length=sampler.max_completion_length,
-        )
-
     def _micro_batch(self, chunk: Round, denominator: Denominator) -> MicroBatch:
         algorithm, packing = self.config.algorithm, self.config.trainer.packing
         advantages = self._rollouts.advantages
-        batch = micro_batch(self._share(chunk), advantages, denominator, algorithm, packing, self._positions)
+        batch = micro_batch(self._shares.mine(chunk), advantages, denominator, algorithm, packing, self._positions)
         is_filler = not batch.tokens_of
         return batch if self.reference is None or is_filler else self._with_reference(batch, self.reference)
 
@@ -226,12 +209,16 @@ class Trainer:
 
     def _backward(self, chunk: Round, step: Step) -> None:
         """This rank's share of one round of a step."""
-        batch = None if self._critic_only else self._micro_batch(chunk, self._denominator(step.places))
+        batch = (
+            None
+            if self._critic_only
+            else self._micro_batch(chunk, self._shares.denominator(step.places, self._positions))
+        )
         moved(f"training a micro-batch of step {self.progress.step + 1}")
         start = time.monotonic()
         if self.actor_critic:
             groups = self._rollouts.trained(self._rollouts.of(step.places))
-            self.actor_critic.backward(self._share(chunk), groups)
+            self.actor_critic.backward(self._shares.mine(chunk), groups)
         if batch:
             self._backward_policy(batch)
         self._time("timing/backward_s", start)
@@ -269,7 +256,7 @@ class Trainer:
         places = range(self.config.prompts_per_batch)
         for chunk in self._shares.rounds(places):
             moved("scoring a batch of rollouts with the weights that sampled it")
-            batch = self._micro_batch(chunk, self._denominator(places))
+            batch = self._micro_batch(chunk, self._shares.denominator(places, self._positions))
             self._remember(batch, self.engine.score(batch.row, self.config.sampler.temperature))
         algorithm, advantages = self.config.algorithm, self._rollouts.advantages
         groups = self._rollouts.trained(self._rollouts.items)

@@ -8,17 +8,25 @@ while the rest decodes. Both follow from config and contents alone, and every ra
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from common.config import Config
 from common.model_dims import ModelDims
-from trainer.batch import trained_completions, training_completions
+from trainer.batch import Positions, num_tokens, trained_completions, training_completions
+from trainer.losses import Denominator
 from trainer.micro_batches import NOTHING, Budget, Round, Work, plan, stream, work
 from trainer.rollouts import Items, Rollouts
 
 
+class Ranks(Protocol):
+    rank: int
+    world_size: int
+
+
 class Shares:
-    def __init__(self, config: Config, rollouts: Rollouts, model: ModelDims | None, world_size: int):
-        self._config, self._rollouts, self._model, self._world_size = config, rollouts, model, world_size
+    def __init__(self, config: Config, rollouts: Rollouts, model: ModelDims | None, ranks: Ranks):
+        self._config, self._rollouts, self._model = config, rollouts, model
+        self._rank, self._world_size = ranks.rank, ranks.world_size
         self._budget = Budget.of(config.trainer)
         self._rounds: dict[tuple[int, ...], list[Round]] = {}  # by places
 
@@ -39,7 +47,25 @@ class Shares:
         else:
             yield from self._rounds[key]
 
-    def share(self, places: Sequence[int]) -> Items:
+    def mine(self, found: Round) -> Items:
+        """This rank's groups of a round."""
+        return self._at(found[self._rank])
+
+    def denominator(self, places: Sequence[int], positions: Positions | None = None) -> Denominator:
+        """Of a step on these places. B counts every completion of these seats: those of tombstones and empty seats are
+        there, with weight zero. positions: the tokens that train; None = all.
+        """
+        sampler, algorithm = self._config.sampler, self._config.algorithm
+        groups = self._at(places)
+        skipped = len(self._rollouts.of(places)) - len(groups) if algorithm.dead_groups == "skip" else 0
+        return Denominator(
+            loss_type=algorithm.loss_type,
+            num_completions=max(1, (len(places) - skipped) * sampler.num_generations),
+            num_tokens=max(1, num_tokens(groups, algorithm, positions)),
+            max_completion_length=sampler.max_completion_length,
+        )
+
+    def _at(self, places: Sequence[int]) -> Items:
         """What trains of these places."""
         return self._rollouts.trained(self._rollouts.of(places))
 
@@ -58,7 +84,7 @@ class Shares:
     def _work(self, place: int) -> Work:
         """Of the group that trains at this place; of none if there is none."""
         algorithm, advantages = self._config.algorithm, self._rollouts.advantages
-        for group, kept in training_completions(self.share([place]), algorithm):
+        for group, kept in training_completions(self._at([place]), algorithm):
             # a critic learns from every completion, and its values are needed before there are advantages
             if algorithm.needs_critic or trained_completions(group, advantages, algorithm):
                 lengths = [len(group.rollouts[i].completion_ids) for i in kept]
