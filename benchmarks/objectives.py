@@ -95,7 +95,8 @@ def train(method: str, seed: int, steps: int, runs: Path) -> Path:
         config.write_text(yaml.safe_dump(settings(method, seed, steps, folder)))
         print(f"{method}, seed {seed}: {'continues' if resumes else 'starts'}", flush=True)
         command = [sys.executable, "-m", "common.supervise", str(config), *(["run.resume=true"] if resumes else [])]
-        subprocess.run(command, cwd=ROOT, check=True)
+        if code := subprocess.run(command, cwd=ROOT).returncode:  # it has said why
+            sys.exit(code)
     return folder
 
 

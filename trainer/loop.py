@@ -338,12 +338,15 @@ class Trainer:
         """A checkpoint is saved while its version is still being evaluated: a resumed run may have to do it again."""
         if self.progress.step == 0:
             return self.config.eval.before
-        return self._evaluates_now() and not (self.desk and self.desk.log.has_eval(self.progress.policy_version))
+        return self._is_due() and not (self.desk and self.desk.log.has_eval(self.progress.policy_version))
 
     def _evaluates_now(self) -> bool:
+        """Once for each version: steps that the critic made alone, or that were skipped, leave the policy as it was."""
+        return self._is_due(is_new=self.progress.policy_version != self._evaluated_version)
+
+    def _is_due(self, is_new: bool = True) -> bool:
         every, version = self.config.eval.steps, self.progress.policy_version
         before = max(0, version - self.config.algorithm.steps_per_batch)  # a batch may step over a multiple
-        is_new = version != self._evaluated_version  # steps may have left the policy alone
         due = every is not None and is_new and (version // every > before // every or version == 0)
         return due or (self.config.eval.after and self.progress.batch == self.config.num_batches)
 
