@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from benchmarks import objectives
 from benchmarks.objectives import METHODS, folder_of, forget, raw_lines, recorded, settings
@@ -112,3 +113,13 @@ def test_the_same_results_draw_the_same_picture_and_the_page_shows_it() -> None:
     assert draw(found) == draw(found)
     assert draw(found).startswith(b"<?xml") and b"GROUP PPO, segment" in page(found, 60, [0]).encode()
     assert "(objectives.svg)" in page(found, 60, [0])
+
+
+def test_the_two_configs_with_a_critic_differ_in_the_estimator_alone() -> None:
+    gae, group_ppo = (
+        yaml.safe_load((objectives.ROOT / "configs" / name).read_text()) for name in ("ppo_gae.yaml", "group_ppo.yaml")
+    )
+    assert {of["algorithm"].pop("adv_estimator") for of in (gae, group_ppo)} == {"gae", "group_ppo"}
+    assert group_ppo["algorithm"].pop("group_params")
+    assert gae["run"].pop("output_dir") != group_ppo["run"].pop("output_dir")
+    assert gae == group_ppo
