@@ -248,6 +248,14 @@ def test_a_run_that_resamples_dead_groups_and_is_killed_inside_a_batch_resumes_e
     assert {row["empty_seats"] for row in rows} == {0.0}
 
 
+def test_a_run_that_trains_adapters_with_dropout_and_is_killed_inside_a_step_resumes_exactly(trainers: Stack) -> None:
+    lora = {"r": 4, "dropout": 0.1}
+    require_exact_resume(trainers, "lora", 2, {1: "trainer.micro_batch:7:kill"}, lora=lora)
+    files = sha256_of_tree(trainers.folder / "lora-killed" / "final")
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= files.keys()
+    assert "model.safetensors" not in files and "config.json" not in files
+
+
 # ---- R1: SIGKILL at every failpoint of a checkpoint, with two ranks ----------------------------------------
 
 KILLED = (2, 2, "float32")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,9 +122,8 @@ class Engine(DeepSpeedModel):
         now. Both measure and correct the mismatch only. Returns the log-probs [N], detached.
         """
         row = batch.row.to(self.device)
-        if self.config.lora.dropout:
-            self._seed_dropout()
-        logprobs, entropy, log_mass = self.ds(row, self.config.sampler.temperature, self.head_time)
+        with self._dropout_masks():
+            logprobs, entropy, log_mass = self.ds(row, self.config.sampler.temperature, self.head_time)
         old_logprobs, advantages, weights = (
             x.to(self.device) for x in (batch.old_logprobs, batch.advantages, batch.weights)
         )
@@ -155,11 +156,17 @@ class Engine(DeepSpeedModel):
         self._micro_batch = 0
         return super().step()
 
-    def _seed_dropout(self) -> None:
+    @contextlib.contextmanager
+    def _dropout_masks(self) -> Iterator[None]:
         """A function of where the run is: a resumed run drops what an uninterrupted one does."""
+        if not self.config.lora.dropout:
+            yield
+            return
         place = self.config.run.seed, torch.distributed.get_rank(), self.ds.global_steps, self._micro_batch
-        torch.manual_seed(random.Random(repr(place)).getrandbits(63))
         self._micro_batch += 1
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(random.Random(repr(place)).getrandbits(63))
+            yield
 
     def _add_sums(
         self, share: Tensor, logprobs: Tensor, old: Tensor, entropy: Tensor, terms: Any, real: Tensor
