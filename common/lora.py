@@ -9,6 +9,7 @@ apply (DoRA, biases, whole modules beside adapters).
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -78,9 +79,16 @@ def published_name(parameter: str) -> str | None:
 
 def expected(config: Config) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
     """(tensors, adapter_config.json) of every version of this run, from a model without memory (the meta device)."""
+    return _expected(config.model_dump_json())
+
+
+@functools.lru_cache(maxsize=1)
+def _expected(text: str) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
+    """Once per process: every reload asks, and building large models takes long even on the meta device."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    config = Config.model_validate_json(text)
     given = config.model
     shape = AutoConfig.from_pretrained(given.path, revision=given.revision, trust_remote_code=given.trust_remote_code)
     with torch.device("meta"):
