@@ -38,14 +38,15 @@ class OneRank:
 class Policy:
     """What trainer.publish needs of an Engine, around a transformers model without an optimizer."""
 
-    published_settings = None  # whole weights
-
-    def __init__(self, folder: Path, dtype: str):
+    def __init__(self, config: Any):
         import torch
 
+        from common import lora
         from common.logprobs import load_causal_lm
 
-        self.model = load_causal_lm(str(folder), dtype, None, False)
+        self.config = config
+        self.model = load_causal_lm(config.model.path, config.model.dtype, None, False)
+        self.published_settings = lora.settings_file(lora.add_adapters(self.model, config)) if config.lora.r else None
         self.tied_embeddings = bool(self.model.config.tie_word_embeddings)
         self.device = torch.device("cpu")
 
@@ -58,10 +59,15 @@ class Policy:
             return score_row(self.model, row, temperature, 1024)[0]
 
     def parameter_names(self) -> list[tuple[str, int]]:
-        return [(n, p.numel() * p.element_size()) for n, p in self.model.named_parameters()]
+        return [(tensor.name, tensor.size) for tensor in self._tensors()]
 
     def full_parameters(self, wanted: Any) -> Any:
-        return ((n, p.detach()) for n, p in self.model.named_parameters() if wanted(n))
+        return ((tensor.name, tensor.make()) for tensor in self._tensors() if wanted(tensor.name))
+
+    def _tensors(self) -> Any:
+        from trainer.exported import exported
+
+        return exported(self.model, self.config.lora)
 
     def disturb(self) -> None:
         """A step's worth of change, so that stale weights would fail the canary."""
@@ -69,34 +75,35 @@ class Policy:
 
         with torch.no_grad():
             for p in self.model.parameters():
-                p.add_(torch.randn(p.shape[-1], dtype=p.dtype), alpha=0.01)
+                if p.requires_grad:
+                    p.add_(torch.randn(p.shape[-1], dtype=p.dtype), alpha=0.01)
 
 
-def settings(shape: str, dtype: str, scratch: Path) -> tuple[Any, Path]:
+def settings(shape: str, dtype: str, rank: int, scratch: Path) -> Any:
     from common.config import Config
 
     folder = ROOT / ".cache" / "bench" / shape
     if not (folder / "model.safetensors").is_file():
         make_model(shape, folder)
-    config = Config.model_validate(
+    return Config.model_validate(
         {
             "run": {"output_dir": str(scratch / "run")},
             "model": {"path": str(folder), "dtype": dtype},
+            "lora": {"r": rank},
             "data": {"train": "unused.jsonl", "max_prompt_length": 64},
             "sampler": {"num_generations": 8, "max_completion_length": 64},
             "vllm": {"max_model_len": 128},
         }
     )
-    return config, folder
 
 
-def measure(config: Any, folder: Path, repeats: int) -> list[dict[str, float]]:
+def measure(config: Any, repeats: int) -> list[dict[str, float]]:
     from common import weights
     from sampler.engine import Engine
     from sampler.reload import reload
     from trainer.publish import Name, snapshot
 
-    engine, policy, ranks = Engine(config, num_gpus=0), Policy(folder, config.model.dtype), OneRank()
+    engine, policy, ranks = Engine(config, num_gpus=0), Policy(config), OneRank()
     weights_dir, vocabulary, records = weights.default_dir(config), SHAPES_VOCABULARY, []
     for version in range(repeats + 1):
         start = time.monotonic()
@@ -121,16 +128,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="1m")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="hand over adapters alone")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "handover.jsonl")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as scratch:
-        config, folder = settings(arguments.shape, arguments.dtype, Path(scratch))
-        records = measure(config, folder, arguments.repeats)
+        config = settings(arguments.shape, arguments.dtype, arguments.lora, Path(scratch))
+        records = measure(config, arguments.repeats)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with open(arguments.out, "a") as file:
         for record in records:
-            file.write(json.dumps({"shape": arguments.shape, "dtype": arguments.dtype, **record}) + "\n")
+            file.write(
+                json.dumps({"shape": arguments.shape, "dtype": arguments.dtype, "lora": arguments.lora, **record})
+                + "\n"
+            )
     for part in PARTS:
         values = [record[part] for record in records]
         print(f"{part:<12}{statistics.median(values):8.4f}  ({min(values):.4f}–{max(values):.4f})")
