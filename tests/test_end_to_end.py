@@ -138,10 +138,16 @@ def check_proof_of_weights(run: Path, steps: int) -> list[dict]:
 
 
 @needs_shared
-@pytest.mark.parametrize(("stage", "first"), [(2, "sampler"), (3, "trainer")])
-def test_twenty_steps_on_gsm8k_with_two_ranks_reload_verified_weights_after_every_step(stage, first, task, tmp_path):
+@pytest.mark.parametrize(
+    ("stage", "first", "changes"),
+    [(2, "sampler", {}), (3, "trainer", {"prompts_per_step": 5, "max_tokens_per_micro_batch": 400})],
+    ids=["2", "3-uneven"],
+)
+def test_twenty_steps_on_gsm8k_with_two_ranks_reload_verified_weights_after_every_step(
+    stage, first, changes, task, tmp_path
+):
     run = tmp_path / "run"
-    with Two(config_for(task, run, stage)) as two:
+    with Two(config_for(task, run, stage, **changes)) as two:
         starts = {"sampler": two.sampler, "trainer": lambda: two.trainer(2)}
         starts.pop(first)()
         time.sleep(3)
@@ -149,7 +155,9 @@ def test_twenty_steps_on_gsm8k_with_two_ranks_reload_verified_weights_after_ever
         trainer, sampler = two.processes["trainer"], two.processes["sampler"]
         assert trainer.wait(timeout=500) == 0, two.log("trainer")
         assert sampler.wait(timeout=30) == 0, two.log("sampler")
-    check_proof_of_weights(run, steps=20)
+    metrics = check_proof_of_weights(run, steps=20)
+    if changes:  # 5 groups of some 200 tokens, two at a time on one rank
+        assert all(2 <= m["micro_batches"] <= 4 and 0 < m["rank_imbalance"] < 1 for m in metrics)
     assert [r["eval_id"] for r in read_jsonl(run / "eval.jsonl")] == ["v0", "v20"]
     checkpoints = sorted(p.name for p in (run / "checkpoints").iterdir())
     assert checkpoints == ["step_000010", "step_000020"]
