@@ -180,7 +180,12 @@ def _reward_lines(config: Config, scored: dict[Any, Any]) -> list[tuple[str, str
         pairs = ", ".join(f"{a:g} / {n:g}" for a, n in zip(of_answers, of_nothing, strict=True))
         out.append((name, f"{pairs}   (the row's own answer / an empty completion, first {len(scored)} rows)"))
     if not tells_apart:
-        out.append(("", "no reward prefers the row's own answer to an empty completion: is its format another one?"))
+        out.append(
+            (
+                "",
+                "no reward prefers the bare answer to an empty completion; launch.sh check tries other forms, too",
+            )
+        )
     return out
 
 

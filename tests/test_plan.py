@@ -438,4 +438,4 @@ def test_ranks_that_will_wait_are_mentioned_and_the_busiest_is_planned_for(task:
 
 def test_a_reward_that_cannot_read_the_gold_answers_is_mentioned(task: Path) -> None:
     code, out, _, _ = planned(task, "rewards.reward_funcs=[format]")
-    assert code == 0 and "no reward prefers the row's own answer to an empty completion" in out
+    assert code == 0 and "no reward prefers the bare answer to an empty completion" in out

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.config import Config
+from common.config import Config, load
 from tests.stories.clone import ROOT, Clone, commands
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -26,13 +26,13 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
     return Clone(tmp_path_factory.mktemp("weekend") / "tandem")
 
 
-def check_run(clone: Clone, run: str, steps: int) -> list[dict[str, Any]]:
+def check_run(clone: Clone, run: str, steps: int, final: str = "model.safetensors") -> list[dict[str, Any]]:
     """Every step was made, with weights that the sampler had proved, and all that a run promises is there."""
     metrics = clone.metrics(run)
     assert [step["step"] for step in metrics] == list(range(1, steps + 1))
     assert metrics[-1]["policy_version"] == steps
     assert max(step["sync/canary_max_diff"] for step in metrics) <= 1e-4
-    for name in ("config.json", "samples.jsonl", "curves.png", "report.html", "final/config.json"):
+    for name in ("config.json", "samples.jsonl", "curves.png", "report.html", f"final/{final}"):
         assert (clone.folder / run / name).stat().st_size > 0, name
     assert (
         Config.model_validate(json.loads((clone.folder / run / "config.json").read_text())).trainer.max_steps == steps
@@ -47,28 +47,41 @@ def accuracy(clone: Clone, run: str) -> tuple[float, float]:
     return shares[0], shares[-1]
 
 
-def check_folder(clone: Clone, folder: str) -> None:
-    """transformers and vLLM load it, in a fresh process outside of the project, and both write the same words."""
-    path = clone.folder / folder
-    written = clone.python(
-        f"""
+# In a fresh process outside of the project: transformers and vLLM, each by itself, write the same words.
+START = """
 import os
 os.environ |= {{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}}
 from transformers import AutoModelForCausalLM, AutoTokenizer
-model, tokenizer = AutoModelForCausalLM.from_pretrained({str(path)!r}), AutoTokenizer.from_pretrained({str(path)!r})
+tokenizer, model = AutoTokenizer.from_pretrained({final!r}), AutoModelForCausalLM.from_pretrained({base!r})
 messages = [{{"role": "user", "content": "Ken has 7 pens and buys 5 more. How many pens are left?"}}]
 text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
-first = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1]:].tolist()
+prompt = {{"prompt_token_ids": ids["input_ids"][0].tolist()}}
+def words(model):
+    return model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1]:].tolist()
+def compare(first, second):
+    print()
+    print(len(first) > 0 and first == second, first, second, flush=True)
+    os._exit(0)
 import vllm
-llm = vllm.LLM({str(path)!r}, max_model_len=160, enforce_eager=True, block_size=32, dtype="float32")
 greedy = vllm.SamplingParams(max_tokens=12, temperature=0)
-second = list(llm.generate({{"prompt_token_ids": ids["input_ids"][0].tolist()}}, greedy)[0].outputs[0].token_ids)
-print()
-print(len(first) > 0 and first == second, first, second, flush=True)
-os._exit(0)
+engine = dict(max_model_len=160, enforce_eager=True, block_size=32, dtype="float32")
 """
-    )
+WHOLE = """
+first = words(model)
+compare(first, list(vllm.LLM({final!r}, **engine).generate(prompt, greedy)[0].outputs[0].token_ids))
+"""
+ADAPTERS = """
+from peft import PeftModel
+from vllm.lora.request import LoRARequest
+first, mine = words(PeftModel.from_pretrained(model, {final!r})), LoRARequest("mine", 1, {final!r})
+llm = vllm.LLM({base!r}, enable_lora=True, **engine)
+compare(first, list(llm.generate(prompt, greedy, lora_request=mine)[0].outputs[0].token_ids))
+"""
+
+
+def check_words(clone: Clone, code: str, base: Path, final: Path) -> None:
+    written = clone.python((START + code).format(base=str(base), final=str(final)))
     assert written.splitlines()[-1].startswith("True"), written
 
 
@@ -84,7 +97,8 @@ def test_own_rows_and_an_own_reward_file(clone: Clone) -> None:
     assert step["reward"] == pytest.approx(
         step["rewards/right_number/mean"] + 0.1 * step["rewards/brief/mean"], abs=1e-6
     )
-    check_folder(clone, "runs/my_reward/final")
+    final = clone.folder / "runs" / "my_reward" / "final"
+    check_words(clone, WHOLE, final, final)
 
 
 def test_a_base_model_without_a_chat_template_and_a_template_file(clone: Clone) -> None:
@@ -107,6 +121,22 @@ def test_a_base_model_without_a_chat_template_and_a_template_file(clone: Clone) 
     assert done.stdout.count("answer: <think>") == 2, "the plan and the samples show the prompt"
     template = clone.folder / "my_task" / "ask.jinja"
     assert (clone.folder / "runs" / "my_base" / "final" / "chat_template.jinja").read_text() == template.read_text()
+
+
+def test_adapters_alone_on_the_warm_started_model(clone: Clone) -> None:
+    """docs/lora.md: accuracy rises, each version proved, and what is left are adapters that peft and vLLM load."""
+    done = clone.run(commands("lora.md", "One run, start to end"), timeout_s=400)
+    assert done.returncode == 0, done.stderr[-4000:]
+    settings = load(ROOT / "configs" / "quickstart_lora.yaml")
+    assert settings.lora.publishes_adapters
+    check_run(clone, "runs/quickstart_lora", steps=settings.trainer.max_steps, final="adapter_model.safetensors")
+    before, after = accuracy(clone, "runs/quickstart_lora")
+    assert after > before + 0.15
+    assert "pass@4" in done.stdout
+    final, base = clone.folder / "runs" / "quickstart_lora" / "final", ROOT / ".cache" / "quickstart" / "model"
+    assert not (final / "model.safetensors").exists()
+    assert 5 * (final / "adapter_model.safetensors").stat().st_size < (base / "model.safetensors").stat().st_size
+    check_words(clone, ADAPTERS, base, final)
 
 
 def test_what_the_pages_run_is_a_clone_without_anything_that_was_made_here(clone: Clone) -> None:
