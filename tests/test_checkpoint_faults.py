@@ -43,7 +43,9 @@ class SmallEngine:
         self.number, self.stage, self.tied_embeddings = number, 1, False
         self.dtype = "float32"
         self.ds = SimpleNamespace(checkpoint_engine=SimpleNamespace(), save_checkpoint=self._save_state)
-        self.model = SimpleNamespace(save_pretrained=self._save_pretrained)
+        self.adapter_settings = None
+        weights = [torch.nn.Parameter(torch.tensor([float(number)]))]
+        self.model = SimpleNamespace(save_pretrained=self._save_pretrained, parameters=lambda: weights)
 
     def parameter_names(self) -> list[tuple[str, int]]:
         return [("number", 4)]
@@ -51,8 +53,8 @@ class SmallEngine:
     def full_parameters(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
         yield "number", torch.tensor([self.number])
 
-    def _save_state(self, folder: str, tag: str, save_latest: bool) -> None:
-        assert not save_latest
+    def _save_state(self, folder: str, tag: str, save_latest: bool, exclude_frozen_parameters: bool) -> None:
+        assert not save_latest and not exclude_frozen_parameters
         hooks = self.ds.checkpoint_engine
         for name in ("model_states.pt", "optim_states.pt"):
             hooks.makedirs(f"{folder}/{tag}", exist_ok=True)
