@@ -23,8 +23,9 @@ from trainer import best as best_module
 from trainer import loop, publisher
 from trainer.best import Best, Standing, metric_of, standing
 from trainer.checkpoint import Progress
-from trainer.loop import Desk, Trainer
+from trainer.loop import Trainer
 from trainer.publish import publish
+from trainer.stream import Desk
 
 pytestmark = pytest.mark.fast
 

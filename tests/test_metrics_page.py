@@ -10,16 +10,13 @@ from pathlib import Path
 import pytest
 
 from common.advice import RULES
+from trainer.step_records import SAMPLER_TOTALS
 from trainer.throughput import SECONDS
 
 pytestmark = pytest.mark.fast
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "metrics.md").read_text()
-ALIASES = {  # trainer/loop.py renames running totals of the sampler
-    "total/idle_s": "wait/sampler_s",
-    "total/incomplete_support": "mismatch/support/incomplete_tokens",
-}
 
 
 def pattern(node: ast.expr) -> str | None:
@@ -63,6 +60,8 @@ def logged() -> set[str]:
         for function in functions(path):
             makes = function.name.endswith("_metrics") or (path.stem, function.name) in {
                 ("loop", "record"),
+                ("step_records", "write"),
+                ("step_records", "_learning"),
                 ("throughput", "step"),
             }
             names |= set(keys(function)) if makes else set()
@@ -70,13 +69,13 @@ def logged() -> set[str]:
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)
-                and node.func.attr in ("_time", "_took")
+                and node.func.attr in ("took", "_took")
             ):
                 names.add(pattern(node.args[0]) or "")
         names |= {f"link/{key}" for key in subscripts(path, "counters")}
     for path in (ROOT / "sampler").glob("*.py"):
         for key in subscripts(path, "stats"):
-            names.add(ALIASES.get(key, key.replace("total/", "timing/sampler_")))
+            names.add(SAMPLER_TOTALS.get(key, key.replace("total/", "timing/sampler_")))
     log_eval = next(f for f in functions(ROOT / "common" / "metrics.py") if f.name == "log_eval")
     names |= set(keys(log_eval))
     return names - {"link/<>", ""}  # record() prefixes the counters, which are taken one by one above

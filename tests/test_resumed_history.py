@@ -15,7 +15,8 @@ from common.metrics import MetricsLog, read_jsonl
 from common.weights import Published
 from trainer import loop, publisher
 from trainer.checkpoint import Progress
-from trainer.loop import Desk, Trainer
+from trainer.loop import Trainer
+from trainer.stream import Desk
 
 pytestmark = pytest.mark.fast
 

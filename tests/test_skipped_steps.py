@@ -26,12 +26,11 @@ pytestmark = pytest.mark.fast
 
 def trainer(folder: Path, progress: Progress | None = None) -> Any:
     progress = progress or Progress("run", 0, 0, 0, 0, 0, 0, {})
-    nothing = SimpleNamespace(items=[], num_taken=0)
+    nothing = SimpleNamespace(rollouts=SimpleNamespace(items=[], num_taken=0), next_beta=lambda: progress.kl_beta)
     return SimpleNamespace(
         config=make_config(folder),
         progress=progress,
-        _rollouts=nothing,
-        _next_beta=lambda: progress.kl_beta,
+        batch=nothing,
         actor_critic=None,
     )
 

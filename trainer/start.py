@@ -24,7 +24,7 @@ from trainer.recording import FILE, Recorder, Replay
 
 if TYPE_CHECKING:
     from trainer.checkpoint import Progress
-    from trainer.loop import Desk
+    from trainer.stream import Desk
 
 
 def run(config: Config) -> None:
@@ -104,7 +104,7 @@ def _tokenizer_to_save(config: Config) -> Any:
 
 def _open_desk(stack: contextlib.ExitStack, config: Config, progress: Progress, is_resumed: bool) -> Desk:
     """What only rank 0 has, closed by the stack: records, display, and the link to the samplers or a recording."""
-    from trainer.loop import Desk
+    from trainer.stream import Desk
 
     output_dir = config.run.output_dir
     weights_dir = weights.default_dir(config)
