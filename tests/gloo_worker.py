@@ -92,6 +92,7 @@ class Worker:
         from trainer.engine import Engine
         from trainer.loop import Trainer
 
+        faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)  # anew for every run
         engine = Engine(config, self.exchange.world_size)
         progress = Progress("run", 0, 0, 0, 0, 0, 0, {})
         at = desk(stream) if self.exchange.rank == 0 else None
