@@ -22,7 +22,7 @@ from torch import Tensor
 
 from common import exits
 from tests.gloo_data import NUM_STEPS, STAGES, group, settings
-from tests.gloo_worker import HANGS_AFTER_S, Worker, moments, state_hash
+from tests.gloo_worker import Worker, moments, state_hash
 
 LORA = {"r": 4, "alpha": 12}
 # settings of three steps of two ranks, by name: what differs from plain LoRA with ZeRO-1
@@ -38,6 +38,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "merged": {"lora": LORA | {"sync": "merged"}},
     "merged3": {"lora": LORA | {"sync": "merged"}, "deepspeed": {"zero_optimization": {"stage": 3}}},
 }
+
+
+RESUMED_LIKE_ZERO_1 = ("flat", "off", "recomputed", "recomputed3", "two_modules", "merged3")  # nothing else to restore
+HANGS_AFTER_S = 180
 
 
 def trained(engine: Any) -> Any:
@@ -114,7 +118,8 @@ def main(folder: Path) -> None:
         runs += [(name, 1, {"lora": LORA} | sections) for name, sections in VARIANTS.items()]
     for name, stage, sections in runs:
         straight(worker, name, stage, sections)
-        resumed(worker, name, stage, sections)
+        if name not in RESUMED_LIKE_ZERO_1:
+            resumed(worker, name, stage, sections)
     path = folder / f"first-rank{worker.exchange.rank}.json"
     path.write_text(json.dumps(worker.seen, indent=1))
     worker.exchange.barrier()
