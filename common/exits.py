@@ -56,7 +56,7 @@ def run(name: str, main: Callable[[], None]) -> int:
         _say(f"{name}: {error}")
         return USER_ERROR
     except PeerEnded as ended:
-        _say(f"{name}: the peer ended: {ended}")
+        _say(f"{name}: the peer ended: {ended}" if ended.exit_code else f"{name}: {ended}")
         return ended.exit_code
     except Retryable as error:
         _say(f"{name}: {error}")

@@ -15,7 +15,7 @@ import pytest
 
 from common.config import UserError
 from common.metrics import MetricsLog
-from common.report_html import SHOWN, content_of, time_split, write_report
+from common.report_html import SHOWN, _trouble, content_of, time_split, write_report
 
 pytestmark = pytest.mark.fast
 
@@ -223,3 +223,13 @@ def test_the_page_fits_a_wide_and_a_narrow_window_by_day_and_by_night(page, tmp_
         assert struct.unpack(">II", data[16:24]) == (max(width, 400), 900)
         pictures.append(data)
     assert pictures[0] != pictures[1]
+
+
+def test_trouble_is_what_should_be_0_and_an_answer_that_crossed_its_reminder_is_none() -> None:
+    row = {"skipped_steps": 2, "tombstones": 0, "num_non_finite": 1}
+    row |= {"link/refused/eval_duplicate": 1, "link/refused/version": 3, "link/unsent": 0}
+    assert [(key, total) for key, total, _ in _trouble([row])] == [
+        ("skipped_steps", "2"),
+        ("num_non_finite", "1"),
+        ("link/refused/version", "3"),
+    ]
