@@ -15,7 +15,10 @@ import pytest
 pytestmark = pytest.mark.fast
 
 ROOT = Path(__file__).resolve().parents[1]
-HEAD = "import os, signal, sys, time; from common import exits; from common.config import UserError\n"
+HEAD = """
+import os, signal, sys, time; from common import exits; from common.config import UserError
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits SIGINT ignored
+"""
 
 
 def run(body: str) -> subprocess.CompletedProcess[str]:

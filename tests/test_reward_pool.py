@@ -254,9 +254,10 @@ def test_leaving_the_pool_kills_a_busy_reward_at_once(file):
 def start_parent(file, code):
     """A Python process with a pool whose worker spins; prints the worker's id."""
     script = f"""
-        import sys, time
+        import signal, sys, time
         from common.config import Rewards
         from rewards.pool import RewardPool
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits SIGINT ignored
         with RewardPool(Rewards(reward_funcs=["{file}:act"])) as pool:
             try:
                 pool.submit(1, "", [{code!r}], [[1]], {{"question": ""}})
