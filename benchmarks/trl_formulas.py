@@ -56,8 +56,8 @@ def python() -> Path:
 
 def install() -> None:
     """A virtual environment with TRL in it and the running interpreter's packages behind it."""
-    done = ENVIRONMENT / ".complete"
-    if done.exists():
+    marker = ENVIRONMENT / ".complete"
+    if marker.exists():
         return
     print(f"installing TRL {TRL} into {ENVIRONMENT.relative_to(ROOT)}", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(ENVIRONMENT)], check=True)
@@ -68,7 +68,7 @@ def install() -> None:
     done = subprocess.run(pip, capture_output=True, text=True)  # on success it only warns of the project's own pins
     if done.returncode:
         sys.exit(f"tandem: TRL {TRL} could not be installed by {' '.join(pip)}:\n{done.stderr}")
-    done.touch()
+    marker.touch()
 
 
 if __name__ == "__main__":

@@ -34,3 +34,23 @@ def test_the_page_holds_what_the_command_wrote_for_the_pinned_version() -> None:
     for name in ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "grpo, sequence level (GSPO)"):
         (row,) = [line for line in rows if line.startswith(f"| {name} |")]
         assert max(float(cell) for cell in row.split("|")[2:6]) <= trl_formulas.TOLERANCE
+
+
+@pytest.mark.fast
+def test_an_installation_is_complete_when_pip_was_and_is_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        tmp_path.joinpath("trl").mkdir(exist_ok=True)
+        return subprocess.CompletedProcess(command, 0, stdout=f"{tmp_path}\n", stderr="")
+
+    monkeypatch.setattr(trl_formulas, "ENVIRONMENT", tmp_path / "trl")
+    monkeypatch.setattr(trl_formulas, "ROOT", tmp_path)
+    monkeypatch.setattr(trl_formulas.subprocess, "run", run)
+    trl_formulas.install()
+    assert commands[-1][-1] == f"trl=={trl_formulas.TRL}" and len(commands) == 3
+    trl_formulas.install()
+    assert len(commands) == 3
