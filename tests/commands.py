@@ -10,9 +10,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 CHATML = ROOT / "configs" / "templates" / "chatml.jinja"
 ROW = {"question": "What is 2+2?", "answer": "#### 4"}
+BOTH = pytest.mark.parametrize("script", ["sampling.py", "training_worker.py"])
 
 
 @dataclass(frozen=True)

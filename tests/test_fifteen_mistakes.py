@@ -23,11 +23,9 @@ import pytest
 from common import out_of_memory
 from common.advice import Adviser, Settings
 from common.config import Config, UserError
-from tests.commands import CHATML, ROOT, ROW, check, make_task, run
+from tests.commands import BOTH, CHATML, ROOT, ROW, check, make_task, run
 
 pytestmark = pytest.mark.fast
-
-BOTH = pytest.mark.parametrize("script", ["sampling.py", "training_worker.py"])
 
 
 @pytest.fixture(scope="module")

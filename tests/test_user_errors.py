@@ -14,11 +14,9 @@ import pytest
 
 from common import durable
 from common.config import UserError
-from tests.commands import CHATML, ROOT, check, make_task, run
+from tests.commands import BOTH, CHATML, ROOT, check, make_task, run
 
 pytestmark = pytest.mark.fast
-
-BOTH = pytest.mark.parametrize("script", ["sampling.py", "training_worker.py"])
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ class Trainer:
         critic: Critic | None = None,
     ):
         self.config, self.engine, self.exchange, self.tokenizer = config, engine, exchange, tokenizer
-        self.progress, self.desk, self.reference, self.critic = progress, desk, reference, critic
+        self.progress, self.desk, self.critic = progress, desk, critic
         self.actor_critic = ActorCritic(config, engine, critic, exchange) if critic else None
         self.models = Models(engine, reference, self.actor_critic)
         self.stream = Stream(desk, exchange)
@@ -150,7 +150,7 @@ class Trainer:
             "wait/trainer_s": waited_s,
             "timing/head_s": self.engine.head_time.take(),
             "disk_retries": float(self.publisher.disk_retries),
-            "reference_on_trainer": float(self.reference is not None),
+            "reference_on_trainer": float(self.models.reference is not None),
         }
         more |= self.actor_critic.metrics() if self.actor_critic else {}
         self.records.write(step, result, sums, self.batch, self.progress, more)
