@@ -34,7 +34,7 @@ PAGE = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- written by benchmarks/bench.py -->", "<!-- end of what benchmarks/bench.py wrote -->"
 
 TRL_ROWS = {f"trl-{backend}": backend for backend in ("stock", "plain", "vllm")}
-LADDER = {f"ladder-{rung}": rung for rung in ("seed", "reuse", "flat", "shared", "completions")}
+LADDER = {f"ladder-{rung}": rung for rung in ("seed", "reuse", "flat", "shared", "completions", "onednn")}
 TANDEM = {"streaming": ["trainer.max_staleness=0"], "run-ahead": ["trainer.max_staleness=1"]}
 ROWS = [*TRL_ROWS, *LADDER, *TANDEM]
 
@@ -55,16 +55,18 @@ def command(row: str, cell: Cell, steps: int, out: Path) -> list[str]:
 
 def measure(cells: Sequence[Cell], rows: Sequence[str], steps: int, warmup: int, repeats: int, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "HF_HUB_OFFLINE": "1"}
+    everything = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}  # one process has all cores
+    without_threads = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {"HF_HUB_OFFLINE": "1"}
     for cell in cells:
         for repeat in range(repeats):
             for row in rows if repeat % 2 == 0 else rows[::-1]:
                 print(f"bench: {cell.name}: {row} ({repeat + 1} of {repeats})", flush=True)
                 fresh = out.with_suffix(".part")
                 fresh.unlink(missing_ok=True)
-                done = subprocess.run(
-                    command(row, cell, warmup + steps, fresh), cwd=ROOT, env=environment, capture_output=True, text=True
-                )
+                words = command(row, cell, warmup + steps, fresh)
+                threads = {} if row in TANDEM else everything  # two processes share them as launch.sh says
+                environment = without_threads | threads
+                done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
                 if done.returncode:
                     print(f"bench: {row} failed and is left out:\n{done.stderr[-2000:]}", file=sys.stderr, flush=True)
                     continue

@@ -5,6 +5,7 @@
     flat          no padding: sequences one after the other in a row
     shared        a prompt is computed once for its group
     completions   the head runs on completion tokens only, in chunks
+    onednn        linear layers run through oneDNN instead of MKL
 
 Every rung generates with vLLM, loads the new weights into it, scores the reference with the policy's own code, and
 makes one update of the same loss. What follows on the ladder, streaming and run-ahead, needs two processes: Tandem.
@@ -26,11 +27,12 @@ from torch import Tensor
 
 from benchmarks.cells import BETA, LEARNING_RATE, Cell, StepLog, even, parse_cell_arguments, prepare, tandem_config
 from common.config import Config
+from common.linear import use_torch
 from common.logprobs import load_causal_lm, score_row
 from common.packing import PackedRow, Packing, pack
 from common.tokenizer import load_tokenizer
 
-RUNGS = ("seed", "reuse", "flat", "shared", "completions")
+RUNGS = ("seed", "reuse", "flat", "shared", "completions", "onednn")
 
 
 class Loop:
@@ -46,6 +48,9 @@ class Loop:
         self.policy, self.reference = (
             load_causal_lm(config.model.path, "float32", None, trust_remote_code=False) for _ in range(2)
         )
+        if level < 5:
+            use_torch(self.policy)
+            use_torch(self.reference)
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
 
     def load_weights(self, folder: Path) -> None:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from common import attention
 from common.config import UserError
+from common.linear import use_onednn
 from common.model_folder import check_model_folder
 from common.packing import PackedRow
 from common.stopwatch import Stopwatch
@@ -216,4 +217,5 @@ def load_packed(
             f"model {path!r} is a {type(model).__name__}: its layers are recurrent or do their own attention, so that "
             "completions of a packed row would see each other. Choose a model such as Qwen2.5, Qwen3 or Llama"
         )
+    use_onednn(model)
     return model, sorted(loading["missing_keys"])
