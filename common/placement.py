@@ -17,7 +17,7 @@ from common.machine import count_gpus, is_cpu_build
 
 @dataclass(frozen=True)
 class Placement:
-    """Two cores, one rank: launcher_args=("--num_gpus", "1"), sampler_cores=(0,), trainer_cores=(1,), and
+    """Two cores, one rank, run-ahead: launcher_args=("--num_gpus", "1"), sampler_cores=(0,), trainer_cores=(1,), and
     OMP_NUM_THREADS=1 for both. The environments are defaults, except for CUDA_VISIBLE_DEVICES."""
 
     num_ranks: int
@@ -46,19 +46,27 @@ def _on_cpu(config: Config, cores: Sequence[int]) -> Placement:
         if devices:
             raise UserError(f"{name}.devices is {devices}, but no GPU is visible; remove it, or see `nvidia-smi -L`")
     ranks = config.trainer.num_ranks or 1
+    sampler: list[int] = []  # not pinned
+    trainer: list[int] = []
+    sampler_threads = threads = 1
+    environment: dict[str, str] = {}
     if len(cores) <= ranks:  # too few to give every process its own: the scheduler shares them better than we would
-        sampler, trainer, threads = [], [], 1
+        pass
+    elif config.trainer.max_staleness == 0:  # mostly one process waits for the other, so each may use all cores
+        sampler_threads, threads = len(cores), len(cores) // ranks
+        environment["OMP_WAIT_POLICY"] = "PASSIVE"  # a thread that spins would take a core from the other process
     else:
         threads = max(1, len(cores) // 2 // ranks)
         sampler, trainer = list(cores[: -ranks * threads]), list(cores[-ranks * threads :])
+        sampler_threads = len(sampler)
     # vLLM would otherwise reserve cores and bind its threads itself, whatever the affinity says.
-    sampler_env = {"OMP_NUM_THREADS": str(len(sampler) or 1), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    sampler_env = {"OMP_NUM_THREADS": str(sampler_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     ranks_text = f"{ranks} rank{'s' * (ranks > 1)} × {threads} thread{'s' * (threads > 1)}"
     return Placement(
         num_ranks=ranks,
         launcher_args=("--num_gpus", str(ranks)),
-        sampler_env=sampler_env,
-        trainer_env={"OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"},
+        sampler_env=environment | sampler_env,
+        trainer_env=environment | {"OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"},
         sampler_cores=tuple(sampler),
         trainer_cores=tuple(trainer),
         sampler_place=_named("CPU core", sampler) if sampler else f"CPU, {len(cores)} shared cores",

@@ -260,10 +260,22 @@ def cores_and_threads(place: Placement) -> tuple[tuple[int, ...], str, tuple[int
     return place.sampler_cores, sampler, place.trainer_cores, trainer
 
 
-def test_two_cores_give_one_to_each_process():
-    place = placement(config(), gpus=[], cores=[0, 1])
+AHEAD = {"max_staleness": 1}
+
+
+def test_two_cores_give_one_to_each_process_where_both_work_at_once():
+    place = placement(config(trainer=AHEAD), gpus=[], cores=[0, 1])
     assert cores_and_threads(place) == ((0,), "1", (1,), "1")
     assert place.launcher_args == ("--num_gpus", "1")
+    assert "OMP_WAIT_POLICY" not in place.sampler_env
+
+
+@pytest.mark.parametrize(("ranks", "threads"), [(1, "8"), (2, "4"), (3, "2")])
+def test_processes_that_wait_for_each_other_share_all_cores_and_do_not_spin(ranks, threads):
+    place = placement(config(trainer={"num_ranks": ranks, "max_staleness": 0}), gpus=[], cores=list(range(8)))
+    assert cores_and_threads(place) == ((), "8", (), threads)
+    assert place.sampler_env["OMP_WAIT_POLICY"] == place.trainer_env["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert "8 shared cores" in place.sampler_place and f"{ranks} rank" in place.trainer_place
 
 
 @pytest.mark.parametrize(
@@ -278,7 +290,7 @@ def test_two_cores_give_one_to_each_process():
     ],
 )
 def test_cores_are_divided_so_that_every_rank_has_its_threads(cores, ranks, expected):
-    place = placement(config(trainer={"num_ranks": ranks}), gpus=[], cores=cores)
+    place = placement(config(trainer={"num_ranks": ranks} | AHEAD), gpus=[], cores=cores)
     assert cores_and_threads(place) == expected
     assert place.launcher_args == ("--num_gpus", str(ranks))
 

@@ -387,7 +387,7 @@ def test_a_plan_shows_numbers_devices_prompt_and_rewards(task: Path) -> None:
         "8 × 8 = 64 in a batch; 64 per rank of 1",
         "40 rows = 5 batches of rollouts",
         "200 batches of rollouts, 200 optimizer steps, 40 epochs",
-        "trainer       CPU core",
+        "trainer       CPU, ",
         "| <|im_start|>user",
         "What is 0+2?",
         "row 0, ",
