@@ -15,6 +15,11 @@ from common.config import Config, UserError
 from common.machine import count_gpus, is_cpu_build
 
 
+# glibc would give the memory of every large tensor back to the kernel and fetch it again, page by page, for the next:
+# 5 % of a step at 28M parameters. Up to 1 GiB stays with the process.
+_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
+
+
 @dataclass(frozen=True)
 class Placement:
     """Two cores, one rank, run-ahead: launcher_args=("--num_gpus", "1"), sampler_cores=(0,), trainer_cores=(1,), and
@@ -49,7 +54,7 @@ def _on_cpu(config: Config, cores: Sequence[int]) -> Placement:
     sampler: list[int] = []  # not pinned
     trainer: list[int] = []
     sampler_threads = threads = 1
-    environment: dict[str, str] = {}
+    environment = dict(_KEEP_MEMORY)
     if len(cores) <= ranks:  # too few to give every process its own: the scheduler shares them better than we would
         pass
     elif config.trainer.max_staleness == 0:  # mostly one process waits for the other, so each may use all cores
