@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from common.config import Config, UserError
 from common.machine import count_gpus, is_cpu_build
 
-
 # glibc would give the memory of every large tensor back to the kernel and fetch it again, page by page, for the next:
 # 5 % of a step at 28M parameters. Up to 1 GiB stays with the process.
 _KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
