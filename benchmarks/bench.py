@@ -35,7 +35,11 @@ BEGIN, END = "<!-- written by benchmarks/bench.py -->", "<!-- end of what benchm
 
 TRL_ROWS = {f"trl-{backend}": backend for backend in ("stock", "plain", "vllm")}
 LADDER = {f"ladder-{rung}": rung for rung in ("seed", "reuse", "flat", "shared", "completions", "onednn")}
-TANDEM = {"streaming": ["trainer.max_staleness=0"], "run-ahead": ["trainer.max_staleness=1"]}
+TANDEM = {
+    "streaming": ["trainer.max_staleness=0"],
+    "run-ahead": ["trainer.max_staleness=1"],
+    "run-ahead-ref": ["trainer.max_staleness=1", "reference.on=trainer"],
+}
 ROWS = [*TRL_ROWS, *LADDER, *TANDEM]
 
 
@@ -115,7 +119,8 @@ def table(cell: Cell, rows: Sequence[Summary], flops: float) -> str:
         shared, dense = work(cell, dense=False), work(cell, dense=True)
         lines += [
             f"{shared.total / 1e9:.1f} GFLOP a step with a shared prompt, {dense.total / 1e9:.1f} dense "
-            f"({dense.total / shared.total:.1f} ×). Floor on two cores: {shared.total / flops / 2:.2f} s.",
+            f"({dense.total / shared.total:.1f} ×). Floor on two cores: {shared.total / flops / 2:.2f} s. "
+            f"Decoding reads {shared.decode_bytes / 1e9:.2g} GB of weights.",
             "",
         ]
     lines += [

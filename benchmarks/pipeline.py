@@ -123,6 +123,7 @@ def _placed(cell: Cell, steps: int, scratch: Path) -> tuple[Path, Any]:
     from common.placement import placement
 
     settings = tandem_config(cell, prepare(cell), steps + 1, scratch / "run")
+    settings["trainer"]["max_staleness"] = 1
     path = scratch / "alone.yaml"
     path.write_text(yaml.safe_dump(settings))
     return path, placement(Config.model_validate(settings), (), sorted(os.sched_getaffinity(0)))

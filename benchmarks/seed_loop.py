@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks.cells import BETA, LEARNING_RATE, Cell, StepLog, even, parse_cell_arguments, prepare, tandem_config
 from common.config import Config
-from common.linear import use_torch
+from common.linear import OneDnnLinear
 from common.logprobs import load_causal_lm, score_row
 from common.packing import PackedRow, Packing, pack
 from common.tokenizer import load_tokenizer
@@ -119,6 +119,13 @@ def main() -> None:
             scores = [reward(cell, t, row["answer"]) for t, row in zip(texts, chosen, strict=True)]
             loop.update(prompts, completions, torch.tensor(scores))
             log.step(sum(len(c.token_ids) for group in completions for c in group))
+
+
+def use_torch(model: torch.nn.Module) -> None:
+    """Undoes common.linear.use_onednn."""
+    for module in model.modules():
+        if type(module) is OneDnnLinear:
+            module.__class__ = torch.nn.Linear  # type: ignore[assignment]
 
 
 def prompt_ids(tokenizer: Any, question: str) -> list[int]:

@@ -6,12 +6,16 @@ embeddings, d the width, V the vocabulary, A the query-key pairs that attend tim
     forward over T tokens, n of them through the head     2 · N · T + 2 · d · V · n + A
     training = forward + backward                         3 × forward; with recomputed activations 4 ×
 
-Left out: everything that is not a matrix product, and memory traffic; the floor is what is left if both were free.
+    bytes                                                 4 · (N + d · V) for every token of a completion's length
+
+are read while decoding, where all sequences share one pass over the weights. Left out of the floor: these bytes, and
+everything that is not a matrix product; it is what is left if both were free.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from benchmarks.cells import SHAPES, Cell
@@ -19,11 +23,12 @@ from benchmarks.cells import SHAPES, Cell
 
 @dataclass(frozen=True)
 class Work:
-    """Operations of one step, by part."""
+    """Operations of one step, by part, and the bytes of weights that its decoding reads."""
 
     generate: float  # prompts once per group, and every completion token once
     reference: float
     train: float
+    decode_bytes: float
 
     @property
     def total(self) -> float:
@@ -35,16 +40,21 @@ def work(cell: Cell, dense: bool) -> Work:
 
     Completions are counted at their greatest length.
     """
-    forward = _forward(cell, dense)
-    return Work(generate=_forward(cell, dense=False), reference=forward, train=3 * forward)
+    forward, s = _forward(cell, dense), SHAPES[cell.shape]
+    weights = 4 * (_layer_parameters(s) + s["hidden_size"] * s["vocab_size"])
+    return Work(_forward(cell, dense=False), forward, 3 * forward, float(cell.completion * weights))
+
+
+def _layer_parameters(s: Mapping[str, int]) -> int:
+    head_dim = s["hidden_size"] // s["num_attention_heads"]
+    projections = s["hidden_size"] * head_dim * 2 * (s["num_attention_heads"] + s["num_key_value_heads"])
+    return s["num_hidden_layers"] * (projections + 3 * s["hidden_size"] * s["intermediate_size"])
 
 
 def _forward(cell: Cell, dense: bool) -> float:
     s = SHAPES[cell.shape]
     p, c, g = cell.prompt, cell.completion, cell.generations
-    head_dim = s["hidden_size"] // s["num_attention_heads"]
-    projections = s["hidden_size"] * head_dim * 2 * (s["num_attention_heads"] + s["num_key_value_heads"])
-    layers = s["num_hidden_layers"] * (projections + 3 * s["hidden_size"] * s["intermediate_size"])
+    layers, head_dim = _layer_parameters(s), s["hidden_size"] // s["num_attention_heads"]
     copies = g if dense else 1
     tokens = copies * p + g * c
     pairs = copies * p * p / 2 + g * (c * p + c * c / 2)

@@ -27,6 +27,7 @@ def test_work_is_counted_as_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert work(cell, dense=False).train == 3 * forward
     assert work(cell, dense=True).reference == 3 * (2 * 320 * 12 + head + 4 * 36 * 4 * 2)
     assert work(cell, dense=True).generate == forward
+    assert work(cell, dense=False).decode_bytes == 2 * 4 * (320 + 40)  # two tokens, float32
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda c: c.name)
