@@ -13,6 +13,7 @@ TRL is installed beside the project on first use. Nothing else should run on the
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import platform
@@ -134,18 +135,52 @@ def table(cell: Cell, rows: Sequence[Summary], flops: float) -> str:
     return "\n".join(lines)
 
 
+def draw(found: Sequence[tuple[Cell, Sequence[Summary]]]) -> bytes:
+    """SVG: for each cell how many times the tokens per second of its fastest TRL row Tandem trains."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    from common.curves import COLORS
+
+    figure = Figure(figsize=(9, 0.6 + 0.5 * len(found)), layout="constrained", facecolor="white")
+    ax = figure.subplots()
+    for row, color, offset in (("run-ahead", COLORS[0], -0.2), ("streaming", COLORS[4], 0.2)):
+        ratios = [_ratio(rows, row) for _, rows in found]
+        bars = ax.barh([i + offset for i in range(len(found))], ratios, height=0.38, color=color, label=row)
+        ax.bar_label(bars, [f"{r:.1f}" if r else "" for r in ratios], padding=3, fontsize=9)
+    ax.axvline(1, color="#555555", linewidth=1)
+    ax.set(xlabel="completion tokens trained per second, fastest TRL row = 1", ylim=(len(found) - 0.5, -0.5))
+    ax.set_yticks(range(len(found)), [cell.name for cell, _ in found])
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(frameon=False, loc="lower right")
+    picture = io.BytesIO()
+    with mpl.rc_context({"svg.hashsalt": "tandem"}):  # equal results draw equal bytes
+        figure.savefig(picture, format="svg", metadata={"Date": None})
+    return picture.getvalue()
+
+
+def _ratio(rows: Sequence[Summary], row: str) -> float:
+    """0 where the row, or any row of TRL, was not measured."""
+    rates = {r.row: r.tokens_per_s for r in rows}
+    best_trl = max((rates[r] for r in TRL_ROWS if r in rates), default=None)
+    return rates.get(row, 0.0) / best_trl if best_trl else 0.0
+
+
 def write_page(out: Path) -> None:
     records = [json.loads(line) for line in out.read_text().splitlines()]
-    cells = [named(name) for name in dict.fromkeys(r["cell"] for r in records)]
+    measured = {r["cell"] for r in records}
+    cells = [c for c in CELLS if c.name in measured] + [named(n) for n in sorted(measured - {c.name for c in CELLS})]
+    found = [(c, summarise(r for r in records if r["cell"] == c.name)) for c in cells]
     flops = measured_flops()
     parts = [
         f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} cores; one core does "
         f"{flops / 1e9:.0f} GFLOP/s in a float32 matrix product."
     ]
-    parts += [table(c, summarise(r for r in records if r["cell"] == c.name), flops) for c in cells]
+    parts += [table(cell, rows, flops) for cell, rows in found]
     text = "\n\n".join(parts)
     page = PAGE.read_text()
     before, rest = page.split(BEGIN)
+    PAGE.with_suffix(".svg").write_bytes(draw(found))
     PAGE.write_text(before + BEGIN + "\n\n" + text + "\n\n" + END + rest.split(END)[1])
     print(text)
 

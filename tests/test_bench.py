@@ -57,6 +57,14 @@ def test_the_ratio_is_over_the_best_trl_row() -> None:
     assert [line.split("|")[5].strip() for line in lines[-3:]] == ["0.62", "1.00", "2.50"]
 
 
+def test_the_picture_names_every_cell_and_shows_ratios_over_the_best_trl_row() -> None:
+    rows = [Summary(n, 1, 1, 1, 1, rate, 9) for n, rate in (("trl-stock", 50), ("trl-plain", 80), ("run-ahead", 216))]
+    picture = bench.draw([(CELLS[0], rows), (CELLS[1], rows[:2])]).decode()
+    assert picture.count("<!-- 2.7 -->") == 1
+    assert CELLS[0].name in picture and CELLS[1].name in picture
+    assert bench.draw([(CELLS[0], rows), (CELLS[1], rows[:2])]).decode() == picture
+
+
 def test_every_row_of_the_page_has_a_command() -> None:
     page = bench.PAGE.read_text()
     assert [row for row in bench.ROWS if f"| {row} |" not in page] == []
