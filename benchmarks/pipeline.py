@@ -102,7 +102,7 @@ def consume(path: str, overrides: Sequence[str]) -> None:
     config = load(path, list(overrides))
     weights_dir, size = weights.default_dir(config), config.prompts_per_batch
     weights_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    policy, vocabulary = Policy(Path(config.model.path), config.model.dtype), len(load_tokenizer(config.model.path))
+    policy, vocabulary = Policy(config), len(load_tokenizer(config.model.path))
     ledger = Ledger(config.num_batches * size, config.window, 0)
     with Inbox(config, "run", "ab12", _limits(config), ledger, lambda text: None) as inbox:
         inbox.wait_for_sampler()
@@ -147,7 +147,7 @@ def _running(command: list[str], environment: Any, cores: Sequence[int], log: Pa
 
 def _finish(process: subprocess.Popen[str], log: Path) -> None:
     if process.wait(timeout=1800):
-        raise SystemExit(f"{process.args} ended with {process.returncode}:\n{log.read_text()[-3000:]}")
+        raise SystemExit(f"{process.args!r} ended with {process.returncode}:\n{log.read_text()[-3000:]}")
 
 
 def overlap(cell: Cell, steps: int, warmup: int, repeats: int, out: Path) -> None:
@@ -181,7 +181,8 @@ def growth(steps: int, warmup: int, out: Path) -> None:
     for what, sizes in GROWTH.items():
         medians = []
         for size in sizes:
-            cell = replace(START, **{what: size})
+            change: dict[str, Any] = {what: size}
+            cell = replace(START, **change)
             print(f"pipeline: {cell.name}", flush=True)
             with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
                 seconds = together(cell, steps, warmup, Path(folder))

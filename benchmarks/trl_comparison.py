@@ -265,7 +265,9 @@ def _trl_trainer(kind: Any, settings: Any, options: Mapping[str, Any], scores: S
         num_generations=G, max_completion_length=L_MAX, steps_per_generation=1, beta=0.0,
         **{k: v for k, v in options.items() if k not in ours},
     )  # fmt: skip
-    shape = dict(vocab_size=4, hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1)
+    shape: dict[str, Any] = dict(
+        vocab_size=4, hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1
+    )
     model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(num_key_value_heads=1, **shape))
     words = Tokenizer(models.WordLevel({"<pad>": 0, "a": 1, "<eos>": 2}, unk_token="<pad>"))
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
@@ -289,7 +291,7 @@ def _advantage_difference(case: Case, seed: int) -> float:
     random = np.random.default_rng(seed)
     scores = random.choice([-1.0, 0.0, 1.0], (2, B)) + random.normal(0, 0.1, (2, B))
     rewards = np.array(config.rewards.weights) @ scores
-    one = np.ones(1)
+    one: Any = np.ones(1)
     groups = [
         Group(g, 0, g, one, tuple(
             Rollout(one, one, one, dict(zip(config.rewards.names, scores[:, i], strict=True)), rewards[i], "stop")
