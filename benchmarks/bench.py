@@ -13,7 +13,6 @@ TRL is installed beside the project on first use. Nothing else should run on the
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import platform
@@ -28,6 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cells import CELLS, ROOT, Cell, named
+from benchmarks.objectives_page import svg
 from benchmarks.work import measured_flops, work
 
 RESULTS = ROOT / "benchmarks" / "results" / "steps.jsonl"
@@ -114,7 +114,7 @@ def _summary(row: str, records: list[dict[str, Any]]) -> Summary:
 
 def table(cell: Cell, rows: Sequence[Summary], flops: float) -> str:
     """Markdown. The ratio is over the fastest TRL row of the same cell."""
-    best_trl = max((r.tokens_per_s for r in rows if r.row in TRL_ROWS), default=None)
+    best_trl = _best_trl(rows)
     lines = [f"### {cell.name}", ""]
     if not cell.is_natural:
         shared, dense = work(cell, dense=False), work(cell, dense=True)
@@ -137,7 +137,6 @@ def table(cell: Cell, rows: Sequence[Summary], flops: float) -> str:
 
 def draw(found: Sequence[tuple[Cell, Sequence[Summary]]]) -> bytes:
     """SVG: for each cell how many times the tokens per second of its fastest TRL row Tandem trains."""
-    import matplotlib as mpl
     from matplotlib.figure import Figure
 
     from common.curves import COLORS
@@ -153,17 +152,18 @@ def draw(found: Sequence[tuple[Cell, Sequence[Summary]]]) -> bytes:
     ax.set_yticks(range(len(found)), [cell.name for cell, _ in found])
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False, loc="lower right")
-    picture = io.BytesIO()
-    with mpl.rc_context({"svg.hashsalt": "tandem"}):  # equal results draw equal bytes
-        figure.savefig(picture, format="svg", metadata={"Date": None})
-    return picture.getvalue()
+    return svg(figure)
+
+
+def _best_trl(rows: Sequence[Summary]) -> float | None:
+    """Completion tokens per second of the fastest TRL row; None where none was measured."""
+    return max((r.tokens_per_s for r in rows if r.row in TRL_ROWS), default=None)
 
 
 def _ratio(rows: Sequence[Summary], row: str) -> float:
     """0 where the row, or any row of TRL, was not measured."""
-    rates = {r.row: r.tokens_per_s for r in rows}
-    best_trl = max((rates[r] for r in TRL_ROWS if r in rates), default=None)
-    return rates.get(row, 0.0) / best_trl if best_trl else 0.0
+    best_trl = _best_trl(rows)
+    return next((r.tokens_per_s / best_trl for r in rows if best_trl and r.row == row), 0.0)
 
 
 def write_page(out: Path) -> None:

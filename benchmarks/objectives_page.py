@@ -104,7 +104,6 @@ def verdicts(found: dict[str, list[Run]]) -> list[str]:
 
 
 def draw(found: dict[str, list[Run]]) -> bytes:
-    import matplotlib as mpl
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12.6, 4.2), layout="constrained", facecolor="white")
@@ -113,8 +112,15 @@ def draw(found: dict[str, list[Run]]) -> bytes:
     _draw_seconds(bars, found)
     for ax in (curves, bars):
         ax.spines[["top", "right"]].set_visible(False)
+    return svg(figure)
+
+
+def svg(figure: Any) -> bytes:
+    """Equal figures give equal bytes."""
+    import matplotlib as mpl
+
     picture = io.BytesIO()
-    with mpl.rc_context({"svg.hashsalt": "tandem"}):  # equal results draw equal bytes
+    with mpl.rc_context({"svg.hashsalt": "tandem"}):
         figure.savefig(picture, format="svg", metadata={"Date": None})
     return picture.getvalue()
 

@@ -388,6 +388,7 @@ def test_a_plan_shows_numbers_devices_prompt_and_rewards(task: Path) -> None:
         "40 rows = 5 batches of rollouts",
         "200 batches of rollouts, 200 optimizer steps, 40 epochs",
         "trainer       CPU, ",
+        "shared cores, 1 rank × ",
         "| <|im_start|>user",
         "What is 0+2?",
         "row 0, ",
