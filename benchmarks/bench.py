@@ -6,7 +6,8 @@
     bash launch.sh bench --table                             docs/performance.md again from the raw lines
 
 Rows of a cell run one after the other, forwards, then backwards (A B, B A), each in a fresh process on the same cores.
-Every step becomes a line of benchmarks/results/steps.jsonl; medians and quartiles come from all steps but the warm-up.
+Every step becomes a line of benchmarks/results/steps.jsonl, with the commit that last changed what it measures; medians
+and quartiles come from all steps but the warm-up.
 TRL is installed beside the project on first use. Nothing else should run on the machine meanwhile.
 """
 
@@ -58,8 +59,15 @@ def command(row: str, cell: Cell, steps: int, out: Path) -> list[str]:
     return [sys.executable, str(here / "tandem_run.py"), *common, "--row", row, "--", *TANDEM[row]]
 
 
+def _commit() -> str:
+    """The last commit that changed what Tandem's rows run."""
+    words = ["git", "log", "-1", "--format=%h", "--", "common", "rewards", "sampler", "trainer"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
 def measure(cells: Sequence[Cell], rows: Sequence[str], steps: int, warmup: int, repeats: int, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
+    commit = _commit()
     everything = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}  # one process has all cores
     without_threads = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {"HF_HUB_OFFLINE": "1"}
     for cell in cells:
@@ -77,7 +85,7 @@ def measure(cells: Sequence[Cell], rows: Sequence[str], steps: int, warmup: int,
                     continue
                 with open(out, "a") as file:
                     for line in fresh.read_text().splitlines():
-                        record = json.loads(line) | {"repeat": repeat}
+                        record = json.loads(line) | {"repeat": repeat, "commit": commit}
                         if record["step"] > warmup:
                             file.write(json.dumps(record) + "\n")
                 fresh.unlink()
