@@ -60,9 +60,16 @@ def command(row: str, cell: Cell, steps: int, out: Path) -> list[str]:
 
 
 def _commit() -> str:
-    """The last commit that changed what Tandem's rows run."""
-    words = ["git", "log", "-1", "--format=%h", "--", "common", "rewards", "sampler", "trainer"]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    """The last commit that changed what Tandem's rows run, with "-dirty" if it is changed again; "" without git."""
+    code = ["common", "rewards", "sampler", "trainer"]
+    try:
+        last = subprocess.run(
+            ["git", "log", "-1", "--format=%h", "--", *code], cwd=ROOT, capture_output=True, text=True
+        )
+        changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", *code], cwd=ROOT, capture_output=True)
+    except FileNotFoundError:
+        return ""
+    return last.stdout.strip() + "-dirty" * (last.returncode == 0 and changed.returncode == 1)
 
 
 def measure(cells: Sequence[Cell], rows: Sequence[str], steps: int, warmup: int, repeats: int, out: Path) -> None:
