@@ -12,7 +12,7 @@ WORKDIR /tandem
 
 # What an installation depends on comes first, so that a change of the code installs nothing again.
 COPY launch.sh requirements.txt requirements-cpu.lock requirements-gpu.lock ./
-COPY common/__init__.py common/machine.py common/
+COPY launcher/__init__.py launcher/machine.py launcher/
 RUN bash launch.sh setup
 
 COPY . .

@@ -95,7 +95,7 @@ drop_half_installed() { # RECORD is the last file that pip writes; without it pi
 
 build_cpu_op() { # otherwise the first rank compiles it, while the sampler waits
   .venv/bin/python -c '
-from common.machine import remove_stale_build_locks
+from launcher.machine import remove_stale_build_locks
 remove_stale_build_locks()
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 ShareMemCommBuilder().load()'
@@ -155,8 +155,8 @@ case $command in
     setup
     # A config named from the caller's folder keeps its meaning.
     if [[ ${1:-} == [!/]* && $1 != *=* && -f $called_from/$1 ]]; then set -- "$called_from/$1" "${@:2}"; fi
-    if [[ $command == plan ]]; then exec .venv/bin/python plan.py "$@"; fi
-    exec .venv/bin/python -m common.supervise "$@"
+    if [[ $command == plan ]]; then exec .venv/bin/python -m launcher.plan "$@"; fi
+    exec .venv/bin/python -m launcher.run "$@"
     ;;
   eval)
     setup
@@ -165,7 +165,7 @@ case $command in
       [[ $word == /* || ! -e $called_from/$word ]] || word=$called_from/$word
       words+=("$word")
     done
-    exec .venv/bin/python -m sampler.evaluate ${words[@]+"${words[@]}"}
+    exec .venv/bin/python -m evaluation.main ${words[@]+"${words[@]}"}
     ;;
   test)
     setup
@@ -180,7 +180,9 @@ case $command in
   report | samples)
     setup
     if [[ ${1:-} == [!/]* && -d $called_from/$1 ]]; then set -- "$called_from/$1" "${@:2}"; fi
-    exec .venv/bin/python -m "common.$command" "$@"
+    module=report.samples
+    [[ $command == samples ]] || module=report.draw
+    exec .venv/bin/python -m "$module" "$@"
     ;;
   check)
     setup
@@ -193,6 +195,6 @@ case $command in
     ;;
   doctor)
     if supported .venv/bin/python; then python=.venv/bin/python; else python=$(find_python); fi
-    exec "$python" -m common.doctor "$@"
+    exec "$python" -m launcher.doctor "$@"
     ;;
 esac

@@ -9,8 +9,8 @@ import argparse
 import os
 
 from common import config, exits
-from common.sinks import require_packages
-from trainer.deepspeed_config import all_optimized, deepspeed_config
+from report.sinks import require_packages
+from trainer.engine.deepspeed_config import all_optimized, deepspeed_config
 
 
 def main() -> None:

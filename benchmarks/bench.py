@@ -154,7 +154,7 @@ def draw(found: Sequence[tuple[Cell, Sequence[Summary]]]) -> bytes:
     """SVG: for each cell how many times the tokens per second of its fastest TRL row Tandem trains."""
     from matplotlib.figure import Figure
 
-    from common.curves import COLORS
+    from report.curves import COLORS
 
     figure = Figure(figsize=(9, 0.6 + 0.5 * len(found)), layout="constrained", facecolor="white")
     ax = figure.subplots()

@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.metrics import read_jsonl
+from report.run_log import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEDULES = {
@@ -52,7 +52,7 @@ def train(schedule: str, seed: int, steps: int, runs: Path) -> dict[str, Any]:
     """One run's curve, and its held-out accuracy at the end."""
     folder = runs / f"{schedule}-{seed}"
     words = [f"run.seed={seed}", f"run.output_dir={folder}", f"trainer.max_steps={steps}", *SCHEDULES[schedule]]
-    command = [sys.executable, "-m", "common.supervise", "configs/quickstart.yaml", *words]
+    command = [sys.executable, "-m", "launcher.run", "configs/quickstart.yaml", *words]
     if code := subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode:  # it has said why
         sys.exit(code)
     last = read_jsonl(folder / "eval.jsonl")[-1]

@@ -41,8 +41,8 @@ class Policy:
     def __init__(self, config: Any):
         import torch
 
-        from common import lora
-        from common.logprobs import load_causal_lm
+        from model import lora
+        from model.logprobs import load_causal_lm
 
         self.config = config
         self.model = load_causal_lm(config.model.path, config.model.dtype, None, False)
@@ -53,7 +53,7 @@ class Policy:
     def score(self, row: Any, temperature: float) -> Any:
         import torch
 
-        from common.logprobs import score_row
+        from model.logprobs import score_row
 
         with torch.no_grad():
             return score_row(self.model, row, temperature, 1024)[0]
@@ -65,7 +65,7 @@ class Policy:
         return ((tensor.name, tensor.make()) for tensor in self._tensors() if wanted(tensor.name))
 
     def _tensors(self) -> Any:
-        from trainer.exported import exported
+        from trainer.engine.exported import exported
 
         return exported(self.model, self.config.lora)
 
@@ -101,7 +101,7 @@ def measure(config: Any, repeats: int) -> list[dict[str, float]]:
     from common import weights
     from sampler.engine import Engine
     from sampler.reload import reload
-    from trainer.publish import Name, snapshot
+    from trainer.save.write_version import Name, snapshot
 
     engine, policy, ranks = Engine(config, num_gpus=0), Policy(config), OneRank()
     weights_dir, vocabulary, records = weights.default_dir(config), SHAPES_VOCABULARY, []

@@ -27,8 +27,8 @@ def measure(tokens: int, dtype: str, way: str) -> dict[str, object]:
     """In this process, once: a peak is never forgotten."""
     import torch
 
-    from common.linear import use_onednn
-    from common.logprobs import token_logprobs
+    from model.logprobs import token_logprobs
+    from model.onednn import use_onednn
 
     torch.manual_seed(0)
     head = torch.nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=getattr(torch, dtype))

@@ -26,7 +26,7 @@ import yaml
 
 from benchmarks.objectives_page import draw, page, read, table, verdicts
 from common.durable import write_file
-from common.metrics import read_jsonl
+from report.run_log import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "group_ppo.yaml"
@@ -94,7 +94,7 @@ def train(method: str, seed: int, steps: int, runs: Path) -> Path:
             shutil.rmtree(folder, ignore_errors=True)  # of a run that ended before its first checkpoint
         config.write_text(yaml.safe_dump(settings(method, seed, steps, folder)))
         print(f"{method}, seed {seed}: {'continues' if resumes else 'starts'}", flush=True)
-        command = [sys.executable, "-m", "common.supervise", str(config), *(["run.resume=true"] if resumes else [])]
+        command = [sys.executable, "-m", "launcher.run", str(config), *(["run.resume=true"] if resumes else [])]
         if code := subprocess.run(command, cwd=ROOT).returncode:  # it has said why
             sys.exit(code)
     return folder

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.curves import COLORS, INK, centered_mean
+from report.curves import COLORS, INK, centered_mean
 
 WARM_UP = 5  # steps whose seconds do not count
 NEEDED_GAIN = 10.0  # points of held-out accuracy in which a method has learned

@@ -93,10 +93,10 @@ def consume(path: str, overrides: Sequence[str]) -> None:
     from benchmarks.handover import OneRank, Policy
     from common import weights
     from common.config import load
-    from common.tokenizer import load_tokenizer
-    from trainer.inbox import Inbox
-    from trainer.ledger import Ledger
-    from trainer.publish import publish
+    from model.tokenizer import load_tokenizer
+    from trainer.link.inbox import Inbox
+    from trainer.link.ledger import Ledger
+    from trainer.save.write_version import publish
     from trainer.start import _limits
 
     config = load(path, list(overrides))
@@ -120,7 +120,7 @@ def _placed(cell: Cell, steps: int, scratch: Path) -> tuple[Path, Any]:
     import yaml
 
     from common.config import Config
-    from common.placement import placement
+    from launcher.placement import placement
 
     settings = tandem_config(cell, prepare(cell), steps + 1, scratch / "run")
     settings["trainer"]["max_staleness"] = 1

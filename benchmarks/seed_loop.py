@@ -27,10 +27,10 @@ from torch import Tensor
 
 from benchmarks.cells import BETA, LEARNING_RATE, Cell, StepLog, even, parse_cell_arguments, prepare, tandem_config
 from common.config import Config
-from common.linear import OneDnnLinear
-from common.logprobs import load_causal_lm, score_row
-from common.packing import PackedRow, Packing, pack
-from common.tokenizer import load_tokenizer
+from model.logprobs import load_causal_lm, score_row
+from model.onednn import OneDnnLinear
+from model.packing import PackedRow, Packing, pack
+from model.tokenizer import load_tokenizer
 
 RUNGS = ("seed", "reuse", "flat", "shared", "completions", "onednn")
 
@@ -80,7 +80,7 @@ class Loop:
         return everything[row.source_index].gather(-1, row.target_ids[:, None])[:, 0]
 
     def update(self, prompts: list[list[int]], completions: list[list[Any]], rewards: Tensor) -> None:
-        """One optimizer step. rewards [prompts, generations]. GRPO as in trainer/losses.py."""
+        """One optimizer step. rewards [prompts, generations]. GRPO as in trainer/algorithm/losses.py."""
         ids = [[c.token_ids.tolist() for c in group] for group in completions]
         row = pack(list(zip(prompts, ids, strict=True)), self.packing)
         advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)

@@ -43,7 +43,7 @@ def run(cell: Cell, steps: int, out: Path, row: str, overrides: list[str], scrat
 
     folder, config = scratch / "run", scratch / "config.yaml"
     config.write_text(yaml.safe_dump(tandem_config(cell, prepare(cell), steps + 1, folder)))
-    command = [sys.executable, "-m", "common.supervise", str(config), *overrides]
+    command = [sys.executable, "-m", "launcher.run", str(config), *overrides]
     with open(scratch / "log", "wb") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
     cpu: list[float] = []

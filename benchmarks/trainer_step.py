@@ -70,13 +70,13 @@ def make_groups(arguments: argparse.Namespace, step: int) -> list[Group]:
 
 def main() -> None:
     arguments = parse()
-    from trainer.advantages import step_advantages
-    from trainer.batch import micro_batch
-    from trainer.deepspeed_model import init_distributed
-    from trainer.engine import Engine
-    from trainer.exchange import Exchange
-    from trainer.losses import Denominator
-    from trainer.publish import publish
+    from trainer.algorithm.advantages import step_advantages
+    from trainer.algorithm.losses import Denominator
+    from trainer.data.tensors import micro_batch
+    from trainer.engine.deepspeed_model import init_distributed
+    from trainer.engine.policy import Engine
+    from trainer.engine.ranks import Exchange
+    from trainer.save.write_version import publish
 
     on_gpu = torch.cuda.is_available()
     dtype = arguments.dtype or ("bfloat16" if on_gpu else "float32")

@@ -24,8 +24,8 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from common.config import Config
 from common.types import Group, Rollout
-from trainer.advantages import step_advantages
-from trainer.losses import Denominator, loss, token_objective, token_weights
+from trainer.algorithm.advantages import step_advantages
+from trainer.algorithm.losses import Denominator, loss, token_objective, token_weights
 
 SEEDS = range(5)
 GROUPS, G, L_MAX = 3, 4, 12

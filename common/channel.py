@@ -26,8 +26,8 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from common import durable
-from common.config import MAX_SOCKET_PATH, Config, UserError
-from common.exits import Retryable
+from common.config import MAX_SOCKET_PATH, Config
+from common.errors import Retryable, UserError
 
 BEAT_S = 1.0  # every state is repeated this often
 _HIGH_WATER_MARGIN = 64

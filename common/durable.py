@@ -1,9 +1,8 @@
-"""Every file operation that must survive a crash, and the failpoints and faults that prove it.
+"""Every file operation that must survive a crash.
 
 One rule serves everything: write under a temporary name in the same folder, fsync the contents, rename, fsync the
-folder. A reader sees the old state or the new one, never a part. FAILPOINT fails at a named place of the program,
-FAULT at the n-th file operation, whatever it is. Left out: NFS locks (rename is enough there) and any file that may be
-lost, such as logs.
+folder. A reader sees the old state or the new one, never a part. common/failpoints.py makes each operation fail, for
+the tests. Left out: NFS locks (rename is enough there) and any file that may be lost, such as logs.
 """
 
 from __future__ import annotations
@@ -15,107 +14,19 @@ import hashlib
 import os
 import re
 import shutil
-import signal
 import stat
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from common.config import UserError
+from common.errors import UserError
+from common.failpoints import die, failpoint, file_operation
 
 TEMPORARY = ".tmp-"  # prefix of everything that is not yet committed
 TRASH = ".trash-"  # prefix of everything that is being deleted
 
-# The complete list: `failpoint` refuses any other name, so a kill matrix over this list misses nothing.
-FAILPOINTS = (
-    "file.written",
-    "file.synced",
-    "file.renamed",
-    "dir.synced",
-    "dir.renamed",
-    "dir.committed",
-    "dir.trashed",
-    "weights.shard",
-    "weights.manifest",
-    "checkpoint.started",
-    "checkpoint.engine",
-    "checkpoint.committed",
-    "inbox.received",
-    "inbox.accepted",
-    "trainer.micro_batch",
-    "trainer.stepped",
-    "trainer.credited",
-    "sampler.leased",
-    "sampler.generated",
-    "sampler.scored",
-    "sampler.sent",
-    "sampler.reloading",
-    "sampler.reloaded",
-)
-
-_ACTIONS = ("kill", "raise", "stop", "enospc")
-_hits: dict[str, int] = {}
-
-_ERRORS = {"enospc": errno.ENOSPC, "edquot": errno.EDQUOT, "erofs": errno.EROFS, "eio": errno.EIO}
-_operations = 0  # file operations so far, counted only while FAULT is set
-
 # What may pass without anything being wrong here: a full disk, a quota, a file system that went away for a while.
 _TROUBLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
-
-
-def failpoint(name: str) -> None:
-    """Fails here if the environment says FAILPOINT=name:hits:kill|raise|stop|enospc, on the hits-th call."""
-    assert name in FAILPOINTS, f"failpoint {name!r} is not in FAILPOINTS; add it there"
-    armed = os.environ.get("FAILPOINT")
-    if not armed:
-        return
-    target, _, rest = armed.partition(":")
-    hits, _, action = rest.partition(":")
-    assert hits.isdigit() and action in _ACTIONS, f"FAILPOINT={armed} is not name:hits:{'|'.join(_ACTIONS)}"
-    assert target in FAILPOINTS, f"FAILPOINT={armed}: {target!r} is not in FAILPOINTS"
-    if target != name:
-        return
-    _hits[name] = _hits.get(name, 0) + 1
-    if _hits[name] != int(hits):
-        return
-    print(f"tandem: failpoint {name} hit {hits}: {action}", file=sys.stderr, flush=True)
-    if action == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif action == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif action == "enospc":
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"failpoint {name}")
-    else:
-        raise RuntimeError(f"failpoint {name}")
-
-
-def _operate(name: str, path: Path) -> bool:
-    """Every file operation passes here first. It fails if the environment says FAULT=n:action, for the n-th one, or
-    FAULT=n-m:action, for the n-th to the m-th. Actions: kill, torn (half of the bytes, then kill), or an error's name.
-    True: tear this write, then call `_die`.
-    """
-    armed = os.environ.get("FAULT")
-    if not armed:
-        return False
-    global _operations
-    _operations += 1
-    which, _, action = armed.partition(":")
-    first, _, last = which.partition("-")
-    numbers = first.isdigit() and (last or first).isdigit()
-    assert numbers and action in ("kill", "torn", *_ERRORS), f"FAULT={armed} is not n:action or n-m:action"
-    if not int(first) <= _operations <= int(last or first):
-        return False
-    print(f"tandem: fault at file operation {_operations}, {name} {path}: {action}", file=sys.stderr, flush=True)
-    if action in _ERRORS:
-        raise OSError(_ERRORS[action], os.strerror(_ERRORS[action]), str(path))
-    if not (action == "torn" and name == "write"):
-        _die()
-    return True
-
-
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def disk_trouble(error: BaseException | None) -> int | None:
@@ -134,7 +45,7 @@ def disk_trouble(error: BaseException | None) -> int | None:
 
 def fsync_path(path: Path) -> None:
     """fsync of a file or a folder by name."""
-    _operate("fsync", path)
+    file_operation("fsync", path)
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -146,7 +57,7 @@ def make_dir(path: Path, mode: int = 0o777) -> None:
     """Makes a folder, and those above it, so that their names survive too. It may stand there already."""
     if not path.is_dir():
         make_dir(path.parent)
-        _operate("mkdir", path)
+        file_operation("mkdir", path)
         path.mkdir(mode=mode, exist_ok=True)
         fsync_path(path.parent)
 
@@ -159,21 +70,21 @@ def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
 def write_with(path: Path, write: Callable[[BinaryIO], object], mode: int = 0o644) -> None:
     """As write_file, for a writer that wants an open file."""
     temporary = path.with_name(f"{TEMPORARY}{path.name}.{os.getpid()}")
-    _operate("create", temporary)
+    file_operation("create", temporary)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            is_torn = _operate("write", temporary)
+            is_torn = file_operation("write", temporary)
             write(file)
             failpoint("file.written")
             file.flush()
             if is_torn:
                 file.truncate(file.tell() // 2)
-                _die()
-            _operate("fsync", temporary)
+                die()
+            file_operation("fsync", temporary)
             os.fsync(file.fileno())
         failpoint("file.synced")
-        _operate("rename", path)
+        file_operation("rename", path)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -194,7 +105,7 @@ def commit_dir(temporary: Path, final: Path) -> None:
             fsync_path(Path(folder, name))
         fsync_path(Path(folder))
     failpoint("dir.synced")
-    _operate("rename", final)
+    file_operation("rename", final)
     os.rename(temporary, final)
     failpoint("dir.renamed")
     fsync_path(final.parent)
@@ -206,10 +117,10 @@ def remove_dir(path: Path) -> None:
     trash = path.with_name(f"{TRASH}{path.name}.{os.getpid()}")
     shutil.rmtree(trash, ignore_errors=True)  # a killed process with our pid, as every life has in a container
     with contextlib.suppress(FileNotFoundError):
-        _operate("rename", trash)
+        file_operation("rename", trash)
         os.rename(path, trash)
         failpoint("dir.trashed")
-        _operate("delete", trash)
+        file_operation("delete", trash)
         shutil.rmtree(trash, ignore_errors=True)
 
 
@@ -242,7 +153,7 @@ def remove_leftovers(parent: Path) -> int:
     """Deletes what crashes left uncommitted in a folder that we alone write. Returns how many there were."""
     leftovers = [p for p in parent.glob(".*") if p.name.startswith((TEMPORARY, TRASH))] if parent.is_dir() else []
     for path in leftovers:
-        _operate("delete", path)
+        file_operation("delete", path)
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     return len(leftovers)
 

@@ -15,8 +15,8 @@ import time
 import traceback
 from collections.abc import Callable
 
-from common.config import UserError
 from common.durable import disk_trouble
+from common.errors import Interrupted, PeerEnded, Retryable, UserError
 
 DONE = 0
 USER_ERROR = 2  # change something, then start again
@@ -26,22 +26,6 @@ INTERRUPTED = 130  # 128 + SIGINT
 _ECHO_S = 1.0  # DeepSpeed's launcher answers a Ctrl-C with a SIGTERM of its own to every rank
 _LAUNCHER_LOOKS_S = 3.0  # DeepSpeed's launcher looks at its ranks once a second
 _interrupted_at: float | None = None  # monotonic
-
-
-class Retryable(Exception):
-    """Nothing is wrong with the settings: a supervisor may start this process again. Exit 75."""
-
-
-class PeerEnded(Exception):
-    """The other side said goodbye; we end with the code it asked for."""
-
-    def __init__(self, reason: str, exit_code: int):
-        super().__init__(reason)
-        self.exit_code = exit_code
-
-
-class Interrupted(Exception):
-    """Somebody asked for the end and the state is whole: what can be saved may be saved. Exit 130."""
 
 
 def run(name: str, main: Callable[[], None]) -> int:

@@ -10,7 +10,7 @@ import contextlib
 import traceback
 from collections.abc import Iterator
 
-from common.config import UserError
+from common.errors import UserError
 
 _ALLOCATION = ("out of memory", "can't allocate memory", "unable to allocate")  # torch on CUDA, torch on CPU, numpy
 _SETTINGS = {

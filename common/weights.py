@@ -24,6 +24,7 @@ import blake3
 
 from common import durable
 from common.config import Config
+from common.failpoints import failpoint
 
 MANIFEST = "manifest.json"
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
@@ -130,7 +131,7 @@ def commit(temporary: Path, final: Path, manifest: Manifest) -> Published:
     """Writes the manifest last, makes the version visible and returns its address. Rank 0 only."""
     data = json.dumps(asdict(manifest), separators=(",", ":")).encode()
     durable.write_file(temporary / MANIFEST, data)
-    durable.failpoint("weights.manifest")
+    failpoint("weights.manifest")
     durable.commit_dir(temporary, final)
     return Published(manifest.version, str(final), hashlib.sha256(data).hexdigest())
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common import durable
-from common.config import UserError
+from common.errors import UserError
 from quickstart import problems
 from quickstart.settings import Settings
 

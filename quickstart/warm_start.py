@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from common.linear import use_onednn
+from model.onednn import use_onednn
 from quickstart.settings import WarmStart
 
 WANTED = "<think>{steps}</think><answer>{result}</answer>"

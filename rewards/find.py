@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from common.config import UserError
+from common.errors import UserError
 from common.paths import meant
 from rewards import ALWAYS_PASSED, RewardFunction, describe, parameters_of
 

@@ -16,7 +16,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from common.config import Rewards, UserError
+from common.config import Rewards
+from common.errors import UserError
 from rewards import RewardError, Scores
 from rewards.process import LostError, RewardProcess, StartError
 from rewards.worker import Job, Setup

@@ -18,7 +18,8 @@ from typing import Any, BinaryIO, NoReturn
 
 import msgspec
 
-from common.config import UserError, reward_name
+from common.config import reward_name
+from common.errors import UserError
 from rewards import Logged, RewardError, RewardFunction, Scores, TrainerState, score
 from rewards.find import bind, check_signature, resolve
 

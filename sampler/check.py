@@ -16,7 +16,8 @@ from typing import Any
 
 from common import config as settings
 from common import exits
-from common.config import Config, UserError
+from common.config import Config
+from common.errors import UserError
 from common.types import Problem
 from rewards.check import Findings, Row, check_gold
 from rewards.format import END_OF_TURN, without_end_of_turn

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.config import Data, UserError
+from common.config import Data
+from common.errors import UserError
 from common.types import Problem
 from sampler.sources import check_there, read_rows
 

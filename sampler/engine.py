@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from common import lora
-from common.config import TIES, Config, UserError
+from common.config import TIES, Config
+from common.errors import UserError
 from common.types import FinishReason
+from model import lora
 
 _MISSING_MASS = 1e-3
 _CANARY_LENGTH = 64  # the context must hold the trainer's canary sequences

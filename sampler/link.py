@@ -14,8 +14,8 @@ import zmq
 
 from common import channel, wire
 from common.config import Config
-from common.durable import failpoint
-from common.exits import PeerEnded, Retryable
+from common.errors import PeerEnded, Retryable
+from common.failpoints import failpoint
 from common.transcript import last_words
 from common.types import EvalResult, Group, Tombstone
 

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from common import wire
 from common.config import Config
-from common.durable import failpoint
-from common.exits import Retryable
+from common.errors import Retryable
+from common.failpoints import failpoint
 from common.types import EvalRequest, EvalResult, EvalSample, Group, Prompt, Rollout, Tombstone
 from common.watchdog import moved
 from common.weights import BadWeights, NotVisible, Published
@@ -36,7 +36,7 @@ from sampler.link import Link
 from sampler.reload import Fetcher, Reloaded, reload
 
 if TYPE_CHECKING:
-    from common.reference import Reference
+    from model.reference import Reference
 
 _MAX_BAD_WEIGHTS = 3
 _VISIBLE_WITHIN_S = 120.0  # NFS caches what was absent for up to 60 s, and a busy server adds to that

@@ -16,9 +16,10 @@ import numpy as np
 from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from common.config import Data, PromptTemplate, UserError
-from common.model_folder import NO_CHAT_TEMPLATE
+from common.config import Data, PromptTemplate
+from common.errors import UserError
 from common.types import Problem, Prompt
+from model.folder import NO_CHAT_TEMPLATE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

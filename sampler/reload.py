@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from common import durable, lora, weights
+from common import durable, weights
 from common.config import Config
-from common.durable import failpoint
-from common.exits import Retryable
+from common.errors import Retryable
+from common.failpoints import failpoint
 from common.weights import BadWeights, Manifest, Published
+from model import lora
 
 if TYPE_CHECKING:
     from sampler.engine import Engine

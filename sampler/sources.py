@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.config import UserError
+from common.errors import UserError
 from common.paths import meant
 
 if TYPE_CHECKING:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from common import durable, out_of_memory
-from common.config import Config, UserError
-from common.exits import RETRYABLE, USER_ERROR, Retryable
-from common.model_folder import require_models
-from common.tokenizer import load_tokenizer
+from common.config import Config
+from common.errors import Retryable, UserError
+from common.exits import RETRYABLE, USER_ERROR
 from common.types import Problem, Prompt
 from common.watchdog import Watchdog
+from model.folder import require_models
+from model.tokenizer import load_tokenizer
 from rewards.pool import RewardFailure, RewardPool
 from rewards.probes import probes
 from sampler.dataset import fingerprint, load_data
@@ -82,7 +83,7 @@ def _run(config: Config, sampler_id: str) -> None:
 def _sample(config: Config, task: Task, link: Link, pool: RewardPool, vocabulary_size: int) -> None:
     import torch
 
-    from common.reference import Reference
+    from model.reference import Reference
     from sampler.engine import Engine
     from sampler.loop import Sampler
     from sampler.reload import remove_stale_scratch

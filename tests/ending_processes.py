@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from common import channel, config, exits
-from common.config import Config, UserError
-from common.exits import Interrupted, Retryable
+from common.config import Config
+from common.errors import Interrupted, Retryable, UserError
 from common.watchdog import Watchdog, moved
 
 STEP_S, SAVE_STEPS, NUM_STEPS, PER_STEP = 0.04, 4, 40, 2
@@ -128,10 +128,10 @@ def rank_1(settings: Config, reader: int, writer: int) -> None:
 
 def rank_0(settings: Config, reader: int, writer: int) -> None:
     from common import durable, weights
-    from common.metrics import MetricsLog
+    from report.run_log import MetricsLog
     from tests.protocol_helpers import LIMITS
-    from trainer.inbox import Inbox
-    from trainer.ledger import Ledger
+    from trainer.link.inbox import Inbox
+    from trainer.link.ledger import Ledger
 
     output_dir, incarnation = settings.run.output_dir, secrets.token_hex(8)
     with contextlib.ExitStack() as stack:

@@ -23,11 +23,13 @@ from pathlib import Path
 import psutil
 import yaml
 
-from common import durable, supervise
-from common.config import UserError, load
-from common.placement import placement
-from common.processes import Child
-from common.supervisor import Rules, Supervisor
+from common import durable
+from common.config import load
+from common.errors import UserError
+from launcher import run as launcher_run
+from launcher.placement import placement
+from launcher.processes import Child
+from launcher.supervisor import Rules, Supervisor
 from tests.ending_processes import PER_STEP
 
 INT, TERM, KILL, STOP, CONT, HUP = (getattr(signal, f"SIG{n}") for n in ("INT", "TERM", "KILL", "STOP", "CONT", "HUP"))
@@ -142,7 +144,7 @@ class Ending:
     log: str = ""
 
 
-class Command(supervise._Command):
+class Command(launcher_run._Command):
     """The real commands with the programs exchanged."""
 
     def sampler(self) -> Child:
@@ -192,7 +194,7 @@ class Running:
             command = Command(self.folder / "config.yaml", (), config, placement(config, (), [0, 1]))
             final = config.run.output_dir / "final"
             rules = Rules(command.restart_trainer, command.steps, final.is_dir, MAX_RESTARTS, 0.05, GRACE_S)
-            with durable.lock(config.run.output_dir / supervise.LOCK, UserError):
+            with durable.lock(config.run.output_dir / launcher_run.LOCK, UserError):
                 code = Supervisor(command.sampler(), command.trainer(), rules).run()
         finally:
             sys.stderr.flush()
@@ -239,7 +241,7 @@ class Running:
             return self.pid
         if role == "guard":
             children = psutil.Process(self.pid).children()
-            return next((c.pid for c in children if "common.processes" in c.cmdline()), None)
+            return next((c.pid for c in children if "launcher.processes" in c.cmdline()), None)
         with suppress(OSError, ValueError):
             return int((self.folder / f"{role}.pid").read_text())
         return None
@@ -298,7 +300,7 @@ def _is_held(path: Path) -> bool:
 
 
 def run_all(chosen: list[Scenario], jobs: int, report: Callable[[Ending], None]) -> None:
-    supervise.remove_stale_build_locks = lambda: None  # it looks at compiled ops, which are not part of this
+    launcher_run.remove_stale_build_locks = lambda: None  # it looks at compiled ops, which are not part of this
     waiting, running = list(chosen), list[Running]()
     with tempfile.TemporaryDirectory(prefix="tandem-ends-") as name:
         while waiting or running:

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from common import exits
-from common.config import Config, UserError
-from common.tokenizer import load_tokenizer
+from common.config import Config
+from common.errors import PeerEnded, UserError
+from model.tokenizer import load_tokenizer
 from tests.gloo_data import (
     CONSTANT_RATE,
     GAE,
@@ -76,8 +77,8 @@ def desk(stream: Stream) -> Any:
 
 class Worker:
     def __init__(self, folder: Path):
-        from trainer.deepspeed_model import init_distributed
-        from trainer.exchange import Exchange
+        from trainer.engine.deepspeed_model import init_distributed
+        from trainer.engine.ranks import Exchange
 
         config = settings(folder, "start", 1)
         init_distributed(config)
@@ -87,10 +88,10 @@ class Worker:
         self.seen: dict[str, Any] = {}
 
     def trainer(self, config: Config, stream: Stream, reference: Any = None) -> Any:
-        from trainer.checkpoint import Progress
-        from trainer.critic import Critic
-        from trainer.engine import Engine
+        from trainer.engine.critic import Critic
+        from trainer.engine.policy import Engine
         from trainer.loop import Trainer
+        from trainer.save.checkpoint import Progress
 
         faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)  # anew for every run
         engine = Engine(config, self.exchange.world_size)
@@ -141,7 +142,7 @@ class Worker:
 
     def references(self) -> None:
         """The same groups: scored before they come, and scored here at every stage."""
-        from common.reference import Reference
+        from model.reference import Reference
 
         where = {"reference": {"path": str(self.folder / "reference")}}
         here = {"reference": where["reference"] | {"on": "trainer"}}
@@ -222,7 +223,7 @@ class Worker:
 
     def resume(self, stage: int, name: str, dtype: str = "float32", **sections: dict[str, Any]) -> None:
         """The newest valid checkpoint of an earlier start, and one more step."""
-        from trainer import checkpoint
+        from trainer.save import checkpoint
 
         config = settings(self.folder, f"{name}{stage}", stage, model={"dtype": dtype}, **sections)
         said: list[str] = []
@@ -253,7 +254,7 @@ class Worker:
 
         try:
             self.trainer(settings(self.folder, "end", 1), stream).train_batch()
-        except (UserError, exits.PeerEnded) as error:
+        except (UserError, PeerEnded) as error:
             self.seen["ended"] = [type(error).__name__, getattr(error, "exit_code", None)]
 
     def write(self, name: str, tensors: dict[str, Tensor]) -> None:

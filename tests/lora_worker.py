@@ -91,7 +91,7 @@ def straight(worker: Worker, name: str, stage: int, sections: dict[str, Any]) ->
 
 def resumed(worker: Worker, name: str, stage: int, sections: dict[str, Any]) -> None:
     """The checkpoint before the last, and the last step again."""
-    from trainer import checkpoint
+    from trainer.save import checkpoint
 
     trainer = worker.trainer(settings(worker.folder, name, stage, **sections), group)
     found = checkpoint.step_dir(worker.folder / name / "checkpoints", NUM_STEPS - 1)
@@ -104,7 +104,7 @@ def resumed(worker: Worker, name: str, stage: int, sections: dict[str, Any]) -> 
 
 
 def published_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    from common.lora import published_name
+    from model.lora import published_name
 
     return {str(published_name(name)): tensor for name, tensor in tensors.items()}
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from common import lora
 from common.config import Config
-from common.logprobs import load_causal_lm, score_row
-from common.packing import pack
-from trainer.exported import adapters
+from model import lora
+from model.logprobs import load_causal_lm, score_row
+from model.packing import pack
+from trainer.engine.exported import adapters
 
 
 class OneRank:

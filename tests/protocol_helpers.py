@@ -14,13 +14,13 @@ import numpy as np
 
 from common import channel, wire
 from common.config import Config
-from common.exits import PeerEnded
+from common.errors import PeerEnded
 from common.types import EvalRequest, EvalResult, EvalSample, Group, Rollout
 from common.weights import Published
 from sampler import link as link_module
 from sampler.link import Link
-from trainer.inbox import Inbox
-from trainer.ledger import Ledger
+from trainer.link.inbox import Inbox
+from trainer.link.ledger import Ledger
 
 LIMITS = wire.Limits(
     vocab_size=100,

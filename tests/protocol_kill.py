@@ -30,15 +30,15 @@ from safetensors.numpy import load_file, save_file
 
 from common import channel, durable, exits, weights
 from common.config import Config
-from common.durable import failpoint
+from common.failpoints import failpoint
 from common.types import Group
 from common.weights import Canary, Manifest, Published
 from sampler import link as link_module
 from sampler.link import Link
 from tests.protocol_helpers import HELLO, LIMITS, make_config, make_eval_result, make_rollout
-from trainer.inbox import Inbox
-from trainer.ledger import Ledger
-from trainer.rollouts import Rollouts
+from trainer.data.seats import Rollouts
+from trainer.link.inbox import Inbox
+from trainer.link.ledger import Ledger
 
 PER_STEP, SAVE_STEPS, EVAL_STEPS = 3, 2, 4
 TRAINER_POINTS = (
@@ -197,7 +197,7 @@ def live(role: str, folder: Path, armed: str) -> int:
     if pid:
         return pid
     exits.die_with_parent()
-    os.environ["FAILPOINT"] = armed
+    os.environ["TANDEM_FAILPOINT"] = armed
     log = os.open(folder / f"{role}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -53,7 +53,7 @@ class Stack:
         )
 
     def run(self, name: str, ranks: int, stage: int, environment: dict[int, dict[str, str]], **sections: Any) -> Life:
-        """One start of all ranks in folder/name. environment: what is set for single ranks, such as FAILPOINT."""
+        """One start of all ranks in folder/name. environment: variables of single ranks, such as TANDEM_FAILPOINT."""
         request = {"name": name, "ranks": ranks, "stage": stage, "sections": sections}
         return self._ask(request | {"environment": [environment.get(rank, {}) for rank in range(ranks)]})
 
@@ -124,8 +124,9 @@ def rank_of(request: dict[str, Any], folder: Path, rank: int, port: int) -> int:
     if module := request.get("call"):
         return exits.run("trainer", lambda: importlib.import_module(module).work(folder / request["name"]))
     from tests.gloo_data import settings
-    from trainer import disk, start
+    from trainer import start
     from trainer.loop import Trainer
+    from trainer.save import disk
 
     disk._FIRST_PAUSE_S, disk._LONGEST_PAUSE_S = 0.05, 0.1
 
@@ -168,7 +169,7 @@ def wait_for(pids: list[int]) -> list[int]:
 def prepare(folder: Path) -> int:
     from tests.gloo_data import group
     from tests.tiny import tiny_model
-    from trainer.recording import Recorder
+    from trainer.link.recording import Recorder
 
     tiny_model(folder / "model")
     recorder = Recorder(folder / "groups", cursor=0)
@@ -193,7 +194,7 @@ def free_port() -> int:
 
 
 def serve(folder: Path) -> None:
-    from common.machine import remove_stale_build_locks
+    from launcher.machine import remove_stale_build_locks
 
     remove_stale_build_locks()  # of a rank that was killed while it loaded a compiled op: the next would wait for ever
     answers = os.fdopen(os.dup(1), "w")

@@ -16,7 +16,7 @@ from common.config import Config
 from common.types import Group, Tombstone
 from tests import oracle
 from tests.tiny import random_group
-from trainer.advantages import (
+from trainer.algorithm.advantages import (
     group_advantages,
     is_dead,
     moves,

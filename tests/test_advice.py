@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from common.advice import RULES, Adviser, Settings, replay
 from common.config import Config, load
+from report.advice import RULES, Adviser, Settings, replay
 
 pytestmark = pytest.mark.fast
 

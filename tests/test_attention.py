@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from common import attention
-from common.attention import pad_index, unpad_index
-from common.config import UserError
-from common.logprobs import load_causal_lm, score_row
-from common.packing import Packing, pack
+from common.errors import UserError
+from model import attention
+from model.attention import pad_index, unpad_index
+from model.logprobs import load_causal_lm, score_row
+from model.packing import Packing, pack
 from tests.tiny import dense_logprobs, randomise_vectors
 
 pytestmark = pytest.mark.fast

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from common.config import Algorithm, Config
 from common.types import Group, Rollout, Tombstone
 from tests.tiny import random_group
-from trainer import batch as trainer_batch
-from trainer.advantages import step_advantages
-from trainer.batch import MicroBatch, needs_batch_statistics, num_tokens, waits_for
-from trainer.losses import Denominator, loss, token_objective
+from trainer.algorithm.advantages import step_advantages
+from trainer.algorithm.losses import Denominator, loss, token_objective
+from trainer.data import tensors as trainer_batch
+from trainer.data.tensors import MicroBatch, needs_batch_statistics, num_tokens, waits_for
 
 pytestmark = pytest.mark.fast
 

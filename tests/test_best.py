@@ -14,17 +14,18 @@ import pytest
 import torch
 
 from common.config import Config
-from common.metrics import MetricsLog, read_jsonl
 from common.types import EvalResult, EvalSample
 from common.weights import Published
+from report.run_log import MetricsLog, read_jsonl
 from tests.plain_policy import OneRank, PlainPolicy
 from tests.tiny import dense_logprobs, tiny_model
-from trainer import best as best_module
-from trainer import loop, publisher
-from trainer.best import Best, Standing, metric_of, standing
-from trainer.checkpoint import Progress
+from trainer import loop
 from trainer.loop import Trainer
-from trainer.publish import publish
+from trainer.save import best as best_module
+from trainer.save import publisher
+from trainer.save.best import Best, Standing, metric_of, standing
+from trainer.save.checkpoint import Progress
+from trainer.save.write_version import publish
 from trainer.stream import Desk
 
 pytestmark = pytest.mark.fast
@@ -236,7 +237,7 @@ def test_a_full_disk_is_waited_for_and_the_earlier_best_stays_meanwhile(
 ) -> None:
     from transformers import AutoTokenizer
 
-    from trainer import disk as trainer_disk
+    from trainer.save import disk as trainer_disk
 
     model = tiny_model(tmp_path / "model")
     policy, tokenizer = PlainPolicy(model), AutoTokenizer.from_pretrained(model)

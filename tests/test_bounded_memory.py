@@ -21,12 +21,12 @@ import pytest
 
 from common import channel, exits, wire
 from common.config import Config
-from common.exits import PeerEnded
+from common.errors import PeerEnded
 from common.types import Group
 from sampler.link import Link
 from tests.protocol_helpers import HELLO, LIMITS, make_config, make_group, make_rollout, published, short_folder
-from trainer.inbox import Inbox
-from trainer.ledger import Ledger
+from trainer.link.inbox import Inbox
+from trainer.link.ledger import Ledger
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(120)]
 

@@ -15,8 +15,8 @@ import pytest
 import zmq
 
 from common import channel
-from common.config import Config, UserError
-from common.exits import Retryable
+from common.config import Config
+from common.errors import Retryable, UserError
 from tests.protocol_helpers import make_config, short_folder
 
 pytestmark = pytest.mark.fast

@@ -22,11 +22,12 @@ from typing import Any
 import pytest
 import torch
 
-from common import durable
-from common.config import Config, UserError
-from trainer import checkpoint, disk
-from trainer.checkpoint import Progress
-from trainer.disk import Disk
+from common import durable, failpoints
+from common.config import Config
+from common.errors import UserError
+from trainer.save import checkpoint, disk
+from trainer.save.checkpoint import Progress
+from trainer.save.disk import Disk
 from trainer.start import _find_checkpoint
 
 pytestmark = pytest.mark.fast
@@ -122,9 +123,9 @@ def save_with_fault(checkpoints: Path, step: int, fault: str) -> int:
     code = 1
     with contextlib.suppress(Exception), open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
-        os.environ["FAULT"], durable._operations = fault, 0
+        os.environ["TANDEM_FAULT"], failpoints._operations = fault, 0
         save(checkpoints, step, say=lambda _: None)
-        code = CLEAN if durable._operations < int(fault.partition(":")[0]) else SURVIVED
+        code = CLEAN if failpoints._operations < int(fault.partition(":")[0]) else SURVIVED
     os._exit(code)
 
 

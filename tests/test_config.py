@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from common.config import Algorithm, Config, GroupParams, Section, UserError, load
+from common.config import Algorithm, Config, GroupParams, Section, load
+from common.errors import UserError
 
 pytestmark = pytest.mark.fast
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.config import Config, UserError
-from common.packing import pack
+from common.config import Config
+from common.errors import UserError
+from model.packing import pack
 from tests.tiny import VOCAB_SIZE, dense_values, tiny_model, tiny_reward_model
-from trainer.critic import Critic, ValueModel, load_value_model
-from trainer.deepspeed_model import DeepSpeedModel
+from trainer.engine.critic import Critic, ValueModel, load_value_model
+from trainer.engine.deepspeed_model import DeepSpeedModel
 
 pytestmark = pytest.mark.fast
 

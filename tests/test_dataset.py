@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.config import Data, UserError
+from common.config import Data
+from common.errors import UserError
 from common.types import Problem
 from sampler.dataset import fingerprint, load_data, load_problems, look_up, permutation, problem_index, sampling_seed
 

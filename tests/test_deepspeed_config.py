@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from common.config import Config, UserError
-from trainer.deepspeed_config import deepspeed_config
+from common.config import Config
+from common.errors import UserError
+from trainer.engine.deepspeed_config import deepspeed_config
 
 pytestmark = pytest.mark.fast
 

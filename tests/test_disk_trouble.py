@@ -22,12 +22,12 @@ from typing import Any
 import pytest
 
 from common import durable, exits
-from common.exits import Interrupted, Retryable
+from common.errors import Interrupted, Retryable
 from tests.gloo_data import TRAINER
 from tests.replay_worker import ROOT, Life, Stack, stack
 from tests.test_checkpoint_faults import ONE_RANK, leftovers, resumed_step, save
-from trainer import checkpoint, disk
-from trainer.disk import Disk, DiskTrouble, together
+from trainer.save import checkpoint, disk
+from trainer.save.disk import Disk, DiskTrouble, together
 
 fast = pytest.mark.fast
 
@@ -57,9 +57,9 @@ def test_a_save_waits_for_the_disk_with_the_reason_and_then_succeeds(
         run, said = tmp_path / trouble, []
         save(run / "checkpoints", 1)
         monkeypatch.setattr(durable, "_operations", 0)
-        monkeypatch.setenv("FAULT", f"10-60:{trouble}")
+        monkeypatch.setenv("TANDEM_FAULT", f"10-60:{trouble}")
         patience = save(run / "checkpoints", 2, said.append)
-        monkeypatch.delenv("FAULT")
+        monkeypatch.delenv("TANDEM_FAULT")
         assert patience.retries == len(said) >= 2
         assert all(line.startswith("checkpoint step_000002 waits for the disk: rank 0: ") for line in said)
         assert all(reason in line for line in said)
@@ -119,11 +119,11 @@ def test_after_the_deadline_the_run_ends_retryable_with_the_reason_and_the_last_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path / "checkpoints", 1)
-    monkeypatch.setenv("FAULT", "10-1000000:enospc")
+    monkeypatch.setenv("TANDEM_FAULT", "10-1000000:enospc")
     monkeypatch.setattr(disk, "_FIRST_PAUSE_S", 0.01)
     with pytest.raises(Retryable, match=r"checkpoint step_000002 failed for .*No space left on device.* Make room"):
         save(tmp_path / "checkpoints", 2, patience_s=0.1)
-    monkeypatch.delenv("FAULT")
+    monkeypatch.delenv("TANDEM_FAULT")
     assert resumed_step(tmp_path) == 1
 
 
@@ -278,8 +278,8 @@ def trainers() -> Stack:
 
 
 def train(trainers: Stack, name: str, faults: dict[int, str], **sections: Any) -> Life:
-    """Three steps on two ranks. faults: FAULT by rank."""
-    environment = {rank: {"FAULT": fault} for rank, fault in faults.items()}
+    """Three steps on two ranks. faults: TANDEM_FAULT by rank."""
+    environment = {rank: {"TANDEM_FAULT": fault} for rank, fault in faults.items()}
     return trainers.run(name, 2, 2, environment, trainer={**TRAINER, "save_steps": 1}, **sections)
 
 

@@ -42,7 +42,7 @@ def test_what_is_copied_is_there_and_suffices_for_the_setup(name: str, backend: 
             shutil.copy(ROOT / source, tmp_path / target)
     setup = (ROOT / "launch.sh").read_text().partition("\nsetup() {")[0]
     assert set(re.findall(r"requirements[\w-]*\.(?:txt|lock)", setup)) <= {path.name for path in tmp_path.iterdir()}
-    imports = re.findall(r"^from common.*$", setup, re.MULTILINE)
+    imports = re.findall(r"^from launcher.*$", setup, re.MULTILINE)
     assert imports
     done = subprocess.run([sys.executable, "-c", "\n".join(imports)], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -65,7 +65,7 @@ def test_packages_are_those_of_the_locks_and_the_interpreter_one_that_launch_sh_
 def test_nothing_that_was_made_here_goes_into_an_image() -> None:
     made = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split() if line.endswith("/")]
     assert [name for name in made if not ignored(name)] == [] and ignored(".git") and ignored("common/__pycache__")
-    kept = ["launch.sh", "common/config.py", "configs/quickstart.yaml", "docs/README.md", "tests/tiny.py"]
+    kept = ["launch.sh", "common/config/__init__.py", "configs/quickstart.yaml", "docs/README.md", "tests/tiny.py"]
     assert [path for path in kept if ignored(path)] == []
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common import config_reference
-from common.config import Config
+from common.config import Config, reference_page
 from tests.test_imports import TREES
 
 pytestmark = pytest.mark.fast
@@ -20,23 +19,23 @@ FRAMEWORKS = ("TRL", "verl", "EasyR1", "MindSpeed-RL", "OpenRLHF")
 
 def known_keys() -> set[str]:
     """Every key of the reference, and the sections that stand for themselves (`vllm`, `deepspeed`)."""
-    return set(re.findall(r"^\| `([\w.]+)` \|", config_reference.page(), re.MULTILINE))
+    return set(re.findall(r"^\| `([\w.]+)` \|", reference_page.page(), re.MULTILINE))
 
 
-def test_the_config_reference_is_the_code() -> None:
+def test_the_reference_page_is_the_code() -> None:
     written = (DOCS / "config.md").read_text()
-    assert written == config_reference.page(), "run: .venv/bin/python -m common.config_reference"
+    assert written == reference_page.page(), "run: .venv/bin/python -m common.config.reference_page"
 
 
 def test_every_setting_is_in_the_reference_with_a_meaning() -> None:
     top = {name for name in Config.model_fields if not any(key.startswith(f"{name}.") for key in known_keys())}
     assert top == {"deepspeed", "vllm"} and top <= known_keys()
-    rows = [line for line in config_reference.page().splitlines() if line.startswith("| `")]
+    rows = [line for line in reference_page.page().splitlines() if line.startswith("| `")]
     assert [row for row in rows if row.endswith("|  |")] == []
 
 
 def test_types_limits_and_defaults_are_readable() -> None:
-    page = config_reference.page()
+    page = reference_page.page()
     for row in (
         "| `sampler.num_generations` | int ≥ 2 | `8` |",
         "| `algorithm.epsilon` | float > 0, < 1 | `0.2` |",

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from common import durable
-from common.config import UserError
+from common import durable, failpoints
+from common.errors import UserError
+from common.failpoints import failpoint
 
 pytestmark = pytest.mark.fast
 
@@ -25,7 +26,7 @@ def run(code: str, failpoint: str = "", *arguments: str | Path) -> subprocess.Co
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         cwd=ROOT,
-        env=os.environ | {"FAILPOINT": failpoint},
+        env=os.environ | {"TANDEM_FAILPOINT": failpoint},
         capture_output=True,
         text=True,
         timeout=60,
@@ -70,8 +71,8 @@ def test_an_error_before_the_rename_leaves_the_old_file_and_nothing_else(
 ) -> None:
     path = tmp_path / "file"
     path.write_bytes(OLD)
-    monkeypatch.setattr(durable, "_hits", {})
-    monkeypatch.setenv("FAILPOINT", f"{point}:1:{action}")
+    monkeypatch.setattr(failpoints, "_hits", {})
+    monkeypatch.setenv("TANDEM_FAILPOINT", f"{point}:1:{action}")
     with pytest.raises(OSError if action == "enospc" else RuntimeError) as caught:
         durable.write_file(path, NEW)
     if action == "enospc":
@@ -212,25 +213,25 @@ def test_a_folder_of_somebody_else_is_not_private(tmp_path: Path, monkeypatch: p
 
 def test_an_unknown_failpoint_is_refused_armed_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError, match=r"'file\.writen' is not in FAILPOINTS"):
-        durable.failpoint("file.writen")
+        failpoint("file.writen")
 
 
 def test_an_armed_failpoint_that_does_not_exist_is_refused_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     for armed, said in (("file.writen:1:kill", "FAILPOINTS"), ("file.written:1:explode", "kill"), ("x", "name:hits")):
-        monkeypatch.setenv("FAILPOINT", armed)
+        monkeypatch.setenv("TANDEM_FAILPOINT", armed)
         with pytest.raises(AssertionError, match=said):
-            durable.failpoint("file.synced")
+            failpoint("file.synced")
 
 
 def test_a_failpoint_fails_on_the_given_hit_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(durable, "_hits", {})
-    monkeypatch.setenv("FAILPOINT", "inbox.received:3:raise")
-    durable.failpoint("inbox.received")
-    durable.failpoint("inbox.accepted")
-    durable.failpoint("inbox.received")
+    monkeypatch.setattr(failpoints, "_hits", {})
+    monkeypatch.setenv("TANDEM_FAILPOINT", "inbox.received:3:raise")
+    failpoint("inbox.received")
+    failpoint("inbox.accepted")
+    failpoint("inbox.received")
     with pytest.raises(RuntimeError, match=r"inbox\.received"):
-        durable.failpoint("inbox.received")
-    durable.failpoint("inbox.received")
+        failpoint("inbox.received")
+    failpoint("inbox.received")
 
 
 def test_a_failpoint_may_stop_the_process_until_it_is_continued() -> None:
@@ -238,7 +239,7 @@ def test_a_failpoint_may_stop_the_process_until_it_is_continued() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=ROOT,
-        env=os.environ | {"FAILPOINT": "sampler.sent:1:stop"},
+        env=os.environ | {"TANDEM_FAILPOINT": "sampler.sent:1:stop"},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )

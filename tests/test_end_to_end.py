@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common.metrics import read_jsonl
+from report.run_log import read_jsonl
 from tests.test_metrics_page import unexplained
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

@@ -6,7 +6,7 @@ import unicodedata
 
 import pytest
 
-from common.escape import one_line, visible
+from report.escape import one_line, visible
 
 pytestmark = pytest.mark.fast
 

@@ -18,9 +18,9 @@ from common.config import Config
 from common.types import Group, Rollout, Tombstone
 from tests import oracle
 from tests.tiny import random_group
-from trainer.batch import micro_batch, num_tokens, training_completions, value_batch, value_row
-from trainer.estimates import ByGroup, estimate, value_metrics
-from trainer.losses import Denominator, loss, token_objective, value_errors
+from trainer.algorithm.critic_advantages import ByGroup, estimate, value_metrics
+from trainer.algorithm.losses import Denominator, loss, token_objective, value_errors
+from trainer.data.tensors import micro_batch, num_tokens, training_completions, value_batch, value_row
 
 pytestmark = pytest.mark.fast
 

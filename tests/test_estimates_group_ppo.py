@@ -15,9 +15,9 @@ from common.config import Config
 from common.types import Group, Tombstone
 from tests import oracle
 from tests.tiny import random_group
-from trainer.batch import MicroBatch, ValueBatch, micro_batch, num_tokens, value_batch
-from trainer.estimates import ByGroup, Estimates, estimate, estimate_segments
-from trainer.losses import Denominator
+from trainer.algorithm.critic_advantages import ByGroup, Estimates, estimate, estimate_segments
+from trainer.algorithm.losses import Denominator
+from trainer.data.tensors import MicroBatch, ValueBatch, micro_batch, num_tokens, value_batch
 
 pytestmark = pytest.mark.fast
 

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.config import Config, Rewards, UserError, load
-from common.metrics import wilson_interval
-from sampler import evaluate
-from sampler.evaluate import find
-from sampler.pass_at_k import estimate, final_answer, majority, majority_at_k, pass_at_k, sizes
-from sampler.results import report, table
+from common.config import Config, Rewards, load
+from common.errors import UserError
+from evaluation import main as evaluation
+from evaluation.main import find
+from evaluation.pass_at_k import estimate, final_answer, majority, majority_at_k, pass_at_k, sizes
+from evaluation.results import report, table
+from report.run_log import wilson_interval
 
 pytestmark = pytest.mark.fast
 
@@ -204,7 +205,7 @@ def test_a_runs_own_settings_load_again(run_folder: Path) -> None:
 )
 def test_a_users_mistake_is_told_before_anything_is_loaded(run_folder: Path, arguments: list[str], words: str) -> None:
     with pytest.raises(UserError) as error:
-        evaluate.main([argument.replace("RUN", str(run_folder)) for argument in arguments])
+        evaluation.main([argument.replace("RUN", str(run_folder)) for argument in arguments])
     assert words in str(error.value)
 
 
@@ -217,7 +218,7 @@ def test_a_model_outside_a_run_needs_a_config(tmp_path: Path) -> None:
 
 def test_a_mistake_ends_the_process_with_2_and_no_traceback(run_folder: Path) -> None:
     begun = time.monotonic()
-    command = [sys.executable, "-m", "sampler.evaluate", str(run_folder), "eval.temprature=1"]
+    command = [sys.executable, "-m", "evaluation.main", str(run_folder), "eval.temprature=1"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=dict(os.environ), timeout=60)
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert time.monotonic() - begun < 10  # 0.4 on an idle machine

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from common.durable import FAILPOINTS
-from common.metrics import read_jsonl
+from common.failpoints import FAILPOINTS
+from report.run_log import read_jsonl
 from tests.gloo_data import GROUPS_PER_STEP, half_dead
 from tests.replay_worker import Life, Stack, stack
-from trainer import checkpoint
-from trainer.recording import Recorder
+from trainer.link.recording import Recorder
+from trainer.save import checkpoint
 
 pytestmark = pytest.mark.gloo
 
@@ -47,13 +47,13 @@ def train(
     algorithm: dict[str, Any] | None = None,
     **trainer: Any,
 ) -> Life:
-    """One life. armed: FAILPOINT by rank. It resumes if the run has a checkpoint."""
+    """One life. armed: TANDEM_FAILPOINT by rank. It resumes if the run has a checkpoint."""
     ranks, stage, dtype = layout
     return trainers.run(
         name,
         ranks,
         stage,
-        {rank: {"FAILPOINT": point} for rank, point in armed.items()},
+        {rank: {"TANDEM_FAILPOINT": point} for rank, point in armed.items()},
         run={"resume": bool(steps_saved(trainers.folder / name))},
         model={"dtype": dtype},
         algorithm=algorithm or {},
@@ -122,7 +122,7 @@ def points_of(layout: Layout) -> list[tuple[int, str]]:
 
 
 def arm(step: int, point: str, saved: int, ranks: int) -> dict[int, str]:
-    """FAILPOINT by rank, for a life that begins after `saved` steps. Both ranks have their turn where both pass."""
+    """TANDEM_FAILPOINT by rank, for a life that begins after `saved` steps. Both ranks take turns where both pass."""
     hits = step - saved
     if point == "trainer.micro_batch":
         hits = (hits - 1) * GROUPS_PER_STEP // ranks + 2  # the second micro-batch of that step
@@ -207,7 +207,7 @@ def replayed(trainers: Stack, name: str, ranks: int, armed: dict[int, str], **se
     output_dir = trainers.folder / name
     trainer = {"max_steps": STEPS, "save_steps": 1, "save_limit": STEPS, "lr_scheduler_type": "constant"}
     run = {"resume": bool(steps_saved(output_dir))} | sections.pop("run", {})
-    environment = {rank: {"FAILPOINT": point} for rank, point in armed.items()}
+    environment = {rank: {"TANDEM_FAILPOINT": point} for rank, point in armed.items()}
     return trainers.run(name, ranks, 1, environment, run=run, trainer=trainer, **sections)
 
 

@@ -31,9 +31,9 @@ def run(body: str) -> subprocess.CompletedProcess[str]:
     [
         ("pass", 0, ""),
         ("raise UserError('model.path m: no such folder')", 2, "tandem: sampler: model.path m: no such folder\n"),
-        ("raise exits.Retryable('silent for 9 s')", 75, "tandem: sampler: silent for 9 s\n"),
-        ("raise exits.PeerEnded('done', 0)", 0, "tandem: sampler: done\n"),
-        ("raise exits.PeerEnded('bad config', 2)", 2, "tandem: sampler: the peer ended: bad config\n"),
+        ("raise errors.Retryable('silent for 9 s')", 75, "tandem: sampler: silent for 9 s\n"),
+        ("raise errors.PeerEnded('done', 0)", 0, "tandem: sampler: done\n"),
+        ("raise errors.PeerEnded('bad config', 2)", 2, "tandem: sampler: the peer ended: bad config\n"),
         ("raise KeyboardInterrupt", 130, "tandem: sampler: interrupted\n"),
         ("os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", 130, "tandem: sampler: interrupted\n"),
         ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)", 130, "tandem: sampler: interrupted\n"),

@@ -21,8 +21,9 @@ from pathlib import Path
 import pytest
 
 from common import out_of_memory
-from common.advice import Adviser, Settings
-from common.config import Config, UserError
+from common.config import Config
+from common.errors import UserError
+from report.advice import Adviser, Settings
 from tests.commands import BOTH, CHATML, ROOT, ROW, check, make_task, run
 
 pytestmark = pytest.mark.fast
@@ -249,7 +250,7 @@ def test_15_everything_is_cut_off() -> None:
 def test_15_prompts_that_are_too_long_are_counted_and_if_all_are_the_run_ends(
     task: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from common.tokenizer import load_tokenizer
+    from model.tokenizer import load_tokenizer
     from sampler.dataset import load_data
     from sampler.start import prompts_of
 

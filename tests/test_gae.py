@@ -11,8 +11,8 @@ from common.config import Config
 from common.types import Rollout
 from tests import oracle
 from tests.tiny import random_group
-from trainer.advantages import shaped_rewards
-from trainer.gae import gae, group_token_rewards, token_rewards
+from trainer.algorithm.advantages import shaped_rewards
+from trainer.algorithm.gae import gae, group_token_rewards, token_rewards
 
 pytestmark = pytest.mark.fast
 

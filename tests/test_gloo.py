@@ -23,7 +23,7 @@ from tests.gloo_data import BETA, GROUPS_PER_STEP, NUM_STEPS, STAGES, TRAINER, V
 from tests.launch_worker import launch
 from tests.plain_training import PlainActorCritic, PlainGroupPpo, PlainTraining
 from tests.tiny import VOCAB_SIZE, dense_logprobs, dense_values, tiny_model, tiny_reward_model
-from trainer.mini_batches import steps
+from trainer.data.mini_batches import steps
 
 pytestmark = pytest.mark.gloo
 
@@ -587,7 +587,7 @@ def test_every_pickle_of_a_checkpoint_is_read_without_running_code(runs: Runs, r
 
 
 def test_a_pickle_that_calls_a_function_is_refused(tmp_path: Path) -> None:
-    from trainer.checkpoint import _load_without_code
+    from trainer.save.checkpoint import _load_without_code
 
     class Bomb:
         def __reduce__(self) -> Any:

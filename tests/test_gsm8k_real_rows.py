@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.config import load
-from common.tokenizer import load_tokenizer
+from model.tokenizer import load_tokenizer
 from rewards.format import format
 from rewards.gsm8k import answer
 from sampler.dataset import load_problems

@@ -7,8 +7,8 @@ import pytest
 
 from common.config import Algorithm, Config
 from common.types import Group, Rollout, Tombstone
-from trainer.advantages import shaped_rewards
-from trainer.kl_controller import completion_kls, next_beta, with_beta
+from trainer.algorithm.advantages import shaped_rewards
+from trainer.algorithm.kl_controller import completion_kls, next_beta, with_beta
 
 pytestmark = pytest.mark.fast
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from common.config import Config
-from common.exits import Retryable
+from common.errors import Retryable
 from common.weights import MANIFEST, Published
 from sampler import loop
 from sampler.link import Link

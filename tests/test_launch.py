@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from common import doctor, doctor_config, machine
-from common.config import Config, UserError
-from common.placement import Placement, placement, visible_gpus
+from common.config import Config
+from common.errors import UserError
+from launcher import doctor, doctor_config, machine
+from launcher.placement import Placement, placement, visible_gpus
+from tests.test_imports import PACKAGES
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.fast
@@ -36,7 +38,7 @@ case $* in
     mkdir -p .venv/bin && cp "$0" .venv/bin/python && touch .venv/bin/pip && chmod +x .venv/bin/pip
     echo "VIRTUAL_ENV=$PWD/.venv" >.venv/bin/activate ;;
   *"$FAILS_ON"*) echo "no luck with: $*" >&2; exit 1 ;;
-  "-m common.supervise"*) echo "usage stats: $VLLM_NO_USAGE_STATS" ;;
+  "-m launcher.run"*) echo "usage stats: $VLLM_NO_USAGE_STATS" ;;
 esac
 """
 
@@ -77,9 +79,7 @@ class Copy:
         """What Python was asked to install, build or start, without the version questions."""
         lines = self.calls_file.read_text().splitlines()
         return [
-            re.sub("--disable-pip.*?off ", "", line)
-            for line in lines
-            if line.startswith(("-m", "-c import torch", "plan.py"))
+            re.sub("--disable-pip.*?off ", "", line) for line in lines if line.startswith(("-m", "-c import torch"))
         ]
 
 
@@ -218,11 +218,11 @@ def test_plan_and_eval_take_what_is_named_from_the_callers_folder(copy, tmp_path
     (tmp_path / "my.yaml").touch()
     (tmp_path / "a_run").mkdir()
     copy.launch("plan", "my.yaml", "a.b=1", cwd=tmp_path)
-    assert copy.calls() == [f"plan.py {tmp_path}/my.yaml a.b=1"]
+    assert copy.calls() == [f"-m launcher.plan {tmp_path}/my.yaml a.b=1"]
     copy.launch("eval", "a_run", "org/data@test", "n=4", "--config", "my.yaml", cwd=tmp_path)
-    assert copy.calls() == [f"-m sampler.evaluate {tmp_path}/a_run org/data@test n=4 --config {tmp_path}/my.yaml"]
+    assert copy.calls() == [f"-m evaluation.main {tmp_path}/a_run org/data@test n=4 --config {tmp_path}/my.yaml"]
     copy.launch("eval", cwd=tmp_path)
-    assert copy.calls() == ["-m sampler.evaluate"]
+    assert copy.calls() == ["-m evaluation.main"]
 
 
 def test_run_is_the_default_and_a_config_is_named_from_the_callers_folder(copy, tmp_path):
@@ -231,9 +231,9 @@ def test_run_is_the_default_and_a_config_is_named_from_the_callers_folder(copy, 
     for arguments in (["mine.yaml", "a.b=1"], ["run", "mine.yaml", "a.b=1"]):
         result = copy.launch(*arguments, cwd=tmp_path)
         assert result.returncode == 0, result.stderr
-        assert copy.calls() == [f"-m common.supervise {tmp_path}/mine.yaml a.b=1"]
+        assert copy.calls() == [f"-m launcher.run {tmp_path}/mine.yaml a.b=1"]
     copy.launch("a.b=1", cwd=tmp_path)
-    assert copy.calls() == ["-m common.supervise a.b=1"]
+    assert copy.calls() == ["-m launcher.run a.b=1"]
 
 
 def test_what_the_user_set_is_not_overwritten(copy):
@@ -333,15 +333,15 @@ def test_devices_that_are_not_there_are_user_errors(gpus, sections, message):
 
 
 def test_visible_gpus_are_those_that_cuda_visible_devices_leaves(monkeypatch):
-    monkeypatch.setattr("common.placement.is_cpu_build", lambda: False)
-    monkeypatch.setattr("common.placement.count_gpus", lambda: 4)
+    monkeypatch.setattr("launcher.placement.is_cpu_build", lambda: False)
+    monkeypatch.setattr("launcher.placement.count_gpus", lambda: 4)
     assert visible_gpus({}) == (0, 1, 2, 3)
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3,1"}) == (3, 1)
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ()
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2,-1,0"}) == (2,)
     with pytest.raises(UserError, match="GPU numbers only"):
         visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-8f2a"})
-    monkeypatch.setattr("common.placement.is_cpu_build", lambda: True)
+    monkeypatch.setattr("launcher.placement.is_cpu_build", lambda: True)
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0"}) == ()
 
 
@@ -394,7 +394,7 @@ def test_a_temporary_folder_with_too_long_a_name_for_a_socket_is_found(tmp_path,
 
 
 def test_the_doctor_runs_without_any_package():
-    command = [sys.executable, "-S", "-m", "common.doctor"]
+    command = [sys.executable, "-S", "-m", "launcher.doctor"]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 1, result.stderr
@@ -461,7 +461,7 @@ def test_every_check_that_fails_has_something_to_paste():
     calls = [
         node
         for name in ("doctor", "doctor_config")
-        for node in ast.walk(ast.parse((ROOT / "common" / f"{name}.py").read_text()))
+        for node in ast.walk(ast.parse((ROOT / "launcher" / f"{name}.py").read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "Check"
     ]
     assert len(calls) > 20
@@ -473,7 +473,7 @@ def test_every_check_that_fails_has_something_to_paste():
 
 DISTRIBUTIONS = {"yaml": "pyyaml", "zmq": "pyzmq", "huggingface_hub": "huggingface-hub"}
 INSTALLED_APART = {"trl", "math_verify"}  # by its benchmarks; by the user, who is told how
-OWN = {"common", "sampler", "trainer", "rewards", "quickstart", "benchmarks", "tests"}
+OWN = {*PACKAGES, "tests"}
 OPTIONAL = {"math_verify", "trl"}  # a reward's and a comparison's own package: nothing else needs them
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from common.types import Tombstone
-from trainer.ledger import Ledger
+from trainer.link.ledger import Ledger
 
 pytestmark = pytest.mark.fast
 

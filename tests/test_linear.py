@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.seed_loop import use_torch
-from common.linear import OneDnnLinear, use_onednn
-from common.logprobs import load_causal_lm
+from model.logprobs import load_causal_lm
+from model.onednn import OneDnnLinear, use_onednn
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.fast

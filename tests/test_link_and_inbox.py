@@ -11,8 +11,8 @@ import pytest
 import zmq
 
 from common import channel, wire
-from common.config import Config, UserError
-from common.exits import PeerEnded, Retryable
+from common.config import Config
+from common.errors import PeerEnded, Retryable, UserError
 from common.types import EvalRequest, Group, Tombstone
 from sampler.link import Link
 from tests.protocol_helpers import (
@@ -27,9 +27,9 @@ from tests.protocol_helpers import (
     published,
     short_folder,
 )
-from trainer.advantages import is_dead_group
-from trainer.inbox import Inbox
-from trainer.rollouts import Rollouts
+from trainer.algorithm.advantages import is_dead_group
+from trainer.data.seats import Rollouts
+from trainer.link.inbox import Inbox
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(60)]
 
@@ -370,7 +370,7 @@ def test_a_sampler_gives_up_on_a_trainer_that_never_answers(config: Config) -> N
 
 
 def test_a_long_wait_is_reported_with_what_is_normal(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.inbox._SAY_EVERY_S", 0.2)
+    monkeypatch.setattr("trainer.link.inbox._SAY_EVERY_S", 0.2)
     said: list[str] = []
     config = with_channel(config, connect_timeout_s=1.5)
     with make_inbox(config, say=said.append) as inbox, pytest.raises(Retryable):

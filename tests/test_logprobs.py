@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common import attention
-from common.logprobs import score_norms, score_row, score_terms, token_logprobs
-from common.packing import pack, select
-from common.stopwatch import Stopwatch
+from model import attention
+from model.logprobs import score_norms, score_row, score_terms, token_logprobs
+from model.packing import pack, select
+from model.stopwatch import Stopwatch
 from tests import oracle
 
 pytestmark = pytest.mark.fast
@@ -212,7 +212,7 @@ def test_the_head_runs_on_selected_targets_only_and_gives_them_the_same_log_prob
 @pytest.mark.parametrize("chunk_size", [2, 64])
 def test_seconds_of_the_head_are_counted_forward_and_backward(chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = itertools.count()
-    monkeypatch.setattr("common.stopwatch.time.perf_counter", lambda: float(next(looks)))
+    monkeypatch.setattr("model.stopwatch.time.perf_counter", lambda: float(next(looks)))
     watch = Stopwatch(torch.device("cpu"))
     model, row = one_layer_model(), pack([([1, 2], [[3, 4, 5, 6], [7]])])
     with torch.no_grad():

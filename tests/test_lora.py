@@ -10,17 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common import lora, weights
-from common.config import Config, UserError, load
-from common.model_folder import require_model
+from common import weights
+from common.config import Config, load
+from common.errors import UserError
 from common.weights import BadWeights, Published
+from model import lora
+from model.folder import require_model
 from sampler.reload import reload
 from tests.plain_policy import AdaptedPolicy, OneRank
 from tests.tiny import tiny_model
-from trainer.best import Best
-from trainer.checkpoint import Progress, read_progress
-from trainer.exported import adapters, exported
-from trainer.publish import publish
+from trainer.engine.exported import adapters, exported
+from trainer.save.best import Best
+from trainer.save.checkpoint import Progress, read_progress
+from trainer.save.write_version import publish
 
 pytestmark = pytest.mark.fast
 
@@ -188,7 +190,7 @@ def test_the_best_policy_is_kept_as_a_peft_folder(model: Path, tmp_path: Path) -
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from trainer.disk import Disk
+    from trainer.save.disk import Disk
 
     evaluation = {"metric_for_best_model": "answer/accuracy"}
     config = config_for(model, tmp_path, eval=evaluation, data={"train": "t", "eval": "e"})

@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from common import lora, weights
+from common import weights
 from common.config import Config
 from common.weights import BadWeights, Published
+from model import lora
 from sampler.engine import Engine, SamplingLaw
 from sampler.reload import reload
 from tests.plain_policy import AdaptedPolicy, OneRank, PlainPolicy
 from tests.test_vllm_engine import complete, edit, greedy, repoint
 from tests.tiny import tiny_model
-from trainer.publish import publish
+from trainer.save.write_version import publish
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -208,8 +209,8 @@ def test_a_saved_folder_loads_in_a_fresh_vllm_and_in_transformers(
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from common.tokenizer import load_tokenizer
-    from trainer.checkpoint import _write_adapters
+    from model.tokenizer import load_tokenizer
+    from trainer.save.checkpoint import _write_adapters
 
     policy.disturb(8)
     reload(engine, version(8), config)

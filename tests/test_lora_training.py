@@ -15,13 +15,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from common import lora, weights
+from common import weights
+from model import lora
 from tests.gloo_data import NUM_STEPS, STAGES
 from tests.launch_worker import launch
 from tests.lora_worker import LORA, RESUMED_LIKE_ZERO_1, VARIANTS
 from tests.plain_training import PlainTraining
 from tests.tiny import VOCAB_SIZE, dense_logprobs, tiny_model
-from trainer import checkpoint
+from trainer.save import checkpoint
 
 pytestmark = pytest.mark.gloo
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from common.config import Algorithm
 from tests import oracle
 from tests.oracle import Objective, ScoredCompletion
-from trainer.losses import (
+from trainer.algorithm.losses import (
     Denominator,
     TokenTerms,
     importance_ratio,

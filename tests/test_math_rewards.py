@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.config import Rewards, UserError
+from common.config import Rewards
+from common.errors import UserError
 from rewards.boxed import acc, base_acc, boxed, boxed_format, golds, is_right, strict_format
 from rewards.find import BUILT_IN, check_signature, resolve
 from rewards.latex import last_boxed, normalized, number, same_answer

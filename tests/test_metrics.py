@@ -10,8 +10,8 @@ import time
 import numpy as np
 import pytest
 
-from common.config import UserError
-from common.metrics import MetricsLog, read_jsonl, wilson_interval
+from common.errors import UserError
+from report.run_log import MetricsLog, read_jsonl, wilson_interval
 
 pytestmark = pytest.mark.fast
 

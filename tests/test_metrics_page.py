@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from common.advice import RULES
-from trainer.step_records import SAMPLER_TOTALS
-from trainer.throughput import SECONDS
+from report.advice import RULES
+from trainer.record.step_records import SAMPLER_TOTALS
+from trainer.record.throughput import SECONDS
 
 pytestmark = pytest.mark.fast
 

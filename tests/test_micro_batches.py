@@ -13,13 +13,13 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from common.config import Config
-from common.model_dims import ModelDims
 from common.types import Group, Tombstone
+from model.dims import ModelDims
 from tests.test_batch import share as loss_and_gradient
 from tests.tiny import random_group
-from trainer.micro_batches import NOTHING, Budget, Round, Work, plan, stream, work
-from trainer.rollouts import Items, Rollouts
-from trainer.shares import Shares
+from trainer.data.feed import Shares
+from trainer.data.micro_batches import NOTHING, Budget, Round, Work, plan, stream, work
+from trainer.data.seats import Items, Rollouts
 
 pytestmark = pytest.mark.fast
 

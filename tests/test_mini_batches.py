@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.config import Config
-from trainer.mini_batches import steps
+from trainer.data.mini_batches import steps
 
 pytestmark = pytest.mark.fast
 

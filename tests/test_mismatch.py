@@ -11,10 +11,10 @@ import torch
 
 from common.config import Algorithm
 from common.types import Group, Rollout
-from trainer import mismatch
-from trainer.batch import micro_batch
-from trainer.engine import Sums
-from trainer.losses import Denominator, token_objective
+from trainer.algorithm import mismatch
+from trainer.algorithm.losses import Denominator, token_objective
+from trainer.data.tensors import micro_batch
+from trainer.engine.policy import Sums
 
 pytestmark = pytest.mark.fast
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.packing import Packing, Span, pack, select
+from model.packing import Packing, Span, pack, select
 
 pytestmark = pytest.mark.fast
 

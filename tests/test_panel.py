@@ -8,7 +8,7 @@ import math
 import pytest
 
 from common.config import Config
-from common.panel import StepDisplay, clock, eval_line, panel_rows, sparkline, step_line, strip_escapes, wants_live
+from report.display import StepDisplay, clock, eval_line, panel_rows, sparkline, step_line, strip_escapes, wants_live
 
 pytestmark = pytest.mark.fast
 

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from common.batch_plan import BatchPlan, batch_plan, epochs, lines, one_line
 from common.config import Config
-from common.estimates import (
+from launcher.batch_plan import BatchPlan, batch_plan, epochs, lines, one_line
+from launcher.fit import Machine, fit, reference_side
+from launcher.memory_and_time import (
     GIB,
     Device,
     Load,
@@ -29,9 +30,8 @@ from common.estimates import (
     trainer_memory,
     trainer_seconds,
 )
-from common.fit import Machine, fit, reference_side
-from common.model_dims import ModelDims, model_dims
-from common.placement import placement
+from launcher.placement import placement
+from model.dims import ModelDims, model_dims
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.fast
@@ -225,8 +225,8 @@ def test_activations_are_those_that_torch_keeps(dtype: str, prompt: int) -> None
     """Measured by hooks on every tensor that autograd saves; the difference of two depths is that of a layer."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from common import attention
-    from common.packing import pack
+    from model import attention
+    from model.packing import pack
 
     attention.register()
     dims = ModelDims(512, 1280, 2, 8, 2, 64, 64, tied=True, bias=True)
@@ -374,7 +374,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def planned(task: Path, *arguments: str) -> tuple[int, str, str, float]:
     begun = time.monotonic()
-    command = [sys.executable, "plan.py", str(task / "run.yaml"), *arguments]
+    command = [sys.executable, "-m", "launcher.plan", str(task / "run.yaml"), *arguments]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert "Traceback" not in result.stderr
     return result.returncode, result.stdout, result.stderr, time.monotonic() - begun

@@ -10,9 +10,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from common.config import Data, PromptTemplate, UserError
-from common.tokenizer import load_tokenizer
+from common.config import Data, PromptTemplate
+from common.errors import UserError
 from common.types import Problem
+from model.tokenizer import load_tokenizer
 from sampler.prompts import make_prompt, make_prompts
 
 pytestmark = pytest.mark.fast

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from common.durable import FAILPOINTS
+from common.failpoints import FAILPOINTS
 from tests.protocol_kill import SAMPLER_POINTS, TRAINER_POINTS
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(0)]  # the judge has a deadline of its own

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.publish import slices
+from trainer.save.write_version import slices
 
 pytestmark = pytest.mark.fast
 

@@ -20,10 +20,10 @@ from tests.plain_policy import OneRank, PlainPolicy
 from tests.protocol_helpers import make_config
 from tests.replay_worker import Life, Stack, stack
 from tests.tiny import tiny_model
-from trainer import disk as disk_module
-from trainer import publisher as publisher_module
-from trainer.disk import Disk
-from trainer.publisher import Publisher, writes_behind
+from trainer.save import disk as disk_module
+from trainer.save import publisher as publisher_module
+from trainer.save.disk import Disk
+from trainer.save.publisher import Publisher, writes_behind
 
 fast = pytest.mark.fast
 
@@ -139,7 +139,7 @@ def test_a_full_disk_behind_a_step_is_waited_for_by_name_and_counted(
     bench = Bench(tmp_path, monkeypatch, max_staleness=1)
     monkeypatch.setattr(disk_module, "_FIRST_PAUSE_S", 0.0)
     monkeypatch.setattr(durable, "_hits", {})
-    monkeypatch.setenv("FAILPOINT", "weights.shard:1:enospc")
+    monkeypatch.setenv("TANDEM_FAILPOINT", "weights.shard:1:enospc")
     bench.publish(1)
     bench.publisher.finish()
     (line,) = bench.said
@@ -170,7 +170,7 @@ def trainers() -> Stack:
 
 
 def train(trainers: Stack, name: str, armed: dict[int, str], staleness: int = 1, **sections: Any) -> Life:
-    environment = {rank: {"FAILPOINT": point} for rank, point in armed.items()}
+    environment = {rank: {"TANDEM_FAILPOINT": point} for rank, point in armed.items()}
     trainer = TRAINER | {"save_steps": 1, "max_staleness": staleness}
     return trainers.run(name, 2, 2, environment, trainer=trainer, **sections)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from common import config, durable
+from common import config, durable, errors
 from quickstart import problems
 from quickstart.build import build, stamp
 from quickstart.settings import Settings, WarmStart
@@ -274,6 +274,6 @@ def test_a_build_that_fails_leaves_the_old_folder_alone(built: Path):
 def test_two_builds_at_once_are_refused_with_the_name_of_the_first(tmp_path: Path):
     with (
         durable.lock(tmp_path / "quickstart.lock", RuntimeError),
-        pytest.raises(config.UserError, match=r"is being built by another process \(pid \d+\)"),
+        pytest.raises(errors.UserError, match=r"is being built by another process \(pid \d+\)"),
     ):
         build(tmp_path / "quickstart", TINY, report=lambda line: None)

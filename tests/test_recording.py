@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.config import UserError
+from common.errors import UserError
 from common.types import Group, Tombstone
 from tests.gloo_data import group
-from trainer import recording
-from trainer.recording import Recorder, Replay
+from trainer.link import recording
+from trainer.link.recording import Recorder, Replay
 
 pytestmark = pytest.mark.fast
 

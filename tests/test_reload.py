@@ -11,7 +11,7 @@ import pytest
 
 from common import weights
 from common.config import Config
-from common.exits import Retryable
+from common.errors import Retryable
 from common.weights import BadWeights, Published
 from sampler.reload import Fetcher, reload, scratch_dir
 from tests.protocol_helpers import make_config, short_folder

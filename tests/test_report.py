@@ -7,10 +7,10 @@ import struct
 import matplotlib.axes
 import pytest
 
-from common.config import UserError
-from common.curves import centered_mean, share_of_full_marks, write_curves
-from common.metrics import MetricsLog
-from common.report import final_summary, main
+from common.errors import UserError
+from report.curves import centered_mean, share_of_full_marks, write_curves
+from report.draw import final_summary, main
+from report.run_log import MetricsLog
 
 pytestmark = pytest.mark.fast
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from common.config import UserError
-from common.metrics import MetricsLog
-from common.report_html import SHOWN, _trouble, content_of, time_split, write_report
+from common.errors import UserError
+from report.html_page import SHOWN, _trouble, content_of, time_split, write_report
+from report.run_log import MetricsLog
 
 pytestmark = pytest.mark.fast
 

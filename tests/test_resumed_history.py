@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from common.config import Config
-from common.metrics import MetricsLog, read_jsonl
 from common.weights import Published
-from trainer import loop, publisher
-from trainer.checkpoint import Progress
+from report.run_log import MetricsLog, read_jsonl
+from trainer import loop
 from trainer.loop import Trainer
+from trainer.save import publisher
+from trainer.save.checkpoint import Progress
 from trainer.stream import Desk
 
 pytestmark = pytest.mark.fast

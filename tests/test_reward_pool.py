@@ -12,7 +12,8 @@ import numpy as np
 import psutil
 import pytest
 
-from common.config import Rewards, UserError
+from common.config import Rewards
+from common.errors import UserError
 from rewards.pool import RewardFailure, RewardPool
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(60)]

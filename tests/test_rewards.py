@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from common.config import UserError
+from common.errors import UserError
 from rewards import RewardError, score
 from rewards.find import check_signature, resolve
 from rewards.format import is_formatted

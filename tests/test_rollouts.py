@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from common.config import Config
 from common.types import Group, Tombstone
 from tests.protocol_helpers import make_group, make_rollout
-from trainer.mini_batches import steps
-from trainer.rollouts import Items, Rollouts
+from trainer.data.mini_batches import steps
+from trainer.data.seats import Items, Rollouts
 
 pytestmark = pytest.mark.fast
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from common.metrics import MetricsLog
-from common.samples import main
+from report.run_log import MetricsLog
+from report.samples import main
 
 pytestmark = pytest.mark.fast
 

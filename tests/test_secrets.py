@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from common.config import Config, UserError, load
-from common.model_folder import check_model_folder
-from common.processes import Child, Running
+from common.config import Config, load
+from common.errors import UserError
 from common.redact import redacted, redacted_words
-from common.tokenizer import load_tokenizer
+from launcher.processes import Child, Running
+from model.folder import check_model_folder
+from model.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.fast
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from common.config import UserError
-from common.metrics import MetricsLog
-from common.sinks import require_packages
+from common.errors import UserError
+from report.run_log import MetricsLog
+from report.sinks import require_packages
 
 pytestmark = pytest.mark.fast
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from common.exits import Retryable
+from common.errors import Retryable
 from tests.protocol_helpers import make_config
 from tests.test_checkpoint_faults import KEEP, ONE_RANK, SmallEngine, tokenizer
-from trainer import checkpoint
-from trainer.checkpoint import Progress
-from trainer.deepspeed_model import StepResult
-from trainer.disk import Disk
-from trainer.engine import Sums
+from trainer.engine.deepspeed_model import StepResult
+from trainer.engine.policy import Sums
 from trainer.loop import Trainer
+from trainer.save import checkpoint
+from trainer.save.checkpoint import Progress
+from trainer.save.disk import Disk
 
 pytestmark = pytest.mark.fast
 

@@ -22,8 +22,8 @@ import pytest
 import yaml
 
 from common import durable
-from common.metrics import read_jsonl, wilson_interval
-from trainer import recording
+from report.run_log import read_jsonl, wilson_interval
+from trainer.link import recording
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(0)]  # every wait below has a deadline of its own
 
@@ -54,7 +54,7 @@ class Run:
         self.words = [str(config), *overrides]
         self.log = folder.with_suffix(".log")
         with open(self.log, "ab") as log:
-            command = [sys.executable, "-m", "common.supervise", *self.words]
+            command = [sys.executable, "-m", "launcher.run", *self.words]
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
 
     def find(self, victim: str) -> list[psutil.Process]:

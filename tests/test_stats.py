@@ -9,8 +9,8 @@ import pytest
 
 from common.config import Algorithm, Config
 from common.types import EvalResult, EvalSample, Group, Rollout, Tombstone
-from trainer.engine import Sums
-from trainer.stats import (
+from trainer.engine.policy import Sums
+from trainer.record.stats import (
     correction_metrics,
     eval_record,
     rollout_metrics,

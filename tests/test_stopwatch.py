@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from common.stopwatch import Stopwatch
+from model.stopwatch import Stopwatch
 
 pytestmark = pytest.mark.fast
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.fast
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Stopwatch:
     looks = itertools.count()
-    monkeypatch.setattr("common.stopwatch.time.perf_counter", lambda: float(next(looks)))
+    monkeypatch.setattr("model.stopwatch.time.perf_counter", lambda: float(next(looks)))
     return Stopwatch(torch.device("cpu"))
 
 

@@ -17,13 +17,14 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from common import supervise
-from common.config import Config, UserError, load
-from common.metrics import MetricsLog
-from common.placement import placement
-from common.processes import ROOT
-from common.supervise import LOCK, check_folder, checkpoints, main, move_aside, parse, starts_from_quickstart
+from common.config import Config, load
+from common.errors import UserError
 from common.transcript import Transcript
+from launcher import run as launcher_run
+from launcher.placement import placement
+from launcher.processes import ROOT
+from launcher.run import LOCK, check_folder, checkpoints, main, move_aside, parse, starts_from_quickstart
+from report.run_log import MetricsLog
 
 pytestmark = pytest.mark.fast
 
@@ -310,7 +311,7 @@ def config(folder: Path, resume: bool = False) -> Config:
 def test_a_typo_ends_with_2_in_less_than_two_seconds_and_starts_nothing(tmp_path):
     begun = time.monotonic()
     result = subprocess.run(
-        [sys.executable, "-m", "common.supervise", f"run.output_dir={tmp_path}/x", "trainer.max_step=3"],
+        [sys.executable, "-m", "launcher.run", f"run.output_dir={tmp_path}/x", "trainer.max_step=3"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -372,10 +373,10 @@ def test_a_run_that_made_steps_leaves_a_report_however_it_ends(tmp_path, monkeyp
     log = MetricsLog(folder)
     log.log(1, {"reward": 1.0})
     log.close()
-    monkeypatch.setattr(supervise, "Supervisor", lambda *_: SimpleNamespace(run=lambda: code))
+    monkeypatch.setattr(launcher_run, "Supervisor", lambda *_: SimpleNamespace(run=lambda: code))
     config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "run": {"output_dir": folder}})
-    command = supervise._Command(tmp_path / "c.yaml", (), config, placement(config, (), (0, 1)))
-    assert supervise._run(command) == code
+    command = launcher_run._Command(tmp_path / "c.yaml", (), config, placement(config, (), (0, 1)))
+    assert launcher_run._run(command) == code
     assert (folder / "report.html").exists() and (folder / "curves.png").exists()
     assert f"report: {folder / 'report.html'}" in capsys.readouterr().out
 
@@ -383,7 +384,7 @@ def test_a_run_that_made_steps_leaves_a_report_however_it_ends(tmp_path, monkeyp
 def test_a_report_that_fails_does_not_change_how_the_run_ended(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "report.html").mkdir()  # in the way
-    supervise._report(tmp_path)
+    launcher_run._report(tmp_path)
     assert "no report: IsADirectoryError" in capsys.readouterr().err
 
 
@@ -394,17 +395,17 @@ def test_val_only_evaluates_without_a_trainer(tmp_path, monkeypatch):
         asked.append(command)
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(supervise.subprocess, "run", run)
+    monkeypatch.setattr(launcher_run.subprocess, "run", run)
     path, folder = tmp_path / "a.yaml", tmp_path / "run"
     path.write_text(f"model: {{path: start}}\ndata: {{train: t, eval: e}}\nrun: {{output_dir: {folder}}}\n")
     words = [str(path), "eval.val_only=true", "eval.temperature=0.5"]
-    assert supervise.main(words) == 0
-    assert asked[0][1:6] == ["-m", "sampler.evaluate", "start", "--config", str(path)]
+    assert launcher_run.main(words) == 0
+    assert asked[0][1:6] == ["-m", "evaluation.main", "start", "--config", str(path)]
     assert asked[0][6:] == ["--output", str(folder / "evaluations" / "start"), *words[1:]]
-    assert supervise.main([*words, "run.resume=true"]) == 2  # nothing to resume
+    assert launcher_run.main([*words, "run.resume=true"]) == 2  # nothing to resume
     for step in ("step_000020", "step_000100"):
         (folder / "checkpoints" / step).mkdir(parents=True)
-    assert supervise.main([*words, "run.resume=true"]) == 0
+    assert launcher_run.main([*words, "run.resume=true"]) == 0
     assert asked[1][3] == str(folder / "checkpoints" / "step_000100")
     assert len(asked) == 2 and not (folder / "logs").exists()
 

@@ -7,8 +7,8 @@ import pytest
 
 from common.config import Config
 from common.types import Group, Rollout, Tombstone
-from trainer import throughput
-from trainer.throughput import Throughput, num_devices
+from trainer.record import throughput
+from trainer.record.throughput import Throughput, num_devices
 
 pytestmark = pytest.mark.fast
 

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.config import GroupParams
-from common.logprobs import score_norms
+from model.logprobs import score_norms
 from tests import oracle
 from tests.tiny import tiny_model
-from trainer.advantages import Floats
-from trainer.gae import gae
-from trainer.token_groups import (
+from trainer.algorithm.advantages import Floats
+from trainer.algorithm.gae import gae
+from trainer.algorithm.segments import (
     SegmentSums,
     next_threshold,
     sampled_scores,

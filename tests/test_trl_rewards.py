@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from common.config import Rewards, UserError
+from common.config import Rewards
+from common.errors import UserError
 from rewards import RewardError, TrainerState, score
 from rewards.pool import RewardFailure, RewardPool
 

@@ -12,15 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from common.config import Algorithm, Config, UserError, load
-from common.logprobs import token_logprobs, token_terms
-from common.packing import pack
+from common.config import Algorithm, Config, load
+from common.errors import UserError
 from common.types import Group, Rollout
 from common.wire import Envelope, Limits, WireError, check_group, decode, encode
+from model.logprobs import token_logprobs, token_terms
+from model.packing import pack
 from sampler.engine import kept_tokens
-from trainer import mismatch
-from trainer.batch import micro_batch
-from trainer.losses import Denominator, token_objective
+from trainer.algorithm import mismatch
+from trainer.algorithm.losses import Denominator, token_objective
+from trainer.data.tensors import micro_batch
 
 pytestmark = pytest.mark.fast
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from common import durable
-from common.config import UserError
+from common.errors import UserError
 from tests.commands import BOTH, CHATML, ROOT, check, make_task, run
 
 pytestmark = pytest.mark.fast

@@ -11,15 +11,15 @@ from safetensors.torch import load_file, save_file
 
 from common import weights
 from common.config import Config
-from common.logprobs import load_causal_lm, score_row
-from common.packing import pack
-from common.reference import Reference
 from common.weights import BadWeights, Published
+from model.logprobs import load_causal_lm, score_row
+from model.packing import pack
+from model.reference import Reference
 from sampler.engine import Engine, SamplingLaw
 from sampler.reload import reload
 from tests.plain_policy import OneRank, PlainPolicy
 from tests.tiny import tiny_model
-from trainer.publish import publish
+from trainer.save.write_version import publish
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -247,10 +247,10 @@ def test_the_reference_gives_the_logprobs_of_a_dense_forward(config, policy):
 
 def test_an_evaluation_scores_every_problem_with_the_seeds_of_a_runs_own_evaluation(engine, config, policy, version):
     from common.types import Problem, Prompt
+    from evaluation.main import sample
+    from evaluation.results import report
     from rewards.pool import RewardPool
-    from sampler.evaluate import sample
     from sampler.loop import held_out_law
-    from sampler.results import report
 
     reload(engine, version(10), config)
     evaluation = {"num_generations": 3, "temperature": 1.0, "max_completion_length": 8}

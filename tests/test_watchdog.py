@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from common.config import Config
-from common.exits import Interrupted
+from common.errors import Interrupted
 from common.transcript import last_words
 from tests.protocol_helpers import FakeSampler, hurry, make_config, make_group, make_inbox, published, short_folder
 from tests.test_link_and_inbox import train, until, with_channel
@@ -203,7 +203,7 @@ SIGINT, SIGTERM = "os.kill(os.getpid(), signal.SIGINT)", "os.kill(os.getpid(), s
         (True, f"{SIGINT}; {SIGTERM}; assert exits.interrupted()", 0),  # DeepSpeed's launcher adds the SIGTERM
         (True, f"{SIGINT}; time.sleep(1.1); {SIGINT}; time.sleep(9)", 130),
         (True, f"{SIGTERM}; time.sleep(1.1); {SIGTERM}; time.sleep(9)", 130),
-        (True, f"{SIGINT}; raise exits.Interrupted", 130),
+        (True, f"{SIGINT}; raise Interrupted", 130),
         (False, f"{SIGINT}; time.sleep(1.1); {SIGINT}", 0),  # rank 0 decides
         (False, f"{SIGINT}; {SIGTERM}", 0),
         (False, f"{SIGTERM}; time.sleep(9)", 130),  # the launcher takes down the rest
@@ -223,7 +223,7 @@ def test_an_interrupt_ends_the_wait_for_groups_at_once(config: Config, monkeypat
         with pytest.raises(Interrupted), make_inbox(config) as inbox:
             inbox.commit(0, published(0))
             until(lambda: sampler.link.credit)
-            monkeypatch.setattr("trainer.inbox.interrupted", lambda: True)
+            monkeypatch.setattr("trainer.link.inbox.interrupted", lambda: True)
             inbox.take([0])
         until(lambda: sampler.ended)
         assert sampler.ended.exit_code == 130
@@ -235,7 +235,7 @@ def test_what_is_already_here_is_taken_although_somebody_asked_for_the_end(
     with make_inbox(config) as inbox, FakeSampler(config):
         inbox.commit(0, published(0))
         until(lambda: len(inbox.ledger.held) == 4)
-        monkeypatch.setattr("trainer.inbox.interrupted", lambda: True)
+        monkeypatch.setattr("trainer.link.inbox.interrupted", lambda: True)
         assert [group.group_id for group in inbox.take([0, 1])] == [0, 1]
 
 

@@ -241,7 +241,7 @@ def test_a_reader_never_sees_a_part_while_the_writer_is_killed_60_times(
         writer = subprocess.Popen(
             [sys.executable, "-c", WRITER, tmp_path, str(first)],
             cwd=ROOT,
-            env=os.environ | {"FAILPOINT": armed, "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"TANDEM_FAILPOINT": armed, "OMP_NUM_THREADS": "1"},
             stderr=subprocess.DEVNULL,
         )
         while writer.poll() is None:

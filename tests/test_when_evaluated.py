@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from common.config import Config
-from trainer.checkpoint import Progress
 from trainer.loop import Trainer
+from trainer.save.checkpoint import Progress
 
 pytestmark = pytest.mark.fast
 

@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from common.config import Config
-from common.reference import Reference
 from common.watchdog import moved
-from trainer.actor_critic import ActorCritic
-from trainer.advantages import step_advantages
-from trainer.batch import MicroBatch, PerCompletion, Positions, micro_batch, num_trained_tokens, waits_for
-from trainer.checkpoint import Progress
-from trainer.engine import Engine
-from trainer.exchange import Exchange
-from trainer.kl_controller import completion_kls, next_beta, with_beta
-from trainer.micro_batches import Round
-from trainer.mini_batches import Step
-from trainer.rollouts import Items, Rollouts
-from trainer.shares import Shares
+from model.reference import Reference
+from trainer.algorithm.advantages import step_advantages
+from trainer.algorithm.kl_controller import completion_kls, next_beta, with_beta
+from trainer.data.feed import Shares
+from trainer.data.micro_batches import Round
+from trainer.data.mini_batches import Step
+from trainer.data.seats import Items, Rollouts
+from trainer.data.tensors import MicroBatch, PerCompletion, Positions, micro_batch, num_trained_tokens, waits_for
+from trainer.engine.actor_critic import ActorCritic
+from trainer.engine.policy import Engine
+from trainer.engine.ranks import Exchange
+from trainer.save.checkpoint import Progress
 from trainer.stream import Stream
 
 Took = Callable[[str, float], None]  # a metric's name and seconds that belong to it

@@ -19,24 +19,26 @@ from pathlib import Path
 from typing import Any
 
 from common.config import Config
-from common.durable import failpoint
-from common.exits import Interrupted, Retryable, interrupted
-from common.reference import Reference
+from common.errors import Interrupted, Retryable
+from common.exits import interrupted
+from common.failpoints import failpoint
 from common.types import EvalResult, Tombstone
 from common.watchdog import moved
-from trainer import checkpoint, stats
-from trainer.actor_critic import ActorCritic
+from model.reference import Reference
 from trainer.batch_training import BatchTraining, Models
-from trainer.best import Best
-from trainer.checkpoint import Progress
-from trainer.critic import Critic
-from trainer.deepspeed_model import StepResult
-from trainer.disk import Disk, on_rank_0
-from trainer.engine import Engine, Sums
-from trainer.exchange import Exchange
-from trainer.mini_batches import Step, steps
-from trainer.publisher import Publisher
-from trainer.step_records import StepRecords
+from trainer.data.mini_batches import Step, steps
+from trainer.engine.actor_critic import ActorCritic
+from trainer.engine.critic import Critic
+from trainer.engine.deepspeed_model import StepResult
+from trainer.engine.policy import Engine, Sums
+from trainer.engine.ranks import Exchange
+from trainer.record import stats
+from trainer.record.step_records import StepRecords
+from trainer.save import checkpoint
+from trainer.save.best import Best
+from trainer.save.checkpoint import Progress
+from trainer.save.disk import Disk, on_rank_0
+from trainer.save.publisher import Publisher
 from trainer.stream import Desk, Stream
 
 

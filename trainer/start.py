@@ -10,20 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common import channel, durable, exits, out_of_memory, weights, wire
-from common.config import Config, UserError, world_size
-from common.metrics import MetricsLog, read_jsonl
-from common.model_folder import require_models
-from common.panel import StepDisplay
+from common.config import Config, world_size
+from common.errors import UserError
 from common.redact import redacted
-from common.tokenizer import load_tokenizer
 from common.watchdog import Watchdog
-from trainer.deepspeed_config import deepspeed_config
-from trainer.inbox import Inbox
-from trainer.ledger import Ledger
-from trainer.recording import FILE, Recorder, Replay
+from model.folder import require_models
+from model.tokenizer import load_tokenizer
+from report.display import StepDisplay
+from report.run_log import MetricsLog, read_jsonl
+from trainer.engine.deepspeed_config import deepspeed_config
+from trainer.link.inbox import Inbox
+from trainer.link.ledger import Ledger
+from trainer.link.recording import FILE, Recorder, Replay
 
 if TYPE_CHECKING:
-    from trainer.checkpoint import Progress
+    from trainer.save.checkpoint import Progress
     from trainer.stream import Desk
 
 
@@ -52,13 +53,13 @@ def _taken(config: Config) -> Any:
 
 def _run(config: Config) -> None:
     """Rank 0 opens its desk first: a taken port or a wrong checkpoint must not cost the start of all ranks."""
-    from common.reference import Reference
-    from trainer import checkpoint
-    from trainer.critic import Critic
-    from trainer.deepspeed_model import init_distributed
-    from trainer.engine import Engine
-    from trainer.exchange import Exchange
+    from model.reference import Reference
+    from trainer.engine.critic import Critic
+    from trainer.engine.deepspeed_model import init_distributed
+    from trainer.engine.policy import Engine
+    from trainer.engine.ranks import Exchange
     from trainer.loop import Trainer
+    from trainer.save import checkpoint
 
     rank, ranks = int(os.environ.get("RANK", "0")), world_size()
     stage = deepspeed_config(config, ranks)["zero_optimization"]["stage"]
@@ -166,7 +167,7 @@ def _limits(config: Config) -> wire.Limits:
 
 def _find_checkpoint(config: Config) -> str:
     """The checkpoint to resume from, "" for a fresh start. Raises UserError rather than guess."""
-    from trainer.checkpoint import newest_valid
+    from trainer.save.checkpoint import newest_valid
 
     checkpoints = config.run.output_dir / "checkpoints"
     if not config.run.resume:

@@ -6,13 +6,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.exits import Interrupted, code_of
-from common.metrics import MetricsLog
-from common.panel import StepDisplay
-from trainer.exchange import STOP_TOGETHER, Exchange
-from trainer.inbox import Inbox
-from trainer.recording import Recorder, Replay
-from trainer.rollouts import Items
+from common.errors import Interrupted
+from common.exits import code_of
+from report.display import StepDisplay
+from report.run_log import MetricsLog
+from trainer.data.seats import Items
+from trainer.engine.ranks import STOP_TOGETHER, Exchange
+from trainer.link.inbox import Inbox
+from trainer.link.recording import Recorder, Replay
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class Clone:
         """The script in a shell that stops at the first command that fails. Nothing is installed: there is no Python
         for it."""
         environment = os.environ | {"BACKEND": BACKEND, "PYTHON": "/nonexistent", "HF_HUB_OFFLINE": "1"}
-        for name in ("FAILPOINT", "WORLD_SIZE", "RANK", "PYTHONPATH"):
+        for name in ("TANDEM_FAILPOINT", "WORLD_SIZE", "RANK", "PYTHONPATH"):
             environment.pop(name, None)
         begun = time.monotonic()
         done = subprocess.run(

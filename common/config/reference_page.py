@@ -1,0 +1,107 @@
+"""docs/config.md from the settings themselves:  python -m common.config.reference_page
+
+Types, limits, defaults and meanings stand in common/config and nowhere else; a test compares the page with them.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from common.config import Config, Section
+from common.durable import write_file
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
+_HEAD = """# Configuration
+
+Every setting, its type, its default and its meaning. Generated from `common/config` by
+`python -m common.config.reference_page`; a test keeps the two equal.
+
+A config is one YAML file; both processes read the same. `section.key=value` on the command line overrides it, the value
+in YAML. An unknown key is an error with a suggestion. Paths are relative to the folder of `launch.sh`.
+"""
+_LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}  # as annotated_types names them
+
+
+def page() -> str:
+    return "\n".join([_HEAD, *_sections()]) + "\n"
+
+
+def _sections() -> Iterator[str]:
+    alone = {}
+    for name, field in Config.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from _section(name, field.annotation)
+        else:
+            alone[name] = field
+    yield from ("## Without a section\n", *_table(alone), "")
+
+
+def _section(name: str, section: type[Section]) -> Iterator[str]:
+    yield f"## {name}\n"
+    if section.__doc__ and section.__doc__ != Section.__doc__:
+        yield " ".join(section.__doc__.split()) + "\n"
+    nested = {key: f for key, f in section.model_fields.items() if _is_section(f.annotation)}
+    yield from _table({f"{name}.{key}": f for key, f in section.model_fields.items() if key not in nested})
+    yield ""
+    for key, field in nested.items():
+        yield from _section(f"{name}.{key}", field.annotation)  # type: ignore[arg-type]
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def _table(fields: dict[str, FieldInfo]) -> Iterator[str]:
+    yield "| key | type | default | meaning |"
+    yield "|---|---|---|---|"
+    for name, field in fields.items():
+        meaning = " ".join((field.description or "").split())
+        cells = (f"`{name}`", _type(field), _default(field), meaning)
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _type(field: FieldInfo) -> str:
+    """ "int ≥ 1", "float > 0, or null", "`a`, `b`" """
+    limits = [f"{sign} {getattr(m, key)}" for m in field.metadata for key, sign in _LIMITS.items() if hasattr(m, key)]
+    options = _options(field.annotation)
+    named = [name for name in options if name != "null"]
+    text = " or ".join(named) + (" " + ", ".join(limits) if limits else "")
+    return f"{text}, or null" if "null" in options else text
+
+
+def _options(annotation: Any) -> list[str]:
+    if annotation is None or annotation is type(None):
+        return ["null"]
+    origin, inside = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return [name for part in inside for name in _options(part)]
+    if origin is Literal:
+        return [", ".join(f"`{value}`" for value in inside)]
+    if origin is list:
+        return [f"list of {' or '.join(_options(inside[0]))}"]
+    if origin is dict:
+        return ["mapping"]
+    return {str: ["text"], Path: ["path"], bool: ["true or false"], Any: ["anything"]}.get(
+        annotation, [annotation.__name__]
+    )
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "**required**"
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, float) and not isinstance(value, bool):
+        return f"`{value:g}`" if abs(value) < 1e-3 and value else f"`{value}`"
+    return (
+        f"`{json.dumps(value, ensure_ascii=False, default=str)}`" if not isinstance(value, str | Path) else f"`{value}`"
+    )
+
+
+if __name__ == "__main__":
+    write_file(PAGE, page().encode())

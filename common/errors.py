@@ -1,0 +1,26 @@
+"""The exceptions that decide how a process ends. common/exits.py gives each of them its exit code.
+
+Errors of one module alone stand there: wire.WireError, weights.BadWeights, rewards.RewardError.
+"""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """The user can fix this: what happened, the value, and what to paste. The process exits 2."""
+
+
+class Retryable(Exception):
+    """Nothing is wrong with the settings: a supervisor may start this process again. Exit 75."""
+
+
+class PeerEnded(Exception):
+    """The other process said goodbye; this one ends with the exit code it asked for."""
+
+    def __init__(self, reason: str, exit_code: int):
+        super().__init__(reason)
+        self.exit_code = exit_code
+
+
+class Interrupted(Exception):
+    """Somebody asked for the end and the state is whole: what can be saved may be saved. Exit 130."""

@@ -1,0 +1,102 @@
+"""Fault injection for the crash tests: the environment names where a process must fail. Inert unless it does.
+
+    TANDEM_FAILPOINT=weights.shard:2:kill    at a named place of the program, the second time it passes there
+    TANDEM_FAULT=17:enospc                   at the 17th file operation, whatever it is; 17-60:enospc for all up to 60
+
+Actions: kill (SIGKILL), stop (SIGSTOP), raise, torn (half of the bytes, then SIGKILL), or the name of a disk's error.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from pathlib import Path
+
+# The complete list: `failpoint` refuses any other name, so a kill matrix over this list misses nothing.
+FAILPOINTS = (
+    "file.written",
+    "file.synced",
+    "file.renamed",
+    "dir.synced",
+    "dir.renamed",
+    "dir.committed",
+    "dir.trashed",
+    "weights.shard",
+    "weights.manifest",
+    "checkpoint.started",
+    "checkpoint.engine",
+    "checkpoint.committed",
+    "inbox.received",
+    "inbox.accepted",
+    "trainer.micro_batch",
+    "trainer.stepped",
+    "trainer.credited",
+    "sampler.leased",
+    "sampler.generated",
+    "sampler.scored",
+    "sampler.sent",
+    "sampler.reloading",
+    "sampler.reloaded",
+)
+
+_ACTIONS = ("kill", "raise", "stop", "enospc")
+_hits: dict[str, int] = {}
+
+_ERRORS = {"enospc": errno.ENOSPC, "edquot": errno.EDQUOT, "erofs": errno.EROFS, "eio": errno.EIO}
+_operations = 0  # file operations so far, counted only while TANDEM_FAULT is set
+
+
+def failpoint(name: str) -> None:
+    """Fails here if the environment says TANDEM_FAILPOINT=name:hits:kill|raise|stop|enospc, on the hits-th call."""
+    assert name in FAILPOINTS, f"failpoint {name!r} is not in FAILPOINTS; add it there"
+    armed = os.environ.get("TANDEM_FAILPOINT")
+    if not armed:
+        return
+    target, _, rest = armed.partition(":")
+    hits, _, action = rest.partition(":")
+    assert hits.isdigit() and action in _ACTIONS, f"TANDEM_FAILPOINT={armed} is not name:hits:{'|'.join(_ACTIONS)}"
+    assert target in FAILPOINTS, f"TANDEM_FAILPOINT={armed}: {target!r} is not in FAILPOINTS"
+    if target != name:
+        return
+    _hits[name] = _hits.get(name, 0) + 1
+    if _hits[name] != int(hits):
+        return
+    print(f"tandem: failpoint {name} hit {hits}: {action}", file=sys.stderr, flush=True)
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif action == "enospc":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"failpoint {name}")
+    else:
+        raise RuntimeError(f"failpoint {name}")
+
+
+def file_operation(name: str, path: Path) -> bool:
+    """Every file operation passes here first, and fails if TANDEM_FAULT names its number.
+
+    True: write half of the bytes, then call `die`.
+    """
+    armed = os.environ.get("TANDEM_FAULT")
+    if not armed:
+        return False
+    global _operations
+    _operations += 1
+    which, _, action = armed.partition(":")
+    first, _, last = which.partition("-")
+    numbers = first.isdigit() and (last or first).isdigit()
+    assert numbers and action in ("kill", "torn", *_ERRORS), f"TANDEM_FAULT={armed} is not n:action or n-m:action"
+    if not int(first) <= _operations <= int(last or first):
+        return False
+    print(f"tandem: fault at file operation {_operations}, {name} {path}: {action}", file=sys.stderr, flush=True)
+    if action in _ERRORS:
+        raise OSError(_ERRORS[action], os.strerror(_ERRORS[action]), str(path))
+    if not (action == "torn" and name == "write"):
+        die()
+    return True
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

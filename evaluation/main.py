@@ -1,0 +1,262 @@
+"""Evaluates a model, without a trainer:  bash launch.sh eval CHECKPOINT [DATA] [n=8] [temperature=0.6] [key=value …]
+
+CHECKPOINT is a run folder (its final/, else its newest checkpoint), a checkpoint of one, or any model with --config;
+a folder of LoRA adapters counts as one, on the base model of the config.
+Prompts, rewards and lengths are those of the run's own config.json; DATA is data.eval unless given; k=1,8 chooses the
+k of pass@k. Prints a table and writes eval.json and completions.jsonl. Left out: several
+models at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from common import durable, exits
+from common.config import Config, load
+from common.errors import UserError
+from common.redact import redacted
+from model import lora
+from report.display import strip_escapes
+
+if TYPE_CHECKING:
+    from common.types import Prompt
+    from rewards.pool import RewardPool
+    from sampler.engine import Completion, Engine
+
+_SHORT = {"n": "eval.num_generations", "temperature": "eval.temperature"}
+_OVERRIDE = re.compile(r"[a-z_]+(\.[A-Za-z_]+)*=")
+_SAYS_EVERY_S = 10.0
+Decode = Callable[[list[list[int]]], list[str]]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is evaluated, with which settings."""
+
+    model: str  # a folder or a hub id; with adapters their folder
+    config: Path
+    output: Path  # parent of the results
+    rank: int = 0  # of adapters, which need the config's own model.path as their base
+
+    def overrides(self) -> list[str]:
+        """What makes the config's model this one."""
+        if self.rank:
+            return [f"lora={{r: {self.rank}}}"]
+        return [f"model.path={json.dumps(self.model)}", "lora={}"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="launch.sh eval", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("words", nargs="+", metavar="CHECKPOINT [DATA] [key=value …]")
+    parser.add_argument("--config", help="settings of the prompts and rewards, for a model that no run folder holds")
+    parser.add_argument("--output", help="folder of the results")
+    given = parser.parse_args(arguments)
+    plain = [word for word in given.words if not _OVERRIDE.match(word)]
+    if not 1 <= len(plain) <= 2:
+        raise UserError(f"expected CHECKPOINT and perhaps DATA, got {' '.join(plain) or 'neither'}")
+    overrides = [word for word in given.words if _OVERRIDE.match(word)]
+    ks = [value for key, _, value in (word.partition("=") for word in overrides) if key == "k"]
+    overrides = [_long(word) for word in overrides if not word.startswith("k=")]
+    target = find(plain[0], given.config)
+    overrides += target.overrides()
+    overrides += [f"data.eval={json.dumps(plain[1])}"] if len(plain) > 1 else []
+    if Path(target.model).is_dir() and not target.rank:
+        overrides.append("model.revision=null")
+    config = load(target.config, [*overrides, "eval.val_only=false"])
+    if config.data.eval is None:
+        raise UserError("no held-out data: name it after the checkpoint, for example openai/gsm8k:main@test")
+    run(config, _sizes(config, ks), target, Path(given.output) if given.output else None)
+
+
+def _long(word: str) -> str:
+    key, equals, value = word.partition("=")
+    return _SHORT.get(key, key) + equals + value
+
+
+def find(checkpoint: str, config: str | None) -> Target:
+    """The model folder and the config of a run folder, a checkpoint or a hub id. Raises UserError."""
+    folder = Path(checkpoint).expanduser()
+    if not folder.is_dir():
+        if checkpoint.startswith((".", "/", "~", "runs/")) or checkpoint.count("/") > 1:
+            raise UserError(f"{checkpoint} is no folder; name a run folder, a checkpoint in it, or a model on the hub")
+        if config is None:
+            raise UserError("which prompts and rewards? Add --config, for example --config configs/quickstart.yaml")
+        return Target(checkpoint, Path(config), Path("runs/evaluations"))
+    run_folder = next((f for f in (folder, *folder.resolve().parents[:2]) if is_run(f)), None)
+    settings = Path(config) if config else run_folder / "config.json" if run_folder else None
+    if settings is None:
+        raise UserError(f"{folder} is in no run folder; which prompts and rewards? Add --config configs/….yaml")
+    model = _newest_model(folder) if is_run(folder) else folder
+    rank = _rank_of_adapters(model)
+    if not rank and not (model / "config.json").is_file():
+        raise UserError(f"{model} is no model: it has no config.json and no {lora.SETTINGS}")
+    return Target(str(model), settings, (run_folder or Path("runs")) / "evaluations", rank)
+
+
+def _rank_of_adapters(folder: Path) -> int:
+    """0 = there are none, or they stand beside a whole model."""
+    if (folder / "config.json").is_file() or not (folder / lora.SETTINGS).is_file():
+        return 0
+    try:
+        return int(json.loads((folder / lora.SETTINGS).read_text())["r"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{folder / lora.SETTINGS} is not peft's: {error!r}; save the adapters again") from None
+
+
+def is_run(folder: Path) -> bool:
+    """A run's config.json has our sections; a model's has others."""
+    try:
+        return "sampler" in json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _newest_model(run_folder: Path) -> Path:
+    steps = sorted(p for p in (run_folder / "checkpoints").glob("step_*") if p.is_dir())
+    found = [p for p in (run_folder / "final", *reversed(steps)) if p.is_dir()]
+    if not found:
+        raise UserError(
+            f"{run_folder} holds no final/ and no checkpoint; the run has not saved yet (trainer.save_steps)"
+        )
+    return found[0]
+
+
+def _sizes(config: Config, given: Sequence[str]) -> list[int]:
+    from evaluation.pass_at_k import sizes
+
+    n = config.eval.num_generations
+    if n > 1 and config.eval.temperature == 0:
+        raise UserError(f"n={n} completions at temperature 0 are {n} times the same; set temperature=0.6, or n=1")
+    if not given:
+        return sizes(n)
+    numbers = sorted({int(word) for word in re.findall(r"\d+", given[-1])} | {1})
+    if not 1 <= numbers[0] <= numbers[-1] <= n:
+        raise UserError(f"pass@{numbers[-1]} needs as many completions per problem and n is {n}; set n={numbers[-1]}")
+    return numbers
+
+
+def run(config: Config, ks: Sequence[int], target: Target, output: Path | None) -> None:
+    from evaluation.results import report, table
+    from model.tokenizer import load_tokenizer
+    from rewards.pool import RewardPool
+    from sampler.dataset import load_data
+    from sampler.start import prompts_of
+
+    problems = load_data("data.eval", config.data.eval or "", config.data)
+    with RewardPool(config.rewards, columns=problems[0].columns) as pool:
+        tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
+        prompts = prompts_of("data.eval", problems, tokenizer, config)[: config.data.eval_size]
+        model = f"{config.model.path} with the adapters {target.model}" if target.rank else target.model
+        _say(f"{len(prompts)} problems × {config.eval.num_generations} completions of {model}")
+        begun = time.monotonic()
+        import torch
+
+        from sampler.engine import Engine
+
+        engine = Engine(config, torch.cuda.device_count())
+        if target.rank:
+            _load_adapters(engine, Path(target.model))
+        samples, failures = sample(
+            config, prompts, pool, lambda ids: tokenizer.batch_decode(ids, skip_special_tokens=True), engine
+        )
+    result = report(samples, len(failures), ks, config.rewards)
+    folder = output or target.output / _label(config, target.model)
+    _write(folder, config, model, samples, result | {"seconds": time.monotonic() - begun})
+    for reason in failures[:3]:
+        _say(f"left out, a reward failed: {reason}")
+    print(table(result))
+    print(f"{folder}/eval.json  {folder}/completions.jsonl", flush=True)
+
+
+def _load_adapters(engine: Engine, folder: Path) -> None:
+    try:
+        engine.load(folder.absolute())
+    except (ValueError, RuntimeError, OSError) as error:
+        raise UserError(f"{folder}: these adapters do not fit the model: {str(error)[:300]}") from error
+
+
+def _label(config: Config, model: str) -> str:
+    """ "step_000040-test-n8-t0.6" """
+    data = config.data.eval if isinstance(config.data.eval, str) else "data"
+    words = f"{Path(model).name}-{Path(data or '').stem}-n{config.eval.num_generations}-t{config.eval.temperature:g}"
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", words)
+
+
+def _write(folder: Path, config: Config, model: str, samples: Sequence[dict[str, Any]], result: dict[str, Any]) -> None:
+    settings = config.eval.model_dump(mode="json") | {"model": model, "data": config.data.eval}
+    durable.make_dir(folder)
+    record = json.dumps({"settings": redacted(settings)} | result, indent=1, ensure_ascii=False)
+    durable.write_file(folder / "eval.json", record.encode(errors="replace"))
+    lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
+    durable.write_file(folder / "completions.jsonl", lines.encode(errors="replace"))
+
+
+def sample(
+    config: Config, prompts: Sequence[Prompt], pool: RewardPool, decode: Decode, engine: Engine
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """One record per completion of every problem whose rewards did not fail, and why those of the others did.
+
+    Rewards run beside the engine. Problems keep their seeds: the same as in the evaluations of a run.
+    """
+    from rewards.pool import RewardFailure
+    from sampler.loop import held_out_law
+
+    finished: dict[int, tuple[list[Completion], list[str]]] = {}
+    samples: dict[int, list[dict[str, Any]]] = {}
+    failures: list[str] = []
+    said = time.monotonic()
+    for i, prompt in enumerate(prompts):
+        engine.submit(i, prompt.token_ids, held_out_law(config, i))
+    while engine.num_running or pool.pending:
+        for i, completions in engine.step() if engine.num_running else []:
+            texts = decode([c.token_ids.tolist() for c in completions])
+            finished[i] = completions, texts
+            pool.submit(i, prompts[i].messages, texts, [c.token_ids for c in completions], prompts[i].problem.columns)
+        for key, scores in pool.ready(timeout_s=0.0 if engine.num_running else 0.5):
+            i = cast(int, key)
+            if isinstance(scores, RewardFailure):
+                failures.append(scores.reason)
+            else:
+                samples[i] = _records(prompts[i], *finished.pop(i), scores)
+        if time.monotonic() - said > _SAYS_EVERY_S:
+            said = time.monotonic()
+            _say(f"{len(samples) + len(failures)} of {len(prompts)} problems are scored")
+    return [record for i in sorted(samples) for record in samples[i]], failures
+
+
+def _records(prompt: Prompt, completions: list[Completion], texts: list[str], scores: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "problem_index": prompt.problem.index,
+            "prompt": prompt.text,
+            "completion": text,
+            "rewards": {name: None if value != value else value for name, value in rewards.items()},
+            "reward": reward,
+            "num_tokens": len(completion.token_ids),
+            "finish_reason": completion.finish_reason,
+        }
+        for completion, text, (rewards, reward) in zip(completions, texts, scores, strict=True)
+    ]
+
+
+def _say(text: str) -> None:
+    print(f"tandem: {strip_escapes(text)}", file=sys.stderr, flush=True)
+
+
+def _start() -> None:
+    if os.environ.get("TANDEM_SUPERVISED"):
+        exits.die_with_parent()
+    main()
+
+
+if __name__ == "__main__":
+    exits.leave(exits.run("eval", _start))

@@ -1,0 +1,161 @@
+"""Which process gets which GPUs or cores: a pure function of the configuration and of what the machine shows.
+
+DeepSpeed's launcher throws CUDA_VISIBLE_DEVICES away as soon as --num_gpus is given and then takes the first GPUs,
+the sampler's included. So with GPUs the trainer gets `--include localhost:<numbers>` and no CUDA_VISIBLE_DEVICES, and
+the sampler gets CUDA_VISIBLE_DEVICES. Without a GPU the launcher counts NUMA nodes, so there --num_gpus says the
+number of ranks. Left out: several trainer hosts, where you start `deepspeed --hostfile` and `sampling.py` yourself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from common.config import Config
+from common.errors import UserError
+from launcher.machine import count_gpus, is_cpu_build
+
+# glibc would give the memory of every large tensor back to the kernel and fetch it again, page by page, for the next:
+# 5 % of a step at 28M parameters. Up to 1 GiB stays with the process.
+_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Two cores, one rank, run-ahead: launcher_args=("--num_gpus", "1"), sampler_cores=(0,), trainer_cores=(1,), and
+    OMP_NUM_THREADS=1 for both. The environments are defaults, except for CUDA_VISIBLE_DEVICES."""
+
+    num_ranks: int
+    launcher_args: tuple[str, ...]  # for `deepspeed`, before the script
+    sampler_env: Mapping[str, str]
+    trainer_env: Mapping[str, str]  # of every rank
+    sampler_cores: tuple[int, ...]  # empty = not pinned
+    trainer_cores: tuple[int, ...]  # shared by all ranks; empty = not pinned
+    sampler_place: str  # for people: "GPU 0", "core 0"
+    trainer_place: str
+    sampler_gpus: tuple[int, ...] = ()
+    trainer_gpus: tuple[int, ...] = ()
+
+
+def placement(config: Config, gpus: Sequence[int], cores: Sequence[int]) -> Placement:
+    """Gives every process its devices. Raises UserError when the configuration asks for what is not there.
+
+    gpus: numbers of the visible GPUs, as nvidia-smi counts; config.*.devices index into them.
+    cores: CPU cores this process may use.
+    """
+    return _on_gpus(config, gpus, cores) if gpus else _on_cpu(config, cores)
+
+
+def _on_cpu(config: Config, cores: Sequence[int]) -> Placement:
+    for name, devices in (("sampler", config.sampler.devices), ("trainer", config.trainer.devices)):
+        if devices:
+            raise UserError(f"{name}.devices is {devices}, but no GPU is visible; remove it, or see `nvidia-smi -L`")
+    ranks = config.trainer.num_ranks or 1
+    sampler: list[int] = []  # not pinned
+    trainer: list[int] = []
+    sampler_threads = threads = 1
+    environment = dict(_KEEP_MEMORY)
+    if len(cores) <= ranks:  # too few to give every process its own: the scheduler shares them better than we would
+        pass
+    elif config.trainer.max_staleness == 0:  # mostly one process waits for the other, so each may use all cores
+        sampler_threads, threads = len(cores), len(cores) // ranks
+        environment["OMP_WAIT_POLICY"] = "PASSIVE"  # a thread that spins would take a core from the other process
+    else:
+        threads = max(1, len(cores) // 2 // ranks)
+        sampler, trainer = list(cores[: -ranks * threads]), list(cores[-ranks * threads :])
+        sampler_threads = len(sampler)
+    # vLLM would otherwise reserve cores and bind its threads itself, whatever the affinity says.
+    sampler_env = {"OMP_NUM_THREADS": str(sampler_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    ranks_text = f"{ranks} rank{'s' * (ranks > 1)} × {threads} thread{'s' * (threads > 1)}"
+    return Placement(
+        num_ranks=ranks,
+        launcher_args=("--num_gpus", str(ranks)),
+        sampler_env=environment | sampler_env,
+        trainer_env=environment | {"OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"},
+        sampler_cores=tuple(sampler),
+        trainer_cores=tuple(trainer),
+        sampler_place=_named("CPU core", sampler) if sampler else f"CPU, {len(cores)} shared cores",
+        trainer_place=(_named("CPU core", trainer) if trainer else f"CPU, {len(cores)} shared cores")
+        + f", {ranks_text}",
+    )
+
+
+def _on_gpus(config: Config, gpus: Sequence[int], cores: Sequence[int]) -> Placement:
+    sampler, trainer = _split_gpus(config, len(gpus))
+    ranks = config.trainer.num_ranks or len(trainer)
+    if ranks > len(trainer):
+        raise UserError(
+            f"trainer.num_ranks {ranks} needs as many GPUs and the trainer has {len(trainer)} of {len(gpus)}; "
+            f"set trainer.num_ranks={len(trainer)}"
+        )
+    tensor_parallel = config.vllm.get("tensor_parallel_size", 1)
+    if tensor_parallel > len(sampler):
+        raise UserError(
+            f"vllm.tensor_parallel_size {tensor_parallel} needs as many GPUs and the sampler has {len(sampler)}; "
+            f"set vllm.tensor_parallel_size={len(sampler)} or give it more sampler.devices"
+        )
+    if set(sampler) & set(trainer) and "gpu_memory_utilization" not in config.vllm:
+        raise UserError(
+            "one GPU for both processes: vLLM would take nearly all of its memory and leave none for training; "
+            "add vllm.gpu_memory_utilization=0.4"
+        )
+    sampler_ids, trainer_ids = [gpus[i] for i in sampler], [gpus[i] for i in trainer[:ranks]]
+    return Placement(
+        num_ranks=ranks,
+        launcher_args=("--include", "localhost:" + ",".join(map(str, trainer_ids))),
+        sampler_env={"CUDA_VISIBLE_DEVICES": ",".join(map(str, sampler_ids))},
+        trainer_env={"OMP_NUM_THREADS": str(max(1, len(cores) // (ranks + 1)))},
+        sampler_cores=(),
+        trainer_cores=(),
+        sampler_place=_named("GPU", sampler_ids),
+        trainer_place=f"{_named('GPU', trainer_ids)}, {ranks} rank{'s' * (ranks > 1)}",
+        sampler_gpus=tuple(sampler_ids),
+        trainer_gpus=tuple(trainer_ids),
+    )
+
+
+def _split_gpus(config: Config, count: int) -> tuple[list[int], list[int]]:
+    """Indexes into the visible GPUs. Where neither side names any, the sampler takes the first ones."""
+    sampler, trainer = list(config.sampler.devices), list(config.trainer.devices)
+    for name, devices in (("sampler", sampler), ("trainer", trainer)):
+        missing = [i for i in devices if not 0 <= i < count]
+        if missing:
+            raise UserError(
+                f"{name}.devices {devices}: there is no GPU {missing[0]}; visible are {count}, "
+                f"numbered 0 to {count - 1} (see `nvidia-smi -L` and CUDA_VISIBLE_DEVICES)"
+            )
+    if count == 1 and not (sampler and trainer):
+        return [0], [0]
+    if not sampler:
+        free = [i for i in range(count) if i not in trainer]
+        sampler = free if trainer else free[: config.vllm.get("tensor_parallel_size", 1)]
+    trainer = trainer or [i for i in range(count) if i not in sampler]
+    for name, devices, other in (("sampler", sampler, "trainer"), ("trainer", trainer, "sampler")):
+        if not devices:
+            raise UserError(f"no GPU is left for the {name}: the {other} has all {count}; set {other}.devices")
+    return sampler, trainer
+
+
+def visible_gpus(environ: Mapping[str, str]) -> tuple[int, ...]:
+    """Numbers of the GPUs that CUDA_VISIBLE_DEVICES leaves us; () without GPUs or with the CPU build of torch.
+
+    Asks nvidia-smi, not torch, whose import takes longer than a user error may take to show.
+    Raises UserError for GPUs listed by UUID, which DeepSpeed's launcher cannot take.
+    """
+    if is_cpu_build():
+        return ()
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return tuple(range(count_gpus()))
+    names = [name.strip() for name in listed.split(",") if name.strip()]
+    if names and not all(name.lstrip("-").isdigit() for name in names):
+        raise UserError(
+            f"CUDA_VISIBLE_DEVICES={listed}: DeepSpeed's launcher takes GPU numbers only; "
+            "write for example CUDA_VISIBLE_DEVICES=0,1"
+        )
+    numbers = [int(name) for name in names]
+    return tuple(numbers[: numbers.index(-1)] if -1 in numbers else numbers)  # CUDA stops reading at -1
+
+
+def _named(what: str, numbers: Sequence[int]) -> str:
+    return f"{what}{'s' * (len(numbers) > 1)} {','.join(map(str, numbers))}"

@@ -1,0 +1,258 @@
+"""Starting, watching and ending child processes so that nothing outlives us.
+
+Three nets. Each child leads its own session, so a signal to its group reaches what it started. The kernel kills the
+child when we die (PR_SET_PDEATHSIG). And a guard, a small process of its own, notices by the end of a pipe that we are
+gone, even by SIGKILL, and kills every group and every process that carries our mark in its environment: DeepSpeed's
+launcher starts ranks that the first two nets miss. Left out: when to start or stop anything, see supervise.py.
+"""
+
+from __future__ import annotations
+
+import ctypes  # noqa: F401  die_with_parent needs it between fork and exec, where importing is not safe
+import fcntl
+import glob
+import json
+import os
+import selectors
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import termios
+import time
+import tty
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from common.exits import die_with_parent
+from common.redact import redacted_words
+from common.transcript import Transcript
+
+ROOT = Path(__file__).resolve().parents[1]
+MARK = "TANDEM_MARK"  # environment variable that every descendant carries
+PREFIX = b"tandem: "  # lines on stderr that are meant for the person at the terminal
+
+
+@dataclass(frozen=True)
+class Child:
+    """A command as a value.  Child("sampler", ("python", "sampling.py"), {"PATH": …}, Path("sampler.log"))"""
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]  # all of it, not an addition to ours
+    log: Path  # receives stdout and stderr, appended
+    cores: tuple[int, ...] = ()  # CPU affinity; empty = ours
+    echo: bool = False  # stdout is shown at our terminal too
+    launcher_depth: int = 0  # processes between us and those that end themselves on SIGINT
+    scratch: tuple[str, ...] = ()  # glob patterns of what it leaves in memory or temporary folders when it is killed
+
+
+class Running:
+    """A started child. Its output moves only while `relay` is called."""
+
+    def __init__(self, child: Child, mark: str, attempt: int):
+        self.child = child
+        self._mark = f"{mark}-{child.name}"
+        child.log.parent.mkdir(parents=True, exist_ok=True)
+        self._log = open(child.log, "a", encoding="utf-8")  # noqa: SIM115  closed in `close`
+        command = shlex.join(redacted_words(child.argv))
+        header = f"=== {child.name}, attempt {attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}: {command}"
+        print(header, file=self._log, flush=True)
+        # A live panel is drawn only on a terminal, and the launcher between us would hide ours.
+        out, child_out = os.openpty() if child.echo and sys.stdout.isatty() else os.pipe()
+        err, child_err = os.pipe()
+        self.streams = {out: (Transcript(), child.echo), err: (Transcript(), False)}
+        self._terminal = out if os.isatty(child_out) else None
+        if self._terminal is not None:
+            tty.setraw(child_out)  # our own terminal turns line feeds into line ends, once is enough
+            self.resize()
+        try:
+            self.process = subprocess.Popen(
+                child.argv,
+                env={**child.env, MARK: self._mark},
+                stdin=subprocess.DEVNULL,
+                stdout=child_out,
+                stderr=child_err,
+                start_new_session=True,
+                preexec_fn=lambda: _in_child(child.cores),  # safe: this process has no threads
+            )
+        finally:
+            os.close(child_out)
+            os.close(child_err)
+
+    def resize(self) -> None:
+        """Gives the child's terminal the size of ours."""
+        if self._terminal in self.streams:
+            with suppress(OSError):
+                size = fcntl.ioctl(sys.stdout.fileno(), termios.TIOCGWINSZ, bytes(8))
+                fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, size)
+
+    def relay(self, descriptor: int, show: Callable[[bytes], None]) -> bool:
+        """Moves what is there to the log and, where meant so, to the terminal. False at the end of the stream."""
+        transcript, echo = self.streams[descriptor]
+        try:
+            data = os.read(descriptor, 65536)
+        except OSError:  # EIO: the last holder of a pseudo-terminal has closed it
+            data = b""
+        lines = transcript.feed(data) if data else transcript.end()
+        for line in lines:
+            print(line, file=self._log)
+            if not echo and line.encode().startswith(PREFIX):
+                show(line.encode() + b"\n")
+        self._log.flush()
+        if echo and data:
+            show(data)
+        if not data:
+            os.close(descriptor)
+            del self.streams[descriptor]
+        return bool(data)
+
+    def interrupt(self, number: int = signal.SIGINT) -> None:
+        """Signals the processes that do the work.
+
+        Not the launcher above them: DeepSpeed's turns SIGINT into SIGTERM for its ranks, which then get two signals,
+        and it reports 1 instead of their exit code. Before they exist, the signal goes to the whole group.
+        """
+        level = []
+        with suppress(psutil.Error):
+            level = [psutil.Process(self.process.pid)]
+            for _ in range(self.child.launcher_depth):
+                level = [child for process in level for child in process.children()]
+        for process in level:
+            with suppress(psutil.Error):
+                process.send_signal(number)
+        if not level:
+            _kill_group(self.process.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL to the group and to everything that left the group but carries the mark; then no file of it stays."""
+        _kill_group(self.process.pid, signal.SIGKILL)
+        kill_marked(self._mark)
+        self.process.wait()
+        remove(self.child.scratch)
+
+    def close(self, show: Callable[[bytes], None]) -> None:
+        """Moves the last output, kills what the child left behind, and closes its log."""
+        self.kill()
+        with selectors.DefaultSelector() as selector:
+            for descriptor in self.streams:
+                selector.register(descriptor, selectors.EVENT_READ)
+            while self.streams:
+                ready = selector.select(timeout=1.0)
+                for key, _ in ready:
+                    if not self.relay(key.fd, show):
+                        selector.unregister(key.fd)
+                if not ready:
+                    break
+        for descriptor in self.streams:
+            os.close(descriptor)
+        self.streams.clear()
+        self._log.close()
+
+
+class Guard:
+    """Kills what we started if we vanish. `with Guard() as guard:`"""
+
+    def __init__(self) -> None:
+        self.mark = uuid.uuid4().hex
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "launcher.processes", self.mark],
+            stdin=subprocess.PIPE,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+
+    def watch(self, running: Running) -> None:
+        """Adds its process group and its files."""
+        self._send({"pid": running.process.pid, "scratch": running.child.scratch})
+
+    def forget(self, running: Running) -> None:
+        """Its group has ended, and the kernel may give the number to somebody else."""
+        self._send({"pid": running.process.pid, "scratch": None})
+
+    def _send(self, message: Mapping[str, object]) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # the guard was killed; the two other nets are still there
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def __enter__(self) -> Guard:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        kill_marked(self.mark)
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait()
+
+
+def kill_marked(mark: str) -> None:
+    """SIGKILL to every process of this user whose mark starts so, until a second look finds none."""
+    for _ in range(20):
+        found = [
+            p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get(MARK, "").startswith(mark)
+        ]
+        found = [p for p in found if p.pid != os.getpid() and _alive(p)]
+        if not found:
+            return
+        for process in found:
+            with suppress(psutil.Error):
+                process.kill()
+        time.sleep(0.02)
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _kill_group(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+def remove(patterns: Sequence[str]) -> None:
+    """Deletes files and folders of this user by glob patterns, without following a link."""
+    for path in [path for pattern in patterns for path in glob.glob(pattern)]:
+        with suppress(OSError):
+            if os.lstat(path).st_uid != os.getuid():
+                continue
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
+
+
+def _in_child(cores: tuple[int, ...]) -> None:
+    die_with_parent()
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
+def guard_main(mark: str, messages: IO[str]) -> None:
+    """The guard's life: note the groups until the pipe closes, then end what is left of them."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    groups: dict[int, list[str] | None] = {}
+    for message in map(json.loads, messages):
+        groups[message["pid"]] = message["scratch"]
+    live = {pid: scratch for pid, scratch in groups.items() if scratch is not None}
+    for pid in live:
+        _kill_group(pid, signal.SIGKILL)
+    kill_marked(mark)
+    for scratch in live.values():
+        remove(scratch)
+
+
+if __name__ == "__main__":
+    guard_main(sys.argv[1], sys.stdin)

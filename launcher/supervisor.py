@@ -1,0 +1,244 @@
+"""Starts both processes, passes their words on, restarts what may be restarted, and leaves nothing behind.
+
+What an ending means:
+    0    trainer: the run is done, the sampler gets 30 s to leave.  sampler: the trainer decides how the run ends,
+         within the same time, or it is killed and counts as a crash if the run is not done
+    2    the user has something to change: both stop, 2
+    75   start it again, at most 5 times without a new step in between, after 1, 2, 4 … s; from the trainer's second
+         time on with a new sampler, which may be what it waits for
+    130  somebody interrupted it: both stop, 130
+    else the sampler holds no state and counts as 75; the trainer too if it has a checkpoint, otherwise both stop, 1
+A trainer restarts from its newest checkpoint. Without one it may start anew only while metrics.jsonl has no step:
+later, that would silently train a second time what was already reported. Left out: several hosts.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from common.exits import DONE, INTERRUPTED, RETRYABLE, USER_ERROR
+from common.transcript import tail
+from launcher.processes import Child, Guard, Running
+
+TAIL_LINES = 15
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the supervisor asks the run folder, and its limits."""
+
+    restart_trainer: Callable[[int], Child | str]  # exit code -> what to start instead, or why nothing can be
+    progress: Callable[[], int]  # grows with every optimizer step
+    finished: Callable[[], bool]  # the trainer's last words are on disk
+    max_restarts: int = 5
+    backoff_s: float = 1.0  # doubles with every restart
+    grace_s: float = 30.0  # from the request to end until SIGKILL: a step is finished and a checkpoint written in it
+
+
+@dataclass
+class _Slot:
+    """One of the two processes over all its attempts."""
+
+    child: Child
+    running: Running | None = None
+    attempt: int = 0
+    restarts: int = 0  # since the last progress
+    progress: int = 0
+    start_at: float | None = None  # monotonic; None = not waiting to start
+    end_by: float | None = None  # monotonic; None = it may run as long as it likes
+
+
+class Supervisor:
+    """`Supervisor(sampler, trainer, rules).run()` returns the exit code of the whole."""
+
+    def __init__(self, sampler: Child, trainer: Child, rules: Rules) -> None:
+        self._rules = rules
+        # The trainer first: when both have ended, its exit code decides.
+        self._slots = {"trainer": _Slot(trainer), "sampler": _Slot(sampler)}
+        self._guard = Guard()
+        self._selector = selectors.DefaultSelector()
+        self._interrupts = 0
+        self._resized = False
+        self._terminal_open = True
+
+    def run(self) -> int:
+        previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        try:
+            with self._guard, self._selector:
+                for slot in self._slots.values():
+                    self._start(slot)
+                try:
+                    return self._watch()
+                finally:
+                    self._stop(signal.SIGKILL)
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _watch(self) -> int:
+        while True:
+            self._relay(0.1)
+            if self._interrupts:
+                self._say(f"stopping both, within {self._rules.grace_s:g} s; Ctrl-C again stops at once")
+                self._stop(signal.SIGINT)
+                return INTERRUPTED
+            for name, slot in self._slots.items():
+                code = slot.running.process.poll() if slot.running is not None else None
+                if code is None and slot.end_by is not None and time.monotonic() >= slot.end_by:
+                    self._say(f"{name} did not end within {self._rules.grace_s:g} s of the sampler, and is killed")
+                    code = DONE  # as if by itself: whether the run is done is on disk
+                if code is not None:
+                    self._close(slot)
+                    verdict = self._ended(name, code)
+                    if verdict is not None:
+                        return verdict
+                elif slot.start_at is not None and time.monotonic() >= slot.start_at:
+                    self._start(slot)
+
+    def _ended(self, name: str, code: int) -> int | None:
+        """The exit code of the whole, or None to go on."""
+        if code == DONE and name == "sampler":
+            self._slots["trainer"].end_by = time.monotonic() + self._rules.grace_s
+            return None
+        if code == DONE and self._rules.finished():
+            self._stop(None)
+            return DONE
+        if code in (USER_ERROR, INTERRUPTED):
+            self._explain(name, code)
+            self._stop(signal.SIGINT)
+            return code
+        reason = self._retry(name, code)
+        if reason is None:
+            return None
+        self._explain(name, code)
+        self._say(f"not started again: {reason}")
+        self._stop(signal.SIGINT)
+        return RETRYABLE if code == RETRYABLE else 1
+
+    def _retry(self, name: str, code: int) -> str | None:
+        """Plans the next attempt. Returns why there is none."""
+        slot, progress = self._slots[name], self._rules.progress()
+        if progress > slot.progress:
+            slot.restarts, slot.progress = 0, progress
+        if slot.restarts >= self._rules.max_restarts:
+            return f"{slot.restarts} restarts in a row without a new step"
+        replacement = slot.child if name == "sampler" else self._rules.restart_trainer(code)
+        if isinstance(replacement, str):
+            return replacement
+        if slot.restarts == 0 and code != RETRYABLE:
+            self._explain(name, code)  # once in a row: a second crash usually has the same cause
+        wait_s = self._rules.backoff_s * 2**slot.restarts
+        slot.child, slot.restarts, slot.start_at = replacement, slot.restarts + 1, time.monotonic() + wait_s
+        self._say(f"{name} {_meaning(code)}; restart {slot.restarts} of {self._rules.max_restarts} in {wait_s:g} s")
+        if name == "trainer":
+            self._renew_sampler(slot, waited_in_vain=code == RETRYABLE and slot.restarts > 1)
+        return None
+
+    def _renew_sampler(self, trainer: _Slot, waited_in_vain: bool) -> None:
+        """Starts the sampler with the trainer if it left with it, or if the trainer has waited in vain once more."""
+        sampler = self._slots["sampler"]
+        if waited_in_vain and sampler.running is not None:
+            self._say("sampler is started again too: perhaps it is what the trainer waited for")
+            self._close(sampler)
+        if sampler.running is None and sampler.start_at is None:
+            sampler.start_at = trainer.start_at
+
+    def _start(self, slot: _Slot) -> None:
+        slot.attempt, slot.start_at, slot.end_by = slot.attempt + 1, None, None
+        slot.running = Running(slot.child, self._guard.mark, slot.attempt)
+        self._guard.watch(slot.running)
+        for descriptor in slot.running.streams:
+            self._selector.register(descriptor, selectors.EVENT_READ, slot.running)
+
+    def _close(self, slot: _Slot) -> None:
+        assert slot.running is not None
+        for descriptor in slot.running.streams:
+            self._selector.unregister(descriptor)
+        slot.running.close(self._show)
+        self._guard.forget(slot.running)
+        slot.running, slot.end_by = None, None
+
+    def _stop(self, number: int | None) -> None:
+        """Asks everything that runs to end, waits for it, and kills the rest.
+
+        number: the signal that asks; None = it ends by itself and SIGTERM comes only after the wait.
+        """
+        live = [slot for slot in self._slots.values() if slot.running is not None]
+        steps = [] if number == signal.SIGKILL else [number] if number is not None else [None, signal.SIGTERM]
+        limit = self._interrupts + 1
+        for step in steps:
+            for slot in live:
+                if step is not None and slot.running is not None and slot.running.process.poll() is None:
+                    slot.running.interrupt(step)
+            deadline = time.monotonic() + self._rules.grace_s
+            while self._interrupts < limit and time.monotonic() < deadline and self._any_alive(live):
+                self._relay(0.05)
+        for slot in live:
+            self._close(slot)
+
+    @staticmethod
+    def _any_alive(slots: list[_Slot]) -> bool:
+        return any(slot.running is not None and slot.running.process.poll() is None for slot in slots)
+
+    def _relay(self, timeout_s: float) -> None:
+        if not self._selector.get_map():
+            time.sleep(timeout_s)
+        for key, _ in self._selector.select(timeout_s):
+            if not key.data.relay(key.fd, self._show):
+                self._selector.unregister(key.fd)
+        if self._resized:
+            self._resized = False
+            for slot in self._slots.values():
+                if slot.running is not None:
+                    slot.running.resize()
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        if number == signal.SIGWINCH:
+            self._resized = True
+        else:
+            self._interrupts += 1
+
+    def _show(self, data: bytes) -> None:
+        """To our terminal. One that is gone ends the display, never the run."""
+        if self._terminal_open:
+            try:
+                sys.stdout.buffer.write(data)
+                sys.stdout.buffer.flush()
+            except OSError:
+                self._terminal_open = False
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails again
+
+    def _say(self, text: str) -> None:
+        with suppress(OSError):
+            print(f"tandem: {text}", file=sys.stderr, flush=True)
+
+    def _explain(self, name: str, code: int) -> None:
+        log = self._slots[name].child.log
+        self._say(f"{name} {_meaning(code)}. The last lines of its log:")
+        with suppress(OSError):
+            print("".join(f"    {line}\n" for line in tail(log, TAIL_LINES)), file=sys.stderr, end="", flush=True)
+        self._say(f"full log: {log}")
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGWINCH)
+
+
+def _meaning(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    known = {
+        DONE: "exit 0 without a final checkpoint",
+        USER_ERROR: "user error",
+        RETRYABLE: "retryable",
+        INTERRUPTED: "interrupted",
+    }
+    # DeepSpeed's launcher passes the -9 of a killed rank on, and an exit code is a byte: 256 - 9.
+    known |= {256 - number: f"a rank was killed by {number.name}" for number in signal.Signals}
+    return f"ended with exit code {code} ({known.get(code, 'crash')})"

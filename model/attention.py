@@ -1,0 +1,124 @@
+"""Attention over packed rows, registered with transformers under the name "shared_prompt".
+
+Causal inside the prompt; every completion sees the prompt and its own past, never another completion. The prompt's
+keys and values are computed once and read by all completions of the group (Hydragen, arXiv 2402.05099, shares them
+in decoding; this is the same for training). No [T, T] mask exists: the G completions of a group become a batch of G
+rows, padded to the longest of them. Padded keys lie behind every real query, so the causal mask already hides them.
+
+Works with stock transformers models that go through AttentionInterface. `use_cache=False` is mandatory: a cache would
+make transformers append to it and sequences attend to each other. Left out: attention dropout; sliding
+windows, soft caps and sinks, which are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.errors import UserError
+from model.packing import Span
+
+NAME = "shared_prompt"
+
+
+def register() -> None:
+    """Makes `attn_implementation="shared_prompt"` known to transformers. Call before from_pretrained."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, lambda *_args, **_kwargs: None)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,  # [1, num_heads, T, head_dim]; [sequences, …] where nothing is packed and spans is empty
+    key: Tensor,  # [1, num_key_value_heads, T, head_dim]
+    value: Tensor,
+    attention_mask: None,
+    scaling: float | None = None,
+    spans: tuple[Span, ...] | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function. Returns ([rows, T, num_heads, head_dim], None).
+
+    Raises UserError if the model asks for attention that this is not.
+    """
+    if spans is None:
+        raise ValueError('attn_implementation="shared_prompt" needs spans=…: call the model with a PackedRow')
+    _refuse_other_attention(spans or (Span(0, query.shape[2], ()),), extra)
+    if not spans:
+        gqa = query.shape[1] != key.shape[1]
+        dense = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
+        return dense.transpose(1, 2).contiguous(), None
+    outputs = [_span_attention(query, key, value, span, scaling) for span in spans]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _refuse_other_attention(spans: tuple[Span, ...], extra: dict[str, Any]) -> None:
+    """A model's further wishes must not be ignored: the log-probs would be those of another model."""
+    for name in ("softcap", "s_aux", "position_bias", "indices", "block_indices"):
+        if extra.get(name) is not None:
+            raise UserError(
+                f"this model's attention uses {name}, which packed rows do not have; "
+                "choose a model with plain causal attention, such as Qwen2.5, Qwen3 or Llama"
+            )
+    window = extra.get("sliding_window")
+    longest = max(span.prompt + max(span.completions, default=0) for span in spans)
+    if window is not None and longest > window:
+        raise UserError(
+            f"this model has a sliding window of {window} tokens and a sequence has {longest}; packed rows have no "
+            f"window: keep data.max_prompt_length + sampler.max_completion_length within {window}"
+        )
+
+
+def _span_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, scaling: float | None) -> Tensor:
+    """One group: [1, H, prompt + Σ completions, d]."""
+    begin = span.start + span.prompt
+    end = begin + sum(span.completions)
+    gqa = query.shape[1] != key.shape[1]
+    alone = len(span.completions) <= 1  # nothing to share: one causal sequence
+    q, k, v = (x[:, :, span.start : end if alone else begin] for x in (query, key, value))
+    prompt = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
+    if alone:
+        return prompt
+    rows, real, mask = _indexes(span.completions, span.prompt, query.device)
+    num_rows, longest = rows.shape
+    q_rows, k_rows, v_rows = (x[0, :, begin:end][:, rows].transpose(0, 1) for x in (query, key, value))  # [G, H, C, d]
+    k_all = torch.cat([k.expand(num_rows, -1, -1, -1), k_rows], dim=2)
+    v_all = torch.cat([v.expand(num_rows, -1, -1, -1), v_rows], dim=2)
+    padded = F.scaled_dot_product_attention(q_rows, k_all, v_all, attn_mask=mask, scale=scaling, enable_gqa=gqa)
+    flat = padded.transpose(1, 2).reshape(num_rows * longest, query.shape[1], -1)  # [G·C, H, d]
+    completions = flat[real]  # [Σ C, H, d]
+    return torch.cat([prompt, completions.transpose(0, 1)[None]], dim=2)
+
+
+@functools.lru_cache(maxsize=64)
+def _indexes(lengths: tuple[int, ...], prompt: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """(pad index [G, C], unpad index [Σ C], mask [C, prompt + C]): made once for all layers of a forward."""
+    longest = max(lengths)
+    mask = torch.ones(longest, prompt + longest, dtype=torch.bool, device=device).tril(prompt)
+    return pad_index(lengths, device), unpad_index(lengths, device), mask
+
+
+def pad_index(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """[G, max] positions of the flat tokens as rows; padding repeats a row's last token.
+
+    lengths (2, 1) -> [[0, 1], [2, 2]]
+    """
+    sizes = torch.tensor(lengths, device=device)
+    starts = torch.cumsum(sizes, 0) - sizes
+    column = torch.arange(int(max(lengths)), device=device)
+    return starts[:, None] + torch.minimum(column[None], sizes[:, None] - 1)
+
+
+def unpad_index(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """[Σ lengths] positions of the real tokens in the flattened rows.  (2, 1) -> [0, 1, 2]; (1, 2) -> [0, 2, 3]"""
+    sizes = torch.tensor(lengths, device=device)
+    longest = int(max(lengths))
+    real = torch.arange(longest, device=device)[None] < sizes[:, None]
+    return real.flatten().nonzero()[:, 0]

@@ -1,0 +1,110 @@
+"""What a model's config.json says about its size: parameters, bytes of cache, floating-point operations. No weights.
+
+For decoders of the Llama family (Llama, Qwen2, Qwen2.5, Qwen3, Mistral): attention with grouped keys, a gated MLP with
+three matrices, two norms per layer. Left out: mixtures of experts and anything else with other layers, for which there
+is no estimate rather than a wrong one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+
+FAMILY = ("llama", "qwen2", "qwen3", "mistral")
+
+
+@dataclass(frozen=True)
+class ModelDims:
+    """Qwen2.5-1.5B is ModelDims(1536, 8960, 28, 12, 2, 128, 151936, tied=True, bias=True): 1,543,714,304 values."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    bias: bool = False  # of the query, key and value projections
+    qk_norm: bool = False
+
+    @property
+    def layer_parameters(self) -> int:
+        """q + k + v + o = 2·H·A·D + 2·H·K·D (+ biases), MLP = 3·H·I, two norms = 2·H (+ 2·D with query-key norms)."""
+        h, a, k, d = self.hidden, self.heads, self.kv_heads, self.head_dim
+        attention = 2 * h * a * d + 2 * h * k * d + self.bias * (a + 2 * k) * d
+        return attention + 3 * h * self.intermediate + 2 * h + self.qk_norm * 2 * d
+
+    @property
+    def parameters(self) -> int:
+        """N = V·H (twice unless the head is tied to the embedding) + L · layer + H for the last norm."""
+        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
+        return embeddings + self.layers * self.layer_parameters + self.hidden
+
+    def adapter_parameters(self, r: int, modules: Collection[str] | None = None) -> int:
+        """r·(in + out) of the layers with these names, in every block; None = of all but the output head."""
+        h, queries, keys = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        wide = h + self.intermediate
+        sides = {"q_proj": h + queries, "k_proj": h + keys, "v_proj": h + keys, "o_proj": queries + h}
+        sides |= {"gate_proj": wide, "up_proj": wide, "down_proj": wide}
+        return self.layers * r * sum(n for name, n in sides.items() if modules is None or name in modules)
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """2·L·K·D: a key and a value per layer."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+    def flops(self, tokens: int) -> float:
+        """2·N per token and forward; a backward pass costs twice as much (Kaplan et al., arXiv 2001.08361, table 1)."""
+        return 2.0 * self.parameters * tokens
+
+
+def model_dims(settings: dict[str, Any]) -> ModelDims | None:
+    """From the contents of config.json; None for a model whose layers are others."""
+    kind = settings.get("model_type")
+    if kind not in FAMILY or settings.get("num_experts") or settings.get("num_local_experts"):
+        return None
+    heads = int(settings["num_attention_heads"])
+    return ModelDims(
+        hidden=int(settings["hidden_size"]),
+        intermediate=int(settings["intermediate_size"]),
+        layers=int(settings["num_hidden_layers"]),
+        heads=heads,
+        kv_heads=int(settings.get("num_key_value_heads") or heads),
+        head_dim=int(settings.get("head_dim") or settings["hidden_size"] // heads),
+        vocab=int(settings["vocab_size"]),
+        tied=bool(settings.get("tie_word_embeddings", False)),
+        bias=bool(settings.get("attention_bias", kind == "qwen2")),
+        qk_norm=kind == "qwen3",
+    )
+
+
+def read_dims(path: str, revision: str | None) -> ModelDims | None:
+    """Of a folder, or of a hub id, whose config.json alone is downloaded. Raises UserError when there is none."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        if path.startswith((".", "/", "~")) or path.count("/") > 1:
+            raise UserError(f"model {path!r}: no such folder. Set model.path to a folder or a hub id")
+        return model_dims(_from_hub(path, revision))
+    try:
+        return model_dims(json.loads((folder / "config.json").read_text()))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{folder} holds no model's config.json ({error!r}); set model.path to a model") from None
+
+
+def _from_hub(path: str, revision: str | None) -> dict[str, Any]:
+    from transformers import AutoConfig  # costs seconds
+
+    try:
+        return AutoConfig.from_pretrained(path, revision=revision).to_dict()
+    except Exception as error:
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(
+            f"model {path!r} is not a folder and its config.json cannot be had from the hub or its cache: {first_line} "
+            f"Download: hf download {path}, or set model.path to a folder. Behind a firewall: HF_ENDPOINT=…"
+        ) from None

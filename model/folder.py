@@ -1,0 +1,129 @@
+"""What can be said of a model before transformers or vLLM read it, which cost seconds to import.
+
+Whether it is there, whether it has a chat template, and whether its index names only files of the folder: transformers
+joins the shard names of `*.index.json` to the folder unchecked, so that "../../x" would be opened. Left out: files of
+models by hub id, which the hub's own client places.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+from common.config import Config
+from common.errors import UserError
+from common.paths import meant
+
+SHARD_NAME = re.compile(r"(?![.])[A-Za-z0-9._-]{1,128}")
+_MAX_INDEX_BYTES = 64 << 20
+
+
+NO_CHAT_TEMPLATE = (
+    "the tokenizer has no chat template; set prompt.chat_template: configs/templates/chatml.jinja or use an -Instruct "
+    "model"
+)
+
+
+def require_models(config: Config) -> None:
+    """Raises UserError if policy or reference are plainly not there, or prompts cannot be made for want of a template.
+
+    Silent where only the network or the tokenizer itself can tell.
+    """
+    require_model(config.model.path, config.model.revision)
+    if config.algorithm.beta > 0 and config.reference.path is not None:
+        require_model(config.reference.path, config.reference.revision)
+    template, folder = config.prompt.chat_template, Path(config.model.path).expanduser()
+    if template is not None and not template.is_file():
+        raise UserError(f"prompt.chat_template {template}: no such file. Templates of ours: configs/templates/")
+    if template is None and folder.is_dir() and not config.model.trust_remote_code and not _has_chat_template(folder):
+        raise UserError(NO_CHAT_TEMPLATE)
+    _require_positions(config, folder)
+
+
+def _require_positions(config: Config, folder: Path) -> None:
+    """vLLM refuses a length beyond the model's positions, unless scaled; its own words come after its imports."""
+    try:
+        settings = json.loads((folder / "config.json").read_bytes())
+        limit, rope = settings["max_position_embeddings"], settings.get("rope_parameters") or {}
+        is_scaled = bool(settings.get("rope_scaling")) or rope.get("rope_type", "default") != "default"
+    except (OSError, ValueError, LookupError, AttributeError):
+        return
+    prompt = config.data.max_prompt_length
+    completion = max(config.sampler.max_completion_length, config.eval.max_completion_length or 0)
+    if prompt + completion > limit and not is_scaled and "VLLM_ALLOW_LONG_MAX_MODEL_LEN" not in os.environ:
+        remedy = (
+            f"data.max_prompt_length={limit - completion}"
+            if limit > completion
+            else f"sampler.max_completion_length={limit // 2} and data.max_prompt_length={limit // 2}"
+        )
+        raise UserError(
+            f"data.max_prompt_length {prompt} + max_completion_length {completion} = {prompt + completion} tokens > "
+            f"the {limit} positions of {folder}; set {remedy}"
+        )
+
+
+def require_model(path: str, revision: str | None = None) -> None:
+    """Raises UserError if there is no such folder, or no network and nothing in the cache."""
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if Path(path).expanduser().is_dir():
+        check_model_folder(path)
+        return
+    if looks_local:
+        raise UserError(
+            f"model {path!r}: no such folder.{meant(Path(path).expanduser())} Set model.path to a folder or a hub id"
+        )
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    try:
+        if constants.HF_HUB_OFFLINE and not isinstance(
+            try_to_load_from_cache(path, "config.json", revision=revision), str
+        ):
+            raise not_to_be_had(path, "no config.json in the cache.")
+    except ValueError as error:  # a name that can be none
+        raise not_to_be_had(path, str(error)) from None
+
+
+def not_to_be_had(path: str, reason: str) -> UserError:
+    offline = f"; HF_HUB_OFFLINE={os.environ['HF_HUB_OFFLINE']}" if os.environ.get("HF_HUB_OFFLINE") else ""
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    return UserError(
+        f"model {path!r} is not a folder and cannot be had from the hub or HF_HOME={home}{offline}: {reason} "
+        f"Download: hf download {path}, or set model.path to a folder. Behind a firewall: HF_ENDPOINT=…"
+    )
+
+
+def _has_chat_template(folder: Path) -> bool:
+    """In one of the places where transformers looks. True for a folder without a tokenizer, which fails by itself."""
+    if any(
+        (folder / name).exists() for name in ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    ):
+        return True
+    try:
+        return json.loads((folder / "tokenizer_config.json").read_bytes()).get("chat_template") is not None
+    except (OSError, ValueError, AttributeError):
+        return True
+
+
+def check_model_folder(path: str) -> None:
+    """Raises UserError if this is a folder of adapters, or has an index that names anything but its own files."""
+    folder = Path(path).expanduser()
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise UserError(f"{folder} holds LoRA adapters, not a model; merge them first, see docs/lora.md")
+    for index in sorted(folder.glob("*.index.json")) if folder.is_dir() else []:
+        for name in _shard_names(index):
+            if not isinstance(name, str) or not SHARD_NAME.fullmatch(name):
+                raise UserError(
+                    f"{index} names the file {str(name)[:200]!r}: a shard's name has only letters, digits, '.', '_' "
+                    "and '-', and does not start with a dot. Do not use this model before you know who made it"
+                )
+
+
+def _shard_names(index: Path) -> list[object]:
+    try:
+        if index.stat().st_size > _MAX_INDEX_BYTES:
+            raise ValueError(f"{index.stat().st_size} bytes")
+        return sorted(set(json.loads(index.read_bytes())["weight_map"].values()), key=str)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{index} is not an index of a model's shards ({error}); download the model again") from None

@@ -1,0 +1,221 @@
+"""Hidden states -> log-probs of given tokens, without a float32 [tokens, vocabulary] tensor.
+
+Qwen2.5 has 151,936 tokens: the logits of 64 completions of 256 tokens would take 10 GB in float32. The head runs over
+chunks of tokens instead, and with gradients each of several chunks is recomputed in backward, so one chunk's logits
+exist at a time in either direction. Prompt positions never enter the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from common.errors import UserError
+from model import attention
+from model.folder import check_model_folder
+from model.onednn import use_onednn
+from model.packing import PackedRow
+from model.stopwatch import Stopwatch
+
+
+def score_row(
+    model: Any, row: PackedRow, temperature: float, chunk_size: int, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of the row's targets under softmax(logits / temperature): those of `score_terms`."""
+    logprobs, entropy, _ = score_terms(model, row, temperature, chunk_size, entropy_gradient)
+    return logprobs, entropy
+
+
+def score_terms(
+    model: Any,
+    row: PackedRow,
+    temperature: float,
+    chunk_size: int,
+    entropy_gradient: bool = False,
+    head_time: Stopwatch | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs, entropies and log-masses of the row's targets under softmax(logits / temperature).
+
+    model: a transformers causal language model loaded with attn_implementation="shared_prompt".
+    Returns logprobs [N] float32 with gradient, entropy [N] float32 with one only if asked for, and log_mass [N]. Where
+    the row has support_ids the log-probs are those of the softmax over them alone, and log_mass, without gradient, is
+    what the whole softmax gives them together; else it is 0. The entropy is always the whole softmax's.
+    head_time adds up what head and log-probs take, forward and backward.
+    """
+    hidden = _hidden_states(model, row)
+    if head_time:
+        head_time.start()
+    logprobs, entropy, log_mass = _in_one_call(
+        model.get_output_embeddings(),
+        hidden,
+        lambda h, head: token_terms(
+            h, row.target_ids, head, temperature, chunk_size, entropy_gradient, row.support_ids
+        ),
+    )
+    if head_time:
+        head_time.stop()
+        if logprobs.requires_grad:
+            head_time.watch_backward(hidden, logprobs)
+    return logprobs, entropy, log_mass
+
+
+def score_norms_of_row(model: Any, row: PackedRow, temperature: float, chunk_size: int) -> Tensor:
+    """`score_norms` of the row's targets: [N] float32, without gradient."""
+    return _in_one_call(
+        model.get_output_embeddings(),
+        _hidden_states(model, row),
+        lambda h, head: score_norms(h, row.target_ids, head, temperature, chunk_size, row.support_ids),
+    )
+
+
+def _hidden_states(model: Any, row: PackedRow) -> Tensor:
+    """[N, D] of the positions that predict the row's targets."""
+    hidden = model.get_decoder()(
+        input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
+    ).last_hidden_state.flatten(0, 1)
+    return hidden[row.source_index]
+
+
+def _in_one_call(module: torch.nn.Module, hidden: Tensor, body: Callable[..., Any]) -> Any:
+    """body(hidden, module's own forward), run as one call of the module.
+
+    ZeRO-3 gathers weights from all ranks in every call, forward and backward. Ranks hold different numbers of tokens
+    and so of chunks: with a call for each chunk they would wait for each other for ever.
+    """
+    forward = module.forward
+    module.forward = lambda h: body(h, forward)  # type: ignore[method-assign]
+    try:
+        return module(hidden)
+    finally:
+        module.forward = forward  # type: ignore[method-assign]
+
+
+def token_logprobs(
+    hidden: Tensor,
+    targets: Tensor,
+    head: Callable[[Tensor], Tensor],
+    temperature: float,
+    chunk_size: int,
+    entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """log softmax(head(h) / temperature)[target] for each row h of hidden [N, D]; targets [N] int64.
+
+    Returns (logprobs [N], entropy [N]), both float32. Entropy is that of the same softmax: H = log Z − Σ_v p_v · z_v.
+    """
+    logprobs, entropy, _ = token_terms(hidden, targets, head, temperature, chunk_size, entropy_gradient)
+    return logprobs, entropy
+
+
+def token_terms(
+    hidden: Tensor,
+    targets: Tensor,
+    head: Callable[[Tensor], Tensor],
+    temperature: float,
+    chunk_size: int,
+    entropy_gradient: bool = False,
+    support_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `token_logprobs`, on the sets of tokens S = support_ids [N, K] (-1 fills) if given.
+
+        log μ(target) = z_target − log Σ_{v ∈ S} exp z_v        log_mass = log Σ_{v ∈ S} π(v)
+
+    Returns (logprobs [N] of μ, entropy [N] of π, log_mass [N]). A target must be in its set.
+    """
+
+    def chunk(h: Tensor, target: Tensor, support: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = head(h).float() / temperature
+        log_normaliser = logits.logsumexp(-1)
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            entropy = log_normaliser - (torch.softmax(logits, -1) * logits).sum(-1)
+        if support_ids is None:
+            log_support = log_normaliser
+        else:
+            kept = logits.gather(-1, support.clamp(min=0)).masked_fill(support < 0, -torch.inf)
+            log_support = kept.logsumexp(-1)
+        logprobs = logits.gather(-1, target[:, None])[:, 0] - log_support
+        return logprobs, entropy, (log_support - log_normaliser).detach()
+
+    supports = targets[:, None] if support_ids is None else support_ids
+    recompute = torch.is_grad_enabled() and len(targets) > chunk_size
+    parts = [
+        checkpoint(chunk, *given, use_reentrant=False) if recompute else chunk(*given)
+        for given in zip(*(x.split(chunk_size) for x in (hidden, targets, supports)), strict=True)
+    ]
+    logprobs, entropies, log_masses = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies), torch.cat(log_masses)
+
+
+@torch.no_grad()
+def score_norms(
+    hidden: Tensor,
+    targets: Tensor,
+    head: Callable[[Tensor], Tensor],
+    temperature: float,
+    chunk_size: int,
+    support_ids: Tensor | None = None,
+) -> Tensor:
+    """‖∇_z log π(target)‖² for each row of hidden [N, D], with π = softmax(z), z = head(h) / temperature.
+
+        q = Σ_v (1[v = target] − π_v)² = 1 − 2 π_target + Σ_v π_v²
+
+    [N] float32 in [0, 2], without gradient: 0 where the target is certain. With support_ids as for `token_terms` π is
+    the softmax over each target's set.
+    """
+
+    def chunk(h: Tensor, target: Tensor, support: Tensor) -> Tensor:
+        logits = head(h).float() / temperature
+        chosen = logits.gather(-1, target[:, None])
+        if support_ids is not None:
+            logits = logits.gather(-1, support.clamp(min=0)).masked_fill(support < 0, -torch.inf)
+        log_normaliser = logits.logsumexp(-1, keepdim=True)
+        p = (chosen - log_normaliser)[:, 0].exp()
+        return 1 - 2 * p + (logits - log_normaliser).exp().square().sum(-1)
+
+    supports = targets[:, None] if support_ids is None else support_ids
+    parts = zip(*(x.split(chunk_size) for x in (hidden, targets, supports)), strict=True)
+    return torch.cat([chunk(*given) for given in parts]).clamp(min=0)
+
+
+def load_causal_lm(path: str, dtype: str, revision: str | None, trust_remote_code: bool) -> Any:
+    """A transformers causal language model that attends over packed rows. Raises UserError as load_packed does."""
+    from transformers import AutoModelForCausalLM
+
+    return load_packed(AutoModelForCausalLM, path, dtype, revision, trust_remote_code)[0]
+
+
+def load_packed(
+    kind: Any, path: str, dtype: str, revision: str | None, trust_remote_code: bool, **options: Any
+) -> tuple[Any, list[str]]:
+    """(model, names of weights that the files lack), by a transformers Auto class and its further options.
+
+    Raises UserError if it cannot be found, or if its layers carry a state from token to token past the attention.
+    """
+    attention.register()
+    check_model_folder(path)
+    try:
+        model, loading = kind.from_pretrained(
+            path,
+            revision=revision,
+            dtype=getattr(torch, dtype),
+            trust_remote_code=trust_remote_code,
+            attn_implementation=attention.NAME,
+            output_loading_info=True,
+            **options,
+        )
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"model {path!r} cannot be loaded: {first_line}\n"
+            f"Give a folder, or download it once: hf download {path}  (behind a firewall set HF_ENDPOINT)"
+        ) from None
+    if model._is_stateful or not model._supports_attention_backend:
+        raise UserError(
+            f"model {path!r} is a {type(model).__name__}: its layers are recurrent or do their own attention, so that "
+            "completions of a packed row would see each other. Choose a model such as Qwen2.5, Qwen3 or Llama"
+        )
+    use_onednn(model)
+    return model, sorted(loading["missing_keys"])

@@ -1,0 +1,122 @@
+"""Low-rank adapters: what both processes must agree on. peft makes them, so a run's folders are peft's own format.
+
+    W' = W + (alpha / r) · B A        A [r, in], random at the start; B [out, r], zero: version 0 is the base model
+
+(Hu et al., arXiv 2106.09685). `published_tensors` derives every name, shape and dtype of a version from the config
+alone: what a sampler requires of a folder before its engine may see it. Left out: variants of LoRA that vLLM does not
+apply (DoRA, biases, whole modules beside adapters).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from common.config import MAX_LORA_RANK, Config
+from common.errors import UserError
+from common.weights import BadWeights, TensorInfo
+
+WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"  # as peft and vLLM call them
+_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+_LEGAL_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_LORA_RANK)  # of vLLM's max_lora_rank
+_OF_THE_BASE = ("base_model_name_or_path", "revision")  # hosts may have it elsewhere
+
+
+def max_rank(r: int) -> int:
+    """vLLM's max_lora_rank for adapters of rank r: the next that it allows.  16 -> 16, 20 -> 32"""
+    return next(rank for rank in _LEGAL_RANKS if rank >= r)
+
+
+def engine_arguments(config: Config) -> dict[str, Any]:
+    """What vLLM must know to apply adapters; nothing when whole weights are published."""
+    if not config.lora.publishes_adapters:
+        return {}
+    return {"enable_lora": True, "max_lora_rank": max_rank(config.lora.r), "max_loras": 1}
+
+
+def add_adapters(model: Any, config: Config) -> Any:
+    """Freezes the model, puts adapters beside its linear layers, in place, and returns peft's LoraConfig.
+
+    The same seed gives the same A on every rank. Raises UserError if no layer has a name of lora.target_modules.
+    """
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    lora = config.lora
+    settings = LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.scale,
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=config.model.path,
+        revision=config.model.revision,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(config.run.seed)
+        try:
+            # float32 adapters beside bfloat16 weights would be another network than the one vLLM runs
+            return get_peft_model(model, settings, autocast_adapter_dtype=False).peft_config["default"]
+        except ValueError as error:
+            raise UserError(f"lora.target_modules {lora.target_modules}: {str(error).splitlines()[0]}") from None
+
+
+def settings_file(settings: Any) -> bytes:
+    """adapter_config.json, the same bytes for the same settings: peft's own writer depends on the order of sets."""
+    values = {name: sorted(v) if isinstance(v, set) else v for name, v in settings.to_dict().items()}
+    return json.dumps(values | {"inference_mode": True}, indent=2, sort_keys=True).encode()
+
+
+def published_name(parameter: str) -> str | None:
+    """peft's name in a file for a parameter of a model with adapters; None if it is a weight of the base.
+
+    "model.layers.0.mlp.up_proj.lora_A.default.weight" -> "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
+    """
+    is_adapter = ".lora_A.default." in parameter or ".lora_B.default." in parameter
+    return f"base_model.model.{parameter.replace('.default.', '.')}" if is_adapter else None
+
+
+def expected(config: Config) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
+    """(tensors, adapter_config.json) of every version of this run, from a model without memory (the meta device)."""
+    return _expected(config.model_dump_json())
+
+
+@functools.lru_cache(maxsize=1)
+def _expected(text: str) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
+    """Once per process: every reload asks, and building large models takes long even on the meta device."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = Config.model_validate_json(text)
+    given = config.model
+    shape = AutoConfig.from_pretrained(given.path, revision=given.revision, trust_remote_code=given.trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape, trust_remote_code=given.trust_remote_code)
+    settings = add_adapters(model, config)
+    named = {published_name(name): list(p.shape) for name, p in model.named_parameters()}
+    tensors = {name: TensorInfo(_DTYPES[given.dtype], shape) for name, shape in named.items() if name}
+    return tensors, json.loads(settings_file(settings))
+
+
+def require_expected(folder: Path, tensors: dict[str, TensorInfo], config: Config) -> None:
+    """Raises BadWeights unless a folder's adapters are such as this config makes, in every name, shape and setting."""
+    wanted, settings = expected(config)
+    missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
+    if missing or extra:
+        raise BadWeights(
+            f"adapters missing {missing[:3]} or not expected {extra[:3]}: the lora section of both differs"
+        )
+    for name, info in wanted.items():
+        if tensors[name] != info:
+            raise BadWeights(f"adapter {name} is {tensors[name]}, this run's settings make {info}")
+    try:
+        found = json.loads((folder / SETTINGS).read_text())
+    except (OSError, ValueError) as error:
+        raise BadWeights(f"{SETTINGS} cannot be read: {error}") from None
+    for name in settings.keys() | found.keys():
+        if name not in _OF_THE_BASE and found.get(name) != settings.get(name):
+            raise BadWeights(
+                f"{SETTINGS} has {name} {found.get(name)!r}, this run's settings make {settings.get(name)!r}"
+            )

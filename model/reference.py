@@ -1,0 +1,60 @@
+"""The frozen reference model of the KL term: log-probs of sampled completions, prompt computed once per group.
+
+It stands in the process that reference.on names: the sampler scores groups before it sends them, a trainer rank scores
+its own micro-batches before their backward. A plain transformers forward over packed rows, the same code the policy
+runs, so that an identical reference gives a KL of zero at the first step. vLLM could score too, but skips its prefix
+cache for it and builds [T, vocabulary]. Left out: sharding; every trainer rank holds the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.config import Config
+from common.errors import UserError
+from model.logprobs import load_causal_lm, score_row
+from model.packing import PackedRow, pack
+
+
+class Reference:
+    """Scores under the temperature of the training samples. Loaded only when beta > 0."""
+
+    def __init__(self, config: Config, device: torch.device):
+        path = config.reference.path or config.model.path
+        revision = config.reference.revision if config.reference.path else config.model.revision
+        dtype = config.reference.dtype or config.model.dtype
+        self._model = load_causal_lm(path, dtype, revision, config.model.trust_remote_code).to(device).eval()
+        self._device = device
+        self._temperature = config.sampler.temperature
+        self._chunk_size = config.trainer.logprob_chunk_size
+        self._packing = config.trainer.packing
+
+    def check_vocabulary(self, tokenizer_size: int) -> None:
+        """Raises UserError if this model has fewer embeddings than the tokenizer has tokens: not the same tokenizer."""
+        rows = self._model.get_input_embeddings().weight.shape[0]
+        if rows < tokenizer_size:
+            raise UserError(
+                f"the reference model knows {rows} tokens, the policy's tokenizer {tokenizer_size}: "
+                "reference.path must name a model with the policy's tokenizer"
+            )
+
+    def logprobs(
+        self,
+        prompt_ids: NDArray[np.int32],
+        completion_ids: Sequence[NDArray[np.int32]],
+        support_ids: Sequence[NDArray[np.int32] | None] = (),
+    ) -> list[NDArray[np.float32]]:
+        """log π_ref(token) of each completion of one prompt: [C] each; among support_ids [C, K] where there are any."""
+        row = pack([(prompt_ids.tolist(), [c.tolist() for c in completion_ids])], self._packing)
+        return [part.numpy() for part in self.score(row.on_support(support_ids)).split(row.lengths)]
+
+    @torch.no_grad()
+    def score(self, row: PackedRow) -> Tensor:
+        """log π_ref of the row's targets: [N] float32 on the CPU."""
+        logprobs, _ = score_row(self._model, row.to(self._device), self._temperature, self._chunk_size)
+        return logprobs.cpu()

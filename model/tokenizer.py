@@ -1,0 +1,31 @@
+"""Loads the tokenizer both processes use: the sampler to make prompts and texts, the trainer to save it with models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.errors import UserError
+from model.folder import check_model_folder, not_to_be_had, require_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a hub id or folder. Raises UserError when it is not there."""
+    require_model(path, revision)
+    check_model_folder(path)  # here, because both processes come by before they load the model
+
+    from transformers import AutoTokenizer  # costs seconds
+
+    folder = Path(path).expanduser()
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(folder) if folder.is_dir() else path, revision=revision, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        first_line = next(iter(str(error).splitlines()), "")
+        if folder.is_dir():
+            raise UserError(f"model {path!r}: the folder holds no tokenizer that loads: {first_line}") from error
+        raise not_to_be_had(path, first_line) from error

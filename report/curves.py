@@ -1,0 +1,167 @@
+"""The curves of a run: curves.png for everywhere, and the same panels and more as SVG for report.html.
+
+Dots are single steps, lines their centred mean over about a tenth of the run, diamonds held-out evaluations with their
+95 % interval, so that nobody takes noise for progress. Left out: comparison of runs, significance tests.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from common.durable import write_file
+from common.errors import UserError
+from report.display import strip_escapes
+from report.run_log import read_jsonl, wilson_interval
+
+Rows = Sequence[Mapping[str, Any]]
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe & Ito: safe for the colour-blind
+INK = "#333333"
+DOTS = 300  # of a panel at most: more cannot be told apart
+HELD_OUT: dict[str, Any] = {"color": INK, "marker": "D", "markersize": 4.5, "linewidth": 1.6, "zorder": 4}
+PANELS = (  # key, title, unit, colour, what is said when there is nothing to draw
+    ("reward", "reward", "weighted sum, mean", "#333333", "not measured"),
+    ("kl", "KL to the reference", "nats per token", "#882255", "not measured (beta 0)"),
+    ("completions/mean_length", "response length", "tokens", "#117733", "not measured"),
+    ("frac_reward_zero_std", "dead groups", "groups of equal rewards", "#777777", "not measured"),
+)
+
+
+def centered_mean(values: Sequence[float], window: int) -> list[float]:
+    """The mean of each value and its neighbours, `window` (odd) of them, fewer at the two ends. Adds no lag.
+
+    centered_mean([1, 2, 3, 4, 9], 3) → [1.5, 2, 3, 5.33, 6.5]
+    """
+    half, sums = window // 2, list(itertools.accumulate(values, initial=0.0))
+    ends = [(max(0, i - half), min(len(values), i + half + 1)) for i in range(len(values))]
+    return [(sums[end] - sums[start]) / (end - start) for start, end in ends]
+
+
+def share_of_full_marks(record: Mapping[str, Any], name: str) -> tuple[float, float, float]:
+    """(share, low, high) of one evaluation, with its 95 % Wilson interval.
+
+    Completions of one problem are not independent, so the interval counts problems, not completions.
+    """
+    share = record["full_marks"][name] / record["n"]
+    problems = min(record.get("problems", record["n"]), record["n"])
+    return share, *wilson_interval(share * problems, problems)
+
+
+def evaluations_of(folder: Path) -> list[dict[str, Any]]:
+    """Evaluations with at least one completion, by policy version; the later record of a repeated one."""
+    latest = {record["step"]: record for record in read_jsonl(folder / "eval.jsonl") if record["n"]}
+    return [latest[step] for step in sorted(latest)]
+
+
+def write_curves(output_dir: Path) -> Path:
+    """Draws curves.png: one panel per reward function, then reward, KL, response length and dead groups.
+
+    Dots are single steps, lines their centred mean over about a tenth of the run. Raises UserError without a run.
+    """
+    from matplotlib.figure import Figure
+
+    folder = Path(output_dir)
+    rows, evaluations = read_jsonl(folder / "metrics.jsonl"), evaluations_of(folder)
+    if not rows and not evaluations:
+        raise UserError(f"{folder}: no metrics.jsonl and no eval.jsonl; name a run folder such as runs/quickstart")
+    window = max(1, len(rows) // 10) // 2 * 2 + 1
+    last_step = max(record["step"] for record in [*rows, *evaluations])
+    names = function_names(rows, evaluations)
+    height = math.ceil((len(names) + len(PANELS)) / 3)
+    figure = Figure(figsize=(12.6, 3.3 * height + 0.7), dpi=130, layout="constrained", facecolor="white")
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1, wspace=0.02, hspace=0.03)
+    axes = iter(figure.subplots(height, 3, sharex=True, squeeze=False).flat)
+    for name, color, ax in zip(names, itertools.cycle(COLORS), axes, strict=False):
+        draw_function(ax, rows, evaluations, name, color, window)
+    for key, title, unit, color, missing in PANELS:
+        ax = next(axes)
+        draw(ax, rows, key, color, window, missing)
+        label(ax, title, unit, is_share=key == "frac_reward_zero_std")
+    ax.set_xlim(-0.03 * max(last_step, 1), 1.03 * max(last_step, 1))  # shared by all panels
+    for ax in axes:
+        ax.remove()
+    _head(figure, f"{folder.resolve().name} · step {last_step}", window)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", metadata={"Software": None})
+    write_file(folder / "curves.png", picture.getvalue())
+    return folder / "curves.png"
+
+
+def function_names(rows: Rows, evaluations: Rows) -> list[str]:
+    keys = dict.fromkeys(key for row in rows for key in row if key.startswith("rewards/") and key.endswith("/mean"))
+    trained = [key.removeprefix("rewards/").removesuffix("/mean") for key in keys]
+    return list(dict.fromkeys([*trained, *(name for record in evaluations for name in record["full_marks"])]))
+
+
+def draw_function(ax: Any, rows: Rows, evaluations: Rows, name: str, color: str, window: int) -> None:
+    """A reward function's accuracy if its values have full marks to count, else its mean; held-out points on both."""
+    logged = {key for row in rows for key in row}
+    is_share = f"rewards/{name}/accuracy" in logged or f"rewards/{name}/mean" not in logged
+    draw(ax, rows, f"rewards/{name}/{'accuracy' if is_share else 'mean'}", color, window, "not measured in training")
+    for record in evaluations:
+        if is_share and name in record["full_marks"]:
+            share, low, high = share_of_full_marks(record, name)
+            ax.errorbar(record["step"], share, yerr=[[share - low], [high - share]], capsize=3, **HELD_OUT)
+        elif not is_share and name in record["mean"]:
+            ax.errorbar(record["step"], record["mean"][name], **HELD_OUT)
+    title, unit = (f"{name} accuracy", "share of full marks") if is_share else (f"{name} reward", "mean")
+    label(ax, title, unit, is_share)
+
+
+def draw(ax: Any, rows: Rows, key: str, color: str, window: int, missing: str) -> None:
+    """Single steps and their centred mean, or a word on why there are none."""
+    from matplotlib import ticker
+
+    points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+    if not points:
+        ax.text(0.5, 0.5, missing, transform=ax.transAxes, ha="center", va="center", color="#888888")
+        ax.yaxis.set_major_locator(ticker.NullLocator())
+        return
+    thin = max(1, len(points) // DOTS)
+    steps, values = zip(*points, strict=True)
+    mean = centered_mean(values, window)
+    steps, values, mean = steps[::thin], values[::thin], mean[::thin]
+    ax.plot(steps, values, ".", color=color, alpha=0.35 if len(points) > 1 else 1, markersize=7, markeredgewidth=0)
+    ax.plot(steps, mean, color=color, linewidth=2.2, solid_capstyle="round")
+
+
+def label(ax: Any, title: str, unit: str, is_share: bool) -> None:
+    ax.set_title(_literal(title), loc="left", fontsize=11.5, fontweight="bold", color=INK, pad=8)
+    ax.set_xlabel("optimizer step", fontsize=9, color="#555555")
+    ax.set_ylabel(unit, fontsize=9, color="#555555")
+    ax.grid(color="#E6E6E6", linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.tick_params(color="#BBBBBB", labelcolor="#555555", labelsize=9, labelbottom=True)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.spines[["left", "bottom"]].set_color("#BBBBBB")
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    if is_share:
+        ax.set_ylim(-0.03, 1.03)
+        ax.yaxis.set_major_formatter("{x:.0%}")
+
+
+def _head(figure: Any, title: str, window: int) -> None:
+    """Title on the left; on the right what dots, lines and diamonds mean in every panel."""
+    from matplotlib.lines import Line2D
+
+    dot = Line2D([], [], color="#777777", alpha=0.5, marker=".", markersize=9, linewidth=0, label="one step")
+    line = Line2D([], [], color="#777777", linewidth=2.2, label=f"centred mean of {window} steps")
+    diamond = Line2D([], [], **(HELD_OUT | {"linewidth": 0}), label="held-out, 95 % interval")
+    figure.legend(
+        handles=[dot, line, diamond] if window > 1 else [dot, diamond],
+        loc="outside upper right",
+        ncols=3,
+        frameon=False,
+        labelcolor=INK,
+    )
+    figure.suptitle(_literal(title), x=0.008, ha="left", fontsize=14, fontweight="bold", color=INK)
+
+
+def _literal(text: str) -> str:
+    """Text from data as matplotlib shows it: no escapes, and no formula between dollar signs."""
+    return strip_escapes(text).replace("$", r"\$")

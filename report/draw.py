@@ -1,0 +1,89 @@
+"""What a run leaves to look at: curves.png, report.html, and a few lines that say what it learned.
+
+Reads only the run folder, so it works during a run, after a crash and on another machine.
+`bash launch.sh report runs/quickstart` draws and prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from common.errors import UserError
+from report.curves import evaluations_of, share_of_full_marks, write_curves
+from report.display import clock, strip_escapes
+from report.html_page import write_report
+from report.run_log import read_jsonl
+from report.svg import wall_s
+
+
+def final_summary(output_dir: Path) -> str:
+    """First and last held-out evaluation for every reward function, and where the curves are. For the terminal."""
+    folder = Path(output_dir)
+    evaluations = evaluations_of(folder)
+    if not evaluations:
+        lines = ["no held-out evaluation was made; set data.eval to measure one"]
+    else:
+        first, last = evaluations[0], evaluations[-1]
+        names = dict.fromkeys([*first["full_marks"], *last["full_marks"]])
+        lines = [_comparison(name, [r for r in (first, last) if name in r["full_marks"]]) for name in names]
+    lines += _pace(folder)
+    for name in ("curves.png", "report.html"):
+        if (folder / name).exists():
+            lines.append(f"{name.split('.')[0]}: {strip_escapes(folder / name)}")
+    return "\n".join(lines)
+
+
+def _pace(folder: Path) -> list[str]:
+    """ "60 steps in 1:02, the first 41 s after the start; 4,762 tok/s; the trainer waited 53 %, the sampler 42 %" """
+    rows = read_jsonl(folder / "metrics.jsonl")
+    total = sum(map(wall_s, rows))
+    if not total:
+        return []
+    first = rows[0].get("timing/first_step_s")
+    speeds = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second")]
+    waits = {who: sum(row.get(f"wait/{who}_s") or 0.0 for row in rows) / total for who in ("trainer", "sampler")}
+    parts = [
+        f"{len(rows)} steps in {clock(total)}" + (f", the first {first:.0f} s after the start" if first else ""),
+        f"{median(speeds):,.0f} tok/s" if speeds else "",
+        ", ".join(f"the {who} waited {share:.0%}" for who, share in waits.items() if share > 0),
+    ]
+    return ["; ".join(part for part in parts if part)]
+
+
+def _comparison(name: str, records: list[dict[str, Any]]) -> str:
+    """ "held-out answer: 41.0 % → 72.3 %  (n = 512; 95 % intervals [36.8, 45.3] → [68.2, 76.0])" of 1 or 2 records."""
+    records = records[:1] if records[0] is records[-1] else records
+    marks = [share_of_full_marks(record, name) for record in records]
+    shares = " → ".join(f"{100 * share:.1f} %" for share, _, _ in marks)
+    intervals = " → ".join(f"[{100 * low:.1f}, {100 * high:.1f}]" for _, low, high in marks)
+    counts = " → ".join(dict.fromkeys(_count(record) for record in records))
+    plural = "s" if len(records) > 1 else ""
+    return f"held-out {strip_escapes(name)}: {shares}  (n = {counts}; 95 % interval{plural} {intervals})"
+
+
+def _count(record: dict[str, Any]) -> str:
+    n, problems = record["n"], record.get("problems", record["n"])
+    return str(n) if problems == n else f"{n} completions of {problems} problems"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="launch.sh report", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("output_dir", type=Path, help="a run folder, such as runs/quickstart")
+    folder = parser.parse_args(arguments).output_dir
+    try:
+        write_curves(folder)
+        write_report(folder)
+        print(final_summary(folder))
+    except UserError as error:
+        print(f"tandem: {strip_escapes(error)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

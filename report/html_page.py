@@ -1,0 +1,206 @@
+"""report.html: everything a run left, on one page that needs no network, no script and no other file.
+
+What models, data sets and reward functions wrote is shown and never obeyed: the template escapes every value, `visible`
+marks what cannot be seen, and the page's own policy forbids scripts and requests. Reads the run folder alone. Left out:
+comparison of runs, and samples beyond the best and worst that samples.jsonl has.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from common.durable import write_file
+from common.errors import UserError
+from common.redact import redacted
+from report.advice import Adviser, Settings, replay
+from report.curves import Rows, evaluations_of, function_names, share_of_full_marks
+from report.escape import visible
+from report.run_log import read_jsonl
+from report.svg import SAMPLER_TIME, TRAINER_TIME, svg_panels, wall_s
+
+SAMPLES = 6  # of the best and of the worst
+SHOWN = 3000  # characters of a text; the rest is counted
+TROUBLE = (  # totals that are 0 in a quiet run
+    ("tombstones", "groups that could not be produced and trained nothing"),
+    ("skipped_steps", "optimizer steps that were not finite and were skipped"),
+    ("disk_retries", "file operations that had to be repeated"),
+)
+CROSSED = "link/refused/eval_duplicate"  # an evaluation's answer and a reminder of it met: happens in the best of runs
+
+
+def write_report(output_dir: Path) -> Path:
+    """Writes report.html into the run folder. Raises UserError without a run."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    def harmless(value: Any) -> Any:
+        return value if hasattr(value, "__html__") else visible(value)  # a macro's output, and the panels
+
+    folder = Path(output_dir)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        finalize=harmless,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = environment.get_template("report.html.jinja").render(content_of(folder))
+    write_file(folder / "report.html", page.encode())
+    return folder / "report.html"
+
+
+def content_of(folder: Path) -> dict[str, Any]:
+    """What the page says, as plain data with nothing escaped yet."""
+    rows, evaluations = read_jsonl(folder / "metrics.jsonl"), evaluations_of(folder)
+    if not rows and not evaluations:
+        raise UserError(f"{folder}: no metrics.jsonl and no eval.jsonl; name a run folder such as runs/quickstart")
+    config = _config(folder)
+    samples = [record for record in read_jsonl(folder / "samples.jsonl") if "reward" in record]
+    return {
+        "name": folder.resolve().name,
+        "state": _state(folder, rows, config),
+        "advice": _advice(rows, evaluations, config),
+        "functions": [_before_after(name, evaluations) for name in function_names([], evaluations)],
+        "problems": evaluations[-1].get("problems", evaluations[-1]["n"]) if evaluations else 0,
+        "panels": svg_panels(rows, evaluations),
+        "time": time_split(rows),
+        "speed": _speed(rows),
+        "trouble": _trouble(rows),
+        "dead": _dead(rows, samples),
+        "samples": chosen_samples(samples),
+        "settings": sorted(_flat(redacted(config))),
+    }
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+    except ValueError:
+        raise UserError(f"{path}: not JSON; remove it: the report then leaves the settings out") from None
+
+
+def _state(folder: Path, rows: Rows, config: Mapping[str, Any]) -> dict[str, Any]:
+    steps, planned = (rows[-1]["step"] if rows else 0), config.get("trainer", {}).get("max_steps")
+    ended = rows[-1].get("time") if rows else None
+    return {
+        "steps": steps,
+        "planned": planned,
+        "is_done": (folder / "final").is_dir(),
+        "date": time.strftime("%Y-%m-%d %H:%M", time.localtime(ended)) if ended else "",
+        "tokens": rows[-1].get("num_tokens") if rows else None,
+        "model": config.get("model", {}).get("path", ""),
+    }
+
+
+def _advice(rows: Rows, evaluations: Rows, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every cause, with its newest sentence and the steps in which it held."""
+    found: dict[str, dict[str, Any]] = {}
+    for step, holding in replay(Adviser(Settings.of(config)), rows, evaluations):
+        for cause, sentence in holding.items():
+            entry = found.setdefault(cause, {"cause": cause.replace("_", " "), "first": step, "steps": set()})
+            entry["steps"].add(step)
+            entry |= {"sentence": sentence, "last": step}
+    return [entry | {"steps": len(entry["steps"])} for entry in found.values()]
+
+
+def _before_after(name: str, evaluations: Rows) -> dict[str, Any]:
+    """Shares of full marks in the first and the last evaluation, in percent, with 95 % intervals."""
+    having = [record for record in evaluations if name in record["full_marks"]]
+    shares = [[100 * x for x in share_of_full_marks(record, name)] for record in (having[0], having[-1])]
+    versions = (having[0]["step"], having[-1]["step"])
+    means = [record["mean"].get(name) for record in (having[0], having[-1])]
+    return {"name": name, "before": shares[0], "after": shares[1], "versions": versions, "means": means}
+
+
+def time_split(rows: Rows) -> list[dict[str, Any]]:
+    """Seconds by activity over the whole run, for each process; the rest is what no part accounts for."""
+    total = sum(map(wall_s, rows))
+    bars = []
+    for who, parts in (("trainer (rank 0)", TRAINER_TIME), ("sampler", SAMPLER_TIME)):
+        seconds = {name: sum(row.get(key) or 0.0 for row in rows) for name, key in parts.items()}
+        if not total or not sum(seconds.values()):
+            continue
+        seconds["rest"] = max(0.0, total - sum(seconds.values()))
+        scale = max(total, sum(seconds.values()))
+        colors = [*range(len(parts)), 7]  # of the page's classes f0 … f7, the same as in the panel
+        shown = [(n, s, 100 * s / scale, c) for (n, s), c in zip(seconds.items(), colors, strict=True) if s > 0.05]
+        bars.append({"who": who, "total": total, "parts": shown})
+    return bars
+
+
+def _speed(rows: Rows) -> list[tuple[str, str]]:
+    medians = (
+        ("e2e_tps", "tokens per second and device, end to end"),
+        ("update_tps", "… of the update alone"),
+        ("vllm_tps", "… of the generation alone"),
+        ("tokens_per_second", "completion tokens per second of a step"),
+        ("step_time", "seconds of a step"),
+    )
+    found = [(text, key, [row[key] for row in rows if row.get(key) is not None]) for key, text in medians]
+    speed = [(f"{text} ({key}, median)", _number(median(values))) for text, key, values in found if values]
+    if first := [row["timing/first_step_s"] for row in rows if row.get("timing/first_step_s")]:
+        speed.append(("seconds from the trainer's start to its first step", f"{first[0]:.1f}"))
+    return speed
+
+
+def _number(value: float) -> str:
+    """4707.7 → "4,708", 1.1764 → "1.176"."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _trouble(rows: Rows) -> list[tuple[str, str, str]]:
+    """(metric, total, meaning) of everything that is not 0 and should be."""
+    newest = rows[-1] if rows else {}
+    found = [(key, f"{newest[key]:g}", text) for key, text in TROUBLE if newest.get(key)]
+    if bad := sum(row.get("num_non_finite", 0) for row in rows):
+        found.append(("num_non_finite", str(bad), "metrics that were not finite numbers"))
+    counters = {key: value for key, value in newest.items() if key.startswith("link/") and value and key != CROSSED}
+    return found + [(key, f"{value:g}", "counter of the link") for key, value in counters.items()]
+
+
+def _dead(rows: Rows, samples: Rows) -> dict[str, Any]:
+    """Shares in the first and the last tenth, and a group whose best and worst completion scored the same."""
+    shares = [row["frac_reward_zero_std"] for row in rows if row.get("frac_reward_zero_std") is not None]
+    tenth = max(1, len(shares) // 10)
+    rewards: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
+    for record in samples:
+        rewards.setdefault((record["step"], record["group_id"]), []).append(record)
+    dead = [group for group in rewards.values() if len(group) > 1 and len({r["reward"] for r in group}) == 1]
+    return {
+        "shares": (100 * fmean(shares[:tenth]), 100 * fmean(shares[-tenth:])) if shares else None,
+        "logged": len(rewards),
+        "dead": len(dead),
+        "example": shortened(dead[-1][0]) if dead else None,
+    }
+
+
+def chosen_samples(samples: Rows) -> list[tuple[str, list[dict[str, Any]]]]:
+    """The worst and the best of the last quarter of the steps, each with all its rewards."""
+    last = max((record["step"] for record in samples), default=0)
+    recent = [record for record in samples if record["step"] > 0.75 * last]
+    ranked = sorted((r for r in recent if r["reward"] is not None), key=lambda r: r["reward"])
+    half = min(SAMPLES, len(ranked) // 2)
+    worst, best = ranked[:half], ranked[::-1][: min(SAMPLES, len(ranked) - half)]
+    return [("worst", [shortened(r) for r in worst]), ("best", [shortened(r) for r in best])]
+
+
+def shortened(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A sample with texts of at most SHOWN characters; `…_more` counts what was left out."""
+    texts = {key: str(record.get(key, "")) for key in ("prompt", "completion")}
+    cut = {key: text[:SHOWN] for key, text in texts.items()}
+    return {**record, **cut} | {f"{key}_more": max(0, len(text) - SHOWN) for key, text in texts.items()}
+
+
+def _flat(value: Any, name: str = "") -> Iterable[tuple[str, str]]:
+    """{"run": {"seed": 0}} → ("run.seed", "0"); empty sections are left out."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flat(item, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, json.dumps(value, ensure_ascii=False)

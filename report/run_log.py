@@ -1,0 +1,183 @@
+"""The run's history: metrics.jsonl, eval.jsonl and samples.jsonl, and copies in the sinks that were asked for.
+
+Only trainer rank 0 writes. The jsonl files are the truth that report.py draws; sinks.py has copies. A line is one
+write, so a killed process leaves at most one torn last line, which readers ignore and a resume removes. A full disk
+does not stop training: lines wait in memory until they can be written. Left out: rotation.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from common.durable import fsync_path, write_file
+from common.errors import UserError
+from report.sinks import Sinks
+
+
+def wilson_interval(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
+    """Confidence interval of a share, 95 % at z = 1.96 (Wilson 1927). Unlike p ± z·σ it is never empty nor beyond 0–1.
+
+        (p + z²/2n ± z·√(p(1−p)/n + z²/4n²)) / (1 + z²/n),   p = successes / n
+
+    Nothing is known from n = 0: (0, 1). Raises ValueError unless 0 ≤ successes ≤ n.
+    """
+    if not 0 <= successes <= n:
+        raise ValueError(f"{successes} successes of {n} trials; expected 0 ≤ successes ≤ n")
+    if n == 0:
+        return 0.0, 1.0
+    p = successes / n
+    center, margin = p + z**2 / (2 * n), z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
+    scale = 1 + z**2 / n
+    return max(0.0, min(p, (center - margin) / scale)), min(1.0, max(p, (center + margin) / scale))
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Every whole record, oldest first; [] for a missing file. Raises UserError for a bad line before the last."""
+    return [record for _, record in _whole_lines(Path(path))]
+
+
+class MetricsLog:
+    """Appends to the run folder's three files. Values that are not finite are written as null and counted.
+
+    resume_step None starts a run, and raises UserError in a folder that already has steps. resume_step n continues
+    after n optimizer steps: records with step > n are cut off, so the history equals an uninterrupted run's.
+    Evaluations count policy versions, of which there are fewer if steps were skipped: resume_version, by default n.
+    """
+
+    def __init__(
+        self,
+        output_dir: Path,
+        report_to: Iterable[str] = (),
+        resume_step: int | None = None,
+        resume_version: int | None = None,
+    ) -> None:
+        folder = Path(output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        if resume_step is None and (steps := len(read_jsonl(folder / "metrics.jsonl"))):
+            raise UserError(
+                f"{folder} already holds a run of {steps} steps (metrics.jsonl). "
+                f"Continue it with run.resume=true, or start another with run.output_dir={folder}-2"
+            )
+        last_step = -1 if resume_step is None else resume_step
+        self.num_non_finite = 0  # since this object was made; each line of metrics.jsonl also says its own
+        self._files: dict[Path, int] = {}
+        self._waiting: list[tuple[Path, bytes]] = []  # lines the disk did not take yet, oldest first
+        for path in (folder / name for name in ("metrics.jsonl", "eval.jsonl", "samples.jsonl")):
+            by_version = resume_version if path.name == "eval.jsonl" else None
+            _cut_after(path, last_step if by_version is None else by_version)
+            self._files[path] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._metrics, self._eval, self._samples = self._files
+        self._sinks = Sinks(folder, report_to, last_step, is_resumed=resume_step is not None)
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """One line per optimizer step, counted from 1: {"step": n, "time": unix seconds, **values}."""
+        assert not {"step", "time"} & set(values), "step and time are set here; values must not contain them"
+        self._append(self._metrics, {"step": int(step), "time": time.time(), **values})
+        self._sinks.write(step, values)
+
+    def log_eval(self, record: Mapping[str, Any]) -> None:
+        """One finished held-out evaluation. `step` is the policy version, `n` counts completions:
+
+        {"step": 40, "eval_id": "v40", "n": 512, "problems": 512, "full_marks": {"answer": 300, "format": 500},
+         "mean": {"answer": 0.2, "format": 1.1}, "mean_length": 23.1, "clipped_ratio": 0.0}
+        """
+        self._append(self._eval, record)
+        shares = {f"eval/{name}/accuracy": marks / max(record["n"], 1) for name, marks in record["full_marks"].items()}
+        self._sinks.write(record["step"], shares | {f"eval/{name}/mean": mean for name, mean in record["mean"].items()})
+
+    def log_samples(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """One line per completion, as given. Each record needs `step`, or a resume could not cut it off."""
+        for record in records:
+            self._append(self._samples, record)
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Every recorded evaluation, oldest first."""
+        return read_jsonl(self._eval)
+
+    def has_eval(self, version: int) -> bool:
+        """Whether the evaluation of this policy version is recorded."""
+        return any(record["step"] == version for record in self.evaluations())
+
+    def sync(self) -> None:
+        """Every line so far survives a crash of the machine. Raises OSError if the disk still refuses lines."""
+        self._flush()
+        for path in self._files:
+            fsync_path(path)
+
+    def close(self) -> None:
+        """Raises OSError if the disk still refuses lines."""
+        self._flush()
+        for file in self._files.values():
+            os.close(file)
+        self._sinks.close()
+
+    def _append(self, path: Path, record: Mapping[str, Any]) -> None:
+        assert isinstance(record.get("step"), int), f"{path.name}: a record needs an integer step, got {record}"
+        bad: list[float] = []
+        written = _finite(record, bad)
+        self.num_non_finite += len(bad)
+        if bad and path == self._metrics:
+            written["num_non_finite"] = len(bad)
+        first_to_wait = not self._waiting
+        self._waiting.append((path, _to_line(written)))
+        try:
+            self._flush()
+        except OSError as error:
+            if first_to_wait:
+                print(f"tandem: {path}: {error.strerror}; lines wait in memory", file=sys.stderr, flush=True)
+
+    def _flush(self) -> None:
+        while self._waiting:
+            path, line = self._waiting[0]
+            size = os.fstat(self._files[path]).st_size
+            if os.write(self._files[path], line) < len(line):  # the disk filled up in mid-line: leave no part of it
+                os.ftruncate(self._files[path], size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            del self._waiting[0]
+
+
+def _finite(value: Any, bad: list[float]) -> Any:
+    """The value as plain JSON data. Non-finite numbers become None and are added to `bad`."""
+    value = value.tolist() if hasattr(value, "tolist") else value  # numpy and torch, scalars and arrays
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item, bad) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item, bad) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        bad.append(value)
+        return None
+    return value
+
+
+def _to_line(record: Mapping[str, Any]) -> bytes:
+    """One line of valid JSON and UTF-8, readable in any language, without a byte that could steer a terminal."""
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+    return re.sub(r"[\x7f-\x9f\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text).encode() + b"\n"
+
+
+def _whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    *lines, torn = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    whole = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            whole.append((line + b"\n", dict(json.loads(line))))
+        except (ValueError, TypeError):
+            if number < len(lines) or torn:
+                raise UserError(f"{path}:{number}: not a record; remove it: sed -i {number}d '{path}'") from None
+    return whole
+
+
+def _cut_after(path: Path, last_step: int) -> None:
+    """Removes records with step > last_step and a torn last line; the file is replaced as a whole or not at all."""
+    kept = b"".join(line for line, record in _whole_lines(path) if record["step"] <= last_step)
+    if path.exists() and len(kept) < path.stat().st_size:
+        write_file(path, kept)

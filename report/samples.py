@@ -1,0 +1,91 @@
+"""Prints what the model wrote:  bash launch.sh samples runs/quickstart [--step 12] [--worst | --best] [-n 5] [--full]
+
+Shows the newest step, or with --worst or --best the extremes of the whole run. Text from a model is escaped: what
+cannot be seen becomes a visible mark, so that no completion can steer or fake a terminal's output. Left out: searching;
+samples.jsonl is one JSON record per line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+from report.escape import one_line, visible
+from report.run_log import read_jsonl
+
+SHOWN = 2000  # characters of a text without --full
+
+Record = Mapping[str, Any]
+
+
+def chosen(records: Sequence[Record], step: int | None, which: str | None, count: int) -> list[Record]:
+    """At most `count`, worst or best first. Without a step: of the newest one, or with `which` of all.
+
+    Raises UserError if there are none.
+    """
+    steps = sorted({record["step"] for record in records})
+    if not steps:
+        raise UserError("samples.jsonl is empty; run.log_samples says how many groups are kept per step")
+    if step is not None and step not in steps:
+        near = min(steps, key=lambda other: abs(other - step))
+        raise UserError(f"samples.jsonl has no step {step}, but {steps[0]} to {steps[-1]}; nearest: --step {near}")
+    if step is None and which is None:
+        step = steps[-1]
+    found = [record for record in records if step is None or record["step"] == step]
+    if which is not None:
+        found = [record for record in found if record["reward"] is not None]
+        sign = -1 if which == "best" else 1
+        found.sort(key=lambda record: (sign * record["reward"], -record["step"]))  # of equals the newest first
+    return found[:count]
+
+
+def text_of(record: Record, full: bool = False) -> str:
+    """One sample in plain lines; every line of the model's own text begins with a bar."""
+    parts = [f"{one_line(name)} {_number(value)}" for name, value in record["rewards"].items()]
+    facts = [f"step {record['step']}", f"group {record['group_id']}", f"v{record['policy_version']}"]
+    cut = ["cut off"] if record["finish_reason"] == "length" else []
+    head = " · ".join([f"reward {_number(record['reward'])} ({', '.join(parts)})", *facts, *cut])
+    return "\n".join([head, *_lines("prompt", record["prompt"], full), *_lines("model ", record["completion"], full)])
+
+
+def _number(value: float | None) -> str:
+    return "does not apply" if value is None else f"{value:.2f}"
+
+
+def _lines(name: str, text: str, full: bool) -> list[str]:
+    shown = text if full else text[:SHOWN]
+    rest = len(text) - len(shown)
+    lines = [f"  {name} │ {line}" for line in visible(shown).split("\n")]
+    return lines + ([f"  … and {rest:,} more characters; show them with --full"] if rest else [])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="launch.sh samples", description="Print what the model wrote.")
+    parser.add_argument("output_dir", type=Path, help="a run folder, such as runs/quickstart")
+    parser.add_argument("--step", type=int, help="an optimizer step; default: the newest")
+    extreme = parser.add_mutually_exclusive_group()
+    extreme.add_argument("--worst", dest="which", action="store_const", const="worst", help="lowest reward first")
+    extreme.add_argument("--best", dest="which", action="store_const", const="best", help="highest reward first")
+    parser.add_argument("-n", type=int, default=5, help="how many; default 5")
+    parser.add_argument("--full", action="store_true", help="texts of any length")
+    words = parser.parse_args(arguments)
+    path = words.output_dir / "samples.jsonl"
+    try:
+        if not path.exists():
+            raise UserError(f"{one_line(path)} does not exist; name a run folder such as runs/quickstart")
+        for record in chosen(read_jsonl(path), words.step, words.which, words.n):
+            print(text_of(record, words.full) + "\n")
+    except UserError as error:
+        print(f"tandem: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `| head`
+        sys.stderr.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

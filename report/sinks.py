@@ -1,0 +1,157 @@
+"""Copies of the run's numbers for other programs: TensorBoard, Weights & Biases, Trackio, SwanLab, MLflow.
+
+metrics.jsonl stays the truth. A sink's package is imported only when run.report_to names it; one that is missing, or
+does not start, is the user's to fix, before any model is loaded. One that fails later is dropped with a line: a lost
+copy must not end a run. A resumed run goes on in the same place: sinks.json in the run folder keeps its name there.
+Left out: samples and files, which would send your data to somebody else's server.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import secrets
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from common.durable import write_file
+from common.errors import UserError
+
+PROJECT = "tandem"
+PACKAGES = {"tensorboard": "torch.utils.tensorboard"} | {n: n for n in ("wandb", "trackio", "swanlab", "mlflow")}
+Write = Callable[[int, Mapping[str, float]], None]
+Close = Callable[[], None]
+
+
+def require_packages(report_to: Iterable[str]) -> None:
+    """Raises UserError with the pip line if a package is missing. Imports none of them."""
+    for name in report_to:
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:  # a folder of logs named wandb/ is no package
+            rest = [other for other in report_to if other != name]
+            raise UserError(
+                f"run.report_to names {name}, whose package is not installed; install it: "
+                f".venv/bin/python -m pip install {name}, or leave it out: run.report_to=[{', '.join(rest)}]"
+            )
+
+
+class Sinks:
+    """All sinks of one process. `is_resumed`: continue what an earlier process of this run began.
+
+    last_step: of the history that is kept; what a crashed process wrote beyond it is hidden where a sink can do that.
+    """
+
+    def __init__(self, folder: Path, report_to: Iterable[str], last_step: int, is_resumed: bool) -> None:
+        names = tuple(report_to)
+        require_packages(names)
+        self._open: dict[str, tuple[Write, Close]] = {}
+        remote = [name for name in names if name != "tensorboard"]
+        state = _state(folder, is_resumed) if remote else {}
+        config = _config(folder) if remote else {}
+        for name in names:
+            try:
+                if name == "tensorboard":
+                    self._open[name] = _tensorboard(folder, last_step)
+                else:
+                    self._open[name] = _OPENERS[name](folder, state, config)
+            except Exception as error:
+                raise UserError(
+                    f"run.report_to: {name} does not start: {type(error).__name__}: {error}; "
+                    f"log in as its documentation says, or leave {name} out of run.report_to"
+                ) from error
+        if remote:
+            write_file(folder / "sinks.json", json.dumps(state).encode())
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        numbers = {name: float(value) for name, value in values.items() if value is not None}
+        for name, (write, _) in list(self._open.items()):
+            self._guard(name, lambda write=write: write(step, numbers))  # type: ignore[misc]
+
+    def close(self) -> None:
+        for name, (_, close) in list(self._open.items()):
+            self._guard(name, close)
+        self._open.clear()
+
+    def _guard(self, name: str, act: Close) -> None:
+        try:
+            act()
+        except Exception as error:
+            del self._open[name]
+            print(
+                f"tandem: {name} failed ({type(error).__name__}: {error}) and gets nothing more from this process; "
+                "metrics.jsonl has everything",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _state(folder: Path, is_resumed: bool) -> dict[str, str]:
+    """{"id": 21 characters}, and what sinks added: the run's name in each of them. New for a run that begins."""
+    path = folder / "sinks.json"
+    if is_resumed and path.exists():
+        return dict(json.loads(path.read_text()))
+    return {"id": secrets.token_hex(11)[:21]}  # older SwanLab takes 21 letters and digits, the others anything
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """The run's settings, which were written without secrets."""
+    path = folder / "config.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _tensorboard(folder: Path, last_step: int) -> tuple[Write, Close]:
+    module = importlib.import_module(PACKAGES["tensorboard"])
+    # purge_step hides events that a crashed life of this run wrote beyond its checkpoint.
+    writer = module.SummaryWriter(str(folder / "tb"), purge_step=last_step + 1, flush_secs=10)
+
+    def write(step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    return write, writer.close
+
+
+def _name(folder: Path, state: Mapping[str, str]) -> str:
+    return f"{folder.resolve().name}-{state['id'][:6]}"
+
+
+def _wandb(folder: Path, state: dict[str, str], config: dict[str, Any]) -> tuple[Write, Close]:
+    wandb = importlib.import_module("wandb")
+    name = _name(folder, state)
+    run = wandb.init(
+        project=PROJECT, id=state["id"], name=name, resume="allow", dir=str(folder), config=config, save_code=False
+    )
+    # Its own counter only grows and drops what comes late: evaluations, and steps that a resumed run makes again.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return lambda step, values: run.log({**values, "step": step}), run.finish
+
+
+def _trackio(folder: Path, state: dict[str, str], config: dict[str, Any]) -> tuple[Write, Close]:
+    trackio = importlib.import_module("trackio")
+    trackio.init(project=PROJECT, name=_name(folder, state), config=config, resume="allow")
+    return lambda step, values: trackio.log(dict(values), step=step), trackio.finish
+
+
+def _swanlab(folder: Path, state: dict[str, str], config: dict[str, Any]) -> tuple[Write, Close]:
+    swanlab = importlib.import_module("swanlab")
+    name, logs = _name(folder, state), str(folder / "swanlog")
+    swanlab.init(project=PROJECT, experiment_name=name, id=state["id"], resume="allow", config=config, logdir=logs)
+    return lambda step, values: swanlab.log(dict(values), step=step), swanlab.finish
+
+
+def _mlflow(folder: Path, state: dict[str, str], config: dict[str, Any]) -> tuple[Write, Close]:
+    mlflow = importlib.import_module("mlflow")
+    mlflow.set_experiment(PROJECT)
+    is_new = "mlflow" not in state
+    run = mlflow.start_run(run_id=state.get("mlflow"), run_name=_name(folder, state) if is_new else None)
+    state["mlflow"] = run.info.run_id
+    if is_new:  # a parameter cannot be changed afterwards
+        mlflow.log_dict(config, "config.json")
+    return lambda step, values: mlflow.log_metrics(dict(values), step=step), mlflow.end_run
+
+
+_OPENERS = {"wandb": _wandb, "trackio": _trackio, "swanlab": _swanlab, "mlflow": _mlflow}

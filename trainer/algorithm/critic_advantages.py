@@ -1,0 +1,115 @@
+"""The critic's values of a batch -> what policy and critic train on, fixed for all updates on that batch. Pure.
+
+    reward_t    = −β · (log π_old − log π_ref) with kl_in_reward; on the last token also the completion's reward
+    A, return   = GAE(reward, V)                                     gae: trainer/algorithm/gae.py
+                = the same over segments                             group_ppo: trainer/algorithm/segments.py
+    A           ← (A − mean) / (std + eps) over all A of the batch    whiten_advantages
+
+Returns are never whitened: the critic learns rewards as they are. Groups of equal rewards stay in, for there is no
+group baseline; completions that are masked (mask_truncated_completions) count nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.config import Config
+from common.types import Group, Tombstone
+from trainer.algorithm.advantages import Floats, trains, whiten
+from trainer.algorithm.gae import gae, group_token_rewards
+from trainer.algorithm.segments import Positions, Segments, SegmentSums, sampled_scores, segment, sums_of
+from trainer.data.tensors import training_completions
+
+ByGroup = dict[int, list[Floats]]  # group id -> one array per completion
+PositionsByGroup = dict[int, list[Positions]]
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """For group 7 with completions of 2 and 1 tokens: values[7] = [[.5, .25], [.4]], the others alike.
+
+    Where only some tokens train, arrays hold one number for each of those: with policy_positions[7] = [[1], [0]],
+    advantages[7] = [[.3], [−.1]].
+    """
+
+    values: ByGroup  # the critic's where it learns, before the first update on the batch; 0 where masked
+    advantages: ByGroup
+    returns: ByGroup  # where the critic learns
+    policy_positions: PositionsByGroup | None = None  # tokens of a completion that train; None = all
+    value_positions: PositionsByGroup | None = None  # tokens at which the critic learns; None = all
+    segments: SegmentSums | None = None
+
+
+def estimate(groups: Sequence[Group | Tombstone], values: ByGroup, config: Config) -> Estimates:
+    """GAE. values: of every token of every completion of the batch."""
+    algorithm = config.algorithm
+    alive = [g for g in groups if isinstance(g, Group)]
+    advantages: ByGroup = {}
+    returns: ByGroup = {}
+    for group in alive:
+        pairs = zip(group_token_rewards(group, config), values[group.group_id], strict=True)
+        found = [gae(rewards, v, algorithm.gamma, algorithm.lam) for rewards, v in pairs]
+        advantages[group.group_id], returns[group.group_id] = [a for a, _ in found], [r for _, r in found]
+    return Estimates(values, _whitened(alive, advantages, config), returns)
+
+
+def estimate_segments(
+    groups: Sequence[Group | Tombstone], values: ByGroup, scores: ByGroup | None, threshold: float, config: Config
+) -> Estimates:
+    """GROUP PPO. scores: q of every token; None = (1 − p)² from the sampler's log-probs. threshold: τ."""
+    algorithm = config.algorithm
+    alive = [g for g in groups if isinstance(g, Group)]
+
+    def cut(group: Group) -> list[Segments]:
+        q = scores[group.group_id] if scores else [sampled_scores(r.old_logprobs) for r in group.rollouts]
+        tokens = zip(group_token_rewards(group, config), values[group.group_id], q, strict=True)
+        return [segment(*token, threshold, algorithm.gamma, algorithm.lam, algorithm.group_params) for token in tokens]
+
+    found = {g.group_id: cut(g) for g in alive}
+    ends, starts = ({g: [getattr(s, edge) for s in of] for g, of in found.items()} for edge in ("ends", "starts"))
+    carried = "advantages" if algorithm.trains_endpoints else "token_advantages"
+    return Estimates(
+        values={g: [v[at] for v, at in zip(values[g], of, strict=True)] for g, of in starts.items()},
+        advantages=_whitened(alive, {g: [getattr(s, carried) for s in of] for g, of in found.items()}, config),
+        returns={g: [s.returns for s in of] for g, of in found.items()},
+        policy_positions=ends if algorithm.trains_endpoints else None,
+        value_positions=starts,
+        segments=sums_of([found[g.group_id][i] for g, of in training_completions(groups, algorithm) for i in of]),
+    )
+
+
+def _whitened(alive: Sequence[Group], advantages: ByGroup, config: Config) -> ByGroup:
+    if not (config.algorithm.whitens and alive):
+        return advantages
+    rollouts = [r for g in alive for r in g.rollouts]
+    flat = [a for g in alive for a in advantages[g.group_id]]
+    counts = [np.full(len(a), trains(r, config.algorithm), np.float64) for r, a in zip(rollouts, flat, strict=True)]
+    parts = iter(whiten(flat, counts))
+    return {g.group_id: [next(parts) for _ in g.rollouts] for g in alive}
+
+
+def value_metrics(groups: Sequence[Group | Tombstone], estimates: Estimates, config: Config) -> dict[str, float]:
+    """Of the batch, before the first update on it: explained_variance = 1 − var(return − V) / var(return)."""
+    values, returns = (
+        np.concatenate([*_trained(groups, of, config), np.empty(0)]) for of in (estimates.values, estimates.returns)
+    )
+    if not len(returns):
+        return {}
+    metrics = {"values/mean": float(values.mean()), "returns/mean": float(returns.mean())}
+    metrics |= {"returns/std": float(returns.std())}
+    spread = returns.var()
+    if spread > 0:  # equal returns leave nothing to explain
+        metrics["explained_variance"] = float(1 - (returns - values).var() / spread)
+    return metrics
+
+
+def _trained(
+    groups: Sequence[Group | Tombstone], of: Mapping[int, Sequence[Floats]], config: Config
+) -> Iterator[Floats]:
+    for group in groups:
+        if isinstance(group, Group):
+            pairs = zip(group.rollouts, of[group.group_id], strict=True)
+            yield from (array for rollout, array in pairs if trains(rollout, config.algorithm))

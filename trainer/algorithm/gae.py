@@ -1,0 +1,52 @@
+"""Generalised advantage estimation: rewards and values -> advantages and the critic's targets. Pure, float64.
+
+    δ_t      = r_t + γ · V_{t+1} − V_t              V_T = 0: nothing follows a completion's last token
+    A_t      = δ_t + γ · λ · A_{t+1}                 A_T = 0
+    return_t = A_t + V_t                             what the critic learns
+
+J. Schulman et al., arXiv 1506.02438, equations 11 and 16. V_t is the value before token t is chosen, from the hidden
+state that also predicts it. A truncated completion ends with V_T = 0 too, as in TRL and verl: its reward was given to
+the text as it is, and no token will ever follow it. Left out: a bootstrap for episodes that would go on.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from common.config import Config
+from common.types import Group, Rollout
+from trainer.algorithm.advantages import Floats, punished_rewards
+
+
+def gae(rewards: Floats, values: Floats, gamma: float, lam: float) -> tuple[Floats, Floats]:
+    """One completion: [T], [T] -> (advantages [T], returns [T]).
+
+    rewards (0, 0, 1), values (.5, .25, .5), γ = 1, λ = .5:  δ = (−.25, .25, .5),  A = (0, .5, .5),  return = A + V
+    """
+    following, advantage = 0.0, 0.0
+    advantages = np.empty(len(rewards))
+    for t, (reward, value) in reversed(list(enumerate(zip(rewards.tolist(), values.tolist(), strict=True)))):
+        delta = reward + gamma * following - value
+        advantage = delta + gamma * lam * advantage
+        advantages[t] = advantage
+        following = value
+    return advantages, advantages + values
+
+
+def group_token_rewards(group: Group, config: Config) -> list[Floats]:
+    """[T] of each completion, with what the settings add to its reward; they sum to advantages.shaped_rewards."""
+    beta = config.algorithm.beta if config.algorithm.kl_in_reward else 0.0
+    scalars = punished_rewards(group, config).tolist()
+    return [token_rewards(rollout, scalar, beta) for rollout, scalar in zip(group.rollouts, scalars, strict=True)]
+
+
+def token_rewards(rollout: Rollout, reward: float, beta: float) -> Floats:
+    """[T]: `reward` on the last token, and −β · (log π_old − log π_ref) on every one.  arXiv 1909.08593, equation 2.
+
+    reward: the completion's scalar without any KL. β = 0 reads no log-probs.
+    """
+    rewards = np.zeros(len(rollout.completion_ids))
+    if beta:
+        rewards -= beta * (rollout.old_logprobs.astype(np.float64) - rollout.ref_logprobs)
+    rewards[-1] += reward
+    return rewards

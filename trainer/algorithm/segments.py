@@ -1,0 +1,167 @@
+"""GROUP PPO: tokens of one completion -> segments that share one advantage. Pure, float64.
+
+A segment s…t of n tokens with token advantages Â_k (GAE) and squared score norms q_k = ‖∇_logits ln π(a_k)‖²:
+
+    r_ppo  = Σ_k Â_k² · q_k      = ‖Σ_k Â_k ∇ ln π(a_k)‖²     an advantage for each token
+    r_grpo = Â_t² · Σ_k q_k      = ‖Â_t Σ_k ∇ ln π(a_k)‖²     the last token's for all
+
+Scores at different positions are orthogonal in logit space, hence the sums. Sharing pays while r_grpo ≤ τ · n · r_ppo.
+Then GAE once more, with segments as steps. docs/group_ppo.md derives it. Left out: gradients by the weights, in which
+positions are not orthogonal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.config import GroupParams
+from trainer.algorithm.advantages import Floats
+from trainer.algorithm.gae import gae
+
+Positions = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The K segments of one completion of T tokens, in order: segment k holds tokens starts[k] … ends[k].
+
+    T = 5 in segments of 3 and 2: starts (0, 3), ends (2, 4)
+    """
+
+    starts: Positions  # [K] where the critic learns: V is the value before the segment's first token
+    ends: Positions  # [K] where the advantage sits with segment_loss: endpoint
+    advantages: Floats  # [K] GAE over segments
+    returns: Floats  # [K] the critic's targets at starts
+    r_ppo: float  # Σ over segments, of the token advantages that cut them
+    r_grpo: float
+
+    @property
+    def sizes(self) -> Positions:
+        """[K] tokens of each; they sum to T."""
+        return self.ends - self.starts + 1
+
+    @property
+    def token_advantages(self) -> Floats:
+        """[T]: every token carries its segment's, for segment_loss: segment."""
+        return np.repeat(self.advantages, self.sizes)
+
+
+def sampled_scores(old_logprobs: NDArray[np.float32]) -> Floats:
+    """[T] -> [T].  (1 − p_t)² ≤ q_t: what the sampled token alone contributes, from log-probs every rollout has.
+
+    The whole of q_t is common.logprobs.score_norms.
+    """
+    return (1.0 - np.exp(old_logprobs.astype(np.float64))) ** 2
+
+
+def segment(
+    rewards: Floats,  # [T]
+    values: Floats,  # [T]
+    scores: Floats,  # [T] q
+    threshold: float,  # τ
+    gamma: float,
+    lam: float,
+    params: GroupParams,
+) -> Segments:
+    """Cuts one completion of T ≥ 1 tokens by the token advantages, then estimates one advantage for each segment.
+
+        Â        = GAE(rewards, values)
+        R_k      = Σ rewards inside segment k
+        A_k      = GAE(R, V at starts): bootstraps from the next segment's first value, from 0 after the last
+
+    A segment is one step of GAE: γ and λ count segments, and rewards inside are summed as they are. With γ = λ = 1
+    A_k is Â at the segment's start.
+    """
+    token_advantages, _ = gae(rewards, values, gamma, lam)
+    ends = segment_ends(token_advantages, scores, threshold, params)
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    advantages, returns = gae(np.add.reduceat(rewards, starts), values[starts], gamma, lam)
+    squares = token_advantages**2
+    r_ppo = np.add.reduceat(squares * scores, starts)
+    r_grpo = squares[ends] * np.add.reduceat(scores, starts)
+    return Segments(starts, ends, advantages, returns, float(r_ppo.sum()), float(r_grpo.sum()))
+
+
+def segment_ends(advantages: Floats, scores: Floats, threshold: float, params: GroupParams) -> Positions:
+    """[T], [T] -> [K] position of each segment's last token; the completion's last token is one of them.
+
+        shared(n) = r_grpo / (r_ppo + ε) ≤ τ · n
+
+    grow:     a token joins while `shared` still holds with it; the one that would break it starts the next segment.
+    literal:  a segment closes with the first token at which `shared` holds. With n = 1, r_grpo = r_ppo: if τ ≥ 1
+              every token closes its own segment, which is PPO.
+    Neither is ever longer than group_max_size.
+    """
+    grows, longest = params.segment_rule == "grow", params.group_max_size or len(advantages)
+    ends = []
+    n, r_ppo, total = 0, 0.0, 0.0  # of the open segment; total = Σ q
+    for t, (square, q) in enumerate(zip((advantages**2).tolist(), scores.tolist(), strict=True)):
+        n, r_ppo, total = n + 1, r_ppo + square * q, total + q
+        shared = square * total / (r_ppo + params.group_epsilon) <= threshold * n
+        if grows and n > 1 and (n > longest or not shared):
+            ends.append(t - 1)
+            n, r_ppo, total = 1, square * q, q
+        elif not grows and (n == longest or shared):
+            ends.append(t)
+            n, r_ppo, total = 0, 0.0, 0.0
+    if n:
+        ends.append(len(advantages) - 1)
+    return np.array(ends, np.int64)
+
+
+@dataclass(frozen=True)
+class SegmentSums:
+    """Over the completions of one batch that train."""
+
+    tokens: int
+    segments: int
+    r_ppo: float
+    r_grpo: float
+
+
+def sums_of(completions: Sequence[Segments]) -> SegmentSums:
+    return SegmentSums(
+        tokens=sum(int(s.sizes.sum()) for s in completions),
+        segments=sum(len(s.ends) for s in completions),
+        r_ppo=math.fsum(s.r_ppo for s in completions),
+        r_grpo=math.fsum(s.r_grpo for s in completions),
+    )
+
+
+def next_threshold(threshold: float, sums: SegmentSums, params: GroupParams) -> float:
+    """τ for the next batch, from both sums over all segments of this one on all ranks.
+
+        log τ ← log τ + threshold_lr · (1 − Σ r_grpo / Σ r_ppo),   clipped to [min_threshold, max_threshold]
+
+    At rest sharing costs no variance on average. A batch without any advantage, or with one that is not finite,
+    leaves τ alone.
+    """
+    r_ppo, r_grpo = sums.r_ppo, sums.r_grpo
+    if not params.adaptive_threshold or not (r_ppo > 0 and math.isfinite(r_ppo) and math.isfinite(r_grpo)):
+        return threshold
+    moved = math.log(threshold) + params.threshold_lr * (1.0 - r_grpo / r_ppo)
+    low, high = math.log(params.min_threshold), math.log(params.max_threshold)
+    return math.exp(min(max(moved, low), high))
+
+
+def token_group_metrics(sums: SegmentSums, threshold: float, segment_loss: str) -> dict[str, float]:
+    """Of one batch, over all ranks. compression_ratio is the share of tokens without a loss of their own.
+
+    speedup_factor = 1 / (1 − compression_ratio) is a formula for the head's work, not a measurement: every token still
+    passes the layers below the head. The measured seconds stand beside it as timing/*.
+    """
+    tokens, positions = sums.tokens, sums.segments if segment_loss == "endpoint" else sums.tokens
+    return {
+        "token_group/total_tokens": tokens,
+        "token_group/advantage_positions": positions,
+        "token_group/compression_ratio": 1.0 - positions / tokens if tokens else 0.0,
+        "token_group/speedup_factor": tokens / positions if positions else 1.0,
+        "token_group/mean_segment_length": tokens / sums.segments if sums.segments else 0.0,
+        "token_group/variance_ratio": sums.r_grpo / sums.r_ppo if sums.r_ppo > 0 else 1.0,
+        "token_group/threshold": threshold,
+    }

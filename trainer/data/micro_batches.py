@@ -1,0 +1,157 @@
+"""Which groups share a micro-batch, and on which rank. Pure.
+
+    budget   what one micro-batch may hold: trainer.max_tokens_per_micro_batch, or trainer.groups_per_micro_batch
+    round    one micro-batch of every rank, () where a rank has none left and runs a filler: all ranks run as many
+             forwards as each other, because ZeRO's collectives must match
+
+    tokens 60 50 40 30 20, budget 100, 2 ranks:   round (60 30) (50 40)   round (20) ()
+
+The costliest group that is left goes to the rank that has the least to do (longest processing time first: Graham, SIAM
+J. Appl. Math. 17, 1969), and a rank's groups fill its micro-batches first fit. A group above the budget gets a
+micro-batch of its own. Sums are divided by the whole step's denominator, so that no plan changes the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from common.config import Trainer
+from model.dims import ModelDims
+from model.packing import Packing
+
+Round = tuple[tuple[int, ...], ...]  # [rank] -> which groups
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a group asks of a rank; zeros where nothing of it trains."""
+
+    tokens: int  # in its packed row
+    cost: float  # any unit, the same for all groups
+
+
+NOTHING = Work(0, 0.0)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Of one micro-batch."""
+
+    groups: int
+    tokens: int | None = None  # instead of groups
+
+    @staticmethod
+    def of(trainer: Trainer) -> Budget:
+        return Budget(trainer.groups_per_micro_batch, trainer.max_tokens_per_micro_batch)
+
+    def is_exceeded_by(self, work: Work) -> bool:
+        return self.tokens is not None and work.tokens > self.tokens
+
+
+def work(prompt: int, completions: Sequence[int], packing: Packing, model: ModelDims | None) -> Work:
+    """Of one group, from the tokens of its prompt P and of each completion that trains, C_i.
+
+    tokens   shared: P + Σ C_i     flat: Σ (P + C_i)     off: G · (P + max C_i), with the padding
+    cost     floating-point operations of a forward (Kaplan et al., arXiv 2001.08361, table 1): 2 · parameters of the
+             layers · tokens + 4 · L · A · D · pairs + 2 · V · H · Σ C_i, where pairs counts every position with those
+             it attends to: P²/2 for a prompt, C_i · P + C_i²/2 for a completion. A model of unknown layers: tokens
+    """
+    if not completions:
+        return NOTHING
+    count, total, longest = len(completions), sum(completions), max(completions)
+    prompts = 1 if packing == "shared" else count
+    if packing == "off":
+        completions = [longest] * count
+    tokens = prompts * prompt + sum(completions)
+    if model is None:
+        return Work(tokens, float(tokens))
+    pairs = prompts * prompt**2 / 2 + sum(c * prompt + c * c / 2 for c in completions)
+    linear = 2.0 * model.layers * model.layer_parameters * tokens
+    attention = 4.0 * model.layers * model.heads * model.head_dim * pairs
+    return Work(tokens, linear + attention + 2.0 * model.vocab * model.hidden * total)
+
+
+def plan(works: Sequence[Work], ranks: int, budget: Budget, loads: Sequence[float] | None = None) -> list[Round]:
+    """The rounds that train these groups, each with the indexes of its groups; one round of nothing if none has work.
+
+    loads: what each rank has done before, as cost. With a budget of groups no rank has more rounds than the number of
+    groups asks for; with a budget of tokens no two ranks differ by more than the costliest group.
+    """
+    costs = {i: work.cost for i, work in enumerate(works) if work.tokens}
+    loads = loads or [0.0] * ranks
+    if budget.tokens is None:
+        rounds = math.ceil(len(costs) / (ranks * budget.groups))
+        of_ranks = _deal(costs, loads, most=rounds * budget.groups)
+        packed = [_deal({i: costs[i] for i in mine}, [0.0] * rounds, budget.groups) for mine in of_ranks]
+    else:
+        tokens = {i: works[i].tokens for i in costs}
+        packed = [_first_fit(mine, tokens, budget.tokens) for mine in _deal(costs, loads, most=len(costs))]
+    # where collectives end every micro-batch, those of one round should take equally long
+    packed = [sorted(of_rank, key=lambda bin: -sum(costs[i] for i in bin)) for of_rank in packed]
+    return [
+        tuple(tuple(sorted(of_rank[k])) if k < len(of_rank) else () for of_rank in packed)
+        for k in range(max(1, *map(len, packed)))
+    ]
+
+
+def stream(works: Iterable[Work], ranks: int, budget: Budget) -> Iterator[Round]:
+    """As `plan`, over groups that are still coming in: a round as soon as groups of the average size fill it.
+
+    What has not found room in a round waits for the next one. Loads are kept from round to round, so that a rank that
+    got a long group gets less later. Which groups meet follows from their order and sizes alone.
+    """
+    loads = [0.0] * ranks
+    waiting: dict[int, Work] = {}
+    has_begun = False
+    for index, work in enumerate(works):
+        if work.tokens:
+            waiting[index] = work
+        while _is_full(waiting.values(), ranks, budget):
+            yield _take(waiting, plan(list(waiting.values()), ranks, budget, loads)[0], loads)
+            has_begun = True
+    if waiting or not has_begun:
+        ids = list(waiting)
+        for found in plan(list(waiting.values()), ranks, budget, loads):
+            yield tuple(tuple(ids[i] for i in mine) for mine in found)
+
+
+def _take(waiting: dict[int, Work], found: Round, loads: list[float]) -> Round:
+    """Moves a round over waiting's places out of it; returns it in terms of waiting's keys."""
+    ids = list(waiting)
+    taken = tuple(tuple(ids[i] for i in mine) for mine in found)
+    for rank, mine in enumerate(taken):
+        loads[rank] += sum(waiting.pop(i).cost for i in mine)
+    return taken
+
+
+def _is_full(waiting: Iterable[Work], ranks: int, budget: Budget) -> bool:
+    tokens = [work.tokens for work in waiting]
+    if not tokens:
+        return False
+    per_rank = budget.groups if budget.tokens is None else budget.tokens * len(tokens) // sum(tokens)
+    return len(tokens) >= ranks * max(1, per_rank)
+
+
+def _deal(costs: dict[int, float], loads: Sequence[float], most: int) -> list[list[int]]:
+    """Every key to the bin with the least cost among those that hold fewer than `most`, the costliest first."""
+    loads, bins = list(loads), [list[int]() for _ in loads]
+    for key in sorted(costs, key=lambda key: (-costs[key], key)):
+        least = min((b for b in range(len(bins)) if len(bins[b]) < most), key=lambda b: loads[b])
+        bins[least].append(key)
+        loads[least] += costs[key]
+    return bins
+
+
+def _first_fit(keys: Iterable[int], tokens: dict[int, int], budget: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    rooms: list[int] = []
+    for key in keys:
+        found = next((b for b, room in enumerate(rooms) if tokens[key] <= room), len(bins))
+        if found == len(bins):
+            bins.append([])
+            rooms.append(budget)
+        bins[found].append(key)
+        rooms[found] -= tokens[key]
+    return bins

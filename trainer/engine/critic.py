@@ -1,0 +1,137 @@
+"""The critic: a value for every completion token, from a transformers backbone and a head with one output.
+
+The value of token t is read from the hidden state that also predicts t: what the completion is worth before t is
+chosen. Weights start from the policy's or from critic.path. The head of a causal language model starts at zero, so
+that the first advantages are the plain returns; the head of a reward model with one label is kept, because it already
+knows the scale of its scores. Left out: a backbone shared with the policy, whose two losses would have to be weighed
+against each other (vf_coef).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.config import Config
+from common.errors import UserError
+from model.logprobs import load_packed
+from model.packing import PackedRow
+from trainer.algorithm.losses import value_errors
+from trainer.data.tensors import ValueBatch, filler_row
+from trainer.engine.deepspeed_config import critic_of
+from trainer.engine.deepspeed_model import DeepSpeedModel
+
+
+class ValueHead(torch.nn.Linear):
+    """In float32 whatever the weights are: two values near 10 may differ by less than bfloat16 can tell."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+
+
+class ValueModel(torch.nn.Module):
+    """PackedRow -> values [N] float32 at the positions that predict its targets."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+
+    def forward(self, row: PackedRow) -> Tensor:
+        hidden = self.model.base_model(
+            input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
+        ).last_hidden_state.flatten(0, 1)
+        return self.model.score(hidden[row.source_index])[:, 0]
+
+
+@dataclass
+class ValueSums:
+    """Sums over completion tokens of one step, on this rank."""
+
+    tokens: float = 0.0
+    loss: float = 0.0
+    clipped: float = 0.0
+
+
+class Critic(DeepSpeedModel):
+    def __init__(self, config: Config, world_size: int):
+        model = load_value_model(config)
+        super().__init__(config, world_size, critic_of(config), model, ValueModel(model))
+        self.sums = ValueSums()
+
+    @property
+    def tied_embeddings(self) -> bool:
+        return False  # it has no language-model head
+
+    def check_vocabulary(self, tokenizer_size: int) -> None:
+        """Raises UserError if there are fewer embeddings than tokens: not the same tokenizer."""
+        embedding = self.model.get_input_embeddings()
+        rows = embedding.num_embeddings
+        if rows < tokenizer_size:
+            raise UserError(
+                f"the critic knows {rows} tokens, the policy's tokenizer {tokenizer_size}: critic.path must name a "
+                "model with the policy's tokenizer"
+            )
+
+    @torch.no_grad()
+    def score(self, row: PackedRow) -> Tensor:
+        """Values [N] of the row's targets. Every rank calls it (ZeRO-3 gathers parameters)."""
+        self.ds.eval()
+        values = self.ds(row.to(self.device))
+        self.ds.train()
+        return values.cpu()
+
+    def backward(self, batch: ValueBatch) -> None:
+        """Forward and backward of one micro-batch; its metrics are added to `sums`."""
+        values = self.ds(batch.row.to(self.device))
+        old_values, returns, weights = (x.to(self.device) for x in (batch.old_values, batch.returns, batch.weights))
+        errors, is_clipped = value_errors(values, old_values, returns, self.config.critic.cliprange_value)
+        share = (weights * errors).sum()
+        self.accumulate(share)
+        self.sums.loss += share.item()
+        self.sums.tokens += int((weights > 0).sum())
+        self.sums.clipped += int(is_clipped[weights > 0].sum())
+
+    def probe(self) -> Tensor:
+        return self.ds(filler_row().to(self.device))
+
+    def take_sums(self) -> ValueSums:
+        sums, self.sums = self.sums, ValueSums()
+        return sums
+
+
+def load_value_model(config: Config) -> Any:
+    """A transformers model for sequence classification with one label: `base_model` and the linear head `score`.
+
+    Raises UserError if the checkpoint has another number of labels, or lacks weights other than the head.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    path = config.critic.path or config.model.path
+    revision = config.critic.revision if config.critic.path else config.model.revision
+    dtype = config.critic.dtype or config.model.dtype
+    try:
+        model, missing = load_packed(
+            AutoModelForSequenceClassification, path, dtype, revision, config.model.trust_remote_code, num_labels=1
+        )
+    except RuntimeError as error:  # transformers names every weight of another shape
+        raise UserError(f"critic {path!r} does not fit a value head with one output: {str(error)[:500]}") from None
+    head = getattr(model, "score", None)
+    if not isinstance(head, torch.nn.Linear) or head.out_features != 1:
+        raise UserError(f"critic {path!r} is a {type(model).__name__} without a linear head `score`; choose another")
+    if lost := [name for name in missing if not name.startswith("score.")]:
+        raise UserError(f"critic {path!r} lacks {len(lost)} weights, the first is {lost[0]}; download the model again")
+    model.score = _head(head, fresh=bool(missing))
+    return model
+
+
+def _head(loaded: torch.nn.Linear, fresh: bool) -> ValueHead:
+    head = ValueHead(loaded.in_features, 1, bias=loaded.bias is not None, device="meta")
+    head.weight, head.bias = loaded.weight, loaded.bias
+    if fresh:
+        for parameter in head.parameters():
+            torch.nn.init.zeros_(parameter)
+    return head

@@ -1,0 +1,150 @@
+"""The user's DeepSpeed settings, completed from ours. Pure, and free of torch: a contradiction costs milliseconds.
+
+A file made for other trainers works as it is: what they write as "auto" is filled in here, or left to DeepSpeed where
+it has a default. What both sides set must agree, because there is no telling which of the two was meant.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.config import Config
+from common.errors import UserError
+
+_AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Optimized:
+    """What policy and critic have of their own; everything else is the same for both."""
+
+    section: str  # of the configuration, where learning_rate and warmup_steps stand
+    dtype: str
+    dtype_key: str
+    learning_rate: float
+    warmup_steps: int
+    num_steps: int  # optimizer steps in the whole run
+
+
+def policy_of(config: Config) -> Optimized:
+    """It rests while only the critic learns."""
+    trainer = config.trainer
+    num_steps = trainer.max_steps - config.critic.critic_warmup_steps
+    dtype = config.model.dtype
+    return Optimized("trainer", dtype, "model.dtype", trainer.learning_rate, trainer.warmup_steps, num_steps)
+
+
+def critic_of(config: Config) -> Optimized:
+    critic, dtype = config.critic, config.critic.dtype or config.model.dtype
+    num_steps = config.trainer.max_steps
+    return Optimized("critic", dtype, "critic.dtype", critic.learning_rate, critic.warmup_steps, num_steps)
+
+
+def all_optimized(config: Config) -> list[Optimized]:
+    return [policy_of(config)] + ([critic_of(config)] if config.algorithm.needs_critic else [])
+
+
+def deepspeed_config(config: Config, world_size: int, optimized: Optimized | None = None) -> dict[str, Any]:
+    """What deepspeed.initialize gets, by default for the policy. Raises UserError on a contradiction, naming both."""
+    trainer, optimized = config.trainer, optimized or policy_of(config)
+    at_once, accumulation = config.groups_at_once, config.micro_batches(world_size)
+    groups = "trainer.prompts_per_step (in groups, rounded up)"
+    budget = "groups_per_micro_batch" if trainer.max_tokens_per_micro_batch is None else "max_tokens_per_micro_batch"
+    given = _given(config)
+    _agree(
+        given,
+        "deepspeed",
+        {
+            "train_micro_batch_size_per_gpu": (at_once, f"trainer.{budget}"),
+            "gradient_accumulation_steps": (accumulation, groups),
+            "train_batch_size": (at_once * accumulation * world_size, groups),
+            "gradient_clipping": (trainer.max_grad_norm, "trainer.max_grad_norm"),
+            "managed_gradient_accumulation": (False, "the training loop"),
+        },
+    )
+    _agree(_section(given, "bf16"), "deepspeed.bf16", {"enabled": (optimized.dtype == "bfloat16", optimized.dtype_key)})
+    if _section(given, "fp16").get("enabled", _AUTO) not in (_AUTO, False):
+        raise UserError("deepspeed.fp16 is enabled: its loss scaling hides overflows; set model.dtype=bfloat16 instead")
+    given["fp16"]["enabled"] = False
+    _fill_zero(_section(given, "zero_optimization"))
+    _fill_optimizer(config, given, optimized)
+    given.setdefault("steps_per_print", 10**9)
+    return _without_auto(given)
+
+
+def _given(config: Config) -> dict[str, Any]:
+    """A copy of the user's settings."""
+    given: Any = config.deepspeed
+    if isinstance(given, Path):
+        try:
+            given = json.loads(given.read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"deepspeed: {config.deepspeed} cannot be read as JSON: {error}") from None
+    if not isinstance(given, dict):
+        kind = type(given).__name__
+        raise UserError(f'deepspeed: {config.deepspeed} holds a {kind}; write {{"zero_optimization": {{"stage": 1}}}}')
+    return json.loads(json.dumps(given))
+
+
+def _section(parent: dict[str, Any], name: str) -> dict[str, Any]:
+    """The section of this name, made if there is none."""
+    section = parent.setdefault(name, {})
+    if not isinstance(section, dict):
+        raise UserError(f"deepspeed.{name} is {section!r}, not a section; see the DeepSpeed configuration reference")
+    return section
+
+
+def _agree(section: dict[str, Any], name: str, ours: dict[str, tuple[Any, str]]) -> None:
+    """Sets our values. Raises UserError where the user's own is another."""
+    for key, (value, source) in ours.items():
+        if section.get(key, _AUTO) not in (_AUTO, value):
+            raise UserError(
+                f"{name}.{key} is {section[key]} but {source} makes it {value}; "
+                f'remove it from the DeepSpeed settings or write "auto"'
+            )
+        section[key] = value
+
+
+def _fill_zero(zero: dict[str, Any]) -> None:
+    if zero.get("stage", _AUTO) == _AUTO:
+        zero["stage"] = 1
+    if zero["stage"] not in (0, 1, 2, 3):
+        raise UserError(f"deepspeed.zero_optimization.stage {zero['stage']} is not 0, 1, 2 or 3")
+    if zero["stage"] < 2:  # gradients stay local until the step; DeepSpeed refuses to overlap what is not there
+        _agree(zero, "deepspeed.zero_optimization", {"overlap_comm": (False, f"stage {zero['stage']}")})
+    elif zero["stage"] == 3 and zero.get("overlap_comm", _AUTO) == _AUTO:
+        zero["overlap_comm"] = False
+
+
+def _fill_optimizer(config: Config, given: dict[str, Any], optimized: Optimized) -> None:
+    """Hyperparameters of a DeepSpeed optimizer or scheduler, where the user asked for one instead of ours."""
+    trainer = config.trainer
+    rate = optimized.learning_rate, f"{optimized.section}.learning_rate"
+    if "optimizer" in given:
+        params = _section(_section(given, "optimizer"), "params")
+        betas = [trainer.adam_beta1, trainer.adam_beta2], "trainer.adam_beta1 and adam_beta2"
+        decay = trainer.weight_decay, "trainer.weight_decay"
+        _agree(params, "deepspeed.optimizer.params", {"lr": rate, "betas": betas, "weight_decay": decay})
+    if "scheduler" in given:
+        params = _section(_section(given, "scheduler"), "params")
+        named = {
+            "warmup_max_lr": rate,
+            "warmup_num_steps": (optimized.warmup_steps, f"{optimized.section}.warmup_steps"),
+            "total_num_steps": (optimized.num_steps, "trainer.max_steps"),
+        }
+        # schedulers differ in what they take: only what is there is filled in
+        _agree(params, "deepspeed.scheduler.params", {key: named[key] for key in named if key in params})
+        if params.get("warmup_min_lr") == _AUTO:
+            params["warmup_min_lr"] = 0.0
+
+
+def _without_auto(settings: dict[str, Any]) -> dict[str, Any]:
+    """What is still "auto" has a default in DeepSpeed."""
+    return {
+        key: _without_auto(value) if isinstance(value, dict) else value
+        for key, value in settings.items()
+        if value != _AUTO
+    }

@@ -1,0 +1,230 @@
+"""A model in DeepSpeed: its optimizer, its schedule, one step. Only this file and checkpoint.py import deepspeed.
+
+Gradients accumulate over as many `backward` calls as there are until `step` (managed_gradient_accumulation: false).
+A loss already carries the denominators of the whole step, so DeepSpeed's own averaging over ranks is undone by
+multiplying with the world size. Left out: building the model in shards (zero.Init); every rank loads it whole first.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.config import Config
+from common.errors import UserError
+from trainer.engine.deepspeed_config import Optimized, deepspeed_config
+from trainer.engine.exported import Exported, parameters
+
+_COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    applied: bool  # False: something was not finite, and no model moved
+    grad_norm: float  # of the whole step, before clipping
+    learning_rate: float  # of this step
+    critic_only: bool = False  # within critic_warmup_steps: grad_norm and learning_rate are the critic's
+
+    @property
+    def new_versions(self) -> int:
+        """By how much this step raises policy_version."""
+        return int(self.applied and not self.critic_only)
+
+
+def init_distributed(config: Config) -> None:
+    """One process group over all ranks, also when started without the deepspeed launcher (one rank)."""
+    import deepspeed
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        os.environ.setdefault(name, value)
+    if "MASTER_PORT" not in os.environ:
+        os.environ["MASTER_PORT"] = str(_free_port())
+    backend = config.trainer.dist_backend
+    if backend == "auto":
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    deepspeed.init_distributed(dist_backend=backend, timeout=_COLLECTIVE_TIMEOUT, verbose=False)
+    if not torch.cuda.is_available():
+        _unlink_shared_buffer()
+
+
+def _unlink_shared_buffer() -> None:
+    """DeepSpeed on CPU makes a 66 MiB buffer per rank in /dev/shm for good. The mapping outlives the name."""
+    import torch.distributed as dist
+
+    dist.barrier()  # every rank has opened every buffer by now
+    address, port, rank = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
+    buffer = Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}")
+    buffer.unlink(missing_ok=True)
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class DeepSpeedModel:
+    """One model, moved by its own optimizer: the policy, or the critic. Frozen parameters have no optimizer state."""
+
+    adapter_settings: bytes | None = None  # adapter_config.json, where only adapters are trained
+
+    def __init__(self, config: Config, world_size: int, optimized: Optimized, model: Any, forward: torch.nn.Module):
+        """model: a transformers model. forward: the module around it whose call DeepSpeed's hooks see."""
+        import deepspeed
+
+        self.config, self.world_size, self.model = config, world_size, model
+        ds_config = deepspeed_config(config, world_size, optimized)
+        self.dtype = optimized.dtype
+        self.stage: int = ds_config["zero_optimization"]["stage"]
+        _disable_dropout(model)
+        if config.model.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.ds, self.optimizer, _, self.scheduler = deepspeed.initialize(
+            model=forward,
+            model_parameters=_parameter_groups(model, config.trainer.weight_decay),
+            optimizer=None if "optimizer" in ds_config else _optimizer(config, optimized),
+            lr_scheduler=None if "scheduler" in ds_config else _scheduler(config, optimized),
+            config=ds_config,
+        )
+        self.ds.clip_fp32_gradients = self._clip  # used by ZeRO 0 in float32 only; DeepSpeed's forgets the norm
+        self._clipped_norm = math.nan
+        self._not_finite = torch.zeros((), dtype=torch.bool, device=self.device)
+        self.ds.train()
+
+    @property
+    def device(self) -> torch.device:
+        return self.ds.device
+
+    @property
+    def tied_embeddings(self) -> bool:
+        return bool(self.model.config.tie_word_embeddings)
+
+    def accumulate(self, loss: Tensor) -> None:
+        """Backward of this rank's share of the step's loss."""
+        # ZeRO looks at gradients only, and an infinite loss may leave them finite: then make them NaN
+        scale = self.world_size if torch.isfinite(loss) else math.nan
+        self.ds.backward(loss * scale, scale_wrt_gas=False)
+
+    def step(self) -> StepResult:
+        """The optimizer step over all gradients since the last one. Not applied if a loss or gradient is not finite.
+
+        ZeRO 1–3 find a non-finite gradient and skip by themselves; ZeRO 0 would write it into the weights, so its
+        gradients are dropped here first.
+        """
+        learning_rate = self.learning_rate
+        if self.stage == 0 and not self.gradients_are_finite():
+            self.ds.zero_grad()
+            return StepResult(False, math.nan, learning_rate)
+        self.ds.step()
+        norm = self.ds.get_global_grad_norm()
+        norm = self._clipped_norm if norm is None else float(norm)
+        return StepResult(self.ds.was_step_applied(), norm, learning_rate)
+
+    def watch_gradients(self) -> None:
+        """From now on `gradients_are_finite` can answer before the step, whatever ZeRO does with gradients until then.
+
+        Each is looked at once per backward, where autograd hands it over.
+        """
+        seen = self._not_finite
+
+        def look(gradient: Tensor) -> None:
+            seen.logical_or_(~torch.isfinite(gradient).all())
+
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(look)
+
+    def gradients_are_finite(self) -> bool:
+        """On every rank, since the last step. Every rank calls it."""
+        import torch.distributed as dist
+
+        if self.stage == 0:
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            self._not_finite.logical_or_(~torch.stack([torch.isfinite(g).all() for g in gradients]).all())
+        flag = self._not_finite.to(torch.uint8)
+        self._not_finite.zero_()
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return not flag.item()
+
+    def poison(self) -> None:
+        """Makes the gradients of this step NaN, so that `step` skips it as DeepSpeed skips any other NaN."""
+        self.accumulate(self.probe().sum() * math.nan)
+        self._not_finite.zero_()  # it has been told already
+
+    def probe(self) -> Tensor:
+        """What the model says of a filler: any output with a gradient."""
+        raise NotImplementedError
+
+    def _clip(self) -> None:
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.trainer.max_grad_norm)
+        self._clipped_norm = float(norm)
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def tensors(self) -> list[Exported]:
+        """What others read of this model: with adapters, those or the weights merged with them."""
+        return parameters(self.model)
+
+    def parameter_names(self) -> list[tuple[str, int]]:
+        """(name, bytes) of every tensor that others read."""
+        return [(tensor.name, tensor.size) for tensor in self.tensors()]
+
+    def full_parameters(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole CPU tensor) of those wanted. Every rank iterates to the end (ZeRO-3 gathers)."""
+        return self.whole(self.tensors(), wanted)
+
+    def whole(self, tensors: Sequence[Exported], wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+        """The same of any tensors that are made of this model's parameters."""
+        import deepspeed
+
+        for tensor in tensors:
+            with deepspeed.zero.GatheredParameters(list(tensor.parameters), enabled=self.stage == 3):
+                if wanted(tensor.name):
+                    made = tensor.make().cpu()
+                    yield tensor.name, made.clone() if self.stage == 3 else made
+
+
+def _parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed, others = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]  # adapters are all matrices
+
+
+def _optimizer(config: Config, optimized: Optimized) -> Callable[[Any], torch.optim.Optimizer]:
+    betas = (config.trainer.adam_beta1, config.trainer.adam_beta2)
+    return lambda parameters: torch.optim.AdamW(parameters, lr=optimized.learning_rate, betas=betas)
+
+
+def _scheduler(config: Config, optimized: Optimized) -> Callable[[torch.optim.Optimizer], Any]:
+    from transformers import get_scheduler
+
+    def make(of: torch.optim.Optimizer) -> Any:
+        name = config.trainer.lr_scheduler_type
+        try:
+            return get_scheduler(name, of, optimized.warmup_steps, optimized.num_steps)
+        except ValueError as error:
+            raise UserError(f"trainer.lr_scheduler_type {name!r}: {error}") from None
+
+    return make
+
+
+def _disable_dropout(model: torch.nn.Module) -> None:
+    """The sampler has none; with it here the ratio would compare two different networks. lora.dropout is asked for."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout) and ".lora_dropout." not in name:
+            module.p = 0.0

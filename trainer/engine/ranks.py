@@ -1,0 +1,85 @@
+"""What ranks tell each other besides gradients: rank 0 shares groups, sums are added up, an ending is announced.
+
+Always over gloo, on CPU memory, in a process group of its own: the messages are small, and gloo works where NCCL
+does not. Groups travel as the wire's own frames; nothing is pickled. Every rank calls every method, in the same order.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from common import wire
+from common.config import Config
+from common.errors import Interrupted, PeerEnded
+from common.types import Group, Tombstone
+
+STOP_TOGETHER = -1  # announced in the place of an exit code: every rank takes part in a last checkpoint
+_LOCAL = wire.Envelope("", "", "")
+
+
+class Exchange:
+    def __init__(self, config: Config):
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        patience = datetime.timedelta(seconds=config.channel.rank_patience_s)
+        self._group = dist.new_group(backend="gloo", timeout=patience)
+
+    def share(self, groups: Sequence[Group | Tombstone] | None) -> list[Group | Tombstone]:
+        """Rank 0's groups, on every rank. Raises PeerEnded or Interrupted if rank 0 announced its end instead."""
+        if self.world_size == 1:
+            assert groups is not None
+            return list(groups)
+        frames = [frame for group in groups or () for frame in wire.encode(_LOCAL, group)]
+        sizes = self._broadcast(torch.tensor([0, *map(len, frames)], dtype=torch.int64))
+        if sizes[0] == STOP_TOGETHER:
+            raise Interrupted
+        if sizes[0]:
+            raise PeerEnded("rank 0 ended", int(sizes[0]))
+        payload = torch.frombuffer(bytearray(b"".join(frames) or b"\0"), dtype=torch.uint8)
+        data = self._broadcast(payload).numpy().tobytes()
+        if self.rank == 0:
+            assert groups is not None
+            return list(groups)
+        ends = torch.cumsum(sizes[1:], 0).tolist()
+        parts = [data[end - size : end] for end, size in zip(ends, sizes[1:].tolist(), strict=True)]
+        messages = [wire.decode(parts[i : i + 3])[1] for i in range(0, len(parts), 3)]
+        return [m for m in messages if isinstance(m, Group | Tombstone)]
+
+    def announce_end(self, exit_code: int) -> None:
+        """Rank 0, instead of the next `share`: the other ranks leave with this code, or save first and then leave."""
+        if self.world_size > 1 and self.rank == 0:
+            self._broadcast(torch.tensor([exit_code], dtype=torch.int64))
+
+    def agree(self, value: bool) -> bool:
+        """Rank 0's decision, on every rank."""
+        return bool(self._broadcast(torch.tensor([value]))[0]) if self.world_size > 1 else value
+
+    def text(self, value: str | None) -> str:
+        """Rank 0's text, on every rank."""
+        if self.world_size == 1:
+            return value or ""
+        data = torch.frombuffer(bytearray((value or "").encode() + b"\0"), dtype=torch.uint8)
+        return self._broadcast(data).numpy().tobytes()[:-1].decode()
+
+    def add(self, values: Sequence[float]) -> list[float]:
+        """Elementwise sums over ranks, in float64."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        if self.world_size > 1:
+            dist.all_reduce(tensor, group=self._group)
+        return tensor.tolist()
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier(group=self._group)
+
+    def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Rank 0's one-dimensional tensor, whatever its length."""
+        length = torch.tensor([len(tensor)], dtype=torch.int64)
+        dist.broadcast(length, src=0, group=self._group)
+        if self.rank != 0:
+            tensor = torch.empty(int(length), dtype=tensor.dtype)
+        dist.broadcast(tensor, src=0, group=self._group)
+        return tensor

@@ -1,0 +1,167 @@
+"""Record and replay of the group stream, in the order in which it was trained.
+
+`run.record: true` appends every group that the training loop takes to output_dir/groups.recording. `run.replay: FILE`
+trains from such a file without any sampler: the same groups in the same steps give the same weights, bit for bit.
+That is how a resumed run is proven equal to an uninterrupted one, and how a bug report becomes reproducible.
+
+A record is the lengths of three wire frames, their CRC, and the frames, written at once. A killed process leaves at
+most one torn record at the end, which readers ignore; the CRC tells it from a damaged length. A resumed run first cuts
+off what it will train again, so the file holds the surviving history. A full disk does not stop training: records wait
+in memory until the next checkpoint, which waits for them. Groups are recorded as they came: under `reference.on:
+trainer` without reference log-probs, which a replay scores again. Left out: evaluations, which change no weights.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import os
+import struct
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from common import wire
+from common.durable import disk_trouble, fsync_path
+from common.errors import UserError
+from common.types import EvalResult, Group, Tombstone
+from common.weights import Published
+
+FILE = "groups.recording"
+_LENGTHS = struct.Struct("<III")  # bytes of a record's frames
+_CRC = struct.Struct("<I")  # of the lengths; the frames have digests of their own
+_NOBODY = wire.Envelope("", "", "")
+
+
+def read(path: Path) -> Iterator[tuple[Group | Tombstone, int]]:
+    """(group, offset behind its record) for every whole record. Raises UserError if the file is damaged inside."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"recording {path}: {error.strerror}; make one with run.record=true") from None
+    position = 0
+    while position < len(data):
+        try:
+            record = _record_at(data, position)
+            if record is None:
+                return
+            frames, end = record
+            _, message = wire.decode(frames)
+        except wire.WireError as error:
+            raise UserError(
+                f"recording {path} is damaged in the record at byte {position} of {len(data)}: {error}; "
+                f"what comes before is whole: truncate -s {position} {path}"
+            ) from None
+        assert isinstance(message, Group | Tombstone)
+        position = end
+        yield message, position
+
+
+def _record_at(data: bytes, position: int) -> tuple[list[bytes], int] | None:
+    """(frames, offset behind them); None if the file ends before the record does."""
+    start = position + _LENGTHS.size + _CRC.size
+    if start > len(data):
+        return None
+    prefix = data[position : position + _LENGTHS.size]
+    if _CRC.pack(zlib.crc32(prefix)) != data[position + _LENGTHS.size : start]:
+        raise wire.WireError("its lengths do not match their CRC")
+    ends = [start + n for n in itertools.accumulate(_LENGTHS.unpack(prefix), initial=0)]
+    if ends[-1] > len(data):
+        return None
+    return [data[a:b] for a, b in itertools.pairwise(ends)], ends[-1]
+
+
+class Recorder:
+    """Appends groups. Opening it cuts the file back to the groups below `cursor`, and never reads beyond them."""
+
+    def __init__(self, path: Path, cursor: int):
+        self._path, self._waiting = path, bytearray()  # records that the disk did not take yet
+        self._end = 0
+        if cursor > 0 and path.exists():
+            for group, end in read(path):
+                if group.group_id < cursor:
+                    self._end = end
+                if group.group_id >= cursor - 1:
+                    break
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        os.ftruncate(self._descriptor, self._end)
+        fsync_path(path.parent)
+
+    def append(self, groups: Sequence[Group | Tombstone]) -> None:
+        is_first_to_wait = not self._waiting
+        for group in groups:
+            frames = wire.encode(_NOBODY, group)
+            lengths = _LENGTHS.pack(*map(len, frames))
+            self._waiting += b"".join([lengths, _CRC.pack(zlib.crc32(lengths)), *frames])
+        try:
+            self._flush()
+        except OSError as error:
+            if disk_trouble(error) is None:
+                raise
+            if is_first_to_wait:
+                print(f"tandem: {self._path}: {error.strerror}; records wait in memory", file=sys.stderr, flush=True)
+
+    def _flush(self) -> None:
+        """What was written stays written, even a part of a record: the next write goes on behind it."""
+        while self._waiting:
+            written = os.pwrite(self._descriptor, self._waiting, self._end)
+            self._end += written
+            del self._waiting[:written]
+
+    def sync(self) -> None:
+        """Every group so far survives a crash of the machine. Raises OSError if the disk does not take it."""
+        self._flush()
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        try:
+            self.sync()
+        finally:
+            os.close(self._descriptor)
+
+
+class Replay:
+    """Stands where the Inbox stands and serves a recording. There is no sampler, hence no evaluation."""
+
+    def __init__(self, path: Path, incarnation: str, needs_reference: bool = False):
+        """Raises UserError if the trainer needs reference log-probs and the groups were recorded without."""
+        self.envelope = wire.Envelope("", incarnation, "")
+        self._path = path
+        self._groups = {group.group_id: group for group, _ in read(path)}
+        rollouts = (r for g in self._groups.values() if isinstance(g, Group) for r in g.rollouts)
+        if needs_reference and any(len(r.ref_logprobs) != len(r.completion_ids) for r in rollouts):
+            raise UserError(
+                f"recording {path} holds groups without reference log-probs: it was made with algorithm.beta 0 or "
+                "reference.on trainer; set reference.on=trainer, or algorithm.beta=0"
+            )
+
+    def wait_for_sampler(self) -> wire.Hello:
+        return wire.Hello(0, "", "", 0, 0, None)
+
+    def take(self, group_ids: Sequence[int]) -> list[Group | Tombstone]:
+        missing = [g for g in group_ids if g not in self._groups]
+        if missing:
+            raise UserError(
+                f"recording {self._path} ends before group {missing[0]} (it has {len(self._groups)}); "
+                "lower trainer.max_steps"
+            )
+        return [self._groups[g] for g in group_ids]
+
+    def commit(self, cursor: int, published: Published, eval_id: str | None = None, num_problems: int = 0) -> None:
+        """Nobody is there to be credited."""
+
+    def refill(self, count: int) -> None:
+        """Nobody is there to be asked for more."""
+
+    def spend(self, count: int) -> None:
+        """As above."""
+
+    def finish_eval(self) -> list[EvalResult]:
+        return []
+
+    def versions_in_use(self) -> list[int]:
+        return []
+
+    def snapshot(self) -> tuple[dict[str, float], collections.Counter[str]]:
+        return {}, collections.Counter()

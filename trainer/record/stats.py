@@ -1,0 +1,137 @@
+"""Numbers of one step, under TRL's names where TRL has one. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from common.config import Algorithm, Config
+from common.types import EvalResult, Group, Tombstone
+from trainer.algorithm.advantages import is_dead, rewards_of, shaped_rewards, trains
+from trainer.algorithm.kl_controller import completion_kls
+from trainer.engine.policy import Sums
+
+_ROUNDING = 1e-9
+FullMark = Callable[[str], float]  # reward function's name -> the score from which a completion counts as right
+
+
+def rollout_metrics(groups: Sequence[Group | Tombstone], policy_version: int, full_mark: FullMark) -> dict[str, float]:
+    """What the sampler did: rewards, lengths, dead groups, staleness. Means over completions unless named otherwise."""
+    alive = [g for g in groups if isinstance(g, Group)]
+    metrics: dict[str, float] = {"tombstones": float(len(groups) - len(alive))}
+    if not alive:
+        return metrics
+    rollouts = [r for g in alive for r in g.rollouts]
+    lengths = np.array([len(r.completion_ids) for r in rollouts])
+    rewards = [rewards_of(g) for g in alive]
+    metrics |= {
+        "reward": float(np.concatenate(rewards).mean()),
+        "reward_std": float(np.mean([r.std(ddof=1) for r in rewards])),
+        "frac_reward_zero_std": float(np.mean([is_dead(r) for r in rewards])),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(np.mean([r.finish_reason == "length" for r in rollouts])),
+        "prompts/mean_length": float(np.mean([len(g.prompt_ids) for g in alive])),
+        "staleness/mean": float(np.mean([policy_version - g.policy_version for g in alive])),
+        "completion_tokens": float(lengths.sum()),
+    }
+    for name in rollouts[0].rewards:
+        scores = np.array([r.rewards[name] for r in rollouts])
+        scores = scores[~np.isnan(scores)]
+        if len(scores):
+            metrics[f"rewards/{name}/mean"] = float(scores.mean())
+            metrics[f"rewards/{name}/std"] = float(scores.std())
+            metrics[f"rewards/{name}/accuracy"] = float((scores >= full_mark(name) - _ROUNDING).mean())
+    return metrics
+
+
+def shaping_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[str, float]:
+    """What the trainer made of the rewards, where a setting changes them. `reward` stays the functions' own."""
+    alive = [g for g in groups if isinstance(g, Group)]
+    algorithm, metrics = config.algorithm, {}
+    if alive and algorithm.kl_in_reward:
+        metrics["beta"] = algorithm.beta
+        metrics["kl_per_completion"] = float(np.mean(completion_kls(alive)))
+    if alive and (algorithm.kl_in_reward or algorithm.soft_punish_cache):
+        metrics["reward_shaped"] = float(np.concatenate([shaped_rewards(g, config) for g in alive]).mean())
+    if alive and algorithm.mask_truncated_completions:
+        masked = [not trains(r, algorithm) for g in alive for r in g.rollouts]
+        metrics["completions/masked_ratio"] = float(np.mean(masked))
+    return metrics
+
+
+def token_metrics(sums: Sums, beta: float) -> dict[str, float]:
+    """What the update saw, as means over the tokens that trained: log-ratio = log π_θ − log π_old."""
+    n = max(sums.tokens, 1.0)
+    metrics = {
+        "loss": sums.loss,
+        "entropy": sums.entropy / n,
+        "ratio/mean": sums.ratio / n if sums.tokens else 1.0,
+        "clip_ratio/region_mean": sums.clipped / n,
+        "mismatch/mean_abs_log_ratio": sums.abs_log_ratio / n,
+        "mismatch/mean_abs_prob_diff": sums.abs_prob_diff / n,
+        "mismatch/mean_exp_abs_log_ratio": sums.exp_abs_log_ratio / n if sums.tokens else 1.0,
+        "mismatch/k3": (sums.token_ratio - sums.log_ratio) / n - 1.0 if sums.tokens else 0.0,
+    }
+    return metrics | ({"kl": sums.kl / n} if beta > 0 else {})
+
+
+def correction_metrics(sums: Sums, algorithm: Algorithm) -> dict[str, float]:
+    """Mean weight of the mismatch correction over tokens, and the share of tokens where it was truncated or masked."""
+    if algorithm.vllm_importance_sampling_mode is None:
+        return {}
+    n = max(sums.tokens, 1.0)
+    return {
+        "mismatch/correction_mean": sums.correction / n if sums.tokens else 1.0,
+        "mismatch/corrected_ratio": sums.corrected / n,
+    }
+
+
+def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str, Any]:
+    """One line of eval.jsonl. A failed chunk has no samples and is counted; without any sample there are no means."""
+    samples = [s for result in results for s in result.samples]
+    record: dict[str, Any] = {
+        "step": results[0].policy_version,
+        "eval_id": results[0].eval_id,
+        "n": len(samples),
+        "problems": len({s.problem_index for s in samples}),
+        "failed_chunks": sum(bool(result.reason) for result in results),
+        "full_marks": {},
+        "mean": {},
+    }
+    for name in samples[0].rewards if samples else ():
+        scores = [s.rewards[name] for s in samples if not math.isnan(s.rewards[name])]
+        record["full_marks"][name] = sum(score >= full_mark(name) - _ROUNDING for score in scores)
+        if scores:
+            record["mean"][name] = sum(scores) / len(scores)
+    if samples:
+        record["mean_length"] = float(np.mean([s.num_tokens for s in samples]))
+        record["clipped_ratio"] = float(np.mean([s.finish_reason == "length" for s in samples]))
+    return record
+
+
+def samples_records(groups: Sequence[Group | Tombstone], step: int, count: int, decode: Any) -> list[dict[str, Any]]:
+    """The best and the worst completion of the first `count` groups, for samples.jsonl."""
+    records = []
+    for group in [g for g in groups if isinstance(g, Group)][:count]:
+        ranked = sorted(group.rollouts, key=lambda r: r.reward)
+        for which, rollout in (("worst", ranked[0]), ("best", ranked[-1])):
+            records.append(
+                {
+                    "step": step,
+                    "group_id": group.group_id,
+                    "policy_version": group.policy_version,
+                    "problem_index": group.problem_index,
+                    "which": which,
+                    "prompt": decode(group.prompt_ids.tolist()),
+                    "completion": decode(rollout.completion_ids.tolist()),
+                    "rewards": dict(rollout.rewards),
+                    "reward": rollout.reward,
+                    "finish_reason": rollout.finish_reason,
+                }
+            )
+    return records

@@ -1,0 +1,108 @@
+"""What a step leaves on record: a line of metrics, a few samples, a row of the display. Of rank 0; changes nothing."""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from common.config import Config
+from trainer.algorithm import mismatch
+from trainer.batch_training import BatchTraining
+from trainer.data.mini_batches import Step
+from trainer.engine.deepspeed_model import StepResult
+from trainer.engine.policy import Sums
+from trainer.record import stats
+from trainer.record.throughput import Throughput, num_devices
+from trainer.save.checkpoint import Progress
+from trainer.stream import Desk
+
+SAMPLER_TOTALS = {"total/idle_s": "wait/sampler_s", "total/incomplete_support": "mismatch/support/incomplete_tokens"}
+
+
+class StepRecords:
+    """Every rank may add seconds; only one with a desk writes."""
+
+    def __init__(self, config: Config, desk: Desk | None, tokenizer: Any, world_size: int, batch: int):
+        self._config, self._desk, self._tokenizer = config, desk, tokenizer
+        self._throughput = Throughput(num_devices(config, world_size), batch, time.monotonic())
+        self._seconds: collections.Counter[str] = collections.Counter()
+        self._totals: dict[str, float] = {}  # of the sampler, at the step before
+        self._has_warned_of_size = False
+
+    def took(self, name: str, seconds: float) -> None:
+        """Adds to a metric of the step that is recorded next."""
+        self._seconds[name] += seconds  # type: ignore[assignment]
+
+    def write(
+        self,
+        step: Step,
+        result: StepResult,
+        sums: Sums,
+        batch: BatchTraining,
+        after: Progress,
+        more: Mapping[str, float],
+    ) -> None:
+        """more: metrics that the caller knows, step_time among them."""
+        assert self._desk is not None
+        groups = batch.rollouts.of(step.places)
+        values = self._learning(step, result, sums, batch, after)
+        values |= {
+            "num_tokens": after.num_tokens,
+            "policy_version": after.policy_version,
+            "skipped_steps": after.skipped_steps,
+            "tombstones": after.tombstones,
+            "tokens_per_second": values.get("completion_tokens", 0.0) / more["step_time"],
+        }
+        sampler_stats, counters = self._desk.inbox.snapshot()
+        values |= {**more, **self._sampler_values(sampler_stats)}
+        values |= {f"link/{name}": float(n) for name, n in counters.items()}
+        values |= self._seconds
+        values |= self._throughput.step(groups, after.batch, values, time.monotonic())
+        self._seconds.clear()
+        values |= self._desk.display.advice(after.step, values)
+        self._desk.log.log(after.step, values)
+        decode, count = self._tokenizer.decode, self._config.run.log_samples
+        self._desk.log.log_samples(stats.samples_records(groups, after.step, count, decode))
+        self._desk.display.step(after.step, values)
+        self._warn(step, batch, values)
+
+    def _learning(
+        self, step: Step, result: StepResult, sums: Sums, batch: BatchTraining, after: Progress
+    ) -> dict[str, float]:
+        """What the step trained on and what came of it."""
+        groups, algorithm = batch.rollouts.of(step.places), self._config.algorithm
+        values = stats.rollout_metrics(
+            groups, after.policy_version - result.new_versions, self._config.rewards.full_mark
+        )
+        values |= stats.shaping_metrics(groups, batch.config) | batch.rollouts.dead_group_metrics(step)
+        if not result.critic_only:
+            values |= stats.token_metrics(sums, algorithm.beta) | stats.correction_metrics(sums, algorithm)
+            values |= mismatch.cause_metrics(vars(sums))
+            values |= {"grad_norm": result.grad_norm, "learning_rate": result.learning_rate}
+        values |= batch.shares.plan_metrics(step.places)
+        if algorithm.steps_per_batch > 1:
+            values |= {"iteration": float(step.iteration), "mini_batch": float(step.mini_batch)}
+        return values
+
+    def _sampler_values(self, newest: Mapping[str, float]) -> dict[str, float]:
+        """Newest values as they are; running totals as what they grew by since the last step."""
+        values = {}
+        for name, value in newest.items():
+            if name.startswith("total/"):
+                grown = value - self._totals.get(name, 0.0)
+                self._totals[name] = value
+                # a restarted sampler counts from zero again
+                values[SAMPLER_TOTALS.get(name, name.replace("total/", "timing/sampler_"))] = max(0.0, grown)
+            else:
+                values[name] = value
+        return values
+
+    def _warn(self, step: Step, batch: BatchTraining, values: Mapping[str, float]) -> None:
+        assert self._desk is not None
+        if step.is_last and (warning := batch.rollouts.warning()):
+            self._desk.display.note(warning)
+        if values.get("oversized_groups") and not self._has_warned_of_size:
+            self._desk.display.note(batch.shares.warning(step.places))
+            self._has_warned_of_size = True

@@ -1,0 +1,164 @@
+"""The best policy by a held-out metric: kept as output_dir/best, and the reason to stop early.
+
+    best/  config.json  model-*.safetensors  tokenizer…  commit.json      a Hugging Face folder, made of the very files
+                                                                          that the sampler loaded and scored; or a
+                                                                          peft folder, where adapters are published
+
+An evaluation ends when the trainer is a batch further, so the weights come from the published version and not from the
+engine. Everything is decided from eval.jsonl, which a resume cuts back to its checkpoint: patience is counted as if the
+run had never been interrupted. best/ is written before its evaluation is recorded, so a crash between the two makes the
+resumed run evaluate, and keep, once more. Left out: several metrics at once.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from common import durable, weights
+from common.config import Config, Eval
+from common.weights import Published
+from model import lora
+from trainer.save.disk import Disk, on_rank_0, require_room
+
+COMMIT = "commit.json"
+Record = dict[str, Any]  # a line of eval.jsonl
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Standing(version=40, value=0.62, without_improvement=2): two evaluations since then were not better."""
+
+    version: int | None
+    value: float | None
+    without_improvement: int
+
+
+def metric_of(record: Record, metric: str) -> float | None:
+    """`answer/accuracy` or `answer/mean` of one evaluation; None if it has no sample to tell."""
+    name, _, kind = metric.rpartition("/")
+    if kind == "mean":
+        return record["mean"].get(name)
+    return record["full_marks"][name] / record["n"] if record["n"] and name in record["full_marks"] else None
+
+
+def standing(records: Sequence[Record], settings: Eval) -> Standing:
+    """The best so far. An evaluation without any sample counts neither as better nor as worse.
+
+    accuracies 0.2, 0.5, 0.5, 0.4 of versions 0, 20, 40, 60  →  Standing(20, 0.5, 2)
+    """
+    assert settings.metric_for_best_model is not None
+    sign = 1 if settings.greater_is_better else -1
+    now = Standing(None, None, 0)
+    for record in {record["step"]: record for record in records}.values():
+        value = metric_of(record, settings.metric_for_best_model)
+        if value is None:
+            continue
+        if now.value is None or sign * (value - now.value) > settings.early_stopping_threshold:
+            now = Standing(record["step"], value, 0)
+        else:
+            now = Standing(now.version, now.value, now.without_improvement + 1)
+    return now
+
+
+class Best:
+    """Every rank has one and calls the same methods; rank 0 decides. `stops_early` is equal on all of them."""
+
+    def __init__(self, config: Config, exchange: Any, disk: Disk, recorded: Callable[[], list[Record]]):
+        self.config, self.exchange, self.disk = config, exchange, disk
+        self.folder = config.run.output_dir / "best"
+        self.stops_early = False
+        self.records: list[Record] = []
+        if config.eval.metric_for_best_model is not None:
+            self.records = recorded()
+            self._look_at_patience()  # it may be over already: a run that stopped early is resumed
+
+    def judge(self, record: Record | None, published: Published, engine: Any, tokenizer: Any) -> None:
+        """Keeps the published policy if this evaluation of it is the best. record: rank 0's; None = there was none."""
+        if self.config.eval.metric_for_best_model is None:
+            return
+        self.records += [record] if record else []
+        now = standing(self.records, self.config.eval)
+        if self.exchange.agree(record is not None and now.version == record["step"]):
+            self.disk.persist(
+                "the best model",
+                lambda: on_rank_0(self.exchange, lambda: self._keep(published, engine, tokenizer, now)),
+                self._temporary("best"),
+            )
+        self._look_at_patience()
+
+    def commit_as_final(self) -> bool:
+        """Makes output_dir/final a copy of best/. False if that is not asked for, or no evaluation has succeeded."""
+        final = self.config.run.output_dir / "final"
+
+        def copy() -> None:
+            self._start(self._temporary("final"), weights_of(self.folder))
+            shutil.copytree(self.folder, self._temporary("final"), dirs_exist_ok=True)
+            _commit(self._temporary("final"), final)
+
+        if not self.exchange.agree(self.config.eval.load_best_model_at_end and self.folder.is_dir()):
+            return False
+        self.disk.persist("the final model", lambda: on_rank_0(self.exchange, copy), self._temporary("final"))
+        return True
+
+    def _look_at_patience(self) -> None:
+        patience = self.config.eval.early_stopping_patience
+        if patience is None or self.stops_early:
+            return
+        now = standing(self.records, self.config.eval)
+        self.stops_early = self.exchange.agree(now.without_improvement >= patience)
+        if self.stops_early and self.exchange.rank == 0:
+            self.disk.say(
+                f"stopping early: {self.config.eval.metric_for_best_model} has not been better than {now.value:.4g} of "
+                f"version {now.version} in {now.without_improvement} evaluations (eval.early_stopping_patience)"
+            )
+
+    def _keep(self, published: Published, engine: Any, tokenizer: Any, now: Standing) -> None:
+        source, temporary = Path(published.weights_dir), self._temporary("best")
+        shards = weights_of(source)
+        self._start(temporary, shards)
+        for shard in shards:
+            shutil.copyfile(shard, temporary / shard.name)
+        if engine.published_settings is not None:
+            shutil.copyfile(source / lora.SETTINGS, temporary / lora.SETTINGS)
+        else:
+            (temporary / "model.safetensors.index.json").write_text(json.dumps(index(shards), indent=1))
+            engine.model.config.save_pretrained(temporary)
+            if getattr(engine.model, "generation_config", None) is not None:
+                engine.model.generation_config.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        durable.write_file(temporary / COMMIT, self._commit_record(temporary, published, now))
+        _commit(temporary, self.folder)
+
+    def _commit_record(self, folder: Path, published: Published, now: Standing) -> bytes:
+        files = {p.name: asdict(weights.file_info(p)) for p in sorted(folder.iterdir()) if p.name != COMMIT}
+        metric = {"metric": self.config.eval.metric_for_best_model, "value": now.value}
+        return json.dumps({"policy_version": published.version, **metric, "files": files}, indent=1).encode()
+
+    def _temporary(self, name: str) -> Path:
+        return self.config.run.output_dir / f"{durable.TEMPORARY}{name}"
+
+    def _start(self, temporary: Path, files: Sequence[Path]) -> None:
+        durable.remove_dir(temporary)
+        require_room(temporary.parent, sum(file.stat().st_size for file in files))
+        durable.make_dir(temporary)
+
+
+def weights_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def index(shards: Sequence[Path]) -> dict[str, Any]:
+    """Which shard holds which tensor, as transformers and vLLM read it."""
+    names = {name: shard.name for shard in shards for name in weights.tensor_infos(shard)}
+    return {"metadata": {"total_size": sum(s.stat().st_size for s in shards)}, "weight_map": names}
+
+
+def _commit(temporary: Path, final: Path) -> None:
+    if final.exists():
+        durable.remove_dir(final)
+    durable.commit_dir(temporary, final)

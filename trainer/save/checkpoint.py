@@ -1,0 +1,311 @@
+"""Checkpoints: whole or invisible, and each one a model that transformers and vLLM load as it is.
+
+    checkpoints/step_000040/  config.json  model.safetensors  tokenizer…      a Hugging Face folder; with LoRA peft's
+                              trainer/state/…                                 DeepSpeed: optimizer, scheduler, weights
+                              critic/                                         where there is one, the same of it
+                              commit.json                                     cursor, version, digest of every file
+
+commit.json is written last and the folder becomes visible by one rename; DeepSpeed's own `latest` file is written
+before all ranks have saved, so it is neither written nor read. Resuming takes the newest folder whose digests hold
+and names every one it skips. DeepSpeed's pickles are read with weights_only=True and three allowed classes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import blake3
+import torch
+from torch import Tensor
+
+from common import durable, weights
+from common.errors import UserError
+from common.failpoints import failpoint
+from model import lora
+from trainer.engine.critic import Critic
+from trainer.engine.deepspeed_model import DeepSpeedModel
+from trainer.engine.policy import Engine
+from trainer.engine.ranks import Exchange
+from trainer.save.disk import Disk, on_rank_0, require_room, together
+
+COMMIT = "commit.json"
+CRITIC = "critic"
+_STATE_TAG = "state"
+_STEP_NAME = re.compile(r"step_([0-9]+)")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Everything a resumed trainer needs beside tensors."""
+
+    run_id: str
+    batch: int  # batches of rollouts trained
+    cursor: int  # groups trained
+    policy_version: int  # optimizer steps applied
+    step: int  # optimizer steps tried
+    num_tokens: int  # completion tokens trained
+    tombstones: int
+    stream: dict[str, Any]  # settings that define the stream of groups; they may not change on resume
+    kl_beta: float | None = None  # of the adaptive KL controller; None = the configured beta
+    skipped_in_a_row: int = 0  # of the steps tried, the last ones that were not finite
+    skipped_steps: int = 0  # tried and not applied, because something was not finite
+    threshold: float | None = None  # τ of group_ppo's next batch; None = group_variance_threshold
+
+
+def step_dir(checkpoints: Path, step: int) -> Path:
+    return checkpoints / f"step_{step:06d}"
+
+
+def step_dirs(checkpoints: Path) -> list[Path]:
+    """Every checkpoint, whole or damaged, oldest first."""
+    named = [(_STEP_NAME.fullmatch(path.name), path) for path in checkpoints.glob("step_*")]
+    return [path for _, path in sorted((int(match[1]), path) for match, path in named if match)]
+
+
+def save(  # noqa: PLR0913 two models, and all that a checkpoint is made of
+    engine: Engine,
+    exchange: Exchange,
+    tokenizer: Any,
+    checkpoints: Path,
+    progress: Progress,
+    keep: int,
+    disk: Disk,
+    critic: Critic | None = None,
+) -> None:
+    """Every rank calls it. When it returns, the checkpoint survives a crash. A disk in trouble is waited for."""
+    final = step_dir(checkpoints, progress.step)
+    temporary = checkpoints / f"{durable.TEMPORARY}{final.name}"
+
+    def prepare() -> None:
+        durable.make_dir(checkpoints)
+        durable.remove_leftovers(checkpoints)
+        require_room(checkpoints, _size(engine) + (_size(critic) if critic else 0))
+        durable.make_dir(temporary)
+        failpoint("checkpoint.started")
+
+    def commit() -> None:
+        durable.write_file(temporary / COMMIT, _commit_record(engine, exchange, temporary, progress))
+        if final.exists():  # skipped as damaged on resuming, or its name alone did not reach the disk
+            durable.remove_dir(final)
+        durable.commit_dir(temporary, final)
+        failpoint("checkpoint.committed")
+
+    def attempt() -> None:
+        on_rank_0(exchange, prepare)
+        _save_state(engine, exchange, temporary / "trainer")
+        if critic:
+            _save_state(critic, exchange, temporary / CRITIC / "trainer")
+        failpoint("checkpoint.engine")
+        save_models(engine, critic, exchange, tokenizer, temporary)
+        on_rank_0(exchange, commit)
+
+    disk.persist(f"checkpoint {final.name}", attempt, temporary)
+    if exchange.rank == 0:
+        _prune(checkpoints, progress.step, keep, disk.say)
+
+
+def _size(engine: DeepSpeedModel) -> int:
+    """Bytes of a checkpoint: what is trained twice, for others and for DeepSpeed, and AdamW's three float32 copies."""
+    trained = (p for p in engine.model.parameters() if p.requires_grad)
+    model = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in trained)
+    return 2 * model + 12 * model // (2 if engine.dtype == "bfloat16" else 4)
+
+
+def _save_state(engine: DeepSpeedModel, exchange: Exchange, folder: Path) -> None:
+    """DeepSpeed's state of every rank. Its own collectives must match, so a rank reports trouble only after them."""
+    troubles: list[Exception] = []
+    is_lora = engine.adapter_settings is not None
+
+    def write(state_dict: Any, path: str) -> None:
+        try:
+            if is_lora:
+                state_dict = _without_base(state_dict)
+            durable.write_with(Path(path), lambda file: torch.save(state_dict, file))
+        except Exception as error:
+            troubles.append(error)
+
+    def make_dirs(path: str, exist_ok: bool = True) -> None:
+        try:
+            durable.make_dir(Path(path))
+        except Exception as error:
+            troubles.append(error)
+
+    def report() -> None:
+        if troubles:
+            raise troubles[0]
+
+    engine.ds.checkpoint_engine.save, engine.ds.checkpoint_engine.makedirs = write, make_dirs
+    engine.ds._copy_recovery_script = lambda _: None  # scripts that unpickle without a limit
+    engine.ds.save_checkpoint(str(folder), tag=_STATE_TAG, save_latest=False, exclude_frozen_parameters=is_lora)
+    together(exchange, report)
+
+
+def _without_base(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpeed leaves frozen parameters out, but not the second name of one: the tied head."""
+    module = state_dict.get("module") or {}
+    return state_dict | {"module": {name: tensor for name, tensor in module.items() if ".lora_" in name}}
+
+
+def _commit_record(engine: Engine, exchange: Exchange, folder: Path, progress: Progress) -> bytes:
+    files = {str(p.relative_to(folder)): asdict(weights.file_info(p)) for p in _files(folder)}
+    record = asdict(progress) | {"files": files, "world_size": exchange.world_size, "zero_stage": engine.stage}
+    return json.dumps(record | {"blake3": _digest(record)}, indent=1).encode()
+
+
+def _digest(record: dict[str, Any]) -> str:
+    return blake3.blake3(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def _prune(checkpoints: Path, newest: int, keep: int, say: Callable[[str], None]) -> None:
+    """Keeps the `keep` newest. What lies beyond `newest` was skipped as damaged on resuming, or it would be ours."""
+    folders = step_dirs(checkpoints)
+    end = folders.index(step_dir(checkpoints, newest)) + 1
+    try:
+        for old in folders[end:] + folders[: max(0, end - keep)]:
+            durable.remove_dir(old)
+    except OSError as error:
+        if durable.disk_trouble(error) is None:
+            raise
+        say(f"an old checkpoint stays for now: {error}")
+
+
+def save_models(engine: Engine, critic: Critic | None, exchange: Exchange, tokenizer: Any, folder: Path) -> None:
+    save_model(engine, exchange, tokenizer, folder)
+    if critic:
+        save_model(critic, exchange, tokenizer, folder / CRITIC)
+
+
+def save_model(engine: DeepSpeedModel, exchange: Exchange, tokenizer: Any, folder: Path) -> None:
+    """A Hugging Face folder: weights, config, generation config, tokenizer. Every rank calls it; rank 0 writes.
+
+    With LoRA a peft folder: adapters, their config and the tokenizer, for PeftModel.from_pretrained(base, folder).
+    """
+    settings = engine.adapter_settings
+    if settings is not None:
+        assert isinstance(engine, Engine)
+        found = dict(engine.whole(engine.adapters(), lambda _: exchange.rank == 0))
+        on_rank_0(exchange, lambda: _write_adapters(folder, found, settings, tokenizer))
+        return
+    state = dict(engine.full_parameters(lambda _: exchange.rank == 0))
+
+    def write() -> None:
+        if engine.tied_embeddings and "lm_head.weight" not in state:
+            state["lm_head.weight"] = state["model.embed_tokens.weight"]  # save_pretrained drops it again, knowingly
+        engine.model.save_pretrained(folder, state_dict=state)
+        tokenizer.save_pretrained(folder)
+
+    on_rank_0(exchange, write)
+
+
+def _write_adapters(folder: Path, tensors: dict[str, Tensor], settings: bytes, tokenizer: Any) -> None:
+    from safetensors.torch import save_file
+
+    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / lora.WEIGHTS, metadata={"format": "pt"})
+    durable.write_file(folder / lora.SETTINGS, settings)
+    tokenizer.save_pretrained(folder)
+
+
+def commit_final(
+    engine: Engine, exchange: Exchange, tokenizer: Any, output_dir: Path, disk: Disk, critic: Critic | None = None
+) -> None:
+    """The trained model as output_dir/final, replaced as a whole."""
+    temporary, final = output_dir / f"{durable.TEMPORARY}final", output_dir / "final"
+
+    def prepare() -> None:
+        durable.remove_dir(temporary)
+        durable.make_dir(temporary)
+
+    def commit() -> None:
+        if final.exists():
+            durable.remove_dir(final)
+        durable.commit_dir(temporary, final)
+
+    def attempt() -> None:
+        on_rank_0(exchange, prepare)
+        save_models(engine, critic, exchange, tokenizer, temporary)
+        on_rank_0(exchange, commit)
+
+    disk.persist("the final model", attempt, temporary)
+
+
+def newest_valid(checkpoints: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint whose every file is as committed. Says which ones it skips and why."""
+    for folder in reversed(step_dirs(checkpoints)):
+        problem = _problem(folder)
+        if problem is None:
+            return folder
+        say(f"checkpoint {folder} is skipped: {problem}")
+    return None
+
+
+def read_progress(folder: Path, world_size: int, zero_stage: int, stream: dict[str, Any]) -> Progress:
+    """Raises UserError if the checkpoint belongs to another layout or another stream of groups."""
+    commit = json.loads((folder / COMMIT).read_text())
+    for name, now in (("world_size", world_size), ("zero_stage", zero_stage)):
+        if commit[name] != now:
+            raise UserError(f"{folder} was saved with {name} {commit[name]}, this run has {now}; resume with the same")
+    changed = [
+        f"{k}={now!r} (was {commit['stream'].get(k)!r})" for k, now in stream.items() if commit["stream"].get(k) != now
+    ]
+    if changed:
+        raise UserError(
+            f"{folder}: these settings define which groups come next and may not change on resume: {', '.join(changed)}"
+        )
+    return Progress(**{name: commit[name] for name in Progress.__dataclass_fields__})
+
+
+def load(engine: Engine, folder: Path, critic: Critic | None = None) -> None:
+    """Restores weights, optimizers and schedulers. Every rank calls it. Raises UserError if there is no critic."""
+    _load_state(engine, folder)
+    if critic:
+        if not (folder / CRITIC).is_dir():
+            raise UserError(
+                f"{folder} holds no critic: that run had no algorithm.adv_estimator=gae. Start a new run from its "
+                f"policy: model.path={folder} run.resume=false, with another run.output_dir"
+            )
+        _load_state(critic, folder / CRITIC)
+
+
+def _load_state(engine: DeepSpeedModel, folder: Path) -> None:
+    engine.ds.checkpoint_engine.load = _load_without_code
+    is_lora = engine.adapter_settings is not None  # the frozen weights are those of model.path, and not in the file
+    path, _ = engine.ds.load_checkpoint(str(folder / "trainer"), tag=_STATE_TAG, load_module_strict=not is_lora)
+    if path is None:
+        raise UserError(f"{folder} holds no DeepSpeed state for this rank")
+
+
+def _load_without_code(path: str, map_location: Any = None) -> Any:
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+        return torch.load(path, map_location=map_location, weights_only=True)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.rglob("*") if p.is_file() and p.name != COMMIT)
+
+
+def _problem(folder: Path) -> str | None:
+    try:
+        record = json.loads((folder / COMMIT).read_text())
+        digest, expected = record.pop("blake3"), record["files"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return f"{COMMIT} cannot be read: {error!r}"
+    if _digest(record) != digest:
+        return f"{COMMIT} differs from what was committed"
+    for name, info in expected.items():
+        try:
+            if asdict(weights.file_info(folder / name)) != info:
+                return f"{name} differs from what was committed"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read: {error}"
+    return None

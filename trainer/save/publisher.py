@@ -1,0 +1,135 @@
+"""When a version is written and who hears of it: at once, or behind the training on groups that are wanted already.
+
+    max_staleness 0    train n ─► snapshot ─► write ─► CREDIT ─► train n + 1        the sampler waits for these weights
+    above 0            train n ─► snapshot ─┬─────────────► train n + 1 ─► finish ─► snapshot …
+                                            └► write ─► CREDIT      a thread of every rank
+
+Why the second is safe. Nothing is known to a sampler before CREDIT, which carries version and cursor as ever, so a
+crash in between is a crash before publishing. The thread owns a copy of the parameters, a process group of its own,
+and the ledger until `finish`: groups of batch n + 1 are admitted already, and what would move the ledger meanwhile,
+`refill` and `spend`, keeps to the first way. Every rank calls `finish` at the same place, where what the thread raised
+is raised. Left out: more than one version in flight.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from common import weights
+from common.config import Config
+from common.watchdog import moved
+from common.weights import Published
+from trainer.engine.policy import Engine
+from trainer.engine.ranks import Exchange
+from trainer.link.inbox import Inbox
+from trainer.link.recording import Replay
+from trainer.save.disk import Disk
+from trainer.save.write_version import Name, snapshot
+
+_CLOSING_S = 10.0
+
+
+def writes_behind(config: Config) -> bool:
+    """Whether the sampler has something to do while a version is written, and nothing else moves the ledger then."""
+    moves_ledger = config.algorithm.dead_groups == "resample" or config.weights.publish_every == "step"
+    return config.trainer.max_staleness > 0 and not moves_ledger
+
+
+class Publisher:
+    """`published` is the newest version that was written; rank 0 alone has an inbox. Every rank calls every method."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        exchange: Exchange,
+        disk: Disk,
+        inbox: Inbox | Replay | None,
+        took: Callable[[str, float], None],  # seconds of a part, under its metric's name
+    ):
+        self.config, self.engine, self.exchange, self.disk, self.inbox = config, engine, exchange, disk, inbox
+        self._took = took
+        self.dir: Path = weights.default_dir(config)
+        self.incarnation = exchange.text(inbox.envelope.incarnation if inbox else None)
+        self.published = Published(-1, "", "")
+        self._disk_behind: Disk | None = None
+        if writes_behind(config):  # collectives of two threads must not mix: the thread gets a group of its own
+            self._exchange_behind = Exchange(config)
+            self._disk_behind = Disk(self._exchange_behind, disk.timeout_s, disk.say)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._write_s = 0.0
+
+    @property
+    def disk_retries(self) -> int:
+        return self.disk.retries + (self._disk_behind.retries if self._disk_behind else 0)
+
+    def publish(
+        self, version: int, run_id: str, vocab_size: int, cursor: int, eval_id: str | None, num_problems: int
+    ) -> None:
+        """Hands version and cursor to the samplers in one message, with the evaluation that is due if there is one.
+
+        The version may be the newest one again, after a step that was skipped. Raises Retryable or Interrupted.
+        """
+        self.finish()
+        start = time.monotonic()
+        moved(f"publishing version {version}")
+        is_first = self.published.version < 0  # behind it there is nothing to train yet
+        behind = self._disk_behind is not None and not is_first
+        write = self._writer(Name(self.dir, run_id, self.incarnation, version), vocab_size, behind)
+        self._took("sync/snapshot_s", time.monotonic() - start)
+
+        def deliver() -> None:
+            begun = time.monotonic()
+            self.published = write()
+            if self.inbox is not None:
+                self.inbox.commit(cursor, self.published, eval_id, num_problems)
+                weights.prune(self.dir, self.inbox.versions_in_use(), self.config.weights.keep)
+            self._write_s = time.monotonic() - begun
+
+        if behind:
+            self._thread = threading.Thread(target=self._guarded, args=(deliver,), name="publisher", daemon=True)
+            self._thread.start()
+        else:
+            deliver()
+            self._took("sync/write_s", self._write_s)
+        self._took("sync/publish_s", time.monotonic() - start)
+
+    def _writer(self, name: Name, vocab_size: int, behind: bool) -> Callable[[], Published]:
+        """What writes this version. It holds a copy of the parameters if it runs behind the next step."""
+        if name.version == self.published.version:
+            published = self.published
+            return lambda: published
+        attempt = snapshot(self.engine, self.exchange, name, vocab_size, copies=behind)
+        disk, exchange = self.disk, self.exchange
+        if behind and self._disk_behind is not None:
+            disk, exchange = self._disk_behind, self._exchange_behind
+        return lambda: disk.persist(f"publishing version {name.version}", lambda: attempt(exchange), name.temporary)
+
+    def _guarded(self, deliver: Callable[[], None]) -> None:
+        try:
+            deliver()
+        except BaseException as error:
+            self._error = error
+
+    def finish(self) -> None:
+        """Waits for the version on its way. Raises what ended it."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        start = time.monotonic()
+        if thread.is_alive():
+            moved("waiting for the newest version to be written")
+        thread.join()  # a disk that waits says so and moves the watchdog; one that hangs is the watchdog's
+        if self._error is not None:
+            raise self._error
+        self._took("sync/write_s", self._write_s)
+        self._took("sync/publish_s", time.monotonic() - start)
+
+    def close(self) -> None:
+        """At the end, whatever its reason: no folder may appear behind those who clean up."""
+        if self._thread is not None:
+            self._thread.join(timeout=_CLOSING_S)

@@ -1,0 +1,144 @@
+"""Parameters -> a committed weight version that the sampler can verify. Every rank takes part.
+
+Ranks write their own contiguous slice of the model, of about equal bytes, side by side; rank 0 adds the manifest and
+commits with one rename. The canary is scored by the trainer itself under the very weights that are written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from common import durable, weights
+from common.failpoints import failpoint
+from common.weights import Canary, FileInfo, Manifest, Published, TensorInfo
+from model import lora
+from model.packing import pack
+from trainer.engine.policy import Engine
+from trainer.engine.ranks import Exchange
+from trainer.save.disk import on_rank_0, together
+
+_CANARY_SEQUENCES, _CANARY_LENGTH, _CANARY_PROMPT = 4, 32, 8
+
+
+def slices(sizes: Sequence[int], count: int) -> list[range]:
+    """Contiguous index ranges of about equal total size.  ([4, 1, 1, 2], 2) -> [range(0, 1), range(1, 4)]"""
+    total, bounds, running = sum(sizes), [0], 0
+    for i, size in enumerate(sizes):
+        # a boundary falls where the running sum passes the next multiple of total / count
+        while len(bounds) < count and running + size / 2 > total * len(bounds) / count:
+            bounds.append(i)
+        running += size
+    bounds += [len(sizes)] * (count + 1 - len(bounds))
+    return [range(a, b) for a, b in itertools.pairwise(bounds)]
+
+
+def canary(engine: Engine, vocab_size: int) -> Canary:
+    """Fixed random token sequences with the log-probs that the trainer's forward gives them."""
+    ids = np.random.default_rng(0).integers(0, vocab_size, (_CANARY_SEQUENCES, _CANARY_LENGTH)).tolist()
+    row = pack([(sequence[:_CANARY_PROMPT], [sequence[_CANARY_PROMPT:]]) for sequence in ids])
+    logprobs = engine.score(row, temperature=1.0).split(row.lengths)
+    return Canary(_CANARY_PROMPT, ids, [part.tolist() for part in logprobs])
+
+
+@dataclass(frozen=True)
+class Name:
+    """What tells a version from all others, and where it goes."""
+
+    weights_dir: Path
+    run_id: str
+    incarnation: str
+    version: int
+
+    @property
+    def temporary(self) -> Path:
+        return weights.temporary_dir(self.weights_dir, self.version, self.incarnation)
+
+    @property
+    def final(self) -> Path:
+        return weights.version_dir(self.weights_dir, self.version, self.incarnation)
+
+
+def publish(
+    engine: Engine, exchange: Exchange, weights_dir: Path, run_id: str, incarnation: str, version: int, vocab_size: int
+) -> Published:
+    """Writes and commits a version. The return value is meaningful on rank 0. Raises DiskTrouble on every rank."""
+    return snapshot(engine, exchange, Name(weights_dir, run_id, incarnation, version), vocab_size)(exchange)
+
+
+def snapshot(
+    engine: Engine, exchange: Exchange, name: Name, vocab_size: int, copies: bool = False
+) -> Callable[[Exchange], Published]:
+    """Scores the canary and takes this rank's slice; what it returns writes and commits both, as often as needed.
+
+    copies: the slice must outlive the next optimizer step. The writer may then run in a thread, if the Exchange it
+    gets is that thread's own.
+    """
+    temporary, final, version = name.temporary, name.final, name.version
+    published = Published(version, str(final), "")
+
+    def prepare() -> None:
+        durable.remove_dir(temporary)  # of an attempt that the disk did not take
+        temporary.mkdir(parents=True, mode=0o700)
+
+    def write() -> None:
+        if exchange.rank < len(shards):
+            _write_shard(temporary / shards[exchange.rank], tensors)
+
+    def commit() -> None:
+        nonlocal published
+        files, infos = _collect(temporary, shards)
+        if settings is not None:
+            durable.write_file(temporary / lora.SETTINGS, settings)
+            files[lora.SETTINGS] = weights.file_info(temporary / lora.SETTINGS)
+        manifest = Manifest(name.run_id, name.incarnation, version, engine.tied_embeddings, files, infos, witness)
+        published = weights.commit(temporary, final, manifest)
+
+    def write_version(ranks: Exchange) -> Published:
+        on_rank_0(ranks, prepare)
+        together(ranks, write)
+        on_rank_0(ranks, commit)
+        return published
+
+    settings = engine.published_settings
+    if settings is None:
+        shards = [weights.shard_name(rank, exchange.world_size) for rank in range(exchange.world_size)]
+    else:
+        shards = [lora.WEIGHTS]  # peft and vLLM read one file
+    witness = canary(engine, vocab_size)
+    names = engine.parameter_names()
+    shares = dict(enumerate(slices([size for _, size in names], len(shards))))
+    wanted = {names[i][0] for i in shares.get(exchange.rank, ())}
+    must_copy = copies and engine.device.type == "cpu"  # elsewhere it was copied here already
+    slice_of = engine.full_parameters(lambda parameter: parameter in wanted)
+    tensors = {key: t.clone() if must_copy else t.contiguous() for key, t in slice_of}
+    return write_version
+
+
+def _write_shard(shard: Path, tensors: dict[str, Tensor]) -> None:
+    """The file, and beside it its size and digest for rank 0."""
+    from safetensors.torch import save_file
+
+    save_file(tensors, shard, metadata={"format": "pt"})
+    durable.fsync_path(shard)
+    failpoint("weights.shard")
+    digest = json.dumps(asdict(weights.file_info(shard))).encode()
+    durable.write_file(shard.with_name(f"{shard.name}.digest"), digest)
+
+
+def _collect(folder: Path, shards: Sequence[str]) -> tuple[dict[str, FileInfo], dict[str, TensorInfo]]:
+    """Digests by file and shapes by tensor, of all ranks' shards. Removes the files that carried the digests."""
+    files: dict[str, FileInfo] = {}
+    infos: dict[str, TensorInfo] = {}
+    for name in shards:
+        sidecar = folder / f"{name}.digest"
+        files[name] = FileInfo(**json.loads(sidecar.read_text()))
+        infos.update(weights.tensor_infos(folder / name))
+        sidecar.unlink()
+    return files, infos
