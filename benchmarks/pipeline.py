@@ -84,8 +84,8 @@ def sampler_alone(cell: Cell, steps: int, warmup: int, scratch: Path) -> list[fl
         _running(sampler, place.sampler_env, place.sampler_cores, scratch / "sampler.log"),
     ):
         _finish(consuming, log)
-    took = [line.removeprefix(_TAKEN) for line in log.read_text().splitlines() if line.startswith(_TAKEN)]
-    return walls([float(seconds) for seconds in took], warmup)
+    seconds = [line.removeprefix(_TAKEN) for line in log.read_text().splitlines() if line.startswith(_TAKEN)]
+    return walls([float(s) for s in seconds], warmup)
 
 
 def consume(path: str, overrides: Sequence[str]) -> None:

@@ -59,11 +59,11 @@ class Loop:
 
     def generate(self, prompts: list[list[int]], seed: int) -> list[list[Any]]:
         """The completions of every prompt, in order."""
-        from sampler.engine import SamplingLaw
+        from sampler.engine import SamplingParams
 
         for i, prompt in enumerate(prompts):
-            law = SamplingLaw(1.0, self.cell.completion, self.cell.generations, seed + i * 1000)
-            self.engine.submit(i, prompt, law)
+            params = SamplingParams(1.0, self.cell.completion, self.cell.generations, seed + i * 1000)
+            self.engine.submit(i, prompt, params)
         finished: dict[int, list[Any]] = {}
         while self.engine.num_running:
             finished.update(self.engine.step())

@@ -44,7 +44,7 @@ def words(process: str, error: BaseException) -> str | None:
 
 
 @contextlib.contextmanager
-def explained(process: str) -> Iterator[None]:
+def with_memory_advice(process: str) -> Iterator[None]:
     """Raises UserError in the place of an error of memory, after its traceback: starting again would end the same."""
     try:
         yield

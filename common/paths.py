@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 
-def meant(path: Path) -> str:
+def did_you_mean(path: Path) -> str:
     """ " Did you mean …?" or " Paths count from …", to follow a message that a path is not there.
 
     launch.sh leaves the caller's folder in TANDEM_CALLED_FROM.

@@ -50,7 +50,7 @@ class Rollout:
     rewards: Mapping[str, float]  # by reward function, before weights; NaN where it does not apply
     reward: float  # Σ weight · reward
     finish_reason: FinishReason
-    support_ids: NDArray[np.int32] | None = None
+    sampling_mask: NDArray[np.int32] | None = None
     """[C, K] the tokens each could have been, itself first, -1 fills: what top-p, top-k and min-p left. None = all."""
 
 

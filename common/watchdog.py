@@ -21,10 +21,10 @@ from common.transcript import last_words
 _watching: Watchdog | None = None
 
 
-def moved(doing: str) -> None:
+def report_progress(doing: str) -> None:
     """This process made progress, and goes on `doing` this. Nothing happens where no watchdog runs."""
     if _watching is not None:
-        _watching.moved(doing)
+        _watching.report_progress(doing)
 
 
 class Watchdog:
@@ -40,7 +40,7 @@ class Watchdog:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
-    def moved(self, doing: str) -> None:
+    def report_progress(self, doing: str) -> None:
         self._state, self._limit_s = (time.monotonic(), doing), self._timeout_s
 
     def __enter__(self) -> Watchdog:

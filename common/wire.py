@@ -80,7 +80,7 @@ class _GroupHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
     rewards: list[dict[str, float | None]]  # None = NaN: the function does not apply
     reward: list[float]
     finish_reasons: list[FinishReason]
-    support_width: int = 0  # K of support_ids; 0: there are none
+    support_width: int = 0  # K of sampling_mask; 0: there are none
 
 
 class _Tombstone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tombstone"):
@@ -128,7 +128,7 @@ class Limits:
     max_completion_length: int
     needs_ref_logprobs: bool  # beta above 0, and the sampler scores the reference
     reward_funcs: tuple[str, ...]
-    max_support: int = 0  # tokens that one could have been; 0: all of the vocabulary
+    max_sampling_mask: int = 0  # tokens that one could have been; 0: all of the vocabulary
 
 
 def encode(envelope: Envelope, message: Message) -> list[bytes]:
@@ -182,14 +182,14 @@ def check_group(group: Group, limits: Limits) -> None:
 
 
 def _check_support(rollout: Rollout, limits: Limits) -> None:
-    ids = rollout.support_ids
-    if (ids is None) != (limits.max_support == 0):
+    ids = rollout.sampling_mask
+    if (ids is None) != (limits.max_sampling_mask == 0):
         raise WireError("support", "no sets of kept tokens" if ids is None else "sets of kept tokens nobody asked for")
     if ids is None:
         return
     ordered = np.sort(ids, -1)
     repeats = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-    if ids.shape[1] > limits.max_support or ids.min() < -1 or ids.max() >= limits.vocab_size or repeats.any():
+    if ids.shape[1] > limits.max_sampling_mask or ids.min() < -1 or ids.max() >= limits.vocab_size or repeats.any():
         raise WireError("support", f"{ids.shape[1]} tokens, {ids.min()}…{ids.max()}, repeated: {repeats.any()}")
     if (ids[:, 0] != rollout.completion_ids).any():
         raise WireError("support", "a sampled token is not the first of its set")
@@ -228,9 +228,9 @@ def _to_body(message: Message) -> tuple[_Body, bytes]:
             rewards=[{k: None if math.isnan(v) else float(v) for k, v in r.rewards.items()} for r in rollouts],
             reward=[float(r.reward) for r in rollouts],
             finish_reasons=[r.finish_reason for r in rollouts],
-            support_width=max((r.support_ids.shape[1] for r in rollouts if r.support_ids is not None), default=0),
+            support_width=max((r.sampling_mask.shape[1] for r in rollouts if r.sampling_mask is not None), default=0),
         )
-        supports = [_widened(r.support_ids, header.support_width) for r in rollouts if r.support_ids is not None]
+        supports = [_widened(r.sampling_mask, header.support_width) for r in rollouts if r.sampling_mask is not None]
         ids = [message.prompt_ids, *(r.completion_ids for r in rollouts)]
         floats = [r.old_logprobs for r in rollouts] + [r.ref_logprobs for r in rollouts]
         parts = [a.astype("<i4") for a in ids] + [a.astype("<f4") for a in floats] + [a.astype("<i4") for a in supports]
@@ -283,7 +283,7 @@ def _read_group(header: _GroupHeader, arrays: bytes) -> Group:
             rewards={k: math.nan if v is None else v for k, v in header.rewards[i].items()},
             reward=header.reward[i],
             finish_reason=header.finish_reasons[i],
-            support_ids=supports[span] if header.support_width else None,
+            sampling_mask=supports[span] if header.support_width else None,
         )
         for i, span in enumerate(spans)
     )

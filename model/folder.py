@@ -14,7 +14,7 @@ from pathlib import Path
 
 from common.config import Config
 from common.errors import UserError
-from common.paths import meant
+from common.paths import did_you_mean
 
 SHARD_NAME = re.compile(r"(?![.])[A-Za-z0-9._-]{1,128}")
 _MAX_INDEX_BYTES = 64 << 20
@@ -72,7 +72,8 @@ def require_model(path: str, revision: str | None = None) -> None:
         return
     if looks_local:
         raise UserError(
-            f"model {path!r}: no such folder.{meant(Path(path).expanduser())} Set model.path to a folder or a hub id"
+            f"model {path!r}: no such folder.{did_you_mean(Path(path).expanduser())} "
+            "Set model.path to a folder or a hub id"
         )
     from huggingface_hub import constants, try_to_load_from_cache
 

@@ -42,7 +42,7 @@ def score_terms(
 
     model: a transformers causal language model loaded with attn_implementation="shared_prompt".
     Returns logprobs [N] float32 with gradient, entropy [N] float32 with one only if asked for, and log_mass [N]. Where
-    the row has support_ids the log-probs are those of the softmax over them alone, and log_mass, without gradient, is
+    the row has sampling_mask the log-probs are those of the softmax over them alone, and log_mass, without gradient, is
     what the whole softmax gives them together; else it is 0. The entropy is always the whole softmax's.
     head_time adds up what head and log-probs take, forward and backward.
     """
@@ -53,7 +53,7 @@ def score_terms(
         model.get_output_embeddings(),
         hidden,
         lambda h, head: token_terms(
-            h, row.target_ids, head, temperature, chunk_size, entropy_gradient, row.support_ids
+            h, row.target_ids, head, temperature, chunk_size, entropy_gradient, row.sampling_mask
         ),
     )
     if head_time:
@@ -68,7 +68,7 @@ def score_norms_of_row(model: Any, row: PackedRow, temperature: float, chunk_siz
     return _in_one_call(
         model.get_output_embeddings(),
         _hidden_states(model, row),
-        lambda h, head: score_norms(h, row.target_ids, head, temperature, chunk_size, row.support_ids),
+        lambda h, head: score_norms(h, row.target_ids, head, temperature, chunk_size, row.sampling_mask),
     )
 
 
@@ -117,9 +117,9 @@ def token_terms(
     temperature: float,
     chunk_size: int,
     entropy_gradient: bool = False,
-    support_ids: Tensor | None = None,
+    sampling_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `token_logprobs`, on the sets of tokens S = support_ids [N, K] (-1 fills) if given.
+    """As `token_logprobs`, on the sets of tokens S = sampling_mask [N, K] (-1 fills) if given.
 
         log μ(target) = z_target − log Σ_{v ∈ S} exp z_v        log_mass = log Σ_{v ∈ S} π(v)
 
@@ -131,7 +131,7 @@ def token_terms(
         log_normaliser = logits.logsumexp(-1)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = log_normaliser - (torch.softmax(logits, -1) * logits).sum(-1)
-        if support_ids is None:
+        if sampling_mask is None:
             log_support = log_normaliser
         else:
             kept = logits.gather(-1, support.clamp(min=0)).masked_fill(support < 0, -torch.inf)
@@ -139,7 +139,7 @@ def token_terms(
         logprobs = logits.gather(-1, target[:, None])[:, 0] - log_support
         return logprobs, entropy, (log_support - log_normaliser).detach()
 
-    supports = targets[:, None] if support_ids is None else support_ids
+    supports = targets[:, None] if sampling_mask is None else sampling_mask
     recompute = torch.is_grad_enabled() and len(targets) > chunk_size
     parts = [
         checkpoint(chunk, *given, use_reentrant=False) if recompute else chunk(*given)
@@ -156,26 +156,26 @@ def score_norms(
     head: Callable[[Tensor], Tensor],
     temperature: float,
     chunk_size: int,
-    support_ids: Tensor | None = None,
+    sampling_mask: Tensor | None = None,
 ) -> Tensor:
     """‖∇_z log π(target)‖² for each row of hidden [N, D], with π = softmax(z), z = head(h) / temperature.
 
         q = Σ_v (1[v = target] − π_v)² = 1 − 2 π_target + Σ_v π_v²
 
-    [N] float32 in [0, 2], without gradient: 0 where the target is certain. With support_ids as for `token_terms` π is
+    [N] float32 in [0, 2], without gradient: 0 where the target is certain. With sampling_mask as for `token_terms` π is
     the softmax over each target's set.
     """
 
     def chunk(h: Tensor, target: Tensor, support: Tensor) -> Tensor:
         logits = head(h).float() / temperature
         chosen = logits.gather(-1, target[:, None])
-        if support_ids is not None:
+        if sampling_mask is not None:
             logits = logits.gather(-1, support.clamp(min=0)).masked_fill(support < 0, -torch.inf)
         log_normaliser = logits.logsumexp(-1, keepdim=True)
         p = (chosen - log_normaliser)[:, 0].exp()
         return 1 - 2 * p + (logits - log_normaliser).exp().square().sum(-1)
 
-    supports = targets[:, None] if support_ids is None else support_ids
+    supports = targets[:, None] if sampling_mask is None else sampling_mask
     parts = zip(*(x.split(chunk_size) for x in (hidden, targets, supports)), strict=True)
     return torch.cat([chunk(*given) for given in parts]).clamp(min=0)
 

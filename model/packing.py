@@ -45,7 +45,7 @@ class PackedRow:
     source_index: Tensor  # [N] int64 position in the flattened row whose hidden state predicts the target
     target_ids: Tensor  # [N] int64 sampled tokens, completion by completion
     lengths: tuple[int, ...]  # tokens of each completion; they sum to N
-    support_ids: Tensor | None = None  # [N, K] int64 tokens that could have been sampled, -1 fills; None = all
+    sampling_mask: Tensor | None = None  # [N, K] int64 tokens that could have been sampled, -1 fills; None = all
 
     def to(self, device: torch.device) -> PackedRow:
         return PackedRow(
@@ -55,18 +55,18 @@ class PackedRow:
             self.source_index.to(device),
             self.target_ids.to(device),
             self.lengths,
-            None if self.support_ids is None else self.support_ids.to(device),
+            None if self.sampling_mask is None else self.sampling_mask.to(device),
         )
 
-    def on_support(self, support_ids: Sequence[NDArray[np.int32] | None]) -> PackedRow:
+    def with_sampling_mask(self, sampling_mask: Sequence[NDArray[np.int32] | None]) -> PackedRow:
         """This row with the sets of its completions, [C, K] each as Rollout has them; unchanged if there are none."""
-        given = [ids for ids in support_ids if ids is not None]
+        given = [ids for ids in sampling_mask if ids is not None]
         if not given:
             return self
         assert len(given) == len(self.lengths), "either every completion has its sets or none"
         widest = max(ids.shape[1] for ids in given)
         wide = [np.pad(ids, ((0, 0), (0, widest - ids.shape[1])), constant_values=-1) for ids in given]
-        return replace(self, support_ids=torch.from_numpy(np.concatenate(wide).astype(np.int64)))
+        return replace(self, sampling_mask=torch.from_numpy(np.concatenate(wide).astype(np.int64)))
 
 
 def pack(groups: Sequence[tuple[Tokens, Sequence[Tokens]]], packing: Packing = "shared") -> PackedRow:
@@ -97,7 +97,7 @@ def select(row: PackedRow, positions: Sequence[Sequence[int]]) -> PackedRow:
         source_index=row.source_index[index],
         target_ids=row.target_ids[index],
         lengths=tuple(len(of) for of in positions),
-        support_ids=None if row.support_ids is None else row.support_ids[index],
+        sampling_mask=None if row.sampling_mask is None else row.sampling_mask[index],
     )
 
 

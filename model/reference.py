@@ -47,11 +47,11 @@ class Reference:
         self,
         prompt_ids: NDArray[np.int32],
         completion_ids: Sequence[NDArray[np.int32]],
-        support_ids: Sequence[NDArray[np.int32] | None] = (),
+        sampling_mask: Sequence[NDArray[np.int32] | None] = (),
     ) -> list[NDArray[np.float32]]:
-        """log π_ref(token) of each completion of one prompt: [C] each; among support_ids [C, K] where there are any."""
+        """log π_ref(token) of each completion of one prompt: [C] each; within its sampling_mask [C, K], if any."""
         row = pack([(prompt_ids.tolist(), [c.tolist() for c in completion_ids])], self._packing)
-        return [part.numpy() for part in self.score(row.on_support(support_ids)).split(row.lengths)]
+        return [part.numpy() for part in self.score(row.with_sampling_mask(sampling_mask)).split(row.lengths)]
 
     @torch.no_grad()
     def score(self, row: PackedRow) -> Tensor:

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from common.errors import UserError
-from common.paths import meant
+from common.paths import did_you_mean
 from rewards import ALWAYS_PASSED, RewardFunction, describe, parameters_of
 
 BUILT_IN = {
@@ -69,7 +69,7 @@ def resolve(name: str) -> RewardFunction:
 
 def _load_file(path: Path, name: str) -> ModuleType:
     if not path.is_file():
-        raise UserError(f"reward {name!r}: no file {path}.{meant(path)}")
+        raise UserError(f"reward {name!r}: no file {path}.{did_you_mean(path)}")
     # The name is unique per path: two files called reward.py must not replace each other in sys.modules.
     module_name = f"reward_file_{hashlib.blake2b(bytes(path.resolve()), digest_size=6).hexdigest()}"
     spec = importlib.util.spec_from_file_location(module_name, path)

@@ -29,7 +29,7 @@ _CANARY_LENGTH = 64  # the context must hold the trainer's canary sequences
 
 
 @dataclass(frozen=True)
-class SamplingLaw:
+class SamplingParams:
     """What one token is drawn from: softmax(logits / temperature), on the tokens that min_p, top_k and top_p leave."""
 
     temperature: float
@@ -39,15 +39,15 @@ class SamplingLaw:
     top_p: float = 1.0
     top_k: int = 0  # 0 = all
     min_p: float = 0.0
-    returns_support: bool = False  # needs top_k
+    returns_sampling_mask: bool = False  # needs top_k
 
 
 @dataclass(frozen=True)
 class Completion:
     token_ids: NDArray[np.int32]  # [C]
-    logprobs: NDArray[np.float32]  # [C] log-prob of each sampled token under the law
+    logprobs: NDArray[np.float32]  # [C] log-prob of each sampled token under the sampled distribution
     finish_reason: FinishReason
-    support_ids: NDArray[np.int32] | None = None  # [C, K] tokens each could have been, itself first, -1 fills
+    sampling_mask: NDArray[np.int32] | None = None  # [C, K] tokens each could have been, itself first, -1 fills
     incomplete_support: int = 0  # tokens of which some were not returned
 
 
@@ -82,23 +82,23 @@ class Engine:
     def num_running(self) -> int:
         return len(self._keys)
 
-    def submit(self, key: Any, prompt_ids: Sequence[int] | NDArray[np.int32], law: SamplingLaw) -> None:
-        """Queues law.num_completions completions of one prompt; `step` returns them together under `key`."""
+    def submit(self, key: Any, prompt_ids: Sequence[int] | NDArray[np.int32], params: SamplingParams) -> None:
+        """Queues params.num_completions completions of one prompt; `step` returns them together under `key`."""
         parameters = self._vllm.SamplingParams(
-            n=law.num_completions,
-            temperature=law.temperature,
-            top_p=law.top_p,
-            top_k=law.top_k,
-            min_p=law.min_p,
+            n=params.num_completions,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
             presence_penalty=0.0,
             frequency_penalty=0.0,
             repetition_penalty=1.0,
-            max_tokens=law.max_tokens,
+            max_tokens=params.max_tokens,
             min_tokens=0,
             ignore_eos=self._ignore_eos,
             stop_token_ids=self._stop_token_ids,
-            seed=law.seed,
-            logprobs=min(law.top_k + TIES - 1, self._vocab_size) if law.returns_support else 0,
+            seed=params.seed,
+            logprobs=min(params.top_k + TIES - 1, self._vocab_size) if params.returns_sampling_mask else 0,
             flat_logprobs=True,
             detokenize=False,
             output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
@@ -176,14 +176,14 @@ def _completion(output: Any) -> Completion:
     if logprobs.shape[1] == 1:
         return Completion(token_ids, logprobs[:, 0], finish_reason)
     ids = np.array(output.logprobs.token_ids, np.int32).reshape(logprobs.shape)
-    support_ids, incomplete = kept_tokens(ids, logprobs)
-    return Completion(token_ids, logprobs[:, 0], finish_reason, support_ids, incomplete)
+    sampling_mask, incomplete = kept_tokens(ids, logprobs)
+    return Completion(token_ids, logprobs[:, 0], finish_reason, sampling_mask, incomplete)
 
 
 def kept_tokens(ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> tuple[NDArray[np.int32], int]:
     """([C, K] kept tokens, the sampled one first, -1 fills; positions whose kept tokens were not all returned).
 
-    [C, 1 + n] each: the sampled token, then the n most likely, under a law renormalised over what was kept. A token
+    [C, 1 + n] each: the sampled token, then the n most likely, renormalised over what was kept. A token
     that was not has log-prob −∞; the probabilities of those that were sum to 1 unless some are missing, which takes
     more than TIES tokens as likely as the last of top_k.
     """
@@ -191,8 +191,8 @@ def kept_tokens(ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> tuple[
     kept[:, 1:] &= ids[:, 1:] != ids[:, :1]
     mass = np.where(kept, np.exp(logprobs.astype(np.float64)), 0.0).sum(1)
     order = np.argsort(~kept, axis=1, kind="stable")[:, : kept.sum(1).max()]
-    support_ids = np.take_along_axis(np.where(kept, ids, -1), order, 1)
-    return support_ids, int((np.abs(mass - 1) > _MISSING_MASS).sum())
+    sampling_mask = np.take_along_axis(np.where(kept, ids, -1), order, 1)
+    return sampling_mask, int((np.abs(mass - 1) > _MISSING_MASS).sum())
 
 
 def stop_token_ids(config: Config) -> list[int]:
@@ -261,7 +261,7 @@ def _engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
         "max_num_seqs": max_num_seqs(config),
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
-        "max_logprobs": max(1, config.sampler.max_support),
+        "max_logprobs": max(1, config.sampler.max_sampling_mask),
         "enable_prefix_caching": True,
         "worker_extension_cls": "sampler.vllm_worker.WeightExtension",
     }

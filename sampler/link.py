@@ -47,7 +47,7 @@ class Link:
 
         Raises PeerEnded on a goodbye and Retryable when the trainer stays silent beyond its deadline.
         """
-        reborn = False
+        is_new_trainer = False
         if self._socket.poll(int(timeout_s * 1000)):
             while True:
                 try:
@@ -55,11 +55,11 @@ class Link:
                 except zmq.Again:
                     break
                 try:
-                    reborn |= self._handle(*wire.decode(frames))
+                    is_new_trainer |= self._handle(*wire.decode(frames))
                 except wire.WireError as error:
                     self.counters[f"refused/{error.reason}"] += 1
         self._check_deadline()
-        return reborn
+        return is_new_trainer
 
     def _handle(self, envelope: wire.Envelope, message: wire.Message) -> bool:
         life = envelope.incarnation
@@ -69,11 +69,11 @@ class Link:
             raise PeerEnded(message.reason, message.exit_code)
         if not isinstance(message, wire.Credit):
             raise wire.WireError("unexpected", type(message).__name__)
-        reborn = life != self._envelope.incarnation
-        if not reborn and self.credit is not None and message.progress < self.credit.progress:
+        is_new_trainer = life != self._envelope.incarnation
+        if not is_new_trainer and self.credit is not None and message.progress < self.credit.progress:
             raise wire.WireError("outdated")  # overtaken on the way by the credit of a later step
         self._heard_at = time.monotonic()
-        if reborn:
+        if is_new_trainer:
             if self._envelope.incarnation:
                 self._past_lives.add(self._envelope.incarnation)
             self._envelope = wire.Envelope(envelope.run_id, life, self._envelope.sampler_id)
@@ -81,7 +81,7 @@ class Link:
         self.credit = message
         self._outbox = {g: entry for g, entry in self._outbox.items() if g >= message.cursor}
         self._resend(message)
-        return reborn
+        return is_new_trainer
 
     def _resend(self, credit: wire.Credit) -> None:
         now = time.monotonic()

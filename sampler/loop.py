@@ -27,11 +27,11 @@ from common.config import Config
 from common.errors import Retryable
 from common.failpoints import failpoint
 from common.types import EvalRequest, EvalResult, EvalSample, Group, Prompt, Rollout, Tombstone
-from common.watchdog import moved
+from common.watchdog import report_progress
 from common.weights import BadWeights, NotVisible, Published
 from rewards.pool import RewardFailure, RewardPool
 from sampler.dataset import problem_index, sampling_seed
-from sampler.engine import Completion, Engine, SamplingLaw
+from sampler.engine import Completion, Engine, SamplingParams
 from sampler.link import Link
 from sampler.reload import Fetcher, Reloaded, reload
 
@@ -80,12 +80,12 @@ class Task:
     decode: Callable[[list[list[int]]], list[str]]
 
 
-def held_out_law(config: Config, problem: int) -> SamplingLaw:
+def held_out_law(config: Config, problem: int) -> SamplingParams:
     """How a held-out problem is sampled, by its place in the evaluation data."""
     length = config.eval.max_completion_length or config.sampler.max_completion_length
     seed = sampling_seed(config.run.seed + _EVAL_SEED_OFFSET, problem)
     top_k = max(0, config.eval.top_k or 0)
-    return SamplingLaw(
+    return SamplingParams(
         config.eval.temperature, length, config.eval.num_generations, seed, config.eval.top_p, top_k, config.eval.min_p
     )
 
@@ -115,7 +115,7 @@ class Sampler:
     def run(self) -> None:
         """Until the trainer says goodbye (PeerEnded) or something ends the process."""
         while True:
-            moved(self.phase)
+            report_progress(self.phase)
             self.wait_for_credit_or_work()
             self.reload_if_credited()
             self.start_leased_work()
@@ -215,11 +215,11 @@ class Sampler:
         data = self.config.data
         return self.task.train[problem_index(key.group_id, self.config.run.seed, len(self.task.train), data.shuffle)]
 
-    def _law(self, key: Key) -> SamplingLaw:
+    def _law(self, key: Key) -> SamplingParams:
         sampler, seed = self.config.sampler, self.config.run.seed
         if isinstance(key, GroupKey):
             seed = sampling_seed(seed, key.group_id)
-            return SamplingLaw(
+            return SamplingParams(
                 sampler.temperature,
                 sampler.max_completion_length,
                 sampler.num_generations,
@@ -278,10 +278,10 @@ class Sampler:
         if self.reference is None:
             ref_logprobs = [c.logprobs[:0] for c in completions]
         else:
-            ref_logprobs = self.reference.logprobs(prompt.token_ids, ids, [c.support_ids for c in completions])
+            ref_logprobs = self.reference.logprobs(prompt.token_ids, ids, [c.sampling_mask for c in completions])
             self.stats["total/reference_s"] += time.monotonic() - start
         rollouts = tuple(
-            Rollout(c.token_ids, c.logprobs, ref, rewards, reward, c.finish_reason, c.support_ids)
+            Rollout(c.token_ids, c.logprobs, ref, rewards, reward, c.finish_reason, c.sampling_mask)
             for c, ref, (rewards, reward) in zip(completions, ref_logprobs, scores, strict=True)
         )
         return Group(key.group_id, key.policy_version, prompt.problem.index, prompt.token_ids, rollouts)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
-from common.paths import meant
+from common.paths import did_you_mean
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -48,7 +48,7 @@ def check_there(spec: str) -> None:
     name = str(path)
     looks_local = spec.startswith((".", "/", "~")) or path.suffix in _FORMATS or name.count("/") > 1
     if looks_local and not path.exists():
-        raise UserError(f"data: no file or folder {name}.{meant(path)}")
+        raise UserError(f"data: no file or folder {name}.{did_you_mean(path)}")
     if path.is_file() and path.suffix not in _FORMATS:
         raise UserError(f"data: {name} is not one of {', '.join(_FORMATS)}; convert it, for example to .jsonl")
     if path.is_dir() and not (path / "README.md").is_file():

@@ -70,7 +70,7 @@ def _run(config: Config, sampler_id: str) -> None:
         scores = config.reference_on == "sampler"
         link = Link(config, sampler_id, hello(data, vocabulary, len(train_prompts), len(held_out_prompts), scores))
         try:
-            with out_of_memory.explained("sampler"):
+            with out_of_memory.with_memory_advice("sampler"):
                 _sample(config, task, link, pool, len(tokenizer))
         except UserError as error:
             link.say_goodbye(str(error), USER_ERROR)

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from common import channel, config, exits
 from common.config import Config
 from common.errors import Interrupted, Retryable, UserError
-from common.watchdog import Watchdog, moved
+from common.watchdog import Watchdog, report_progress
 
 STEP_S, SAVE_STEPS, NUM_STEPS, PER_STEP = 0.04, 4, 40, 2
 
@@ -62,7 +62,7 @@ def sampler(settings: Config) -> None:
         link, version, progress = Link(settings, "s0", HELLO), None, 0
         try:
             while True:
-                moved("sampling")
+                report_progress("sampling")
                 if link.receive(0.02):
                     version = None
                 credit = link.credit
@@ -120,7 +120,7 @@ def rank_1(settings: Config, reader: int, writer: int) -> None:
     with watchdog(settings, "trainer rank 1", settings.channel.rank_patience_s):
         exits.defer_interrupts(decides=False, note="")
         while (word := os.read(reader, 1)) == b"s":
-            moved("stepping")
+            report_progress("stepping")
             os.write(writer, b"s")
         if word != b"e":
             raise Interrupted if word == b"i" else RuntimeError("rank 0 is gone")
@@ -188,7 +188,7 @@ def train(settings: Config, inbox: Any, log: Any, step: int, rank_1: tuple[int, 
 
 
 def exchange(reader: int, writer: int) -> None:
-    moved("waiting for rank 1")
+    report_progress("waiting for rank 1")
     time.sleep(STEP_S)
     os.write(writer, b"s")
     if os.read(reader, 1) != b"s":

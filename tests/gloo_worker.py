@@ -3,7 +3,7 @@
     deepspeed --num_gpus 2 --module tests.gloo_worker <folder> first | resume
 
 One start runs every scenario for every ZeRO stage, because a start costs ten seconds and a scenario half of one. The
-samplers are replaced by a desk that hands out groups at once; all else is the real thing. Every rank writes what it
+samplers are replaced by one that hands out groups at once; all else is the real thing. Every rank writes what it
 saw to <folder>/rank<r>.json and rank 0 its tensors beside it; test_gloo.py judges them.
 """
 
@@ -53,8 +53,8 @@ from tests.gloo_data import (
 HANGS_AFTER_S = 120
 
 
-def desk(stream: Stream) -> Any:
-    """Rank 0's desk, with groups that are always there and records that nobody keeps."""
+def rank_zero(stream: Stream) -> Any:
+    """What rank 0 has, with groups that are always there and records that nobody keeps."""
 
     def ignore(*_: Any) -> None:
         return None
@@ -96,7 +96,7 @@ class Worker:
         faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)  # anew for every run
         engine = Engine(config, self.exchange.world_size)
         progress = Progress("run", 0, 0, 0, 0, 0, 0, {})
-        at = desk(stream) if self.exchange.rank == 0 else None
+        at = rank_zero(stream) if self.exchange.rank == 0 else None
         critic = Critic(config, self.exchange.world_size) if config.algorithm.needs_critic else None
         trainer = Trainer(config, engine, self.exchange, self.tokenizer, progress, at, reference, critic)
         trainer.results = []

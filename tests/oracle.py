@@ -38,7 +38,7 @@ class ScoredCompletion:
     logprobs: Sequence[float]
     old_logprobs: Sequence[float]
     ref_logprobs: Sequence[float]
-    own_logprobs: Sequence[float] = ()  # the trainer's at the sampled version, for a correction
+    proximal_logprobs: Sequence[float] = ()  # the trainer's at the sampled version, for a correction
 
 
 def std(values: Sequence[float]) -> float:
@@ -95,7 +95,7 @@ def token_weight(length: int, lengths: Sequence[int], objective: Objective) -> f
 
 def ratios(c: ScoredCompletion, o: Objective) -> list[float]:
     """π / π_old of every token; with "sequence" their geometric mean, for every token."""
-    before = c.own_logprobs if o.vllm_importance_sampling_mode else c.old_logprobs
+    before = c.proximal_logprobs if o.vllm_importance_sampling_mode else c.old_logprobs
     quotients = [math.exp(new) / math.exp(old) for new, old in zip(c.logprobs, before, strict=True)]
     if o.importance_sampling_level == "token":
         return quotients
@@ -107,7 +107,7 @@ def corrections(c: ScoredCompletion, o: Objective) -> list[float]:
     if o.vllm_importance_sampling_mode is None:
         return [1.0] * len(c.logprobs)
     level, what = o.vllm_importance_sampling_mode.split("_")
-    weights = [math.exp(own) / math.exp(old) for own, old in zip(c.own_logprobs, c.old_logprobs, strict=True)]
+    weights = [math.exp(own) / math.exp(old) for own, old in zip(c.proximal_logprobs, c.old_logprobs, strict=True)]
     if level == "sequence":
         weights = [math.prod(weights)] * len(weights)
     cap = o.vllm_importance_sampling_clip_max

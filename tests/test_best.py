@@ -23,10 +23,10 @@ from trainer import loop
 from trainer.loop import Trainer
 from trainer.save import best as best_module
 from trainer.save import publisher
-from trainer.save.best import Best, Standing, metric_of, standing
+from trainer.save.best import Best, BestSoFar, best_so_far, metric_of
 from trainer.save.checkpoint import Progress
 from trainer.save.write_version import publish
-from trainer.stream import Desk
+from trainer.stream import RankZero
 
 pytestmark = pytest.mark.fast
 
@@ -50,26 +50,26 @@ def record(version: int, right: int, n: int = 10, **mean: float) -> dict[str, An
 def test_the_best_is_the_first_of_equals_and_what_follows_is_counted() -> None:
     settings = config_for(Path("r")).eval
     records = [record(0, 2), record(20, 5), record(40, 5), record(60, 4)]
-    assert standing(records, settings) == Standing(20, 0.5, 2)
-    assert standing([], settings) == Standing(None, None, 0)
+    assert best_so_far(records, settings) == BestSoFar(20, 0.5, 2)
+    assert best_so_far([], settings) == BestSoFar(None, None, 0)
 
 
 def test_a_gain_within_the_threshold_is_none() -> None:
     settings = config_for(Path("r"), early_stopping_threshold=0.15).eval
-    assert standing([record(0, 2), record(20, 3), record(40, 4)], settings) == Standing(40, 0.4, 0)
-    assert standing([record(0, 2), record(20, 3)], settings) == Standing(0, 0.2, 1)
+    assert best_so_far([record(0, 2), record(20, 3), record(40, 4)], settings) == BestSoFar(40, 0.4, 0)
+    assert best_so_far([record(0, 2), record(20, 3)], settings) == BestSoFar(0, 0.2, 1)
 
 
 def test_less_may_be_better() -> None:
     settings = config_for(Path("r"), metric_for_best_model="answer/mean", greater_is_better=False).eval
-    assert standing([record(0, 0, answer=1.5), record(1, 0, answer=-0.5)], settings) == Standing(1, -0.5, 0)
+    assert best_so_far([record(0, 0, answer=1.5), record(1, 0, answer=-0.5)], settings) == BestSoFar(1, -0.5, 0)
 
 
 def test_an_evaluation_without_samples_counts_as_nothing() -> None:
     settings = config_for(Path("r")).eval
     empty = {"step": 20, "n": 0, "full_marks": {}, "mean": {}}
     assert metric_of(empty, "answer/accuracy") is None and metric_of(empty, "answer/mean") is None
-    assert standing([record(0, 2), empty], settings) == Standing(0, 0.2, 0)
+    assert best_so_far([record(0, 2), empty], settings) == BestSoFar(0, 0.2, 0)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_best_is_the_version_that_was_scored_and_loads_in_transformers(tmp_path:
         published = publish(policy, OneRank(), tmp_path / "weights", "run", "ab", version, vocabulary)  # type: ignore[arg-type]
         expected = policy.logprobs(*sequence, 1.0)
         policy.disturb(version + 1)  # the engine trains on while the version is evaluated
-        best.judge(record(version, right), published, policy, tokenizer)
+        best.update(record(version, right), published, policy, tokenizer)
         return expected
 
     def loaded(folder: Path) -> np.ndarray:
@@ -171,7 +171,7 @@ def test_all_ranks_stop_together_and_a_resumed_run_keeps_the_count(tmp_path: Pat
     ]
     assert [rank.stops_early for rank in ranks] == [False, False]
     for rank, best in enumerate(ranks):
-        best.judge(None if rank else record(2, 4), Published(2, "nowhere", ""), None, None)
+        best.update(None if rank else record(2, 4), Published(2, "nowhere", ""), None, None)
     assert [rank.stops_early for rank in ranks] == [True, True] and decisions == []
     assert "answer/accuracy has not been better than 0.5 of version 0 in 2 evaluations" in disks[0].said[0]
     assert disks[1].said == []
@@ -200,7 +200,7 @@ def trained_until(output_dir: Path, monkeypatch: pytest.MonkeyPatch, right: list
     exchange = SimpleNamespace(rank=0, world_size=1, text=lambda text: text, agree=lambda value: value)
     log = MetricsLog(output_dir)
     display = SimpleNamespace(note=print, evaluation=lambda _: None)
-    desk = Desk(inbox, None, log, display)  # type: ignore[arg-type]
+    rank_zero = RankZero(inbox, None, log, display)  # type: ignore[arg-type]
 
     def advance(trainer: Trainer) -> None:
         p = trainer.progress
@@ -217,7 +217,7 @@ def trained_until(output_dir: Path, monkeypatch: pytest.MonkeyPatch, right: list
     monkeypatch.setattr(Best, "_keep", lambda *_: None)
     config = config_for(output_dir, early_stopping_patience=patience).model_copy()
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"save_steps": None})})
-    Trainer(config, None, exchange, "tokenizer", Progress("run", 0, 0, 0, 0, 0, 0, {}), desk).run()  # type: ignore[arg-type]
+    Trainer(config, None, exchange, "tokenizer", Progress("run", 0, 0, 0, 0, 0, 0, {}), rank_zero).run()  # type: ignore[arg-type]
     log.close()
     return published
 
@@ -248,7 +248,7 @@ def test_a_full_disk_is_waited_for_and_the_earlier_best_stays_meanwhile(
     def judge(version: int, right: int) -> None:
         vocabulary = policy.model.config.vocab_size
         published = publish(policy, ranks, tmp_path / "weights", "run", "ab", version, vocabulary)
-        best.judge(record(version, right), published, policy, tokenizer)
+        best.update(record(version, right), published, policy, tokenizer)
 
     def version() -> int:
         return json.loads((tmp_path / "best" / "commit.json").read_text())["policy_version"]

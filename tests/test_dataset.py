@@ -285,7 +285,7 @@ def test_empty_unreadable_and_unknown_files_are_user_errors(tmp_path):
 def test_a_missing_path_is_reported_before_datasets_is_imported(tmp_path):
     write_jsonl(tmp_path / "train.jsonl")
     code = (
-        "import sys\nfrom common.config import UserError\nfrom sampler.dataset import load_problems\n"
+        "import sys\nfrom common.errors import UserError\nfrom sampler.dataset import load_problems\n"
         f"for spec in ['{tmp_path}/trian.jsonl@train[:3]', './nothing', 'nothing.parquet', '~/no/such', 'a/b/c']:\n"
         "    try: load_problems(spec)\n"
         "    except UserError as error: print(error)\n"
@@ -300,7 +300,7 @@ def test_a_missing_path_is_reported_before_datasets_is_imported(tmp_path):
 
 def test_a_hub_data_set_that_cannot_be_had_says_how_to_get_it(tmp_path):
     code = (
-        "from common.config import UserError\nfrom sampler.dataset import load_problems\n"
+        "from common.errors import UserError\nfrom sampler.dataset import load_problems\n"
         "try: load_problems('openai/gsm8k:main@train')\nexcept UserError as error: print(error)\n"
     )
     root = Path(__file__).resolve().parents[1]

@@ -235,7 +235,7 @@ def test_a_failpoint_fails_on_the_given_hit_only(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_failpoint_may_stop_the_process_until_it_is_continued() -> None:
-    code = "from common.durable import failpoint; failpoint('sampler.sent'); print('on')"
+    code = "from common.failpoints import failpoint; failpoint('sampler.sent'); print('on')"
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=ROOT,

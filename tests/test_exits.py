@@ -16,7 +16,7 @@ pytestmark = pytest.mark.fast
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD = """
-import os, signal, sys, time; from common import exits; from common.config import UserError
+import os, signal, sys, time; from common import errors, exits; from common.errors import UserError
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits SIGINT ignored
 """
 

@@ -179,7 +179,7 @@ def test_12_memory_that_runs_out_is_told_with_the_settings_that_need_less() -> N
 from common import exits, out_of_memory
 def main():
     import torch
-    with out_of_memory.explained("trainer"):
+    with out_of_memory.with_memory_advice("trainer"):
         torch.empty(10**15)
 raise SystemExit(exits.run("trainer", main))
 """

@@ -172,7 +172,7 @@ def test_every_failpoint_in_the_list_is_in_the_code_and_every_one_in_the_code_is
 
 def test_the_link_needs_neither_torch_nor_an_engine() -> None:
     code = (
-        "import trainer.inbox, sampler.link, sys;"
+        "import trainer.link.inbox, sampler.link, sys;"
         "print([m for m in ('torch', 'transformers', 'vllm', 'deepspeed', 'datasets') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -78,9 +78,9 @@ def test_a_refilled_batch_admits_as_many_more_and_the_run_ends_as_much_later() -
 
 def test_what_is_spent_inside_a_batch_moves_the_window_and_not_the_cursor() -> None:
     ledger = Ledger(total=100, window=8)  # batches of 4 in mini-batches of 2, one batch ahead
-    ledger.spend(2)
+    ledger.mark_trained(2)
     assert (ledger.cursor, ledger.admitted) == (0, range(10))
-    ledger.spend(2)  # said again
+    ledger.mark_trained(2)  # said again
     assert ledger.admitted == range(10)
     ledger.advance(0)  # weights alone
     assert ledger.admitted == range(10)

@@ -193,7 +193,7 @@ def test_weights_inside_a_batch_come_with_leases_for_what_is_spent_and_stay_with
             for mini_batch in range(2):  # of two groups
                 version, cursor = 2 * batch + mini_batch, 4 * batch
                 inbox.commit(cursor, published(version))
-                inbox.spend(2 * mini_batch)
+                inbox.mark_trained(2 * mini_batch)
                 until(lambda: inbox.ledger.held.keys() >= set(inbox.ledger.admitted))
                 assert sampler.produced == list(range(cursor + 2 * mini_batch + 8))
                 taken = inbox.take([cursor + 2 * mini_batch, cursor + 2 * mini_batch + 1])

@@ -199,7 +199,7 @@ def test_the_best_policy_is_kept_as_a_peft_folder(model: Path, tmp_path: Path) -
     policy.disturb(2)
     best = Best(config, exchange, Disk(exchange, 60.0, print), list)
     record = {"step": 5, "n": 4, "full_marks": {"answer": 3}, "mean": {}}
-    best.judge(record, version(policy, tmp_path / "weights", 5), policy, tokenizer)
+    best.update(record, version(policy, tmp_path / "weights", 5), policy, tokenizer)
     kept = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), tmp_path / "best")
     found = {n.replace(".default", ""): p for n, p in kept.named_parameters() if "lora_" in n}
     expected = dict(policy.full_parameters(lambda _: True))

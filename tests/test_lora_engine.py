@@ -17,7 +17,7 @@ from common import weights
 from common.config import Config
 from common.weights import BadWeights, Published
 from model import lora
-from sampler.engine import Engine, SamplingLaw
+from sampler.engine import Engine, SamplingParams
 from sampler.reload import reload
 from tests.plain_policy import AdaptedPolicy, OneRank, PlainPolicy
 from tests.test_vllm_engine import complete, edit, greedy, repoint
@@ -96,7 +96,7 @@ def test_every_version_has_the_trainers_log_probs_and_no_cached_prefix_of_anothe
         assert tokens == greedy(engine, prompt)  # of the cache
         expected = policy.logprobs(prompt[:1], [*prompt[1:], *tokens], 1.0)
         assert np.abs(score(engine, [*prompt, *tokens]) - expected).max() < 1e-4
-        [sampled, *_] = complete(engine, SamplingLaw(0.7, 24, 4, 7), prompt)
+        [sampled, *_] = complete(engine, SamplingParams(0.7, 24, 4, 7), prompt)
         theirs = policy.logprobs(prompt, sampled.token_ids.tolist(), 0.7)
         assert np.abs(sampled.logprobs - theirs).max() < 1e-4
         seen.append(tokens)
@@ -112,7 +112,7 @@ def test_the_prefix_cache_tells_adapters_apart_even_when_it_is_not_reset(
     for number in (4, 5):
         policy.disturb(10 * number)
         reload(engine, version(number), config)
-        [sampled, *_] = complete(engine, SamplingLaw(1.0, 24, 4, 7), prompt)
+        [sampled, *_] = complete(engine, SamplingParams(1.0, 24, 4, 7), prompt)
         expected = policy.logprobs(prompt, sampled.token_ids.tolist(), 1.0)
         assert np.abs(sampled.logprobs - expected).max() < 1e-4
 
@@ -195,9 +195,9 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 base, folder = sys.argv[1:]
 llm = LLM(base, dtype="float32", enable_lora=True, max_lora_rank=8, max_model_len=128, block_size=32)
-law = SamplingParams(temperature=0.0, max_tokens=12)
+params = SamplingParams(temperature=0.0, max_tokens=12)
 prompt = {"prompt_token_ids": [5, 9, 17, 33, 8, 21] * 4}
-[output] = llm.generate([prompt], law, lora_request=LoRARequest("final", 1, folder), use_tqdm=False)
+[output] = llm.generate([prompt], params, lora_request=LoRARequest("final", 1, folder), use_tqdm=False)
 print("ids", *output.outputs[0].token_ids)
 """
 

@@ -252,8 +252,10 @@ def corrected(mode: str, own: list[float] | None = None) -> tuple[list[float], l
     logprobs, old = logs(0.6, 0.3, 0.2).requires_grad_(), logs(0.3, 0.2, 0.4)
     algorithm = Algorithm(vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_max=1.8)
     advantages = torch.full((3,), 2.0, dtype=torch.float64)
-    own_logprobs = None if own is None else logs(*own)
-    objective, terms = token_objective(logprobs, old, None, advantages, [2, 1], algorithm, own_logprobs=own_logprobs)
+    proximal_logprobs = None if own is None else logs(*own)
+    objective, terms = token_objective(
+        logprobs, old, None, advantages, [2, 1], algorithm, proximal_logprobs=proximal_logprobs
+    )
     (gradient,) = torch.autograd.grad(objective.sum(), logprobs)
     return objective.tolist(), gradient.tolist(), terms
 
@@ -388,11 +390,13 @@ def torch_loss(
     ref = flat([c.ref_logprobs for c in completions]) if o.beta > 0 else None
     advantages = flat([[c.advantage] * len(c.logprobs) for c in completions])
     old = flat([c.old_logprobs for c in completions])
-    own = flat([c.own_logprobs for c in completions])
+    own = flat([c.proximal_logprobs for c in completions])
     if o.vllm_importance_sampling_mode is None:
         o = dataclasses.replace(o, vllm_importance_sampling_clip_max=3.0)
     settings = {k: v for k, v in dataclasses.asdict(o).items() if k != "max_completion_length"}
-    objective, _ = token_objective(logprobs, old, ref, advantages, lengths, Algorithm(**settings), own_logprobs=own)
+    objective, _ = token_objective(
+        logprobs, old, ref, advantages, lengths, Algorithm(**settings), proximal_logprobs=own
+    )
     total = loss(objective, weights)
     total.backward()
     assert logprobs.grad is not None

@@ -69,7 +69,7 @@ def logged() -> set[str]:
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)
-                and node.func.attr in ("took", "_took")
+                and node.func.attr in ("record_seconds", "_record_seconds")
             ):
                 names.add(pattern(node.args[0]) or "")
         names |= {f"link/{key}" for key in subscripts(path, "counters")}

@@ -207,7 +207,7 @@ def test_a_folder_without_a_tokenizer_is_a_user_error(tmp_path):
 
 def test_a_missing_folder_is_reported_before_transformers_is_imported():
     code = (
-        "import sys\nfrom common.config import UserError\nfrom common.tokenizer import load_tokenizer\n"
+        "import sys\nfrom common.errors import UserError\nfrom model.tokenizer import load_tokenizer\n"
         "try: load_tokenizer('./no/model')\nexcept UserError as error: print(error)\n"
         "assert not {'transformers', 'torch'} & set(sys.modules)\n"
     )
@@ -218,7 +218,7 @@ def test_a_missing_folder_is_reported_before_transformers_is_imported():
 
 def test_a_hub_model_that_cannot_be_had_says_how_to_get_it(tmp_path):
     code = (
-        "from common.config import UserError\nfrom common.tokenizer import load_tokenizer\n"
+        "from common.errors import UserError\nfrom model.tokenizer import load_tokenizer\n"
         "try: load_tokenizer('Qwen/Qwen2.5-1.5B-Instruct')\nexcept UserError as error: print(error)\n"
     )
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}

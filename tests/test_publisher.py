@@ -28,7 +28,7 @@ from trainer.save.publisher import Publisher, writes_behind
 fast = pytest.mark.fast
 
 
-class Desk:
+class RankZero:
     """What a publisher wants of an Inbox; `credited` are (cursor, version, eval_id)."""
 
     envelope = type("Envelope", (), {"incarnation": "ab12"})
@@ -56,11 +56,11 @@ class Bench:
         config = make_config(folder, trainer=trainer, weights={"dir": folder / "weights"})
         self.policy: Any = PlainPolicy(tiny_model(folder / "model"))
         self.policy.device = torch.device("cpu")
-        self.desk, self.said, self.seconds = Desk(), [], {}
+        self.rank_zero, self.said, self.seconds = RankZero(), [], {}
         ranks: Any = Alone()
-        desk: Any = self.desk
+        rank_zero: Any = self.rank_zero
         disk = Disk(ranks, 20.0, self.said.append)
-        self.publisher = Publisher(config, self.policy, ranks, disk, desk, self.seconds.__setitem__)
+        self.publisher = Publisher(config, self.policy, ranks, disk, rank_zero, self.seconds.__setitem__)
         self.publish(0)
 
     def publish(self, version: int, eval_id: str | None = None) -> None:
@@ -78,7 +78,7 @@ def test_the_next_step_changes_the_weights_while_a_version_is_written_and_the_ve
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Bench(tmp_path, monkeypatch, max_staleness=1)
-    assert bench.desk.credited == [(0, 0, None)], "the first version of a life is waited for"
+    assert bench.rank_zero.credited == [(0, 0, None)], "the first version of a life is waited for"
     may_commit, commit = threading.Event(), weights.commit
 
     def slow(*arguments: Any) -> weights.Published:
@@ -89,10 +89,10 @@ def test_the_next_step_changes_the_weights_while_a_version_is_written_and_the_ve
     before = bench.parameters()
     bench.publish(1, "v1")
     bench.policy.disturb(1)  # the next optimizer step
-    assert bench.desk.credited == [(0, 0, None)], "nobody hears of a version that is not whole"
+    assert bench.rank_zero.credited == [(0, 0, None)], "nobody hears of a version that is not whole"
     may_commit.set()
     bench.publisher.finish()
-    assert bench.desk.credited[1:] == [(8, 1, "v1")]
+    assert bench.rank_zero.credited[1:] == [(8, 1, "v1")]
     written = bench.written()
     assert written.keys() == before.keys() and all(torch.equal(written[k], before[k]) for k in before)
     assert not torch.equal(before["model.norm.weight"], bench.parameters()["model.norm.weight"])
@@ -103,7 +103,7 @@ def test_the_next_step_changes_the_weights_while_a_version_is_written_and_the_ve
 def test_on_policy_a_version_is_out_when_publish_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(tmp_path, monkeypatch, max_staleness=0)
     bench.publish(1)
-    assert bench.desk.credited[1:] == [(8, 1, None)]
+    assert bench.rank_zero.credited[1:] == [(8, 1, None)]
 
 
 @fast
@@ -113,7 +113,7 @@ def test_a_version_after_a_skipped_step_is_credited_again_and_not_written_again(
     bench = Bench(tmp_path, monkeypatch, max_staleness=1)
     bench.publisher.publish(0, "run", 300, 8, None, 4)
     bench.publisher.finish()
-    assert bench.desk.credited == [(0, 0, None), (8, 0, None)]
+    assert bench.rank_zero.credited == [(0, 0, None), (8, 0, None)]
 
 
 @fast
@@ -129,7 +129,7 @@ def test_what_ends_the_writing_is_raised_where_the_trainer_waits_for_it(
     bench.publish(1)
     with pytest.raises(PermissionError, match=r"weights\.dir is gone"):
         bench.publish(2)
-    assert bench.desk.credited == [(0, 0, None)]
+    assert bench.rank_zero.credited == [(0, 0, None)]
 
 
 @fast
@@ -145,7 +145,7 @@ def test_a_full_disk_behind_a_step_is_waited_for_by_name_and_counted(
     (line,) = bench.said
     assert line.startswith("publishing version 1 waits for the disk: rank 0: ") and "No space left" in line
     assert bench.publisher.disk_retries == 1
-    assert bench.desk.credited[1:] == [(8, 1, None)]
+    assert bench.rank_zero.credited[1:] == [(8, 1, None)]
     assert [path.name for path in (tmp_path / "weights").rglob(".tmp-*")] == []
 
 

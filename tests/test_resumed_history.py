@@ -17,7 +17,7 @@ from trainer import loop
 from trainer.loop import Trainer
 from trainer.save import publisher
 from trainer.save.checkpoint import Progress
-from trainer.stream import Desk
+from trainer.stream import RankZero
 
 pytestmark = pytest.mark.fast
 
@@ -48,12 +48,12 @@ def evaluated_after_resume(output_dir: Path, monkeypatch: pytest.MonkeyPatch, st
     )
     exchange = SimpleNamespace(rank=0, world_size=1, text=lambda text: text, agree=lambda value: value)
     log = MetricsLog(output_dir, resume_step=step, resume_version=version)
-    desk = Desk(inbox, None, log, SimpleNamespace(note=print))  # type: ignore[arg-type]
+    rank_zero = RankZero(inbox, None, log, SimpleNamespace(note=print))  # type: ignore[arg-type]
     monkeypatch.setattr(publisher, "snapshot", lambda *_, copies: lambda _: Published(version, "w", ""))
     monkeypatch.setattr(loop.checkpoint, "commit_final", lambda *_: None)
     progress = Progress("run", step, 8 * step, version, step, 0, 0, {})
     engine: Any = None
-    Trainer(config, engine, exchange, "tokenizer", progress, desk).run()  # type: ignore[arg-type]
+    Trainer(config, engine, exchange, "tokenizer", progress, rank_zero).run()  # type: ignore[arg-type]
     log.close()
     return leased
 

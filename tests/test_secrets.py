@@ -106,7 +106,7 @@ def test_both_processes_refuse_the_folder_where_they_load_the_tokenizer(tmp_path
 
 
 def test_the_check_needs_no_library_that_loads_models() -> None:
-    code = "import common.model_folder, common.redact, sys; print({'torch', 'transformers'} & set(sys.modules))"
+    code = "import model.folder, common.redact, sys; print({'torch', 'transformers'} & set(sys.modules))"
     root = Path(__file__).resolve().parents[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

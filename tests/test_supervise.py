@@ -31,8 +31,8 @@ pytestmark = pytest.mark.fast
 DRIVER = """
 import json, os, sys
 from pathlib import Path
-from common.processes import Child
-from common.supervisor import Rules, Supervisor
+from launcher.processes import Child
+from launcher.supervisor import Rules, Supervisor
 spec = json.loads(sys.argv[1])
 folder = Path(spec["folder"])
 def child(name, **more):

@@ -167,16 +167,16 @@ def test_kept_tokens_are_those_with_a_finite_log_prob_the_sampled_one_first() ->
     ids = np.array([[7, 3, 7, 5], [2, 2, 9, 4]], np.int32)
     logprobs = np.log([[0.25, 0.75, 0.25, 1], [1, 1, 1, 1]]).astype(np.float32)
     logprobs[0, 3], logprobs[1, 2:] = -inf, -inf
-    support_ids, incomplete = kept_tokens(ids, logprobs)
-    assert support_ids.tolist() == [[7, 3], [2, -1]]
+    sampling_mask, incomplete = kept_tokens(ids, logprobs)
+    assert sampling_mask.tolist() == [[7, 3], [2, -1]]
     assert incomplete == 0
 
 
 def test_kept_tokens_that_were_not_returned_are_counted() -> None:
     ids = np.array([[7, 3, 5], [1, 1, 2]], np.int32)
     logprobs = np.log([[0.2, 0.3, 0.3], [0.5, 0.5, 0.5]]).astype(np.float32)  # 0.2 of the first is missing
-    support_ids, incomplete = kept_tokens(ids, logprobs)
-    assert support_ids.tolist() == [[7, 3, 5], [1, 2, -1]]
+    sampling_mask, incomplete = kept_tokens(ids, logprobs)
+    assert sampling_mask.tolist() == [[7, 3, 5], [1, 2, -1]]
     assert incomplete == 1
 
 
@@ -191,8 +191,8 @@ def group(*sets: list[list[int]] | None) -> Group:
     return Group(3, 1, 0, np.array([5], np.int32), tuple(rollouts))
 
 
-def limits(max_support: int) -> Limits:
-    return Limits(10, 2, 8, 8, False, ("answer",), max_support)
+def limits(max_sampling_mask: int) -> Limits:
+    return Limits(10, 2, 8, 8, False, ("answer",), max_sampling_mask)
 
 
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=2))
@@ -202,14 +202,14 @@ def test_sets_of_different_width_cross_the_wire(widths: list[int]) -> None:
     assert isinstance(received, Group)
     check_group(received, limits(4))
     for before, after in zip(sent.rollouts, received.rollouts, strict=True):
-        assert before.support_ids is not None and after.support_ids is not None
-        for a, b in zip(before.support_ids, after.support_ids, strict=True):
+        assert before.sampling_mask is not None and after.sampling_mask is not None
+        for a, b in zip(before.sampling_mask, after.sampling_mask, strict=True):
             assert [v for v in a if v >= 0] == [v for v in b if v >= 0]
         assert after.old_logprobs.tolist() == before.old_logprobs.tolist()
 
 
 @pytest.mark.parametrize(
-    ("bad", "max_support"),
+    ("bad", "max_sampling_mask"),
     [
         (group(None, None), 4),
         (group([[1, 2]], [[1, 2]]), 0),
@@ -220,9 +220,9 @@ def test_sets_of_different_width_cross_the_wire(widths: list[int]) -> None:
     ],
     ids=["missing", "not asked for", "too wide", "outside the vocabulary", "below -1", "repeated"],
 )
-def test_sets_that_no_honest_sampler_sends_are_refused(bad: Group, max_support: int) -> None:
+def test_sets_that_no_honest_sampler_sends_are_refused(bad: Group, max_sampling_mask: int) -> None:
     with pytest.raises(WireError, match="support"):
-        check_group(bad, limits(max_support))
+        check_group(bad, limits(max_sampling_mask))
 
 
 def test_a_sampled_token_that_its_set_does_not_begin_with_is_refused() -> None:
@@ -235,10 +235,10 @@ def test_a_sampled_token_that_its_set_does_not_begin_with_is_refused() -> None:
 def test_a_micro_batch_joins_sets_of_different_width() -> None:
     g = group([[1, 2], [3, -1]], [[4, 5, 6]])
     batch = micro_batch([g], {3: np.array([1.0, -1.0])}, Denominator("grpo", 2, 3, 8), Algorithm())
-    assert batch.row.support_ids is not None
-    assert batch.row.support_ids.tolist() == [[1, 2, -1], [3, -1, -1], [4, 5, 6]]
-    assert batch.row.support_ids[:, 0].tolist() == batch.row.target_ids.tolist()
-    assert pack([([1], [[2]])]).on_support([None]).support_ids is None
+    assert batch.row.sampling_mask is not None
+    assert batch.row.sampling_mask.tolist() == [[1, 2, -1], [3, -1, -1], [4, 5, 6]]
+    assert batch.row.sampling_mask[:, 0].tolist() == batch.row.target_ids.tolist()
+    assert pack([([1], [[2]])]).with_sampling_mask([None]).sampling_mask is None
 
 
 def settings(*overrides: str) -> Config:
@@ -249,14 +249,14 @@ def settings(*overrides: str) -> Config:
 
 @pytest.mark.parametrize("cut", ["top_p=0.9", "top_k=40", "min_p=0.05"])
 def test_truncated_sampling_is_refused_without_the_sets_and_says_why_and_what_to_set(cut: str) -> None:
-    with pytest.raises(UserError, match="truncated law") as refused:
+    with pytest.raises(UserError, match="truncated distribution") as refused:
         settings(f"sampler.{cut}")
     assert "too small by the probability that was cut away" in str(refused.value)
     assert "sampler.return_sampling_mask=true" in str(refused.value)
     fixed = settings(
         f"sampler.{cut}", "sampler.return_sampling_mask=true", *["sampler.top_k=50"] * ("top_k" not in cut)
     )
-    assert fixed.sampler.max_support > 0
+    assert fixed.sampler.max_sampling_mask > 0
 
 
 @pytest.mark.parametrize("top_k", ["null", "-1", "0", "5000"])
@@ -274,5 +274,5 @@ def test_groups_too_large_for_a_message_are_refused_at_start() -> None:
 def test_full_support_is_the_default_in_every_spelling_and_evaluation_may_truncate() -> None:
     for top_k, top_p in itertools.product(["null", "0", "-1"], ["1", "1.0"]):
         config = settings(f"sampler.top_k={top_k}", f"sampler.top_p={top_p}", "eval.top_p=0.9", "eval.top_k=20")
-        assert config.sampler.max_support == 0
+        assert config.sampler.max_sampling_mask == 0
         assert (config.eval.top_p, config.eval.top_k) == (0.9, 20)

@@ -15,7 +15,7 @@ from common.weights import BadWeights, Published
 from model.logprobs import load_causal_lm, score_row
 from model.packing import pack
 from model.reference import Reference
-from sampler.engine import Engine, SamplingLaw
+from sampler.engine import Engine, SamplingParams
 from sampler.reload import reload
 from tests.plain_policy import OneRank, PlainPolicy
 from tests.tiny import tiny_model
@@ -30,7 +30,7 @@ PROMPT = [5, 9, 17, 33, 8, 21] * 12
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     tiny_model(folder)
-    # what Qwen2.5-Instruct ships: none of it may reach the sampling law
+    # what Qwen2.5-Instruct ships: none of it may reach the sampling params
     path = folder / "generation_config.json"
     given = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(given | {"do_sample": True, "temperature": 0.1, "top_k": 3, "repetition_penalty": 1.3}))
@@ -48,7 +48,7 @@ def config(folder, tmp_path_factory) -> Config:
                 "num_generations": 4,
                 "max_completion_length": 24,
                 "temperature": 0.7,
-                "top_k": 12,  # allows laws that return what they kept; each test gives its own law
+                "top_k": 12,  # allows params that return what they kept; each test gives its own
                 "return_sampling_mask": True,
             },
             "trainer": {"prompts_per_step": 4},
@@ -84,12 +84,12 @@ def test_nothing_is_compiled_though_torch_dynamo_was_there_before_the_engine(eng
     from torch._dynamo.utils import counters
 
     reload(engine, version(1), config)
-    complete(engine, SamplingLaw(1.0, 8, 2, 3))
+    complete(engine, SamplingParams(1.0, 8, 2, 3))
     assert counters["frames"]["total"] == 0
 
 
-def complete(engine: Engine, law: SamplingLaw, prompt=PROMPT):
-    engine.submit("key", prompt, law)
+def complete(engine: Engine, params: SamplingParams, prompt=PROMPT):
+    engine.submit("key", prompt, params)
     finished = []
     while engine.num_running:
         finished += engine.step()
@@ -99,22 +99,22 @@ def complete(engine: Engine, law: SamplingLaw, prompt=PROMPT):
 
 
 def greedy(engine: Engine, prompt=PROMPT, length: int = 16) -> list[int]:
-    return complete(engine, SamplingLaw(0.0, length, 1, None), prompt)[0].token_ids.tolist()
+    return complete(engine, SamplingParams(0.0, length, 1, None), prompt)[0].token_ids.tolist()
 
 
 def test_old_logprobs_are_those_of_the_full_softmax_at_the_sampling_temperature(engine, config, policy, version):
     reload(engine, version(1), config)
     for temperature in (0.7, 1.0):
-        for completion in complete(engine, SamplingLaw(temperature, 24, 4, 7)):
+        for completion in complete(engine, SamplingParams(temperature, 24, 4, 7)):
             expected = policy.logprobs(PROMPT, completion.token_ids.tolist(), temperature)
             assert np.abs(completion.logprobs - expected).max() < 1e-4
 
 
 def test_a_seed_gives_the_same_completions_again_and_siblings_differ(engine):
-    first, second = (complete(engine, SamplingLaw(1.0, 24, 4, 11)) for _ in range(2))
+    first, second = (complete(engine, SamplingParams(1.0, 24, 4, 11)) for _ in range(2))
     assert [c.token_ids.tolist() for c in first] == [c.token_ids.tolist() for c in second]
     assert len({tuple(c.token_ids.tolist()) for c in first}) == 4
-    other = complete(engine, SamplingLaw(1.0, 24, 4, 12))
+    other = complete(engine, SamplingParams(1.0, 24, 4, 12))
     assert [c.token_ids.tolist() for c in other] != [c.token_ids.tolist() for c in first]
 
 
@@ -123,7 +123,7 @@ def test_a_completion_that_ends_keeps_its_stop_token_and_its_logprob(engine, con
     with torch.no_grad():  # the embedding is tied: a long row makes its token likely, whatever comes before
         policy.model.get_input_embeddings().weight[stop] *= 40
     reload(engine, version(2), config)
-    ended = [c for c in complete(engine, SamplingLaw(1.0, 24, 16, 5)) if c.finish_reason == "stop"]
+    ended = [c for c in complete(engine, SamplingParams(1.0, 24, 16, 5)) if c.finish_reason == "stop"]
     assert ended, "no completion ended: the test's weights do not make the stop token likely enough"
     for completion in ended:
         assert completion.token_ids[-1] == stop
@@ -165,10 +165,10 @@ def test_no_cached_prefix_survives_a_reload(engine, config, policy, version, fig
 
 
 def test_more_seeded_prompts_than_fit_one_engine_step_are_all_sampled(engine):
-    law = SamplingLaw(1.0, 4, 1, seed=1)
+    params = SamplingParams(1.0, 4, 1, seed=1)
     prompts = {i: [3 + (i + j) % 200 for j in range(430)] for i in range(40)}  # 17,200 tokens; a step takes 8,192
     for i, prompt in prompts.items():
-        engine.submit(i, prompt, law)
+        engine.submit(i, prompt, params)
     finished = {}
     while engine.num_running:
         finished |= dict(engine.step())
@@ -260,9 +260,9 @@ def test_an_evaluation_scores_every_problem_with_the_seeds_of_a_runs_own_evaluat
     with RewardPool(given.rewards, columns=problems[0].columns) as pool:
         samples, failures = sample(given, prompts, pool, lambda ids: [" ".join(map(str, x)) for x in ids], engine)
     assert failures == [] and [s["problem_index"] for s in samples] == [0] * 3 + [4] * 3 + [9] * 3
-    law = held_out_law(given, 1)
-    assert (law.num_completions, law.max_tokens, law.temperature) == (3, 8, 1.0)
-    again = [" ".join(map(str, c.token_ids)) for c in complete(engine, law, PROMPT[:24])]
+    params = held_out_law(given, 1)
+    assert (params.num_completions, params.max_tokens, params.temperature) == (3, 8, 1.0)
+    again = [" ".join(map(str, c.token_ids)) for c in complete(engine, params, PROMPT[:24])]
     assert again == [s["completion"] for s in samples if s["problem_index"] == 4]
     assert all(s["rewards"]["format"] == -1.0 and s["num_tokens"] <= 8 for s in samples)
     result = report(samples, 0, [1, 3], given.rewards)
@@ -276,12 +276,12 @@ def test_truncated_samples_come_with_the_kept_tokens_and_the_log_probs_of_the_la
     with torch.no_grad():  # a random model is nearly uniform: nothing would be left out
         policy.model.get_input_embeddings().weight *= 2
     reload(engine, version(3), config)
-    law = SamplingLaw(0.7, 24, 4, 7, top_k=12, returns_support=True, **cut)
+    params = SamplingParams(0.7, 24, 4, 7, top_k=12, returns_sampling_mask=True, **cut)
     sizes = set()
-    for completion in complete(engine, law):
-        ids, sets = completion.token_ids.tolist(), completion.support_ids
+    for completion in complete(engine, params):
+        ids, sets = completion.token_ids.tolist(), completion.sampling_mask
         assert completion.incomplete_support == 0
-        row = pack([(PROMPT, [ids])]).on_support([sets])
+        row = pack([(PROMPT, [ids])]).with_sampling_mask([sets])
         restricted, _ = score_row(policy.model, row, 0.7, 64)
         assert np.abs(completion.logprobs - restricted.detach().numpy()).max() < 1e-4
         whole = np.exp(dense_logprobs(policy, [*PROMPT, *ids], 0.7)[len(PROMPT) - 1 : -1])

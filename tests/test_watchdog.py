@@ -24,7 +24,8 @@ HEAD = """
 import sys, threading, time
 from pathlib import Path
 from common import exits
-from common.watchdog import Watchdog, moved
+from common.errors import Interrupted
+from common.watchdog import Watchdog, report_progress
 def main():
     with Watchdog("trainer rank 1", timeout_s=0.6, startup_s=float(sys.argv[2]), peer_log=Path(sys.argv[1])):
 """
@@ -46,7 +47,7 @@ STUCK = "def stuck_in_a_collective(): threading.Lock().acquire(); time.sleep(60)
 def test_a_stuck_process_ends_with_75_its_stacks_what_it_did_and_the_peers_last_lines(tmp_path: Path) -> None:
     log = tmp_path / "sampler.log"
     log.write_text("early\n" * 9 + "vllm: \x1b[31mout of memory\n")
-    body = STUCK + "moved('making optimizer step 7')\nstuck_in_a_collective()"
+    body = STUCK + "report_progress('making optimizer step 7')\nstuck_in_a_collective()"
     code, said, seconds = run(log, body)
     assert code == 75
     assert "trainer rank 1: no progress for 1 s while making optimizer step 7" in said
@@ -64,7 +65,7 @@ def test_all_threads_are_shown(tmp_path: Path) -> None:
 
 
 def test_a_process_that_moves_lives(tmp_path: Path) -> None:
-    code, said, seconds = run(tmp_path / "none", "for _ in range(10): moved('sampling'); time.sleep(0.2)")
+    code, said, seconds = run(tmp_path / "none", "for _ in range(10): report_progress('sampling'); time.sleep(0.2)")
     assert (code, said) == (0, "")
     assert seconds > 2
 
@@ -77,19 +78,19 @@ def test_a_start_may_take_longer_than_a_step(tmp_path: Path) -> None:
 
 
 def test_after_the_start_the_ordinary_limit_holds(tmp_path: Path) -> None:
-    code, said, seconds = run(tmp_path / "none", "moved('stepping')\ntime.sleep(60)", startup_s=50.0)
+    code, said, seconds = run(tmp_path / "none", "report_progress('stepping')\ntime.sleep(60)", startup_s=50.0)
     assert code == 75 and "while stepping" in said
     assert seconds < 5
 
 
 def test_a_wall_clock_that_jumps_ends_nothing(tmp_path: Path) -> None:
     jumps = "real = time.time\ntime.time = lambda: real() + 3600 * (1 if time.monotonic() % 0.2 < 0.1 else -1)\n"
-    code, said, _ = run(tmp_path / "none", jumps + "for _ in range(8): moved('sampling'); time.sleep(0.2)")
+    code, said, _ = run(tmp_path / "none", jumps + "for _ in range(8): report_progress('sampling'); time.sleep(0.2)")
     assert (code, said) == (0, "")
 
 
 def test_moved_without_a_watchdog_does_nothing() -> None:
-    code = "from common.watchdog import moved; moved('testing')"
+    code = "from common.watchdog import report_progress; report_progress('testing')"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
@@ -119,7 +120,7 @@ from common.exits import Retryable
 from tests.protocol_helpers import make_config, make_inbox, published
 with make_inbox(make_config(Path(tempfile.mkdtemp()), channel={"stall_timeout_s": 2.5})) as inbox:
     inbox.commit(0, published(0))
-    moved("training")
+    report_progress("training")
     try:
         inbox.take([0])
     except Retryable as error:

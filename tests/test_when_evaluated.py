@@ -21,7 +21,7 @@ def trainer(version: int, steps: int, evaluated: int | None = None, done: tuple[
     found.config = Config.model_validate(given | {"eval": {"steps": 2}})
     found.progress = Progress("run", steps, 0, version, steps, 0, 0, {})
     found._evaluated_version = version if evaluated is None else evaluated
-    found.desk = SimpleNamespace(log=SimpleNamespace(has_eval=lambda v: v in done))  # type: ignore[assignment]
+    found.rank_zero = SimpleNamespace(log=SimpleNamespace(has_eval=lambda v: v in done))  # type: ignore[assignment]
     return found
 
 

@@ -87,7 +87,7 @@ def dense_logprobs(model: Any, prompt: Sequence[int], completion: Sequence[int],
 def dense_scores(
     model: Any, prompt: Sequence[int], completion: Sequence[int], temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """The log-probs, and −Σ p log p of the law each was drawn from: [C] each, with gradient."""
+    """The log-probs, and −Σ p log p of the distribution each was drawn from: [C] each, with gradient."""
     logits = model(input_ids=torch.tensor([[*prompt, *completion]]), use_cache=False).logits[0]
     logprobs = torch.log_softmax(logits / temperature, dim=-1)
     before = range(len(prompt) - 1, len(prompt) - 1 + len(completion))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from common.config import Config
-from common.watchdog import moved
+from common.watchdog import report_progress
 from model.reference import Reference
 from trainer.algorithm.advantages import step_advantages
 from trainer.algorithm.kl_controller import completion_kls, next_beta, with_beta
@@ -31,7 +31,7 @@ from trainer.engine.ranks import Exchange
 from trainer.save.checkpoint import Progress
 from trainer.stream import Stream
 
-Took = Callable[[str, float], None]  # a metric's name and seconds that belong to it
+RecordSeconds = Callable[[str, float], None]  # a metric's name and seconds that belong to it
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,20 @@ class BatchTraining:
     """The batch that follows `progress`. Every rank calls every method."""
 
     def __init__(
-        self, config: Config, models: Models, exchange: Exchange, progress: Progress, groups: Stream, took: Took
+        self,
+        config: Config,
+        models: Models,
+        exchange: Exchange,
+        progress: Progress,
+        groups: Stream,
+        record_seconds: RecordSeconds,
     ):
         self.config = with_beta(config, progress.kl_beta)  # the beta of this batch
-        self._models, self._exchange, self._progress, self._took = models, exchange, progress, took
+        self._models, self._exchange, self._progress, self._record_seconds = models, exchange, progress, record_seconds
         self.rollouts = Rollouts(self.config, progress.cursor, groups.receive, groups.refill, self._advantages)
         self.shares = Shares(self.config, self.rollouts, models.policy.dims, exchange)
         # by group id
-        self._own_logprobs: dict[int, Tensor] = {}  # of this rank's micro-batches, or of the whole batch
+        self._proximal_logprobs: dict[int, Tensor] = {}  # of this rank's micro-batches, or of the whole batch
         self._sampled_logprobs: dict[int, Tensor] = {}  # at the version that sampled it, for metrics
         self._ref_logprobs: dict[int, Tensor] = {}  # of this rank's micro-batches, if it scores them
 
@@ -85,11 +91,11 @@ class BatchTraining:
         if critic is None:
             return step_advantages(groups, self.config)
         start = time.monotonic()
-        moved("scoring a batch of rollouts with the critic")
+        report_progress("scoring a batch of rollouts with the critic")
         shares = [self.shares.mine(found) for found in self.shares.rounds(range(self.config.prompts_per_batch))]
         threshold = self._progress.threshold or self.config.algorithm.group_params.group_variance_threshold
         advantages = critic.begin_batch(groups, shares, self.config, threshold)
-        self._took("timing/values_s", time.monotonic() - start)
+        self._record_seconds("timing/values_s", time.monotonic() - start)
         return advantages
 
     @property
@@ -100,14 +106,14 @@ class BatchTraining:
     def _backward(self, found: Round, step: Step) -> None:
         """This rank's share of one round of a step."""
         batch = None if self.critic_only else self._micro_batch(found, step.places)
-        moved(f"training a micro-batch of step {self._progress.step + 1}")
+        report_progress(f"training a micro-batch of step {self._progress.step + 1}")
         start = time.monotonic()
         if self._models.critic:
             groups = self.rollouts.trained(self.rollouts.of(step.places))
             self._models.critic.backward(self.shares.mine(found), groups)
         if batch:
             self._backward_policy(batch)
-        self._took("timing/backward_s", time.monotonic() - start)
+        self._record_seconds("timing/backward_s", time.monotonic() - start)
 
     def _micro_batch(self, found: Round, places: Sequence[int]) -> MicroBatch:
         """This rank's share of a round; places: those of the whole step."""
@@ -122,14 +128,14 @@ class BatchTraining:
         assert self._models.reference is not None
         start = time.monotonic()
         if not batch.tokens_of.keys() <= self._ref_logprobs.keys():
-            moved("scoring a micro-batch with the reference model")
+            report_progress("scoring a micro-batch with the reference model")
             parts = self._models.reference.score(batch.row).split(list(batch.tokens_of.values()))
             self._ref_logprobs |= zip(batch.tokens_of, parts, strict=True)
-        self._took("timing/reference_s", time.monotonic() - start)
+        self._record_seconds("timing/reference_s", time.monotonic() - start)
         return replace(batch, ref_logprobs=torch.cat([self._ref_logprobs[g] for g in batch.tokens_of]))
 
     def _backward_policy(self, batch: MicroBatch) -> None:
-        own = [self._own_logprobs[g] for g in batch.tokens_of if g in self._own_logprobs]
+        own = [self._proximal_logprobs[g] for g in batch.tokens_of if g in self._proximal_logprobs]
         unknown = {g: torch.full((n,), torch.nan) for g, n in batch.tokens_of.items()}
         sampled = [self._sampled_logprobs.get(g, nans) for g, nans in unknown.items()]
         logprobs = self._models.policy.backward(
@@ -148,29 +154,29 @@ class BatchTraining:
         """Later mini-batches meet weights that have moved: log-probs at the sampled version must come before them."""
         algorithm = self.config.algorithm
         corrects = algorithm.vllm_importance_sampling_mode is not None
-        return corrects and algorithm.steps_per_generation > 1 and not self._own_logprobs
+        return corrects and algorithm.steps_per_generation > 1 and not self._proximal_logprobs
 
     def _score_batch(self) -> None:
         """The trainer's own log-probs of the whole batch, on every rank: shuffling gives groups to other ranks."""
         start = time.monotonic()
         places = range(self.config.prompts_per_batch)
         for found in self.shares.rounds(places):
-            moved("scoring a batch of rollouts with the weights that sampled it")
+            report_progress("scoring a batch of rollouts with the weights that sampled it")
             batch = self._micro_batch(found, places)
             self._remember(batch, self._models.policy.score(batch.row, self.config.sampler.temperature))
         algorithm, advantages = self.config.algorithm, self.rollouts.advantages
         groups = self.rollouts.trained(self.rollouts.items)
         lengths = {g.group_id: num_trained_tokens(g, advantages, algorithm, self._positions) for g in groups}
         zeros = {g: torch.zeros(n) for g, n in lengths.items() if n}
-        flat = torch.cat([self._own_logprobs.get(g, zero) for g, zero in zeros.items()] or [torch.zeros(0)])
+        flat = torch.cat([self._proximal_logprobs.get(g, zero) for g, zero in zeros.items()] or [torch.zeros(0)])
         everyones = torch.tensor(self._exchange.add(flat.tolist()), dtype=torch.float32)  # exact: others add 0
-        self._own_logprobs = dict(zip(zeros, everyones.split([len(z) for z in zeros.values()]), strict=True))
-        self._took("timing/score_s", time.monotonic() - start)
+        self._proximal_logprobs = dict(zip(zeros, everyones.split([len(z) for z in zeros.values()]), strict=True))
+        self._record_seconds("timing/score_s", time.monotonic() - start)
 
     def _remember(self, batch: MicroBatch, logprobs: Tensor) -> None:
         if batch.tokens_of:  # a filler has none
             parts = logprobs.split(list(batch.tokens_of.values()))
-            self._own_logprobs |= zip(batch.tokens_of, parts, strict=True)
+            self._proximal_logprobs |= zip(batch.tokens_of, parts, strict=True)
 
     def _remember_sampled(self, batch: MicroBatch, logprobs: Tensor) -> None:
         """Those of groups that the present version sampled: later passes tell numerics and staleness apart by them."""

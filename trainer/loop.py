@@ -23,7 +23,7 @@ from common.errors import Interrupted, Retryable
 from common.exits import interrupted
 from common.failpoints import failpoint
 from common.types import EvalResult, Tombstone
-from common.watchdog import moved
+from common.watchdog import report_progress
 from model.reference import Reference
 from trainer.batch_training import BatchTraining, Models
 from trainer.data.mini_batches import Step, steps
@@ -39,7 +39,7 @@ from trainer.save.best import Best
 from trainer.save.checkpoint import Progress
 from trainer.save.disk import Disk, on_rank_0
 from trainer.save.publisher import Publisher
-from trainer.stream import Desk, Stream
+from trainer.stream import RankZero, Stream
 
 
 class Trainer:
@@ -50,27 +50,31 @@ class Trainer:
         exchange: Exchange,
         tokenizer: Any,
         progress: Progress,
-        desk: Desk | None,
+        rank_zero: RankZero | None,
         reference: Reference | None = None,
         critic: Critic | None = None,
     ):
         self.config, self.engine, self.exchange, self.tokenizer = config, engine, exchange, tokenizer
-        self.progress, self.desk, self.critic = progress, desk, critic
+        self.progress, self.rank_zero, self.critic = progress, rank_zero, critic
         self.actor_critic = ActorCritic(config, engine, critic, exchange) if critic else None
         self.models = Models(engine, reference, self.actor_critic)
-        self.stream = Stream(desk, exchange)
-        self.records = StepRecords(config, desk, tokenizer, exchange.world_size, progress.batch)
-        self.disk = Disk(exchange, config.channel.stall_timeout_s, desk.display.note if desk else lambda _: None)
-        self.best = Best(config, exchange, self.disk, lambda: desk.log.evaluations() if desk else [])
-        self.publisher = Publisher(config, engine, exchange, self.disk, desk.inbox if desk else None, self.records.took)
+        self.stream = Stream(rank_zero, exchange)
+        self.records = StepRecords(config, rank_zero, tokenizer, exchange.world_size, progress.batch)
+        self.disk = Disk(
+            exchange, config.channel.stall_timeout_s, rank_zero.display.note if rank_zero else lambda _: None
+        )
+        self.best = Best(config, exchange, self.disk, lambda: rank_zero.log.evaluations() if rank_zero else [])
+        self.publisher = Publisher(
+            config, engine, exchange, self.disk, rank_zero.inbox if rank_zero else None, self.records.record_seconds
+        )
         self._evaluated_version = progress.policy_version  # at the start, or in an earlier life
         self._saved_step = progress.step
         self._is_between_batches = True  # no step of a batch that has begun is in the weights
         self._num_eval_problems = 0
 
     def run(self) -> None:
-        if self.desk:
-            self._num_eval_problems = self.desk.inbox.wait_for_sampler().num_eval_problems
+        if self.rank_zero:
+            self._num_eval_problems = self.rank_zero.inbox.wait_for_sampler().num_eval_problems
         self.publish(evaluate=self._evaluates_at_start())
         try:
             while self.progress.batch < self.config.num_batches and not self.best.stops_early:
@@ -99,8 +103,8 @@ class Trainer:
 
     def train_batch(self) -> None:
         """num_iterations passes over the next batch of rollouts, with an optimizer step on each of its mini-batches."""
-        took = self.records.took
-        self.batch = BatchTraining(self.config, self.models, self.exchange, self.progress, self.stream, took)
+        record_seconds = self.records.record_seconds
+        self.batch = BatchTraining(self.config, self.models, self.exchange, self.progress, self.stream, record_seconds)
         for step in steps(self.config, self.progress.batch):
             started, waited_s = time.monotonic(), self.stream.waited_s
             self.batch.backward(step, self.progress)
@@ -111,14 +115,14 @@ class Trainer:
                 self.publish_inside(step)
 
     def optimizer_step(self) -> tuple[StepResult, Sums]:
-        moved(f"making optimizer step {self.progress.step + 1}")
+        report_progress(f"making optimizer step {self.progress.step + 1}")
         start = time.monotonic()
         mine = self.engine.take_sums()
         names = [f.name for f in fields(Sums)]
         sums = Sums(**dict(zip(names, self.exchange.add([getattr(mine, n) for n in names]), strict=True)))
         result = self.actor_critic.step(self.batch.critic_only) if self.actor_critic else self.engine.step()
         failpoint("trainer.stepped")
-        self.records.took("timing/step_s", time.monotonic() - start)
+        self.records.record_seconds("timing/step_s", time.monotonic() - start)
         return result, sums
 
     def _advance(self, result: StepResult, sums: Sums, last: bool) -> None:
@@ -145,7 +149,7 @@ class Trainer:
             )
 
     def record(self, step: Step, result: StepResult, sums: Sums, seconds: float, waited_s: float) -> None:
-        if self.desk is None:
+        if self.rank_zero is None:
             return
         more = {
             "step_time": seconds,
@@ -162,8 +166,8 @@ class Trainer:
         self.finish_evaluation()
         self.publish(evaluate=False)
         is_last_pass = step.iteration + 1 == self.config.algorithm.num_iterations
-        if self.desk and is_last_pass:
-            self.desk.inbox.spend((step.mini_batch + 1) * self.config.trainer.prompts_per_step)
+        if self.rank_zero and is_last_pass:
+            self.rank_zero.inbox.mark_trained((step.mini_batch + 1) * self.config.trainer.prompts_per_step)
 
     def publish(self, evaluate: bool) -> None:
         """The present version, with an evaluation if one is due."""
@@ -177,7 +181,7 @@ class Trainer:
         """A checkpoint is saved while its version is still being evaluated: a resumed run may have to do it again."""
         if self.progress.step == 0:
             return self.config.eval.before
-        return self._is_due() and not (self.desk and self.desk.log.has_eval(self.progress.policy_version))
+        return self._is_due() and not (self.rank_zero and self.rank_zero.log.has_eval(self.progress.policy_version))
 
     def _evaluates_now(self) -> bool:
         """Once for each version: steps that the critic made alone, or that were skipped, leave the policy as it was."""
@@ -195,14 +199,14 @@ class Trainer:
         start = time.monotonic()
         results: list[EvalResult] = []
         with contextlib.suppress(Interrupted):  # all ranks stop together a moment later, without this evaluation
-            results = self.desk.inbox.finish_eval() if self.desk else []
+            results = self.rank_zero.inbox.finish_eval() if self.rank_zero else []
         record = stats.eval_record(results, self.config.rewards.full_mark) if results else None
         # before it is recorded: what is recorded is not evaluated again after a crash
-        self.best.judge(record, self.publisher.published, self.engine, self.tokenizer)
-        if self.desk and record:
-            self.desk.log.log_eval(record)
-            self.desk.display.evaluation(record)
-        self.records.took("timing/evaluation_s", time.monotonic() - start)
+        self.best.update(record, self.publisher.published, self.engine, self.tokenizer)
+        if self.rank_zero and record:
+            self.rank_zero.log.log_eval(record)
+            self.rank_zero.display.evaluation(record)
+        self.records.record_seconds("timing/evaluation_s", time.monotonic() - start)
 
     def save_checkpoint(self) -> None:
         every = self.config.trainer.save_steps
@@ -218,27 +222,27 @@ class Trainer:
             return
         if self._is_between_batches:
             self._save()
-        elif self.desk:
+        elif self.rank_zero:
             done = f"interrupted inside a batch of {self.config.algorithm.steps_per_batch} steps"
-            self.desk.display.note(f"{done}: the newest checkpoint stays that of step {self._saved_step}")
+            self.rank_zero.display.note(f"{done}: the newest checkpoint stays that of step {self._saved_step}")
 
     def _save(self) -> None:
-        moved(f"saving the checkpoint of step {self.progress.step}")
+        report_progress(f"saving the checkpoint of step {self.progress.step}")
         start = time.monotonic()
         self.disk.persist("the run's history", self._sync_history)
         folder, keep = Path(self.config.run.output_dir) / "checkpoints", self.config.trainer.save_limit
         checkpoint.save(self.engine, self.exchange, self.tokenizer, folder, self.progress, keep, self.disk, self.critic)
         self._saved_step = self.progress.step
-        self.records.took("timing/checkpoint_s", time.monotonic() - start)
+        self.records.record_seconds("timing/checkpoint_s", time.monotonic() - start)
 
     def _sync_history(self) -> None:
         """A checkpoint must not outlive the records of the steps before it."""
 
         def sync() -> None:
-            assert self.desk is not None
-            self.desk.log.sync()
-            if self.desk.recorder:
-                self.desk.recorder.sync()
+            assert self.rank_zero is not None
+            self.rank_zero.log.sync()
+            if self.rank_zero.recorder:
+                self.rank_zero.recorder.sync()
 
         on_rank_0(self.exchange, sync)
 

@@ -25,7 +25,7 @@ from trainer.link.recording import FILE, Recorder, Replay
 
 if TYPE_CHECKING:
     from trainer.save.checkpoint import Progress
-    from trainer.stream import Desk
+    from trainer.stream import RankZero
 
 
 def run(config: Config) -> None:
@@ -52,7 +52,7 @@ def _taken(config: Config) -> Any:
 
 
 def _run(config: Config) -> None:
-    """Rank 0 opens its desk first: a taken port or a wrong checkpoint must not cost the start of all ranks."""
+    """Rank 0 opens its rank_zero first: a taken port or a wrong checkpoint must not cost the start of all ranks."""
     from model.reference import Reference
     from trainer.engine.critic import Critic
     from trainer.engine.deepspeed_model import init_distributed
@@ -71,11 +71,11 @@ def _run(config: Config) -> None:
         return checkpoint.Progress(run_id, 0, 0, 0, 0, 0, 0, _stream(config))
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(out_of_memory.explained("trainer"))
-        found, run_id, desk = "", secrets.token_hex(8), None
+        stack.enter_context(out_of_memory.with_memory_advice("trainer"))
+        found, run_id, rank_zero = "", secrets.token_hex(8), None
         if rank == 0:
             found = _find_checkpoint(config)
-            desk = _open_desk(stack, config, progress_of(found, run_id), is_resumed=bool(found))
+            rank_zero = _open_rank_zero(stack, config, progress_of(found, run_id), is_resumed=bool(found))
         init_distributed(config)
         exchange = Exchange(config)
         found, run_id = exchange.text(found), exchange.text(run_id)
@@ -90,7 +90,7 @@ def _run(config: Config) -> None:
         if config.reference_on == "trainer":
             reference = Reference(config, engine.device)
             reference.check_vocabulary(len(tokenizer))
-        trainer = Trainer(config, engine, exchange, tokenizer, progress_of(found, run_id), desk, reference, critic)
+        trainer = Trainer(config, engine, exchange, tokenizer, progress_of(found, run_id), rank_zero, reference, critic)
         exits.defer_interrupts(rank == 0, "stopping after this step, with a checkpoint; again to stop at once")
         trainer.run()
 
@@ -103,9 +103,9 @@ def _tokenizer_to_save(config: Config) -> Any:
     return tokenizer
 
 
-def _open_desk(stack: contextlib.ExitStack, config: Config, progress: Progress, is_resumed: bool) -> Desk:
+def _open_rank_zero(stack: contextlib.ExitStack, config: Config, progress: Progress, is_resumed: bool) -> RankZero:
     """What only rank 0 has, closed by the stack: records, display, and the link to the samplers or a recording."""
-    from trainer.stream import Desk
+    from trainer.stream import RankZero
 
     output_dir = config.run.output_dir
     weights_dir = weights.default_dir(config)
@@ -131,11 +131,11 @@ def _open_desk(stack: contextlib.ExitStack, config: Config, progress: Progress, 
     incarnation = secrets.token_hex(8)
     if config.run.replay is not None:
         needs_reference = config.reference_on == "sampler"
-        return Desk(Replay(config.run.replay, incarnation, needs_reference), recorder, log, display)
+        return RankZero(Replay(config.run.replay, incarnation, needs_reference), recorder, log, display)
     groups_left = (config.num_batches - progress.batch) * config.prompts_per_batch
     ledger = Ledger(progress.cursor + groups_left, config.window, progress.cursor)
     inbox = Inbox(config, progress.run_id, incarnation, _limits(config), ledger, display.waiting)
-    return Desk(stack.enter_context(inbox), recorder, log, display)
+    return RankZero(stack.enter_context(inbox), recorder, log, display)
 
 
 def _leave_no_versions(weights_dir: Path) -> None:
@@ -161,7 +161,7 @@ def _limits(config: Config) -> wire.Limits:
         max_completion_length=config.sampler.max_completion_length,
         needs_ref_logprobs=config.reference_on == "sampler",
         reward_funcs=tuple(config.rewards.names),
-        max_support=config.sampler.max_support,
+        max_sampling_mask=config.sampler.max_sampling_mask,
     )
 
 

@@ -17,7 +17,7 @@ from trainer.link.recording import Recorder, Replay
 
 
 @dataclass(frozen=True)
-class Desk:
+class RankZero:
     """What only rank 0 has: the link to the samplers and the run's records."""
 
     inbox: Inbox | Replay
@@ -29,8 +29,8 @@ class Desk:
 class Stream:
     """`waited_s`: seconds of waiting for groups, since the beginning."""
 
-    def __init__(self, desk: Desk | None, exchange: Exchange):
-        self._desk, self._exchange = desk, exchange
+    def __init__(self, rank_zero: RankZero | None, exchange: Exchange):
+        self._desk, self._exchange = rank_zero, exchange
         self.waited_s = 0.0
 
     def receive(self, group_ids: Sequence[int]) -> Items:

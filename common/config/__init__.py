@@ -174,12 +174,12 @@ class Sampler(Section):
     """GPUs of the sampler, by index; empty = all visible ones, or the CPU."""
 
     @property
-    def max_support(self) -> int:
+    def max_sampling_mask(self) -> int:
         """Most tokens that one sample may be drawn from; 0 = the whole vocabulary."""
         return (self.top_k or 0) + TIES if self.return_sampling_mask else 0
 
     @model_validator(mode="after")
-    def _trainer_knows_the_law(self) -> Sampler:
+    def _a_truncated_distribution_needs_its_mask(self) -> Sampler:
         k = self.top_k or 0
         if self.return_sampling_mask:
             if not 0 < k <= MAX_TOP_K:
@@ -193,9 +193,9 @@ class Sampler(Section):
         if cut := [f"{name} {value}" for name, value in cuts.items() if value is not None]:
             top_k = "" if k > 0 else " sampler.top_k=50"
             raise ValueError(
-                f"{', '.join(cut)} draws from a truncated law. Its log-probs are renormalised over the tokens it kept, "
-                "while the trainer's softmax is over all: every ratio would be too small by the probability that was "
-                f"cut away. Set sampler.return_sampling_mask=true{top_k}, so that both sides use the kept tokens, or "
+                f"{', '.join(cut)} samples from a truncated distribution: its log-probs are renormalised over the kept "
+                "tokens, while the trainer's softmax is over all: every ratio would be too small by the probability "
+                f"that was cut away. Set sampler.return_sampling_mask=true{top_k}, so that both sides use the kept tokens, or "
                 "sample at full support: sampler.top_p=1 sampler.top_k=-1 sampler.min_p=0"
             )
         return self
@@ -675,15 +675,16 @@ class Config(Section):
             )
         if self.vllm.get("logprobs_mode", "processed_logprobs") != "processed_logprobs":
             raise ValueError(
-                f"vllm.logprobs_mode {self.vllm['logprobs_mode']!r} are not the log-probs of the law that was sampled, "
+                f"vllm.logprobs_mode {self.vllm['logprobs_mode']!r} are not the log-probs of the sampled distribution, "
                 "which the ratio needs; remove it, processed_logprobs is given to vLLM"
             )
         tokens = self.sampler.num_generations * self.sampler.max_completion_length
-        group_mib = 4 * tokens * (3 + self.sampler.max_support) / 2**20
+        group_mib = 4 * tokens * (3 + self.sampler.max_sampling_mask) / 2**20
         if self.sampler.return_sampling_mask and group_mib > 0.9 * self.channel.max_message_mib:
             raise ValueError(
-                f"a group of {tokens} tokens with {self.sampler.max_support} kept ones each takes {group_mib:.0f} MiB; "
-                f"set channel.max_message_mib={math.ceil(group_mib / 0.9)}, or a smaller sampler.top_k"
+                f"a group of {tokens} tokens with {self.sampler.max_sampling_mask} kept ones each takes "
+                f"{group_mib:.0f} MiB; set channel.max_message_mib={math.ceil(group_mib / 0.9)}, or a smaller "
+                "sampler.top_k"
             )
         if self.algorithm.soft_punish_cache > self.sampler.max_completion_length:
             raise ValueError(

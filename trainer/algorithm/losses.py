@@ -65,7 +65,7 @@ def token_objective(  # noqa: PLR0913 the equation has as many symbols
     lengths: Sequence[int],  # of the completions, Σ lengths = N
     algorithm: Algorithm,
     entropy: Tensor | None = None,  # [N] of the policy, with gradient where entropy_coef is not 0
-    own_logprobs: Tensor | None = None,  # [N] the trainer's log π_own in its first pass over these; None = now
+    proximal_logprobs: Tensor | None = None,  # [N] the trainer's log π_own in its first pass over these; None = now
 ) -> tuple[Tensor, TokenTerms]:
     """The objective J_t of every token, to be maximised: [N].
 
@@ -76,7 +76,7 @@ def token_objective(  # noqa: PLR0913 the equation has as many symbols
     """
     correction, is_corrected = torch.ones_like(old_logprobs), torch.zeros_like(old_logprobs, dtype=torch.bool)
     if algorithm.vllm_importance_sampling_mode is not None:
-        own = logprobs.detach() if own_logprobs is None else own_logprobs
+        own = logprobs.detach() if proximal_logprobs is None else proximal_logprobs
         mode, cap = algorithm.vllm_importance_sampling_mode, algorithm.vllm_importance_sampling_clip_max
         correction, is_corrected = mismatch_correction(own - old_logprobs, lengths, mode, cap)
         old_logprobs = own

@@ -37,14 +37,14 @@ def gaps(after: Tensor, before: Tensor) -> dict[str, float]:
 def by_cause(
     logprobs: Tensor,
     old_logprobs: Tensor,
-    own_logprobs: Tensor,  # NaN where the trainer does not know them
+    proximal_logprobs: Tensor,  # NaN where the trainer does not know them
     log_mass: Tensor | None = None,  # log π_θ(S); None at full support
 ) -> dict[str, float]:
     """[N] each. Keys: cause_measure."""
-    known = ~own_logprobs.isnan()
+    known = ~proximal_logprobs.isnan()
     parts = {
-        "numerics": gaps(own_logprobs[known], old_logprobs[known]),
-        "staleness": gaps(logprobs, torch.where(known, own_logprobs, old_logprobs)),
+        "numerics": gaps(proximal_logprobs[known], old_logprobs[known]),
+        "staleness": gaps(logprobs, torch.where(known, proximal_logprobs, old_logprobs)),
     }
     if log_mass is not None:
         parts["support"] = gaps(logprobs + log_mass, logprobs)
@@ -55,7 +55,7 @@ def cause_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Means over the tokens of each cause, from the step's sums; a cause that no token measured is absent.
 
     The log-ratios add up: sampled_ratio · numerics + staleness is the mean log-ratio of all tokens, and with support
-    that of the whole softmax to the law that was sampled.
+    that of the whole softmax to the distribution that was sampled.
     """
     found: dict[str, float] = {}
     for cause in CAUSES:

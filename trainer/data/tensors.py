@@ -169,7 +169,7 @@ def _lengths(kept: Kept, positions: Positions | None) -> list[int]:
 def _row(kept: Kept, packing: Packing, positions: Positions | None = None) -> PackedRow:
     rows = [(g.prompt_ids.tolist(), [g.rollouts[i].completion_ids.tolist() for i in indexes]) for g, indexes in kept]
     trained = _trained(kept, positions)
-    row = pack(rows, packing).on_support([r.support_ids for r, _ in trained])
+    row = pack(rows, packing).with_sampling_mask([r.sampling_mask for r, _ in trained])
     return select(row, [at for _, at in trained]) if positions else row
 
 

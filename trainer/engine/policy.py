@@ -111,13 +111,13 @@ class Engine(DeepSpeedModel):
     def backward(
         self,
         batch: MicroBatch,
-        own_logprobs: Tensor | None = None,
+        proximal_logprobs: Tensor | None = None,
         sampled_logprobs: Tensor | None = None,
         policy_version: int | None = None,
     ) -> Tensor:
         """Forward and backward of one micro-batch; its metrics are added to `sums`.
 
-        own_logprobs [N]: the first pass's, for the correction; None in that pass. sampled_logprobs [N]: the trainer's
+        proximal_logprobs [N]: the first pass's, for the correction; None in that pass. sampled_logprobs [N]: ours
         at the version that sampled the token, NaN where not known; tokens of policy_version, the present one, are known
         now. Both measure and correct the mismatch only. Returns the log-probs [N], detached.
         """
@@ -135,7 +135,7 @@ class Engine(DeepSpeedModel):
             batch.row.lengths,
             self.config.algorithm,
             entropy,
-            None if own_logprobs is None else own_logprobs.to(self.device),
+            None if proximal_logprobs is None else proximal_logprobs.to(self.device),
         )
         share = loss(objective, weights)
         self.accumulate(share)
@@ -146,7 +146,7 @@ class Engine(DeepSpeedModel):
             sampled = sampled_logprobs.to(self.device)
         is_present = batch.policy_versions.to(self.device) == (-1 if policy_version is None else policy_version)
         sampled = torch.where(is_present & sampled.isnan(), logprobs, sampled)
-        log_mass = None if row.support_ids is None else log_mass[real]
+        log_mass = None if row.sampling_mask is None else log_mass[real]
         parts = by_cause(logprobs[real], old_logprobs[real], sampled[real], log_mass)
         for name, value in parts.items():
             setattr(self.sums, name, getattr(self.sums, name) + value)

@@ -27,7 +27,7 @@ from common.exits import RETRYABLE, code_of, interrupted
 from common.failpoints import failpoint
 from common.transcript import last_words
 from common.types import EvalRequest, EvalResult, Group, Tombstone
-from common.watchdog import moved
+from common.watchdog import report_progress
 from common.weights import Published
 from trainer.link.ledger import Ledger
 
@@ -131,10 +131,10 @@ class Inbox:
             self.progress += 1
         self._wake()
 
-    def spend(self, count: int) -> None:
+    def mark_trained(self, count: int) -> None:
         """`count` groups of the batch will not be trained again: as many more are leased, with the newest weights."""
         with self._changed:
-            self.ledger.spend(count)
+            self.ledger.mark_trained(count)
             self.progress += 1
         self._wake()
 
@@ -198,7 +198,7 @@ class Inbox:
                     return
                 if interrupted():
                     raise Interrupted
-                moved(f"waiting for {what}")  # this wait has a deadline of its own
+                report_progress(f"waiting for {what}")  # this wait has a deadline of its own
                 self._changed.wait(timeout=0.5)
                 now = time.monotonic()
                 if now - start > deadline:

@@ -6,7 +6,7 @@ exist outside the trainer, which bounds both memory and staleness by admission: 
     cursor=8, window=4:   trained 0…7 │ 8 held, 9 leased to a, 10 leased to b, 11 free │ 12… not admitted
 
 A batch that passes dead groups takes further ones: window and total grow by as many until the cursor moves (`refill`).
-Where weights are published inside a batch, the window also moves with the groups that are done in it (`spend`).
+Where weights are published inside a batch, the window also moves with the groups that are done in it (`mark_trained`).
 
 After a crash the cursor comes back with the weights from the same checkpoint, so in the surviving history every
 group trains exactly once, in order.
@@ -25,13 +25,13 @@ class Ledger:
     window: int  # groups admitted from the cursor on
     cursor: int = 0
     refilled: int = 0  # groups that the batch at the cursor takes beyond its seats
-    spent: int = 0  # seats of the batch at the cursor that no later step trains
+    num_marked: int = 0  # seats of the batch at the cursor that no later step trains
     leases: dict[int, str] = field(default_factory=dict)  # group id -> sampler id
     held: dict[int, Group | Tombstone] = field(default_factory=dict)  # arrived, not trained
 
     @property
     def admitted(self) -> range:
-        return range(self.cursor, min(self.cursor + self.window + self.refilled + self.spent, self.total))
+        return range(self.cursor, min(self.cursor + self.window + self.refilled + self.num_marked, self.total))
 
     def grant(self, sampler_id: str, num_samplers: int) -> list[int]:
         """Tops this sampler's open leases up to its share of the window; returns all it holds, in order."""
@@ -70,14 +70,14 @@ class Ledger:
         self.refilled += count
         self.total += count
 
-    def spend(self, count: int) -> None:
+    def mark_trained(self, count: int) -> None:
         """`count` seats of the batch at the cursor, in all, are done; they stay held, for a crash would need them."""
-        self.spent = count
+        self.num_marked = count
 
     def advance(self, cursor: int) -> None:
         """The groups below `cursor` are part of a finished step."""
         assert self.cursor <= cursor <= self.total, f"cursor may not move from {self.cursor} to {cursor}"
         if cursor > self.cursor:
-            self.cursor, self.refilled, self.spent = cursor, 0, 0
+            self.cursor, self.refilled, self.num_marked = cursor, 0, 0
         self.leases = {g: owner for g, owner in self.leases.items() if g >= cursor}
         self.held = {g: group for g, group in self.held.items() if g >= cursor}

@@ -154,7 +154,7 @@ class Replay:
     def refill(self, count: int) -> None:
         """Nobody is there to be asked for more."""
 
-    def spend(self, count: int) -> None:
+    def mark_trained(self, count: int) -> None:
         """As above."""
 
     def finish_eval(self) -> list[EvalResult]:

@@ -16,22 +16,22 @@ from trainer.engine.policy import Sums
 from trainer.record import stats
 from trainer.record.throughput import Throughput, num_devices
 from trainer.save.checkpoint import Progress
-from trainer.stream import Desk
+from trainer.stream import RankZero
 
 SAMPLER_TOTALS = {"total/idle_s": "wait/sampler_s", "total/incomplete_support": "mismatch/support/incomplete_tokens"}
 
 
 class StepRecords:
-    """Every rank may add seconds; only one with a desk writes."""
+    """Every rank may add seconds; only one with a rank_zero writes."""
 
-    def __init__(self, config: Config, desk: Desk | None, tokenizer: Any, world_size: int, batch: int):
-        self._config, self._desk, self._tokenizer = config, desk, tokenizer
+    def __init__(self, config: Config, rank_zero: RankZero | None, tokenizer: Any, world_size: int, batch: int):
+        self._config, self._desk, self._tokenizer = config, rank_zero, tokenizer
         self._throughput = Throughput(num_devices(config, world_size), batch, time.monotonic())
         self._seconds: collections.Counter[str] = collections.Counter()
         self._totals: dict[str, float] = {}  # of the sampler, at the step before
         self._has_warned_of_size = False
 
-    def took(self, name: str, seconds: float) -> None:
+    def record_seconds(self, name: str, seconds: float) -> None:
         """Adds to a metric of the step that is recorded next."""
         self._seconds[name] += seconds  # type: ignore[assignment]
 

@@ -30,8 +30,8 @@ Record = dict[str, Any]  # a line of eval.jsonl
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Standing(version=40, value=0.62, without_improvement=2): two evaluations since then were not better."""
+class BestSoFar:
+    """BestSoFar(version=40, value=0.62, without_improvement=2): two evaluations since then were not better."""
 
     version: int | None
     value: float | None
@@ -46,22 +46,22 @@ def metric_of(record: Record, metric: str) -> float | None:
     return record["full_marks"][name] / record["n"] if record["n"] and name in record["full_marks"] else None
 
 
-def standing(records: Sequence[Record], settings: Eval) -> Standing:
+def best_so_far(records: Sequence[Record], settings: Eval) -> BestSoFar:
     """The best so far. An evaluation without any sample counts neither as better nor as worse.
 
-    accuracies 0.2, 0.5, 0.5, 0.4 of versions 0, 20, 40, 60  →  Standing(20, 0.5, 2)
+    accuracies 0.2, 0.5, 0.5, 0.4 of versions 0, 20, 40, 60  →  BestSoFar(20, 0.5, 2)
     """
     assert settings.metric_for_best_model is not None
     sign = 1 if settings.greater_is_better else -1
-    now = Standing(None, None, 0)
+    now = BestSoFar(None, None, 0)
     for record in {record["step"]: record for record in records}.values():
         value = metric_of(record, settings.metric_for_best_model)
         if value is None:
             continue
         if now.value is None or sign * (value - now.value) > settings.early_stopping_threshold:
-            now = Standing(record["step"], value, 0)
+            now = BestSoFar(record["step"], value, 0)
         else:
-            now = Standing(now.version, now.value, now.without_improvement + 1)
+            now = BestSoFar(now.version, now.value, now.without_improvement + 1)
     return now
 
 
@@ -77,12 +77,12 @@ class Best:
             self.records = recorded()
             self._look_at_patience()  # it may be over already: a run that stopped early is resumed
 
-    def judge(self, record: Record | None, published: Published, engine: Any, tokenizer: Any) -> None:
+    def update(self, record: Record | None, published: Published, engine: Any, tokenizer: Any) -> None:
         """Keeps the published policy if this evaluation of it is the best. record: rank 0's; None = there was none."""
         if self.config.eval.metric_for_best_model is None:
             return
         self.records += [record] if record else []
-        now = standing(self.records, self.config.eval)
+        now = best_so_far(self.records, self.config.eval)
         if self.exchange.agree(record is not None and now.version == record["step"]):
             self.disk.persist(
                 "the best model",
@@ -109,7 +109,7 @@ class Best:
         patience = self.config.eval.early_stopping_patience
         if patience is None or self.stops_early:
             return
-        now = standing(self.records, self.config.eval)
+        now = best_so_far(self.records, self.config.eval)
         self.stops_early = self.exchange.agree(now.without_improvement >= patience)
         if self.stops_early and self.exchange.rank == 0:
             self.disk.say(
@@ -117,7 +117,7 @@ class Best:
                 f"version {now.version} in {now.without_improvement} evaluations (eval.early_stopping_patience)"
             )
 
-    def _keep(self, published: Published, engine: Any, tokenizer: Any, now: Standing) -> None:
+    def _keep(self, published: Published, engine: Any, tokenizer: Any, now: BestSoFar) -> None:
         source, temporary = Path(published.weights_dir), self._temporary("best")
         shards = weights_of(source)
         self._start(temporary, shards)
@@ -134,7 +134,7 @@ class Best:
         durable.write_file(temporary / COMMIT, self._commit_record(temporary, published, now))
         _commit(temporary, self.folder)
 
-    def _commit_record(self, folder: Path, published: Published, now: Standing) -> bytes:
+    def _commit_record(self, folder: Path, published: Published, now: BestSoFar) -> bytes:
         files = {p.name: asdict(weights.file_info(p)) for p in sorted(folder.iterdir()) if p.name != COMMIT}
         metric = {"metric": self.config.eval.metric_for_best_model, "value": now.value}
         return json.dumps({"policy_version": published.version, **metric, "files": files}, indent=1).encode()

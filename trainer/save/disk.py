@@ -21,7 +21,7 @@ from typing import Protocol, TypeVar
 from common.durable import disk_trouble, remove_dir
 from common.errors import Interrupted, Retryable
 from common.exits import interrupted
-from common.watchdog import moved
+from common.watchdog import report_progress
 
 T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
@@ -106,7 +106,7 @@ class Disk:
                 "channel.stall_timeout_s is how long this is waited for"
             )
         self.say(f"{what} waits for the disk: {trouble}; trying again in {pause_s:.0f} s")
-        moved(f"waiting for the disk with {what}")
+        report_progress(f"waiting for the disk with {what}")
         time.sleep(pause_s)
 
     def _decide(self, *questions: bool) -> list[bool]:

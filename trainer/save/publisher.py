@@ -7,8 +7,8 @@
 Why the second is safe. Nothing is known to a sampler before CREDIT, which carries version and cursor as ever, so a
 crash in between is a crash before publishing. The thread owns a copy of the parameters, a process group of its own,
 and the ledger until `finish`: groups of batch n + 1 are admitted already, and what would move the ledger meanwhile,
-`refill` and `spend`, keeps to the first way. Every rank calls `finish` at the same place, where what the thread raised
-is raised. Left out: more than one version in flight.
+`refill` and `mark_trained`, keeps to the first way. Every rank calls `finish` at the same place, where what the thread
+raised is raised. Left out: more than one version in flight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from common import weights
 from common.config import Config
-from common.watchdog import moved
+from common.watchdog import report_progress
 from common.weights import Published
 from trainer.engine.policy import Engine
 from trainer.engine.ranks import Exchange
@@ -48,10 +48,10 @@ class Publisher:
         exchange: Exchange,
         disk: Disk,
         inbox: Inbox | Replay | None,
-        took: Callable[[str, float], None],  # seconds of a part, under its metric's name
+        record_seconds: Callable[[str, float], None],  # seconds of a part, under its metric's name
     ):
         self.config, self.engine, self.exchange, self.disk, self.inbox = config, engine, exchange, disk, inbox
-        self._took = took
+        self._record_seconds = record_seconds
         self.dir: Path = weights.default_dir(config)
         self.incarnation = exchange.text(inbox.envelope.incarnation if inbox else None)
         self.published = Published(-1, "", "")
@@ -76,11 +76,11 @@ class Publisher:
         """
         self.finish()
         start = time.monotonic()
-        moved(f"publishing version {version}")
+        report_progress(f"publishing version {version}")
         is_first = self.published.version < 0  # behind it there is nothing to train yet
         behind = self._disk_behind is not None and not is_first
         write = self._writer(Name(self.dir, run_id, self.incarnation, version), vocab_size, behind)
-        self._took("sync/snapshot_s", time.monotonic() - start)
+        self._record_seconds("sync/snapshot_s", time.monotonic() - start)
 
         def deliver() -> None:
             begun = time.monotonic()
@@ -95,8 +95,8 @@ class Publisher:
             self._thread.start()
         else:
             deliver()
-            self._took("sync/write_s", self._write_s)
-        self._took("sync/publish_s", time.monotonic() - start)
+            self._record_seconds("sync/write_s", self._write_s)
+        self._record_seconds("sync/publish_s", time.monotonic() - start)
 
     def _writer(self, name: Name, vocab_size: int, behind: bool) -> Callable[[], Published]:
         """What writes this version. It holds a copy of the parameters if it runs behind the next step."""
@@ -122,12 +122,12 @@ class Publisher:
             return
         start = time.monotonic()
         if thread.is_alive():
-            moved("waiting for the newest version to be written")
+            report_progress("waiting for the newest version to be written")
         thread.join()  # a disk that waits says so and moves the watchdog; one that hangs is the watchdog's
         if self._error is not None:
             raise self._error
-        self._took("sync/write_s", self._write_s)
-        self._took("sync/publish_s", time.monotonic() - start)
+        self._record_seconds("sync/write_s", self._write_s)
+        self._record_seconds("sync/publish_s", time.monotonic() - start)
 
     def close(self) -> None:
         """At the end, whatever its reason: no folder may appear behind those who clean up."""

@@ -97,7 +97,7 @@ def snapshot(
         if settings is not None:
             durable.write_file(temporary / lora.SETTINGS, settings)
             files[lora.SETTINGS] = weights.file_info(temporary / lora.SETTINGS)
-        manifest = Manifest(name.run_id, name.incarnation, version, engine.tied_embeddings, files, infos, witness)
+        manifest = Manifest(name.run_id, name.incarnation, version, engine.tied_embeddings, files, infos, canary_record)
         published = weights.commit(temporary, final, manifest)
 
     def write_version(ranks: Exchange) -> Published:
@@ -111,7 +111,7 @@ def snapshot(
         shards = [weights.shard_name(rank, exchange.world_size) for rank in range(exchange.world_size)]
     else:
         shards = [lora.WEIGHTS]  # peft and vLLM read one file
-    witness = canary(engine, vocab_size)
+    canary_record = canary(engine, vocab_size)
     names = engine.parameter_names()
     shares = dict(enumerate(slices([size for _, size in names], len(shards))))
     wanted = {names[i][0] for i in shares.get(exchange.rank, ())}
