@@ -13,7 +13,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from common.config import Config, Section
+from common.config.checks import Config
+from common.config.sections import Section
 from common.durable import write_file
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"

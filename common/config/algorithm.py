@@ -1,0 +1,247 @@
+"""The settings of the objective. Each contradiction inside the section is refused with what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from common.config.sections import Section
+
+
+class GroupParams(Section):
+    """Segments of GROUP PPO. Read only with adv_estimator group_ppo."""
+
+    group_variance_threshold: float = Field(1.0, gt=0)
+    """τ: a segment of n tokens shares one advantage while its variance is at most τ · n times that of n advantages."""
+    group_max_size: int | None = Field(16, ge=1)
+    """Tokens in a segment, at most; null = no limit. 1 is PPO with a critic."""
+    group_epsilon: float = Field(1e-6, gt=0)
+    """Added to the variance that is divided by: where no token has an advantage, segments grow."""
+    adaptive_threshold: bool = True
+    """Move τ after every step until sharing neither adds nor removes variance on average."""
+    threshold_lr: float = Field(0.01, gt=0)
+    """Step of log τ."""
+    min_threshold: float = Field(0.1, gt=0)
+    """Lower bound of the moving τ."""
+    max_threshold: float = Field(10.0, gt=0)
+    """Upper bound of the moving τ."""
+    segment_rule: Literal["grow", "literal"] = "grow"
+    """grow: as long as sharing pays. literal: close as soon as it does, which is PPO wherever τ is 1 or more."""
+    segment_loss: Literal["endpoint", "segment"] = "endpoint"
+    """endpoint: only a segment's last token trains and enters the head. segment: every token, with its segment's
+    advantage."""
+    score: Literal["sampled", "exact"] = "sampled"
+    """Squared norm of a token's score: (1 − p)² from the sampler's log-probs, or exactly, by one more forward."""
+
+    @model_validator(mode="after")
+    def _options_fit_together(self) -> GroupParams:
+        if problems := list(self._contradictions()):
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
+        low, start, high = self.min_threshold, self.group_variance_threshold, self.max_threshold
+        if not self.adaptive_threshold:
+            for name in ("threshold_lr", "min_threshold", "max_threshold"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    yield f"{name} does nothing without adaptive_threshold; remove it, or set adaptive_threshold=true"
+        elif not low <= start <= high:
+            yield f"group_variance_threshold {start} is outside min_threshold {low} … max_threshold {high}; move one"
+        if self.adaptive_threshold and self.segment_rule == "literal":
+            yield "segment_rule literal closes earlier the higher τ is, so τ cannot adapt; set adaptive_threshold=false"
+
+
+class Algorithm(Section):
+    beta: float = Field(0.0, ge=0)
+    """Weight of the KL term to the reference. 0 loads no reference model and scores nothing with it."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """The KL term of a token, x = log π_ref − log π_θ: k1 = −x, k2 = x²/2, k3 = exp(x) − x − 1."""
+    kl_in_reward: bool = False
+    """Subtract beta · Σ (log π_old − log π_ref) from each reward, and nothing from the loss."""
+    kl_controller: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive: beta is only the start; after each batch it moves so that the KL of a completion tends to kl_target."""
+    kl_target: float | None = Field(None, gt=0)
+    """Mean KL of a whole completion that the adaptive controller holds, in nats, for example 6.0."""
+    kl_horizon: int = Field(10000, gt=0)
+    """Completions over which the adaptive controller moves beta by a fifth at most."""
+    use_bias_correction_kl: bool = False
+    """Multiply the KL term by the ratio, which makes the expected gradient of k3 that of KL(π_θ ‖ π_ref)."""
+    epsilon: float = Field(0.2, gt=0, lt=1)
+    """Clip range below 1; cispo has none."""
+    epsilon_high: float | None = Field(None, gt=0)
+    """Clip range above 1; null = epsilon. With loss_type cispo the cap of the ratio itself, for example 5.0."""
+    delta: float | None = Field(None, gt=1)
+    """Cap of the ratio where the advantage is negative (dual clip), above 1 + epsilon_high; null = none."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """token: a ratio per token. sequence: one per completion, normalised by its length (GSPO)."""
+    loss_type: Literal["grpo", "dapo", "dr_grpo", "bnpo", "cispo"] = "grpo"
+    """grpo: mean of sequence means. dapo, bnpo: mean over all tokens of the step. dr_grpo: sum / (sequences · max
+    length). cispo: mean over all tokens of capped ratio · advantage · log-prob."""
+    adv_estimator: Literal[
+        "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "group_ppo"
+    ] = "grpo"
+    """grpo: (r − mean) / std of the group. dr_grpo: without std. rloo: minus the mean of the others.
+    reinforce_plus_plus(_baseline): r (− mean), whitened over the tokens of the batch. gae: PPO with a critic.
+    group_ppo: the same, with one advantage for each segment of a completion."""
+    scale_rewards: Literal["group", "batch", "none"] | None = None
+    """Standard deviation (n − 1) to divide by: the group's, the whole batch's, or none. null = group for adv_estimator
+    grpo, none for the others."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """normalize_then_sum: every reward function's scores are normalised in the group before the weighted sum."""
+    whiten_advantages: bool | None = None
+    """Also (A − mean) / std over the completions of the whole batch of rollouts; with a critic over its tokens.
+    null = only with a critic."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of an entropy bonus in the objective, at the sampling temperature. 0: entropies are metrics only."""
+    mask_truncated_completions: bool = False
+    """Completions that reached max_completion_length keep their reward but get weight 0."""
+    soft_punish_cache: int = Field(0, ge=0)
+    """The last n tokens before max_completion_length lower the reward, evenly from 0 to −1. 0 = off."""
+    vllm_importance_sampling_mode: (
+        Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
+    ) = None
+    """Weighs tokens or completions by π_own / π_vllm, π_own the policy when it first trains on them: cut to clip_max,
+    or 0 above it."""
+    vllm_importance_sampling_clip_max: float = Field(3.0, ge=1)
+    """Where that weight is cut or masked."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount of GAE, per token."""
+    lam: float = Field(1.0, ge=0, le=1)
+    """GAE's λ: 1 = return − value, without bias; smaller trusts the critic more, for less variance."""
+    group_params: GroupParams = GroupParams()
+    """Where group_ppo cuts completions into segments, and which tokens train."""
+    num_iterations: int = Field(1, ge=1)
+    """Passes over each batch of rollouts (μ in the GRPO paper)."""
+    steps_per_generation: int = Field(1, ge=1)
+    """Mini-batches in a batch of rollouts: optimizer steps in one pass over it. A batch of rollouts then holds
+    prompts_per_step · steps_per_generation groups: verl's train_batch_size, and prompts_per_step its mini-batch."""
+    dead_groups: Literal["keep", "skip", "resample"] = "keep"
+    """Groups whose rewards are all equal. keep: they count in denominators, and KL and entropy train them. skip: they
+    are left out of everything. resample: left out, and the next groups of the stream take their seats."""
+    max_resamples: int = Field(1, ge=1)
+    """With dead_groups resample, further batches' worth of groups taken for one batch; seats may then stay empty."""
+    shuffle_mini_batches: bool = False
+    """Deal a batch's groups to its mini-batches anew in every pass, by (seed, batch, pass), instead of in order."""
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps on each batch of rollouts."""
+        return self.num_iterations * self.steps_per_generation
+
+    @property
+    def resamples(self) -> int:
+        return self.max_resamples if self.dead_groups == "resample" else 0
+
+    @property
+    def has_group_baseline(self) -> bool:
+        """Equal rewards in a group mean that nothing is to be learned from it."""
+        return self.adv_estimator in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
+
+    @property
+    def clip_high(self) -> float:
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def reward_scale(self) -> str:
+        return self.scale_rewards or ("group" if self.adv_estimator == "grpo" else "none")
+
+    @property
+    def whitens_tokens(self) -> bool:
+        return self.adv_estimator.startswith("reinforce_plus_plus")
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.adv_estimator in ("gae", "group_ppo")
+
+    @property
+    def trains_endpoints(self) -> bool:
+        """Of each segment only the last token."""
+        return self.adv_estimator == "group_ppo" and self.group_params.segment_loss == "endpoint"
+
+    @property
+    def whitens(self) -> bool:
+        """The advantages of the step, over tokens or over completions."""
+        return self.whitens_tokens or (self.needs_critic if self.whiten_advantages is None else self.whiten_advantages)
+
+    @property
+    def always_has_gradient(self) -> bool:
+        """Also where the advantage is zero."""
+        return self.entropy_coef > 0 or (self.beta > 0 and not self.kl_in_reward)
+
+    @model_validator(mode="after")
+    def _options_fit_together(self) -> Algorithm:
+        if problems := list(self._contradictions()):
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
+        """What has no meaning, or would silently do nothing."""
+        if self.loss_type == "cispo":
+            if self.epsilon_high is None or self.epsilon_high <= 1:
+                yield "loss_type cispo caps the ratio at epsilon_high itself; set algorithm.epsilon_high=5.0"
+            if self.importance_sampling_level == "sequence":
+                yield "loss_type cispo weighs tokens; set algorithm.importance_sampling_level=token"
+            if self.delta is not None:
+                yield "loss_type cispo has one cap, epsilon_high; set algorithm.delta=null"
+            if self.epsilon != 0.2:
+                yield "loss_type cispo has no lower clip; remove algorithm.epsilon"
+        elif self.delta is not None and self.delta <= 1 + self.clip_high:
+            yield f"delta {self.delta} must be above 1 + epsilon_high = {1 + self.clip_high}; set algorithm.delta=3.0"
+        if self.vllm_importance_sampling_mode is None and self.vllm_importance_sampling_clip_max != 3:
+            yield "vllm_importance_sampling_clip_max does nothing without algorithm.vllm_importance_sampling_mode"
+        if self.dead_groups != "keep" and not self.has_group_baseline:
+            yield f"adv_estimator {self.adv_estimator} learns from equal rewards too; set algorithm.dead_groups=keep"
+        if self.dead_groups != "resample" and self.max_resamples != 1:
+            yield "max_resamples bounds resampling; set algorithm.dead_groups=resample, or remove max_resamples"
+        if self.shuffle_mini_batches and self.steps_per_generation == 1:
+            yield "shuffle_mini_batches needs several mini-batches; set algorithm.steps_per_generation=4, or remove it"
+        yield from self._contradictions_of_kl()
+        yield from self._contradictions_of_advantages()
+        yield from self._contradictions_of_segments()
+
+    def _contradictions_of_segments(self) -> Iterator[str]:
+        if self.adv_estimator != "group_ppo" and self.group_params != GroupParams():
+            yield f"group_params does nothing with adv_estimator {self.adv_estimator}; remove it, or set group_ppo"
+        if not self.trains_endpoints:
+            return
+        remedy = "set algorithm.group_params.segment_loss=segment"
+        if self.loss_type == "dr_grpo":
+            yield f"loss_type dr_grpo divides by tokens of which only segment ends train; use grpo or dapo, or {remedy}"
+        if self.importance_sampling_level == "sequence":
+            yield f"importance_sampling_level sequence needs the ratio of every token, not of segment ends; {remedy}"
+        if (self.vllm_importance_sampling_mode or "").startswith("sequence"):
+            yield f"vllm_importance_sampling_mode sequence_… needs the ratio of every token; use token_…, or {remedy}"
+
+    def _contradictions_of_kl(self) -> Iterator[str]:
+        if self.beta == 0 and self.kl_estimator != "k3":
+            yield "kl_estimator without beta does nothing; set algorithm.beta=0.04, or remove kl_estimator"
+        if self.use_bias_correction_kl and (self.beta == 0 or self.kl_in_reward):
+            yield "use_bias_correction_kl without a KL term in the loss does nothing; remove it, or set algorithm.beta"
+        if self.use_bias_correction_kl and self.importance_sampling_level == "sequence":
+            yield "use_bias_correction_kl weighs a token's KL; set algorithm.importance_sampling_level=token"
+        if self.kl_in_reward and self.beta == 0:
+            yield "kl_in_reward without beta does nothing; set algorithm.beta=0.04"
+        if self.kl_in_reward and self.kl_estimator != "k3":
+            yield "kl_in_reward always sums log π_old − log π_ref; remove algorithm.kl_estimator, which is the loss's"
+        if self.kl_controller == "adaptive":
+            if not self.kl_in_reward:
+                yield "kl_controller adaptive moves the KL in the reward; set algorithm.kl_in_reward=true"
+            if self.kl_target is None:
+                yield "kl_controller adaptive needs a target; set algorithm.kl_target=6.0"
+        elif self.kl_target is not None or self.kl_horizon != 10000:
+            yield "kl_target and kl_horizon belong to the adaptive controller; set algorithm.kl_controller=adaptive"
+
+    def _contradictions_of_advantages(self) -> Iterator[str]:
+        if self.adv_estimator != "grpo" and self.reward_scale != "none":
+            yield f"adv_estimator {self.adv_estimator} divides by no deviation; set algorithm.scale_rewards=null"
+        if self.whitens_tokens and self.whiten_advantages:
+            yield f"adv_estimator {self.adv_estimator} whitens already; set algorithm.whiten_advantages=false"
+        if not self.needs_critic and (self.gamma != 1 or self.lam != 1):
+            yield f"adv_estimator {self.adv_estimator} has no gamma and no lam; remove them, or set adv_estimator=gae"
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            if self.adv_estimator != "grpo" or self.reward_scale != "group":
+                yield "normalize_then_sum scales by group; set algorithm.adv_estimator=grpo and scale_rewards=group"
+            if self.kl_in_reward or self.soft_punish_cache:
+                yield "kl_in_reward and soft_punish_cache change the sum that normalize_then_sum does not form"

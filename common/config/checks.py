@@ -1,0 +1,147 @@
+"""What settings of different sections must agree on: one sentence per contradiction, with what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator
+
+from pydantic import model_validator
+
+from common.config.settings import Settings
+from common.config.training import Critic
+
+
+class Config(Settings):
+    """Settings whose sections agree."""
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Config:
+        if problems := list(contradictions(self)):
+            raise ValueError("; ".join(problems))
+        return self
+
+
+def contradictions(config: Settings) -> Iterator[str]:
+    """Every sentence about this config; none if its sections agree."""
+    for check in (_devices, _sampling, _batches, _kl, _publishing, _evaluation, _lengths, _critic, _lora):
+        yield from check(config)
+
+
+def _devices(config: Settings) -> Iterator[str]:
+    shared = sorted(set(config.sampler.devices) & set(config.trainer.devices))
+    if shared:
+        yield (
+            f"GPU {shared[0]} is in sampler.devices {config.sampler.devices} and in trainer.devices "
+            f"{config.trainer.devices}; give each process its own"
+        )
+
+
+def _sampling(config: Settings) -> Iterator[str]:
+    if config.vllm.get("logprobs_mode", "processed_logprobs") != "processed_logprobs":
+        yield (
+            f"vllm.logprobs_mode {config.vllm['logprobs_mode']!r} are not the log-probs of the sampled distribution, "
+            "which the ratio needs; remove it, processed_logprobs is given to vLLM"
+        )
+    tokens = config.sampler.num_generations * config.sampler.max_completion_length
+    group_mib = 4 * tokens * (3 + config.sampler.max_sampling_mask) / 2**20
+    if config.sampler.return_sampling_mask and group_mib > 0.9 * config.channel.max_message_mib:
+        yield (
+            f"a group of {tokens} tokens with {config.sampler.max_sampling_mask} kept ones each takes "
+            f"{group_mib:.0f} MiB; set channel.max_message_mib={math.ceil(group_mib / 0.9)}, or a smaller "
+            "sampler.top_k"
+        )
+    if config.algorithm.soft_punish_cache > config.sampler.max_completion_length:
+        yield (
+            f"algorithm.soft_punish_cache {config.algorithm.soft_punish_cache} is longer than a completion; set it "
+            f"to at most sampler.max_completion_length {config.sampler.max_completion_length}"
+        )
+
+
+def _batches(config: Settings) -> Iterator[str]:
+    if config.trainer.max_steps % config.algorithm.steps_per_batch:
+        n, m = config.trainer.max_steps, config.algorithm.steps_per_batch
+        yield (
+            f"trainer.max_steps {n} does not divide by algorithm.num_iterations {config.algorithm.num_iterations} × "
+            f"steps_per_generation {config.algorithm.steps_per_generation}, the steps of a batch of rollouts; "
+            f"set trainer.max_steps={math.ceil(n / m) * m}"
+        )
+
+
+def _kl(config: Settings) -> Iterator[str]:
+    if config.reference.on == "trainer" and config.algorithm.kl_in_reward:
+        yield (
+            "algorithm.kl_in_reward changes the rewards that advantages are made of, before a trainer rank has "
+            "scored its groups; set reference.on=sampler"
+        )
+    n = config.prompts_per_batch * config.sampler.num_generations
+    if config.algorithm.kl_controller == "adaptive" and config.algorithm.kl_horizon < n:
+        yield (
+            f"algorithm.kl_horizon {config.algorithm.kl_horizon} is shorter than a batch of {n} completions, which "
+            f"would move beta by more than a fifth at once; set algorithm.kl_horizon={10 * n}"
+        )
+
+
+def _publishing(config: Settings) -> Iterator[str]:
+    if config.weights.publish_every == "batch":
+        return
+    if config.algorithm.steps_per_batch == 1:
+        yield (
+            "weights.publish_every step differs from batch only where a batch has several steps; set "
+            "algorithm.steps_per_generation=4, or remove weights.publish_every"
+        )
+    elif config.trainer.max_staleness == 0:
+        yield (
+            "weights.publish_every step with trainer.max_staleness 0 publishes weights that sample nothing: the "
+            "next groups start when the batch is done; set trainer.max_staleness=1, or weights.publish_every=batch"
+        )
+
+
+def _lora(config: Settings) -> Iterator[str]:
+    if not config.lora.publishes_adapters:
+        return
+    for name in ("enable_lora", "max_loras", "max_cpu_loras"):
+        if name in config.vllm:
+            yield f"vllm.{name} follows from lora.r; remove it"
+    rank = config.vllm.get("max_lora_rank", config.lora.r)
+    if not (isinstance(rank, int) and rank >= config.lora.r):
+        yield f"vllm.max_lora_rank {rank} is below lora.r {config.lora.r}; remove it, it follows from r"
+
+
+def _lengths(config: Settings) -> Iterator[str]:
+    completion = max(config.sampler.max_completion_length, config.eval.max_completion_length or 0)
+    longest, limit = config.data.max_prompt_length + completion, config.vllm.get("max_model_len")
+    if limit is not None and not (isinstance(limit, int) and limit >= longest):
+        yield (
+            f"data.max_prompt_length {config.data.max_prompt_length} + max_completion_length {completion} = "
+            f"{longest} tokens > vllm.max_model_len {limit}; set vllm.max_model_len={longest}, or remove it"
+        )
+
+
+def _critic(config: Settings) -> Iterator[str]:
+    if config.critic != Critic() and not config.algorithm.needs_critic:
+        yield (
+            f"the section critic does nothing with algorithm.adv_estimator {config.algorithm.adv_estimator}; "
+            "remove it, or set algorithm.adv_estimator=gae"
+        )
+    if config.critic.revision is not None and config.critic.path is None:
+        yield "critic.revision without critic.path names nothing; set critic.path, or remove revision"
+    if config.critic.critic_warmup_steps >= config.trainer.max_steps:
+        yield (
+            f"critic.critic_warmup_steps {config.critic.critic_warmup_steps} leaves the policy none of "
+            f"trainer.max_steps {config.trainer.max_steps}; make max_steps larger"
+        )
+
+
+def _evaluation(config: Settings) -> Iterator[str]:
+    metric = config.eval.metric_for_best_model
+    if (metric is not None or config.eval.val_only) and config.data.eval is None:
+        name = "eval.val_only" if metric is None else "eval.metric_for_best_model"
+        yield f"{name} needs held-out problems; set data.eval=openai/gsm8k:main@test"
+    known = [f"{name}/{kind}" for name in config.rewards.names for kind in ("accuracy", "mean")]
+    if metric is not None and metric not in known:
+        near = difflib.get_close_matches(metric, known, n=1, cutoff=0) or known
+        yield (
+            f"eval.metric_for_best_model {metric!r} is none of {', '.join(known)}; "
+            f"set eval.metric_for_best_model={near[0]}"
+        )

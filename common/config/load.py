@@ -1,0 +1,88 @@
+"""A YAML file and `key=value` overrides -> the checked configuration."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from common.config.checks import Config
+from common.config.messages import explain
+from common.errors import UserError
+
+
+def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """The checked configuration. Raises UserError naming every problem at once."""
+    path = Path(path)
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError:
+        raise UserError(f"config {path} is not text; give a YAML file such as configs/quickstart.yaml") from None
+    except OSError as error:
+        near = [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+        hint = difflib.get_close_matches(path.name, near, n=1)
+        raise UserError(
+            f"config {path}: {error.strerror or error}."
+            + (f" Did you mean {path.parent / hint[0]}?" if hint else f" Files there: {', '.join(near) or 'none'}")
+        ) from None
+    try:
+        lines = _line_numbers(yaml.compose(text, Loader=_Loader), path)
+        settings = _parse(text) or {}
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not valid YAML: {error}") from None
+    if not isinstance(settings, dict):
+        raise UserError(f"{path}: expected sections such as `model:` and `data:`, got {type(settings).__name__}")
+    settings = {name: {} if value is None else value for name, value in settings.items()}  # `eval:` with no lines
+    for override in overrides:
+        _apply(settings, override)
+    try:
+        return Config.model_validate(settings)
+    except ValidationError as error:
+        raise UserError("\n".join(explain(e, path, lines) for e in error.errors())) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-6 as text; here it is a number, as in YAML 1.2."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+"), list("-+.0123456789")
+)
+
+
+def _parse(text: str) -> Any:
+    return _Loader(text).get_single_data()
+
+
+def _apply(settings: dict[str, Any], override: str) -> None:
+    """`trainer.max_steps=20` sets settings["trainer"]["max_steps"] = 20; the value is YAML."""
+    key, sep, value = override.partition("=")
+    if not sep or not key:
+        raise UserError(f"override {override!r} is not key=value; write for example trainer.max_steps=20")
+    *parents, leaf = key.split(".")
+    node: Any = settings
+    for parent in parents:
+        node = node.setdefault(parent, {}) if isinstance(node, dict) else None
+    if not isinstance(node, dict):
+        raise UserError(f"override {override!r}: {'.'.join(parents)} is not a section")
+    try:
+        node[leaf] = _parse(value)
+    except yaml.YAMLError:
+        raise UserError(f"override {override!r}: the value is not valid YAML") from None
+
+
+def _line_numbers(node: yaml.Node | None, path: Path, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], int]:
+    """Line of every key. Raises UserError for a key given twice, of which YAML would silently drop the first."""
+    lines: dict[tuple[str, ...], int] = {}
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            where, line = (*prefix, str(key.value)), key.start_mark.line + 1
+            if where in lines:
+                raise UserError(f"{path}:{line}: {'.'.join(where)} stands in line {lines[where]} already; join them")
+            lines[where] = line
+            lines.update(_line_numbers(value, path, where))
+    return lines

@@ -1,0 +1,156 @@
+"""The settings of sampling: training samples, held-out evaluations and the rewards of both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from common.config.sections import Section
+
+MAX_TOP_K = 1024  # tokens that travel with every sampled one
+TIES = 16  # more tokens than top_k may be kept: all that are as likely as the last of them
+
+
+class Sampler(Section):
+    num_generations: int = Field(8, ge=2)
+    """G: completions per problem, the size of a group."""
+    temperature: float = Field(1.0, ge=0.01)
+    """Training samples; the trainer divides its logits by the same number. vLLM raises anything below 0.01 to it."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Draw from the most likely tokens that have this probability together. 1 = all; less needs
+    return_sampling_mask."""
+    top_k: int | None = Field(None, ge=-1)
+    """Draw from the k most likely tokens. null, 0 or -1 = all; more needs return_sampling_mask."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Draw from tokens at least this likely relative to the most likely one. 0 = all; more needs
+    return_sampling_mask."""
+    return_sampling_mask: bool = False
+    """Send the tokens that top_p, top_k and min_p kept with every sample; the trainer then takes its softmax over them
+    alone, as the sampler did. Needs top_k, which bounds their number."""
+    max_completion_length: int = Field(256, gt=0)
+    """Tokens, end-of-sequence included."""
+    ignore_eos: bool = False
+    """Sample to max_completion_length whatever comes: for measurements, where every step must cost the same."""
+    devices: list[int] = []
+    """GPUs of the sampler, by index; empty = all visible ones, or the CPU."""
+
+    @property
+    def max_sampling_mask(self) -> int:
+        """Most tokens that one sample may be drawn from; 0 = the whole vocabulary."""
+        return (self.top_k or 0) + TIES if self.return_sampling_mask else 0
+
+    @model_validator(mode="after")
+    def _a_truncated_distribution_needs_its_mask(self) -> Sampler:
+        k = self.top_k or 0
+        if self.return_sampling_mask:
+            if not 0 < k <= MAX_TOP_K:
+                raise ValueError(
+                    f"return_sampling_mask sends up to top_k tokens with every sample, and top_k is {self.top_k}; set "
+                    f"sampler.top_k=50 (at most {MAX_TOP_K}), or for all tokens sampler.return_sampling_mask=false"
+                )
+            return self
+        cuts = {"top_p": self.top_p if self.top_p < 1 else None, "top_k": k if k > 0 else None}
+        cuts["min_p"] = self.min_p if self.min_p > 0 else None
+        if cut := [f"{name} {value}" for name, value in cuts.items() if value is not None]:
+            top_k = "" if k > 0 else " sampler.top_k=50"
+            raise ValueError(
+                f"{', '.join(cut)} samples from a truncated distribution: its log-probs are renormalised over the kept "
+                "tokens, while the trainer's softmax is over all: every ratio would be too small by the probability "
+                f"that was cut away. Set sampler.return_sampling_mask=true{top_k}, so that both use them, or "
+                "sample at full support: sampler.top_p=1 sampler.top_k=-1 sampler.min_p=0"
+            )
+        return self
+
+
+class Eval(Section):
+    steps: int | None = Field(None, gt=0)
+    """Evaluate every n policy versions; null = only before and after."""
+    before: bool = True
+    """Evaluate the policy's start, before the first step."""
+    after: bool = True
+    """Evaluate the final policy."""
+    temperature: float = Field(0.0, ge=0)
+    """0 = greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Draw from the most likely tokens that together have this probability. 1 = all."""
+    top_k: int | None = Field(None, ge=-1)
+    """Draw from the k most likely tokens. null, 0 or -1 = all."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Draw from tokens at least this likely relative to the most likely one. 0 = all."""
+    num_generations: int = Field(1, ge=1)
+    """Completions per held-out problem."""
+    max_completion_length: int | None = Field(None, gt=0)
+    """null = the sampler's."""
+    metric_for_best_model: str | None = None
+    """`answer/accuracy` or `answer/mean` of any reward function: the policy with the best one is kept in best/."""
+    greater_is_better: bool = True
+    """Whether more of that metric is better."""
+    early_stopping_patience: int | None = Field(None, gt=0)
+    """Stop after this many evaluations in a row without a better metric; null = never."""
+    early_stopping_threshold: float = Field(0.0, ge=0)
+    """A metric is better only if it is better by more than this."""
+    load_best_model_at_end: bool = False
+    """final/ is the best policy instead of the last one."""
+    val_only: bool = False
+    """`launch.sh run` evaluates the model, or with run.resume its newest checkpoint, and trains nothing."""
+
+    @model_validator(mode="after")
+    def _the_best_has_a_metric(self) -> Eval:
+        for name in ("early_stopping_patience", "early_stopping_threshold", "load_best_model_at_end"):
+            if getattr(self, name) and self.metric_for_best_model is None:
+                raise ValueError(f"{name} needs a metric; set eval.metric_for_best_model=answer/accuracy")
+        if self.early_stopping_patience is not None and self.steps is None:
+            raise ValueError("early_stopping_patience counts evaluations while training; set eval.steps=20")
+        return self
+
+
+def reward_name(spec: str) -> str:
+    """`my_rewards.py:length` and `package.module.length` are both called "length"."""
+    return spec.rsplit(":", 1)[-1].rsplit(".", 1)[-1]
+
+
+class Rewards(Section):
+    reward_funcs: list[str] = ["answer", "format"]
+    """Built-in names, `package.module.function`, or `file.py:function`."""
+    reward_weights: list[float] | None = None
+    """One per function; null = 1.0 each."""
+    reward_kwargs: dict[str, dict[str, Any]] = {}
+    """Arguments for single functions: {cosine_length: {max_len: 512}}. They stand above a column of the same name."""
+    full_marks: dict[str, float] = {}
+    """Score from which a completion counts as right in accuracies, by function; default: 1.25 for format, 0.5 for
+    cosine_length, else 1.0."""
+    timeout_s: float = Field(10.0, gt=0)
+    """A reward call that takes longer is killed, and its group becomes a tombstone."""
+    max_memory_gib: float = Field(8.0, gt=0)
+    """A reward process that wants more gets a MemoryError, and its group becomes a tombstone. Linux only."""
+    max_tombstone_fraction: float = Field(0.01, ge=0, le=1)
+    """The run stops with the reason once more than this share of groups (and more than 3) are tombstones."""
+
+    @property
+    def weights(self) -> list[float]:
+        return self.reward_weights if self.reward_weights is not None else [1.0] * len(self.reward_funcs)
+
+    @property
+    def names(self) -> list[str]:
+        """Short names of the functions, for metrics: the part after the last colon or dot."""
+        return [reward_name(spec) for spec in self.reward_funcs]
+
+    def full_mark(self, name: str) -> float:
+        return self.full_marks.get(name, {"format": 1.25, "cosine_length": 0.5}.get(name, 1.0))
+
+    @model_validator(mode="after")
+    def _one_weight_per_function(self) -> Rewards:
+        if not self.reward_funcs:
+            raise ValueError("reward_funcs is empty; write reward_funcs: [answer, format]")
+        if twice := sorted({name for name in self.names if self.names.count(name) > 1}):
+            raise ValueError(f"reward_funcs has two functions named {twice[0]!r}; rename one, their metrics would mix")
+        for option in ("reward_kwargs", "full_marks"):
+            for name in set(getattr(self, option)) - set(self.names):
+                raise ValueError(
+                    f"{option} names {name!r}, and reward_funcs gives {', '.join(self.names)}; use one of them"
+                )
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
+            n, m = len(self.reward_weights), len(self.reward_funcs)
+            raise ValueError(f"reward_weights has {n} numbers for {m} reward_funcs; write {[1.0] * m}")
+        return self

@@ -1,0 +1,182 @@
+"""The settings of what both processes share: the run, models, data, prompts, the link and the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+MAX_SOCKET_PATH = 107  # bytes, of sockaddr_un
+MAX_LORA_RANK = 512  # of vLLM
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class Run(Section):
+    output_dir: Path = Path("runs/run")
+    """Run folder: metrics.jsonl, samples.jsonl, eval.jsonl, curves.png, report.html, logs/, checkpoints/, final/."""
+    seed: int = 0
+    """Seeds problem order, sampling and everything random in the trainer."""
+    report_to: list[Literal["tensorboard", "wandb", "trackio", "swanlab", "mlflow"]] = ["tensorboard"]
+    """Sinks beside metrics.jsonl, which is always written. They get numbers and settings, never samples."""
+    resume: bool = False
+    """Continue from the newest valid checkpoint in output_dir. Without one this is an error, never a fresh start."""
+    record: bool = False
+    """Append every group that is trained to output_dir/groups.recording. Ignored while replaying one."""
+    replay: Path | None = None
+    """Train from such a recording, without a sampler: the same weights, bit for bit."""
+    log_samples: int = Field(2, ge=0)
+    """Groups written to samples.jsonl per step: the best and the worst completion of each."""
+
+
+class Model(Section):
+    path: str
+    """Hub id or folder of the policy's start."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub; null = the default branch."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Weights and compute; with bfloat16 the optimizer keeps float32 master weights."""
+    trust_remote_code: bool = False
+    """Run the Python code that comes with the model. Only for models you trust as you trust your own code."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third slower."""
+
+
+class Reference(Section):
+    path: str | None = None
+    """Frozen reference of the KL term; null = the policy's own start. Any size, same tokenizer. Unused at beta 0."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub; null = the default branch."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """null = the policy's."""
+    on: Literal["sampler", "trainer", "auto"] = "sampler"
+    """Which process scores it. sampler: groups carry its log-probs. trainer: every rank holds a whole copy and scores
+    its own groups. auto: launch.sh gives it to the side that has more time, by the estimate of `launch.sh plan`."""
+
+
+class Lora(Section):
+    """Low-rank adapters beside frozen weights (arXiv 2106.09685); docs/lora.md. Off unless r is given."""
+
+    r: int = Field(0, ge=0)
+    """Rank of the adapters, for example 16: only they are trained. 0 = off, every weight is trained."""
+    alpha: int | None = Field(None, gt=0)
+    """An adapter counts alpha / r times. null = 2 · r."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Inputs of adapters dropped in training. The sampler drops none: above 0 the trainer's log-probs are those of
+    another network than the sampler's, so that ratios differ from 1 before the first step, and mismatch/* shows it."""
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    """Names of the layers that get adapters, such as [q_proj, v_proj]. all-linear: all but the output head."""
+    sync: Literal["adapter", "merged"] = "adapter"
+    """adapter: publish adapters alone, which vLLM applies beside the base weights. merged: publish whole weights with
+    the adapters added, for models whose adapters vLLM cannot apply."""
+
+    @property
+    def scale(self) -> int:
+        """alpha, as given or by default."""
+        return 2 * self.r if self.alpha is None else self.alpha
+
+    @property
+    def publishes_adapters(self) -> bool:
+        return self.r > 0 and self.sync == "adapter"
+
+    @model_validator(mode="after")
+    def _options_fit_together(self) -> Lora:
+        if self.r == 0:
+            given = sorted(name for name in self.model_fields_set if name != "r")
+            if changed := [n for n in given if getattr(self, n) != type(self).model_fields[n].default]:
+                raise ValueError(f"{changed[0]} does nothing without adapters; set lora.r=16, or remove it")
+            return self
+        names = self.target_modules if isinstance(self.target_modules, list) else ["all-linear"]
+        if not names:
+            raise ValueError("target_modules is empty; write target_modules: all-linear, or [q_proj, v_proj]")
+        if tied := [name for name in names if name.split(".")[-1] in ("embed_tokens", "lm_head", "wte")]:
+            raise ValueError(
+                f"target_modules {tied[0]}: embedding and output head get no adapters (they are often one matrix, and "
+                "the head runs in chunks); remove it"
+            )
+        if self.sync == "adapter" and self.r > MAX_LORA_RANK:
+            raise ValueError(f"vLLM applies adapters up to rank {MAX_LORA_RANK}, r is {self.r}; set lora.sync=merged")
+        return self
+
+
+class Data(Section):
+    train: str | list[str]
+    """`openai/gsm8k:main@train[:512]`, a .jsonl, .json or .parquet file, a folder, a save_to_disk folder, or a list."""
+    eval: str | list[str] | None = None
+    """Held-out problems in the same notation; null = no evaluation."""
+    prompt_key: str = "question"
+    """Column with the problem: text, or a list of chat messages. `extra_info.question` looks inside a column."""
+    answer_key: str | None = "answer"
+    """Column that reward functions receive as `answer`; may look inside, too. null = no reward needs one."""
+    rename: dict[str, str] = {}
+    """New column names, {problem: question}, before everything else; the old name may look inside a column."""
+    max_prompt_length: int = Field(512, gt=0)
+    """Tokens. Longer prompts are filtered once at the start and counted."""
+    eval_size: int | None = Field(None, gt=0)
+    """Use only the first n held-out problems."""
+    shuffle: bool = True
+    """A new permutation per epoch, a pure function of (seed, epoch)."""
+
+
+class PromptTemplate(Section):
+    system: str | None = None
+    """System message put before every problem."""
+    format_prompt: Path | None = None
+    """A Jinja file that writes the user's message: `content` is the problem, the other columns have their names."""
+    chat_template: Path | None = None
+    """A Jinja file used instead of the tokenizer's own chat template; needed for base models."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Passed to the chat template, for example {enable_thinking: false}."""
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:
+        return False
+    if parts.scheme == "ipc":
+        return bool(parts.path) and len(text.removeprefix("ipc://").encode()) <= MAX_SOCKET_PATH
+    names_a_host = parts.hostname not in (None, "*", "0.0.0.0")  # samplers connect to the same text
+    return parts.scheme == "tcp" and names_a_host and bool(port) and not parts.path
+
+
+class Channel(Section):
+    endpoint: str | None = None
+    """null = ipc:// in a private folder of this host. Several hosts: tcp://10.0.0.1:5555, bound by trainer rank 0."""
+    connect_timeout_s: float = Field(600.0, gt=0)
+    """How long either side waits for the other's first word."""
+    lost_after_s: float = Field(10.0, gt=0)
+    """Silence after which a peer is reported lost and its leases go to others."""
+    stall_timeout_s: float = Field(1800.0, gt=0)
+    """Silence or no progress for this long ends the process with exit code 75."""
+    max_message_mib: int = Field(64, gt=0)
+    """A larger message is refused and its sender disconnected."""
+
+    @property
+    def rank_patience_s(self) -> float:
+        """How long the other ranks wait for rank 0, which may itself wait for a sampler and then for its groups."""
+        return self.connect_timeout_s + self.stall_timeout_s + 60
+
+    @field_validator("endpoint")
+    @classmethod
+    def _both_sides_can_use_it(cls, value: str | None) -> str | None:
+        if value is not None and not _is_address(value):
+            raise ValueError("not an address that both sides can use; write tcp://10.0.0.1:5555, or null on one host")
+        return value
+
+
+class Weights(Section):
+    dir: Path | None = None
+    """Where versions are published; null = memory (/dev/shm) on one host, output_dir/weights otherwise."""
+    keep: int = Field(2, ge=2)
+    """Versions kept beside those that a live sampler still uses."""
+    publish_every: Literal["batch", "step"] = "batch"
+    """batch: the sampler gets new weights when a batch of rollouts is done. step: after each of its optimizer steps,
+    with leases for as many groups as that step was the last to train; only with max_staleness above 0."""
+    canary_tolerance: float | None = Field(None, gt=0)
+    """Largest log-prob difference between trainer and engine on the canary; null = 1e-3 in float32, 0.5 in bfloat16."""

@@ -1,0 +1,106 @@
+"""All sections together, and the numbers that follow from them."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from common.config.algorithm import Algorithm
+from common.config.sampling import Eval, Rewards, Sampler
+from common.config.sections import Channel, Data, Lora, Model, PromptTemplate, Reference, Run, Section, Weights
+from common.config.training import Critic, Trainer
+from common.errors import UserError
+
+
+class Settings(Section):
+    run: Run = Run()
+    model: Model
+    lora: Lora = Lora()
+    reference: Reference = Reference()
+    data: Data
+    prompt: PromptTemplate = PromptTemplate()
+    sampler: Sampler = Sampler()
+    eval: Eval = Eval()
+    rewards: Rewards = Rewards()
+    algorithm: Algorithm = Algorithm()
+    critic: Critic = Critic()
+    trainer: Trainer = Trainer()
+    channel: Channel = Channel()
+    weights: Weights = Weights()
+    deepspeed: dict[str, Any] | Path = {}
+    """Your DeepSpeed JSON, inline or as a path. Absent fields are filled in; contradictions are refused."""
+    vllm: dict[str, Any] = {}
+    """Passed to vllm.LLM unchanged: gpu_memory_utilization, max_model_len, tensor_parallel_size, …"""
+
+    @property
+    def reference_on(self) -> Literal["sampler", "trainer"] | None:
+        """The process that loads the reference model; None at beta 0. `auto` must be decided."""
+        if self.algorithm.beta == 0:
+            return None
+        return "trainer" if self.reference.on == "trainer" else "sampler"
+
+    def require_training(self) -> None:
+        """Raises UserError where there is nothing to train."""
+        if self.eval.val_only:
+            raise UserError(
+                "eval.val_only evaluates without a trainer: bash launch.sh run CONFIG eval.val_only=true, or "
+                "bash launch.sh eval CHECKPOINT"
+            )
+
+    def require_reference_side(self) -> None:
+        """Raises UserError while reference.on is auto: two processes started by hand could decide differently."""
+        if self.reference.on == "auto" and self.algorithm.beta > 0:
+            raise UserError(
+                "reference.on is auto, which launch.sh decides for both processes; where they are started one by one "
+                "give both the same: reference.on=sampler or reference.on=trainer (bash launch.sh plan names one)"
+            )
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of rollouts in the whole run; each gives steps_per_batch optimizer steps."""
+        return self.trainer.max_steps // self.algorithm.steps_per_batch
+
+    @property
+    def prompts_per_batch(self) -> int:
+        """Groups in a batch of rollouts, over all its mini-batches."""
+        return self.trainer.prompts_per_step * self.algorithm.steps_per_generation
+
+    @property
+    def window(self) -> int:
+        """Groups that may exist outside the trainer: a batch of rollouts, and those the sampler may run ahead."""
+        return self.prompts_per_batch * (1 + self.trainer.max_staleness)
+
+    def micro_batches(self, world_size: int) -> int:
+        """Micro-batches per optimizer step on each rank; with a budget of tokens, of the longest groups possible."""
+        return math.ceil(self.trainer.prompts_per_step / (world_size * self.groups_at_once))
+
+    @property
+    def groups_at_once(self) -> int:
+        """Groups in one micro-batch; with a budget of tokens, of the longest possible."""
+        budget = self.trainer.max_tokens_per_micro_batch
+        return self.trainer.groups_per_micro_batch if budget is None else max(1, budget // self.longest_group)
+
+    @property
+    def longest_group(self) -> int:
+        """Tokens of the longest group there can be, as packed."""
+        count, completion = self.sampler.num_generations, self.sampler.max_completion_length
+        return (1 if self.trainer.packing == "shared" else count) * self.data.max_prompt_length + count * completion
+
+    def uneven_work(self, world_size: int) -> str | None:
+        """What to say when some ranks have a group more than others and those wait. The update is the same."""
+        prompts = self.trainer.prompts_per_step
+        if prompts % world_size == 0:
+            return None
+        least, even = prompts // world_size, math.ceil(prompts / world_size) * world_size
+        near = " or ".join(str(n) for n in (even - world_size, even) if n)
+        return (
+            f"trainer.prompts_per_step {prompts} on {world_size} ranks: some train {least + 1} groups a step, the "
+            f"others {least} and then wait. Even would be trainer.prompts_per_step={near}"
+        )
+
+
+def world_size() -> int:
+    """Ranks of this job, from the launcher's environment; 1 when started without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
