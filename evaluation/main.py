@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 from common import durable, exits
 from common.config import Config, load
 from common.errors import UserError
+from common.paths import checkpoints
 from common.redact import redacted
 from model import lora
 from report.display import strip_escapes
@@ -121,13 +122,12 @@ def is_run(folder: Path) -> bool:
 
 
 def _newest_model(run_folder: Path) -> Path:
-    steps = sorted(p for p in (run_folder / "checkpoints").glob("step_*") if p.is_dir())
-    found = [p for p in (run_folder / "final", *reversed(steps)) if p.is_dir()]
-    if not found:
+    final, saved = run_folder / "final", checkpoints(run_folder)
+    if not final.is_dir() and not saved:
         raise UserError(
             f"{run_folder} holds no final/ and no checkpoint; the run has not saved yet (trainer.save_steps)"
         )
-    return found[0]
+    return final if final.is_dir() else saved[-1]
 
 
 def _sizes(config: Config, given: Sequence[str]) -> list[int]:

@@ -9,7 +9,6 @@ or vllm: the process is up in about 0.2 s, so killing and replacing it is cheap.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import resource
 import signal
@@ -20,6 +19,7 @@ import msgspec
 
 from common.config import reward_name
 from common.errors import UserError
+from common.exits import die_with_parent
 from rewards import Logged, RewardError, RewardFunction, Scores, TrainerState, score
 from rewards.find import bind, check_signature, resolve
 
@@ -126,9 +126,8 @@ def _functions(setup: Setup) -> list[tuple[str, RewardFunction, float]]:
 def _die_with(parent_pid: int) -> None:
     """End when the parent does, even inside a reward that never returns, and before it when memory runs out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    die_with_parent()
     if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
     if os.getppid() != parent_pid:  # it died before prctl

@@ -26,6 +26,7 @@ import yaml
 from common import durable
 from common.config import load
 from common.errors import UserError
+from launcher import commands
 from launcher import run as launcher_run
 from launcher.placement import placement
 from launcher.processes import Child
@@ -144,7 +145,7 @@ class Ending:
     log: str = ""
 
 
-class Command(launcher_run._Command):
+class Command(launcher_run.Commands):
     """The real commands with the programs exchanged."""
 
     def sampler(self) -> Child:
@@ -300,7 +301,7 @@ def _is_held(path: Path) -> bool:
 
 
 def run_all(chosen: list[Scenario], jobs: int, report: Callable[[Ending], None]) -> None:
-    launcher_run.remove_stale_build_locks = lambda: None  # it looks at compiled ops, which are not part of this
+    commands.remove_stale_build_locks = lambda: None  # it looks at compiled ops, which are not part of this
     waiting, running = list(chosen), list[Running]()
     with tempfile.TemporaryDirectory(prefix="tandem-ends-") as name:
         while waiting or running:

@@ -17,6 +17,7 @@ import zmq
 from common import channel
 from common.config import Config
 from common.errors import Retryable, UserError
+from common.ports import free_port
 from tests.protocol_helpers import make_config, short_folder
 
 pytestmark = pytest.mark.fast
@@ -26,12 +27,6 @@ pytestmark = pytest.mark.fast
 def folder() -> Iterator[Path]:
     with short_folder() as path:
         yield path
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def tcp(folder: Path, port: int | None = None) -> Config:

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from common.ports import free_port
 from report.run_log import read_jsonl
 from tests.test_metrics_page import unexplained
 
@@ -75,12 +75,6 @@ def config_for(task: Path, output_dir: Path, stage: int, **trainer) -> Path:
     path = output_dir.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(settings))
     return path
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Two:

@@ -1,6 +1,6 @@
 """R13: nobody waits for ever and nothing is left behind, whoever is killed, stopped, interrupted, absent or stuck.
 
-The supervisor alone, with programs that know nothing of the protocol, is in test_supervise.py.
+The supervisor alone, with programs that know nothing of the protocol, is in test_supervisor.py.
 """
 
 from __future__ import annotations
