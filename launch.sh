@@ -191,7 +191,7 @@ case $command in
       if [[ $argument == [!/-]* && $argument != *=* && -f $called_from/$argument ]]; then argument=$called_from/$argument; fi
       set -- "$@" "$argument"
     done
-    exec .venv/bin/python -m sampler.check "$@"
+    exec .venv/bin/python -m sampler.check_rewards "$@"
     ;;
   doctor)
     if supported .venv/bin/python; then python=.venv/bin/python; else python=$(find_python); fi

@@ -26,7 +26,7 @@ from common.errors import UserError
 from common.paths import checkpoints
 from common.redact import redacted
 from model import lora
-from report.display import strip_escapes
+from report.escape import strip_escapes
 
 if TYPE_CHECKING:
     from common.types import Prompt

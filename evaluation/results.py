@@ -11,7 +11,7 @@ import numpy as np
 
 from common.config import Rewards
 from evaluation.pass_at_k import Estimate, estimate, final_answer, majority_at_k, pass_at_k
-from report.display import strip_escapes
+from report.escape import strip_escapes
 
 _ROUNDING = 1e-9  # of scores that should equal full marks
 Sample = dict[str, Any]  # a line of completions.jsonl

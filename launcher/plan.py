@@ -26,7 +26,7 @@ from launcher.run import parse
 from launcher.workload import workload_of, zero_stage
 from model.dims import read_dims
 from model.folder import require_models
-from report.display import strip_escapes
+from report.escape import strip_escapes
 
 CANNOT = 1
 _ROWS = 4  # of the data set, for the call of the rewards

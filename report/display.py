@@ -11,7 +11,6 @@ import atexit
 import collections
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,19 +18,11 @@ from typing import Any, TextIO
 
 from common.config import Config
 from report.advice import Adviser, Settings, replay
+from report.escape import strip_escapes
 
 BARS = "▁▂▃▄▅▆▇█"
 HISTORY = 40  # steps in a sparkline
 WAIT_LINE_EVERY_S = 10.0
-_ESCAPE = re.compile(r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?|\x1b.?")
-
-
-def strip_escapes(text: object) -> str:
-    """One printable line: escape sequences removed, other control and direction characters turned into spaces.
-
-    "\\x1b[31mred\\x1b[0m\\nline" → "red line"
-    """
-    return "".join(char if char.isprintable() else " " for char in _ESCAPE.sub("", str(text)))
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -55,7 +46,7 @@ def clock(seconds: float) -> str:
 
 
 def step_line(step: int, max_steps: int, values: Mapping[str, float], eta_s: float | None) -> str:
-    """The facts of one optimizer step in one line; what was not measured is left out. test_panel.py has an example."""
+    """The facts of one optimizer step in one line, without what was not measured. test_display.py has an example."""
     parts = [
         f"step {step}/{max_steps}",
         _part(values, "reward", "reward {:.2f}") + _part(values, "reward_std", " ±{:.2f}"),
@@ -151,8 +142,13 @@ class StepDisplay:
 
             console = Console(file=stream, force_terminal=True, markup=False, highlight=False, emoji=False)
             # Other prints appear above the panel, but never on the terminal if they were sent to a file.
-            redirect = {"redirect_stdout": stream is sys.stdout, "redirect_stderr": sys.stderr.isatty()}
-            self._live = Live(self._panel(), console=console, auto_refresh=False, **redirect)
+            self._live = Live(
+                self._panel(),
+                console=console,
+                auto_refresh=False,
+                redirect_stdout=stream is sys.stdout,
+                redirect_stderr=sys.stderr.isatty(),
+            )
             atexit.register(self.close)  # gives the cursor back if an exception ends the process
             self._show(self._live.start, True)
 

@@ -21,7 +21,7 @@ from report.advice import Adviser, Settings, replay
 from report.curves import Rows, evaluations_of, function_names, share_of_full_marks
 from report.escape import visible
 from report.run_log import read_jsonl
-from report.svg import SAMPLER_TIME, TRAINER_TIME, svg_panels, wall_s
+from report.svg import SAMPLER_TIME, TRAINER_TIME, svg_plots, wall_s
 
 SAMPLES = 6  # of the best and of the worst
 SHOWN = 3000  # characters of a text; the rest is counted
@@ -38,7 +38,7 @@ def write_report(output_dir: Path) -> Path:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     def harmless(value: Any) -> Any:
-        return value if hasattr(value, "__html__") else visible(value)  # a macro's output, and the panels
+        return value if hasattr(value, "__html__") else visible(value)  # a macro's output, and the plots
 
     folder = Path(output_dir)
     environment = Environment(
@@ -67,7 +67,7 @@ def content_of(folder: Path) -> dict[str, Any]:
         "advice": _advice(rows, evaluations, config),
         "functions": [_before_after(name, evaluations) for name in function_names([], evaluations)],
         "problems": evaluations[-1].get("problems", evaluations[-1]["n"]) if evaluations else 0,
-        "panels": svg_panels(rows, evaluations),
+        "plots": svg_plots(rows, evaluations),
         "time": time_split(rows),
         "speed": _speed(rows),
         "trouble": _trouble(rows),
@@ -128,7 +128,7 @@ def time_split(rows: Rows) -> list[dict[str, Any]]:
             continue
         seconds["rest"] = max(0.0, total - sum(seconds.values()))
         scale = max(total, sum(seconds.values()))
-        colors = [*range(len(parts)), 7]  # of the page's classes f0 … f7, the same as in the panel
+        colors = [*range(len(parts)), 7]  # of the page's classes f0 … f7, the same as in the plot
         shown = [(n, s, 100 * s / scale, c) for (n, s), c in zip(seconds.items(), colors, strict=True) if s > 0.05]
         bars.append({"who": who, "total": total, "parts": shown})
     return bars

@@ -79,7 +79,7 @@ def shorten(value: Any) -> str:
     return text if len(text) <= 200 else text[:200] + "…"
 
 
-def score(
+def score_completions(
     functions: Sequence[tuple[str, RewardFunction, float]],
     prompts: Sequence[Any],
     completions: Sequence[Any],
@@ -196,8 +196,8 @@ def _number(name: str, value: Any, completion: Any) -> float:
     if value is None:
         return math.nan
     try:
-        number = value.item() if hasattr(value, "item") else value  # a 0-d numpy array or torch tensor
-        if isinstance(number, Real) and math.isfinite(number := float(number)):
+        plain = value.item() if hasattr(value, "item") else value  # a 0-d numpy array or torch tensor
+        if isinstance(plain, Real) and math.isfinite(number := float(plain)):
             return number
     except (ValueError, OverflowError, RuntimeError):
         pass

@@ -49,7 +49,7 @@ class RewardProcess:
         self._closed = False
         self._lock = threading.Lock()  # a process must not be reaped while close() sends a signal to its id
 
-    def score(self, job: Job) -> Reply:
+    def run(self, job: Job) -> Reply:
         """The scores of one job. Raises RewardError, or LostError or StartError, after which the process is gone."""
         self.ensure_alive()
         self._num_jobs += 1

@@ -20,7 +20,7 @@ import msgspec
 from common.config import reward_name
 from common.errors import UserError
 from common.exits import die_with_parent
-from rewards import Logged, RewardError, RewardFunction, Scores, TrainerState, score
+from rewards import Logged, RewardError, RewardFunction, Scores, TrainerState, score_completions
 from rewards.find import bind, check_signature, resolve
 
 MAX_FRAME_BYTES = 1 << 28
@@ -67,7 +67,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be sent to the reward process")
 
 
-def score_job(job: Job, functions: list[tuple[str, RewardFunction, float]], max_steps: int = 0) -> Reply:
+def reply_to(job: Job, functions: list[tuple[str, RewardFunction, float]], max_steps: int = 0) -> Reply:
     """Reply with the scores of one job, in TRL's shapes: message completions for message prompts, else strings."""
     n = len(job.completions)
     completions: list[Any] = job.completions
@@ -76,7 +76,7 @@ def score_job(job: Job, functions: list[tuple[str, RewardFunction, float]], max_
     columns = {name: [value] * n for name, value in job.columns.items()}
     state, logged = TrainerState(job.policy_version, max_steps), Logged()
     try:
-        scores = score(functions, [job.prompt] * n, completions, columns, job.completion_ids, state, logged)
+        scores = score_completions(functions, [job.prompt] * n, completions, columns, job.completion_ids, state, logged)
         return Reply(job.number, scores, logged=logged.means())
     except RewardError as error:
         return Reply(job.number, reason=str(error))
@@ -108,7 +108,7 @@ def main(parent_pid: int) -> NoReturn:
         sys.exit(2)
     reply(Reply(0))
     while True:
-        reply(score_job(msgspec.msgpack.decode(_read(requests), type=Job), functions, setup.max_steps))
+        reply(reply_to(msgspec.msgpack.decode(_read(requests), type=Job), functions, setup.max_steps))
 
 
 def _functions(setup: Setup) -> list[tuple[str, RewardFunction, float]]:

@@ -40,7 +40,7 @@ def make_task(folder: Path) -> Path:
 
 def run(script: str, config: Path, *overrides: str) -> Ended:
     """`python sampling.py --config …` and its like; "check", "plan" and "run" are the commands of launch.sh."""
-    start = {"check": ["-m", "sampler.check"], "plan": ["-m", "launcher.plan"], "run": ["-m", "launcher.run"]}
+    start = {"check": ["-m", "sampler.check_rewards"], "plan": ["-m", "launcher.plan"], "run": ["-m", "launcher.run"]}
     command = start.get(script, [script, "--config"])
     env = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "TANDEM_FAILPOINT")}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -137,7 +137,7 @@ def test_check_names_its_files_from_the_callers_folder(copy, tmp_path):
     assert copy.launch("setup", BACKEND="cpu").returncode == 0
     copy.launch("check", "my.yaml", "samples.jsonl", "run.seed=1", "configs/none.yaml", cwd=tmp_path, BACKEND="cpu")
     files = f"{tmp_path}/my.yaml {tmp_path}/samples.jsonl"
-    assert copy.calls() == [f"-m sampler.check {files} run.seed=1 configs/none.yaml"]
+    assert copy.calls() == [f"-m sampler.check_rewards {files} run.seed=1 configs/none.yaml"]
 
 
 def test_another_backend_gets_a_new_environment(copy):

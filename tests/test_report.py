@@ -35,7 +35,7 @@ def write_run(folder, steps: int, evaluations: tuple[dict, ...] = (), **extra: f
 
 @pytest.fixture
 def drawn(monkeypatch) -> dict[str, list]:
-    """What every panel is given: titles, words, lines and held-out points, in the order of drawing."""
+    """What every plot is given: titles, words, lines and held-out points, in the order of drawing."""
     calls: dict[str, list] = {}
     for name in ("set_title", "text", "plot", "errorbar"):
         real = getattr(matplotlib.axes.Axes, name)

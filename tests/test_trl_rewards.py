@@ -7,7 +7,7 @@ import pytest
 
 from common.config import Rewards
 from common.errors import UserError
-from rewards import RewardError, TrainerState, score
+from rewards import RewardError, TrainerState, score_completions
 from rewards.pool import RewardFailure, RewardPool
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(60)]
@@ -118,7 +118,7 @@ def test_async_functions_of_one_call_overlap():
         return [1.0] * len(completions)
 
     start = time.monotonic()
-    scores = score([(f"f{i}", waits, 1.0) for i in range(5)], ["p"], ["a"], {}, [[1]])
+    scores = score_completions([(f"f{i}", waits, 1.0) for i in range(5)], ["p"], ["a"], {}, [[1]])
     assert scores[0][1] == 5.0
     assert time.monotonic() - start < 1.2  # one after the other: 2 s
 
@@ -151,7 +151,7 @@ def test_reward_kwargs_are_given_to_their_function_and_stand_above_columns(file)
 
     from rewards.find import bind
 
-    score([("sees", bind(sees, {"level": 9}, "sees"), 1.0)], ["p"], ["a"], {"level": [1]}, [[1]])
+    score_completions([("sees", bind(sees, {"level": 9}, "sees"), 1.0)], ["p"], ["a"], {"level": [1]}, [[1]])
     assert seen == [9]
 
 
@@ -175,10 +175,10 @@ def test_a_function_written_for_the_other_shape_of_completions_says_which_shape_
         return [len(completion.split()) for completion in completions]
 
     with pytest.raises(RewardError, match=r"strings here because prompts are strings: use completion, not"):
-        score([("f", for_chats, 1.0)], ["p"], ["text"], {}, [[1]])
+        score_completions([("f", for_chats, 1.0)], ["p"], ["text"], {}, [[1]])
     chat = [[{"role": "assistant", "content": "text"}]]
     with pytest.raises(RewardError, match=r"message lists here because prompts are message lists: use"):
-        score([("f", for_strings, 1.0)], [[{"role": "user", "content": "p"}]], chat, {}, [[1]])
+        score_completions([("f", for_strings, 1.0)], [[{"role": "user", "content": "p"}]], chat, {}, [[1]])
 
 
 def test_what_trl_passes_is_passed_by_these_names():
@@ -188,6 +188,6 @@ def test_what_trl_passes_is_passed_by_these_names():
         seen.update(arguments)
         return [0.0]
 
-    score([("f", everything, 1.0)], ["p"], ["a"], {"level": [3]}, [[1]], TrainerState(4, 10))
+    score_completions([("f", everything, 1.0)], ["p"], ["a"], {"level": [3]}, [[1]], TrainerState(4, 10))
     names = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "level"}
     assert names <= set(seen) and seen["trainer_state"].global_step == 4

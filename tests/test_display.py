@@ -8,7 +8,8 @@ import math
 import pytest
 
 from common.config import Config
-from report.display import StepDisplay, clock, eval_line, panel_rows, sparkline, step_line, strip_escapes, wants_live
+from report.display import StepDisplay, clock, eval_line, panel_rows, sparkline, step_line, wants_live
+from report.escape import strip_escapes
 
 pytestmark = pytest.mark.fast
 
