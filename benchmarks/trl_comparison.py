@@ -105,8 +105,8 @@ def compare() -> list[Row]:
     logging.disable(logging.WARNING)  # TRL advises against some of the combinations
     rows = []
     for case in LOSSES:
-        found = [_loss_differences(case, seed, spread) for spread in (0.0, 0.5) for seed in SEEDS]
-        on, off = np.max(found[: len(SEEDS)], 0), np.max(found[len(SEEDS) :], 0)
+        differences = [_loss_differences(case, seed, spread) for spread in (0.0, 0.5) for seed in SEEDS]
+        on, off = np.max(differences[: len(SEEDS)], 0), np.max(differences[len(SEEDS) :], 0)
         rows.append(Row(case.name, (*on, *off), case.reason))
     for case in ADVANTAGES:
         rows.append(Row(case.name, (max(_advantage_difference(case, seed) for seed in SEEDS),), case.reason))

@@ -46,9 +46,9 @@ def mismatches(pins: dict[str, str], version_of: Callable[[str], str | None]) ->
     """What is not there or of another version; a build tag such as +cu130 may be added to a plain version."""
     wrong = []
     for name, wanted in pins.items():
-        found = version_of(name)
-        if found != wanted and (found is None or found.partition("+")[0] != wanted):
-            wrong.append(f"{name} {found or 'missing'} (wants {wanted})")
+        installed = version_of(name)
+        if installed != wanted and (installed is None or installed.partition("+")[0] != wanted):
+            wrong.append(f"{name} {installed or 'missing'} (wants {wanted})")
     return wrong
 
 

@@ -36,7 +36,7 @@ from common.transcript import Transcript
 from launcher.machine import ROOT
 
 MARK = "TANDEM_MARK"  # environment variable that every descendant carries
-PREFIX = b"tandem: "  # lines on stderr that are meant for the person at the terminal
+PREFIX = b"tandem: "  # lines on stderr that are shown at the terminal too
 
 
 @dataclass(frozen=True)

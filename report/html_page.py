@@ -100,13 +100,13 @@ def _state(folder: Path, rows: Rows, config: Mapping[str, Any]) -> dict[str, Any
 
 def _advice(rows: Rows, evaluations: Rows, config: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every cause, with its newest sentence and the steps in which it held."""
-    found: dict[str, dict[str, Any]] = {}
+    by_cause: dict[str, dict[str, Any]] = {}
     for step, holding in replay(Adviser(Settings.of(config)), rows, evaluations):
         for cause, sentence in holding.items():
-            entry = found.setdefault(cause, {"cause": cause.replace("_", " "), "first": step, "steps": set()})
+            entry = by_cause.setdefault(cause, {"cause": cause.replace("_", " "), "first": step, "steps": set()})
             entry["steps"].add(step)
             entry |= {"sentence": sentence, "last": step}
-    return [entry | {"steps": len(entry["steps"])} for entry in found.values()]
+    return [entry | {"steps": len(entry["steps"])} for entry in by_cause.values()]
 
 
 def _before_after(name: str, evaluations: Rows) -> dict[str, Any]:
@@ -142,8 +142,8 @@ def _speed(rows: Rows) -> list[tuple[str, str]]:
         ("tokens_per_second", "completion tokens per second of a step"),
         ("step_time", "seconds of a step"),
     )
-    found = [(text, key, [row[key] for row in rows if row.get(key) is not None]) for key, text in medians]
-    speed = [(f"{text} ({key}, median)", _number(median(values))) for text, key, values in found if values]
+    measured = [(text, key, [row[key] for row in rows if row.get(key) is not None]) for key, text in medians]
+    speed = [(f"{text} ({key}, median)", _number(median(values))) for text, key, values in measured if values]
     if first := [row["timing/first_step_s"] for row in rows if row.get("timing/first_step_s")]:
         speed.append(("seconds from the trainer's start to its first step", f"{first[0]:.1f}"))
     return speed
@@ -157,11 +157,11 @@ def _number(value: float) -> str:
 def _trouble(rows: Rows) -> list[tuple[str, str, str]]:
     """(metric, total, meaning) of everything that is not 0 and should be."""
     newest = rows[-1] if rows else {}
-    found = [(key, f"{newest[key]:g}", text) for key, text in TROUBLE if newest.get(key)]
+    totals = [(key, f"{newest[key]:g}", text) for key, text in TROUBLE if newest.get(key)]
     if bad := sum(row.get("num_non_finite", 0) for row in rows):
-        found.append(("num_non_finite", str(bad), "metrics that were not finite numbers"))
+        totals.append(("num_non_finite", str(bad), "metrics that were not finite numbers"))
     counters = {key: value for key, value in newest.items() if key.startswith("link/") and value and key != CROSSED}
-    return found + [(key, f"{value:g}", "counter of the link") for key, value in counters.items()]
+    return totals + [(key, f"{value:g}", "counter of the link") for key, value in counters.items()]
 
 
 def _dead(rows: Rows, samples: Rows) -> dict[str, Any]:

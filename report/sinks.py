@@ -29,8 +29,8 @@ Close = Callable[[], None]
 def require_packages(report_to: Iterable[str]) -> None:
     """Raises UserError with the pip line if a package is missing. Imports none of them."""
     for name in report_to:
-        found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:  # a folder of logs named wandb/ is no package
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # a folder of logs named wandb/ is no package
             rest = [other for other in report_to if other != name]
             raise UserError(
                 f"run.report_to names {name}, whose package is not installed; install it: "
@@ -104,7 +104,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def _tensorboard(folder: Path, last_step: int) -> tuple[Write, Close]:
     module = importlib.import_module(PACKAGES["tensorboard"])
-    # purge_step hides events that a crashed life of this run wrote beyond its checkpoint.
+    # purge_step hides events that a crashed process of this run wrote beyond its checkpoint.
     writer = module.SummaryWriter(str(folder / "tb"), purge_step=last_step + 1, flush_secs=10)
 
     def write(step: int, values: Mapping[str, float]) -> None:

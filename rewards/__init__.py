@@ -150,7 +150,7 @@ def _await_all(outcomes: Sequence[Any]) -> list[Any]:
 
 @functools.cache
 def _event_loop() -> asyncio.Runner:
-    """One loop for the life of the process: the clients that a reward keeps open belong to it."""
+    """One loop as long as the process runs: the clients that a reward keeps open belong to it."""
     return asyncio.Runner()
 
 

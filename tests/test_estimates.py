@@ -91,13 +91,13 @@ def test_explained_variance_is_1_for_a_perfect_critic_0_for_a_constant_one_and_n
     config = settings()
     g = group(rollout([1], 1.0), rollout([2], 0.0))
 
-    def with_memory_advice(*values: float) -> float:
+    def explained_variance(*values: float) -> float:
         found = estimate([g], {0: [np.array([v]) for v in values]}, config)
         return value_metrics([g], found, config)["explained_variance"]
 
-    assert with_memory_advice(1.0, 0.0) == 1.0
-    assert with_memory_advice(0.3, 0.3) == pytest.approx(0.0)
-    assert with_memory_advice(0.0, 1.0) == -3.0  # var of (1, −1) is four times that of (1, 0)
+    assert explained_variance(1.0, 0.0) == 1.0
+    assert explained_variance(0.3, 0.3) == pytest.approx(0.0)
+    assert explained_variance(0.0, 1.0) == -3.0  # var of (1, −1) is four times that of (1, 0)
 
 
 def test_without_groups_there_is_a_filler_of_weight_zero_and_no_metric() -> None:

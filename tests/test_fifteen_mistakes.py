@@ -207,9 +207,9 @@ raise SystemExit(exits.run("trainer", main))
     ],
 )
 def test_12_what_vllm_says_of_memory_is_still_what_we_look_for(file: str, said: str, remedy: str) -> None:
-    told = out_of_memory.words("sampler", ValueError(said))
+    told = out_of_memory.memory_advice("sampler", ValueError(said))
     assert told is not None and said in told and remedy in told
-    assert out_of_memory.words("sampler", ValueError("max_model_len must be positive")) is None
+    assert out_of_memory.memory_advice("sampler", ValueError("max_model_len must be positive")) is None
     (place,) = find_spec("vllm").submodule_search_locations  # type: ignore[union-attr]
     source = re.sub(r'"\s*f?"', "", (Path(place) / "v1" / file).read_text())
     signs = [sign for sign in out_of_memory._ENGINE if sign in said]
