@@ -181,7 +181,7 @@ case $command in
     setup
     if [[ ${1:-} == [!/]* && -d $called_from/$1 ]]; then set -- "$called_from/$1" "${@:2}"; fi
     module=report.samples
-    [[ $command == samples ]] || module=report.draw
+    [[ $command == samples ]] || module=report.main
     exec .venv/bin/python -m "$module" "$@"
     ;;
   check)

@@ -99,7 +99,7 @@ def _run(commands: Commands) -> int:
 
 def _report(folder: Path) -> None:
     """Draws the run, whatever way it ended. A picture that cannot be drawn must not change the run's exit code."""
-    from report.draw import main as report  # matplotlib is slow to import, and errors must be fast
+    from report.main import main as report  # matplotlib is slow to import, and errors must be fast
 
     try:
         report([str(folder)])

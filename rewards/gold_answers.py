@@ -38,25 +38,17 @@ def _verdicts(trial: Trial, rows: Sequence[Row], by_row: Sequence[Sequence[Probe
     places = [place for place in trial.scores if len(by_row[place]) > 1]
     nones = [place for place in places if all(map(math.isnan, trial.scores[place]))]
     applies = [place for place in places if place not in set(nones)]
-    reached, accepted, forms, told_apart = [], [], Counter[str](), 0
-    for place in applies:
-        right, wrong, _ = _split(trial.scores[place], by_row[place])
-        told_apart += any(r > wrong[form] for form, r in right.items())
-        best = max(right.values())
-        if best >= trial.full_mark - ROUNDING:
-            reached.append(place)
-            forms.update(form for form, score in right.items() if score >= best - ROUNDING)
-        accepted += [place] if max(wrong.values()) >= trial.full_mark - ROUNDING else []
     findings.lines += [f"  scores: {distribution(s for place in places for s in trial.scores[place])}"]
     if nones:
         findings.lines += [f"  None on {len(nones)} rows: {_named(nones, rows)}"]
         findings.warnings.append(f"{trial.name} does not apply (None) to {len(nones)} of {len(places)} rows")
     if not applies:
         return
+    reached, accepted, forms, is_verifier = _full_marks(trial, applies, by_row)
     findings.lines += [
         f"  gold answers with full marks: {len(reached)} of {len(applies)}, as {_most(forms) or 'nothing'}"
     ]
-    if not told_apart:
+    if not is_verifier:
         findings.lines += ["  right and wrong answers score the same: no verifier, it judges form or length"]
         return
     findings.verifiers.append(trial.name)
@@ -80,6 +72,23 @@ def _verdicts(trial: Trial, rows: Sequence[Row], by_row: Sequence[Sequence[Probe
             f"if a right one earns more, set rewards.full_marks: {{{trial.name}: <what it earns>}}"
         )
         findings.lines.append(f"  ✗ wrong answers with full marks: {_named(accepted, rows)}")
+
+
+def _full_marks(
+    trial: Trial, applies: Sequence[int], by_row: Sequence[Sequence[Probe]]
+) -> tuple[list[int], list[int], Counter[str], bool]:
+    """Rows where a right answer, and where a wrong one earns full marks; the forms of the right ones; whether any row
+    has a right answer above the wrong one of the same form."""
+    reached, accepted, forms, is_verifier = [], [], Counter[str](), False
+    for place in applies:
+        right, wrong, _ = _split(trial.scores[place], by_row[place])
+        is_verifier |= any(r > wrong[form] for form, r in right.items())
+        best = max(right.values())
+        if best >= trial.full_mark - ROUNDING:
+            reached.append(place)
+            forms.update(form for form, score in right.items() if score >= best - ROUNDING)
+        accepted += [place] if max(wrong.values()) >= trial.full_mark - ROUNDING else []
+    return reached, accepted, forms, is_verifier
 
 
 def _check_sum(

@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import UserError
 from report.curves import centered_mean, share_of_full_marks, write_curves
-from report.draw import final_summary, main
+from report.main import final_summary, main
 from report.run_log import MetricsLog
 
 pytestmark = pytest.mark.fast
