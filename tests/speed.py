@@ -16,7 +16,8 @@ from typing import Any
 
 REFERENCE_S = 0.1  # of wall clock, and of CPU
 _START = (sys.executable, "-c", "import numpy, pydantic, yaml, zmq")  # nothing of ours: that must not calibrate itself
-_KEEP_S = 30.0
+_KEEP_S = 60.0
+_FROM_PARENT = "TANDEM_TEST_SPEED"  # what a process measured is known to those that it starts
 _measured: tuple[float, float, float] | None = None  # when, slowness, CPU seconds over the reference
 
 
@@ -50,12 +51,16 @@ def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
 
 def _measure(fresh: bool = False) -> tuple[float, float, float]:
     global _measured
+    if _measured is None and (known := os.environ.get(_FROM_PARENT)):
+        wall, cpu = map(float, known.split())
+        _measured = time.monotonic(), wall, cpu
     if fresh or _measured is None or time.monotonic() - _measured[0] > _KEEP_S:
         begun = time.monotonic()
         started = [subprocess.Popen(_START) for _ in os.sched_getaffinity(0)]
         cpu_s = max(_cpu_s_of(process) for process in started)
         wall_s = time.monotonic() - begun
         _measured = time.monotonic(), max(1.0, wall_s / REFERENCE_S), max(1.0, cpu_s / REFERENCE_S)
+        os.environ[_FROM_PARENT] = f"{_measured[1]} {_measured[2]}"
     return _measured
 
 
