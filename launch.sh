@@ -169,7 +169,11 @@ case $command in
     ;;
   test)
     setup
-    exec .venv/bin/python -m pytest "$@"
+    workers=(-n auto --dist loadfile --no-loadscope-reorder) # how many, and in which order: tests/conftest.py
+    for word; do # a few tests that are named start sooner without workers
+      case $word in -n* | -k* | --pdb | tests/*) workers=() ;; esac
+    done
+    exec .venv/bin/python -m pytest ${workers[@]+"${workers[@]}"} "$@"
     ;;
   bench)
     setup

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.speed import cpu_overdue, limit
+
 ROOT = Path(__file__).resolve().parents[1]
 CHATML = ROOT / "configs" / "templates" / "chatml.jinja"
 ROW = {"question": "What is 2+2?", "answer": "#### 4"}
@@ -51,7 +53,7 @@ def run(script: str, config: Path, *overrides: str) -> Ended:
         env=env,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=limit(100),
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -59,10 +61,10 @@ def run(script: str, config: Path, *overrides: str) -> Ended:
 
 
 def check(ended: Ended, *said: str, code: int = 2, cpu_s: float = 2.0) -> None:
-    """It ended with that code, soon and without a traceback, and said all this."""
+    """It ended with that code, soon and without a traceback, and said all this. cpu_s: on the reference machine."""
     assert ended.code == code, ended.stderr
     assert "Traceback" not in ended.stderr
     for words in said:
         assert words in ended.stderr + ended.stdout
     print(f"{ended.cpu_s:.2f} s")
-    assert ended.cpu_s < cpu_s
+    assert not cpu_overdue(ended.cpu_s, cpu_s)

@@ -19,6 +19,7 @@ from common.types import EvalRequest, EvalResult, EvalSample, Group, Rollout
 from common.weights import Published
 from sampler import link as link_module
 from sampler.link import Link
+from tests.speed import limit
 from trainer.link.inbox import Inbox
 from trainer.link.ledger import Ledger
 
@@ -34,7 +35,7 @@ HELLO = wire.Hello(1, "data", "tokenizer", 100, 10, None)
 
 
 def make_config(folder: Path, **sections: dict[str, Any]) -> Config:
-    """Two groups a step, window 4, one second of silence means lost, a socket in `folder`."""
+    """Two groups a step, window 4, lost after 0.4 s of the reference machine, a socket in `folder`."""
     settings: dict[str, dict[str, Any]] = {
         "run": {"output_dir": folder / "run"},
         "model": {"path": "model"},
@@ -42,7 +43,7 @@ def make_config(folder: Path, **sections: dict[str, Any]) -> Config:
         "rewards": {"reward_funcs": ["answer"]},
         "sampler": {"num_generations": 2},
         "trainer": {"prompts_per_step": 2, "max_staleness": 1, "max_steps": 50},
-        "channel": {"endpoint": f"ipc://{folder}/inbox", "lost_after_s": 1.0, "stall_timeout_s": 20.0},
+        "channel": {"endpoint": f"ipc://{folder}/inbox", "lost_after_s": limit(0.4), "stall_timeout_s": limit(20)},
     }
     for name, section in sections.items():
         settings[name] = settings.get(name, {}) | section
@@ -151,5 +152,5 @@ class FakeSampler(threading.Thread):
 
     def __exit__(self, *_: object) -> None:
         self.stopped.set()
-        self.join(timeout=5)
+        self.join(timeout=limit(5))
         assert not self.is_alive(), "the fake sampler does not end"

@@ -14,6 +14,7 @@ from rewards.gold_answers import check_gold
 from rewards.probes import EMPTY, FORMS, probes, wrong_answer
 from rewards.rescore import rescore
 from rewards.trials import Row
+from tests.speed import limit
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(120)]
 
@@ -177,7 +178,7 @@ def test_completions_show_scores_what_changed_and_where_verifiers_contradict_eac
 def command(folder, *arguments):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     words = [sys.executable, "-m", "sampler.check_rewards", str(folder / "run.yaml"), *map(str, arguments)]
-    return subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    return subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit(100))
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from evaluation.pass_at_k import estimate, final_answer, majority, majority_at_k
 from evaluation.results import report, table
 from evaluation.target import find_target
 from report.run_log import wilson_interval
+from tests.speed import limit, overdue
 
 pytestmark = pytest.mark.fast
 
@@ -219,14 +220,14 @@ def test_a_model_outside_a_run_needs_a_config(tmp_path: Path) -> None:
 def test_a_mistake_ends_the_process_with_2_and_no_traceback(run_folder: Path) -> None:
     begun = time.monotonic()
     command = [sys.executable, "-m", "evaluation.main", str(run_folder), "eval.temprature=1"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=dict(os.environ), timeout=60)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=dict(os.environ), timeout=limit(60))
     assert result.returncode == 2 and "Traceback" not in result.stderr
-    assert time.monotonic() - begun < 10  # 0.4 on an idle machine
+    assert not overdue(time.monotonic() - begun, 5)  # 0.4 on an idle machine
 
 
 @pytest.mark.parametrize("script", ["sampling.py", "training_worker.py"])
 def test_the_two_processes_refuse_a_run_that_only_evaluates(script: str, run_folder: Path) -> None:
     command = [sys.executable, script, "--config", str(run_folder / "config.json"), "eval.val_only=true"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(100))
     assert result.returncode == 2
     assert "bash launch.sh run CONFIG eval.val_only=true" in result.stderr

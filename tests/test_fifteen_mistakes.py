@@ -25,6 +25,7 @@ from common.config import Config
 from common.errors import UserError
 from report.advice import Adviser, Settings
 from tests.commands import BOTH, CHATML, ROOT, ROW, check, make_task, run
+from tests.speed import limit
 
 pytestmark = pytest.mark.fast
 
@@ -183,7 +184,7 @@ def main():
         torch.empty(10**15)
 raise SystemExit(exits.run("trainer", main))
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=limit(60))
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("tandem: trainer: the trainer ran out of memory: ") and "4000000000000000 bytes" in last

@@ -242,10 +242,13 @@ def test_what_the_user_set_is_not_overwritten(copy):
     assert "usage stats: 0" in copy.launch("run", VLLM_NO_USAGE_STATS="0").stdout
 
 
-def test_test_passes_its_arguments_to_pytest(copy):
+def test_test_passes_its_arguments_to_pytest_and_starts_workers_unless_tests_are_named(copy):
     copy.launch("setup")
-    copy.launch("test", "-k", "wire")
-    assert copy.calls() == ["-m pytest -k wire"]
+    for arguments in ("-k wire", "tests/test_wire.py -x", "-n 3"):
+        copy.launch("test", *arguments.split())
+        assert copy.calls() == [f"-m pytest {arguments}"]
+    copy.launch("test", "-m", "fast")
+    assert copy.calls() == ["-m pytest -n auto --dist loadfile --no-loadscope-reorder -m fast"]
 
 
 # --- placement

@@ -23,6 +23,7 @@ from launcher.memory import layer_activations, sampler_memory, smaller, states, 
 from launcher.placement import placement
 from launcher.workload import Workload
 from model.dims import ModelDims, model_dims
+from tests.speed import limit, overdue
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.fast
@@ -366,7 +367,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def planned(task: Path, *arguments: str) -> tuple[int, str, str, float]:
     begun = time.monotonic()
     command = [sys.executable, "-m", "launcher.plan", str(task / "run.yaml"), *arguments]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(120))
     assert "Traceback" not in result.stderr
     return result.returncode, result.stdout, result.stderr, time.monotonic() - begun
 
@@ -401,7 +402,7 @@ def test_a_plan_shows_numbers_devices_prompt_and_rewards(task: Path) -> None:
 def test_what_cannot_be_exits_at_once_with_what_can(task: Path, arguments: list[str], code: int, words: str) -> None:
     found, _, err, seconds = planned(task, *arguments)
     assert (found, words in err) == (code, True), err
-    assert seconds < 10  # 0.3 on an idle machine
+    assert not overdue(seconds, 5)  # 0.3 on an idle machine
 
 
 DECIDES = """

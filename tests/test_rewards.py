@@ -14,6 +14,7 @@ from rewards import RewardError, score_completions
 from rewards.find import check_signature, resolve
 from rewards.format import is_formatted
 from rewards.gsm8k import answer, last_number
+from tests.speed import cpu_overdue
 
 pytestmark = pytest.mark.fast
 
@@ -143,7 +144,7 @@ def test_a_megabyte_of_hostile_text_is_scored_within_50_ms():
         start = time.process_time()
         answer(completions=[text], answer=[text])
         resolve("format")(completions=[text])
-        assert time.process_time() - start < 0.05, piece
+        assert not cpu_overdue(time.process_time() - start, 0.05), piece
 
 
 def test_functions_are_found_by_name_by_module_and_by_file(tmp_path):

@@ -20,6 +20,7 @@ from launcher.placement import placement
 from launcher.run import main, parse, starts_from_quickstart
 from launcher.run_folder import LOCK, check_folder, move_aside
 from report.run_log import MetricsLog
+from tests.speed import overdue
 
 pytestmark = pytest.mark.fast
 
@@ -39,7 +40,7 @@ def test_a_typo_ends_with_2_in_less_than_two_seconds_and_starts_nothing(tmp_path
     )
     assert result.returncode == 2
     assert "Did you mean trainer.max_steps?" in result.stderr
-    assert time.monotonic() - begun < 2.0
+    assert not overdue(time.monotonic() - begun, 2.0)
     assert not (tmp_path / "x").exists()
 
 

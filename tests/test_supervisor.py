@@ -10,13 +10,13 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from launcher.machine import ROOT
+from tests.speed import limit, until
 
 pytestmark = pytest.mark.fast
 
@@ -38,7 +38,7 @@ rules = Rules(
     finished=lambda: not spec.get("needs_final") or count("final") > 0,
     max_restarts=spec.get("max_restarts", 5),
     backoff_s=0.05,
-    grace_s=spec.get("grace_s", 10.0),
+    grace_s=spec.get("grace_s", 60.0),
 )
 sys.exit(Supervisor(child("sampler"), trainer, rules).run())
 """
@@ -68,7 +68,7 @@ class Run:
         )
 
     def end(self) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=30)
+        out, err = self.process.communicate(timeout=limit(30))
         return self.process.returncode, out, err
 
     def log(self, name: str) -> list[str]:
@@ -88,13 +88,6 @@ class Run:
         until(lambda: "waiting" in self.log("sampler") and "waiting" in self.log("trainer"))
 
 
-def until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "condition not met in time"
-        time.sleep(0.02)
-
-
 def first_time(name: str, then: str, later: str) -> str:
     """A program that does `then` on its first start and `later` on every other."""
     return (
@@ -110,7 +103,7 @@ def test_a_trainer_that_exits_0_ends_the_run_with_0_and_the_sampler_is_asked_to_
 
 
 def test_a_sampler_that_leaves_by_itself_after_the_trainer_is_not_signalled(tmp_path):
-    run = Run(tmp_path, "import time; time.sleep(2); print('left by myself')", "pass", grace_s=20.0)
+    run = Run(tmp_path, "import time; time.sleep(1); print('left by myself')", "pass", grace_s=limit(20))
     assert run.end()[0] == 0
     assert "left by myself" in run.log("sampler")
 
@@ -127,7 +120,9 @@ def test_exit_75_then_0_restarts_the_trainer_and_ends_with_0(tmp_path):
 
 def test_a_sampler_that_crashes_is_restarted_because_it_holds_no_state(tmp_path):
     sampler = first_time("crashed", "os.kill(os.getpid(), 9)", "time.sleep(60)")
-    trainer = "import os, time\nwhile 'attempt 2' not in open(os.environ['FOLDER'] + '/sampler.log').read(): pass"
+    trainer = (
+        "import os, time\nwhile 'attempt 2' not in open(os.environ['FOLDER'] + '/sampler.log').read(): time.sleep(0.02)"
+    )
     run = Run(tmp_path, sampler, trainer, grace_s=0.2)
     code, _, err = run.end()
     assert code == 0
@@ -185,7 +180,9 @@ def test_a_new_step_between_two_restarts_resets_their_count(tmp_path):
         "if n == 4: time.sleep(60)\n"
         "open(f\"{os.environ['FOLDER']}/step{n}\", 'w').close(); sys.exit(75)"
     )
-    trainer = "import os, time\nwhile 'attempt 5' not in open(os.environ['FOLDER'] + '/sampler.log').read(): pass"
+    trainer = (
+        "import os, time\nwhile 'attempt 5' not in open(os.environ['FOLDER'] + '/sampler.log').read(): time.sleep(0.02)"
+    )
     code, _, err = Run(tmp_path, sampler, trainer, max_restarts=1, grace_s=0.2).end()
     assert code == 0
     assert err.count("sampler ended with exit code 75 (retryable); restart 1 of 1") == 4
@@ -256,8 +253,14 @@ def test_only_the_ranks_get_the_interrupt_and_the_launcher_above_reports_their_e
 
 
 def test_the_terminal_shows_the_trainer_and_only_marked_lines_of_the_sampler(tmp_path):
-    sampler = "import sys, time; print('noise'); print('tandem: model loaded', file=sys.stderr); time.sleep(60)"
-    _, out, _ = Run(tmp_path, sampler, "import time; print('step 1'); time.sleep(1)", grace_s=0.2).end()
+    sampler = (
+        "import os, sys, time; print('noise'); print('tandem: model loaded', file=sys.stderr)\n"
+        "open(os.environ['FOLDER'] + '/loaded', 'w').close(); time.sleep(60)"
+    )
+    trainer = (
+        "import os, time; print('step 1')\nwhile not os.path.exists(os.environ['FOLDER'] + '/loaded'): time.sleep(0.02)"
+    )
+    _, out, _ = Run(tmp_path, sampler, trainer, grace_s=0.2).end()
     assert out.splitlines() == ["step 1", "tandem: model loaded"] or out.splitlines() == [
         "tandem: model loaded",
         "step 1",
@@ -268,7 +271,7 @@ def test_the_trainer_has_a_terminal_when_we_have_one_and_the_log_has_no_escape_s
     spec = {"folder": str(tmp_path), "sampler": "pass", "trainer": TERMINAL}
     ours, theirs = pty.openpty()
     process = subprocess.Popen([sys.executable, "-c", DRIVER, json.dumps(spec)], cwd=ROOT, stdout=theirs)
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=limit(20)) == 0
     os.close(theirs)
     assert b"True \x1b[1mbold" in os.read(ours, 4096)
     os.close(ours)
