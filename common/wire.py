@@ -36,8 +36,8 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hello"
     tokenizer_hash: str
     num_problems: int
     num_eval_problems: int
-    loaded_version: int | None
     scores_reference: bool = False  # its groups carry ref_logprobs; the trainer must want the same
+    incarnation: str = ""  # of this sampler: a new one each time it starts, for in a container every pid is the same
 
 
 class Credit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="credit"):
@@ -50,8 +50,7 @@ class Credit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="credi
     version: int  # sample with exactly these weights
     weights_dir: str
     manifest_sha256: str
-    progress: int  # of the training loop; judged by the watchdog
-    phase: str
+    progress: int  # of the training loop; a lower one was overtaken on the way
 
 
 class Beat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="beat"):
@@ -100,7 +99,7 @@ _Body = Hello | Credit | Beat | Bye | _GroupHeader | _Tombstone | _EvalResult
 class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     proto: int
     run_id: str
-    incarnation: str  # of the trainer; empty in a HELLO that has not met one yet
+    incarnation: str  # of the trainer: a new one each time it starts; empty in a HELLO that has not met one yet
     sampler_id: str
     body: _Body
 
@@ -111,7 +110,7 @@ _decoder = msgspec.msgpack.Decoder(_Header)
 
 @dataclass(frozen=True)
 class Envelope:
-    """Who speaks, and in which life of the trainer."""
+    """Who speaks, and to which start of the trainer it belongs."""
 
     run_id: str
     incarnation: str

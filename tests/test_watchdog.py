@@ -13,7 +13,7 @@ import pytest
 
 from common.config import Config
 from common.errors import Interrupted
-from common.transcript import last_words
+from common.transcript import last_lines
 from tests.protocol_helpers import FakeSampler, hurry, make_config, make_group, make_inbox, published, short_folder
 from tests.test_link_and_inbox import train, until, with_channel
 
@@ -171,7 +171,7 @@ def test_a_sampler_whose_progress_grows_or_that_has_nothing_to_do_is_left_alone(
     with make_inbox(with_channel(config, stall_timeout_s=1.0), say=said.append) as inbox:
         with FakeSampler(config, "s0") as idle:
             inbox.commit(0, published(0))
-            until(lambda: len(inbox.ledger.held) == 4)
+            until(lambda: len(inbox.state.ledger.held) == 4)
             time.sleep(1.5)  # the trainer trains; there is nothing to do
             assert not idle.ended
         with Slow(config, "s1", make=lambda g, v: make_group(60, v)) as slow:
@@ -188,6 +188,7 @@ def test_a_sampler_whose_progress_grows_or_that_has_nothing_to_do_is_left_alone(
 DEFERS = """
 import os, signal, sys, time
 from common import exits
+from common.errors import Interrupted
 def main():
     exits.defer_interrupts(decides={decides}, note="stopping after this step")
     {body}
@@ -235,13 +236,13 @@ def test_what_is_already_here_is_taken_although_somebody_asked_for_the_end(
 ) -> None:
     with make_inbox(config) as inbox, FakeSampler(config):
         inbox.commit(0, published(0))
-        until(lambda: len(inbox.ledger.held) == 4)
+        until(lambda: len(inbox.state.ledger.held) == 4)
         monkeypatch.setattr("trainer.link.inbox.interrupted", lambda: True)
         assert [group.group_id for group in inbox.take([0, 1])] == [0, 1]
 
 
-def test_last_words_are_the_last_lines_that_are_not_empty(tmp_path: Path) -> None:
+def test_last_lines_are_the_last_lines_that_are_not_empty(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert last_words(log) == ""
+    assert last_lines(log) == ""
     log.write_text("one\n\ntwo\n\n" + os.linesep)
-    assert last_words(log, count=1) == f" Last lines of {log}:\n  two"
+    assert last_lines(log, count=1) == f" Last lines of {log}:\n  two"

@@ -24,8 +24,8 @@ from trainer.link.ledger import Ledger
 from trainer.link.recording import FILE, Recorder, Replay
 
 if TYPE_CHECKING:
+    from trainer.record.rank_zero import RankZero
     from trainer.save.checkpoint import Progress
-    from trainer.stream import RankZero
 
 
 def run(config: Config) -> None:
@@ -52,7 +52,7 @@ def _taken(config: Config) -> Any:
 
 
 def _run(config: Config) -> None:
-    """Rank 0 opens its rank_zero first: a taken port or a wrong checkpoint must not cost the start of all ranks."""
+    """Rank 0 opens what only it has first: a taken port or a wrong checkpoint must not cost the start of all ranks."""
     from model.reference import Reference
     from trainer.engine.critic import Critic
     from trainer.engine.deepspeed_model import init_distributed
@@ -105,14 +105,14 @@ def _tokenizer_to_save(config: Config) -> Any:
 
 def _open_rank_zero(stack: contextlib.ExitStack, config: Config, progress: Progress, is_resumed: bool) -> RankZero:
     """What only rank 0 has, closed by the stack: records, display, and the link to the samplers or a recording."""
-    from trainer.stream import RankZero
+    from trainer.record.rank_zero import RankZero
 
     output_dir = config.run.output_dir
     weights_dir = weights.default_dir(config)
     durable.make_private(weights_dir)
     for folder in (weights_dir, output_dir, output_dir / "checkpoints"):
         durable.remove_leftovers(folder)
-    weights.remove_versions(weights_dir)  # of an earlier life: this one publishes its own first
+    weights.remove_versions(weights_dir)  # of an earlier start: this one publishes its own first
     public = redacted(config.model_dump(mode="json"))
     durable.write_file(output_dir / "config.json", json.dumps(public, indent=1, ensure_ascii=False).encode())
     resumed_at = (progress.step, progress.policy_version) if is_resumed else (None, None)
