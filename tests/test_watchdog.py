@@ -64,14 +64,14 @@ def test_all_threads_are_shown(tmp_path: Path) -> None:
     assert "Last lines of" not in said  # a run by hand has no log of its peer
 
 
-def test_a_process_that_moves_lives(tmp_path: Path) -> None:
+def test_a_process_that_reports_progress_goes_on(tmp_path: Path) -> None:
     code, said, seconds = run(tmp_path / "none", "for _ in range(10): report_progress('sampling'); time.sleep(0.2)")
     assert (code, said) == (0, "")
     assert seconds > 2
 
 
 def test_a_start_may_take_longer_than_a_step(tmp_path: Path) -> None:
-    code, said, _ = run(tmp_path / "none", "time.sleep(1.5)\nmoved('stepping')", startup_s=3.0)
+    code, said, _ = run(tmp_path / "none", "time.sleep(1.5)\nreport_progress('stepping')", startup_s=3.0)
     assert (code, said) == (0, "")
     code, said, _ = run(tmp_path / "none", "time.sleep(60)", startup_s=1.2)
     assert code == 75 and "while starting" in said
@@ -89,7 +89,7 @@ def test_a_wall_clock_that_jumps_ends_nothing(tmp_path: Path) -> None:
     assert (code, said) == (0, "")
 
 
-def test_moved_without_a_watchdog_does_nothing() -> None:
+def test_progress_without_a_watchdog_does_nothing() -> None:
     code = "from common.watchdog import report_progress; report_progress('testing')"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
@@ -116,7 +116,7 @@ def test_sigusr1_shows_the_stacks_and_the_process_goes_on(entry: str) -> None:
 def test_a_wait_with_a_deadline_of_its_own_is_not_ended_by_the_watchdog(tmp_path: Path) -> None:
     body = """
 import tempfile
-from common.exits import Retryable
+from common.errors import Retryable
 from tests.protocol_helpers import make_config, make_inbox, published
 with make_inbox(make_config(Path(tempfile.mkdtemp()), channel={"stall_timeout_s": 2.5})) as inbox:
     inbox.commit(0, published(0))

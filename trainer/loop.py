@@ -68,7 +68,7 @@ class Trainer:
         self.publisher = Publisher(
             config, engine, exchange, self.disk, rank_zero.source if rank_zero else None, self.records.record_seconds
         )
-        self._evaluated_version = progress.policy_version  # at the start, or in an earlier life
+        self._evaluated_version = progress.policy_version  # at the start, or before a resume
         self._saved_step = progress.step
         self._is_between_batches = True  # no step of a batch that has begun is in the weights
         self._num_eval_problems = 0

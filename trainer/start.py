@@ -72,25 +72,27 @@ def _run(config: Config) -> None:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(out_of_memory.with_memory_advice("trainer"))
-        found, run_id, rank_zero = "", secrets.token_hex(8), None
+        resume_from, run_id, rank_zero = "", secrets.token_hex(8), None
         if rank == 0:
-            found = _find_checkpoint(config)
-            rank_zero = _open_rank_zero(stack, config, progress_of(found, run_id), is_resumed=bool(found))
+            resume_from = _find_checkpoint(config)
+            rank_zero = _open_rank_zero(stack, config, progress_of(resume_from, run_id), is_resumed=bool(resume_from))
         init_distributed(config)
         exchange = Exchange(config)
-        found, run_id = exchange.text(found), exchange.text(run_id)
+        resume_from, run_id = exchange.text(resume_from), exchange.text(run_id)
         engine = Engine(config, exchange.world_size)
         critic = None
         if config.algorithm.needs_critic:
             critic = Critic(config, exchange.world_size)
             critic.check_vocabulary(len(tokenizer))
-        if found:
-            checkpoint.load(engine, Path(found), critic)
+        if resume_from:
+            checkpoint.load(engine, Path(resume_from), critic)
         reference = None
         if config.reference_on == "trainer":
             reference = Reference(config, engine.device)
             reference.check_vocabulary(len(tokenizer))
-        trainer = Trainer(config, engine, exchange, tokenizer, progress_of(found, run_id), rank_zero, reference, critic)
+        trainer = Trainer(
+            config, engine, exchange, tokenizer, progress_of(resume_from, run_id), rank_zero, reference, critic
+        )
         exits.defer_interrupts(rank == 0, "stopping after this step, with a checkpoint; again to stop at once")
         trainer.run()
 
@@ -177,10 +179,10 @@ def _find_checkpoint(config: Config) -> str:
                 "or start a new one with run.output_dir=another folder"
             )
         return ""
-    found = newest_valid(checkpoints, lambda text: print(f"tandem: {text}", flush=True))
-    if found is None:
+    newest = newest_valid(checkpoints, lambda text: print(f"tandem: {text}", flush=True))
+    if newest is None:
         raise UserError(f"run.resume is true but {checkpoints} holds no valid checkpoint; start with run.resume=false")
-    return str(found)
+    return str(newest)
 
 
 def _stream(config: Config) -> dict[str, Any]:

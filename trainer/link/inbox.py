@@ -146,15 +146,15 @@ class Inbox:
                 report_progress(f"waiting for {what}")  # this wait has a deadline of its own
                 self.state.changed.wait(timeout=0.5)
                 now = time.monotonic()
-                waited = f"{now - start:.0f} s for {what}"
                 if now - start > deadline:
-                    raise Retryable(f"waited {waited}; {self._describe_peers(now)}.{self._sampler_log()}")
+                    waited = f"waited {now - start:.0f} s for {what}; {self._describe_peers()}"
+                    raise Retryable(f"{waited}.{self._sampler_log()}")
                 if now - said > _SAY_EVERY_S:
                     said = now
-                    self.say(f"waiting {waited}; {self._describe_peers(now)}")
+                    self.say(f"waiting {now - start:.0f} s for {what}; {self._describe_peers()}")
 
-    def _describe_peers(self, now: float) -> str:
-        known = describe(self.state.peers, now)
+    def _describe_peers(self) -> str:
+        known = describe(self.state.peers, time.monotonic())
         return known or f"no sampler on {channel.endpoint(self.config)} yet: normal while vLLM starts"
 
     def _sampler_log(self) -> str:

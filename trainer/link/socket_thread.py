@@ -162,7 +162,11 @@ class SocketThread(threading.Thread):
         if isinstance(group, Tombstone):
             state.counters["tombstones"] += 1
             self.say(f"group {group.group_id} could not be produced: {group.reason}")
-            self._check_failures(state.counters["tombstones"], state.ledger.total, "groups could not be produced")
+            if self._are_too_many(count := state.counters["tombstones"], state.ledger.total):
+                state.failure = UserError(
+                    f"{count} groups could not be produced, more than rewards.max_tombstone_fraction "
+                    f"{self.config.rewards.max_tombstone_fraction} allows; the reasons stand above"
+                )
         state.changed.notify_all()
         return True
 
@@ -173,16 +177,16 @@ class SocketThread(threading.Thread):
         evaluation.accept(result, published.version, self.config.eval.num_generations, self.limits.reward_funcs)
         for failure in result.failures:
             self.say(f"held-out problem {failure.problem_index} could not be scored: {failure.reason}")
-            what = f"held-out problems of evaluation {result.eval_id} could not be scored (the last: {failure.reason})"
-            self._check_failures(evaluation.num_failed, evaluation.num_problems, what)
+        if result.failures and self._are_too_many(count := evaluation.num_failed, evaluation.num_problems):
+            self.state.failure = UserError(
+                f"{count} held-out problems could not be scored in evaluation {result.eval_id}, more than "
+                f"rewards.max_tombstone_fraction {self.config.rewards.max_tombstone_fraction} allows; "
+                f"the last one: {result.failures[-1].reason}"
+            )
         return True
 
-    def _check_failures(self, count: int, total: int, what: str) -> None:
-        fraction = self.config.rewards.max_tombstone_fraction
-        if count > max(_ALWAYS_ALLOWED, fraction * total):
-            self.state.failure = UserError(
-                f"{count} {what}, more than rewards.max_tombstone_fraction {fraction} allows; the reasons stand above"
-            )
+    def _are_too_many(self, failures: int, total: int) -> bool:
+        return failures > max(_ALWAYS_ALLOWED, self.config.rewards.max_tombstone_fraction * total)
 
     # ---- who is lost --------------------------------------------------------------------------------------------
 
