@@ -142,14 +142,14 @@ def sample(
     Rewards run beside the engine. Problems keep their seeds: the same as in the evaluations of a run.
     """
     from rewards.pool import RewardFailure
-    from sampler.loop import held_out_law
+    from sampler.task import held_out_params
 
     finished: dict[int, tuple[list[Completion], list[str]]] = {}
     samples: dict[int, list[dict[str, Any]]] = {}
     failures: list[str] = []
     last_report = time.monotonic()
     for i, prompt in enumerate(prompts):
-        engine.submit(i, prompt.token_ids, held_out_law(config, i))
+        engine.submit(i, prompt.token_ids, held_out_params(config, i))
     while engine.num_running or pool.pending:
         for i, completions in engine.step() if engine.num_running else []:
             texts = decode([c.token_ids.tolist() for c in completions])

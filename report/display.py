@@ -88,6 +88,8 @@ class StepDisplay:
         self._adviser.evaluation(record)
         self._eval = eval_line(record)
         self._update(f"held-out  {self._eval}")
+        for problem, reason in record.get("failed_problems", {}).items():
+            self.note(f"held-out problem {problem} could not be scored and is left out: {reason}")
         self._tell(self._adviser.now())
 
     def waiting(self, text: str) -> None:

@@ -169,7 +169,7 @@ def train(settings: Config, inbox: Any, log: Any, step: int, rank_1: tuple[int, 
     weights_dir, checkpoints = weights.default_dir(settings), settings.run.output_dir / "checkpoints"
     while True:
         durable.make_private(weights_dir)
-        inbox.commit(step * PER_STEP, publish(weights_dir, step, inbox.envelope.incarnation))
+        inbox.commit(step * PER_STEP, publish(weights_dir, step, inbox.incarnation))
         weights.prune(weights_dir, inbox.versions_in_use(), keep=2)
         if step == NUM_STEPS:
             return

@@ -86,7 +86,7 @@ def train(folder: str, frozen: bool) -> None:
             inbox.commit((step + 1) * PER_STEP, published(step + 1))
             (growth.begin if len(trained) <= WARM_UP else growth.look)()
         seconds = time.monotonic() - begun
-        held, counters = len(ledger.held), dict(inbox.counters)
+        held, counters = len(ledger.held), dict(inbox.state.counters)
     in_order = trained == list(range(len(trained)))
     print(json.dumps({"growth": growth.num_bytes, "held": held, "in_order": in_order, "counters": counters,
                       "trained": len(trained), "seconds": seconds}))  # fmt: skip

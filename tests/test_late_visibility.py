@@ -183,9 +183,9 @@ def test_meanwhile_the_trainer_hears_why_and_loses_nobody(
             sampler.wait_for_credit_or_work()
             sampler.reload_if_credited()
             sampler.link.beat(sampler.phase, sampler.progress, sampler.engine.version, {}, now=False)
-            phases |= {peer.phase for peer in inbox.peers.values()}
+            phases |= {peer.phase for peer in inbox.state.peers.values()}
         appears.join()
-        sampler.link._socket.close()
+        sampler.link.close()
     assert sampler.engine.version == VERSION
     assert any(f"waiting 2 s for the file system to show version {VERSION}: {folder}" in phase for phase in phases)
     assert not [text for text in said if "lost" in text], said

@@ -14,7 +14,7 @@ import pytest
 
 from common.config import Config
 from common.errors import Interrupted
-from common.transcript import last_words
+from common.transcript import last_lines
 from tests.protocol_helpers import FakeSampler, hurry, make_config, make_group, make_inbox, published, short_folder
 from tests.speed import limit, overdue, until
 from tests.test_link_and_inbox import train, with_channel
@@ -74,7 +74,7 @@ def test_all_threads_are_shown(tmp_path: Path) -> None:
     assert "Last lines of" not in said  # a run by hand has no log of its peer
 
 
-def test_a_process_that_moves_lives(tmp_path: Path) -> None:
+def test_a_process_that_reports_progress_goes_on(tmp_path: Path) -> None:
     code, said, seconds = run(
         tmp_path / "none", "for _ in range(10): report_progress('sampling'); time.sleep(limit_s / 4)"
     )
@@ -103,7 +103,7 @@ def test_a_wall_clock_that_jumps_ends_nothing(tmp_path: Path) -> None:
     assert (code, said) == (0, "")
 
 
-def test_moved_without_a_watchdog_does_nothing() -> None:
+def test_progress_without_a_watchdog_does_nothing() -> None:
     code = "from common.watchdog import report_progress; report_progress('testing')"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
@@ -183,7 +183,7 @@ def test_a_sampler_whose_progress_grows_or_that_has_nothing_to_do_is_left_alone(
     with make_inbox(with_channel(config, stall_timeout_s=stall_s, lost_after_s=stall_s), say=said.append) as inbox:
         with FakeSampler(config, "s0") as idle:
             inbox.commit(0, published(0))
-            until(lambda: len(inbox.ledger.held) == 4)
+            until(lambda: len(inbox.state.ledger.held) == 4)
             time.sleep(1.5 * stall_s)  # the trainer trains; there is nothing to do
             assert not idle.ended
         with Slow(config, "s1", make=lambda g, v: make_group(60, v)) as slow:
@@ -248,13 +248,13 @@ def test_what_is_already_here_is_taken_although_somebody_asked_for_the_end(
 ) -> None:
     with make_inbox(config) as inbox, FakeSampler(config):
         inbox.commit(0, published(0))
-        until(lambda: len(inbox.ledger.held) == 4)
+        until(lambda: len(inbox.state.ledger.held) == 4)
         monkeypatch.setattr("trainer.link.inbox.interrupted", lambda: True)
         assert [group.group_id for group in inbox.take([0, 1])] == [0, 1]
 
 
-def test_last_words_are_the_last_lines_that_are_not_empty(tmp_path: Path) -> None:
+def test_last_lines_are_the_last_lines_that_are_not_empty(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert last_words(log) == ""
+    assert last_lines(log) == ""
     log.write_text("one\n\ntwo\n\n" + os.linesep)
-    assert last_words(log, count=1) == f" Last lines of {log}:\n  two"
+    assert last_lines(log, count=1) == f" Last lines of {log}:\n  two"

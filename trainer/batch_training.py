@@ -28,8 +28,8 @@ from trainer.data.tensors import MicroBatch, PerCompletion, Positions, micro_bat
 from trainer.engine.actor_critic import ActorCritic
 from trainer.engine.policy import Engine
 from trainer.engine.ranks import Exchange
+from trainer.group_receiver import GroupReceiver
 from trainer.save.checkpoint import Progress
-from trainer.stream import Stream
 
 RecordSeconds = Callable[[str, float], None]  # a metric's name and seconds that belong to it
 
@@ -50,7 +50,7 @@ class BatchTraining:
         models: Models,
         exchange: Exchange,
         progress: Progress,
-        groups: Stream,
+        groups: GroupReceiver,
         record_seconds: RecordSeconds,
     ):
         self.config = with_beta(config, progress.kl_beta)  # the beta of this batch

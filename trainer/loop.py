@@ -32,14 +32,15 @@ from trainer.engine.critic import Critic
 from trainer.engine.deepspeed_model import StepResult
 from trainer.engine.policy import Engine, Sums
 from trainer.engine.ranks import Exchange
+from trainer.group_receiver import GroupReceiver
 from trainer.record import stats
+from trainer.record.rank_zero import RankZero
 from trainer.record.step_records import StepRecords
 from trainer.save import checkpoint
 from trainer.save.best import Best
 from trainer.save.checkpoint import Progress
 from trainer.save.disk import Disk, on_rank_0
 from trainer.save.publisher import Publisher
-from trainer.stream import RankZero, Stream
 
 
 class Trainer:
@@ -58,23 +59,23 @@ class Trainer:
         self.progress, self.rank_zero, self.critic = progress, rank_zero, critic
         self.actor_critic = ActorCritic(config, engine, critic, exchange) if critic else None
         self.models = Models(engine, reference, self.actor_critic)
-        self.stream = Stream(rank_zero, exchange)
+        self.receiver = GroupReceiver(rank_zero, exchange)
         self.records = StepRecords(config, rank_zero, tokenizer, exchange.world_size, progress.batch)
         self.disk = Disk(
             exchange, config.channel.stall_timeout_s, rank_zero.display.note if rank_zero else lambda _: None
         )
         self.best = Best(config, exchange, self.disk, lambda: rank_zero.log.evaluations() if rank_zero else [])
         self.publisher = Publisher(
-            config, engine, exchange, self.disk, rank_zero.inbox if rank_zero else None, self.records.record_seconds
+            config, engine, exchange, self.disk, rank_zero.source if rank_zero else None, self.records.record_seconds
         )
-        self._evaluated_version = progress.policy_version  # at the start, or in an earlier life
+        self._evaluated_version = progress.policy_version  # at the start, or before a resume
         self._saved_step = progress.step
         self._is_between_batches = True  # no step of a batch that has begun is in the weights
         self._num_eval_problems = 0
 
     def run(self) -> None:
         if self.rank_zero:
-            self._num_eval_problems = self.rank_zero.inbox.wait_for_sampler().num_eval_problems
+            self._num_eval_problems = self.rank_zero.source.wait_for_sampler().num_eval_problems
         self.publish(evaluate=self._evaluates_at_start())
         try:
             while self.progress.batch < self.config.num_batches and not self.best.stops_early:
@@ -104,13 +105,15 @@ class Trainer:
     def train_batch(self) -> None:
         """num_iterations passes over the next batch of rollouts, with an optimizer step on each of its mini-batches."""
         record_seconds = self.records.record_seconds
-        self.batch = BatchTraining(self.config, self.models, self.exchange, self.progress, self.stream, record_seconds)
+        self.batch = BatchTraining(
+            self.config, self.models, self.exchange, self.progress, self.receiver, record_seconds
+        )
         for step in steps(self.config, self.progress.batch):
-            started, waited_s = time.monotonic(), self.stream.waited_s
+            started, waited_s = time.monotonic(), self.receiver.waited_s
             self.batch.backward(step, self.progress)
             result, sums = self.optimizer_step()
             self._advance(result, sums, step.is_last)
-            self.record(step, result, sums, time.monotonic() - started, self.stream.waited_s - waited_s)
+            self.record(step, result, sums, time.monotonic() - started, self.receiver.waited_s - waited_s)
             if self.config.weights.publish_every == "step" and not step.is_last:
                 self.publish_inside(step)
 
@@ -167,7 +170,7 @@ class Trainer:
         self.publish(evaluate=False)
         is_last_pass = step.iteration + 1 == self.config.algorithm.num_iterations
         if self.rank_zero and is_last_pass:
-            self.rank_zero.inbox.mark_trained((step.mini_batch + 1) * self.config.trainer.prompts_per_step)
+            self.rank_zero.source.mark_trained((step.mini_batch + 1) * self.config.trainer.prompts_per_step)
 
     def publish(self, evaluate: bool) -> None:
         """The present version, with an evaluation if one is due."""
@@ -199,7 +202,7 @@ class Trainer:
         start = time.monotonic()
         results: list[EvalResult] = []
         with contextlib.suppress(Interrupted):  # all ranks stop together a moment later, without this evaluation
-            results = self.rank_zero.inbox.finish_eval() if self.rank_zero else []
+            results = self.rank_zero.source.finish_eval() if self.rank_zero else []
         record = stats.eval_record(results, self.config.rewards.full_mark) if results else None
         # before it is recorded: what is recorded is not evaluated again after a crash
         self.best.update(record, self.publisher.published, self.engine, self.tokenizer)

@@ -92,14 +92,14 @@ def correction_metrics(sums: Sums, algorithm: Algorithm) -> dict[str, float]:
 
 
 def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str, Any]:
-    """One line of eval.jsonl. A failed chunk has no samples and is counted; without any sample there are no means."""
+    """One line of eval.jsonl. Problems that could not be scored are named, and left out of n and the means."""
     samples = [s for result in results for s in result.samples]
     record: dict[str, Any] = {
         "step": results[0].policy_version,
         "eval_id": results[0].eval_id,
         "n": len(samples),
         "problems": len({s.problem_index for s in samples}),
-        "failed_chunks": sum(bool(result.reason) for result in results),
+        "failed_problems": {f.problem_index: f.reason for result in results for f in result.failures},
         "full_marks": {},
         "mean": {},
     }

@@ -14,9 +14,9 @@ from trainer.data.mini_batches import Step
 from trainer.engine.deepspeed_model import StepResult
 from trainer.engine.policy import Sums
 from trainer.record import stats
+from trainer.record.rank_zero import RankZero
 from trainer.record.throughput import Throughput, num_devices
 from trainer.save.checkpoint import Progress
-from trainer.stream import RankZero
 
 SAMPLER_TOTALS = {"total/idle_s": "wait/sampler_s", "total/incomplete_support": "mismatch/support/incomplete_tokens"}
 
@@ -25,10 +25,9 @@ class StepRecords:
     """Every rank may add seconds; only one with a rank_zero writes."""
 
     def __init__(self, config: Config, rank_zero: RankZero | None, tokenizer: Any, world_size: int, batch: int):
-        self._config, self._desk, self._tokenizer = config, rank_zero, tokenizer
-        self._throughput = Throughput(num_devices(config, world_size), batch, time.monotonic())
+        self._config, self._rank_zero, self._tokenizer = config, rank_zero, tokenizer
+        self._throughput, self._world_size = Throughput(batch, time.monotonic()), world_size
         self._seconds: collections.Counter[str] = collections.Counter()
-        self._totals: dict[str, float] = {}  # of the sampler, at the step before
         self._has_warned_of_size = False
 
     def record_seconds(self, name: str, seconds: float) -> None:
@@ -45,7 +44,7 @@ class StepRecords:
         more: Mapping[str, float],
     ) -> None:
         """more: metrics that the caller knows, step_time among them."""
-        assert self._desk is not None
+        assert self._rank_zero is not None
         groups = batch.rollouts.of(step.places)
         values = self._learning(step, result, sums, batch, after)
         values |= {
@@ -55,17 +54,18 @@ class StepRecords:
             "tombstones": after.tombstones,
             "tokens_per_second": values.get("completion_tokens", 0.0) / more["step_time"],
         }
-        sampler_stats, counters = self._desk.inbox.snapshot()
-        values |= {**more, **self._sampler_values(sampler_stats)}
-        values |= {f"link/{name}": float(n) for name, n in counters.items()}
+        reported = self._rank_zero.source.take_statistics()
+        values |= {**more, **{_metric_of(name): value for name, value in reported.samplers.items()}}
+        values |= {f"link/{name}": float(n) for name, n in reported.counters.items()}
         values |= self._seconds
-        values |= self._throughput.step(groups, after.batch, values, time.monotonic())
+        devices = num_devices(self._config, self._world_size, reported.num_samplers)
+        values |= self._throughput.step(groups, after.batch, values, time.monotonic(), devices)
         self._seconds.clear()
-        values |= self._desk.display.advice(after.step, values)
-        self._desk.log.log(after.step, values)
+        values |= self._rank_zero.display.advice(after.step, values)
+        self._rank_zero.log.log(after.step, values)
         decode, count = self._tokenizer.decode, self._config.run.log_samples
-        self._desk.log.log_samples(stats.samples_records(groups, after.step, count, decode))
-        self._desk.display.step(after.step, values)
+        self._rank_zero.log.log_samples(stats.samples_records(groups, after.step, count, decode))
+        self._rank_zero.display.step(after.step, values)
         self._warn(step, batch, values)
 
     def _learning(
@@ -86,23 +86,15 @@ class StepRecords:
             values |= {"iteration": float(step.iteration), "mini_batch": float(step.mini_batch)}
         return values
 
-    def _sampler_values(self, newest: Mapping[str, float]) -> dict[str, float]:
-        """Newest values as they are; running totals as what they grew by since the last step."""
-        values = {}
-        for name, value in newest.items():
-            if name.startswith("total/"):
-                grown = value - self._totals.get(name, 0.0)
-                self._totals[name] = value
-                # a restarted sampler counts from zero again
-                values[SAMPLER_TOTALS.get(name, name.replace("total/", "timing/sampler_"))] = max(0.0, grown)
-            else:
-                values[name] = value
-        return values
-
     def _warn(self, step: Step, batch: BatchTraining, values: Mapping[str, float]) -> None:
-        assert self._desk is not None
+        assert self._rank_zero is not None
         if step.is_last and (warning := batch.rollouts.warning()):
-            self._desk.display.note(warning)
+            self._rank_zero.display.note(warning)
         if values.get("oversized_groups") and not self._has_warned_of_size:
-            self._desk.display.note(batch.shares.warning(step.places))
+            self._rank_zero.display.note(batch.shares.warning(step.places))
             self._has_warned_of_size = True
+
+
+def _metric_of(name: str) -> str:
+    """What the metric of a sampler's statistic is called."""
+    return SAMPLER_TOTALS.get(name, name.replace("total/", "timing/sampler_"))
