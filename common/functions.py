@@ -251,10 +251,10 @@ def _bound_names(node: ast.AST) -> Iterator[tuple[str, Definition | None]]:
 def _parameters(arguments: ast.arguments) -> Iterator[inspect.Parameter]:
     """As inspect.signature gives them; a default is only known to be there."""
     p = inspect.Parameter
-    positional = [(a, p.POSITIONAL_ONLY) for a in arguments.posonlyargs]
-    positional += [(a, p.POSITIONAL_OR_KEYWORD) for a in arguments.args]
+    positional = [*arguments.posonlyargs, *arguments.args]
     required = len(positional) - len(arguments.defaults)
-    for i, (argument, kind) in enumerate(positional):
+    for i, argument in enumerate(positional):
+        kind = p.POSITIONAL_ONLY if i < len(arguments.posonlyargs) else p.POSITIONAL_OR_KEYWORD
         yield p(argument.arg, kind, default=p.empty if i < required else None)
     if arguments.vararg:
         yield p(arguments.vararg.arg, p.VAR_POSITIONAL)
