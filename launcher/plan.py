@@ -27,6 +27,7 @@ from launcher.run import parse
 from model.dims import ModelDims, read_dims
 from model.folder import require_models
 from report.display import strip_escapes
+from trainer.algorithm.user_functions import require_user_functions
 
 CANNOT = 1
 _ROWS = 4  # of the data set, for the call of the rewards
@@ -54,6 +55,7 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
     from trainer.engine.deepspeed_config import deepspeed_config
 
     require_models(config)
+    require_user_functions(config.algorithm)
     stage = int(deepspeed_config(config, place.num_ranks)["zero_optimization"]["stage"])
     model = read_dims(config.model.path, config.model.revision)
     problems = load_data("data.train", config.data.train, config.data)

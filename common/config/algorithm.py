@@ -188,7 +188,7 @@ class Algorithm(Section):
     @property
     def always_has_gradient(self) -> bool:
         """Also where the advantage is zero."""
-        return self.entropy_coef > 0 or (self.beta > 0 and not self.kl_in_reward)
+        return self.loss is not None or self.entropy_coef > 0 or (self.beta > 0 and not self.kl_in_reward)
 
     @field_validator("adv_estimator")
     @classmethod

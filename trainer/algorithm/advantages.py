@@ -21,16 +21,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.config import Config
+from common.config.estimators import ESTIMATORS as BUILT_IN
 from common.errors import UserError
-from common.functions import Contract
 from common.types import Group, Rollout, Tombstone
+from trainer.algorithm.user_functions import ESTIMATOR
 
 EPS = 1e-4
 DEAD_TOLERANCE = 1e-9
 
 Floats = NDArray[np.float64]
-
-OWN = Contract("algorithm.adv_estimator", ("rewards", "group"), ("rewards", "group"), "def estimator(rewards, group)")
 
 
 @dataclass(frozen=True)
@@ -147,11 +146,11 @@ def group_advantages(
 
 def own_advantages(name: str, rewards: Floats, group: Group | None) -> Floats:
     """By a user's `def estimator(rewards, group)`: [G] -> [G]. Raises UserError unless it gives G finite numbers."""
-    estimator = OWN.load(name)
+    estimator = ESTIMATOR.load(name)
     found = estimator(rewards=rewards.copy(), group=group)
     try:
         advantages = np.asarray(found, np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # the last of a tensor with gradient
         raise UserError(f"{estimator.label} returned {str(found)[:200]}, expected {len(rewards)} numbers") from None
     if advantages.shape != rewards.shape:
         shape = list(advantages.shape)
@@ -159,6 +158,18 @@ def own_advantages(name: str, rewards: Floats, group: Group | None) -> Floats:
     if not np.isfinite(advantages).all():
         raise UserError(f"{estimator.label} returned {advantages} for rewards {rewards}; return finite numbers")
     return advantages
+
+
+def try_own_estimator(config: Config) -> None:
+    """Calls a user's estimator on a group that nobody sampled: mistakes show before there is one. Raises UserError."""
+    if config.algorithm.adv_estimator in BUILT_IN:
+        return
+    rewards = np.arange(config.sampler.num_generations, dtype=np.float64)
+    token, logprob = np.zeros(1, np.int32), np.full(1, -1, np.float32)
+    rollouts = [
+        Rollout(token, logprob, logprob, dict.fromkeys(config.rewards.names, r), r, "stop") for r in rewards.tolist()
+    ]
+    own_advantages(config.algorithm.adv_estimator, rewards, Group(0, 0, 0, token, tuple(rollouts)))
 
 
 def normalized_sum(rewards: Sequence[Floats], weights: Sequence[float]) -> Floats:

@@ -21,14 +21,8 @@ from torch import Tensor
 
 from common.config import Algorithm
 from common.errors import UserError
-from common.functions import Contract, OwnFunction
-
-OWN = Contract(
-    setting="algorithm.loss",
-    offered=("logprobs", "old_logprobs", "ref_logprobs", "advantages", "lengths", "settings"),
-    one_of=("logprobs",),
-    example="def objective(logprobs, old_logprobs, advantages)",
-)
+from common.functions import OwnFunction
+from trainer.algorithm.user_functions import OBJECTIVE
 
 
 @dataclass(frozen=True)
@@ -145,7 +139,7 @@ def token_objective(  # noqa: PLR0913 the equation has as many symbols
     ratio = importance_ratio(logprobs - old_logprobs, lengths, settings.importance_sampling_level)
     beta = settings.beta
     if settings.loss is not None:
-        function = OWN.load(settings.loss)
+        function = OBJECTIVE.load(settings.loss)
         ref = ref_logprobs if ref_logprobs is not None else logprobs.detach()  # a filler has none, and weight 0
         objective = own_objective(
             function, logprobs, old_logprobs, ref if beta else None, advantages, lengths, settings
@@ -195,6 +189,14 @@ def own_objective(
     if logprobs.requires_grad and not objective.requires_grad:
         raise UserError(f"{function.label} has no gradient; form it from logprobs, without .detach() or no_grad")
     return objective
+
+
+def try_own_objective(algorithm: Algorithm) -> None:
+    """Calls a user's objective on three tokens: mistakes show before there are any. Raises UserError."""
+    if algorithm.loss is not None:
+        logprobs = torch.full((3,), -1.0, requires_grad=True)
+        old, advantages = torch.full((3,), -1.5), torch.tensor([1.0, 1.0, -1.0])
+        token_objective(logprobs, old, None, advantages, [2, 1], ObjectiveSettings.of(algorithm))
 
 
 def importance_ratio(log_ratio: Tensor, lengths: Sequence[int], level: str) -> Tensor:
