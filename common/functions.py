@@ -103,7 +103,7 @@ def check_parameters(
             raise UserError(f"{label}: {parameter.name!r} is positional only; arguments are passed by keyword")
         if parameter.name not in offered:
             raise UserError(f"{label} wants {parameter.name!r}; {remedy(parameter.name)}")
-    if not any(p.name in one_of or p.kind is p.VAR_KEYWORD for p in parameters):
+    if one_of and not any(p.name in one_of or p.kind is p.VAR_KEYWORD for p in parameters):
         raise UserError(f"{label} takes no {next(iter(one_of))}; write {example}")
 
 
@@ -131,7 +131,7 @@ class Contract:
 
     setting: str
     offered: tuple[str, ...]  # names of arguments
-    one_of: tuple[str, ...]  # it must take at least one of these
+    one_of: tuple[str, ...]  # it must take at least one of these, if there are any
     example: str
 
     def label(self, name: str) -> str:

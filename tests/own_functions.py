@@ -1,4 +1,4 @@
-"""An estimator and a loss as a user would write them, equal to dr_grpo and to the clipped objective of loss_type grpo."""
+"""An estimator and a loss as a user would write them, equal to dr_grpo and the clipped objective."""
 
 from __future__ import annotations
 

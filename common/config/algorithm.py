@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from common import functions
 from common.config.estimators import ESTIMATORS, OWN, Estimator
-from common.config.sections import Section
-from common.errors import UserError
+from common.config.sections import Section, require_own_function
 
 LossType = Literal["grpo", "dapo", "dr_grpo", "bnpo", "cispo"]
-
-
-def _own_function(value: str, built_in: Collection[str] = ()) -> str:
-    """The name of a user's function as it is. Whether it is there is asked before a run, not of every config."""
-    try:
-        functions.parse(repr(value), value, built_in)
-    except UserError as error:
-        raise ValueError(str(error)) from None
-    return value
 
 
 class GroupParams(Section):
@@ -193,14 +182,17 @@ class Algorithm(Section):
     @field_validator("adv_estimator")
     @classmethod
     def _names_an_estimator(cls, value: str) -> str:
-        return value if value in ESTIMATORS else _own_function(value, ESTIMATORS)
+        require_own_function(value, ESTIMATORS)
+        return value
 
     @field_validator("loss")
     @classmethod
     def _names_a_loss(cls, value: str | None) -> str | None:
         if value in get_args(LossType):
             raise ValueError(f"loss is for a function of your own; set algorithm.loss_type={value}, and remove loss")
-        return None if value is None else _own_function(value)
+        if value is not None:
+            require_own_function(value)
+        return value
 
     @model_validator(mode="after")
     def _options_fit_together(self) -> Algorithm:
