@@ -90,7 +90,7 @@ def check_parameters(
     offered: Collection[str],
     one_of: Collection[str],
     example: str,
-    remedy: Callable[[str], str],
+    unknown: Callable[[str], str],  # what to say of a parameter that nobody offers
 ) -> None:
     """Raises UserError unless it can be called by keyword with what is offered, and takes one of `one_of`."""
     if parameters is None:
@@ -102,7 +102,7 @@ def check_parameters(
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise UserError(f"{label}: {parameter.name!r} is positional only; arguments are passed by keyword")
         if parameter.name not in offered:
-            raise UserError(f"{label} wants {parameter.name!r}; {remedy(parameter.name)}")
+            raise UserError(unknown(parameter.name))
     if one_of and not any(p.name in one_of or p.kind is p.VAR_KEYWORD for p in parameters):
         raise UserError(f"{label} takes no {next(iter(one_of))}; write {example}")
 
@@ -146,10 +146,11 @@ class Contract:
         return _load(self, name)
 
     def _check_parameters(self, name: str, parameters: Parameters | None) -> None:
-        def remedy(parameter: str) -> str:
-            return f"it gets {', '.join(self.offered)}. Remove {parameter!r}, or give it a default"
+        def unknown(parameter: str) -> str:
+            gets = f"it gets {', '.join(self.offered)}. Remove {parameter!r}, or give it a default"
+            return f"{self.label(name)} wants {parameter!r}; {gets}"
 
-        check_parameters(self.label(name), parameters, self.offered, self.one_of, self.example, remedy)
+        check_parameters(self.label(name), parameters, self.offered, self.one_of, self.example, unknown)
 
 
 @functools.cache

@@ -51,10 +51,10 @@ def check_signature(function: RewardFunction, columns: Iterable[str], name: str 
     name = name or getattr(function, "__name__", repr(function))
     columns = list(columns)
 
-    def remedy(parameter: str) -> str:
+    def unknown(parameter: str) -> str:
         column = next((c for c in ("answer", *reversed(columns)) if c in columns), "<a column>")
         return (
-            f"the data set gives {', '.join(columns) or 'no columns'} "
+            f"reward {name} wants {parameter!r}; the data set gives {', '.join(columns) or 'no columns'} "
             f"(and every run {', '.join(ALWAYS_PASSED)}). Remove {parameter!r} and add **kwargs, or set "
             f"data.rename: {{{column}: {parameter}}}, or give it a value in rewards.reward_kwargs: "
             f"{{{name}: {{{parameter}: …}}}}"
@@ -62,4 +62,4 @@ def check_signature(function: RewardFunction, columns: Iterable[str], name: str 
 
     read, example = ("completions", "completion_ids", "completions_ids"), f"def {name}(prompts, completions, **columns)"
     offered = {*ALWAYS_PASSED, *columns}
-    functions.check_parameters(f"reward {name}", functions.parameters_of(function), offered, read, example, remedy)
+    functions.check_parameters(f"reward {name}", functions.parameters_of(function), offered, read, example, unknown)
