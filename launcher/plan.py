@@ -27,6 +27,7 @@ from launcher.workload import workload_of, zero_stage
 from model.dims import read_dims
 from model.folder import require_models
 from report.escape import strip_escapes
+from trainer.algorithm.user_functions import require_user_functions
 
 CANNOT = 1
 _ROWS = 4  # of the data set, for the call of the rewards
@@ -52,6 +53,7 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
     from sampler.dataset import load_data
 
     require_models(config)
+    require_user_functions(config.algorithm)
     zero_stage(config, place.num_ranks)  # here, so that settings that contradict each other come before the data
     model = read_dims(config.model.path, config.model.revision)
     problems = load_data("data.train", config.data.train, config.data)

@@ -31,6 +31,7 @@ from launcher.workload import workload_of
 from model.dims import read_dims
 from model.folder import require_models
 from report.sinks import require_packages
+from trainer.algorithm.user_functions import require_user_functions
 
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         config = load(path, overrides)
         place = placement(config, visible_gpus(os.environ), sorted(os.sched_getaffinity(0)))
         require_packages(config.run.report_to)
+        require_user_functions(config.algorithm)
         folder, is_quickstart = config.run.output_dir, path.resolve() == QUICKSTART
         if config.eval.val_only:
             return (_program("quickstart") if is_quickstart else DONE) or _evaluate(config, path, overrides)

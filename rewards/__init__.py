@@ -14,12 +14,12 @@ import copy
 import functools
 import inspect
 import math
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from pathlib import Path
 from typing import Any
+
+from common.functions import describe, parameters_of
 
 # `completions_ids` is what TRL's documentation calls the same argument.
 ALWAYS_PASSED = (
@@ -154,13 +154,6 @@ def _event_loop() -> asyncio.Runner:
     return asyncio.Runner()
 
 
-def parameters_of(function: RewardFunction) -> list[inspect.Parameter] | None:
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # functions written in C may have no signature: they get everything
-        return None
-
-
 def _numbers(name: str, values: Any, completions: Sequence[Any]) -> list[float]:
     """One number per completion, NaN for None. Raises RewardError."""
     first = f"First completion: {_show(completions[0])}" if completions else "There are no completions"
@@ -208,10 +201,3 @@ def _number(name: str, value: Any, completion: Any) -> float:
 
 def _show(completion: Any) -> str:
     return shorten(text_of(completion))
-
-
-def describe(error: BaseException) -> str:
-    """`ValueError: bad (my_reward.py:12)`: what was raised, and the innermost line of Python."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{place}"

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from common.config import Algorithm, Config
 from common.types import Group, Rollout, Tombstone
 from tests.tiny import random_group
-from trainer.algorithm.advantages import step_advantages
-from trainer.algorithm.losses import Denominator, loss, token_objective
+from trainer.algorithm.advantages import AdvantageSettings, step_advantages
+from trainer.algorithm.losses import Denominator, ObjectiveSettings, loss, token_objective
 from trainer.data import tensors as trainer_batch
 from trainer.data.tensors import MicroBatch, needs_batch_statistics, num_tokens, waits_for
 
@@ -47,7 +47,9 @@ def micro_batch(
     groups: Sequence[Group | Tombstone], over: Denominator, scale_rewards: str = "group", beta: float = 0.0, **more: Any
 ) -> MicroBatch:
     config = settings(scale_rewards=scale_rewards, beta=beta, **more)
-    return trainer_batch.micro_batch(groups, step_advantages(groups, config), over, config.algorithm)
+    return trainer_batch.micro_batch(
+        groups, step_advantages(groups, AdvantageSettings.of(config)), over, config.algorithm
+    )
 
 
 def settings(**algorithm: Any) -> Config:
@@ -128,7 +130,12 @@ def test_a_filler_has_no_weight_and_a_gradient_of_zero_whatever_the_model_says(b
     assert batch.weights.tolist() == [0.0]
     logprobs = torch.full((1,), logprob, requires_grad=True)
     objective, terms = token_objective(
-        logprobs, batch.old_logprobs, batch.ref_logprobs, batch.advantages, [1], Algorithm(beta=beta)
+        logprobs,
+        batch.old_logprobs,
+        batch.ref_logprobs,
+        batch.advantages,
+        [1],
+        ObjectiveSettings.of(Algorithm(beta=beta)),
     )
     total = loss(objective, batch.weights)
     total.backward()
@@ -237,7 +244,7 @@ def share(mine: Sequence[Group], step: Sequence[Group], config: Config) -> tuple
     a = config.algorithm
     scope = step if needs_batch_statistics(a) else mine
     over = Denominator(a.loss_type, sum(len(g.rollouts) for g in step), max(1, num_tokens(step, a)), 12)
-    batch = trainer_batch.micro_batch(mine, step_advantages(scope, config), over, a)
+    batch = trainer_batch.micro_batch(mine, step_advantages(scope, AdvantageSettings.of(config)), over, a)
     shift = (batch.old_logprobs * 1e4).sin() * 0.5  # the same for the same token, wherever it stands
     logprobs = (batch.old_logprobs.double() + shift).requires_grad_()
     objective, _ = token_objective(
@@ -246,7 +253,7 @@ def share(mine: Sequence[Group], step: Sequence[Group], config: Config) -> tuple
         None if batch.ref_logprobs is None else batch.ref_logprobs.double(),
         batch.advantages.double(),
         batch.row.lengths,
-        a,
+        ObjectiveSettings.of(a),
         entropy=logprobs.exp(),  # some function of the token
     )
     total = loss(objective, batch.weights.double())

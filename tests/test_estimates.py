@@ -18,8 +18,10 @@ from common.config import Config
 from common.types import Group, Rollout, Tombstone
 from tests import oracle
 from tests.tiny import random_group
-from trainer.algorithm.critic_advantages import ByGroup, estimate, value_metrics
-from trainer.algorithm.losses import Denominator, loss, token_objective, value_errors
+from trainer.algorithm import critic_advantages
+from trainer.algorithm.advantages import RewardSettings
+from trainer.algorithm.critic_advantages import ByGroup, Estimates, value_metrics
+from trainer.algorithm.losses import Denominator, ObjectiveSettings, loss, token_objective, value_errors
 from trainer.data.tensors import micro_batch, num_tokens, training_completions, value_batch, value_row
 
 pytestmark = pytest.mark.fast
@@ -43,6 +45,10 @@ def rollout(ids: list[int], reward: float, finish_reason: Any = "stop") -> Rollo
 
 def group(*rollouts: Rollout, group_id: int = 0) -> Group:
     return Group(group_id, 0, 0, np.array([5, 6], np.int32), rollouts)
+
+
+def estimate(groups: Sequence[Group | Tombstone], values: ByGroup, config: Config) -> Estimates:
+    return critic_advantages.estimate(groups, values, RewardSettings.of(config), config.algorithm)
 
 
 def test_a_group_by_hand() -> None:
@@ -139,7 +145,7 @@ def share(mine: Sequence[Group], step: Sequence[Group], config: Config) -> tuple
         None if batch.ref_logprobs is None else batch.ref_logprobs.double(),
         batch.advantages.double(),
         batch.row.lengths,
-        a,
+        ObjectiveSettings.of(a),
         entropy=logprobs.exp(),
     )
     of_values = value_batch(mine, found.values, found.returns, total, a)

@@ -31,7 +31,7 @@ from tests.protocol_helpers import (
     short_folder,
 )
 from tests.speed import limit, overdue, until
-from trainer.algorithm.advantages import is_dead_group
+from trainer.algorithm.advantages import AdvantageSettings, is_dead_group
 from trainer.data.seats import Rollouts
 from trainer.link.inbox import Inbox
 
@@ -169,7 +169,11 @@ def test_dead_groups_are_refilled_within_the_version_and_every_group_is_taken_on
             inbox.commit(len(taken), published(step))
             batch = Rollouts(config, len(taken), inbox.take, inbox.refill)
             batch.take_up_to(4, at_once=2)
-            assert [is_dead_group(g, config) for g in batch.trained(batch.items) if isinstance(g, Group)] == [False] * 4
+            assert [
+                is_dead_group(g, AdvantageSettings.of(config))
+                for g in batch.trained(batch.items)
+                if isinstance(g, Group)
+            ] == [False] * 4
             assert all(step - max_staleness <= g.policy_version <= step for g in batch.items)
             taken += batch.items
         assert [g.group_id for g in taken] == list(range(len(taken)))

@@ -18,8 +18,8 @@ from torch import Tensor
 from common.config import Config
 from common.watchdog import report_progress
 from model.reference import Reference
-from trainer.algorithm.advantages import step_advantages
-from trainer.algorithm.kl_controller import completion_kls, next_beta, with_beta
+from trainer.algorithm.advantages import AdvantageSettings, RewardSettings, step_advantages
+from trainer.algorithm.kl_controller import completion_kls, next_beta
 from trainer.data.feed import Shares
 from trainer.data.micro_batches import Round
 from trainer.data.mini_batches import Step
@@ -53,9 +53,10 @@ class BatchTraining:
         groups: GroupReceiver,
         record_seconds: RecordSeconds,
     ):
-        self.config = with_beta(config, progress.kl_beta)  # the beta of this batch
+        self.config = config
+        self.beta = config.algorithm.beta if progress.kl_beta is None else progress.kl_beta  # of this batch
         self._models, self._exchange, self._progress, self._record_seconds = models, exchange, progress, record_seconds
-        self.rollouts = Rollouts(self.config, progress.cursor, groups.receive, groups.refill, self._advantages)
+        self.rollouts = Rollouts(config, progress.cursor, groups.receive, groups.refill, self._advantages, self.beta)
         self.shares = Shares(self.config, self.rollouts, models.policy.dims, exchange)
         # by group id
         self._proximal_logprobs: dict[int, Tensor] = {}  # of this rank's micro-batches, or of the whole batch
@@ -81,20 +82,21 @@ class BatchTraining:
     def next_beta(self) -> float | None:
         """That of the batch after this one; None = the configured one."""
         algorithm = self.config.algorithm
-        if algorithm.kl_controller == "fixed":
+        if algorithm.kl_target is None:  # the controller is fixed
             return None
-        return next_beta(algorithm.beta, completion_kls(self.rollouts.items), algorithm)
+        kls = completion_kls(self.rollouts.items)
+        return next_beta(self.beta, kls, algorithm.kl_target, algorithm.kl_horizon)
 
     def _advantages(self, groups: Items) -> Mapping[int, PerCompletion]:
         """Where they depend on all groups of the batch."""
         critic = self._models.critic
         if critic is None:
-            return step_advantages(groups, self.config)
+            return step_advantages(groups, AdvantageSettings.of(self.config, self.beta))
         start = time.monotonic()
         report_progress("scoring a batch of rollouts with the critic")
         shares = [self.shares.mine(found) for found in self.shares.rounds(range(self.config.prompts_per_batch))]
         threshold = self._progress.threshold or self.config.algorithm.group_params.group_variance_threshold
-        advantages = critic.begin_batch(groups, shares, self.config, threshold)
+        advantages = critic.begin_batch(groups, shares, RewardSettings.of(self.config, self.beta), threshold)
         self._record_seconds("timing/values_s", time.monotonic() - start)
         return advantages
 

@@ -54,6 +54,8 @@ def _taken(config: Config) -> Any:
 def _run(config: Config) -> None:
     """Rank 0 opens what only it has first: a taken port or a wrong checkpoint must not cost the start of all ranks."""
     from model.reference import Reference
+    from trainer.algorithm.advantages import try_own_estimator
+    from trainer.algorithm.losses import try_own_objective
     from trainer.engine.critic import Critic
     from trainer.engine.deepspeed_model import init_distributed
     from trainer.engine.policy import Engine
@@ -62,6 +64,8 @@ def _run(config: Config) -> None:
     from trainer.save import checkpoint
 
     rank, ranks = int(os.environ.get("RANK", "0")), world_size()
+    try_own_estimator(config)
+    try_own_objective(config.algorithm)
     stage = deepspeed_config(config, ranks)["zero_optimization"]["stage"]
     tokenizer = _tokenizer_to_save(config)
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from common.config import Config
 from common.failpoints import failpoint
 from common.types import Group, Tombstone
-from trainer.algorithm.advantages import is_dead_group, step_advantages
+from trainer.algorithm.advantages import AdvantageSettings, is_dead_group, step_advantages
 from trainer.data.mini_batches import Step
 from trainer.data.tensors import PerCompletion, needs_batch_statistics
 
@@ -37,9 +37,11 @@ class Rollouts:
         receive: Callable[[Sequence[int]], Items],
         refill: Callable[[int], None],
         of_batch: Callable[[Items], Mapping[int, PerCompletion]] | None = None,
+        beta: float | None = None,  # of the KL in the reward; None = the configured one
     ):
         self._config, self._first, self._receive, self._refill = config, first, receive, refill
-        self._of_batch = of_batch or (lambda items: step_advantages(items, config))
+        self._settings = AdvantageSettings.of(config, beta)
+        self._of_batch = of_batch or (lambda items: step_advantages(items, self._settings))
         self.seats: list[Items] = []  # what was taken for each; the last one of a seat sits there
         self.advantages: dict[
             int, PerCompletion
@@ -106,14 +108,14 @@ class Rollouts:
 
     def _seat(self, taken: Items) -> None:
         self.num_taken += len(taken)
-        self.dead |= {item.group_id for item in taken if is_dead_group(item, self._config)}
+        self.dead |= {item.group_id for item in taken if is_dead_group(item, self._settings)}
         for item in taken:
             self._passed.append(item)
             if self._stays(item):
                 self.seats.append(self._passed)
                 self._passed = []
         if not needs_batch_statistics(self._config.algorithm):
-            self.advantages |= step_advantages(self.trained(taken), self._config)
+            self.advantages |= step_advantages(self.trained(taken), self._settings)
         needed = min(self.num_taken - len(self.seats), self.size * self._config.algorithm.resamples)
         if needed > self.num_refilled:
             self._refill(needed - self.num_refilled)

@@ -107,7 +107,7 @@ def trained_completions(
         return []
     if not algorithm.always_has_gradient and not moves(np.hstack(list(advantages[group.group_id]))):
         return []
-    return [i for i, r in enumerate(group.rollouts) if trains(r, algorithm)]
+    return [i for i, r in enumerate(group.rollouts) if trains(r, algorithm.mask_truncated_completions)]
 
 
 def num_trained_tokens(
@@ -147,7 +147,8 @@ def value_row(groups: Sequence[Group | Tombstone], algorithm: Algorithm, packing
 
 def training_completions(groups: Sequence[Group | Tombstone], algorithm: Algorithm) -> list[tuple[Group, list[int]]]:
     """Groups with the indexes of the completions that are not masked; without groups that have none."""
-    found = [(g, [i for i, r in enumerate(g.rollouts) if trains(r, algorithm)]) for g in groups if isinstance(g, Group)]
+    alive, masks = [g for g in groups if isinstance(g, Group)], algorithm.mask_truncated_completions
+    found = [(g, [i for i, r in enumerate(g.rollouts) if trains(r, masks)]) for g in alive]
     return [(g, indexes) for g, indexes in found if indexes]
 
 

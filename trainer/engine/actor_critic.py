@@ -18,6 +18,7 @@ from torch import Tensor
 from common.config import Config
 from common.types import Group, Tombstone
 from model.packing import PackedRow
+from trainer.algorithm.advantages import RewardSettings
 from trainer.algorithm.critic_advantages import ByGroup, Estimates, estimate, estimate_segments, value_metrics
 from trainer.algorithm.segments import next_threshold, token_group_metrics
 from trainer.data.tensors import num_tokens, training_completions, value_batch, value_row
@@ -38,20 +39,20 @@ class ActorCritic:
         self._batch_metrics: dict[str, float] = {}
         self._step_metrics: dict[str, float] = {}
 
-    def begin_batch(self, groups: Items, shares: Sequence[Items], shaping: Config, threshold: float) -> ByGroup:
+    def begin_batch(self, groups: Items, shares: Sequence[Items], rewards: RewardSettings, threshold: float) -> ByGroup:
         """Scores all groups and returns their advantages.
 
         shares: this rank's part of every micro-batch; as many on every rank, because ZeRO-3 gathers in each forward.
-        shaping: the settings, with the beta of this batch. threshold: τ of group_ppo for this batch.
+        rewards: with the beta of this batch. threshold: τ of group_ppo for this batch.
         """
         algorithm = self.config.algorithm
         values = self._of_every_token(groups, shares, self.critic.score)
         if algorithm.adv_estimator == "gae":
-            self.estimates = estimate(groups, values, shaping)
+            self.estimates = estimate(groups, values, rewards, algorithm)
         else:
             exact = algorithm.group_params.score == "exact"
             scores = self._of_every_token(groups, shares, self.policy.score_norms) if exact else None
-            self.estimates = estimate_segments(groups, values, scores, threshold, shaping)
+            self.estimates = estimate_segments(groups, values, scores, threshold, rewards, algorithm)
         self._threshold = threshold
         self._batch_metrics = value_metrics(groups, self.estimates, self.config)
         if self.estimates.segments:

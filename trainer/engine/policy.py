@@ -18,7 +18,7 @@ from model.dims import ModelDims, model_dims
 from model.logprobs import load_causal_lm, score_norms_of_row, score_terms
 from model.packing import PackedRow
 from model.stopwatch import Stopwatch
-from trainer.algorithm.losses import loss, token_objective
+from trainer.algorithm.losses import ObjectiveSettings, loss, token_objective
 from trainer.algorithm.mismatch import by_cause
 from trainer.data.tensors import MicroBatch, filler_row
 from trainer.engine.deepspeed_config import policy_of
@@ -89,6 +89,7 @@ class Engine(DeepSpeedModel):
             self.adapter_settings = lora.settings_file(lora.add_adapters(model, config))
         policy = Policy(model, config.trainer.logprob_chunk_size, config.algorithm.entropy_coef > 0)
         super().__init__(config, world_size, policy_of(config), model, policy)
+        self.objective = ObjectiveSettings.of(config.algorithm)
         self.sums = Sums()
         self.head_time = Stopwatch(self.device)
         self._micro_batch = 0
@@ -133,7 +134,7 @@ class Engine(DeepSpeedModel):
             None if batch.ref_logprobs is None else batch.ref_logprobs.to(self.device),
             advantages,
             batch.row.lengths,
-            self.config.algorithm,
+            self.objective,
             entropy,
             None if proximal_logprobs is None else proximal_logprobs.to(self.device),
         )

@@ -76,7 +76,7 @@ class StepRecords:
         values = stats.rollout_metrics(
             groups, after.policy_version - result.new_versions, self._config.rewards.full_mark
         )
-        values |= stats.shaping_metrics(groups, batch.config) | batch.rollouts.dead_group_metrics(step)
+        values |= stats.shaping_metrics(groups, self._config, batch.beta) | batch.rollouts.dead_group_metrics(step)
         if not result.critic_only:
             values |= stats.token_metrics(sums, algorithm.beta) | stats.correction_metrics(sums, algorithm)
             values |= mismatch.cause_metrics(vars(sums))
