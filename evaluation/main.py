@@ -24,6 +24,7 @@ from common import durable, exits
 from common.config import Config, load
 from common.errors import UserError
 from common.redact import redacted
+from common.run_folder import CHECKPOINTS, FINAL, step_dirs
 from model import lora
 from report.display import strip_escapes
 
@@ -121,8 +122,7 @@ def is_run(folder: Path) -> bool:
 
 
 def _newest_model(run_folder: Path) -> Path:
-    steps = sorted(p for p in (run_folder / "checkpoints").glob("step_*") if p.is_dir())
-    found = [p for p in (run_folder / "final", *reversed(steps)) if p.is_dir()]
+    found = [p for p in (run_folder / FINAL, *reversed(step_dirs(run_folder / CHECKPOINTS))) if p.is_dir()]
     if not found:
         raise UserError(
             f"{run_folder} holds no final/ and no checkpoint; the run has not saved yet (trainer.save_steps)"

@@ -23,6 +23,7 @@ from common.durable import lock, run_tag
 from common.errors import UserError
 from common.exits import DONE, INTERRUPTED, RETRYABLE, USER_ERROR
 from common.redact import redacted_words
+from common.run_folder import CHECKPOINTS, FINAL, earlier_run, no_checkpoint, step_dirs
 from launcher.batch_plan import batch_plan, one_line
 from launcher.machine import remove_stale_build_locks
 from launcher.placement import Placement, placement, visible_gpus
@@ -76,8 +77,8 @@ def _evaluate(config: Config, path: Path, overrides: Sequence[str]) -> int:
     """eval.val_only: the model, or with run.resume the newest checkpoint, without a trainer."""
     folder = config.run.output_dir
     if config.run.resume and not checkpoints(folder):
-        raise UserError(f"run.resume: there is no checkpoint in {folder}/checkpoints; leave run.resume out")
-    model = str(max(checkpoints(folder))) if config.run.resume else config.model.path
+        raise no_checkpoint(folder)
+    model = str(checkpoints(folder)[-1]) if config.run.resume else config.model.path
     words = [model, "--config", str(path), "--output", str(folder / "evaluations" / Path(model).name), *overrides]
     try:
         return subprocess.run([sys.executable, "-m", "evaluation.main", *words], cwd=ROOT).returncode
@@ -92,7 +93,7 @@ def _run(command: _Command) -> int:
     print(f"tandem: trainer on {place.trainer_place}; log {folder}/logs/trainer.log", file=sys.stderr, flush=True)
     if side := command.config.reference_on:
         print(f"tandem: reference model on the {side}", file=sys.stderr, flush=True)
-    rules = Rules(command.restart_trainer, command.steps, (folder / "final").is_dir)
+    rules = Rules(command.restart_trainer, command.steps, (folder / FINAL).is_dir)
     code = Supervisor(command.sampler(), command.trainer(), rules).run()
     if code == INTERRUPTED and checkpoints(folder):
         print(f"tandem: continue with: bash launch.sh {command.words} run.resume=true", file=sys.stderr)
@@ -130,14 +131,9 @@ def check_folder(config: Config) -> None:
     folder, resume = config.run.output_dir, config.run.resume
     steps = len(read_jsonl(folder / "metrics.jsonl"))
     if steps and not resume:
-        raise UserError(
-            f"{folder} already holds a run of {steps} steps. "
-            f"Continue it with run.resume=true, or start another with run.output_dir={folder}-2"
-        )
+        raise earlier_run(folder, f"a run of {steps} steps")
     if resume and not checkpoints(folder):
-        raise UserError(
-            f"run.resume: there is no checkpoint in {folder}/checkpoints; leave run.resume out to start anew"
-        )
+        raise no_checkpoint(folder)
 
 
 def move_aside(folder: Path) -> Path | None:
@@ -154,8 +150,8 @@ def move_aside(folder: Path) -> Path | None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Committed checkpoints: a checkpoint gets its visible name only when it is whole."""
-    return [path for path in (folder / "checkpoints").glob("step*") if path.is_dir()]
+    """Committed checkpoints, oldest first: a checkpoint gets its visible name only when it is whole."""
+    return step_dirs(folder / CHECKPOINTS)
 
 
 class _Command:

@@ -48,10 +48,9 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
 
 def _not_yaml(error: yaml.YAMLError, path: Path) -> str:
     """The parser's own text would quote the line, with whatever secret stands there."""
-    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
-    if mark is None:
+    if not (isinstance(error, yaml.MarkedYAMLError) and error.problem_mark):
         return f"{path}: not valid YAML: {error}"
-    return f"{path}:{mark.line + 1}: not valid YAML: {error.context or 'here'}: {error.problem}"
+    return f"{path}:{error.problem_mark.line + 1}: not valid YAML: {error.context or 'here'}: {error.problem}"
 
 
 class _Loader(yaml.SafeLoader):

@@ -6,14 +6,13 @@
                               commit.json                                     cursor, version, digest of every file
 
 commit.json is written last and the folder becomes visible by one rename; DeepSpeed's own `latest` file is written
-before all ranks have saved, so it is neither written nor read. Resuming takes the newest folder whose digests hold
-and names every one it skips. DeepSpeed's pickles are read with weights_only=True and three allowed classes.
+before all ranks have saved, so it is neither written nor read. trainer/save/resume.py chooses the one to go on from.
+DeepSpeed's pickles are read with weights_only=True and three allowed classes.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch import Tensor
 from common import durable, weights
 from common.errors import UserError
 from common.failpoints import failpoint
+from common.run_folder import COMMIT, FINAL, step_dir, step_dirs
 from model import lora
 from trainer.engine.critic import Critic
 from trainer.engine.deepspeed_model import DeepSpeedModel
@@ -33,10 +33,8 @@ from trainer.engine.policy import Engine
 from trainer.engine.ranks import Exchange
 from trainer.save.disk import Disk, on_rank_0, require_room, together
 
-COMMIT = "commit.json"
 CRITIC = "critic"
 _STATE_TAG = "state"
-_STEP_NAME = re.compile(r"step_([0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -55,16 +53,7 @@ class Progress:
     skipped_in_a_row: int = 0  # of the steps tried, the last ones that were not finite
     skipped_steps: int = 0  # tried and not applied, because something was not finite
     threshold: float | None = None  # τ of group_ppo's next batch; None = group_variance_threshold
-
-
-def step_dir(checkpoints: Path, step: int) -> Path:
-    return checkpoints / f"step_{step:06d}"
-
-
-def step_dirs(checkpoints: Path) -> list[Path]:
-    """Every checkpoint, whole or damaged, oldest first."""
-    named = [(_STEP_NAME.fullmatch(path.name), path) for path in checkpoints.glob("step_*")]
-    return [path for _, path in sorted((int(match[1]), path) for match, path in named if match)]
+    dataset_fingerprint: str = ""  # of the samplers' training prompts; "" = none is known, as in a replay
 
 
 def save(  # noqa: PLR0913 two models, and all that a checkpoint is made of
@@ -154,10 +143,10 @@ def _without_base(state_dict: dict[str, Any]) -> dict[str, Any]:
 def _commit_record(engine: Engine, exchange: Exchange, folder: Path, progress: Progress) -> bytes:
     files = {str(p.relative_to(folder)): asdict(weights.file_info(p)) for p in _files(folder)}
     record = asdict(progress) | {"files": files, "world_size": exchange.world_size, "zero_stage": engine.stage}
-    return json.dumps(record | {"blake3": _digest(record)}, indent=1).encode()
+    return json.dumps(record | {"blake3": digest(record)}, indent=1).encode()
 
 
-def _digest(record: dict[str, Any]) -> str:
+def digest(record: dict[str, Any]) -> str:
     return blake3.blake3(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
@@ -214,7 +203,7 @@ def commit_final(
     engine: Engine, exchange: Exchange, tokenizer: Any, output_dir: Path, disk: Disk, critic: Critic | None = None
 ) -> None:
     """The trained model as output_dir/final, replaced as a whole."""
-    temporary, final = output_dir / f"{durable.TEMPORARY}final", output_dir / "final"
+    temporary, final = output_dir / f"{durable.TEMPORARY}{FINAL}", output_dir / FINAL
 
     def prepare() -> None:
         durable.remove_dir(temporary)
@@ -231,32 +220,6 @@ def commit_final(
         on_rank_0(exchange, commit)
 
     disk.persist("the final model", attempt, temporary)
-
-
-def newest_valid(checkpoints: Path, say: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint whose every file is as committed. Says which ones it skips and why."""
-    for folder in reversed(step_dirs(checkpoints)):
-        problem = _problem(folder)
-        if problem is None:
-            return folder
-        say(f"checkpoint {folder} is skipped: {problem}")
-    return None
-
-
-def read_progress(folder: Path, world_size: int, zero_stage: int, stream: dict[str, Any]) -> Progress:
-    """Raises UserError if the checkpoint belongs to another layout or another stream of groups."""
-    commit = json.loads((folder / COMMIT).read_text())
-    for name, now in (("world_size", world_size), ("zero_stage", zero_stage)):
-        if commit[name] != now:
-            raise UserError(f"{folder} was saved with {name} {commit[name]}, this run has {now}; resume with the same")
-    changed = [
-        f"{k}={now!r} (was {commit['stream'].get(k)!r})" for k, now in stream.items() if commit["stream"].get(k) != now
-    ]
-    if changed:
-        raise UserError(
-            f"{folder}: these settings define which groups come next and may not change on resume: {', '.join(changed)}"
-        )
-    return Progress(**{name: commit[name] for name in Progress.__dataclass_fields__})
 
 
 def load(engine: Engine, folder: Path, critic: Critic | None = None) -> None:
@@ -290,22 +253,3 @@ def _load_without_code(path: str, map_location: Any = None) -> Any:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(p for p in folder.rglob("*") if p.is_file() and p.name != COMMIT)
-
-
-def _problem(folder: Path) -> str | None:
-    try:
-        record = json.loads((folder / COMMIT).read_text())
-        digest, expected = record.pop("blake3"), record["files"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        return f"{COMMIT} cannot be read: {error!r}"
-    if _digest(record) != digest:
-        return f"{COMMIT} differs from what was committed"
-    for name, info in expected.items():
-        try:
-            if asdict(weights.file_info(folder / name)) != info:
-                return f"{name} differs from what was committed"
-        except FileNotFoundError:
-            return f"{name} is missing"
-        except OSError as error:
-            return f"{name} cannot be read: {error}"
-    return None
