@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from common import durable, exits
+from common import durable, exits, failpoints
 from common.errors import Interrupted, Retryable
 from tests.gloo_data import TRAINER
 from tests.replay_worker import ROOT, Life, Stack, stack
@@ -35,7 +35,7 @@ fast = pytest.mark.fast
 @pytest.fixture
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr(durable, "_operations", 0)
+    monkeypatch.setattr(failpoints, "_operations", 0)
 
 
 # ---- one rank ----------------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def test_a_save_waits_for_the_disk_with_the_reason_and_then_succeeds(
     for trouble, reason in REASONS.items():
         run, said = tmp_path / trouble, []
         save(run / "checkpoints", 1)
-        monkeypatch.setattr(durable, "_operations", 0)
+        monkeypatch.setattr(failpoints, "_operations", 0)
         monkeypatch.setenv("TANDEM_FAULT", f"10-60:{trouble}")
         patience = save(run / "checkpoints", 2, said.append)
         monkeypatch.delenv("TANDEM_FAULT")
