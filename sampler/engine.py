@@ -23,6 +23,8 @@ from common.config import TIES, Config
 from common.errors import UserError
 from common.types import FinishReason
 from model import lora
+from model.folder import load_config
+from model.tokenizer import load_tokenizer
 
 _MISSING_MASS = 1e-3
 _CANARY_LENGTH = 64  # the context must hold the trainer's canary sequences
@@ -196,7 +198,7 @@ def kept_tokens(ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> tuple[
 
 
 def stop_token_ids(config: Config) -> list[int]:
-    """Tokens that end a completion: those of the model's generation_config.json and the tokenizer's own."""
+    """Tokens that end a completion: those of the model's generation_config.json, or else the tokenizer's one."""
     from transformers import GenerationConfig
 
     try:
@@ -204,9 +206,7 @@ def stop_token_ids(config: Config) -> list[int]:
     except OSError:
         given = None
     if given is None:
-        from transformers import AutoTokenizer
-
-        given = AutoTokenizer.from_pretrained(config.model.path, revision=config.model.revision).eos_token_id
+        given = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code).eos_token_id
     if given is None:
         raise UserError(f"{config.model.path} names no end-of-sequence token; set eos_token_id in its config")
     return [given] if isinstance(given, int) else list(given)
@@ -228,9 +228,7 @@ def _set_environment(config: Config, on_cpu: bool) -> None:
 
 def _cpu_cache_gib(config: Config) -> int:
     """Key-value cache for one full window of rollouts, in whole GiB, 1 to 16."""
-    from transformers import AutoConfig
-
-    model = AutoConfig.from_pretrained(config.model.path, revision=config.model.revision)
+    model = load_config(config.model).get_text_config()
     heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     bytes_per_token = 2 * model.num_hidden_layers * heads * head_dim * 4

@@ -14,7 +14,7 @@ from common.config import Config, world_size
 from common.errors import UserError
 from common.redact import redacted
 from common.watchdog import Watchdog
-from model.folder import require_models
+from model.folder import load_config, require_models
 from model.tokenizer import load_tokenizer
 from report.display import StepDisplay
 from report.run_log import MetricsLog, read_jsonl
@@ -144,18 +144,8 @@ def _leave_no_versions(weights_dir: Path) -> None:
 
 
 def _limits(config: Config) -> wire.Limits:
-    from transformers import AutoConfig
-
-    path = config.model.path
-    try:
-        model = AutoConfig.from_pretrained(
-            path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        first_line = next(iter(str(error).splitlines()), "")
-        raise UserError(f"model {path!r}: no config.json of a model that transformers knows: {first_line}") from error
     return wire.Limits(
-        vocab_size=model.get_text_config().vocab_size,
+        vocab_size=load_config(config.model).get_text_config().vocab_size,
         num_generations=config.sampler.num_generations,
         max_prompt_length=config.data.max_prompt_length,
         max_completion_length=config.sampler.max_completion_length,
