@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.config import Rewards, reward_name
+from common.config import ROUNDING, Rewards, reward_name
 from rewards import shorten
 from rewards.pool import RewardFailure, RewardPool
 from rewards.probes import EMPTY, FORMS, Probe, probes
 
 SLOW_S = 1.0
 SHOWN = 5  # rows named in full per kind of finding
-ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from common.config import Rewards
+from common.config import ROUNDING, Rewards
 from rewards import shorten
-from rewards.check import ROUNDING, SHOWN, Calls, Findings, Row, call_all, distribution, note_failures
+from rewards.check import SHOWN, Calls, Findings, Row, call_all, distribution, note_failures
 
 
 def check_completions(

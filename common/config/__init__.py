@@ -13,7 +13,7 @@ costs milliseconds, not the start of two processes.
 from common.config.algorithm import Algorithm, GroupParams
 from common.config.checks import Config
 from common.config.load import load
-from common.config.sampling import MAX_TOP_K, TIES, Eval, Rewards, Sampler, reward_name
+from common.config.sampling import MAX_TOP_K, ROUNDING, TIES, Eval, Rewards, Sampler, reward_name
 from common.config.sections import (
     MAX_LORA_RANK,
     MAX_SOCKET_PATH,
@@ -34,6 +34,7 @@ __all__ = [
     "MAX_LORA_RANK",
     "MAX_SOCKET_PATH",
     "MAX_TOP_K",
+    "ROUNDING",
     "TIES",
     "Algorithm",
     "Channel",

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from common.config.sections import Section
 
 MAX_TOP_K = 1024  # tokens that travel with every sampled one
+ROUNDING = 1e-6  # two scores this near are equal: some reward functions compute in float32
 TIES = 16  # more tokens than top_k may be kept: all that are as likely as the last of them
 
 
