@@ -26,7 +26,7 @@ from common.errors import UserError
 from common.redact import redacted
 from common.run_folder import CHECKPOINTS, FINAL, step_dirs
 from model import lora
-from report.escape import one_line
+from report.display import strip_escapes
 
 if TYPE_CHECKING:
     from common.types import Prompt
@@ -249,7 +249,7 @@ def _records(prompt: Prompt, completions: list[Completion], texts: list[str], sc
 
 
 def _say(text: str) -> None:
-    print(f"tandem: {one_line(text)}", file=sys.stderr, flush=True)
+    print(f"tandem: {strip_escapes(text)}", file=sys.stderr, flush=True)
 
 
 def _start() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from common.config import ROUNDING, Rewards
 from evaluation.pass_at_k import Estimate, estimate, final_answer, majority_at_k, pass_at_k
-from report.escape import one_line
+from report.display import strip_escapes
 
 Sample = dict[str, Any]  # a line of completions.jsonl
 
@@ -85,10 +85,10 @@ def table(result: dict[str, Any]) -> str:
     for name, found in result["functions"].items():
         shares = [(f"pass@{k}", e) for k, e in found["pass"].items()]
         shares += [(f"maj@{k}", e) for k, e in found.get("maj", {}).items()]
-        rows += [f"{one_line(name):<16}{what:<10}{_percent(Estimate(**e))}" for what, e in shares]
+        rows += [f"{strip_escapes(name):<16}{what:<10}{_percent(Estimate(**e))}" for what, e in shares]
         if found["mean"] is not None:
             rows.append(
-                f"{one_line(name):<16}{'mean':<10}{found['mean']:6.3f}    (full marks from {found['full_mark']:g})"
+                f"{strip_escapes(name):<16}{'mean':<10}{found['mean']:6.3f}    (full marks from {found['full_mark']:g})"
             )
     length = result["length"]
     rows.append(f"{'length':<16}{'mean':<10}{length['mean']:6.1f}    median {length['p50']:g}, longest {length['max']}")

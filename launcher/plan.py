@@ -26,7 +26,7 @@ from launcher.placement import Placement, placement, visible_gpus
 from launcher.run import parse
 from model.dims import ModelDims, read_dims
 from model.folder import require_models
-from report.escape import one_line
+from report.display import strip_escapes
 
 CANNOT = 1
 _ROWS = 4  # of the data set, for the call of the rewards
@@ -166,7 +166,7 @@ def _preview(config: Config, problems: Sequence[Any]) -> tuple[str, list[tuple[s
         while pool.pending:
             scored |= dict(pool.ready(timeout_s=1.0))
     length = f"row {first.problem.index}, {len(first.token_ids)} tokens of at most {config.data.max_prompt_length}"
-    shown = [("prompt", length), *(("", f"| {one_line(line)}") for line in first.text.split("\n"))]
+    shown = [("prompt", length), *(("", f"| {strip_escapes(line)}") for line in first.text.split("\n"))]
     failures = [result.reason for result in scored.values() if isinstance(result, RewardFailure)]
     if failures:
         raise UserError(f"a reward fails on real rows: {failures[0]}")

@@ -15,7 +15,7 @@ from typing import Any
 
 from common.durable import write_file
 from common.errors import UserError
-from report.escape import one_line
+from report.display import strip_escapes
 from report.run_log import read_jsonl, wilson_interval
 
 Rows = Sequence[Mapping[str, Any]]
@@ -164,4 +164,4 @@ def _head(figure: Any, title: str, window: int) -> None:
 
 def _literal(text: str) -> str:
     """Text from data as matplotlib shows it: no escapes, and no formula between dollar signs."""
-    return one_line(text).replace("$", r"\$")
+    return strip_escapes(text).replace("$", r"\$")

@@ -11,6 +11,7 @@ import atexit
 import collections
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +19,19 @@ from typing import Any, TextIO
 
 from common.config import Config
 from report.advice import Adviser, Settings, replay
-from report.escape import one_line
 
 BARS = "▁▂▃▄▅▆▇█"
 HISTORY = 40  # steps in a sparkline
 WAIT_LINE_EVERY_S = 10.0
+_ESCAPE = re.compile(r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?|\x1b.?")
+
+
+def strip_escapes(text: object) -> str:
+    """One printable line: escape sequences removed, other control and direction characters turned into spaces.
+
+    "\\x1b[31mred\\x1b[0m\\nline" → "red line"
+    """
+    return "".join(char if char.isprintable() else " " for char in _ESCAPE.sub("", str(text)))
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -94,7 +103,7 @@ def panel_rows(recent: Sequence[Mapping[str, float]], evaluation: str, status: s
 
 def eval_line(record: Mapping[str, Any]) -> str:
     """A record of eval.jsonl in words: "answer 58.6%  format 97.7%  (v40, n = 512)"; shares of full marks."""
-    shares = (f"{one_line(fn)} {marks / record['n']:.1%}" for fn, marks in record["full_marks"].items())
+    shares = (f"{strip_escapes(fn)} {marks / record['n']:.1%}" for fn, marks in record["full_marks"].items())
     return "  ".join([*(shares if record["n"] else ()), f"(v{record['step']}, n = {record['n']})"])
 
 
@@ -112,7 +121,7 @@ def _scores(values: Mapping[str, float], prefix: str) -> dict[str, float]:
     """By reward function: its share of full marks where the trainer logs one, else its mean."""
     names = [key[len(prefix) : -len("/mean")] for key in values if key.startswith(prefix) and key.endswith("/mean")]
     scores = {name: values.get(f"{prefix}{name}/accuracy", values[f"{prefix}{name}/mean"]) for name in names}
-    return {one_line(name): value for name, value in scores.items() if value is not None}
+    return {strip_escapes(name): value for name, value in scores.items() if value is not None}
 
 
 def _waits(values: Mapping[str, float]) -> dict[str, float]:
@@ -127,7 +136,7 @@ class StepDisplay:
 
     def __init__(self, config: Config, stream: TextIO = sys.stdout, now: Callable[[], float] = time.monotonic) -> None:
         self._max_steps = config.trainer.max_steps
-        self._title = one_line(config.run.output_dir)
+        self._title = strip_escapes(config.run.output_dir)
         self._stream, self._now = stream, now
         self._eval = self._status = ""
         self._recent: collections.deque[Mapping[str, float]] = collections.deque(maxlen=HISTORY)
@@ -180,14 +189,14 @@ class StepDisplay:
 
     def waiting(self, text: str) -> None:
         """What is waited for, how long, and whether that is normal. At most one plain line every 10 s."""
-        self._status = one_line(text)
+        self._status = strip_escapes(text)
         due = self._now() - self._last_wait_line >= WAIT_LINE_EVERY_S
         self._last_wait_line = self._now() if due else self._last_wait_line
         self._update(self._status if due else "")
 
     def note(self, text: str) -> None:
         """One line that stays: above the panel, or among the steps."""
-        line = one_line(text)
+        line = strip_escapes(text)
         if self._live is not None:
             self._show(self._live.console.print, line)
         self._update(line)

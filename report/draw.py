@@ -15,8 +15,7 @@ from typing import Any
 
 from common.errors import UserError
 from report.curves import evaluations_of, share_of_full_marks, write_curves
-from report.display import clock
-from report.escape import one_line
+from report.display import clock, strip_escapes
 from report.html_page import write_report
 from report.run_log import read_jsonl
 from report.svg import wall_s
@@ -35,7 +34,7 @@ def final_summary(output_dir: Path) -> str:
     lines += _pace(folder)
     for name in ("curves.png", "report.html"):
         if (folder / name).exists():
-            lines.append(f"{name.split('.')[0]}: {one_line(folder / name)}")
+            lines.append(f"{name.split('.')[0]}: {strip_escapes(folder / name)}")
     return "\n".join(lines)
 
 
@@ -64,7 +63,7 @@ def _comparison(name: str, records: list[dict[str, Any]]) -> str:
     intervals = " → ".join(f"[{100 * low:.1f}, {100 * high:.1f}]" for _, low, high in marks)
     counts = " → ".join(dict.fromkeys(_count(record) for record in records))
     plural = "s" if len(records) > 1 else ""
-    return f"held-out {one_line(name)}: {shares}  (n = {counts}; 95 % interval{plural} {intervals})"
+    return f"held-out {strip_escapes(name)}: {shares}  (n = {counts}; 95 % interval{plural} {intervals})"
 
 
 def _count(record: dict[str, Any]) -> str:
@@ -81,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_report(folder)
         print(final_summary(folder))
     except UserError as error:
-        print(f"tandem: {one_line(error)}", file=sys.stderr)
+        print(f"tandem: {strip_escapes(error)}", file=sys.stderr)
         return 2
     return 0
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import io
 import math
-import re
 
 import pytest
 
 from common.config import Config
-from report.display import StepDisplay, clock, eval_line, panel_rows, sparkline, step_line, wants_live
+from report.display import StepDisplay, clock, eval_line, panel_rows, sparkline, step_line, strip_escapes, wants_live
 
 pytestmark = pytest.mark.fast
 
@@ -68,7 +67,7 @@ def terminal(monkeypatch) -> Terminal:
 
 
 def last_panel(terminal: Terminal) -> str:
-    lines = re.sub(r"\x1b\[[0-?]*[@-~]", "", terminal.getvalue()).split("\n")
+    lines = [strip_escapes(line) for line in terminal.getvalue().split("\n")]
     start = max(number for number, line in enumerate(lines) if "╭" in line)
     return "\n".join(lines[start:])
 
@@ -88,7 +87,7 @@ def test_a_step_line_shows_trouble_when_there_is_some():
 
 
 def test_a_step_line_is_one_line_without_escapes_whatever_a_reward_function_is_called():
-    assert step_line(1, 2, {"rewards/\x1b[31mred\x1b[0m\nname/mean": 1.0}, None) == "step 1/2  ␛[31mred␛[0m␊name 1.00"
+    assert step_line(1, 2, {"rewards/\x1b[31mred\x1b[0m\nname/mean": 1.0}, None) == "step 1/2  red name 1.00"
 
 
 @pytest.mark.parametrize(
@@ -117,6 +116,22 @@ def test_clock_writes_minutes_and_hours():
         "1:02:34",
         "25:00:00",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("plain √ 答案", "plain √ 答案"),
+        ("\x1b[1;31mred\x1b[0m\nline", "red line"),
+        ("\x1b]0;title\x07shown", "shown"),
+        ("\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "link"),
+        ("\x9b2Jgone", "gone"),
+        ("a\x1bcb\x08\r\x00", "ab   "),
+        ("user\u202egnp.exe", "user gnp.exe"),
+    ],
+)
+def test_strip_escapes_leaves_one_printable_line(text, expected):
+    assert strip_escapes(text) == expected
 
 
 def test_a_live_panel_needs_a_capable_terminal_and_a_person_who_did_not_refuse_it():
@@ -167,7 +182,7 @@ def test_plain_mode_prints_at_most_one_waiting_line_every_10_seconds():
     for second in range(25):
         now.seconds = 100.0 + second
         display.waiting(f"waiting {second} s\x1b[2J")
-    assert stream.getvalue().split("\n") == [*(f"waiting {second} s␛[2J" for second in (0, 10, 20)), ""]
+    assert stream.getvalue().split("\n") == ["waiting 0 s", "waiting 10 s", "waiting 20 s", ""]
 
 
 def test_plain_mode_replaces_what_the_stream_cannot_encode():
@@ -200,8 +215,8 @@ def test_the_live_panel_shows_progress_rewards_waits_and_the_last_evaluation(ter
         assert text in panel
     assert "trainer 21% of the step for the sampler" in panel
     assert "answer 58.6%  format 97.7%  (v40, n = 512)" in panel
-    assert "waiting 3 s for groups: have 3 of 8 ␛]0;owned␇– normal" in panel
-    assert "\x1b]0;" not in terminal.getvalue()
+    assert "waiting 3 s for groups: have 3 of 8 – normal" in panel
+    assert "owned" not in terminal.getvalue()
     display.step(13, VALUES)
     assert "waiting" not in last_panel(terminal)
     display.close()

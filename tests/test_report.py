@@ -107,7 +107,7 @@ def test_intervals_count_problems_because_completions_of_one_problem_are_not_ind
 def test_names_from_data_cannot_steer_the_terminal(tmp_path):
     record = evaluation(0, 210) | {"full_marks": {"\x1b[2Janswer\n": 210}}
     write_run(tmp_path, 1, (record,))
-    assert final_summary(tmp_path).startswith("held-out ␛[2Janswer␊: 41.0 %")
+    assert final_summary(tmp_path).startswith("held-out answer : 41.0 %")
 
 
 def test_curves_show_training_and_held_out_accuracy_with_intervals(tmp_path, drawn):
