@@ -50,7 +50,7 @@ class Settings:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Settings:
-        """Of config.model_dump() or a run folder's config.json. What is not there has the schema's default."""
+        """From config.model_dump(), or from a run folder's config.json. What is not there has the schema's default."""
 
         def value(name: str) -> Any:
             section, _, field = name.partition(".")
@@ -152,7 +152,7 @@ def truncated(h: History) -> str:
 
 
 def _waiting_share(h: History, who: str) -> float:
-    """Of the wall time of the newest 10 steps; 0 if not known."""
+    """The part of the newest 10 steps' wall time that this side waited; 0 if not known."""
     waited, all_s = h.last(f"wait/{who}_s", LATE), h.last("timing/all_s", LATE)
     warm = list(h.late)[-LATE:]
     if not waited or not all_s or warm[0]["step"] <= WARM_UP or sum(all_s) <= 0:
@@ -310,7 +310,7 @@ def _share(record: Row, name: str) -> float:
 
 
 def _upper(record: Row, share: float) -> float:
-    """Of the 95 % interval. It counts problems: completions of one problem are not independent."""
+    """The upper end of the 95 % interval. It counts problems: completions of one problem are not independent."""
     problems = min(record.get("problems", record["n"]), record["n"])
     return wilson_interval(share * problems, problems)[1]
 

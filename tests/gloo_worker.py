@@ -232,7 +232,7 @@ class Worker:
         found = resume.newest_valid(self.folder / f"{name}{stage}" / "checkpoints", said.append)
         assert found is not None
         trainer.progress = resume.read_progress(found, self.exchange.world_size, stage, {})
-        checkpoint.load(trainer.engine, found, trainer.critic)
+        checkpoint.restore(trainer.engine, found, trainer.critic)
         hashes = [run_hash(trainer)]
         trainer.train_batch()
         hashes.append(run_hash(trainer))

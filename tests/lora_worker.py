@@ -96,7 +96,7 @@ def resumed(worker: Worker, name: str, stage: int, sections: dict[str, Any]) -> 
     trainer = worker.trainer(settings(worker.folder, name, stage, **sections), group)
     found = run_folder.step_dir(worker.folder / name / "checkpoints", NUM_STEPS - 1)
     trainer.progress = resume.read_progress(found, worker.exchange.world_size, trainer.engine.stage, {})
-    checkpoint.load(trainer.engine, found, trainer.critic)
+    checkpoint.restore(trainer.engine, found, trainer.critic)
     hashes, base = [both_hashes(trainer)], base_hash(trainer.engine)
     trainer.train_batch()
     hashes.append(both_hashes(trainer))

@@ -23,7 +23,7 @@ from trainer.engine.exported import adapters, exported
 from trainer.save.best import Best
 from trainer.save.checkpoint import Progress
 from trainer.save.resume import read_progress, stream_settings
-from trainer.save.write_version import publish
+from trainer.save.write_version import write_version
 
 pytestmark = pytest.mark.fast
 
@@ -127,7 +127,7 @@ def test_every_rank_and_every_start_draws_the_same_adapters(model: Path, tmp_pat
 
 def version(policy: AdaptedPolicy, folder: Path, number: int) -> Published:
     vocab = policy.model.config.vocab_size
-    return publish(policy, OneRank(), folder, "run", "ab", number, vocab)  # type: ignore[arg-type]
+    return write_version(policy, OneRank(), folder, "run", "ab", number, vocab)  # type: ignore[arg-type]
 
 
 def test_a_version_lists_both_files_and_every_adapter(model: Path, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def _run(config: Config) -> None:
             critic = Critic(config, exchange.world_size)
             critic.check_vocabulary(len(tokenizer))
         if found:
-            checkpoint.load(engine, Path(found), critic)
+            checkpoint.restore(engine, Path(found), critic)
         reference = None
         if config.reference_on == "trainer":
             reference = Reference(config, engine.device)

@@ -222,19 +222,19 @@ def commit_final(
     disk.persist("the final model", attempt, temporary)
 
 
-def load(engine: Engine, folder: Path, critic: Critic | None = None) -> None:
+def restore(engine: Engine, folder: Path, critic: Critic | None = None) -> None:
     """Restores weights, optimizers and schedulers. Every rank calls it. Raises UserError if there is no critic."""
-    _load_state(engine, folder)
+    _restore_state(engine, folder)
     if critic:
         if not (folder / CRITIC).is_dir():
             raise UserError(
                 f"{folder} holds no critic: that run had no algorithm.adv_estimator=gae. Start a new run from its "
                 f"policy: model.path={folder} run.resume=false, with another run.output_dir"
             )
-        _load_state(critic, folder / CRITIC)
+        _restore_state(critic, folder / CRITIC)
 
 
-def _load_state(engine: DeepSpeedModel, folder: Path) -> None:
+def _restore_state(engine: DeepSpeedModel, folder: Path) -> None:
     engine.ds.checkpoint_engine.load = _load_without_code
     is_lora = engine.adapter_settings is not None  # the frozen weights are those of model.path, and not in the file
     path, _ = engine.ds.load_checkpoint(str(folder / "trainer"), tag=_STATE_TAG, load_module_strict=not is_lora)
