@@ -137,7 +137,13 @@ class Link:
 
 
 def hello(
-    fingerprint: str, tokenizer_hash: str, num_problems: int, num_eval_problems: int, scores_reference: bool
+    dataset_fingerprint: str,
+    eval_fingerprint: str,
+    tokenizer_hash: str,
+    num_problems: int,
+    num_eval_problems: int,
+    scores_reference: bool,
 ) -> wire.Hello:
     pid = os.getpid()
-    return wire.Hello(pid, fingerprint, tokenizer_hash, num_problems, num_eval_problems, None, scores_reference)
+    counts = num_problems, num_eval_problems
+    return wire.Hello(pid, dataset_fingerprint, tokenizer_hash, *counts, None, scores_reference, eval_fingerprint)

@@ -308,7 +308,7 @@ class Inbox:
 
     def _welcome(self, name: str, hello: wire.Hello) -> bool:
         known = next(iter(self.peers.values())).hello if self.peers else hello
-        for what in ("dataset_fingerprint", "tokenizer_hash"):
+        for what in ("dataset_fingerprint", "eval_fingerprint", "tokenizer_hash"):
             if getattr(hello, what) != getattr(known, what):
                 reason = f"{what} {getattr(hello, what)} differs from the first sampler's {getattr(known, what)}"
                 self._send(name, wire.Bye(f"{reason}: start every sampler with the same config and data", 2))
