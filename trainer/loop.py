@@ -41,6 +41,7 @@ from trainer.save.best import Best
 from trainer.save.checkpoint import Progress
 from trainer.save.disk import Disk, on_rank_0
 from trainer.save.publisher import Publisher
+from trainer.save.resume import with_fingerprint
 
 
 class Trainer:
@@ -75,7 +76,9 @@ class Trainer:
 
     def run(self) -> None:
         if self.rank_zero:
-            self._num_eval_problems = self.rank_zero.source.wait_for_sampler().num_eval_problems
+            hello = self.rank_zero.source.wait_for_sampler()
+            self._num_eval_problems = hello.num_eval_problems
+            self.progress = with_fingerprint(self.progress, hello.dataset_fingerprint, self.config.run.output_dir)
         self.publish(evaluate=self._evaluates_at_start())
         try:
             while self.progress.batch < self.config.num_batches and not self.best.stops_early:
