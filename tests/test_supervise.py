@@ -26,7 +26,7 @@ from launcher.run import LOCK, check_folder, checkpoints, main, move_aside, pars
 from report.run_log import MetricsLog
 from tests.speed import limit, overdue, until
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.processes
 
 DRIVER = """
 import json, os, sys

@@ -22,8 +22,6 @@ from safetensors.numpy import load_file, save_file
 from common import durable, weights
 from common.weights import BadWeights, Canary, Manifest, NotVisible, Published
 
-pytestmark = pytest.mark.fast
-
 ROOT = Path(__file__).resolve().parents[1]
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
@@ -228,6 +226,7 @@ def write_until_killed(folder: Path, first: int, armed: str) -> None:
 POINTS = ("weights.manifest", "file.written", "file.synced", "file.renamed", "dir.synced", "dir.renamed", "dir.trashed")
 
 
+@pytest.mark.processes
 def test_a_reader_never_sees_a_part_while_the_writer_is_killed_60_times(
     tmp_path: Path, figure: Callable[[str, str], None]
 ) -> None:
