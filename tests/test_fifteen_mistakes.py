@@ -27,7 +27,7 @@ from report.advice import Adviser, Settings
 from tests.commands import BOTH, CHATML, ROOT, ROW, check, make_task, run
 from tests.speed import limit
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")
