@@ -36,7 +36,15 @@ MAY_IMPORT = {
     "trainer.data": {"common", "model", "trainer.algorithm"},
     "trainer.engine": {"common", "model", "trainer.algorithm", "trainer.data"},
     "trainer.save": {"common", "model", "trainer.engine", "trainer.link"},
-    "trainer.record": {"common", "model", "report", "trainer.algorithm", "trainer.data", "trainer.engine"},
+    "trainer.record": {
+        "common",
+        "model",
+        "report",
+        "trainer.algorithm",
+        "trainer.data",
+        "trainer.engine",
+        "trainer.link",
+    },
 }
 
 
@@ -109,6 +117,7 @@ def modules_of(tree: ast.AST) -> Iterator[str]:
     ("module", "homes"),
     [
         ("vllm", {"sampler/engine.py"}),
+        ("zmq", {"common/channel.py"}),
         ("deepspeed", {"trainer/engine/deepspeed_model.py", "trainer/save/checkpoint.py"}),
     ],
 )
