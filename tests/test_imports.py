@@ -36,15 +36,7 @@ MAY_IMPORT = {
     "trainer.data": {"common", "model", "trainer.algorithm"},
     "trainer.engine": {"common", "model", "trainer.algorithm", "trainer.data"},
     "trainer.save": {"common", "model", "trainer.engine", "trainer.link"},
-    "trainer.record": {
-        "common",
-        "model",
-        "report",
-        "trainer.algorithm",
-        "trainer.data",
-        "trainer.engine",
-        "trainer.link",
-    },
+    "trainer.record": {"common", "model", "report", "trainer.algorithm", "trainer.data", "trainer.engine"},
 }
 
 
