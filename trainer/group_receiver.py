@@ -9,7 +9,7 @@ from common.errors import Interrupted
 from common.exits import code_of
 from trainer.data.seats import Items
 from trainer.engine.ranks import STOP_TOGETHER, Exchange
-from trainer.record.rank_zero import RankZero
+from trainer.rank_zero import RankZero
 
 
 class GroupReceiver:

@@ -13,8 +13,8 @@ from trainer.batch_training import BatchTraining
 from trainer.data.mini_batches import Step
 from trainer.engine.deepspeed_model import StepResult
 from trainer.engine.policy import Sums
+from trainer.rank_zero import RankZero
 from trainer.record import stats
-from trainer.record.rank_zero import RankZero
 from trainer.record.throughput import Throughput, num_devices
 from trainer.save.checkpoint import Progress
 
