@@ -8,11 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
-from common import run_folder, wire
+from common import run_folder
 from common.config import Config, Data, PromptTemplate
 from common.errors import UserError
 from common.types import Problem, Prompt
@@ -119,9 +118,7 @@ def test_a_template_file_that_is_gone_is_another_one(tmp_path: Path) -> None:
     [
         {"sampler": {"temperature": 0.7}, "rewards": {"reward_funcs": ["answer"]}, "eval": {"temperature": 0.5}},
         {"trainer": {"learning_rate": 1e-3, "max_steps": 77}, "vllm": {"max_model_len": 4096}},
-        {
-            "model": {"path": "elsewhere"}
-        },  # the weights are the checkpoint's; the tokenizer is compared at the first hello
+        {"model": {"path": "elsewhere"}},  # the weights are the checkpoint's, and the hello tells the tokenizer
     ],
 )
 def test_what_decides_no_problem_may_change(tmp_path: Path, sections: dict[str, Any]) -> None:
@@ -186,10 +183,8 @@ def progress(rows: str = "", tokenizer: str = "") -> Progress:
     return Progress("run", 40, 320, 40, 40, 9, 0, {}, dataset_fingerprint=rows, tokenizer_hash=tokenizer)
 
 
-def hello(rows: str, tokenizer: str = "") -> wire.Hello:
-    return msgspec.structs.replace(
-        wire.Hello(0, "", "", 0, 0, None), dataset_fingerprint=rows, tokenizer_hash=tokenizer
-    )
+def hello(rows: str, tokenizer: str = "") -> Any:
+    return SimpleNamespace(dataset_fingerprint=rows, tokenizer_hash=tokenizer, num_eval_problems=0)
 
 
 def test_the_first_hello_of_a_run_gives_the_fingerprints_that_its_checkpoints_keep() -> None:

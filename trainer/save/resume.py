@@ -8,7 +8,7 @@ of batches. So these are compared, before a model is loaded, with what the check
     layout         ranks, ZeRO stage, shape of the adapters: DeepSpeed's state is cut by them
 
 and two things when the first sampler has said hello, because the trainer never reads them: the fingerprints of its rows
-and of its tokenizer. Left out: whatever decides no problem, such as rewards, sampling and learning rate, which may change.
+and of its tokenizer. Left out: what decides no problem, such as rewards, sampling and learning rate, which may change.
 """
 
 from __future__ import annotations
