@@ -192,7 +192,7 @@ def trained_until(output_dir: Path, monkeypatch: pytest.MonkeyPatch, right: list
 
     source = SimpleNamespace(
         incarnation="ab",
-        wait_for_sampler=lambda: SimpleNamespace(num_eval_problems=10, dataset_fingerprint=""),
+        wait_for_sampler=lambda: SimpleNamespace(num_eval_problems=10, dataset_fingerprint="", tokenizer_hash=""),
         commit=lambda *_: None,
         versions_in_use=list,
         finish_eval=finish_eval,

@@ -118,7 +118,7 @@ def test_a_template_file_that_is_gone_is_another_one(tmp_path: Path) -> None:
     [
         {"sampler": {"temperature": 0.7}, "rewards": {"reward_funcs": ["answer"]}, "eval": {"temperature": 0.5}},
         {"trainer": {"learning_rate": 1e-3, "max_steps": 77}, "vllm": {"max_model_len": 4096}},
-        {"model": {"path": "elsewhere"}},  # the weights are the checkpoint's; other tokens change the fingerprint
+        {"model": {"path": "elsewhere"}},  # the weights are the checkpoint's, and the hello tells the tokenizer
     ],
 )
 def test_what_decides_no_problem_may_change(tmp_path: Path, sections: dict[str, Any]) -> None:
@@ -146,13 +146,13 @@ def test_a_checkpoint_of_before_is_resumed_and_what_cannot_be_compared_is_said(t
     config = config_for(tmp_path, data={"train": "t", "answer_key": "solution"}, run={"output_dir": tmp_path / "run"})
     stream = {k: v for k, v in resume.stream_settings(config).items() if not k.startswith("prompt.")}
     del stream["data.answer_key"]
-    folder = saved(config, stream=stream, dataset_fingerprint=None)
+    folder = saved(config, stream=stream, dataset_fingerprint=None, tokenizer_hash=None)
     resuming = config.model_copy(update={"run": config.run.model_copy(update={"resume": True})})
     said: list[str] = []
     assert resume.find_checkpoint(resuming, said.append) == str(folder)
     assert said == [
         f"{folder} does not record data.answer_key, prompt.system, prompt.format_prompt, prompt.chat_template, "
-        "prompt.chat_template_kwargs, dataset_fingerprint: nobody can check that these are as they were"
+        "prompt.chat_template_kwargs, dataset_fingerprint, tokenizer_hash: nobody can check that these are as they were"
     ]
     assert resumed(folder, resuming).dataset_fingerprint == ""
 
@@ -179,30 +179,40 @@ def test_a_folder_with_checkpoints_is_never_overwritten_and_an_empty_one_never_r
 # ---- the rows themselves -----------------------------------------------------------------------------------
 
 
-def progress(known: str = "") -> Progress:
-    return Progress("run", 40, 320, 40, 40, 9, 0, {}, dataset_fingerprint=known)
+def progress(rows: str = "", tokenizer: str = "") -> Progress:
+    return Progress("run", 40, 320, 40, 40, 9, 0, {}, dataset_fingerprint=rows, tokenizer_hash=tokenizer)
 
 
-def test_the_first_hello_of_a_run_gives_the_fingerprint_that_its_checkpoints_keep() -> None:
-    assert resume.with_fingerprint(progress(), "b" * 32, Path("runs/a")).dataset_fingerprint == "b" * 32
-    assert resume.with_fingerprint(progress("b" * 32), "b" * 32, Path("runs/a")) == progress("b" * 32)
+def hello(rows: str, tokenizer: str = "") -> Any:
+    return SimpleNamespace(dataset_fingerprint=rows, tokenizer_hash=tokenizer, num_eval_problems=0)
+
+
+def test_the_first_hello_of_a_run_gives_the_fingerprints_that_its_checkpoints_keep() -> None:
+    known = progress("b" * 32, "c" * 16)
+    assert resume.with_fingerprints(progress(), hello("b" * 32, "c" * 16), Path("runs/a")) == known
+    assert resume.with_fingerprints(known, hello("b" * 32, "c" * 16), Path("runs/a")) == known
 
 
 def test_a_replay_has_no_sampler_and_keeps_what_is_known() -> None:
-    assert resume.with_fingerprint(progress("b" * 32), "", Path("runs/a")) == progress("b" * 32)
+    known = progress("b" * 32, "c" * 16)
+    assert resume.with_fingerprints(known, hello(""), Path("runs/a")) == known
+
+
+def test_another_tokenizer_is_refused() -> None:
+    with pytest.raises(UserError, match=r"tokenizer_hash c+, the sampler has d+: model\.path has another tokenizer"):
+        resume.with_fingerprints(progress("b" * 32, "c" * 16), hello("b" * 32, "d" * 16), Path("runs/a"))
 
 
 def test_a_resumed_run_with_an_edited_train_file_ends_at_the_first_hello(tmp_path: Path) -> None:
     trainer: Any = object.__new__(Trainer)
     trainer.config, trainer.progress = config_for(tmp_path), progress("a" * 32)
-    hello = SimpleNamespace(num_eval_problems=0, dataset_fingerprint="b" * 32)
-    trainer.rank_zero = SimpleNamespace(inbox=SimpleNamespace(wait_for_sampler=lambda: hello))
+    trainer.rank_zero = SimpleNamespace(inbox=SimpleNamespace(wait_for_sampler=lambda: hello("b" * 32)))
     with pytest.raises(UserError) as caught:
         trainer.run()
     assert str(caught.value) == (
-        f"the checkpoint of step 40 was trained on prompts with the fingerprint {'a' * 32}, the sampler's have "
-        f"{'b' * 32}: rows of data.train have changed, or the tokenizer of model.path. Bring them back; or start a new "
-        f"run from its weights: model.path={tmp_path}/run/checkpoints/step_000040 run.resume=false "
+        f"the checkpoint of step 40 was trained with the dataset_fingerprint {'a' * 32}, the sampler has {'b' * 32}: "
+        "rows of data.train have changed, or more of them are too long or have no answer. Bring the old one back; or "
+        f"start a new run from its weights: model.path={tmp_path}/run/checkpoints/step_000040 run.resume=false "
         f"run.output_dir={tmp_path}/run-2"
     )
 
@@ -211,18 +221,22 @@ def prompt(columns: dict[str, Any], *token_ids: int) -> Prompt:
     return Prompt(Problem(0, columns), "", "", np.array(token_ids, np.int32))
 
 
-def test_the_fingerprint_sees_values_columns_tokens_and_order() -> None:
+def test_the_fingerprint_sees_values_columns_and_order() -> None:
     a, b = prompt({"question": "1", "answer": "2"}, 1, 2), prompt({"question": "3", "answer": "4"}, 3)
-    assert fingerprint([a, b]) == fingerprint([prompt({"answer": "2", "question": "1"}, 1, 2), b])
     others = (
         [b, a],
-        [a],
+        [a],  # b is too long now
         [prompt({"question": "1", "answer": "5"}, 1, 2), b],
         [prompt({"question": "1", "solution": "2"}, 1, 2), b],
-        [prompt({"question": "1", "answer": "2"}, 2, 1), b],  # another template or tokenizer
-        [prompt({"question": "1", "answer": "2"}, 1, 2, 3), prompt({"question": "3", "answer": "4"})],
+        [prompt({"question": "1", "answer": "2", "level": 1}, 1, 2), b],
     )
-    assert len({fingerprint(prompts) for prompts in [[a, b], *others]}) == 7
+    assert len({fingerprint(prompts) for prompts in [[a, b], *others]}) == 6
+
+
+def test_the_fingerprint_does_not_see_the_order_of_columns_nor_tokens() -> None:
+    """A chat template may write the date: those of tomorrow are other tokens."""
+    today = prompt({"question": "1", "answer": "2"}, 1, 2)
+    assert fingerprint([today]) == fingerprint([prompt({"answer": "2", "question": "1"}, 1, 3)])
 
 
 def test_the_fingerprint_of_objects_does_not_depend_on_where_they_lie_in_memory() -> None:

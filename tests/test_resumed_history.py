@@ -41,7 +41,7 @@ def evaluated_after_resume(output_dir: Path, monkeypatch: pytest.MonkeyPatch, st
 
     source = SimpleNamespace(
         incarnation="ab",
-        wait_for_sampler=lambda: SimpleNamespace(num_eval_problems=8, dataset_fingerprint=""),
+        wait_for_sampler=lambda: SimpleNamespace(num_eval_problems=8, dataset_fingerprint="", tokenizer_hash=""),
         commit=commit,
         versions_in_use=list,
         finish_eval=list,

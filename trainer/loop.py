@@ -41,7 +41,7 @@ from trainer.save.best import Best
 from trainer.save.checkpoint import Progress
 from trainer.save.disk import Disk, on_rank_0
 from trainer.save.publisher import Publisher
-from trainer.save.resume import with_fingerprint
+from trainer.save.resume import with_fingerprints
 
 
 class Trainer:
@@ -78,7 +78,7 @@ class Trainer:
         if self.rank_zero:
             hello = self.rank_zero.source.wait_for_sampler()
             self._num_eval_problems = hello.num_eval_problems
-            self.progress = with_fingerprint(self.progress, hello.dataset_fingerprint, self.config.run.output_dir)
+            self.progress = with_fingerprints(self.progress, hello, self.config.run.output_dir)
         self.publish(evaluate=self._evaluates_at_start())
         try:
             while self.progress.batch < self.config.num_batches and not self.best.stops_early:

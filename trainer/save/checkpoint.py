@@ -53,7 +53,8 @@ class Progress:
     skipped_in_a_row: int = 0  # of the steps tried, the last ones that were not finite
     skipped_steps: int = 0  # tried and not applied, because something was not finite
     threshold: float | None = None  # τ of group_ppo's next batch; None = group_variance_threshold
-    dataset_fingerprint: str = ""  # of the samplers' training prompts; "" = none is known, as in a replay
+    dataset_fingerprint: str = ""  # of the samplers' training rows; "" = none is known, as in a replay
+    tokenizer_hash: str = ""  # of the samplers' tokenizer, as above
 
 
 def save(  # noqa: PLR0913 two models, and all that a checkpoint is made of

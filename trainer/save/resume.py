@@ -7,9 +7,8 @@ of batches. So these are compared, before a model is loaded, with what the check
     files          of a template its contents, wherever it lies
     layout         ranks, ZeRO stage, shape of the adapters: DeepSpeed's state is cut by them
 
-and one thing when the first sampler has said hello: the fingerprint of its prompts, which the trainer never reads. It
-sees edited rows, and a model.path with another tokenizer. Left out: whatever decides no problem, such as rewards,
-sampling and learning rate, which may change.
+and two things when the first sampler has said hello, because the trainer never reads them: the fingerprints of its rows
+and of its tokenizer. Left out: what decides no problem, such as rewards, sampling and learning rate, which may change.
 """
 
 from __future__ import annotations
@@ -27,8 +26,13 @@ from common.config import Config
 from common.errors import UserError
 from common.redact import redacted
 from common.run_folder import CHECKPOINTS, COMMIT, earlier_run, no_checkpoint, step_dir, step_dirs
+from common.wire import Hello
 from trainer.save.checkpoint import Progress, digest
 
+_FINGERPRINTS = {
+    "dataset_fingerprint": "rows of data.train have changed, or more of them are too long or have no answer",
+    "tokenizer_hash": "model.path has another tokenizer",
+}
 _SECTIONS = ("data", "prompt")
 _HARMLESS = ("data.eval", "data.eval_size")
 _OTHERS = (
@@ -82,8 +86,7 @@ def find_checkpoint(config: Config, say: Callable[[str], None] = print) -> str:
         raise no_checkpoint(output_dir, "valid ")
     record = json.loads((folder / COMMIT).read_text())
     unknown = [name for name in stream_settings(config) if name.startswith(_SECTIONS) and name not in record["stream"]]
-    if "dataset_fingerprint" not in record:
-        unknown.append("dataset_fingerprint")
+    unknown += [name for name in _FINGERPRINTS if name not in record]
     if unknown:
         say(f"{folder} does not record {', '.join(unknown)}: nobody can check that these are as they were")
     return str(folder)
@@ -137,14 +140,19 @@ def read_progress(folder: Path, world_size: int, zero_stage: int, stream: dict[s
     return Progress(**{name: commit[name] for name in Progress.__dataclass_fields__ if name in commit})
 
 
-def with_fingerprint(progress: Progress, fingerprint: str, output_dir: Path) -> Progress:
-    """The progress with the fingerprint of the samplers' prompts, "" for a replay. Raises UserError if it changed."""
-    was = progress.dataset_fingerprint
-    if was and fingerprint and was != fingerprint:
-        folder = step_dir(output_dir / CHECKPOINTS, progress.step)
-        raise UserError(
-            f"the checkpoint of step {progress.step} was trained on prompts with the fingerprint {was}, the sampler's "
-            f"have {fingerprint}: rows of data.train have changed, or the tokenizer of model.path. Bring them back; or "
-            f"start a new run from its weights: model.path={folder} run.resume=false run.output_dir={output_dir}-2"
-        )
-    return replace(progress, dataset_fingerprint=fingerprint or was)
+def with_fingerprints(progress: Progress, hello: Hello, output_dir: Path) -> Progress:
+    """The progress with what identifies the samplers' rows and tokenizer. Raises UserError if a resumed run's changed.
+
+    A replay has no sampler and knows neither: what the checkpoint knows stays.
+    """
+    for name, what in _FINGERPRINTS.items():
+        was, now = getattr(progress, name), getattr(hello, name)
+        if was and now and was != now:
+            folder = step_dir(output_dir / CHECKPOINTS, progress.step)
+            raise UserError(
+                f"the checkpoint of step {progress.step} was trained with the {name} {was}, the sampler has {now}: "
+                f"{what}. Bring the old one back; or start a new run from its weights: model.path={folder} "
+                f"run.resume=false run.output_dir={output_dir}-2"
+            )
+        progress = replace(progress, **{name: now or was})
+    return progress
