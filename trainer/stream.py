@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from common.errors import Interrupted
 from common.exits import code_of
+from common.types import Group, Tombstone
 from report.display import StepDisplay
 from report.run_log import MetricsLog
-from trainer.data.seats import Items
 from trainer.engine.ranks import STOP_TOGETHER, Exchange
 from trainer.link.inbox import Inbox
 from trainer.link.recording import Recorder, Replay
@@ -33,7 +33,7 @@ class Stream:
         self._desk, self._exchange = rank_zero, exchange
         self.waited_s = 0.0
 
-    def receive(self, group_ids: Sequence[int]) -> Items:
+    def take(self, group_ids: Sequence[int]) -> list[Group | Tombstone]:
         """The groups with these ids. Every rank calls it."""
         start = time.monotonic()
         try:
