@@ -72,7 +72,7 @@ class Trainer:
         self.publisher = Publisher(
             config, engine, exchange, self.disk, rank_zero.inbox if rank_zero else None, self.record_seconds
         )
-        self._evaluated_version = progress.policy_version  # at the start, or in an earlier life
+        self._evaluated_version = progress.policy_version  # the newest, or an older one before a resume
         self._saved_step = progress.step
         self._is_between_batches = True  # no step of a batch that has begun is in the weights
         self._num_eval_problems = 0
@@ -197,18 +197,22 @@ class Trainer:
 
     def _evaluates_at_start(self) -> bool:
         """A checkpoint is saved while its version is still being evaluated: a resumed run may have to do it again."""
+        version = self.progress.policy_version
         if self.progress.step == 0:
             return self.config.eval.before
-        return self._is_due() and not (self.rank_zero and self.rank_zero.log.has_eval(self.progress.policy_version))
+        if self.rank_zero is None or self.rank_zero.log.has_eval(version):
+            return False
+        recorded = [record["step"] for record in self.rank_zero.log.evaluations()]
+        return self._is_due(since=max(0, version - self.config.algorithm.steps_per_batch, *recorded))
 
     def _evaluates_now(self) -> bool:
-        """Once for each version: steps that the critic made alone, or that were skipped, leave the policy as it was."""
-        return self._is_due(is_new=self.progress.policy_version != self._evaluated_version)
+        """Steps that the critic made alone, or that were skipped, leave the policy, and so its version, as it was."""
+        return self._is_due(since=self._evaluated_version)
 
-    def _is_due(self, is_new: bool = True) -> bool:
+    def _is_due(self, since: int) -> bool:
+        """Whether versions passed a multiple of eval.steps since that one; a batch may step over it."""
         every, version = self.config.eval.steps, self.progress.policy_version
-        before = max(0, version - self.config.algorithm.steps_per_batch)  # a batch may step over a multiple
-        due = every is not None and is_new and (version // every > before // every or version == 0)
+        due = every is not None and version // every > since // every
         return due or (self.config.eval.after and self.progress.batch == self.config.num_batches)
 
     def finish_evaluation(self) -> None:
