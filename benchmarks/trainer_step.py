@@ -60,7 +60,7 @@ def make_groups(arguments: argparse.Namespace, step: int) -> list[Group]:
     def rollout() -> Rollout:
         logprobs = np.full(arguments.completion, -np.log(vocabulary), np.float32)
         reward = float(random.normal())
-        return Rollout(ids(arguments.completion), logprobs, logprobs[:0], {"r": reward}, reward, "length")
+        return Rollout(ids(arguments.completion), logprobs, None, {"r": reward}, reward, "length")
 
     return [
         Group(g, step, g, ids(arguments.prompt), tuple(rollout() for _ in range(arguments.generations)))

@@ -275,9 +275,8 @@ class Sampler:
         prompt = self._prompt(key)
         start = time.monotonic()
         ids = [c.token_ids for c in completions]
-        if self.reference is None:
-            ref_logprobs = [c.logprobs[:0] for c in completions]
-        else:
+        ref_logprobs: list[Any] = [None] * len(completions)
+        if self.reference is not None:
             ref_logprobs = self.reference.logprobs(prompt.token_ids, ids, [c.sampling_mask for c in completions])
             self.stats["total/reference_s"] += time.monotonic() - start
         rollouts = tuple(

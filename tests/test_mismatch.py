@@ -79,7 +79,7 @@ def test_every_token_of_a_micro_batch_carries_the_version_that_sampled_it() -> N
     def group(group_id: int, version: int, *lengths: int) -> Group:
         def rollout(n: int) -> Rollout:
             zeros = np.zeros(n, np.float32)
-            return Rollout(zeros.astype(np.int32), zeros, zeros[:0], {}, 0.0, "stop")
+            return Rollout(zeros.astype(np.int32), zeros, None, {}, 0.0, "stop")
 
         return Group(group_id, version, 0, np.zeros(1, np.int32), tuple(rollout(n) for n in lengths))
 

@@ -37,7 +37,7 @@ def rollout(length: int, answer: float, layout: float, finish: str = "stop") -> 
     return Rollout(
         completion_ids=np.arange(length, dtype=np.int32),
         old_logprobs=np.full(length, -1.0, np.float32),
-        ref_logprobs=np.zeros(0, np.float32),
+        ref_logprobs=None,
         rewards={"answer": answer, "format": layout},
         reward=answer + (0 if math.isnan(layout) else layout),
         finish_reason=finish,  # type: ignore[arg-type]

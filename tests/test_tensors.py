@@ -32,7 +32,7 @@ def rollout(ids: list[int], reward: float, old: float = -1.0, ref: float | None 
     return Rollout(
         completion_ids=np.array(ids, np.int32),
         old_logprobs=np.full(n, old, np.float32),
-        ref_logprobs=np.full(0 if ref is None else n, ref or 0.0, np.float32),
+        ref_logprobs=None if ref is None else np.full(n, ref, np.float32),
         rewards={"answer": reward},
         reward=reward,
         finish_reason="stop",

@@ -189,7 +189,7 @@ def group(*sets: list[list[int]] | None) -> Group:
         ids = np.array(rows, np.int32) if rows is not None else None
         tokens = np.array([1]) if ids is None else ids[:, 0]
         zeros = np.zeros(len(tokens), np.float32)
-        rollouts.append(Rollout(tokens.astype(np.int32), zeros, zeros[:0], {"answer": 1.0}, 1.0, "stop", ids))
+        rollouts.append(Rollout(tokens.astype(np.int32), zeros, None, {"answer": 1.0}, 1.0, "stop", ids))
     return Group(3, 1, 0, np.array([5], np.int32), tuple(rollouts))
 
 

@@ -72,7 +72,7 @@ class Trainer:
         self.publisher = Publisher(
             config, engine, exchange, self.disk, rank_zero.inbox if rank_zero else None, self.record_seconds
         )
-        self._evaluated_version = progress.policy_version  # the newest, or an older one before a resume
+        self._evaluated_version = progress.policy_version  # of the newest evaluation, or of the start
         self._saved_step = progress.step
         self._is_between_batches = True  # no step of a batch that has begun is in the weights
         self._num_eval_problems = 0

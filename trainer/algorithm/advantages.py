@@ -91,7 +91,7 @@ def shaped_rewards(group: Group, config: Config) -> Floats:
     """
     rewards = punished_rewards(group, config)
     if config.algorithm.kl_in_reward:
-        log_ratios = [r.old_logprobs.astype(np.float64) - r.ref_logprobs for r in group.rollouts]
+        log_ratios = [r.ref_log_ratios() for r in group.rollouts]
         rewards = rewards - config.algorithm.beta * np.array([x.sum() for x in log_ratios])
     return rewards
 

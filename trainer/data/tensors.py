@@ -228,7 +228,10 @@ def _ref_logprobs(part: _Part) -> Tensor:
     """[n] as this trainer scored them, or as they came with the group."""
     if part.experience.ref_logprobs is not None:
         return part.experience.ref_logprobs
-    return _flat([r.ref_logprobs[at] for r, at in part.completions()])
+    rollouts = part.completions()
+    came = [r.ref_logprobs[at] for r, at in rollouts if r.ref_logprobs is not None]
+    assert len(came) == len(rollouts), f"group {part.group.group_id} was not scored by the reference"
+    return _flat(came)
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
