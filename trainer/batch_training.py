@@ -75,16 +75,18 @@ class BatchTraining:
         """Forward and backward on a mini-batch, while later groups still decode where its settings allow."""
         self._progress = progress
         at_once = self._budget.at_once(self._exchange.world_size)
-        waits, of_batch = waits_for(self.config.algorithm), range(self.config.prompts_per_batch)
-        if waits != "micro_batch":
-            fill(self.slots, max(of_batch if waits == "batch" else step.places) + 1, at_once, self._source)
-            self._score()
-        if max(step.places) < self.slots.num_filled:
-            if step.places not in self._rounds:
-                self._rounds[step.places] = self._plan(step.places)
-            for found in self._rounds[step.places]:
-                self._train(found, step)
-            return
+        needed = {"batch": self.slots.size, "mini_batch": max(step.places) + 1, "micro_batch": 0}
+        fill(self.slots, needed[waits_for(self.config.algorithm)], at_once, self._source)
+        self._score()
+        if step.places not in self._rounds and max(step.places) < self.slots.num_filled:
+            self._rounds[step.places] = self._plan(step.places)
+        for found in self._rounds.get(step.places, ()):
+            self._train(found, step)
+        if step.places not in self._rounds:
+            self._rounds[step.places] = self._train_as_they_come(step, at_once)
+
+    def _train_as_they_come(self, step: Step, at_once: int) -> list[Round]:
+        """The same, several groups at a time. Returns the rounds, which later passes repeat."""
         planner = Planner(self._exchange.world_size, self._budget)
         for first in range(0, len(step.places), at_once):
             places = step.places[first : first + at_once]
@@ -94,7 +96,7 @@ class BatchTraining:
                 self._train(found, step)
         for found in planner.finish():
             self._train(found, step)
-        self._rounds[step.places] = planner.rounds
+        return planner.rounds
 
     @property
     def critic_only(self) -> bool:
