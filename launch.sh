@@ -169,7 +169,11 @@ case $command in
     ;;
   test)
     setup
-    exec .venv/bin/python -m pytest "$@"
+    workers=(-n auto --dist loadfile --no-loadscope-reorder) # how many, and in which order: tests/conftest.py
+    for word; do # a few tests that are named start sooner without workers
+      case $word in -n* | -k* | --pdb | tests/*) workers=() ;; esac
+    done
+    exec .venv/bin/python -m pytest ${workers[@]+"${workers[@]}"} "$@"
     ;;
   bench)
     setup
@@ -181,7 +185,7 @@ case $command in
     setup
     if [[ ${1:-} == [!/]* && -d $called_from/$1 ]]; then set -- "$called_from/$1" "${@:2}"; fi
     module=report.samples
-    [[ $command == samples ]] || module=report.draw
+    [[ $command == samples ]] || module=report.main
     exec .venv/bin/python -m "$module" "$@"
     ;;
   check)
@@ -191,7 +195,7 @@ case $command in
       if [[ $argument == [!/-]* && $argument != *=* && -f $called_from/$argument ]]; then argument=$called_from/$argument; fi
       set -- "$@" "$argument"
     done
-    exec .venv/bin/python -m sampler.check "$@"
+    exec .venv/bin/python -m sampler.check_rewards "$@"
     ;;
   doctor)
     if supported .venv/bin/python; then python=.venv/bin/python; else python=$(find_python); fi

@@ -10,6 +10,7 @@ import os
 
 from common import config, exits
 from report.sinks import require_packages
+from trainer.algorithm.user_functions import require_user_functions
 from trainer.engine.deepspeed_config import all_optimized, deepspeed_config
 
 
@@ -23,6 +24,7 @@ def main() -> None:
     for optimized in all_optimized(settings):
         deepspeed_config(settings, config.world_size(), optimized)
     require_packages(settings.run.report_to)
+    require_user_functions(settings.algorithm)
     if "RANK" in os.environ:  # a killed launcher must not leave ranks behind
         exits.die_with_parent()
 

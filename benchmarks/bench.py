@@ -83,10 +83,10 @@ def measure(cells: Sequence[Cell], rows: Sequence[str], steps: int, warmup: int,
                 print(f"bench: {cell.name}: {row} ({repeat + 1} of {repeats})", flush=True)
                 fresh = out.with_suffix(".part")
                 fresh.unlink(missing_ok=True)
-                words = command(row, cell, warmup + steps, fresh)
+                argv = command(row, cell, warmup + steps, fresh)
                 threads = {} if row in TANDEM else everything  # two processes share them as launch.sh says
                 environment = without_threads | threads
-                done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+                done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True)
                 if done.returncode:
                     print(f"bench: {row} failed and is left out:\n{done.stderr[-2000:]}", file=sys.stderr, flush=True)
                     continue
@@ -150,21 +150,21 @@ def table(cell: Cell, rows: Sequence[Summary], flops: float) -> str:
     return "\n".join(lines)
 
 
-def draw(found: Sequence[tuple[Cell, Sequence[Summary]]]) -> bytes:
+def draw(by_cell: Sequence[tuple[Cell, Sequence[Summary]]]) -> bytes:
     """SVG: for each cell how many times the tokens per second of its fastest TRL row Tandem trains."""
     from matplotlib.figure import Figure
 
     from report.curves import COLORS
 
-    figure = Figure(figsize=(9, 0.6 + 0.5 * len(found)), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(9, 0.6 + 0.5 * len(by_cell)), layout="constrained", facecolor="white")
     ax = figure.subplots()
     for row, color, offset in (("run-ahead", COLORS[0], -0.2), ("streaming", COLORS[4], 0.2)):
-        ratios = [_ratio(rows, row) for _, rows in found]
-        bars = ax.barh([i + offset for i in range(len(found))], ratios, height=0.38, color=color, label=row)
+        ratios = [_ratio(rows, row) for _, rows in by_cell]
+        bars = ax.barh([i + offset for i in range(len(by_cell))], ratios, height=0.38, color=color, label=row)
         ax.bar_label(bars, [f"{r:.1f}" if r else "" for r in ratios], padding=3, fontsize=9)
     ax.axvline(1, color="#555555", linewidth=1)
-    ax.set(xlabel="completion tokens trained per second, fastest TRL row = 1", ylim=(len(found) - 0.5, -0.5))
-    ax.set_yticks(range(len(found)), [cell.name for cell, _ in found])
+    ax.set(xlabel="completion tokens trained per second, fastest TRL row = 1", ylim=(len(by_cell) - 0.5, -0.5))
+    ax.set_yticks(range(len(by_cell)), [cell.name for cell, _ in by_cell])
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False, loc="lower right")
     return svg(figure)
@@ -185,17 +185,17 @@ def write_page(out: Path) -> None:
     records = [json.loads(line) for line in out.read_text().splitlines()]
     measured = {r["cell"] for r in records}
     cells = [c for c in CELLS if c.name in measured] + [named(n) for n in sorted(measured - {c.name for c in CELLS})]
-    found = [(c, summarise(r for r in records if r["cell"] == c.name)) for c in cells]
+    by_cell = [(c, summarise(r for r in records if r["cell"] == c.name)) for c in cells]
     flops = measured_flops()
     parts = [
         f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} cores; one core does "
         f"{flops / 1e9:.0f} GFLOP/s in a float32 matrix product."
     ]
-    parts += [table(cell, rows, flops) for cell, rows in found]
+    parts += [table(cell, rows, flops) for cell, rows in by_cell]
     text = "\n\n".join(parts)
     page = PAGE.read_text()
     before, rest = page.split(BEGIN)
-    PAGE.with_suffix(".svg").write_bytes(draw(found))
+    PAGE.with_suffix(".svg").write_bytes(draw(by_cell))
     PAGE.write_text(before + BEGIN + "\n\n" + text + "\n\n" + END + rest.split(END)[1])
     print(text)
 

@@ -41,18 +41,18 @@ def curve(rewards: Sequence[float]) -> list[float]:
 
 def outside(of_seeds: Sequence[Sequence[float]], band_seeds: Sequence[Sequence[float]]) -> list[float]:
     """For each window: how far the mean over seeds lies outside the band, 0 within, negative below."""
-    found = []
+    differences = []
     for mine, theirs in zip(zip(*of_seeds, strict=True), zip(*band_seeds, strict=True), strict=True):
         mean = statistics.mean(mine)
-        found.append(max(0.0, mean - max(theirs)) + min(0.0, mean - min(theirs)))
-    return found
+        differences.append(max(0.0, mean - max(theirs)) + min(0.0, mean - min(theirs)))
+    return differences
 
 
 def train(schedule: str, seed: int, steps: int, runs: Path) -> dict[str, Any]:
     """One run's curve, and its held-out accuracy at the end."""
     folder = runs / f"{schedule}-{seed}"
-    words = [f"run.seed={seed}", f"run.output_dir={folder}", f"trainer.max_steps={steps}", *SCHEDULES[schedule]]
-    command = [sys.executable, "-m", "launcher.run", "configs/quickstart.yaml", *words]
+    overrides = [f"run.seed={seed}", f"run.output_dir={folder}", f"trainer.max_steps={steps}", *SCHEDULES[schedule]]
+    command = [sys.executable, "-m", "launcher.run", "configs/quickstart.yaml", *overrides]
     if code := subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode:  # it has said why
         sys.exit(code)
     last = read_jsonl(folder / "eval.jsonl")[-1]
@@ -69,17 +69,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "equal_learning.jsonl")
     arguments = parser.parse_args()
     subprocess.run([sys.executable, "-m", "quickstart"], cwd=ROOT, check=True)
-    found = []
+    trained = []
     for seed in arguments.seeds:
         for schedule in SCHEDULES:
             print(f"equal_learning: {schedule}, seed {seed}", flush=True)
-            found.append(train(schedule, seed, arguments.steps, arguments.runs))
-    arguments.out.write_text("".join(json.dumps(run) + "\n" for run in found))
-    curves = {s: [run["curve"] for run in found if run["schedule"] == s] for s in SCHEDULES}
+            trained.append(train(schedule, seed, arguments.steps, arguments.runs))
+    arguments.out.write_text("".join(json.dumps(run) + "\n" for run in trained))
+    curves = {s: [run["curve"] for run in trained if run["schedule"] == s] for s in SCHEDULES}
     for schedule, of_seeds in curves.items():
         means = " ".join(f"{statistics.mean(window):.2f}" for window in zip(*of_seeds, strict=True))
         beyond = max(outside(of_seeds, curves["synchronous"]), key=abs)
-        accuracy = ", ".join(f"{100 * run['held_out']:.1f}" for run in found if run["schedule"] == schedule)
+        accuracy = ", ".join(f"{100 * run['held_out']:.1f}" for run in trained if run["schedule"] == schedule)
         print(f"{schedule}: reward {means}; outside the band by {beyond:+.3f} at most; held-out {accuracy} %")
 
 

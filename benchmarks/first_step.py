@@ -58,10 +58,10 @@ def measure(process: subprocess.Popen[bytes], folder: Path, start: float) -> Non
         if lines(folder):
             print(f"{seconds:6.1f} s  first optimizer step")
             return
-        found = []
+        commands = []
         with contextlib.suppress(psutil.Error):
-            found = [" ".join(p.cmdline()) for p in psutil.Process(process.pid).children(recursive=True)]
-        for mark in [mark for mark in left if any(mark in words for words in found)]:
+            commands = [" ".join(p.cmdline()) for p in psutil.Process(process.pid).children(recursive=True)]
+        for mark in [mark for mark in left if any(mark in command for command in commands)]:
             print(f"{seconds:6.1f} s  {left.pop(mark)}", flush=True)
         time.sleep(0.02)
 

@@ -65,8 +65,8 @@ def main() -> None:
             for way in WAYS:
                 one = json.dumps({"tokens": tokens, "dtype": dtype, "way": way})
                 done = subprocess.run([sys.executable, __file__, "--one", one], stdout=subprocess.PIPE, check=True)
-                found = json.loads(done.stdout)
-                cells.append(f"{found['bytes'] / 1e9:.2f} ({found['s']:.1f})")
+                measured = json.loads(done.stdout)
+                cells.append(f"{measured['bytes'] / 1e9:.2f} ({measured['s']:.1f})")
             print(f"| {dtype} | {tokens:,} | " + " | ".join(cells) + " |", flush=True)
 
 

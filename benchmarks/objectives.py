@@ -26,6 +26,7 @@ import yaml
 
 from benchmarks.objectives_page import draw, page, read, table, verdicts
 from common.durable import write_file
+from common.paths import checkpoints
 from report.run_log import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,7 +90,7 @@ def train(method: str, seed: int, steps: int, runs: Path) -> Path:
     if not (folder / "final").is_dir():
         runs.mkdir(parents=True, exist_ok=True)
         config = folder.with_suffix(".yaml")
-        resumes = any((folder / "checkpoints").glob("step_*"))
+        resumes = bool(checkpoints(folder))
         if not resumes:
             shutil.rmtree(folder, ignore_errors=True)  # of a run that ended before its first checkpoint
         config.write_text(yaml.safe_dump(settings(method, seed, steps, folder)))
@@ -114,12 +115,12 @@ def raw_lines(method: str, seed: int, steps: int, folder: Path) -> list[dict[str
 
 def recorded(path: Path, steps: int) -> dict[tuple[str, int], list[dict[str, Any]]]:
     """Lines of the runs of this length, by method and seed."""
-    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    by_run: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         row = json.loads(line)
         if row["steps"] == steps:
-            found.setdefault((row["method"], row["seed"]), []).append(row)
-    return found
+            by_run.setdefault((row["method"], row["seed"]), []).append(row)
+    return by_run
 
 
 def forget(path: Path, runs: Iterable[Path], which: Iterable[tuple[str, int]], steps: int) -> None:
@@ -158,14 +159,14 @@ def main() -> None:
                 with open(results, "a") as file:
                     file.write("".join(json.dumps(line) + "\n" for line in lines))
     by_run = recorded(results, steps)
-    found = {m: [read(rows) for (name, _), rows in sorted(by_run.items()) if name == m] for m in METHODS}
-    found = {method: of_method for method, of_method in found.items() if of_method}
-    if not found:
+    by_method = {m: [read(rows) for (name, _), rows in sorted(by_run.items()) if name == m] for m in METHODS}
+    by_method = {method: of_method for method, of_method in by_method.items() if of_method}
+    if not by_method:
         sys.exit(f"no run of {steps} steps in {results}; start without --table")
     seeds = sorted({seed for _, seed in by_run})
-    write_file(arguments.out / "objectives.svg", draw(found))
-    write_file(arguments.out / "objectives.md", page(found, steps, seeds).encode())
-    print(table(found), *verdicts(found), sep="\n")
+    write_file(arguments.out / "objectives.svg", draw(by_method))
+    write_file(arguments.out / "objectives.md", page(by_method, steps, seeds).encode())
+    print(table(by_method), *verdicts(by_method), sep="\n")
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def spread(values: Sequence[float], form: str = ".1f") -> str:
     return f"{statistics.fmean(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
-def table(found: dict[str, list[Run]]) -> str:
+def table(by_method: dict[str, list[Run]]) -> str:
     columns: dict[str, Callable[[list[Run]], str]] = {
         "held-out accuracy before, %": lambda runs: spread([r.held_out[0][1] for r in runs]),
         "half-way": lambda runs: spread([r.held_out[len(r.held_out) // 2][1] for r in runs]),
@@ -79,37 +79,40 @@ def table(found: dict[str, list[Run]]) -> str:
         "compression": lambda runs: spread([r.compression for r in runs], ".2f"),
     }
     lines = ["| method | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    lines += [f"| {method} | " + " | ".join(c(runs) for c in columns.values()) + " |" for method, runs in found.items()]
+    lines += [
+        f"| {method} | " + " | ".join(c(runs) for c in columns.values()) + " |" for method, runs in by_method.items()
+    ]
     return "\n".join(lines)
 
 
-def verdicts(found: dict[str, list[Run]]) -> list[str]:
+def verdicts(by_method: dict[str, list[Run]]) -> list[str]:
     """Who learned, and GROUP PPO against PPO, in plain words. A difference within the seeds' spread is none."""
-    said = []
-    for method, runs in found.items():
+    sentences = []
+    for method, runs in by_method.items():
         worst = min(r.gain for r in runs)
         word = "learned" if worst >= NEEDED_GAIN else "did not learn"
-        said.append(f"{method} {word}: the smallest gain of its seeds is {worst:.1f} points, {NEEDED_GAIN:.0f} needed.")
-    baseline = found.get("PPO (GAE)", [])
-    for method in (m for m in found if m.startswith("GROUP PPO") and baseline):
+        gain = f"the smallest gain of its seeds is {worst:.1f} points, {NEEDED_GAIN:.0f} needed"
+        sentences.append(f"{method} {word}: {gain}.")
+    baseline = by_method.get("PPO (GAE)", [])
+    for method in (m for m in by_method if m.startswith("GROUP PPO") and baseline):
         for what, unit, value, better in MEASURES:
-            mine, theirs = [value(r) for r in found[method]], [value(r) for r in baseline]
+            mine, theirs = [value(r) for r in by_method[method]], [value(r) for r in baseline]
             difference = statistics.fmean(mine) - statistics.fmean(theirs)
             apart = min(mine) > max(theirs) or max(mine) < min(theirs)
             word = "no difference beyond the seeds" if not apart else "better" if difference * better > 0 else "worse"
             if min(len(mine), len(theirs)) < 2:
                 word = "of one seed, which decides nothing"
-            said.append(f"{method} against PPO (GAE), {what}: {difference:+.3g} {unit}, {word}.")
-    return said
+            sentences.append(f"{method} against PPO (GAE), {what}: {difference:+.3g} {unit}, {word}.")
+    return sentences
 
 
-def draw(found: dict[str, list[Run]]) -> bytes:
+def draw(by_method: dict[str, list[Run]]) -> bytes:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12.6, 4.2), layout="constrained", facecolor="white")
     curves, bars = figure.subplots(1, 2, width_ratios=[2, 1])
-    _draw_accuracy(curves, found)
-    _draw_seconds(bars, found)
+    _draw_accuracy(curves, by_method)
+    _draw_seconds(bars, by_method)
     for ax in (curves, bars):
         ax.spines[["top", "right"]].set_visible(False)
     return svg(figure)
@@ -125,8 +128,8 @@ def svg(figure: Any) -> bytes:
     return picture.getvalue()
 
 
-def _draw_accuracy(curves: Any, found: dict[str, list[Run]]) -> None:
-    for color, (method, runs) in zip(COLORS, found.items(), strict=False):
+def _draw_accuracy(curves: Any, by_method: dict[str, list[Run]]) -> None:
+    for color, (method, runs) in zip(COLORS, by_method.items(), strict=False):
         steps = [step for step, _ in runs[0].held_out]
         columns = list(zip(*[[a for _, a in r.held_out] for r in runs], strict=True))
         curves.fill_between(steps, [min(c) for c in columns], [max(c) for c in columns], color=color, alpha=0.12)
@@ -139,29 +142,29 @@ def _draw_accuracy(curves: Any, found: dict[str, list[Run]]) -> None:
     curves.legend(frameon=False)
 
 
-def _draw_seconds(bars: Any, found: dict[str, list[Run]]) -> None:
-    names = list(found)
+def _draw_seconds(bars: Any, by_method: dict[str, list[Run]]) -> None:
+    names = list(by_method)
     parts = (("head", "head_s", COLORS[0]), ("values and segments", "values_s", COLORS[4]))
     left = [0.0] * len(names)
     for label, field, color in parts:
-        widths = [statistics.fmean(getattr(r, field) for r in found[n]) for n in names]
+        widths = [statistics.fmean(getattr(r, field) for r in by_method[n]) for n in names]
         bars.barh(names, widths, left=left, color=color, label=label)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    rest = [statistics.fmean(r.update_s for r in found[n]) - done for n, done in zip(names, left, strict=True)]
+    rest = [statistics.fmean(r.update_s for r in by_method[n]) - done for n, done in zip(names, left, strict=True)]
     bars.barh(names, rest, left=left, color="#bbbbbb", label="the rest")
     bars.set(xlabel="seconds", ylim=(len(names) - 0.5, -1.2))  # the first method on top, and room for the legend
     bars.set_title("one update", fontsize=10, color=INK)
     bars.legend(frameon=False, fontsize=8, ncols=len(parts) + 1, loc="upper center")
 
 
-def page(found: dict[str, list[Run]], steps: int, seeds: Sequence[int]) -> str:
+def page(by_method: dict[str, list[Run]], steps: int, seeds: Sequence[int]) -> str:
     thresholds = [
         f"{method}: τ after the last step {spread([t for r in runs if (t := r.threshold) is not None], '.2f')}, "
         f"Σ r_grpo / Σ r_ppo {spread([v for r in runs if (v := r.variance_ratio) is not None], '.2f')}."
-        for method, runs in found.items()
+        for method, runs in by_method.items()
         if runs[0].threshold is not None
     ]
-    said = "\n".join(f"- {line}" for line in [*verdicts(found), *thresholds])
+    sentences = "\n".join(f"- {line}" for line in [*verdicts(by_method), *thresholds])
     return f"""# GRPO, PPO and GROUP PPO side by side
 
 Written by `bash launch.sh bench objectives` from `benchmarks/results/objectives.jsonl`: the quick-start model and
@@ -169,9 +172,9 @@ problems, {steps} optimizer steps, seeds {", ".join(map(str, seeds))}, settings 
 `configs/group_ppo.yaml` that differ in the estimator alone. Numbers are
 the mean over seeds and, in brackets, their range; seconds are rank 0's per optimizer step without the first {WARM_UP}.
 
-{table(found)}
+{table(by_method)}
 
-{said}
+{sentences}
 
 ![accuracy over steps and seconds of an update](objectives.svg)
 """

@@ -64,11 +64,13 @@ def trainer_alone(cell: Cell, steps: int, warmup: int, scratch: Path) -> list[fl
     """The same groups from the recording of `together`."""
     config, place = _placed(cell, steps, scratch)
     folder = scratch / "trainer"
-    words = [AHEAD, f"run.output_dir={folder}", f"run.replay={scratch / 'run' / 'groups.recording'}"]
+    options = [AHEAD, f"run.output_dir={folder}", f"run.replay={scratch / 'run' / 'groups.recording'}"]
     launcher = str(Path(sys.executable).parent / "deepspeed")
     command = [launcher, "--log_level", "critical", *place.launcher_args, str(ROOT / "training_worker.py")]
     log = scratch / "trainer.log"
-    with _running([*command, "--config", str(config), *words], place.trainer_env, place.trainer_cores, log) as process:
+    with _running(
+        [*command, "--config", str(config), *options], place.trainer_env, place.trainer_cores, log
+    ) as process:
         _finish(process, log)
     return walls(step_times(folder), warmup)
 
@@ -76,9 +78,9 @@ def trainer_alone(cell: Cell, steps: int, warmup: int, scratch: Path) -> list[fl
 def sampler_alone(cell: Cell, steps: int, warmup: int, scratch: Path) -> list[float]:
     """A consumer on the trainer's core takes every batch at once and publishes the next version."""
     config, place = _placed(cell, steps, scratch)
-    words = ["--config", str(config), AHEAD, f"run.output_dir={scratch / 'sampler'}"]
-    consumer = [sys.executable, str(Path(__file__).resolve()), "consume", *words]
-    sampler, log = [sys.executable, str(ROOT / "sampling.py"), *words], scratch / "consumer.log"
+    options = ["--config", str(config), AHEAD, f"run.output_dir={scratch / 'sampler'}"]
+    consumer = [sys.executable, str(Path(__file__).resolve()), "consume", *options]
+    sampler, log = [sys.executable, str(ROOT / "sampling.py"), *options], scratch / "consumer.log"
     with (
         _running(consumer, place.trainer_env, place.trainer_cores, log) as consuming,
         _running(sampler, place.sampler_env, place.sampler_cores, scratch / "sampler.log"),
@@ -151,7 +153,7 @@ def _finish(process: subprocess.Popen[str], log: Path) -> None:
 
 
 def overlap(cell: Cell, steps: int, warmup: int, repeats: int, out: Path) -> None:
-    found: dict[str, list[float]] = {"together": [], "trainer": [], "sampler": []}
+    seconds_of: dict[str, list[float]] = {"together": [], "trainer": [], "sampler": []}
     for repeat in range(repeats):
         with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
             scratch = Path(folder)
@@ -164,9 +166,9 @@ def overlap(cell: Cell, steps: int, warmup: int, repeats: int, out: Path) -> Non
             for row in order:
                 print(f"pipeline: {cell.name}: {row} ({repeat + 1} of {repeats})", flush=True)
                 seconds = rows[row]()
-                found[row] += seconds
+                seconds_of[row] += seconds
                 _append(out, cell, row, seconds)
-    median = {row: statistics.median(seconds) for row, seconds in found.items()}
+    median = {row: statistics.median(seconds) for row, seconds in seconds_of.items()}
     slower = max(median["sampler"], median["trainer"])
     print(
         f"{cell.name}: sampler alone {median['sampler']:.3f} s, trainer alone {median['trainer']:.3f} s, together "

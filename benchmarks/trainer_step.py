@@ -70,6 +70,7 @@ def make_groups(arguments: argparse.Namespace, step: int) -> list[Group]:
 
 def main() -> None:
     arguments = parse()
+    from trainer.algorithm.advantages import AdvantageSettings
     from trainer.algorithm.losses import Denominator
     from trainer.data.experience import Experience, score_rewards
     from trainer.data.tensors import micro_batch
@@ -110,7 +111,7 @@ def main() -> None:
             start = time.perf_counter()
             for first in range(0, arguments.groups, size * exchange.world_size):
                 mine = groups[first + rank * size : first + (rank + 1) * size]
-                scored = score_rewards([Experience(group) for group in mine], config)
+                scored = score_rewards([Experience(group) for group in mine], AdvantageSettings.of(config))
                 engine.backward(micro_batch(scored, denominator, config.algorithm))
             result = engine.step()
             _synchronise(on_gpu)

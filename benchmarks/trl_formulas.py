@@ -61,8 +61,8 @@ def install() -> None:
         return
     print(f"installing TRL {TRL} into {ENVIRONMENT.relative_to(ROOT)}", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(ENVIRONMENT)], check=True)
-    found = [str(python()), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    packages = Path(subprocess.run(found, check=True, capture_output=True, text=True).stdout.strip())
+    site_packages = [str(python()), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    packages = Path(subprocess.run(site_packages, check=True, capture_output=True, text=True).stdout.strip())
     (packages / "project.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = [str(python()), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", f"trl=={TRL}"]
     done = subprocess.run(pip, capture_output=True, text=True)  # on success it only warns of the project's own pins

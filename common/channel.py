@@ -6,6 +6,8 @@ sampler can send again and duplicates are refused by id. ROUTER_HANDOVER lets a 
 identity (without it, libzmq ignores it for ever); ROUTER_MANDATORY makes sending to a lost peer an error.
 High-water marks sit above the credit window, so nothing blocks and nothing is dropped. One thread per socket.
 
+`bind` and `connect` are the two ends as the link uses them (common/transport.py).
+
 One host: ipc:// in a private folder. Several: tcp:// with CURVE keys, made at the start of the run, readable by
 their owner only, and an allow-list of clients (ZAP); tcp without keys does not exist here.
 """
@@ -15,11 +17,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import secrets
 import socket as posix_socket
 import tempfile
+import threading
 import time
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import zmq
@@ -29,6 +32,7 @@ from common import durable
 from common.config import MAX_SOCKET_PATH, Config
 from common.errors import Retryable, UserError
 
+Socket = zmq.Socket[bytes]
 BEAT_S = 1.0  # every state is repeated this often
 _HIGH_WATER_MARGIN = 64
 _ENDING_S = 1.5  # a trainer that ends may hold its address a moment longer
@@ -71,6 +75,66 @@ def read_keys(config: Config) -> dict[str, bytes]:
     return {name: key.encode() for name, key in json.loads(path.read_text()).items()}
 
 
+class ZmqTransport:
+    """A ROUTER or a DEALER, and a pair of sockets by which other threads end a poll."""
+
+    def __init__(self, socket: Socket, authenticators: list[ThreadAuthenticator]):
+        self._socket, self._authenticators = socket, authenticators
+        self._has_names = socket.type == zmq.ROUTER  # then a frame with the sampler's id comes first
+        self._lock = threading.Lock()  # a socket may change its thread, not have two
+        address = f"inproc://wake-{secrets.token_hex(8)}"
+        self._wake_receiver, self._wake_sender = (_socket(zmq.PAIR) for _ in range(2))
+        self._wake_receiver.bind(address)
+        self._wake_sender.connect(address)
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._wake_receiver, zmq.POLLIN)
+
+    def poll(self, timeout_s: float) -> bool:
+        woken = self._wake_receiver in dict(self._poller.poll(int(1000 * timeout_s)))
+        if woken:
+            self._wake_receiver.recv()
+        return woken
+
+    def receive(self) -> list[bytes] | None:
+        try:
+            frames = self._socket.recv_multipart(flags=zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        return frames[1:] if self._has_names else frames
+
+    def send(self, frames: list[bytes], to: str = "") -> bool:
+        try:
+            self._socket.send_multipart([to.encode(), *frames] if self._has_names else frames, flags=zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):  # a full pipe, or nobody of this name
+                raise
+            return False
+        return True
+
+    def wake(self) -> None:
+        with self._lock, contextlib.suppress(zmq.Again):  # the other thread has many of these to read already
+            if not self._wake_sender.closed:
+                self._wake_sender.send(b"", zmq.NOBLOCK)
+
+    def close(self) -> None:
+        with self._lock:
+            for socket in (self._wake_sender, self._wake_receiver, self._socket):
+                socket.close(linger=0)
+            while self._authenticators:
+                self._authenticators.pop().stop()
+
+
+def bind(config: Config) -> ZmqTransport:
+    """The trainer's end. Raises UserError if the address is taken."""
+    return ZmqTransport(*bind_router(config, config.window))
+
+
+def connect(config: Config, sampler_id: str) -> ZmqTransport:
+    """A sampler's end. On tcp it waits for the trainer's keys; raises Retryable when they do not appear."""
+    return ZmqTransport(connect_dealer(config, sampler_id, config.window), [])
+
+
 class _Allow:
     """ZAP allow-list of one client key."""
 
@@ -81,25 +145,25 @@ class _Allow:
         return key == self.key
 
 
-def bind_router(config: Config, window: int) -> tuple[zmq.Socket[bytes], list[Any]]:
-    """The trainer's socket and what must be kept alive with it. Raises UserError if the address is taken."""
+def bind_router(config: Config, window: int) -> tuple[Socket, list[ThreadAuthenticator]]:
+    """A bound socket and what must be stopped with it."""
     address = endpoint(config)
     if address.startswith("ipc://"):
         _remove_dead_socket(Path(address.removeprefix("ipc://")))
-    context = zmq.Context.instance()
-    socket = context.socket(zmq.ROUTER)
+    socket = _socket(zmq.ROUTER)
     _set_limits(socket, config, window)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    keep: list[Any] = []
+    keep: list[ThreadAuthenticator] = []
     if address.startswith("tcp://"):
         keys = make_keys(config)
-        authenticator = ThreadAuthenticator(context)
+        authenticator = ThreadAuthenticator(zmq.Context.instance())
         authenticator.start()
         authenticator.configure_curve_callback(domain="*", credentials_provider=_Allow(keys["client_public"]))
         keep.append(authenticator)
-        socket.curve_secretkey, socket.curve_publickey = keys["server_secret"], keys["server_public"]
-        socket.curve_server = True
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys["server_secret"])
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys["server_public"])
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
@@ -168,22 +232,27 @@ def _holder(address: str) -> str:
     return ""
 
 
-def connect_dealer(config: Config, sampler_id: str, window: int) -> zmq.Socket[bytes]:
-    """The sampler's socket. On tcp it waits for the trainer's keys; raises Retryable when they do not appear."""
+def connect_dealer(config: Config, sampler_id: str, window: int) -> Socket:
     address = endpoint(config)
-    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket = _socket(zmq.DEALER)
     _set_limits(socket, config, window)
     socket.setsockopt(zmq.IDENTITY, sampler_id.encode())
     if address.startswith("tcp://"):
         _wait_for_file(_keys_path(config), config.channel.connect_timeout_s)
         keys = read_keys(config)
-        socket.curve_secretkey, socket.curve_publickey = keys["client_secret"], keys["client_public"]
-        socket.curve_serverkey = keys["server_public"]
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys["client_secret"])
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys["client_public"])
+        socket.setsockopt(zmq.CURVE_SERVERKEY, keys["server_public"])
     socket.connect(address)
     return socket
 
 
-def _set_limits(socket: zmq.Socket[bytes], config: Config, window: int) -> None:
+def _socket(kind: int) -> Socket:
+    context: zmq.Context[Socket] = zmq.Context.instance()
+    return context.socket(kind)
+
+
+def _set_limits(socket: Socket, config: Config, window: int) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, config.channel.max_message_mib << 20)
     socket.setsockopt(zmq.SNDHWM, window + _HIGH_WATER_MARGIN)

@@ -115,7 +115,9 @@ def commit_dir(temporary: Path, final: Path) -> None:
 def remove_dir(path: Path) -> None:
     """Deletes a committed folder so that no reader finds half of it: rename first, delete then."""
     trash = path.with_name(f"{TRASH}{path.name}.{os.getpid()}")
-    shutil.rmtree(trash, ignore_errors=True)  # a killed process with our pid, as every life has in a container
+    shutil.rmtree(
+        trash, ignore_errors=True
+    )  # of a killed process with our pid: in a container every start has the same one
     with contextlib.suppress(FileNotFoundError):
         file_operation("rename", trash)
         os.rename(path, trash)

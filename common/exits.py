@@ -7,6 +7,7 @@ Ctrl-C and SIGTERM end a process at once, through its finally blocks. A training
 from __future__ import annotations
 
 import contextlib
+import ctypes  # here and not in die_with_parent, which runs between fork and exec: importing is not safe there
 import faulthandler
 import os
 import signal
@@ -24,6 +25,7 @@ RETRYABLE = 75  # start again as it is (sysexits.h: EX_TEMPFAIL)
 INTERRUPTED = 130  # 128 + SIGINT
 
 _ECHO_S = 1.0  # DeepSpeed's launcher answers a Ctrl-C with a SIGTERM of its own to every rank
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _LAUNCHER_LOOKS_S = 3.0  # DeepSpeed's launcher looks at its ranks once a second
 _interrupted_at: float | None = None  # monotonic
 
@@ -121,6 +123,10 @@ def _say(text: str) -> None:
 def die_with_parent() -> None:
     """Asks the kernel to kill this process when its parent ends: a killed launcher leaves no orphan. Linux only."""
     if sys.platform == "linux":
-        import ctypes
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+def kill_group(pid: int, number: int = signal.SIGKILL) -> None:
+    """Signals a process that leads its own group, and all that it started there. One that is gone is no error."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)

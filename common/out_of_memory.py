@@ -1,7 +1,7 @@
-"""Memory that ran out, on a GPU, on the CPU or in vLLM's cache, said with the settings that need less of it.
+"""Memory that ran out, on a GPU, on the CPU or in vLLM's cache, and the settings that need less of it.
 
-The update is the same with any of the settings named for the trainer. Recognised by the words of torch and vLLM, whose
-classes cost seconds to import. Left out: the kernel's killer, after which nobody is left to speak.
+The update is the same with any of the settings named for the trainer. Recognised by the messages of torch and
+vLLM, whose classes cost seconds to import. Left out: SIGKILL by the kernel, after which no code of ours runs.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ _SETTINGS = {
     "deepspeed.zero_optimization.stage need less and keep the update",
     "sampler": "a smaller vllm.gpu_memory_utilization, vllm.max_num_seqs or vllm.max_model_len needs less",
 }
-_ENGINE = {  # vLLM's words when it starts → ours
+_ENGINE = {  # part of vLLM's message when it starts → what to do
     "on startup is less than": "Set vllm.gpu_memory_utilization lower, to what is free",
     "No available memory for the cache blocks": "Set vllm.gpu_memory_utilization higher, or vllm.max_model_len lower",
     "larger than the available KV cache": "Set vllm.gpu_memory_utilization higher, or vllm.max_model_len lower",
 }
 
 
-def words(process: str, error: BaseException) -> str | None:
+def memory_advice(process: str, error: BaseException) -> str | None:
     """What to tell a person; None if the error is not one of memory.
 
     process: "sampler" or "trainer".
     """
-    said = " ".join(str(error).split())
+    message = " ".join(str(error).split())
     for sign, remedy in _ENGINE.items():
-        if sign in said:
-            return f"vLLM: {said[:300]} {remedy}; bash launch.sh plan CONFIG shows what needs how much"
-    if isinstance(error, MemoryError) or any(sign in said.lower() for sign in _ALLOCATION):
+        if sign in message:
+            return f"vLLM: {message[:300]} {remedy}; bash launch.sh plan CONFIG shows what needs how much"
+    if isinstance(error, MemoryError) or any(sign in message.lower() for sign in _ALLOCATION):
         return (
-            f"the {process} ran out of memory: {said[:300] or type(error).__name__}. {_SETTINGS[process]}; "
+            f"the {process} ran out of memory: {message[:300] or type(error).__name__}. {_SETTINGS[process]}; "
             "bash launch.sh plan CONFIG shows what needs how much"
         )
     return None
@@ -49,8 +49,8 @@ def with_memory_advice(process: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        told = words(process, error) if not isinstance(error, UserError) else None
-        if told is None:
+        advice = memory_advice(process, error) if not isinstance(error, UserError) else None
+        if advice is None:
             raise
         traceback.print_exc()
-        raise UserError(told) from error
+        raise UserError(advice) from error

@@ -75,7 +75,7 @@ def tail(log: Path, count: int) -> list[str]:
     return [line for line in lines if line.strip()][-count:]
 
 
-def last_words(log: Path, count: int = 5) -> str:
+def last_lines(log: Path, count: int = 5) -> str:
     """The end of the other process's log as the end of a message; "" if it has none, as in a run by hand."""
     try:
         lines = tail(log, count)

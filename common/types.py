@@ -100,9 +100,19 @@ class EvalSample:
 
 
 @dataclass(frozen=True)
+class EvalFailure:
+    """A held-out problem that could not be scored. It is counted and named, and left out of every mean."""
+
+    problem_index: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class EvalResult:
+    """One chunk's answer: every problem of the request, either with all its samples or as a failure."""
+
     eval_id: str
     chunk: int
     policy_version: int
     samples: tuple[EvalSample, ...]
-    reason: str = ""  # not empty: the chunk failed, and why
+    failures: tuple[EvalFailure, ...] = ()

@@ -1,9 +1,9 @@
-"""Ends a process whose work no longer moves, with the stacks of all its threads.
+"""Ends a process whose work makes no progress any more, with the stacks of all its threads.
 
-A peer's silence is found by whoever waits for it; this finds the process that is itself stuck: in a collective, in a
-driver, in a lock. The work calls `moved` at every piece of progress and inside waits that have a deadline of their
-own. Time is monotonic, so a clock that jumps changes nothing. Left out: a thread stuck in native code that holds the
-interpreter lock also stops the watchdog; the peer's own deadline is the net below.
+A silent peer is noticed by whoever waits for it; this notices the process that is itself stuck: in a collective, in a
+driver, in a lock. The work calls `report_progress` at every piece of progress and inside waits that have a deadline of
+their own. Time is monotonic, so a clock that jumps changes nothing. Left out: a thread stuck in native code that holds
+the interpreter lock also stops the watchdog; the peer's own deadline is the net below.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from common.exits import RETRYABLE
-from common.transcript import last_words
+from common.transcript import last_lines
 
 _watching: Watchdog | None = None
 
@@ -28,9 +28,9 @@ def report_progress(doing: str) -> None:
 
 
 class Watchdog:
-    """The process's one watchdog. Without `moved` for timeout_s: stacks to stderr, exit 75.
+    """The process's one watchdog. Without `report_progress` for timeout_s: stacks to stderr, exit 75.
 
-    startup_s: the limit until the first `moved`. peer_log: whose last lines the message carries.
+    startup_s: the limit until the first `report_progress`. peer_log: whose last lines the message carries.
     """
 
     def __init__(self, name: str, timeout_s: float, startup_s: float, peer_log: Path):
@@ -67,7 +67,7 @@ class Watchdog:
         text = (
             f"tandem: {self._name}: no progress for {still_s:.0f} s while {doing}; the stacks of all threads stand "
             "above. Raise channel.stall_timeout_s (at the start: channel.connect_timeout_s) if this is normal here."
-            f"{last_words(self._peer_log)}\n"
+            f"{last_lines(self._peer_log)}\n"
         )
         os.write(sys.stderr.fileno(), text.encode())
         os._exit(RETRYABLE)

@@ -34,7 +34,7 @@ _MAY_APPEAR = {errno.ENOENT, errno.ESTALE, errno.EIO}  # what a network file sys
 
 
 class BadWeights(Exception):
-    """A published version that must not be used. Says which check failed, with the expected and the found value."""
+    """A published version that must not be used. Says which check failed, with the expected and the actual value."""
 
 
 class NotVisible(BadWeights):
@@ -75,7 +75,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Published:
-    """What CREDIT carries: enough to find a version and to prove that it is the one meant."""
+    """What CREDIT carries: enough to find a version and to prove that it is the announced one."""
 
     version: int
     weights_dir: str
@@ -182,12 +182,12 @@ def copy_verified(published: Published, manifest: Manifest, private_dir: Path) -
         if not os.path.lexists(path := Path(published.weights_dir) / name):  # before gigabytes are copied for nothing
             raise NotVisible(f"{path}: {os.strerror(errno.ENOENT)}")
     private_dir.mkdir(parents=True, mode=0o700)
-    found: dict[str, TensorInfo] = {}
+    tensors: dict[str, TensorInfo] = {}
     for name, info in manifest.files.items():
         _copy_hashing(Path(published.weights_dir) / name, private_dir / name, info)
         if name.endswith(".safetensors"):
-            found.update(tensor_infos(private_dir / name))
-    _require_equal(found, manifest.tensors)
+            tensors.update(tensor_infos(private_dir / name))
+    _require_equal(tensors, manifest.tensors)
 
 
 def _copy_hashing(source: Path, target: Path, expected: FileInfo) -> None:
@@ -210,13 +210,13 @@ def _copy_hashing(source: Path, target: Path, expected: FileInfo) -> None:
         raise BadWeights(f"{source.name} has BLAKE3 {hasher.hexdigest()}, the manifest says {expected.blake3}")
 
 
-def _require_equal(found: dict[str, TensorInfo], expected: dict[str, TensorInfo]) -> None:
-    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+def _require_equal(actual: dict[str, TensorInfo], expected: dict[str, TensorInfo]) -> None:
+    missing, extra = sorted(expected.keys() - actual.keys()), sorted(actual.keys() - expected.keys())
     if missing or extra:
         raise BadWeights(f"tensors missing {missing[:3]} or not expected {extra[:3]}")
     for name, info in expected.items():
-        if found[name] != info:
-            raise BadWeights(f"tensor {name} is {found[name]}, expected {info}")
+        if actual[name] != info:
+            raise BadWeights(f"tensor {name} is {actual[name]}, expected {info}")
 
 
 def _versions(weights_dir: Path) -> list[tuple[int, Path]]:
@@ -236,7 +236,7 @@ def prune(weights_dir: Path, in_use: Iterable[int], keep: int) -> list[int]:
 
 
 def remove_versions(weights_dir: Path) -> None:
-    """Deletes every version: at the start those of an earlier life, at the end our own."""
+    """Deletes every version: at the start those of an earlier process, at the end our own."""
     for _, path in _versions(weights_dir):
         durable.remove_dir(path)
     if weights_dir.is_dir() and not any(weights_dir.iterdir()):

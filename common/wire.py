@@ -36,8 +36,8 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hello"
     tokenizer_hash: str
     num_problems: int
     num_eval_problems: int
-    loaded_version: int | None
     scores_reference: bool = False  # its groups carry ref_logprobs; the trainer must want the same
+    incarnation: str = ""  # of this sampler: a new one each time it starts, for in a container every pid is the same
 
 
 class Credit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="credit"):
@@ -50,8 +50,7 @@ class Credit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="credi
     version: int  # sample with exactly these weights
     weights_dir: str
     manifest_sha256: str
-    progress: int  # of the training loop; judged by the watchdog
-    phase: str
+    progress: int  # of the training loop; a lower one was overtaken on the way
 
 
 class Beat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="beat"):
@@ -100,7 +99,7 @@ _Body = Hello | Credit | Beat | Bye | _GroupHeader | _Tombstone | _EvalResult
 class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     proto: int
     run_id: str
-    incarnation: str  # of the trainer; empty in a HELLO that has not met one yet
+    incarnation: str  # of the trainer: a new one each time it starts; empty in a HELLO that has not met one yet
     sampler_id: str
     body: _Body
 
@@ -111,7 +110,7 @@ _decoder = msgspec.msgpack.Decoder(_Header)
 
 @dataclass(frozen=True)
 class Envelope:
-    """Who speaks, and in which life of the trainer."""
+    """Who speaks, and to which start of the trainer it belongs."""
 
     run_id: str
     incarnation: str
@@ -175,25 +174,27 @@ def check_group(group: Group, limits: Limits) -> None:
             raise WireError("reference", f"the trainer {what}")
         if rollout.ref_logprobs is not None:
             _check_logprobs(rollout.ref_logprobs, length)
-        _check_support(rollout, limits)
+        _check_sampling_mask(rollout, limits)
         if not math.isfinite(rollout.reward) or any(map(math.isinf, rollout.rewards.values())):
             raise WireError("reward", f"{rollout.reward} from {dict(rollout.rewards)}")
         if tuple(rollout.rewards) != limits.reward_funcs:
             raise WireError("reward_funcs", f"{tuple(rollout.rewards)}, expected {limits.reward_funcs}")
 
 
-def _check_support(rollout: Rollout, limits: Limits) -> None:
+def _check_sampling_mask(rollout: Rollout, limits: Limits) -> None:
     ids = rollout.sampling_mask
     if (ids is None) != (limits.max_sampling_mask == 0):
-        raise WireError("support", "no sets of kept tokens" if ids is None else "sets of kept tokens nobody asked for")
+        raise WireError(
+            "sampling_mask", "no sets of kept tokens" if ids is None else "sets of kept tokens nobody asked for"
+        )
     if ids is None:
         return
     ordered = np.sort(ids, -1)
     repeats = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
     if ids.shape[1] > limits.max_sampling_mask or ids.min() < -1 or ids.max() >= limits.vocab_size or repeats.any():
-        raise WireError("support", f"{ids.shape[1]} tokens, {ids.min()}…{ids.max()}, repeated: {repeats.any()}")
+        raise WireError("sampling_mask", f"{ids.shape[1]} tokens, {ids.min()}…{ids.max()}, repeated: {repeats.any()}")
     if (ids[:, 0] != rollout.completion_ids).any():
-        raise WireError("support", "a sampled token is not the first of its set")
+        raise WireError("sampling_mask", "a sampled token is not the first of those it could have been")
 
 
 def _check_ids(ids: NDArray[np.int32], vocab_size: int) -> None:

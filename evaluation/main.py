@@ -3,8 +3,7 @@
 CHECKPOINT is a run folder (its final/, else its newest checkpoint), a checkpoint of one, or any model with --config;
 a folder of LoRA adapters counts as one, on the base model of the config.
 Prompts, rewards and lengths are those of the run's own config.json; DATA is data.eval unless given; k=1,8 chooses the
-k of pass@k. Prints a table and writes eval.json and completions.jsonl. Left out: several
-models at once.
+k of pass@k. Prints a table and writes eval.json and completions.jsonl. Left out: several models at once.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,8 +22,8 @@ from common import durable, exits
 from common.config import Config, load
 from common.errors import UserError
 from common.redact import redacted
-from model import lora
-from report.display import strip_escapes
+from evaluation.target import Target, find_target
+from report.escape import strip_escapes
 
 if TYPE_CHECKING:
     from common.types import Prompt
@@ -38,35 +36,19 @@ _SAYS_EVERY_S = 10.0
 Decode = Callable[[list[list[int]]], list[str]]
 
 
-@dataclass(frozen=True)
-class Target:
-    """What is evaluated, with which settings."""
-
-    model: str  # a folder or a hub id; with adapters their folder
-    config: Path
-    output: Path  # parent of the results
-    rank: int = 0  # of adapters, which need the config's own model.path as their base
-
-    def overrides(self) -> list[str]:
-        """What makes the config's model this one."""
-        if self.rank:
-            return [f"lora={{r: {self.rank}}}"]
-        return [f"model.path={json.dumps(self.model)}", "lora={}"]
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="launch.sh eval", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("words", nargs="+", metavar="CHECKPOINT [DATA] [key=value …]")
+    parser.add_argument("arguments", nargs="+", metavar="CHECKPOINT [DATA] [key=value …]")
     parser.add_argument("--config", help="settings of the prompts and rewards, for a model that no run folder holds")
     parser.add_argument("--output", help="folder of the results")
     given = parser.parse_args(arguments)
-    plain = [word for word in given.words if not _OVERRIDE.match(word)]
+    plain = [argument for argument in given.arguments if not _OVERRIDE.match(argument)]
     if not 1 <= len(plain) <= 2:
         raise UserError(f"expected CHECKPOINT and perhaps DATA, got {' '.join(plain) or 'neither'}")
-    overrides = [word for word in given.words if _OVERRIDE.match(word)]
+    overrides = [argument for argument in given.arguments if _OVERRIDE.match(argument)]
     ks = [value for key, _, value in (word.partition("=") for word in overrides) if key == "k"]
     overrides = [_long(word) for word in overrides if not word.startswith("k=")]
-    target = find(plain[0], given.config)
+    target = find_target(plain[0], given.config)
     overrides += target.overrides()
     overrides += [f"data.eval={json.dumps(plain[1])}"] if len(plain) > 1 else []
     if Path(target.model).is_dir() and not target.rank:
@@ -80,54 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _long(word: str) -> str:
     key, equals, value = word.partition("=")
     return _SHORT.get(key, key) + equals + value
-
-
-def find(checkpoint: str, config: str | None) -> Target:
-    """The model folder and the config of a run folder, a checkpoint or a hub id. Raises UserError."""
-    folder = Path(checkpoint).expanduser()
-    if not folder.is_dir():
-        if checkpoint.startswith((".", "/", "~", "runs/")) or checkpoint.count("/") > 1:
-            raise UserError(f"{checkpoint} is no folder; name a run folder, a checkpoint in it, or a model on the hub")
-        if config is None:
-            raise UserError("which prompts and rewards? Add --config, for example --config configs/quickstart.yaml")
-        return Target(checkpoint, Path(config), Path("runs/evaluations"))
-    run_folder = next((f for f in (folder, *folder.resolve().parents[:2]) if is_run(f)), None)
-    settings = Path(config) if config else run_folder / "config.json" if run_folder else None
-    if settings is None:
-        raise UserError(f"{folder} is in no run folder; which prompts and rewards? Add --config configs/….yaml")
-    model = _newest_model(folder) if is_run(folder) else folder
-    rank = _rank_of_adapters(model)
-    if not rank and not (model / "config.json").is_file():
-        raise UserError(f"{model} is no model: it has no config.json and no {lora.SETTINGS}")
-    return Target(str(model), settings, (run_folder or Path("runs")) / "evaluations", rank)
-
-
-def _rank_of_adapters(folder: Path) -> int:
-    """0 = there are none, or they stand beside a whole model."""
-    if (folder / "config.json").is_file() or not (folder / lora.SETTINGS).is_file():
-        return 0
-    try:
-        return int(json.loads((folder / lora.SETTINGS).read_text())["r"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{folder / lora.SETTINGS} is not peft's: {error!r}; save the adapters again") from None
-
-
-def is_run(folder: Path) -> bool:
-    """A run's config.json has our sections; a model's has others."""
-    try:
-        return "sampler" in json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError, TypeError):
-        return False
-
-
-def _newest_model(run_folder: Path) -> Path:
-    steps = sorted(p for p in (run_folder / "checkpoints").glob("step_*") if p.is_dir())
-    found = [p for p in (run_folder / "final", *reversed(steps)) if p.is_dir()]
-    if not found:
-        raise UserError(
-            f"{run_folder} holds no final/ and no checkpoint; the run has not saved yet (trainer.save_steps)"
-        )
-    return found[0]
 
 
 def _sizes(config: Config, given: Sequence[str]) -> list[int]:
@@ -187,8 +121,8 @@ def _load_adapters(engine: Engine, folder: Path) -> None:
 def _label(config: Config, model: str) -> str:
     """ "step_000040-test-n8-t0.6" """
     data = config.data.eval if isinstance(config.data.eval, str) else "data"
-    words = f"{Path(model).name}-{Path(data or '').stem}-n{config.eval.num_generations}-t{config.eval.temperature:g}"
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", words)
+    label = f"{Path(model).name}-{Path(data or '').stem}-n{config.eval.num_generations}-t{config.eval.temperature:g}"
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", label)
 
 
 def _write(folder: Path, config: Config, model: str, samples: Sequence[dict[str, Any]], result: dict[str, Any]) -> None:
@@ -208,14 +142,14 @@ def sample(
     Rewards run beside the engine. Problems keep their seeds: the same as in the evaluations of a run.
     """
     from rewards.pool import RewardFailure
-    from sampler.loop import held_out_law
+    from sampler.task import held_out_params
 
     finished: dict[int, tuple[list[Completion], list[str]]] = {}
     samples: dict[int, list[dict[str, Any]]] = {}
     failures: list[str] = []
-    said = time.monotonic()
+    last_report = time.monotonic()
     for i, prompt in enumerate(prompts):
-        engine.submit(i, prompt.token_ids, held_out_law(config, i))
+        engine.submit(i, prompt.token_ids, held_out_params(config, i))
     while engine.num_running or pool.pending:
         for i, completions in engine.step() if engine.num_running else []:
             texts = decode([c.token_ids.tolist() for c in completions])
@@ -227,8 +161,8 @@ def sample(
                 failures.append(scores.reason)
             else:
                 samples[i] = _records(prompts[i], *finished.pop(i), scores)
-        if time.monotonic() - said > _SAYS_EVERY_S:
-            said = time.monotonic()
+        if time.monotonic() - last_report > _SAYS_EVERY_S:
+            last_report = time.monotonic()
             _say(f"{len(samples) + len(failures)} of {len(prompts)} problems are scored")
     return [record for i in sorted(samples) for record in samples[i]], failures
 

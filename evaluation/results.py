@@ -1,4 +1,4 @@
-"""What an evaluation found: numbers with intervals, and the table that people read. Pure."""
+"""The result of an evaluation: numbers with intervals, and the table that people read. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from common.config import Rewards
 from evaluation.pass_at_k import Estimate, estimate, final_answer, majority_at_k, pass_at_k
-from report.display import strip_escapes
+from report.escape import strip_escapes
 
 _ROUNDING = 1e-9  # of scores that should equal full marks
 Sample = dict[str, Any]  # a line of completions.jsonl
@@ -65,14 +65,14 @@ def _function(problems: Sequence[Sequence[Sample]], name: str, ks: Sequence[int]
 
 def _majorities(problems: Sequence[Sequence[Sample]], name: str, ks: Sequence[int], full_mark: float) -> dict[str, Any]:
     applies = [p for p in problems if all(s["rewards"][name] is not None for s in p)]
-    marks, found = _marks(applies, name, full_mark), {}
+    marks, majorities = _marks(applies, name, full_mark), {}
     for k in (k for k in ks if 1 < k <= _fewest(marks)):
         values = [
             majority_at_k([final_answer(s["completion"]) for s in problem], of_one, k, seed=i)
             for i, (problem, of_one) in enumerate(zip(applies, marks, strict=True))
         ]
-        found[str(k)] = asdict(estimate(values))
-    return found
+        majorities[str(k)] = asdict(estimate(values))
+    return majorities
 
 
 def _fewest(marks: Sequence[Sequence[bool]]) -> int:
@@ -83,14 +83,13 @@ def table(result: dict[str, Any]) -> str:
     """One line per number, for the terminal:  answer  pass@1    62.0 %  [58.1, 65.8]"""
     failed = f", {result['failed_problems']} left out" if result["failed_problems"] else ""
     rows = [f"{result['problems']} problems{failed}, {result['completions']} completions; 95 % intervals over problems"]
-    for name, found in result["functions"].items():
-        shares = [(f"pass@{k}", e) for k, e in found["pass"].items()]
-        shares += [(f"maj@{k}", e) for k, e in found.get("maj", {}).items()]
+    for name, function in result["functions"].items():
+        shares = [(f"pass@{k}", e) for k, e in function["pass"].items()]
+        shares += [(f"maj@{k}", e) for k, e in function.get("maj", {}).items()]
         rows += [f"{strip_escapes(name):<16}{what:<10}{_percent(Estimate(**e))}" for what, e in shares]
-        if found["mean"] is not None:
-            rows.append(
-                f"{strip_escapes(name):<16}{'mean':<10}{found['mean']:6.3f}    (full marks from {found['full_mark']:g})"
-            )
+        if function["mean"] is not None:
+            from_mark = f"(full marks from {function['full_mark']:g})"
+            rows.append(f"{strip_escapes(name):<16}{'mean':<10}{function['mean']:6.3f}    {from_mark}")
     length = result["length"]
     rows.append(f"{'length':<16}{'mean':<10}{length['mean']:6.1f}    median {length['p50']:g}, longest {length['max']}")
     for what, key in (("truncated", "truncated"), ("no answer", "without_answer")):

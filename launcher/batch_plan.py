@@ -1,4 +1,4 @@
-"""The numbers that follow from a batch's settings, in the words of the frameworks people come from. Pure.
+"""The numbers that follow from a batch's settings, also as settings of the frameworks people come from. Pure.
 
 One batch of rollouts is `mini_batches` optimizer steps in one pass, each of them `accumulation` forward and backward
 passes on every rank. Rows are whole prompts here and whole sequences where a framework counts sequences. Where the

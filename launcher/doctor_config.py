@@ -1,6 +1,6 @@
 """The doctor's checks of one config: devices, room for checkpoints and weights, the port, tokenizer and chat template.
 
-Needs the packages, unlike common.doctor. Left out: rewards and data, which `launch.sh plan` tries on real rows.
+Needs the packages, unlike doctor.py. Left out: rewards and data, which `launch.sh plan` tries on real rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 from common import weights
 from common.config import Config, load
 from common.errors import UserError
-from launcher.doctor import GIB, Check
+from launcher.doctor_machine import Check
+from launcher.machine import GIB
 from launcher.placement import placement, visible_gpus
 from model.dims import read_dims
 
@@ -71,7 +72,7 @@ def room(option: str, folder: Path, needed: float) -> Check:
 
 
 def port(endpoint: str) -> Check:
-    """A port of this host that trainer rank 0 is to bind. Of another host nothing can be said."""
+    """Whether trainer rank 0 can bind this port. An address of another host cannot be tried from here, and passes."""
     parts = urlsplit(endpoint)
     try:
         with socket.socket() as probe:

@@ -6,8 +6,29 @@ from __future__ import annotations
 import os
 import subprocess
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]  # of the repository
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Machine(gpus=3, gpu_bytes=32 * GIB, gpu_name="NVIDIA A100", memory=128 * GIB, cores=16)"""
+
+    gpus: int
+    gpu_bytes: float  # memory of the smallest GPU; 0 = not known
+    gpu_name: str
+    memory: float  # bytes of the host
+    cores: int
+
+
+def this_machine(num_gpus: int) -> Machine:
+    """This host with as many of its GPUs as a run may use."""
+    name, size = smallest_gpu() if num_gpus else ("", 0)
+    return Machine(num_gpus, size, name, memory_bytes(), len(os.sched_getaffinity(0)))
 
 
 def is_cpu_build() -> bool:
@@ -29,15 +50,15 @@ def smallest_gpu() -> tuple[str, int]:
     query = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
     try:
         listed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
-        found = [line.partition(",") for line in listed.splitlines() if line.strip()]
-        mib, name = min((int(memory), name.strip()) for memory, _, name in found)
+        rows = [line.partition(",") for line in listed.splitlines() if line.strip()]
+        mib, name = min((int(memory), name.strip()) for memory, _, name in rows)
     except (OSError, subprocess.SubprocessError, ValueError):
         return "", 0
     return name, mib * 2**20
 
 
 def memory_bytes() -> int:
-    """Of the host."""
+    """Memory of the host."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

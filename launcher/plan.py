@@ -1,6 +1,6 @@
 """Everything that follows from a config, before anything starts:  bash launch.sh plan [config.yaml] [key=value …]
 
-Batches in the words of TRL, verl, EasyR1 and MindSpeed-RL, devices, memory, who will wait, the first prompt as the
+Batches in the settings of TRL, verl, EasyR1 and MindSpeed-RL, devices, memory, who will wait, the first prompt as the
 model sees it, and one call of the rewards on real rows. Loads no weights. Exit 1, with the nearest working settings, if
 the run does not fit; 2 for a user error.  --gpus 3x32 plans for another machine.
 """
@@ -19,14 +19,15 @@ from common import exits
 from common.config import Config, load
 from common.errors import UserError
 from launcher.batch_plan import BatchPlan, batch_plan, epochs, lines
-from launcher.fit import Machine, fit, reference_side
-from launcher.machine import memory_bytes, smallest_gpu
-from launcher.memory_and_time import GIB, Load
+from launcher.fit import fit, reference_side
+from launcher.machine import GIB, Machine, this_machine
 from launcher.placement import Placement, placement, visible_gpus
 from launcher.run import parse
-from model.dims import ModelDims, read_dims
+from launcher.workload import workload_of, zero_stage
+from model.dims import read_dims
 from model.folder import require_models
-from report.display import strip_escapes
+from report.escape import strip_escapes
+from trainer.algorithm.user_functions import require_user_functions
 
 CANNOT = 1
 _ROWS = 4  # of the data set, for the call of the rewards
@@ -36,14 +37,13 @@ _GPUS = re.compile(r"(\d+)x(\d+)(?::(.+))?")
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="launch.sh plan", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpus", metavar="COUNTxGIB[:NAME]", help="plan for other GPUs, for example 8x80:A100")
-    parser.add_argument("--reference-side", action="store_true", help="say only what reference.on=auto decides")
     options, rest = parser.parse_known_args(arguments)
     path, overrides = parse(rest)
     try:
         config = load(path, overrides)
         machine = _machine(options.gpus)
         place = placement(config, range(machine.gpus), sorted(os.sched_getaffinity(0)))
-        return _reference_side(config, place, machine) if options.reference_side else _plan(config, place, machine)
+        return _plan(config, place, machine)
     except UserError as error:
         print(f"tandem: {error}", file=sys.stderr)
         return exits.USER_ERROR
@@ -51,10 +51,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def _plan(config: Config, place: Placement, machine: Machine) -> int:
     from sampler.dataset import load_data
-    from trainer.engine.deepspeed_config import deepspeed_config
 
     require_models(config)
-    stage = int(deepspeed_config(config, place.num_ranks)["zero_optimization"]["stage"])
+    require_user_functions(config.algorithm)
+    zero_stage(config, place.num_ranks)  # here, so that settings that contradict each other come before the data
     model = read_dims(config.model.path, config.model.revision)
     problems = load_data("data.train", config.data.train, config.data)
     plan = batch_plan(config, place.num_ranks, len(problems))
@@ -66,34 +66,16 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
         _print("memory", [("", f"{config.model.path} is no Llama, Qwen2, Qwen3 or Mistral: no estimate")])
         troubles: tuple[str, ...] = ()
     else:
-        load_ = _decided(config, _load(config, plan, model, stage), place, machine)
-        found = fit(config, load_, place, machine)
-        troubles = found.problems
-        where = [("reference", f"scored by the {load_.reference_on} (reference.on={config.reference.on})")]
-        _print("memory and time, estimated", [*found.lines, *(where if load_.reference else [])])
+        work, on = workload_of(config, place.num_ranks, model), config.reference.on
+        side = reference_side(config, work, place, machine) if on == "auto" else on
+        result = fit(config, replace(work, reference_on=side), place, machine)
+        troubles = result.problems
+        where = [("reference", f"scored by the {side} (reference.on={on})")] if work.reference else []
+        _print("memory and time, estimated", [*result.lines, *where])
     _print(*_preview(config, problems))
     for trouble in troubles:
         print(f"tandem: does not fit: {trouble}", file=sys.stderr)
     return CANNOT if troubles else exits.DONE
-
-
-def _decided(config: Config, load: Load, place: Placement, machine: Machine) -> Load:
-    """With the reference where the settings put it, or where it costs least time if they leave that open."""
-    on = config.reference.on
-    return replace(load, reference_on=reference_side(config, load, place, machine) if on == "auto" else on)
-
-
-def _reference_side(config: Config, place: Placement, machine: Machine) -> int:
-    """Prints "sampler" or "trainer", for launcher/run.py."""
-    from trainer.engine.deepspeed_config import deepspeed_config
-
-    stage = int(deepspeed_config(config, place.num_ranks)["zero_optimization"]["stage"])
-    model = read_dims(config.model.path, config.model.revision)
-    side = "sampler"  # of a model whose work cannot be estimated
-    if model is not None:
-        side = reference_side(config, _load(config, batch_plan(config, place.num_ranks), model, stage), place, machine)
-    print(side)
-    return exits.DONE
 
 
 def _batch_lines(config: Config, plan: BatchPlan) -> Iterator[tuple[str, str]]:
@@ -103,49 +85,6 @@ def _batch_lines(config: Config, plan: BatchPlan) -> Iterator[tuple[str, str]]:
     steps, count = config.trainer.max_steps, epochs(plan, config.trainer.max_steps)
     batches = f"{steps // plan.updates_per_batch:,} batches of rollouts, "
     yield "run", f"{batches}{steps:,} optimizer steps" + (f", {count:.3g} epochs" if count else "")
-
-
-def _load(config: Config, plan: BatchPlan, model: ModelDims, stage: int) -> Load:
-    reference = None
-    if config.algorithm.beta > 0:
-        given = config.reference
-        reference = read_dims(given.path, given.revision) if given.path else model
-    from sampler.engine import max_num_seqs
-
-    budget = config.trainer.max_tokens_per_micro_batch
-    return Load(
-        model=model,
-        dtype=config.model.dtype,
-        ranks=plan.ranks,
-        zero_stage=stage,
-        prompt=config.data.max_prompt_length,
-        completion=config.sampler.max_completion_length,
-        num_generations=plan.num_generations,
-        groups_per_micro_batch=config.groups_at_once if budget is None else max(1.0, budget / config.longest_group),
-        has_token_budget=budget is not None,
-        groups_per_batch=plan.prompts,
-        shares_prompt=config.trainer.packing == "shared",
-        checkpointing=config.model.gradient_checkpointing,
-        chunk=config.trainer.logprob_chunk_size,
-        passes=plan.num_iterations,
-        adapters=_adapters(config, model),
-        critic=_critic(config, model),
-        reference=reference,
-        max_num_seqs=int(config.vllm.get("max_num_seqs", max_num_seqs(config))),
-    )
-
-
-def _adapters(config: Config, model: ModelDims) -> int | None:
-    given = config.lora.target_modules
-    modules = None if isinstance(given, str) else {name.split(".")[-1] for name in given}
-    return model.adapter_parameters(config.lora.r, modules) if config.lora.r else None
-
-
-def _critic(config: Config, model: ModelDims) -> ModelDims | None:
-    if not config.algorithm.needs_critic:
-        return None
-    path = config.critic.path
-    return read_dims(path, config.critic.revision) if path else model
 
 
 def _preview(config: Config, problems: Sequence[Any]) -> tuple[str, list[tuple[str, str]]]:
@@ -191,21 +130,20 @@ def _reward_lines(config: Config, scored: dict[Any, Any]) -> list[tuple[str, str
 
 
 def _machine(wanted: str | None) -> Machine:
-    cores = len(os.sched_getaffinity(0))
+    """This machine, or with --gpus this host with other GPUs."""
     if wanted is None:
-        gpus = visible_gpus(os.environ)
-        name, size = smallest_gpu() if gpus else ("", 0)
-        return Machine(len(gpus), size, name, memory_bytes(), cores)
+        return this_machine(len(visible_gpus(os.environ)))
     match = _GPUS.fullmatch(wanted)
     if match is None:
         raise UserError(f"--gpus {wanted} is not COUNTxGIB or COUNTxGIB:NAME; write for example --gpus 8x80:A100")
-    return Machine(int(match[1]), int(match[2]) * GIB, match[3] or "", memory_bytes(), cores)
+    gpu_bytes, name = int(match[2]) * GIB, match[3] or ""
+    return replace(this_machine(0), gpus=int(match[1]), gpu_bytes=gpu_bytes, gpu_name=name)
 
 
 def _print(title: str, rows: Any) -> None:
     print(f"\n{title}")
-    for what, words in rows:
-        print(f"  {what:<14}{words}")
+    for what, text in rows:
+        print(f"  {what:<14}{text}")
 
 
 if __name__ == "__main__":

@@ -3,12 +3,11 @@
 Three nets. Each child leads its own session, so a signal to its group reaches what it started. The kernel kills the
 child when we die (PR_SET_PDEATHSIG). And a guard, a small process of its own, notices by the end of a pipe that we are
 gone, even by SIGKILL, and kills every group and every process that carries our mark in its environment: DeepSpeed's
-launcher starts ranks that the first two nets miss. Left out: when to start or stop anything, see supervise.py.
+launcher starts ranks that the first two nets miss. Left out: when to start or stop anything, see supervisor.py.
 """
 
 from __future__ import annotations
 
-import ctypes  # noqa: F401  die_with_parent needs it between fork and exec, where importing is not safe
 import fcntl
 import glob
 import json
@@ -31,13 +30,13 @@ from typing import IO
 
 import psutil
 
-from common.exits import die_with_parent
+from common.exits import die_with_parent, kill_group
 from common.redact import redacted_words
 from common.transcript import Transcript
+from launcher.machine import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 MARK = "TANDEM_MARK"  # environment variable that every descendant carries
-PREFIX = b"tandem: "  # lines on stderr that are meant for the person at the terminal
+PREFIX = b"tandem: "  # lines on stderr that are shown at the terminal too
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class Running:
                 fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, size)
 
     def relay(self, descriptor: int, show: Callable[[bytes], None]) -> bool:
-        """Moves what is there to the log and, where meant so, to the terminal. False at the end of the stream."""
+        """Moves the output that is there to the log, and what people should see to the terminal. False at its end."""
         transcript, echo = self.streams[descriptor]
         try:
             data = os.read(descriptor, 65536)
@@ -129,11 +128,11 @@ class Running:
             with suppress(psutil.Error):
                 process.send_signal(number)
         if not level:
-            _kill_group(self.process.pid, number)
+            kill_group(self.process.pid, number)
 
     def kill(self) -> None:
         """SIGKILL to the group and to everything that left the group but carries the mark; then no file of it stays."""
-        _kill_group(self.process.pid, signal.SIGKILL)
+        kill_group(self.process.pid)
         kill_marked(self._mark)
         self.process.wait()
         remove(self.child.scratch)
@@ -197,13 +196,12 @@ class Guard:
 def kill_marked(mark: str) -> None:
     """SIGKILL to every process of this user whose mark starts so, until a second look finds none."""
     for _ in range(20):
-        found = [
-            p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get(MARK, "").startswith(mark)
-        ]
-        found = [p for p in found if p.pid != os.getpid() and _alive(p)]
-        if not found:
+        everyone = psutil.process_iter(["environ"])
+        marked = [p for p in everyone if (p.info["environ"] or {}).get(MARK, "").startswith(mark)]
+        alive = [p for p in marked if p.pid != os.getpid() and _alive(p)]
+        if not alive:
             return
-        for process in found:
+        for process in alive:
             with suppress(psutil.Error):
                 process.kill()
         time.sleep(0.02)
@@ -214,11 +212,6 @@ def _alive(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
-
-
-def _kill_group(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, number)
 
 
 def remove(patterns: Sequence[str]) -> None:
@@ -240,7 +233,7 @@ def _in_child(cores: tuple[int, ...]) -> None:
 
 
 def guard_main(mark: str, messages: IO[str]) -> None:
-    """The guard's life: note the groups until the pipe closes, then end what is left of them."""
+    """The guard process: notes the groups until the pipe closes, then kills what is left of them."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups: dict[int, list[str] | None] = {}
@@ -248,7 +241,7 @@ def guard_main(mark: str, messages: IO[str]) -> None:
         groups[message["pid"]] = message["scratch"]
     live = {pid: scratch for pid, scratch in groups.items() if scratch is not None}
     for pid in live:
-        _kill_group(pid, signal.SIGKILL)
+        kill_group(pid)
     kill_marked(mark)
     for scratch in live.values():
         remove(scratch)

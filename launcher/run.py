@@ -10,29 +10,29 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
-import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from common.config import Config, load
-from common.durable import lock, run_tag
+from common.durable import lock
 from common.errors import UserError
-from common.exits import DONE, INTERRUPTED, RETRYABLE, USER_ERROR
-from common.redact import redacted_words
+from common.exits import DONE, INTERRUPTED, USER_ERROR
+from common.paths import checkpoints
 from launcher.batch_plan import batch_plan, one_line
-from launcher.machine import remove_stale_build_locks
+from launcher.commands import Commands
+from launcher.fit import reference_side
+from launcher.machine import ROOT, this_machine
 from launcher.placement import Placement, placement, visible_gpus
-from launcher.processes import ROOT, Child
+from launcher.run_folder import LOCK, check_folder, in_use, move_aside
 from launcher.supervisor import Rules, Supervisor
+from launcher.workload import workload_of
+from model.dims import read_dims
 from model.folder import require_models
-from report.run_log import read_jsonl
 from report.sinks import require_packages
+from trainer.algorithm.user_functions import require_user_functions
 
-LOCK = "lock.supervisor"
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 
 
@@ -43,33 +43,34 @@ def main(arguments: Sequence[str]) -> int:
         config = load(path, overrides)
         place = placement(config, visible_gpus(os.environ), sorted(os.sched_getaffinity(0)))
         require_packages(config.run.report_to)
+        require_user_functions(config.algorithm)
         folder, is_quickstart = config.run.output_dir, path.resolve() == QUICKSTART
         if config.eval.val_only:
-            return (_build_quickstart() if is_quickstart else DONE) or _evaluate(config, path, overrides)
+            return (_program("quickstart") if is_quickstart else DONE) or _evaluate(config, path, overrides)
         if is_quickstart and not config.run.resume:
             move_aside(folder)
         check_folder(config)
-        with lock(folder / LOCK, _in_use(folder)):
-            code = _build_quickstart() if starts_from_quickstart(config) else DONE
+        with lock(folder / LOCK, in_use(folder)):
+            code = _program("quickstart") if starts_from_quickstart(config) else DONE
             if code:
                 return code
             require_models(config)
             if config.reference.on == "auto" and config.algorithm.beta > 0:
-                overrides = [*overrides, f"reference.on={_reference_side(path, overrides)}"]
+                overrides = [*overrides, f"reference.on={_reference_side(config, place)}"]
                 config = load(path, overrides)
-            return _run(_Command(path, tuple(overrides), config, place))
+            return _run(Commands(path, overrides, config, place))
     except UserError as error:
         print(f"tandem: {error}", file=sys.stderr)
         return USER_ERROR
 
 
-def _reference_side(path: Path, overrides: Sequence[str]) -> str:
-    """What reference.on=auto means here. A process of its own: estimates need modules of both sides."""
-    words = [sys.executable, "-m", "launcher.plan", str(path), *overrides, "--reference-side"]
-    done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise UserError("reference.on=auto could not be decided, see above; set reference.on=sampler")
-    return done.stdout.split()[-1]
+def _reference_side(config: Config, place: Placement) -> str:
+    """What reference.on=auto means here."""
+    model = read_dims(config.model.path, config.model.revision)
+    if model is None:  # no estimate for it
+        return "sampler"
+    machine = this_machine(len(visible_gpus(os.environ)))
+    return reference_side(config, workload_of(config, place.num_ranks, model), place, machine)
 
 
 def _evaluate(config: Config, path: Path, overrides: Sequence[str]) -> int:
@@ -77,33 +78,30 @@ def _evaluate(config: Config, path: Path, overrides: Sequence[str]) -> int:
     folder = config.run.output_dir
     if config.run.resume and not checkpoints(folder):
         raise UserError(f"run.resume: there is no checkpoint in {folder}/checkpoints; leave run.resume out")
-    model = str(max(checkpoints(folder))) if config.run.resume else config.model.path
-    words = [model, "--config", str(path), "--output", str(folder / "evaluations" / Path(model).name), *overrides]
-    try:
-        return subprocess.run([sys.executable, "-m", "evaluation.main", *words], cwd=ROOT).returncode
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    model = str(checkpoints(folder)[-1]) if config.run.resume else config.model.path
+    output = folder / "evaluations" / Path(model).name
+    return _program("evaluation.main", model, "--config", str(path), "--output", str(output), *overrides)
 
 
-def _run(command: _Command) -> int:
-    place, folder = command.place, command.config.run.output_dir
-    print(f"tandem: {one_line(batch_plan(command.config, place.num_ranks))}", file=sys.stderr)
+def _run(commands: Commands) -> int:
+    place, folder = commands.place, commands.config.run.output_dir
+    print(f"tandem: {one_line(batch_plan(commands.config, place.num_ranks))}", file=sys.stderr)
     print(f"tandem: sampler on {place.sampler_place}; log {folder}/logs/sampler.log", file=sys.stderr)
     print(f"tandem: trainer on {place.trainer_place}; log {folder}/logs/trainer.log", file=sys.stderr, flush=True)
-    if side := command.config.reference_on:
+    if side := commands.config.reference_on:
         print(f"tandem: reference model on the {side}", file=sys.stderr, flush=True)
-    rules = Rules(command.restart_trainer, command.steps, (folder / "final").is_dir)
-    code = Supervisor(command.sampler(), command.trainer(), rules).run()
+    rules = Rules(commands.restart_trainer, commands.steps, (folder / "final").is_dir)
+    code = Supervisor(commands.sampler(), commands.trainer(), rules).run()
     if code == INTERRUPTED and checkpoints(folder):
-        print(f"tandem: continue with: bash launch.sh {command.words} run.resume=true", file=sys.stderr)
-    if command.steps():
+        print(f"tandem: continue with: bash launch.sh {commands.arguments} run.resume=true", file=sys.stderr)
+    if commands.steps():
         _report(folder)
     return code
 
 
 def _report(folder: Path) -> None:
-    """Whatever way the run ended. A picture that cannot be drawn must not change the run's exit code."""
-    from report.draw import main as report  # matplotlib is slow to import, and errors must be fast
+    """Draws the run, whatever way it ended. A picture that cannot be drawn must not change the run's exit code."""
+    from report.main import main as report  # matplotlib is slow to import, and errors must be fast
 
     try:
         report([str(folder)])
@@ -118,139 +116,22 @@ def parse(arguments: Sequence[str]) -> tuple[Path, list[str]]:
     parser = argparse.ArgumentParser(prog="launch.sh run", description="Start the sampler and the trainer.")
     parser.add_argument("config", nargs="?", help="a YAML file; default: the quick start")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example trainer.max_steps=20")
-    words = parser.parse_intermixed_args(arguments)
-    given = [word for word in [words.config, *words.overrides] if word is not None]
+    parsed = parser.parse_intermixed_args(arguments)
+    given = [argument for argument in [parsed.config, *parsed.overrides] if argument is not None]
     if given and "=" not in given[0]:
         return Path(given[0]), given[1:]
     return QUICKSTART.relative_to(ROOT), given
 
 
-def check_folder(config: Config) -> None:
-    """Raises UserError if the run folder contradicts run.resume, before two processes have been started to say so."""
-    folder, resume = config.run.output_dir, config.run.resume
-    steps = len(read_jsonl(folder / "metrics.jsonl"))
-    if steps and not resume:
-        raise UserError(
-            f"{folder} already holds a run of {steps} steps. "
-            f"Continue it with run.resume=true, or start another with run.output_dir={folder}-2"
-        )
-    if resume and not checkpoints(folder):
-        raise UserError(
-            f"run.resume: there is no checkpoint in {folder}/checkpoints; leave run.resume out to start anew"
-        )
-
-
-def move_aside(folder: Path) -> Path | None:
-    """Renames a run folder that holds anything to folder-1, -2, … Returns the new name, None if nothing was there."""
-    if not folder.is_dir() or all(path.name == LOCK for path in folder.iterdir()):
-        return None
-    with lock(folder / LOCK, _in_use(folder)):
-        number = 1
-        while (aside := folder.with_name(f"{folder.name}-{number}")).exists():
-            number += 1
-        folder.rename(aside)
-    print(f"tandem: the earlier {folder} is now {aside}", file=sys.stderr)
-    return aside
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Committed checkpoints: a checkpoint gets its visible name only when it is whole."""
-    return [path for path in (folder / "checkpoints").glob("step*") if path.is_dir()]
-
-
-class _Command:
-    """The two commands of a run, and what a restart changes in them."""
-
-    def __init__(self, path: Path, overrides: tuple[str, ...], config: Config, place: Placement) -> None:
-        self.config = config
-        self.place = place
-        self.words = shlex.join([str(path), *redacted_words(overrides)])
-        self._arguments = ("--config", str(path.resolve()), *overrides)
-        self._logs = config.run.output_dir / "logs"
-        self._tag = run_tag(config.run.output_dir)
-
-    def sampler(self) -> Child:
-        return Child(
-            name="sampler",
-            argv=(sys.executable, str(ROOT / "sampling.py"), *self._arguments),
-            env=_environment(self.place.sampler_env),
-            log=self._logs / "sampler.log",
-            cores=self.place.sampler_cores,
-            scratch=(f"/dev/shm/{self._tag}-reload-*", f"{tempfile.gettempdir()}/{self._tag}-reload-*"),
-        )
-
-    def trainer(self, *extra: str) -> Child:
-        """Also clears the way: a rank killed while it loaded a compiled op would block the next one for ever."""
-        remove_stale_build_locks()
-        port = _free_port()
-        launcher = (
-            str(Path(sys.executable).parent / "deepspeed"),
-            "--log_level",
-            "critical",
-            "--master_port",
-            str(port),
-        )
-        return Child(
-            name="trainer",
-            argv=(*launcher, *self.place.launcher_args, str(ROOT / "training_worker.py"), *self._arguments, *extra),
-            env=_environment(self.place.trainer_env, without="CUDA_VISIBLE_DEVICES"),
-            log=self._logs / "trainer.log",
-            cores=self.place.trainer_cores,
-            echo=True,
-            launcher_depth=2,  # deepspeed, its launch module, then the ranks
-            scratch=(
-                f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*",  # 66 MiB of memory per rank
-                f"/dev/shm/{self._tag}",  # published weights
-                f"{tempfile.gettempdir()}/{self._tag}",  # the socket's folder
-            ),
-        )
-
-    def restart_trainer(self, code: int) -> Child | str:
-        """What to start after this exit code, or why nothing may be started."""
-        folder, steps = self.config.run.output_dir, self.steps()
-        if checkpoints(folder):
-            return self.trainer("run.resume=true")
-        if code == RETRYABLE and steps == 0:
-            return self.trainer()
-        return (
-            f"{folder} has {steps} steps and no checkpoint to continue from; a smaller trainer.save_steps saves earlier"
-        )
-
-    def steps(self) -> int:
-        """Optimizer steps that the run has reported."""
-        records = read_jsonl(self.config.run.output_dir / "metrics.jsonl")
-        return records[-1]["step"] if records else 0
-
-
-def _environment(additions: Mapping[str, str], without: str = "") -> dict[str, str]:
-    """Ours, with defaults for what the user has not set; the devices are ours to set."""
-    devices = {key: value for key, value in additions.items() if key == "CUDA_VISIBLE_DEVICES"}
-    environment = {**additions, **os.environ, **devices, "TANDEM_SUPERVISED": "1"}
-    environment.pop(without, None)
-    return environment
-
-
-def _free_port() -> int:
-    """A TCP port that is free now. Another program may take it before the ranks do; then they fail and start again."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _in_use(folder: Path) -> Callable[[str], UserError]:
-    return lambda holder: UserError(
-        f"{folder} belongs to a run that is going on ({holder}); stop it, or set another run.output_dir"
-    )
-
-
 def starts_from_quickstart(config: Config) -> bool:
-    """Its model is the one that `python -m quickstart` builds; ppo_gae.yaml shares it with quickstart.yaml."""
+    """Whether its model is the one that `python -m quickstart` builds, as in quickstart.yaml and ppo_gae.yaml."""
     return (ROOT / config.model.path).is_relative_to(ROOT / ".cache" / "quickstart")
 
 
-def _build_quickstart() -> int:
+def _program(module: str, *arguments: str) -> int:
+    """The exit code of `python -m module arguments`."""
     try:
-        return subprocess.run([sys.executable, "-m", "quickstart"], cwd=ROOT).returncode
+        return subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT).returncode
     except KeyboardInterrupt:
         return INTERRUPTED
 

@@ -1,4 +1,4 @@
-"""Starts both processes, passes their words on, restarts what may be restarted, and leaves nothing behind.
+"""Starts both processes, shows their output, restarts what may be restarted, and leaves nothing behind.
 
 What an ending means:
     0    trainer: the run is done, the sampler gets 30 s to leave.  sampler: the trainer decides how the run ends,
@@ -36,7 +36,7 @@ class Rules:
 
     restart_trainer: Callable[[int], Child | str]  # exit code -> what to start instead, or why nothing can be
     progress: Callable[[], int]  # grows with every optimizer step
-    finished: Callable[[], bool]  # the trainer's last words are on disk
+    finished: Callable[[], bool]  # the trainer's final weights are on disk
     max_restarts: int = 5
     backoff_s: float = 1.0  # doubles with every restart
     grace_s: float = 30.0  # from the request to end until SIGKILL: a step is finished and a checkpoint written in it

@@ -98,10 +98,10 @@ def read_dims(path: str, revision: str | None) -> ModelDims | None:
 
 
 def _from_hub(path: str, revision: str | None) -> dict[str, Any]:
-    from transformers import AutoConfig  # costs seconds
+    from huggingface_hub import hf_hub_download  # not transformers, which costs seconds and brings torch along
 
     try:
-        return AutoConfig.from_pretrained(path, revision=revision).to_dict()
+        return dict(json.loads(Path(hf_hub_download(path, "config.json", revision=revision)).read_text()))
     except Exception as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(

@@ -1,4 +1,4 @@
-"""The curves of a run: curves.png for everywhere, and the same panels and more as SVG for report.html.
+"""The curves of a run: curves.png for everywhere, and the same plots and more as SVG for report.html.
 
 Dots are single steps, lines their centred mean over about a tenth of the run, diamonds held-out evaluations with their
 95 % interval, so that nobody takes noise for progress. Left out: comparison of runs, significance tests.
@@ -15,16 +15,16 @@ from typing import Any
 
 from common.durable import write_file
 from common.errors import UserError
-from report.display import strip_escapes
+from report.escape import strip_escapes
 from report.run_log import read_jsonl, wilson_interval
 
 Rows = Sequence[Mapping[str, Any]]
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe & Ito: safe for the colour-blind
 INK = "#333333"
-DOTS = 300  # of a panel at most: more cannot be told apart
+DOTS = 300  # of a curve at most: more cannot be told apart
 HELD_OUT: dict[str, Any] = {"color": INK, "marker": "D", "markersize": 4.5, "linewidth": 1.6, "zorder": 4}
-PANELS = (  # key, title, unit, colour, what is said when there is nothing to draw
+CURVES = (  # key, title, unit, colour, what is said when there is nothing to draw
     ("reward", "reward", "weighted sum, mean", "#333333", "not measured"),
     ("kl", "KL to the reference", "nats per token", "#882255", "not measured (beta 0)"),
     ("completions/mean_length", "response length", "tokens", "#117733", "not measured"),
@@ -59,11 +59,12 @@ def evaluations_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_curves(output_dir: Path) -> Path:
-    """Draws curves.png: one panel per reward function, then reward, KL, response length and dead groups.
+    """Draws curves.png: one plot per reward function, then reward, KL, response length and dead groups.
 
     Dots are single steps, lines their centred mean over about a tenth of the run. Raises UserError without a run.
     """
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     folder = Path(output_dir)
     rows, evaluations = read_jsonl(folder / "metrics.jsonl"), evaluations_of(folder)
@@ -72,17 +73,17 @@ def write_curves(output_dir: Path) -> Path:
     window = max(1, len(rows) // 10) // 2 * 2 + 1
     last_step = max(record["step"] for record in [*rows, *evaluations])
     names = function_names(rows, evaluations)
-    height = math.ceil((len(names) + len(PANELS)) / 3)
-    figure = Figure(figsize=(12.6, 3.3 * height + 0.7), dpi=130, layout="constrained", facecolor="white")
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1, wspace=0.02, hspace=0.03)
+    height = math.ceil((len(names) + len(CURVES)) / 3)
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.02, hspace=0.03)
+    figure = Figure(figsize=(12.6, 3.3 * height + 0.7), dpi=130, layout=layout, facecolor="white")
     axes = iter(figure.subplots(height, 3, sharex=True, squeeze=False).flat)
     for name, color, ax in zip(names, itertools.cycle(COLORS), axes, strict=False):
         draw_function(ax, rows, evaluations, name, color, window)
-    for key, title, unit, color, missing in PANELS:
+    for key, title, unit, color, missing in CURVES:
         ax = next(axes)
         draw(ax, rows, key, color, window, missing)
         label(ax, title, unit, is_share=key == "frac_reward_zero_std")
-    ax.set_xlim(-0.03 * max(last_step, 1), 1.03 * max(last_step, 1))  # shared by all panels
+    ax.set_xlim(-0.03 * max(last_step, 1), 1.03 * max(last_step, 1))  # shared by all plots
     for ax in axes:
         ax.remove()
     _head(figure, f"{folder.resolve().name} · step {last_step}", window)
@@ -114,7 +115,7 @@ def draw_function(ax: Any, rows: Rows, evaluations: Rows, name: str, color: str,
 
 
 def draw(ax: Any, rows: Rows, key: str, color: str, window: int, missing: str) -> None:
-    """Single steps and their centred mean, or a word on why there are none."""
+    """Single steps and their centred mean, or the text `missing` where there are none."""
     from matplotlib import ticker
 
     points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
@@ -146,7 +147,7 @@ def label(ax: Any, title: str, unit: str, is_share: bool) -> None:
 
 
 def _head(figure: Any, title: str, window: int) -> None:
-    """Title on the left; on the right what dots, lines and diamonds mean in every panel."""
+    """Title on the left; on the right what dots, lines and diamonds mean in every plot."""
     from matplotlib.lines import Line2D
 
     dot = Line2D([], [], color="#777777", alpha=0.5, marker=".", markersize=9, linewidth=0, label="one step")

@@ -13,6 +13,7 @@ import unicodedata
 # Controls, formatting (direction, zero width), surrogates, private use, unassigned, line and paragraph separators.
 _INVISIBLE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 _PLAIN = re.compile(r"[\n\t -~]*\Z")
+_ESCAPE = re.compile(r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?|\x1b.?")
 
 
 def visible(text: object) -> str:
@@ -48,3 +49,11 @@ def _mark(char: str) -> str:
     if code < 32:
         return chr(0x2400 + code)  # Unicode's pictures of the controls
     return "␡" if code == 127 else f"⟨U+{code:04X}⟩"
+
+
+def strip_escapes(text: object) -> str:
+    """One printable line: escape sequences removed, other control and direction characters turned into spaces.
+
+    "\\x1b[31mred\\x1b[0m\\nline" → "red line"
+    """
+    return "".join(char if char.isprintable() else " " for char in _ESCAPE.sub("", str(text)))

@@ -21,7 +21,7 @@ from report.advice import Adviser, Settings, replay
 from report.curves import Rows, evaluations_of, function_names, share_of_full_marks
 from report.escape import visible
 from report.run_log import read_jsonl
-from report.svg import SAMPLER_TIME, TRAINER_TIME, svg_panels, wall_s
+from report.svg import SAMPLER_TIME, TRAINER_TIME, svg_plots, wall_s
 
 SAMPLES = 6  # of the best and of the worst
 SHOWN = 3000  # characters of a text; the rest is counted
@@ -38,7 +38,7 @@ def write_report(output_dir: Path) -> Path:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     def harmless(value: Any) -> Any:
-        return value if hasattr(value, "__html__") else visible(value)  # a macro's output, and the panels
+        return value if hasattr(value, "__html__") else visible(value)  # a macro's output, and the plots
 
     folder = Path(output_dir)
     environment = Environment(
@@ -67,7 +67,7 @@ def content_of(folder: Path) -> dict[str, Any]:
         "advice": _advice(rows, evaluations, config),
         "functions": [_before_after(name, evaluations) for name in function_names([], evaluations)],
         "problems": evaluations[-1].get("problems", evaluations[-1]["n"]) if evaluations else 0,
-        "panels": svg_panels(rows, evaluations),
+        "plots": svg_plots(rows, evaluations),
         "time": time_split(rows),
         "speed": _speed(rows),
         "trouble": _trouble(rows),
@@ -100,13 +100,13 @@ def _state(folder: Path, rows: Rows, config: Mapping[str, Any]) -> dict[str, Any
 
 def _advice(rows: Rows, evaluations: Rows, config: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every cause, with its newest sentence and the steps in which it held."""
-    found: dict[str, dict[str, Any]] = {}
+    by_cause: dict[str, dict[str, Any]] = {}
     for step, holding in replay(Adviser(Settings.of(config)), rows, evaluations):
         for cause, sentence in holding.items():
-            entry = found.setdefault(cause, {"cause": cause.replace("_", " "), "first": step, "steps": set()})
+            entry = by_cause.setdefault(cause, {"cause": cause.replace("_", " "), "first": step, "steps": set()})
             entry["steps"].add(step)
             entry |= {"sentence": sentence, "last": step}
-    return [entry | {"steps": len(entry["steps"])} for entry in found.values()]
+    return [entry | {"steps": len(entry["steps"])} for entry in by_cause.values()]
 
 
 def _before_after(name: str, evaluations: Rows) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def time_split(rows: Rows) -> list[dict[str, Any]]:
             continue
         seconds["rest"] = max(0.0, total - sum(seconds.values()))
         scale = max(total, sum(seconds.values()))
-        colors = [*range(len(parts)), 7]  # of the page's classes f0 … f7, the same as in the panel
+        colors = [*range(len(parts)), 7]  # of the page's classes f0 … f7, the same as in the plot
         shown = [(n, s, 100 * s / scale, c) for (n, s), c in zip(seconds.items(), colors, strict=True) if s > 0.05]
         bars.append({"who": who, "total": total, "parts": shown})
     return bars
@@ -142,8 +142,8 @@ def _speed(rows: Rows) -> list[tuple[str, str]]:
         ("tokens_per_second", "completion tokens per second of a step"),
         ("step_time", "seconds of a step"),
     )
-    found = [(text, key, [row[key] for row in rows if row.get(key) is not None]) for key, text in medians]
-    speed = [(f"{text} ({key}, median)", _number(median(values))) for text, key, values in found if values]
+    measured = [(text, key, [row[key] for row in rows if row.get(key) is not None]) for key, text in medians]
+    speed = [(f"{text} ({key}, median)", _number(median(values))) for text, key, values in measured if values]
     if first := [row["timing/first_step_s"] for row in rows if row.get("timing/first_step_s")]:
         speed.append(("seconds from the trainer's start to its first step", f"{first[0]:.1f}"))
     return speed
@@ -157,11 +157,11 @@ def _number(value: float) -> str:
 def _trouble(rows: Rows) -> list[tuple[str, str, str]]:
     """(metric, total, meaning) of everything that is not 0 and should be."""
     newest = rows[-1] if rows else {}
-    found = [(key, f"{newest[key]:g}", text) for key, text in TROUBLE if newest.get(key)]
+    totals = [(key, f"{newest[key]:g}", text) for key, text in TROUBLE if newest.get(key)]
     if bad := sum(row.get("num_non_finite", 0) for row in rows):
-        found.append(("num_non_finite", str(bad), "metrics that were not finite numbers"))
+        totals.append(("num_non_finite", str(bad), "metrics that were not finite numbers"))
     counters = {key: value for key, value in newest.items() if key.startswith("link/") and value and key != CROSSED}
-    return found + [(key, f"{value:g}", "counter of the link") for key, value in counters.items()]
+    return totals + [(key, f"{value:g}", "counter of the link") for key, value in counters.items()]
 
 
 def _dead(rows: Rows, samples: Rows) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The run's history: metrics.jsonl, eval.jsonl and samples.jsonl, and copies in the sinks that were asked for.
 
-Only trainer rank 0 writes. The jsonl files are the truth that report.py draws; sinks.py has copies. A line is one
+Only trainer rank 0 writes. Reports are drawn from the jsonl files alone; sinks.py sends copies elsewhere. A line is one
 write, so a killed process leaves at most one torn last line, which readers ignore and a resume removes. A full disk
 does not stop training: lines wait in memory until they can be written. Left out: rotation.
 """

@@ -35,12 +35,12 @@ def chosen(records: Sequence[Record], step: int | None, which: str | None, count
         raise UserError(f"samples.jsonl has no step {step}, but {steps[0]} to {steps[-1]}; nearest: --step {near}")
     if step is None and which is None:
         step = steps[-1]
-    found = [record for record in records if step is None or record["step"] == step]
+    kept = [record for record in records if step is None or record["step"] == step]
     if which is not None:
-        found = [record for record in found if record["reward"] is not None]
+        kept = [record for record in kept if record["reward"] is not None]
         sign = -1 if which == "best" else 1
-        found.sort(key=lambda record: (sign * record["reward"], -record["step"]))  # of equals the newest first
-    return found[:count]
+        kept.sort(key=lambda record: (sign * record["reward"], -record["step"]))  # of equals the newest first
+    return kept[:count]
 
 
 def text_of(record: Record, full: bool = False) -> str:
@@ -72,13 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     extreme.add_argument("--best", dest="which", action="store_const", const="best", help="highest reward first")
     parser.add_argument("-n", type=int, default=5, help="how many; default 5")
     parser.add_argument("--full", action="store_true", help="texts of any length")
-    words = parser.parse_args(arguments)
-    path = words.output_dir / "samples.jsonl"
+    given = parser.parse_args(arguments)
+    path = given.output_dir / "samples.jsonl"
     try:
         if not path.exists():
             raise UserError(f"{one_line(path)} does not exist; name a run folder such as runs/quickstart")
-        for record in chosen(read_jsonl(path), words.step, words.which, words.n):
-            print(text_of(record, words.full) + "\n")
+        for record in chosen(read_jsonl(path), given.step, given.which, given.n):
+            print(text_of(record, given.full) + "\n")
     except UserError as error:
         print(f"tandem: {error}", file=sys.stderr)
         return 2

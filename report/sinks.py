@@ -1,4 +1,4 @@
-"""Copies of the run's numbers for other programs: TensorBoard, Weights & Biases, Trackio, SwanLab, MLflow.
+"""Copies of the run's numbers for other programs: TensorBoard, Weights & Biases, Trackio, SwanLab, MLflow, or a user's.
 
 metrics.jsonl stays the truth. A sink's package is imported only when run.report_to names it; one that is missing, or
 does not start, is the user's to fix, before any model is loaded. One that fails later is dropped with a line: a lost
@@ -19,18 +19,23 @@ from typing import Any
 
 from common.durable import write_file
 from common.errors import UserError
+from common.functions import Contract
 
 PROJECT = "tandem"
 PACKAGES = {"tensorboard": "torch.utils.tensorboard"} | {n: n for n in ("wandb", "trackio", "swanlab", "mlflow")}
 Write = Callable[[int, Mapping[str, float]], None]
 Close = Callable[[], None]
+OWN = Contract("run.report_to", ("folder", "config"), (), "def sink(folder, config)")
 
 
 def require_packages(report_to: Iterable[str]) -> None:
-    """Raises UserError with the pip line if a package is missing. Imports none of them."""
+    """Raises UserError with the pip line if a package is missing, or if a user's own sink is. Imports none of them."""
     for name in report_to:
-        found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:  # a folder of logs named wandb/ is no package
+        if _is_own(name):
+            OWN.check(name)
+            continue
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # a folder of logs named wandb/ is no package
             rest = [other for other in report_to if other != name]
             raise UserError(
                 f"run.report_to names {name}, whose package is not installed; install it: "
@@ -55,8 +60,12 @@ class Sinks:
             try:
                 if name == "tensorboard":
                     self._open[name] = _tensorboard(folder, last_step)
+                elif _is_own(name):
+                    self._open[name] = _own(name, folder, config)
                 else:
                     self._open[name] = _OPENERS[name](folder, state, config)
+            except UserError:
+                raise
             except Exception as error:
                 raise UserError(
                     f"run.report_to: {name} does not start: {type(error).__name__}: {error}; "
@@ -102,9 +111,25 @@ def _config(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+def _is_own(name: str) -> bool:
+    """Not the name of a package: path/file.py:function or package.module.function."""
+    return not name.isidentifier()
+
+
+def _own(name: str, folder: Path, config: dict[str, Any]) -> tuple[Write, Close]:
+    """A user's `def sink(folder, config)`, which returns write(step, values) and close()."""
+    sink = OWN.load(name)
+    opened = sink(folder=folder, config=config)
+    if not (isinstance(opened, tuple) and len(opened) == 2 and all(map(callable, opened))):
+        raise UserError(
+            f"{sink.label} returned {type(opened).__name__}; return two functions: write(step, values), close()"
+        )
+    return opened
+
+
 def _tensorboard(folder: Path, last_step: int) -> tuple[Write, Close]:
     module = importlib.import_module(PACKAGES["tensorboard"])
-    # purge_step hides events that a crashed life of this run wrote beyond its checkpoint.
+    # purge_step hides events that a crashed process of this run wrote beyond its checkpoint.
     writer = module.SummaryWriter(str(folder / "tb"), purge_step=last_step + 1, flush_secs=10)
 
     def write(step: int, values: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""The panels of report.html: SVG without scripts, fonts or outside references, in colours that the page defines.
+"""The plots of report.html: SVG without scripts, fonts or outside references, in colours that the page defines.
 
 matplotlib draws in fixed colours; here each becomes a CSS variable, so that one file is legible by day and by night.
 Text stays text, escaped by matplotlib's SVG writer. Left out: hovering and zooming, which would need a script.
@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from report.curves import COLORS, INK, PANELS, Rows, centered_mean, draw, draw_function, function_names, label
+from report.curves import COLORS, CURVES, INK, Rows, centered_mean, draw, draw_function, function_names, label
 
 Draw = Callable[[Any], None]
 VARIABLES = {INK: "ink", "#555555": "dim", "#777777": "dim", "#888888": "dim", "#BBBBBB": "axis", "#E6E6E6": "grid"}
@@ -50,12 +50,12 @@ def wall_s(row: Mapping[str, Any]) -> float:
     return row.get("timing/all_s") or row.get("step_time") or 0.0
 
 
-def svg_panels(rows: Rows, evaluations: Rows) -> list[tuple[str, str]]:
-    """(title, SVG) of every panel: reward, its parts with held-out points, then what tells why."""
+def svg_plots(rows: Rows, evaluations: Rows) -> list[tuple[str, str]]:
+    """(title, SVG) of every plot: reward, its parts with held-out points, then what tells why."""
     window = max(1, len(rows) // 10) // 2 * 2 + 1
     last_step = max(record["step"] for record in [*rows, *evaluations])
-    measured = [panel for panel in MORE if any(row.get(panel[0]) is not None for row in rows)]
-    (reward, *others), names = PANELS, function_names(rows, evaluations)
+    measured = [plot for plot in MORE if any(row.get(plot[0]) is not None for row in rows)]
+    (reward, *others), names = CURVES, function_names(rows, evaluations)
 
     def curve(key: str, title: str, unit: str, color: str, missing: str = "") -> tuple[str, Draw]:
         def act(ax: Any) -> None:
@@ -69,8 +69,8 @@ def svg_panels(rows: Rows, evaluations: Rows) -> list[tuple[str, str]]:
 
     drawings = [curve(*reward)]
     drawings += [function(name, color) for name, color in zip(names, itertools.cycle(COLORS), strict=False)]
-    drawings += [curve(*panel) for panel in others]
-    drawings += [curve(*panel, color) for panel, color in zip(measured, itertools.cycle(COLORS), strict=False)]
+    drawings += [curve(*plot) for plot in others]
+    drawings += [curve(*plot, color) for plot, color in zip(measured, itertools.cycle(COLORS), strict=False)]
     if any(wall_s(row) for row in rows):
         drawings.append(("where a step's time goes", lambda ax: _time(ax, rows, window)))
     return [(title, _svg(title, act, last_step)) for title, act in drawings]
@@ -97,7 +97,7 @@ def _svg(title: str, act: Draw, last_step: int) -> str:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    # The salt makes ids of clip paths and markers: two panels of one page must not share them.
+    # The salt makes ids of clip paths and markers: two plots of one page must not share them.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.family": "sans-serif"}):
         figure = Figure(figsize=(4.4, 2.9), layout="constrained")
         figure.patch.set_alpha(0)

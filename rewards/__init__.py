@@ -14,12 +14,12 @@ import copy
 import functools
 import inspect
 import math
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from pathlib import Path
 from typing import Any
+
+from common.functions import describe, parameters_of
 
 # `completions_ids` is what TRL's documentation calls the same argument.
 ALWAYS_PASSED = (
@@ -79,7 +79,7 @@ def shorten(value: Any) -> str:
     return text if len(text) <= 200 else text[:200] + "…"
 
 
-def score(
+def score_completions(
     functions: Sequence[tuple[str, RewardFunction, float]],
     prompts: Sequence[Any],
     completions: Sequence[Any],
@@ -150,15 +150,8 @@ def _await_all(outcomes: Sequence[Any]) -> list[Any]:
 
 @functools.cache
 def _event_loop() -> asyncio.Runner:
-    """One loop for the life of the process: the clients that a reward keeps open belong to it."""
+    """One loop as long as the process runs: the clients that a reward keeps open belong to it."""
     return asyncio.Runner()
-
-
-def parameters_of(function: RewardFunction) -> list[inspect.Parameter] | None:
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # functions written in C may have no signature: they get everything
-        return None
 
 
 def _numbers(name: str, values: Any, completions: Sequence[Any]) -> list[float]:
@@ -196,8 +189,8 @@ def _number(name: str, value: Any, completion: Any) -> float:
     if value is None:
         return math.nan
     try:
-        number = value.item() if hasattr(value, "item") else value  # a 0-d numpy array or torch tensor
-        if isinstance(number, Real) and math.isfinite(number := float(number)):
+        plain = value.item() if hasattr(value, "item") else value  # a 0-d numpy array or torch tensor
+        if isinstance(plain, Real) and math.isfinite(number := float(plain)):
             return number
     except (ValueError, OverflowError, RuntimeError):
         pass
@@ -208,10 +201,3 @@ def _number(name: str, value: Any, completion: Any) -> float:
 
 def _show(completion: Any) -> str:
     return shorten(text_of(completion))
-
-
-def describe(error: BaseException) -> str:
-    """`ValueError: bad (my_reward.py:12)`: what was raised, and the innermost line of Python."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{place}"

@@ -49,7 +49,8 @@ def golds(value: Any) -> list[str]:
         return []
     text = str(value).rpartition("####")[2].strip()
     box = last_boxed(text)
-    return [found] if (found := text if box is None else box.strip()) else []
+    gold = text if box is None else box.strip()
+    return [gold] if gold else []
 
 
 def is_right(text: str, gold: Any) -> bool | None:
@@ -66,8 +67,8 @@ def is_right(text: str, gold: Any) -> bool | None:
         return any(same_answer(box, one) for one in wanted)
     if part != text and any(same_answer(part, one) for one in wanted):
         return True
-    found = last_number(part)
-    return found is not None and any(number(normalized(one)) == found for one in wanted)
+    last = last_number(part)
+    return last is not None and any(number(normalized(one)) == last for one in wanted)
 
 
 def _boxed_score(text: str, gold: Any, right: float, wrong: float, without: float) -> float | None:

@@ -118,13 +118,13 @@ class RewardPool:
             self._started.put(problem)
         while (item := self._jobs.get()) is not None:
             key, job = item
-            self._results.put((key, self._score(process, job)))
+            self._results.put((key, self._result_of(process, job)))
             with contextlib.suppress(StartError, LostError):  # the next job tries again and reports it
                 process.ensure_alive()  # now, so that the next job need not wait for the replacement
 
-    def _score(self, process: RewardProcess, job: Job) -> Scores | RewardFailure:
+    def _result_of(self, process: RewardProcess, job: Job) -> Scores | RewardFailure:
         try:
-            reply = process.score(job)
+            reply = process.run(job)
             self.logged |= reply.logged
             return reply.scores
         except LostError as error:

@@ -34,8 +34,8 @@ class Probe:
 
 def probes(answer: Any) -> list[Probe]:
     """The right and the wrong answer in every form, and an empty completion; that one alone without a gold answer."""
-    found = golds(answer)
-    pairs = [(found[0], True), (wrong_answer(found[0]), False)] if found else []
+    right = golds(answer)
+    pairs = [(right[0], True), (wrong_answer(right[0]), False)] if right else []
     filled = [
         Probe(form, is_right, template.format(text)) for text, is_right in pairs for form, template in FORMS.items()
     ]

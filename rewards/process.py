@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from common.exits import kill_group
 from rewards import RewardError, shorten
 from rewards.worker import MAX_FRAME_BYTES, Job, Reply, Setup, pack
 
@@ -48,7 +49,7 @@ class RewardProcess:
         self._closed = False
         self._lock = threading.Lock()  # a process must not be reaped while close() sends a signal to its id
 
-    def score(self, job: Job) -> Reply:
+    def run(self, job: Job) -> Reply:
         """The scores of one job. Raises RewardError, or LostError or StartError, after which the process is gone."""
         self.ensure_alive()
         self._num_jobs += 1
@@ -84,7 +85,7 @@ class RewardProcess:
         with self._lock:
             self._closed = True
             if self._process is not None:
-                _kill_group(self._process)
+                kill_group(self._process.pid)
 
     def _ask(self, request: Setup | Job, timeout_s: float, about: str) -> Reply:
         """Send one record, receive one. Raises LostError, and RewardError for a request that cannot be sent."""
@@ -133,7 +134,7 @@ class RewardProcess:
         while not (exited := _has_exited(process)) and time.monotonic() < deadline:
             time.sleep(0.005)
         with self._lock:
-            _kill_group(process)
+            kill_group(process.pid)
             with contextlib.suppress(subprocess.TimeoutExpired):  # in an uninterruptible system call: leave it
                 process.wait(timeout=5.0)
             self._process = None
@@ -179,11 +180,6 @@ def _has_exited(process: subprocess.Popen[bytes]) -> bool:
         return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:
         return True
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _cause(returncode: int | None) -> str:

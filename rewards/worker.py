@@ -9,7 +9,6 @@ or vllm: the process is up in about 0.2 s, so killing and replacing it is cheap.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import resource
 import signal
@@ -20,7 +19,8 @@ import msgspec
 
 from common.config import reward_name
 from common.errors import UserError
-from rewards import Logged, RewardError, RewardFunction, Scores, TrainerState, score
+from common.exits import die_with_parent
+from rewards import Logged, RewardError, RewardFunction, Scores, TrainerState, score_completions
 from rewards.find import bind, check_signature, resolve
 
 MAX_FRAME_BYTES = 1 << 28
@@ -67,7 +67,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be sent to the reward process")
 
 
-def score_job(job: Job, functions: list[tuple[str, RewardFunction, float]], max_steps: int = 0) -> Reply:
+def reply_to(job: Job, functions: list[tuple[str, RewardFunction, float]], max_steps: int = 0) -> Reply:
     """Reply with the scores of one job, in TRL's shapes: message completions for message prompts, else strings."""
     n = len(job.completions)
     completions: list[Any] = job.completions
@@ -76,7 +76,7 @@ def score_job(job: Job, functions: list[tuple[str, RewardFunction, float]], max_
     columns = {name: [value] * n for name, value in job.columns.items()}
     state, logged = TrainerState(job.policy_version, max_steps), Logged()
     try:
-        scores = score(functions, [job.prompt] * n, completions, columns, job.completion_ids, state, logged)
+        scores = score_completions(functions, [job.prompt] * n, completions, columns, job.completion_ids, state, logged)
         return Reply(job.number, scores, logged=logged.means())
     except RewardError as error:
         return Reply(job.number, reason=str(error))
@@ -108,7 +108,7 @@ def main(parent_pid: int) -> NoReturn:
         sys.exit(2)
     reply(Reply(0))
     while True:
-        reply(score_job(msgspec.msgpack.decode(_read(requests), type=Job), functions, setup.max_steps))
+        reply(reply_to(msgspec.msgpack.decode(_read(requests), type=Job), functions, setup.max_steps))
 
 
 def _functions(setup: Setup) -> list[tuple[str, RewardFunction, float]]:
@@ -126,9 +126,8 @@ def _functions(setup: Setup) -> list[tuple[str, RewardFunction, float]]:
 def _die_with(parent_pid: int) -> None:
     """End when the parent does, even inside a reward that never returns, and before it when memory runs out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    die_with_parent()
     if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
     if os.getppid() != parent_pid:  # it died before prctl

@@ -8,30 +8,30 @@ from __future__ import annotations
 
 import collections
 import os
+import secrets
 import time
-
-import zmq
 
 from common import channel, wire
 from common.config import Config
 from common.errors import PeerEnded, Retryable
 from common.failpoints import failpoint
-from common.transcript import last_words
+from common.transcript import last_lines
+from common.transport import Transport
 from common.types import EvalResult, Group, Tombstone
 
 _RESEND_AFTER_S = 2.0
 
 
 class Link:
-    """One DEALER socket, used by the sampler's only thread."""
+    """Used by the sampler's only thread. transport: ZeroMQ by the config, unless given."""
 
-    def __init__(self, config: Config, sampler_id: str, hello: wire.Hello):
+    def __init__(self, config: Config, sampler_id: str, hello: wire.Hello, transport: Transport | None = None):
         self._config = config
         self._hello = hello
-        self._socket = channel.connect_dealer(config, sampler_id, config.window)
+        self._transport = transport or channel.connect(config, sampler_id)
         self._envelope = wire.Envelope("", "", sampler_id)
         self._trainer_log = config.run.output_dir / "logs" / "trainer.log"
-        self._past_lives: set[str] = set()
+        self._past_incarnations: set[str] = set()  # trainers that were replaced by a later start
         self._outbox: dict[int, tuple[list[bytes], float]] = {}  # group id -> frames, when they were sent
         self._spoke_at = -channel.BEAT_S
         self._heard_at = time.monotonic()
@@ -43,40 +43,36 @@ class Link:
         return self.credit is not None and time.monotonic() - self._heard_at < self._config.channel.lost_after_s
 
     def receive(self, timeout_s: float) -> bool:
-        """Reads what is there, waiting at most timeout_s. True if a new life of the trainer began.
+        """Reads what is there, waiting at most timeout_s. True if the trainer was started anew.
 
         Raises PeerEnded on a goodbye and Retryable when the trainer stays silent beyond its deadline.
         """
         is_new_trainer = False
-        if self._socket.poll(int(timeout_s * 1000)):
-            while True:
-                try:
-                    frames = self._socket.recv_multipart(flags=zmq.NOBLOCK)
-                except zmq.Again:
-                    break
-                try:
-                    is_new_trainer |= self._handle(*wire.decode(frames))
-                except wire.WireError as error:
-                    self.counters[f"refused/{error.reason}"] += 1
+        self._transport.poll(timeout_s)
+        while (frames := self._transport.receive()) is not None:
+            try:
+                is_new_trainer |= self._handle(*wire.decode(frames))
+            except wire.WireError as error:
+                self.counters[f"refused/{error.reason}"] += 1
         self._check_deadline()
         return is_new_trainer
 
     def _handle(self, envelope: wire.Envelope, message: wire.Message) -> bool:
-        life = envelope.incarnation
-        if life in self._past_lives:
-            raise wire.WireError("past_life")
+        incarnation = envelope.incarnation
+        if incarnation in self._past_incarnations:
+            raise wire.WireError("past_incarnation")
         if isinstance(message, wire.Bye):
             raise PeerEnded(message.reason, message.exit_code)
         if not isinstance(message, wire.Credit):
             raise wire.WireError("unexpected", type(message).__name__)
-        is_new_trainer = life != self._envelope.incarnation
+        is_new_trainer = incarnation != self._envelope.incarnation
         if not is_new_trainer and self.credit is not None and message.progress < self.credit.progress:
             raise wire.WireError("outdated")  # overtaken on the way by the credit of a later step
         self._heard_at = time.monotonic()
         if is_new_trainer:
             if self._envelope.incarnation:
-                self._past_lives.add(self._envelope.incarnation)
-            self._envelope = wire.Envelope(envelope.run_id, life, self._envelope.sampler_id)
+                self._past_incarnations.add(self._envelope.incarnation)
+            self._envelope = wire.Envelope(envelope.run_id, incarnation, self._envelope.sampler_id)
             self._outbox.clear()
         self.credit = message
         self._outbox = {g: entry for g, entry in self._outbox.items() if g >= message.cursor}
@@ -100,7 +96,7 @@ class Link:
             raise Retryable(
                 f"the trainer has not answered on {channel.endpoint(self._config)} for {silent:.0f} s. "
                 "Is `deepspeed training_worker.py` running with the same --config? "
-                f"Its log: {self._trainer_log}.{last_words(self._trainer_log)}"
+                f"Its log: {self._trainer_log}.{last_lines(self._trainer_log)}"
             )
 
     def has_result(self, group_id: int) -> bool:
@@ -127,17 +123,20 @@ class Link:
 
     def say_goodbye(self, reason: str, exit_code: int) -> None:
         self._send(wire.encode(self._envelope, wire.Bye(reason[:500], exit_code)))
-        time.sleep(0.05)  # LINGER is 0: let it leave
+        time.sleep(0.05)  # a process that ends does not wait for it: let it leave
+
+    def close(self) -> None:
+        self._transport.close()
 
     def _send(self, frames: list[bytes]) -> None:
-        try:
-            self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
-        except zmq.Again:  # nobody is connected: states are repeated, results resent
+        if not self._transport.send(frames):  # nobody is connected: states are repeated, results sent again
             self.counters["unsent"] += 1
 
 
 def hello(
     fingerprint: str, tokenizer_hash: str, num_problems: int, num_eval_problems: int, scores_reference: bool
 ) -> wire.Hello:
-    pid = os.getpid()
-    return wire.Hello(pid, fingerprint, tokenizer_hash, num_problems, num_eval_problems, None, scores_reference)
+    incarnation = secrets.token_hex(8)
+    return wire.Hello(
+        os.getpid(), fingerprint, tokenizer_hash, num_problems, num_eval_problems, scores_reference, incarnation
+    )

@@ -10,15 +10,13 @@
 | reward pool     | finished prompts   | `RewardPool.ready`    | the same window                  |
 | outbox          | scored groups      | CREDIT's cursor       | the same window                  |
 
-The engine keeps decoding while rewards run in their own process. Group g is problem permutation(seed, epoch)[g mod N]
-with sampling seeds hash(seed, g): what a lost group contained can be produced again by anyone who holds the weights.
+The engine keeps decoding while rewards run in their own process.
 """
 
 from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,68 +24,30 @@ from common import wire
 from common.config import Config
 from common.errors import Retryable
 from common.failpoints import failpoint
-from common.types import EvalRequest, EvalResult, EvalSample, Group, Prompt, Rollout, Tombstone
+from common.types import EvalFailure, EvalRequest, EvalResult, EvalSample, Group, Rollout, Tombstone
 from common.watchdog import report_progress
 from common.weights import BadWeights, NotVisible, Published
 from rewards.pool import RewardFailure, RewardPool
-from sampler.dataset import problem_index, sampling_seed
-from sampler.engine import Completion, Engine, SamplingParams
+from sampler.engine import Completion, Engine
 from sampler.link import Link
 from sampler.reload import Fetcher, Reloaded, reload
+from sampler.task import EvalKey, GroupKey, Key, Task, sampling_params
 
 if TYPE_CHECKING:
     from model.reference import Reference
 
 _MAX_BAD_WEIGHTS = 3
 _VISIBLE_WITHIN_S = 120.0  # NFS caches what was absent for up to 60 s, and a busy server adds to that
-_EVAL_SEED_OFFSET = 1_000_003  # held-out samples must not share seeds with training groups
-
-
-@dataclass(frozen=True)
-class GroupKey:
-    group_id: int
-    policy_version: int
-    life: int  # of the trainer: the same group of the same version may be asked for again, with other weights
-
-
-@dataclass(frozen=True)
-class EvalKey:
-    eval_id: str
-    chunk: int
-    problem: int
-    policy_version: int
-    life: int
-
-
-Key = GroupKey | EvalKey
 
 
 @dataclass
 class _Chunk:
-    """An evaluation chunk on its way: the problems still missing and the samples there are."""
+    """An evaluation chunk on its way: the problems still missing, and what became of the others."""
 
     missing: set[int]
     samples: list[EvalSample] = field(default_factory=list)
+    failures: list[EvalFailure] = field(default_factory=list)
     sent: EvalResult | None = None
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is sampled: problems to train on, held-out problems, and token ids -> text for the rewards."""
-
-    train: list[Prompt]
-    held_out: list[Prompt]
-    decode: Callable[[list[list[int]]], list[str]]
-
-
-def held_out_law(config: Config, problem: int) -> SamplingParams:
-    """How a held-out problem is sampled, by its place in the evaluation data."""
-    length = config.eval.max_completion_length or config.sampler.max_completion_length
-    seed = sampling_seed(config.run.seed + _EVAL_SEED_OFFSET, problem)
-    top_k = max(0, config.eval.top_k or 0)
-    return SamplingParams(
-        config.eval.temperature, length, config.eval.num_generations, seed, config.eval.top_p, top_k, config.eval.min_p
-    )
 
 
 class Sampler:
@@ -109,7 +69,7 @@ class Sampler:
         self._fetcher = Fetcher(config)
         self._bad_weights = 0
         self._invisible_since: float | None = None  # when the first announced version since the last reload was absent
-        self._life = 0
+        self._num_trainers = 0  # that this sampler has served so far
         self._served: wire.Credit | None = None  # the credit whose leases are all in work
 
     def run(self) -> None:
@@ -184,7 +144,7 @@ class Sampler:
             return
         self._served = credit
         for group_id in sorted(set(credit.lease) - set(credit.have)):
-            key = GroupKey(group_id, credit.version, self._life)
+            key = GroupKey(group_id, credit.version, self._num_trainers)
             if not self.link.has_result(group_id) and not self._is_working(group_id):
                 failpoint("sampler.leased")
                 self._submit(key)
@@ -203,33 +163,11 @@ class Sampler:
         self._chunks = {k: c for k, c in self._chunks.items() if k[0] == request.eval_id}
         self._chunks[request.eval_id, request.chunk] = _Chunk(set(request.problem_indexes))
         for problem in request.problem_indexes:
-            self._submit(EvalKey(request.eval_id, request.chunk, problem, version, self._life))
+            self._submit(EvalKey(request.eval_id, request.chunk, problem, version, self._num_trainers))
 
     def _submit(self, key: Key) -> None:
         self._working[key] = []
-        self.engine.submit(key, self._prompt(key).token_ids, self._law(key))
-
-    def _prompt(self, key: Key) -> Prompt:
-        if isinstance(key, EvalKey):
-            return self.task.held_out[key.problem]
-        data = self.config.data
-        return self.task.train[problem_index(key.group_id, self.config.run.seed, len(self.task.train), data.shuffle)]
-
-    def _law(self, key: Key) -> SamplingParams:
-        sampler, seed = self.config.sampler, self.config.run.seed
-        if isinstance(key, GroupKey):
-            seed = sampling_seed(seed, key.group_id)
-            return SamplingParams(
-                sampler.temperature,
-                sampler.max_completion_length,
-                sampler.num_generations,
-                seed,
-                sampler.top_p,
-                max(0, sampler.top_k or 0),
-                sampler.min_p,
-                sampler.return_sampling_mask,
-            )
-        return held_out_law(self.config, key.problem)
+        self.engine.submit(key, self.task.prompt(key, self.config).token_ids, sampling_params(key, self.config))
 
     def generate(self) -> None:
         """One engine step; what it finished goes to the rewards, in text, while the engine goes on."""
@@ -248,7 +186,7 @@ class Sampler:
         self.stats["total/generate_s"] += time.monotonic() - start
 
     def _submit_rewards(self, key: Key) -> None:
-        prompt = self._prompt(key)
+        prompt = self.task.prompt(key, self.config)
         ids = [c.token_ids.tolist() for c in self._working[key]]
         self.pool.submit(key, prompt.messages, self.task.decode(ids), ids, prompt.problem.columns, key.policy_version)
 
@@ -258,13 +196,16 @@ class Sampler:
         finished = False
         for key, scores in self.pool.ready(timeout_s=patience):
             if key not in self._working:
-                continue  # asked for by an earlier life of the trainer
+                continue  # asked for by a trainer that is gone
+            completions = self._working.pop(key)
             if isinstance(scores, RewardFailure):
-                self._reward_failed(key, scores.reason)
-            elif isinstance(key, GroupKey):
-                self.link.send_result(self._group(key, self._working.pop(key), scores))
+                self.stats["total/reward_failures"] += 1
+            if isinstance(key, EvalKey):
+                self._note_held_out(key, completions, scores)
+            elif isinstance(scores, RewardFailure):
+                self.link.send_result(Tombstone(key.group_id, key.policy_version, scores.reason))
             else:
-                self._finish_eval(key, self._working.pop(key), scores)
+                self.link.send_result(self._group(key, completions, scores))
             finished = True
         self.stats.update({f"logged/{name}": value for name, value in self.pool.logged.items()})
         if finished and not self._working:  # the trainer's step metrics read these
@@ -272,7 +213,7 @@ class Sampler:
 
     def _group(self, key: GroupKey, completions: list[Completion], scores: list[Any]) -> Group:
         failpoint("sampler.scored")
-        prompt = self._prompt(key)
+        prompt = self.task.prompt(key, self.config)
         start = time.monotonic()
         ids = [c.token_ids for c in completions]
         ref_logprobs: list[Any] = [None] * len(completions)
@@ -285,30 +226,29 @@ class Sampler:
         )
         return Group(key.group_id, key.policy_version, prompt.problem.index, prompt.token_ids, rollouts)
 
-    def _reward_failed(self, key: Key, reason: str) -> None:
-        self.stats["total/reward_failures"] += 1
-        del self._working[key]
-        if isinstance(key, GroupKey):
-            self.link.send_result(Tombstone(key.group_id, key.policy_version, reason))
-        else:
-            self.link.send_eval(EvalResult(key.eval_id, key.chunk, key.policy_version, (), reason))
-
-    def _finish_eval(self, key: EvalKey, completions: list[Completion], scores: list[Any]) -> None:
-        chunk = self._chunks[key.eval_id, key.chunk]
-        texts = self.task.decode([c.token_ids.tolist() for c in completions])
-        chunk.samples += [
-            EvalSample(key.problem, text, rewards, len(c.token_ids), c.finish_reason)
-            for text, c, (rewards, _) in zip(texts, completions, scores, strict=True)
-        ]
+    def _note_held_out(self, key: EvalKey, completions: list[Completion], scores: list[Any] | RewardFailure) -> None:
+        """A chunk is sent when its last problem is scored, or has failed."""
+        chunk = self._chunks.get((key.eval_id, key.chunk))
+        if chunk is None:
+            return  # of an earlier evaluation: another sampler answered it, and the trainer went on
         chunk.missing.discard(key.problem)
+        if isinstance(scores, RewardFailure):
+            chunk.failures.append(EvalFailure(key.problem, scores.reason))
+        else:
+            texts = self.task.decode([c.token_ids.tolist() for c in completions])
+            chunk.samples += [
+                EvalSample(key.problem, text, rewards, len(c.token_ids), c.finish_reason)
+                for text, c, (rewards, _) in zip(texts, completions, scores, strict=True)
+            ]
         if not chunk.missing:
             samples = tuple(sorted(chunk.samples, key=lambda s: s.problem_index))
-            chunk.sent = EvalResult(key.eval_id, key.chunk, key.policy_version, samples)
+            failures = tuple(sorted(chunk.failures, key=lambda f: f.problem_index))
+            chunk.sent = EvalResult(key.eval_id, key.chunk, key.policy_version, samples, failures)
             self.link.send_eval(chunk.sent)
 
     def _forget_everything(self) -> None:
-        """A new life of the trainer: nothing that the old one asked for is wanted."""
-        self._life += 1
+        """The trainer was started again: nothing that the one before asked for is wanted."""
+        self._num_trainers += 1
         self.engine.abort_all()
         self.stats["total/aborted"] += len(self._working)
         self._working.clear()

@@ -81,7 +81,7 @@ class Fetcher:
         self._config = config
         self._wanted: Published | None = None
         self._thread: threading.Thread | None = None
-        self._found: Fetched | BaseException | None = None
+        self._outcome: Fetched | BaseException | None = None
 
     def start(self, published: Published) -> None:
         """Begins to fetch it, unless it has begun already."""
@@ -94,32 +94,32 @@ class Fetcher:
 
     def _fetch(self, published: Published) -> None:
         try:
-            self._found = fetch(published, self._config)
+            self._outcome = fetch(published, self._config)
         except BaseException as error:
-            self._found = error
+            self._outcome = error
 
     def take(self, published: Published) -> Fetched:
         """The version, as far as it has come, or from its beginning. Raises BadWeights."""
         if published != self._wanted:
             self._forget()
             return fetch(published, self._config)
-        found = self._finished()
-        if isinstance(found, Fetched):
-            return found
-        assert found is not None, "a fetch ends with one or the other"
-        raise found
+        outcome = self._finished()
+        if isinstance(outcome, Fetched):
+            return outcome
+        assert outcome is not None, "a fetch ends with one or the other"
+        raise outcome
 
     def _finished(self) -> Fetched | BaseException | None:
         if self._thread is not None:
             self._thread.join()
-        found, self._thread, self._wanted, self._found = self._found, None, None, None
-        return found
+        outcome, self._thread, self._wanted, self._outcome = self._outcome, None, None, None
+        return outcome
 
     def _forget(self) -> None:
-        """Of another life of the trainer, or overtaken."""
-        found = self._finished()
-        if isinstance(found, Fetched):
-            shutil.rmtree(found.folder, ignore_errors=True)
+        """The trainer was started again, or announced a newer version."""
+        outcome = self._finished()
+        if isinstance(outcome, Fetched):
+            shutil.rmtree(outcome.folder, ignore_errors=True)
 
 
 def reload(engine: Engine, published: Published, config: Config, fetcher: Fetcher | None = None) -> Reloaded:

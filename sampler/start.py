@@ -23,8 +23,8 @@ from rewards.pool import RewardFailure, RewardPool
 from rewards.probes import probes
 from sampler.dataset import fingerprint, load_data
 from sampler.link import Link, hello
-from sampler.loop import Task
 from sampler.prompts import make_prompts, shown_to_rewards
+from sampler.task import Task
 
 _ROWS_TRIED = 4
 _START_PATIENCE_S = 120.0  # a reward process that died is started again, and imports the user's modules

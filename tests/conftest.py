@@ -1,20 +1,32 @@
-"""One fixture for all tests: `figure("R6", "10,000 groups, growth 3 MiB")` puts a measured figure into RELIABILITY.md.
+"""For all tests: figures for RELIABILITY.md, time limits that follow the machine's speed, order and number of workers.
 
-Each promise's row ends in a cell for the last run. A test owns its part of the cell, marked by its name in a comment.
-Without TANDEM_WRITE_FIGURES=1 the figure is only printed, so that ordinary runs leave the page alone.
+`figure("R6", "10,000 groups, growth 3 MiB")` puts a measured figure into RELIABILITY.md. Each promise's row ends in a
+cell for the last run. A test owns its part of the cell, marked by its name in a comment. Without
+TANDEM_WRITE_FIGURES=1 the figure is only printed, so that ordinary runs leave the page alone.
+
+`--shuffle SEED` runs files, and the tests of each file, in a random order. Otherwise the longest files come first, so
+that no worker is left alone with one of them at the end.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import re
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
+import pytest_timeout
 
 from common.durable import write_file
+from tests.speed import limit
 
+LONGEST_FIRST = ("test_soak", "test_stories", "test_gloo", "test_endings", "test_exact_resume", "test_uneven_ranks")
+WORKER_BYTES = 8 << 30  # an engine and a trainer of a worker's test
 PAGE = Path(__file__).resolve().parents[1] / "RELIABILITY.md"
 _figures: list[tuple[str, str, str]] = []  # promise, test, text
 _PART = re.compile(r"<!-- (\S+) -->(.*?)(?: · (?=<!-- )|$)")
@@ -47,15 +59,53 @@ def _replaces(test: str, earlier: str) -> bool:
 def figure(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     def write(promise: str, text: str) -> None:
         print(f"\n{promise}: {text}")
-        _figures.append((promise, request.node.name, text))
+        request.node.user_properties.append(("figure", (promise, request.node.name, text)))
 
     return write
 
 
-def pytest_sessionfinish() -> None:
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Where the session is kept together; a worker's reports arrive here, too."""
+    if report.when == "teardown":
+        _figures.extend(value for name, value in report.user_properties if name == "figure")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
     """At the end, when no test replaces file operations any more."""
+    if hasattr(session.config, "workerinput"):
+        return
     if os.environ.get("TANDEM_WRITE_FIGURES") == "1" and _figures:
         page = PAGE.read_text()
         for promise, test, text in _figures:
             page = with_figure(page, promise, test, text)
         write_file(PAGE, page.encode())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Any:
+    """Limits of tests, too, are seconds of the reference machine."""
+    return pytest_timeout.pytest_timeout_set_timer(item, settings._replace(timeout=limit(settings.timeout)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """-n auto: as many as there are cores and memory for."""
+    return max(1, min(len(os.sched_getaffinity(0)), psutil.virtual_memory().total // WORKER_BYTES))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="files, and tests within each, in a random order")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    files = [list(tests) for _, tests in groupby(items, key=lambda item: item.path)]
+    seed = config.getoption("shuffle")
+    if seed is None:
+        order = {name: place for place, name in enumerate(LONGEST_FIRST)}
+        files.sort(key=lambda tests: order.get(tests[0].path.stem, len(order)))
+    else:
+        rng = random.Random(seed)
+        rng.shuffle(files)
+        for tests in files:
+            rng.shuffle(tests)
+    items[:] = [item for tests in files for item in tests]

@@ -2,28 +2,42 @@
 
 Real: exit codes, watchdogs, deferred interrupts, locks, Link, Inbox, Ledger, weights, metrics, checkpoints by rename.
 Fake: the engines, and DeepSpeed's launcher with two ranks that exchange a byte per step over pipes. TANDEM_ENDING says
-what goes wrong by itself: role:what:once|always.
+what goes wrong by itself: role:what:once|always. TANDEM_ENDING_SLOWNESS multiplies what the launcher waits for.
+
+A run that will be disturbed from outside goes on after step HOLD_AT only when the file `disturbed` lies in its folder:
+the moment is an event, however slow this machine or whoever disturbs it is. Everything is imported before a watchdog
+starts to look; the ranks are forked from a launcher that has imported it all.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common import channel, config, exits
+from common import channel, config, durable, exits, weights
 from common.config import Config
 from common.errors import Interrupted, Retryable, UserError
 from common.watchdog import Watchdog, report_progress
+from common.weights import BadWeights, Published
+from report.run_log import MetricsLog
+from sampler.link import Link
+from tests.protocol_helpers import HELLO, LIMITS, make_group
+from tests.protocol_weights import publish
+from trainer.link.inbox import Inbox
+from trainer.link.ledger import Ledger
 
 STEP_S, SAVE_STEPS, NUM_STEPS, PER_STEP = 0.04, 4, 40, 2
+HOLD_AT = 9
+SLOWNESS = float(os.environ.get("TANDEM_ENDING_SLOWNESS", "1"))
 
 
 def misbehave(settings: Config, role: str, when: str) -> None:
@@ -52,11 +66,6 @@ def watchdog(settings: Config, name: str, timeout_s: float) -> Watchdog:
 
 
 def sampler(settings: Config) -> None:
-    from common import weights
-    from common.weights import BadWeights, Published
-    from sampler.link import Link
-    from tests.protocol_helpers import HELLO
-
     with watchdog(settings, "sampler", settings.channel.stall_timeout_s):
         misbehave(settings, "sampler", "start")
         link, version, progress = Link(settings, "s0", HELLO), None, 0
@@ -84,8 +93,6 @@ def sampler(settings: Config) -> None:
 
 def produce(settings: Config, link: Any) -> int:
     """Makes what is leased. Returns how many groups."""
-    from tests.protocol_helpers import make_group
-
     credit, made = link.credit, 0
     for group_id in sorted(set(credit.lease) - set(credit.have)):
         if group_id >= 6 * PER_STEP:
@@ -109,11 +116,17 @@ def deaf(settings: Config) -> bool:
 # ---- the trainer ---------------------------------------------------------------------------------------------
 
 
-def rank(settings: Config) -> None:
+def rank(number: int, pipes: Sequence[tuple[int, int]], arguments: Sequence[str]) -> NoReturn:
+    """A fork of the launcher. pipes: what each rank reads and writes."""
     exits.die_with_parent()
-    mine = int(os.environ["RANK"])
-    reader, writer = (int(os.environ[f"RANK_{mine}_{name}"]) for name in ("READS", "WRITES"))
-    (rank_0 if mine == 0 else rank_1)(settings, reader, writer)
+    for other in [descriptor for n, both in enumerate(pipes) if n != number for descriptor in both]:
+        os.close(other)  # or nobody would see the end of it
+    file = Path(arguments[0]).parent / f"rank{number}.pid"
+    file.with_suffix(".new").write_text(str(os.getpid()))
+    file.with_suffix(".new").rename(file)
+    work = (rank_0, rank_1)[number]
+    exits.leave_rank(run(f"rank{number}", arguments, lambda settings: work(settings, *pipes[number])), number)
+    raise AssertionError("unreachable")
 
 
 def rank_1(settings: Config, reader: int, writer: int) -> None:
@@ -127,12 +140,6 @@ def rank_1(settings: Config, reader: int, writer: int) -> None:
 
 
 def rank_0(settings: Config, reader: int, writer: int) -> None:
-    from common import durable, weights
-    from report.run_log import MetricsLog
-    from tests.protocol_helpers import LIMITS
-    from trainer.link.inbox import Inbox
-    from trainer.link.ledger import Ledger
-
     output_dir, incarnation = settings.run.output_dir, secrets.token_hex(8)
     with contextlib.ExitStack() as stack:
         stack.enter_context(watchdog(settings, "trainer rank 0", settings.channel.stall_timeout_s))
@@ -159,13 +166,10 @@ def rank_0(settings: Config, reader: int, writer: int) -> None:
 
 def train(settings: Config, inbox: Any, log: Any, step: int, rank_1: tuple[int, int]) -> None:
     """To the last step. Raises Interrupted, after a checkpoint if there are any."""
-    from common import durable, weights
-    from tests.protocol_kill import publish
-
     weights_dir, checkpoints = weights.default_dir(settings), settings.run.output_dir / "checkpoints"
     while True:
         durable.make_private(weights_dir)
-        inbox.commit(step * PER_STEP, publish(weights_dir, step, inbox.envelope.incarnation))
+        inbox.commit(step * PER_STEP, publish(weights_dir, step, inbox.incarnation))
         weights.prune(weights_dir, inbox.versions_in_use(), keep=2)
         if step == NUM_STEPS:
             return
@@ -174,6 +178,7 @@ def train(settings: Config, inbox: Any, log: Any, step: int, rank_1: tuple[int, 
             exchange(*rank_1)
             step += 1
             log.log(step, {"reward": 1.0})
+            hold(settings, step)
             if step >= 6:
                 misbehave(settings, "trainer", "work")
             if exits.interrupted():
@@ -187,6 +192,14 @@ def train(settings: Config, inbox: Any, log: Any, step: int, rank_1: tuple[int, 
             save(checkpoints, f"step_{step:06d}", step)
 
 
+def hold(settings: Config, step: int) -> None:
+    """Waits for the disturbance, if one is meant to come; an interrupt is one."""
+    folder = settings.run.output_dir.parent
+    while step == HOLD_AT and (folder / "hold").exists() and not (folder / "disturbed").exists():
+        report_progress("waiting to be disturbed")
+        time.sleep(0.005)
+
+
 def exchange(reader: int, writer: int) -> None:
     report_progress("waiting for rank 1")
     time.sleep(STEP_S)
@@ -196,8 +209,6 @@ def exchange(reader: int, writer: int) -> None:
 
 
 def save(parent: Path, name: str, step: int) -> None:
-    from common import durable
-
     if (parent / name).exists():
         return
     temporary = parent / f"{durable.TEMPORARY}{name}"
@@ -209,52 +220,48 @@ def save(parent: Path, name: str, step: int) -> None:
 # ---- DeepSpeed's launcher --------------------------------------------------------------------------------------
 
 
-def launcher(arguments: list[str]) -> NoReturn:
+def launcher(arguments: Sequence[str]) -> NoReturn:
     """Starts the ranks; when one fails, or somebody asks, SIGTERM and later SIGKILL to all, as DeepSpeed does."""
     to_1, to_0 = os.pipe(), os.pipe()
-    pipes = {"RANK_0_READS": to_0[0], "RANK_0_WRITES": to_1[1], "RANK_1_READS": to_1[0], "RANK_1_WRITES": to_0[1]}
-    ranks = []
-    for number in (0, 1):
-        mine = {name: descriptor for name, descriptor in pipes.items() if name.startswith(f"RANK_{number}")}
-        environment = {**os.environ, "RANK": str(number), **{name: str(value) for name, value in mine.items()}}
-        command = [sys.executable, "-u", "-m", "tests.ending_processes", "rank", *arguments]
-        ranks.append(subprocess.Popen(command, env=environment, pass_fds=tuple(mine.values())))
-    for descriptor in pipes.values():
+    pipes = (to_0[0], to_1[1]), (to_1[0], to_0[1])
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=rank, args=(number, pipes, arguments)) for number in (0, 1)]
+    for process in ranks:
+        process.start()
+    for descriptor in (*to_1, *to_0):
         os.close(descriptor)
 
     def end(code: int) -> NoReturn:
         for process in ranks:
             process.terminate()
-            try:
-                process.wait(timeout=2)
-            except subprocess.TimeoutExpired:
-                process.kill()
-        sys.exit(code)
+            process.join(timeout=2 * SLOWNESS)
+            process.kill()
+        exits.leave(code)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: end(1))
-    while codes := [process.poll() for process in ranks]:
+    while codes := [process.exitcode for process in ranks]:
         for code in codes:
             if code:
-                end(code)  # -9 becomes 247: an exit code is a byte
+                end(code % 256)  # -9 becomes 247: an exit code is a byte
         if codes == [0, 0]:
-            sys.exit(0)
+            exits.leave(0)
         time.sleep(0.1)
     raise AssertionError("unreachable")
 
 
-def main() -> None:
-    role, _, path, *overrides = sys.argv[1:]  # as the real command lines: --config path key=value …
-    folder = Path(path).parent
-    name = f"rank{os.environ['RANK']}" if role == "rank" else role
-    (folder / f"{name}.pid.new").write_text(str(os.getpid()))
-    (folder / f"{name}.pid.new").rename(folder / f"{name}.pid")
-    if role == "launcher":
-        launcher(["--config", path, *overrides])
-    channel.BEAT_S = 0.05
+def run(name: str, arguments: Sequence[str], work: Callable[[Config], None]) -> int:
+    path, *overrides = arguments
     settings = config.load(path, overrides)
-    code = exits.run(name, lambda: {"sampler": sampler, "rank": rank}[role](settings))
-    exits.leave_rank(code, int(os.environ.get("RANK", "0")))
+    return exits.run(name, lambda: work(settings))
+
+
+def main() -> None:
+    role, _, *arguments = sys.argv[1:]  # as the real command lines: --config path key=value …
+    channel.BEAT_S = 0.05
+    if role == "launcher":
+        launcher(arguments)
+    exits.leave(run(role, arguments, sampler))
 
 
 if __name__ == "__main__":

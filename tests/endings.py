@@ -1,7 +1,10 @@
 """Runs of the real supervisor that are disturbed, and a judge of how each of them ends: python -m tests.endings
 
-One process imports everything once and forks a supervisor per scenario, six at a time. Prints one JSON line per
-scenario: exit code, seconds from the disturbance to the end, and whatever was left behind.
+One process imports everything once and forks a supervisor per scenario, as many at a time as there are cores, and
+beside them twice as many of those that mostly wait. Prints one JSON line per scenario: exit code, seconds from the
+disturbance to the end, and whatever was left behind.
+
+All limits, those of the runs and those of the verdicts, are seconds of the reference machine in tests/speed.py.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import argparse
 import fcntl
 import json
 import os
+import random
 import signal
 import sys
 import tempfile
@@ -26,20 +30,26 @@ import yaml
 from common import durable
 from common.config import load
 from common.errors import UserError
+from launcher import commands
 from launcher import run as launcher_run
 from launcher.placement import placement
 from launcher.processes import Child
 from launcher.supervisor import Rules, Supervisor
-from tests.ending_processes import PER_STEP
+from tests.ending_processes import HOLD_AT, PER_STEP, STEP_S
+from tests.speed import overdue, slowness
 
 INT, TERM, KILL, STOP, CONT, HUP = (getattr(signal, f"SIG{n}") for n in ("INT", "TERM", "KILL", "STOP", "CONT", "HUP"))
+IDLE = ("start-hang", "work-hang", "deaf")
 AT_ONCE = 10.0  # seconds from a clean signal to the end
-GRACE_S, STALL_S, CONNECT_S, MAX_RESTARTS = 6.0, 4.0, 12.0, 2
+GRACE_S, STALL_S, CONNECT_S, MAX_RESTARTS = 3.0, 2.0, 6.0, 2
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Signals to roles, sent when a few steps are trained or when the first of them has started."""
+    """Signals to roles, sent when a few steps are trained or when the first of them has started.
+
+    Seconds are those of the reference machine.
+    """
 
     name: str
     code: int  # of the supervisor; -9 = it was killed itself
@@ -47,12 +57,17 @@ class Scenario:
     when: str = "training"
     ending: str = ""  # TANDEM_ENDING: what goes wrong by itself
     within_s: float = 25.0
-    pause_s: float = 0.0  # between two signals
+    pause_s: float = 0.0  # between two signals; 0 = 10 ms
     saves: bool = True
     connect_s: float = CONNECT_S
     is_saved: bool = False  # a checkpoint of the last step is required
     or_code: int | None = None  # as good as `code`
     is_abrupt: bool = False  # something was killed for good: the next start removes what it had not finished
+
+    @property
+    def is_idle(self) -> bool:
+        """Something is frozen or stuck, and most of the time goes by until a limit finds it."""
+        return any(number == STOP for _, number in self.signals) or self.ending.partition(":")[2].startswith(IDLE)
 
 
 def scenarios() -> Iterator[Scenario]:
@@ -98,7 +113,7 @@ def _signals() -> Iterator[Scenario]:
     yield S("supervisor SIGTERM", 130, (("supervisor", TERM),), within_s=AT_ONCE, is_saved=True)
     yield S("supervisor SIGHUP", 130, (("supervisor", HUP),), within_s=AT_ONCE, is_saved=True)
     yield S("supervisor SIGINT at the start", 130, (("supervisor", INT),), when="rank0 starts", within_s=AT_ONCE)
-    yield S("supervisor SIGINT twice", 130, (("supervisor", INT),) * 2, pause_s=0.02, within_s=AT_ONCE, is_abrupt=True)
+    yield S("supervisor SIGINT twice", 130, (("supervisor", INT),) * 2, within_s=AT_ONCE, is_abrupt=True)
     yield S("supervisor SIGSTOP then SIGCONT", 0, (("supervisor", STOP), ("supervisor", CONT)), pause_s=2.0)
     yield S("supervisor SIGINT, sampler frozen", 130, (("sampler", STOP), ("supervisor", INT)), is_saved=True)
     yield S("supervisor SIGINT, rank 0 frozen", 130, (("rank0", STOP), ("supervisor", INT)), is_abrupt=True)
@@ -138,13 +153,14 @@ class Ending:
     name: str
     code: int | None = None
     seconds: float = 0.0  # from the disturbance, or from the start if there is none, to the end
+    is_late: bool = False
     steps: int = 0  # reported
     saved: int = 0  # step of the newest checkpoint
     left: list[str] = field(default_factory=list)
     log: str = ""
 
 
-class Command(launcher_run._Command):
+class Command(launcher_run.Commands):
     """The real commands with the programs exchanged."""
 
     def sampler(self) -> Child:
@@ -163,6 +179,7 @@ class Running:
 
     def __init__(self, scenario: Scenario, folder: Path):
         self.scenario, self.folder, self.tag = scenario, folder, uuid.uuid4().hex
+        self._slowness = slowness()
         settings = {
             "run": {"output_dir": str(folder / "run")},
             "model": {"path": "m"},
@@ -170,12 +187,18 @@ class Running:
             "rewards": {"reward_funcs": ["answer"]},
             "sampler": {"num_generations": 2},
             "trainer": {"prompts_per_step": PER_STEP, "save_steps": 4 if scenario.saves else None},
-            "channel": {"connect_timeout_s": scenario.connect_s, "lost_after_s": 1.0, "stall_timeout_s": STALL_S},
+            "channel": {
+                "connect_timeout_s": scenario.connect_s * self._slowness,
+                "lost_after_s": 0.5 * self._slowness,
+                "stall_timeout_s": STALL_S * self._slowness,
+            },
         }
         (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+        if scenario.signals:
+            (folder / "hold").touch()
         self.ending, self.begun = Ending(scenario.name), time.monotonic()
         self._to_send, self._send_at = list(scenario.signals), self.begun
-        self._judge_by: float | None = None
+        self._ended_at: float | None = None
         self.disturbed_at: float | None = None if scenario.signals else self.begun
         self.pid = os.fork()
         if self.pid == 0:
@@ -187,13 +210,15 @@ class Running:
         try:
             os.setsid()
             os.environ.update({"TANDEM_ENDING": self.scenario.ending, "TANDEM_TEST_TAG": self.tag})
+            os.environ["TANDEM_ENDING_SLOWNESS"] = str(self._slowness)
             log = os.open(self.folder / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
             config = load(self.folder / "config.yaml")
             command = Command(self.folder / "config.yaml", (), config, placement(config, (), [0, 1]))
             final = config.run.output_dir / "final"
-            rules = Rules(command.restart_trainer, command.steps, final.is_dir, MAX_RESTARTS, 0.05, GRACE_S)
+            grace_s = GRACE_S * self._slowness
+            rules = Rules(command.restart_trainer, command.steps, final.is_dir, MAX_RESTARTS, 0.05, grace_s)
             with durable.lock(config.run.output_dir / launcher_run.LOCK, UserError):
                 code = Supervisor(command.sampler(), command.trainer(), rules).run()
         finally:
@@ -203,46 +228,52 @@ class Running:
     def look(self) -> bool:
         """Disturbs it when its time has come. True when it has ended, one way or another."""
         now = time.monotonic()
-        if self._judge_by is not None:
-            return self._judge(now)
+        if self._ended_at is not None:
+            return self._judge(now - self._ended_at)
         if self._to_send and now >= self._send_at and (self.disturbed_at is not None or self._is_ripe()):
             self._send(now)
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         since = self.disturbed_at if self.disturbed_at is not None else self.begun
         if pid:
             self.ending.code = os.waitstatus_to_exitcode(status)
-        elif now - since < self.scenario.within_s + (30 if self.disturbed_at is None else 0):
+        elif not overdue(now - since, self.scenario.within_s + (30 if self.disturbed_at is None else 0)):
             return False
         else:
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
-        self.ending.seconds, self._judge_by = (
-            round(now - since, 2),
-            now + 2.0,
-        )  # what a guard needs, if it comes to that
+        self.ending.seconds, self._ended_at = round(now - since, 2), now
+        self.ending.is_late = overdue(now - since, self.scenario.within_s)
         return False
 
     def _is_ripe(self) -> bool:
         role, _, starts = self.scenario.when.partition(" ")
         if starts:
             return self._pid(role) is not None
-        return self._steps() >= 6 and all(self._pid(name) is not None for name, _ in self.scenario.signals)
+        return self._steps() >= HOLD_AT and all(self._pid(name) is not None for name, _ in self.scenario.signals)
 
     def _send(self, now: float) -> None:
-        role, number = self._to_send.pop(0)
-        pid = self._pid(role)
-        assert pid is not None, role
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
+        """The next signal, and those that follow it at once."""
         self.disturbed_at, self._send_at = now, now + self.scenario.pause_s
+        (self.folder / "disturbed").touch()
+        time.sleep(random.uniform(0, STEP_S))  # it lands anywhere in a step
+        while self._to_send:
+            role, number = self._to_send.pop(0)
+            pid = self._pid(role)
+            assert pid is not None, role
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+            if self.scenario.pause_s:
+                break
+            time.sleep(0.01)
 
     def _pid(self, role: str) -> int | None:
         if role == "supervisor":
             return self.pid
-        if role == "guard":
-            children = psutil.Process(self.pid).children()
-            return next((c.pid for c in children if "launcher.processes" in c.cmdline()), None)
-        with suppress(OSError, ValueError):
+        with suppress(psutil.Error):
+            if not role.startswith("rank"):
+                word = {"guard": "launcher.processes"}.get(role, role)
+                return next((c.pid for c in psutil.Process(self.pid).children() if word in c.cmdline()), None)
+        with suppress(OSError, ValueError):  # a fork of the launcher, with its command line
             return int((self.folder / f"{role}.pid").read_text())
         return None
 
@@ -251,11 +282,10 @@ class Running:
             return (self.folder / "run" / "metrics.jsonl").read_bytes().count(b"\n")
         return 0
 
-    def _judge(self, now: float) -> bool:
-        """True once nothing is left, or its time is over."""
-        assert self._judge_by is not None
+    def _judge(self, since_s: float) -> bool:
+        """True once nothing is left, or the time is over that a guard needs, if it comes to that."""
         left = self._left()
-        if left and now < self._judge_by:
+        if left and not overdue(since_s, 2.0):
             return False
         self.ending.left, self.ending.steps = left, self._steps()
         saved = sorted((self.folder / "run" / "checkpoints").glob("step_*"))
@@ -300,14 +330,17 @@ def _is_held(path: Path) -> bool:
 
 
 def run_all(chosen: list[Scenario], jobs: int, report: Callable[[Ending], None]) -> None:
-    launcher_run.remove_stale_build_locks = lambda: None  # it looks at compiled ops, which are not part of this
+    commands.remove_stale_build_locks = lambda: None  # it looks at compiled ops, which are not part of this
     waiting, running = list(chosen), list[Running]()
     with tempfile.TemporaryDirectory(prefix="tandem-ends-") as name:
         while waiting or running:
-            while waiting and len(running) < jobs:
-                folder = Path(name, str(len(waiting)))
-                folder.mkdir()
-                running.append(Running(waiting.pop(0), folder))
+            for scenario in waiting[:]:
+                beside = sum(one.scenario.is_idle == scenario.is_idle for one in running)
+                if beside < (2 * jobs if scenario.is_idle else jobs):
+                    waiting.remove(scenario)
+                    folder = Path(name, str(len(waiting)))
+                    folder.mkdir()
+                    running.append(Running(scenario, folder))
             for one in [one for one in running if one.look()]:
                 running.remove(one)
                 report(one.ending)
@@ -316,7 +349,7 @@ def run_all(chosen: list[Scenario], jobs: int, report: Callable[[Ending], None])
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--jobs", type=int, default=6)
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--only", default="", help="a part of the names")
     arguments = parser.parse_args()
     wanted = [s for s in scenarios() if arguments.only in s.name]

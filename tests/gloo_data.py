@@ -12,6 +12,7 @@ from common.config import Config
 from common.types import Group, Tombstone
 from tests.tiny import VOCAB_SIZE, random_group
 
+OWN = Path(__file__).with_name("own_functions.py")
 STAGES = (0, 1, 2, 3)
 BETA = 0.04
 GROUPS_PER_STEP = 4
@@ -68,6 +69,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "batch_scale": {"algorithm": {"scale_rewards": "batch"}},
     "whitened": {"algorithm": {"adv_estimator": "reinforce_plus_plus", "kl_in_reward": True}},
     "entropy": {"algorithm": {"entropy_coef": 0.5}},
+    "own": {"algorithm": {"adv_estimator": f"{OWN}:above_the_mean", "loss": f"{OWN}:clipped"}},
     "twice": {"algorithm": {"num_iterations": 2}, "trainer": CONSTANT_RATE | {"max_steps": 4}},
     "corrected": {
         "algorithm": {

@@ -9,7 +9,6 @@ saw to <folder>/rank<r>.json and rank 0 its tensors beside it; test_gloo.py judg
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import faulthandler
 import hashlib
@@ -49,6 +48,7 @@ from tests.gloo_data import (
     settings,
     uneven,
 )
+from trainer.link.source import Statistics
 
 HANGS_AFTER_S = 120
 
@@ -62,17 +62,17 @@ def rank_zero(stream: Stream) -> Any:
     def take(group_ids: Sequence[int]) -> list[Item]:
         return [stream(g) for g in group_ids]
 
-    inbox = SimpleNamespace(
-        envelope=SimpleNamespace(incarnation="feed"),
+    source = SimpleNamespace(
+        incarnation="feed",
         take=take,
         commit=ignore,
         refill=ignore,
         versions_in_use=list,
-        snapshot=lambda: ({}, collections.Counter()),
+        take_statistics=lambda: Statistics({}, 0, {}),
     )
     log = SimpleNamespace(log=ignore, log_samples=ignore, log_eval=ignore, sync=lambda: None)
     display = SimpleNamespace(step=ignore, note=ignore, advice=lambda *_: {})
-    return SimpleNamespace(inbox=inbox, log=log, display=display, recorder=None)
+    return SimpleNamespace(source=source, log=log, display=display, recorder=None)
 
 
 class Worker:

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.speed import limit
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -33,7 +35,7 @@ def launch(module: str, folder: Path, ranks: int, start: str, timeout_s: float =
             start_new_session=True,
         )
         try:
-            code = process.wait(timeout=timeout_s)
+            code = process.wait(timeout=limit(timeout_s))
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

@@ -15,6 +15,8 @@ from collections import Counter
 
 import zmq
 
+from tests.speed import limit
+
 LOST, DOUBLED, DELAYED = 0.1, 0.1, 0.2  # shares of all messages
 MAX_DELAY_S = 0.06  # longer than several beats, so that delayed messages are overtaken
 RESET_EVERY_S = 0.7
@@ -38,7 +40,7 @@ class LossyProxy:
 
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=limit(5))
         assert not self._thread.is_alive()
 
     def _run(self) -> None:

@@ -15,10 +15,12 @@ import numpy as np
 from common import channel, wire
 from common.config import Config
 from common.errors import PeerEnded
+from common.transport import Transport
 from common.types import EvalRequest, EvalResult, EvalSample, Group, Rollout
 from common.weights import Published
 from sampler import link as link_module
 from sampler.link import Link
+from tests.speed import limit
 from trainer.link.inbox import Inbox
 from trainer.link.ledger import Ledger
 
@@ -30,11 +32,11 @@ LIMITS = wire.Limits(
     needs_ref_logprobs=False,
     reward_funcs=("answer",),
 )
-HELLO = wire.Hello(1, "data", "tokenizer", 100, 10, None)
+HELLO = wire.Hello(1, "data", "tokenizer", 100, 10)
 
 
 def make_config(folder: Path, **sections: dict[str, Any]) -> Config:
-    """Two groups a step, window 4, one second of silence means lost, a socket in `folder`."""
+    """Two groups a step, window 4, lost after 0.4 s of the reference machine, a socket in `folder`."""
     settings: dict[str, dict[str, Any]] = {
         "run": {"output_dir": folder / "run"},
         "model": {"path": "model"},
@@ -42,7 +44,7 @@ def make_config(folder: Path, **sections: dict[str, Any]) -> Config:
         "rewards": {"reward_funcs": ["answer"]},
         "sampler": {"num_generations": 2},
         "trainer": {"prompts_per_step": 2, "max_staleness": 1, "max_steps": 50},
-        "channel": {"endpoint": f"ipc://{folder}/inbox", "lost_after_s": 1.0, "stall_timeout_s": 20.0},
+        "channel": {"endpoint": f"ipc://{folder}/inbox", "lost_after_s": limit(0.4), "stall_timeout_s": limit(20)},
     }
     for name, section in sections.items():
         settings[name] = settings.get(name, {}) | section
@@ -90,9 +92,13 @@ def short_folder() -> Iterator[Path]:
 
 
 def make_inbox(
-    config: Config, total: int = 100, incarnation: str = "life-1", say: Callable[[str], None] = print
+    config: Config,
+    total: int = 100,
+    incarnation: str = "start-1",
+    say: Callable[[str], None] = print,
+    transport: Transport | None = None,
 ) -> Inbox:
-    return Inbox(config, "run", incarnation, LIMITS, Ledger(total, config.window), say)
+    return Inbox(config, "run", incarnation, LIMITS, Ledger(total, config.window), say, transport)
 
 
 class FakeSampler(threading.Thread):
@@ -106,9 +112,10 @@ class FakeSampler(threading.Thread):
         order: Callable[[list[int]], list[int]] = sorted,
         link_class: type[Link] = Link,
         hello: wire.Hello = HELLO,
+        transport: Transport | None = None,
     ):
         super().__init__(daemon=True)
-        self.link = link_class(config, name, hello)
+        self.link = link_class(config, name, hello, transport)
         self.make, self.order = make, order
         self.stopped = threading.Event()
         self.goodbye: tuple[str, int] | None = None  # said at the end
@@ -116,12 +123,12 @@ class FakeSampler(threading.Thread):
         self.make_eval: Callable[[EvalRequest, int], EvalResult] = make_eval_result
         self.produced: list[int] = []
         self.stats = {"total/generate_s": 1.0}
-        self.num_lives = 0
+        self.num_trainers = 0
 
     def run(self) -> None:
         try:
             while not self.stopped.is_set():
-                self.num_lives += self.link.receive(0.02)
+                self.num_trainers += self.link.receive(0.02)
                 self.work()
                 self.link.beat("sampling", 0, 0, self.stats, now=False)
             if self.goodbye:
@@ -129,7 +136,7 @@ class FakeSampler(threading.Thread):
         except PeerEnded as ended:
             self.ended = ended
         finally:
-            self.link._socket.close()
+            self.link.close()
 
     def work(self) -> None:
         credit = self.link.credit
@@ -151,5 +158,5 @@ class FakeSampler(threading.Thread):
 
     def __exit__(self, *_: object) -> None:
         self.stopped.set()
-        self.join(timeout=5)
+        self.join(timeout=limit(5))
         assert not self.is_alive(), "the fake sampler does not end"

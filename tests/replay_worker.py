@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from common.ports import free_port
+from tests.speed import limit
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
@@ -54,12 +56,12 @@ class Stack:
 
     def run(self, name: str, ranks: int, stage: int, environment: dict[int, dict[str, str]], **sections: Any) -> Life:
         """One start of all ranks in folder/name. environment: variables of single ranks, such as TANDEM_FAILPOINT."""
-        request = {"name": name, "ranks": ranks, "stage": stage, "sections": sections}
+        request = {"name": name, "ranks": ranks, "stage": stage, "sections": sections, "within_s": limit(RUN_S)}
         return self._ask(request | {"environment": [environment.get(rank, {}) for rank in range(ranks)]})
 
     def call(self, module: str, name: str, ranks: int, within_s: float) -> Life:
         """As `run`, but each rank calls `module.work(folder/name)` instead of training."""
-        request = {"name": name, "ranks": ranks, "call": module, "within_s": within_s}
+        request = {"name": name, "ranks": ranks, "call": module, "within_s": limit(within_s)}
         return self._ask(request | {"environment": [{}] * ranks})
 
     def _ask(self, request: dict[str, Any]) -> Life:
@@ -74,7 +76,7 @@ class Stack:
     def close(self) -> None:
         assert self._process.stdin and self._process.stdout
         self._process.stdin.close()
-        self._process.wait(timeout=2 * RUN_S)
+        self._process.wait(timeout=limit(2 * RUN_S))
         self._process.stdout.close()
         shutil.rmtree(self.folder)
 
@@ -112,7 +114,7 @@ def fork(body: Any) -> int:
 
 def rank_of(request: dict[str, Any], folder: Path, rank: int, port: int) -> int:
     """A child's life."""
-    signal.alarm(int(request.get("within_s", RUN_S)))
+    signal.alarm(int(request["within_s"]))
     log = os.open(log_of(folder / request["name"], rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -180,17 +182,11 @@ def prepare(folder: Path) -> int:
 
 def warm_up(folder: Path) -> int:
     """A short run, for the list of everything that it imports on the way."""
-    request = {"name": "warm-up", "ranks": 1, "stage": 1, "environment": [{}], "within_s": 4 * RUN_S}
+    request = {"name": "warm-up", "ranks": 1, "stage": 1, "environment": [{}], "within_s": limit(4 * RUN_S)}
     request["sections"] = {"trainer": {"max_steps": 1, "lr_scheduler_type": "constant", "warmup_steps": 0}}
     code = rank_of(request, folder, 0, free_port())
     (folder / "modules.json").write_text(json.dumps(sorted(sys.modules)))
     return code
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def serve(folder: Path) -> None:

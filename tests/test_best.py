@@ -21,12 +21,12 @@ from tests.plain_policy import OneRank, PlainPolicy
 from tests.tiny import dense_logprobs, tiny_model
 from trainer import loop
 from trainer.loop import Trainer
+from trainer.record.rank_zero import RankZero
 from trainer.save import best as best_module
 from trainer.save import publisher
 from trainer.save.best import Best, BestSoFar, best_so_far, metric_of
 from trainer.save.checkpoint import Progress
 from trainer.save.write_version import publish
-from trainer.stream import RankZero
 
 pytestmark = pytest.mark.fast
 
@@ -184,14 +184,14 @@ def samples(right: int, n: int = 10) -> tuple[EvalSample, ...]:
 def trained_until(output_dir: Path, monkeypatch: pytest.MonkeyPatch, right: list[int], patience: int) -> list[int]:
     """Policy versions that a run of at most 9 steps publishes whose evaluations find so many right answers."""
     published: list[int] = []
-    wanted: list[int] = []  # as the real inbox, this one gives each evaluation once
+    wanted: list[int] = []  # as the real source, this one gives each evaluation once
 
     def finish_eval() -> list[EvalResult]:
         versions, wanted[:] = list(wanted), []
         return [EvalResult(f"v{v}", 0, v, samples(right[v])) for v in versions]
 
-    inbox = SimpleNamespace(
-        envelope=SimpleNamespace(incarnation="ab"),
+    source = SimpleNamespace(
+        incarnation="ab",
         wait_for_sampler=lambda: SimpleNamespace(num_eval_problems=10),
         commit=lambda *_: None,
         versions_in_use=list,
@@ -200,7 +200,7 @@ def trained_until(output_dir: Path, monkeypatch: pytest.MonkeyPatch, right: list
     exchange = SimpleNamespace(rank=0, world_size=1, text=lambda text: text, agree=lambda value: value)
     log = MetricsLog(output_dir)
     display = SimpleNamespace(note=print, evaluation=lambda _: None)
-    rank_zero = RankZero(inbox, None, log, display)  # type: ignore[arg-type]
+    rank_zero = RankZero(source, None, log, display)  # type: ignore[arg-type]
 
     def advance(trainer: Trainer) -> None:
         p = trainer.progress

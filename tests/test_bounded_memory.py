@@ -25,6 +25,7 @@ from common.errors import PeerEnded
 from common.types import Group
 from sampler.link import Link
 from tests.protocol_helpers import HELLO, LIMITS, make_config, make_group, make_rollout, published, short_folder
+from tests.speed import cpu_overdue
 from trainer.link.inbox import Inbox
 from trainer.link.ledger import Ledger
 
@@ -85,7 +86,7 @@ def train(folder: str, frozen: bool) -> None:
             inbox.commit((step + 1) * PER_STEP, published(step + 1))
             (growth.begin if len(trained) <= WARM_UP else growth.look)()
         seconds = time.monotonic() - begun
-        held, counters = len(ledger.held), dict(inbox.counters)
+        held, counters = len(ledger.held), dict(inbox.state.counters)
     in_order = trained == list(range(len(trained)))
     print(json.dumps({"growth": growth.num_bytes, "held": held, "in_order": in_order, "counters": counters,
                       "trained": len(trained), "seconds": seconds}))  # fmt: skip
@@ -101,9 +102,9 @@ def sample(folder: str) -> None:
             credit = link.credit
             for group_id in sorted(set(credit.lease) - set(credit.have)) if credit else ():
                 if not link.has_result(group_id):
-                    begun = time.monotonic()
+                    begun = time.thread_time()
                     group = replace(template, group_id=group_id, policy_version=credit.version)
-                    make_s += time.monotonic() - begun
+                    make_s += time.thread_time() - begun
                     link.send_result(group)
                     num_made += 1
                     (growth.begin if num_made <= min(WARM_UP, WINDOW) else growth.look)()
@@ -161,7 +162,7 @@ def test_a_sampler_100_times_faster_than_the_trainer_fills_neither_process(
     trained, made = slow.trainer["trained"], slow.sampler["made"]
     assert (trained, made, slow.trainer["in_order"]) == (NUM_GROUPS, NUM_GROUPS, True)
     faster = slow.trainer["seconds"] / slow.sampler["make_s"]
-    assert faster >= 100
+    assert not cpu_overdue(slow.sampler["make_s"], slow.trainer["seconds"] / 100)
     assert slow.trainer["counters"] == {}, "nothing was refused"
     assert slow.sampler["counters"] == {}, "nothing was sent twice"
     assert slow.sampler["bye"] == 0

@@ -18,8 +18,10 @@ from common.config import Config
 from common.types import Group, Rollout, Tombstone
 from tests import oracle
 from tests.tiny import random_group
-from trainer.algorithm.critic_advantages import ByGroup, Estimates, estimate, value_metrics
-from trainer.algorithm.losses import Denominator, loss, token_objective, value_errors
+from trainer.algorithm import critic_advantages
+from trainer.algorithm.advantages import RewardSettings
+from trainer.algorithm.critic_advantages import ByGroup, Estimates, value_metrics
+from trainer.algorithm.losses import Denominator, ObjectiveSettings, loss, token_objective, value_errors
 from trainer.data.experience import Experience, with_estimates
 from trainer.data.tensors import micro_batch, num_tokens, unmasked_completions, value_batch, value_row
 
@@ -48,6 +50,10 @@ def group(*rollouts: Rollout, group_id: int = 0) -> Group:
 
 def known(groups: Sequence[Group | Tombstone], estimates: Estimates) -> list[Experience]:
     return with_estimates([Experience(g) for g in groups], estimates)
+
+
+def estimate(groups: Sequence[Group | Tombstone], values: ByGroup, config: Config) -> Estimates:
+    return critic_advantages.estimate(groups, values, RewardSettings.of(config), config.algorithm)
 
 
 def test_a_group_by_hand() -> None:
@@ -96,13 +102,13 @@ def test_explained_variance_is_1_for_a_perfect_critic_0_for_a_constant_one_and_n
     config = settings()
     g = group(rollout([1], 1.0), rollout([2], 0.0))
 
-    def with_memory_advice(*values: float) -> float:
+    def explained_variance(*values: float) -> float:
         found = estimate([g], {0: [np.array([v]) for v in values]}, config)
         return value_metrics([g], found, config)["explained_variance"]
 
-    assert with_memory_advice(1.0, 0.0) == 1.0
-    assert with_memory_advice(0.3, 0.3) == pytest.approx(0.0)
-    assert with_memory_advice(0.0, 1.0) == -3.0  # var of (1, −1) is four times that of (1, 0)
+    assert explained_variance(1.0, 0.0) == 1.0
+    assert explained_variance(0.3, 0.3) == pytest.approx(0.0)
+    assert explained_variance(0.0, 1.0) == -3.0  # var of (1, −1) is four times that of (1, 0)
 
 
 def test_without_groups_there_is_a_filler_of_weight_zero_and_no_metric() -> None:
@@ -147,7 +153,7 @@ def share(mine: Sequence[Group], step: Sequence[Group], config: Config) -> tuple
         None if batch.ref_logprobs is None else batch.ref_logprobs.double(),
         batch.advantages.double(),
         batch.row.lengths,
-        a,
+        ObjectiveSettings.of(a),
         entropy=logprobs.exp(),
     )
     of_values = value_batch(known(mine, found), total, a)

@@ -16,6 +16,7 @@ from common.config import Config
 from common.types import Group, Tombstone
 from tests import oracle
 from tests.tiny import random_group
+from trainer.algorithm.advantages import RewardSettings
 from trainer.algorithm.critic_advantages import ByGroup, Estimates, estimate, estimate_segments
 from trainer.algorithm.losses import Denominator
 from trainer.data.experience import Experience, with_estimates
@@ -64,7 +65,7 @@ def batches(config: Config, found: Estimates) -> tuple[MicroBatch, ValueBatch]:
 
 
 def segments(config: Config, values: ByGroup, threshold: float = 0.7) -> Estimates:
-    return estimate_segments(GROUPS, values, None, threshold, config)
+    return estimate_segments(GROUPS, values, None, threshold, RewardSettings.of(config), config.algorithm)
 
 
 def equal_tensors(first: Any, second: Any) -> bool:
@@ -82,7 +83,11 @@ def test_segments_of_one_token_give_the_batches_of_gae_to_the_last_bit(params: A
     config = settings(segment_loss=segment_loss, **params)
     gae_config = settings("gae")
     found = segments(config, values, threshold=1.0)
-    pairs = zip(batches(config, found), batches(gae_config, estimate(GROUPS, values, gae_config)), strict=True)
+    pairs = zip(
+        batches(config, found),
+        batches(gae_config, estimate(GROUPS, values, RewardSettings.of(gae_config), gae_config.algorithm)),
+        strict=True,
+    )
     for mine, of_gae in pairs:
         assert equal_tensors(mine, of_gae) and equal_tensors(mine.row, of_gae.row)
 
@@ -155,7 +160,8 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_over_what_trains(seed: 
 def test_given_scores_replace_the_sampled_ones() -> None:
     values = random_values()
     certain = {g.group_id: [np.zeros(len(r.completion_ids)) for r in g.rollouts] for g in alive()}
-    found = estimate_segments(GROUPS, values, certain, 0.01, settings(group_max_size=None))
+    config = settings(group_max_size=None)
+    found = estimate_segments(GROUPS, values, certain, 0.01, RewardSettings.of(config), config.algorithm)
     assert found.segments is not None
     assert (found.segments.r_ppo, found.segments.r_grpo, found.segments.segments) == (0.0, 0.0, 6)  # one each
 

@@ -19,7 +19,11 @@ ROOT = Path(__file__).resolve().parents[1]
 def commands(page: str) -> str:
     """Every bash block of a page as one script, with `check` called directly and what starts engines left out."""
     blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
-    script = "\n".join(blocks).replace("bash launch.sh check", "PYTHON -m sampler.check").replace("python3", "PYTHON")
+    script = (
+        "\n".join(blocks)
+        .replace("bash launch.sh check", "PYTHON -m sampler.check_rewards")
+        .replace("python3", "PYTHON")
+    )
     lines = [line for line in script.splitlines() if not line.startswith("bash launch.sh ")]
     return "\n".join(lines).replace("PYTHON", f"'{sys.executable}'")
 

@@ -13,6 +13,7 @@ from common.config import Data
 from common.errors import UserError
 from common.types import Problem
 from sampler.dataset import fingerprint, load_data, load_problems, look_up, permutation, problem_index, sampling_seed
+from tests.speed import limit
 
 pytestmark = pytest.mark.fast
 
@@ -292,7 +293,7 @@ def test_a_missing_path_is_reported_before_datasets_is_imported(tmp_path):
         "assert not {'datasets', 'torch', 'transformers'} & set(sys.modules)\n"
     )
     root = Path(__file__).resolve().parents[1]
-    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=limit(60))
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("no file or folder") == 5
     assert f"Did you mean {tmp_path}/train.jsonl?" in result.stdout
@@ -305,7 +306,9 @@ def test_a_hub_data_set_that_cannot_be_had_says_how_to_get_it(tmp_path):
     )
     root = Path(__file__).resolve().parents[1]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, env=env)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=limit(60), env=env
+    )
     for words in (
         "'openai/gsm8k'",
         "HF_HUB_OFFLINE=1",

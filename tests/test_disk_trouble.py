@@ -25,6 +25,7 @@ from common import durable, exits
 from common.errors import Interrupted, Retryable
 from tests.gloo_data import TRAINER
 from tests.replay_worker import ROOT, Life, Stack, stack
+from tests.speed import limit
 from tests.test_checkpoint_faults import ONE_RANK, leftovers, resumed_step, save
 from trainer.save import checkpoint, disk
 from trainer.save.disk import Disk, DiskTrouble, together
@@ -233,7 +234,7 @@ class ThreadRanks:
     """An Exchange among threads."""
 
     def __init__(self, world_size: int):
-        self.barrier, self.parts = threading.Barrier(world_size, timeout=10), [[0.0]] * world_size
+        self.barrier, self.parts = threading.Barrier(world_size, timeout=limit(10)), [[0.0]] * world_size
 
     def of(self, rank: int) -> Any:
         def add(values: list[float]) -> list[float]:
@@ -267,7 +268,7 @@ def test_when_one_rank_meets_a_full_disk_all_of_them_retry_together_and_rank_0_s
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=limit(20))
     assert tried == [3, 3, 3]
     assert said == ["it waits for the disk: rank 2: No space left on device; trying again in 0 s"] * 2
 
@@ -330,7 +331,7 @@ def test_a_disk_that_stays_full_ends_both_ranks_retryable_and_the_run_resumes_wh
     trainers: Stack, rank: int
 ) -> None:
     name, first = f"stays-full-{rank}", (110, 26)[rank]  # in the second checkpoint
-    life = train(trainers, name, {rank: f"{first}-1000000:enospc"}, channel={"stall_timeout_s": 3.0})
+    life = train(trainers, name, {rank: f"{first}-1000000:enospc"}, channel={"stall_timeout_s": limit(2)})
     assert life.codes == [exits.RETRYABLE] * 2, life.logs
     for log in life.logs:
         assert "Make room or repair the disk, then start again" in log

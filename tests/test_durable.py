@@ -14,6 +14,7 @@ import pytest
 from common import durable, failpoints
 from common.errors import UserError
 from common.failpoints import failpoint
+from tests.speed import limit
 
 pytestmark = pytest.mark.fast
 
@@ -29,7 +30,7 @@ def run(code: str, failpoint: str = "", *arguments: str | Path) -> subprocess.Co
         env=os.environ | {"TANDEM_FAILPOINT": failpoint},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=limit(60),
     )
 
 
@@ -246,5 +247,5 @@ def test_a_failpoint_may_stop_the_process_until_it_is_continued() -> None:
     _, status = os.waitpid(process.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status)
     process.send_signal(signal.SIGCONT)
-    assert process.communicate(timeout=30)[0] == b"on\n"
+    assert process.communicate(timeout=limit(30))[0] == b"on\n"
     assert process.returncode == 0

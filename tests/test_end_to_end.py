@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,7 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from common.ports import free_port
 from report.run_log import read_jsonl
+from tests.speed import limit, overdue
 from tests.test_metrics_page import unexplained
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -69,18 +70,12 @@ def config_for(task: Path, output_dir: Path, stage: int, **trainer) -> Path:
         "rewards": {"reward_funcs": ["answer", "format", f"{task / 'reward.py'}:vowels"]},
         "algorithm": {"beta": 0.04},
         "trainer": {"max_steps": 20, "prompts_per_step": 4, "learning_rate": 1e-4, "save_steps": 10, **trainer},
-        "channel": {"connect_timeout_s": 240, "stall_timeout_s": 240},
+        "channel": {"connect_timeout_s": limit(240), "stall_timeout_s": limit(240)},
         "deepspeed": {"zero_optimization": {"stage": stage}},
     }  # fmt: skip
     path = output_dir.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(settings))
     return path
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Two:
@@ -153,8 +148,8 @@ def test_twenty_steps_on_gsm8k_with_two_ranks_reload_verified_weights_after_ever
         time.sleep(3)
         next(iter(starts.values()))()
         trainer, sampler = two.processes["trainer"], two.processes["sampler"]
-        assert trainer.wait(timeout=500) == 0, two.log("trainer")
-        assert sampler.wait(timeout=30) == 0, two.log("sampler")
+        assert trainer.wait(timeout=limit(500)) == 0, two.log("trainer")
+        assert sampler.wait(timeout=limit(30)) == 0, two.log("sampler")
     metrics = check_proof_of_weights(run, steps=20)
     if changes:  # 5 groups of some 200 tokens, two at a time on one rank
         assert all(2 <= m["micro_batches"] <= 4 and 0 < m["rank_imbalance"] < 1 for m in metrics)
@@ -208,8 +203,8 @@ def test_a_killed_sampler_and_a_killed_trainer_cost_time_and_no_group(task, tmp_
         os.killpg(trainer.pid, signal.SIGKILL)
         trainer.wait()
         trainer = two.trainer(1, "run.resume=true")
-        assert trainer.wait(timeout=300) == 0, two.log("trainer")
-        assert sampler.wait(timeout=30) == 0, two.log("sampler")
+        assert trainer.wait(timeout=limit(300)) == 0, two.log("trainer")
+        assert sampler.wait(timeout=limit(30)) == 0, two.log("sampler")
     metrics = read_jsonl(run / "metrics.jsonl")
     assert [m["step"] for m in metrics] == list(range(1, 9))
     assert max(m["sync/canary_max_diff"] for m in metrics) <= 1e-4
@@ -218,8 +213,8 @@ def test_a_killed_sampler_and_a_killed_trainer_cost_time_and_no_group(task, tmp_
 
 
 def wait_for_step(run: Path, step: int, two: Two) -> None:
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline:
+    begun = time.monotonic()
+    while not overdue(time.monotonic() - begun, 240):
         rows = read_jsonl(run / "metrics.jsonl")
         if rows and rows[-1]["step"] >= step:
             return
@@ -244,6 +239,6 @@ def test_a_sampler_without_a_trainer_says_so_and_ends_with_75(tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(settings))
     with Two(config) as two:
-        assert two.sampler().wait(timeout=120) == 75
+        assert two.sampler().wait(timeout=limit(120)) == 75
         assert "the trainer has not answered on ipc://" in two.log("sampler")
         assert "Is `deepspeed training_worker.py` running with the same --config?" in two.log("sampler")

@@ -1,6 +1,6 @@
 """R13: nobody waits for ever and nothing is left behind, whoever is killed, stopped, interrupted, absent or stuck.
 
-The supervisor alone, with programs that know nothing of the protocol, is in test_supervise.py.
+The supervisor alone, with programs that know nothing of the protocol, is in test_supervisor.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 from tests.ending_processes import NUM_STEPS
 from tests.endings import Scenario, scenarios
 
-pytestmark = [pytest.mark.fast, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.fast, pytest.mark.timeout(0)]  # each scenario has a limit of its own
 
 ROOT = Path(__file__).resolve().parents[1]
 SCENARIOS = list(scenarios())
@@ -26,7 +26,7 @@ SCENARIOS = list(scenarios())
 
 @pytest.fixture(scope="module")
 def endings() -> dict[str, dict[str, Any]]:
-    """All of them at once, six at a time; by name."""
+    """All of them, by name."""
     begun = time.monotonic()
     done = subprocess.run([sys.executable, "-m", "tests.endings"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -44,8 +44,8 @@ def verdict(scenario: Scenario, ending: dict[str, Any]) -> str:
         return f"still running after {ending['seconds']} s"
     if ending["code"] not in (scenario.code, scenario.or_code):
         return f"exit code {ending['code']}, expected {scenario.code}"
-    if ending["seconds"] > scenario.within_s:
-        return f"took {ending['seconds']} s, allowed are {scenario.within_s}"
+    if ending["is_late"]:
+        return f"took {ending['seconds']} s, {scenario.within_s} would be in time on the reference machine"
     if ending["left"]:
         return f"left behind: {ending['left']}"
     if scenario.is_saved and ending["saved"] != ending["steps"]:

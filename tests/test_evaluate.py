@@ -18,10 +18,11 @@ import pytest
 from common.config import Config, Rewards, load
 from common.errors import UserError
 from evaluation import main as evaluation
-from evaluation.main import find
 from evaluation.pass_at_k import estimate, final_answer, majority, majority_at_k, pass_at_k, sizes
 from evaluation.results import report, table
+from evaluation.target import find_target
 from report.run_log import wilson_interval
+from tests.speed import limit, overdue
 
 pytestmark = pytest.mark.fast
 
@@ -156,33 +157,33 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 def test_a_run_folder_gives_its_final_model_or_its_newest_checkpoint(run_folder: Path) -> None:
-    assert find(str(run_folder), None).model == str(run_folder / "checkpoints" / "step_000100")
+    assert find_target(str(run_folder), None).model == str(run_folder / "checkpoints" / "step_000100")
     (run_folder / "final").mkdir()
     (run_folder / "final" / "config.json").write_text("{}")
-    target = find(str(run_folder), None)
+    target = find_target(str(run_folder), None)
     assert (target.model, target.config) == (str(run_folder / "final"), run_folder / "config.json")
     assert target.output == run_folder / "evaluations"
 
 
 def test_a_checkpoint_knows_the_settings_of_its_run(run_folder: Path) -> None:
     step = run_folder / "checkpoints" / "step_000020"
-    target = find(str(step), None)
+    target = find_target(str(step), None)
     assert (target.model, target.config) == (str(step), run_folder / "config.json")
 
 
 def test_a_folder_of_adapters_is_evaluated_on_the_runs_own_model(run_folder: Path) -> None:
     (run_folder / "final").mkdir()
     (run_folder / "final" / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 16}')
-    target = find(str(run_folder), None)
+    target = find_target(str(run_folder), None)
     assert (target.model, target.rank) == (str(run_folder / "final"), 8)
     config = load(target.config, target.overrides())
     assert (config.model.path, config.lora.r, config.lora.publishes_adapters) == ("start", 8, True)
-    whole = find(str(run_folder / "checkpoints" / "step_000020"), None)
+    whole = find_target(str(run_folder / "checkpoints" / "step_000020"), None)
     config = load(whole.config, ["lora.r=4", *whole.overrides()])
     assert (config.model.path, config.lora.r) == (whole.model, 0)
     (run_folder / "final" / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match=r"adapter_config.json is not peft's"):
-        find(str(run_folder), None)
+        find_target(str(run_folder), None)
 
 
 def test_a_runs_own_settings_load_again(run_folder: Path) -> None:
@@ -212,21 +213,21 @@ def test_a_users_mistake_is_told_before_anything_is_loaded(run_folder: Path, arg
 def test_a_model_outside_a_run_needs_a_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="is in no run folder"):
-        find(str(tmp_path), None)
-    assert find(str(tmp_path), "configs/quickstart.yaml").config == Path("configs/quickstart.yaml")
+        find_target(str(tmp_path), None)
+    assert find_target(str(tmp_path), "configs/quickstart.yaml").config == Path("configs/quickstart.yaml")
 
 
 def test_a_mistake_ends_the_process_with_2_and_no_traceback(run_folder: Path) -> None:
     begun = time.monotonic()
     command = [sys.executable, "-m", "evaluation.main", str(run_folder), "eval.temprature=1"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=dict(os.environ), timeout=60)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=dict(os.environ), timeout=limit(60))
     assert result.returncode == 2 and "Traceback" not in result.stderr
-    assert time.monotonic() - begun < 10  # 0.4 on an idle machine
+    assert not overdue(time.monotonic() - begun, 5)  # 0.4 on an idle machine
 
 
 @pytest.mark.parametrize("script", ["sampling.py", "training_worker.py"])
 def test_the_two_processes_refuse_a_run_that_only_evaluates(script: str, run_folder: Path) -> None:
     command = [sys.executable, script, "--config", str(run_folder / "config.json"), "eval.val_only=true"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(100))
     assert result.returncode == 2
     assert "bash launch.sh run CONFIG eval.val_only=true" in result.stderr

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.speed import limit
+
 pytestmark = pytest.mark.fast
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,7 +25,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 
 def run(body: str) -> subprocess.CompletedProcess[str]:
     code = HEAD + f"def main():\n    {body}\nexits.leave(exits.run('sampler', main))"
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=limit(60))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +87,7 @@ def test_a_process_that_asked_for_it_dies_with_its_killed_parent() -> None:
     orphan = psutil.Process(int(parent.stdout.readline()))
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    orphan.wait(timeout=10)
+    orphan.wait(timeout=limit(10))
     parent.stdout.close()
     assert not orphan.is_running()
 
@@ -106,4 +108,4 @@ def test_a_rank_that_waits_for_the_launcher_ends_at_its_sigterm() -> None:
     time.sleep(0.3)
     process.send_signal(signal.SIGTERM)
     process.stdout.close()
-    assert process.wait(timeout=20) == 1
+    assert process.wait(timeout=limit(20)) == 1

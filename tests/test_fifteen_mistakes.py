@@ -25,6 +25,7 @@ from common.config import Config
 from common.errors import UserError
 from report.advice import Adviser, Settings
 from tests.commands import BOTH, CHATML, ROOT, ROW, check, make_task, run
+from tests.speed import limit
 
 pytestmark = pytest.mark.fast
 
@@ -183,7 +184,7 @@ def main():
         torch.empty(10**15)
 raise SystemExit(exits.run("trainer", main))
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=limit(60))
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("tandem: trainer: the trainer ran out of memory: ") and "4000000000000000 bytes" in last
@@ -207,9 +208,9 @@ raise SystemExit(exits.run("trainer", main))
     ],
 )
 def test_12_what_vllm_says_of_memory_is_still_what_we_look_for(file: str, said: str, remedy: str) -> None:
-    told = out_of_memory.words("sampler", ValueError(said))
+    told = out_of_memory.memory_advice("sampler", ValueError(said))
     assert told is not None and said in told and remedy in told
-    assert out_of_memory.words("sampler", ValueError("max_model_len must be positive")) is None
+    assert out_of_memory.memory_advice("sampler", ValueError("max_model_len must be positive")) is None
     (place,) = find_spec("vllm").submodule_search_locations  # type: ignore[union-attr]
     source = re.sub(r'"\s*f?"', "", (Path(place) / "v1" / file).read_text())
     signs = [sign for sign in out_of_memory._ENGINE if sign in said]

@@ -11,7 +11,7 @@ from common.config import Config
 from common.types import Rollout
 from tests import oracle
 from tests.tiny import random_group
-from trainer.algorithm.advantages import shaped_rewards
+from trainer.algorithm.advantages import RewardSettings, shaped_rewards
 from trainer.algorithm.gae import gae, group_token_rewards, token_rewards
 
 pytestmark = pytest.mark.fast
@@ -81,6 +81,8 @@ def test_token_rewards_sum_to_the_shaped_reward_of_their_completion() -> None:
         }
     )
     group = random_group(3, 50, [1.0, 0.0, 0.5], beta=0.1)
-    found = group_token_rewards(group, config)
+    found = group_token_rewards(group, RewardSettings.of(config))
     assert [len(r) for r in found] == [len(r.completion_ids) for r in group.rollouts]
-    assert [r.sum() for r in found] == pytest.approx(shaped_rewards(group, config).tolist(), abs=1e-12)
+    assert [r.sum() for r in found] == pytest.approx(
+        shaped_rewards(group, RewardSettings.of(config)).tolist(), abs=1e-12
+    )

@@ -179,6 +179,14 @@ def test_other_objectives_equal_plain_torch(runs: Runs, ranks: int, name: str) -
 
 
 @pytest.mark.parametrize("ranks", RANKS)
+def test_an_estimator_and_a_loss_of_a_file_equal_plain_torch(runs: Runs, ranks: int) -> None:
+    plain = PlainTraining(runs.model, steps=1, adv_estimator="dr_grpo")
+    found = scaled(runs.tensors(ranks, "own/gradient"), 1 / (1 - BETA1))
+    assert difference(found, plain.gradient) < PLAIN_ROUNDING
+    assert runs.first(ranks)[0]["own"]["steps"][0]["loss"] == pytest.approx(plain.steps[0]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", ["recomputed", "recomputed3"])
 def test_gradient_checkpointing_and_larger_micro_batches_change_nothing(
     runs: Runs, plain: PlainTraining, ranks: int, name: str

@@ -7,8 +7,8 @@ import pytest
 
 from common.config import Algorithm, Config
 from common.types import Group, Rollout, Tombstone
-from trainer.algorithm.advantages import shaped_rewards
-from trainer.algorithm.kl_controller import completion_kls, next_beta, with_beta
+from trainer.algorithm.advantages import RewardSettings, shaped_rewards
+from trainer.algorithm.kl_controller import completion_kls, next_beta
 
 pytestmark = pytest.mark.fast
 
@@ -40,14 +40,14 @@ def test_the_kl_of_a_completion_is_the_sum_of_its_log_ratios() -> None:
     ],
 )
 def test_beta_moves_with_the_clipped_error_and_the_number_of_completions(kls: list[float], factor: float) -> None:
-    assert next_beta(0.1, kls, ALGORITHM) == pytest.approx(0.1 * factor, rel=1e-12)
+    assert next_beta(0.1, kls, kl_target=5.0, kl_horizon=100) == pytest.approx(0.1 * factor, rel=1e-12)
 
 
 def test_beta_settles_where_the_kl_meets_the_target() -> None:
     """A policy whose KL is 1 / beta: the target 5 is met at beta 0.2."""
     beta = 0.01
     for _ in range(400):
-        beta = next_beta(beta, [1 / beta] * 50, ALGORITHM)
+        beta = next_beta(beta, [1 / beta] * 50, kl_target=5.0, kl_horizon=100)
     assert beta == pytest.approx(0.2, rel=1e-6)
 
 
@@ -55,7 +55,7 @@ def test_the_beta_in_force_is_that_of_the_shaped_reward() -> None:
     config = Config.model_validate(
         {"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "algorithm": ALGORITHM.model_dump()}
     )
-    assert shaped_rewards(GROUP, config).tolist() == pytest.approx([1 - 0.1 * 3, 1 + 0.1 * 0.5])
-    moved = with_beta(config, 0.3)
-    assert shaped_rewards(GROUP, moved).tolist() == pytest.approx([1 - 0.3 * 3, 1 + 0.3 * 0.5])
-    assert with_beta(config, None) is config
+    assert shaped_rewards(GROUP, RewardSettings.of(config)).tolist() == pytest.approx([1 - 0.1 * 3, 1 + 0.1 * 0.5])
+    assert shaped_rewards(GROUP, RewardSettings.of(config, beta=0.3)).tolist() == pytest.approx(
+        [1 - 0.3 * 3, 1 + 0.3 * 0.5]
+    )

@@ -21,6 +21,7 @@ from sampler import loop
 from sampler.link import Link
 from sampler.loop import Sampler
 from tests.protocol_helpers import HELLO, hurry, make_config, make_inbox, short_folder
+from tests.speed import limit
 from tests.test_reload import Engine
 from tests.test_weights import SHARDS, publish
 
@@ -177,14 +178,14 @@ def test_meanwhile_the_trainer_hears_why_and_loses_nobody(
         inbox.commit(0, published)
         appears = threading.Timer(3.0, lambda: hidden.rename(folder))
         appears.start()
-        phases, deadline = set(), time.monotonic() + 20
+        phases, deadline = set(), time.monotonic() + limit(20)
         while sampler.engine.version != VERSION and time.monotonic() < deadline:
             sampler.wait_for_credit_or_work()
             sampler.reload_if_credited()
             sampler.link.beat(sampler.phase, sampler.progress, sampler.engine.version, {}, now=False)
-            phases |= {peer.phase for peer in inbox.peers.values()}
+            phases |= {peer.phase for peer in inbox.state.peers.values()}
         appears.join()
-        sampler.link._socket.close()
+        sampler.link.close()
     assert sampler.engine.version == VERSION
     assert any(f"waiting 2 s for the file system to show version {VERSION}: {folder}" in phase for phase in phases)
     assert not [text for text in said if "lost" in text], said

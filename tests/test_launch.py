@@ -16,7 +16,7 @@ import pytest
 
 from common.config import Config
 from common.errors import UserError
-from launcher import doctor, doctor_config, machine
+from launcher import doctor_config, doctor_machine, doctor_packages, machine
 from launcher.placement import Placement, placement, visible_gpus
 from tests.test_imports import PACKAGES
 from tests.tiny import tiny_model
@@ -137,7 +137,7 @@ def test_check_names_its_files_from_the_callers_folder(copy, tmp_path):
     assert copy.launch("setup", BACKEND="cpu").returncode == 0
     copy.launch("check", "my.yaml", "samples.jsonl", "run.seed=1", "configs/none.yaml", cwd=tmp_path, BACKEND="cpu")
     files = f"{tmp_path}/my.yaml {tmp_path}/samples.jsonl"
-    assert copy.calls() == [f"-m sampler.check {files} run.seed=1 configs/none.yaml"]
+    assert copy.calls() == [f"-m sampler.check_rewards {files} run.seed=1 configs/none.yaml"]
 
 
 def test_another_backend_gets_a_new_environment(copy):
@@ -242,10 +242,13 @@ def test_what_the_user_set_is_not_overwritten(copy):
     assert "usage stats: 0" in copy.launch("run", VLLM_NO_USAGE_STATS="0").stdout
 
 
-def test_test_passes_its_arguments_to_pytest(copy):
+def test_test_passes_its_arguments_to_pytest_and_starts_workers_unless_tests_are_named(copy):
     copy.launch("setup")
-    copy.launch("test", "-k", "wire")
-    assert copy.calls() == ["-m pytest -k wire"]
+    for arguments in ("-k wire", "tests/test_wire.py -x", "-n 3"):
+        copy.launch("test", *arguments.split())
+        assert copy.calls() == [f"-m pytest {arguments}"]
+    copy.launch("test", "-m", "fast")
+    assert copy.calls() == ["-m pytest -n auto --dist loadfile --no-loadscope-reorder -m fast"]
 
 
 # --- placement
@@ -354,9 +357,9 @@ def test_a_build_lock_is_stale_exactly_when_no_process_has_it_open(tmp_path, mon
     lock = tmp_path / "op" / "lock"
     with open(lock, "w"):
         assert machine.stale_build_locks() == []
-        assert doctor.build_locks().ok
+        assert doctor_machine.build_locks().ok
     assert machine.stale_build_locks() == [lock]
-    assert doctor.build_locks() == doctor.Check(
+    assert doctor_machine.build_locks() == doctor_machine.Check(
         False, "compiled ops: a build was killed; the next start waits for it for ever", f"rm {lock}"
     )
     machine.remove_stale_build_locks()
@@ -364,32 +367,32 @@ def test_a_build_lock_is_stale_exactly_when_no_process_has_it_open(tmp_path, mon
 
 
 def test_the_doctor_finds_nothing_where_everything_is_installed(capsys):
-    result = doctor.packages()
+    result = doctor_packages.packages()
     assert result.ok, result.text
 
 
 def test_packages_of_another_version_are_named_and_a_build_tag_is_not_another_version():
     found = {"torch": "2.13.0+cu130", "vllm": "0.31.0"}
     pins = {"torch": "2.13.0", "vllm": "0.32.0", "peft": "0.21.2"}
-    assert doctor.mismatches(pins, found.get) == ["vllm 0.31.0 (wants 0.32.0)", "peft missing (wants 0.21.2)"]
-    assert doctor.mismatches({"torch": "2.13.0+cpu"}, found.get) == ["torch 2.13.0+cu130 (wants 2.13.0+cpu)"]
+    assert doctor_packages.mismatches(pins, found.get) == ["vllm 0.31.0 (wants 0.32.0)", "peft missing (wants 0.21.2)"]
+    assert doctor_packages.mismatches({"torch": "2.13.0+cpu"}, found.get) == ["torch 2.13.0+cu130 (wants 2.13.0+cpu)"]
 
 
 def test_a_lock_is_read_for_this_interpreter():
     text = "a==1.0\nb==2.0 ; sys_platform == 'win32'\nc==3.0+cpu ; python_full_version >= '3.11'\n"
-    assert doctor.read_lock(text) == {"a": "1.0", "c": "3.0+cpu"}
+    assert doctor_packages.read_lock(text) == {"a": "1.0", "c": "3.0+cpu"}
 
 
 def test_an_unsupported_python_comes_with_a_fix():
-    assert doctor.python_version((3, 12)).ok
-    assert doctor.python_version((3, 13)) == doctor.Check(
+    assert doctor_machine.python_version((3, 12)).ok
+    assert doctor_machine.python_version((3, 13)) == doctor_machine.Check(
         False, "Python 3.13; needs 3.11 or 3.12", "PYTHON=python3.11 bash launch.sh setup"
     )
 
 
 def test_a_temporary_folder_with_too_long_a_name_for_a_socket_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("x" * 80)))
-    check = doctor.channel_socket()
+    check = doctor_machine.channel_socket()
     assert not check.ok and check.fix == "export TMPDIR=/tmp"
 
 
@@ -402,20 +405,20 @@ def test_the_doctor_runs_without_any_package():
 
 
 def test_too_few_open_files_come_with_the_command(monkeypatch):
-    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (256, 4096))
-    assert doctor.open_files() == doctor.Check(False, "open files: 256 per process", "ulimit -n 1024")
-    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (1024, 4096))
-    assert doctor.open_files().ok
+    monkeypatch.setattr(doctor_machine.resource, "getrlimit", lambda _: (256, 4096))
+    assert doctor_machine.open_files() == doctor_machine.Check(False, "open files: 256 per process", "ulimit -n 1024")
+    monkeypatch.setattr(doctor_machine.resource, "getrlimit", lambda _: (1024, 4096))
+    assert doctor_machine.open_files().ok
 
 
 def test_a_hub_that_does_not_answer_is_named_with_both_ways_out(monkeypatch):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens at the discard port
-    check = doctor.hub()
+    check = doctor_machine.hub()
     assert not check.ok and "http://127.0.0.1:9 does not answer" in check.text
     assert "HF_ENDPOINT" in check.fix and "HF_HUB_OFFLINE=1" in check.fix
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert doctor.hub().ok
+    assert doctor_machine.hub().ok
 
 
 def test_a_port_in_use_is_found_and_another_hosts_is_not_judged():
@@ -456,11 +459,17 @@ def test_the_doctor_checks_what_a_config_needs(tmp_path):
 
 def test_every_check_that_fails_has_something_to_paste():
     """Whatever this machine lacks: a ✗ without a fix helps nobody."""
-    checks = [*doctor.writable(), doctor.memory(), doctor.shared_memory(), doctor.disk(), doctor.channel_socket()]
+    checks = [
+        *doctor_machine.writable(),
+        doctor_machine.memory(),
+        doctor_machine.shared_memory(),
+        doctor_machine.disk(),
+        doctor_machine.channel_socket(),
+    ]
     assert all(check.ok or check.fix for check in checks)
     calls = [
         node
-        for name in ("doctor", "doctor_config")
+        for name in ("doctor_machine", "doctor_packages", "doctor_config")
         for node in ast.walk(ast.parse((ROOT / "launcher" / f"{name}.py").read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "Check"
     ]
@@ -490,11 +499,11 @@ def imported_packages() -> set[str]:
 
 
 def test_every_imported_package_is_required_and_pinned_as_in_both_locks():
-    required = doctor.read_lock((ROOT / "requirements.txt").read_text())
+    required = doctor_packages.read_lock((ROOT / "requirements.txt").read_text())
     missing = {DISTRIBUTIONS.get(name, name) for name in imported_packages() - INSTALLED_APART} - set(required)
     assert missing == set()
-    gpu = doctor.read_lock((ROOT / "requirements-gpu.lock").read_text())
-    cpu = doctor.read_lock((ROOT / "requirements-cpu.lock").read_text())
+    gpu = doctor_packages.read_lock((ROOT / "requirements-gpu.lock").read_text())
+    cpu = doctor_packages.read_lock((ROOT / "requirements-cpu.lock").read_text())
     assert required == {name: gpu[name] for name in required}
     in_both = {name: version for name, version in required.items() if name not in ("torch", "vllm")}
     assert in_both == {name: cpu[name] for name in in_both}

@@ -20,6 +20,7 @@ from model import lora
 from sampler.engine import Engine, SamplingParams
 from sampler.reload import reload
 from tests.plain_policy import AdaptedPolicy, OneRank, PlainPolicy
+from tests.speed import limit
 from tests.test_vllm_engine import complete, edit, greedy, repoint
 from tests.tiny import tiny_model
 from trainer.save.write_version import publish
@@ -220,7 +221,7 @@ def test_a_saved_folder_loads_in_a_fresh_vllm_and_in_transformers(
     _write_adapters(final, tensors, policy.published_settings, load_tokenizer(config.model.path))
     expected = greedy(engine, PROMPT[:24], 12)
     command = [sys.executable, "-c", FRESH, config.model.path, str(final)]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=limit(200), check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
     [ids] = [line.split()[1:] for line in ran.stdout.splitlines() if line.startswith("ids ")]
     assert [int(i) for i in ids] == expected

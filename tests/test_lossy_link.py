@@ -26,6 +26,7 @@ from tests.protocol_helpers import (
     published,
     short_folder,
 )
+from tests.speed import limit
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(120)]
 
@@ -122,7 +123,7 @@ def test_the_weights_would_tell_another_order() -> None:
 
 def test_a_credit_that_was_overtaken_by_a_later_one_is_counted_and_not_used() -> None:
     def credit(progress: int) -> wire.Credit:
-        return wire.Credit(8 * progress, [8 * progress], [], [], progress, "", "", progress, "")
+        return wire.Credit(8 * progress, [8 * progress], [], [], progress, "", "", progress)
 
     with short_folder() as folder:
         config = make_config(folder)
@@ -131,11 +132,11 @@ def test_a_credit_that_was_overtaken_by_a_later_one_is_counted_and_not_used() ->
         link.beat("ready", 0, None, {}, now=True)
         name, *_ = trainer.recv_multipart()
         seen = []
-        for life, progress in [("a", 1), ("a", 2), ("a", 1), ("a", 2), ("b", 1), ("a", 3), ("b", 0), ("b", 1)]:
-            trainer.send_multipart([name, *wire.encode(wire.Envelope("run", life, ""), credit(progress))])
-            link.receive(timeout_s=5.0)
+        for incarnation, progress in [("a", 1), ("a", 2), ("a", 1), ("a", 2), ("b", 1), ("a", 3), ("b", 0), ("b", 1)]:
+            trainer.send_multipart([name, *wire.encode(wire.Envelope("run", incarnation, ""), credit(progress))])
+            link.receive(timeout_s=limit(5))
             seen.append(link.credit.version if link.credit else None)
         assert seen == [1, 2, 2, 2, 1, 1, 1, 1]
-        assert link.counters == {"refused/outdated": 2, "refused/past_life": 1}
-        link._socket.close()
+        assert link.counters == {"refused/outdated": 2, "refused/past_incarnation": 1}
+        link.close()
         trainer.close()

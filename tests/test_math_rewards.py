@@ -14,6 +14,7 @@ from rewards.boxed import acc, base_acc, boxed, boxed_format, golds, is_right, s
 from rewards.find import BUILT_IN, check_signature, resolve
 from rewards.latex import last_boxed, normalized, number, same_answer
 from rewards.shaped import cosine_length, gated_format, linear_length
+from tests.speed import cpu_overdue
 
 pytestmark = pytest.mark.fast
 
@@ -126,9 +127,9 @@ def test_no_text_breaks_the_comparison_and_every_answer_equals_itself(a, b):
 def test_a_hostile_completion_costs_milliseconds():
     texts = [r"\boxed{" * 100_000, "{" * 500_000 + r"\boxed{" + "{" * 500_000, r"\boxed{" + "(1," * 200_000 + "}"]
     texts += [r"\boxed{" + r"\frac{1}" * 50_000 + "}", r"\boxed{" + "[[" * 100 + "1,2" * 30 + "}"]
-    start = time.monotonic()
+    start = time.process_time()
     assert boxed(completions=texts, answer=["(1,2,3)"] * 5) == [0.0] * 5
-    assert time.monotonic() - start < 3
+    assert not cpu_overdue(time.process_time() - start, 3)
 
 
 def test_gold_is_read_from_every_notation_of_a_data_set():

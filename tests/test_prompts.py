@@ -15,6 +15,7 @@ from common.errors import UserError
 from common.types import Problem
 from model.tokenizer import load_tokenizer
 from sampler.prompts import make_prompt, make_prompts
+from tests.speed import limit
 
 pytestmark = pytest.mark.fast
 
@@ -211,7 +212,7 @@ def test_a_missing_folder_is_reported_before_transformers_is_imported():
         "try: load_tokenizer('./no/model')\nexcept UserError as error: print(error)\n"
         "assert not {'transformers', 'torch'} & set(sys.modules)\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=limit(60))
     assert result.returncode == 0, result.stderr
     assert "model './no/model': no such folder" in result.stdout
 
@@ -223,7 +224,7 @@ def test_a_hub_model_that_cannot_be_had_says_how_to_get_it(tmp_path):
     )
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, env=env
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=limit(120), env=env
     )
     for words in ("'Qwen/Qwen2.5-1.5B-Instruct'", "HF_HUB_OFFLINE=1", "hf download Qwen/", "HF_ENDPOINT"):
         assert words in result.stdout, result.stderr

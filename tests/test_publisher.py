@@ -29,9 +29,9 @@ fast = pytest.mark.fast
 
 
 class RankZero:
-    """What a publisher wants of an Inbox; `credited` are (cursor, version, eval_id)."""
+    """What a publisher wants of a GroupSource; `credited` are (cursor, version, eval_id)."""
 
-    envelope = type("Envelope", (), {"incarnation": "ab12"})
+    incarnation = "ab12"
 
     def __init__(self) -> None:
         self.credited: list[tuple[int, int, str | None]] = []

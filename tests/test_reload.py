@@ -16,6 +16,7 @@ from common.weights import BadWeights, Published
 from sampler.reload import Fetcher, reload, scratch_dir
 from tests.protocol_helpers import make_config, short_folder
 from tests.protocol_kill import publish
+from tests.speed import limit
 
 pytestmark = pytest.mark.fast
 
@@ -103,7 +104,7 @@ def test_a_version_fetched_while_the_engine_decodes_is_used_without_another_look
     fetcher.start(version)
     fetcher.start(version)  # each turn of the sampler's loop asks again
     assert fetcher._thread is not None
-    fetcher._thread.join(timeout=20)
+    fetcher._thread.join(timeout=limit(20))
     monkeypatch.setattr("sampler.reload.fetch", lambda *_: pytest.fail("fetched twice"))
     engine = Engine()
     found = reload(engine, version, config, fetcher)

@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import UserError
 from report.curves import centered_mean, share_of_full_marks, write_curves
-from report.draw import final_summary, main
+from report.main import final_summary, main
 from report.run_log import MetricsLog
 
 pytestmark = pytest.mark.fast
@@ -35,7 +35,7 @@ def write_run(folder, steps: int, evaluations: tuple[dict, ...] = (), **extra: f
 
 @pytest.fixture
 def drawn(monkeypatch) -> dict[str, list]:
-    """What every panel is given: titles, words, lines and held-out points, in the order of drawing."""
+    """What every plot is given: titles, words, lines and held-out points, in the order of drawing."""
     calls: dict[str, list] = {}
     for name in ("set_title", "text", "plot", "errorbar"):
         real = getattr(matplotlib.axes.Axes, name)

@@ -16,6 +16,7 @@ import pytest
 from common.errors import UserError
 from report.html_page import SHOWN, _trouble, content_of, time_split, write_report
 from report.run_log import MetricsLog
+from tests.speed import limit
 
 pytestmark = pytest.mark.fast
 
@@ -181,7 +182,7 @@ def browse(folder: Path, *arguments: str) -> str:
     """Chromium's answer. Its own sandbox does not work for root; what it opens is the page made above."""
     command: list[Any] = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
     command += [f"--user-data-dir={folder / 'profile'}", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=limit(60), check=True).stdout
 
 
 @in_a_browser

@@ -15,9 +15,9 @@ from common.weights import Published
 from report.run_log import MetricsLog, read_jsonl
 from trainer import loop
 from trainer.loop import Trainer
+from trainer.record.rank_zero import RankZero
 from trainer.save import publisher
 from trainer.save.checkpoint import Progress
-from trainer.stream import RankZero
 
 pytestmark = pytest.mark.fast
 
@@ -39,8 +39,8 @@ def evaluated_after_resume(output_dir: Path, monkeypatch: pytest.MonkeyPatch, st
     def commit(cursor: int, published: Published, eval_id: str | None, num_problems: int) -> None:
         leased.extend([eval_id] if eval_id else [])
 
-    inbox = SimpleNamespace(
-        envelope=SimpleNamespace(incarnation="ab"),
+    source = SimpleNamespace(
+        incarnation="ab",
         wait_for_sampler=lambda: SimpleNamespace(num_eval_problems=8),
         commit=commit,
         versions_in_use=list,
@@ -48,7 +48,7 @@ def evaluated_after_resume(output_dir: Path, monkeypatch: pytest.MonkeyPatch, st
     )
     exchange = SimpleNamespace(rank=0, world_size=1, text=lambda text: text, agree=lambda value: value)
     log = MetricsLog(output_dir, resume_step=step, resume_version=version)
-    rank_zero = RankZero(inbox, None, log, SimpleNamespace(note=print))  # type: ignore[arg-type]
+    rank_zero = RankZero(source, None, log, SimpleNamespace(note=print))  # type: ignore[arg-type]
     monkeypatch.setattr(publisher, "snapshot", lambda *_, copies: lambda _: Published(version, "w", ""))
     monkeypatch.setattr(loop.checkpoint, "commit_final", lambda *_: None)
     progress = Progress("run", step, 8 * step, version, step, 0, 0, {})

@@ -15,11 +15,11 @@ import pytest
 from common.config import Rewards
 from common.errors import UserError
 from rewards.pool import RewardFailure, RewardPool
+from tests.speed import limit, overdue, until
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(60)]
 
 ROOT = Path(__file__).resolve().parents[1]
-TIMEOUT_S = 0.5
 COLUMNS = {"question": "2+2?", "answer": "#### 4"}
 # Does what the completion says.
 REWARD = """
@@ -44,8 +44,13 @@ def file(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pool(file):
-    with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=TIMEOUT_S), columns=COLUMNS) as pool:
+def limit_s():
+    return limit(0.3)
+
+
+@pytest.fixture(scope="module")
+def pool(file, limit_s):
+    with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=limit_s), columns=COLUMNS) as pool:
         yield pool
 
 
@@ -53,22 +58,21 @@ def submit(pool, key, *completions, prompt="2+2?", columns=COLUMNS):
     pool.submit(key, prompt, completions, [[1]] * len(completions), columns)
 
 
-def one(pool, within_s=20.0):
-    [(key, result)] = pool.ready(timeout_s=within_s)
+def one(pool):
+    [(key, result)] = pool.ready(timeout_s=limit(20))
     return key, result
 
 
-def assert_fails_then_goes_on(pool, completion, kind, words):
+def assert_fails_then_goes_on(pool, limit_s, completion, kind, words):
     """The bad job is reported by the deadline, a good one behind it within one second of that."""
     start = time.monotonic()
     submit(pool, "bad", completion)
     submit(pool, "good", "pass")
     results = {}
     while pool.pending:
-        results.update(pool.ready(timeout_s=20.0))
-    # On a machine with more to do than cores, the new process waits for its turn.
+        results.update(pool.ready(timeout_s=limit(20)))
     seconds = time.monotonic() - start
-    assert seconds < TIMEOUT_S + max(1.0, os.getloadavg()[0])
+    assert not overdue(seconds - limit_s, 1.0)
     assert results["bad"].kind == kind
     assert words in results["bad"].reason
     assert results["good"][0][1] == 1.0
@@ -90,7 +94,7 @@ def test_jobs_come_back_with_their_keys_and_scores():
 @pytest.mark.parametrize(
     ("completion", "kind", "words"),
     [
-        ("time.sleep(60)", "timeout", "no reward within 0.5 s, killed. First completion: 'time.sleep(60)'"),
+        ("time.sleep(60)", "timeout", " s, killed. First completion: 'time.sleep(60)'"),
         ("while True: pass", "timeout", "killed"),
         ("9 ** 9 ** 9", "timeout", "killed"),
         ("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)", "timeout", "killed"),
@@ -106,18 +110,18 @@ def test_jobs_come_back_with_their_keys_and_scores():
         ("bytearray(10**10)", "error", "MemoryError"),
     ],
 )
-def test_a_bad_reward_is_reported_in_time_and_the_next_job_is_scored(pool, figure, completion, kind, words):
-    seconds = assert_fails_then_goes_on(pool, completion, kind, words)
+def test_a_bad_reward_is_reported_in_time_and_the_next_job_is_scored(pool, limit_s, figure, completion, kind, words):
+    seconds = assert_fails_then_goes_on(pool, limit_s, completion, kind, words)
     if completion == "while True: pass":
-        figure("R12", f"a reward that spins, deadline {TIMEOUT_S} s: the next group is scored after {seconds:.2f} s")
+        figure("R12", f"a reward that spins, deadline {limit_s:.1f} s: the next group is scored after {seconds:.2f} s")
 
 
 def test_failures_are_counted_by_kind(file):
-    with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=TIMEOUT_S)) as pool:
+    with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=limit(0.3))) as pool:
         for completion in ("time.sleep(9)", "os._exit(1)", "os._exit(1)", "1/0", "1/0", "1/0", "pass"):
             submit(pool, completion, completion)
         while pool.pending:
-            pool.ready(timeout_s=5.0)
+            pool.ready(timeout_s=limit(5))
         assert (pool.num_timeouts, pool.num_crashes, pool.num_errors) == (1, 2, 3)
 
 
@@ -148,17 +152,14 @@ def test_a_fork_that_returns_twice_gives_one_answer(pool, file):
 def test_nothing_that_a_reward_forked_outlives_its_timeout(file, tmp_path):
     mark = tmp_path / "pid"
     code = f"p = subprocess.Popen(['sleep', '61']); open({str(mark)!r}, 'w').write(str(p.pid)); time.sleep(60)"
-    with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=1.5)) as pool:
+    with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=limit(0.8))) as pool:
         submit(pool, 1, code)
         assert one(pool)[1].kind == "timeout"
     assert_gone(int(mark.read_text()))
 
 
-def assert_gone(pid, within_s=2.0):
-    deadline = time.monotonic() + within_s
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, f"process {pid} is still there"
-        time.sleep(0.02)
+def assert_gone(pid):
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, 2.0)
 
 
 def test_prints_go_to_stderr_and_never_into_the_protocol(file, capfd):
@@ -211,23 +212,31 @@ def test_a_job_larger_than_a_pipe_passes(file):
         assert one(pool)[1][1][1] == 1.0
 
 
-def test_two_workers_run_two_slow_rewards_at_once(file):
-    with RewardPool(Rewards(reward_funcs=[f"{file}:act"]), num_workers=2) as pool:
-        start = time.monotonic()
-        for key in (1, 2):
-            submit(pool, key, "time.sleep(0.8)")
+def waits_for(path):
+    return f"while not os.path.exists({str(path)!r}): time.sleep(0.01)"
+
+
+def test_two_workers_run_two_slow_rewards_at_once(file, tmp_path):
+    """Each ends when the other has begun: one after the other, both would be killed at the deadline."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=limit(10)), num_workers=2) as pool:
+        for mine, its in ((one, other), (other, one)):
+            submit(pool, mine.name, f"open({str(mine)!r}, 'w').close()\n{waits_for(its)}")
+        results = {}
         while pool.pending:
-            pool.ready(timeout_s=5.0)
-        assert time.monotonic() - start < 1.5  # one after the other takes 1.6
+            results.update(pool.ready(timeout_s=limit(5)))
+    assert not any(isinstance(result, RewardFailure) for result in results.values())
 
 
-def test_ready_does_not_wait_unless_asked_and_never_longer(pool):
-    submit(pool, 1, "time.sleep(0.3)")
-    start = time.monotonic()
-    assert pool.ready() == []
-    assert time.monotonic() - start < 0.05
-    assert pool.ready(timeout_s=0.05) == []
-    assert one(pool)[0] == 1
+def test_ready_does_not_wait_unless_asked_and_never_longer(file, tmp_path):
+    with RewardPool(Rewards(reward_funcs=[f"{file}:act"])) as pool:
+        submit(pool, 1, waits_for(tmp_path / "go"))
+        start = time.monotonic()
+        assert pool.ready() == []
+        assert not overdue(time.monotonic() - start, 0.05)
+        assert pool.ready(timeout_s=0.05) == []
+        (tmp_path / "go").touch()
+        assert one(pool)[0] == 1
 
 
 def test_what_the_user_can_fix_stops_the_start(file, tmp_path):
@@ -248,7 +257,7 @@ def test_leaving_the_pool_kills_a_busy_reward_at_once(file):
         time.sleep(0.1)
         pid = pool._processes[0]._process.pid
         start = time.monotonic()
-    assert time.monotonic() - start < 1.0
+    assert not overdue(time.monotonic() - start, 1.0)
     assert_gone(pid)
 
 
@@ -286,7 +295,7 @@ def test_a_worker_dies_with_its_parent_even_inside_a_reward(file, code):
 def test_ctrl_c_ends_the_parent_without_a_word_from_the_worker(file):
     parent, worker = start_parent(file, "time.sleep(60)")
     os.killpg(parent.pid, signal.SIGINT)
-    _, err = parent.communicate(timeout=10)
+    _, err = parent.communicate(timeout=limit(10))
     assert parent.returncode == 130
     assert err == ""
     assert_gone(worker)
@@ -296,6 +305,6 @@ def test_the_worker_imports_neither_torch_nor_vllm_and_is_up_fast(file):
     code = "bad = {'torch', 'vllm', 'transformers', 'numpy', 'datasets'} & set(sys.modules); assert not bad, bad"
     start = time.monotonic()
     with RewardPool(Rewards(reward_funcs=["answer", "format", f"{file}:act"])) as pool:
-        assert time.monotonic() - start < 2.0
+        assert not overdue(time.monotonic() - start, 2.0)
         submit(pool, 1, code)
         assert not isinstance(result := one(pool)[1], RewardFailure), result

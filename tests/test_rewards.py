@@ -10,10 +10,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from rewards import RewardError, score
+from rewards import RewardError, score_completions
 from rewards.find import check_signature, resolve
 from rewards.format import is_formatted
 from rewards.gsm8k import answer, last_number
+from tests.speed import cpu_overdue
 
 pytestmark = pytest.mark.fast
 
@@ -143,7 +144,7 @@ def test_a_megabyte_of_hostile_text_is_scored_within_50_ms():
         start = time.process_time()
         answer(completions=[text], answer=[text])
         resolve("format")(completions=[text])
-        assert time.process_time() - start < 0.05, piece
+        assert not cpu_overdue(time.process_time() - start, 0.05), piece
 
 
 def test_functions_are_found_by_name_by_module_and_by_file(tmp_path):
@@ -209,13 +210,13 @@ def test_signatures_that_cannot_be_called_by_keyword_are_refused():
 
 def run(function, completions=("a", "b"), **columns):
     ids = [[1]] * len(completions)
-    return score([("fn", function, 1.0)], ["p"] * len(completions), list(completions), columns, ids)
+    return score_completions([("fn", function, 1.0)], ["p"] * len(completions), list(completions), columns, ids)
 
 
 def test_the_weighted_sum_leaves_out_rewards_that_do_not_apply():
     first = ("first", lambda completions, **_: [1.0, None, 0.25], 1.0)
     second = ("second", lambda completions, **_: [-1, 2.0, np.float32(0.5)], 0.5)
-    scores = score([first, second], ["p"] * 3, ["a", "b", "c"], {}, [[1]] * 3)
+    scores = score_completions([first, second], ["p"] * 3, ["a", "b", "c"], {}, [[1]] * 3)
     assert [total for _, total in scores] == [0.5, 1.0, 0.5]
     assert scores[0][0] == {"first": 1.0, "second": -1.0}
     assert math.isnan(scores[1][0]["first"]) and scores[1][0]["second"] == 2.0
@@ -248,7 +249,7 @@ def test_a_function_that_changes_its_arguments_does_not_mislead_the_next():
     def judge(completions):
         return [float(c == "a") for c in completions]
 
-    scores = score([("v", vandal, 1.0), ("j", judge, 1.0)], ["p"] * 2, ["a", "b"], {}, [[1]] * 2)
+    scores = score_completions([("v", vandal, 1.0), ("j", judge, 1.0)], ["p"] * 2, ["a", "b"], {}, [[1]] * 2)
     assert [rewards["j"] for rewards, _ in scores] == [1.0, 0.0]
 
 
@@ -276,7 +277,7 @@ def test_anything_but_one_finite_number_per_completion_is_an_error_that_shows_it
 
 def test_a_weighted_sum_that_overflows_is_an_error():
     with pytest.raises(RewardError, match="not finite"):
-        score([("fn", lambda completions: [1e308], 10.0)], ["p"], ["a"], {}, [[1]])
+        score_completions([("fn", lambda completions: [1e308], 10.0)], ["p"], ["a"], {}, [[1]])
 
 
 def test_an_exception_becomes_an_error_with_its_line_and_the_completion():

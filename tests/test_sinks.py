@@ -11,7 +11,7 @@ import pytest
 
 from common.errors import UserError
 from report.run_log import MetricsLog
-from report.sinks import require_packages
+from report.sinks import OWN, require_packages
 
 pytestmark = pytest.mark.fast
 
@@ -144,6 +144,40 @@ def test_a_sink_that_does_not_start_is_the_users_to_fix(sink: Sink, monkeypatch)
     monkeypatch.setenv("FAILS", "init")
     with pytest.raises(UserError, match=r"swanlab does not start: RuntimeError: no network; log in .* or leave"):
         MetricsLog(sink.run, ["swanlab"])
+
+
+def own_sink(folder: Path, *lines: str) -> str:
+    (folder / "mine.py").write_text("\n".join(lines) + "\n")
+    return f"{folder}/mine.py:sink"
+
+
+def test_a_sink_of_a_file_gets_the_folder_the_settings_and_every_number(tmp_path: Path) -> None:
+    spec = own_sink(
+        tmp_path,
+        "calls = []",
+        "def sink(folder, config):",
+        "    calls.append((folder.name, config))",
+        "    return lambda step, values: calls.append((step, values)), lambda: calls.append('closed')",
+    )
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(json.dumps(SETTINGS))
+    log = MetricsLog(tmp_path / "run", [spec])
+    log.log(1, {"reward": 0.5})
+    log.close()
+    calls = OWN.load(spec).function.__globals__["calls"]
+    first, (step, values), last = calls
+    assert (first, step, values["reward"], last) == (("run", SETTINGS), 1, 0.5, "closed")
+
+
+def test_a_sink_of_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"run.report_to '.*mine.py:sink' wants 'key'; it gets folder, config"):
+        require_packages([own_sink(tmp_path, "def sink(key): ...")])
+    with pytest.raises(UserError, match=r"no file .*/absent.py"):
+        require_packages([f"{tmp_path}/absent.py:sink"])
+    with pytest.raises(
+        UserError, match=r"mine.py:sink' returned NoneType; return two functions: write\(step, values\)"
+    ):
+        MetricsLog(tmp_path, [own_sink(tmp_path, "def sink(): ...")])
 
 
 def test_a_missing_package_is_told_with_the_pip_line_and_a_folder_of_logs_is_no_package(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from common.config import Algorithm, Config
-from common.types import EvalResult, EvalSample, Group, Rollout, Tombstone
+from common.types import EvalFailure, EvalResult, EvalSample, Group, Rollout, Tombstone
 from trainer.algorithm.sums import TOKEN_SUMS
 from trainer.record.stats import (
     correction_metrics,
@@ -86,10 +86,12 @@ def test_shaping_metrics_by_hand_and_only_where_something_is_shaped() -> None:
         sections = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "sampler": {"max_completion_length": 4}}
         return Config.model_validate(sections | {"algorithm": algorithm})
 
-    assert shaping_metrics(GROUPS, settings()) == {}
-    assert shaping_metrics([TOMBSTONE], settings(soft_punish_cache=2)) == {}
+    assert shaping_metrics(GROUPS, settings(), beta=0.0) == {}
+    assert shaping_metrics([TOMBSTONE], settings(soft_punish_cache=2), beta=0.0) == {}
     # lengths 2, 4, 3 and 1, 1, 1 with L_max 4 and a cache of 2: punishments 0, −1, −½
-    shaped = shaping_metrics([*GROUPS, TOMBSTONE], settings(soft_punish_cache=2, mask_truncated_completions=True))
+    shaped = shaping_metrics(
+        [*GROUPS, TOMBSTONE], settings(soft_punish_cache=2, mask_truncated_completions=True), beta=0.0
+    )
     assert shaped == {
         "reward_shaped": pytest.approx((2.25 - 2 + 1 + 3 - 1.5) / 6),
         "completions/masked_ratio": pytest.approx(1 / 6),
@@ -166,7 +168,7 @@ def test_an_evaluation_record_by_hand() -> None:
         "eval_id": "v40",
         "n": 3,
         "problems": 2,
-        "failed_chunks": 0,
+        "failed_problems": {},
         "full_marks": {"answer": 2, "format": 2},
         "mean": {"answer": pytest.approx(1 / 3), "format": 1.25},
         "mean_length": 20.0,
@@ -174,21 +176,22 @@ def test_an_evaluation_record_by_hand() -> None:
     }
 
 
-def test_a_failed_chunk_is_counted_and_the_others_still_give_a_record() -> None:
-    failed = EvalResult("v40", 2, 40, (), reason="reward timed out")
-    record = eval_record([failed, *CHUNKS], full_mark)
-    assert (record["n"], record["failed_chunks"]) == (3, 1)
+FAILED = EvalResult("v40", 2, 40, (), (EvalFailure(7, "reward timed out"),))
 
 
-def test_an_evaluation_whose_chunks_all_failed_gives_a_record_without_means() -> None:
-    failed = EvalResult("v40", 0, 40, (), reason="reward timed out")
-    record = eval_record([failed], full_mark)
-    assert record == {
+def test_a_problem_that_could_not_be_scored_is_named_and_left_out_of_n() -> None:
+    record = eval_record([FAILED, *CHUNKS], full_mark)
+    assert record == eval_record(CHUNKS, full_mark) | {"failed_problems": {7: "reward timed out"}}
+    assert (record["n"], record["problems"]) == (3, 2)
+
+
+def test_an_evaluation_of_which_nothing_could_be_scored_gives_a_record_without_means() -> None:
+    assert eval_record([FAILED], full_mark) == {
         "step": 40,
         "eval_id": "v40",
         "n": 0,
         "problems": 0,
-        "failed_chunks": 1,
+        "failed_problems": {7: "reward timed out"},
         "full_marks": {},
         "mean": {},
     }

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from common.config import Algorithm, Config
 from common.types import Group, Rollout, Tombstone
 from tests.tiny import random_group
-from trainer.algorithm.losses import Denominator, loss, token_objective
+from trainer.algorithm.advantages import AdvantageSettings
+from trainer.algorithm.losses import Denominator, ObjectiveSettings, loss, token_objective
 from trainer.data import tensors
 from trainer.data.experience import Experience, score_rewards
 from trainer.data.tensors import MicroBatch, needs_batch_statistics, waits_for
@@ -51,7 +52,7 @@ def micro_batch(
 
 
 def scored(groups: Sequence[Group | Tombstone], config: Config) -> list[Experience]:
-    return score_rewards([Experience(g) for g in groups], config)
+    return score_rewards([Experience(g) for g in groups], AdvantageSettings.of(config))
 
 
 def num_tokens(groups: Sequence[Group | Tombstone], algorithm: Algorithm) -> int:
@@ -136,7 +137,12 @@ def test_a_filler_has_no_weight_and_a_gradient_of_zero_whatever_the_model_says(b
     assert batch.weights.tolist() == [0.0]
     logprobs = torch.full((1,), logprob, requires_grad=True)
     objective, terms = token_objective(
-        logprobs, batch.old_logprobs, batch.ref_logprobs, batch.advantages, [1], Algorithm(beta=beta)
+        logprobs,
+        batch.old_logprobs,
+        batch.ref_logprobs,
+        batch.advantages,
+        [1],
+        ObjectiveSettings.of(Algorithm(beta=beta)),
     )
     total = loss(objective, batch.weights)
     total.backward()
@@ -254,7 +260,7 @@ def share(mine: Sequence[Group], step: Sequence[Group], config: Config) -> tuple
         None if batch.ref_logprobs is None else batch.ref_logprobs.double(),
         batch.advantages.double(),
         batch.row.lengths,
-        a,
+        ObjectiveSettings.of(a),
         entropy=logprobs.exp(),  # some function of the token
     )
     total = loss(objective, batch.weights.double())

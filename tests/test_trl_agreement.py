@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.speed import limit
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "benchmarks" / "trl_formulas.py"
 
@@ -22,7 +24,7 @@ spec.loader.exec_module(trl_formulas)
 def test_losses_gradients_and_advantages_equal_those_of_trl() -> None:
     if not (trl_formulas.ENVIRONMENT / ".complete").exists():
         pytest.skip("TRL is not installed beside the project; run python benchmarks/trl_formulas.py once")
-    done = subprocess.run([sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, timeout=limit(300))
     assert done.returncode == 0, done.stdout + done.stderr
 
 

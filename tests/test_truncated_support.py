@@ -20,7 +20,7 @@ from model.logprobs import token_logprobs, token_terms
 from model.packing import pack
 from sampler.engine import kept_tokens
 from trainer.algorithm import mismatch
-from trainer.algorithm.losses import Denominator, token_objective
+from trainer.algorithm.losses import Denominator, ObjectiveSettings, token_objective
 from trainer.data.experience import Experience
 from trainer.data.tensors import micro_batch
 
@@ -89,7 +89,7 @@ def estimator_mean(logits: Tensor, sampled_from: Tensor, baseline: float, level:
         logprobs, _ = scored(leaf, (a, b), SUPPORT)
         old = torch.stack([log_mu[0, a], log_mu[1 + a, b]]).float()
         advantages = torch.full((2,), REWARD[a, b].item() - baseline)
-        objective, _ = token_objective(logprobs, old, None, advantages, [2], algorithm)
+        objective, _ = token_objective(logprobs, old, None, advantages, [2], ObjectiveSettings.of(algorithm))
         (gradient,) = torch.autograd.grad(objective.sum(), leaf)
         total += old.double().sum().exp() * gradient
     return total
@@ -117,7 +117,9 @@ def test_without_the_sets_every_ratio_is_the_kept_probability_and_the_tail_is_mi
     mass = logprobs.detach().exp()[kept].sum()
     log_mu = logprobs.detach() - mass.log()  # what vLLM reports of the kept tokens
     algorithm = Algorithm(epsilon=0.9, epsilon_high=1e6)
-    objective, terms = token_objective(logprobs[kept], log_mu[kept], None, advantages[kept], [1, 1, 1], algorithm)
+    objective, terms = token_objective(
+        logprobs[kept], log_mu[kept], None, advantages[kept], [1, 1, 1], ObjectiveSettings.of(algorithm)
+    )
     assert terms.ratio.tolist() == pytest.approx([mass.item()] * 3)
     (found,) = torch.autograd.grad((log_mu[kept].exp() * objective).sum(), logits, retain_graph=True)
     (true,) = torch.autograd.grad((logprobs.exp() * advantages).sum(), logits, retain_graph=True)
@@ -223,7 +225,7 @@ def test_sets_of_different_width_cross_the_wire(widths: list[int]) -> None:
     ids=["missing", "not asked for", "too wide", "outside the vocabulary", "below -1", "repeated"],
 )
 def test_sets_that_no_honest_sampler_sends_are_refused(bad: Group, max_sampling_mask: int) -> None:
-    with pytest.raises(WireError, match="support"):
+    with pytest.raises(WireError, match="sampling_mask"):
         check_group(bad, limits(max_sampling_mask))
 
 

@@ -79,6 +79,31 @@ def test_a_reward_that_does_not_exist(task: Path) -> None:
     check(run("sampling.py", task / "run.yaml", "rewards.reward_funcs=[anwser]"), "anwser", "answer")
 
 
+@pytest.mark.parametrize("script", ["training_worker.py", "run", "plan"])
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "adv_estimator=TASK/own.py:shot",
+            "algorithm.adv_estimator 'TASK/own.py:shot': no function 'shot' in TASK/own.py",
+        ),
+        (
+            "loss=TASK/won.py:short",
+            "algorithm.loss 'TASK/won.py:short': no file TASK/won.py. Did you mean TASK/own.py?",
+        ),
+        (
+            "loss=TASK/own.py:short",
+            "algorithm.loss 'TASK/own.py:short' wants 'rewards'; it gets logprobs, old_logprobs",
+        ),
+    ],
+    ids=["function", "file", "signature"],
+)
+def test_an_estimator_or_a_loss_that_cannot_be_called(task: Path, script: str, override: str, said: str) -> None:
+    (task / "own.py").write_text("import torch\n\n\ndef short(rewards):\n    return rewards\n")
+    overrides = [f"algorithm.{override}".replace("TASK", str(task)), f"prompt.chat_template={CHATML}"]
+    check(run(script, task / "run.yaml", *overrides, f"run.output_dir={task}/own"), said.replace("TASK", str(task)))
+
+
 def test_answers_that_are_all_empty(task: Path) -> None:
     (task / "empty.jsonl").write_text(json.dumps({"question": "2+2?", "answer": ""}) + "\n")
     check(

@@ -250,7 +250,7 @@ def test_an_evaluation_scores_every_problem_with_the_seeds_of_a_runs_own_evaluat
     from evaluation.main import sample
     from evaluation.results import report
     from rewards.pool import RewardPool
-    from sampler.loop import held_out_law
+    from sampler.task import held_out_params
 
     reload(engine, version(10), config)
     evaluation = {"num_generations": 3, "temperature": 1.0, "max_completion_length": 8}
@@ -260,7 +260,7 @@ def test_an_evaluation_scores_every_problem_with_the_seeds_of_a_runs_own_evaluat
     with RewardPool(given.rewards, columns=problems[0].columns) as pool:
         samples, failures = sample(given, prompts, pool, lambda ids: [" ".join(map(str, x)) for x in ids], engine)
     assert failures == [] and [s["problem_index"] for s in samples] == [0] * 3 + [4] * 3 + [9] * 3
-    params = held_out_law(given, 1)
+    params = held_out_params(given, 1)
     assert (params.num_completions, params.max_tokens, params.temperature) == (3, 8, 1.0)
     again = [" ".join(map(str, c.token_ids)) for c in complete(engine, params, PROMPT[:24])]
     assert again == [s["completion"] for s in samples if s["problem_index"] == 4]

@@ -18,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common import wire
-from common.types import EvalRequest, EvalResult, EvalSample, Group, Rollout, Tombstone
+from common.types import EvalFailure, EvalRequest, EvalResult, EvalSample, Group, Rollout, Tombstone
 from common.wire import Envelope, WireError, check_group, decode, encode
 from tests.protocol_helpers import HELLO, LIMITS, make_group, make_rollout
+from tests.speed import overdue
 
 pytestmark = pytest.mark.fast
 
@@ -47,11 +48,12 @@ groups = st.booleans().flatmap(
 )
 requests = st.builds(EvalRequest, st.text(), ints, st.lists(ints).map(tuple))
 samples = st.builds(EvalSample, ints, st.text(), st.dictionaries(st.text(), numbers), ints, st.just("stop"))
+failures = st.lists(st.builds(EvalFailure, ints, st.text()), max_size=2).map(tuple)
 messages = st.one_of(
     groups,
     st.builds(Tombstone, ints, ints, st.text()),
-    st.builds(EvalResult, st.text(), ints, ints, st.lists(samples, max_size=3).map(tuple), st.text()),
-    st.builds(wire.Hello, ints, st.text(), st.text(), ints, ints, st.none() | ints),
+    st.builds(EvalResult, st.text(), ints, ints, st.lists(samples, max_size=3).map(tuple), failures),
+    st.builds(wire.Hello, ints, st.text(), st.text(), ints, ints, st.booleans(), st.text()),
     st.builds(
         wire.Credit,
         ints,
@@ -62,7 +64,6 @@ messages = st.one_of(
         st.text(),
         st.text(),
         ints,
-        st.text(),
     ),
     st.builds(wire.Beat, st.text(), ints, st.none() | ints, st.dictionaries(st.text(), numbers)),
     st.builds(wire.Bye, st.text(), ints),
@@ -107,9 +108,9 @@ def honest_frames() -> list[list[bytes]]:
             make_group(3, 1),
             make_group(3, 1, make_rollout(ref_logprobs=np.full(2, -1, np.float32))),
             Tombstone(3, 1, "reward failed"),
-            EvalResult("v4", 0, 4, (sample,)),
+            EvalResult("v4", 0, 4, (sample,), (EvalFailure(2, "killed"),)),
             HELLO,
-            wire.Credit(8, [8, 9], [8], [request], 4, "/weights/4", "0" * 64, 5, "training"),
+            wire.Credit(8, [8, 9], [8], [request], 4, "/weights/4", "0" * 64, 5),
             wire.Beat("generating", 7, 4, {"total/generate_s": 1.5}),
             wire.Bye("done"),
         )
@@ -155,7 +156,7 @@ def test_10000_malformed_messages_with_a_right_digest_crash_nothing_and_only_who
             whole += 1
     seconds = time.monotonic() - start
     figure("R7", f"10,000 malformed: {10_000 - whole:,} refused, {whole} still whole, 0 crashes, {seconds:.1f} s")
-    assert time.monotonic() - start < 10
+    assert not overdue(seconds, 10)
 
 
 def damage(rng: random.Random, data: bytes) -> bytes:

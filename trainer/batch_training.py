@@ -21,7 +21,8 @@ from torch import Tensor
 from common.config import Config
 from common.watchdog import report_progress
 from model.reference import Reference
-from trainer.algorithm.kl_controller import completion_kls, next_beta, with_beta
+from trainer.algorithm.advantages import AdvantageSettings
+from trainer.algorithm.kl_controller import completion_kls, next_beta
 from trainer.data import micro_batches
 from trainer.data.experience import Experience, score_rewards
 from trainer.data.micro_batches import Budget, Planner, Round, Work, plan_metrics, plan_of, work_of
@@ -64,9 +65,11 @@ class BatchTraining:
         source: Source,
         record_seconds: RecordSeconds,
     ):
-        self.config = with_beta(config, progress.kl_beta)  # the beta of this batch
+        self.config = config
+        self.beta = config.algorithm.beta if progress.kl_beta is None else progress.kl_beta  # of this batch
         self._models, self._exchange, self._progress, self._record_seconds = models, exchange, progress, record_seconds
-        self._source, self.slots = source, Slots(self.config, progress.cursor)
+        self._source, self.slots = source, Slots(config, progress.cursor, self.beta)
+        self._settings = AdvantageSettings.of(config, self.beta)
         self._budget, self._dims = Budget.of(config.trainer), models.policy.dims
         self._rounds: dict[tuple[int, ...], list[Round]] = {}  # by places: the same in every pass
         self._is_scored = False  # as a whole, where that is needed
@@ -106,9 +109,10 @@ class BatchTraining:
     def next_beta(self) -> float | None:
         """That of the batch after this one; None = the configured one."""
         algorithm = self.config.algorithm
-        if algorithm.kl_controller == "fixed":
+        if algorithm.kl_target is None:  # the controller is fixed
             return None
-        return next_beta(algorithm.beta, completion_kls(self.slots.groups), algorithm)
+        kls = completion_kls(self.slots.groups)
+        return next_beta(self.beta, kls, algorithm.kl_target, algorithm.kl_horizon)
 
     def trained(self, step: Step) -> TrainedStep:
         """What the step trained on, for its records."""
@@ -116,7 +120,7 @@ class BatchTraining:
         return TrainedStep(
             step=step,
             groups=[e.group for e in self.slots.at(step.places)],
-            config=self.config,
+            beta=self.beta,
             dead_group_metrics=self.slots.dead_group_metrics(step),
             plan_metrics=plan_metrics(self._rounds[step.places], works, self._budget),
             empty_slots=self.slots.warning() if step.is_last else "",
@@ -129,14 +133,14 @@ class BatchTraining:
         """Advantages, as soon as what they depend on is in; then log-probs that must come before the first update."""
         algorithm, batch = self.config.algorithm, self.slots.training()
         if not needs_batch_statistics(algorithm):
-            self.slots.replace(score_rewards([e for e in batch if e.advantages is None], self.config))
+            self.slots.replace(score_rewards([e for e in batch if e.advantages is None], self._settings))
         if self._is_scored or self.slots.num_filled < self.slots.size:
             return
         self._is_scored = True
         if self._models.critic:
             self._score_values(self._models.critic)
         elif needs_batch_statistics(algorithm):
-            self.slots.replace(score_rewards(batch, self.config))
+            self.slots.replace(score_rewards(batch, self._settings))
         if corrects_later_steps(algorithm):
             self._score_proximal()
 
@@ -145,7 +149,7 @@ class BatchTraining:
         report_progress("scoring a batch of rollouts with the critic")
         shares = [self._mine(found) for found in self._plan(range(self.slots.size))]
         threshold = self._progress.threshold or self.config.algorithm.group_params.group_variance_threshold
-        self.slots.replace(critic.score(self.slots.training(), shares, self.config, threshold))
+        self.slots.replace(critic.score(self.slots.training(), shares, self._settings.rewards, threshold))
         self._record_seconds("timing/values_s", time.monotonic() - start)
 
     def _score_proximal(self) -> None:

@@ -33,14 +33,15 @@ from trainer.engine.critic import Critic
 from trainer.engine.deepspeed_model import StepResult
 from trainer.engine.policy import Engine
 from trainer.engine.ranks import Exchange
+from trainer.group_receiver import GroupReceiver
 from trainer.record import stats
+from trainer.record.rank_zero import RankZero
 from trainer.record.step_records import StepRecords
 from trainer.save import checkpoint
 from trainer.save.best import Best
 from trainer.save.checkpoint import Progress
 from trainer.save.disk import Disk, on_rank_0
 from trainer.save.publisher import Publisher
-from trainer.stream import RankZero, Stream
 
 
 class Trainer:
@@ -59,18 +60,17 @@ class Trainer:
         self.progress, self.rank_zero, self.critic = progress, rank_zero, critic
         self.actor_critic = ActorCritic(config, engine, critic, exchange) if critic else None
         self.models = Models(engine, reference, self.actor_critic)
-        self.stream = Stream(rank_zero, exchange)
+        self.receiver = GroupReceiver(rank_zero, exchange)
         self.seconds: collections.Counter[str] = collections.Counter()  # metrics of the step that is recorded next
-        self.records = None
+        self.records: StepRecords | None = None
         if rank_zero:
-            log, display, ranks = rank_zero.log, rank_zero.display, exchange.world_size
-            self.records = StepRecords(config, log, display, tokenizer, ranks, progress.batch)
+            self.records = StepRecords(config, rank_zero, tokenizer, exchange.world_size, progress.batch)
         self.disk = Disk(
             exchange, config.channel.stall_timeout_s, rank_zero.display.note if rank_zero else lambda _: None
         )
         self.best = Best(config, exchange, self.disk, lambda: rank_zero.log.evaluations() if rank_zero else [])
         self.publisher = Publisher(
-            config, engine, exchange, self.disk, rank_zero.inbox if rank_zero else None, self.record_seconds
+            config, engine, exchange, self.disk, rank_zero.source if rank_zero else None, self.record_seconds
         )
         self._evaluated_version = progress.policy_version  # of the newest evaluation, or of the start
         self._saved_step = progress.step
@@ -79,7 +79,7 @@ class Trainer:
 
     def run(self) -> None:
         if self.rank_zero:
-            self._num_eval_problems = self.rank_zero.inbox.wait_for_sampler().num_eval_problems
+            self._num_eval_problems = self.rank_zero.source.wait_for_sampler().num_eval_problems
         self.publish(evaluate=self._evaluates_at_start())
         try:
             while self.progress.batch < self.config.num_batches and not self.best.stops_early:
@@ -109,14 +109,14 @@ class Trainer:
     def train_batch(self) -> None:
         """num_iterations passes over the next batch of rollouts, with an optimizer step on each of its mini-batches."""
         self.batch = BatchTraining(
-            self.config, self.models, self.exchange, self.progress, self.stream, self.record_seconds
+            self.config, self.models, self.exchange, self.progress, self.receiver, self.record_seconds
         )
         for step in steps(self.config, self.progress.batch):
-            started, waited_s = time.monotonic(), self.stream.waited_s
+            started, waited_s = time.monotonic(), self.receiver.waited_s
             self.batch.backward(step, self.progress)
             result, sums = self.optimizer_step()
             self._advance(result, sums, step.is_last)
-            self.record(step, result, sums, time.monotonic() - started, self.stream.waited_s - waited_s)
+            self.record(step, result, sums, time.monotonic() - started, self.receiver.waited_s - waited_s)
             if self.config.weights.publish_every == "step" and not step.is_last:
                 self.publish_inside(step)
 
@@ -160,9 +160,9 @@ class Trainer:
     def record(self, step: Step, result: StepResult, sums: dict[str, float], seconds: float, waited_s: float) -> None:
         # on every rank: what is timed by events of a GPU is kept until it is taken
         taken, self.seconds = {"timing/head_s": self.engine.head_time.take()} | self.seconds, collections.Counter()
-        if self.rank_zero is None or self.records is None:
+        if self.records is None:
             return
-        p, (sampler, counters) = self.progress, self.rank_zero.inbox.snapshot()
+        p = self.progress
         progress = {
             "num_tokens": p.num_tokens,
             "policy_version": p.policy_version,
@@ -176,8 +176,8 @@ class Trainer:
             "reference_on_trainer": float(self.models.reference is not None),
         }
         more |= self.actor_critic.metrics() if self.actor_critic else {}
-        more |= taken | {f"link/{name}": float(n) for name, n in counters.items()}
-        self.records.write(p.step, p.batch, self.batch.trained(step), result, sums, progress, more, sampler)
+        more |= taken
+        self.records.write(p.step, p.batch, self.batch.trained(step), result, sums, progress, more)
 
     def publish_inside(self, step: Step) -> None:
         """Fresher weights for the groups that the sampler runs ahead with; the cursor waits for the batch's end."""
@@ -185,7 +185,7 @@ class Trainer:
         self.publish(evaluate=False)
         is_last_pass = step.iteration + 1 == self.config.algorithm.num_iterations
         if self.rank_zero and is_last_pass:
-            self.rank_zero.inbox.mark_trained((step.mini_batch + 1) * self.config.trainer.prompts_per_step)
+            self.rank_zero.source.mark_trained((step.mini_batch + 1) * self.config.trainer.prompts_per_step)
 
     def publish(self, evaluate: bool) -> None:
         """The present version, with an evaluation if one is due."""
@@ -221,7 +221,7 @@ class Trainer:
         start = time.monotonic()
         results: list[EvalResult] = []
         with contextlib.suppress(Interrupted):  # all ranks stop together a moment later, without this evaluation
-            results = self.rank_zero.inbox.finish_eval() if self.rank_zero else []
+            results = self.rank_zero.source.finish_eval() if self.rank_zero else []
         record = stats.eval_record(results, self.config.rewards.full_mark) if results else None
         # before it is recorded: what is recorded is not evaluated again after a crash
         self.best.update(record, self.publisher.published, self.engine, self.tokenizer)

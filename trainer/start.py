@@ -24,8 +24,8 @@ from trainer.link.ledger import Ledger
 from trainer.link.recording import FILE, Recorder, Replay
 
 if TYPE_CHECKING:
+    from trainer.record.rank_zero import RankZero
     from trainer.save.checkpoint import Progress
-    from trainer.stream import RankZero
 
 
 def run(config: Config) -> None:
@@ -52,8 +52,10 @@ def _taken(config: Config) -> Any:
 
 
 def _run(config: Config) -> None:
-    """Rank 0 opens its rank_zero first: a taken port or a wrong checkpoint must not cost the start of all ranks."""
+    """Rank 0 opens what only it has first: a taken port or a wrong checkpoint must not cost the start of all ranks."""
     from model.reference import Reference
+    from trainer.algorithm.advantages import try_own_estimator
+    from trainer.algorithm.losses import try_own_objective
     from trainer.engine.critic import Critic
     from trainer.engine.deepspeed_model import init_distributed
     from trainer.engine.policy import Engine
@@ -62,6 +64,8 @@ def _run(config: Config) -> None:
     from trainer.save import checkpoint
 
     rank, ranks = int(os.environ.get("RANK", "0")), world_size()
+    try_own_estimator(config)
+    try_own_objective(config.algorithm)
     stage = deepspeed_config(config, ranks)["zero_optimization"]["stage"]
     tokenizer = _tokenizer_to_save(config)
 
@@ -72,25 +76,27 @@ def _run(config: Config) -> None:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(out_of_memory.with_memory_advice("trainer"))
-        found, run_id, rank_zero = "", secrets.token_hex(8), None
+        resume_from, run_id, rank_zero = "", secrets.token_hex(8), None
         if rank == 0:
-            found = _find_checkpoint(config)
-            rank_zero = _open_rank_zero(stack, config, progress_of(found, run_id), is_resumed=bool(found))
+            resume_from = _find_checkpoint(config)
+            rank_zero = _open_rank_zero(stack, config, progress_of(resume_from, run_id), is_resumed=bool(resume_from))
         init_distributed(config)
         exchange = Exchange(config)
-        found, run_id = exchange.text(found), exchange.text(run_id)
+        resume_from, run_id = exchange.text(resume_from), exchange.text(run_id)
         engine = Engine(config, exchange.world_size)
         critic = None
         if config.algorithm.needs_critic:
             critic = Critic(config, exchange.world_size)
             critic.check_vocabulary(len(tokenizer))
-        if found:
-            checkpoint.load(engine, Path(found), critic)
+        if resume_from:
+            checkpoint.load(engine, Path(resume_from), critic)
         reference = None
         if config.reference_on == "trainer":
             reference = Reference(config, engine.device)
             reference.check_vocabulary(len(tokenizer))
-        trainer = Trainer(config, engine, exchange, tokenizer, progress_of(found, run_id), rank_zero, reference, critic)
+        trainer = Trainer(
+            config, engine, exchange, tokenizer, progress_of(resume_from, run_id), rank_zero, reference, critic
+        )
         exits.defer_interrupts(rank == 0, "stopping after this step, with a checkpoint; again to stop at once")
         trainer.run()
 
@@ -105,14 +111,14 @@ def _tokenizer_to_save(config: Config) -> Any:
 
 def _open_rank_zero(stack: contextlib.ExitStack, config: Config, progress: Progress, is_resumed: bool) -> RankZero:
     """What only rank 0 has, closed by the stack: records, display, and the link to the samplers or a recording."""
-    from trainer.stream import RankZero
+    from trainer.record.rank_zero import RankZero
 
     output_dir = config.run.output_dir
     weights_dir = weights.default_dir(config)
     durable.make_private(weights_dir)
     for folder in (weights_dir, output_dir, output_dir / "checkpoints"):
         durable.remove_leftovers(folder)
-    weights.remove_versions(weights_dir)  # of an earlier life: this one publishes its own first
+    weights.remove_versions(weights_dir)  # of an earlier start: this one publishes its own first
     public = redacted(config.model_dump(mode="json"))
     durable.write_file(output_dir / "config.json", json.dumps(public, indent=1, ensure_ascii=False).encode())
     resumed_at = (progress.step, progress.policy_version) if is_resumed else (None, None)
@@ -177,10 +183,10 @@ def _find_checkpoint(config: Config) -> str:
                 "or start a new one with run.output_dir=another folder"
             )
         return ""
-    found = newest_valid(checkpoints, lambda text: print(f"tandem: {text}", flush=True))
-    if found is None:
+    newest = newest_valid(checkpoints, lambda text: print(f"tandem: {text}", flush=True))
+    if newest is None:
         raise UserError(f"run.resume is true but {checkpoints} holds no valid checkpoint; start with run.resume=false")
-    return str(found)
+    return str(newest)
 
 
 def _stream(config: Config) -> dict[str, Any]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from common.config.sections import Section
+from common.config.estimators import ESTIMATORS, OWN, Estimator
+from common.config.sections import Section, require_own_function
+
+LossType = Literal["grpo", "dapo", "dr_grpo", "bnpo", "cispo"]
 
 
 class GroupParams(Section):
@@ -76,15 +79,17 @@ class Algorithm(Section):
     """Cap of the ratio where the advantage is negative (dual clip), above 1 + epsilon_high; null = none."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """token: a ratio per token. sequence: one per completion, normalised by its length (GSPO)."""
-    loss_type: Literal["grpo", "dapo", "dr_grpo", "bnpo", "cispo"] = "grpo"
+    loss_type: LossType = "grpo"
     """grpo: mean of sequence means. dapo, bnpo: mean over all tokens of the step. dr_grpo: sum / (sequences · max
     length). cispo: mean over all tokens of capped ratio · advantage · log-prob."""
-    adv_estimator: Literal[
-        "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "group_ppo"
-    ] = "grpo"
+    loss: str | None = None
+    """Your own objective of a token, `file.py:function` or `package.module.function`, in the place of the clipped one;
+    loss_type then only says how tokens are averaged. null = the clipped objective, or that of cispo."""
+    adv_estimator: str = "grpo"
     """grpo: (r − mean) / std of the group. dr_grpo: without std. rloo: minus the mean of the others.
     reinforce_plus_plus(_baseline): r (− mean), whitened over the tokens of the batch. gae: PPO with a critic.
-    group_ppo: the same, with one advantage for each segment of a completion."""
+    group_ppo: the same, with one advantage for each segment of a completion. Your own: `file.py:function` or
+    `package.module.function`."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
     """Standard deviation (n − 1) to divide by: the group's, the whole batch's, or none. null = group for adv_estimator
     grpo, none for the others."""
@@ -135,9 +140,13 @@ class Algorithm(Section):
         return self.max_resamples if self.dead_groups == "resample" else 0
 
     @property
+    def estimator(self) -> Estimator:
+        """What the name of the estimator means for other settings."""
+        return ESTIMATORS.get(self.adv_estimator, OWN)
+
+    @property
     def has_group_baseline(self) -> bool:
-        """Equal rewards in a group mean that nothing is to be learned from it."""
-        return self.adv_estimator in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
+        return self.estimator.has_group_baseline
 
     @property
     def clip_high(self) -> float:
@@ -145,15 +154,15 @@ class Algorithm(Section):
 
     @property
     def reward_scale(self) -> str:
-        return self.scale_rewards or ("group" if self.adv_estimator == "grpo" else "none")
+        return self.scale_rewards or self.estimator.reward_scale
 
     @property
     def whitens_tokens(self) -> bool:
-        return self.adv_estimator.startswith("reinforce_plus_plus")
+        return self.estimator.whitens_tokens
 
     @property
     def needs_critic(self) -> bool:
-        return self.adv_estimator in ("gae", "group_ppo")
+        return self.estimator.needs_critic
 
     @property
     def trains_endpoints(self) -> bool:
@@ -168,7 +177,22 @@ class Algorithm(Section):
     @property
     def always_has_gradient(self) -> bool:
         """Also where the advantage is zero."""
-        return self.entropy_coef > 0 or (self.beta > 0 and not self.kl_in_reward)
+        return self.loss is not None or self.entropy_coef > 0 or (self.beta > 0 and not self.kl_in_reward)
+
+    @field_validator("adv_estimator")
+    @classmethod
+    def _names_an_estimator(cls, value: str) -> str:
+        require_own_function(value, ESTIMATORS)
+        return value
+
+    @field_validator("loss")
+    @classmethod
+    def _names_a_loss(cls, value: str | None) -> str | None:
+        if value in get_args(LossType):
+            raise ValueError(f"loss is for a function of your own; set algorithm.loss_type={value}, and remove loss")
+        if value is not None:
+            require_own_function(value)
+        return value
 
     @model_validator(mode="after")
     def _options_fit_together(self) -> Algorithm:
@@ -189,6 +213,8 @@ class Algorithm(Section):
                 yield "loss_type cispo has no lower clip; remove algorithm.epsilon"
         elif self.delta is not None and self.delta <= 1 + self.clip_high:
             yield f"delta {self.delta} must be above 1 + epsilon_high = {1 + self.clip_high}; set algorithm.delta=3.0"
+        if self.loss_type == "cispo" and self.loss is not None:
+            yield "loss takes the place of cispo's objective; set algorithm.loss_type=dapo, the same mean over tokens"
         if self.vllm_importance_sampling_mode is None and self.vllm_importance_sampling_clip_max != 3:
             yield "vllm_importance_sampling_clip_max does nothing without algorithm.vllm_importance_sampling_mode"
         if self.dead_groups != "keep" and not self.has_group_baseline:
@@ -234,7 +260,7 @@ class Algorithm(Section):
             yield "kl_target and kl_horizon belong to the adaptive controller; set algorithm.kl_controller=adaptive"
 
     def _contradictions_of_advantages(self) -> Iterator[str]:
-        if self.adv_estimator != "grpo" and self.reward_scale != "none":
+        if self.estimator.reward_scale == "none" and self.reward_scale != "none":
             yield f"adv_estimator {self.adv_estimator} divides by no deviation; set algorithm.scale_rewards=null"
         if self.whitens_tokens and self.whiten_advantages:
             yield f"adv_estimator {self.adv_estimator} whitens already; set algorithm.whiten_advantages=false"

@@ -125,7 +125,7 @@ class Rewards(Section):
     max_memory_gib: float = Field(8.0, gt=0)
     """A reward process that wants more gets a MemoryError, and its group becomes a tombstone. Linux only."""
     max_tombstone_fraction: float = Field(0.01, ge=0, le=1)
-    """The run stops with the reason once more than this share of groups (and more than 3) are tombstones."""
+    """The run stops once more than this share of groups, or of one evaluation's problems, and more than 3, failed."""
 
     @property
     def weights(self) -> list[float]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from common import functions
+from common.errors import UserError
+
 MAX_SOCKET_PATH = 107  # bytes, of sockaddr_un
+SINKS = ("tensorboard", "wandb", "trackio", "swanlab", "mlflow")
 MAX_LORA_RANK = 512  # of vLLM
 
 
@@ -16,13 +21,23 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
 
 
+def require_own_function(name: str, built_in: Collection[str] = ()) -> None:
+    """Raises ValueError unless this is built in or a user's function. Whether that is there is asked before a run."""
+    try:
+        if name not in built_in:
+            functions.parse(repr(name), name, built_in)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+
+
 class Run(Section):
     output_dir: Path = Path("runs/run")
     """Run folder: metrics.jsonl, samples.jsonl, eval.jsonl, curves.png, report.html, logs/, checkpoints/, final/."""
     seed: int = 0
     """Seeds problem order, sampling and everything random in the trainer."""
-    report_to: list[Literal["tensorboard", "wandb", "trackio", "swanlab", "mlflow"]] = ["tensorboard"]
-    """Sinks beside metrics.jsonl, which is always written. They get numbers and settings, never samples."""
+    report_to: list[str] = ["tensorboard"]
+    """Sinks beside metrics.jsonl, which is always written: tensorboard, wandb, trackio, swanlab, mlflow, or your own,
+    `file.py:function`. They get numbers and settings, never samples."""
     resume: bool = False
     """Continue from the newest valid checkpoint in output_dir. Without one this is an error, never a fresh start."""
     record: bool = False
@@ -31,6 +46,13 @@ class Run(Section):
     """Train from such a recording, without a sampler: the same weights, bit for bit."""
     log_samples: int = Field(2, ge=0)
     """Groups written to samples.jsonl per step: the best and the worst completion of each."""
+
+    @field_validator("report_to")
+    @classmethod
+    def _names_sinks(cls, value: list[str]) -> list[str]:
+        for name in value:
+            require_own_function(name, SINKS)
+        return value
 
 
 class Model(Section):

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from tests.speed import limit
+
 ROOT = Path(__file__).resolve().parents[2]
 MADE_HERE = (".*cache*", ".git", ".venv", ".hypothesis", "runs", "__pycache__", "tests")
 BACKEND = "cpu" if torch.__version__.endswith("+cpu") else "gpu"
@@ -66,7 +68,7 @@ class Clone:
         begun = time.monotonic()
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", script],
-            cwd=self.folder, env=environment, capture_output=True, text=True, timeout=timeout_s,
+            cwd=self.folder, env=environment, capture_output=True, text=True, timeout=limit(timeout_s),
         )  # fmt: skip
         print(f"{time.monotonic() - begun:.0f} s\n{done.stdout}\n{done.stderr}")
         return done
@@ -74,7 +76,7 @@ class Clone:
     def python(self, code: str) -> str:
         """What a fresh process of the environment prints, in another folder: it knows nothing of this project."""
         python = self.folder / ".venv" / "bin" / "python"
-        done = subprocess.run([python, "-c", code], cwd="/", capture_output=True, text=True, timeout=120)
+        done = subprocess.run([python, "-c", code], cwd="/", capture_output=True, text=True, timeout=limit(120))
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout.strip()
 

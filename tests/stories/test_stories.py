@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from common.config import Config, load
+from tests.quickstart_model import build_once
 from tests.stories.clone import ROOT, Clone, commands
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -18,11 +19,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
     """With the quick start's model, which `bash launch.sh` builds; here once for all sessions."""
-    from quickstart.build import FOLDER, build
-    from quickstart.settings import Settings
-
-    (ROOT / FOLDER).parent.mkdir(exist_ok=True)
-    build(ROOT / FOLDER, Settings(), print)
+    build_once()
     return Clone(tmp_path_factory.mktemp("weekend") / "tandem")
 
 

@@ -1,31 +1,81 @@
 """Rewards of a step's groups -> advantages. Pure, float64, no tensors of a model.
 
-    adv_estimator                    A_i of a completion, before whitening
-    grpo                             (r_i − mean(r)) / (std + eps)     arXiv 2402.03300, equation 3
-    dr_grpo                           r_i − mean(r)                    arXiv 2503.20783
+    adv_estimator                    A_i of a completion, before scaling and whitening
+    grpo, dr_grpo                     r_i − mean(r)                    arXiv 2402.03300, equation 3; 2503.20783
     rloo                              r_i − mean of the others         arXiv 2402.14740
     reinforce_plus_plus               r_i                              arXiv 2501.03262
     reinforce_plus_plus_baseline      r_i − mean(r)                    arXiv 2501.03262
 
-mean(r) is the group's; std is the group's, the batch's, or not there (scale_rewards); each has n − 1, eps = 1e-4. The
-two REINFORCE++ are then whitened over the tokens of the batch of rollouts, which may hold several optimizer steps
-(steps_per_generation). Left out: anything that needs a critic.
+mean(r) is the group's. A_i is then divided by std + eps of the group (what makes grpo), of the batch, or by nothing
+(scale_rewards); std has n − 1, eps = 1e-4. The two REINFORCE++ are then whitened over the tokens of the batch of
+rollouts, which may hold several optimizer steps (steps_per_generation). A user's own estimator takes the place of the
+second column. Left out: anything that needs a critic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.config import Algorithm, Config
+from common.config import Config
+from common.config.estimators import ESTIMATORS as BUILT_IN
+from common.errors import UserError
 from common.types import Group, Rollout, Tombstone
+from trainer.algorithm.user_functions import ESTIMATOR
 
 EPS = 1e-4
 DEAD_TOLERANCE = 1e-9
 
 Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """What is added to the rewards of the functions."""
+
+    beta: float  # of the KL in the reward; 0 = it is not there
+    soft_punish_cache: int  # 0 = no punishment
+    max_completion_length: int
+
+    @classmethod
+    def of(cls, config: Config, beta: float | None = None) -> RewardSettings:
+        """beta: that of the adaptive controller; None = the configured one."""
+        algorithm = config.algorithm
+        weight = algorithm.beta if beta is None else beta
+        cache, limit = algorithm.soft_punish_cache, config.sampler.max_completion_length
+        return cls(weight if algorithm.kl_in_reward else 0.0, cache, limit)
+
+
+@dataclass(frozen=True)
+class AdvantageSettings:
+    """What makes advantages of the groups of a batch."""
+
+    rewards: RewardSettings
+    adv_estimator: str
+    has_group_baseline: bool
+    reward_scale: str  # group, batch, none
+    weights: Mapping[str, float] | None  # by function, with normalize_then_sum; None = the rewards are summed already
+    whitens: bool
+    whitens_tokens: bool
+    mask_truncated_completions: bool
+
+    @classmethod
+    def of(cls, config: Config, beta: float | None = None) -> AdvantageSettings:
+        algorithm, rewards = config.algorithm, config.rewards
+        sums_last = algorithm.multi_objective_aggregation == "normalize_then_sum"
+        return cls(
+            rewards=RewardSettings.of(config, beta),
+            adv_estimator=algorithm.adv_estimator,
+            has_group_baseline=algorithm.has_group_baseline,
+            reward_scale=algorithm.reward_scale,
+            weights=dict(zip(rewards.names, rewards.weights, strict=True)) if sums_last else None,
+            whitens=algorithm.whitens,
+            whitens_tokens=algorithm.whitens_tokens,
+            mask_truncated_completions=algorithm.mask_truncated_completions,
+        )
 
 
 def rewards_of(group: Group) -> Floats:
@@ -43,30 +93,83 @@ def moves(advantages: Floats) -> bool:
     return not bool((np.abs(advantages) <= DEAD_TOLERANCE).all())
 
 
-def trains(rollout: Rollout, algorithm: Algorithm) -> bool:
+def trains(rollout: Rollout, mask_truncated_completions: bool) -> bool:
     """False for a truncated completion when those are masked: it has a reward and weight 0."""
-    return not (algorithm.mask_truncated_completions and rollout.finish_reason == "length")
+    return not (mask_truncated_completions and rollout.finish_reason == "length")
 
 
-def is_dead_group(group: Group | Tombstone, config: Config) -> bool:
+def is_dead_group(group: Group | Tombstone, settings: AdvantageSettings) -> bool:
     """No advantage is left when the group's baseline is gone, so only KL or entropy could train it."""
-    if isinstance(group, Tombstone) or not config.algorithm.has_group_baseline:
+    if isinstance(group, Tombstone) or not settings.has_group_baseline:
         return False
-    if config.algorithm.multi_objective_aggregation == "normalize_then_sum":
-        return not moves(normalized_sum(_by_function(group, config), config.rewards.weights))
-    return is_dead(shaped_rewards(group, config))
+    if settings.adv_estimator in ESTIMATORS and settings.weights is None:
+        return is_dead(shaped_rewards(group, settings.rewards))
+    return not moves(_advantages(group, settings))
 
 
-def group_advantages(rewards: Floats, scale_rewards: str = "group", adv_estimator: str = "grpo") -> Floats:
-    """[G] -> [G].  (1, 0, 0, 1) -> (0.866, −0.866, −0.866, 0.866) with "group", (0.5, −0.5, −0.5, 0.5) without."""
-    if adv_estimator == "reinforce_plus_plus":
-        return rewards
-    if is_dead(rewards):
-        return np.zeros_like(rewards)
-    centred = rewards - rewards.mean()
-    if adv_estimator == "rloo":  # r_i − (Σr − r_i) / (G − 1)
-        return centred * len(rewards) / (len(rewards) - 1)
-    return centred / (rewards.std(ddof=1) + EPS) if scale_rewards == "group" else centred
+def centred(rewards: Floats) -> Floats:
+    """r_i − mean(r); exactly 0 in a dead group."""
+    return np.zeros_like(rewards) if is_dead(rewards) else rewards - rewards.mean()
+
+
+def rloo(rewards: Floats) -> Floats:
+    """r_i − (Σr − r_i) / (G − 1) = (r_i − mean(r)) · G / (G − 1)"""
+    return centred(rewards) * len(rewards) / (len(rewards) - 1)
+
+
+def without_baseline(rewards: Floats) -> Floats:
+    return rewards
+
+
+ESTIMATORS: dict[str, Callable[[Floats], Floats]] = {
+    "grpo": centred,
+    "dr_grpo": centred,
+    "rloo": rloo,
+    "reinforce_plus_plus": without_baseline,
+    "reinforce_plus_plus_baseline": centred,
+}
+
+
+def group_advantages(
+    rewards: Floats, reward_scale: str = "group", adv_estimator: str = "grpo", group: Group | None = None
+) -> Floats:
+    """[G] -> [G].  (1, 0, 0, 1) -> (0.866, −0.866, −0.866, 0.866) with "group", (0.5, −0.5, −0.5, 0.5) without.
+
+    group: for a user's own estimator. Raises UserError for a name that is none.
+    """
+    if adv_estimator in ESTIMATORS:
+        advantages = ESTIMATORS[adv_estimator](rewards)
+    else:
+        advantages = own_advantages(adv_estimator, rewards, group)
+    return advantages / (rewards.std(ddof=1) + EPS) if reward_scale == "group" else advantages
+
+
+def own_advantages(name: str, rewards: Floats, group: Group | None) -> Floats:
+    """By a user's `def estimator(rewards, group)`: [G] -> [G]. Raises UserError unless it gives G finite numbers."""
+    estimator = ESTIMATOR.load(name)
+    found = estimator(rewards=rewards.copy(), group=group)
+    try:
+        advantages = np.asarray(found, np.float64)
+    except (TypeError, ValueError, RuntimeError):  # the last of a tensor with gradient
+        raise UserError(f"{estimator.label} returned {str(found)[:200]}, expected {len(rewards)} numbers") from None
+    if advantages.shape != rewards.shape:
+        shape = list(advantages.shape)
+        raise UserError(f"{estimator.label} returned shape {shape} for {len(rewards)} rewards; return one number each")
+    if not np.isfinite(advantages).all():
+        raise UserError(f"{estimator.label} returned {advantages} for rewards {rewards}; return finite numbers")
+    return advantages
+
+
+def try_own_estimator(config: Config) -> None:
+    """Calls a user's estimator on a group that nobody sampled: mistakes show before there is one. Raises UserError."""
+    if config.algorithm.adv_estimator in BUILT_IN:
+        return
+    rewards = np.arange(config.sampler.num_generations, dtype=np.float64)
+    token, logprob = np.zeros(1, np.int32), np.full(1, -1, np.float32)
+    rollouts = [
+        Rollout(token, logprob, logprob, dict.fromkeys(config.rewards.names, r), r, "stop") for r in rewards.tolist()
+    ]
+    own_advantages(config.algorithm.adv_estimator, rewards, Group(0, 0, 0, token, tuple(rollouts)))
 
 
 def normalized_sum(rewards: Sequence[Floats], weights: Sequence[float]) -> Floats:
@@ -84,25 +187,24 @@ def normalized_sum(rewards: Sequence[Floats], weights: Sequence[float]) -> Float
     return total
 
 
-def shaped_rewards(group: Group, config: Config) -> Floats:
+def shaped_rewards(group: Group, settings: RewardSettings) -> Floats:
     """[G].  r_i − β Σ_t (log π_old − log π_ref) + soft overlong punishment; each term only where it is switched on.
 
     The sum estimates the KL of the whole completion (k1): as a reward its expected gradient is the exact one.
     """
-    rewards = punished_rewards(group, config)
-    if config.algorithm.kl_in_reward:
-        log_ratios = [r.ref_log_ratios() for r in group.rollouts]
-        rewards = rewards - config.algorithm.beta * np.array([x.sum() for x in log_ratios])
+    rewards = punished_rewards(group, settings)
+    if settings.beta:
+        rewards = rewards - settings.beta * np.array([r.ref_log_ratios().sum() for r in group.rollouts])
     return rewards
 
 
-def punished_rewards(group: Group, config: Config) -> Floats:
+def punished_rewards(group: Group, settings: RewardSettings) -> Floats:
     """[G].  r_i + soft overlong punishment where it is switched on: what a whole completion is worth without any KL."""
-    if not config.algorithm.soft_punish_cache:
+    if not settings.soft_punish_cache:
         return rewards_of(group)
     lengths = np.array([len(r.completion_ids) for r in group.rollouts])
-    limit, cache = config.sampler.max_completion_length, config.algorithm.soft_punish_cache
-    return rewards_of(group) + soft_overlong_punishment(lengths, limit, cache)
+    punishment = soft_overlong_punishment(lengths, settings.max_completion_length, settings.soft_punish_cache)
+    return rewards_of(group) + punishment
 
 
 def soft_overlong_punishment(lengths: NDArray[np.int64], max_completion_length: int, cache: int) -> Floats:
@@ -110,23 +212,27 @@ def soft_overlong_punishment(lengths: NDArray[np.int64], max_completion_length: 
     return np.clip((max_completion_length - cache - lengths) / cache, -1.0, 0.0)
 
 
-def step_advantages(groups: Sequence[Group | Tombstone], config: Config) -> dict[int, Floats]:
+def step_advantages(groups: Sequence[Group | Tombstone], settings: AdvantageSettings) -> dict[int, Floats]:
     """[G] by group id. Give it the whole batch of rollouts if `needs_batch_statistics`, else any groups."""
-    algorithm = config.algorithm
     alive = [g for g in groups if isinstance(g, Group)]
     if not alive:
         return {}
-    if algorithm.multi_objective_aggregation == "normalize_then_sum":
-        values = [normalized_sum(_by_function(g, config), config.rewards.weights) for g in alive]
-    else:
-        rewards = [shaped_rewards(g, config) for g in alive]
-        values = [group_advantages(r, algorithm.reward_scale, algorithm.adv_estimator) for r in rewards]
-        if algorithm.reward_scale == "batch":
-            scale = np.concatenate(rewards).std(ddof=1) + EPS
-            values = [v / scale for v in values]
-    if algorithm.whitens:
-        values = whiten(values, [_counts(g, algorithm) for g in alive])
+    values = [_advantages(g, settings) for g in alive]
+    if settings.reward_scale == "batch":
+        scale = np.concatenate([shaped_rewards(g, settings.rewards) for g in alive]).std(ddof=1) + EPS
+        values = [v / scale for v in values]
+    if settings.whitens:
+        values = whiten(values, [_counts(g, settings) for g in alive])
     return {g.group_id: v for g, v in zip(alive, values, strict=True)}
+
+
+def _advantages(group: Group, settings: AdvantageSettings) -> Floats:
+    """[G], as far as they follow from the group alone."""
+    if settings.weights is not None:
+        by_function = [np.array([r.rewards[name] for r in group.rollouts], np.float64) for name in settings.weights]
+        return normalized_sum(by_function, list(settings.weights.values()))
+    rewards = shaped_rewards(group, settings.rewards)
+    return group_advantages(rewards, settings.reward_scale, settings.adv_estimator, group)
 
 
 def whiten(advantages: Sequence[Floats], counts: Sequence[Floats]) -> list[Floats]:
@@ -138,11 +244,8 @@ def whiten(advantages: Sequence[Floats], counts: Sequence[Floats]) -> list[Float
     return [(a - mean) / (std + EPS) for a in advantages]
 
 
-def _counts(group: Group, algorithm: Algorithm) -> Floats:
+def _counts(group: Group, settings: AdvantageSettings) -> Floats:
     """How often each completion counts: its tokens, or once; not at all if it does not train."""
-    size = [len(r.completion_ids) if algorithm.whitens_tokens else 1 for r in group.rollouts]
-    return np.array([n * trains(r, algorithm) for n, r in zip(size, group.rollouts, strict=True)], np.float64)
-
-
-def _by_function(group: Group, config: Config) -> list[Floats]:
-    return [np.array([r.rewards[name] for r in group.rollouts], np.float64) for name in config.rewards.names]
+    size = [len(r.completion_ids) if settings.whitens_tokens else 1 for r in group.rollouts]
+    kept = [trains(r, settings.mask_truncated_completions) for r in group.rollouts]
+    return np.array([n * is_kept for n, is_kept in zip(size, kept, strict=True)], np.float64)

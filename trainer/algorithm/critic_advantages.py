@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.config import Config
+from common.config import Algorithm, Config
 from common.types import Group, Tombstone
-from trainer.algorithm.advantages import Floats, trains, whiten
+from trainer.algorithm.advantages import Floats, RewardSettings, trains, whiten
 from trainer.algorithm.gae import gae, group_token_rewards
 from trainer.algorithm.segments import Positions, Segments, SegmentSums, sampled_scores, segment, sums_of
 
@@ -42,38 +42,44 @@ class Estimates:
     segments: SegmentSums | None = None
 
 
-def estimate(groups: Sequence[Group | Tombstone], values: ByGroup, config: Config) -> Estimates:
+def estimate(
+    groups: Sequence[Group | Tombstone], values: ByGroup, rewards: RewardSettings, algorithm: Algorithm
+) -> Estimates:
     """GAE. values: of every token of every completion of the batch."""
-    algorithm = config.algorithm
     alive = [g for g in groups if isinstance(g, Group)]
     advantages: ByGroup = {}
     returns: ByGroup = {}
     for group in alive:
-        pairs = zip(group_token_rewards(group, config), values[group.group_id], strict=True)
-        found = [gae(rewards, v, algorithm.gamma, algorithm.lam) for rewards, v in pairs]
+        pairs = zip(group_token_rewards(group, rewards), values[group.group_id], strict=True)
+        found = [gae(r, v, algorithm.gamma, algorithm.lam) for r, v in pairs]
         advantages[group.group_id], returns[group.group_id] = [a for a, _ in found], [r for _, r in found]
-    return Estimates(values, _whitened(alive, advantages, config), returns)
+    return Estimates(values, _whitened(alive, advantages, algorithm), returns)
 
 
 def estimate_segments(
-    groups: Sequence[Group | Tombstone], values: ByGroup, scores: ByGroup | None, threshold: float, config: Config
+    groups: Sequence[Group | Tombstone],
+    values: ByGroup,
+    scores: ByGroup | None,
+    threshold: float,
+    rewards: RewardSettings,
+    algorithm: Algorithm,
 ) -> Estimates:
     """GROUP PPO. scores: q of every token; None = (1 − p)² from the sampler's log-probs. threshold: τ."""
-    algorithm = config.algorithm
     alive = [g for g in groups if isinstance(g, Group)]
 
     def cut(group: Group) -> list[Segments]:
         q = scores[group.group_id] if scores else [sampled_scores(r.old_logprobs) for r in group.rollouts]
-        tokens = zip(group_token_rewards(group, config), values[group.group_id], q, strict=True)
+        tokens = zip(group_token_rewards(group, rewards), values[group.group_id], q, strict=True)
         return [segment(*token, threshold, algorithm.gamma, algorithm.lam, algorithm.group_params) for token in tokens]
 
     found = {g.group_id: cut(g) for g in alive}
-    unmasked = [s for g in alive for r, s in zip(g.rollouts, found[g.group_id], strict=True) if trains(r, algorithm)]
+    masks = algorithm.mask_truncated_completions
+    unmasked = [s for g in alive for r, s in zip(g.rollouts, found[g.group_id], strict=True) if trains(r, masks)]
     ends, starts = ({g: [getattr(s, edge) for s in of] for g, of in found.items()} for edge in ("ends", "starts"))
     carried = "advantages" if algorithm.trains_endpoints else "token_advantages"
     return Estimates(
         values={g: [v[at] for v, at in zip(values[g], of, strict=True)] for g, of in starts.items()},
-        advantages=_whitened(alive, {g: [getattr(s, carried) for s in of] for g, of in found.items()}, config),
+        advantages=_whitened(alive, {g: [getattr(s, carried) for s in of] for g, of in found.items()}, algorithm),
         returns={g: [s.returns for s in of] for g, of in found.items()},
         policy_positions=ends if algorithm.trains_endpoints else None,
         value_positions=starts,
@@ -81,12 +87,13 @@ def estimate_segments(
     )
 
 
-def _whitened(alive: Sequence[Group], advantages: ByGroup, config: Config) -> ByGroup:
-    if not (config.algorithm.whitens and alive):
+def _whitened(alive: Sequence[Group], advantages: ByGroup, algorithm: Algorithm) -> ByGroup:
+    if not (algorithm.whitens and alive):
         return advantages
     rollouts = [r for g in alive for r in g.rollouts]
     flat = [a for g in alive for a in advantages[g.group_id]]
-    counts = [np.full(len(a), trains(r, config.algorithm), np.float64) for r, a in zip(rollouts, flat, strict=True)]
+    kept = [trains(r, algorithm.mask_truncated_completions) for r in rollouts]
+    counts = [np.full(len(a), is_kept, np.float64) for is_kept, a in zip(kept, flat, strict=True)]
     parts = iter(whiten(flat, counts))
     return {g.group_id: [next(parts) for _ in g.rollouts] for g in alive}
 
@@ -109,7 +116,8 @@ def value_metrics(groups: Sequence[Group | Tombstone], estimates: Estimates, con
 def _trained(
     groups: Sequence[Group | Tombstone], of: Mapping[int, Sequence[Floats]], config: Config
 ) -> Iterator[Floats]:
+    masks = config.algorithm.mask_truncated_completions
     for group in groups:
         if isinstance(group, Group):
             pairs = zip(group.rollouts, of[group.group_id], strict=True)
-            yield from (array for rollout, array in pairs if trains(rollout, config.algorithm))
+            yield from (array for rollout, array in pairs if trains(rollout, masks))

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from common.config import Config
 from common.types import Group, Rollout
-from trainer.algorithm.advantages import Floats, punished_rewards
+from trainer.algorithm.advantages import Floats, RewardSettings, punished_rewards
 
 
 def gae(rewards: Floats, values: Floats, gamma: float, lam: float) -> tuple[Floats, Floats]:
@@ -33,11 +32,12 @@ def gae(rewards: Floats, values: Floats, gamma: float, lam: float) -> tuple[Floa
     return advantages, advantages + values
 
 
-def group_token_rewards(group: Group, config: Config) -> list[Floats]:
+def group_token_rewards(group: Group, settings: RewardSettings) -> list[Floats]:
     """[T] of each completion, with what the settings add to its reward; they sum to advantages.shaped_rewards."""
-    beta = config.algorithm.beta if config.algorithm.kl_in_reward else 0.0
-    scalars = punished_rewards(group, config).tolist()
-    return [token_rewards(rollout, scalar, beta) for rollout, scalar in zip(group.rollouts, scalars, strict=True)]
+    scalars = punished_rewards(group, settings).tolist()
+    return [
+        token_rewards(rollout, scalar, settings.beta) for rollout, scalar in zip(group.rollouts, scalars, strict=True)
+    ]
 
 
 def token_rewards(rollout: Rollout, reward: float, beta: float) -> Floats:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from common.config import Algorithm, Config
 from common.types import Group, Tombstone
 
 MAX_ERROR = 0.2
@@ -26,16 +25,9 @@ def completion_kls(groups: Sequence[Group | Tombstone]) -> list[float]:
     return [float(r.ref_log_ratios().sum()) for r in rollouts]
 
 
-def next_beta(beta: float, kls: Sequence[float], algorithm: Algorithm) -> float:
+def next_beta(beta: float, kls: Sequence[float], kl_target: float, kl_horizon: int) -> float:
     """beta 0.1, KLs (9, 3), target 5, horizon 100 -> 0.1 · (1 + 0.2 · 2 / 100) = 0.1004.  No completions: unchanged."""
-    if not kls or algorithm.kl_target is None:
+    if not kls:
         return beta
-    error = float(np.clip(np.mean(kls) / algorithm.kl_target - 1, -MAX_ERROR, MAX_ERROR))
-    return beta * (1 + error * len(kls) / algorithm.kl_horizon)
-
-
-def with_beta(config: Config, beta: float | None) -> Config:
-    """The settings with the controller's beta in the place of the configured one; None = the configured one."""
-    if beta is None:
-        return config
-    return config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"beta": beta})})
+    error = float(np.clip(np.mean(kls) / kl_target - 1, -MAX_ERROR, MAX_ERROR))
+    return beta * (1 + error * len(kls) / kl_horizon)

@@ -13,15 +13,16 @@ B counts the completions of the step. The critic's loss is always a token mean.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from common.config import Algorithm
-
-TOKEN_MEAN = ("dapo", "bnpo", "cispo")  # their denominator is known only with the last completion of the step
+from common.errors import UserError
+from common.functions import OwnFunction
+from trainer.algorithm.user_functions import OBJECTIVE
 
 
 @dataclass(frozen=True)
@@ -34,16 +35,70 @@ class Denominator:
     max_completion_length: int  # L_max; only dr_grpo needs it
 
 
+def _mean_of_sequence_means(length: int, d: Denominator) -> float:
+    return 1.0 / (d.num_completions * length)
+
+
+def _mean_of_tokens(length: int, d: Denominator) -> float:
+    return 1.0 / d.num_tokens
+
+
+def _constant(length: int, d: Denominator) -> float:
+    return 1.0 / (d.num_completions * d.max_completion_length)
+
+
+# of a token in a completion of this length
+WEIGHTS: dict[str, Callable[[int, Denominator], float]] = {
+    "grpo": _mean_of_sequence_means,
+    "dapo": _mean_of_tokens,
+    "bnpo": _mean_of_tokens,
+    "cispo": _mean_of_tokens,
+    "dr_grpo": _constant,
+}
+# their denominator is known only with the last completion of the step
+TOKEN_MEAN = tuple(name for name, weight in WEIGHTS.items() if weight is _mean_of_tokens)
+
+
 def token_weights(lengths: Sequence[int], denominator: Denominator) -> Tensor:
     """w_it for the tokens of completions of these lengths: [Σ lengths].  grpo, B=2, (2, 1) -> (.25, .25, .5)"""
-    d = denominator
-    if d.loss_type == "grpo":
-        per_completion = [1.0 / (d.num_completions * length) for length in lengths]
-    elif d.loss_type in TOKEN_MEAN:
-        per_completion = [1.0 / d.num_tokens] * len(lengths)
-    else:
-        per_completion = [1.0 / (d.num_completions * d.max_completion_length)] * len(lengths)
+    weight = WEIGHTS[denominator.loss_type]
+    per_completion = [weight(length, denominator) for length in lengths]
     return torch.repeat_interleave(torch.tensor(per_completion), torch.tensor(lengths))
+
+
+@dataclass(frozen=True)
+class ObjectiveSettings:
+    """The numbers of the objective, and which of its forms holds."""
+
+    loss: str | None  # a user's own objective; None = the clipped one, or that of cispo
+    is_cispo: bool
+    epsilon: float
+    epsilon_high: float  # with cispo the cap itself
+    delta: float | None
+    importance_sampling_level: str
+    beta: float  # of the KL in the loss; 0 = the KL is a metric, or in the reward
+    kl_estimator: str
+    use_bias_correction_kl: bool
+    entropy_coef: float
+    correction_mode: str | None
+    correction_cap: float
+
+    @classmethod
+    def of(cls, algorithm: Algorithm) -> ObjectiveSettings:
+        return cls(
+            loss=algorithm.loss,
+            is_cispo=algorithm.loss_type == "cispo",
+            epsilon=algorithm.epsilon,
+            epsilon_high=algorithm.clip_high,
+            delta=algorithm.delta,
+            importance_sampling_level=algorithm.importance_sampling_level,
+            beta=0.0 if algorithm.kl_in_reward else algorithm.beta,
+            kl_estimator=algorithm.kl_estimator,
+            use_bias_correction_kl=algorithm.use_bias_correction_kl,
+            entropy_coef=algorithm.entropy_coef,
+            correction_mode=algorithm.vllm_importance_sampling_mode,
+            correction_cap=algorithm.vllm_importance_sampling_clip_max,
+        )
 
 
 @dataclass(frozen=True)
@@ -63,7 +118,7 @@ def token_objective(  # noqa: PLR0913 the equation has as many symbols
     ref_logprobs: Tensor | None,  # [N] log π_ref; None when beta is 0
     advantages: Tensor,  # [N]
     lengths: Sequence[int],  # of the completions, Σ lengths = N
-    algorithm: Algorithm,
+    settings: ObjectiveSettings,
     entropy: Tensor | None = None,  # [N] of the policy, with gradient where entropy_coef is not 0
     proximal_logprobs: Tensor | None = None,  # [N] the trainer's log π_own in its first pass over these; None = now
 ) -> tuple[Tensor, TokenTerms]:
@@ -73,30 +128,75 @@ def token_objective(  # noqa: PLR0913 the equation has as many symbols
 
     arXiv 2402.03300, equation 3; H: arXiv 1707.06347, equation 9.
     With kl_in_reward the rewards hold the KL instead. With a correction, π_old of the ratio is the trainer's own.
+    A user's own objective is the surrogate, and with ref_logprobs in its signature also the KL term.
     """
     correction, is_corrected = torch.ones_like(old_logprobs), torch.zeros_like(old_logprobs, dtype=torch.bool)
-    if algorithm.vllm_importance_sampling_mode is not None:
+    if settings.correction_mode is not None:
         own = logprobs.detach() if proximal_logprobs is None else proximal_logprobs
-        mode, cap = algorithm.vllm_importance_sampling_mode, algorithm.vllm_importance_sampling_clip_max
+        mode, cap = settings.correction_mode, settings.correction_cap
         correction, is_corrected = mismatch_correction(own - old_logprobs, lengths, mode, cap)
         old_logprobs = own
-    ratio = importance_ratio(logprobs - old_logprobs, lengths, algorithm.importance_sampling_level)
-    if algorithm.loss_type == "cispo":
-        objective, is_clipped = cispo_surrogate(logprobs, ratio, advantages, algorithm.clip_high)
-    else:
-        objective, is_clipped = clipped_surrogate(
-            ratio, advantages, algorithm.epsilon, algorithm.clip_high, algorithm.delta
+    ratio = importance_ratio(logprobs - old_logprobs, lengths, settings.importance_sampling_level)
+    beta = settings.beta
+    if settings.loss is not None:
+        function = OBJECTIVE.load(settings.loss)
+        ref = ref_logprobs if ref_logprobs is not None else logprobs.detach()  # a filler has none, and weight 0
+        objective = own_objective(
+            function, logprobs, old_logprobs, ref if beta else None, advantages, lengths, settings
         )
+        is_clipped = torch.zeros_like(ratio, dtype=torch.bool)  # not known
+        beta = 0.0 if "ref_logprobs" in function.named else beta
+    elif settings.is_cispo:
+        objective, is_clipped = cispo_surrogate(logprobs, ratio, advantages, settings.epsilon_high)
+    else:
+        epsilon, epsilon_high, delta = settings.epsilon, settings.epsilon_high, settings.delta
+        objective, is_clipped = clipped_surrogate(ratio, advantages, epsilon, epsilon_high, delta)
     objective = correction * objective
     kl = torch.zeros_like(ratio)
     if ref_logprobs is not None:
-        kl = kl_estimate(logprobs, ref_logprobs, algorithm.kl_estimator)
-        if not algorithm.kl_in_reward:
-            weighted = ratio * kl if algorithm.use_bias_correction_kl else kl  # DeepSeek-V3.2, arXiv 2512.02556
-            objective = objective - algorithm.beta * weighted
-    if entropy is not None and algorithm.entropy_coef:
-        objective = objective + algorithm.entropy_coef * entropy
+        kl = kl_estimate(logprobs, ref_logprobs, settings.kl_estimator)
+        if beta:
+            weighted = ratio * kl if settings.use_bias_correction_kl else kl  # DeepSeek-V3.2, arXiv 2512.02556
+            objective = objective - beta * weighted
+    if entropy is not None and settings.entropy_coef:
+        objective = objective + settings.entropy_coef * entropy
     return objective, TokenTerms(ratio.detach(), is_clipped, kl.detach(), correction, is_corrected)
+
+
+def own_objective(
+    function: OwnFunction,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor | None,
+    advantages: Tensor,
+    lengths: Sequence[int],
+    settings: ObjectiveSettings,
+) -> Tensor:
+    """By a user's `def objective(logprobs, old_logprobs, advantages)`: [N]. Raises UserError for anything else."""
+    objective = function(
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs,
+        advantages=advantages,
+        lengths=list(lengths),
+        settings=settings,
+    )
+    if not isinstance(objective, Tensor) or objective.shape != logprobs.shape:
+        what = list(objective.shape) if isinstance(objective, Tensor) else type(objective).__name__
+        raise UserError(
+            f"{function.label} returned {what} for {len(logprobs)} tokens; return a tensor of one value each"
+        )
+    if logprobs.requires_grad and not objective.requires_grad:
+        raise UserError(f"{function.label} has no gradient; form it from logprobs, without .detach() or no_grad")
+    return objective
+
+
+def try_own_objective(algorithm: Algorithm) -> None:
+    """Calls a user's objective on three tokens: mistakes show before there are any. Raises UserError."""
+    if algorithm.loss is not None:
+        logprobs = torch.full((3,), -1.0, requires_grad=True)
+        old, advantages = torch.full((3,), -1.5), torch.tensor([1.0, 1.0, -1.0])
+        token_objective(logprobs, old, None, advantages, [2, 1], ObjectiveSettings.of(algorithm))
 
 
 def importance_ratio(log_ratio: Tensor, lengths: Sequence[int], level: str) -> Tensor:

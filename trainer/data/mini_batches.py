@@ -37,7 +37,7 @@ class TrainedStep:
 
     step: Step
     groups: list[Group | Tombstone]
-    config: Config  # with the beta of its batch
+    beta: float  # of its batch
     dead_group_metrics: dict[str, float]
     plan_metrics: dict[str, float]
     empty_slots: str  # what to say about them; "" = nothing

@@ -93,7 +93,8 @@ def waits_for(algorithm: Algorithm) -> Literal["micro_batch", "mini_batch", "bat
 
 def unmasked_completions(group: Group | Tombstone, algorithm: Algorithm) -> list[int]:
     """Places in the group of the completions that are not masked: a critic learns from them; [] for a tombstone."""
-    return [] if isinstance(group, Tombstone) else [i for i, r in enumerate(group.rollouts) if trains(r, algorithm)]
+    rollouts, masks = () if isinstance(group, Tombstone) else group.rollouts, algorithm.mask_truncated_completions
+    return [i for i, rollout in enumerate(rollouts) if trains(rollout, masks)]
 
 
 def trained_completions(experience: Experience, algorithm: Algorithm) -> list[int]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from common.config import Config
 from common.types import Group
 from model.packing import PackedRow
+from trainer.algorithm.advantages import RewardSettings
 from trainer.algorithm.critic_advantages import ByGroup, estimate, estimate_segments, value_metrics
 from trainer.algorithm.segments import SegmentSums, next_threshold, token_group_metrics
 from trainer.data.experience import Experience, with_estimates
@@ -39,21 +40,21 @@ class ActorCritic:
         self._step_metrics: dict[str, float] = {}
 
     def score(
-        self, batch: Experiences, shares: Sequence[Experiences], config: Config, threshold: float
+        self, batch: Experiences, shares: Sequence[Experiences], rewards: RewardSettings, threshold: float
     ) -> list[Experience]:
         """The batch with advantages, and with what the critic learns.
 
         shares: this rank's part of every micro-batch; as many on every rank, because ZeRO-3 gathers in each forward.
-        config: the settings, with the beta of this batch. threshold: τ of group_ppo for this batch.
+        rewards: with the beta of this batch. threshold: τ of group_ppo for this batch.
         """
         algorithm, groups = self.config.algorithm, [e.group for e in batch]
         values = self._of_every_token(batch, shares, self.critic.score)
         if algorithm.adv_estimator == "gae":
-            estimates = estimate(groups, values, config)
+            estimates = estimate(groups, values, rewards, algorithm)
         else:
             exact = algorithm.group_params.score == "exact"
             scores = self._of_every_token(batch, shares, self.policy.score_norms) if exact else None
-            estimates = estimate_segments(groups, values, scores, threshold, config)
+            estimates = estimate_segments(groups, values, scores, threshold, rewards, algorithm)
         self._threshold, self._segments = threshold, estimates.segments
         self._batch_metrics = value_metrics(groups, estimates, self.config)
         if estimates.segments:

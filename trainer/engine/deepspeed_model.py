@@ -20,6 +20,7 @@ from torch import Tensor
 
 from common.config import Config
 from common.errors import UserError
+from common.ports import free_port
 from trainer.engine.deepspeed_config import Optimized, deepspeed_config
 from trainer.engine.exported import Exported, parameters
 
@@ -46,7 +47,7 @@ def init_distributed(config: Config) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.setdefault(name, value)
     if "MASTER_PORT" not in os.environ:
-        os.environ["MASTER_PORT"] = str(_free_port())
+        os.environ["MASTER_PORT"] = str(free_port())
     backend = config.trainer.dist_backend
     if backend == "auto":
         backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -65,14 +66,6 @@ def _unlink_shared_buffer() -> None:
     address, port, rank = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
     buffer = Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}")
     buffer.unlink(missing_ok=True)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class DeepSpeedModel:

@@ -17,7 +17,7 @@ from model.dims import ModelDims, model_dims
 from model.logprobs import load_causal_lm, score_norms_of_row, score_terms
 from model.packing import PackedRow
 from model.stopwatch import Stopwatch
-from trainer.algorithm.losses import TokenTerms, loss, token_objective
+from trainer.algorithm.losses import ObjectiveSettings, TokenTerms, loss, token_objective
 from trainer.algorithm.mismatch import by_cause
 from trainer.algorithm.sums import TOKEN_SUMS, Sums
 from trainer.data.tensors import MicroBatch, filler_row
@@ -55,6 +55,7 @@ class Engine(DeepSpeedModel):
             self.adapter_settings = lora.settings_file(lora.add_adapters(model, config))
         policy = Policy(model, config.trainer.logprob_chunk_size, config.algorithm.entropy_coef > 0)
         super().__init__(config, world_size, policy_of(config), model, policy)
+        self.objective = ObjectiveSettings.of(config.algorithm)
         self.sums = Sums(TOKEN_SUMS, self.device)
         self.head_time = Stopwatch(self.device)
         self._micro_batch = 0
@@ -96,7 +97,7 @@ class Engine(DeepSpeedModel):
             ref_logprobs,
             advantages,
             batch.row.lengths,
-            self.config.algorithm,
+            self.objective,
             entropy,
             proximal_logprobs,
         )

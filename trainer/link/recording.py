@@ -1,4 +1,4 @@
-"""Record and replay of the group stream, in the order in which it was trained.
+"""Record and replay of the run's groups, in the order in which it was trained.
 
 `run.record: true` appends every group that the training loop takes to output_dir/groups.recording. `run.replay: FILE`
 trains from such a file without any sampler: the same groups in the same steps give the same weights, bit for bit.
@@ -13,7 +13,6 @@ trainer` without reference log-probs, which a replay scores again. Left out: eva
 
 from __future__ import annotations
 
-import collections
 import itertools
 import os
 import struct
@@ -27,6 +26,7 @@ from common.durable import disk_trouble, fsync_path
 from common.errors import UserError
 from common.types import EvalResult, Group, Tombstone
 from common.weights import Published
+from trainer.link.source import Statistics
 
 FILE = "groups.recording"
 _LENGTHS = struct.Struct("<III")  # bytes of a record's frames
@@ -122,11 +122,11 @@ class Recorder:
 
 
 class Replay:
-    """Stands where the Inbox stands and serves a recording. There is no sampler, hence no evaluation."""
+    """A GroupSource that serves a recording. There is no sampler, hence no evaluation."""
 
     def __init__(self, path: Path, incarnation: str, needs_reference: bool = False):
         """Raises UserError if the trainer needs reference log-probs and the groups were recorded without."""
-        self.envelope = wire.Envelope("", incarnation, "")
+        self.incarnation = incarnation
         self._path = path
         self._groups = {group.group_id: group for group, _ in read(path)}
         rollouts = (r for g in self._groups.values() if isinstance(g, Group) for r in g.rollouts)
@@ -137,7 +137,7 @@ class Replay:
             )
 
     def wait_for_sampler(self) -> wire.Hello:
-        return wire.Hello(0, "", "", 0, 0, None)
+        return wire.Hello(0, "", "", 0, 0)
 
     def take(self, group_ids: Sequence[int]) -> list[Group | Tombstone]:
         missing = [g for g in group_ids if g not in self._groups]
@@ -155,7 +155,7 @@ class Replay:
         """Nobody is there to be asked for more."""
 
     def mark_trained(self, count: int) -> None:
-        """As above."""
+        """Nobody is there to be asked for more."""
 
     def finish_eval(self) -> list[EvalResult]:
         return []
@@ -163,5 +163,5 @@ class Replay:
     def versions_in_use(self) -> list[int]:
         return []
 
-    def snapshot(self) -> tuple[dict[str, float], collections.Counter[str]]:
-        return {}, collections.Counter()
+    def take_statistics(self) -> Statistics:
+        return Statistics({}, 0, {})

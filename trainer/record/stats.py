@@ -10,7 +10,7 @@ import numpy as np
 
 from common.config import Algorithm, Config
 from common.types import EvalResult, Group, Tombstone
-from trainer.algorithm.advantages import is_dead, rewards_of, shaped_rewards, trains
+from trainer.algorithm.advantages import RewardSettings, is_dead, rewards_of, shaped_rewards, trains
 from trainer.algorithm.kl_controller import completion_kls
 
 _ROUNDING = 1e-9
@@ -48,17 +48,18 @@ def rollout_metrics(groups: Sequence[Group | Tombstone], policy_version: int, fu
     return metrics
 
 
-def shaping_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[str, float]:
+def shaping_metrics(groups: Sequence[Group | Tombstone], config: Config, beta: float) -> dict[str, float]:
     """What the trainer made of the rewards, where a setting changes them. `reward` stays the functions' own."""
     alive = [g for g in groups if isinstance(g, Group)]
     algorithm, metrics = config.algorithm, {}
     if alive and algorithm.kl_in_reward:
-        metrics["beta"] = algorithm.beta
+        metrics["beta"] = beta
         metrics["kl_per_completion"] = float(np.mean(completion_kls(alive)))
+    settings = RewardSettings.of(config, beta)
     if alive and (algorithm.kl_in_reward or algorithm.soft_punish_cache):
-        metrics["reward_shaped"] = float(np.concatenate([shaped_rewards(g, config) for g in alive]).mean())
+        metrics["reward_shaped"] = float(np.concatenate([shaped_rewards(g, settings) for g in alive]).mean())
     if alive and algorithm.mask_truncated_completions:
-        masked = [not trains(r, algorithm) for g in alive for r in g.rollouts]
+        masked = [not trains(r, algorithm.mask_truncated_completions) for g in alive for r in g.rollouts]
         metrics["completions/masked_ratio"] = float(np.mean(masked))
     return metrics
 
@@ -91,14 +92,14 @@ def correction_metrics(sums: Mapping[str, float], algorithm: Algorithm) -> dict[
 
 
 def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str, Any]:
-    """One line of eval.jsonl. A failed chunk has no samples and is counted; without any sample there are no means."""
+    """One line of eval.jsonl. Problems that could not be scored are named, and left out of n and the means."""
     samples = [s for result in results for s in result.samples]
     record: dict[str, Any] = {
         "step": results[0].policy_version,
         "eval_id": results[0].eval_id,
         "n": len(samples),
         "problems": len({s.problem_index for s in samples}),
-        "failed_chunks": sum(bool(result.reason) for result in results),
+        "failed_problems": {f.problem_index: f.reason for result in results for f in result.failures},
         "full_marks": {},
         "mean": {},
     }

@@ -4,7 +4,7 @@
     e2e_tps, update_tps, vllm_tps = tokens / num_devices / (timing/all_s, timing/update_s, timing/sampler_generate_s)
 
 over one batch of rollouts, which may give several optimizer steps: the three stand in the last of them, with the
-seconds of all. num_devices counts the trainer's ranks and one sampler's devices, because both serve the one batch; the
+seconds of all. num_devices counts the trainer's ranks and every sampler's devices, because all serve the one batch; the
 formulas come from programs whose devices do both in turn. A prompt counts once per completion, as there.
 """
 
@@ -22,22 +22,23 @@ from common.types import Group, Tombstone
 SECONDS = {"e2e_tps": "timing/all_s", "update_tps": "timing/update_s", "vllm_tps": "timing/sampler_generate_s"}
 
 
-def num_devices(config: Config, world_size: int) -> int:
-    tensor_parallel = config.vllm.get("tensor_parallel_size", 1)
-    return world_size + max(len(config.sampler.devices), tensor_parallel)
+def num_devices(config: Config, world_size: int, num_samplers: int) -> int:
+    """A replay has no sampler: it counts the devices that one would have."""
+    of_a_sampler = max(len(config.sampler.devices), config.vllm.get("tensor_parallel_size", 1))
+    return world_size + max(1, num_samplers) * of_a_sampler
 
 
 class Throughput:
     """Feed it every optimizer step. `now`: monotonic seconds; `batch`: batches that are complete."""
 
-    def __init__(self, devices: int, batch: int, now: float) -> None:
-        self._devices, self._batch, self._last = devices, batch, now
+    def __init__(self, batch: int, now: float) -> None:
+        self._batch, self._last = batch, now
         self._is_first = True
         self._tokens: dict[int, int] = {}  # by group, however often it is trained
         self._seconds: collections.Counter[str] = collections.Counter()
 
     def step(
-        self, groups: Sequence[Group | Tombstone], batch: int, values: Mapping[str, float], now: float
+        self, groups: Sequence[Group | Tombstone], batch: int, values: Mapping[str, float], now: float, devices: int
     ) -> dict[str, float]:
         """timing/all_s and timing/update_s of this step, the throughputs if it ends a batch, and once, after the first
         step of a process, timing/first_step_s since the process began."""
@@ -50,7 +51,7 @@ class Throughput:
         for key in SECONDS.values():
             self._seconds[key] += (values | metrics).get(key, 0.0)  # type: ignore[operator]
         if batch > self._batch:
-            tokens = sum(self._tokens.values()) / self._devices
+            tokens = sum(self._tokens.values()) / devices
             metrics |= {name: tokens / self._seconds[key] for name, key in SECONDS.items() if self._seconds[key] > 0}
             self._batch = batch
             self._tokens.clear()

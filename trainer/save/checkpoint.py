@@ -13,7 +13,6 @@ and names every one it skips. DeepSpeed's pickles are read with weights_only=Tru
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch import Tensor
 from common import durable, weights
 from common.errors import UserError
 from common.failpoints import failpoint
+from common.paths import step_dir, step_dirs
 from model import lora
 from trainer.engine.critic import Critic
 from trainer.engine.deepspeed_model import DeepSpeedModel
@@ -36,7 +36,6 @@ from trainer.save.disk import Disk, on_rank_0, require_room, together
 COMMIT = "commit.json"
 CRITIC = "critic"
 _STATE_TAG = "state"
-_STEP_NAME = re.compile(r"step_([0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -55,16 +54,6 @@ class Progress:
     skipped_in_a_row: int = 0  # of the steps tried, the last ones that were not finite
     skipped_steps: int = 0  # tried and not applied, because something was not finite
     threshold: float | None = None  # τ of group_ppo's next batch; None = group_variance_threshold
-
-
-def step_dir(checkpoints: Path, step: int) -> Path:
-    return checkpoints / f"step_{step:06d}"
-
-
-def step_dirs(checkpoints: Path) -> list[Path]:
-    """Every checkpoint, whole or damaged, oldest first."""
-    named = [(_STEP_NAME.fullmatch(path.name), path) for path in checkpoints.glob("step_*")]
-    return [path for _, path in sorted((int(match[1]), path) for match, path in named if match)]
 
 
 def save(  # noqa: PLR0913 two models, and all that a checkpoint is made of

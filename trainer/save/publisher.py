@@ -24,8 +24,7 @@ from common.watchdog import report_progress
 from common.weights import Published
 from trainer.engine.policy import Engine
 from trainer.engine.ranks import Exchange
-from trainer.link.inbox import Inbox
-from trainer.link.recording import Replay
+from trainer.link.source import GroupSource
 from trainer.save.disk import Disk
 from trainer.save.write_version import Name, snapshot
 
@@ -39,7 +38,7 @@ def writes_behind(config: Config) -> bool:
 
 
 class Publisher:
-    """`published` is the newest version that was written; rank 0 alone has an inbox. Every rank calls every method."""
+    """`published` is the newest version that was written; rank 0 alone has a source. Every rank calls every method."""
 
     def __init__(
         self,
@@ -47,13 +46,13 @@ class Publisher:
         engine: Engine,
         exchange: Exchange,
         disk: Disk,
-        inbox: Inbox | Replay | None,
+        source: GroupSource | None,
         record_seconds: Callable[[str, float], None],  # seconds of a part, under its metric's name
     ):
-        self.config, self.engine, self.exchange, self.disk, self.inbox = config, engine, exchange, disk, inbox
+        self.config, self.engine, self.exchange, self.disk, self.source = config, engine, exchange, disk, source
         self._record_seconds = record_seconds
         self.dir: Path = weights.default_dir(config)
-        self.incarnation = exchange.text(inbox.envelope.incarnation if inbox else None)
+        self.incarnation = exchange.text(source.incarnation if source else None)
         self.published = Published(-1, "", "")
         self._disk_behind: Disk | None = None
         if writes_behind(config):  # collectives of two threads must not mix: the thread gets a group of its own
@@ -85,9 +84,9 @@ class Publisher:
         def deliver() -> None:
             begun = time.monotonic()
             self.published = write()
-            if self.inbox is not None:
-                self.inbox.commit(cursor, self.published, eval_id, num_problems)
-                weights.prune(self.dir, self.inbox.versions_in_use(), self.config.weights.keep)
+            if self.source is not None:
+                self.source.commit(cursor, self.published, eval_id, num_problems)
+                weights.prune(self.dir, self.source.versions_in_use(), self.config.weights.keep)
             self._write_s = time.monotonic() - begun
 
         if behind:

@@ -15,9 +15,10 @@ from typing import Any
 
 from common.errors import UserError
 from report.curves import evaluations_of, share_of_full_marks, write_curves
-from report.display import clock, strip_escapes
+from report.escape import strip_escapes
 from report.html_page import write_report
 from report.run_log import read_jsonl
+from report.step_text import clock
 from report.svg import wall_s
 
 

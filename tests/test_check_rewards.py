@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from common.config import Rewards
-from rewards.check import Row, check_gold
+from rewards.gold_answers import check_gold
 from rewards.probes import EMPTY, FORMS, probes, wrong_answer
-from rewards.recheck import check_completions
+from rewards.rescore import rescore
+from rewards.trials import Row
+from tests.speed import limit
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(120)]
 
@@ -156,7 +158,7 @@ def test_completions_show_scores_what_changed_and_where_verifiers_contradict_eac
     recorded = [{"answer": 1.0, "substring": 1.0}, {"answer": 1.0, "substring": None}]
     group = Row(7, "2+2?", {"answer": "4"}, texts, recorded)
     config = Rewards(reward_funcs=["answer", f"{file}:substring"])
-    found = check_completions(config, [group], ["answer", "substring"])
+    found = rescore(config, [group], ["answer", "substring"])
     assert found.lines == [
         "answer  scores: -1 × 1, 1 × 1; full marks 1 of 2",
         "  row 7: 1 in the run, -1 now: 'no 4, but 5'",
@@ -170,13 +172,13 @@ def test_completions_show_scores_what_changed_and_where_verifiers_contradict_eac
         "substring gives 1 of 2 completions another score than the run did",
     ]
     same = Row(7, "2+2?", {"answer": "4"}, texts, [{"answer": 1.0}, {"answer": -1.0}])
-    assert check_completions(Rewards(reward_funcs=["answer"]), [same]).warnings == []
+    assert rescore(Rewards(reward_funcs=["answer"]), [same]).warnings == []
 
 
 def command(folder, *arguments):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    words = [sys.executable, "-m", "sampler.check", str(folder / "run.yaml"), *map(str, arguments)]
-    return subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    words = [sys.executable, "-m", "sampler.check_rewards", str(folder / "run.yaml"), *map(str, arguments)]
+    return subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit(100))
 
 
 @pytest.fixture
@@ -236,6 +238,7 @@ def test_lines_may_bring_their_own_row(folder):
 
 
 def test_check_needs_no_torch_and_no_tokenizer():
-    code = "import sampler.check, sys; print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
+    engines = ("torch", "transformers", "datasets")
+    code = f"import sampler.check_rewards, sys; print([m for m in {engines} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

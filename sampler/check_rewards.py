@@ -1,7 +1,7 @@
 """`bash launch.sh check config.yaml [completions.jsonl] [key=value …]`: tries the rewards before any GPU time is spent.
 
-Reads the data of the config, runs every reward function over gold and wrong answers (rewards/check.py) and, when a file
-is given, over real completions (rewards/recheck.py); samples.jsonl of a run works as it is. Imports no torch.
+Reads the data of the config and runs every reward function over gold and wrong answers (rewards/gold_answers.py); given
+a file, such as samples.jsonl of a run, over its completions too (rewards/rescore.py). Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from common import exits
 from common.config import Config
 from common.errors import UserError
 from common.types import Problem
-from rewards.check import Findings, Row, check_gold
 from rewards.format import END_OF_TURN, without_end_of_turn
-from rewards.recheck import check_completions
+from rewards.gold_answers import check_gold
+from rewards.rescore import rescore
+from rewards.trials import Findings, Row
 from sampler.dataset import load_data
 from sampler.prompts import shown_to_rewards
 
@@ -45,23 +46,22 @@ def main() -> None:
     chosen = problems[:: -(-len(problems) // arguments.rows)]
     steps = config.trainer.max_steps
     print(f"tandem: gold answers: {len(chosen)} of {len(problems)} rows of {config.data.train}", flush=True)
-    found = [check_gold(config.rewards, [_row(problem, config) for problem in chosen], steps)]
-    _print(found[0])
+    of_gold = check_gold(config.rewards, [_row(problem, config) for problem in chosen], steps)
+    _print(of_gold)
+    num_problems = len(of_gold.problems)
     if files:
         print(f"\ntandem: completions: {len(records)} of {files[0]}", flush=True)
-        found.append(
-            check_completions(config.rewards, list(groups(records, problems, config)), found[0].verifiers, steps)
-        )
-        _print(found[1])
-    problems_found = [problem for one in found for problem in one.problems]
-    print(f"\ntandem: {len(problems_found)} problems" if problems_found else "\ntandem: the rewards look right")
-    if problems_found:
+        of_file = rescore(config.rewards, list(groups(records, problems, config)), of_gold.verifiers, steps)
+        _print(of_file)
+        num_problems += len(of_file.problems)
+    print(f"\ntandem: {num_problems} problems" if num_problems else "\ntandem: the rewards look right")
+    if num_problems:
         raise SystemExit(FAILED)
 
 
-def _print(found: Findings) -> None:
-    print("\n".join(found.lines))
-    for kind, texts in (("problem", found.problems), ("warning", found.warnings)):
+def _print(findings: Findings) -> None:
+    print("\n".join(findings.lines))
+    for kind, texts in (("problem", findings.problems), ("warning", findings.warnings)):
         for text in texts:
             print(f"{kind}: {text}")
     sys.stdout.flush()

@@ -8,7 +8,9 @@ import math
 import pytest
 
 from common.config import Config
-from report.display import StepDisplay, clock, eval_line, panel_rows, sparkline, step_line, strip_escapes, wants_live
+from report.display import StepDisplay, wants_live
+from report.escape import strip_escapes
+from report.step_text import clock, eval_line, panel_rows, sparkline, step_line
 
 pytestmark = pytest.mark.fast
 

@@ -11,27 +11,25 @@ from collections.abc import Sequence
 
 from common.config import Rewards
 from rewards import shorten
-from rewards.check import ROUNDING, SHOWN, Calls, Findings, Row, call_all, distribution, note_failures
+from rewards.trials import ROUNDING, SHOWN, Findings, Row, Trial, distribution, note_failures, try_each
 
 
-def check_completions(
-    config: Rewards, groups: Sequence[Row], verifiers: Sequence[str] = (), max_steps: int = 0
-) -> Findings:
+def rescore(config: Rewards, groups: Sequence[Row], verifiers: Sequence[str] = (), max_steps: int = 0) -> Findings:
     """Scores, failures, disagreements. groups: the completions of one prompt each, with what the run recorded."""
-    found = Findings()
-    calls = call_all(config, groups, lambda row: row.texts, max_steps)
-    for one in calls:
+    findings = Findings()
+    trials = try_each(config, groups, lambda row: row.texts, max_steps)
+    for one in trials:
         scores = [s for values in one.scores.values() for s in values]
         marks = sum(s >= one.full_mark - ROUNDING for s in scores)
-        found.lines += [f"{one.name}  scores: {distribution(scores)}; full marks {marks} of {len(scores)}"]
-        note_failures(one, groups, found)
-        _against_record(one, groups, found)
-    for a, b in itertools.combinations([one for one in calls if one.name in verifiers], 2):
-        _against_each_other(a, b, groups, found)
-    return found
+        findings.lines += [f"{one.name}  scores: {distribution(scores)}; full marks {marks} of {len(scores)}"]
+        note_failures(one, groups, findings)
+        _against_record(one, groups, findings)
+    for a, b in itertools.combinations([one for one in trials if one.name in verifiers], 2):
+        _against_each_other(a, b, groups, findings)
+    return findings
 
 
-def _against_each_other(a: Calls, b: Calls, groups: Sequence[Row], found: Findings) -> None:
+def _against_each_other(a: Trial, b: Trial, groups: Sequence[Row], findings: Findings) -> None:
     both = sorted(a.scores.keys() & b.scores.keys())
     pairs = [
         (place, i, x, y)
@@ -39,29 +37,29 @@ def _against_each_other(a: Calls, b: Calls, groups: Sequence[Row], found: Findin
         for i, (x, y) in enumerate(zip(a.scores[place], b.scores[place], strict=True))
     ]
     apart = [(p, i, x, y) for p, i, x, y in pairs if (x >= a.full_mark - ROUNDING) != (y >= b.full_mark - ROUNDING)]
-    found.lines += [f"{a.name} and {b.name} differ on full marks for {len(apart)} of {len(pairs)} completions"]
+    findings.lines += [f"{a.name} and {b.name} differ on full marks for {len(apart)} of {len(pairs)} completions"]
     for place, i, x, y in apart[:SHOWN]:
-        found.lines.append(
+        findings.lines.append(
             f"  row {groups[place].index}: {a.name} {x:g}, {b.name} {y:g}: {_end(groups[place].texts[i])}"
         )
 
 
-def _against_record(calls: Calls, groups: Sequence[Row], found: Findings) -> None:
+def _against_record(trial: Trial, groups: Sequence[Row], findings: Findings) -> None:
     changed, total = [], 0
-    for place, scores in calls.scores.items():
+    for place, scores in trial.scores.items():
         for i, (new, old) in enumerate(zip(scores, groups[place].recorded, strict=False)):
-            if calls.name in old:
+            if trial.name in old:
                 total += 1
-                before = math.nan if old[calls.name] is None else old[calls.name]
+                before = math.nan if old[trial.name] is None else old[trial.name]
                 if not math.isclose(new, before, abs_tol=ROUNDING) and not (math.isnan(new) and math.isnan(before)):
                     changed.append((place, i, before, new))
     if changed:
-        found.warnings.append(
-            f"{calls.name} gives {len(changed)} of {total} completions another score than the run did"
+        findings.warnings.append(
+            f"{trial.name} gives {len(changed)} of {total} completions another score than the run did"
         )
         for place, i, before, new in changed[:SHOWN]:
             text = _end(groups[place].texts[i])
-            found.lines.append(f"  row {groups[place].index}: {before:g} in the run, {new:g} now: {text}")
+            findings.lines.append(f"  row {groups[place].index}: {before:g} in the run, {new:g} now: {text}")
 
 
 def _end(text: str) -> str:

@@ -1,0 +1,93 @@
+"""The two commands of a run, and what a restart changes in them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from common.config import Config
+from common.durable import run_tag
+from common.exits import RETRYABLE
+from common.paths import checkpoints
+from common.ports import free_port
+from common.redact import redacted_words
+from launcher.machine import ROOT, remove_stale_build_locks
+from launcher.placement import Placement
+from launcher.processes import Child
+from report.run_log import read_jsonl
+
+
+class Commands:
+    """Commands(path, overrides, config, place).sampler() is what to start."""
+
+    def __init__(self, path: Path, overrides: Sequence[str], config: Config, place: Placement) -> None:
+        self.config = config
+        self.place = place
+        self.arguments = shlex.join([str(path), *redacted_words(overrides)])  # to paste after launch.sh
+        self._arguments = ("--config", str(path.resolve()), *overrides)
+        self._logs = config.run.output_dir / "logs"
+        self._tag = run_tag(config.run.output_dir)
+
+    def sampler(self) -> Child:
+        return Child(
+            name="sampler",
+            argv=(sys.executable, str(ROOT / "sampling.py"), *self._arguments),
+            env=_environment(self.place.sampler_env),
+            log=self._logs / "sampler.log",
+            cores=self.place.sampler_cores,
+            scratch=(f"/dev/shm/{self._tag}-reload-*", f"{tempfile.gettempdir()}/{self._tag}-reload-*"),
+        )
+
+    def trainer(self, *extra: str) -> Child:
+        """Removes stale build locks: a rank killed while it loaded a compiled op would block the next one for ever."""
+        remove_stale_build_locks()
+        port = free_port()
+        launcher = (
+            str(Path(sys.executable).parent / "deepspeed"),
+            "--log_level",
+            "critical",
+            "--master_port",
+            str(port),
+        )
+        return Child(
+            name="trainer",
+            argv=(*launcher, *self.place.launcher_args, str(ROOT / "training_worker.py"), *self._arguments, *extra),
+            env=_environment(self.place.trainer_env, without="CUDA_VISIBLE_DEVICES"),
+            log=self._logs / "trainer.log",
+            cores=self.place.trainer_cores,
+            echo=True,
+            launcher_depth=2,  # deepspeed, its launch module, then the ranks
+            scratch=(
+                f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*",  # 66 MiB of memory per rank
+                f"/dev/shm/{self._tag}",  # published weights
+                f"{tempfile.gettempdir()}/{self._tag}",  # the socket's folder
+            ),
+        )
+
+    def restart_trainer(self, code: int) -> Child | str:
+        """What to start after this exit code, or why nothing may be started."""
+        folder, steps = self.config.run.output_dir, self.steps()
+        if checkpoints(folder):
+            return self.trainer("run.resume=true")
+        if code == RETRYABLE and steps == 0:
+            return self.trainer()
+        return (
+            f"{folder} has {steps} steps and no checkpoint to continue from; a smaller trainer.save_steps saves earlier"
+        )
+
+    def steps(self) -> int:
+        """Optimizer steps that the run has reported."""
+        records = read_jsonl(self.config.run.output_dir / "metrics.jsonl")
+        return records[-1]["step"] if records else 0
+
+
+def _environment(additions: Mapping[str, str], without: str = "") -> dict[str, str]:
+    """Our environment. `additions` are defaults for what the user has not set, apart from the devices, which hold."""
+    devices = {key: value for key, value in additions.items() if key == "CUDA_VISIBLE_DEVICES"}
+    environment = {**additions, **os.environ, **devices, "TANDEM_SUPERVISED": "1"}
+    environment.pop(without, None)
+    return environment

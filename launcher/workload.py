@@ -1,0 +1,97 @@
+"""What a run asks of the machine, in plain numbers. The estimates of memory and time start from it.
+
+b = bytes per value of model.dtype, N = parameters, R = ranks, T = tokens in a micro-batch, P = prompt, C = completion,
+G = completions in a group; other letters as in model/dims.py. docs/plan.md states every formula.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.config import Config
+from model.dims import ModelDims, read_dims
+from trainer.engine.deepspeed_config import deepspeed_config
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a run asks of the machine."""
+
+    model: ModelDims
+    dtype: str
+    ranks: int
+    zero_stage: int
+    prompt: int  # P, the longest
+    completion: int  # C, the longest
+    num_generations: int  # G
+    groups_per_micro_batch: float  # of the longest; with a budget of tokens as many as it holds, at least 1
+    groups_per_batch: int
+    shares_prompt: bool = True
+    checkpointing: bool = False
+    chunk: int = 1024  # trainer.logprob_chunk_size
+    passes: int = 1
+    adapters: int | None = None  # parameters of LoRA, which alone are trained; None = every weight is
+    has_token_budget: bool = False  # trainer.max_tokens_per_micro_batch
+    critic: ModelDims | None = None
+    reference: ModelDims | None = None
+    reference_on: str = "sampler"
+    max_num_seqs: int = 256
+
+    @property
+    def bytes_per_value(self) -> int:
+        return BYTES[self.dtype]
+
+    def reference_of(self, side: str) -> ModelDims | None:
+        """The reference model if this side, "sampler" or "trainer", holds and runs it."""
+        return self.reference if self.reference_on == side else None
+
+    @property
+    def tokens_of_group(self) -> int:
+        """P + G·C with a shared prompt, else G·(P + C)."""
+        prompts = 1 if self.shares_prompt else self.num_generations
+        return prompts * self.prompt + self.num_generations * self.completion
+
+
+def zero_stage(config: Config, num_ranks: int) -> int:
+    """ZeRO's stage in the completed DeepSpeed settings. Raises UserError where they contradict the config."""
+    return int(deepspeed_config(config, num_ranks)["zero_optimization"]["stage"])
+
+
+def workload_of(config: Config, num_ranks: int, model: ModelDims) -> Workload:
+    """The workload of one config. Reads config.json of critic and reference, where they are models of their own."""
+    from sampler.engine import max_num_seqs  # numpy; launch.sh run does without it until the reference needs a side
+
+    budget, critic, reference = config.trainer.max_tokens_per_micro_batch, config.critic, config.reference
+    return Workload(
+        model=model,
+        dtype=config.model.dtype,
+        ranks=num_ranks,
+        zero_stage=zero_stage(config, num_ranks),
+        prompt=config.data.max_prompt_length,
+        completion=config.sampler.max_completion_length,
+        num_generations=config.sampler.num_generations,
+        groups_per_micro_batch=config.groups_at_once if budget is None else max(1.0, budget / config.longest_group),
+        has_token_budget=budget is not None,
+        groups_per_batch=config.prompts_per_batch,
+        shares_prompt=config.trainer.packing == "shared",
+        checkpointing=config.model.gradient_checkpointing,
+        chunk=config.trainer.logprob_chunk_size,
+        passes=config.algorithm.num_iterations,
+        adapters=_adapter_parameters(config, model),
+        critic=_dims_or(model, critic.path, critic.revision) if config.algorithm.needs_critic else None,
+        reference=_dims_or(model, reference.path, reference.revision) if config.algorithm.beta > 0 else None,
+        max_num_seqs=int(config.vllm.get("max_num_seqs", max_num_seqs(config))),
+    )
+
+
+def _dims_or(policy: ModelDims, path: str | None, revision: str | None) -> ModelDims | None:
+    """Of the model at `path`; without a path it starts from the policy and has its dimensions."""
+    return read_dims(path, revision) if path else policy
+
+
+def _adapter_parameters(config: Config, model: ModelDims) -> int | None:
+    given = config.lora.target_modules
+    modules = None if isinstance(given, str) else {name.split(".")[-1] for name in given}
+    return model.adapter_parameters(config.lora.r, modules) if config.lora.r else None

@@ -1,0 +1,78 @@
+"""What a lease asks for: which problem, and how its completions are drawn. Pure.
+
+Group g is problem permutation(seed, epoch)[g mod N] with sampling seeds hash(seed, g): what a lost group contained can
+be produced again by anyone who holds the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.config import Config
+from common.types import Prompt
+from sampler.dataset import problem_index, sampling_seed
+from sampler.engine import SamplingParams
+
+_EVAL_SEED_OFFSET = 1_000_003  # held-out samples must not share seeds with training groups
+
+
+@dataclass(frozen=True)
+class GroupKey:
+    group_id: int
+    policy_version: int
+    trainer: int  # its number since this sampler started: a later one may ask for the same group with other weights
+
+
+@dataclass(frozen=True)
+class EvalKey:
+    eval_id: str
+    chunk: int
+    problem: int
+    policy_version: int
+    trainer: int
+
+
+Key = GroupKey | EvalKey
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is sampled: problems to train on, held-out problems, and token ids -> text for the rewards."""
+
+    train: list[Prompt]
+    held_out: list[Prompt]
+    decode: Callable[[list[list[int]]], list[str]]
+
+    def prompt(self, key: Key, config: Config) -> Prompt:
+        if isinstance(key, EvalKey):
+            return self.held_out[key.problem]
+        return self.train[problem_index(key.group_id, config.run.seed, len(self.train), config.data.shuffle)]
+
+
+def sampling_params(key: Key, config: Config) -> SamplingParams:
+    return held_out_params(config, key.problem) if isinstance(key, EvalKey) else _group_params(config, key.group_id)
+
+
+def held_out_params(config: Config, problem: int) -> SamplingParams:
+    """How a held-out problem is sampled, by its place in the evaluation data."""
+    length = config.eval.max_completion_length or config.sampler.max_completion_length
+    seed = sampling_seed(config.run.seed + _EVAL_SEED_OFFSET, problem)
+    top_k = max(0, config.eval.top_k or 0)
+    return SamplingParams(
+        config.eval.temperature, length, config.eval.num_generations, seed, config.eval.top_p, top_k, config.eval.min_p
+    )
+
+
+def _group_params(config: Config, group_id: int) -> SamplingParams:
+    sampler = config.sampler
+    return SamplingParams(
+        sampler.temperature,
+        sampler.max_completion_length,
+        sampler.num_generations,
+        sampling_seed(config.run.seed, group_id),
+        sampler.top_p,
+        max(0, sampler.top_k or 0),
+        sampler.min_p,
+        sampler.return_sampling_mask,
+    )

@@ -1,0 +1,72 @@
+"""How slow this machine is at the moment, so that no verdict of a test depends on it.
+
+Limits of tests are written in seconds of a machine on which a fresh Python needs REFERENCE_S to import four libraries.
+`limit(2.0)` is what that means here and now; `overdue` and `until` measure once more before they say that time is over,
+for the load may have come since.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+REFERENCE_S = 0.1  # of wall clock, and of CPU
+_START = (sys.executable, "-c", "import numpy, pydantic, yaml, zmq")  # nothing of ours: that must not calibrate itself
+_KEEP_S = 60.0
+_FROM_PARENT = "TANDEM_TEST_SPEED"  # what a process measured is known to those that it starts
+_measured: tuple[float, float, float] | None = None  # when, slowness, CPU seconds over the reference
+
+
+def slowness(fresh: bool = False) -> float:
+    """Wall-clock seconds of a start, with as many at once as there are cores, over the reference; at least 1."""
+    return _measure(fresh)[1]
+
+
+def limit(seconds: float) -> float:
+    """What takes at most `seconds` on the reference machine may take so long here."""
+    return seconds * slowness()
+
+
+def overdue(took_s: float, seconds: float) -> bool:
+    """Whether `took_s` is more than a limit of `seconds` allows, however busy the machine is now."""
+    return took_s > limit(seconds) and took_s > seconds * slowness(fresh=True)
+
+
+def cpu_overdue(took_s: float, seconds: float) -> bool:
+    """The same for CPU seconds, which other processes make dearer, but not many times."""
+    return took_s > seconds * _measure()[2] and took_s > seconds * _measure(fresh=True)[2]
+
+
+def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+    """Waits for the condition. Raises AssertionError when it is overdue."""
+    begun = time.monotonic()
+    while not condition():
+        assert not overdue(time.monotonic() - begun, seconds), f"it did not happen within {limit(seconds):.1f} s"
+        time.sleep(0.01)
+
+
+def _measure(fresh: bool = False) -> tuple[float, float, float]:
+    global _measured
+    if _measured is None and (known := os.environ.get(_FROM_PARENT)):
+        wall, cpu = map(float, known.split())
+        _measured = time.monotonic(), wall, cpu
+    if fresh or _measured is None or time.monotonic() - _measured[0] > _KEEP_S:
+        begun = time.monotonic()
+        started = [subprocess.Popen(_START) for _ in os.sched_getaffinity(0)]
+        cpu_s = max(_cpu_s_of(process) for process in started)
+        wall_s = time.monotonic() - begun
+        _measured = time.monotonic(), max(1.0, wall_s / REFERENCE_S), max(1.0, cpu_s / REFERENCE_S)
+        os.environ[_FROM_PARENT] = f"{_measured[1]} {_measured[2]}"
+    return _measured
+
+
+def _cpu_s_of(process: subprocess.Popen[bytes]) -> float:
+    """CPU seconds of a process, at its end."""
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, process.args
+    return used.ru_utime + used.ru_stime

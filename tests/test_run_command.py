@@ -1,0 +1,142 @@
+"""`launch.sh run` before and after its two processes: the run folder, the commands, the report."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from common.config import Config, load
+from common.errors import UserError
+from common.paths import checkpoints
+from launcher import run as launcher_run
+from launcher.commands import Commands
+from launcher.machine import ROOT
+from launcher.placement import placement
+from launcher.run import main, parse, starts_from_quickstart
+from launcher.run_folder import LOCK, check_folder, move_aside
+from report.run_log import MetricsLog
+from tests.speed import overdue
+
+pytestmark = pytest.mark.fast
+
+
+def config(folder: Path, resume: bool = False) -> Config:
+    settings = {"run": {"output_dir": folder, "resume": resume}, "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
+    return Config.model_validate(settings)
+
+
+def test_a_typo_ends_with_2_in_less_than_two_seconds_and_starts_nothing(tmp_path):
+    begun = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, "-m", "launcher.run", f"run.output_dir={tmp_path}/x", "trainer.max_step=3"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2
+    assert "Did you mean trainer.max_steps?" in result.stderr
+    assert not overdue(time.monotonic() - begun, 2.0)
+    assert not (tmp_path / "x").exists()
+
+
+def test_without_a_config_the_quick_start_runs():
+    assert parse([]) == (Path("configs/quickstart.yaml"), [])
+    assert parse(["trainer.max_steps=2"]) == (Path("configs/quickstart.yaml"), ["trainer.max_steps=2"])
+    assert parse(["a.yaml", "x.y=1"]) == (Path("a.yaml"), ["x.y=1"])
+
+
+def test_an_earlier_run_moves_aside_to_the_first_free_number(tmp_path):
+    folder = tmp_path / "quickstart"
+    assert move_aside(folder) is None
+    for expected in ("quickstart-1", "quickstart-2"):
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text(expected)
+        moved = move_aside(folder)
+        assert moved is not None and moved.name == expected
+        assert (moved / "metrics.jsonl").read_text() == expected and not folder.exists()
+    folder.mkdir()
+    (folder / LOCK).touch()
+    assert move_aside(folder) is None  # nothing was run in it
+
+
+def test_a_folder_with_steps_is_refused_unless_resumed(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    with pytest.raises(UserError, match="already holds a run of 2 steps"):
+        check_folder(config(tmp_path))
+    with pytest.raises(UserError, match="no checkpoint"):
+        check_folder(config(tmp_path, resume=True))
+    (tmp_path / "checkpoints" / "step_000002").mkdir(parents=True)
+    check_folder(config(tmp_path, resume=True))
+    assert [path.name for path in checkpoints(tmp_path)] == ["step_000002"]
+
+
+def test_a_folder_in_use_is_refused(tmp_path, capsys):
+    import fcntl
+
+    yaml = tmp_path / "c.yaml"
+    yaml.write_text(f"run: {{output_dir: {tmp_path}/run}}\nmodel: {{path: m}}\ndata: {{train: t.jsonl}}\n")
+    (tmp_path / "run").mkdir()
+    with open(tmp_path / "run" / LOCK, "w") as held:
+        held.write("pid 7")
+        held.flush()
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert main([str(yaml)]) == 2
+    assert "belongs to a run that is going on (pid 7)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", [0, 1, 130])
+def test_a_run_that_made_steps_leaves_a_report_however_it_ends(tmp_path, monkeypatch, capsys, code):
+    folder = tmp_path / "run"
+    log = MetricsLog(folder)
+    log.log(1, {"reward": 1.0})
+    log.close()
+    monkeypatch.setattr(launcher_run, "Supervisor", lambda *_: SimpleNamespace(run=lambda: code))
+    config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "run": {"output_dir": folder}})
+    command = Commands(tmp_path / "c.yaml", (), config, placement(config, (), (0, 1)))
+    assert launcher_run._run(command) == code
+    assert (folder / "report.html").exists() and (folder / "curves.png").exists()
+    assert f"report: {folder / 'report.html'}" in capsys.readouterr().out
+
+
+def test_a_report_that_fails_does_not_change_how_the_run_ended(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "report.html").mkdir()  # in the way
+    launcher_run._report(tmp_path)
+    assert "no report: IsADirectoryError" in capsys.readouterr().err
+
+
+def test_val_only_evaluates_without_a_trainer(tmp_path, monkeypatch):
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(launcher_run.subprocess, "run", run)
+    path, folder = tmp_path / "a.yaml", tmp_path / "run"
+    path.write_text(f"model: {{path: start}}\ndata: {{train: t, eval: e}}\nrun: {{output_dir: {folder}}}\n")
+    words = [str(path), "eval.val_only=true", "eval.temperature=0.5"]
+    assert launcher_run.main(words) == 0
+    assert asked[0][1:6] == ["-m", "evaluation.main", "start", "--config", str(path)]
+    assert asked[0][6:] == ["--output", str(folder / "evaluations" / "start"), *words[1:]]
+    assert launcher_run.main([*words, "run.resume=true"]) == 2  # nothing to resume
+    for step in ("step_000020", "step_000100"):
+        (folder / "checkpoints" / step).mkdir(parents=True)
+    assert launcher_run.main([*words, "run.resume=true"]) == 0
+    assert asked[1][3] == str(folder / "checkpoints" / "step_000100")
+    assert len(asked) == 2 and not (folder / "logs").exists()
+
+
+def test_ppo_gae_starts_from_the_quick_starts_model_and_differs_in_the_estimator_alone() -> None:
+    names = ("quickstart.yaml", "ppo_gae.yaml", "gsm8k_qwen2.5_1.5b.yaml")
+    quickstart, ppo, gsm8k = (load(ROOT / "configs" / name) for name in names)
+    assert [starts_from_quickstart(config) for config in (quickstart, ppo, gsm8k)] == [True, True, False]
+    assert ppo.algorithm.adv_estimator == "gae"
+    same = {"run": quickstart.run, "algorithm": quickstart.algorithm, "critic": quickstart.critic}
+    assert ppo.model_copy(update=same) == quickstart
+    assert ppo.algorithm.model_copy(update={"adv_estimator": "grpo", "lam": 1.0}) == quickstart.algorithm

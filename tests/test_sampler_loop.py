@@ -1,0 +1,143 @@
+"""The sampling loop around an engine, a link and rewards that answer when the test says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common import wire
+from common.types import EvalFailure, EvalRequest, EvalResult, Group, Problem, Prompt, Tombstone
+from rewards.pool import RewardFailure
+from sampler.engine import Completion
+from sampler.loop import Sampler, Task
+from tests.protocol_helpers import make_config
+
+pytestmark = pytest.mark.fast
+
+SCORED = [({"answer": 1.0}, 1.0)]  # of the one completion of a held-out problem
+
+
+class OneStepEngine:
+    """Finishes everything in one step: completions of one token."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self.running: dict[Any, int] = {}
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    def submit(self, key: Any, _ids: Any, params: Any) -> None:
+        self.running[key] = params.num_completions
+
+    def step(self) -> list[tuple[Any, list[Completion]]]:
+        finished, self.running = self.running, {}
+        one = Completion(np.array([3], np.int32), np.array([-0.5], np.float32), "stop")
+        return [(key, [one] * count) for key, count in finished.items()]
+
+
+class Pool:
+    """Holds what was submitted until `answer` says what it scored."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Any] = []
+        self.answers: list[tuple[Any, Any]] = []
+        self.logged: dict[str, float] = {}
+
+    @property
+    def pending(self) -> int:
+        return len(self.waiting) + len(self.answers)
+
+    def submit(self, key: Any, *_: Any) -> None:
+        self.waiting.append(key)
+
+    def ready(self, timeout_s: float) -> list[tuple[Any, Any]]:
+        answers, self.answers = self.answers, []
+        return answers
+
+    def answer(self, key: Any, scores: Any) -> None:
+        self.waiting.remove(key)
+        self.answers.append((key, scores))
+
+
+class Loop:
+    """A Sampler, what it waits for, and what it sent."""
+
+    def __init__(self, folder: Path) -> None:
+        self.sent: list[Any] = []
+        self.pool, self.engine = Pool(), OneStepEngine()
+        prompts = [Prompt(Problem(i, {}), "?", "?", np.array([1], np.int32)) for i in range(4)]
+        self.link = SimpleNamespace(
+            credit=None,
+            receive=lambda timeout_s: False,
+            has_result=lambda group_id: False,
+            send_result=self.sent.append,
+            send_eval=self.sent.append,
+            beat=lambda *_, now: None,
+        )
+        task = Task(prompts, prompts, lambda ids: ["text" for _ in ids])
+        parts: list[Any] = [self.engine, self.link, self.pool]
+        self.sampler = Sampler(make_config(folder), task, *parts, None)
+
+    def credited(self, version: int, lease: list[int], *evals: EvalRequest) -> None:
+        self.engine.version = version
+        self.link.credit = wire.Credit(0, lease, [], list(evals), version, "", "", version)
+        self.turn()
+
+    def turn(self) -> None:
+        self.sampler.wait_for_credit_or_work()
+        self.sampler.start_leased_work()
+        self.sampler.generate()
+        self.sampler.send_scored()
+
+    def answer_all(self, scores: Any = SCORED) -> None:
+        for key in list(self.pool.waiting):
+            self.pool.answer(key, scores)
+        self.turn()
+
+
+def test_a_reward_of_an_earlier_evaluation_that_returns_in_a_later_one_is_dropped(tmp_path: Path) -> None:
+    """Another sampler answered the chunk meanwhile, so the trainer went on without this one."""
+    loop = Loop(tmp_path)
+    loop.credited(0, [], EvalRequest("v0", 0, (0, 1)))
+    [scored, failed] = loop.pool.waiting
+    loop.credited(1, [], EvalRequest("v1", 0, (2, 3)))
+    loop.pool.answer(scored, SCORED)
+    loop.pool.answer(failed, RewardFailure("timeout", "no reward within 10 s, killed"))
+    loop.turn()
+    assert loop.sent == []
+    loop.answer_all()
+    [result] = loop.sent
+    assert (result.eval_id, [s.problem_index for s in result.samples]) == ("v1", [2, 3])
+
+
+def test_a_failed_reward_costs_one_held_out_problem_and_not_its_chunk(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    request = EvalRequest("v0", 0, (0, 1, 2))
+    loop.credited(0, [], request)
+    loop.pool.answer(loop.pool.waiting[1], RewardFailure("timeout", "no reward within 10 s, killed"))
+    loop.turn()
+    assert loop.sent == [], "the others are still being scored"
+    loop.answer_all()
+    [result] = loop.sent
+    assert isinstance(result, EvalResult)
+    assert [s.problem_index for s in result.samples] == [0, 2]
+    assert result.failures == (EvalFailure(1, "no reward within 10 s, killed"),)
+    loop.credited(0, [], request)
+    assert loop.sent == [result, result], "asked for again, so it was lost: the same answer, failures included"
+
+
+def test_a_failed_reward_of_a_group_is_a_tombstone(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.credited(0, [0, 1])
+    loop.pool.answer(loop.pool.waiting[0], RewardFailure("crash", "its process died"))
+    loop.answer_all(SCORED * 2)
+    tombstone, group = loop.sent
+    assert tombstone == Tombstone(0, 0, "its process died")
+    assert isinstance(group, Group) and group.group_id == 1

@@ -1,0 +1,87 @@
+"""One held-out evaluation: chunks of problems, who holds them, and what came back. No socket, no clock."""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass, field
+
+from common.types import EvalRequest, EvalResult
+from common.wire import WireError
+
+_CHUNK = 64  # problems per lease
+
+
+@dataclass
+class Evaluation:
+    """Every chunk is free, leased to one sampler, or answered.
+
+    evaluation_of("v40", 130):  chunk 0 problems 0…63 │ 1 problems 64…127 │ 2 problems 128, 129
+    """
+
+    requests: dict[int, EvalRequest]  # by chunk
+    leases: dict[int, str] = field(default_factory=dict)  # chunk -> sampler id; kept when it is answered
+    results: dict[int, EvalResult] = field(default_factory=dict)
+
+    @property
+    def num_problems(self) -> int:
+        return sum(len(request.problem_indexes) for request in self.requests.values())
+
+    @property
+    def num_failed(self) -> int:
+        """Problems that could not be scored."""
+        return sum(len(result.failures) for result in self.results.values())
+
+    @property
+    def num_missing(self) -> int:
+        """Chunks that are not answered yet."""
+        return len(self.requests) - len(self.results)
+
+    def grant(self, sampler_id: str, num_samplers: int) -> list[EvalRequest]:
+        """Tops this sampler's leases up to its share of the chunks; returns those it has not answered."""
+        share = -(-len(self.requests) // num_samplers)
+        mine = [chunk for chunk, owner in self.leases.items() if owner == sampler_id]
+        free = [chunk for chunk in self.requests if chunk not in self.leases]
+        for chunk in free[: max(0, share - len(mine))]:
+            self.leases[chunk] = sampler_id
+            mine.append(chunk)
+        return [self.requests[chunk] for chunk in mine if chunk not in self.results]
+
+    def open_leases(self, sampler_id: str) -> list[int]:
+        return [chunk for chunk, owner in self.leases.items() if owner == sampler_id and chunk not in self.results]
+
+    def release(self, sampler_id: str) -> list[int]:
+        """Frees a lost sampler's open leases for others. Returns them."""
+        lost = self.open_leases(sampler_id)
+        for chunk in lost:
+            del self.leases[chunk]
+        return lost
+
+    def accept(self, result: EvalResult, version: int, num_generations: int, reward_funcs: tuple[str, ...]) -> None:
+        """Raises WireError if nobody asked for it, it came before, or it does not answer every problem."""
+        request = self.requests.get(result.chunk)
+        if request is None or request.eval_id != result.eval_id:
+            raise WireError("eval_unknown", result.eval_id)
+        if result.policy_version != version:
+            raise WireError("eval_version", f"{result.policy_version}")
+        if result.chunk in self.results:
+            raise WireError("eval_duplicate", f"chunk {result.chunk} of {result.eval_id}")
+        _check_problems(request, result, num_generations)
+        if any(tuple(sample.rewards) != reward_funcs for sample in result.samples):
+            raise WireError("reward_funcs", f"expected {reward_funcs}")
+        self.results[result.chunk] = result
+
+
+def evaluation_of(eval_id: str, num_problems: int) -> Evaluation:
+    starts = range(0, num_problems, _CHUNK)
+    chunks = [tuple(range(start, min(start + _CHUNK, num_problems))) for start in starts]
+    return Evaluation({i: EvalRequest(eval_id, i, chunk) for i, chunk in enumerate(chunks)})
+
+
+def _check_problems(request: EvalRequest, result: EvalResult, num_generations: int) -> None:
+    """Every problem asked for is there once, as a failure or with as many samples as the others."""
+    failed = [failure.problem_index for failure in result.failures]
+    scored = [problem for problem in request.problem_indexes if problem not in failed]
+    counts = collections.Counter(sample.problem_index for sample in result.samples)
+    answered = sorted([*scored, *failed]) == sorted(request.problem_indexes)
+    if not answered or counts != dict.fromkeys(scored, num_generations):
+        raise WireError("eval_problems", f"{dict(counts)} and failed {failed}, expected {request.problem_indexes}")

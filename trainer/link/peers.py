@@ -1,0 +1,119 @@
+"""What the trainer knows of its samplers: who they are, when they were heard, what they did. No socket, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+
+from common import wire
+
+_SILENT_S = 5.0
+_MUST_AGREE = ("dataset_fingerprint", "tokenizer_hash", "num_problems", "num_eval_problems")
+_TOTAL = "total/"
+
+
+@dataclass
+class Peer:
+    """A sampler as the trainer knows it. Times are monotonic seconds."""
+
+    hello: wire.Hello
+    heard_at: float
+    progressed_at: float  # when its progress last grew, or it had nothing to do
+    progress: int = 0
+    loaded_version: int | None = None
+    phase: str = "starting"
+    lost: bool = False
+
+    @property
+    def process(self) -> tuple[int, str]:
+        return self.hello.pid, self.hello.incarnation
+
+    def hear_beat(self, beat: wire.Beat) -> None:
+        if beat.progress != self.progress:
+            self.progress, self.progressed_at = beat.progress, self.heard_at
+        self.phase, self.loaded_version = beat.phase, beat.loaded_version
+
+
+def welcomed(hello: wire.Hello, old: Peer | None, now: float) -> tuple[Peer, bool]:
+    """The sampler that says hello, and whether it is news: one that is new, was lost, or was started again."""
+    peer = Peer(hello, now, progressed_at=now)
+    if old is None or old.lost or old.process != peer.process:
+        return peer, True
+    return replace(old, heard_at=now), False
+
+
+def refusal(hello: wire.Hello, first: wire.Hello, needs_ref_logprobs: bool) -> tuple[str, str] | None:
+    """(countable name, what the sampler is told) if its groups cannot be trained beside the first sampler's."""
+    for what in _MUST_AGREE:
+        if getattr(hello, what) != getattr(first, what):
+            reason = f"{what} {getattr(hello, what)} differs from the first sampler's {getattr(first, what)}"
+            return what, f"{reason}: start every sampler with the same config and data"
+    if hello.scores_reference != needs_ref_logprobs:
+        sends, wants = ("with", "without") if hello.scores_reference else ("without", "with")
+        reason = f"the sampler sends groups {sends} reference log-probs and the trainer wants them {wants}"
+        return "reference", f"{reason}: give both the same reference.on and algorithm.beta"
+    return None
+
+
+def describe(peers: Mapping[str, Peer], now: float) -> str:
+    parts = []
+    for name, peer in peers.items():
+        silent_s = now - peer.heard_at
+        state = "lost" if peer.lost else f"{peer.phase}: normal" if silent_s < _SILENT_S else "silent"
+        parts.append(f"sampler {name} heard {silent_s:.0f} s ago ({state})")
+    return ", ".join(parts)
+
+
+@dataclass
+class _Reported:
+    """By one sampler, under its id."""
+
+    process: tuple[int, str]
+    totals: dict[str, float]  # of this process, as far as they are counted
+    newest: dict[str, float] = field(default_factory=dict)
+    grown: dict[str, float] = field(default_factory=dict)  # growth of the totals since the last `take`
+    is_fresh: bool = True  # reported since the last `take`
+
+
+class Reports:
+    """The numbers in the samplers' beats. A total/… only grows in a process: what it grew by is what was done.
+
+    Growth is taken per sampler, then put together, so that a sampler that comes or goes adds what it did and nothing
+    else. One that was started again counts from 0. One that is new here may have served an earlier start of the
+    trainer: its first report only says where counting begins.
+    """
+
+    def __init__(self) -> None:
+        self._samplers: dict[str, _Reported] = {}
+
+    def add(self, sampler: str, process: tuple[int, str], stats: Mapping[str, float]) -> None:
+        totals = {name: value for name, value in stats.items() if name.startswith(_TOTAL)}
+        known = self._samplers.setdefault(sampler, _Reported(process, totals))
+        before = known.totals if known.process == process else {}
+        for name, value in totals.items():
+            # a report that was overtaken on the way is lower than the one before it
+            known.grown[name] = known.grown.get(name, 0.0) + max(0.0, value - before.get(name, 0.0))
+        known.totals = before | {name: max(value, before.get(name, 0.0)) for name, value in totals.items()}
+        known.newest = {name: value for name, value in stats.items() if name not in totals}
+        known.process, known.is_fresh = process, True
+
+    def take(self, live: Collection[str]) -> tuple[dict[str, float], int]:
+        """(statistics since the last call, of how many samplers): of those that are live or reported meanwhile.
+
+        Seconds are the mean over samplers, counts the sum; what is no total is the mean of the newest values.
+        """
+        counted = [known for name, known in self._samplers.items() if known.is_fresh or name in live]
+        values: dict[str, list[float]] = {}
+        for known in counted:
+            for name, value in (known.grown | known.newest).items():
+                values.setdefault(name, []).append(value)
+            known.grown, known.is_fresh = dict.fromkeys(known.grown, 0.0), False
+        merged = {name: _merged(name, values[name], len(counted)) for name in sorted(values)}
+        return merged, len(counted)
+
+
+def _merged(name: str, values: list[float], num_samplers: int) -> float:
+    if not name.startswith(_TOTAL):
+        return fmean(values)
+    return sum(values) / num_samplers if name.endswith("_s") else sum(values)

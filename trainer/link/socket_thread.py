@@ -1,0 +1,252 @@
+"""The thread that owns the trainer's end of the transport: it reads what samplers say and credits them.
+
+The thread never waits for the training loop and the loop never touches the transport, so a long step cannot silence
+the link. What both use stands in SharedState.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from common import channel, wire
+from common.config import Config
+from common.errors import UserError
+from common.exits import RETRYABLE
+from common.failpoints import failpoint
+from common.transcript import last_lines
+from common.transport import Transport
+from common.types import EvalResult, Group, Tombstone
+from trainer.link.peers import refusal, welcomed
+from trainer.link.state import SharedState
+
+_POLL_S = 0.2
+_READ_AT_ONCE = 256  # messages; then credits and deadlines have their turn, however many more there are
+_ALWAYS_ALLOWED = 3.0  # failures, however few groups or problems there are
+
+
+class SocketThread(threading.Thread):
+    """`end` it with a goodbye for the samplers."""
+
+    def __init__(
+        self,
+        config: Config,
+        envelope: wire.Envelope,
+        limits: wire.Limits,
+        state: SharedState,
+        transport: Transport,
+        say: Callable[[str], None],
+    ):
+        super().__init__(name="inbox", daemon=True)
+        self.config, self.envelope, self.limits = config, envelope, limits
+        self.state, self.transport, self.say = state, transport, say
+        batches_behind = config.trainer.max_staleness + (config.weights.publish_every == "step")
+        self._max_version_lag = config.algorithm.steps_per_batch * batches_behind
+        self._sampler_log = config.run.output_dir / "logs" / "sampler.log"
+        self._ending = threading.Event()
+        self._bye = wire.Bye("done")
+
+    def wake(self) -> None:
+        """The state changed: samplers shall hear of it at once."""
+        self.transport.wake()
+
+    def end(self, bye: wire.Bye | None = None) -> None:
+        self._bye = bye or self._bye
+        self._ending.set()
+        self.wake()
+        self.join(timeout=5)
+
+    def run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            self._bye = wire.Bye(f"the trainer's inbox failed: {type(error).__name__}: {error}"[:500], RETRYABLE)
+            with self.state.changed:
+                self.state.failure = error
+                self.state.changed.notify_all()
+        finally:
+            for name in self.state.peers:
+                self._send(name, self._bye)
+            time.sleep(0.05)  # `close` drops what has not left: let the goodbye leave
+            self.transport.close()
+
+    def _serve(self) -> None:
+        credited_at = -channel.BEAT_S
+        while not self._ending.is_set():
+            changed = self.transport.poll(_POLL_S)
+            changed |= self._receive()
+            now = time.monotonic()
+            with self.state.changed:
+                self._find_lost(now)
+                if changed or now - credited_at >= channel.BEAT_S:
+                    credited_at = now
+                    self._credit_all()
+                self.state.changed.notify_all()
+
+    # ---- what samplers say --------------------------------------------------------------------------------------
+
+    def _receive(self) -> bool:
+        """Reads what is there; True if the samplers' credit changed."""
+        changed = False
+        for _ in range(_READ_AT_ONCE):
+            frames = self.transport.receive()
+            if frames is None:
+                break
+            failpoint("inbox.received")
+            try:
+                envelope, message = wire.decode(frames)
+                with self.state.changed:
+                    changed |= self._handle(envelope, message)
+            except wire.WireError as error:
+                self.state.counters[f"refused/{error.reason}"] += 1
+        return changed
+
+    def _handle(self, envelope: wire.Envelope, message: wire.Message) -> bool:
+        name = envelope.sampler_id
+        if isinstance(message, wire.Hello):
+            return self._welcome(name, message)
+        if isinstance(message, wire.Bye) and envelope.run_id in ("", self.envelope.run_id):
+            return self._part(name, message)
+        if (envelope.run_id, envelope.incarnation) != (self.envelope.run_id, self.envelope.incarnation):
+            raise wire.WireError("other_incarnation", f"{envelope}")
+        peer = self.state.peers.get(name)
+        if peer is None:
+            raise wire.WireError("unknown_sampler", name)
+        peer.heard_at, peer.lost = time.monotonic(), False
+        if isinstance(message, wire.Beat):
+            peer.hear_beat(message)
+            self.state.reports.add(name, peer.process, message.stats)
+            return False
+        if isinstance(message, Group | Tombstone):
+            return self._accept(message)
+        if isinstance(message, EvalResult):
+            return self._accept_eval(message)
+        raise wire.WireError("unexpected", type(message).__name__)
+
+    def _welcome(self, name: str, hello: wire.Hello) -> bool:
+        peers = self.state.peers
+        first = next(iter(peers.values())).hello if peers else hello
+        if refused := refusal(hello, first, self.limits.needs_ref_logprobs):
+            what, reason = refused
+            self._send(name, wire.Bye(reason, 2))
+            raise wire.WireError(what, reason)
+        old = peers.get(name)
+        peer, is_news = welcomed(hello, old, time.monotonic())
+        if old is not None and old.process != peer.process:
+            self.say(f"sampler {name} is back as pid {hello.pid}")
+        self.state.peers = {**peers, name: peer}
+        return is_news
+
+    def _part(self, name: str, bye: wire.Bye) -> bool:
+        """A sampler ends; it may do so before its hello, with an engine that refuses the settings."""
+        self.say(f"sampler {name} ended: {bye.reason}")
+        if name in self.state.peers:
+            self.state.peers[name].lost = True
+            self._release(name)
+        if bye.exit_code == 2:
+            self.state.failure = UserError(f"sampler {name}: {bye.reason}")
+        return True
+
+    def _accept(self, group: Group | Tombstone) -> bool:
+        state = self.state
+        if isinstance(group, Group):
+            wire.check_group(group, self.limits)
+        if state.published is None:
+            raise wire.WireError("not_credited", f"group {group.group_id}")
+        newest = state.published.version
+        if refused := state.ledger.refusal(group, range(max(0, newest - self._max_version_lag), newest + 1)):
+            raise wire.WireError(refused)
+        state.ledger.accept(group)
+        failpoint("inbox.accepted")
+        if isinstance(group, Tombstone):
+            state.counters["tombstones"] += 1
+            self.say(f"group {group.group_id} could not be produced: {group.reason}")
+            if self._are_too_many(count := state.counters["tombstones"], state.ledger.total):
+                state.failure = UserError(
+                    f"{count} groups could not be produced, more than rewards.max_tombstone_fraction "
+                    f"{self.config.rewards.max_tombstone_fraction} allows; the reasons stand above"
+                )
+        state.changed.notify_all()
+        return True
+
+    def _accept_eval(self, result: EvalResult) -> bool:
+        evaluation, published = self.state.evaluation, self.state.published
+        if evaluation is None or published is None:
+            raise wire.WireError("eval_unknown", result.eval_id)
+        evaluation.accept(result, published.version, self.config.eval.num_generations, self.limits.reward_funcs)
+        for failure in result.failures:
+            self.say(f"held-out problem {failure.problem_index} could not be scored: {failure.reason}")
+        if result.failures and self._are_too_many(count := evaluation.num_failed, evaluation.num_problems):
+            self.state.failure = UserError(
+                f"{count} held-out problems could not be scored in evaluation {result.eval_id}, more than "
+                f"rewards.max_tombstone_fraction {self.config.rewards.max_tombstone_fraction} allows; "
+                f"the last one: {result.failures[-1].reason}"
+            )
+        return True
+
+    def _are_too_many(self, failures: int, total: int) -> bool:
+        return failures > max(_ALWAYS_ALLOWED, self.config.rewards.max_tombstone_fraction * total)
+
+    # ---- who is lost --------------------------------------------------------------------------------------------
+
+    def _find_lost(self, now: float) -> None:
+        limits = self.config.channel
+        for name, peer in self.state.peers.items():
+            if peer.lost:
+                continue
+            if not self._has_open_lease(name):
+                peer.progressed_at = now
+            if now - peer.heard_at > limits.lost_after_s:
+                peer.lost = True
+                freed = self._release(name)
+                self.say(f"sampler {name} lost: silent for {now - peer.heard_at:.0f} s; {freed} leases are free again")
+            elif now - peer.progressed_at > limits.stall_timeout_s:
+                still_s = now - peer.progressed_at
+                self._send_away(name, f"its work has not moved for {still_s:.0f} s (phase: {peer.phase})")
+
+    def _has_open_lease(self, name: str) -> bool:
+        ledger, evaluation = self.state.ledger, self.state.evaluation
+        if evaluation is not None and evaluation.open_leases(name):
+            return True
+        return any(owner == name and g not in ledger.held for g, owner in ledger.leases.items())
+
+    def _send_away(self, name: str, reason: str) -> None:
+        """It still reads what we say. A supervisor starts it again; its work goes to others meanwhile.
+
+        We no longer know it, so that beats on their way cannot revive it; if our goodbye is lost, it says hello again.
+        """
+        self._send(name, wire.Bye(f"{reason}; channel.stall_timeout_s is too short if that is normal here", RETRYABLE))
+        self.state.peers = {other: peer for other, peer in self.state.peers.items() if other != name}
+        freed = self._release(name)
+        log = last_lines(self._sampler_log)
+        self.say(f"sampler {name} is sent away: {reason}; {freed} leases are free again.{log}")
+
+    def _release(self, name: str) -> int:
+        evaluation = self.state.evaluation
+        return len(self.state.ledger.release(name)) + len(evaluation.release(name) if evaluation else [])
+
+    # ---- what samplers hear -------------------------------------------------------------------------------------
+
+    def _credit_all(self) -> None:
+        state = self.state
+        if state.published is None:
+            return
+        live = [name for name, peer in state.peers.items() if not peer.lost]
+        for name in live:
+            lease = state.ledger.grant(name, len(live))
+            credit = wire.Credit(
+                cursor=state.ledger.cursor,
+                lease=lease,
+                have=[g for g in lease if g in state.ledger.held],
+                evals=state.evaluation.grant(name, len(live)) if state.evaluation else [],
+                version=state.published.version,
+                weights_dir=state.published.weights_dir,
+                manifest_sha256=state.published.manifest_sha256,
+                progress=state.progress,
+            )
+            self._send(name, credit)
+
+    def _send(self, name: str, message: wire.Message) -> None:
+        if not self.transport.send(wire.encode(self.envelope, message), to=name):  # repeated when the peer is back
+            self.state.counters["unsent"] += 1

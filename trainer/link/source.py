@@ -1,0 +1,68 @@
+"""Where the training loop gets its groups from: samplers on the link (inbox.py), or a recording (recording.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from common import wire
+from common.types import EvalResult, Group, Tombstone
+from common.weights import Published
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What the samplers report of themselves, and what the link counted.
+
+    samplers: total/… is what they did since the statistics before: counts are summed, seconds (…_s) are the mean, so
+    that they compare with the wall time of a step. Anything else is the mean of their newest values.
+    """
+
+    samplers: Mapping[str, float]
+    num_samplers: int
+    counters: Mapping[str, int]  # since this trainer started
+
+
+class GroupSource(Protocol):
+    """What rank 0 asks for groups."""
+
+    @property
+    def incarnation(self) -> str:
+        """Names this start of the trainer."""
+        ...
+
+    def wait_for_sampler(self) -> wire.Hello:
+        """The first sampler's introduction. Raises Retryable when none comes."""
+        ...
+
+    def commit(self, cursor: int, published: Published, eval_id: str | None = None, num_problems: int = 0) -> None:
+        """The groups below `cursor` are trained and `published` holds the result.
+
+        With an eval_id, these weights are evaluated on the held-out problems too.
+        """
+        ...
+
+    def refill(self, count: int) -> None:
+        """The batch will take `count` more groups than it has seats: they are wanted at once, of the same weights."""
+        ...
+
+    def mark_trained(self, count: int) -> None:
+        """`count` groups of the batch will not be trained again: as many more are wanted, of the newest weights."""
+        ...
+
+    def take(self, group_ids: Sequence[int]) -> list[Group | Tombstone]:
+        """The groups, in this order, as soon as all of them are here."""
+        ...
+
+    def finish_eval(self) -> list[EvalResult]:
+        """The results of the evaluation that `commit` asked for, chunk by chunk; [] if it asked for none."""
+        ...
+
+    def versions_in_use(self) -> list[int]:
+        """Policy versions whose files somebody may still read."""
+        ...
+
+    def take_statistics(self) -> Statistics:
+        """Of the time since the last call."""
+        ...
