@@ -60,7 +60,7 @@ def make_groups(arguments: argparse.Namespace, step: int) -> list[Group]:
     def rollout() -> Rollout:
         logprobs = np.full(arguments.completion, -np.log(vocabulary), np.float32)
         reward = float(random.normal())
-        return Rollout(ids(arguments.completion), logprobs, logprobs[:0], {"r": reward}, reward, "length")
+        return Rollout(ids(arguments.completion), logprobs, None, {"r": reward}, reward, "length")
 
     return [
         Group(g, step, g, ids(arguments.prompt), tuple(rollout() for _ in range(arguments.generations)))
@@ -70,8 +70,9 @@ def make_groups(arguments: argparse.Namespace, step: int) -> list[Group]:
 
 def main() -> None:
     arguments = parse()
-    from trainer.algorithm.advantages import AdvantageSettings, step_advantages
+    from trainer.algorithm.advantages import AdvantageSettings
     from trainer.algorithm.losses import Denominator
+    from trainer.data.experience import Experience, score_rewards
     from trainer.data.tensors import micro_batch
     from trainer.engine.deepspeed_model import init_distributed
     from trainer.engine.policy import Engine
@@ -110,11 +111,8 @@ def main() -> None:
             start = time.perf_counter()
             for first in range(0, arguments.groups, size * exchange.world_size):
                 mine = groups[first + rank * size : first + (rank + 1) * size]
-                engine.backward(
-                    micro_batch(
-                        mine, step_advantages(mine, AdvantageSettings.of(config)), denominator, config.algorithm
-                    )
-                )
+                scored = score_rewards([Experience(group) for group in mine], AdvantageSettings.of(config))
+                engine.backward(micro_batch(scored, denominator, config.algorithm))
             result = engine.step()
             _synchronise(on_gpu)
             seconds.append(time.perf_counter() - start)

@@ -46,12 +46,17 @@ class Rollout:
 
     completion_ids: NDArray[np.int32]  # [C] sampled tokens, the end-of-sequence token included
     old_logprobs: NDArray[np.float32]  # [C] log π_old(token), by the engine, at the sampling temperature
-    ref_logprobs: NDArray[np.float32]  # [C] log π_ref(token), same temperature; [0]: beta 0, or reference.on trainer
+    ref_logprobs: NDArray[np.float32] | None  # [C] log π_ref(token), same temperature; None: the sampler has none
     rewards: Mapping[str, float]  # by reward function, before weights; NaN where it does not apply
     reward: float  # Σ weight · reward
     finish_reason: FinishReason
     sampling_mask: NDArray[np.int32] | None = None
     """[C, K] the tokens each could have been, itself first, -1 fills: what top-p, top-k and min-p left. None = all."""
+
+    def ref_log_ratios(self) -> NDArray[np.float64]:
+        """[C] log π_old − log π_ref, in nats: Σ_t estimates the KL of the completion."""
+        assert self.ref_logprobs is not None, "the sampler was not asked to score the reference"
+        return self.old_logprobs.astype(np.float64) - self.ref_logprobs
 
 
 @dataclass(frozen=True)

@@ -170,10 +170,11 @@ def check_group(group: Group, limits: Limits) -> None:
             raise WireError("completion_length", f"{length} tokens")
         _check_ids(rollout.completion_ids, limits.vocab_size)
         _check_logprobs(rollout.old_logprobs, length)
-        if bool(len(rollout.ref_logprobs)) != limits.needs_ref_logprobs:
+        if (rollout.ref_logprobs is not None) != limits.needs_ref_logprobs:
             what = "needs reference log-probs and got none" if limits.needs_ref_logprobs else "wants none and got some"
             raise WireError("reference", f"the trainer {what}")
-        _check_logprobs(rollout.ref_logprobs, length if limits.needs_ref_logprobs else 0)
+        if rollout.ref_logprobs is not None:
+            _check_logprobs(rollout.ref_logprobs, length)
         _check_sampling_mask(rollout, limits)
         if not math.isfinite(rollout.reward) or any(map(math.isinf, rollout.rewards.values())):
             raise WireError("reward", f"{rollout.reward} from {dict(rollout.rewards)}")
@@ -226,7 +227,7 @@ def _to_body(message: Message) -> tuple[_Body, bytes]:
             problem_index=message.problem_index,
             prompt_length=len(message.prompt_ids),
             completion_lengths=[len(r.completion_ids) for r in rollouts],
-            has_ref_logprobs=any(len(r.ref_logprobs) for r in rollouts),
+            has_ref_logprobs=any(r.ref_logprobs is not None for r in rollouts),
             rewards=[{k: None if math.isnan(v) else float(v) for k, v in r.rewards.items()} for r in rollouts],
             reward=[float(r.reward) for r in rollouts],
             finish_reasons=[r.finish_reason for r in rollouts],
@@ -234,7 +235,7 @@ def _to_body(message: Message) -> tuple[_Body, bytes]:
         )
         supports = [_widened(r.sampling_mask, header.support_width) for r in rollouts if r.sampling_mask is not None]
         ids = [message.prompt_ids, *(r.completion_ids for r in rollouts)]
-        floats = [r.old_logprobs for r in rollouts] + [r.ref_logprobs for r in rollouts]
+        floats = [r.old_logprobs for r in rollouts] + [r.ref_logprobs for r in rollouts if r.ref_logprobs is not None]
         parts = [a.astype("<i4") for a in ids] + [a.astype("<f4") for a in floats] + [a.astype("<i4") for a in supports]
         return header, b"".join(a.tobytes() for a in parts)
     if isinstance(message, Tombstone):
@@ -281,7 +282,7 @@ def _read_group(header: _GroupHeader, arrays: bytes) -> Group:
         Rollout(
             completion_ids=completion_ids[span],
             old_logprobs=old_logprobs[span],
-            ref_logprobs=ref_logprobs[span],
+            ref_logprobs=ref_logprobs[span] if header.has_ref_logprobs else None,
             rewards={k: math.nan if v is None else v for k, v in header.rewards[i].items()},
             reward=header.reward[i],
             finish_reason=header.finish_reasons[i],

@@ -216,9 +216,8 @@ class Sampler:
         prompt = self.task.prompt(key, self.config)
         start = time.monotonic()
         ids = [c.token_ids for c in completions]
-        if self.reference is None:
-            ref_logprobs = [c.logprobs[:0] for c in completions]
-        else:
+        ref_logprobs: list[Any] = [None] * len(completions)
+        if self.reference is not None:
             ref_logprobs = self.reference.logprobs(prompt.token_ids, ids, [c.sampling_mask for c in completions])
             self.stats["total/reference_s"] += time.monotonic() - start
         rollouts = tuple(

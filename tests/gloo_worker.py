@@ -104,7 +104,9 @@ class Worker:
 
         def record(result: Any, sums: Any, last: bool) -> None:
             values = trainer.actor_critic.metrics() if trainer.actor_critic else {}
-            trainer.results.append(dataclasses.asdict(result) | {"loss": sums.loss, "tokens": sums.tokens} | values)
+            trainer.results.append(
+                dataclasses.asdict(result) | {"loss": sums["loss"], "tokens": sums["tokens"]} | values
+            )
             advance(result, sums, last)
 
         trainer._advance = record

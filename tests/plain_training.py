@@ -84,7 +84,7 @@ class PlainTraining:
         advantages = [a for g in groups for a in by_group[g.group_id]]
         own = [of_completion for g in groups for of_completion in self.own[g.group_id]]
         completions = [
-            ScoredCompletion(a, new.tolist(), r.old_logprobs.tolist(), r.ref_logprobs.tolist(), then)
+            ScoredCompletion(a, new.tolist(), r.old_logprobs.tolist(), refs(r), then)
             for a, new, r, then in zip(advantages, logprobs, rollouts, own, strict=True)
         ]
         loss, by_logprob = oracle.loss_and_gradient(completions, self.objective)
@@ -252,3 +252,7 @@ class PlainGroupPpo(PlainActorCritic):
         loss, by_logprob = oracle.loss_and_gradient(completions, self.objective)
         torch.autograd.backward(logprobs, [torch.from_numpy(d) for d in by_logprob])
         return loss
+
+
+def refs(rollout: Rollout) -> list[float]:
+    return [] if rollout.ref_logprobs is None else rollout.ref_logprobs.tolist()

@@ -55,7 +55,7 @@ def make_rollout(tokens: Sequence[int] = (3, 4), **changes: Any) -> Rollout:
     values: dict[str, Any] = {
         "completion_ids": np.array(tokens, np.int32),
         "old_logprobs": np.full(len(tokens), -0.5, np.float32),
-        "ref_logprobs": np.empty(0, np.float32),
+        "ref_logprobs": None,
         "rewards": {"answer": 1.0},
         "reward": 1.0,
         "finish_reason": "stop",

@@ -3,7 +3,7 @@
 A judge starts one trainer and two samplers made of the real Ledger, Inbox, Link, wire, weights and durable; only the
 engines are fake. Every life of a process is armed with the next failpoint, at a hit drawn at random, until the wanted
 number of kills has happened. A group's tokens follow from its id and the weights it was sampled with, so the trainer
-knows a wrong one. Every fourth group is dead and the next one takes its seat. The trainer's state is what a checkpoint
+knows a wrong one. Every fourth group is dead and the next one takes its slot. The trainer's state is what a checkpoint
 holds: the cursor and, in the place of weights, the list of groups taken. In the end that list must be 0 … N − 1: none
 lost, none doubled, in order.
 
@@ -37,7 +37,7 @@ from sampler.link import Link
 from tests.protocol_helpers import HELLO, LIMITS, make_config, make_eval_result, make_rollout
 from tests.protocol_weights import number, publish
 from tests.speed import overdue
-from trainer.data.seats import Rollouts
+from trainer.data.slots import Slots, fill
 from trainer.link.inbox import Inbox
 from trainer.link.ledger import Ledger
 
@@ -100,17 +100,17 @@ def train(folder: Path) -> None:
 
 
 def train_step(inbox: Inbox, config: Config, state: State, incarnation: str) -> State:
-    step, batch = state["step"], Rollouts(config, state["cursor"], inbox.take, inbox.refill)
-    batch.take_up_to(PER_STEP, at_once=1)  # with trainer.micro_batch after each
-    for group in batch.items:
+    step, batch = state["step"], Slots(config, state["cursor"])
+    fill(batch, PER_STEP, at_once=1, source=inbox)  # with trainer.micro_batch after each
+    for group in batch.groups:
         assert isinstance(group, Group)
         assert step - 1 <= group.policy_version <= step, "older than max_staleness"
         expected = tokens(group.group_id, number(incarnation, group.policy_version))
         assert group.rollouts[0].completion_ids.tolist() == expected, "sampled with other weights than it says"
-    alive = [group.group_id for group in batch.trained(batch.items)]
-    assert len(alive) == PER_STEP and not any(map(is_dead, alive)), "a seat is empty, or a dead group sits there"
+    alive = [e.group.group_id for e in batch.training()]
+    assert len(alive) == PER_STEP and not any(map(is_dead, alive)), "a slot is empty, or has a dead group"
     failpoint("trainer.stepped")
-    ids = [group.group_id for group in batch.items]
+    ids = [group.group_id for group in batch.groups]
     return {"cursor": ids[-1] + 1, "step": step + 1, "trained": [*state["trained"], *ids]}
 
 

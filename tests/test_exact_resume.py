@@ -246,7 +246,7 @@ def test_a_run_that_resamples_dead_groups_and_is_killed_inside_a_batch_resumes_e
     require_exact_resume(trainers, "resampled", 2, {1: "trainer.micro_batch:9:kill"}, **sections)
     rows = read_jsonl(trainers.folder / "resampled-killed" / "metrics.jsonl")
     assert [row["resampled_groups"] for row in rows] == [3.0] + [4.0] * (STEPS - 1)  # the first begins with a live one
-    assert {row["empty_seats"] for row in rows} == {0.0}
+    assert {row["empty_slots"] for row in rows} == {0.0}
 
 
 def test_a_run_that_trains_adapters_with_dropout_and_is_killed_inside_a_step_resumes_exactly(trainers: Stack) -> None:

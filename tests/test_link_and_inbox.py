@@ -32,7 +32,7 @@ from tests.protocol_helpers import (
 )
 from tests.speed import limit, overdue, until
 from trainer.algorithm.advantages import AdvantageSettings, is_dead_group
-from trainer.data.seats import Rollouts
+from trainer.data.slots import Slots, fill
 from trainer.link.inbox import Inbox
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(60)]
@@ -167,17 +167,14 @@ def test_dead_groups_are_refilled_within_the_version_and_every_group_is_taken_on
     with make_inbox(config, total=24) as inbox, FakeSampler(config, make=half_dead, link_class=link_class) as sampler:
         for step in range(6):
             inbox.commit(len(taken), published(step))
-            batch = Rollouts(config, len(taken), inbox.take, inbox.refill)
-            batch.take_up_to(4, at_once=2)
-            assert [
-                is_dead_group(g, AdvantageSettings.of(config))
-                for g in batch.trained(batch.items)
-                if isinstance(g, Group)
-            ] == [False] * 4
-            assert all(step - max_staleness <= g.policy_version <= step for g in batch.items)
-            taken += batch.items
+            batch = Slots(config, len(taken))
+            fill(batch, 4, at_once=2, source=inbox)
+            trained = [e.group for e in batch.training() if isinstance(e.group, Group)]
+            assert [is_dead_group(g, AdvantageSettings.of(config)) for g in trained] == [False] * 4
+            assert all(step - max_staleness <= g.policy_version <= step for g in batch.groups)
+            taken += batch.groups
         assert [g.group_id for g in taken] == list(range(len(taken)))
-        assert len(taken) > 24, "the run became longer than its seats"
+        assert len(taken) > 24, "the run became longer than its slots"
         assert inbox.state.ledger.total == len(taken)
     assert sampler.produced == list(range(len(taken))), "each once, and none beyond the end"
 

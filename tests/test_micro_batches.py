@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from common.config import Config
-from common.types import Group, Tombstone
 from model.dims import ModelDims
-from tests.test_batch import share as loss_and_gradient
-from tests.tiny import random_group
-from trainer.data.feed import Shares
-from trainer.data.micro_batches import NOTHING, Budget, Round, Work, plan, stream, work
-from trainer.data.seats import Items, Rollouts
+from trainer.data.micro_batches import NOTHING, Budget, Planner, Round, Work, plan, plan_metrics, warning, work
 
 pytestmark = pytest.mark.fast
 
@@ -72,34 +64,39 @@ def test_groups_of_a_budget_in_groups_are_spread_by_cost() -> None:
 
 def test_a_step_with_nothing_to_train_is_one_round_of_fillers() -> None:
     assert plan([NOTHING, NOTHING], 3, Budget(1, 100)) == [((), (), ())]
-    assert list(stream([NOTHING, NOTHING], 3, Budget(1))) == [((), (), ())]
+    assert streamed([NOTHING, NOTHING], 3, Budget(1)) == [(2, ((), (), ()))]
 
 
-def test_a_stream_gives_a_round_as_soon_as_it_is_full_and_keeps_what_had_no_room() -> None:
-    consumed = []
-
-    def coming() -> Iterator[Work]:
-        for i, one in enumerate(of_tokens(50, 60, 50, 40, 10)):
-            consumed.append(i)
-            yield one
-
-    rounds = stream(coming(), 1, Budget(1, 100))
-    assert next(rounds) == ((1,),)  # 50 is half of 100, 50 and 60 on average are more: full at two. 60 + 50 do not fit
-    assert consumed == [0, 1]
-    assert next(rounds) == ((0, 2),)
-    assert consumed == [0, 1, 2]
-    assert list(rounds) == [((3, 4),)]
+def streamed(works: Sequence[Work], ranks: int, budget: Budget) -> list[tuple[int, Round]]:
+    """Every round of a planner that gets one group at a time, with how many it had then."""
+    planner = Planner(ranks, budget)
+    rounds = [(i + 1, found) for i, work in enumerate(works) for found in planner.add({i: work})]
+    rounds += [(len(works), found) for found in planner.finish()]
+    assert planner.rounds == [found for _, found in rounds]
+    return rounds
 
 
-def test_a_stream_of_a_budget_in_groups_takes_exactly_a_round_of_them() -> None:
-    consumed = []
-    works = (consumed.append(i) or Work(5, 5.0) for i in range(7))
-    sizes = [(len(consumed), [len(mine) for mine in found]) for found in stream(works, 2, Budget(2))]
-    assert sizes == [(4, [2, 2]), (7, [2, 1])]
+def test_groups_that_are_coming_in_give_a_round_as_soon_as_it_is_full_and_what_had_no_room_waits() -> None:
+    assert streamed(of_tokens(50, 60, 50, 40, 10), 1, Budget(1, 100)) == [
+        (2, ((1,),)),  # 50 is half of 100, 50 and 60 on average are more: full at two. 60 + 50 do not fit
+        (3, ((0, 2),)),
+        (5, ((3, 4),)),
+    ]
+
+
+def test_a_round_of_a_budget_in_groups_takes_exactly_as_many() -> None:
+    rounds = streamed([Work(5, 5.0)] * 7, 2, Budget(2))
+    assert [(had, [len(mine) for mine in found]) for had, found in rounds] == [(4, [2, 2]), (7, [2, 1])]
+
+
+def test_groups_that_come_several_at_a_time_give_the_rounds_of_one_at_a_time_by_their_own_keys() -> None:
+    works, planner = of_tokens(50, 60, 50, 40, 10), Planner(1, Budget(1, 100))
+    assert planner.add({10 * i: work for i, work in enumerate(works)}) == [((10,),), ((0, 20),)]
+    assert planner.finish() == [((30, 40),)]
 
 
 def test_a_rank_that_got_a_long_group_gets_less_in_later_rounds() -> None:
-    (first, second) = stream(of_tokens(90, 10, 50, 40), 2, Budget(1))
+    (_, first), (_, second) = streamed(of_tokens(90, 10, 50, 40), 2, Budget(1))
     assert first == ((0,), (1,))
     assert second == ((3,), (2,))  # the longer one to rank 1, which has done less
 
@@ -141,7 +138,7 @@ def test_every_group_trains_once_within_the_budget_in_equally_many_micro_batches
     rounds = plan(works, ranks, budget)
     check(rounds, works, ranks, budget)
     assert rounds == plan(works, ranks, budget)
-    check(list(stream(works, ranks, budget)), works, ranks, budget)
+    check([found for _, found in streamed(works, ranks, budget)], works, ranks, budget)
     if budget.tokens is None:
         assert len(rounds) == max(1, -(-sum(n > 0 for n in tokens) // (ranks * budget.groups)))
 
@@ -163,128 +160,26 @@ def test_the_busiest_rank_is_within_grahams_bound_of_the_best_there_is(tokens: l
 
 
 @given(SIZES, st.integers(1, 4), BUDGETS, st.data())
-def test_a_round_of_a_stream_does_not_depend_on_what_comes_after_it(
+def test_a_round_does_not_depend_on_what_comes_after_it(
     tokens: list[int], ranks: int, budget: Budget, data: st.DataObject
 ) -> None:
-    works, consumed = works_of(tokens), 0
-
-    def counted() -> Iterator[Work]:
-        nonlocal consumed
-        for consumed, one in enumerate(works, 1):  # noqa: B007
-            yield one
-
-    seen = [(consumed, found) for found in stream(counted(), ranks, budget)]
+    works = works_of(tokens)
+    seen = streamed(works, ranks, budget)
     at, _ = data.draw(st.sampled_from(seen))
-    before = [found for done, found in seen if done <= at and done < len(works)]
+    before = [(had, found) for had, found in seen if had <= at and had < len(works)]
     others = works[:at] + works_of(data.draw(SIZES))
-    assert list(itertools.islice(stream(others, ranks, budget), len(before))) == before
-
-
-# ---- over the seats of a batch ------------------------------------------------------------------------------
-
-
-def config(prompts: int, algorithm: dict[str, Any] | None = None, **trainer: Any) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"path": "m"},
-            "data": {"train": "t.jsonl"},
-            "sampler": {"num_generations": 3, "max_completion_length": 12},
-            "trainer": {"prompts_per_step": prompts} | trainer,
-            "algorithm": algorithm or {},
-        }
-    )
-
-
-def group(group_id: int) -> Group:
-    return random_group(group_id, 50, [1.0, 0.0, float(group_id % 3)], beta=0.1)
-
-
-def shares(of: Config, ranks: int, make: Any = group) -> tuple[Shares, Rollouts, list[list[int]]]:
-    asked: list[list[int]] = []
-
-    def receive(ids: Sequence[int]) -> Items:
-        asked.append(list(ids))
-        return [make(g) for g in ids]
-
-    rollouts = Rollouts(of, 0, receive, lambda _: None)
-    return Shares(of, rollouts, MODEL, SimpleNamespace(rank=0, world_size=ranks)), rollouts, asked
-
-
-def test_groups_train_as_they_come_and_no_round_waits_for_more_than_it_holds() -> None:
-    found, _, asked = shares(config(8, groups_per_micro_batch=2), ranks=2)
-    rounds = found.rounds(range(8))
-    assert sorted(i for mine in next(rounds) for i in mine) == asked[0] == [0, 1, 2, 3]
-    assert sorted(i for mine in next(rounds) for i in mine) == [4, 5, 6, 7]
-    assert list(rounds) == []
-
-
-def test_what_is_in_already_is_planned_as_a_whole_and_later_passes_repeat_the_first() -> None:
-    settings = config(8, max_tokens_per_micro_batch=60)
-    found, rollouts, _ = shares(settings, ranks=2)
-    streamed = list(found.rounds(range(8)))
-    assert list(found.rounds(range(8))) == streamed
-    again = Shares(settings, rollouts, MODEL, SimpleNamespace(rank=0, world_size=2))
-    whole = list(again.rounds(range(8)))
-    works = [
-        work(len(g.prompt_ids), [len(r.completion_ids) for r in g.rollouts], "shared", MODEL)
-        for g in map(group, range(8))
-    ]
-    assert whole == plan(works, 2, Budget(1, 60)) != streamed
-
-
-def test_dead_groups_tombstones_and_masked_completions_take_no_room() -> None:
-    def make(group_id: int) -> Group | Tombstone:
-        if group_id == 1:
-            return Tombstone(group_id, 0, "reward timed out")
-        return random_group(group_id, 50, [0.1] * 3) if group_id == 2 else group(group_id)
-
-    found, _, _ = shares(config(4), 2, make)
-    (only,) = found.rounds(range(4))
-    assert sorted(only) == [(0,), (3,)]
+    assert streamed(others, ranks, budget)[: len(before)] == before
 
 
 def test_the_metrics_of_a_plan_by_hand() -> None:
-    found, _, _ = shares(config(5, max_tokens_per_micro_batch=40), ranks=2)
-    rounds = list(found.rounds(range(5)))
-    works = [
-        work(len(g.prompt_ids), [len(r.completion_ids) for r in g.rollouts], "shared", MODEL)
-        for g in map(group, range(5))
-    ]
-    loads = loads_of(rounds, works, 2)
-    assert found.plan_metrics(range(5)) == {
-        "micro_batches": len(rounds),
-        "rank_imbalance": pytest.approx(max(loads) / (sum(loads) / 2) - 1),
-        "oversized_groups": sum(one.tokens > 40 for one in works),
+    works = dict(enumerate(of_tokens(60, 50, 40, 30, 20)))
+    rounds = plan(list(works.values()), 2, Budget(1, 100))  # (60 30) (50 40), then (20) ()
+    assert plan_metrics(rounds, works, Budget(1, 100)) == {
+        "micro_batches": 2.0,
+        "rank_imbalance": pytest.approx(110 / 100 - 1),
+        "oversized_groups": 0.0,
     }
-    assert f"a group of {max(one.tokens for one in works)} tokens is above" in found.warning(range(5))
-
-
-@given(
-    st.integers(1, 9),
-    st.integers(1, 4),
-    st.one_of(
-        st.fixed_dictionaries({"groups_per_micro_batch": st.integers(1, 4)}),
-        st.fixed_dictionaries({"max_tokens_per_micro_batch": st.integers(1, 120)}),
-    ),
-    st.sampled_from([{}, {"beta": 0.1, "loss_type": "dapo"}, {"scale_rewards": "batch"}]),
-)
-@hypothesis_settings(deadline=None, max_examples=60)
-def test_no_plan_changes_loss_or_gradient(
-    prompts: int, ranks: int, trainer: dict[str, int], algorithm: dict[str, Any]
-) -> None:
-    settings = config(prompts, algorithm, **trainer)
-    step = [group(g) for g in range(prompts)]
-    whole_loss, whole = loss_and_gradient(step, step, settings)
-    found, rollouts, _ = shares(settings, ranks)
-    if algorithm:
-        rollouts.take_up_to(prompts, ranks)
-    total, gradient = 0.0, dict.fromkeys(whole, 0.0)
-    for mine in itertools.chain(*found.rounds(range(prompts))):
-        if mine:
-            part, by_token = loss_and_gradient([step[place] for place in mine], step, settings)
-            total += part
-            for token, value in by_token.items():
-                gradient[token] = value
-    assert total == pytest.approx(whole_loss, rel=1e-6, abs=1e-7)
-    for token, value in whole.items():
-        assert gradient[token] == pytest.approx(value, rel=1e-6, abs=1e-8)
+    assert plan_metrics(rounds, works, Budget(1, 45))["oversized_groups"] == 2
+    assert plan_metrics([((0,),)], {0: Work(60, 60.0)}, Budget(1)) == {"micro_batches": 1.0}
+    assert "a group of 60 tokens is above trainer.max_tokens_per_micro_batch 45" in warning(works, Budget(1, 45))
+    assert warning(works, Budget(1, 60)) == warning(works, Budget(1)) == ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -13,8 +12,9 @@ from common.config import Algorithm
 from common.types import Group, Rollout
 from trainer.algorithm import mismatch
 from trainer.algorithm.losses import Denominator, ObjectiveSettings, token_objective
+from trainer.algorithm.sums import TOKEN_SUMS, Sums
+from trainer.data.experience import Experience
 from trainer.data.tensors import micro_batch
-from trainer.engine.policy import Sums
 
 pytestmark = pytest.mark.fast
 
@@ -23,17 +23,17 @@ def logs(*probs: float) -> torch.Tensor:
     return torch.tensor(probs, dtype=torch.float64).log()
 
 
-def summed(*parts: dict[str, float]) -> dict[str, float]:
-    sums = asdict(Sums())
+def summed(tokens: float, *parts: dict[str, torch.Tensor]) -> dict[str, float]:
+    sums = Sums(TOKEN_SUMS, torch.device("cpu"))
     for part in parts:
-        sums |= {name: sums[name] + value for name, value in part.items()}
-    return sums
+        sums.add(part)
+    return sums.take() | {"tokens": tokens}
 
 
 def test_a_log_ratio_is_split_where_the_trainer_knows_the_sampled_version() -> None:
     # token 1: engine .5, trainer then .4, trainer now .8; token 2 of an older version: engine .2, trainer now .3
     logprobs, old, own = logs(0.8, 0.3), logs(0.5, 0.2), logs(0.4, math.nan)
-    sums = summed(mismatch.by_cause(logprobs, old, own), {"tokens": 2.0})
+    sums = summed(2, mismatch.by_cause(logprobs, old, own))
     found = mismatch.cause_metrics(sums)
     x, y, z = math.log(0.4 / 0.5), math.log(0.8 / 0.4), math.log(0.3 / 0.2)
     assert found == {
@@ -54,7 +54,7 @@ def test_the_parts_add_up_to_the_whole_log_ratio_over_any_split_in_micro_batches
     logprobs, old, own = (-torch.rand(40, generator=random, dtype=torch.float64) for _ in range(3))
     own[torch.rand(40, generator=random) < 0.4] = math.nan
     parts = [mismatch.by_cause(*(t[rows] for t in (logprobs, old, own))) for rows in torch.arange(40).split(7)]
-    found = mismatch.cause_metrics(summed(*parts, {"tokens": 40.0}))
+    found = mismatch.cause_metrics(summed(40, *parts))
     share = found["mismatch/numerics/sampled_ratio"]
     whole = share * found["mismatch/numerics/mean_log_ratio"] + found["mismatch/staleness/mean_log_ratio"]
     assert whole == pytest.approx((logprobs - old).mean().item(), rel=1e-12)
@@ -62,29 +62,29 @@ def test_the_parts_add_up_to_the_whole_log_ratio_over_any_split_in_micro_batches
 
 def test_in_the_first_pass_on_policy_all_is_numerics_and_of_older_groups_all_is_staleness() -> None:
     now, old = logs(0.5, 0.4), logs(0.4, 0.5)
-    fresh = mismatch.cause_metrics(summed(mismatch.by_cause(now, old, now), {"tokens": 2.0}))
+    fresh = mismatch.cause_metrics(summed(2, mismatch.by_cause(now, old, now)))
     assert fresh["mismatch/staleness/k3"] == 0
     assert fresh["mismatch/numerics/k3"] == pytest.approx((5 / 4 + 4 / 5) / 2 - 1)
-    aged = mismatch.cause_metrics(summed(mismatch.by_cause(now, old, logs(math.nan, math.nan)), {"tokens": 2.0}))
+    aged = mismatch.cause_metrics(summed(2, mismatch.by_cause(now, old, logs(math.nan, math.nan))))
     assert aged["mismatch/staleness/k3"] == fresh["mismatch/numerics/k3"]
     assert aged["mismatch/numerics/sampled_ratio"] == 0
     assert "mismatch/numerics/k3" not in aged, "no token measured it"
 
 
 def test_a_step_without_tokens_measures_nothing() -> None:
-    assert mismatch.cause_metrics(asdict(Sums())) == {}
+    assert mismatch.cause_metrics(summed(0)) == {}
 
 
 def test_every_token_of_a_micro_batch_carries_the_version_that_sampled_it() -> None:
     def group(group_id: int, version: int, *lengths: int) -> Group:
         def rollout(n: int) -> Rollout:
             zeros = np.zeros(n, np.float32)
-            return Rollout(zeros.astype(np.int32), zeros, zeros[:0], {}, 0.0, "stop")
+            return Rollout(zeros.astype(np.int32), zeros, None, {}, 0.0, "stop")
 
         return Group(group_id, version, 0, np.zeros(1, np.int32), tuple(rollout(n) for n in lengths))
 
-    advantages = {0: np.array([1.0, -1.0]), 1: np.array([1.0, -1.0])}
-    batch = micro_batch([group(0, 4, 2, 1), group(1, 5, 1, 2)], advantages, Denominator("grpo", 4, 6, 2), Algorithm())
+    known = [Experience(g, advantages=np.array([1.0, -1.0])) for g in (group(0, 4, 2, 1), group(1, 5, 1, 2))]
+    batch = micro_batch(known, Denominator("grpo", 4, 6, 2), Algorithm())
     assert batch.policy_versions.tolist() == [4, 4, 4, 5, 5, 5]
 
 

@@ -15,7 +15,6 @@ from common.errors import Retryable
 from tests.protocol_helpers import make_config
 from tests.test_checkpoint_faults import KEEP, ONE_RANK, SmallEngine, tokenizer
 from trainer.engine.deepspeed_model import StepResult
-from trainer.engine.policy import Sums
 from trainer.loop import Trainer
 from trainer.save import checkpoint, resume
 from trainer.save.checkpoint import Progress
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.fast
 
 def trainer(folder: Path, progress: Progress | None = None) -> Any:
     progress = progress or Progress("run", 0, 0, 0, 0, 0, 0, {})
-    nothing = SimpleNamespace(rollouts=SimpleNamespace(items=[], num_taken=0), next_beta=lambda: progress.kl_beta)
+    nothing = SimpleNamespace(slots=SimpleNamespace(groups=[], num_taken=0), next_beta=lambda: progress.kl_beta)
     return SimpleNamespace(
         config=make_config(folder),
         progress=progress,
@@ -37,7 +36,7 @@ def trainer(folder: Path, progress: Progress | None = None) -> Any:
 
 def advance(of: Any, applied: bool) -> None:
     norm = 1.0 if applied else math.nan
-    Trainer._advance(of, StepResult(applied, norm, 1e-6), Sums(loss=norm), last=True)
+    Trainer._advance(of, StepResult(applied, norm, 1e-6), {"loss": norm, "tokens": 0.0}, last=True)
 
 
 def test_three_in_a_row_stop_the_run_with_loss_norm_and_version(

@@ -9,7 +9,7 @@ import pytest
 
 from common.config import Algorithm, Config
 from common.types import EvalFailure, EvalResult, EvalSample, Group, Rollout, Tombstone
-from trainer.engine.policy import Sums
+from trainer.algorithm.sums import TOKEN_SUMS
 from trainer.record.stats import (
     correction_metrics,
     eval_record,
@@ -20,6 +20,11 @@ from trainer.record.stats import (
 )
 
 pytestmark = pytest.mark.fast
+
+
+def sums_of(**given: float) -> dict[str, float]:
+    return dict.fromkeys(TOKEN_SUMS, 0.0) | given
+
 
 TOMBSTONE = Tombstone(group_id=7, policy_version=3, reason="reward timed out")
 
@@ -32,7 +37,7 @@ def rollout(length: int, answer: float, layout: float, finish: str = "stop") -> 
     return Rollout(
         completion_ids=np.arange(length, dtype=np.int32),
         old_logprobs=np.full(length, -1.0, np.float32),
-        ref_logprobs=np.zeros(0, np.float32),
+        ref_logprobs=None,
         rewards={"answer": answer, "format": layout},
         reward=answer + (0 if math.isnan(layout) else layout),
         finish_reason=finish,  # type: ignore[arg-type]
@@ -106,7 +111,7 @@ def test_a_batch_of_tombstones_alone_still_has_its_count() -> None:
 def test_token_metrics_by_hand() -> None:
     # two tokens with log-ratios ln 2 and −ln 2; old probabilities .25 and .5, new ones .5 and .25
     ln2 = math.log(2)
-    sums = Sums(
+    sums = sums_of(
         tokens=2,
         loss=-0.1,
         entropy=3.0,
@@ -135,15 +140,15 @@ def test_token_metrics_by_hand() -> None:
 
 
 def test_correction_metrics_by_hand_and_only_where_something_is_corrected() -> None:
-    sums = Sums(tokens=4, correction=5.0, corrected=1)
+    sums = sums_of(tokens=4, correction=5.0, corrected=1)
     corrected = Algorithm(vllm_importance_sampling_mode="token_truncate")
     assert correction_metrics(sums, corrected) == {"mismatch/correction_mean": 1.25, "mismatch/corrected_ratio": 0.25}
-    assert correction_metrics(Sums(), corrected)["mismatch/correction_mean"] == 1.0
+    assert correction_metrics(sums_of(), corrected)["mismatch/correction_mean"] == 1.0
     assert correction_metrics(sums, Algorithm()) == {}
 
 
 def test_a_step_without_tokens_has_neutral_metrics() -> None:
-    metrics = token_metrics(Sums(), beta=0.04)
+    metrics = token_metrics(sums_of(), beta=0.04)
     assert (metrics["ratio/mean"], metrics["mismatch/k3"], metrics["entropy"]) == (1.0, 0.0, 0.0)
 
 

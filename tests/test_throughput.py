@@ -14,10 +14,7 @@ pytestmark = pytest.mark.fast
 
 
 def group(group_id: int, prompt: int, *lengths: int) -> Group:
-    rollouts = tuple(
-        Rollout(np.zeros(n, np.int32), np.zeros(n, np.float32), np.zeros(0, np.float32), {}, 0.0, "stop")
-        for n in lengths
-    )
+    rollouts = tuple(Rollout(np.zeros(n, np.int32), np.zeros(n, np.float32), None, {}, 0.0, "stop") for n in lengths)
     return Group(group_id, 0, group_id, np.zeros(prompt, np.int32), rollouts)
 
 

@@ -21,6 +21,7 @@ from model.packing import pack
 from sampler.engine import kept_tokens
 from trainer.algorithm import mismatch
 from trainer.algorithm.losses import Denominator, ObjectiveSettings, token_objective
+from trainer.data.experience import Experience
 from trainer.data.tensors import micro_batch
 
 pytestmark = pytest.mark.fast
@@ -156,7 +157,8 @@ def test_the_mass_that_was_cut_away_is_the_third_part_of_the_log_ratio() -> None
     whole, log_mu = torch.log_softmax(logits, -1), truncated(older)
     now, mass = scored(logits, (1, 2), SUPPORT)
     old = torch.stack([log_mu[0, 1], log_mu[2, 2]])
-    sums = mismatch.by_cause(now, old, torch.stack([now[0], torch.tensor(math.nan)]), mass)
+    parts = mismatch.by_cause(now, old, torch.stack([now[0], torch.tensor(math.nan)]), mass)
+    sums = {name: value.item() for name, value in parts.items()}
     total = sum(sums[f"{cause}_log_ratio"] for cause in mismatch.CAUSES)
     assert total == pytest.approx((whole[0, 1] + whole[2, 2] - old.sum()).item(), abs=1e-6)
     assert sums["support_log_ratio"] == pytest.approx(mass.sum().item())
@@ -189,7 +191,7 @@ def group(*sets: list[list[int]] | None) -> Group:
         ids = np.array(rows, np.int32) if rows is not None else None
         tokens = np.array([1]) if ids is None else ids[:, 0]
         zeros = np.zeros(len(tokens), np.float32)
-        rollouts.append(Rollout(tokens.astype(np.int32), zeros, zeros[:0], {"answer": 1.0}, 1.0, "stop", ids))
+        rollouts.append(Rollout(tokens.astype(np.int32), zeros, None, {"answer": 1.0}, 1.0, "stop", ids))
     return Group(3, 1, 0, np.array([5], np.int32), tuple(rollouts))
 
 
@@ -236,7 +238,8 @@ def test_a_sampled_token_that_its_set_does_not_begin_with_is_refused() -> None:
 
 def test_a_micro_batch_joins_sets_of_different_width() -> None:
     g = group([[1, 2], [3, -1]], [[4, 5, 6]])
-    batch = micro_batch([g], {3: np.array([1.0, -1.0])}, Denominator("grpo", 2, 3, 8), Algorithm())
+    known = Experience(g, advantages=np.array([1.0, -1.0]))
+    batch = micro_batch([known], Denominator("grpo", 2, 3, 8), Algorithm())
     assert batch.row.sampling_mask is not None
     assert batch.row.sampling_mask.tolist() == [[1, 2, -1], [3, -1, -1], [4, 5, 6]]
     assert batch.row.sampling_mask[:, 0].tolist() == batch.row.target_ids.tolist()

@@ -14,14 +14,18 @@ from trainer.save.checkpoint import Progress
 pytestmark = pytest.mark.fast
 
 
-def trainer(version: int, steps: int, evaluated: int | None = None, done: tuple[int, ...] = ()) -> Any:
-    """One batch a step, evaluations every 2 versions, 10 steps; `evaluated` by this life, `done` are on record."""
+def trainer(
+    version: int, steps: int, evaluated: int | None = None, done: tuple[int, ...] = (), every: int = 2, passes: int = 1
+) -> Any:
+    """Batches of `passes` steps, 10 batches; `evaluated` by this process, `done` are on record."""
     found = object.__new__(Trainer)
-    given = {"model": {"path": "m"}, "data": {"train": "t", "eval": "e"}, "trainer": {"max_steps": 10}}
-    found.config = Config.model_validate(given | {"eval": {"steps": 2}})
-    found.progress = Progress("run", steps, 0, version, steps, 0, 0, {})
+    given = {"model": {"path": "m"}, "data": {"train": "t", "eval": "e"}, "trainer": {"max_steps": 10 * passes}}
+    found.config = Config.model_validate(given | {"eval": {"steps": every}, "algorithm": {"num_iterations": passes}})
+    found.progress = Progress("run", steps // passes, 0, version, steps, 0, 0, {})
     found._evaluated_version = version if evaluated is None else evaluated
-    found.rank_zero = SimpleNamespace(log=SimpleNamespace(has_eval=lambda v: v in done))  # type: ignore[assignment]
+    records = [{"step": v} for v in done]
+    log = SimpleNamespace(has_eval=lambda v: v in done, evaluations=lambda: records)
+    found.rank_zero = SimpleNamespace(log=log)  # type: ignore[assignment]
     return found
 
 
@@ -40,3 +44,18 @@ def test_a_version_is_evaluated_once_however_many_steps_leave_the_policy_alone()
 
 def test_the_last_step_is_always_evaluated() -> None:
     assert trainer(9, 10, evaluated=9)._evaluates_now()
+
+
+def test_a_batch_that_skipped_a_step_is_not_evaluated_again_for_a_multiple_that_the_batch_before_it_reached() -> None:
+    """Evaluations every 4 versions, two steps a batch: versions 2, 4, and 5 where one of two steps was skipped."""
+    assert trainer(4, 4, evaluated=0, every=4, passes=2)._evaluates_now()
+    assert not trainer(5, 6, evaluated=4, every=4, passes=2)._evaluates_now()
+    assert not trainer(7, 8, evaluated=4, every=4, passes=2)._evaluates_now()
+    assert trainer(9, 10, evaluated=4, every=4, passes=2)._evaluates_now(), "8 was stepped over"
+    assert trainer(5, 8, evaluated=0, every=4, passes=2)._evaluates_now(), "4 was stepped over"
+
+
+def test_nor_is_it_when_the_run_is_resumed_there() -> None:
+    assert not trainer(5, 6, done=(0, 4), every=4, passes=2)._evaluates_at_start()
+    assert trainer(5, 6, done=(0,), every=4, passes=2)._evaluates_at_start(), "its evaluation was lost in a crash"
+    assert not trainer(0, 2, done=(0,), every=4, passes=2)._evaluates_at_start()

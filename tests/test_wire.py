@@ -38,7 +38,7 @@ def rollouts(draw: st.DrawFn, with_ref: bool) -> Rollout:
     n = draw(st.integers(0, 6))
     array = st.lists(st.floats(width=32), min_size=n, max_size=n).map(lambda x: np.array(x, np.float32))
     ids = np.array(draw(st.lists(ints, min_size=n, max_size=n)), np.int32)
-    ref = draw(array) if with_ref else np.empty(0, np.float32)
+    ref = draw(array) if with_ref else None
     return Rollout(ids, draw(array), ref, draw(scores), draw(numbers), draw(st.sampled_from(["stop", "length"])))
 
 
@@ -88,8 +88,6 @@ def same(a: Any, b: Any) -> bool:
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(messages, st.text(), st.text(), st.text())
 def test_every_message_arrives_as_it_was_sent(message: Any, run: str, life: str, name: str) -> None:
-    if isinstance(message, Group) and not any(len(r.completion_ids) for r in message.rollouts):
-        message = dataclasses.replace(message, rollouts=())  # no tokens: nothing tells if there are ref_logprobs
     envelope, arrived = decode(encode(Envelope(run, life, name), message))
     assert envelope == Envelope(run, life, name)
     assert same(arrived, message)

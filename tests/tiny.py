@@ -107,7 +107,7 @@ def random_rollout(rng: np.random.Generator, vocab_size: int, length: int, rewar
     return Rollout(
         completion_ids=rng.integers(0, vocab_size, length).astype(np.int32),
         old_logprobs=rng.normal(level, 0.5, length).astype(np.float32),
-        ref_logprobs=rng.normal(level, 0.5, length if beta > 0 else 0).astype(np.float32),
+        ref_logprobs=rng.normal(level, 0.5, length).astype(np.float32) if beta > 0 else None,
         rewards={"answer": reward},
         reward=reward,
         finish_reason="stop",

@@ -1,15 +1,18 @@
 """Forward and backward of one batch of rollouts, in mini-batches and passes, while its groups still arrive.
 
-    take groups ─► (critic's values, GAE) ─► (own log-probs) ─► micro-batch ─► (reference) ─► backward
-                    where there is a critic    where corrected                 where this rank scores it
+    fill slots ─► score ─► plan rounds ─► micro-batch ─► forward and backward
+     slots.py     here     micro_batches   tensors        engine/policy, engine/actor_critic
 
-What is in brackets is done once in a batch and remembered by group id for the steps that follow.
+What is known of a group stands in one record (data/experience.py). Where all groups of a step are in when it begins,
+one plan over all of them balances the ranks best. Where they are still coming in, rounds are planned over those that
+have come, in the order of their ids, so that training goes on while the rest decodes. Both follow from settings and
+contents alone, and every rank has all groups: all find the same.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,17 +21,26 @@ from torch import Tensor
 from common.config import Config
 from common.watchdog import report_progress
 from model.reference import Reference
-from trainer.algorithm.advantages import AdvantageSettings, RewardSettings, step_advantages
+from trainer.algorithm.advantages import AdvantageSettings
 from trainer.algorithm.kl_controller import completion_kls, next_beta
-from trainer.data.feed import Shares
-from trainer.data.micro_batches import Round
-from trainer.data.mini_batches import Step
-from trainer.data.seats import Items, Rollouts
-from trainer.data.tensors import MicroBatch, PerCompletion, Positions, micro_batch, num_trained_tokens, waits_for
+from trainer.data import micro_batches
+from trainer.data.experience import Experience, score_rewards
+from trainer.data.micro_batches import Budget, Planner, Round, Work, plan_metrics, plan_of, work_of
+from trainer.data.mini_batches import Step, TrainedStep
+from trainer.data.slots import Slots, Source, fill
+from trainer.data.tensors import (
+    MicroBatch,
+    corrects_later_steps,
+    micro_batch,
+    needs_batch_statistics,
+    num_trained_tokens,
+    policy_row,
+    step_denominator,
+    waits_for,
+)
 from trainer.engine.actor_critic import ActorCritic
 from trainer.engine.policy import Engine
 from trainer.engine.ranks import Exchange
-from trainer.group_receiver import GroupReceiver
 from trainer.save.checkpoint import Progress
 
 RecordSeconds = Callable[[str, float], None]  # a metric's name and seconds that belong to it
@@ -50,29 +62,44 @@ class BatchTraining:
         models: Models,
         exchange: Exchange,
         progress: Progress,
-        groups: GroupReceiver,
+        source: Source,
         record_seconds: RecordSeconds,
     ):
         self.config = config
         self.beta = config.algorithm.beta if progress.kl_beta is None else progress.kl_beta  # of this batch
         self._models, self._exchange, self._progress, self._record_seconds = models, exchange, progress, record_seconds
-        self.rollouts = Rollouts(config, progress.cursor, groups.receive, groups.refill, self._advantages, self.beta)
-        self.shares = Shares(self.config, self.rollouts, models.policy.dims, exchange)
-        # by group id
-        self._proximal_logprobs: dict[int, Tensor] = {}  # of this rank's micro-batches, or of the whole batch
-        self._sampled_logprobs: dict[int, Tensor] = {}  # at the version that sampled it, for metrics
-        self._ref_logprobs: dict[int, Tensor] = {}  # of this rank's micro-batches, if it scores them
+        self._source, self.slots = source, Slots(config, progress.cursor, self.beta)
+        self._settings = AdvantageSettings.of(config, self.beta)
+        self._budget, self._dims = Budget.of(config.trainer), models.policy.dims
+        self._rounds: dict[tuple[int, ...], list[Round]] = {}  # by places: the same in every pass
+        self._is_scored = False  # as a whole, where that is needed
 
     def backward(self, step: Step, progress: Progress) -> None:
         """Forward and backward on a mini-batch, while later groups still decode where its settings allow."""
         self._progress = progress
-        waits = waits_for(self.config.algorithm)
-        size = self.config.prompts_per_batch if waits == "batch" else 0
-        self.rollouts.take_up_to(max(step.places) + 1 if waits == "mini_batch" else size, self.shares.at_once)
-        if self._needs_scoring:
-            self._score_batch()
-        for found in self.shares.rounds(step.places):
-            self._backward(found, step)
+        at_once = self._budget.at_once(self._exchange.world_size)
+        needed = {"batch": self.slots.size, "mini_batch": max(step.places) + 1, "micro_batch": 0}
+        fill(self.slots, needed[waits_for(self.config.algorithm)], at_once, self._source)
+        self._score()
+        if step.places not in self._rounds and max(step.places) < self.slots.num_filled:
+            self._rounds[step.places] = self._plan(step.places)
+        for found in self._rounds.get(step.places, ()):
+            self._train(found, step)
+        if step.places not in self._rounds:
+            self._rounds[step.places] = self._train_as_they_come(step, at_once)
+
+    def _train_as_they_come(self, step: Step, at_once: int) -> list[Round]:
+        """The same, several groups at a time. Returns the rounds, which later passes repeat."""
+        planner = Planner(self._exchange.world_size, self._budget)
+        for first in range(0, len(step.places), at_once):
+            places = step.places[first : first + at_once]
+            fill(self.slots, max(places) + 1, at_once, self._source)
+            self._score()
+            for found in planner.add(self._works(places)):
+                self._train(found, step)
+        for found in planner.finish():
+            self._train(found, step)
+        return planner.rounds
 
     @property
     def critic_only(self) -> bool:
@@ -84,105 +111,120 @@ class BatchTraining:
         algorithm = self.config.algorithm
         if algorithm.kl_target is None:  # the controller is fixed
             return None
-        kls = completion_kls(self.rollouts.items)
+        kls = completion_kls(self.slots.groups)
         return next_beta(self.beta, kls, algorithm.kl_target, algorithm.kl_horizon)
 
-    def _advantages(self, groups: Items) -> Mapping[int, PerCompletion]:
-        """Where they depend on all groups of the batch."""
-        critic = self._models.critic
-        if critic is None:
-            return step_advantages(groups, AdvantageSettings.of(self.config, self.beta))
+    def trained(self, step: Step) -> TrainedStep:
+        """What the step trained on, for its records."""
+        works = self._works(step.places)
+        return TrainedStep(
+            step=step,
+            groups=[e.group for e in self.slots.at(step.places)],
+            beta=self.beta,
+            dead_group_metrics=self.slots.dead_group_metrics(step),
+            plan_metrics=plan_metrics(self._rounds[step.places], works, self._budget),
+            empty_slots=self.slots.warning() if step.is_last else "",
+            oversized_groups=micro_batches.warning(works, self._budget),
+        )
+
+    # ---- score ----
+
+    def _score(self) -> None:
+        """Advantages, as soon as what they depend on is in; then log-probs that must come before the first update."""
+        algorithm, batch = self.config.algorithm, self.slots.training()
+        if not needs_batch_statistics(algorithm):
+            self.slots.replace(score_rewards([e for e in batch if e.advantages is None], self._settings))
+        if self._is_scored or self.slots.num_filled < self.slots.size:
+            return
+        self._is_scored = True
+        if self._models.critic:
+            self._score_values(self._models.critic)
+        elif needs_batch_statistics(algorithm):
+            self.slots.replace(score_rewards(batch, self._settings))
+        if corrects_later_steps(algorithm):
+            self._score_proximal()
+
+    def _score_values(self, critic: ActorCritic) -> None:
         start = time.monotonic()
         report_progress("scoring a batch of rollouts with the critic")
-        shares = [self.shares.mine(found) for found in self.shares.rounds(range(self.config.prompts_per_batch))]
+        shares = [self._mine(found) for found in self._plan(range(self.slots.size))]
         threshold = self._progress.threshold or self.config.algorithm.group_params.group_variance_threshold
-        advantages = critic.begin_batch(groups, shares, RewardSettings.of(self.config, self.beta), threshold)
+        self.slots.replace(critic.score(self.slots.training(), shares, self._settings.rewards, threshold))
         self._record_seconds("timing/values_s", time.monotonic() - start)
-        return advantages
 
-    @property
-    def _positions(self) -> Positions | None:
-        """The tokens that train; None = all."""
-        return self._models.critic.estimates.policy_positions if self._models.critic else None
+    def _score_proximal(self) -> None:
+        """The trainer's own log-probs of the whole batch, on every rank: shuffling gives groups to other ranks."""
+        start, mine = time.monotonic(), dict[int, Tensor]()
+        for found in self._plan(range(self.slots.size)):
+            report_progress("scoring a batch of rollouts with the weights that sampled it")
+            batch = self._micro_batch(found, range(self.slots.size))
+            mine |= batch.by_group(self._models.policy.score(batch.row, self.config.sampler.temperature))
+        lengths = self._lengths(self.slots.training())
+        flat = torch.cat([torch.zeros(0)] + [mine.get(e.group.group_id, torch.zeros(n)) for e, n in lengths])
+        everyones = torch.tensor(self._exchange.add(flat.tolist()), dtype=torch.float32)  # exact: others add 0
+        parts = everyones.split([n for _, n in lengths])
+        self.slots.replace(replace(e, proximal_logprobs=x) for (e, _), x in zip(lengths, parts, strict=True))
+        self._record_seconds("timing/score_s", time.monotonic() - start)
 
-    def _backward(self, found: Round, step: Step) -> None:
-        """This rank's share of one round of a step."""
+    def _score_reference(self, reference: Reference, mine: Sequence[Experience]) -> None:
+        """Once for all passes, as long as every group of a micro-batch has been scored before."""
+        algorithm, packing = self.config.algorithm, self.config.trainer.packing
+        lengths = self._lengths(mine)
+        if not lengths:
+            return
+        start = time.monotonic()
+        if any(e.ref_logprobs is None for e, _ in lengths):
+            report_progress("scoring a micro-batch with the reference model")
+            parts = reference.score(policy_row(mine, algorithm, packing)).split([n for _, n in lengths])
+            self.slots.replace(replace(e, ref_logprobs=x) for (e, _), x in zip(lengths, parts, strict=True))
+        self._record_seconds("timing/reference_s", time.monotonic() - start)
+
+    def _lengths(self, experiences: Iterable[Experience]) -> list[tuple[Experience, int]]:
+        """Those that train the policy, with their number of tokens."""
+        return [(e, n) for e in experiences if (n := num_trained_tokens(e, self.config.algorithm))]
+
+    # ---- plan ----
+
+    def _works(self, places: Sequence[int]) -> dict[int, Work]:
+        algorithm, packing = self.config.algorithm, self.config.trainer.packing
+        return {place: work_of(self.slots.training([place]), algorithm, packing, self._dims) for place in places}
+
+    def _plan(self, places: Sequence[int]) -> list[Round]:
+        return plan_of(self._works(places), self._exchange.world_size, self._budget)
+
+    def _mine(self, found: Round) -> list[Experience]:
+        """This rank's part of a round."""
+        return self.slots.training(found[self._exchange.rank])
+
+    # ---- train ----
+
+    def _train(self, found: Round, step: Step) -> None:
+        """This rank's part of one round of a step."""
         batch = None if self.critic_only else self._micro_batch(found, step.places)
         report_progress(f"training a micro-batch of step {self._progress.step + 1}")
         start = time.monotonic()
         if self._models.critic:
-            groups = self.rollouts.trained(self.rollouts.of(step.places))
-            self._models.critic.backward(self.shares.mine(found), groups)
+            self._models.critic.backward(self._mine(found), self.slots.training(step.places))
         if batch:
-            self._backward_policy(batch)
+            logprobs = self._models.policy.backward(batch, self._progress.policy_version)
+            self._remember(batch, logprobs, self._mine(found))
         self._record_seconds("timing/backward_s", time.monotonic() - start)
 
     def _micro_batch(self, found: Round, places: Sequence[int]) -> MicroBatch:
-        """This rank's share of a round; places: those of the whole step."""
-        algorithm, packing = self.config.algorithm, self.config.trainer.packing
-        denominator = self.shares.denominator(places, self._positions)
-        groups, advantages = self.shares.mine(found), self.rollouts.advantages
-        batch = micro_batch(groups, advantages, denominator, algorithm, packing, self._positions)
-        is_filler = not batch.tokens_of
-        return batch if self._models.reference is None or is_filler else self._with_reference(batch)
+        """places: those of the whole step."""
+        if self._models.reference:
+            self._score_reference(self._models.reference, self._mine(found))
+        denominator = step_denominator(self.slots.at(places), len(places), self.config)
+        return micro_batch(self._mine(found), denominator, self.config.algorithm, self.config.trainer.packing)
 
-    def _with_reference(self, batch: MicroBatch) -> MicroBatch:
-        assert self._models.reference is not None
-        start = time.monotonic()
-        if not batch.tokens_of.keys() <= self._ref_logprobs.keys():
-            report_progress("scoring a micro-batch with the reference model")
-            parts = self._models.reference.score(batch.row).split(list(batch.tokens_of.values()))
-            self._ref_logprobs |= zip(batch.tokens_of, parts, strict=True)
-        self._record_seconds("timing/reference_s", time.monotonic() - start)
-        return replace(batch, ref_logprobs=torch.cat([self._ref_logprobs[g] for g in batch.tokens_of]))
-
-    def _backward_policy(self, batch: MicroBatch) -> None:
-        own = [self._proximal_logprobs[g] for g in batch.tokens_of if g in self._proximal_logprobs]
-        unknown = {g: torch.full((n,), torch.nan) for g, n in batch.tokens_of.items()}
-        sampled = [self._sampled_logprobs.get(g, nans) for g, nans in unknown.items()]
-        logprobs = self._models.policy.backward(
-            batch,
-            torch.cat(own) if own else None,
-            torch.cat(sampled) if sampled else None,
-            self._progress.policy_version,
-        )
-        if self.config.algorithm.num_iterations > 1:
-            self._remember_sampled(batch, logprobs.cpu())
-        if self.config.algorithm.vllm_importance_sampling_mode is not None and not own:
-            self._remember(batch, logprobs)
-
-    @property
-    def _needs_scoring(self) -> bool:
-        """Later mini-batches meet weights that have moved: log-probs at the sampled version must come before them."""
-        algorithm = self.config.algorithm
-        corrects = algorithm.vllm_importance_sampling_mode is not None
-        return corrects and algorithm.steps_per_generation > 1 and not self._proximal_logprobs
-
-    def _score_batch(self) -> None:
-        """The trainer's own log-probs of the whole batch, on every rank: shuffling gives groups to other ranks."""
-        start = time.monotonic()
-        places = range(self.config.prompts_per_batch)
-        for found in self.shares.rounds(places):
-            report_progress("scoring a batch of rollouts with the weights that sampled it")
-            batch = self._micro_batch(found, places)
-            self._remember(batch, self._models.policy.score(batch.row, self.config.sampler.temperature))
-        algorithm, advantages = self.config.algorithm, self.rollouts.advantages
-        groups = self.rollouts.trained(self.rollouts.items)
-        lengths = {g.group_id: num_trained_tokens(g, advantages, algorithm, self._positions) for g in groups}
-        zeros = {g: torch.zeros(n) for g, n in lengths.items() if n}
-        flat = torch.cat([self._proximal_logprobs.get(g, zero) for g, zero in zeros.items()] or [torch.zeros(0)])
-        everyones = torch.tensor(self._exchange.add(flat.tolist()), dtype=torch.float32)  # exact: others add 0
-        self._proximal_logprobs = dict(zip(zeros, everyones.split([len(z) for z in zeros.values()]), strict=True))
-        self._record_seconds("timing/score_s", time.monotonic() - start)
-
-    def _remember(self, batch: MicroBatch, logprobs: Tensor) -> None:
-        if batch.tokens_of:  # a filler has none
-            parts = logprobs.split(list(batch.tokens_of.values()))
-            self._proximal_logprobs |= zip(batch.tokens_of, parts, strict=True)
-
-    def _remember_sampled(self, batch: MicroBatch, logprobs: Tensor) -> None:
-        """Those of groups that the present version sampled: later passes tell numerics and staleness apart by them."""
-        lengths = list(batch.tokens_of.values())
-        parts = zip(batch.tokens_of, logprobs[: sum(lengths)].split(lengths), strict=True) if lengths else ()
-        versions = {g.group_id: g.policy_version for g in self.rollouts.items}
-        self._sampled_logprobs |= {g: p for g, p in parts if versions[g] == self._progress.policy_version}
+    def _remember(self, batch: MicroBatch, logprobs: Tensor, mine: Iterable[Experience]) -> None:
+        """For later passes: what the correction keeps to, and what tells numerics from staleness."""
+        algorithm, proximal = self.config.algorithm, batch.by_group(logprobs)
+        sampled = batch.by_group(logprobs.cpu()) if algorithm.num_iterations > 1 else {}
+        for e in mine:
+            g, is_present = e.group.group_id, e.group.policy_version == self._progress.policy_version
+            if g in proximal and algorithm.vllm_importance_sampling_mode is not None and e.proximal_logprobs is None:
+                e = replace(e, proximal_logprobs=proximal[g])
+            if g in sampled and is_present:
+                e = replace(e, sampled_logprobs=sampled[g])
+            self.slots.replace([e])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from common.errors import Interrupted
 from common.exits import code_of
-from trainer.data.seats import Items
+from common.types import Group, Tombstone
 from trainer.engine.ranks import STOP_TOGETHER, Exchange
 from trainer.rank_zero import RankZero
 
@@ -19,7 +19,7 @@ class GroupReceiver:
         self._rank_zero, self._exchange = rank_zero, exchange
         self.waited_s = 0.0
 
-    def receive(self, group_ids: Sequence[int]) -> Items:
+    def take(self, group_ids: Sequence[int]) -> list[Group | Tombstone]:
         """The groups with these ids. Every rank calls it."""
         start = time.monotonic()
         try:

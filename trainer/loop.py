@@ -12,9 +12,10 @@ arrival either.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from trainer.data.mini_batches import Step, steps
 from trainer.engine.actor_critic import ActorCritic
 from trainer.engine.critic import Critic
 from trainer.engine.deepspeed_model import StepResult
-from trainer.engine.policy import Engine, Sums
+from trainer.engine.policy import Engine
 from trainer.engine.ranks import Exchange
 from trainer.group_receiver import GroupReceiver
 from trainer.rank_zero import RankZero
@@ -61,15 +62,18 @@ class Trainer:
         self.actor_critic = ActorCritic(config, engine, critic, exchange) if critic else None
         self.models = Models(engine, reference, self.actor_critic)
         self.receiver = GroupReceiver(rank_zero, exchange)
-        self.records = StepRecords(config, rank_zero, tokenizer, exchange.world_size, progress.batch)
+        self.seconds: collections.Counter[str] = collections.Counter()  # metrics of the step that is recorded next
+        self.records: StepRecords | None = None
+        if rank_zero:
+            self.records = StepRecords(config, rank_zero, tokenizer, exchange.world_size, progress.batch)
         self.disk = Disk(
             exchange, config.channel.stall_timeout_s, rank_zero.display.note if rank_zero else lambda _: None
         )
         self.best = Best(config, exchange, self.disk, lambda: rank_zero.log.evaluations() if rank_zero else [])
         self.publisher = Publisher(
-            config, engine, exchange, self.disk, rank_zero.source if rank_zero else None, self.records.record_seconds
+            config, engine, exchange, self.disk, rank_zero.source if rank_zero else None, self.record_seconds
         )
-        self._evaluated_version = progress.policy_version  # at the start, or before a resume
+        self._evaluated_version = progress.policy_version  # of the newest evaluation, or of the start
         self._saved_step = progress.step
         self._is_between_batches = True  # no step of a batch that has begun is in the weights
         self._num_eval_problems = 0
@@ -107,9 +111,8 @@ class Trainer:
 
     def train_batch(self) -> None:
         """num_iterations passes over the next batch of rollouts, with an optimizer step on each of its mini-batches."""
-        record_seconds = self.records.record_seconds
         self.batch = BatchTraining(
-            self.config, self.models, self.exchange, self.progress, self.receiver, record_seconds
+            self.config, self.models, self.exchange, self.progress, self.receiver, self.record_seconds
         )
         for step in steps(self.config, self.progress.batch):
             started, waited_s = time.monotonic(), self.receiver.waited_s
@@ -120,18 +123,21 @@ class Trainer:
             if self.config.weights.publish_every == "step" and not step.is_last:
                 self.publish_inside(step)
 
-    def optimizer_step(self) -> tuple[StepResult, Sums]:
+    def record_seconds(self, name: str, seconds: float) -> None:
+        """Adds to a metric of the step that is recorded next. Every rank may; rank 0's are recorded."""
+        self.seconds[name] += seconds  # type: ignore[assignment]
+
+    def optimizer_step(self) -> tuple[StepResult, dict[str, float]]:
+        """With the sums of the whole step, over all ranks."""
         report_progress(f"making optimizer step {self.progress.step + 1}")
         start = time.monotonic()
-        mine = self.engine.take_sums()
-        names = [f.name for f in fields(Sums)]
-        sums = Sums(**dict(zip(names, self.exchange.add([getattr(mine, n) for n in names]), strict=True)))
+        sums = self.exchange.add_named(self.engine.sums.take())
         result = self.actor_critic.step(self.batch.critic_only) if self.actor_critic else self.engine.step()
         failpoint("trainer.stepped")
-        self.records.record_seconds("timing/step_s", time.monotonic() - start)
+        self.record_seconds("timing/step_s", time.monotonic() - start)
         return result, sums
 
-    def _advance(self, result: StepResult, sums: Sums, last: bool) -> None:
+    def _advance(self, result: StepResult, sums: dict[str, float], last: bool) -> None:
         """The version moves only with an applied step; the batch is spent with its last step either way."""
         p = self.progress
         self.progress = replace(
@@ -139,10 +145,10 @@ class Trainer:
             step=p.step + 1,
             policy_version=p.policy_version + result.new_versions,
             skipped_steps=p.skipped_steps + (not result.applied),
-            num_tokens=p.num_tokens + int(sums.tokens),
+            num_tokens=p.num_tokens + int(sums["tokens"]),
             batch=p.batch + last,
-            cursor=p.cursor + last * self.batch.rollouts.num_taken,
-            tombstones=p.tombstones + last * sum(isinstance(g, Tombstone) for g in self.batch.rollouts.items),
+            cursor=p.cursor + last * self.batch.slots.num_taken,
+            tombstones=p.tombstones + last * sum(isinstance(g, Tombstone) for g in self.batch.slots.groups),
             kl_beta=self.batch.next_beta() if last else p.kl_beta,
             skipped_in_a_row=0 if result.applied else p.skipped_in_a_row + 1,
             threshold=self.actor_critic.next_threshold() if self.actor_critic and last else p.threshold,
@@ -150,22 +156,31 @@ class Trainer:
         self._is_between_batches = last
         if self.progress.skipped_in_a_row >= self.config.trainer.max_skipped_steps:
             raise Retryable(
-                f"{self.progress.skipped_in_a_row} steps in a row were not finite (loss {sums.loss}, gradient norm "
+                f"{self.progress.skipped_in_a_row} steps in a row were not finite (loss {sums['loss']}, gradient norm "
                 f"{result.grad_norm}) and were skipped; the weights are those of version {self.progress.policy_version}"
             )
 
-    def record(self, step: Step, result: StepResult, sums: Sums, seconds: float, waited_s: float) -> None:
-        if self.rank_zero is None:
+    def record(self, step: Step, result: StepResult, sums: dict[str, float], seconds: float, waited_s: float) -> None:
+        # on every rank: what is timed by events of a GPU is kept until it is taken
+        taken, self.seconds = {"timing/head_s": self.engine.head_time.take()} | self.seconds, collections.Counter()
+        if self.records is None:
             return
+        p = self.progress
+        progress = {
+            "num_tokens": p.num_tokens,
+            "policy_version": p.policy_version,
+            "skipped_steps": p.skipped_steps,
+            "tombstones": p.tombstones,
+        }
         more = {
             "step_time": seconds,
             "wait/trainer_s": waited_s,
-            "timing/head_s": self.engine.head_time.take(),
             "disk_retries": float(self.publisher.disk_retries),
             "reference_on_trainer": float(self.models.reference is not None),
         }
         more |= self.actor_critic.metrics() if self.actor_critic else {}
-        self.records.write(step, result, sums, self.batch, self.progress, more)
+        more |= taken
+        self.records.write(p.step, p.batch, self.batch.trained(step), result, sums, progress, more)
 
     def publish_inside(self, step: Step) -> None:
         """Fresher weights for the groups that the sampler runs ahead with; the cursor waits for the batch's end."""
@@ -185,18 +200,22 @@ class Trainer:
 
     def _evaluates_at_start(self) -> bool:
         """A checkpoint is saved while its version is still being evaluated: a resumed run may have to do it again."""
+        version = self.progress.policy_version
         if self.progress.step == 0:
             return self.config.eval.before
-        return self._is_due() and not (self.rank_zero and self.rank_zero.log.has_eval(self.progress.policy_version))
+        if self.rank_zero is None or self.rank_zero.log.has_eval(version):
+            return False
+        recorded = [record["step"] for record in self.rank_zero.log.evaluations()]
+        return self._is_due(since=max(0, version - self.config.algorithm.steps_per_batch, *recorded))
 
     def _evaluates_now(self) -> bool:
-        """Once for each version: steps that the critic made alone, or that were skipped, leave the policy as it was."""
-        return self._is_due(is_new=self.progress.policy_version != self._evaluated_version)
+        """Steps that the critic made alone, or that were skipped, leave the policy, and so its version, as it was."""
+        return self._is_due(since=self._evaluated_version)
 
-    def _is_due(self, is_new: bool = True) -> bool:
+    def _is_due(self, since: int) -> bool:
+        """Whether versions passed a multiple of eval.steps since that one; a batch may step over it."""
         every, version = self.config.eval.steps, self.progress.policy_version
-        before = max(0, version - self.config.algorithm.steps_per_batch)  # a batch may step over a multiple
-        due = every is not None and is_new and (version // every > before // every or version == 0)
+        due = every is not None and version // every > since // every
         return due or (self.config.eval.after and self.progress.batch == self.config.num_batches)
 
     def finish_evaluation(self) -> None:
@@ -212,7 +231,7 @@ class Trainer:
         if self.rank_zero and record:
             self.rank_zero.log.log_eval(record)
             self.rank_zero.display.evaluation(record)
-        self.records.record_seconds("timing/evaluation_s", time.monotonic() - start)
+        self.record_seconds("timing/evaluation_s", time.monotonic() - start)
 
     def save_checkpoint(self) -> None:
         every = self.config.trainer.save_steps
@@ -239,7 +258,7 @@ class Trainer:
         folder, keep = Path(self.config.run.output_dir) / "checkpoints", self.config.trainer.save_limit
         checkpoint.save(self.engine, self.exchange, self.tokenizer, folder, self.progress, keep, self.disk, self.critic)
         self._saved_step = self.progress.step
-        self.records.record_seconds("timing/checkpoint_s", time.monotonic() - start)
+        self.record_seconds("timing/checkpoint_s", time.monotonic() - start)
 
     def _sync_history(self) -> None:
         """A checkpoint must not outlive the records of the steps before it."""

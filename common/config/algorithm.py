@@ -124,9 +124,9 @@ class Algorithm(Section):
     prompts_per_step · steps_per_generation groups: verl's train_batch_size, and prompts_per_step its mini-batch."""
     dead_groups: Literal["keep", "skip", "resample"] = "keep"
     """Groups whose rewards are all equal. keep: they count in denominators, and KL and entropy train them. skip: they
-    are left out of everything. resample: left out, and the next groups of the stream take their seats."""
+    are left out of everything. resample: left out, and the next groups of the stream take their slots."""
     max_resamples: int = Field(1, ge=1)
-    """With dead_groups resample, further batches' worth of groups taken for one batch; seats may then stay empty."""
+    """With dead_groups resample, further batches' worth of groups taken for one batch; slots may then stay empty."""
     shuffle_mini_batches: bool = False
     """Deal a batch's groups to its mini-batches anew in every pass, by (seed, batch, pass), instead of in order."""
 

@@ -177,8 +177,7 @@ def shaped_rewards(group: Group, settings: RewardSettings) -> Floats:
     """
     rewards = punished_rewards(group, settings)
     if settings.beta:
-        log_ratios = [r.old_logprobs.astype(np.float64) - r.ref_logprobs for r in group.rollouts]
-        rewards = rewards - settings.beta * np.array([x.sum() for x in log_ratios])
+        rewards = rewards - settings.beta * np.array([r.ref_log_ratios().sum() for r in group.rollouts])
     return rewards
 
 

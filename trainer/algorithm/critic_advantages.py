@@ -21,7 +21,6 @@ from common.types import Group, Tombstone
 from trainer.algorithm.advantages import Floats, RewardSettings, trains, whiten
 from trainer.algorithm.gae import gae, group_token_rewards
 from trainer.algorithm.segments import Positions, Segments, SegmentSums, sampled_scores, segment, sums_of
-from trainer.data.tensors import training_completions
 
 ByGroup = dict[int, list[Floats]]  # group id -> one array per completion
 PositionsByGroup = dict[int, list[Positions]]
@@ -74,6 +73,8 @@ def estimate_segments(
         return [segment(*token, threshold, algorithm.gamma, algorithm.lam, algorithm.group_params) for token in tokens]
 
     found = {g.group_id: cut(g) for g in alive}
+    masks = algorithm.mask_truncated_completions
+    unmasked = [s for g in alive for r, s in zip(g.rollouts, found[g.group_id], strict=True) if trains(r, masks)]
     ends, starts = ({g: [getattr(s, edge) for s in of] for g, of in found.items()} for edge in ("ends", "starts"))
     carried = "advantages" if algorithm.trains_endpoints else "token_advantages"
     return Estimates(
@@ -82,7 +83,7 @@ def estimate_segments(
         returns={g: [s.returns for s in of] for g, of in found.items()},
         policy_positions=ends if algorithm.trains_endpoints else None,
         value_positions=starts,
-        segments=sums_of([found[g.group_id][i] for g, of in training_completions(groups, algorithm) for i in of]),
+        segments=sums_of(unmasked),
     )
 
 

@@ -47,6 +47,6 @@ def token_rewards(rollout: Rollout, reward: float, beta: float) -> Floats:
     """
     rewards = np.zeros(len(rollout.completion_ids))
     if beta:
-        rewards -= beta * (rollout.old_logprobs.astype(np.float64) - rollout.ref_logprobs)
+        rewards -= beta * rollout.ref_log_ratios()
     rewards[-1] += reward
     return rewards

@@ -22,7 +22,7 @@ MAX_ERROR = 0.2
 def completion_kls(groups: Sequence[Group | Tombstone]) -> list[float]:
     """Σ_t (log π_old − log π_ref) of every completion, in nats."""
     rollouts = [r for g in groups if isinstance(g, Group) for r in g.rollouts]
-    return [float((r.old_logprobs.astype(np.float64) - r.ref_logprobs).sum()) for r in rollouts]
+    return [float(r.ref_log_ratios().sum()) for r in rollouts]
 
 
 def next_beta(beta: float, kls: Sequence[float], kl_target: float, kl_horizon: int) -> float:

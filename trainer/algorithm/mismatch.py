@@ -17,20 +17,21 @@ import torch
 from torch import Tensor
 
 CAUSES = ("numerics", "staleness", "support")
+MEASURES = ("tokens", "log_ratio", "abs_prob_diff", "exp_abs_log_ratio", "k3")
 
 
-def gaps(after: Tensor, before: Tensor) -> dict[str, float]:
-    """Sums over tokens drawn from exp(before): [N], [N] -> a number for each measure.
+def gaps(after: Tensor, before: Tensor) -> dict[str, Tensor]:
+    """Sums over tokens drawn from exp(before): [N], [N] -> a float64 scalar for each measure.
 
     k3 = exp(x) − x − 1 with x = after − before estimates KL(before ‖ after).
     """
     x = (after - before).double()
     return {
-        "tokens": float(len(x)),
-        "log_ratio": x.sum().item(),
-        "abs_prob_diff": (after.double().exp() - before.double().exp()).abs().sum().item(),
-        "exp_abs_log_ratio": x.abs().exp().sum().item(),
-        "k3": (x.exp() - x - 1).sum().item(),
+        "tokens": x.new_full((), len(x)),
+        "log_ratio": x.sum(),
+        "abs_prob_diff": (after.double().exp() - before.double().exp()).abs().sum(),
+        "exp_abs_log_ratio": x.abs().exp().sum(),
+        "k3": (x.exp() - x - 1).sum(),
     }
 
 
@@ -39,7 +40,7 @@ def by_cause(
     old_logprobs: Tensor,
     proximal_logprobs: Tensor,  # NaN where the trainer does not know them
     log_mass: Tensor | None = None,  # log π_θ(S); None at full support
-) -> dict[str, float]:
+) -> dict[str, Tensor]:
     """[N] each. Keys: cause_measure."""
     known = ~proximal_logprobs.isnan()
     parts = {

@@ -14,12 +14,15 @@ micro-batch of its own. Sums are divided by the whole step's denominator, so tha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from common.config import Trainer
+from common.config import Algorithm, Trainer
+from common.types import Group
 from model.dims import ModelDims
 from model.packing import Packing
+from trainer.data.experience import Experience
+from trainer.data.tensors import trained_completions, unmasked_completions
 
 Round = tuple[tuple[int, ...], ...]  # [rank] -> which groups
 
@@ -49,6 +52,10 @@ class Budget:
     def is_exceeded_by(self, work: Work) -> bool:
         return self.tokens is not None and work.tokens > self.tokens
 
+    def at_once(self, ranks: int) -> int:
+        """Groups to take from the stream at a time: what fills a round, as far as that is known before."""
+        return ranks * (1 if self.tokens else self.groups)
+
 
 def work(prompt: int, completions: Sequence[int], packing: Packing, model: ModelDims | None) -> Work:
     """Of one group, from the tokens of its prompt P and of each completion that trains, C_i.
@@ -71,6 +78,17 @@ def work(prompt: int, completions: Sequence[int], packing: Packing, model: Model
     linear = 2.0 * model.layers * model.layer_parameters * tokens
     attention = 4.0 * model.layers * model.heads * model.head_dim * pairs
     return Work(tokens, linear + attention + 2.0 * model.vocab * model.hidden * total)
+
+
+def work_of(taken: Iterable[Experience], algorithm: Algorithm, packing: Packing, model: ModelDims | None) -> Work:
+    """Of the group that trains among those taken for one slot; of none if there is none."""
+    for e in taken:
+        unmasked = unmasked_completions(e.group, algorithm)
+        # a critic learns from every completion, and its values are needed before there are advantages
+        if isinstance(e.group, Group) and unmasked and (algorithm.needs_critic or trained_completions(e, algorithm)):
+            lengths = [len(e.group.rollouts[i].completion_ids) for i in unmasked]
+            return work(len(e.group.prompt_ids), lengths, packing, model)
+    return NOTHING
 
 
 def plan(works: Sequence[Work], ranks: int, budget: Budget, loads: Sequence[float] | None = None) -> list[Round]:
@@ -96,34 +114,72 @@ def plan(works: Sequence[Work], ranks: int, budget: Budget, loads: Sequence[floa
     ]
 
 
-def stream(works: Iterable[Work], ranks: int, budget: Budget) -> Iterator[Round]:
+class Planner:
     """As `plan`, over groups that are still coming in: a round as soon as groups of the average size fill it.
 
     What has not found room in a round waits for the next one. Loads are kept from round to round, so that a rank that
     got a long group gets less later. Which groups meet follows from their order and sizes alone.
     """
-    loads = [0.0] * ranks
-    waiting: dict[int, Work] = {}
-    has_begun = False
-    for index, work in enumerate(works):
-        if work.tokens:
-            waiting[index] = work
-        while _is_full(waiting.values(), ranks, budget):
-            yield _take(waiting, plan(list(waiting.values()), ranks, budget, loads)[0], loads)
-            has_begun = True
-    if waiting or not has_begun:
-        ids = list(waiting)
-        for found in plan(list(waiting.values()), ranks, budget, loads):
-            yield tuple(tuple(ids[i] for i in mine) for mine in found)
+
+    def __init__(self, ranks: int, budget: Budget):
+        self._ranks, self._budget = ranks, budget
+        self._loads = [0.0] * ranks
+        self._waiting: dict[int, Work] = {}
+        self.rounds: list[Round] = []  # all so far
+
+    def add(self, works: Mapping[int, Work]) -> list[Round]:
+        """The rounds that are full with these, in terms of their keys."""
+        before = len(self.rounds)
+        for key, work in works.items():
+            if work.tokens:
+                self._waiting[key] = work
+            while _is_full(self._waiting.values(), self._ranks, self._budget):
+                self._take(self._plan()[0])
+        return self.rounds[before:]
+
+    def finish(self) -> list[Round]:
+        """What is left; one round of nothing if no group had work."""
+        before = len(self.rounds)
+        if self._waiting or not self.rounds:
+            self.rounds += self._plan()
+            self._waiting = {}
+        return self.rounds[before:]
+
+    def _plan(self) -> list[Round]:
+        return plan_of(self._waiting, self._ranks, self._budget, self._loads)
+
+    def _take(self, found: Round) -> None:
+        self.rounds.append(found)
+        for rank, mine in enumerate(found):
+            self._loads[rank] += sum(self._waiting.pop(key).cost for key in mine)
 
 
-def _take(waiting: dict[int, Work], found: Round, loads: list[float]) -> Round:
-    """Moves a round over waiting's places out of it; returns it in terms of waiting's keys."""
-    ids = list(waiting)
-    taken = tuple(tuple(ids[i] for i in mine) for mine in found)
-    for rank, mine in enumerate(taken):
-        loads[rank] += sum(waiting.pop(i).cost for i in mine)
-    return taken
+def plan_of(works: Mapping[int, Work], ranks: int, budget: Budget, loads: Sequence[float] | None = None) -> list[Round]:
+    """As `plan`, in terms of the works' keys."""
+    keys, rounds = list(works), plan(list(works.values()), ranks, budget, loads)
+    return [tuple(tuple(keys[i] for i in mine) for mine in found) for found in rounds]
+
+
+def plan_metrics(rounds: Sequence[Round], works: Mapping[int, Work], budget: Budget) -> dict[str, float]:
+    """Of the rounds of a step. works: of each of its slots."""
+    costs = [sum(works[key].cost for found in rounds for key in found[rank]) for rank in range(len(rounds[0]))]
+    metrics = {"micro_batches": float(len(rounds))}
+    if len(costs) > 1:
+        metrics["rank_imbalance"] = max(costs) * len(costs) / sum(costs) - 1 if any(costs) else 0.0
+    if budget.tokens:
+        metrics["oversized_groups"] = float(sum(map(budget.is_exceeded_by, works.values())))
+    return metrics
+
+
+def warning(works: Mapping[int, Work], budget: Budget) -> str:
+    """What to say about groups above the budget; "" if there are none."""
+    largest = max(works.values(), key=lambda work: work.tokens)
+    if not budget.is_exceeded_by(largest):
+        return ""
+    return (
+        f"a group of {largest.tokens} tokens is above trainer.max_tokens_per_micro_batch {budget.tokens} and trains "
+        f"alone; if memory is short, shorten it: sampler.max_completion_length, sampler.num_generations"
+    )
 
 
 def _is_full(waiting: Iterable[Work], ranks: int, budget: Budget) -> bool:

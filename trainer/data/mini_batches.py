@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.config import Config
+from common.types import Group, Tombstone
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,19 @@ class Step:
     mini_batch: int  # which mini-batch of the pass: 0, 1, …
     places: tuple[int, ...]  # the groups' places in the batch, counted from its first
     is_last: bool  # of the batch
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """What an optimizer step trained on, for its records."""
+
+    step: Step
+    groups: list[Group | Tombstone]
+    beta: float  # of its batch
+    dead_group_metrics: dict[str, float]
+    plan_metrics: dict[str, float]
+    empty_slots: str  # what to say about them; "" = nothing
+    oversized_groups: str  # what to say about groups above the budget; "" = nothing
 
 
 def steps(config: Config, batch: int) -> list[Step]:

@@ -1,25 +1,22 @@
-"""Groups -> the tensors of one forward and backward. Pure."""
+"""Groups and what is known of them -> the tensors of one forward and backward. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from common.config import Algorithm
+from common.config import Algorithm, Config
 from common.types import Group, Rollout, Tombstone
 from model.packing import PackedRow, Packing, pack, select
-from trainer.algorithm.advantages import Floats, moves, trains
+from trainer.algorithm.advantages import moves, trains
 from trainer.algorithm.losses import TOKEN_MEAN, Denominator, token_weights
-
-PerCompletion = Floats | Sequence[Floats]  # of one group: [G], or G arrays with one value per trained token
-Positions = Mapping[int, Sequence[NDArray[np.int64]]]  # by group id: of each completion the tokens that train
-Kept = Sequence[tuple[Group, list[int]]]  # groups with the indexes of the completions that train
+from trainer.algorithm.segments import Positions
+from trainer.data.experience import Experience, training
 
 
 @dataclass(frozen=True)
@@ -28,11 +25,19 @@ class MicroBatch:
 
     row: PackedRow
     old_logprobs: Tensor  # [N] float32
-    ref_logprobs: Tensor | None  # [N] float32; None when beta is 0, and in a filler; [0] if the trainer must score
+    ref_logprobs: Tensor | None  # [N] float32; None: nothing is compared with the reference (beta 0, or a filler)
     advantages: Tensor  # [N] float32; without a critic one value repeated over a completion
     weights: Tensor  # [N] float32, 0 in a filler
     policy_versions: Tensor  # [N] int64, of the weights that sampled the token
+    proximal_logprobs: Tensor | None = None  # [N]; None: the policy has not moved since, its own are these
+    sampled_logprobs: Tensor | None = None  # [N] NaN where not known; None: of no token
     tokens_of: dict[int, int] = field(default_factory=dict)  # group id -> its tokens among the N, in order
+
+    def by_group(self, values: Tensor) -> dict[int, Tensor]:
+        """[N] -> each group's part; {} of a filler."""
+        if not self.tokens_of:
+            return {}
+        return dict(zip(self.tokens_of, values.split(list(self.tokens_of.values())), strict=True))
 
 
 @dataclass(frozen=True)
@@ -45,9 +50,32 @@ class ValueBatch:
     weights: Tensor  # [N] float32, 0 in a filler
 
 
+@dataclass(frozen=True)
+class _Part:
+    """What a group has in a row."""
+
+    group: Group
+    experience: Experience
+    indexes: Sequence[int]  # of its completions
+    positions: Sequence[Positions] | None  # of every completion its tokens that train; None = all
+
+    def completions(self) -> list[tuple[Rollout, Any]]:
+        """Each with the index of its tokens that train."""
+        every = slice(None)
+        return [(self.group.rollouts[i], every if self.positions is None else self.positions[i]) for i in self.indexes]
+
+    def lengths(self) -> list[int]:
+        return [len(r.completion_ids[at]) for r, at in self.completions()]
+
+
 def needs_batch_statistics(algorithm: Algorithm) -> bool:
     """Advantages depend on all groups of the batch of rollouts, not on each alone; a critic scores it as a whole."""
     return algorithm.reward_scale == "batch" or algorithm.whitens or algorithm.needs_critic
+
+
+def corrects_later_steps(algorithm: Algorithm) -> bool:
+    """Later mini-batches meet weights that have moved, and need log-probs of those that sampled them."""
+    return algorithm.vllm_importance_sampling_mode is not None and algorithm.steps_per_generation > 1
 
 
 def waits_for(algorithm: Algorithm) -> Literal["micro_batch", "mini_batch", "batch"]:
@@ -57,25 +85,60 @@ def waits_for(algorithm: Algorithm) -> Literal["micro_batch", "mini_batch", "bat
     the last group of the step completes, and weights for the sampler's mismatch need log-probs of the whole batch
     before the first step moves the weights.
     """
-    corrects_later_steps = algorithm.vllm_importance_sampling_mode is not None and algorithm.steps_per_generation > 1
-    if needs_batch_statistics(algorithm) or algorithm.shuffle_mini_batches or corrects_later_steps:
+    if needs_batch_statistics(algorithm) or algorithm.shuffle_mini_batches or corrects_later_steps(algorithm):
         return "batch"
     counts_first = algorithm.loss_type in TOKEN_MEAN or algorithm.dead_groups == "skip"
     return "mini_batch" if counts_first else "micro_batch"
 
 
-def num_tokens(groups: Sequence[Group | Tombstone], algorithm: Algorithm, positions: Positions | None = None) -> int:
-    """Σ |o_i| over the completions that train, or the number of their positions."""
-    return sum(_lengths(training_completions(groups, algorithm), positions))
+def unmasked_completions(group: Group | Tombstone, algorithm: Algorithm) -> list[int]:
+    """Places in the group of the completions that are not masked: a critic learns from them; [] for a tombstone."""
+    rollouts, masks = () if isinstance(group, Tombstone) else group.rollouts, algorithm.mask_truncated_completions
+    return [i for i, rollout in enumerate(rollouts) if trains(rollout, masks)]
+
+
+def trained_completions(experience: Experience, algorithm: Algorithm) -> list[int]:
+    """Places in the group of the completions that can move the policy; [] for a tombstone."""
+    if isinstance(experience.group, Tombstone):
+        return []
+    if not algorithm.always_has_gradient:
+        assert experience.advantages is not None, f"group {experience.group.group_id} has no advantages yet"
+        if not moves(np.hstack(list(experience.advantages))):
+            return []
+    return unmasked_completions(experience.group, algorithm)
+
+
+def num_trained_tokens(experience: Experience, algorithm: Algorithm) -> int:
+    """Tokens of those completions that train: what the group takes of a micro-batch's N."""
+    return sum(_lengths(_policy_parts([experience], algorithm)))
+
+
+def num_tokens(experiences: Iterable[Experience], algorithm: Algorithm) -> int:
+    """Σ |o_i| over the completions that are not masked, or the number of their positions."""
+    every = _parts((e, unmasked_completions(e.group, algorithm), e.positions) for e in experiences)
+    return sum(_lengths(every))
+
+
+def num_value_tokens(experiences: Iterable[Experience], algorithm: Algorithm) -> int:
+    """The same of the tokens at which the critic learns."""
+    return sum(_lengths(_value_parts(experiences, algorithm)))
+
+
+def step_denominator(taken: Sequence[Experience], num_slots: int, config: Config) -> Denominator:
+    """Of a step on these slots. B counts all their completions: a tombstone's and an empty slot's have weight 0."""
+    sampler, algorithm = config.sampler, config.algorithm
+    trained = training(taken, algorithm)
+    skipped = len(taken) - len(trained) if algorithm.dead_groups == "skip" else 0
+    return Denominator(
+        loss_type=algorithm.loss_type,
+        num_completions=max(1, (num_slots - skipped) * sampler.num_generations),
+        num_tokens=max(1, num_tokens(trained, algorithm)),
+        max_completion_length=sampler.max_completion_length,
+    )
 
 
 def micro_batch(
-    groups: Sequence[Group | Tombstone],
-    advantages: Mapping[int, PerCompletion],  # by group id: of trainer.advantages, or of trainer.estimates
-    denominator: Denominator,
-    algorithm: Algorithm,
-    packing: Packing = "shared",
-    positions: Positions | None = None,  # None = every token trains
+    experiences: Iterable[Experience], denominator: Denominator, algorithm: Algorithm, packing: Packing = "shared"
 ) -> MicroBatch:
     """Packs the completions that can move the weights; a filler of weight 0 where none can.
 
@@ -83,102 +146,107 @@ def micro_batch(
     one, and is left out; so is a masked completion. Every rank must still run its forward and backward, because
     collectives have to match: hence the filler.
     """
-    kept = [(g, i) for g in groups if isinstance(g, Group) and (i := trained_completions(g, advantages, algorithm))]
-    if not kept:
+    parts = _policy_parts(experiences, algorithm)
+    if not parts:
         return _filler()
-    trained = _trained(kept, positions)
-    tokens_of = {g.group_id: sum(_lengths([(g, i)], positions)) for g, i in kept}
+    known, lengths = [part.experience for part in parts], [sum(part.lengths()) for part in parts]
+    versions = [part.group.policy_version for part in parts]
     return MicroBatch(
-        row=_row(kept, packing, positions),
-        old_logprobs=_flat([r.old_logprobs[at] for r, at in trained]),
-        ref_logprobs=_flat([_refs(r, at) for r, at in trained]) if algorithm.beta > 0 else None,
-        advantages=_per_token(kept, advantages, positions),
-        weights=token_weights(_lengths(kept, positions), denominator),
-        policy_versions=torch.tensor([v for g, _ in kept for v in [g.policy_version] * tokens_of[g.group_id]]),
-        tokens_of=tokens_of,
+        row=_row(parts, packing),
+        old_logprobs=_flat([r.old_logprobs[at] for part in parts for r, at in part.completions()]),
+        ref_logprobs=torch.cat([_ref_logprobs(part) for part in parts]) if algorithm.beta > 0 else None,
+        advantages=_per_token(parts, [e.advantages for e in known]),
+        weights=token_weights(_lengths(parts), denominator),
+        policy_versions=torch.repeat_interleave(torch.tensor(versions), torch.tensor(lengths)),
+        proximal_logprobs=_joined([e.proximal_logprobs for e in known]),
+        sampled_logprobs=_or_nan([e.sampled_logprobs for e in known], lengths),
+        tokens_of=dict(zip((part.group.group_id for part in parts), lengths, strict=True)),
     )
 
 
-def trained_completions(
-    group: Group | Tombstone, advantages: Mapping[int, PerCompletion], algorithm: Algorithm
-) -> list[int]:
-    """Places in the group of the completions that can move the weights; [] for a tombstone."""
-    if isinstance(group, Tombstone):
-        return []
-    if not algorithm.always_has_gradient and not moves(np.hstack(list(advantages[group.group_id]))):
-        return []
-    return [i for i, r in enumerate(group.rollouts) if trains(r, algorithm.mask_truncated_completions)]
-
-
-def num_trained_tokens(
-    group: Group | Tombstone,
-    advantages: Mapping[int, PerCompletion],
-    algorithm: Algorithm,
-    positions: Positions | None = None,
-) -> int:
-    """Tokens of those completions that train: what the group takes of a micro-batch's N."""
-    kept = trained_completions(group, advantages, algorithm)
-    return sum(_lengths([(group, kept)], positions)) if isinstance(group, Group) else 0
+def policy_row(experiences: Iterable[Experience], algorithm: Algorithm, packing: Packing) -> PackedRow:
+    """The row of micro_batch, before all its log-probs are known."""
+    parts = _policy_parts(experiences, algorithm)
+    return _row(parts, packing) if parts else filler_row()
 
 
 def value_batch(
-    groups: Sequence[Group | Tombstone],
-    old_values: Mapping[int, PerCompletion],
-    returns: Mapping[int, PerCompletion],
-    num_tokens: int,  # of the whole step, at which it learns
+    experiences: Iterable[Experience],
+    num_tokens: int,  # of the whole step, at which the critic learns
     algorithm: Algorithm,
     packing: Packing = "shared",
-    positions: Positions | None = None,  # None = it learns at every token
 ) -> ValueBatch:
-    """Packs every completion that trains, also of groups whose rewards are all equal; a filler where there is none."""
-    kept = training_completions(groups, algorithm)
-    if not kept:
+    """Packs every completion that is not masked, also of groups of equal rewards; a filler where there is none."""
+    parts = _value_parts(experiences, algorithm)
+    if not parts:
         zero = torch.zeros(1)
         return ValueBatch(filler_row(), zero, zero, zero)
-    values, targets = _per_token(kept, old_values, positions), _per_token(kept, returns, positions)
-    return ValueBatch(_row(kept, packing, positions), values, targets, torch.full_like(values, 1 / num_tokens))
+    targets = [part.experience.targets for part in parts]
+    values, returns = (_per_token(parts, [getattr(t, name) for t in targets]) for name in ("values", "returns"))
+    return ValueBatch(_row(parts, packing), values, returns, torch.full_like(values, 1 / num_tokens))
 
 
-def value_row(groups: Sequence[Group | Tombstone], algorithm: Algorithm, packing: Packing) -> PackedRow:
+def value_row(experiences: Iterable[Experience], algorithm: Algorithm, packing: Packing) -> PackedRow:
     """Every token of the completions of value_batch, before there are values."""
-    kept = training_completions(groups, algorithm)
-    return _row(kept, packing) if kept else filler_row()
+    parts = _parts((e, unmasked_completions(e.group, algorithm), None) for e in experiences)
+    return _row(parts, packing) if parts else filler_row()
 
 
-def training_completions(groups: Sequence[Group | Tombstone], algorithm: Algorithm) -> list[tuple[Group, list[int]]]:
-    """Groups with the indexes of the completions that are not masked; without groups that have none."""
-    alive, masks = [g for g in groups if isinstance(g, Group)], algorithm.mask_truncated_completions
-    found = [(g, [i for i, r in enumerate(g.rollouts) if trains(r, masks)]) for g in alive]
-    return [(g, indexes) for g, indexes in found if indexes]
+def _policy_parts(experiences: Iterable[Experience], algorithm: Algorithm) -> list[_Part]:
+    return _parts((e, trained_completions(e, algorithm), e.positions) for e in experiences)
 
 
-def _trained(kept: Kept, positions: Positions | None) -> list[tuple[Rollout, Any]]:
-    """Completions in the row's order, each with the index of its tokens that train."""
-    every = slice(None)
-    return [(g.rollouts[i], positions[g.group_id][i] if positions else every) for g, indexes in kept for i in indexes]
+def _value_parts(experiences: Iterable[Experience], algorithm: Algorithm) -> list[_Part]:
+    kept = ((e, unmasked_completions(e.group, algorithm)) for e in experiences)
+    return _parts((e, indexes, e.targets.positions if e.targets else None) for e, indexes in kept)
 
 
-def _refs(rollout: Rollout, at: Any) -> NDArray[np.float32]:
-    """None yet if the trainer must score them."""
-    return rollout.ref_logprobs[at] if len(rollout.ref_logprobs) else rollout.ref_logprobs
+def _parts(
+    kept: Iterable[tuple[Experience, Sequence[int], Sequence[Positions] | None]],
+) -> list[_Part]:
+    """Of the groups that have completions in the row."""
+    return [_Part(e.group, e, of, at) for e, of, at in kept if of and isinstance(e.group, Group)]
 
 
-def _lengths(kept: Kept, positions: Positions | None) -> list[int]:
-    return [len(r.completion_ids[at]) for r, at in _trained(kept, positions)]
+def _lengths(parts: Sequence[_Part]) -> list[int]:
+    return [length for part in parts for length in part.lengths()]
 
 
-def _row(kept: Kept, packing: Packing, positions: Positions | None = None) -> PackedRow:
-    rows = [(g.prompt_ids.tolist(), [g.rollouts[i].completion_ids.tolist() for i in indexes]) for g, indexes in kept]
-    trained = _trained(kept, positions)
-    row = pack(rows, packing).with_sampling_mask([r.sampling_mask for r, _ in trained])
-    return select(row, [at for _, at in trained]) if positions else row
+def _row(parts: Sequence[_Part], packing: Packing) -> PackedRow:
+    rows = [(p.group.prompt_ids.tolist(), [r.completion_ids.tolist() for r, _ in p.completions()]) for p in parts]
+    completions = [completion for part in parts for completion in part.completions()]
+    row = pack(rows, packing).with_sampling_mask([r.sampling_mask for r, _ in completions])
+    return row if parts[0].positions is None else select(row, [at for _, at in completions])
 
 
-def _per_token(kept: Kept, values: Mapping[int, PerCompletion], positions: Positions | None = None) -> Tensor:
-    """[N], a completion's single value repeated over its tokens."""
-    per_completion = [values[g.group_id][i] for g, indexes in kept for i in indexes]
-    lengths = _lengths(kept, positions)
-    return _flat([np.broadcast_to(value, length) for value, length in zip(per_completion, lengths, strict=True)])
+def _per_token(parts: Sequence[_Part], values: Sequence[Any]) -> Tensor:
+    """[N] from each group's values, a completion's single value repeated over its tokens."""
+    per_completion = [of[i] for part, of in zip(parts, values, strict=True) for i in part.indexes]
+    return _flat([np.broadcast_to(value, n) for value, n in zip(per_completion, _lengths(parts), strict=True)])
+
+
+def _ref_logprobs(part: _Part) -> Tensor:
+    """[n] as this trainer scored them, or as they came with the group."""
+    if part.experience.ref_logprobs is not None:
+        return part.experience.ref_logprobs
+    rollouts = part.completions()
+    came = [r.ref_logprobs[at] for r, at in rollouts if r.ref_logprobs is not None]
+    assert len(came) == len(rollouts), f"group {part.group.group_id} was not scored by the reference"
+    return _flat(came)
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """None where they are not known: of a batch all are, or none."""
+    known = [part for part in parts if part is not None]
+    assert len(known) in (0, len(parts)), f"log-probs of {len(known)} groups of {len(parts)} are known"
+    return torch.cat(known) if known else None
+
+
+def _or_nan(parts: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor | None:
+    """NaN for a group of which they are not known; None where they are known of none."""
+    if all(part is None for part in parts):
+        return None
+    return torch.cat([torch.full((n,), torch.nan) if x is None else x for x, n in zip(parts, lengths, strict=True)])
 
 
 def _flat(arrays: Sequence[np.ndarray]) -> Tensor:

@@ -9,7 +9,6 @@ against each other (vf_coef).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from model.logprobs import load_packed
 from model.packing import PackedRow
 from model.tokenizer import check_vocabulary
 from trainer.algorithm.losses import value_errors
+from trainer.algorithm.sums import VALUE_SUMS, Sums
 from trainer.data.tensors import ValueBatch, filler_row
 from trainer.engine.deepspeed_config import critic_of
 from trainer.engine.deepspeed_model import DeepSpeedModel
@@ -48,20 +48,11 @@ class ValueModel(torch.nn.Module):
         return self.model.score(hidden[row.source_index])[:, 0]
 
 
-@dataclass
-class ValueSums:
-    """Sums over completion tokens of one step, on this rank."""
-
-    tokens: float = 0.0
-    loss: float = 0.0
-    clipped: float = 0.0
-
-
 class Critic(DeepSpeedModel):
     def __init__(self, config: Config, world_size: int):
         model = load_value_model(config)
         super().__init__(config, world_size, critic_of(config), model, ValueModel(model))
-        self.sums = ValueSums()
+        self.sums = Sums(VALUE_SUMS, self.device)
 
     @property
     def tied_embeddings(self) -> bool:
@@ -85,16 +76,11 @@ class Critic(DeepSpeedModel):
         errors, is_clipped = value_errors(values, old_values, returns, self.config.critic.cliprange_value)
         share = (weights * errors).sum()
         self.accumulate(share)
-        self.sums.loss += share.item()
-        self.sums.tokens += int((weights > 0).sum())
-        self.sums.clipped += int(is_clipped[weights > 0].sum())
+        real = weights > 0
+        self.sums.add({"tokens": real.sum(), "loss": share, "clipped": (is_clipped & real).sum()})
 
     def probe(self) -> Tensor:
         return self.ds(filler_row().to(self.device))
-
-    def take_sums(self) -> ValueSums:
-        sums, self.sums = self.sums, ValueSums()
-        return sums
 
 
 def load_value_model(config: Config) -> Any:

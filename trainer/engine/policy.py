@@ -6,7 +6,6 @@ import contextlib
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +17,9 @@ from model.dims import ModelDims, model_dims
 from model.logprobs import load_causal_lm, score_norms_of_row, score_terms
 from model.packing import PackedRow
 from model.stopwatch import Stopwatch
-from trainer.algorithm.losses import ObjectiveSettings, loss, token_objective
+from trainer.algorithm.losses import ObjectiveSettings, TokenTerms, loss, token_objective
 from trainer.algorithm.mismatch import by_cause
+from trainer.algorithm.sums import TOKEN_SUMS, Sums
 from trainer.data.tensors import MicroBatch, filler_row
 from trainer.engine.deepspeed_config import policy_of
 from trainer.engine.deepspeed_model import DeepSpeedModel, StepResult
@@ -46,40 +46,6 @@ class Policy(torch.nn.Module):
         return score_terms(self.model, row, temperature, self.chunk_size, self.entropy_gradient, head_time)
 
 
-@dataclass
-class Sums:
-    """Sums over completion tokens of one step, on this rank; `names` and `values` are added up over ranks."""
-
-    tokens: float = 0.0
-    loss: float = 0.0
-    entropy: float = 0.0
-    kl: float = 0.0
-    ratio: float = 0.0  # of the token, or of its sequence with importance_sampling_level: sequence
-    token_ratio: float = 0.0
-    clipped: float = 0.0
-    correction: float = 0.0
-    corrected: float = 0.0
-    log_ratio: float = 0.0
-    abs_log_ratio: float = 0.0
-    abs_prob_diff: float = 0.0
-    exp_abs_log_ratio: float = 0.0
-    support_tokens: float = 0.0  # the parts of the log-ratio: trainer/algorithm/mismatch.py
-    support_log_ratio: float = 0.0
-    support_abs_prob_diff: float = 0.0
-    support_exp_abs_log_ratio: float = 0.0
-    support_k3: float = 0.0
-    numerics_tokens: float = 0.0
-    numerics_log_ratio: float = 0.0
-    numerics_abs_prob_diff: float = 0.0
-    numerics_exp_abs_log_ratio: float = 0.0
-    numerics_k3: float = 0.0
-    staleness_tokens: float = 0.0
-    staleness_log_ratio: float = 0.0
-    staleness_abs_prob_diff: float = 0.0
-    staleness_exp_abs_log_ratio: float = 0.0
-    staleness_k3: float = 0.0
-
-
 class Engine(DeepSpeedModel):
     def __init__(self, config: Config, world_size: int):
         model = load_causal_lm(
@@ -90,7 +56,7 @@ class Engine(DeepSpeedModel):
         policy = Policy(model, config.trainer.logprob_chunk_size, config.algorithm.entropy_coef > 0)
         super().__init__(config, world_size, policy_of(config), model, policy)
         self.objective = ObjectiveSettings.of(config.algorithm)
-        self.sums = Sums()
+        self.sums = Sums(TOKEN_SUMS, self.device)
         self.head_time = Stopwatch(self.device)
         self._micro_batch = 0
 
@@ -109,18 +75,11 @@ class Engine(DeepSpeedModel):
     def dims(self) -> ModelDims | None:
         return model_dims(self.model.config.to_dict())
 
-    def backward(
-        self,
-        batch: MicroBatch,
-        proximal_logprobs: Tensor | None = None,
-        sampled_logprobs: Tensor | None = None,
-        policy_version: int | None = None,
-    ) -> Tensor:
+    def backward(self, batch: MicroBatch, policy_version: int | None = None) -> Tensor:
         """Forward and backward of one micro-batch; its metrics are added to `sums`.
 
-        proximal_logprobs [N]: the first pass's, for the correction; None in that pass. sampled_logprobs [N]: ours
-        at the version that sampled the token, NaN where not known; tokens of policy_version, the present one, are known
-        now. Both measure and correct the mismatch only. Returns the log-probs [N], detached.
+        policy_version: the present one. Of tokens that it sampled, sampled_logprobs are known now; like the proximal
+        ones they serve to measure and correct the mismatch only. Returns the log-probs [N], detached.
         """
         row = batch.row.to(self.device)
         with self._dropout_masks():
@@ -128,29 +87,30 @@ class Engine(DeepSpeedModel):
         old_logprobs, advantages, weights = (
             x.to(self.device) for x in (batch.old_logprobs, batch.advantages, batch.weights)
         )
+        ref_logprobs, proximal_logprobs, sampled = (
+            None if x is None else x.to(self.device)
+            for x in (batch.ref_logprobs, batch.proximal_logprobs, batch.sampled_logprobs)
+        )
         objective, terms = token_objective(
             logprobs,
             old_logprobs,
-            None if batch.ref_logprobs is None else batch.ref_logprobs.to(self.device),
+            ref_logprobs,
             advantages,
             batch.row.lengths,
             self.objective,
             entropy,
-            None if proximal_logprobs is None else proximal_logprobs.to(self.device),
+            proximal_logprobs,
         )
         share = loss(objective, weights)
         self.accumulate(share)
         logprobs, real = logprobs.detach(), weights > 0
-        self._add_sums(share.detach(), logprobs, old_logprobs, entropy.detach(), terms, real)
-        sampled = torch.full_like(old_logprobs, math.nan)
-        if sampled_logprobs is not None:
-            sampled = sampled_logprobs.to(self.device)
+        if sampled is None:
+            sampled = torch.full_like(old_logprobs, math.nan)
         is_present = batch.policy_versions.to(self.device) == (-1 if policy_version is None else policy_version)
         sampled = torch.where(is_present & sampled.isnan(), logprobs, sampled)
         log_mass = None if row.sampling_mask is None else log_mass[real]
         parts = by_cause(logprobs[real], old_logprobs[real], sampled[real], log_mass)
-        for name, value in parts.items():
-            setattr(self.sums, name, getattr(self.sums, name) + value)
+        self.sums.add(token_sums(share, logprobs, old_logprobs, entropy.detach(), terms, real) | parts)
         return logprobs
 
     def step(self) -> StepResult:
@@ -168,28 +128,6 @@ class Engine(DeepSpeedModel):
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(random.Random(repr(place)).getrandbits(63))
             yield
-
-    def _add_sums(
-        self, share: Tensor, logprobs: Tensor, old: Tensor, entropy: Tensor, terms: Any, real: Tensor
-    ) -> None:
-        log_ratio = (logprobs - old)[real].double()
-        self.sums.loss += share.item()
-        self.sums.tokens += int(real.sum())
-        self.sums.entropy += entropy[real].double().sum().item()
-        self.sums.kl += terms.kl[real].double().sum().item()
-        self.sums.ratio += terms.ratio[real].double().sum().item()
-        self.sums.token_ratio += log_ratio.exp().sum().item()
-        self.sums.clipped += terms.is_clipped[real].double().sum().item()
-        self.sums.correction += terms.correction[real].double().sum().item()
-        self.sums.corrected += terms.is_corrected[real].double().sum().item()
-        self.sums.log_ratio += log_ratio.sum().item()
-        self.sums.abs_log_ratio += log_ratio.abs().sum().item()
-        self.sums.abs_prob_diff += (logprobs.exp() - old.exp())[real].double().abs().sum().item()
-        self.sums.exp_abs_log_ratio += log_ratio.abs().exp().sum().item()
-
-    def take_sums(self) -> Sums:
-        sums, self.sums = self.sums, Sums()
-        return sums
 
     @torch.no_grad()
     def score(self, row: PackedRow, temperature: float) -> Tensor:
@@ -209,3 +147,21 @@ class Engine(DeepSpeedModel):
 
     def probe(self) -> Tensor:
         return self.ds(filler_row().to(self.device), 1.0)[0]
+
+
+def token_sums(
+    share: Tensor, logprobs: Tensor, old: Tensor, entropy: Tensor, terms: TokenTerms, real: Tensor
+) -> dict[str, Tensor]:
+    """What a micro-batch adds to the sums of the step. real: [N] not a filler's."""
+    log_ratio = (logprobs - old)[real].double()
+    of_tokens = {"entropy": entropy, "kl": terms.kl, "ratio": terms.ratio, "clipped": terms.is_clipped}
+    of_tokens |= {"correction": terms.correction, "corrected": terms.is_corrected}
+    return {name: values[real].double().sum() for name, values in of_tokens.items()} | {
+        "loss": share,
+        "tokens": real.sum(),
+        "token_ratio": log_ratio.exp().sum(),
+        "log_ratio": log_ratio.sum(),
+        "abs_log_ratio": log_ratio.abs().sum(),
+        "abs_prob_diff": (logprobs.exp() - old.exp())[real].double().abs().sum(),
+        "exp_abs_log_ratio": log_ratio.abs().exp().sum(),
+    }

@@ -7,7 +7,7 @@ does not. Groups travel as the wire's own frames; nothing is pickled. Every rank
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,10 @@ class Exchange:
         if self.world_size > 1:
             dist.all_reduce(tensor, group=self._group)
         return tensor.tolist()
+
+    def add_named(self, values: Mapping[str, float]) -> dict[str, float]:
+        """The same by name. Every rank has the same names in the same order."""
+        return dict(zip(values, self.add(list(values.values())), strict=True))
 
     def barrier(self) -> None:
         if self.world_size > 1:

@@ -130,7 +130,7 @@ class Replay:
         self._path = path
         self._groups = {group.group_id: group for group, _ in read(path)}
         rollouts = (r for g in self._groups.values() if isinstance(g, Group) for r in g.rollouts)
-        if needs_reference and any(len(r.ref_logprobs) != len(r.completion_ids) for r in rollouts):
+        if needs_reference and any(r.ref_logprobs is None for r in rollouts):
             raise UserError(
                 f"recording {path} holds groups without reference log-probs: it was made with algorithm.beta 0 or "
                 "reference.on trainer; set reference.on=trainer, or algorithm.beta=0"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ from common.config import ROUNDING, Algorithm, Config
 from common.types import EvalResult, Group, Tombstone
 from trainer.algorithm.advantages import RewardSettings, is_dead, rewards_of, shaped_rewards, trains
 from trainer.algorithm.kl_controller import completion_kls
-from trainer.engine.policy import Sums
 
 FullMark = Callable[[str], float]  # reward function's name -> the score from which a completion counts as right
 
@@ -64,30 +63,30 @@ def shaping_metrics(groups: Sequence[Group | Tombstone], config: Config, beta: f
     return metrics
 
 
-def token_metrics(sums: Sums, beta: float) -> dict[str, float]:
+def token_metrics(sums: Mapping[str, float], beta: float) -> dict[str, float]:
     """What the update saw, as means over the tokens that trained: log-ratio = log π_θ − log π_old."""
-    n = max(sums.tokens, 1.0)
+    n = max(sums["tokens"], 1.0)
     metrics = {
-        "loss": sums.loss,
-        "entropy": sums.entropy / n,
-        "ratio/mean": sums.ratio / n if sums.tokens else 1.0,
-        "clip_ratio/region_mean": sums.clipped / n,
-        "mismatch/mean_abs_log_ratio": sums.abs_log_ratio / n,
-        "mismatch/mean_abs_prob_diff": sums.abs_prob_diff / n,
-        "mismatch/mean_exp_abs_log_ratio": sums.exp_abs_log_ratio / n if sums.tokens else 1.0,
-        "mismatch/k3": (sums.token_ratio - sums.log_ratio) / n - 1.0 if sums.tokens else 0.0,
+        "loss": sums["loss"],
+        "entropy": sums["entropy"] / n,
+        "ratio/mean": sums["ratio"] / n if sums["tokens"] else 1.0,
+        "clip_ratio/region_mean": sums["clipped"] / n,
+        "mismatch/mean_abs_log_ratio": sums["abs_log_ratio"] / n,
+        "mismatch/mean_abs_prob_diff": sums["abs_prob_diff"] / n,
+        "mismatch/mean_exp_abs_log_ratio": sums["exp_abs_log_ratio"] / n if sums["tokens"] else 1.0,
+        "mismatch/k3": (sums["token_ratio"] - sums["log_ratio"]) / n - 1.0 if sums["tokens"] else 0.0,
     }
-    return metrics | ({"kl": sums.kl / n} if beta > 0 else {})
+    return metrics | ({"kl": sums["kl"] / n} if beta > 0 else {})
 
 
-def correction_metrics(sums: Sums, algorithm: Algorithm) -> dict[str, float]:
+def correction_metrics(sums: Mapping[str, float], algorithm: Algorithm) -> dict[str, float]:
     """Mean weight of the mismatch correction over tokens, and the share of tokens where it was truncated or masked."""
     if algorithm.vllm_importance_sampling_mode is None:
         return {}
-    n = max(sums.tokens, 1.0)
+    n = max(sums["tokens"], 1.0)
     return {
-        "mismatch/correction_mean": sums.correction / n if sums.tokens else 1.0,
-        "mismatch/corrected_ratio": sums.corrected / n,
+        "mismatch/correction_mean": sums["correction"] / n if sums["tokens"] else 1.0,
+        "mismatch/corrected_ratio": sums["corrected"] / n,
     }
 
 

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from common.config import Algorithm, Config
 from common.types import Group, Rollout, Tombstone
 from tests.tiny import random_group
-from trainer.algorithm.advantages import AdvantageSettings, step_advantages
+from trainer.algorithm.advantages import AdvantageSettings
 from trainer.algorithm.losses import Denominator, ObjectiveSettings, loss, token_objective
-from trainer.data import tensors as trainer_batch
-from trainer.data.tensors import MicroBatch, needs_batch_statistics, num_tokens, waits_for
+from trainer.data import tensors
+from trainer.data.experience import Experience, score_rewards
+from trainer.data.tensors import MicroBatch, needs_batch_statistics, waits_for
 
 pytestmark = pytest.mark.fast
 
@@ -32,7 +33,7 @@ def rollout(ids: list[int], reward: float, old: float = -1.0, ref: float | None 
     return Rollout(
         completion_ids=np.array(ids, np.int32),
         old_logprobs=np.full(n, old, np.float32),
-        ref_logprobs=np.full(0 if ref is None else n, ref or 0.0, np.float32),
+        ref_logprobs=None if ref is None else np.full(n, ref, np.float32),
         rewards={"answer": reward},
         reward=reward,
         finish_reason="stop",
@@ -47,9 +48,15 @@ def micro_batch(
     groups: Sequence[Group | Tombstone], over: Denominator, scale_rewards: str = "group", beta: float = 0.0, **more: Any
 ) -> MicroBatch:
     config = settings(scale_rewards=scale_rewards, beta=beta, **more)
-    return trainer_batch.micro_batch(
-        groups, step_advantages(groups, AdvantageSettings.of(config)), over, config.algorithm
-    )
+    return tensors.micro_batch(scored(groups, config), over, config.algorithm)
+
+
+def scored(groups: Sequence[Group | Tombstone], config: Config) -> list[Experience]:
+    return score_rewards([Experience(g) for g in groups], AdvantageSettings.of(config))
+
+
+def num_tokens(groups: Sequence[Group | Tombstone], algorithm: Algorithm) -> int:
+    return tensors.num_tokens([Experience(g) for g in groups], algorithm)
 
 
 def settings(**algorithm: Any) -> Config:
@@ -242,9 +249,9 @@ CHOICES: list[dict[str, Any]] = [
 def share(mine: Sequence[Group], step: Sequence[Group], config: Config) -> tuple[float, dict[int, float]]:
     """Loss and gradient of a rank's part of the step; the gradient by a key of the token, not by its place."""
     a = config.algorithm
-    scope = step if needs_batch_statistics(a) else mine
+    known = {e.group.group_id: e for e in scored(step if needs_batch_statistics(a) else mine, config)}
     over = Denominator(a.loss_type, sum(len(g.rollouts) for g in step), max(1, num_tokens(step, a)), 12)
-    batch = trainer_batch.micro_batch(mine, step_advantages(scope, AdvantageSettings.of(config)), over, a)
+    batch = tensors.micro_batch([known[g.group_id] for g in mine], over, a)
     shift = (batch.old_logprobs * 1e4).sin() * 0.5  # the same for the same token, wherever it stands
     logprobs = (batch.old_logprobs.double() + shift).requires_grad_()
     objective, _ = token_objective(

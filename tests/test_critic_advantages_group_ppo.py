@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -18,7 +19,17 @@ from tests.tiny import random_group
 from trainer.algorithm.advantages import RewardSettings
 from trainer.algorithm.critic_advantages import ByGroup, Estimates, estimate, estimate_segments
 from trainer.algorithm.losses import Denominator
-from trainer.data.tensors import MicroBatch, ValueBatch, micro_batch, num_tokens, value_batch
+from trainer.data.experience import Experience, with_estimates
+from trainer.data.tensors import (
+    MicroBatch,
+    ValueBatch,
+    micro_batch,
+    num_tokens,
+    num_trained_tokens,
+    num_value_tokens,
+    policy_row,
+    value_batch,
+)
 
 pytestmark = pytest.mark.fast
 
@@ -27,6 +38,7 @@ GROUPS: list[Group | Tombstone] = [
     Tombstone(1, 0, "gone"),
     random_group(2, 50, [0.0, 2.0, 0.0]),
 ]
+EXPERIENCES = [Experience(g) for g in GROUPS]
 
 
 def settings(adv_estimator: str = "group_ppo", loss_type: str = "dapo", **params: Any) -> Config:
@@ -46,14 +58,10 @@ def random_values(seed: int = 0) -> ByGroup:
 
 
 def batches(config: Config, found: Estimates) -> tuple[MicroBatch, ValueBatch]:
-    algorithm = config.algorithm
-    trained = num_tokens(GROUPS, algorithm, found.policy_positions)
-    denominator = Denominator(algorithm.loss_type, 9, trained, 12)
-    learned = num_tokens(GROUPS, algorithm, found.value_positions)
-    return (
-        micro_batch(GROUPS, found.advantages, denominator, algorithm, positions=found.policy_positions),
-        value_batch(GROUPS, found.values, found.returns, learned, algorithm, positions=found.value_positions),
-    )
+    algorithm, known = config.algorithm, with_estimates(EXPERIENCES, found)
+    denominator = Denominator(algorithm.loss_type, 9, num_tokens(known, algorithm), 12)
+    learned = num_value_tokens(known, algorithm)
+    return micro_batch(known, denominator, algorithm), value_batch(known, learned, algorithm)
 
 
 def segments(config: Config, values: ByGroup, threshold: float = 0.7) -> Estimates:
@@ -109,7 +117,7 @@ def test_the_head_sees_segment_ends_and_the_critic_segment_starts() -> None:
         assert row.target_ids.tolist() == expected
         assert row.input_ids.shape == (
             1,
-            sum(len(g.prompt_ids) for g in alive()) + num_tokens(GROUPS, config.algorithm),
+            sum(len(g.prompt_ids) for g in alive()) + num_tokens(EXPERIENCES, config.algorithm),
         )
     old = [float(r.old_logprobs[t]) for r, of in zip(rollouts, ends, strict=True) for t in of]
     assert policy.old_logprobs.tolist() == old
@@ -133,7 +141,7 @@ def test_with_segment_loss_every_token_carries_its_segments_advantage() -> None:
     values = random_values()
     whole, ends = (segments(settings(segment_loss=loss, group_max_size=3), values) for loss in ("segment", "endpoint"))
     policy, critic = batches(settings(segment_loss="segment", group_max_size=3), whole)
-    assert len(policy.advantages) == num_tokens(GROUPS, settings().algorithm)
+    assert len(policy.advantages) == num_tokens(EXPERIENCES, settings().algorithm)
     assert len(critic.returns) == sum(len(a) for of in ends.advantages.values() for a in of)
     for g in alive():
         for tokens, starts in zip(whole.advantages[g.group_id], whole.value_positions[g.group_id], strict=True):  # type: ignore[index]
@@ -158,12 +166,18 @@ def test_given_scores_replace_the_sampled_ones() -> None:
     assert (found.segments.r_ppo, found.segments.r_grpo, found.segments.segments) == (0.0, 0.0, 6)  # one each
 
 
-def test_where_the_trainer_scores_the_reference_endpoints_come_without_it() -> None:
+def test_reference_log_probs_that_the_trainer_scores_are_those_of_the_endpoints_alone() -> None:
     config = settings()
-    found = segments(config, random_values())
     algorithm = config.algorithm.model_copy(update={"beta": 0.04})
-    batch = micro_batch(
-        GROUPS, found.advantages, Denominator("dapo", 9, 1, 12), algorithm, positions=found.policy_positions
-    )
-    assert batch.ref_logprobs is not None and len(batch.ref_logprobs) == 0
-    assert sum(batch.tokens_of.values()) == len(batch.row.target_ids) == len(batch.old_logprobs)
+    known = with_estimates(EXPERIENCES, segments(config, random_values()))
+    row = policy_row(known, algorithm, "shared")
+    lengths = [num_trained_tokens(e, algorithm) for e in known]
+    assert sum(lengths) == len(row.target_ids) < num_tokens(EXPERIENCES, algorithm)
+    scored = torch.arange(sum(lengths)).float()  # as a reference would, of the row's targets
+    known = [dataclasses.replace(e, ref_logprobs=x) for e, x in zip(known, scored.split(lengths), strict=True)]
+    batch = micro_batch(known, Denominator("dapo", 9, 1, 12), algorithm)
+    assert batch.ref_logprobs is not None and torch.equal(batch.ref_logprobs, scored)
+    assert torch.equal(batch.row.target_ids, row.target_ids)
+    assert {g: x.tolist() for g, x in batch.by_group(scored).items()} == {
+        0: scored[: lengths[0]].tolist(), 2: scored[lengths[0] :].tolist()
+    }  # fmt: skip

@@ -22,7 +22,8 @@ from trainer.algorithm import critic_advantages
 from trainer.algorithm.advantages import RewardSettings
 from trainer.algorithm.critic_advantages import ByGroup, Estimates, value_metrics
 from trainer.algorithm.losses import Denominator, ObjectiveSettings, loss, token_objective, value_errors
-from trainer.data.tensors import micro_batch, num_tokens, training_completions, value_batch, value_row
+from trainer.data.experience import Experience, with_estimates
+from trainer.data.tensors import micro_batch, num_tokens, unmasked_completions, value_batch, value_row
 
 pytestmark = pytest.mark.fast
 
@@ -45,6 +46,10 @@ def rollout(ids: list[int], reward: float, finish_reason: Any = "stop") -> Rollo
 
 def group(*rollouts: Rollout, group_id: int = 0) -> Group:
     return Group(group_id, 0, 0, np.array([5, 6], np.int32), rollouts)
+
+
+def known(groups: Sequence[Group | Tombstone], estimates: Estimates) -> list[Experience]:
+    return with_estimates([Experience(g) for g in groups], estimates)
 
 
 def estimate(groups: Sequence[Group | Tombstone], values: ByGroup, config: Config) -> Estimates:
@@ -73,9 +78,9 @@ def test_equal_rewards_train_policy_and_critic_because_there_is_no_group_baselin
     config = settings(whiten_advantages=False)
     g = group(rollout([1], 1.0), rollout([2], 1.0))
     found = estimate([g, Tombstone(1, 0, "timeout")], {0: [np.zeros(1), np.full(1, 0.75)]}, config)
-    batch = micro_batch([g], found.advantages, Denominator("grpo", 2, 2, 12), config.algorithm)
+    batch = micro_batch(known([g], found), Denominator("grpo", 2, 2, 12), config.algorithm)
     assert batch.advantages.tolist() == [1.0, 0.25]
-    of_values = value_batch([g], found.values, found.returns, 2, config.algorithm)
+    of_values = value_batch(known([g], found), 2, config.algorithm)
     assert of_values.returns.tolist() == [1.0, 1.0]
     assert of_values.old_values.tolist() == [0.0, 0.75]
     assert of_values.weights.tolist() == [0.5, 0.5]
@@ -88,8 +93,8 @@ def test_a_masked_completion_counts_nowhere() -> None:
     found = estimate([g], values, config)
     whitened = np.concatenate([found.advantages[0][0], found.advantages[0][2]])
     assert whitened.mean() == pytest.approx(0.0, abs=1e-12)
-    assert value_batch([g], values, found.returns, 3, config.algorithm).returns.tolist() == [1.0, 1.0, 0.0]
-    assert value_row([g], config.algorithm, "shared").target_ids.tolist() == [1, 2, 6]
+    assert value_batch(known([g], found), 3, config.algorithm).returns.tolist() == [1.0, 1.0, 0.0]
+    assert value_row([Experience(g)], config.algorithm, "shared").target_ids.tolist() == [1, 2, 6]
     assert value_metrics([g], found, config)["returns/mean"] == pytest.approx(2 / 3)
 
 
@@ -111,9 +116,13 @@ def test_without_groups_there_is_a_filler_of_weight_zero_and_no_metric() -> None
     step = [Tombstone(0, 0, "timeout")]
     found = estimate(step, {}, config)
     assert value_metrics(step, found, config) == {}
-    batch = value_batch(step, found.values, found.returns, 1, config.algorithm)
+    batch = value_batch(known(step, found), 1, config.algorithm)
     assert batch.weights.tolist() == [0.0]
-    assert batch.row.input_ids.tolist() == value_row(step, config.algorithm, "shared").input_ids.tolist() == [[0, 0]]
+    assert (
+        batch.row.input_ids.tolist()
+        == value_row(known(step, found), config.algorithm, "shared").input_ids.tolist()
+        == [[0, 0]]
+    )
 
 
 CHOICES: list[dict[str, Any]] = [
@@ -133,11 +142,10 @@ def values_of(g: Group) -> list[np.ndarray]:
 def share(mine: Sequence[Group], step: Sequence[Group], config: Config) -> tuple[list[float], dict[int, list[float]]]:
     """Losses of policy and critic on a rank's part of the step, and their gradients by a key of the token."""
     a = config.algorithm
-    total = max(1, num_tokens(step, a))
+    total = max(1, num_tokens([Experience(g) for g in step], a))
     found = estimate(step, {g.group_id: values_of(g) for g in step}, config)
-    batch = micro_batch(
-        mine, found.advantages, Denominator(a.loss_type, sum(len(g.rollouts) for g in step), total, 12), a
-    )
+    over = Denominator(a.loss_type, sum(len(g.rollouts) for g in step), total, 12)
+    batch = micro_batch(known(mine, found), over, a)
     logprobs = (batch.old_logprobs.double() + (batch.old_logprobs * 1e4).sin() * 0.5).requires_grad_()
     objective, _ = token_objective(
         logprobs,
@@ -148,12 +156,12 @@ def share(mine: Sequence[Group], step: Sequence[Group], config: Config) -> tuple
         ObjectiveSettings.of(a),
         entropy=logprobs.exp(),
     )
-    of_values = value_batch(mine, found.values, found.returns, total, a)
+    of_values = value_batch(known(mine, found), total, a)
     values = (of_values.old_values.double() + (of_values.returns * 1e4).sin() * 0.5).requires_grad_()
     errors, _ = value_errors(values, of_values.old_values.double(), of_values.returns.double(), 0.2)
     losses = [loss(objective, batch.weights.double()), (of_values.weights.double() * errors).sum()]
     slopes = [torch.autograd.grad(part, x)[0] for part, x in zip(losses, (logprobs, values), strict=True)]
-    keys = [k for g, kept in training_completions(mine, a) for i in kept for k in g.rollouts[i].old_logprobs.tolist()]
+    keys = [k for g in mine for i in unmasked_completions(g, a) for k in g.rollouts[i].old_logprobs.tolist()]
     pairs = zip(*[s.tolist() for s in slopes], strict=True)
     return [x.item() for x in losses], dict(zip(keys, map(list, pairs), strict=False))
 

@@ -1,0 +1,38 @@
+"""Sums over completion tokens of one optimizer step, for its metrics: added up on the device, read once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from trainer.algorithm.mismatch import CAUSES, MEASURES
+
+# of the policy; ratio: of the token, or of its sequence with importance_sampling_level: sequence
+TOKEN_SUMS = (
+    *("tokens", "loss", "entropy", "kl", "ratio", "token_ratio", "clipped", "correction", "corrected"),
+    *("log_ratio", "abs_log_ratio", "abs_prob_diff", "exp_abs_log_ratio"),
+    *(f"{cause}_{measure}" for cause in CAUSES for measure in MEASURES),
+)
+VALUE_SUMS = ("tokens", "loss", "clipped")  # of the critic
+
+
+class Sums:
+    """Named float64 sums of this rank since the last `take`. Adding does not wait for the device."""
+
+    def __init__(self, names: Sequence[str], device: torch.device):
+        self._names = names
+        self._values = torch.zeros(len(names), dtype=torch.float64, device=device)
+
+    def add(self, parts: Mapping[str, Tensor]) -> None:
+        """Scalars on the device, of some of the names."""
+        unknown = parts.keys() - set(self._names)
+        assert not unknown, f"no such sums: {unknown}"
+        zero = self._values.new_zeros(())
+        self._values += torch.stack([parts.get(name, zero).detach().double() for name in self._names])
+
+    def take(self) -> dict[str, float]:
+        found = dict(zip(self._names, self._values.tolist(), strict=True))
+        self._values.zero_()
+        return found

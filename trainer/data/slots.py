@@ -1,0 +1,137 @@
+"""A batch of rollouts as it fills: slots, taken from the stream of groups in the order of their ids.
+
+    keep, skip     every group has a slot
+    resample       a dead group or a tombstone leaves its slot to the next group of the stream, until the batch is full
+                   or (1 + max_resamples) · prompts_per_batch groups were taken; then the last slots stay empty
+
+    prompts_per_batch 3, groups 0, 2, 4 alive, 1, 3 dead:    keep (0) (1) (2)    resample (0) (1 2) (3 4)
+
+Which group has which slot follows from ids and rewards alone: not from ranks, micro-batches or the order of arrival.
+Resampling is the dynamic sampling of DAPO, arXiv 2503.14476, equation 11, one group at a time instead of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from common.config import Config
+from common.failpoints import failpoint
+from common.types import Group, Tombstone
+from trainer.algorithm.advantages import AdvantageSettings, is_dead_group
+from trainer.data.experience import Experience, training
+from trainer.data.mini_batches import Step
+
+
+class Source(Protocol):
+    def take(self, group_ids: Sequence[int], /) -> list[Group | Tombstone]:
+        """The groups with these ids, on every rank."""
+
+    def refill(self, count: int, /) -> None:
+        """As many more groups will be taken, beyond the batch."""
+
+
+def fill(slots: Slots, count: int, at_once: int, source: Source) -> None:
+    """Takes the next groups until `count` slots are filled, at most at_once at a time."""
+    while slots.num_filled < count:
+        ids = slots.next_ids(count, at_once)
+        if not ids:
+            return slots.close()
+        if more := slots.add(source.take(ids)):
+            source.refill(more)
+        failpoint("trainer.micro_batch")
+
+
+class Slots:
+    """The slots of one batch, and the newest record of each group that was taken for them."""
+
+    def __init__(self, config: Config, first: int, beta: float | None = None):
+        """first: id of the batch's first group. beta: of the KL in the reward; None = the configured one."""
+        self._config, self._first, self._settings = config, first, AdvantageSettings.of(config, beta)
+        self._slots: list[list[int]] = []  # ids of what was taken for each; the last one of a slot stays there
+        self._passed: list[int] = []  # taken for the slot that comes next
+        self._experiences: dict[int, Experience] = {}  # by group id, in order
+        self.num_refilled = 0
+
+    @property
+    def size(self) -> int:
+        return self._config.prompts_per_batch
+
+    @property
+    def num_filled(self) -> int:
+        return len(self._slots)
+
+    @property
+    def num_taken(self) -> int:
+        return len(self._experiences)
+
+    @property
+    def groups(self) -> list[Group | Tombstone]:
+        """All that was taken, in order."""
+        return [e.group for e in self._experiences.values()]
+
+    def at(self, places: Iterable[int]) -> list[Experience]:
+        """What was taken for those of these slots that are filled."""
+        return [self._experiences[g] for place in places if place < self.num_filled for g in self._slots[place]]
+
+    def training(self, places: Iterable[int] | None = None) -> list[Experience]:
+        """What may train of these slots, or of all that was taken."""
+        taken = self._experiences.values() if places is None else self.at(places)
+        return training(taken, self._config.algorithm)
+
+    def replace(self, experiences: Iterable[Experience]) -> None:
+        """More is known of these groups."""
+        self._experiences |= {e.group.group_id: e for e in experiences}
+
+    def next_ids(self, count: int, at_once: int) -> range:
+        """The groups to take next so that `count` slots are filled; none at the bound."""
+        limit = self._first + self.size * (1 + self._config.algorithm.resamples)
+        start = self._first + self.num_taken
+        return range(start, min(start + min(at_once, count - self.num_filled), limit))
+
+    def add(self, taken: Iterable[Group | Tombstone]) -> int:
+        """Fills slots. Returns how many more groups than before will be taken beyond the batch."""
+        for item in taken:
+            self._experiences[item.group_id] = Experience(item, is_dead_group(item, self._settings))
+            self._passed.append(item.group_id)
+            if self._stays(item.group_id):
+                self._slots.append(self._passed)
+                self._passed = []
+        needed = min(self.num_taken - self.num_filled, self.size * self._config.algorithm.resamples)
+        more = max(0, needed - self.num_refilled)
+        self.num_refilled += more
+        return more
+
+    def close(self) -> None:
+        """No more will be taken. What was passed counts in the first empty slot."""
+        self._slots += [self._passed] + [[] for _ in range(self.size - self.num_filled - 1)]
+        self._passed = []
+
+    @property
+    def num_empty(self) -> int:
+        """Slots whose last taken is dead or a tombstone; 0 unless dead groups are resampled."""
+        return sum(not (slot and self._stays(slot[-1])) for slot in self._slots)
+
+    def dead_group_metrics(self, step: Step) -> dict[str, float]:
+        """Of the groups of a step; what resampling did to the whole batch stands in its last one."""
+        metrics = {"dead_groups": float(sum(e.is_dead for e in self.at(step.places)))}
+        if self._config.algorithm.dead_groups == "resample" and step.is_last:
+            metrics |= {"resampled_groups": float(self.num_refilled), "empty_slots": float(self.num_empty)}
+        return metrics
+
+    def warning(self) -> str:
+        """What to say about empty slots; "" if there are none."""
+        if not self.num_empty:
+            return ""
+        num_dead = sum(e.is_dead for e in self._experiences.values())
+        return (
+            f"{self.num_empty} of {self.size} slots of the batch stay empty: of {self.num_taken} groups "
+            f"{num_dead} were dead; raise algorithm.max_resamples {self._config.algorithm.max_resamples}, or "
+            "choose problems of another difficulty"
+        )
+
+    def _stays(self, group_id: int) -> bool:
+        if self._config.algorithm.dead_groups != "resample":
+            return True
+        e = self._experiences[group_id]
+        return isinstance(e.group, Group) and not e.is_dead
