@@ -110,7 +110,7 @@ def _load(config: Config, plan: BatchPlan, model: ModelDims, stage: int) -> Load
     if config.algorithm.beta > 0:
         given = config.reference
         reference = read_dims(given.path, given.revision) if given.path else model
-    from sampler.engine import max_num_seqs
+    from sampler.engine_arguments import max_num_seqs
 
     budget = config.trainer.max_tokens_per_micro_batch
     return Load(
