@@ -10,7 +10,7 @@ import pytest
 from common.config import Config
 from model.folder import load_config
 from model.tokenizer import load_tokenizer
-from sampler.engine import _cpu_cache_gib, stop_token_ids
+from sampler.engine_arguments import cpu_cache_gib, stop_token_ids
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.fast
@@ -56,5 +56,5 @@ def test_the_end_of_a_completion_is_found_with_the_models_own_tokenizer(config: 
 
 def test_the_cache_is_sized_by_the_models_own_configuration(config: Config) -> None:
     """64 sequences · 768 tokens · 2 · 1024 layers · 8 heads · 128 · 4 bytes = 384 GiB: the most that is taken is 16."""
-    assert _cpu_cache_gib(config) == 16
+    assert cpu_cache_gib(config) == 16
     assert type(load_config(config.model)).__name__ == "OwnConfig"

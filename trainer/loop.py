@@ -34,8 +34,8 @@ from trainer.engine.deepspeed_model import StepResult
 from trainer.engine.policy import Engine
 from trainer.engine.ranks import Exchange
 from trainer.group_receiver import GroupReceiver
-from trainer.rank_zero import RankZero
 from trainer.record import stats
+from trainer.record.rank_zero import RankZero
 from trainer.record.step_records import StepRecords
 from trainer.save import checkpoint
 from trainer.save.best import Best

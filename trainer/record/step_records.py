@@ -10,8 +10,8 @@ from common.config import Config
 from trainer.algorithm import mismatch
 from trainer.data.mini_batches import TrainedStep
 from trainer.engine.deepspeed_model import StepResult
-from trainer.rank_zero import RankZero
 from trainer.record import stats
+from trainer.record.rank_zero import RankZero
 from trainer.record.throughput import Throughput, num_devices
 
 SAMPLER_TOTALS = {"total/idle_s": "wait/sampler_s", "total/incomplete_support": "mismatch/support/incomplete_tokens"}
