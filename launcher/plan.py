@@ -87,52 +87,6 @@ def _batch_lines(config: Config, plan: BatchPlan) -> Iterator[tuple[str, str]]:
     yield "run", f"{batches}{steps:,} optimizer steps" + (f", {count:.3g} epochs" if count else "")
 
 
-<<<<<<< HEAD
-=======
-def _load(config: Config, plan: BatchPlan, model: ModelDims, stage: int) -> Load:
-    reference = None
-    if config.algorithm.beta > 0:
-        given = config.reference
-        reference = read_dims(given.path, given.revision) if given.path else model
-    from sampler.engine_arguments import max_num_seqs
-
-    budget = config.trainer.max_tokens_per_micro_batch
-    return Load(
-        model=model,
-        dtype=config.model.dtype,
-        ranks=plan.ranks,
-        zero_stage=stage,
-        prompt=config.data.max_prompt_length,
-        completion=config.sampler.max_completion_length,
-        num_generations=plan.num_generations,
-        groups_per_micro_batch=config.groups_at_once if budget is None else max(1.0, budget / config.longest_group),
-        has_token_budget=budget is not None,
-        groups_per_batch=plan.prompts,
-        shares_prompt=config.trainer.packing == "shared",
-        checkpointing=config.model.gradient_checkpointing,
-        chunk=config.trainer.logprob_chunk_size,
-        passes=plan.num_iterations,
-        adapters=_adapters(config, model),
-        critic=_critic(config, model),
-        reference=reference,
-        max_num_seqs=int(config.vllm.get("max_num_seqs", max_num_seqs(config))),
-    )
-
-
-def _adapters(config: Config, model: ModelDims) -> int | None:
-    given = config.lora.target_modules
-    modules = None if isinstance(given, str) else {name.split(".")[-1] for name in given}
-    return model.adapter_parameters(config.lora.r, modules) if config.lora.r else None
-
-
-def _critic(config: Config, model: ModelDims) -> ModelDims | None:
-    if not config.algorithm.needs_critic:
-        return None
-    path = config.critic.path
-    return read_dims(path, config.critic.revision) if path else model
-
-
->>>>>>> resume
 def _preview(config: Config, problems: Sequence[Any]) -> tuple[str, list[tuple[str, str]]]:
     """The first prompt, and the rewards of the first rows' own answers against those of an empty completion."""
     from model.tokenizer import load_tokenizer
