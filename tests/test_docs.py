@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 FRAMEWORKS = ("TRL", "verl", "EasyR1", "MindSpeed-RL", "OpenRLHF")
 
 
+@cache
 def known_keys() -> set[str]:
     """Every key of the reference, and the sections that stand for themselves (`vllm`, `deepspeed`)."""
     return set(re.findall(r"^\| `([\w.]+)` \|", reference_page.page(), re.MULTILINE))
@@ -81,6 +83,7 @@ def test_every_setting_that_a_page_names_exists(page: str) -> None:
     assert {key for key in named if not key.endswith((".md", ".json", ".py", ".yaml", ".jsonl"))} <= known_keys()
 
 
+@cache
 def texts() -> list[str]:
     """Every text of the source, a formatted value as `…`."""
     found = []

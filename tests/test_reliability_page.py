@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ ROWS = {line.split("|")[1].strip(): line for line in PAGE.read_text().splitlines
 REFERENCE = re.compile(r"`(?:tests/)?(test_\w+\.py)(?:::(\w+))?`")
 
 
+@cache
 def functions(file: str) -> set[str]:
     path = TESTS / file
     assert path.is_file(), f"{file} does not exist"
@@ -50,6 +52,7 @@ def test_every_figure_belongs_to_a_test_that_exists() -> None:
             assert name in every, f"{promise}: {name} wrote a figure and is gone"
 
 
+@cache
 def writers(file: Path) -> list[str]:
     """The tests of a file that write a figure."""
     tests = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]

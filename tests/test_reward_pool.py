@@ -45,7 +45,7 @@ def file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def limit_s():
-    return limit(0.3)
+    return limit(0.2)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_a_bad_reward_is_reported_in_time_and_the_next_job_is_scored(pool, limit
 
 
 def test_failures_are_counted_by_kind(file):
-    with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=limit(0.3))) as pool:
+    with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=limit(0.2))) as pool:
         for completion in ("time.sleep(9)", "os._exit(1)", "os._exit(1)", "1/0", "1/0", "1/0", "pass"):
             submit(pool, completion, completion)
         while pool.pending:
@@ -152,7 +152,7 @@ def test_a_fork_that_returns_twice_gives_one_answer(pool, file):
 def test_nothing_that_a_reward_forked_outlives_its_timeout(file, tmp_path):
     mark = tmp_path / "pid"
     code = f"p = subprocess.Popen(['sleep', '61']); open({str(mark)!r}, 'w').write(str(p.pid)); time.sleep(60)"
-    with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=limit(0.8))) as pool:
+    with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=limit(0.5))) as pool:
         submit(pool, 1, code)
         assert one(pool)[1].kind == "timeout"
     assert_gone(int(mark.read_text()))
