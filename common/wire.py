@@ -194,7 +194,7 @@ def _check_sampling_mask(rollout: Rollout, limits: Limits) -> None:
     if ids.shape[1] > limits.max_sampling_mask or ids.min() < -1 or ids.max() >= limits.vocab_size or repeats.any():
         raise WireError("sampling_mask", f"{ids.shape[1]} tokens, {ids.min()}…{ids.max()}, repeated: {repeats.any()}")
     if (ids[:, 0] != rollout.completion_ids).any():
-        raise WireError("sampling_mask", "a sampled token is not the first of those it could have been")
+        raise WireError("sampling_mask", "a sampled token is not the first of its set")
 
 
 def _check_ids(ids: NDArray[np.int32], vocab_size: int) -> None:

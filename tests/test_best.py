@@ -21,7 +21,7 @@ from tests.plain_policy import OneRank, PlainPolicy
 from tests.tiny import dense_logprobs, tiny_model
 from trainer import loop
 from trainer.loop import Trainer
-from trainer.record.rank_zero import RankZero
+from trainer.rank_zero import RankZero
 from trainer.save import best as best_module
 from trainer.save import publisher
 from trainer.save.best import Best, BestSoFar, best_so_far, metric_of

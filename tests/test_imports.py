@@ -109,6 +109,7 @@ def modules_of(tree: ast.AST) -> Iterator[str]:
     ("module", "homes"),
     [
         ("vllm", {"sampler/engine.py"}),
+        ("zmq", {"common/channel.py"}),
         ("deepspeed", {"trainer/engine/deepspeed_model.py", "trainer/save/checkpoint.py"}),
     ],
 )

@@ -56,7 +56,7 @@ def subscripts(path: Path, name: str) -> Iterator[str]:
 def logged() -> set[str]:
     """Names in the code of everything that a line of metrics.jsonl or a sink may hold."""
     names = {"step", "time", "num_non_finite", *SECONDS, *(f"advice/{cause}" for cause in RULES)}
-    for path in (ROOT / "trainer").glob("*.py"):
+    for path in (ROOT / "trainer").rglob("*.py"):
         for function in functions(path):
             makes = function.name.endswith("_metrics") or (path.stem, function.name) in {
                 ("loop", "record"),
@@ -76,7 +76,7 @@ def logged() -> set[str]:
     for path in (ROOT / "sampler").glob("*.py"):
         for key in subscripts(path, "stats"):
             names.add(SAMPLER_TOTALS.get(key, key.replace("total/", "timing/sampler_")))
-    log_eval = next(f for f in functions(ROOT / "common" / "metrics.py") if f.name == "log_eval")
+    log_eval = next(f for f in functions(ROOT / "report" / "run_log.py") if f.name == "log_eval")
     names |= set(keys(log_eval))
     return names - {"link/<>", ""}  # record() prefixes the counters, which are taken one by one above
 

@@ -15,7 +15,7 @@ from common.weights import Published
 from report.run_log import MetricsLog, read_jsonl
 from trainer import loop
 from trainer.loop import Trainer
-from trainer.record.rank_zero import RankZero
+from trainer.rank_zero import RankZero
 from trainer.save import publisher
 from trainer.save.checkpoint import Progress
 

@@ -24,7 +24,7 @@ from trainer.link.ledger import Ledger
 from trainer.link.recording import FILE, Recorder, Replay
 
 if TYPE_CHECKING:
-    from trainer.record.rank_zero import RankZero
+    from trainer.rank_zero import RankZero
     from trainer.save.checkpoint import Progress
 
 
@@ -111,7 +111,7 @@ def _tokenizer_to_save(config: Config) -> Any:
 
 def _open_rank_zero(stack: contextlib.ExitStack, config: Config, progress: Progress, is_resumed: bool) -> RankZero:
     """What only rank 0 has, closed by the stack: records, display, and the link to the samplers or a recording."""
-    from trainer.record.rank_zero import RankZero
+    from trainer.rank_zero import RankZero
 
     output_dir = config.run.output_dir
     weights_dir = weights.default_dir(config)
