@@ -101,13 +101,13 @@ def measure(config: Any, repeats: int) -> list[dict[str, float]]:
     from common import weights
     from sampler.engine import Engine
     from sampler.reload import reload
-    from trainer.save.write_version import Name, snapshot
+    from trainer.save.write_version import VersionName, snapshot
 
     engine, policy, ranks = Engine(config, num_gpus=0), Policy(config), OneRank()
     weights_dir, vocabulary, records = weights.default_dir(config), SHAPES_VOCABULARY, []
     for version in range(repeats + 1):
         start = time.monotonic()
-        write = snapshot(policy, ranks, Name(weights_dir, "run", "ab12", version), vocabulary, copies=True)  # type: ignore[arg-type]
+        write = snapshot(policy, ranks, VersionName(weights_dir, "run", "ab12", version), vocabulary, copies=True)  # type: ignore[arg-type]
         taken = time.monotonic()
         published = write(ranks)  # type: ignore[arg-type]
         written = time.monotonic()

@@ -26,7 +26,7 @@ import yaml
 
 from benchmarks.objectives_page import draw, page, read, table, verdicts
 from common.durable import write_file
-from common.paths import checkpoints
+from common.run_folder import checkpoints
 from report.run_log import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]

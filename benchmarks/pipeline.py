@@ -98,7 +98,7 @@ def consume(path: str, overrides: Sequence[str]) -> None:
     from model.tokenizer import load_tokenizer
     from trainer.link.inbox import Inbox
     from trainer.link.ledger import Ledger
-    from trainer.save.write_version import publish
+    from trainer.save.write_version import write_version
     from trainer.start import _limits
 
     config = load(path, list(overrides))
@@ -109,7 +109,7 @@ def consume(path: str, overrides: Sequence[str]) -> None:
     with Inbox(config, "run", "ab12", _limits(config), ledger, lambda text: None) as inbox:
         inbox.wait_for_sampler()
         for batch in range(config.num_batches):
-            published = publish(policy, OneRank(), weights_dir, "run", "ab12", batch, vocabulary)  # type: ignore[arg-type]
+            published = write_version(policy, OneRank(), weights_dir, "run", "ab12", batch, vocabulary)  # type: ignore[arg-type]
             inbox.commit(batch * size, published)
             weights.prune(weights_dir, inbox.versions_in_use(), keep=2)
             inbox.take(range(batch * size, (batch + 1) * size))

@@ -77,7 +77,7 @@ def main() -> None:
     from trainer.engine.deepspeed_model import init_distributed
     from trainer.engine.policy import Engine
     from trainer.engine.ranks import Exchange
-    from trainer.save.write_version import publish
+    from trainer.save.write_version import write_version
 
     on_gpu = torch.cuda.is_available()
     dtype = arguments.dtype or ("bfloat16" if on_gpu else "float32")
@@ -118,7 +118,7 @@ def main() -> None:
             seconds.append(time.perf_counter() - start)
             assert result.applied, "a step was skipped: the measurement is of nothing"
             start = time.perf_counter()
-            publish(engine, exchange, Path(scratch) / "weights", "bench", "bench", step, 512)
+            write_version(engine, exchange, Path(scratch) / "weights", "bench", "bench", step, 512)
             publish_seconds.append(time.perf_counter() - start)
         if rank == 0:
             report(arguments, seconds[arguments.warmup :], publish_seconds[arguments.warmup :], exchange.world_size)

@@ -5,12 +5,21 @@ Errors of one module alone stand there: wire.WireError, weights.BadWeights, rewa
 
 from __future__ import annotations
 
+from common.redact import without_passwords
 
-class UserError(Exception):
+
+class _WithoutPasswords(Exception):
+    """An error that people read: a password inside an address, such as that of a data set, is hidden in its text."""
+
+    def __init__(self, text: str = ""):
+        super().__init__(without_passwords(text))
+
+
+class UserError(_WithoutPasswords):
     """The user can fix this: what happened, the value, and what to paste. The process exits 2."""
 
 
-class Retryable(Exception):
+class Retryable(_WithoutPasswords):
     """Nothing is wrong with the settings: a supervisor may start this process again. Exit 75."""
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from common.durable import disk_trouble
 from common.errors import Interrupted, PeerEnded, Retryable, UserError
+from common.redact import without_passwords
 
 DONE = 0
 USER_ERROR = 2  # change something, then start again
@@ -54,7 +55,7 @@ def run(name: str, main: Callable[[], None]) -> int:
         if disk_trouble(error) is not None:
             _say(f"{name}: {error}: make room or repair the disk, then start again")
             return RETRYABLE
-        traceback.print_exc()
+        _say(without_passwords(traceback.format_exc().rstrip()))
         _say(f"{name}: failed, see the traceback above")
         return 1
 

@@ -1,4 +1,4 @@
-"""Keeps secrets out of files and logs: values under a name such as hf_token, and passwords inside URLs.
+"""Keeps secrets out of files, logs and messages: values under a name such as hf_token, and passwords inside URLs.
 
 Our own options never hold secrets; the free-form sections (vllm:, deepspeed:, chat_template_kwargs:) might. Left out:
 secrets under a harmless name, which nobody can recognise. Put secrets into environment variables: those are never
@@ -12,7 +12,10 @@ from collections.abc import Iterable
 from typing import Any
 
 HIDDEN = "***"
-_SECRET = re.compile(r"key|token(?!iz)|secret|password", re.IGNORECASE)  # a tokenizer is no token
+_NAME = r"(?:key|token(?!iz)|secret|password)"  # a tokenizer is no token
+_SECRET = re.compile(_NAME, re.IGNORECASE)
+_SECRET_INSIDE = re.compile(_NAME + r"""[\w.-]*(?:["']\s*:|\s*:(?=\s|$))""", re.IGNORECASE)  # a name in YAML
+_SETTING = re.compile(r"([\w.]+)([=:])(.*)", re.DOTALL)
 _HARMLESS = {"prompt_key", "answer_key"}  # columns of the data set
 _USERINFO = re.compile(r"(?<=://)[^/?#\s]+@")
 
@@ -28,7 +31,7 @@ def redacted(value: Any, name: str = "") -> Any:
     if isinstance(value, list | tuple):
         return [redacted(item, name) for item in value]
     if isinstance(value, str):
-        return HIDDEN if _is_secret(name) and value else _USERINFO.sub(f"{HIDDEN}@", value)
+        return HIDDEN if _is_secret(name) and value else without_passwords(value)
     return value  # numbers, booleans and null are no secrets
 
 
@@ -37,13 +40,23 @@ def redacted_words(words: Iterable[str]) -> list[str]:
     return [_redacted_word(word) for word in words]
 
 
+def without_passwords(text: str) -> str:
+    """https://me:pw@host/a → https://***@host/a"""
+    return _USERINFO.sub(f"{HIDDEN}@", text)
+
+
+def secret_part(names: Iterable[str]) -> str:
+    """The first of these names that stands for a secret, "" if none does."""
+    return next((name for name in names if _is_secret(name)), "")
+
+
 def _redacted_word(word: str) -> str:
-    key, equals, value = word.partition("=")
-    if not equals:
-        return redacted(word)
-    is_nested = value.lstrip().startswith(("{", "["))  # YAML in a value: look for names inside it too
-    hidden = HIDDEN if _is_secret(key.rsplit(".", 1)[-1]) or (is_nested and _SECRET.search(value)) else redacted(value)
-    return f"{key}={hidden}"
+    """Also of `vllm.hf_token:x`, where somebody wrote a colon for the equals sign."""
+    if setting := _SETTING.fullmatch(word):
+        key, sign, value = setting.groups()
+        if secret_part(key.split(".")) or (sign == "=" and _SECRET_INSIDE.search(value)):
+            return f"{key}{sign}{HIDDEN}"
+    return without_passwords(word)
 
 
 def _is_secret(name: str) -> bool:

@@ -32,12 +32,13 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hello"
     """Sampler → trainer, each second until credited: who I am and what I can serve."""
 
     pid: int
-    dataset_fingerprint: str
+    dataset_fingerprint: str  # of the training rows; a resumed run must find the same
     tokenizer_hash: str
     num_problems: int
     num_eval_problems: int
     scores_reference: bool = False  # its groups carry ref_logprobs; the trainer must want the same
     incarnation: str = ""  # of this sampler: a new one each time it starts, for in a container every pid is the same
+    eval_fingerprint: str = ""  # of the held-out rows
 
 
 class Credit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="credit"):

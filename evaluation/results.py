@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from common.config import Rewards
+from common.config import ROUNDING, Rewards
 from evaluation.pass_at_k import Estimate, estimate, final_answer, majority_at_k, pass_at_k
 from report.escape import strip_escapes
 
-_ROUNDING = 1e-9  # of scores that should equal full marks
 Sample = dict[str, Any]  # a line of completions.jsonl
 
 
@@ -47,7 +46,7 @@ def _share(problem: Sequence[Sample], test: Any) -> float:
 
 def _marks(problems: Sequence[Sequence[Sample]], name: str, full_mark: float) -> list[list[bool]]:
     scores = [[sample["rewards"][name] for sample in problem] for problem in problems]
-    return [[score >= full_mark - _ROUNDING for score in of_one] for of_one in scores if None not in of_one]
+    return [[score >= full_mark - ROUNDING for score in of_one] for of_one in scores if None not in of_one]
 
 
 def _function(problems: Sequence[Sequence[Sample]], name: str, ks: Sequence[int], full_mark: float) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import UserError
-from common.paths import checkpoints
+from common.run_folder import FINAL, checkpoints
 from model import lora
 
 
@@ -66,7 +66,7 @@ def is_run(folder: Path) -> bool:
 
 
 def _newest_model(run_folder: Path) -> Path:
-    final, saved = run_folder / "final", checkpoints(run_folder)
+    final, saved = run_folder / FINAL, checkpoints(run_folder)
     if not final.is_dir() and not saved:
         raise UserError(
             f"{run_folder} holds no final/ and no checkpoint; the run has not saved yet (trainer.save_steps)"

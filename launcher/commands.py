@@ -12,9 +12,9 @@ from pathlib import Path
 from common.config import Config
 from common.durable import run_tag
 from common.exits import RETRYABLE
-from common.paths import checkpoints
 from common.ports import free_port
 from common.redact import redacted_words
+from common.run_folder import checkpoints
 from launcher.machine import ROOT, remove_stale_build_locks
 from launcher.placement import Placement
 from launcher.processes import Child

@@ -19,13 +19,13 @@ from common.config import Config, load
 from common.durable import lock
 from common.errors import UserError
 from common.exits import DONE, INTERRUPTED, USER_ERROR
-from common.paths import checkpoints
+from common.run_folder import FINAL, checkpoints, no_checkpoint
 from launcher.batch_plan import batch_plan, one_line
 from launcher.commands import Commands
 from launcher.fit import reference_side
 from launcher.machine import ROOT, this_machine
+from launcher.output_dir import LOCK, check_folder, in_use, move_aside
 from launcher.placement import Placement, placement, visible_gpus
-from launcher.run_folder import LOCK, check_folder, in_use, move_aside
 from launcher.supervisor import Rules, Supervisor
 from launcher.workload import workload_of
 from model.dims import read_dims
@@ -77,7 +77,7 @@ def _evaluate(config: Config, path: Path, overrides: Sequence[str]) -> int:
     """eval.val_only: the model, or with run.resume the newest checkpoint, without a trainer."""
     folder = config.run.output_dir
     if config.run.resume and not checkpoints(folder):
-        raise UserError(f"run.resume: there is no checkpoint in {folder}/checkpoints; leave run.resume out")
+        raise no_checkpoint(folder)
     model = str(checkpoints(folder)[-1]) if config.run.resume else config.model.path
     output = folder / "evaluations" / Path(model).name
     return _program("evaluation.main", model, "--config", str(path), "--output", str(output), *overrides)
@@ -90,7 +90,7 @@ def _run(commands: Commands) -> int:
     print(f"tandem: trainer on {place.trainer_place}; log {folder}/logs/trainer.log", file=sys.stderr, flush=True)
     if side := commands.config.reference_on:
         print(f"tandem: reference model on the {side}", file=sys.stderr, flush=True)
-    rules = Rules(commands.restart_trainer, commands.steps, (folder / "final").is_dir)
+    rules = Rules(commands.restart_trainer, commands.steps, (folder / FINAL).is_dir)
     code = Supervisor(commands.sampler(), commands.trainer(), rules).run()
     if code == INTERRUPTED and checkpoints(folder):
         print(f"tandem: continue with: bash launch.sh {commands.arguments} run.resume=true", file=sys.stderr)

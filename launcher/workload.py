@@ -61,7 +61,7 @@ def zero_stage(config: Config, num_ranks: int) -> int:
 
 def workload_of(config: Config, num_ranks: int, model: ModelDims) -> Workload:
     """The workload of one config. Reads config.json of critic and reference, where they are models of their own."""
-    from sampler.engine import max_num_seqs  # numpy; launch.sh run does without it until the reference needs a side
+    from sampler.engine_arguments import max_num_seqs
 
     budget, critic, reference = config.trainer.max_tokens_per_micro_batch, config.critic, config.reference
     return Workload(

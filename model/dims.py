@@ -85,7 +85,10 @@ def model_dims(settings: dict[str, Any]) -> ModelDims | None:
 
 
 def read_dims(path: str, revision: str | None) -> ModelDims | None:
-    """Of a folder, or of a hub id, whose config.json alone is downloaded. Raises UserError when there is none."""
+    """The dimensions of a model in a folder, or of a hub id, of which config.json alone is downloaded.
+
+    None for another family. Raises UserError when there is no such model.
+    """
     folder = Path(path).expanduser()
     if not folder.is_dir():
         if path.startswith((".", "/", "~")) or path.count("/") > 1:

@@ -1,4 +1,4 @@
-"""What can be said of a model before transformers or vLLM read it, which cost seconds to import.
+"""What can be said of a model before transformers or vLLM read its weights.
 
 Whether it is there, whether it has a chat template, and whether its index names only files of the folder: transformers
 joins the shard names of `*.index.json` to the folder unchecked, so that "../../x" would be opened. Left out: files of
@@ -11,8 +11,9 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
-from common.config import Config
+from common.config import Config, Model
 from common.errors import UserError
 from common.paths import did_you_mean
 
@@ -93,6 +94,21 @@ def not_to_be_had(path: str, reason: str) -> UserError:
         f"model {path!r} is not a folder and cannot be had from the hub or HF_HOME={home}{offline}: {reason} "
         f"Download: hf download {path}, or set model.path to a folder. Behind a firewall: HF_ENDPOINT=…"
     )
+
+
+def load_config(model: Model) -> Any:
+    """transformers' configuration of the policy. Raises UserError if there is none that it knows."""
+    from transformers import AutoConfig  # costs seconds
+
+    try:
+        return AutoConfig.from_pretrained(
+            model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        first_line = next(iter(str(error).splitlines()), "")
+        raise UserError(
+            f"model {model.path!r}: no config.json of a model that transformers knows: {first_line}"
+        ) from error
 
 
 def _has_chat_template(folder: Path) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 from common.config import MAX_LORA_RANK, Config
 from common.errors import UserError
 from common.weights import BadWeights, TensorInfo
+from model.folder import load_config
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"  # as peft and vLLM call them
 _DTYPES = {"float32": "F32", "bfloat16": "BF16"}
@@ -87,13 +88,12 @@ def expected(config: Config) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
 def _expected(text: str) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
     """Once per process: every reload asks, and building large models takes long even on the meta device."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     config = Config.model_validate_json(text)
     given = config.model
-    shape = AutoConfig.from_pretrained(given.path, revision=given.revision, trust_remote_code=given.trust_remote_code)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape, trust_remote_code=given.trust_remote_code)
+        model = AutoModelForCausalLM.from_config(load_config(given), trust_remote_code=given.trust_remote_code)
     settings = add_adapters(model, config)
     named = {published_name(name): list(p.shape) for name, p in model.named_parameters()}
     tensors = {name: TensorInfo(_DTYPES[given.dtype], shape) for name, shape in named.items() if name}

@@ -43,6 +43,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        if 0 in dy.stride():  # of a sum: one number repeated, which takes oneDNN a hundred times as long
+            dy = dy.contiguous()
         dy_rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         dx = _product(dy, weight.t()) if needs_x else None
         dweight = _outer(dy_rows, x_rows) if needs_weight else None

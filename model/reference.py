@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.config import Config
-from common.errors import UserError
 from model.logprobs import load_causal_lm, score_row
 from model.packing import PackedRow, pack
+from model.tokenizer import check_vocabulary
 
 
 class Reference:
@@ -35,13 +35,7 @@ class Reference:
         self._packing = config.trainer.packing
 
     def check_vocabulary(self, tokenizer_size: int) -> None:
-        """Raises UserError if this model has fewer embeddings than the tokenizer has tokens: not the same tokenizer."""
-        rows = self._model.get_input_embeddings().weight.shape[0]
-        if rows < tokenizer_size:
-            raise UserError(
-                f"the reference model knows {rows} tokens, the policy's tokenizer {tokenizer_size}: "
-                "reference.path must name a model with the policy's tokenizer"
-            )
+        check_vocabulary(self._model, tokenizer_size, "reference")
 
     def logprobs(
         self,

@@ -1,9 +1,9 @@
-"""Loads the tokenizer both processes use: the sampler to make prompts and texts, the trainer to save it with models."""
+"""The tokenizer both processes use: the sampler to make prompts and texts, the trainer to save it with models."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
 from model.folder import check_model_folder, not_to_be_had, require_model
@@ -29,3 +29,16 @@ def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bo
         if folder.is_dir():
             raise UserError(f"model {path!r}: the folder holds no tokenizer that loads: {first_line}") from error
         raise not_to_be_had(path, first_line) from error
+
+
+def check_vocabulary(model: Any, tokenizer_size: int, section: str) -> None:
+    """Raises UserError if a model has fewer embeddings than the policy's tokenizer has tokens: not the same tokenizer.
+
+    section: of the settings that named it, reference or critic.
+    """
+    rows = model.get_input_embeddings().num_embeddings  # ZeRO-3 leaves the weight itself empty
+    if rows < tokenizer_size:
+        raise UserError(
+            f"the {section} model knows {rows} tokens, the policy's tokenizer {tokenizer_size}: {section}.path must "
+            "name a model with the policy's tokenizer"
+        )

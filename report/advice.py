@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from common.config import Algorithm, Reference, Run, Sampler, Section, Trainer
 from report.escape import one_line
 from report.run_log import wilson_interval
 
@@ -22,36 +23,54 @@ EARLY = LATE = 10  # steps that a trend compares: the first ones of the run with
 WARM_UP = 2  # steps without meaning for speed: caches fill, processes meet
 
 
+_SECTIONS: dict[str, type[Section]] = {
+    "run": Run,
+    "sampler": Sampler,
+    "trainer": Trainer,
+    "algorithm": Algorithm,
+    "reference": Reference,
+}
+
+
 @dataclass(frozen=True)
 class Settings:
-    """What the sentences need to know. `Settings.of(config.model_dump())`, or of a run folder's config.json."""
+    """What the sentences need to know."""
 
-    output_dir: str = "runs/run"
-    num_generations: int = 8
-    max_completion_length: int = 256
-    max_grad_norm: float = 1.0
-    learning_rate: float = 1e-6
-    beta: float = 0.0
-    reference_on: str = "sampler"  # "" where it cannot move
-    max_staleness: int = 0
-    groups_per_micro_batch: int = 1
-    max_tokens_per_micro_batch: int | None = None
-    is_on_policy: bool = True  # every optimizer step trains what its own weights sampled
+    output_dir: str
+    num_generations: int
+    max_completion_length: int
+    max_grad_norm: float
+    learning_rate: float
+    beta: float
+    reference_on: str  # "" where it cannot move
+    max_staleness: int
+    groups_per_micro_batch: int
+    max_tokens_per_micro_batch: int | None
+    is_on_policy: bool  # every optimizer step trains what its own weights sampled
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Settings:
-        known = {name: config.get(name, {}) for name in ("run", "sampler", "trainer", "algorithm")}
-        values = {
-            key: section[key]
-            for section in known.values()
-            for key in Settings.__dataclass_fields__
-            if section.get(key) is not None
-        }
-        steps = known["algorithm"].get("num_iterations", 1) * known["algorithm"].get("steps_per_generation", 1)
-        on_policy = steps == 1 and not known["trainer"].get("max_staleness")
-        on = config.get("reference", {}).get("on") or "sampler"
-        values["reference_on"] = "" if known["algorithm"].get("kl_in_reward") else on
-        return Settings(**values | {"output_dir": str(values.get("output_dir", "runs/run")), "is_on_policy": on_policy})
+        """From config.model_dump(), or from a run folder's config.json. What is not there has the schema's default."""
+
+        def value(name: str) -> Any:
+            section, _, field = name.partition(".")
+            given = (config.get(section) or {}).get(field)
+            return _SECTIONS[section].model_fields[field].default if given is None else given
+
+        steps_per_batch = value("algorithm.num_iterations") * value("algorithm.steps_per_generation")
+        return Settings(
+            output_dir=str(value("run.output_dir")),
+            num_generations=value("sampler.num_generations"),
+            max_completion_length=value("sampler.max_completion_length"),
+            max_grad_norm=value("trainer.max_grad_norm"),
+            learning_rate=value("trainer.learning_rate"),
+            beta=value("algorithm.beta"),
+            reference_on="" if value("algorithm.kl_in_reward") else value("reference.on"),
+            max_staleness=value("trainer.max_staleness"),
+            groups_per_micro_batch=value("trainer.groups_per_micro_batch"),
+            max_tokens_per_micro_batch=value("trainer.max_tokens_per_micro_batch"),
+            is_on_policy=steps_per_batch == 1 and value("trainer.max_staleness") == 0,
+        )
 
 
 @dataclass
@@ -133,7 +152,7 @@ def truncated(h: History) -> str:
 
 
 def _waiting_share(h: History, who: str) -> float:
-    """Of the wall time of the newest 10 steps; 0 if not known."""
+    """The part of the newest 10 steps' wall time that this side waited; 0 if not known."""
     waited, all_s = h.last(f"wait/{who}_s", LATE), h.last("timing/all_s", LATE)
     warm = list(h.late)[-LATE:]
     if not waited or not all_s or warm[0]["step"] <= WARM_UP or sum(all_s) <= 0:
@@ -291,7 +310,7 @@ def _share(record: Row, name: str) -> float:
 
 
 def _upper(record: Row, share: float) -> float:
-    """Of the 95 % interval. It counts problems: completions of one problem are not independent."""
+    """The upper end of the 95 % interval. It counts problems: completions of one problem are not independent."""
     problems = min(record.get("problems", record["n"]), record["n"])
     return wilson_interval(share * problems, problems)[1]
 

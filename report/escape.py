@@ -6,7 +6,6 @@ of vanishing. Left out: look-alike letters, which are visible and may be meant.
 
 from __future__ import annotations
 
-import html
 import re
 import unicodedata
 
@@ -30,14 +29,6 @@ def visible(text: object) -> str:
 def one_line(text: object) -> str:
     """`visible`, with newlines and tabs as marks too."""
     return visible(text).replace("\n", "␊").replace("\t", "␉")
-
-
-def for_html(text: object, limit: int = 4000) -> str:
-    """Text of a page or of an attribute in quotes. What is beyond `limit` characters is left out, and counted."""
-    string = str(text)
-    rest = len(string) - limit
-    shown = html.escape(visible(string[:limit]), quote=True)
-    return shown if rest <= 0 else f"{shown} <i>… and {rest:,} more characters</i>"
 
 
 def _is_visible(char: str) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 
 from common.durable import fsync_path, write_file
 from common.errors import UserError
+from common.run_folder import earlier_run
 from report.sinks import Sinks
 
 
@@ -63,10 +64,7 @@ class MetricsLog:
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         if resume_step is None and (steps := len(read_jsonl(folder / "metrics.jsonl"))):
-            raise UserError(
-                f"{folder} already holds a run of {steps} steps (metrics.jsonl). "
-                f"Continue it with run.resume=true, or start another with run.output_dir={folder}-2"
-            )
+            raise earlier_run(folder, f"a run of {steps} steps")
         last_step = -1 if resume_step is None else resume_step
         self.num_non_finite = 0  # since this object was made; each line of metrics.jsonl also says its own
         self._files: dict[Path, int] = {}

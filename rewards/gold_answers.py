@@ -10,10 +10,10 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from common.config import Rewards
+from common.config import ROUNDING, Rewards
 from rewards import shorten
 from rewards.probes import EMPTY, FORMS, Probe, probes
-from rewards.trials import ROUNDING, SHOWN, Findings, Row, Trial, distribution, note_failures, try_each
+from rewards.trials import SHOWN, Findings, Row, Trial, distribution, note_failures, try_each
 
 
 def check_gold(config: Rewards, rows: Sequence[Row], max_steps: int = 0) -> Findings:

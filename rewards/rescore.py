@@ -9,9 +9,9 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from common.config import Rewards
+from common.config import ROUNDING, Rewards
 from rewards import shorten
-from rewards.trials import ROUNDING, SHOWN, Findings, Row, Trial, distribution, note_failures, try_each
+from rewards.trials import SHOWN, Findings, Row, Trial, distribution, note_failures, try_each
 
 
 def rescore(config: Rewards, groups: Sequence[Row], verifiers: Sequence[str] = (), max_steps: int = 0) -> Findings:

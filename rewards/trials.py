@@ -19,7 +19,6 @@ from rewards.pool import RewardFailure, RewardPool
 
 SLOW_S = 1.0
 SHOWN = 5  # rows named in full per kind of finding
-ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import difflib
 import functools
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from common.config import Data
 from common.errors import UserError
-from common.types import Problem
+from common.types import Problem, Prompt
 from sampler.sources import check_there, read_rows
 
 _SYNONYMS = (
@@ -27,6 +28,7 @@ _SYNONYMS = (
     {"answer", "solution", "ground_truth", "target", "output", "label", "final_answer"},
 )
 _ABSENT = object()
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 Row = dict[str, Any]
 
@@ -162,10 +164,19 @@ def sampling_seed(seed: int, group_id: int) -> int:
     return int.from_bytes(digest, "big") & 0x7FFF_FFFF
 
 
-def fingerprint(problems: Sequence[Problem]) -> str:
-    """32 hexadecimal digits that change with any value, column or order of the problems."""
+def fingerprint(prompts: Sequence[Prompt]) -> str:
+    """32 hexadecimal digits that change with any value, column or order of the rows that are asked.
+
+    The tokens do not count: a chat template may write the date, and the run goes on tomorrow.
+    """
     digest = hashlib.blake2b(digest_size=16)
-    for problem in problems:
-        digest.update(json.dumps(dict(problem.columns), sort_keys=True, default=repr).encode())
+    for prompt in prompts:
+        columns = dict(prompt.problem.columns)
+        digest.update(json.dumps(columns, sort_keys=True, default=_without_address).encode())
         digest.update(b"\n")
     return digest.hexdigest()
+
+
+def _without_address(value: Any) -> str:
+    """An object's repr that the next process gives too."""
+    return _ADDRESS.sub("", repr(value))

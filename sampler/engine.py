@@ -3,17 +3,15 @@
 The only file that imports vllm. The engine runs in-process (one process, real exceptions, nothing left behind by a
 SIGKILL), is stepped by the sampler's loop, and swaps weights between two steps. Every sampling value is given
 explicitly: vLLM would otherwise take temperature, top-k and penalties from the model's generation_config.json, and
-the trainer's ratio would compare two different laws. Left out: text. Token ids go in, token ids come out.
+the trainer's ratio would compare two different distributions. Left out: text. Token ids go in, token ids come out.
 """
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +20,14 @@ from pydantic import ValidationError
 from common.config import TIES, Config
 from common.errors import UserError
 from common.types import FinishReason
-from model import lora
+from sampler.engine_arguments import engine_arguments, set_environment, stop_token_ids
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, TokensPrompt
+    from vllm.logprobs import FlatLogprobs, Logprob
+    from vllm.outputs import CompletionOutput
 
 _MISSING_MASS = 1e-3
-_CANARY_LENGTH = 64  # the context must hold the trainer's canary sequences
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,11 @@ class Engine:
     """A vLLM engine. `version` is the policy version it holds, None before the first reload."""
 
     def __init__(self, config: Config, num_gpus: int):
-        _set_environment(config, on_cpu=num_gpus == 0)
+        set_environment(config, on_cpu=num_gpus == 0)
         import vllm
 
         self._vllm = vllm
-        arguments = _engine_arguments(config, on_cpu=num_gpus == 0)
+        arguments = engine_arguments(config, on_cpu=num_gpus == 0)
         unknown = sorted(set(config.vllm) - set(vllm.EngineArgs.__dataclass_fields__))
         if unknown:
             raise UserError(f"vllm.{unknown[0]}: vLLM {vllm.__version__} has no such engine argument")
@@ -107,12 +109,10 @@ class Engine:
 
     def step(self) -> list[tuple[Any, list[Completion]]]:
         """One engine step; the prompts whose completions are all finished."""
-        finished = []
-        for output in self._engine.step():
-            if output.finished:
-                key = self._keys.pop(output.request_id)
-                finished.append((key, [_completion(c) for c in sorted(output.outputs, key=lambda c: c.index)]))
-        return finished
+        return [
+            (key, [_completion(c) for c in sorted(output.outputs, key=lambda c: c.index)])
+            for key, output in self._finished()
+        ]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         """log π(token | tokens before it) at temperature 1 for every position but the first: [L − 1] each."""
@@ -124,13 +124,17 @@ class Engine:
             self._add(i, sequence, parameters)
         scores: dict[int, NDArray[np.float32]] = {}
         while self._keys:
-            for output in self._engine.step():
-                if output.finished:
-                    i = self._keys.pop(output.request_id)
-                    # position p holds a map token id -> Logprob of the token that stands there
-                    pairs = zip(sequences[i][1:], output.prompt_logprobs[1:], strict=True)
-                    scores[i] = np.array([at[token].logprob for token, at in pairs], np.float32)
+            for i, output in self._finished():
+                # position p holds a map token id -> Logprob of the token that stands there
+                positions = cast("list[dict[int, Logprob]]", output.prompt_logprobs)
+                pairs = zip(sequences[i][1:], positions[1:], strict=True)
+                scores[i] = np.array([at[token].logprob for token, at in pairs], np.float32)
         return [scores[i] for i in range(len(sequences))]
+
+    def _finished(self) -> list[tuple[Any, RequestOutput]]:
+        """What one engine step finished, with its key. No pooling model runs here."""
+        done = [cast("RequestOutput", output) for output in self._engine.step() if output.finished]
+        return [(self._keys.pop(output.request_id), output) for output in done]
 
     def abort_all(self) -> None:
         """Drops everything that is queued or running."""
@@ -152,30 +156,33 @@ class Engine:
 
     def _load_adapter(self, folder: Path) -> None:
         """Under a number and a name that no adapter had before: vLLM knows weights and cached prefixes by them."""
+        from vllm.lora.request import LoRARequest
+
         if self._adapter is not None:
             self._engine.remove_lora(self._adapter.lora_int_id)
         self._num_adapters += 1
         name = f"adapter-{self._num_adapters}"
-        self._adapter = self._vllm.lora.request.LoRARequest(name, self._num_adapters, str(folder))
+        self._adapter = LoRARequest(name, self._num_adapters, str(folder))
         self._engine.add_lora(self._adapter)
         if (loaded := self._engine.list_loras()) != {self._num_adapters}:
             raise RuntimeError(f"vLLM holds the adapters {loaded} instead of {self._num_adapters} alone")
 
     def _add(self, key: Any, prompt_ids: Sequence[int] | NDArray[np.int32], parameters: Any) -> None:
         request_id, self._next_id = str(self._next_id), self._next_id + 1
-        prompt = {"prompt_token_ids": [int(t) for t in prompt_ids]}
+        prompt: TokensPrompt = {"prompt_token_ids": [int(t) for t in prompt_ids]}
         self._engine.add_request(request_id, prompt, parameters, lora_request=self._adapter)
         self._keys[request_id] = key
 
 
-def _completion(output: Any) -> Completion:
+def _completion(output: CompletionOutput) -> Completion:
     token_ids = np.array(output.token_ids, np.int32)
+    flat = cast("FlatLogprobs", output.logprobs)
     # for each position the sampled token, then the most likely ones, as many as were asked for
-    logprobs = np.array(output.logprobs.logprobs, np.float32).reshape(len(token_ids), -1)
+    logprobs = np.array(flat.logprobs, np.float32).reshape(len(token_ids), -1)
     finish_reason: FinishReason = "stop" if output.finish_reason == "stop" else "length"
     if logprobs.shape[1] == 1:
         return Completion(token_ids, logprobs[:, 0], finish_reason)
-    ids = np.array(output.logprobs.token_ids, np.int32).reshape(logprobs.shape)
+    ids = np.array(flat.token_ids, np.int32).reshape(logprobs.shape)
     sampling_mask, incomplete = kept_tokens(ids, logprobs)
     return Completion(token_ids, logprobs[:, 0], finish_reason, sampling_mask, incomplete)
 
@@ -193,81 +200,3 @@ def kept_tokens(ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> tuple[
     order = np.argsort(~kept, axis=1, kind="stable")[:, : kept.sum(1).max()]
     sampling_mask = np.take_along_axis(np.where(kept, ids, -1), order, 1)
     return sampling_mask, int((np.abs(mass - 1) > _MISSING_MASS).sum())
-
-
-def stop_token_ids(config: Config) -> list[int]:
-    """Tokens that end a completion: those of the model's generation_config.json and the tokenizer's own."""
-    from transformers import GenerationConfig
-
-    try:
-        given = GenerationConfig.from_pretrained(config.model.path, revision=config.model.revision).eos_token_id
-    except OSError:
-        given = None
-    if given is None:
-        from transformers import AutoTokenizer
-
-        given = AutoTokenizer.from_pretrained(config.model.path, revision=config.model.revision).eos_token_id
-    if given is None:
-        raise UserError(f"{config.model.path} names no end-of-sequence token; set eos_token_id in its config")
-    return [given] if isinstance(given, int) else list(given)
-
-
-def _set_environment(config: Config, on_cpu: bool) -> None:
-    """Before vLLM is imported. What the user has set stays."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns about a chat template nobody asks for
-    if on_cpu:
-        # The first log-prob would otherwise compile a helper with g++ for 20 s. The second name is read where vLLM
-        # decorates it, the first when torch._dynamo is imported, which a reference model may have done already.
-        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", os.environ["TORCH_COMPILE_DISABLE"])
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # placement is the launcher's
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(_cpu_cache_gib(config)))
-
-
-def _cpu_cache_gib(config: Config) -> int:
-    """Key-value cache for one full window of rollouts, in whole GiB, 1 to 16."""
-    from transformers import AutoConfig
-
-    model = AutoConfig.from_pretrained(config.model.path, revision=config.model.revision)
-    heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
-    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    bytes_per_token = 2 * model.num_hidden_layers * heads * head_dim * 4
-    return min(16, max(1, math.ceil(max_num_seqs(config) * max_model_len(config) * bytes_per_token / 2**30)))
-
-
-def max_num_seqs(config: Config) -> int:
-    """Sequences that decode at once: a batch of rollouts, 64 to 1,024, unless `vllm:` says otherwise."""
-    return min(1024, max(64, config.sampler.num_generations * config.prompts_per_batch))
-
-
-def max_model_len(config: Config) -> int:
-    """Tokens of the longest sequence, unless `vllm:` says otherwise."""
-    completion = max(config.sampler.max_completion_length, config.eval.max_completion_length or 0)
-    return max(config.data.max_prompt_length + completion, _CANARY_LENGTH)
-
-
-def _engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
-    """vllm.LLM's arguments: ours, then the user's `vllm:` section on top."""
-    arguments: dict[str, Any] = {
-        "model": config.model.path,
-        "revision": config.model.revision,
-        "dtype": config.model.dtype,
-        "trust_remote_code": config.model.trust_remote_code,
-        "skip_tokenizer_init": True,
-        "seed": config.run.seed,
-        "max_model_len": max_model_len(config),
-        "max_num_seqs": max_num_seqs(config),
-        "generation_config": "vllm",
-        "logprobs_mode": "processed_logprobs",
-        "max_logprobs": max(1, config.sampler.max_sampling_mask),
-        "enable_prefix_caching": True,
-        "worker_extension_cls": "sampler.vllm_worker.WeightExtension",
-    }
-    if on_cpu:
-        # Blocks of 128 tokens, the CPU default, would let short prompts share nothing. A prompt prefilled in two
-        # chunks makes vLLM rewind its seeded generator, which a CPU generator cannot do: the engine would raise.
-        whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, max_model_len(config))}
-        arguments |= {"enforce_eager": True, "block_size": 32} | whole_prompts
-    return arguments | lora.engine_arguments(config) | config.vllm

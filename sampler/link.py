@@ -134,9 +134,14 @@ class Link:
 
 
 def hello(
-    fingerprint: str, tokenizer_hash: str, num_problems: int, num_eval_problems: int, scores_reference: bool
+    dataset_fingerprint: str,
+    eval_fingerprint: str,
+    tokenizer_hash: str,
+    num_problems: int,
+    num_eval_problems: int,
+    scores_reference: bool,
 ) -> wire.Hello:
-    incarnation = secrets.token_hex(8)
+    counts, incarnation = (num_problems, num_eval_problems), secrets.token_hex(8)
     return wire.Hello(
-        os.getpid(), fingerprint, tokenizer_hash, num_problems, num_eval_problems, scores_reference, incarnation
+        os.getpid(), dataset_fingerprint, tokenizer_hash, *counts, scores_reference, incarnation, eval_fingerprint
     )

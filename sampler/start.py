@@ -66,9 +66,12 @@ def _run(config: Config, sampler_id: str) -> None:
         train_prompts = prompts_of("data.train", problems, tokenizer, config)
         held_out_prompts = prompts_of("data.eval", held_out, tokenizer, config)[: config.data.eval_size]
         task = Task(train_prompts, held_out_prompts, lambda ids: tokenizer.batch_decode(ids, skip_special_tokens=True))
-        data, vocabulary = fingerprint(problems + held_out), _fingerprint_tokenizer(tokenizer)
+        asked, vocabulary = (
+            (fingerprint(train_prompts), fingerprint(held_out_prompts)),
+            _fingerprint_tokenizer(tokenizer),
+        )
         scores = config.reference_on == "sampler"
-        link = Link(config, sampler_id, hello(data, vocabulary, len(train_prompts), len(held_out_prompts), scores))
+        link = Link(config, sampler_id, hello(*asked, vocabulary, len(train_prompts), len(held_out_prompts), scores))
         try:
             with out_of_memory.with_memory_advice("sampler"):
                 _sample(config, task, link, pool, len(tokenizer))

@@ -26,6 +26,7 @@ from common.durable import write_file
 from tests.speed import limit
 
 LONGEST_FIRST = ("test_soak", "test_stories", "test_gloo", "test_endings", "test_exact_resume", "test_uneven_ranks")
+MARKS = ("fast", "processes", "gloo", "vllm", "e2e")
 WORKER_BYTES = 8 << 30  # an engine and a trainer of a worker's test
 PAGE = Path(__file__).resolve().parents[1] / "RELIABILITY.md"
 _figures: list[tuple[str, str, str]] = []  # promise, test, text
@@ -97,7 +98,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle", type=int, metavar="SEED", help="files, and tests within each, in a random order")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if not any(mark.name in MARKS for mark in item.iter_markers()):
+            item.add_marker(pytest.mark.fast)
     files = [list(tests) for _, tests in groupby(items, key=lambda item: item.path)]
     seed = config.getoption("shuffle")
     if seed is None:

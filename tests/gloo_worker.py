@@ -225,16 +225,16 @@ class Worker:
 
     def resume(self, stage: int, name: str, dtype: str = "float32", **sections: dict[str, Any]) -> None:
         """The newest valid checkpoint of an earlier start, and one more step."""
-        from trainer.save import checkpoint
+        from trainer.save import checkpoint, resume
 
         config = settings(self.folder, f"{name}{stage}", stage, model={"dtype": dtype}, **sections)
         said: list[str] = []
         trainer = self.trainer(config, group)
         before = run_hash(trainer, has_moments=False)
-        found = checkpoint.newest_valid(self.folder / f"{name}{stage}" / "checkpoints", said.append)
+        found = resume.newest_valid(self.folder / f"{name}{stage}" / "checkpoints", said.append)
         assert found is not None
-        trainer.progress = checkpoint.read_progress(found, self.exchange.world_size, stage, {})
-        checkpoint.load(trainer.engine, found, trainer.critic)
+        trainer.progress = resume.read_progress(found, self.exchange.world_size, stage, {})
+        checkpoint.restore(trainer.engine, found, trainer.critic)
         hashes = [run_hash(trainer)]
         trainer.train_batch()
         hashes.append(run_hash(trainer))

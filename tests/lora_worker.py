@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import exits
+from common import exits, run_folder
 from tests.gloo_data import NUM_STEPS, STAGES, group, settings
 from tests.gloo_worker import Worker, moments, state_hash
 
@@ -91,12 +91,12 @@ def straight(worker: Worker, name: str, stage: int, sections: dict[str, Any]) ->
 
 def resumed(worker: Worker, name: str, stage: int, sections: dict[str, Any]) -> None:
     """The checkpoint before the last, and the last step again."""
-    from trainer.save import checkpoint
+    from trainer.save import checkpoint, resume
 
     trainer = worker.trainer(settings(worker.folder, name, stage, **sections), group)
-    found = checkpoint.step_dir(worker.folder / name / "checkpoints", NUM_STEPS - 1)
-    trainer.progress = checkpoint.read_progress(found, worker.exchange.world_size, trainer.engine.stage, {})
-    checkpoint.load(trainer.engine, found, trainer.critic)
+    found = run_folder.step_dir(worker.folder / name / "checkpoints", NUM_STEPS - 1)
+    trainer.progress = resume.read_progress(found, worker.exchange.world_size, trainer.engine.stage, {})
+    checkpoint.restore(trainer.engine, found, trainer.critic)
     hashes, base = [both_hashes(trainer)], base_hash(trainer.engine)
     trainer.train_batch()
     hashes.append(both_hashes(trainer))

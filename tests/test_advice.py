@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,12 @@ Series = Callable[[int], float]
 EVALUATION = {"n": 400, "problems": 400}
 
 
-def advise(steps: int, settings: Settings = Settings(), **series: Series | float) -> dict[str, str]:  # noqa: B008
+def settings_with(**changed: Any) -> Settings:
+    """The defaults of the schema, but for these."""
+    return replace(Settings.of({}), **changed)
+
+
+def advise(steps: int, settings: Settings = Settings.of({}), **series: Series | float) -> dict[str, str]:  # noqa: B008
     """What holds after so many steps; "__" in a name stands for "/"."""
     adviser, found = Adviser(settings), {}
     for step in range(1, steps + 1):
@@ -51,7 +57,7 @@ def test_a_reward_function_that_always_says_the_same_is_named_unless_it_is_full_
 
 
 def test_92_percent_of_cut_off_completions_ask_for_twice_the_length():
-    found = advise(5, Settings(max_completion_length=128), completions__clipped_ratio=0.92)
+    found = advise(5, settings_with(max_completion_length=128), completions__clipped_ratio=0.92)
     expected = (
         "92% of completions reach max_completion_length 128 and end unfinished: the reward cannot see an answer. "
         "Set sampler.max_completion_length=256"
@@ -64,7 +70,7 @@ def test_92_percent_of_cut_off_completions_ask_for_twice_the_length():
 @pytest.mark.parametrize("who", ["trainer", "sampler"])
 def test_waiting_for_70_percent_of_the_wall_time_is_a_bottleneck_and_69_are_not(who):
     def waiting(seconds: float, steps: int = 12, **settings: int) -> dict[str, str]:
-        return advise(steps, Settings(**settings), **{f"wait__{who}_s": seconds, "timing__all_s": 2.0})
+        return advise(steps, settings_with(**settings), **{f"wait__{who}_s": seconds, "timing__all_s": 2.0})
 
     assert waiting(1.38) == {}
     assert waiting(1.4, steps=11) == {}  # the ten steps would begin with the warm-up
@@ -78,7 +84,7 @@ def test_waiting_for_70_percent_of_the_wall_time_is_a_bottleneck_and_69_are_not(
 
 def test_the_side_that_waits_is_offered_the_reference_where_it_can_move():
     def words(who: str, **settings: Any) -> str:
-        return advise(12, Settings(**settings), **{f"wait__{who}_s": 1.9, "timing__all_s": 2.0})[f"{who}_waits"]
+        return advise(12, settings_with(**settings), **{f"wait__{who}_s": 1.9, "timing__all_s": 2.0})[f"{who}_waits"]
 
     assert "reference.on=trainer" in words("trainer", beta=0.1)
     assert "reference.on=sampler" in words("sampler", beta=0.1, reference_on="trainer")
@@ -89,7 +95,7 @@ def test_the_side_that_waits_is_offered_the_reference_where_it_can_move():
 
 
 def test_a_kl_that_is_high_and_speeds_up_asks_for_a_smaller_step_and_one_that_is_high_and_steady_does_not():
-    settings = Settings(beta=0.01, learning_rate=1e-4)
+    settings = settings_with(beta=0.01, learning_rate=1e-4)
     found = advise(20, settings, kl=after(11, 0.45, before=0.2))
     assert list(found) == ["kl_rising"]
     assert "0.45 nats per token and was 0.20" in found["kl_rising"]
@@ -128,7 +134,7 @@ def test_a_reward_that_rises_while_one_of_its_functions_falls_is_worth_a_look():
 
 
 def test_a_gradient_cut_in_twenty_steps_of_twenty_is_rescaled_and_in_nineteen_it_is_not():
-    settings = Settings(max_grad_norm=1.0)
+    settings = settings_with(max_grad_norm=1.0)
     found = advise(20, settings, grad_norm=lambda s: 4.0 + s / 100)
     assert list(found) == ["gradient_clipped"] and "trainer.max_grad_norm=8.2" in found["gradient_clipped"]
     assert advise(20, settings, grad_norm=after(2, 4.0, before=0.9)) == {}
@@ -138,14 +144,14 @@ def test_a_gradient_cut_in_twenty_steps_of_twenty_is_rescaled_and_in_nineteen_it
 def test_a_mismatch_that_triples_to_two_percent_is_told_on_policy_only():
     grows = {"mismatch__mean_abs_prob_diff": after(11, 0.022, before=0.007)}
     assert "vllm_importance_sampling_mode=token_truncate" in advise(20, **grows)["mismatch_growing"]
-    assert advise(20, Settings(is_on_policy=False), **grows) == {}
+    assert advise(20, settings_with(is_on_policy=False), **grows) == {}
     assert advise(20, mismatch__mean_abs_prob_diff=after(11, 0.022, before=0.0074)) == {}
     assert advise(20, mismatch__mean_abs_prob_diff=after(11, 0.019, before=0.001)) == {}
 
 
 def held_out(first: int, last: int, train: float, n: int = 400) -> dict[str, str]:
     """Two evaluations of n problems, made after 10 and 20 steps; training accuracy 0.5 before, `train` after."""
-    adviser = Adviser(Settings())
+    adviser = Adviser(Settings.of({}))
     rows = [
         {"step": step, "policy_version": step, "rewards/answer/accuracy": 0.5 if step <= 10 else train}
         for step in range(1, 21)
@@ -169,7 +175,7 @@ def test_missing_and_null_values_are_not_known_rather_than_wrong():
 
 
 def test_advice_does_not_grow_with_the_run():
-    adviser = Adviser(Settings())
+    adviser = Adviser(Settings.of({}))
     for step in range(1, 1000):
         adviser.step(step, {"reward": 0.0})
         adviser.evaluation({"step": step, "full_marks": {"answer": 1}, **EVALUATION})
@@ -184,9 +190,10 @@ def config(**sections: Mapping[str, object]) -> Config:
 
 def test_settings_come_from_a_config_or_from_its_json_and_a_strange_one_gives_defaults():
     given = config(sampler={"max_completion_length": 99}, trainer={"max_staleness": 1}, run={"output_dir": "runs/x"})
-    expected = Settings(output_dir="runs/x", max_completion_length=99, max_staleness=1, is_on_policy=False)
+    expected = settings_with(output_dir="runs/x", max_completion_length=99, max_staleness=1, is_on_policy=False)
     assert Settings.of(given.model_dump()) == Settings.of(given.model_dump(mode="json")) == expected
-    assert Settings.of({}) == Settings()
+    assert Settings.of({}) == Settings.of(config().model_dump())
+    assert Settings.of({"sampler": {"learning_rate": 1.0}, "trainer": None}) == Settings.of({})  # not a key of sampler
     assert not Settings.of(config(algorithm={"num_iterations": 2}).model_dump()).is_on_policy
 
 
@@ -195,7 +202,7 @@ def test_every_setting_that_a_sentence_proposes_can_be_pasted(tmp_path):
     kl = {"kl": after(11, 0.45, before=0.2), "grad_norm": 3.0, "mismatch__mean_abs_prob_diff": after(11, 0.5)}
     waits = {"wait__trainer_s": 1.0, "wait__sampler_s": 1.0, "timing__all_s": 1.0, "frac_reward_zero_std": 1.0}
     entropy = {"entropy": after(11, 0.01, before=1.0), "completions__clipped_ratio": 1.0, "rewards__a__std": 1.0}
-    found = advise(20, Settings(beta=0.01), **kl, **waits, **entropy, reward=0.0)
+    found = advise(20, settings_with(beta=0.01), **kl, **waits, **entropy, reward=0.0)
     found |= held_out(200, 200, train=0.7)
     pasted = [word for text in found.values() for word in re.findall(r"\b[a-z]+\.[a-z_]+=[\w.+-]*\w", text)]
     assert len(pasted) >= 10

@@ -21,12 +21,12 @@ from tests.plain_policy import OneRank, PlainPolicy
 from tests.tiny import dense_logprobs, tiny_model
 from trainer import loop
 from trainer.loop import Trainer
-from trainer.rank_zero import RankZero
+from trainer.record.rank_zero import RankZero
 from trainer.save import best as best_module
 from trainer.save import publisher
 from trainer.save.best import Best, BestSoFar, best_so_far, metric_of
 from trainer.save.checkpoint import Progress
-from trainer.save.write_version import publish
+from trainer.save.write_version import write_version
 
 pytestmark = pytest.mark.fast
 
@@ -132,7 +132,7 @@ def test_best_is_the_version_that_was_scored_and_loads_in_transformers(tmp_path:
 
     def evaluate(version: int, right: int) -> Any:
         vocabulary = policy.model.config.vocab_size
-        published = publish(policy, OneRank(), tmp_path / "weights", "run", "ab", version, vocabulary)  # type: ignore[arg-type]
+        published = write_version(policy, OneRank(), tmp_path / "weights", "run", "ab", version, vocabulary)  # type: ignore[arg-type]
         expected = policy.logprobs(*sequence, 1.0)
         policy.disturb(version + 1)  # the engine trains on while the version is evaluated
         best.update(record(version, right), published, policy, tokenizer)
@@ -192,7 +192,7 @@ def trained_until(output_dir: Path, monkeypatch: pytest.MonkeyPatch, right: list
 
     source = SimpleNamespace(
         incarnation="ab",
-        wait_for_sampler=lambda: SimpleNamespace(num_eval_problems=10),
+        wait_for_sampler=lambda: SimpleNamespace(num_eval_problems=10, dataset_fingerprint="", tokenizer_hash=""),
         commit=lambda *_: None,
         versions_in_use=list,
         finish_eval=finish_eval,
@@ -247,7 +247,7 @@ def test_a_full_disk_is_waited_for_and_the_earlier_best_stays_meanwhile(
 
     def judge(version: int, right: int) -> None:
         vocabulary = policy.model.config.vocab_size
-        published = publish(policy, ranks, tmp_path / "weights", "run", "ab", version, vocabulary)
+        published = write_version(policy, ranks, tmp_path / "weights", "run", "ab", version, vocabulary)
         best.update(record(version, right), published, policy, tokenizer)
 
     def version() -> int:

@@ -29,7 +29,7 @@ from tests.speed import cpu_overdue
 from trainer.link.inbox import Inbox
 from trainer.link.ledger import Ledger
 
-pytestmark = [pytest.mark.fast, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_GROUPS, WARM_UP = 10_000, 500

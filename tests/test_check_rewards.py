@@ -16,7 +16,7 @@ from rewards.rescore import rescore
 from rewards.trials import Row
 from tests.speed import limit
 
-pytestmark = [pytest.mark.fast, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 ROOT = Path(__file__).resolve().parents[1]
 FUNCTIONS = """
@@ -189,6 +189,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.processes
 def test_the_command_checks_gold_answers_and_samples_of_a_run(folder):
     samples = [
         {"step": 1, "group_id": 0, "problem_index": 3, "completion": text, "rewards": {"answer": r, "format": f}}
@@ -203,6 +204,7 @@ def test_the_command_checks_gold_answers_and_samples_of_a_run(folder):
     assert done.stdout.endswith("\ntandem: the rewards look right\n")
 
 
+@pytest.mark.processes
 def test_the_command_ends_with_1_when_gold_answers_fail(folder):
     (folder / "mine.py").write_text(
         "def fn(completions, answer):\n    return [float(a in c) for a, c in zip(answer, completions)]\n"
@@ -213,6 +215,7 @@ def test_the_command_ends_with_1_when_gold_answers_fail(folder):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -231,12 +234,14 @@ def test_completions_of_unknown_origin_are_user_errors(folder, line, said):
     assert done.returncode == 2 and said in done.stderr
 
 
+@pytest.mark.processes
 def test_lines_may_bring_their_own_row(folder):
     (folder / "mine.jsonl").write_text(json.dumps({"question": "2+2?", "answer": "4", "completion": "4"}))
     done = command(folder, folder / "mine.jsonl", "--rows", "1", "rewards.reward_funcs=[answer]")
     assert "answer  scores: 1 × 1; full marks 1 of 1" in done.stdout, done.stderr
 
 
+@pytest.mark.processes
 def test_check_needs_no_torch_and_no_tokenizer():
     engines = ("torch", "transformers", "datasets")
     code = f"import sampler.check_rewards, sys; print([m for m in {engines} if m in sys.modules])"

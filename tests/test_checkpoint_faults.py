@@ -22,13 +22,12 @@ from typing import Any
 import pytest
 import torch
 
-from common import durable, failpoints
+from common import durable, failpoints, run_folder
 from common.config import Config
 from common.errors import UserError
-from trainer.save import checkpoint, disk
+from trainer.save import checkpoint, disk, resume
 from trainer.save.checkpoint import Progress
 from trainer.save.disk import Disk
-from trainer.start import _find_checkpoint
 
 pytestmark = pytest.mark.fast
 
@@ -83,8 +82,8 @@ def save(checkpoints: Path, step: int, say: Callable[[str], None] = print, patie
 def resumed_step(output_dir: Path) -> int:
     """What a trainer that is started again would do: the step that it finds, whose every file must be of that step."""
     settings = {"run": {"output_dir": output_dir, "resume": True}, "model": {"path": "m"}, "data": {"train": "t"}}
-    found = Path(_find_checkpoint(Config.model_validate(settings)))
-    read = checkpoint.read_progress(found, 1, 1, {})
+    found = Path(resume.find_checkpoint(Config.model_validate(settings)))
+    read = resume.read_progress(found, 1, 1, {})
     assert read == progress(read.step)
     assert (found / "model.safetensors").read_text() == str(read.step) * 100
     for path in (found / "trainer" / "state").iterdir():
@@ -147,7 +146,7 @@ def test_whichever_file_operation_fails_there_is_a_whole_checkpoint_and_the_next
         assert found == 3 or (found == 2 and dies), f"operation {n}: the newest whole checkpoint is {found}"
         save(run / "checkpoints", found + 1)
         assert resumed_step(run) == found + 1
-        assert [p.name for p in checkpoint.step_dirs(run / "checkpoints")] == [
+        assert [p.name for p in run_folder.step_dirs(run / "checkpoints")] == [
             f"step_{step:06d}" for step in (found, found + 1)
         ]
         assert leftovers(run / "checkpoints") == []
@@ -246,12 +245,12 @@ def power_cuts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int,
         for choose in (synced_only, names_reach_the_disk_first, *map(at_random, range(3))):
             remains = folder / "remains"
             platter.after_a_cut(run, remains, choose)
-            whole = checkpoint.newest_valid(remains / "checkpoints", lambda _: None)
+            whole = resume.newest_valid(remains / "checkpoints", lambda _: None)
             found.append((returned, int(whole.name.removeprefix("step_")) if whole else None))
             shutil.rmtree(remains)
         return False
 
-    monkeypatch.setattr(durable, "_operate", cut)
+    monkeypatch.setattr(durable, "file_operation", cut)
     for step in (1, 2, 3, 4):
         save(run / "checkpoints", step)
         returned = step
@@ -287,23 +286,23 @@ def test_the_power_cuts_find_a_forgotten_fsync(tmp_path: Path, monkeypatch: pyte
 
 def test_any_flipped_bit_of_the_commit_record_is_noticed(tmp_path: Path) -> None:
     save(tmp_path, 7)
-    path = tmp_path / "step_000007" / checkpoint.COMMIT
+    path = tmp_path / "step_000007" / run_folder.COMMIT
     whole = path.read_bytes()
     said: list[str] = []
     for position in range(len(whole)):
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
-        assert checkpoint.newest_valid(tmp_path, said.append) is None, f"byte {position}"
+        assert resume.newest_valid(tmp_path, said.append) is None, f"byte {position}"
     assert len(said) == len(whole)
     path.write_bytes(whole)
-    assert checkpoint.newest_valid(tmp_path, said.append) == tmp_path / "step_000007"
+    assert resume.newest_valid(tmp_path, said.append) == tmp_path / "step_000007"
 
 
 @pytest.mark.parametrize("record", [b"", b"[]", b"{}", b"null", b"\xff", b'{"blake3": "", "files": []}'])
 def test_a_commit_record_that_is_none_is_skipped_with_a_reason(tmp_path: Path, record: bytes) -> None:
     save(tmp_path, 7)
-    (tmp_path / "step_000007" / checkpoint.COMMIT).write_bytes(record)
+    (tmp_path / "step_000007" / run_folder.COMMIT).write_bytes(record)
     said: list[str] = []
-    assert checkpoint.newest_valid(tmp_path, said.append) is None
+    assert resume.newest_valid(tmp_path, said.append) is None
     assert "step_000007 is skipped: commit.json" in said[0]
 
 
@@ -313,16 +312,16 @@ def test_a_file_that_cannot_be_read_is_a_reason_to_skip_not_to_crash(
     for step in (1, 2):
         save(tmp_path, step)
     broken = tmp_path / "step_000002" / "model.safetensors"
-    file_info = checkpoint.weights.file_info
+    file_info = resume.weights.file_info
 
     def failing(path: Path) -> Any:
         if path == broken:
             raise OSError(5, "Input/output error", str(path))
         return file_info(path)
 
-    monkeypatch.setattr(checkpoint.weights, "file_info", failing)
+    monkeypatch.setattr(resume.weights, "file_info", failing)
     said: list[str] = []
-    assert checkpoint.newest_valid(tmp_path, said.append) == tmp_path / "step_000001"
+    assert resume.newest_valid(tmp_path, said.append) == tmp_path / "step_000001"
     assert "model.safetensors cannot be read" in said[0]
 
 
@@ -335,14 +334,14 @@ def test_pruning_never_prefers_a_damaged_checkpoint_of_an_abandoned_future(tmp_p
     save(tmp_path / "again", 1)
     os.rename(tmp_path / "again" / "step_000001", tmp_path / "step_000001")
     save(tmp_path, 2)
-    assert [p.name for p in checkpoint.step_dirs(tmp_path)] == ["step_000001", "step_000002"]
+    assert [p.name for p in run_folder.step_dirs(tmp_path)] == ["step_000001", "step_000002"]
 
 
 def test_checkpoints_are_ordered_by_number_not_by_name(tmp_path: Path) -> None:
     for step in (999_999, 1_000_000, 1_000_001):
         save(tmp_path, step)
     (tmp_path / "step_of_mine").mkdir()
-    assert [p.name for p in checkpoint.step_dirs(tmp_path)] == ["step_1000000", "step_1000001"]
-    newest = checkpoint.newest_valid(tmp_path, print)
+    assert [p.name for p in run_folder.step_dirs(tmp_path)] == ["step_1000000", "step_1000001"]
+    newest = resume.newest_valid(tmp_path, print)
     assert newest is not None
-    assert json.loads((newest / checkpoint.COMMIT).read_text())["step"] == 1_000_001
+    assert json.loads((newest / run_folder.COMMIT).read_text())["step"] == 1_000_001

@@ -108,7 +108,7 @@ def test_a_model_that_is_not_there_is_refused_with_what_to_do(folder: Path, tmp_
 def test_a_critic_with_fewer_embeddings_than_the_tokenizer_has_tokens_is_refused(folder: Path) -> None:
     critic = SimpleNamespace(model=load_value_model(settings(folder)))
     Critic.check_vocabulary(critic, VOCAB_SIZE)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=f"the critic knows {VOCAB_SIZE} tokens, the policy's tokenizer 321"):
+    with pytest.raises(UserError, match=f"the critic model knows {VOCAB_SIZE} tokens, the policy's tokenizer 321"):
         Critic.check_vocabulary(critic, VOCAB_SIZE + 1)  # type: ignore[arg-type]
 
 

@@ -11,7 +11,7 @@ import pytest
 from common.config import Rewards
 from rewards.find import BUILT_IN
 
-pytestmark = [pytest.mark.fast, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(200)]
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -12,7 +12,7 @@ import pytest
 from common.config import Data
 from common.errors import UserError
 from common.types import Problem
-from sampler.dataset import fingerprint, load_data, load_problems, look_up, permutation, problem_index, sampling_seed
+from sampler.dataset import load_data, load_problems, look_up, permutation, problem_index, sampling_seed
 from tests.speed import limit
 
 pytestmark = pytest.mark.fast
@@ -347,15 +347,3 @@ def test_sampling_seeds_are_31_bits_of_blake2b_and_differ_by_seed_and_group():
     seeds = {sampling_seed(seed, group) for seed in (-1, 0, 1) for group in range(1000)}
     assert len(seeds) == 3000
     assert all(0 <= seed < 2**31 for seed in seeds)
-
-
-def test_the_fingerprint_sees_values_columns_and_order():
-    a, b = Problem(0, {"question": "1", "answer": "2"}), Problem(1, {"question": "3", "answer": "4"})
-    assert fingerprint([a, b]) == fingerprint([Problem(0, {"answer": "2", "question": "1"}), b])
-    others = [
-        [b, a],
-        [a],
-        [a, Problem(1, {"question": "3", "answer": "5"})],
-        [a, Problem(1, {**b.columns, "level": 1})],
-    ]
-    assert len({fingerprint(problems) for problems in [[a, b], *others]}) == 5

@@ -21,13 +21,13 @@ from typing import Any
 
 import pytest
 
-from common import durable, exits
+from common import durable, exits, failpoints
 from common.errors import Interrupted, Retryable
 from tests.gloo_data import TRAINER
 from tests.replay_worker import ROOT, Life, Stack, stack
 from tests.speed import limit
 from tests.test_checkpoint_faults import ONE_RANK, leftovers, resumed_step, save
-from trainer.save import checkpoint, disk
+from trainer.save import disk, resume
 from trainer.save.disk import Disk, DiskTrouble, together
 
 fast = pytest.mark.fast
@@ -36,7 +36,7 @@ fast = pytest.mark.fast
 @pytest.fixture
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr(durable, "_operations", 0)
+    monkeypatch.setattr(failpoints, "_operations", 0)
 
 
 # ---- one rank ----------------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ def test_a_save_waits_for_the_disk_with_the_reason_and_then_succeeds(
     for trouble, reason in REASONS.items():
         run, said = tmp_path / trouble, []
         save(run / "checkpoints", 1)
-        monkeypatch.setattr(durable, "_operations", 0)
+        monkeypatch.setattr(failpoints, "_operations", 0)
         monkeypatch.setenv("TANDEM_FAULT", f"10-60:{trouble}")
         patience = save(run / "checkpoints", 2, said.append)
         monkeypatch.delenv("TANDEM_FAULT")
@@ -102,7 +102,7 @@ def test_room_is_looked_for_before_anything_is_written(tmp_path: Path, monkeypat
     save(tmp_path / "checkpoints", 1)
     free, said, operations = [23], [], []
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: SimpleNamespace(free=free[0]))
-    monkeypatch.setattr(durable, "_operate", lambda name, path: operations.append(name))
+    monkeypatch.setattr(durable, "file_operation", lambda name, path: operations.append(name))
 
     def say(text: str) -> None:
         said.append(text)
@@ -337,6 +337,6 @@ def test_a_disk_that_stays_full_ends_both_ranks_retryable_and_the_run_resumes_wh
         assert "Make room or repair the disk, then start again" in log
         assert f"rank {rank}: " in log and "No space left on device" in log
     checkpoints = trainers.folder / name / "checkpoints"
-    assert checkpoint.newest_valid(checkpoints, print) == checkpoints / "step_000001"
+    assert resume.newest_valid(checkpoints, print) == checkpoints / "step_000001"
     assert train(trainers, name, {}, run={"resume": True}).codes == [0, 0]
     assert sha256(trainers.folder / name) == undisturbed(trainers)

@@ -249,3 +249,13 @@ def test_a_failpoint_may_stop_the_process_until_it_is_continued() -> None:
     process.send_signal(signal.SIGCONT)
     assert process.communicate(timeout=limit(30))[0] == b"on\n"
     assert process.returncode == 0
+
+
+def test_variables_of_the_same_names_without_the_prefix_mean_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's shell may have a FAULT or a FAILPOINT of its own."""
+    monkeypatch.setenv("FAULT", "1")
+    monkeypatch.setenv("FAILPOINT", "x")
+    durable.write_file(tmp_path / "file", b"whole")
+    assert (tmp_path / "file").read_bytes() == b"whole"

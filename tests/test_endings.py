@@ -18,7 +18,7 @@ import pytest
 from tests.ending_processes import NUM_STEPS
 from tests.endings import Scenario, scenarios
 
-pytestmark = [pytest.mark.fast, pytest.mark.timeout(0)]  # each scenario has a limit of its own
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(0)]  # each scenario has a limit of its own
 
 ROOT = Path(__file__).resolve().parents[1]
 SCENARIOS = list(scenarios())

@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 
+from common import run_folder
 from common.failpoints import FAILPOINTS
 from report.run_log import read_jsonl
 from tests.gloo_data import GROUPS_PER_STEP, half_dead
 from tests.replay_worker import Life, Stack, stack
 from trainer.link.recording import Recorder
-from trainer.save import checkpoint
+from trainer.save import resume
 
 pytestmark = pytest.mark.gloo
 
@@ -62,7 +63,7 @@ def train(
 
 
 def steps_saved(output_dir: Path) -> list[int]:
-    return [int(path.name.removeprefix("step_")) for path in checkpoint.step_dirs(output_dir / "checkpoints")]
+    return [int(path.name.removeprefix("step_")) for path in run_folder.step_dirs(output_dir / "checkpoints")]
 
 
 @cache
@@ -79,7 +80,7 @@ def sha256_of_tree(folder: Path) -> dict[str, str]:
     found = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         data = path.read_bytes()
-        if path.name == checkpoint.COMMIT:
+        if path.name == run_folder.COMMIT:
             record = json.loads(data)
             data = json.dumps({k: v for k, v in record.items() if k not in ("run_id", "blake3")}).encode()
         found[str(path.relative_to(folder))] = hashlib.sha256(data).hexdigest()
@@ -98,7 +99,7 @@ def history(path: Path) -> str:
 
 def require_equal(found: Path, expected: Path, steps: list[int]) -> None:
     for step in steps:
-        folders = [checkpoint.step_dir(run / "checkpoints", step) for run in (found, expected)]
+        folders = [run_folder.step_dir(run / "checkpoints", step) for run in (found, expected)]
         assert sha256_of_tree(folders[0]) == sha256_of_tree(folders[1]), f"step {step}"
     assert sha256_of_tree(found / "final") == sha256_of_tree(expected / "final")
     for name in ("metrics.jsonl", "samples.jsonl"):
@@ -170,13 +171,13 @@ def test_a_run_with_a_critic_interrupted_at_three_points_equals_a_straight_one(t
     found, expected = trainers.folder / "critic", trainers.folder / "critic-straight"
     require_equal(found, expected, list(range(2, STEPS + 1, 2)))
     assert {"critic/config.json", "critic/model.safetensors"} <= set(sha256_of_tree(found / "final"))
-    first, last = (sha256_of_tree(checkpoint.step_dir(found / "checkpoints", step)) for step in (2, STEPS))
+    first, last = (sha256_of_tree(run_folder.step_dir(found / "checkpoints", step)) for step in (2, STEPS))
     assert first["critic/model.safetensors"] != last["critic/model.safetensors"]
 
 
 def test_every_step_moves_weights_and_optimizer_so_that_equal_files_mean_something(trainers: Stack) -> None:
     checkpoints = straight(trainers, LAYOUTS[0]) / "checkpoints"
-    trees = [sha256_of_tree(checkpoint.step_dir(checkpoints, step)) for step in range(1, STEPS + 1)]
+    trees = [sha256_of_tree(run_folder.step_dir(checkpoints, step)) for step in range(1, STEPS + 1)]
     for changing in ("model.safetensors", "zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"):
         (name,) = (name for name in trees[0] if name.endswith(changing))
         # the learning rate of the first step is 0, by the warm-up
@@ -232,7 +233,7 @@ def test_a_run_killed_inside_a_batch_of_shuffled_mini_batches_resumes_at_its_beg
     saved = require_exact_resume(trainers, "mini-batches", 1, {0: "trainer.stepped:5:kill"}, algorithm=MINI_BATCHES)
     assert saved == [2, 4, 6, 8, 10]
     checkpoints = trainers.folder / "mini-batches-killed" / "checkpoints"
-    commits = [json.loads((folder / checkpoint.COMMIT).read_text()) for folder in checkpoint.step_dirs(checkpoints)]
+    commits = [json.loads((folder / run_folder.COMMIT).read_text()) for folder in run_folder.step_dirs(checkpoints)]
     assert [c["cursor"] for c in commits] == [2 * GROUPS_PER_STEP * n for n in range(1, 6)]
     assert len({c["kl_beta"] for c in commits}) == 5, "beta moves in every batch"
 
@@ -289,7 +290,7 @@ def test_two_ranks_killed_at_every_checkpoint_failpoint_lose_nothing(
         life = train(trainers, "killed", KILLED, {rank: f"{point}:{hits}:kill"}, save_limit=2)
         assert f"failpoint {point} hit {hits}: kill" in life.logs[rank], life.logs[rank][-3000:]
         assert life.codes[rank] == -signal.SIGKILL and life.codes[1 - rank] != 0
-        newest = checkpoint.newest_valid(output_dir / "checkpoints", said.append)
+        newest = resume.newest_valid(output_dir / "checkpoints", said.append)
         assert newest is not None
         assert saved[-1] <= int(newest.name.removeprefix("step_")) <= saved[-1] + 1
     assert said == [], "a kill made a checkpoint visible that is not whole"

@@ -14,7 +14,7 @@ import pytest
 
 from tests.speed import limit
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD = """

@@ -36,7 +36,12 @@ MAY_IMPORT = {
     "trainer.data": {"common", "model", "trainer.algorithm"},
     "trainer.engine": {"common", "model", "trainer.algorithm", "trainer.data"},
     "trainer.save": {"common", "model", "trainer.engine", "trainer.link"},
-    "trainer.record": {"common", "model", "report", "trainer.algorithm", "trainer.data", "trainer.engine"},
+    "trainer.record": {
+        "common",
+        "model",
+        "report",
+        *(f"trainer.{wing}" for wing in ("algorithm", "data", "engine", "link")),
+    },
 }
 
 

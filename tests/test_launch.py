@@ -480,7 +480,12 @@ def test_every_check_that_fails_has_something_to_paste():
 
 # --- requirement files
 
-DISTRIBUTIONS = {"yaml": "pyyaml", "zmq": "pyzmq", "huggingface_hub": "huggingface-hub"}
+DISTRIBUTIONS = {
+    "yaml": "pyyaml",
+    "zmq": "pyzmq",
+    "huggingface_hub": "huggingface-hub",
+    "pytest_timeout": "pytest-timeout",
+}
 INSTALLED_APART = {"trl", "math_verify"}  # by its benchmarks; by the user, who is told how
 OWN = {*PACKAGES, "tests"}
 OPTIONAL = {"math_verify", "trl"}  # a reward's and a comparison's own package: nothing else needs them

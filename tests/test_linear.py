@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.seed_loop import use_torch
+from model import onednn
 from model.logprobs import load_causal_lm
 from model.onednn import OneDnnLinear, use_onednn
 from tests.tiny import tiny_model
@@ -79,6 +80,25 @@ def test_transposed_inputs_and_gradients_are_read_as_what_they_are() -> None:
     wanted = run(made, x.contiguous(), torch.randn(6, 7).t())
     assert torch.allclose(found["y"], wanted["y"], atol=1e-6)
     assert torch.allclose(found["y"], x @ made.weight.t(), atol=1e-6)
+
+
+def test_a_gradient_that_repeats_one_number_reaches_onednn_as_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a sum has strides of 0, for which oneDNN has no fast kernel."""
+    strides: list[tuple[int, ...]] = []
+    product = onednn._product
+
+    def recorded(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        strides.extend([x.stride(), weight.stride()])
+        return product(x, weight, bias)
+
+    made = layer(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), None)
+    x = torch.tensor([[10.0, 1.0], [20.0, 2.0]], requires_grad=True)
+    y = made(x).sum()
+    monkeypatch.setattr(onednn, "_product", recorded)
+    y.backward()
+    assert len(strides) == 4 and all(min(stride) == 1 and max(stride) == 2 for stride in strides)
+    assert x.grad is not None and x.grad.tolist() == [[4.0, 6.0], [4.0, 6.0]]  # 1·(1 2) + 1·(3 4)
+    assert made.weight.grad is not None and made.weight.grad.tolist() == [[30.0, 3.0], [30.0, 3.0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

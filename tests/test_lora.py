@@ -21,8 +21,9 @@ from tests.plain_policy import AdaptedPolicy, OneRank
 from tests.tiny import tiny_model
 from trainer.engine.exported import adapters, exported
 from trainer.save.best import Best
-from trainer.save.checkpoint import Progress, read_progress
-from trainer.save.write_version import publish
+from trainer.save.checkpoint import Progress
+from trainer.save.resume import read_progress, stream_settings
+from trainer.save.write_version import write_version
 
 pytestmark = pytest.mark.fast
 
@@ -126,7 +127,7 @@ def test_every_rank_and_every_start_draws_the_same_adapters(model: Path, tmp_pat
 
 def version(policy: AdaptedPolicy, folder: Path, number: int) -> Published:
     vocab = policy.model.config.vocab_size
-    return publish(policy, OneRank(), folder, "run", "ab", number, vocab)  # type: ignore[arg-type]
+    return write_version(policy, OneRank(), folder, "run", "ab", number, vocab)  # type: ignore[arg-type]
 
 
 def test_a_version_lists_both_files_and_every_adapter(model: Path, tmp_path: Path) -> None:
@@ -210,9 +211,7 @@ def test_the_best_policy_is_kept_as_a_peft_folder(model: Path, tmp_path: Path) -
 def test_a_run_is_not_resumed_with_other_adapters_or_another_base(model: Path, tmp_path: Path) -> None:
     from dataclasses import asdict
 
-    from trainer.start import _stream
-
-    saved = _stream(config_for(model, tmp_path))
+    saved = stream_settings(config_for(model, tmp_path))
     record = asdict(Progress("run", 1, 4, 1, 1, 9, 0, saved)) | {"world_size": 1, "zero_stage": 1}
     (tmp_path / "commit.json").write_text(json.dumps(record))
     assert read_progress(tmp_path, 1, 1, saved).step == 1
@@ -222,7 +221,7 @@ def test_a_run_is_not_resumed_with_other_adapters_or_another_base(model: Path, t
         (config_for(tmp_path / "other", tmp_path), "model.path=.*other"),
     ):
         with pytest.raises(UserError, match=words):
-            read_progress(tmp_path, 1, 1, _stream(changed))
+            read_progress(tmp_path, 1, 1, stream_settings(changed))
     before_lora = {name: value for name, value in saved.items() if not name.startswith(("lora.", "model."))}
     (tmp_path / "commit.json").write_text(json.dumps(record | {"stream": before_lora}))
-    assert read_progress(tmp_path, 1, 1, _stream(config_for(model, tmp_path, lora={}))).step == 1
+    assert read_progress(tmp_path, 1, 1, stream_settings(config_for(model, tmp_path, lora={}))).step == 1

@@ -23,7 +23,7 @@ from tests.plain_policy import AdaptedPolicy, OneRank, PlainPolicy
 from tests.speed import limit
 from tests.test_vllm_engine import complete, edit, greedy, repoint
 from tests.tiny import tiny_model
-from trainer.save.write_version import publish
+from trainer.save.write_version import write_version
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -69,7 +69,7 @@ def version(policy: AdaptedPolicy, tmp_path: Path) -> Publish:
 
     def make(number: int) -> Published:
         vocab = policy.model.config.vocab_size
-        return publish(policy, OneRank(), tmp_path / "weights", "run", "life", number, vocab)  # type: ignore[arg-type]
+        return write_version(policy, OneRank(), tmp_path / "weights", "run", "life", number, vocab)  # type: ignore[arg-type]
 
     return make
 
@@ -175,7 +175,7 @@ def announce(published: Published, file: Path) -> Published:
 
 def test_whole_weights_are_refused_by_an_engine_of_adapters(engine: Engine, config: Config, tmp_path: Path) -> None:
     whole = PlainPolicy(Path(config.model.path))
-    given = publish(whole, OneRank(), tmp_path, "run", "life", 9, whole.model.config.vocab_size)  # type: ignore[arg-type]
+    given = write_version(whole, OneRank(), tmp_path, "run", "life", 9, whole.model.config.vocab_size)  # type: ignore[arg-type]
     before = greedy(engine)
     with pytest.raises(BadWeights, match="adapters missing"):
         reload(engine, given, config)

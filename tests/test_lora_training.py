@@ -15,14 +15,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from common import weights
+from common import run_folder, weights
 from model import lora
 from tests.gloo_data import NUM_STEPS, STAGES
 from tests.launch_worker import launch
 from tests.lora_worker import LORA, RESUMED_LIKE_ZERO_1, VARIANTS
 from tests.plain_training import PlainTraining
 from tests.tiny import VOCAB_SIZE, dense_logprobs, tiny_model
-from trainer.save import checkpoint
 
 pytestmark = pytest.mark.gloo
 
@@ -57,7 +56,7 @@ class Runs:
 
     def checkpoint(self, ranks: int, name: str) -> Path:
         self.seen(ranks)
-        return checkpoint.step_dir(self.of(ranks) / name / "checkpoints", NUM_STEPS)
+        return run_folder.step_dir(self.of(ranks) / name / "checkpoints", NUM_STEPS)
 
     def published(self, ranks: int, name: str) -> weights.Published:
         return weights.Published(**self.seen(ranks)[0][name]["published"])

@@ -26,8 +26,6 @@ from model.dims import ModelDims, model_dims
 from tests.speed import limit, overdue
 from tests.tiny import tiny_model
 
-pytestmark = pytest.mark.fast
-
 ROOT = Path(__file__).resolve().parents[1]
 QWEN = ModelDims(1536, 8960, 28, 12, 2, 128, 151936, tied=True, bias=True)  # Qwen2.5-1.5B
 N = 1_543_714_304
@@ -372,6 +370,7 @@ def planned(task: Path, *arguments: str) -> tuple[int, str, str, float]:
     return result.returncode, result.stdout, result.stderr, time.monotonic() - begun
 
 
+@pytest.mark.processes
 def test_a_plan_shows_numbers_devices_prompt_and_rewards(task: Path) -> None:
     code, out, err, _ = planned(task)
     assert code == 0, err
@@ -390,6 +389,7 @@ def test_a_plan_shows_numbers_devices_prompt_and_rewards(task: Path) -> None:
     assert not (task / "run").exists()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -426,6 +426,7 @@ def hub_with(model: Path, folder: Path) -> dict[str, str]:
     return {**os.environ, "HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("by_hub_id", [False, True])
 def test_a_run_decides_the_side_of_the_reference_as_the_plan_and_keeps_no_engine_in_memory(
     task: Path, tmp_path: Path, by_hub_id: bool
@@ -442,12 +443,14 @@ def test_a_run_decides_the_side_of_the_reference_as_the_plan_and_keeps_no_engine
     assert f"scored by the {side} (reference.on=auto)" in planned(task, *chosen)[1]
 
 
+@pytest.mark.processes
 def test_a_run_that_does_not_fit_exits_1_and_still_shows_the_rest(task: Path) -> None:
     code, out, err, _ = planned(task, "--gpus", "2x1")
     assert code == 1 and "What is 0+2?" in out
     assert "does not fit: a trainer rank needs about" in err
 
 
+@pytest.mark.processes
 def test_ranks_that_will_wait_are_mentioned_and_the_busiest_is_planned_for(task: Path) -> None:
     code, out, err, _ = planned(
         task, "--gpus", "4x80", "sampler.devices=[3]", "trainer.max_tokens_per_micro_batch=4096"
@@ -457,6 +460,7 @@ def test_ranks_that_will_wait_are_mentioned_and_the_busiest_is_planned_for(task:
     assert "whole groups up to 4,096 tokens in one forward of one rank" in out
 
 
+@pytest.mark.processes
 def test_a_reward_that_cannot_read_the_gold_answers_is_mentioned(task: Path) -> None:
     code, out, _, _ = planned(task, "rewards.reward_funcs=[format]")
     assert code == 0 and "no reward prefers the bare answer to an empty completion" in out

@@ -14,7 +14,7 @@ import pytest
 from common.failpoints import FAILPOINTS
 from tests.protocol_kill import SAMPLER_POINTS, TRAINER_POINTS
 
-pytestmark = [pytest.mark.fast, pytest.mark.timeout(0)]  # the judge has a deadline of its own
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(0)]  # the judge has a deadline of its own
 
 ROOT = Path(__file__).resolve().parents[1]
 KILLS = int(os.environ.get("TANDEM_KILLS", "200"))

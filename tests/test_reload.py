@@ -15,7 +15,7 @@ from common.errors import Retryable
 from common.weights import BadWeights, Published
 from sampler.reload import Fetcher, reload, scratch_dir
 from tests.protocol_helpers import make_config, short_folder
-from tests.protocol_kill import publish
+from tests.protocol_weights import publish
 from tests.speed import limit
 
 pytestmark = pytest.mark.fast
@@ -55,7 +55,7 @@ def config(folder: Path) -> Config:
 def version(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Published:
     """Version 8, whose trainer gave a log-prob of -1 to every token of its canary."""
     canary = weights.Canary(1, [[1, 2, 3]], [[-1.0, -1.0]])
-    monkeypatch.setattr("tests.protocol_kill.Canary", lambda *_: canary)
+    monkeypatch.setattr("tests.protocol_weights.Canary", lambda *_: canary)
     (folder / "weights").mkdir()
     return publish(folder / "weights", 8, "life")
 

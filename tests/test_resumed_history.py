@@ -15,7 +15,7 @@ from common.weights import Published
 from report.run_log import MetricsLog, read_jsonl
 from trainer import loop
 from trainer.loop import Trainer
-from trainer.rank_zero import RankZero
+from trainer.record.rank_zero import RankZero
 from trainer.save import publisher
 from trainer.save.checkpoint import Progress
 
@@ -41,7 +41,7 @@ def evaluated_after_resume(output_dir: Path, monkeypatch: pytest.MonkeyPatch, st
 
     source = SimpleNamespace(
         incarnation="ab",
-        wait_for_sampler=lambda: SimpleNamespace(num_eval_problems=8),
+        wait_for_sampler=lambda: SimpleNamespace(num_eval_problems=8, dataset_fingerprint="", tokenizer_hash=""),
         commit=commit,
         versions_in_use=list,
         finish_eval=list,

@@ -12,13 +12,13 @@ import pytest
 
 from common.config import Config, load
 from common.errors import UserError
-from common.paths import checkpoints
+from common.run_folder import checkpoints
 from launcher import run as launcher_run
 from launcher.commands import Commands
 from launcher.machine import ROOT
+from launcher.output_dir import LOCK, check_folder, move_aside
 from launcher.placement import placement
 from launcher.run import main, parse, starts_from_quickstart
-from launcher.run_folder import LOCK, check_folder, move_aside
 from report.run_log import MetricsLog
 from tests.speed import overdue
 

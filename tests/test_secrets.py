@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from common import exits
 from common.config import Config, load
-from common.errors import UserError
+from common.errors import Retryable, UserError
 from common.redact import redacted, redacted_words
 from launcher.processes import Child, Running
 from model.folder import check_model_folder
@@ -68,9 +69,90 @@ def test_the_log_shows_the_command_without_its_secrets(tmp_path: Path) -> None:
     assert "vllm.hf_token=***" in log and "trainer.max_steps=3" in log
 
 
-@pytest.mark.parametrize("word", ["sampling.py", "--config", "run.output_dir=runs/a", "data.answer_key=solution"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("sampling.py", "--config", "run.output_dir=runs/a", "data.answer_key=solution"),
+        *("data.train=me/token-problems:main@train", "configs/secret/run.yaml"),
+    ],
+)
 def test_words_without_secrets_are_not_changed(word: str) -> None:
     assert redacted_words([word]) == [word]
+
+
+GOOD = "model: {path: m}\ndata: {train: t}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "override"),
+    [
+        # a whole section contradicts itself
+        (f"rewards: {{reward_funcs: [a, a], reward_kwargs: {{a: {{api_key: {CANARY}}}}}}}", ""),
+        (f"rewards: {{reward_kwargs: {{b: {{api_key: {CANARY}}}}}}}", ""),
+        # a value of the wrong type
+        (f"trainer: {{max_steps: {{api_key: {CANARY}}}}}", ""),
+        (f"sampler: {{devices: [{{api_key: {CANARY}}}]}}", ""),
+        (f"rewards: {{reward_kwargs: {{api_key: {CANARY}}}}}", ""),
+        (f"channel: {{endpoint: 'tcp://me:{CANARY}@host'}}", ""),
+        # no YAML: the parser's own message quotes the line
+        (f"vllm: {{hf_token: {CANARY}", ""),
+        (f"vllm: {{hf_token: {CANARY}, a: ]}}", ""),
+        # overrides are quoted back
+        ("", f"vllm.hf_token={CANARY}: ["),
+        ("", f"model.path.api_key={CANARY}"),
+        ("", f"vllm.hf_token:{CANARY}"),
+        ("", f"rewards.reward_kwargs={{a: {{api_key: {CANARY}}}, ["),
+    ],
+)
+def test_no_error_of_a_config_repeats_a_secret(tmp_path: Path, text: str, override: str) -> None:
+    (tmp_path / "config.yaml").write_text(GOOD + text)
+    with pytest.raises(UserError) as caught:
+        load(tmp_path / "config.yaml", [override] if override else [])
+    assert CANARY not in str(caught.value)
+
+
+def test_an_error_about_a_whole_section_says_what_is_wrong_with_it(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(GOOD + "rewards: {reward_funcs: [a, a]}")
+    with pytest.raises(UserError) as caught:
+        load(tmp_path / "config.yaml")
+    path = tmp_path / "config.yaml"
+    said = f"{path}:3: rewards: reward_funcs has two functions named 'a'; rename one, their metrics would mix"
+    assert str(caught.value) == said
+
+
+def test_a_file_that_is_no_yaml_is_refused_with_the_line_and_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(GOOD + "vllm: {a: ]}")
+    with pytest.raises(UserError, match=r"config\.yaml:3: not valid YAML: .*expected the node content, but found '\]'"):
+        load(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize("kind", [UserError, Retryable])
+def test_a_password_in_an_address_is_in_no_message(kind: type[Exception]) -> None:
+    """Data sets may be named by address, and many messages repeat the name."""
+    error = kind(f"data set 'https://me:{CANARY}@host/a' is no file or folder here")
+    assert str(error) == "data set 'https://***@host/a' is no file or folder here"
+
+
+def test_a_traceback_shows_no_password_of_an_address(capfd: pytest.CaptureFixture[str]) -> None:
+    def main() -> None:
+        raise RuntimeError(f"cannot open https://me:{CANARY}@host/a")
+
+    assert exits.run("sampler", main) == 1
+    shown = capfd.readouterr().err
+    assert CANARY not in shown and "RuntimeError: cannot open https://***@host/a" in shown
+
+
+@pytest.mark.parametrize(
+    ("word", "shown"),
+    [
+        (f"deepspeed.monitor.secrets.a={CANARY}", "deepspeed.monitor.secrets.a=***"),  # in a section of secrets
+        (f"rewards.reward_kwargs=a: {{api_key: {CANARY}}}", "rewards.reward_kwargs=***"),  # YAML without braces
+        (f'vllm={{"hf_token":"{CANARY}"}}', "vllm=***"),
+        (f"data.train=[https://me:{CANARY}@host/a]", "data.train=[https://***@host/a]"),
+    ],
+)
+def test_overrides_are_shown_without_their_secrets(word: str, shown: str) -> None:
+    assert redacted_words([word]) == [shown]
 
 
 def model_folder(folder: Path, *shards: object) -> Path:

@@ -16,7 +16,7 @@ from tests.protocol_helpers import make_config
 from tests.test_checkpoint_faults import KEEP, ONE_RANK, SmallEngine, tokenizer
 from trainer.engine.deepspeed_model import StepResult
 from trainer.loop import Trainer
-from trainer.save import checkpoint
+from trainer.save import checkpoint, resume
 from trainer.save.checkpoint import Progress
 from trainer.save.disk import Disk
 
@@ -59,9 +59,9 @@ def test_the_count_goes_on_after_a_restart(tmp_path: Path) -> None:
     advance(run, False)
     disk = Disk(ONE_RANK, 1.0, print)
     checkpoint.save(SmallEngine(2), ONE_RANK, tokenizer(), tmp_path / "checkpoints", run.progress, KEEP, disk)
-    found = checkpoint.newest_valid(tmp_path / "checkpoints", print)
+    found = resume.newest_valid(tmp_path / "checkpoints", print)
     assert found is not None
-    resumed = checkpoint.read_progress(found, 1, 1, {})
+    resumed = resume.read_progress(found, 1, 1, {})
     assert resumed == dataclasses.replace(run.progress, skipped_in_a_row=2)
     with pytest.raises(Retryable, match="3 steps in a row"):
         advance(trainer(tmp_path, resumed), False)

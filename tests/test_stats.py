@@ -203,3 +203,12 @@ def test_samples_hold_the_best_and_the_worst_completion_of_each_group() -> None:
     assert records[1]["prompt"] == "0 1 2 3"
     assert records[1]["completion"] == "0 1"
     assert records[0]["finish_reason"] == "length"
+
+
+def test_a_score_that_float32_left_just_below_full_marks_counts_as_right_everywhere() -> None:
+    """`launch.sh check`, training and evaluation must agree on it."""
+    score = float(np.float32(0.1)) * 10 - 2e-7  # 0.9999998…
+    group = Group(0, 3, 11, np.arange(4, dtype=np.int32), (rollout(2, score, 1.25), rollout(2, 0.99, 1.25)))
+    assert rollout_metrics([group], 3, full_mark)["rewards/answer/accuracy"] == 0.5
+    samples = tuple(EvalSample(i, "text", {"answer": a}, 3, "stop") for i, a in enumerate((score, 0.99)))
+    assert eval_record([EvalResult("v3", 0, 3, samples)], full_mark)["full_marks"] == {"answer": 1}

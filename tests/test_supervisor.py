@@ -18,7 +18,7 @@ import pytest
 from launcher.machine import ROOT
 from tests.speed import limit, until
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.processes
 
 DRIVER = """
 import json, os, sys

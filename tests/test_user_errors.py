@@ -16,7 +16,7 @@ from common import durable
 from common.errors import UserError
 from tests.commands import BOTH, CHATML, ROOT, check, make_task, run
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")

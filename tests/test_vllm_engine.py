@@ -19,7 +19,7 @@ from sampler.engine import Engine, SamplingParams
 from sampler.reload import reload
 from tests.plain_policy import OneRank, PlainPolicy
 from tests.tiny import tiny_model
-from trainer.save.write_version import publish
+from trainer.save.write_version import write_version
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -74,7 +74,7 @@ def version(policy, tmp_path):
 
     def make(number: int) -> Published:
         vocab = policy.model.config.vocab_size
-        return publish(policy, OneRank(), tmp_path / "weights", "run", "life", number, vocab)
+        return write_version(policy, OneRank(), tmp_path / "weights", "run", "life", number, vocab)
 
     return make
 

@@ -19,7 +19,7 @@ from tests.protocol_helpers import FakeSampler, hurry, make_config, make_group, 
 from tests.speed import limit, overdue, until
 from tests.test_link_and_inbox import train, with_channel
 
-pytestmark = [pytest.mark.fast, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 0.6

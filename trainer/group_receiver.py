@@ -9,7 +9,7 @@ from common.errors import Interrupted
 from common.exits import code_of
 from common.types import Group, Tombstone
 from trainer.engine.ranks import STOP_TOGETHER, Exchange
-from trainer.rank_zero import RankZero
+from trainer.record.rank_zero import RankZero
 
 
 class GroupReceiver:

@@ -34,8 +34,8 @@ from trainer.engine.deepspeed_model import StepResult
 from trainer.engine.policy import Engine
 from trainer.engine.ranks import Exchange
 from trainer.group_receiver import GroupReceiver
-from trainer.rank_zero import RankZero
 from trainer.record import stats
+from trainer.record.rank_zero import RankZero
 from trainer.record.step_records import StepRecords, sampler_values
 from trainer.record.throughput import num_devices
 from trainer.save import checkpoint
@@ -43,6 +43,7 @@ from trainer.save.best import Best
 from trainer.save.checkpoint import Progress
 from trainer.save.disk import Disk, on_rank_0
 from trainer.save.publisher import Publisher
+from trainer.save.resume import with_fingerprints
 
 
 class Trainer:
@@ -80,7 +81,9 @@ class Trainer:
 
     def run(self) -> None:
         if self.rank_zero:
-            self._num_eval_problems = self.rank_zero.source.wait_for_sampler().num_eval_problems
+            hello = self.rank_zero.source.wait_for_sampler()
+            self._num_eval_problems = hello.num_eval_problems
+            self.progress = with_fingerprints(self.progress, hello, self.config.run.output_dir)
         self.publish(evaluate=self._evaluates_at_start())
         try:
             while self.progress.batch < self.config.num_batches and not self.best.stops_early:

@@ -14,7 +14,7 @@ from common.config import Config, world_size
 from common.errors import UserError
 from common.redact import redacted
 from common.watchdog import Watchdog
-from model.folder import require_models
+from model.folder import load_config, require_models
 from model.tokenizer import load_tokenizer
 from report.display import StepDisplay
 from report.run_log import MetricsLog, read_jsonl
@@ -24,7 +24,7 @@ from trainer.link.ledger import Ledger
 from trainer.link.recording import FILE, Recorder, Replay
 
 if TYPE_CHECKING:
-    from trainer.rank_zero import RankZero
+    from trainer.record.rank_zero import RankZero
     from trainer.save.checkpoint import Progress
 
 
@@ -61,7 +61,7 @@ def _run(config: Config) -> None:
     from trainer.engine.policy import Engine
     from trainer.engine.ranks import Exchange
     from trainer.loop import Trainer
-    from trainer.save import checkpoint
+    from trainer.save import checkpoint, resume
 
     rank, ranks = int(os.environ.get("RANK", "0")), world_size()
     try_own_estimator(config)
@@ -71,14 +71,14 @@ def _run(config: Config) -> None:
 
     def progress_of(resumed: str, run_id: str) -> Progress:
         if resumed:
-            return checkpoint.read_progress(Path(resumed), ranks, stage, _stream(config))
-        return checkpoint.Progress(run_id, 0, 0, 0, 0, 0, 0, _stream(config))
+            return resume.read_progress(Path(resumed), ranks, stage, resume.stream_settings(config))
+        return checkpoint.Progress(run_id, 0, 0, 0, 0, 0, 0, resume.stream_settings(config))
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(out_of_memory.with_memory_advice("trainer"))
         resume_from, run_id, rank_zero = "", secrets.token_hex(8), None
         if rank == 0:
-            resume_from = _find_checkpoint(config)
+            resume_from = resume.find_checkpoint(config, lambda text: print(f"tandem: {text}", flush=True))
             rank_zero = _open_rank_zero(stack, config, progress_of(resume_from, run_id), is_resumed=bool(resume_from))
         init_distributed(config)
         exchange = Exchange(config)
@@ -89,7 +89,7 @@ def _run(config: Config) -> None:
             critic = Critic(config, exchange.world_size)
             critic.check_vocabulary(len(tokenizer))
         if resume_from:
-            checkpoint.load(engine, Path(resume_from), critic)
+            checkpoint.restore(engine, Path(resume_from), critic)
         reference = None
         if config.reference_on == "trainer":
             reference = Reference(config, engine.device)
@@ -111,7 +111,7 @@ def _tokenizer_to_save(config: Config) -> Any:
 
 def _open_rank_zero(stack: contextlib.ExitStack, config: Config, progress: Progress, is_resumed: bool) -> RankZero:
     """What only rank 0 has, closed by the stack: records, display, and the link to the samplers or a recording."""
-    from trainer.rank_zero import RankZero
+    from trainer.record.rank_zero import RankZero
 
     output_dir = config.run.output_dir
     weights_dir = weights.default_dir(config)
@@ -150,67 +150,12 @@ def _leave_no_versions(weights_dir: Path) -> None:
 
 
 def _limits(config: Config) -> wire.Limits:
-    from transformers import AutoConfig
-
-    path = config.model.path
-    try:
-        model = AutoConfig.from_pretrained(
-            path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        first_line = next(iter(str(error).splitlines()), "")
-        raise UserError(f"model {path!r}: no config.json of a model that transformers knows: {first_line}") from error
     return wire.Limits(
-        vocab_size=model.get_text_config().vocab_size,
+        vocab_size=load_config(config.model).get_text_config().vocab_size,
         num_generations=config.sampler.num_generations,
         max_prompt_length=config.data.max_prompt_length,
         max_completion_length=config.sampler.max_completion_length,
         needs_ref_logprobs=config.reference_on == "sampler",
         reward_funcs=tuple(config.rewards.names),
         max_sampling_mask=config.sampler.max_sampling_mask,
-    )
-
-
-def _find_checkpoint(config: Config) -> str:
-    """The checkpoint to resume from, "" for a fresh start. Raises UserError rather than guess."""
-    from trainer.save.checkpoint import newest_valid
-
-    checkpoints = config.run.output_dir / "checkpoints"
-    if not config.run.resume:
-        if any(checkpoints.glob("step_*")):
-            raise UserError(
-                f"{config.run.output_dir} holds checkpoints of an earlier run. Continue it with run.resume=true, "
-                "or start a new one with run.output_dir=another folder"
-            )
-        return ""
-    newest = newest_valid(checkpoints, lambda text: print(f"tandem: {text}", flush=True))
-    if newest is None:
-        raise UserError(f"run.resume is true but {checkpoints} holds no valid checkpoint; start with run.resume=false")
-    return str(newest)
-
-
-def _stream(config: Config) -> dict[str, Any]:
-    """Settings that define which groups come, in which order."""
-    return json.loads(
-        json.dumps(
-            {
-                "run.seed": config.run.seed,
-                "data.train": config.data.train,
-                "data.shuffle": config.data.shuffle,
-                "data.max_prompt_length": config.data.max_prompt_length,
-                "trainer.prompts_per_step": config.trainer.prompts_per_step,
-                "sampler.num_generations": config.sampler.num_generations,
-                "algorithm.num_iterations": config.algorithm.num_iterations,
-                "algorithm.dead_groups": config.algorithm.dead_groups,
-                "algorithm.max_resamples": config.algorithm.max_resamples,
-                "algorithm.kl_controller": config.algorithm.kl_controller,
-                "algorithm.steps_per_generation": config.algorithm.steps_per_generation,
-                "algorithm.shuffle_mini_batches": config.algorithm.shuffle_mini_batches,
-                # a checkpoint with adapters has no other weights
-                "lora.r": config.lora.r or None,
-                "lora.alpha": config.lora.scale or None,
-                "lora.target_modules": config.lora.target_modules if config.lora.r else None,
-                "model.path": config.model.path if config.lora.r else None,
-            }
-        )
     )

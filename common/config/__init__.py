@@ -2,7 +2,7 @@
 
     sections.py sampling.py algorithm.py training.py    the settings, section by section
     settings.py checks.py                               all sections together; what they must agree on
-    load.py messages.py                                 reading a file; errors in words
+    loading.py messages.py                              reading a file; errors in words
     reference_page.py                                   docs/config.md
 
 Key names follow TRL where TRL has one. `load` reads the file, applies `key=value` overrides, checks everything
@@ -12,8 +12,8 @@ costs milliseconds, not the start of two processes.
 
 from common.config.algorithm import Algorithm, GroupParams
 from common.config.checks import Config
-from common.config.load import load
-from common.config.sampling import MAX_TOP_K, TIES, Eval, Rewards, Sampler, reward_name
+from common.config.loading import load
+from common.config.sampling import MAX_TOP_K, ROUNDING, TIES, Eval, Rewards, Sampler, reward_name
 from common.config.sections import (
     MAX_LORA_RANK,
     MAX_SOCKET_PATH,
@@ -34,6 +34,7 @@ __all__ = [
     "MAX_LORA_RANK",
     "MAX_SOCKET_PATH",
     "MAX_TOP_K",
+    "ROUNDING",
     "TIES",
     "Algorithm",
     "Channel",

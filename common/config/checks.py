@@ -16,7 +16,7 @@ class Config(Settings):
     """Settings whose sections agree."""
 
     @model_validator(mode="after")
-    def _sections_agree(self) -> Config:
+    def _check_sections(self) -> Config:
         if problems := list(contradictions(self)):
             raise ValueError("; ".join(problems))
         return self

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from common.config.checks import Config
 from common.config.sections import Section
+from common.redact import redacted, secret_part
 
 
 def explain(error: Any, path: Path, lines: dict[tuple[str, ...], int]) -> str:
@@ -25,7 +26,12 @@ def explain(error: Any, path: Path, lines: dict[tuple[str, ...], int]) -> str:
     if error["type"] == "missing":
         return f"{place}: {name} is required; add it to the file or give {name}=… on the command line"
     message = error["msg"].removeprefix("Value error, ")
-    return f"{place}: {name}: {message}, got {error['input']!r}" if where else f"{place}: {message}"
+    return f"{place}: {name}: {message}{_got(error['input'], where)}" if where else f"{place}: {message}"
+
+
+def _got(value: Any, where: tuple[str, ...]) -> str:
+    """The value that was refused; of a section nothing, because any of its values may be a secret."""
+    return "" if isinstance(value, dict) else f", got {redacted(value, secret_part(where))!r}"
 
 
 def _known_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:

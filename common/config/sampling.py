@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from common.config.sections import Section
 
 MAX_TOP_K = 1024  # tokens that travel with every sampled one
+ROUNDING = 1e-6  # two scores this near are equal: some reward functions compute in float32
 TIES = 16  # more tokens than top_k may be kept: all that are as likely as the last of them
 
 
@@ -41,7 +42,7 @@ class Sampler(Section):
         return (self.top_k or 0) + TIES if self.return_sampling_mask else 0
 
     @model_validator(mode="after")
-    def _a_truncated_distribution_needs_its_mask(self) -> Sampler:
+    def _check_sampling_mask(self) -> Sampler:
         k = self.top_k or 0
         if self.return_sampling_mask:
             if not 0 < k <= MAX_TOP_K:
@@ -96,7 +97,7 @@ class Eval(Section):
     """`launch.sh run` evaluates the model, or with run.resume its newest checkpoint, and trains nothing."""
 
     @model_validator(mode="after")
-    def _the_best_has_a_metric(self) -> Eval:
+    def _check_metric(self) -> Eval:
         for name in ("early_stopping_patience", "early_stopping_threshold", "load_best_model_at_end"):
             if getattr(self, name) and self.metric_for_best_model is None:
                 raise ValueError(f"{name} needs a metric; set eval.metric_for_best_model=answer/accuracy")
@@ -140,7 +141,7 @@ class Rewards(Section):
         return self.full_marks.get(name, {"format": 1.25, "cosine_length": 0.5}.get(name, 1.0))
 
     @model_validator(mode="after")
-    def _one_weight_per_function(self) -> Rewards:
+    def _check_names_and_weights(self) -> Rewards:
         if not self.reward_funcs:
             raise ValueError("reward_funcs is empty; write reward_funcs: [answer, format]")
         if twice := sorted({name for name in self.names if self.names.count(name) > 1}):

@@ -106,7 +106,7 @@ class Lora(Section):
         return self.r > 0 and self.sync == "adapter"
 
     @model_validator(mode="after")
-    def _options_fit_together(self) -> Lora:
+    def _check_options(self) -> Lora:
         if self.r == 0:
             given = sorted(name for name in self.model_fields_set if name != "r")
             if changed := [n for n in given if getattr(self, n) != type(self).model_fields[n].default]:
@@ -186,7 +186,7 @@ class Channel(Section):
 
     @field_validator("endpoint")
     @classmethod
-    def _both_sides_can_use_it(cls, value: str | None) -> str | None:
+    def _check_address(cls, value: str | None) -> str | None:
         if value is not None and not _is_address(value):
             raise ValueError("not an address that both sides can use; write tcp://10.0.0.1:5555, or null on one host")
         return value

@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 
 from common.config import Config
 from common.config.estimators import ESTIMATORS as BUILT_IN
-from common.errors import UserError
 from common.types import Group, Rollout, Tombstone
-from trainer.algorithm.user_functions import ESTIMATOR
+from trainer.algorithm.user_functions import own_advantages
 
 EPS = 1e-4
 DEAD_TOLERANCE = 1e-9
@@ -142,22 +141,6 @@ def group_advantages(
     else:
         advantages = own_advantages(adv_estimator, rewards, group)
     return advantages / (rewards.std(ddof=1) + EPS) if reward_scale == "group" else advantages
-
-
-def own_advantages(name: str, rewards: Floats, group: Group | None) -> Floats:
-    """By a user's `def estimator(rewards, group)`: [G] -> [G]. Raises UserError unless it gives G finite numbers."""
-    estimator = ESTIMATOR.load(name)
-    found = estimator(rewards=rewards.copy(), group=group)
-    try:
-        advantages = np.asarray(found, np.float64)
-    except (TypeError, ValueError, RuntimeError):  # the last of a tensor with gradient
-        raise UserError(f"{estimator.label} returned {str(found)[:200]}, expected {len(rewards)} numbers") from None
-    if advantages.shape != rewards.shape:
-        shape = list(advantages.shape)
-        raise UserError(f"{estimator.label} returned shape {shape} for {len(rewards)} rewards; return one number each")
-    if not np.isfinite(advantages).all():
-        raise UserError(f"{estimator.label} returned {advantages} for rewards {rewards}; return finite numbers")
-    return advantages
 
 
 def try_own_estimator(config: Config) -> None:

@@ -20,9 +20,7 @@ import torch
 from torch import Tensor
 
 from common.config import Algorithm
-from common.errors import UserError
-from common.functions import OwnFunction
-from trainer.algorithm.user_functions import OBJECTIVE
+from trainer.algorithm.user_functions import own_objective
 
 
 @dataclass(frozen=True)
@@ -139,13 +137,11 @@ def token_objective(  # noqa: PLR0913 the equation has as many symbols
     ratio = importance_ratio(logprobs - old_logprobs, lengths, settings.importance_sampling_level)
     beta = settings.beta
     if settings.loss is not None:
-        function = OBJECTIVE.load(settings.loss)
-        ref = ref_logprobs if ref_logprobs is not None else logprobs.detach()  # a filler has none, and weight 0
-        objective = own_objective(
-            function, logprobs, old_logprobs, ref if beta else None, advantages, lengths, settings
-        )
+        ref = logprobs.detach() if ref_logprobs is None else ref_logprobs  # a filler has none, and weight 0
+        tokens = {"old_logprobs": old_logprobs, "ref_logprobs": ref if beta else None, "advantages": advantages}
+        objective, has_kl = own_objective(settings.loss, logprobs, **tokens, lengths=list(lengths), settings=settings)
         is_clipped = torch.zeros_like(ratio, dtype=torch.bool)  # not known
-        beta = 0.0 if "ref_logprobs" in function.named else beta
+        beta = 0.0 if has_kl else beta
     elif settings.is_cispo:
         objective, is_clipped = cispo_surrogate(logprobs, ratio, advantages, settings.epsilon_high)
     else:
@@ -161,34 +157,6 @@ def token_objective(  # noqa: PLR0913 the equation has as many symbols
     if entropy is not None and settings.entropy_coef:
         objective = objective + settings.entropy_coef * entropy
     return objective, TokenTerms(ratio.detach(), is_clipped, kl.detach(), correction, is_corrected)
-
-
-def own_objective(
-    function: OwnFunction,
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    ref_logprobs: Tensor | None,
-    advantages: Tensor,
-    lengths: Sequence[int],
-    settings: ObjectiveSettings,
-) -> Tensor:
-    """By a user's `def objective(logprobs, old_logprobs, advantages)`: [N]. Raises UserError for anything else."""
-    objective = function(
-        logprobs=logprobs,
-        old_logprobs=old_logprobs,
-        ref_logprobs=ref_logprobs,
-        advantages=advantages,
-        lengths=list(lengths),
-        settings=settings,
-    )
-    if not isinstance(objective, Tensor) or objective.shape != logprobs.shape:
-        what = list(objective.shape) if isinstance(objective, Tensor) else type(objective).__name__
-        raise UserError(
-            f"{function.label} returned {what} for {len(logprobs)} tokens; return a tensor of one value each"
-        )
-    if logprobs.requires_grad and not objective.requires_grad:
-        raise UserError(f"{function.label} has no gradient; form it from logprobs, without .detach() or no_grad")
-    return objective
 
 
 def try_own_objective(algorithm: Algorithm) -> None:

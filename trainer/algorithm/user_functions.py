@@ -1,10 +1,23 @@
-"""What a user's own estimator and loss must look like. Free of torch: a wrong name ends the start at once."""
+"""A user's own estimator and loss: what they must look like, and what they may return.
+
+Imports no torch, so that a wrong name ends the start at once.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
 from common.config import Algorithm
 from common.config.estimators import ESTIMATORS
+from common.errors import UserError
 from common.functions import Contract
+from common.types import Group
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ESTIMATOR = Contract(
     setting="algorithm.adv_estimator",
@@ -26,3 +39,37 @@ def require_user_functions(algorithm: Algorithm) -> None:
         ESTIMATOR.check(algorithm.adv_estimator)
     if algorithm.loss is not None:
         OBJECTIVE.check(algorithm.loss)
+
+
+def own_advantages(name: str, rewards: NDArray[np.float64], group: Group | None) -> NDArray[np.float64]:
+    """By a user's `def estimator(rewards, group)`: [G] -> [G]. Raises UserError unless it gives G finite numbers."""
+    estimator = ESTIMATOR.load(name)
+    found = estimator(rewards=rewards.copy(), group=group)
+    try:
+        advantages = np.asarray(found, np.float64)
+    except (TypeError, ValueError, RuntimeError):  # the last of a tensor with gradient
+        raise UserError(f"{estimator.label} returned {str(found)[:200]}, expected {len(rewards)} numbers") from None
+    if advantages.shape != rewards.shape:
+        shape = list(advantages.shape)
+        raise UserError(f"{estimator.label} returned shape {shape} for {len(rewards)} rewards; return one number each")
+    if not np.isfinite(advantages).all():
+        raise UserError(f"{estimator.label} returned {advantages} for rewards {rewards}; return finite numbers")
+    return advantages
+
+
+def own_objective(name: str, logprobs: Tensor, **more: Any) -> tuple[Tensor, bool]:
+    """By a user's `def objective(logprobs, old_logprobs, advantages)`: [N] -> ([N], it has a KL term of its own).
+
+    more: the other arguments of OBJECTIVE. Raises UserError unless it gives a value with a gradient for each token.
+    """
+    function = OBJECTIVE.load(name)
+    objective = function(logprobs=logprobs, **more)
+    shape = getattr(objective, "shape", None)
+    if shape != logprobs.shape or not hasattr(objective, "requires_grad"):
+        what = type(objective).__name__ if shape is None else list(shape)
+        raise UserError(
+            f"{function.label} returned {what} for {len(logprobs)} tokens; return a tensor of one value each"
+        )
+    if logprobs.requires_grad and not objective.requires_grad:
+        raise UserError(f"{function.label} has no gradient; form it from logprobs, without .detach() or no_grad")
+    return objective, "ref_logprobs" in function.named

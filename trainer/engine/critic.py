@@ -19,6 +19,7 @@ from common.config import Config
 from common.errors import UserError
 from model.logprobs import load_packed
 from model.packing import PackedRow
+from model.tokenizer import check_vocabulary
 from trainer.algorithm.losses import value_errors
 from trainer.algorithm.sums import VALUE_SUMS, Sums
 from trainer.data.tensors import ValueBatch, filler_row
@@ -58,14 +59,7 @@ class Critic(DeepSpeedModel):
         return False  # it has no language-model head
 
     def check_vocabulary(self, tokenizer_size: int) -> None:
-        """Raises UserError if there are fewer embeddings than tokens: not the same tokenizer."""
-        embedding = self.model.get_input_embeddings()
-        rows = embedding.num_embeddings
-        if rows < tokenizer_size:
-            raise UserError(
-                f"the critic knows {rows} tokens, the policy's tokenizer {tokenizer_size}: critic.path must name a "
-                "model with the policy's tokenizer"
-            )
+        check_vocabulary(self.model, tokenizer_size, "critic")
 
     @torch.no_grad()
     def score(self, row: PackedRow) -> Tensor:

@@ -9,7 +9,7 @@ from statistics import fmean
 from common import wire
 
 _SILENT_S = 5.0
-_MUST_AGREE = ("dataset_fingerprint", "tokenizer_hash", "num_problems", "num_eval_problems")
+_MUST_AGREE = ("dataset_fingerprint", "eval_fingerprint", "tokenizer_hash", "num_problems", "num_eval_problems")
 _TOTAL = "total/"
 
 

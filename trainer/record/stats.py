@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from common.config import Algorithm, Config
+from common.config import ROUNDING, Algorithm, Config
 from common.types import EvalResult, Group, Tombstone
 from trainer.algorithm.advantages import RewardSettings, is_dead, rewards_of, shaped_rewards, trains
 from trainer.algorithm.kl_controller import completion_kls
 
-_ROUNDING = 1e-9
 FullMark = Callable[[str], float]  # reward function's name -> the score from which a completion counts as right
 
 
@@ -44,7 +43,7 @@ def rollout_metrics(groups: Sequence[Group | Tombstone], policy_version: int, fu
         if len(scores):
             metrics[f"rewards/{name}/mean"] = float(scores.mean())
             metrics[f"rewards/{name}/std"] = float(scores.std())
-            metrics[f"rewards/{name}/accuracy"] = float((scores >= full_mark(name) - _ROUNDING).mean())
+            metrics[f"rewards/{name}/accuracy"] = float((scores >= full_mark(name) - ROUNDING).mean())
     return metrics
 
 
@@ -105,7 +104,7 @@ def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str,
     }
     for name in samples[0].rewards if samples else ():
         scores = [s.rewards[name] for s in samples if not math.isnan(s.rewards[name])]
-        record["full_marks"][name] = sum(score >= full_mark(name) - _ROUNDING for score in scores)
+        record["full_marks"][name] = sum(score >= full_mark(name) - ROUNDING for score in scores)
         if scores:
             record["mean"][name] = sum(scores) / len(scores)
     if samples:

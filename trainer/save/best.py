@@ -21,11 +21,11 @@ from typing import Any
 
 from common import durable, weights
 from common.config import Config, Eval
+from common.run_folder import BEST, COMMIT, FINAL
 from common.weights import Published
 from model import lora
 from trainer.save.disk import Disk, on_rank_0, require_room
 
-COMMIT = "commit.json"
 Record = dict[str, Any]  # a line of eval.jsonl
 
 
@@ -70,7 +70,7 @@ class Best:
 
     def __init__(self, config: Config, exchange: Any, disk: Disk, recorded: Callable[[], list[Record]]):
         self.config, self.exchange, self.disk = config, exchange, disk
-        self.folder = config.run.output_dir / "best"
+        self.folder = config.run.output_dir / BEST
         self.stops_early = False
         self.records: list[Record] = []
         if config.eval.metric_for_best_model is not None:
@@ -87,22 +87,22 @@ class Best:
             self.disk.persist(
                 "the best model",
                 lambda: on_rank_0(self.exchange, lambda: self._keep(published, engine, tokenizer, now)),
-                self._temporary("best"),
+                self._temporary(BEST),
             )
         self._look_at_patience()
 
     def commit_as_final(self) -> bool:
         """Makes output_dir/final a copy of best/. False if that is not asked for, or no evaluation has succeeded."""
-        final = self.config.run.output_dir / "final"
+        final = self.config.run.output_dir / FINAL
 
         def copy() -> None:
-            self._start(self._temporary("final"), weights_of(self.folder))
-            shutil.copytree(self.folder, self._temporary("final"), dirs_exist_ok=True)
-            _commit(self._temporary("final"), final)
+            self._start(self._temporary(FINAL), weights_of(self.folder))
+            shutil.copytree(self.folder, self._temporary(FINAL), dirs_exist_ok=True)
+            _commit(self._temporary(FINAL), final)
 
         if not self.exchange.agree(self.config.eval.load_best_model_at_end and self.folder.is_dir()):
             return False
-        self.disk.persist("the final model", lambda: on_rank_0(self.exchange, copy), self._temporary("final"))
+        self.disk.persist("the final model", lambda: on_rank_0(self.exchange, copy), self._temporary(FINAL))
         return True
 
     def _look_at_patience(self) -> None:
@@ -118,7 +118,7 @@ class Best:
             )
 
     def _keep(self, published: Published, engine: Any, tokenizer: Any, now: BestSoFar) -> None:
-        source, temporary = Path(published.weights_dir), self._temporary("best")
+        source, temporary = Path(published.weights_dir), self._temporary(BEST)
         shards = weights_of(source)
         self._start(temporary, shards)
         for shard in shards:

@@ -6,8 +6,8 @@
                               commit.json                                     cursor, version, digest of every file
 
 commit.json is written last and the folder becomes visible by one rename; DeepSpeed's own `latest` file is written
-before all ranks have saved, so it is neither written nor read. Resuming takes the newest folder whose digests hold
-and names every one it skips. DeepSpeed's pickles are read with weights_only=True and three allowed classes.
+before all ranks have saved, so it is neither written nor read. trainer/save/resume.py chooses the one to go on from.
+DeepSpeed's pickles are read with weights_only=True and three allowed classes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from common import durable, weights
 from common.errors import UserError
 from common.failpoints import failpoint
-from common.paths import step_dir, step_dirs
+from common.run_folder import COMMIT, FINAL, step_dir, step_dirs
 from model import lora
 from trainer.engine.critic import Critic
 from trainer.engine.deepspeed_model import DeepSpeedModel
@@ -33,7 +33,6 @@ from trainer.engine.policy import Engine
 from trainer.engine.ranks import Exchange
 from trainer.save.disk import Disk, on_rank_0, require_room, together
 
-COMMIT = "commit.json"
 CRITIC = "critic"
 _STATE_TAG = "state"
 
@@ -54,6 +53,8 @@ class Progress:
     skipped_in_a_row: int = 0  # of the steps tried, the last ones that were not finite
     skipped_steps: int = 0  # tried and not applied, because something was not finite
     threshold: float | None = None  # τ of group_ppo's next batch; None = group_variance_threshold
+    dataset_fingerprint: str = ""  # of the samplers' training rows; "" = none is known, as in a replay
+    tokenizer_hash: str = ""  # of the samplers' tokenizer, as above
 
 
 def save(  # noqa: PLR0913 two models, and all that a checkpoint is made of
@@ -143,10 +144,10 @@ def _without_base(state_dict: dict[str, Any]) -> dict[str, Any]:
 def _commit_record(engine: Engine, exchange: Exchange, folder: Path, progress: Progress) -> bytes:
     files = {str(p.relative_to(folder)): asdict(weights.file_info(p)) for p in _files(folder)}
     record = asdict(progress) | {"files": files, "world_size": exchange.world_size, "zero_stage": engine.stage}
-    return json.dumps(record | {"blake3": _digest(record)}, indent=1).encode()
+    return json.dumps(record | {"blake3": digest(record)}, indent=1).encode()
 
 
-def _digest(record: dict[str, Any]) -> str:
+def digest(record: dict[str, Any]) -> str:
     return blake3.blake3(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
@@ -203,7 +204,7 @@ def commit_final(
     engine: Engine, exchange: Exchange, tokenizer: Any, output_dir: Path, disk: Disk, critic: Critic | None = None
 ) -> None:
     """The trained model as output_dir/final, replaced as a whole."""
-    temporary, final = output_dir / f"{durable.TEMPORARY}final", output_dir / "final"
+    temporary, final = output_dir / f"{durable.TEMPORARY}{FINAL}", output_dir / FINAL
 
     def prepare() -> None:
         durable.remove_dir(temporary)
@@ -222,45 +223,19 @@ def commit_final(
     disk.persist("the final model", attempt, temporary)
 
 
-def newest_valid(checkpoints: Path, say: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint whose every file is as committed. Says which ones it skips and why."""
-    for folder in reversed(step_dirs(checkpoints)):
-        problem = _problem(folder)
-        if problem is None:
-            return folder
-        say(f"checkpoint {folder} is skipped: {problem}")
-    return None
-
-
-def read_progress(folder: Path, world_size: int, zero_stage: int, stream: dict[str, Any]) -> Progress:
-    """Raises UserError if the checkpoint belongs to another layout or another stream of groups."""
-    commit = json.loads((folder / COMMIT).read_text())
-    for name, now in (("world_size", world_size), ("zero_stage", zero_stage)):
-        if commit[name] != now:
-            raise UserError(f"{folder} was saved with {name} {commit[name]}, this run has {now}; resume with the same")
-    changed = [
-        f"{k}={now!r} (was {commit['stream'].get(k)!r})" for k, now in stream.items() if commit["stream"].get(k) != now
-    ]
-    if changed:
-        raise UserError(
-            f"{folder}: these settings define which groups come next and may not change on resume: {', '.join(changed)}"
-        )
-    return Progress(**{name: commit[name] for name in Progress.__dataclass_fields__})
-
-
-def load(engine: Engine, folder: Path, critic: Critic | None = None) -> None:
+def restore(engine: Engine, folder: Path, critic: Critic | None = None) -> None:
     """Restores weights, optimizers and schedulers. Every rank calls it. Raises UserError if there is no critic."""
-    _load_state(engine, folder)
+    _restore_state(engine, folder)
     if critic:
         if not (folder / CRITIC).is_dir():
             raise UserError(
                 f"{folder} holds no critic: that run had no algorithm.adv_estimator=gae. Start a new run from its "
                 f"policy: model.path={folder} run.resume=false, with another run.output_dir"
             )
-        _load_state(critic, folder / CRITIC)
+        _restore_state(critic, folder / CRITIC)
 
 
-def _load_state(engine: DeepSpeedModel, folder: Path) -> None:
+def _restore_state(engine: DeepSpeedModel, folder: Path) -> None:
     engine.ds.checkpoint_engine.load = _load_without_code
     is_lora = engine.adapter_settings is not None  # the frozen weights are those of model.path, and not in the file
     path, _ = engine.ds.load_checkpoint(str(folder / "trainer"), tag=_STATE_TAG, load_module_strict=not is_lora)
@@ -279,22 +254,3 @@ def _load_without_code(path: str, map_location: Any = None) -> Any:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(p for p in folder.rglob("*") if p.is_file() and p.name != COMMIT)
-
-
-def _problem(folder: Path) -> str | None:
-    try:
-        record = json.loads((folder / COMMIT).read_text())
-        digest, expected = record.pop("blake3"), record["files"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        return f"{COMMIT} cannot be read: {error!r}"
-    if _digest(record) != digest:
-        return f"{COMMIT} differs from what was committed"
-    for name, info in expected.items():
-        try:
-            if asdict(weights.file_info(folder / name)) != info:
-                return f"{name} differs from what was committed"
-        except FileNotFoundError:
-            return f"{name} is missing"
-        except OSError as error:
-            return f"{name} cannot be read: {error}"
-    return None

@@ -26,7 +26,7 @@ from trainer.engine.policy import Engine
 from trainer.engine.ranks import Exchange
 from trainer.link.source import GroupSource
 from trainer.save.disk import Disk
-from trainer.save.write_version import Name, snapshot
+from trainer.save.write_version import VersionName, snapshot
 
 _CLOSING_S = 10.0
 
@@ -78,7 +78,7 @@ class Publisher:
         report_progress(f"publishing version {version}")
         is_first = self.published.version < 0  # behind it there is nothing to train yet
         behind = self._disk_behind is not None and not is_first
-        write = self._writer(Name(self.dir, run_id, self.incarnation, version), vocab_size, behind)
+        write = self._writer(VersionName(self.dir, run_id, self.incarnation, version), vocab_size, behind)
         self._record_seconds("sync/snapshot_s", time.monotonic() - start)
 
         def deliver() -> None:
@@ -97,7 +97,7 @@ class Publisher:
             self._record_seconds("sync/write_s", self._write_s)
         self._record_seconds("sync/publish_s", time.monotonic() - start)
 
-    def _writer(self, name: Name, vocab_size: int, behind: bool) -> Callable[[], Published]:
+    def _writer(self, name: VersionName, vocab_size: int, behind: bool) -> Callable[[], Published]:
         """What writes this version. It holds a copy of the parameters if it runs behind the next step."""
         if name.version == self.published.version:
             published = self.published

@@ -48,7 +48,7 @@ def canary(engine: Engine, vocab_size: int) -> Canary:
 
 
 @dataclass(frozen=True)
-class Name:
+class VersionName:
     """What tells a version from all others, and where it goes."""
 
     weights_dir: Path
@@ -65,15 +65,15 @@ class Name:
         return weights.version_dir(self.weights_dir, self.version, self.incarnation)
 
 
-def publish(
+def write_version(
     engine: Engine, exchange: Exchange, weights_dir: Path, run_id: str, incarnation: str, version: int, vocab_size: int
 ) -> Published:
     """Writes and commits a version. The return value is meaningful on rank 0. Raises DiskTrouble on every rank."""
-    return snapshot(engine, exchange, Name(weights_dir, run_id, incarnation, version), vocab_size)(exchange)
+    return snapshot(engine, exchange, VersionName(weights_dir, run_id, incarnation, version), vocab_size)(exchange)
 
 
 def snapshot(
-    engine: Engine, exchange: Exchange, name: Name, vocab_size: int, copies: bool = False
+    engine: Engine, exchange: Exchange, name: VersionName, vocab_size: int, copies: bool = False
 ) -> Callable[[Exchange], Published]:
     """Scores the canary and takes this rank's slice; what it returns writes and commits both, as often as needed.
 
@@ -100,7 +100,7 @@ def snapshot(
         manifest = Manifest(name.run_id, name.incarnation, version, engine.tied_embeddings, files, infos, canary_record)
         published = weights.commit(temporary, final, manifest)
 
-    def write_version(ranks: Exchange) -> Published:
+    def write_and_commit(ranks: Exchange) -> Published:
         on_rank_0(ranks, prepare)
         together(ranks, write)
         on_rank_0(ranks, commit)
@@ -118,7 +118,7 @@ def snapshot(
     must_copy = copies and engine.device.type == "cpu"  # elsewhere it was copied here already
     slice_of = engine.full_parameters(lambda parameter: parameter in wanted)
     tensors = {key: t.clone() if must_copy else t.contiguous() for key, t in slice_of}
-    return write_version
+    return write_and_commit
 
 
 def _write_shard(shard: Path, tensors: dict[str, Tensor]) -> None:

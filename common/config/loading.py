@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from common.config.checks import Config
 from common.config.messages import explain
 from common.errors import UserError
+from common.redact import redacted_words
 
 
 def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
@@ -33,7 +34,7 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
         lines = _line_numbers(yaml.compose(text, Loader=_Loader), path)
         settings = _parse(text) or {}
     except yaml.YAMLError as error:
-        raise UserError(f"{path}: not valid YAML: {error}") from None
+        raise UserError(_not_yaml(error, path)) from None
     if not isinstance(settings, dict):
         raise UserError(f"{path}: expected sections such as `model:` and `data:`, got {type(settings).__name__}")
     settings = {name: {} if value is None else value for name, value in settings.items()}  # `eval:` with no lines
@@ -43,6 +44,13 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
         return Config.model_validate(settings)
     except ValidationError as error:
         raise UserError("\n".join(explain(e, path, lines) for e in error.errors())) from None
+
+
+def _not_yaml(error: yaml.YAMLError, path: Path) -> str:
+    """The parser's own text would quote the line, with whatever secret stands there."""
+    if not (isinstance(error, yaml.MarkedYAMLError) and error.problem_mark):
+        return f"{path}: not valid YAML: {error}"
+    return f"{path}:{error.problem_mark.line + 1}: not valid YAML: {error.context or 'here'}: {error.problem}"
 
 
 class _Loader(yaml.SafeLoader):
@@ -61,18 +69,19 @@ def _parse(text: str) -> Any:
 def _apply(settings: dict[str, Any], override: str) -> None:
     """`trainer.max_steps=20` sets settings["trainer"]["max_steps"] = 20; the value is YAML."""
     key, sep, value = override.partition("=")
+    [shown] = redacted_words([override])
     if not sep or not key:
-        raise UserError(f"override {override!r} is not key=value; write for example trainer.max_steps=20")
+        raise UserError(f"override {shown!r} is not key=value; write for example trainer.max_steps=20")
     *parents, leaf = key.split(".")
     node: Any = settings
     for parent in parents:
         node = node.setdefault(parent, {}) if isinstance(node, dict) else None
     if not isinstance(node, dict):
-        raise UserError(f"override {override!r}: {'.'.join(parents)} is not a section")
+        raise UserError(f"override {shown!r}: {'.'.join(parents)} is not a section")
     try:
         node[leaf] = _parse(value)
     except yaml.YAMLError:
-        raise UserError(f"override {override!r}: the value is not valid YAML") from None
+        raise UserError(f"override {shown!r}: the value is not valid YAML") from None
 
 
 def _line_numbers(node: yaml.Node | None, path: Path, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], int]:

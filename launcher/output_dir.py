@@ -9,7 +9,7 @@ from pathlib import Path
 from common.config import Config
 from common.durable import lock
 from common.errors import UserError
-from common.paths import checkpoints
+from common.run_folder import checkpoints, earlier_run, no_checkpoint
 from report.run_log import read_jsonl
 
 LOCK = "lock.supervisor"
@@ -20,14 +20,9 @@ def check_folder(config: Config) -> None:
     folder, resume = config.run.output_dir, config.run.resume
     steps = len(read_jsonl(folder / "metrics.jsonl"))
     if steps and not resume:
-        raise UserError(
-            f"{folder} already holds a run of {steps} steps. "
-            f"Continue it with run.resume=true, or start another with run.output_dir={folder}-2"
-        )
+        raise earlier_run(folder, f"a run of {steps} steps")
     if resume and not checkpoints(folder):
-        raise UserError(
-            f"run.resume: there is no checkpoint in {folder}/checkpoints; leave run.resume out to start anew"
-        )
+        raise no_checkpoint(folder)
 
 
 def move_aside(folder: Path) -> Path | None:

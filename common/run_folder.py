@@ -1,0 +1,45 @@
+"""Names inside a run folder that several rooms need, and what is said of a folder that contradicts run.resume.
+
+runs/my_task/  checkpoints/step_000040/commit.json    best/commit.json    final/
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from common.errors import UserError
+
+CHECKPOINTS, BEST, FINAL = "checkpoints", "best", "final"
+COMMIT = "commit.json"  # of a checkpoint and of best/: written last, with the digest of every file
+_STEP_NAME = re.compile(r"step_([0-9]+)")
+
+
+def step_dir(checkpoints: Path, step: int) -> Path:
+    return checkpoints / f"step_{step:06d}"
+
+
+def step_dirs(checkpoints: Path) -> list[Path]:
+    """Every checkpoint, whole or damaged, oldest first."""
+    named = [(_STEP_NAME.fullmatch(path.name), path) for path in checkpoints.glob("step_*") if path.is_dir()]
+    return [path for _, path in sorted((int(match[1]), path) for match, path in named if match)]
+
+
+def checkpoints(run_folder: Path) -> list[Path]:
+    """The committed checkpoints of a run, oldest first: one that is being written has another name."""
+    return step_dirs(run_folder / CHECKPOINTS)
+
+
+def earlier_run(folder: Path, what: str) -> UserError:
+    """A fresh start in the folder of another run. what: "a run of 40 steps", "checkpoints"."""
+    return UserError(
+        f"{folder} already holds {what}. "
+        f"Continue it with run.resume=true, or start another with run.output_dir={folder}-2"
+    )
+
+
+def no_checkpoint(folder: Path, kind: str = "") -> UserError:
+    """A resume with nothing to resume from."""
+    return UserError(
+        f"run.resume is true but {folder / CHECKPOINTS} holds no {kind}checkpoint; leave run.resume out to start anew"
+    )

@@ -1,0 +1,91 @@
+"""What vLLM is started with: its environment, its arguments, and the tokens that end a completion."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+from common.config import Config
+from common.errors import UserError
+from model import lora
+from model.folder import load_config
+from model.tokenizer import load_tokenizer
+
+_CANARY_LENGTH = 64  # the context must hold the trainer's canary sequences
+
+
+def stop_token_ids(config: Config) -> list[int]:
+    """Tokens that end a completion: those of the model's generation_config.json, or else the tokenizer's one."""
+    from transformers import GenerationConfig
+
+    try:
+        given = GenerationConfig.from_pretrained(
+            config.model.path, revision=config.model.revision or "main"
+        ).eos_token_id
+    except OSError:
+        given = None
+    if given is None:
+        given = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code).eos_token_id
+    if given is None:
+        raise UserError(f"{config.model.path} names no end-of-sequence token; set eos_token_id in its config")
+    return [given] if isinstance(given, int) else list(given)
+
+
+def set_environment(config: Config, on_cpu: bool) -> None:
+    """Before vLLM is imported. What the user has set stays."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns about a chat template nobody asks for
+    if on_cpu:
+        # The first log-prob would otherwise compile a helper with g++ for 20 s. The second name is read where vLLM
+        # decorates it, the first when torch._dynamo is imported, which a reference model may have done already.
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", os.environ["TORCH_COMPILE_DISABLE"])
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # placement is the launcher's
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(cpu_cache_gib(config)))
+
+
+def cpu_cache_gib(config: Config) -> int:
+    """Key-value cache for one full window of rollouts, in whole GiB, 1 to 16."""
+    model = load_config(config.model).get_text_config()
+    heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
+    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    bytes_per_token = 2 * model.num_hidden_layers * heads * head_dim * 4
+    return min(16, max(1, math.ceil(max_num_seqs(config) * max_model_len(config) * bytes_per_token / 2**30)))
+
+
+def max_num_seqs(config: Config) -> int:
+    """Sequences that decode at once: a batch of rollouts, 64 to 1,024, unless `vllm:` says otherwise."""
+    return min(1024, max(64, config.sampler.num_generations * config.prompts_per_batch))
+
+
+def max_model_len(config: Config) -> int:
+    """Tokens of the longest sequence, unless `vllm:` says otherwise."""
+    completion = max(config.sampler.max_completion_length, config.eval.max_completion_length or 0)
+    return max(config.data.max_prompt_length + completion, _CANARY_LENGTH)
+
+
+def engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
+    """vllm.LLM's arguments: ours, then the user's `vllm:` section on top."""
+    arguments: dict[str, Any] = {
+        "model": config.model.path,
+        "revision": config.model.revision,
+        "dtype": config.model.dtype,
+        "trust_remote_code": config.model.trust_remote_code,
+        "skip_tokenizer_init": True,
+        "seed": config.run.seed,
+        "max_model_len": max_model_len(config),
+        "max_num_seqs": max_num_seqs(config),
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": max(1, config.sampler.max_sampling_mask),
+        "enable_prefix_caching": True,
+        "worker_extension_cls": "sampler.vllm_worker.WeightExtension",
+    }
+    if on_cpu:
+        # Blocks of 128 tokens, the CPU default, would let short prompts share nothing. A prompt prefilled in two
+        # chunks makes vLLM rewind its seeded generator, which a CPU generator cannot do: the engine would raise.
+        whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, max_model_len(config))}
+        arguments |= {"enforce_eager": True, "block_size": 32} | whole_prompts
+    return arguments | lora.engine_arguments(config) | config.vllm
