@@ -31,7 +31,7 @@ class Prompt:
     """A problem as the model sees it.  Prompt(problem, text="<|im_start|>user…", token_ids=[151644, …])"""
 
     problem: Problem
-    messages: str | list[dict[str, str]]  # what reward functions get as `prompts`: a string or chat messages
+    for_rewards: str | list[dict[str, str]]  # what they get as `prompts`: the text of a row, or chat messages
     text: str  # the rendered chat template, for people
     token_ids: NDArray[np.int32]  # [P] what the engine and the trainer get
 

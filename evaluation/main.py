@@ -154,7 +154,9 @@ def sample(
         for i, completions in engine.step() if engine.num_running else []:
             texts = decode([c.token_ids.tolist() for c in completions])
             finished[i] = completions, texts
-            pool.submit(i, prompts[i].messages, texts, [c.token_ids for c in completions], prompts[i].problem.columns)
+            pool.submit(
+                i, prompts[i].for_rewards, texts, [c.token_ids for c in completions], prompts[i].problem.columns
+            )
         for key, scores in pool.ready(timeout_s=0.0 if engine.num_running else 0.5):
             i = cast(int, key)
             if isinstance(scores, RewardFailure):

@@ -100,7 +100,7 @@ def _preview(config: Config, problems: Sequence[Any]) -> tuple[str, list[tuple[s
         for i, prompt in enumerate(prompts):
             texts = [str(prompt.problem.columns.get("answer", "")), ""]
             ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-            pool.submit(i, prompt.messages, texts, ids, prompt.problem.columns)
+            pool.submit(i, prompt.for_rewards, texts, ids, prompt.problem.columns)
         scored: dict[Any, Any] = {}
         while pool.pending:
             scored |= dict(pool.ready(timeout_s=1.0))

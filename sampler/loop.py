@@ -188,7 +188,9 @@ class Sampler:
     def _submit_rewards(self, key: Key) -> None:
         prompt = self.task.prompt(key, self.config)
         ids = [c.token_ids.tolist() for c in self._working[key]]
-        self.pool.submit(key, prompt.messages, self.task.decode(ids), ids, prompt.problem.columns, key.policy_version)
+        self.pool.submit(
+            key, prompt.for_rewards, self.task.decode(ids), ids, prompt.problem.columns, key.policy_version
+        )
 
     def send_scored(self) -> None:
         """Sends every group whose rewards arrived. With an idle engine it may wait for them a moment."""

@@ -48,7 +48,7 @@ def make_prompts(
 
 
 def make_prompt(problem: Problem, tokenizer: PreTrainedTokenizerBase, data: Data, prompt: PromptTemplate) -> Prompt:
-    """The prompt of one problem. `messages` is what reward functions see: the row's string, or the whole message list.
+    """The prompt of one problem. for_rewards: the row's string, or the whole message list.
 
     Raises UserError for a tokenizer without a chat template and for a row that is neither text nor chat messages.
     """

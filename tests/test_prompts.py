@@ -57,10 +57,10 @@ def test_token_ids_are_the_text_one_to_one_without_added_tokens(tokenizer):
 
 def test_rewards_get_the_string_of_the_row_or_all_messages(tokenizer):
     with_system = PromptTemplate(system="Add.", chat_template=CHATML)
-    assert make_prompt(problem("2+2?"), tokenizer, DATA, with_system).messages == "2+2?"
+    assert make_prompt(problem("2+2?"), tokenizer, DATA, with_system).for_rewards == "2+2?"
     chat = [{"role": "user", "content": "2+2?"}]
     system = {"role": "system", "content": "Add."}
-    assert make_prompt(problem(chat), tokenizer, DATA, with_system).messages == [system, *chat]
+    assert make_prompt(problem(chat), tokenizer, DATA, with_system).for_rewards == [system, *chat]
 
 
 def test_a_string_and_the_same_question_as_messages_are_one_prompt(tokenizer):
@@ -71,7 +71,7 @@ def test_a_string_and_the_same_question_as_messages_are_one_prompt(tokenizer):
 def test_a_row_with_its_own_system_message_keeps_it(tokenizer):
     chat = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "2+2?"}]
     prompt = make_prompt(problem(chat), tokenizer, DATA, PromptTemplate(system="Add.", chat_template=CHATML))
-    assert prompt.messages == chat and "Add." not in prompt.text
+    assert prompt.for_rewards == chat and "Add." not in prompt.text
 
 
 def test_a_row_that_ends_in_an_assistant_turn_is_continued_not_closed(tokenizer):
@@ -96,7 +96,7 @@ def test_a_format_prompt_writes_the_users_message_and_rewards_still_get_the_row(
         "<|im_start|>system\nAdd.<|im_end|>\n"
         "<|im_start|>user\n2+2? (easy) Use \\boxed{}.<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert prompt.messages == " 2+2? "
+    assert prompt.for_rewards == " 2+2? "
 
 
 def test_a_format_prompt_rewrites_only_the_last_user_turn(tokenizer, tmp_path):
@@ -123,7 +123,7 @@ def test_a_format_prompt_that_names_no_column_lists_those_there(tokenizer, tmp_p
 def test_sharegpt_messages_are_read_and_the_answer_they_hold_is_left_off(tokenizer):
     chat = [{"from": "system", "value": "Add."}, {"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
     prompt = make_prompt(problem(chat), tokenizer, DATA, CHAT)
-    assert prompt.messages == [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2?"}]
+    assert prompt.for_rewards == [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2?"}]
 
 
 def test_an_assistant_turn_without_text_is_where_the_model_answers(tokenizer):
@@ -132,7 +132,7 @@ def test_an_assistant_turn_without_text_is_where_the_model_answers(tokenizer):
         {"from": "human", "value": "2+2?", "ground_truth": None},
         {"from": "assistant", "value": None, "ground_truth": {"value": "4"}},
     ]
-    assert make_prompt(problem(chat), tokenizer, DATA, CHAT).messages == [{"role": "user", "content": "2+2?"}]
+    assert make_prompt(problem(chat), tokenizer, DATA, CHAT).for_rewards == [{"role": "user", "content": "2+2?"}]
 
 
 @pytest.mark.parametrize(

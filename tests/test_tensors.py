@@ -20,7 +20,8 @@ from trainer.algorithm.advantages import AdvantageSettings
 from trainer.algorithm.losses import Denominator, ObjectiveSettings, loss, token_objective
 from trainer.data import tensors
 from trainer.data.experience import Experience, score_rewards
-from trainer.data.tensors import MicroBatch, needs_batch_statistics, waits_for
+from trainer.data.mini_batches import needs_batch_statistics, waits_for
+from trainer.data.tensors import MicroBatch
 
 pytestmark = pytest.mark.fast
 

@@ -26,17 +26,14 @@ from trainer.algorithm.kl_controller import completion_kls, next_beta
 from trainer.data import micro_batches
 from trainer.data.experience import Experience, score_rewards
 from trainer.data.micro_batches import Budget, Planner, Round, Work, plan_metrics, plan_of, work_of
-from trainer.data.mini_batches import Step, TrainedStep
+from trainer.data.mini_batches import Step, TrainedStep, corrects_later_steps, needs_batch_statistics, waits_for
 from trainer.data.slots import Slots, Source, fill
 from trainer.data.tensors import (
     MicroBatch,
-    corrects_later_steps,
     micro_batch,
-    needs_batch_statistics,
     num_trained_tokens,
     policy_row,
     step_denominator,
-    waits_for,
 )
 from trainer.engine.actor_critic import ActorCritic
 from trainer.engine.policy import Engine

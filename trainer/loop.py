@@ -36,7 +36,8 @@ from trainer.engine.ranks import Exchange
 from trainer.group_receiver import GroupReceiver
 from trainer.record import stats
 from trainer.record.rank_zero import RankZero
-from trainer.record.step_records import StepRecords
+from trainer.record.step_records import StepRecords, sampler_values
+from trainer.record.throughput import num_devices
 from trainer.save import checkpoint
 from trainer.save.best import Best
 from trainer.save.checkpoint import Progress
@@ -65,7 +66,7 @@ class Trainer:
         self.seconds: collections.Counter[str] = collections.Counter()  # metrics of the step that is recorded next
         self.records: StepRecords | None = None
         if rank_zero:
-            self.records = StepRecords(config, rank_zero, tokenizer, exchange.world_size, progress.batch)
+            self.records = StepRecords(config, rank_zero.log, rank_zero.display, tokenizer, progress.batch)
         self.disk = Disk(
             exchange, config.channel.stall_timeout_s, rank_zero.display.note if rank_zero else lambda _: None
         )
@@ -163,24 +164,24 @@ class Trainer:
     def record(self, step: Step, result: StepResult, sums: dict[str, float], seconds: float, waited_s: float) -> None:
         # on every rank: what is timed by events of a GPU is kept until it is taken
         taken, self.seconds = {"timing/head_s": self.engine.head_time.take()} | self.seconds, collections.Counter()
-        if self.records is None:
+        if self.rank_zero is None or self.records is None:
             return
-        p = self.progress
-        progress = {
+        p, reported = self.progress, self.rank_zero.source.take_statistics()
+        more = {
             "num_tokens": p.num_tokens,
             "policy_version": p.policy_version,
             "skipped_steps": p.skipped_steps,
             "tombstones": p.tombstones,
-        }
-        more = {
             "step_time": seconds,
             "wait/trainer_s": waited_s,
             "disk_retries": float(self.publisher.disk_retries),
             "reference_on_trainer": float(self.models.reference is not None),
         }
         more |= self.actor_critic.metrics() if self.actor_critic else {}
-        more |= taken
-        self.records.write(p.step, p.batch, self.batch.trained(step), result, sums, progress, more)
+        more |= sampler_values(reported.samplers)
+        more |= {f"link/{name}": float(n) for name, n in reported.counters.items()} | taken
+        devices = num_devices(self.config, self.exchange.world_size, reported.num_samplers)
+        self.records.write(p.step, p.batch, self.batch.trained(step), result, sums, more, devices)
 
     def publish_inside(self, step: Step) -> None:
         """Fresher weights for the groups that the sampler runs ahead with; the cursor waits for the batch's end."""

@@ -14,11 +14,13 @@ ppo_mini_batch_size, the batch of rollouts is train_batch_size, and num_iteratio
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-from common.config import Config
+from common.config import Algorithm, Config
 from common.types import Group, Tombstone
+from trainer.algorithm.losses import TOKEN_MEAN
 
 
 @dataclass(frozen=True)
@@ -61,3 +63,26 @@ def steps(config: Config, batch: int) -> list[Step]:
             mine = tuple(places[mini_batch * size : (mini_batch + 1) * size].tolist())
             planned.append(Step(iteration, mini_batch, mine, len(planned) + 1 == algorithm.steps_per_batch))
     return planned
+
+
+def needs_batch_statistics(algorithm: Algorithm) -> bool:
+    """Advantages depend on all groups of the batch of rollouts, not on each alone; a critic scores it as a whole."""
+    return algorithm.reward_scale == "batch" or algorithm.whitens or algorithm.needs_critic
+
+
+def corrects_later_steps(algorithm: Algorithm) -> bool:
+    """Later mini-batches meet weights that have moved, and need log-probs of those that sampled them."""
+    return algorithm.vllm_importance_sampling_mode is not None and algorithm.steps_per_generation > 1
+
+
+def waits_for(algorithm: Algorithm) -> Literal["micro_batch", "mini_batch", "batch"]:
+    """What must be in before the first backward of a step. micro_batch: groups train as they arrive.
+
+    Waiting changes nothing but time: a token mean, or a step that leaves dead groups out, has a denominator that only
+    the last group of the step completes, and weights for the sampler's mismatch need log-probs of the whole batch
+    before the first step moves the weights.
+    """
+    if needs_batch_statistics(algorithm) or algorithm.shuffle_mini_batches or corrects_later_steps(algorithm):
+        return "batch"
+    counts_first = algorithm.loss_type in TOKEN_MEAN or algorithm.dead_groups == "skip"
+    return "mini_batch" if counts_first else "micro_batch"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from common.config import Algorithm, Config
 from common.types import Group, Rollout, Tombstone
 from model.packing import PackedRow, Packing, pack, select
 from trainer.algorithm.advantages import moves, trains
-from trainer.algorithm.losses import TOKEN_MEAN, Denominator, token_weights
+from trainer.algorithm.losses import Denominator, token_weights
 from trainer.algorithm.segments import Positions
 from trainer.data.experience import Experience, training
 
@@ -66,29 +66,6 @@ class _Part:
 
     def lengths(self) -> list[int]:
         return [len(r.completion_ids[at]) for r, at in self.completions()]
-
-
-def needs_batch_statistics(algorithm: Algorithm) -> bool:
-    """Advantages depend on all groups of the batch of rollouts, not on each alone; a critic scores it as a whole."""
-    return algorithm.reward_scale == "batch" or algorithm.whitens or algorithm.needs_critic
-
-
-def corrects_later_steps(algorithm: Algorithm) -> bool:
-    """Later mini-batches meet weights that have moved, and need log-probs of those that sampled them."""
-    return algorithm.vllm_importance_sampling_mode is not None and algorithm.steps_per_generation > 1
-
-
-def waits_for(algorithm: Algorithm) -> Literal["micro_batch", "mini_batch", "batch"]:
-    """What must be in before the first backward of a step. micro_batch: groups train as they arrive.
-
-    Waiting changes nothing but time: a token mean, or a step that leaves dead groups out, has a denominator that only
-    the last group of the step completes, and weights for the sampler's mismatch need log-probs of the whole batch
-    before the first step moves the weights.
-    """
-    if needs_batch_statistics(algorithm) or algorithm.shuffle_mini_batches or corrects_later_steps(algorithm):
-        return "batch"
-    counts_first = algorithm.loss_type in TOKEN_MEAN or algorithm.dead_groups == "skip"
-    return "mini_batch" if counts_first else "micro_batch"
 
 
 def unmasked_completions(group: Group | Tombstone, algorithm: Algorithm) -> list[int]:
