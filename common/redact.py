@@ -1,6 +1,6 @@
 """Keeps secrets out of files, logs and messages: values under a name such as hf_token, and passwords inside URLs.
 
-Our own options never hold secrets; the free-form sections (vllm:, deepspeed:, chat_template_kwargs:) might. Left out:
+Our own options hold none; the free-form ones (vllm, deepspeed, chat_template_kwargs, reward_kwargs) might. Left out:
 secrets under a harmless name, which nobody can recognise. Put secrets into environment variables: those are never
 written anywhere.
 """
