@@ -1,4 +1,4 @@
-"""The quick start under fire: real vLLM, real DeepSpeed, the real supervisor, and a SIGKILL of either side every few steps.
+"""The quick start under fire: real vLLM, real DeepSpeed, the real supervisor, SIGKILLs of either side every few steps.
 
 TANDEM_SOAK_STEPS sets the length (30 steps by default), TANDEM_SOAK_SEED the moments and victims, which are printed.
 """
