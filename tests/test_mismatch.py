@@ -1,4 +1,4 @@
-"""The mismatch of sampler and trainer: split by cause, and corrected. Small distributions, summed over all their tokens."""
+"""The mismatch of sampler and trainer: split by cause, and corrected. Small distributions, summed over all tokens."""
 
 from __future__ import annotations
 
