@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common import durable, weights
+from common import failpoints, weights
 from common.config import Config
 from tests.gloo_data import TRAINER
 from tests.plain_policy import OneRank, PlainPolicy
@@ -138,7 +138,7 @@ def test_a_full_disk_behind_a_step_is_waited_for_by_name_and_counted(
 ) -> None:
     bench = Bench(tmp_path, monkeypatch, max_staleness=1)
     monkeypatch.setattr(disk_module, "_FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr(durable, "_hits", {})
+    monkeypatch.setattr(failpoints, "_hits", {})
     monkeypatch.setenv("TANDEM_FAILPOINT", "weights.shard:1:enospc")
     bench.publish(1)
     bench.publisher.finish()

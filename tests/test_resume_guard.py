@@ -206,7 +206,7 @@ def test_another_tokenizer_is_refused() -> None:
 def test_a_resumed_run_with_an_edited_train_file_ends_at_the_first_hello(tmp_path: Path) -> None:
     trainer: Any = object.__new__(Trainer)
     trainer.config, trainer.progress = config_for(tmp_path), progress("a" * 32)
-    trainer.record.rank_zero = SimpleNamespace(inbox=SimpleNamespace(wait_for_sampler=lambda: hello("b" * 32)))
+    trainer.rank_zero = SimpleNamespace(source=SimpleNamespace(wait_for_sampler=lambda: hello("b" * 32)))
     with pytest.raises(UserError) as caught:
         trainer.run()
     assert str(caught.value) == (
