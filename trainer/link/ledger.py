@@ -24,8 +24,8 @@ class Ledger:
     total: int  # groups in the whole run, as far as it is known
     window: int  # groups admitted from the cursor on
     cursor: int = 0
-    refilled: int = 0  # groups that the batch at the cursor takes beyond its seats
-    num_marked: int = 0  # seats of the batch at the cursor that no later step trains
+    refilled: int = 0  # groups that the batch at the cursor takes beyond its slots
+    num_marked: int = 0  # slots of the batch at the cursor that no later step trains
     leases: dict[int, str] = field(default_factory=dict)  # group id -> sampler id
     held: dict[int, Group | Tombstone] = field(default_factory=dict)  # arrived, not trained
 
@@ -71,7 +71,7 @@ class Ledger:
         self.total += count
 
     def mark_trained(self, count: int) -> None:
-        """`count` seats of the batch at the cursor, in all, are done; they stay held, for a crash would need them."""
+        """`count` slots of the batch at the cursor, in all, are done; they stay held, for a crash would need them."""
         self.num_marked = count
 
     def advance(self, cursor: int) -> None:

@@ -44,7 +44,7 @@ class GroupSource(Protocol):
         ...
 
     def refill(self, count: int) -> None:
-        """The batch will take `count` more groups than it has seats: they are wanted at once, of the same weights."""
+        """The batch will take `count` more groups than it has slots: they are wanted at once, of the same weights."""
         ...
 
     def mark_trained(self, count: int) -> None:
