@@ -17,6 +17,7 @@ from typing import Any
 from common.durable import write_file
 from common.errors import UserError
 from common.redact import redacted
+from common.run_folder import FINAL
 from report.advice import Adviser, Settings, replay
 from report.curves import Rows, evaluations_of, function_names, share_of_full_marks
 from report.escape import visible
@@ -91,7 +92,7 @@ def _state(folder: Path, rows: Rows, config: Mapping[str, Any]) -> dict[str, Any
     return {
         "steps": steps,
         "planned": planned,
-        "is_done": (folder / "final").is_dir(),
+        "is_done": (folder / FINAL).is_dir(),
         "date": time.strftime("%Y-%m-%d %H:%M", time.localtime(ended)) if ended else "",
         "tokens": rows[-1].get("num_tokens") if rows else None,
         "model": config.get("model", {}).get("path", ""),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from common.ports import free_port
 from tests.speed import limit
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -19,10 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def launch(module: str, folder: Path, ranks: int, start: str, timeout_s: float = 200) -> list[dict[str, Any]]:
     """The contents of <folder>/<start>-rank<r>.json. An assertion with the log's end if a rank fails or hangs."""
     launcher = str(Path(sys.executable).with_name("deepspeed"))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, launcher, "--num_gpus", str(ranks), "--master_port", str(port)]
+    command = [sys.executable, launcher, "--num_gpus", str(ranks), "--master_port", str(free_port())]
     command += ["--module", module, str(folder), start]
     log = folder / f"{start}.log"
     with open(log, "wb") as output:

@@ -9,7 +9,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ import pytest
 import yaml
 
 from common import durable
+from common.ports import free_port
 from report.run_log import read_jsonl, wilson_interval
 from tests.quickstart_model import build_once
 from tests.speed import limit, overdue
@@ -200,10 +200,7 @@ def test_the_launcher_reports_rank_0s_code_although_the_other_rank_breaks_at_the
     """No sampler comes. Rank 0 says 75; rank 1, in the middle of a collective with it, has nothing to say."""
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(settings | {"run": {"output_dir": str(tmp_path / "run")}}))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", "--master_port", str(port)]
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", "--master_port", str(free_port())]
     command = [*launcher, "training_worker.py", "--config", str(config), "channel.connect_timeout_s=2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit(240))

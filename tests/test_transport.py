@@ -14,7 +14,8 @@ from common.config import Config
 from common.transport import Transport
 from tests.memory_transport import TRAINER, MemoryNetwork
 from tests.protocol_helpers import FakeSampler, hurry, make_config, make_inbox, published, short_folder
-from tests.test_link_and_inbox import train, until
+from tests.speed import until
+from tests.test_link_and_inbox import train
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(60)]
 

@@ -16,13 +16,13 @@ import collections
 import contextlib
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from common.config import Config
 from common.errors import Interrupted, Retryable
 from common.exits import interrupted
 from common.failpoints import failpoint
+from common.run_folder import CHECKPOINTS
 from common.types import EvalResult, Tombstone
 from common.watchdog import report_progress
 from model.reference import Reference
@@ -256,7 +256,7 @@ class Trainer:
         report_progress(f"saving the checkpoint of step {self.progress.step}")
         start = time.monotonic()
         self.disk.persist("the run's history", self._sync_history)
-        folder, keep = Path(self.config.run.output_dir) / "checkpoints", self.config.trainer.save_limit
+        folder, keep = self.config.run.output_dir / CHECKPOINTS, self.config.trainer.save_limit
         checkpoint.save(self.engine, self.exchange, self.tokenizer, folder, self.progress, keep, self.disk, self.critic)
         self._saved_step = self.progress.step
         self.record_seconds("timing/checkpoint_s", time.monotonic() - start)

@@ -13,6 +13,7 @@ from common import channel, durable, exits, out_of_memory, weights, wire
 from common.config import Config, world_size
 from common.errors import UserError
 from common.redact import redacted
+from common.run_folder import CHECKPOINTS
 from common.watchdog import Watchdog
 from model.folder import load_config, require_models
 from model.tokenizer import load_tokenizer
@@ -116,7 +117,7 @@ def _open_rank_zero(stack: contextlib.ExitStack, config: Config, progress: Progr
     output_dir = config.run.output_dir
     weights_dir = weights.default_dir(config)
     durable.make_private(weights_dir)
-    for folder in (weights_dir, output_dir, output_dir / "checkpoints"):
+    for folder in (weights_dir, output_dir, output_dir / CHECKPOINTS):
         durable.remove_leftovers(folder)
     weights.remove_versions(weights_dir)  # of an earlier start: this one publishes its own first
     public = redacted(config.model_dump(mode="json"))
