@@ -9,7 +9,7 @@
 #   bash launch.sh bench objectives [--seeds … --steps …]   GRPO, PPO and GROUP PPO side by side on the quick start
 #   bash launch.sh report RUN_FOLDER | samples RUN_FOLDER [--step N] [--worst | --best]
 #
-# Read from the environment: PYTHON (3.11 or 3.12), BACKEND=auto|cpu|gpu, and everything that pip, Hugging Face, CUDA,
+# Read from the environment: PYTHON (3.11 or 3.12), BACKEND=auto|cpu|gpu, ANY_DRIVER=1, and everything that pip, Hugging Face, CUDA,
 # OpenMP and vLLM read themselves. Nothing that you have set is overwritten.
 set -euo pipefail
 
@@ -71,12 +71,46 @@ is_usable() { # made here (a copied folder keeps old paths in its scripts), runs
   done
 }
 
-check_machine() {
-  local need_gb=6 free_kb
-  [[ $1 == cpu ]] || need_gb=14
+oldest_driver=580  # NVIDIA's, for CUDA 13
+oldest_gpu=75      # compute capability 7.5: CUDA 13 has no code for older ones
+
+check_machine() { # check_machine <backend> <python>: everything that would fail only after the download
+  local need_gb=6 need_mb=5000 free_kb memory_kb
+  [[ $1 == cpu ]] || { need_gb=14 need_mb=7000; }
   free_kb=$(df -Pk . | awk 'NR == 2 { print $4 }')
   ((free_kb > need_gb * 1000000)) || die "needs $need_gb GB of free disk in $root and there are $((free_kb / 1000000)); free some"
-  [[ $1 == gpu ]] || command -v g++ >/dev/null || die "DeepSpeed compiles a small CPU helper: apt-get install g++"
+  memory_kb=$(awk '/^MemTotal:/ { print $2 }' /proc/meminfo 2>/dev/null || echo 0)
+  ((memory_kb == 0 || memory_kb > need_mb * 1000)) ||
+    die "needs $((need_mb / 1000)) GB of memory and there are $((memory_kb / 1000000)); use a larger machine"
+  if [[ $1 == cpu ]]; then
+    command -v g++ >/dev/null || die "DeepSpeed compiles a small CPU helper: apt-get install g++"
+  else
+    check_gpu "$2"
+  fi
+}
+
+check_gpu() { # check_gpu <python>: driver, GPU, and what Triton compiles its launchers with
+  local driver capability name cuda
+  IFS=, read -r driver capability name < <(
+    nvidia-smi --query-gpu=driver_version,compute_cap,name --format=csv,noheader 2>/dev/null
+  ) || true # no driver: an image is being built, or BACKEND=gpu was given for another machine
+  if [[ ${driver%%.*} =~ ^[0-9]+$ && ${ANY_DRIVER:-} != 1 ]]; then
+    cuda=$(nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9.]*\).*/\1/p') || true
+    ((${driver%%.*} >= oldest_driver)) || die "NVIDIA driver $driver${cuda:+ (CUDA $cuda)} is too old: PyTorch and vLLM of" \
+      "these versions are built for CUDA 13 alone, which needs driver $oldest_driver or newer. Update it (on the host, for" \
+      "a container or a vGPU): apt-get install nvidia-driver-$oldest_driver, or BACKEND=cpu bash launch.sh. With NVIDIA's" \
+      "cuda-compat-13-0 on a data-centre GPU: ANY_DRIVER=1 bash launch.sh"
+    capability=${capability//[^0-9]/}
+    [[ ! $capability =~ ^[0-9]+$ ]] || ((capability >= oldest_gpu)) ||
+      die "GPU${name} has compute capability ${capability%?}.${capability: -1} and CUDA 13 needs 7.5 or newer" \
+        "(T4, RTX 20 and later); use another GPU, or BACKEND=cpu bash launch.sh"
+  fi
+  command -v "${CC:-gcc}" >/dev/null || command -v clang >/dev/null ||
+    die "Triton compiles its launchers with gcc or clang: apt-get install gcc"
+  "$1" -c 'import os, sys, sysconfig
+sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
+    die "Triton compiles against Python.h, which $1 lacks: apt-get install $("$1" -c 'import sys
+print("python%d.%d-dev" % sys.version_info[:2])'), or PYTHON= of an interpreter that has its headers (uv, conda, pyenv do)"
 }
 
 pip_install() { .venv/bin/python -m pip install --disable-pip-version-check --no-input --progress-bar off "$@"; }
@@ -112,12 +146,12 @@ setup() {
   if [[ -L .venv ]] && ! is_usable "$backend"; then # clearing would go through the link and empty another folder's
     die "$root/.venv is a link to $(readlink -f .venv), made elsewhere; remove it: rm $root/.venv"
   fi
-  check_machine "$backend"
+  if is_usable "$backend"; then python=.venv/bin/python; else python=$(find_python); fi
+  check_machine "$backend" "$python"
   : >"$log"
   rm -f "$stamp"
   printf 'tandem: installing for %s into %s/.venv (log: %s)\n' "$backend" "$root" "$log"
   if ! is_usable "$backend"; then
-    python=$(find_python)
     step "virtual environment ($("$python" -V))" "$python" -m venv --clear .venv
   fi
   drop_half_installed

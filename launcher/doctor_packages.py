@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib import metadata
 
+from launcher import doctor_gpu
 from launcher.doctor_machine import Check
 from launcher.machine import ROOT, count_gpus, is_cpu_build
 
@@ -72,6 +73,7 @@ def compilers_and_gpus() -> Iterator[Check]:
         text = f"GPUs: {gpus}, and the CPU build of torch" if gpus else "GPUs: none; CPU build"
         yield Check(gpus == 0 or os.environ.get("BACKEND") == "cpu", text, "BACKEND=gpu bash launch.sh setup")
         return
+    yield from doctor_gpu.checks()
     if importlib.util.find_spec("torch") is None:
         return  # `packages` has said so
     code = "import torch; print(torch.version.cuda, torch.cuda.device_count() if torch.cuda.is_available() else 0)"

@@ -12,6 +12,7 @@ from launcher.compute_time import Device, cpu, known_device, sampler_seconds, tr
 from launcher.machine import GIB, Machine
 from launcher.memory import SamplerMemory, TrainerMemory, sampler_memory, smaller, trainer_memory
 from launcher.placement import Placement
+from launcher.shares import are_chosen, longest_sequence, problem, shares
 from launcher.workload import Workload
 
 _VLLM_SHARE = 0.92  # vLLM's own default of gpu_memory_utilization
@@ -34,8 +35,10 @@ def fit(config: Config, work: Workload, place: Placement, machine: Machine) -> F
         counts = f"{work.adapters:,} beside {work.model.parameters:,} frozen parameters ({100 * share:.2g} %)"
         lines.append(("adapters", f"rank {config.lora.r}: {counts}"))
     on_devices = _on_gpus if machine.gpus else _on_cpu
+    if are_chosen(config, place, machine):
+        on_devices = _on_one_gpu
     more, problems = on_devices(config, work, place, machine, trainer, sampler)
-    return Fit((*lines, *more, ("time", _times(config, work, machine, width))), tuple(problems))
+    return Fit((*lines, *more, ("time", _times(config, work, place, machine))), tuple(problems))
 
 
 def _parts(memory: TrainerMemory) -> str:
@@ -57,13 +60,12 @@ Findings = tuple[list[tuple[str, str]], list[str]]  # lines, problems
 def _on_gpus(
     config: Config, work: Workload, place: Placement, machine: Machine, trainer: TrainerMemory, sampler: SamplerMemory
 ) -> Findings:
-    share = float(config.vllm.get("gpu_memory_utilization", _VLLM_SHARE))
-    is_shared = bool(set(place.sampler_gpus) & set(place.trainer_gpus))
+    taken = _vllm_bytes(config, sampler, machine)
     wanted = min(work.max_num_seqs, work.groups_per_batch * work.num_generations)
     if not machine.gpu_bytes:
         text = f"weights {_gib(sampler.weights)}, cache {_gib(sampler.cache_per_sequence)} per sequence"
         return [("sampler", f"{text}; the memory of the GPUs is not known, see --gpus")], []
-    at_once = sampler.sequences_that_fit(share * machine.gpu_bytes)
+    at_once, share = sampler.sequences_that_fit(taken), taken / machine.gpu_bytes
     text = (
         f"of {share:.2f} × {_gib(machine.gpu_bytes)} weights {_gib(sampler.weights)}, cache "
         f"{_gib(sampler.cache_per_sequence)} per sequence: {min(at_once, wanted)} of {wanted} decode at once"
@@ -81,11 +83,35 @@ def _on_gpus(
                 f"the reference model needs {_gib(sampler.reference + GIB)} on the sampler's GPU and vLLM leaves "
                 f"{_gib(left)}; set vllm.gpu_memory_utilization={below - 0.005:.2f}"
             )
-    budget = (1 - share if is_shared else 1.0) * machine.gpu_bytes
+    budget = machine.gpu_bytes
+    if place.shares_gpu:
+        budget -= taken + sampler.reference
     if trainer.total > budget:
-        what = f"a trainer GPU has {_gib(budget)}" + (" beside the sampler" if is_shared else "")
+        what = f"a trainer GPU has {_gib(budget)}" + (" beside the sampler" if place.shares_gpu else "")
         problems.append(_trainer_is_too_large(work, trainer.total, budget, what))
     return [("sampler", text)], problems
+
+
+def _on_one_gpu(
+    config: Config, work: Workload, place: Placement, machine: Machine, trainer: TrainerMemory, sampler: SamplerMemory
+) -> Findings:
+    """Both processes, with a cache that shares.py chooses."""
+    found = shares(work, machine, longest_sequence(config))
+    text = f"weights {_gib(sampler.weights)}, cache {_gib(sampler.cache_per_sequence)} per sequence"
+    if work.reference_of("sampler") is not None:
+        text += f", reference {_gib(sampler.reference)}"
+    if trouble := problem(work, found, sampler):
+        return [("sampler", text)], [trouble]
+    text += f"; cache {_gib(found.cache)} in all: {min(found.sequences, found.wanted)} of {found.wanted} decode at once"
+    together = f"{_gib(found.trainer + found.sampler + found.cache)} of {_gib(machine.gpu_bytes)}"
+    return [("sampler", text), ("one GPU", f"{together}; {' '.join(found.settings)}")], []
+
+
+def _vllm_bytes(config: Config, sampler: SamplerMemory, machine: Machine) -> float:
+    """What vLLM takes of a GPU, without a reference model beside it."""
+    if cache := config.vllm.get("kv_cache_memory_bytes"):
+        return sampler.weights + sampler.overhead + float(cache)
+    return float(config.vllm.get("gpu_memory_utilization", _VLLM_SHARE)) * machine.gpu_bytes
 
 
 def _on_cpu(
@@ -130,27 +156,32 @@ def reference_side(config: Config, work: Workload, place: Placement, machine: Ma
         return "sampler"
     choices = {side: replace(work, reference_on=side) for side in ("sampler", "trainer")}
     fitting = [side for side in choices if not fit(config, choices[side], place, machine).problems]
-    width = int(config.vllm.get("tensor_parallel_size", 1))
-    return min(fitting or choices, key=lambda side: max(_seconds_of_sides(config, choices[side], machine, width)[:2]))
+    return min(fitting or choices, key=lambda side: max(_seconds_of_sides(config, choices[side], place, machine)[:2]))
 
 
-def _seconds_of_sides(config: Config, work: Workload, machine: Machine, width: int) -> tuple[float, float, Device]:
+def _seconds_of_sides(
+    config: Config, work: Workload, place: Placement, machine: Machine
+) -> tuple[float, float, Device]:
     """(sampling, training) of one batch of rollouts, and the device that was taken for the sampler."""
+    width, at_once = int(config.vllm.get("tensor_parallel_size", 1)), None
     if machine.gpus:
         device = known_device(machine.gpu_name) or _UNKNOWN
-        share = float(config.vllm.get("gpu_memory_utilization", _VLLM_SHARE))
         memory = sampler_memory(work, width)
-        at_once = max(1, memory.sequences_that_fit(share * machine.gpu_bytes)) if machine.gpu_bytes else None
+        if are_chosen(config, place, machine):
+            at_once = max(1, shares(work, machine, longest_sequence(config)).sequences)
+        else:
+            fitting = memory.sequences_that_fit(_vllm_bytes(config, memory, machine))
+            at_once = max(1, fitting) if machine.gpu_bytes else None
         on_sampler = on_trainer = device
     else:
         half = max(1, machine.cores // 2)
-        at_once, on_sampler, on_trainer = None, cpu(half), cpu(half)
+        on_sampler, on_trainer = cpu(half), cpu(half)
         work = _with_one_rank(work)
     return sampler_seconds(work, on_sampler, width, at_once), trainer_seconds(work, on_trainer), on_sampler
 
 
-def _times(config: Config, work: Workload, machine: Machine, width: int) -> str:
-    sampling, training, on_sampler = _seconds_of_sides(config, work, machine, width)
+def _times(config: Config, work: Workload, place: Placement, machine: Machine) -> str:
+    sampling, training, on_sampler = _seconds_of_sides(config, work, place, machine)
     slower, waiting = ("sampling", "trainer") if sampling > training else ("training", "sampler")
     share = 1 - min(sampling, training) / max(sampling, training)
     known = "" if on_sampler is not _UNKNOWN else f" ({machine.gpu_name or 'this GPU'} is not known: 100 TFLOP/s taken)"

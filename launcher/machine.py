@@ -4,9 +4,10 @@ before anything is installed, and within a second, because it never imports torc
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -36,13 +37,38 @@ def is_cpu_build() -> bool:
     return metadata.version("torch").endswith("+cpu")
 
 
-def count_gpus() -> int:
-    """GPUs that the NVIDIA driver lists; 0 where there is no driver."""
+@dataclass(frozen=True)
+class Gpu:
+    """Gpu(0, "GPU-5f2b…"): one line of `nvidia-smi -L`."""
+
+    number: int
+    uuid: str
+    is_cut: bool = False  # into MIG devices
+
+
+def listed_gpus() -> tuple[Gpu, ...]:
+    """GPUs that the NVIDIA driver lists; () where there is no driver."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.splitlines())
+        return ()
+    return gpus_in(listed)
+
+
+def gpus_in(listed: str) -> tuple[Gpu, ...]:
+    """gpus_in("GPU 0: NVIDIA L4 (UUID: GPU-5f2b)") == (Gpu(0, "GPU-5f2b"),); MIG devices stand below their GPU."""
+    found: list[Gpu] = []
+    for line in listed.splitlines():
+        if match := re.match(r"GPU (\d+):(?:.*\(UUID: (\S+)\))?", line):
+            found.append(Gpu(int(match[1]), match[2] or ""))
+        elif line.strip().startswith("MIG ") and found:
+            found[-1] = replace(found[-1], is_cut=True)
+    return tuple(found)
+
+
+def count_gpus() -> int:
+    """GPUs that the NVIDIA driver lists; 0 where there is no driver."""
+    return len(listed_gpus())
 
 
 def smallest_gpu() -> tuple[str, int]:

@@ -3,7 +3,8 @@
 DeepSpeed's launcher throws CUDA_VISIBLE_DEVICES away as soon as --num_gpus is given and then takes the first GPUs,
 the sampler's included. So with GPUs the trainer gets `--include localhost:<numbers>` and no CUDA_VISIBLE_DEVICES, and
 the sampler gets CUDA_VISIBLE_DEVICES. Without a GPU the launcher counts NUMA nodes, so there --num_gpus says the
-number of ranks. Left out: several trainer hosts, where you start `deepspeed --hostfile` and `sampling.py` yourself.
+number of ranks. A single GPU is shared by both processes; how much of it each gets is shares.py's. Left out: several
+trainer hosts, where you start `deepspeed --hostfile` and `sampling.py` yourself; several samplers; MIG devices.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from dataclasses import dataclass
 
 from common.config import Config
 from common.errors import UserError
-from launcher.machine import count_gpus, is_cpu_build
+from launcher.machine import Gpu, is_cpu_build, listed_gpus
 
 # glibc would give the memory of every large tensor back to the kernel and fetch it again, page by page, for the next:
 # 5 % of a step at 28M parameters. Up to 1 GiB stays with the process.
 _KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
+# CUDA would number the fastest GPU 0; nvidia-smi, whose numbers we read and print, goes by the bus.
+_NUMBERED = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,25 @@ class Placement:
     trainer_place: str
     sampler_gpus: tuple[int, ...] = ()
     trainer_gpus: tuple[int, ...] = ()
+    idle_gpus: tuple[int, ...] = ()  # visible, or named for the sampler, and used by neither process
+
+    @property
+    def shares_gpu(self) -> bool:
+        """Whether both processes run on one GPU."""
+        return bool(set(self.sampler_gpus) & set(self.trainer_gpus))
+
+    @property
+    def notice(self) -> str:
+        """What to say of GPUs that nobody uses; empty where there are none."""
+        if not self.idle_gpus:
+            return ""
+        width, first = len(self.sampler_gpus), self.idle_gpus[0]
+        return (
+            f"{_named('GPU', self.idle_gpus)} stay{'s' * (len(self.idle_gpus) == 1)} idle: launch.sh starts one "
+            f"sampler, which runs on {_named('GPU', self.sampler_gpus)} (vllm.tensor_parallel_size {width}). Name "
+            "more GPUs in trainer.devices, or start more samplers yourself: "
+            f"CUDA_VISIBLE_DEVICES={first} python sampling.py --config CONFIG --id sampler-{first}"
+        )
 
 
 def placement(config: Config, gpus: Sequence[int], cores: Sequence[int]) -> Placement:
@@ -86,32 +108,35 @@ def _on_gpus(config: Config, gpus: Sequence[int], cores: Sequence[int]) -> Place
     if ranks > len(trainer):
         raise UserError(
             f"trainer.num_ranks {ranks} needs as many GPUs and the trainer has {len(trainer)} of {len(gpus)}; "
-            f"set trainer.num_ranks={len(trainer)}"
+            f"set trainer.num_ranks={len(trainer)} (two ranks on one GPU are not supported: a larger "
+            "trainer.groups_per_micro_batch fills it)"
         )
-    tensor_parallel = config.vllm.get("tensor_parallel_size", 1)
-    if tensor_parallel > len(sampler):
+    width = _width(config)
+    if width > len(sampler):
         raise UserError(
-            f"vllm.tensor_parallel_size {tensor_parallel} needs as many GPUs and the sampler has {len(sampler)}; "
+            f"vllm.tensor_parallel_size {width} needs as many GPUs and the sampler has {len(sampler)}; "
             f"set vllm.tensor_parallel_size={len(sampler)} or give it more sampler.devices"
         )
-    if set(sampler) & set(trainer) and "gpu_memory_utilization" not in config.vllm:
-        raise UserError(
-            "one GPU for both processes: vLLM would take nearly all of its memory and leave none for training; "
-            "add vllm.gpu_memory_utilization=0.4"
-        )
-    sampler_ids, trainer_ids = [gpus[i] for i in sampler], [gpus[i] for i in trainer[:ranks]]
+    sampler_ids, trainer_ids = [gpus[i] for i in sampler[:width]], [gpus[i] for i in trainer[:ranks]]
+    place = f"{_named('GPU', trainer_ids)}, {ranks} rank{'s' * (ranks > 1)}"
     return Placement(
         num_ranks=ranks,
         launcher_args=("--include", "localhost:" + ",".join(map(str, trainer_ids))),
-        sampler_env={"CUDA_VISIBLE_DEVICES": ",".join(map(str, sampler_ids))},
-        trainer_env={"OMP_NUM_THREADS": str(max(1, len(cores) // (ranks + 1)))},
+        sampler_env=_NUMBERED | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, sampler_ids))},
+        trainer_env=_NUMBERED | {"OMP_NUM_THREADS": str(max(1, len(cores) // (ranks + 1)))},
         sampler_cores=(),
         trainer_cores=(),
         sampler_place=_named("GPU", sampler_ids),
-        trainer_place=f"{_named('GPU', trainer_ids)}, {ranks} rank{'s' * (ranks > 1)}",
+        trainer_place=place + (", shared with the sampler" if set(sampler) & set(trainer) else ""),
         sampler_gpus=tuple(sampler_ids),
         trainer_gpus=tuple(trainer_ids),
+        idle_gpus=tuple(gpus[i] for i in range(len(gpus)) if i not in sampler[:width] and i not in trainer[:ranks]),
     )
+
+
+def _width(config: Config) -> int:
+    """GPUs that one vLLM engine runs on."""
+    return int(config.vllm.get("tensor_parallel_size", 1))
 
 
 def _split_gpus(config: Config, count: int) -> tuple[list[int], list[int]]:
@@ -124,11 +149,11 @@ def _split_gpus(config: Config, count: int) -> tuple[list[int], list[int]]:
                 f"{name}.devices {devices}: there is no GPU {missing[0]}; visible are {count}, "
                 f"numbered 0 to {count - 1} (see `nvidia-smi -L` and CUDA_VISIBLE_DEVICES)"
             )
-    if count == 1 and not (sampler and trainer):
+    if count == 1:
         return [0], [0]
     if not sampler:
         free = [i for i in range(count) if i not in trainer]
-        sampler = free if trainer else free[: config.vllm.get("tensor_parallel_size", 1)]
+        sampler = free if trainer else free[: _width(config)]
     trainer = trainer or [i for i in range(count) if i not in sampler]
     for name, devices, other in (("sampler", sampler, "trainer"), ("trainer", trainer, "sampler")):
         if not devices:
@@ -139,22 +164,44 @@ def _split_gpus(config: Config, count: int) -> tuple[list[int], list[int]]:
 def visible_gpus(environ: Mapping[str, str]) -> tuple[int, ...]:
     """Numbers of the GPUs that CUDA_VISIBLE_DEVICES leaves us; () without GPUs or with the CPU build of torch.
 
-    Asks nvidia-smi, not torch, whose import takes longer than a user error may take to show.
-    Raises UserError for GPUs listed by UUID, which DeepSpeed's launcher cannot take.
+    Asks nvidia-smi, not torch, whose import takes longer than a user error may take to show. A UUID becomes the number
+    of its GPU, because DeepSpeed's launcher takes numbers only. Raises UserError for an unknown UUID, for MIG devices,
+    which have no number, and for a GPU that is cut into such.
     """
     if is_cpu_build():
         return ()
-    listed = environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is None:
-        return tuple(range(count_gpus()))
-    names = [name.strip() for name in listed.split(",") if name.strip()]
-    if names and not all(name.lstrip("-").isdigit() for name in names):
+    listed, named = listed_gpus(), environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        numbers = [gpu.number for gpu in listed]
+    else:
+        names = [name.strip() for name in named.split(",") if name.strip()]
+        numbers = [_number(name, listed) for name in names]
+        numbers = numbers[: numbers.index(-1)] if -1 in numbers else numbers  # CUDA stops reading at -1
+    if cut := [gpu.number for gpu in listed if gpu.number in numbers and gpu.is_cut]:
+        raise UserError(f"GPU {cut[0]} is cut into MIG devices; {_WITHOUT_MIG.format(number=cut[0])}")
+    return tuple(numbers)
+
+
+_WITHOUT_MIG = (
+    "DeepSpeed reads device numbers, and MIG devices have names only. Use a whole GPU, or join this one again: "
+    "sudo nvidia-smi -i {number} -mig 0"
+)
+
+
+def _number(name: str, listed: Sequence[Gpu]) -> int:
+    """Of one entry of CUDA_VISIBLE_DEVICES: a number, or as much of a UUID as makes it unique."""
+    if name.lstrip("-").isdigit():
+        return int(name)
+    if name.startswith("MIG-"):
+        raise UserError(f"CUDA_VISIBLE_DEVICES={name}: {_WITHOUT_MIG.format(number='NUMBER')}")
+    found = [gpu.number for gpu in listed if gpu.uuid.startswith(name)]
+    if len(found) != 1:
+        which = "several GPUs have" if found else "no GPU has"
         raise UserError(
-            f"CUDA_VISIBLE_DEVICES={listed}: DeepSpeed's launcher takes GPU numbers only; "
-            "write for example CUDA_VISIBLE_DEVICES=0,1"
+            f"CUDA_VISIBLE_DEVICES={name}: {which} this UUID; see `nvidia-smi -L`, or write numbers: "
+            "CUDA_VISIBLE_DEVICES=0,1"
         )
-    numbers = [int(name) for name in names]
-    return tuple(numbers[: numbers.index(-1)] if -1 in numbers else numbers)  # CUDA stops reading at -1
+    return found[0]
 
 
 def _named(what: str, numbers: Sequence[int]) -> str:

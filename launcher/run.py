@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from common.config import Config, load
@@ -20,6 +21,7 @@ from common.durable import lock
 from common.errors import UserError
 from common.exits import DONE, INTERRUPTED, USER_ERROR
 from common.run_folder import FINAL, checkpoints, no_checkpoint
+from launcher import shares
 from launcher.batch_plan import batch_plan, one_line
 from launcher.commands import Commands
 from launcher.fit import reference_side
@@ -58,6 +60,9 @@ def main(arguments: Sequence[str]) -> int:
             if config.reference.on == "auto" and config.algorithm.beta > 0:
                 overrides = [*overrides, f"reference.on={_reference_side(config, place)}"]
                 config = load(path, overrides)
+            if chosen := _shares(config, place):
+                overrides = [*overrides, *chosen]
+                config = load(path, overrides)
             return _run(Commands(path, overrides, config, place))
     except UserError as error:
         print(f"tandem: {error}", file=sys.stderr)
@@ -71,6 +76,17 @@ def _reference_side(config: Config, place: Placement) -> str:
         return "sampler"
     machine = this_machine(len(visible_gpus(os.environ)))
     return reference_side(config, workload_of(config, place.num_ranks, model), place, machine)
+
+
+def _shares(config: Config, place: Placement) -> list[str]:
+    """vLLM's part of a GPU that it shares with the trainer, as settings."""
+    if not place.shares_gpu or any(name in config.vllm for name in shares.BY_HAND):
+        return []
+    model = read_dims(config.model.path, config.model.revision)
+    if model is None:
+        raise shares.no_estimate(config)
+    work = replace(workload_of(config, place.num_ranks, model), reference_on=config.reference.on)
+    return shares.settings(config, work, place, this_machine(len(visible_gpus(os.environ))))
 
 
 def _evaluate(config: Config, path: Path, overrides: Sequence[str]) -> int:
@@ -88,6 +104,9 @@ def _run(commands: Commands) -> int:
     print(f"tandem: {one_line(batch_plan(commands.config, place.num_ranks))}", file=sys.stderr)
     print(f"tandem: sampler on {place.sampler_place}; log {folder}/logs/sampler.log", file=sys.stderr)
     print(f"tandem: trainer on {place.trainer_place}; log {folder}/logs/trainer.log", file=sys.stderr, flush=True)
+    for text in (place.notice, shares.said(commands.config) if place.shares_gpu else ""):
+        if text:
+            print(f"tandem: {text}", file=sys.stderr)
     if side := commands.config.reference_on:
         print(f"tandem: reference model on the {side}", file=sys.stderr, flush=True)
     rules = Rules(commands.restart_trainer, commands.steps, (folder / FINAL).is_dir)

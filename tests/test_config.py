@@ -150,7 +150,8 @@ def test_as_many_weights_as_reward_functions(tmp_path: Path) -> None:
     assert "reward_funcs is empty" in problem(tmp_path, GOOD, "rewards.reward_funcs=[]")
 
 
-def test_one_gpu_cannot_serve_both_processes(tmp_path: Path) -> None:
+def test_devices_overlap_only_where_both_processes_share_one_gpu(tmp_path: Path) -> None:
+    assert load(write(tmp_path, GOOD), ["sampler.devices=[1]", "trainer.devices=[1]"]).trainer.devices == [1]
     message = problem(tmp_path, GOOD, "sampler.devices=[0, 1]", "trainer.devices=[1, 2]")
     assert "GPU 1 is in sampler.devices [0, 1] and in trainer.devices [1, 2]" in message
 

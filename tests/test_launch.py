@@ -16,7 +16,7 @@ import pytest
 
 from common.config import Config
 from common.errors import UserError
-from launcher import doctor_config, doctor_machine, doctor_packages, machine
+from launcher import doctor_config, doctor_gpu, doctor_machine, doctor_packages, machine
 from launcher.placement import Placement, placement, visible_gpus
 from tests.test_imports import PACKAGES
 from tests.tiny import tiny_model
@@ -58,6 +58,7 @@ class Copy:
             (self.bin / tool).symlink_to(path)
         self.add("python3.11", PYTHON)
         self.add("g++", "#!/usr/bin/env bash\n")
+        self.add("gcc", "#!/usr/bin/env bash\n")
 
     def add(self, name: str, text: str) -> None:
         (self.bin / name).unlink(missing_ok=True)
@@ -155,6 +156,87 @@ def test_a_machine_with_a_gpu_gets_the_gpu_packages(copy):
     copy.add("nvidia-smi", "#!/usr/bin/env bash\necho 'GPU 0: one'\n")
     copy.launch("setup")
     assert "-m pip install -r requirements.txt -c requirements-gpu.lock" in copy.calls()
+
+
+def nvidia_smi(driver: str = "580.95.05", capability: str = "8.9", name: str = "NVIDIA L4") -> str:
+    """A driver's program: the list of GPUs, the query of launch.sh, and the table."""
+    return f"""#!/usr/bin/env bash
+case $* in
+  -L) echo 'GPU 0: {name} (UUID: GPU-0)' ;;
+  --query-gpu=driver_version,compute_cap,name*) echo '{driver}, {capability}, {name}'; echo '{driver}, 9.0, second' ;;
+  '') echo '| NVIDIA-SMI {driver}   Driver Version: {driver}   CUDA Version: 12.2 |' ;;
+  *) exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("gpu", "environment", "message"),
+    [
+        ({"driver": "535.104.05"}, {}, "NVIDIA driver 535.104.05 (CUDA 12.2) is too old: PyTorch and vLLM"),
+        ({"capability": "7.0", "name": "Tesla V100"}, {}, "GPU Tesla V100 has compute capability 7.0 and CUDA 13"),
+        ({}, {"FAILS_ON": "Python.h"}, "Triton compiles against Python.h, which"),
+        ({}, {"CC": "no-such-compiler"}, "gcc or clang: apt-get install gcc"),
+    ],
+    ids=["driver", "capability", "headers", "compiler"],
+)
+def test_what_a_gpu_machine_lacks_is_said_before_anything_is_downloaded(copy, gpu, environment, message):
+    copy.add("nvidia-smi", nvidia_smi(**gpu))
+    if "CC" in environment:
+        (copy.bin / "gcc").unlink()
+    result = copy.launch("setup", **environment)
+    assert result.returncode == 2
+    assert message in result.stderr.splitlines()[-1]
+    assert not any("pip" in call or "venv" in call for call in copy.calls())
+
+
+def test_a_good_driver_an_unknown_one_and_one_that_the_user_vouches_for_are_accepted(copy):
+    for text, environment in (
+        (nvidia_smi(), {}),
+        (nvidia_smi(driver="[N/A]", capability="[N/A]"), {}),
+        (nvidia_smi(driver="535.104.05"), {"ANY_DRIVER": "1"}),
+        (nvidia_smi(capability="12.0"), {"CC": "gcc"}),
+    ):
+        copy.add("nvidia-smi", text)
+        shutil.rmtree(copy.folder / ".venv", ignore_errors=True)
+        result = copy.launch("setup", **environment)
+        assert result.returncode == 0, result.stderr
+        assert "-m pip install -r requirements.txt -c requirements-gpu.lock" in copy.calls()
+
+
+def test_too_little_memory_is_said_before_anything_is_downloaded(copy):
+    awk = f'#!/usr/bin/env bash\ncase $* in *MemTotal*) echo 2000000 ;; *) exec {shutil.which("awk")} "$@" ;; esac\n'
+    copy.add("awk", awk)
+    result = copy.launch("setup")
+    assert (result.returncode, copy.calls()) == (2, [])
+    assert "needs 5 GB of memory and there are 2" in result.stderr
+
+
+def test_the_doctor_and_the_installation_ask_for_the_same_driver_and_gpu():
+    text = (ROOT / "launch.sh").read_text()
+    assert f"oldest_driver={doctor_gpu.OLDEST_DRIVER} " in text
+    assert "oldest_gpu={}{} ".format(*doctor_gpu.OLDEST_GPU) in text
+    assert not doctor_gpu.driver("579.99").ok and doctor_gpu.driver("580.65.06").ok and doctor_gpu.driver("").ok
+    assert not doctor_gpu.gpu("Tesla V100", "7.0").ok and doctor_gpu.gpu("B200", "10.0").ok
+
+
+def test_the_doctor_reads_driver_gpus_compiler_and_headers(tmp_path, monkeypatch):
+    (tmp_path / "nvidia-smi").write_text(nvidia_smi(driver="550.1"))
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    (tmp_path / "bash").symlink_to(shutil.which("bash"))
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin")
+    old, *gpus, compiler, headers = doctor_gpu.checks()
+    assert not old.ok and "driver: 550.1; CUDA 13 needs 580" in old.text
+    assert [check.text for check in gpus] == [
+        "GPU: NVIDIA L4, compute capability 8.9",
+        "GPU: second, compute capability 9.0",
+    ]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CC", "nobody")
+    monkeypatch.setattr(doctor_gpu.sysconfig, "get_path", lambda _: str(tmp_path))
+    *_, compiler, headers = doctor_gpu.checks()
+    assert (compiler.ok, compiler.fix) == (False, "apt-get install gcc")
+    assert not headers.ok and headers.fix.startswith("apt-get install python3.")
 
 
 def test_the_pytorch_index_is_asked_only_for_torch_and_only_when_the_own_index_has_none(copy):
@@ -305,10 +387,13 @@ def test_cores_are_divided_so_that_every_rank_has_its_threads(cores, ranks, expe
         ([0, 1, 2, 3], {}, "0", "localhost:1,2,3"),
         ([0, 1, 2, 3], {"vllm": {"tensor_parallel_size": 2}}, "0,1", "localhost:2,3"),
         ([0, 1, 2], {"sampler": {"devices": [2]}}, "2", "localhost:0,1"),
-        ([0, 1, 2], {"trainer": {"devices": [0]}}, "1,2", "localhost:0"),
+        ([0, 1, 2], {"trainer": {"devices": [0]}}, "1", "localhost:0"),
+        ([0, 1, 2, 3], {"sampler": {"devices": [2, 3]}, "vllm": {"tensor_parallel_size": 2}}, "2,3", "localhost:0,1"),
         ([4, 6, 7], {"sampler": {"devices": [0]}, "trainer": {"devices": [2]}}, "4", "localhost:7"),
         ([0, 1, 2, 3], {"trainer": {"num_ranks": 2}}, "0", "localhost:1,2"),
-        ([0], {"vllm": {"gpu_memory_utilization": 0.4}}, "0", "localhost:0"),
+        ([0], {}, "0", "localhost:0"),
+        ([5], {"sampler": {"devices": [0]}, "trainer": {"devices": [0]}}, "5", "localhost:5"),
+        ([0, 1], {"sampler": {"devices": [1]}, "trainer": {"devices": [1]}}, "1", "localhost:1"),
     ],
 )
 def test_gpus_are_named_by_include_and_never_counted(gpus, sections, sampler, trainer):
@@ -317,13 +402,15 @@ def test_gpus_are_named_by_include_and_never_counted(gpus, sections, sampler, tr
     assert place.launcher_args == ("--include", trainer)
     assert place.num_ranks == trainer.count(",") + 1
     assert "CUDA_VISIBLE_DEVICES" not in place.trainer_env
+    assert place.sampler_env["CUDA_DEVICE_ORDER"] == place.trainer_env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert place.shares_gpu == (sampler in trainer)
 
 
 @pytest.mark.parametrize(
     ("gpus", "sections", "message"),
     [
         ([], {"sampler": {"devices": [0]}}, "no GPU is visible"),
-        ([0], {}, "add vllm.gpu_memory_utilization=0.4"),
+        ([0], {"trainer": {"num_ranks": 2}}, "two ranks on one GPU are not supported"),
         ([0, 1], {"sampler": {"devices": [2]}}, "there is no GPU 2; visible are 2"),
         ([0, 1], {"sampler": {"devices": [0, 1]}}, "no GPU is left for the trainer"),
         ([0, 1], {"trainer": {"num_ranks": 2}}, "set trainer.num_ranks=1"),
@@ -335,17 +422,53 @@ def test_devices_that_are_not_there_are_user_errors(gpus, sections, message):
         placement(config(**sections), gpus=gpus, cores=[0, 1])
 
 
+def test_gpus_that_nobody_uses_are_named_with_what_would_use_them():
+    place = placement(config(trainer={"devices": [0, 1]}), gpus=range(8), cores=[0])
+    assert (place.sampler_gpus, place.idle_gpus) == ((2,), (3, 4, 5, 6, 7))
+    assert place.notice.startswith("GPUs 3,4,5,6,7 stay idle: launch.sh starts one sampler, which runs on GPU 2")
+    assert place.notice.endswith("CUDA_VISIBLE_DEVICES=3 python sampling.py --config CONFIG --id sampler-3")
+    one = placement(config(trainer={"devices": [0]}), gpus=[4, 6, 7], cores=[0])
+    assert one.notice.startswith("GPU 7 stays idle")
+    assert placement(config(), gpus=range(8), cores=[0]).notice == ""
+
+
+LISTED = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5f2b9c11-0000-1111-2222-333344445555)
+GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-5f2b9c11-9999-1111-2222-333344445555)
+GPU 2: NVIDIA A100-SXM4-40GB (UUID: GPU-8f2a0000-0000-1111-2222-333344445555)
+  MIG 3g.20gb     Device  0: (UUID: MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f)
+  MIG 3g.20gb     Device  1: (UUID: MIG-cba663e8-9bed-5b25-b243-5985ef7c9beb)
+GPU 3: NVIDIA A100-SXM4-40GB
+"""
+
+
 def test_visible_gpus_are_those_that_cuda_visible_devices_leaves(monkeypatch):
     monkeypatch.setattr("launcher.placement.is_cpu_build", lambda: False)
-    monkeypatch.setattr("launcher.placement.count_gpus", lambda: 4)
+    whole = "".join(line + "\n" for line in LISTED.splitlines() if "MIG" not in line)
+    monkeypatch.setattr("launcher.placement.listed_gpus", lambda: machine.gpus_in(whole))
     assert visible_gpus({}) == (0, 1, 2, 3)
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3,1"}) == (3, 1)
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ()
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2,-1,0"}) == (2,)
-    with pytest.raises(UserError, match="GPU numbers only"):
-        visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-8f2a"})
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-8f2a, GPU-5f2b9c11-9"}) == (2, 1)
     monkeypatch.setattr("launcher.placement.is_cpu_build", lambda: True)
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0"}) == ()
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ("GPU-5f2b", "several GPUs have this UUID"),
+        ("GPU-1234", "no GPU has this UUID; see `nvidia-smi -L`"),
+        ("MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f", "MIG devices have names only"),
+        ("2", "GPU 2 is cut into MIG devices; DeepSpeed reads device numbers"),
+    ],
+)
+def test_devices_without_a_number_are_user_errors(monkeypatch, named, message):
+    monkeypatch.setattr("launcher.placement.is_cpu_build", lambda: False)
+    monkeypatch.setattr("launcher.placement.listed_gpus", lambda: machine.gpus_in(LISTED))
+    with pytest.raises(UserError, match=re.escape(message)):
+        visible_gpus({"CUDA_VISIBLE_DEVICES": named})
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}) == (0, 3)
 
 
 # --- doctor and what it asks the machine
@@ -469,7 +592,7 @@ def test_every_check_that_fails_has_something_to_paste():
     assert all(check.ok or check.fix for check in checks)
     calls = [
         node
-        for name in ("doctor_machine", "doctor_packages", "doctor_config")
+        for name in ("doctor_machine", "doctor_packages", "doctor_config", "doctor_gpu")
         for node in ast.walk(ast.parse((ROOT / "launcher" / f"{name}.py").read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "Check"
     ]

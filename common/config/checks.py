@@ -29,11 +29,13 @@ def contradictions(config: Settings) -> Iterator[str]:
 
 
 def _devices(config: Settings) -> Iterator[str]:
+    """One GPU may be shared whole: [0] and [0]. An overlap of more is a slip."""
     shared = sorted(set(config.sampler.devices) & set(config.trainer.devices))
-    if shared:
+    if shared and not len(config.sampler.devices) == len(config.trainer.devices) == 1:
         yield (
             f"GPU {shared[0]} is in sampler.devices {config.sampler.devices} and in trainer.devices "
-            f"{config.trainer.devices}; give each process its own"
+            f"{config.trainer.devices}; give each process its own, or one GPU to both: sampler.devices=[{shared[0]}] "
+            f"trainer.devices=[{shared[0]}]"
         )
 
 

@@ -34,7 +34,8 @@ class Sampler(Section):
     ignore_eos: bool = False
     """Sample to max_completion_length whatever comes: for measurements, where every step must cost the same."""
     devices: list[int] = []
-    """GPUs of the sampler, by index; empty = all visible ones, or the CPU."""
+    """GPUs of the sampler, by index; it uses vllm.tensor_parallel_size of them. Empty = the first visible ones, or the
+    CPU."""
 
     @property
     def max_sampling_mask(self) -> int:

@@ -63,11 +63,11 @@ class Trainer(Section):
     save_limit: int = Field(2, ge=2)
     """Checkpoints kept. Never fewer than two: the newest may be the one a crash interrupts."""
     devices: list[int] = []
-    """GPUs of the trainer, one rank each; empty = all visible ones that the sampler does not own."""
+    """GPUs of the trainer, one rank each; empty = all visible ones that the sampler does not own, or the only one."""
     num_ranks: int | None = Field(None, gt=0)
     """Ranks that launch.sh starts; null = one per device, 1 on CPU."""
     dist_backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """auto: nccl on GPUs, gloo on CPU. gloo is needed on vGPU clusters and for two ranks on one GPU."""
+    """auto: nccl on GPUs, gloo on CPU. gloo is needed on vGPU clusters, where NCCL does not work."""
     logprob_chunk_size: int = Field(1024, gt=0)
     """Tokens whose [tokens, vocabulary] logits exist at one time."""
     max_skipped_steps: int = Field(3, ge=1)
