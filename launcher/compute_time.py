@@ -1,4 +1,4 @@
-"""How long a batch of rollouts will take on each side, from the workload and a device's data sheet. Estimates. Pure.
+"""How long a batch of rollouts will take on GPUs, from the workload and a device's data sheet. Estimates. Pure.
 
 The letters are those of workload.py. Left out: overlap of the two processes.
 """
@@ -48,11 +48,6 @@ def known_device(name: str) -> Device | None:
     """known_device("NVIDIA A100-SXM4-80GB").name == "A100" """
     named = [device for device in DEVICES if device.name in name]
     return max(named, key=lambda device: len(device.name), default=None)
-
-
-def cpu(cores: int) -> Device:
-    """A guess: 20 GFLOP/s per core and 10 GB/s in all."""
-    return Device("CPU", 20e9 * max(1, cores), 10e9)
 
 
 def trainer_seconds(work: Workload, device: Device) -> float:

@@ -1,4 +1,4 @@
-"""Does a run fit its devices, and which side will wait? Lines and problems for people, from the estimates. Pure.
+"""Does a run fit its devices, and where does the reference go? Lines and problems for people, from the estimates. Pure.
 
 Left out: several kinds of GPU in one machine; the smallest is taken for all.
 """
@@ -8,15 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from common.config import Config
-from launcher.compute_time import Device, cpu, known_device, sampler_seconds, trainer_seconds
 from launcher.machine import GIB, Machine
 from launcher.memory import SamplerMemory, TrainerMemory, sampler_memory, smaller, trainer_memory
 from launcher.placement import Placement
 from launcher.shares import are_chosen, longest_sequence, problem, shares
+from launcher.who_waits import engine_gpus, seconds_of_sides, times, vllm_bytes
 from launcher.workload import Workload
-
-_VLLM_SHARE = 0.92  # vLLM's own default of gpu_memory_utilization
-_UNKNOWN = Device("unknown", 100e12, 1e12)
 
 
 @dataclass(frozen=True)
@@ -27,8 +24,7 @@ class Fit:
 
 def fit(config: Config, work: Workload, place: Placement, machine: Machine) -> Fit:
     trainer = trainer_memory(work)
-    width = int(config.vllm.get("tensor_parallel_size", 1))
-    sampler = sampler_memory(work, width)
+    sampler = sampler_memory(work, engine_gpus(config))
     lines = [("trainer", f"{_gib(trainer.total)} per rank: {_parts(trainer)}")]
     if work.adapters is not None:
         share = work.adapters / work.model.parameters
@@ -38,7 +34,7 @@ def fit(config: Config, work: Workload, place: Placement, machine: Machine) -> F
     if are_chosen(config, place, machine):
         on_devices = _on_one_gpu
     more, problems = on_devices(config, work, place, machine, trainer, sampler)
-    return Fit((*lines, *more, ("time", _times(config, work, place, machine))), tuple(problems))
+    return Fit((*lines, *more, *times(config, work, place, machine)), tuple(problems))
 
 
 def _parts(memory: TrainerMemory) -> str:
@@ -60,7 +56,7 @@ Findings = tuple[list[tuple[str, str]], list[str]]  # lines, problems
 def _on_gpus(
     config: Config, work: Workload, place: Placement, machine: Machine, trainer: TrainerMemory, sampler: SamplerMemory
 ) -> Findings:
-    taken = _vllm_bytes(config, sampler, machine)
+    taken = vllm_bytes(config, sampler, machine)
     wanted = min(work.max_num_seqs, work.groups_per_batch * work.num_generations)
     if not machine.gpu_bytes:
         text = f"weights {_gib(sampler.weights)}, cache {_gib(sampler.cache_per_sequence)} per sequence"
@@ -107,13 +103,6 @@ def _on_one_gpu(
     return [("sampler", text), ("one GPU", f"{together}; {' '.join(found.settings)}")], []
 
 
-def _vllm_bytes(config: Config, sampler: SamplerMemory, machine: Machine) -> float:
-    """What vLLM takes of a GPU, without a reference model beside it."""
-    if cache := config.vllm.get("kv_cache_memory_bytes"):
-        return sampler.weights + sampler.overhead + float(cache)
-    return float(config.vllm.get("gpu_memory_utilization", _VLLM_SHARE)) * machine.gpu_bytes
-
-
 def _on_cpu(
     config: Config, work: Workload, place: Placement, machine: Machine, trainer: TrainerMemory, sampler: SamplerMemory
 ) -> Findings:
@@ -150,60 +139,16 @@ def _trainer_is_too_large(work: Workload, total: float, budget: float, what: str
 def reference_side(config: Config, work: Workload, place: Placement, machine: Machine) -> str:
     """Where the reference model goes: to the side whose addition leaves the slower of the two the faster.
 
-    The sampler gets it if that makes no difference, if only there is room for it, or if rewards need it.
+    The sampler gets it if that makes no difference, if only there is room for it, if rewards need it, or if there is no
+    estimate.
     """
     if work.reference is None or config.algorithm.kl_in_reward:
         return "sampler"
     choices = {side: replace(work, reference_on=side) for side in ("sampler", "trainer")}
     fitting = [side for side in choices if not fit(config, choices[side], place, machine).problems]
-    return min(fitting or choices, key=lambda side: max(_seconds_of_sides(config, choices[side], place, machine)[:2]))
-
-
-def _seconds_of_sides(
-    config: Config, work: Workload, place: Placement, machine: Machine
-) -> tuple[float, float, Device]:
-    """(sampling, training) of one batch of rollouts, and the device that was taken for the sampler."""
-    width, at_once = int(config.vllm.get("tensor_parallel_size", 1)), None
-    if machine.gpus:
-        device = known_device(machine.gpu_name) or _UNKNOWN
-        memory = sampler_memory(work, width)
-        if are_chosen(config, place, machine):
-            at_once = max(1, shares(work, machine, longest_sequence(config)).sequences)
-        else:
-            fitting = memory.sequences_that_fit(_vllm_bytes(config, memory, machine))
-            at_once = max(1, fitting) if machine.gpu_bytes else None
-        on_sampler = on_trainer = device
-    else:
-        half = max(1, machine.cores // 2)
-        on_sampler, on_trainer = cpu(half), cpu(half)
-        work = _with_one_rank(work)
-    return sampler_seconds(work, on_sampler, width, at_once), trainer_seconds(work, on_trainer), on_sampler
-
-
-def _times(config: Config, work: Workload, place: Placement, machine: Machine) -> str:
-    sampling, training, on_sampler = _seconds_of_sides(config, work, place, machine)
-    slower, waiting = ("sampling", "trainer") if sampling > training else ("training", "sampler")
-    share = 1 - min(sampling, training) / max(sampling, training)
-    known = "" if on_sampler is not _UNKNOWN else f" ({machine.gpu_name or 'this GPU'} is not known: 100 TFLOP/s taken)"
-    tail = (
-        "both sides are about even"
-        if share < 0.2
-        else f"{slower} takes longer, the {waiting} will wait about {100 * share:.0f} % of the time"
-    )
-    return (
-        f"a batch of longest completions: sampling ≈ {_seconds(sampling)}, training ≈ {_seconds(training)}; {tail}. "
-        f"A rough estimate from operations and bandwidth{known}"
-    )
-
-
-def _with_one_rank(work: Workload) -> Workload:
-    """Ranks on a CPU share its cores."""
-    return replace(work, ranks=1)
+    slower = {side: max(seconds_of_sides(config, choices[side], place, machine) or (0.0,)) for side in choices}
+    return min(fitting or choices, key=slower.__getitem__)
 
 
 def _gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.3g} MiB"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.1f} s" if value < 10 else f"{value:.0f} s"

@@ -6,10 +6,15 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from launcher.cpu_time import Measured
 
 ROOT = Path(__file__).resolve().parents[1]  # of the repository
 GIB = 2**30
@@ -24,6 +29,7 @@ class Machine:
     gpu_name: str
     memory: float  # bytes of the host
     cores: int
+    measured: Mapping[int, Measured] | None = None  # without GPUs, by number of threads; see measure.py
 
 
 def this_machine(num_gpus: int) -> Machine:

@@ -21,6 +21,7 @@ from common.errors import UserError
 from launcher.batch_plan import BatchPlan, batch_plan, epochs, lines
 from launcher.fit import fit, reference_side
 from launcher.machine import GIB, Machine, this_machine
+from launcher.measure import with_measured
 from launcher.placement import Placement, placement, visible_gpus
 from launcher.run import parse
 from launcher.workload import workload_of, zero_stage
@@ -69,6 +70,7 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
         troubles: tuple[str, ...] = ()
     else:
         work, on = workload_of(config, place.num_ranks, model), config.reference.on
+        machine = with_measured(machine, work, place)
         side = reference_side(config, work, place, machine) if on == "auto" else on
         result = fit(config, replace(work, reference_on=side), place, machine)
         troubles = result.problems

@@ -26,6 +26,7 @@ from launcher.batch_plan import batch_plan, one_line
 from launcher.commands import Commands
 from launcher.fit import reference_side
 from launcher.machine import ROOT, this_machine
+from launcher.measure import with_measured
 from launcher.output_dir import LOCK, check_folder, in_use, move_aside
 from launcher.placement import Placement, placement, visible_gpus
 from launcher.supervisor import Rules, Supervisor
@@ -74,8 +75,9 @@ def _reference_side(config: Config, place: Placement) -> str:
     model = read_dims(config.model.path, config.model.revision)
     if model is None:  # no estimate for it
         return "sampler"
-    machine = this_machine(len(visible_gpus(os.environ)))
-    return reference_side(config, workload_of(config, place.num_ranks, model), place, machine)
+    work = workload_of(config, place.num_ranks, model)
+    machine = with_measured(this_machine(len(visible_gpus(os.environ))), work, place)
+    return reference_side(config, work, place, machine)
 
 
 def _shares(config: Config, place: Placement) -> list[str]:

@@ -32,6 +32,7 @@ class Workload:
     checkpointing: bool = False
     chunk: int = 1024  # trainer.logprob_chunk_size
     passes: int = 1
+    mini_batches: int = 1  # optimizer steps of a pass
     adapters: int | None = None  # parameters of LoRA, which alone are trained; None = every weight is
     has_token_budget: bool = False  # trainer.max_tokens_per_micro_batch
     critic: ModelDims | None = None
@@ -79,6 +80,7 @@ def workload_of(config: Config, num_ranks: int, model: ModelDims) -> Workload:
         checkpointing=config.model.gradient_checkpointing,
         chunk=config.trainer.logprob_chunk_size,
         passes=config.algorithm.num_iterations,
+        mini_batches=config.algorithm.steps_per_generation,
         adapters=_adapter_parameters(config, model),
         critic=_dims_or(model, critic.path, critic.revision) if config.algorithm.needs_critic else None,
         reference=_dims_or(model, reference.path, reference.revision) if config.algorithm.beta > 0 else None,

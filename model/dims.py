@@ -34,11 +34,17 @@ class ModelDims:
     qk_norm: bool = False
 
     @property
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        """(out, in) of a layer's query, key, value and output projection, gate, up and down."""
+        h, i, queries, keys = self.hidden, self.intermediate, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return (queries, h), (keys, h), (keys, h), (h, queries), (i, h), (i, h), (h, i)
+
+    @property
     def layer_parameters(self) -> int:
         """q + k + v + o = 2·H·A·D + 2·H·K·D (+ biases), MLP = 3·H·I, two norms = 2·H (+ 2·D with query-key norms)."""
-        h, a, k, d = self.hidden, self.heads, self.kv_heads, self.head_dim
-        attention = 2 * h * a * d + 2 * h * k * d + self.bias * (a + 2 * k) * d
-        return attention + 3 * h * self.intermediate + 2 * h + self.qk_norm * 2 * d
+        biases = self.bias * (self.heads + 2 * self.kv_heads) * self.head_dim
+        norms = 2 * self.hidden + self.qk_norm * 2 * self.head_dim
+        return sum(out * into for out, into in self.matrices) + biases + norms
 
     @property
     def parameters(self) -> int:

@@ -16,7 +16,7 @@ import torch
 
 from common.config import Config
 from launcher.batch_plan import BatchPlan, batch_plan, epochs, lines, one_line
-from launcher.compute_time import Device, cpu, known_device, sampler_seconds, trainer_seconds
+from launcher.compute_time import Device, known_device, sampler_seconds, trainer_seconds
 from launcher.fit import fit, reference_side
 from launcher.machine import GIB, Machine
 from launcher.memory import layer_activations, sampler_memory, smaller, states, trainer_memory
@@ -187,7 +187,7 @@ def test_adapters_alone_have_gradients_and_optimizer_state() -> None:
     assert QWEN.adapter_parameters(16, {"q_proj", "down_proj"}) == 28 * 16 * (1536 + 1536 + 1536 + 8960)
     memory = trainer_memory(load_of(adapters=18_464_768))
     assert (memory.weights, memory.gradients, memory.optimizer) == (2 * (N + 18_464_768), 18_464_768, 6 * 18_464_768)
-    device = cpu(1)
+    device = Device("x", flops=1e12, bandwidth=1e10)
     assert trainer_seconds(load_of(adapters=1), device) == pytest.approx(trainer_seconds(load_of(), device) * 2 / 3)
 
 
@@ -380,6 +380,8 @@ def test_a_plan_shows_numbers_devices_prompt_and_rewards(task: Path) -> None:
         "200 batches of rollouts, 200 optimizer steps, 40 epochs",
         "trainer       CPU, ",
         "shared cores, 1 rank × ",
+        "a batch of longest completions: sampling ≈ ",
+        "measured just now at the shapes of this run: ",
         "| <|im_start|>user",
         "What is 0+2?",
         "row 0, ",

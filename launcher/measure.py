@@ -1,0 +1,213 @@
+"""A second of measuring what this machine does at the shapes of a run:  python -m launcher.measure '{"model": …}'
+
+In a process of its own, because `plan` and `run` never import torch. Each figure is the best of a few short trials, so
+that other work on the machine disturbs it little. Nothing is kept: a bad second must not stay for ever. The model is a
+stand-in of one layer and a slice of the head, with the trainer's own attention, products and log-probs.
+Left out: GPUs, whose data sheets are in compute_time.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from launcher.cpu_time import Measured, Shapes
+from launcher.machine import ROOT, Machine
+from launcher.placement import Placement
+from launcher.who_waits import threads_of
+from launcher.workload import Workload
+from model.dims import ModelDims
+
+if TYPE_CHECKING:
+    import torch
+
+_TRIAL_S = 0.12  # of one figure, after one trial that warms up
+_LARGEST_S = 0.15  # of one trial: large models are measured on fewer tokens
+_HEAD_ROWS, _HEAD_WIDTH = 256, 8192  # tokens and entries of the vocabulary
+_STREAMED = 64 * 2**20  # bytes of weights that take turns while decoding, so that caches do not hold them
+_COPIED = 64 * 2**20  # bytes of each of the three arrays that tell the bandwidth
+_TIMEOUT_S = 60
+
+
+def with_measured(machine: Machine, work: Workload, place: Placement) -> Machine:
+    """The machine with what its CPU does with the threads of either process; with GPUs as it is.
+
+    Takes a second or two beside the import of torch. `measured` stays None where it fails: then there is no estimate.
+    """
+    return machine if machine.gpus else replace(machine, measured=_in_a_process(work, set(threads_of(place))))
+
+
+def _in_a_process(work: Workload, threads: Iterable[int]) -> dict[int, Measured] | None:
+    wanted = {"shapes": asdict(Shapes.of(work)), "threads": sorted(threads)}
+    command = [sys.executable, "-m", "launcher.measure", json.dumps(wanted)]
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+        )
+        return {record["threads"]: Measured(**record) for record in json.loads(done.stdout.splitlines()[-1])}
+    except (subprocess.SubprocessError, ValueError, IndexError):
+        return None
+
+
+def main(arguments: list[str]) -> None:
+    wanted = json.loads(arguments[0])
+    given = wanted["shapes"]
+    shapes = Shapes(**{**given, "model": ModelDims(**given["model"])})
+    print(json.dumps([asdict(measure(shapes, threads)) for threads in wanted["threads"]]))
+
+
+def measure(shapes: Shapes, threads: int) -> Measured:
+    """With so many threads of this process."""
+    import torch
+
+    torch.set_num_threads(threads)
+    product = _product(shapes)
+    layer, call = _layer(shapes, product)
+    decode_layer, decode_head = _decode(shapes)
+    return Measured(
+        threads=threads,
+        product=product,
+        bandwidth=_bandwidth(),
+        layer=layer,
+        layer_call=call,
+        head=_head(shapes),
+        decode_layer=decode_layer,
+        decode_head=decode_head,
+        operation=_operation(),
+    )
+
+
+def _best(trial: Callable[[], Any], seconds: float = _TRIAL_S) -> float:
+    """Seconds of the fastest trial; one at least, after one that is not counted."""
+    trial()
+    best, end = math.inf, time.perf_counter() + seconds
+    while best == math.inf or time.perf_counter() < end:
+        begun = time.perf_counter()
+        trial()
+        best = min(best, time.perf_counter() - begun)
+    return best
+
+
+def _weight(shapes: Shapes, rows: int, columns: int) -> torch.nn.Linear:
+    """A linear layer as the trainer has it: through oneDNN in float32. Its values do not matter, zeros would."""
+    import torch
+
+    from model.onednn import use_onednn
+
+    layer = torch.nn.Linear(columns, rows, bias=False, device="meta", dtype=getattr(torch, shapes.dtype))
+    layer.weight = torch.nn.Parameter(torch.full((rows, columns), 0.01, dtype=layer.weight.dtype))
+    holder = torch.nn.ModuleList([layer])
+    use_onednn(holder)
+    return layer
+
+
+def _rows(shapes: Shapes, *size: int) -> torch.Tensor:
+    import torch
+
+    return torch.randn(size).to(getattr(torch, shapes.dtype))
+
+
+def _product(shapes: Shapes) -> float:
+    """FLOP/s of 256 tokens times a matrix of the MLP."""
+    import torch
+
+    model = shapes.model
+    layer, x = _weight(shapes, model.intermediate, model.hidden), _rows(shapes, 256, model.hidden)
+    with torch.no_grad():
+        return 2 * 256 * model.hidden * model.intermediate / _best(lambda: layer(x), 0.05)
+
+
+def _bandwidth() -> float:
+    """Bytes per second of a = b + 3·c, each far larger than a cache: two read and one written."""
+    import torch
+
+    a, b, c = (torch.full((_COPIED // 4,), 0.5) for _ in range(3))
+    return 3 * _COPIED / _best(lambda: torch.add(b, c, alpha=3.0, out=a))
+
+
+def _operation() -> float:
+    """Seconds of one operation of torch on next to nothing."""
+    import torch
+
+    x = torch.ones(1)
+
+    def many() -> None:
+        for _ in range(1000):
+            torch.add(x, x)
+
+    return _best(many, 0.02) / 1000
+
+
+def _layer(shapes: Shapes, product: float) -> tuple[float, float]:
+    """(seconds per token of a group, seconds of a call): forward and backward of one layer."""
+    from launcher.standin import Layer
+    from model.packing import Span
+
+    layer = Layer(shapes.model, lambda rows, columns: _weight(shapes, rows, columns))
+    few = Span(0, 4, (2, 2))
+    group = Span(0, *shapes.group(_LARGEST_S * product / (6 * shapes.model.layer_parameters)))
+    seconds = []
+    for span in (few, group):
+        x = _rows(shapes, 1, span.prompt + sum(span.completions), shapes.model.hidden).requires_grad_()
+
+        def trial(x: torch.Tensor = x, span: Span = span) -> None:
+            layer(x, (span,)).sum().backward()
+
+        seconds.append(_best(trial))
+    tokens = group.prompt + sum(group.completions)
+    call = seconds[0]
+    return max(seconds[1] - call, 1e-9) / tokens, call
+
+
+def _head(shapes: Shapes) -> float:
+    """Seconds per completion token of head and log-probs, forward and backward."""
+    import torch
+
+    from model.logprobs import token_logprobs
+
+    width = min(shapes.model.vocab, _HEAD_WIDTH)
+    head, x = _weight(shapes, width, shapes.model.hidden), _rows(shapes, _HEAD_ROWS, shapes.model.hidden)
+    targets = torch.zeros(_HEAD_ROWS, dtype=torch.int64)
+    x.requires_grad_()
+
+    def trial() -> None:
+        token_logprobs(x, targets, head, 1.0, _HEAD_ROWS)[0].sum().backward()
+
+    return _best(trial) / _HEAD_ROWS * shapes.model.vocab / width
+
+
+def _decode(shapes: Shapes) -> tuple[float, float]:
+    """(products of one layer, head and drawing of the next tokens): seconds for all sequences that decode at once."""
+    import torch
+
+    model, rows = shapes.model, shapes.sequences
+    copies = max(1, min(model.layers, _STREAMED // (shapes.bytes_per_value * model.layer_parameters)))
+    layers = [[_weight(shapes, r, c) for r, c in model.matrices] for _ in range(copies)]
+    inputs = {c: _rows(shapes, rows, c) for _, c in model.matrices}
+    width = min(model.vocab, _HEAD_WIDTH)
+    head, x = _weight(shapes, width, model.hidden), _rows(shapes, rows, model.hidden)
+
+    def products() -> None:
+        for layer in layers:
+            for weight in layer:
+                weight(inputs[weight.in_features])
+
+    def draw() -> None:
+        logits = head(x).float()
+        logits.log_softmax(-1).gather(-1, logits.argmax(-1, keepdim=True))
+        (logits.softmax(-1) / torch.empty_like(logits).exponential_()).argmax(-1)
+
+    with torch.no_grad():
+        return _best(products) / copies, _best(draw) * model.vocab / width
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
