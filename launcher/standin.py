@@ -19,9 +19,8 @@ class Layer(torch.nn.Module):
     def __init__(self, model: ModelDims, linear: Callable[[int, int], torch.nn.Linear]):
         super().__init__()
         self.head_dim = model.head_dim
-        names = ("query", "key", "value", "output", "gate", "up", "down")
-        for name, (rows, columns) in zip(names, model.matrices, strict=True):
-            self.add_module(name, linear(rows, columns))
+        made = [linear(rows, columns) for rows, columns in model.matrices]
+        self.query, self.key, self.value, self.output, self.gate, self.up, self.down = made
         self.norms = torch.nn.ParameterList([torch.ones(model.hidden) for _ in range(2)])
 
     def forward(self, x: Tensor, spans: tuple[Span, ...]) -> Tensor:
