@@ -8,6 +8,7 @@
 #   bash launch.sh setup | test [pytest arguments] | doctor [--imports] [--config FILE] | bench [--cells … --rows …]
 #   bash launch.sh bench objectives [--seeds … --steps …]   GRPO, PPO and GROUP PPO side by side on the quick start
 #   bash launch.sh report RUN_FOLDER | samples RUN_FOLDER [--step N] [--worst | --best]
+#   bash launch.sh push RUN_FOLDER owner/name [--checkpoint step_N] [--private] [--dry-run]   to the Hugging Face hub
 #
 # Read from the environment: PYTHON (3.11 or 3.12), BACKEND=auto|cpu|gpu, ANY_DRIVER=1, and everything that pip, Hugging Face, CUDA,
 # OpenMP and vLLM read themselves. Nothing that you have set is overwritten.
@@ -176,8 +177,8 @@ export VLLM_NO_USAGE_STATS=${VLLM_NO_USAGE_STATS-1} TOKENIZERS_PARALLELISM=${TOK
 command=run
 case ${1:-} in
   run | plan | check | eval | setup | test | doctor | bench) command=$1; shift ;;
-  report | samples) command=$1; shift ;;
-  -h | --help | help) sed -n '2,12s/^# \{0,1\}//p' launch.sh; exit ;;
+  report | samples | push) command=$1; shift ;;
+  -h | --help | help) sed -n '2,13s/^# \{0,1\}//p' launch.sh; exit ;;
 esac
 
 case $command in
@@ -215,11 +216,12 @@ case $command in
     if [[ ${1:-} == objectives ]]; then program=objectives && shift; fi
     exec .venv/bin/python "benchmarks/$program.py" "$@"
     ;;
-  report | samples)
+  report | samples | push)
     setup
     if [[ ${1:-} == [!/]* && -d $called_from/$1 ]]; then set -- "$called_from/$1" "${@:2}"; fi
     module=report.samples
-    [[ $command == samples ]] || module=report.main
+    [[ $command != report ]] || module=report.main
+    [[ $command != push ]] || module=launcher.push
     exec .venv/bin/python -m "$module" "$@"
     ;;
   check)

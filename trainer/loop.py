@@ -16,6 +16,7 @@ import collections
 import contextlib
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from common.config import Config
@@ -26,6 +27,7 @@ from common.run_folder import CHECKPOINTS
 from common.types import EvalResult, Tombstone
 from common.watchdog import report_progress
 from model.reference import Reference
+from report.model_card import write_model_card
 from trainer.batch_training import BatchTraining, Models
 from trainer.data.mini_batches import Step, steps
 from trainer.engine.actor_critic import ActorCritic
@@ -101,9 +103,10 @@ class Trainer:
             raise
         finally:
             self.publisher.close()
-        if not self.best.commit_as_final():
-            output_dir = self.config.run.output_dir
-            checkpoint.commit_final(self.engine, self.exchange, self.tokenizer, output_dir, self.disk, self.critic)
+        folder, version = self.config.run.output_dir, self.progress.policy_version
+        if not self.best.commit_as_final(partial(write_model_card, folder)):
+            card = partial(write_model_card, folder, version=version)
+            checkpoint.commit_final(self.engine, self.exchange, self.tokenizer, folder, self.disk, self.critic, card)
 
     def stop_if_interrupted(self) -> None:
         """Raises Interrupted on every rank if rank 0 was asked to end."""

@@ -18,6 +18,7 @@ from common.watchdog import Watchdog
 from model.folder import load_config, require_models
 from model.tokenizer import load_tokenizer
 from report.display import StepDisplay
+from report.environment import write_environment
 from report.run_log import MetricsLog, read_jsonl
 from trainer.engine.deepspeed_config import deepspeed_config
 from trainer.link.inbox import Inbox
@@ -54,6 +55,8 @@ def _taken(config: Config) -> Any:
 
 def _run(config: Config) -> None:
     """Rank 0 opens what only it has first: a taken port or a wrong checkpoint must not cost the start of all ranks."""
+    import torch
+
     from model.reference import Reference
     from trainer.algorithm.advantages import try_own_estimator
     from trainer.algorithm.losses import try_own_objective
@@ -85,6 +88,9 @@ def _run(config: Config) -> None:
         exchange = Exchange(config)
         resume_from, run_id = exchange.text(resume_from), exchange.text(run_id)
         engine = Engine(config, exchange.world_size)
+        if rank == 0:
+            gpu = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else ""
+            write_environment(config.run.output_dir, exchange.world_size, gpu)
         critic = None
         if config.algorithm.needs_critic:
             critic = Critic(config, exchange.world_size)

@@ -91,13 +91,17 @@ class Best:
             )
         self._look_at_patience()
 
-    def commit_as_final(self) -> bool:
-        """Makes output_dir/final a copy of best/. False if that is not asked for, or no evaluation has succeeded."""
+    def commit_as_final(self, describe: Callable[[Path, int], None] = lambda *_: None) -> bool:
+        """Makes output_dir/final a copy of best/. False if that is not asked for, or no evaluation has succeeded.
+
+        describe: adds a model card of this version to the folder.
+        """
         final = self.config.run.output_dir / FINAL
 
         def copy() -> None:
             self._start(self._temporary(FINAL), weights_of(self.folder))
             shutil.copytree(self.folder, self._temporary(FINAL), dirs_exist_ok=True)
+            describe(self._temporary(FINAL), json.loads((self.folder / COMMIT).read_bytes())["policy_version"])
             _commit(self._temporary(FINAL), final)
 
         if not self.exchange.agree(self.config.eval.load_best_model_at_end and self.folder.is_dir()):

@@ -201,9 +201,15 @@ def _write_adapters(folder: Path, tensors: dict[str, Tensor], settings: bytes, t
 
 
 def commit_final(
-    engine: Engine, exchange: Exchange, tokenizer: Any, output_dir: Path, disk: Disk, critic: Critic | None = None
+    engine: Engine,
+    exchange: Exchange,
+    tokenizer: Any,
+    output_dir: Path,
+    disk: Disk,
+    critic: Critic | None = None,
+    describe: Callable[[Path], None] = lambda _: None,
 ) -> None:
-    """The trained model as output_dir/final, replaced as a whole."""
+    """The trained model as output_dir/final, replaced as a whole. describe: adds a model card to the folder."""
     temporary, final = output_dir / f"{durable.TEMPORARY}{FINAL}", output_dir / FINAL
 
     def prepare() -> None:
@@ -211,6 +217,7 @@ def commit_final(
         durable.make_dir(temporary)
 
     def commit() -> None:
+        describe(temporary)
         if final.exists():
             durable.remove_dir(final)
         durable.commit_dir(temporary, final)
