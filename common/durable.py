@@ -11,10 +11,13 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import os
 import re
 import shutil
 import stat
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -24,6 +27,8 @@ from common.failpoints import die, failpoint, file_operation
 
 TEMPORARY = ".tmp-"  # prefix of everything that is not yet committed
 TRASH = ".trash-"  # prefix of everything that is being deleted
+_RETRY_S = 0.1
+_QUIET_ATTEMPTS = 10  # before a wait is worth a word
 
 # What may pass without anything being wrong here: a full disk, a quota, a file system that went away for a while.
 _TROUBLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
@@ -177,4 +182,19 @@ def lock(path: Path, on_taken: Callable[[str], Exception]) -> Iterator[None]:
         file.truncate(0)
         file.write(f"pid {os.getpid()}")
         file.flush()
+        yield
+
+
+@contextlib.contextmanager
+def waiting_lock(path: Path, waits: str) -> Iterator[None]:
+    """Holds the same lock, once whoever holds it lets go. waits: what to say if that takes a while."""
+    with contextlib.ExitStack() as stack:
+        for attempt in itertools.count():
+            try:
+                stack.enter_context(lock(path, BlockingIOError))
+                break
+            except BlockingIOError as holder:
+                if attempt == _QUIET_ATTEMPTS:
+                    print(f"tandem: {waits} ({holder})", file=sys.stderr, flush=True)
+                time.sleep(_RETRY_S)
         yield

@@ -27,6 +27,7 @@ from launcher.run import parse
 from launcher.workload import workload_of, zero_stage
 from model.dims import read_dims
 from model.folder import require_models
+from model.gguf import with_folders
 from report.escape import strip_escapes
 from trainer.algorithm.user_functions import require_user_functions
 
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str]) -> int:
 def _plan(config: Config, place: Placement, machine: Machine) -> int:
     from sampler.dataset import load_data
 
+    config = with_folders(config)
     require_models(config)
     require_user_functions(config.algorithm)
     zero_stage(config, place.num_ranks)  # here, so that settings that contradict each other come before the data

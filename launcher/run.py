@@ -1,9 +1,9 @@
 """One command for both processes:  python -m launcher.run [config.yaml] [key=value …]
 
 Checks the configuration and the run folder before anything starts, gives each process its devices, runs them under
-supervisor.py and prints what came out. Every config that starts from the quick start's model builds it if missing; the
-quick start itself also moves an earlier run aside. Left out: runs over several hosts; there you start the two entry
-points yourself.
+supervisor.py and prints what came out. A model below .cache/quickstart or .cache/smollm2 is built if it is missing, and
+a GGUF file is converted; the quick start also moves an earlier run aside. Left out: runs over several hosts; there you
+start the two entry points yourself.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ from launcher.supervisor import Rules, Supervisor
 from launcher.workload import workload_of
 from model.dims import read_dims
 from model.folder import require_models
+from model.gguf import as_overrides, converted
 from report.sinks import require_packages
 from trainer.algorithm.user_functions import require_user_functions
 
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+BUILDERS = ("quickstart", "smollm2")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -49,14 +51,16 @@ def main(arguments: Sequence[str]) -> int:
         require_user_functions(config.algorithm)
         folder, is_quickstart = config.run.output_dir, path.resolve() == QUICKSTART
         if config.eval.val_only:
-            return (_program("quickstart") if is_quickstart else DONE) or _evaluate(config, path, overrides)
+            return _build(config) or _evaluate(config, path, overrides)
         if is_quickstart and not config.run.resume:
             move_aside(folder)
         check_folder(config)
         with lock(folder / LOCK, in_use(folder)):
-            code = _program("quickstart") if starts_from_quickstart(config) else DONE
-            if code:
+            if code := _build(config):
                 return code
+            if folders := converted(config):
+                overrides = [*overrides, *as_overrides(folders)]
+                config = load(path, overrides)
             require_models(config)
             if config.reference.on == "auto" and config.algorithm.beta > 0:
                 overrides = [*overrides, f"reference.on={_reference_side(config, place)}"]
@@ -144,9 +148,16 @@ def parse(arguments: Sequence[str]) -> tuple[Path, list[str]]:
     return QUICKSTART.relative_to(ROOT), given
 
 
-def starts_from_quickstart(config: Config) -> bool:
-    """Whether its model is the one that `python -m quickstart` builds, as in quickstart.yaml and ppo_gae.yaml."""
-    return (ROOT / config.model.path).is_relative_to(ROOT / ".cache" / "quickstart")
+def built_by(config: Config) -> str | None:
+    """The room whose `python -m` builds the config's model below .cache, as quickstart for quickstart.yaml."""
+    model = ROOT / config.model.path
+    return next((room for room in BUILDERS if model.is_relative_to(ROOT / ".cache" / room)), None)
+
+
+def _build(config: Config) -> int:
+    """Builds the config's model if that is to be built and is missing. The exit code."""
+    room = built_by(config)
+    return _program(room) if room else DONE
 
 
 def _program(module: str, *arguments: str) -> int:

@@ -18,6 +18,7 @@ from common.exits import RETRYABLE, USER_ERROR
 from common.types import Problem, Prompt
 from common.watchdog import Watchdog
 from model.folder import require_models
+from model.gguf import with_folders
 from model.tokenizer import load_tokenizer
 from rewards.pool import RewardFailure, RewardPool
 from rewards.probes import probes
@@ -34,6 +35,7 @@ def run(config: Config, sampler_id: str) -> None:
     """Samples until the trainer says goodbye. Raises UserError, Retryable or PeerEnded."""
     config.require_training()
     config.require_reference_side()
+    config = with_folders(config)
     require_models(config)
     limits, log = config.channel, config.run.output_dir / "logs" / "trainer.log"
     with contextlib.ExitStack() as stack:

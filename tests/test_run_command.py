@@ -18,7 +18,7 @@ from launcher.commands import Commands
 from launcher.machine import ROOT
 from launcher.output_dir import LOCK, check_folder, move_aside
 from launcher.placement import placement
-from launcher.run import main, parse, starts_from_quickstart
+from launcher.run import built_by, main, parse
 from report.run_log import MetricsLog
 from tests.speed import overdue
 
@@ -135,7 +135,7 @@ def test_val_only_evaluates_without_a_trainer(tmp_path, monkeypatch):
 def test_ppo_gae_starts_from_the_quick_starts_model_and_differs_in_the_estimator_alone() -> None:
     names = ("quickstart.yaml", "ppo_gae.yaml", "gsm8k_qwen2.5_1.5b.yaml")
     quickstart, ppo, gsm8k = (load(ROOT / "configs" / name) for name in names)
-    assert [starts_from_quickstart(config) for config in (quickstart, ppo, gsm8k)] == [True, True, False]
+    assert [built_by(config) for config in (quickstart, ppo, gsm8k)] == ["quickstart", "quickstart", None]
     assert ppo.algorithm.adv_estimator == "gae"
     same = {"run": quickstart.run, "algorithm": quickstart.algorithm, "critic": quickstart.critic}
     assert ppo.model_copy(update=same) == quickstart

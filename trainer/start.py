@@ -16,6 +16,7 @@ from common.redact import redacted
 from common.run_folder import CHECKPOINTS
 from common.watchdog import Watchdog
 from model.folder import load_config, require_models
+from model.gguf import with_folders
 from model.tokenizer import load_tokenizer
 from report.display import StepDisplay
 from report.environment import write_environment
@@ -34,6 +35,7 @@ def run(config: Config) -> None:
     """Trains to the end. Raises UserError, Retryable or PeerEnded."""
     config.require_training()
     config.require_reference_side()
+    config = with_folders(config)
     require_models(config)
     rank, limits = int(os.environ.get("RANK", "0")), config.channel
     timeout_s = limits.rank_patience_s if rank else limits.stall_timeout_s

@@ -1,0 +1,56 @@
+"""The four rewards of smollm2_135m.yaml, in TRL's contract; docs/rewards.md says what a function may take.
+
+The form that they ask for, as the system text of the config shows it:
+
+    <reasoning>
+    …
+    </reasoning>
+    <answer>
+    12
+    </answer>
+
+`correct_answer` reads nothing but the last <answer>, so that a right number without the form earns nothing from it.
+"""
+
+import re
+
+TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
+FORM = re.compile(r"\s*<reasoning>.*?</reasoning>\s*<answer>.*?</answer>\s*", re.DOTALL)
+
+
+def text_of(completion):
+    """A completion's text: it is the text itself, or one message where prompts are messages."""
+    return completion if isinstance(completion, str) else completion[0]["content"]
+
+
+def given_answer(text):
+    """What stands between the last <answer> and its </answer>, without commas and a dollar sign; "" without either."""
+    _, opened, rest = text.rpartition("<answer>")
+    inside, closed, _ = rest.partition("</answer>")
+    return inside.strip().removeprefix("$").replace(",", "") if opened and closed else ""
+
+
+def gold_answer(answer):
+    """The number after `####` of a GSM8K answer; the whole text of another."""
+    return answer.rpartition("####")[2].strip().removeprefix("$").replace(",", "")
+
+
+def correct_answer(completions, answer, **columns):
+    """2 for the gold number, else 0."""
+    texts = map(text_of, completions)
+    return [2.0 if given_answer(text) == gold_answer(gold) else 0.0 for text, gold in zip(texts, answer, strict=True)]
+
+
+def integer(completions, **columns):
+    """0.5 for any whole number as the answer, else 0: what is to be right must be a number first."""
+    return [0.5 if re.fullmatch(r"-?\d+", given_answer(text_of(c))) else 0.0 for c in completions]
+
+
+def soft_format(completions, **columns):
+    """0.5 for both parts in their order and nothing around them, on however many lines, else 0."""
+    return [0.5 if FORM.fullmatch(text_of(completion)) else 0.0 for completion in completions]
+
+
+def tag_count(completions, **columns):
+    """0.125 for each of the four tags that stands there exactly once: a way towards the form, step by step."""
+    return [sum(0.125 for tag in TAGS if text_of(completion).count(tag) == 1) for completion in completions]

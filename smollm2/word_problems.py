@@ -1,0 +1,90 @@
+r"""Word problems in plain language for a pretrained model, with answers as GSM8K writes them.
+
+A row is {"question": text, "answer": "12 - 5 = 7\n#### 7", "kind": "compare"}. Every problem takes one operation, on
+numbers up to 40: small enough that a model of 135M parameters can learn which one is meant, and does not fail at the
+arithmetic alone. Everything is a pure function of the seed. Left out: fractions, and problems of several steps, which
+GSM8K has.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from smollm2.sentences import BOXES, NAMES, TEMPLATES, THINGS, Template
+
+HELD_OUT_ONE_IN = 8  # combinations of template and numbers
+LARGEST = 40  # operand of an addition or subtraction; the factors and divisors end at 9
+UNITS = (("dollar", "dollars"), ("meter", "meters"), ("minute", "minutes"), ("year", "years"))
+
+
+@dataclass(frozen=True)
+class WordProblem:
+    """WordProblem(Template("more", …), 12, 5, "Anna has 12 pens and Ben has 5. …").result == 7"""
+
+    template: Template
+    a: int
+    b: int
+    question: str
+
+    @property
+    def result(self) -> int:
+        a, b = self.a, self.b
+        return {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[self.template.operation]
+
+    def row(self) -> dict[str, str]:
+        """The row: the operation in one line, then `#### result`."""
+        reasoning = f"{self.a} {self.template.operation} {self.b} = {self.result}"
+        return {"question": self.question, "answer": f"{reasoning}\n#### {self.result}", "kind": self.template.kind}
+
+
+def split(name: str, size: int, seed: int) -> list[WordProblem]:
+    """`size` problems with distinct questions, of the split "train" or "test".
+
+    Template and numbers alone decide the split, so no test problem is a training problem with another name in it.
+    """
+    rng = random.Random(f"{name} {seed}")
+    problems: dict[str, WordProblem] = {}
+    while len(problems) < size:
+        problem = draw(rng)
+        if held_out(problem) == (name == "test"):
+            problems.setdefault(problem.question, problem)
+    return list(problems.values())
+
+
+def held_out(problem: WordProblem) -> bool:
+    """Whether its template and numbers belong to the test split; the same for every seed."""
+    key = f"{problem.template.name} {problem.a} {problem.b}"
+    return zlib.crc32(key.encode()) % HELD_OUT_ONE_IN == 0
+
+
+def draw(rng: random.Random) -> WordProblem:
+    """One problem of either split. Its result is a whole number from 1 to 81."""
+    template = rng.choice(TEMPLATES)
+    a, b = _numbers(template.operation, rng)
+    (name, he), (other, _) = rng.sample(NAMES, 2)
+    thing, box = rng.choice(THINGS), rng.choice(BOXES)
+    words = {"name": name, "he": he, "He": he.capitalize(), "other": other, "a": a, "b": b}
+    words |= {"thing": thing[0], "things": thing[1], "box": box[0], "boxes": box[1], "a_are": "is" if a == 1 else "are"}
+    words |= dict(_counted(a, b, {"things": thing, "boxes": box, **{plural: (one, plural) for one, plural in UNITS}}))
+    return WordProblem(template, a, b, template.text.format_map(words))
+
+
+def _numbers(operation: str, rng: random.Random) -> tuple[int, int]:
+    """Operands that leave a whole positive result."""
+    if operation == "+":
+        return rng.randint(2, LARGEST), rng.randint(1, LARGEST // 2)
+    if operation == "-":
+        a = rng.randint(3, LARGEST)
+        return a, rng.randint(1, a - 1)
+    first, second = rng.randint(2, 9), rng.randint(2, 9)
+    return (first, second) if operation == "*" else (first * second, second)
+
+
+def _counted(a: int, b: int, words: dict[str, tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """("a_things", "3 apples"), ("b_things", "1 apple"), … in the number that fits."""
+    for plural, (one, many) in words.items():
+        for letter, count in (("a", a), ("b", b)):
+            yield f"{letter}_{plural}", f"{count} {one if count == 1 else many}"
