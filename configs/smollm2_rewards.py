@@ -15,7 +15,7 @@ The form that they ask for, as the system text of the config shows it:
 import re
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
-FORM = re.compile(r"\s*<reasoning>.*?</reasoning>\s*<answer>.*?</answer>\s*", re.DOTALL)
+FORM = re.compile(r"\s*<reasoning>[^<]*</reasoning>\s*<answer>[^<]*</answer>\s*")
 
 
 def text_of(completion):
