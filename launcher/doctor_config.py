@@ -20,6 +20,7 @@ from launcher.doctor_machine import Check
 from launcher.machine import GIB
 from launcher.placement import placement, visible_gpus
 from model.dims import read_dims
+from model.gguf import with_folders
 
 
 def config_checks(path: str) -> Iterator[Check]:
@@ -31,6 +32,11 @@ def config_checks(path: str) -> Iterator[Check]:
         return
     yield Check(True, f"{path}: every option is known and nothing contradicts itself")
     yield _devices(config)
+    try:
+        config = with_folders(config)
+    except UserError as error:
+        yield Check(False, f"model: {config.model.path} cannot be used", str(error))
+        return
     yield from _room(config)
     if config.channel.endpoint is not None and config.channel.endpoint.startswith("tcp://"):
         yield port(config.channel.endpoint)

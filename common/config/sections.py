@@ -57,7 +57,7 @@ class Run(Section):
 
 class Model(Section):
     path: str
-    """Hub id or folder of the policy's start."""
+    """Hub id or folder of the policy's start, or a GGUF file: `my.gguf`, or `owner/name:file.gguf` on the hub."""
     revision: str | None = None
     """Branch, tag or commit on the hub; null = the default branch."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
