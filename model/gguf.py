@@ -19,6 +19,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any
 
 from common import durable
 from common.config import Config
@@ -143,18 +144,19 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
     where = {"pretrained_model_name_or_path": str(file.parent.absolute()), "gguf_file": file.name}
     try:
         tokenizer = AutoTokenizer.from_pretrained(**where)
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             **where,
             dtype=getattr(torch, dtype),
             quantization_config=GgufConfig(dequantize=True),
             output_loading_info=True,
         )
-    except (ValueError, KeyError, NotImplementedError, RuntimeError) as error:
-        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+    except Exception as error:  # a file that is cut short or odd fails in many ways
+        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         raise UserError(
-            f"{file.name}: transformers {transformers.__version__} cannot read it ({first_line}); set model.path to "
-            "the folder or hub id that it was made from"
-        ) from None
+            f"{file.name}: transformers {transformers.__version__} cannot read it ({reason}); "
+            "download it again, or set model.path to the folder or hub id that it was made from"
+        ) from error
+    model, loading = loaded
     if missing := sorted(loading["missing_keys"]):
         raise UserError(f"{file.name} lacks {len(missing)} weights, such as {missing[0]}; download it again")
     # The weights are plain values now, but the model still says that it is quantized, and would not save.

@@ -258,8 +258,16 @@ def test_an_architecture_that_transformers_does_not_read_is_named(cache: Path, t
     writer.write_tensors_to_file()
     writer.close()
     said = refused(tmp_path / "odd.gguf")
-    assert "no_such_family" in said and "set model.path to the folder or hub id" in said
+    assert "no_such_family" in said and "or set model.path to the folder or hub id" in said
     assert [path.name for path in cache.iterdir() if path.is_dir() and not path.name.startswith(".")] == []
+
+
+def test_a_file_that_is_cut_short_is_refused(folder: Path, cache: Path, tmp_path: Path):
+    write_gguf(tmp_path / "tiny.gguf", folder)
+    whole = (tmp_path / "tiny.gguf").read_bytes()
+    for size in (100, len(whole) // 2, len(whole) - 1000):
+        (tmp_path / "cut.gguf").write_bytes(whole[:size])
+        assert "cut.gguf: transformers" in (said := refused(tmp_path / "cut.gguf")) and "download it again" in said
 
 
 def test_a_file_without_all_weights_is_refused(folder: Path, cache: Path, tmp_path: Path):
