@@ -4,6 +4,7 @@ Causal inside the prompt; every completion sees the prompt and its own past, nev
 keys and values are computed once and read by all completions of the group (Hydragen, arXiv 2402.05099, shares them
 in decoding; this is the same for training). No [T, T] mask exists: the G completions of a group become a batch of G
 rows, padded to the longest of them. Padded keys lie behind every real query, so the causal mask already hides them.
+On a GPU there is no mask at all: see `_past`.
 
 Works with stock transformers models that go through AttentionInterface. `use_cache=False` is mandatory: a cache would
 make transformers append to it and sequences attend to each other. Left out: attention dropout; sliding
@@ -26,12 +27,16 @@ NAME = "shared_prompt"
 
 
 def register() -> None:
-    """Makes `attn_implementation="shared_prompt"` known to transformers. Call before from_pretrained."""
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
+    """Makes `attn_implementation="shared_prompt"` known to transformers. Call before from_pretrained.
 
+    Takes cuDNN's attention out of torch's choice in this process: it plans every new shape for a few hundred
+    milliseconds, and nearly every group is one.
+    """
+    from transformers import AttentionInterface
+
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    # without a mask of this name transformers makes none, and asks the device for nothing to make one of
     AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, lambda *_args, **_kwargs: None)
 
 
 def _attention(
@@ -86,39 +91,65 @@ def _span_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, scali
     prompt = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
     if alone:
         return prompt
-    rows, real, mask = _indexes(span.completions, span.prompt, query.device)
+    rows, real = _indexes(span.completions, query.device)
     num_rows, longest = rows.shape
     q_rows, k_rows, v_rows = (x[0, :, begin:end][:, rows].transpose(0, 1) for x in (query, key, value))  # [G, H, C, d]
     k_all = torch.cat([k.expand(num_rows, -1, -1, -1), k_rows], dim=2)
     v_all = torch.cat([v.expand(num_rows, -1, -1, -1), v_rows], dim=2)
+    mask = _past(longest, span.prompt + longest, query.device)
     padded = F.scaled_dot_product_attention(q_rows, k_all, v_all, attn_mask=mask, scale=scaling, enable_gqa=gqa)
     flat = padded.transpose(1, 2).reshape(num_rows * longest, query.shape[1], -1)  # [G·C, H, d]
     completions = flat[real]  # [Σ C, H, d]
     return torch.cat([prompt, completions.transpose(0, 1)[None]], dim=2)
 
 
+def _past(queries: int, keys: int, device: torch.device) -> Tensor:
+    """What query i of the last `queries` among `keys` tokens sees: itself and all before it, [queries, keys].
+
+    On a GPU a description that torch hands to flash attention, which reads grouped heads as they are; given a mask,
+    flash attention refuses, and the kernel that is left writes out every score. On a CPU a mask.
+    """
+    return _described_past(queries, keys) if _has_flash_attention(device) else _mask(queries, keys)
+
+
+def _has_flash_attention(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _described_past(queries: int, keys: int) -> Tensor:
+    from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler with it
+
+    return causal_lower_right(queries, keys)
+
+
 @functools.lru_cache(maxsize=64)
-def _indexes(lengths: tuple[int, ...], prompt: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """(pad index [G, C], unpad index [Σ C], mask [C, prompt + C]): made once for all layers of a forward."""
-    longest = max(lengths)
-    mask = torch.ones(longest, prompt + longest, dtype=torch.bool, device=device).tril(prompt)
-    return pad_index(lengths, device), unpad_index(lengths, device), mask
+def _mask(queries: int, keys: int) -> Tensor:
+    """Made once for all layers of a forward."""
+    return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
 
 
-def pad_index(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+@functools.lru_cache(maxsize=64)
+def _indexes(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(pad index [G, C], unpad index [Σ C]): made once for all layers of a forward.
+
+    On the CPU: how many tokens are real is known there without waiting for a GPU.
+    """
+    rows, real = pad_index(lengths), unpad_index(lengths)
+    return rows.to(device, non_blocking=True), real.to(device, non_blocking=True)
+
+
+def pad_index(lengths: tuple[int, ...]) -> Tensor:
     """[G, max] positions of the flat tokens as rows; padding repeats a row's last token.
 
     lengths (2, 1) -> [[0, 1], [2, 2]]
     """
-    sizes = torch.tensor(lengths, device=device)
+    sizes = torch.tensor(lengths)
     starts = torch.cumsum(sizes, 0) - sizes
-    column = torch.arange(int(max(lengths)), device=device)
+    column = torch.arange(max(lengths))
     return starts[:, None] + torch.minimum(column[None], sizes[:, None] - 1)
 
 
-def unpad_index(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+def unpad_index(lengths: tuple[int, ...]) -> Tensor:
     """[Σ lengths] positions of the real tokens in the flattened rows.  (2, 1) -> [0, 1, 2]; (1, 2) -> [0, 2, 3]"""
-    sizes = torch.tensor(lengths, device=device)
-    longest = int(max(lengths))
-    real = torch.arange(longest, device=device)[None] < sizes[:, None]
+    real = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
     return real.flatten().nonzero()[:, 0]

@@ -22,7 +22,6 @@ from tests.tiny import dense_logprobs, randomise_vectors
 pytestmark = pytest.mark.fast
 
 VOCAB = 61
-CPU = torch.device("cpu")
 # (prompt length, completion lengths): unequal, several in a row, a prompt of one token, a single completion
 SHAPES = [(5, (3, 1, 4)), (1, (2, 2)), (7, (6,)), (4, (1, 1, 1, 9))]
 
@@ -113,18 +112,18 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 def test_pad_index_repeats_the_last_token_of_a_shorter_row() -> None:
-    assert pad_index((2, 1), CPU).tolist() == [[0, 1], [2, 2]]
-    assert pad_index((1, 3, 2), CPU).tolist() == [[0, 0, 0], [1, 2, 3], [4, 5, 5]]
+    assert pad_index((2, 1)).tolist() == [[0, 1], [2, 2]]
+    assert pad_index((1, 3, 2)).tolist() == [[0, 0, 0], [1, 2, 3], [4, 5, 5]]
 
 
 def test_unpad_index_finds_the_real_tokens() -> None:
-    assert unpad_index((2, 1), CPU).tolist() == [0, 1, 2]
-    assert unpad_index((1, 2), CPU).tolist() == [0, 2, 3]
+    assert unpad_index((2, 1)).tolist() == [0, 1, 2]
+    assert unpad_index((1, 2)).tolist() == [0, 2, 3]
 
 
 def test_unpadding_padded_rows_gives_the_tokens_back() -> None:
     lengths = (3, 1, 2)
-    assert pad_index(lengths, CPU).flatten()[unpad_index(lengths, CPU)].tolist() == [0, 1, 2, 3, 4, 5]
+    assert pad_index(lengths).flatten()[unpad_index(lengths)].tolist() == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
@@ -145,6 +144,39 @@ def test_logits_and_gradients_equal_one_dense_forward_per_sequence(
     direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
     gradient = gradients(packed, (found * direction).sum())
     assert relative(gradient, gradients(dense, (expected * direction).sum())) < tolerance
+
+
+@pytest.mark.parametrize("heads", [2, 4], ids=["grouped", "plain"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)], ids=["f64", "f32"])
+def test_what_a_gpu_is_asked_for_instead_of_a_mask_gives_the_same_logits_and_gradients(
+    monkeypatch: pytest.MonkeyPatch, heads: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    monkeypatch.setattr(attention, "_has_flash_attention", lambda _: True)
+    monkeypatch.setattr(attention, "_mask", lambda *_: pytest.fail("a mask keeps flash attention away"))
+    dense = make_model("Qwen2", num_key_value_heads=heads)
+    dense = exact(dense) if dtype == torch.float64 else dense
+    packed, groups = shared(dense), random_groups()
+    found, expected = packed_logits(packed, groups), dense_logits(dense, groups)
+    assert relative(found, expected) < tolerance
+    direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    gradient = gradients(packed, (found * direction).sum())
+    assert relative(gradient, gradients(dense, (expected * direction).sum())) < tolerance
+
+
+def test_a_gpu_gets_no_mask_and_a_cpu_the_lower_right_triangle() -> None:
+    from torch.nn.attention.bias import CausalBias, CausalVariant
+
+    asked = attention._past(2, 5, torch.device("cuda"))
+    assert isinstance(asked, CausalBias) and asked.variant == CausalVariant.LOWER_RIGHT
+    assert (asked.seq_len_q, asked.seq_len_kv) == (2, 5)
+    assert attention._past(2, 5, torch.device("cpu")).tolist() == [[True] * 4 + [False], [True] * 5]
+
+
+def test_cudnns_attention_which_plans_every_new_shape_is_switched_off() -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    attention.register()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled()
 
 
 def test_without_grouped_queries_the_logits_are_equal_too() -> None:
