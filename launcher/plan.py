@@ -30,6 +30,7 @@ from model.folder import require_models
 from model.gguf import with_folders
 from report.escape import strip_escapes
 from trainer.algorithm.user_functions import require_user_functions
+from trainer.engine.deepspeed_config import backend, gloo_warning
 
 CANNOT = 1
 _ROWS = 4  # of the data set, for the call of the rewards
@@ -73,6 +74,9 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
     else:
         work, on = workload_of(config, place.num_ranks, model), config.reference.on
         machine = with_measured(machine, work, place)
+        trained = model.parameters if work.adapters is None else work.adapters
+        if slow := gloo_warning(config, place.num_ranks, backend(config, machine.gpus > 0), trained):
+            print(f"tandem: {slow}", file=sys.stderr)
         side = reference_side(config, work, place, machine) if on == "auto" else on
         result = fit(config, replace(work, reference_on=side), place, machine)
         troubles = result.problems

@@ -30,6 +30,11 @@ def score_row(
     return logprobs, entropy
 
 
+def score_logprobs(model: Any, row: PackedRow, temperature: float, chunk_size: int) -> Tensor:
+    """The log-probs alone: [N] float32. Nothing is computed for entropies."""
+    return score_terms(model, row, temperature, chunk_size, with_entropy=False)[0]
+
+
 def score_terms(
     model: Any,
     row: PackedRow,
@@ -37,13 +42,14 @@ def score_terms(
     chunk_size: int,
     entropy_gradient: bool = False,
     head_time: Stopwatch | None = None,
+    with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, entropies and log-masses of the row's targets under softmax(logits / temperature).
 
     model: a transformers causal language model loaded with attn_implementation="shared_prompt".
     Returns logprobs [N] float32 with gradient, entropy [N] float32 with one only if asked for, and log_mass [N]. Where
     the row has sampling_mask the log-probs are those of the softmax over them alone, and log_mass, without gradient, is
-    what the whole softmax gives them together; else it is 0. The entropy is always the whole softmax's.
+    what the whole softmax gives them together; else it is 0. The entropy is always the whole softmax's; 0 without it.
     head_time adds up what head and log-probs take, forward and backward.
     """
     hidden = _hidden_states(model, row)
@@ -53,7 +59,7 @@ def score_terms(
         model.get_output_embeddings(),
         hidden,
         lambda h, head: token_terms(
-            h, row.target_ids, head, temperature, chunk_size, entropy_gradient, row.sampling_mask
+            h, row.target_ids, head, temperature, chunk_size, entropy_gradient, row.sampling_mask, with_entropy
         ),
     )
     if head_time:
@@ -110,7 +116,7 @@ def token_logprobs(
     return logprobs, entropy
 
 
-def token_terms(
+def token_terms(  # noqa: PLR0913 as score_terms
     hidden: Tensor,
     targets: Tensor,
     head: Callable[[Tensor], Tensor],
@@ -118,19 +124,23 @@ def token_terms(
     chunk_size: int,
     entropy_gradient: bool = False,
     sampling_mask: Tensor | None = None,
+    with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `token_logprobs`, on the sets of tokens S = sampling_mask [N, K] (-1 fills) if given.
 
         log μ(target) = z_target − log Σ_{v ∈ S} exp z_v        log_mass = log Σ_{v ∈ S} π(v)
 
-    Returns (logprobs [N] of μ, entropy [N] of π, log_mass [N]). A target must be in its set.
+    Returns (logprobs [N] of μ, entropy [N] of π or zeros, log_mass [N]). A target must be in its set.
     """
 
     def chunk(h: Tensor, target: Tensor, support: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = head(h).float() / temperature
+        logits = _scaled(head(h), temperature)
         log_normaliser = logits.logsumexp(-1)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropy = log_normaliser - (torch.softmax(logits, -1) * logits).sum(-1)
+            if with_entropy:
+                entropy = log_normaliser - (torch.softmax(logits, -1) * logits).sum(-1)
+            else:
+                entropy = torch.zeros_like(log_normaliser)
         if sampling_mask is None:
             log_support = log_normaliser
         else:
@@ -142,11 +152,16 @@ def token_terms(
     supports = targets[:, None] if sampling_mask is None else sampling_mask
     recompute = torch.is_grad_enabled() and len(targets) > chunk_size
     parts = [
-        checkpoint(chunk, *given, use_reentrant=False) if recompute else chunk(*given)
+        checkpoint(chunk, *given, use_reentrant=False, preserve_rng_state=False) if recompute else chunk(*given)
         for given in zip(*(x.split(chunk_size) for x in (hidden, targets, supports)), strict=True)
     ]
     logprobs, entropies, log_masses = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies), torch.cat(log_masses)
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """In float32. Division by 1 would change nothing and write all of them a second time."""
+    return logits.float() if temperature == 1.0 else logits.float() / temperature
 
 
 @torch.no_grad()
@@ -167,7 +182,7 @@ def score_norms(
     """
 
     def chunk(h: Tensor, target: Tensor, support: Tensor) -> Tensor:
-        logits = head(h).float() / temperature
+        logits = _scaled(head(h), temperature)
         chosen = logits.gather(-1, target[:, None])
         if sampling_mask is not None:
             logits = logits.gather(-1, support.clamp(min=0)).masked_fill(support < 0, -torch.inf)

@@ -48,14 +48,19 @@ class PackedRow:
     sampling_mask: Tensor | None = None  # [N, K] int64 tokens that could have been sampled, -1 fills; None = all
 
     def to(self, device: torch.device) -> PackedRow:
+        """On this device, without waiting for it."""
+
+        def there(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
         return PackedRow(
-            self.input_ids.to(device),
-            self.position_ids.to(device),
+            there(self.input_ids),
+            there(self.position_ids),
             self.spans,
-            self.source_index.to(device),
-            self.target_ids.to(device),
+            there(self.source_index),
+            there(self.target_ids),
             self.lengths,
-            None if self.sampling_mask is None else self.sampling_mask.to(device),
+            None if self.sampling_mask is None else there(self.sampling_mask),
         )
 
     def with_sampling_mask(self, sampling_mask: Sequence[NDArray[np.int32] | None]) -> PackedRow:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.config import Config
-from model.logprobs import load_causal_lm, score_row
+from model.logprobs import load_causal_lm, score_logprobs
 from model.packing import PackedRow, pack
 from model.tokenizer import check_vocabulary
 
@@ -50,5 +50,4 @@ class Reference:
     @torch.no_grad()
     def score(self, row: PackedRow) -> Tensor:
         """log π_ref of the row's targets: [N] float32 on the CPU."""
-        logprobs, _ = score_row(self._model, row.to(self._device), self._temperature, self._chunk_size)
-        return logprobs.cpu()
+        return score_logprobs(self._model, row.to(self._device), self._temperature, self._chunk_size).cpu()

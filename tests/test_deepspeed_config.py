@@ -10,7 +10,7 @@ import pytest
 
 from common.config import Config
 from common.errors import UserError
-from trainer.engine.deepspeed_config import deepspeed_config
+from trainer.engine.deepspeed_config import backend, deepspeed_config, gloo_warning
 
 pytestmark = pytest.mark.fast
 
@@ -47,6 +47,30 @@ def test_without_settings_everything_follows_from_ours() -> None:
 
 def test_float32_turns_bf16_off() -> None:
     assert filled({}, dtype="float32")["bf16"] == {"enabled": False}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gloo_with_zero_2_or_3_is_warned_of_with_what_it_sends(stage: int) -> None:
+    config = settings({"zero_optimization": {"stage": stage}}, prompts_per_step=16, groups_per_micro_batch=1)
+    # 16 groups on 2 ranks: 8 micro-batches; 2 bytes · 2^30 parameters = 2 GiB
+    said = gloo_warning(config, world_size=2, backend="gloo", trained=2**30)
+    assert f"stage {stage} over gloo" in said and "8 × 2 GiB a step" in said
+    assert "deepspeed.zero_optimization.stage=1" in said
+    assert "GiB" not in gloo_warning(config, world_size=2, backend="gloo", trained=None)
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "backend", "at_once"),
+    [(1, 2, "gloo", 2), (2, 2, "nccl", 2), (2, 1, "gloo", 2), (2, 2, "gloo", 4)],
+)
+def test_where_zero_2_costs_nothing_more_nothing_is_said(stage: int, ranks: int, backend: str, at_once: int) -> None:
+    config = settings({"zero_optimization": {"stage": stage}}, groups_per_micro_batch=at_once)
+    assert gloo_warning(config, ranks, backend, trained=2**30) == ""
+
+
+def test_auto_is_nccl_on_gpus_and_gloo_without() -> None:
+    assert [backend(settings({}), has_gpu) for has_gpu in (True, False)] == ["nccl", "gloo"]
+    assert backend(settings({}, dist_backend="gloo"), has_gpu=True) == "gloo"
 
 
 def test_a_file_made_for_the_hugging_face_trainer_works_as_it_is(tmp_path: Path) -> None:

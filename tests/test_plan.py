@@ -463,6 +463,13 @@ def test_ranks_that_will_wait_are_mentioned_and_the_busiest_is_planned_for(task:
 
 
 @pytest.mark.processes
+def test_zero_2_over_gloo_is_mentioned_with_what_it_sends(task: Path) -> None:
+    given = ["trainer.dist_backend=gloo", "deepspeed.zero_optimization.stage=2", "sampler.devices=[2]"]
+    code, _, err, _ = planned(task, "--gpus", "3x80", *given)
+    assert code == 0 and "stage 2 over gloo adds up the ranks' gradients after each of the" in err
+
+
+@pytest.mark.processes
 def test_a_reward_that_cannot_read_the_gold_answers_is_mentioned(task: Path) -> None:
     code, out, _, _ = planned(task, "rewards.reward_funcs=[format]")
     assert code == 0 and "no reward prefers the bare answer to an empty completion" in out

@@ -21,7 +21,7 @@ from model.tokenizer import load_tokenizer
 from report.display import StepDisplay
 from report.environment import write_environment
 from report.run_log import MetricsLog, read_jsonl
-from trainer.engine.deepspeed_config import deepspeed_config
+from trainer.engine.deepspeed_config import deepspeed_config, gloo_warning
 from trainer.link.inbox import Inbox
 from trainer.link.ledger import Ledger
 from trainer.link.recording import FILE, Recorder, Replay
@@ -90,9 +90,11 @@ def _run(config: Config) -> None:
         exchange = Exchange(config)
         resume_from, run_id = exchange.text(resume_from), exchange.text(run_id)
         engine = Engine(config, exchange.world_size)
-        if rank == 0:
+        if rank_zero is not None:
             gpu = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else ""
             write_environment(config.run.output_dir, exchange.world_size, gpu)
+            if slow := gloo_warning(config, ranks, torch.distributed.get_backend(), engine.num_trained):
+                rank_zero.display.note(slow)
         critic = None
         if config.algorithm.needs_critic:
             critic = Critic(config, exchange.world_size)

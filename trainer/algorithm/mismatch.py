@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 CAUSES = ("numerics", "staleness", "support")
@@ -38,14 +40,17 @@ def gaps(after: Tensor, before: Tensor) -> dict[str, Tensor]:
 def by_cause(
     logprobs: Tensor,
     old_logprobs: Tensor,
-    proximal_logprobs: Tensor,  # NaN where the trainer does not know them
+    proximal_logprobs: Tensor,  # log π_own; anything where the trainer does not know them
     log_mass: Tensor | None = None,  # log π_θ(S); None at full support
+    known: NDArray[np.bool_] | None = None,  # where it knows them; None = where they are not NaN
 ) -> dict[str, Tensor]:
-    """[N] each. Keys: cause_measure."""
-    known = ~proximal_logprobs.isnan()
+    """[N] each. Keys: cause_measure. With `known` it does not wait for the tensors' device."""
+    if known is None:
+        known = ~proximal_logprobs.isnan().cpu().numpy()
+    mask, at = (torch.from_numpy(x).to(logprobs.device, non_blocking=True) for x in (known, np.flatnonzero(known)))
     parts = {
-        "numerics": gaps(proximal_logprobs[known], old_logprobs[known]),
-        "staleness": gaps(logprobs, torch.where(known, proximal_logprobs, old_logprobs)),
+        "numerics": gaps(proximal_logprobs[at], old_logprobs[at]),
+        "staleness": gaps(logprobs, torch.where(mask, proximal_logprobs, old_logprobs)),
     }
     if log_mass is not None:
         parts["support"] = gaps(logprobs + log_mass, logprobs)

@@ -33,6 +33,11 @@ class MicroBatch:
     sampled_logprobs: Tensor | None = None  # [N] NaN where not known; None: of no token
     tokens_of: dict[int, int] = field(default_factory=dict)  # group id -> its tokens among the N, in order
 
+    @property
+    def is_filler(self) -> bool:
+        """Nothing of it trains."""
+        return not self.tokens_of
+
     def by_group(self, values: Tensor) -> dict[int, Tensor]:
         """[N] -> each group's part; {} of a filler."""
         if not self.tokens_of:

@@ -72,7 +72,9 @@ class Critic(DeepSpeedModel):
     def backward(self, batch: ValueBatch) -> None:
         """Forward and backward of one micro-batch; its metrics are added to `sums`."""
         values = self.ds(batch.row.to(self.device))
-        old_values, returns, weights = (x.to(self.device) for x in (batch.old_values, batch.returns, batch.weights))
+        old_values, returns, weights = (
+            x.to(self.device, non_blocking=True) for x in (batch.old_values, batch.returns, batch.weights)
+        )
         errors, is_clipped = value_errors(values, old_values, returns, self.config.critic.cliprange_value)
         share = (weights * errors).sum()
         self.accumulate(share)

@@ -75,6 +75,32 @@ def deepspeed_config(config: Config, world_size: int, optimized: Optimized | Non
     return _without_auto(given)
 
 
+def backend(config: Config, has_gpu: bool) -> str:
+    """Of the ranks' process group: "nccl" or "gloo"."""
+    chosen = config.trainer.dist_backend
+    if chosen == "auto":
+        return "nccl" if has_gpu else "gloo"
+    return chosen
+
+
+def gloo_warning(config: Config, world_size: int, backend: str, trained: int | None) -> str:
+    """What to say about ZeRO 2 and 3 over gloo, which sends gradients through the host's memory; "" = nothing.
+
+    trained: number of the policy's parameters that are, None = not known.
+    """
+    settings, count = deepspeed_config(config, world_size), config.micro_batches(world_size)
+    stage = settings["zero_optimization"]["stage"]
+    if backend != "gloo" or world_size == 1 or stage < 2 or count == 1:
+        return ""
+    width = 2 if config.model.dtype == "bfloat16" and settings.get("communication_data_type") != "fp32" else 4
+    size = "" if trained is None else f", {count} × {width * trained / 2**30:.2g} GiB a step"
+    return (
+        f"deepspeed.zero_optimization.stage {stage} over gloo adds up the ranks' gradients after each of the "
+        f"{count} micro-batches of a step{size}, through the host's memory; stage 1 does it once a step: set "
+        "deepspeed.zero_optimization.stage=1 if `launch.sh plan` says that it fits"
+    )
+
+
 def _given(config: Config) -> dict[str, Any]:
     """A copy of the user's settings."""
     given: Any = config.deepspeed

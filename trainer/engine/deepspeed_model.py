@@ -21,7 +21,7 @@ from torch import Tensor
 from common.config import Config
 from common.errors import UserError
 from common.ports import free_port
-from trainer.engine.deepspeed_config import Optimized, deepspeed_config
+from trainer.engine.deepspeed_config import Optimized, backend, deepspeed_config
 from trainer.engine.exported import Exported, parameters
 
 _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
@@ -48,12 +48,10 @@ def init_distributed(config: Config) -> None:
         os.environ.setdefault(name, value)
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(free_port())
-    backend = config.trainer.dist_backend
-    if backend == "auto":
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    deepspeed.init_distributed(dist_backend=backend, timeout=_COLLECTIVE_TIMEOUT, verbose=False)
+    chosen = backend(config, torch.cuda.is_available())
+    deepspeed.init_distributed(dist_backend=chosen, timeout=_COLLECTIVE_TIMEOUT, verbose=False)
     if not torch.cuda.is_available():
         _unlink_shared_buffer()
 
@@ -104,10 +102,15 @@ class DeepSpeedModel:
     def tied_embeddings(self) -> bool:
         return bool(self.model.config.tie_word_embeddings)
 
+    @property
+    def num_trained(self) -> int:
+        """Parameters that the optimizer moves, whole."""
+        return sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters() if p.requires_grad)
+
     def accumulate(self, loss: Tensor) -> None:
         """Backward of this rank's share of the step's loss."""
         # ZeRO looks at gradients only, and an infinite loss may leave them finite: then make them NaN
-        scale = self.world_size if torch.isfinite(loss) else math.nan
+        scale = torch.where(torch.isfinite(loss.detach()), self.world_size, math.nan).to(loss.dtype)
         self.ds.backward(loss * scale, scale_wrt_gas=False)
 
     def step(self) -> StepResult:
@@ -199,8 +202,10 @@ def _parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[
 
 
 def _optimizer(config: Config, optimized: Optimized) -> Callable[[Any], torch.optim.Optimizer]:
-    betas = (config.trainer.adam_beta1, config.trainer.adam_beta2)
-    return lambda parameters: torch.optim.AdamW(parameters, lr=optimized.learning_rate, betas=betas)
+    """On a GPU in one kernel: torch's default there keeps temporaries of the size of the parameters."""
+    rate, betas = optimized.learning_rate, (config.trainer.adam_beta1, config.trainer.adam_beta2)
+    fused = True if torch.cuda.is_available() else None
+    return lambda parameters: torch.optim.AdamW(parameters, lr=rate, betas=betas, fused=fused)
 
 
 def _scheduler(config: Config, optimized: Optimized) -> Callable[[torch.optim.Optimizer], Any]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.config import Config
 from model import lora
 from model.dims import ModelDims, model_dims
-from model.logprobs import load_causal_lm, score_norms_of_row, score_terms
+from model.logprobs import load_causal_lm, score_logprobs, score_norms_of_row, score_terms
 from model.packing import PackedRow
 from model.stopwatch import Stopwatch
 from trainer.algorithm.losses import ObjectiveSettings, TokenTerms, loss, token_objective
@@ -29,7 +30,7 @@ from trainer.engine.exported import Exported, adapters, exported
 class Policy(torch.nn.Module):
     """PackedRow -> (log-probs, entropies, log-masses) of its targets, so that DeepSpeed's hooks see one forward.
 
-    With norms_only their score norms instead, without gradient.
+    With logprobs_only the first of them alone; with norms_only their score norms instead, without gradient.
     """
 
     def __init__(self, model: Any, chunk_size: int, entropy_gradient: bool):
@@ -39,8 +40,15 @@ class Policy(torch.nn.Module):
         self.entropy_gradient = entropy_gradient
 
     def forward(
-        self, row: PackedRow, temperature: float, head_time: Stopwatch | None = None, norms_only: bool = False
+        self,
+        row: PackedRow,
+        temperature: float,
+        head_time: Stopwatch | None = None,
+        logprobs_only: bool = False,
+        norms_only: bool = False,
     ) -> Any:
+        if logprobs_only:
+            return score_logprobs(self.model, row, temperature, self.chunk_size)
         if norms_only:
             return score_norms_of_row(self.model, row, temperature, self.chunk_size)
         return score_terms(self.model, row, temperature, self.chunk_size, self.entropy_gradient, head_time)
@@ -76,7 +84,7 @@ class Engine(DeepSpeedModel):
         return model_dims(self.model.config.to_dict())
 
     def backward(self, batch: MicroBatch, policy_version: int | None = None) -> Tensor:
-        """Forward and backward of one micro-batch; its metrics are added to `sums`.
+        """Forward and backward of one micro-batch; its metrics are added to `sums`. Nothing here waits for a GPU.
 
         policy_version: the present one. Of tokens that it sampled, sampled_logprobs are known now; like the proximal
         ones they serve to measure and correct the mismatch only. Returns the log-probs [N], detached.
@@ -85,11 +93,10 @@ class Engine(DeepSpeedModel):
         with self._dropout_masks():
             logprobs, entropy, log_mass = self.ds(row, self.config.sampler.temperature, self.head_time)
         old_logprobs, advantages, weights = (
-            x.to(self.device) for x in (batch.old_logprobs, batch.advantages, batch.weights)
+            self._here(x) for x in (batch.old_logprobs, batch.advantages, batch.weights)
         )
-        ref_logprobs, proximal_logprobs, sampled = (
-            None if x is None else x.to(self.device)
-            for x in (batch.ref_logprobs, batch.proximal_logprobs, batch.sampled_logprobs)
+        ref_logprobs, proximal_logprobs = (
+            None if x is None else self._here(x) for x in (batch.ref_logprobs, batch.proximal_logprobs)
         )
         objective, terms = token_objective(
             logprobs,
@@ -103,15 +110,33 @@ class Engine(DeepSpeedModel):
         )
         share = loss(objective, weights)
         self.accumulate(share)
-        logprobs, real = logprobs.detach(), weights > 0
-        if sampled is None:
-            sampled = torch.full_like(old_logprobs, math.nan)
-        is_present = batch.policy_versions.to(self.device) == (-1 if policy_version is None else policy_version)
-        sampled = torch.where(is_present & sampled.isnan(), logprobs, sampled)
-        log_mass = None if row.sampling_mask is None else log_mass[real]
-        parts = by_cause(logprobs[real], old_logprobs[real], sampled[real], log_mass)
-        self.sums.add(token_sums(share, logprobs, old_logprobs, entropy.detach(), terms, real) | parts)
+        logprobs = logprobs.detach()
+        if batch.is_filler:
+            self.sums.add({"loss": share})
+            return logprobs
+        sampled, known = self._when_sampled(batch, logprobs, policy_version)
+        mass = None if row.sampling_mask is None else log_mass
+        parts = by_cause(logprobs, old_logprobs, sampled, mass, known)
+        self.sums.add(token_sums(share, logprobs, old_logprobs, entropy.detach(), terms) | parts)
         return logprobs
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+    def _when_sampled(
+        self, batch: MicroBatch, logprobs: Tensor, policy_version: int | None
+    ) -> tuple[Tensor, NDArray[np.bool_]]:
+        """Log-probs [N] under the weights that sampled, and of which tokens they are known.
+
+        Those of an earlier pass; else the present ones, of tokens that the present version sampled. Which of the two is
+        decided on the CPU.
+        """
+        is_present = batch.policy_versions.numpy() == (-1 if policy_version is None else policy_version)
+        if batch.sampled_logprobs is None:
+            return logprobs, is_present
+        is_earlier = ~np.isnan(batch.sampled_logprobs.numpy())
+        sampled = torch.where(self._here(torch.from_numpy(is_earlier)), self._here(batch.sampled_logprobs), logprobs)
+        return sampled, is_earlier | is_present
 
     def step(self) -> StepResult:
         self._micro_batch = 0
@@ -133,7 +158,7 @@ class Engine(DeepSpeedModel):
     def score(self, row: PackedRow, temperature: float) -> Tensor:
         """Log-probs of the row's targets, without gradient. Every rank calls it (ZeRO-3 gathers parameters)."""
         self.ds.eval()
-        logprobs, _, _ = self.ds(row.to(self.device), temperature)
+        logprobs = self.ds(row.to(self.device), temperature, logprobs_only=True)
         self.ds.train()
         return logprobs.float().cpu()
 
@@ -149,19 +174,17 @@ class Engine(DeepSpeedModel):
         return self.ds(filler_row().to(self.device), 1.0)[0]
 
 
-def token_sums(
-    share: Tensor, logprobs: Tensor, old: Tensor, entropy: Tensor, terms: TokenTerms, real: Tensor
-) -> dict[str, Tensor]:
-    """What a micro-batch adds to the sums of the step. real: [N] not a filler's."""
-    log_ratio = (logprobs - old)[real].double()
+def token_sums(share: Tensor, logprobs: Tensor, old: Tensor, entropy: Tensor, terms: TokenTerms) -> dict[str, Tensor]:
+    """What a micro-batch adds to the sums of the step."""
+    log_ratio = (logprobs - old).double()
     of_tokens = {"entropy": entropy, "kl": terms.kl, "ratio": terms.ratio, "clipped": terms.is_clipped}
     of_tokens |= {"correction": terms.correction, "corrected": terms.is_corrected}
-    return {name: values[real].double().sum() for name, values in of_tokens.items()} | {
+    return {name: values.double().sum() for name, values in of_tokens.items()} | {
         "loss": share,
-        "tokens": real.sum(),
+        "tokens": log_ratio.new_full((), len(log_ratio)),
         "token_ratio": log_ratio.exp().sum(),
         "log_ratio": log_ratio.sum(),
         "abs_log_ratio": log_ratio.abs().sum(),
-        "abs_prob_diff": (logprobs.exp() - old.exp())[real].double().abs().sum(),
+        "abs_prob_diff": (logprobs.exp() - old.exp()).double().abs().sum(),
         "exp_abs_log_ratio": log_ratio.abs().exp().sum(),
     }
