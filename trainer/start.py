@@ -27,6 +27,7 @@ from trainer.link.ledger import Ledger
 from trainer.link.recording import FILE, Recorder, Replay
 
 if TYPE_CHECKING:
+    from trainer.engine.policy import Engine
     from trainer.record.rank_zero import RankZero
     from trainer.save.checkpoint import Progress
 
@@ -57,8 +58,6 @@ def _taken(config: Config) -> Any:
 
 def _run(config: Config) -> None:
     """Rank 0 opens what only it has first: a taken port or a wrong checkpoint must not cost the start of all ranks."""
-    import torch
-
     from model.reference import Reference
     from trainer.algorithm.advantages import try_own_estimator
     from trainer.algorithm.losses import try_own_objective
@@ -91,10 +90,7 @@ def _run(config: Config) -> None:
         resume_from, run_id = exchange.text(resume_from), exchange.text(run_id)
         engine = Engine(config, exchange.world_size)
         if rank_zero is not None:
-            gpu = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else ""
-            write_environment(config.run.output_dir, exchange.world_size, gpu)
-            if slow := gloo_warning(config, ranks, torch.distributed.get_backend(), engine.num_trained):
-                rank_zero.display.note(slow)
+            _note_devices(config, rank_zero, engine)
         critic = None
         if config.algorithm.needs_critic:
             critic = Critic(config, exchange.world_size)
@@ -110,6 +106,16 @@ def _run(config: Config) -> None:
         )
         exits.defer_interrupts(rank == 0, "stopping after this step, with a checkpoint; again to stop at once")
         trainer.run()
+
+
+def _note_devices(config: Config, rank_zero: RankZero, engine: Engine) -> None:
+    """What is known once the model is where it trains: the machine, for the record, and whether gloo will be slow."""
+    import torch
+
+    gpu = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else ""
+    write_environment(config.run.output_dir, engine.world_size, gpu)
+    if slow := gloo_warning(config, engine.world_size, torch.distributed.get_backend(), engine.num_trained):
+        rank_zero.display.note(slow)
 
 
 def _tokenizer_to_save(config: Config) -> Any:
