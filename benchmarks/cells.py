@@ -141,7 +141,7 @@ def tandem_config(cell: Cell, folder: Path, steps: int, output_dir: Path) -> dic
         "algorithm": {"beta": BETA},
         "trainer": {
             "max_steps": steps, "prompts_per_step": cell.prompts, "groups_per_micro_batch": max(1, cell.prompts // 4),
-            "learning_rate": LEARNING_RATE, "save_steps": None,
+            "learning_rate": LEARNING_RATE, "save_steps": None, "save_minutes": None,
         },
         "vllm": {"max_model_len": cell.prompt + cell.completion},
     }  # fmt: skip

@@ -33,3 +33,7 @@ class PeerEnded(Exception):
 
 class Interrupted(Exception):
     """Somebody asked for the end and the state is whole: what can be saved may be saved. Exit 130."""
+
+
+class OutOfTime(Interrupted):
+    """trainer.max_hours is over, and what could be saved is saved. Exit 75: the run goes on when it is resumed."""

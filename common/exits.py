@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes  # here and not in die_with_parent, which runs between fork and exec: importing is not safe there
 import faulthandler
+import math
 import os
 import signal
 import sys
@@ -17,18 +18,21 @@ import traceback
 from collections.abc import Callable
 
 from common.durable import disk_trouble
-from common.errors import Interrupted, PeerEnded, Retryable, UserError
+from common.errors import Interrupted, OutOfTime, PeerEnded, Retryable, UserError
 from common.redact import without_passwords
 
 DONE = 0
 USER_ERROR = 2  # change something, then start again
 RETRYABLE = 75  # start again as it is (sysexits.h: EX_TEMPFAIL)
 INTERRUPTED = 130  # 128 + SIGINT
+SIGKILLED = (-signal.SIGKILL, 256 - signal.SIGKILL)  # a child; one of its own, whose code it passes on in a byte
+STARTED_AT = "TANDEM_STARTED_AT"  # environment variable: when launch.sh started, for the processes that it starts
 
 _ECHO_S = 1.0  # DeepSpeed's launcher answers a Ctrl-C with a SIGTERM of its own to every rank
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _LAUNCHER_LOOKS_S = 3.0  # DeepSpeed's launcher looks at its ranks once a second
 _interrupted_at: float | None = None  # monotonic
+_begun, _end_at = time.monotonic(), math.inf
 
 
 def run(name: str, main: Callable[[], None]) -> int:
@@ -48,9 +52,10 @@ def run(name: str, main: Callable[[], None]) -> int:
     except Retryable as error:
         _say(f"{name}: {error}")
         return RETRYABLE
-    except (KeyboardInterrupt, Interrupted):
-        _say(f"{name}: interrupted")
-        return INTERRUPTED
+    except (KeyboardInterrupt, Interrupted) as error:
+        code = code_of(error)
+        _say(f"{name}: {(str(error) or 'trainer.max_hours is over') if code == RETRYABLE else 'interrupted'}")
+        return code
     except Exception as error:
         if disk_trouble(error) is not None:
             _say(f"{name}: {error}: make room or repair the disk, then start again")
@@ -62,9 +67,26 @@ def run(name: str, main: Callable[[], None]) -> int:
 
 def code_of(error: BaseException) -> int:
     """The code to end with when a peer of ours, or our rank 0, ended by this exception."""
+    if isinstance(error, OutOfTime) or (isinstance(error, Interrupted) and out_of_time()):
+        return RETRYABLE
     if isinstance(error, KeyboardInterrupt | Interrupted):
         return INTERRUPTED
     return USER_ERROR if isinstance(error, UserError) else RETRYABLE
+
+
+def meaning(code: int) -> str:
+    """How a child ended, after its name. code: as of subprocess, negative for a signal."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    known = {
+        DONE: "exit 0 without a final checkpoint",
+        USER_ERROR: "user error",
+        RETRYABLE: "retryable",
+        INTERRUPTED: "interrupted",
+    }
+    # DeepSpeed's launcher passes the -9 of a killed rank on, and an exit code is a byte: 256 - 9.
+    known |= {256 - number: f"a rank was killed by {number.name}" for number in signal.Signals}
+    return f"ended with exit code {code} ({known.get(code, 'crash')})"
 
 
 def _interrupt(*_: object) -> None:
@@ -95,8 +117,27 @@ def defer_interrupts(decides: bool, note: str) -> None:
 
 
 def interrupted() -> bool:
-    """Whether a deferred interrupt has arrived."""
-    return _interrupted_at is not None
+    """Whether a deferred interrupt has arrived, or the time is over."""
+    return _interrupted_at is not None or out_of_time()
+
+
+def limit_time(hours: float | None) -> None:
+    """From now on `interrupted` is true after so many hours since the start of launch.sh, or else of this process.
+
+    hours: trainer.max_hours; None = no limit. A restart by the supervisor does not begin to count anew.
+    """
+    global _end_at
+    _end_at = math.inf if hours is None else started_at() + 3600 * hours
+
+
+def started_at() -> float:
+    """Monotonic seconds, a clock that all processes of a host share."""
+    return float(os.environ.get(STARTED_AT, _begun))
+
+
+def out_of_time() -> bool:
+    """Whether the limit has passed, and nobody asked for the end before."""
+    return _interrupted_at is None and time.monotonic() >= _end_at
 
 
 def leave(code: int) -> None:

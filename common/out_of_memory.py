@@ -1,7 +1,7 @@
 """Memory that ran out, on a GPU, on the CPU or in vLLM's cache, and the settings that need less of it.
 
 The update is the same with any of the settings named for the trainer. Recognised by the messages of torch and
-vLLM, whose classes cost seconds to import. Left out: SIGKILL by the kernel, after which no code of ours runs.
+vLLM, whose classes cost seconds to import. After SIGKILL by the kernel no code of the process runs: common/killed.py.
 """
 
 from __future__ import annotations
@@ -17,13 +17,20 @@ _SETTINGS = {
     "trainer": "model.gradient_checkpointing=true, trainer.groups_per_micro_batch=1 or a smaller "
     "trainer.max_tokens_per_micro_batch, trainer.logprob_chunk_size=256 and a higher "
     "deepspeed.zero_optimization.stage need less and keep the update",
-    "sampler": "a smaller vllm.gpu_memory_utilization, vllm.max_num_seqs or vllm.max_model_len needs less",
+    "sampler": "a smaller vllm.gpu_memory_utilization (on a CPU: VLLM_CPU_KVCACHE_SPACE, in GiB), vllm.max_num_seqs or "
+    "vllm.max_model_len needs less",
 }
+_PLAN = "bash launch.sh plan CONFIG shows what needs how much"
 _ENGINE = {  # part of vLLM's message when it starts → what to do
     "on startup is less than": "Set vllm.gpu_memory_utilization lower, to what is free",
     "No available memory for the cache blocks": "Set vllm.gpu_memory_utilization higher, or vllm.max_model_len lower",
     "larger than the available KV cache": "Set vllm.gpu_memory_utilization higher, or vllm.max_model_len lower",
 }
+
+
+def less_memory(process: str) -> str:
+    """The settings of the "sampler" or "trainer" that need less of it."""
+    return f"{_SETTINGS[process]}; {_PLAN}"
 
 
 def memory_advice(process: str, error: BaseException) -> str | None:
@@ -34,12 +41,9 @@ def memory_advice(process: str, error: BaseException) -> str | None:
     message = " ".join(str(error).split())
     for sign, remedy in _ENGINE.items():
         if sign in message:
-            return f"vLLM: {message[:300]} {remedy}; bash launch.sh plan CONFIG shows what needs how much"
+            return f"vLLM: {message[:300]} {remedy}; {_PLAN}"
     if isinstance(error, MemoryError) or any(sign in message.lower() for sign in _ALLOCATION):
-        return (
-            f"the {process} ran out of memory: {message[:300] or type(error).__name__}. {_SETTINGS[process]}; "
-            "bash launch.sh plan CONFIG shows what needs how much"
-        )
+        return f"the {process} ran out of memory: {message[:300] or type(error).__name__}. {less_memory(process)}"
     return None
 
 

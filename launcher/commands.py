@@ -11,7 +11,7 @@ from pathlib import Path
 
 from common.config import Config
 from common.durable import run_tag
-from common.exits import RETRYABLE
+from common.exits import RETRYABLE, STARTED_AT, started_at
 from common.ports import free_port
 from common.redact import redacted_words
 from common.run_folder import checkpoints
@@ -76,7 +76,8 @@ class Commands:
         if code == RETRYABLE and steps == 0:
             return self.trainer()
         return (
-            f"{folder} has {steps} steps and no checkpoint to continue from; a smaller trainer.save_steps saves earlier"
+            f"{folder} has {steps} steps and no checkpoint to continue from; a smaller trainer.save_steps or "
+            "trainer.save_minutes saves earlier"
         )
 
     def steps(self) -> int:
@@ -88,6 +89,6 @@ class Commands:
 def _environment(additions: Mapping[str, str], without: str = "") -> dict[str, str]:
     """Our environment. `additions` are defaults for what the user has not set, apart from the devices, which hold."""
     devices = {key: value for key, value in additions.items() if key == "CUDA_VISIBLE_DEVICES"}
-    environment = {**additions, **os.environ, **devices, "TANDEM_SUPERVISED": "1"}
+    environment = {**additions, **os.environ, **devices, "TANDEM_SUPERVISED": "1", STARTED_AT: str(started_at())}
     environment.pop(without, None)
     return environment

@@ -62,7 +62,7 @@ def _room(config: Config) -> Iterator[Check]:
     width, lora = 2 if config.model.dtype == "bfloat16" else 4, config.lora
     trained = model.adapter_parameters(lora.r) if lora.r else model.parameters
     published = trained if lora.publishes_adapters else model.parameters
-    kept = 0 if config.trainer.save_steps is None else config.trainer.save_limit + 1
+    kept = config.trainer.save_limit + 1 if config.trainer.saves_checkpoints else 0
     # a checkpoint: what is trained for transformers and for DeepSpeed, and AdamW's three float32 copies; then final/
     yield room("run.output_dir", config.run.output_dir, (kept * (2 * width + 12) + width) * trained)
     yield room("weights.dir", weights.default_dir(config), (config.weights.keep + 2) * width * published)

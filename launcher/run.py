@@ -14,17 +14,18 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from common.config import Config, load
 from common.durable import lock
 from common.errors import UserError
-from common.exits import DONE, INTERRUPTED, USER_ERROR
+from common.exits import DONE, INTERRUPTED, USER_ERROR, limit_time, out_of_time
 from common.run_folder import FINAL, checkpoints, no_checkpoint
 from launcher import shares
 from launcher.batch_plan import batch_plan, one_line
 from launcher.commands import Commands
-from launcher.fit import reference_side
+from launcher.fit import fit, reference_side
 from launcher.machine import ROOT, this_machine
 from launcher.measure import with_measured
 from launcher.output_dir import LOCK, check_folder, in_use, move_aside
@@ -95,6 +96,15 @@ def _shares(config: Config, place: Placement) -> list[str]:
     return shares.settings(config, work, place, this_machine(len(visible_gpus(os.environ))))
 
 
+def _memory_estimate(config: Config, place: Placement, name: str) -> str:
+    """What launch.sh plan says of the memory of "sampler" or "trainer"; "" for models that it has no estimate for."""
+    model = read_dims(config.model.path, config.model.revision)
+    if model is None:
+        return ""
+    machine = this_machine(len(visible_gpus(os.environ)))
+    return dict(fit(config, workload_of(config, place.num_ranks, model), place, machine).lines).get(name, "")
+
+
 def _evaluate(config: Config, path: Path, overrides: Sequence[str]) -> int:
     """eval.val_only: the model, or with run.resume the newest checkpoint, without a trainer."""
     folder = config.run.output_dir
@@ -115,9 +125,11 @@ def _run(commands: Commands) -> int:
             print(f"tandem: {text}", file=sys.stderr)
     if side := commands.config.reference_on:
         print(f"tandem: reference model on the {side}", file=sys.stderr, flush=True)
-    rules = Rules(commands.restart_trainer, commands.steps, (folder / FINAL).is_dir)
+    limit_time(commands.config.trainer.max_hours)
+    finished, estimate = (folder / FINAL).is_dir, partial(_memory_estimate, commands.config, place)
+    rules = Rules(commands.restart_trainer, commands.steps, finished, out_of_time, estimate)
     code = Supervisor(commands.sampler(), commands.trainer(), rules).run()
-    if code == INTERRUPTED and checkpoints(folder):
+    if code not in (DONE, USER_ERROR) and checkpoints(folder):
         print(f"tandem: continue with: bash launch.sh {commands.arguments} run.resume=true", file=sys.stderr)
     if commands.steps():
         _report(folder)

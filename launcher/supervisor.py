@@ -6,8 +6,11 @@ What an ending means:
     2    the user has something to change: both stop, 2
     75   start it again, at most 5 times without a new step in between, after 1, 2, 4 … s; from the trainer's second
          time on with a new sampler, which may be what it waits for
+         once trainer.max_hours is over nothing is started again: both stop, 75
     130  somebody interrupted it: both stop, 130
     else the sampler holds no state and counts as 75; the trainer too if it has a checkpoint, otherwise both stop, 1
+A SIGKILL is explained (common/killed.py). If it was the kernel's for want of memory and nothing may be started again,
+or the same process was killed so before without a new step in between, the settings must change: both stop, 2.
 A trainer restarts from its newest checkpoint. Without one it may start anew only while metrics.jsonl has no step:
 later, that would silently train a second time what was already reported. Left out: several hosts.
 """
@@ -23,7 +26,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from common.exits import DONE, INTERRUPTED, RETRYABLE, USER_ERROR
+from common.exits import DONE, INTERRUPTED, RETRYABLE, SIGKILLED, USER_ERROR, meaning
+from common.killed import Resident, gib
 from common.transcript import tail
 from launcher.processes import Child, Guard, Running
 
@@ -37,6 +41,8 @@ class Rules:
     restart_trainer: Callable[[int], Child | str]  # exit code -> what to start instead, or why nothing can be
     progress: Callable[[], int]  # grows with every optimizer step
     finished: Callable[[], bool]  # the trainer's final weights are on disk
+    out_of_time: Callable[[], bool] = lambda: False  # trainer.max_hours is over
+    estimate: Callable[[str], str] = lambda name: ""  # of the memory of "sampler" or "trainer", by launch.sh plan
     max_restarts: int = 5
     backoff_s: float = 1.0  # doubles with every restart
     grace_s: float = 30.0  # from the request to end until SIGKILL: a step is finished and a checkpoint written in it
@@ -48,6 +54,8 @@ class _Slot:
 
     child: Child
     running: Running | None = None
+    resident: Resident | None = None  # of the newest attempt
+    killed_for_memory: bool = False  # since the last progress
     attempt: int = 0
     restarts: int = 0  # since the last progress
     progress: int = 0
@@ -90,6 +98,8 @@ class Supervisor:
                 self._stop(signal.SIGINT)
                 return INTERRUPTED
             for name, slot in self._slots.items():
+                if slot.resident is not None:
+                    slot.resident.sample()
                 code = slot.running.process.poll() if slot.running is not None else None
                 if code is None and slot.end_by is not None and time.monotonic() >= slot.end_by:
                     self._say(f"{name} did not end within {self._rules.grace_s:g} s of the sampler, and is killed")
@@ -104,7 +114,8 @@ class Supervisor:
 
     def _ended(self, name: str, code: int) -> int | None:
         """The exit code of the whole, or None to go on."""
-        if code == DONE and name == "sampler":
+        out_of_time = code == RETRYABLE and self._rules.out_of_time()  # an end in order, which has said so itself
+        if name == "sampler" and (code == DONE or out_of_time):
             self._slots["trainer"].end_by = time.monotonic() + self._rules.grace_s
             return None
         if code == DONE and self._rules.finished():
@@ -114,19 +125,37 @@ class Supervisor:
             self._explain(name, code)
             self._stop(signal.SIGINT)
             return code
-        reason = self._retry(name, code)
+        if out_of_time:
+            self._stop(signal.SIGINT)
+            return RETRYABLE
+        for_memory = code in SIGKILLED and self._explain_kill(name)
+        reason = self._retry(name, code, for_memory)
         if reason is None:
             return None
         self._explain(name, code)
         self._say(f"not started again: {reason}")
         self._stop(signal.SIGINT)
-        return RETRYABLE if code == RETRYABLE else 1
+        return RETRYABLE if code == RETRYABLE else USER_ERROR if for_memory else 1
 
-    def _retry(self, name: str, code: int) -> str | None:
+    def _explain_kill(self, name: str) -> bool:
+        """Says who sent the SIGKILL. True if it was the kernel, for want of memory."""
+        slot, (other_name, other) = self._slots[name], *(one for one in self._slots.items() if one[0] != name)
+        assert slot.resident is not None
+        killed = slot.resident.why_killed()
+        beside = f", the {other_name} {gib(other.resident.total)}" if other.running and other.resident else ""
+        self._say(killed.text(name, beside, self._rules.estimate(name) if killed.for_memory else ""))
+        return killed.for_memory is True
+
+    def _retry(self, name: str, code: int, for_memory: bool) -> str | None:
         """Plans the next attempt. Returns why there is none."""
         slot, progress = self._slots[name], self._rules.progress()
         if progress > slot.progress:
-            slot.restarts, slot.progress = 0, progress
+            slot.restarts, slot.progress, slot.killed_for_memory = 0, progress, False
+        if self._rules.out_of_time():
+            return "trainer.max_hours is over"
+        if for_memory and slot.killed_for_memory:
+            return "it would need as much memory again: it was killed for it twice without a new step in between"
+        slot.killed_for_memory |= for_memory
         if slot.restarts >= self._rules.max_restarts:
             return f"{slot.restarts} restarts in a row without a new step"
         replacement = slot.child if name == "sampler" else self._rules.restart_trainer(code)
@@ -136,7 +165,7 @@ class Supervisor:
             self._explain(name, code)  # once in a row: a second crash usually has the same cause
         wait_s = self._rules.backoff_s * 2**slot.restarts
         slot.child, slot.restarts, slot.start_at = replacement, slot.restarts + 1, time.monotonic() + wait_s
-        self._say(f"{name} {_meaning(code)}; restart {slot.restarts} of {self._rules.max_restarts} in {wait_s:g} s")
+        self._say(f"{name} {meaning(code)}; restart {slot.restarts} of {self._rules.max_restarts} in {wait_s:g} s")
         if name == "trainer":
             self._renew_sampler(slot, waited_in_vain=code == RETRYABLE and slot.restarts > 1)
         return None
@@ -153,6 +182,7 @@ class Supervisor:
     def _start(self, slot: _Slot) -> None:
         slot.attempt, slot.start_at, slot.end_by = slot.attempt + 1, None, None
         slot.running = Running(slot.child, self._guard.mark, slot.attempt)
+        slot.resident = Resident(slot.child.name, slot.running.process.pid)
         self._guard.watch(slot.running)
         for descriptor in slot.running.streams:
             self._selector.register(descriptor, selectors.EVENT_READ, slot.running)
@@ -221,24 +251,10 @@ class Supervisor:
 
     def _explain(self, name: str, code: int) -> None:
         log = self._slots[name].child.log
-        self._say(f"{name} {_meaning(code)}. The last lines of its log:")
+        self._say(f"{name} {meaning(code)}. The last lines of its log:")
         with suppress(OSError):
             print("".join(f"    {line}\n" for line in tail(log, TAIL_LINES)), file=sys.stderr, end="", flush=True)
         self._say(f"full log: {log}")
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGWINCH)
-
-
-def _meaning(code: int) -> str:
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    known = {
-        DONE: "exit 0 without a final checkpoint",
-        USER_ERROR: "user error",
-        RETRYABLE: "retryable",
-        INTERRUPTED: "interrupted",
-    }
-    # DeepSpeed's launcher passes the -9 of a killed rank on, and an exit code is a byte: 256 - 9.
-    known |= {256 - number: f"a rank was killed by {number.name}" for number in signal.Signals}
-    return f"ended with exit code {code} ({known.get(code, 'crash')})"

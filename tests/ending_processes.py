@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from common import channel, config, durable, exits, weights
 from common.config import Config
-from common.errors import Interrupted, Retryable, UserError
+from common.errors import Interrupted, OutOfTime, Retryable, UserError
 from common.watchdog import Watchdog, report_progress
 from common.weights import BadWeights, Published
 from report.run_log import MetricsLog
@@ -135,6 +135,8 @@ def rank_1(settings: Config, reader: int, writer: int) -> None:
         while (word := os.read(reader, 1)) == b"s":
             report_progress("stepping")
             os.write(writer, b"s")
+        if word == b"o":
+            raise OutOfTime("time is over")
         if word != b"e":
             raise Interrupted if word == b"i" else RuntimeError("rank 0 is gone")
 
@@ -157,6 +159,7 @@ def rank_0(settings: Config, reader: int, writer: int) -> None:
         stack.callback(log.close)
         ledger = Ledger(NUM_STEPS * PER_STEP, PER_STEP, step * PER_STEP)
         inbox = stack.enter_context(Inbox(settings, "run", incarnation, LIMITS, ledger, print))
+        exits.limit_time(settings.trainer.max_hours)
         inbox.wait_for_sampler()
         exits.defer_interrupts(decides=True, note="stopping after this step; again to stop at once")
         train(settings, inbox, log, step, (reader, writer))
@@ -184,9 +187,11 @@ def train(settings: Config, inbox: Any, log: Any, step: int, rank_1: tuple[int, 
             if exits.interrupted():
                 raise Interrupted
         except Interrupted:
-            os.write(rank_1[1], b"i")
-            if settings.trainer.save_steps:
+            os.write(rank_1[1], b"o" if exits.out_of_time() else b"i")
+            if settings.trainer.saves_checkpoints:
                 save(checkpoints, f"step_{step:06d}", step)
+            if exits.out_of_time():
+                raise OutOfTime("trainer.max_hours is over") from None
             raise
         if settings.trainer.save_steps and step % SAVE_STEPS == 0:
             save(checkpoints, f"step_{step:06d}", step)
@@ -196,6 +201,8 @@ def hold(settings: Config, step: int) -> None:
     """Waits for the disturbance, if one is meant to come; an interrupt is one."""
     folder = settings.run.output_dir.parent
     while step == HOLD_AT and (folder / "hold").exists() and not (folder / "disturbed").exists():
+        if exits.out_of_time():
+            return
         report_progress("waiting to be disturbed")
         time.sleep(0.005)
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from common import durable
+from common import durable, exits
 from common.config import load
 from common.errors import UserError
 from launcher import commands
@@ -61,6 +61,7 @@ class Scenario:
     saves: bool = True
     connect_s: float = CONNECT_S
     is_saved: bool = False  # a checkpoint of the last step is required
+    ends_after_s: float | None = None  # trainer.max_hours
     or_code: int | None = None  # as good as `code`
     is_abrupt: bool = False  # something was killed for good: the next start removes what it had not finished
 
@@ -127,8 +128,11 @@ def _signals() -> Iterator[Scenario]:
 
 
 def _broken_sides() -> Iterator[Scenario]:
-    """Absent, failing or stuck, without any signal."""
+    """Absent, failing, stuck or out of time, without any signal."""
     S = Scenario
+    yield S("time is over", 75, ends_after_s=3.0, is_saved=True)
+    yield S("time is over, without checkpoints", 75, ends_after_s=3.0, saves=False)
+    yield S("time is over before a sampler comes", 75, ends_after_s=1.5, ending="sampler:start-hang:always")
     yield S("absent sampler", 75, ending="sampler:start-hang:always", connect_s=2.0)
     yield S("absent trainer", 75, ending="trainer:start-hang:always", connect_s=2.0)
     yield S("user error of the sampler at its start", 2, ending="sampler:start-user:always")
@@ -186,7 +190,12 @@ class Running:
             "data": {"train": "t.jsonl"},
             "rewards": {"reward_funcs": ["answer"]},
             "sampler": {"num_generations": 2},
-            "trainer": {"prompts_per_step": PER_STEP, "save_steps": 4 if scenario.saves else None},
+            "trainer": {
+                "prompts_per_step": PER_STEP,
+                "save_steps": 4 if scenario.saves else None,
+                "save_minutes": None,
+                "max_hours": scenario.ends_after_s and scenario.ends_after_s * self._slowness / 3600,
+            },
             "channel": {
                 "connect_timeout_s": scenario.connect_s * self._slowness,
                 "lost_after_s": 0.5 * self._slowness,
@@ -194,7 +203,7 @@ class Running:
             },
         }
         (folder / "config.yaml").write_text(yaml.safe_dump(settings))
-        if scenario.signals:
+        if scenario.signals or scenario.ends_after_s:
             (folder / "hold").touch()
         self.ending, self.begun = Ending(scenario.name), time.monotonic()
         self._to_send, self._send_at = list(scenario.signals), self.begun
@@ -211,6 +220,7 @@ class Running:
             os.setsid()
             os.environ.update({"TANDEM_ENDING": self.scenario.ending, "TANDEM_TEST_TAG": self.tag})
             os.environ["TANDEM_ENDING_SLOWNESS"] = str(self._slowness)
+            os.environ[exits.STARTED_AT] = str(self.begun)
             log = os.open(self.folder / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
@@ -218,7 +228,9 @@ class Running:
             command = Command(self.folder / "config.yaml", (), config, placement(config, (), [0, 1]))
             final = config.run.output_dir / "final"
             grace_s = GRACE_S * self._slowness
-            rules = Rules(command.restart_trainer, command.steps, final.is_dir, MAX_RESTARTS, 0.05, grace_s)
+            exits.limit_time(config.trainer.max_hours)
+            limits = {"max_restarts": MAX_RESTARTS, "backoff_s": 0.05, "grace_s": grace_s}
+            rules = Rules(command.restart_trainer, command.steps, final.is_dir, exits.out_of_time, **limits)
             with durable.lock(config.run.output_dir / launcher_run.LOCK, UserError):
                 code = Supervisor(command.sampler(), command.trainer(), rules).run()
         finally:

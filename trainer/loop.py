@@ -16,14 +16,17 @@ import collections
 import contextlib
 import time
 from dataclasses import replace
+<<<<<<< HEAD
 from functools import partial
 from typing import Any
+=======
+from typing import Any, NoReturn
+>>>>>>> 4cf23b7 (feat(trainer): checkpoints by the clock, an end in order before a time limit, and a SIGKILL that is explained)
 
 from common.config import Config
-from common.errors import Interrupted, Retryable
-from common.exits import interrupted
+from common.errors import Interrupted, OutOfTime, Retryable
+from common.exits import interrupted, out_of_time
 from common.failpoints import failpoint
-from common.run_folder import CHECKPOINTS
 from common.types import EvalResult, Tombstone
 from common.watchdog import report_progress
 from model.reference import Reference
@@ -43,9 +46,10 @@ from trainer.record.throughput import num_devices
 from trainer.save import checkpoint
 from trainer.save.best import Best
 from trainer.save.checkpoint import Progress
-from trainer.save.disk import Disk, on_rank_0
+from trainer.save.disk import Disk
 from trainer.save.publisher import Publisher
 from trainer.save.resume import with_fingerprints
+from trainer.save.saver import Saver
 
 
 class Trainer:
@@ -76,8 +80,18 @@ class Trainer:
         self.publisher = Publisher(
             config, engine, exchange, self.disk, rank_zero.source if rank_zero else None, self.record_seconds
         )
+        self.saver = Saver(
+            config,
+            engine,
+            critic,
+            exchange,
+            tokenizer,
+            self.disk,
+            self._sync_history,
+            self.record_seconds,
+            progress.step,
+        )
         self._evaluated_version = progress.policy_version  # of the newest evaluation, or of the start
-        self._saved_step = progress.step
         self._is_between_batches = True  # no step of a batch that has begun is in the weights
         self._num_eval_problems = 0
 
@@ -95,12 +109,11 @@ class Trainer:
                 if self.best.stops_early:
                     break
                 self.publish(evaluate=self._evaluates_now())
-                self.save_checkpoint()
+                self.saver.save_if_due(self.progress)
             self.finish_evaluation()
             self.stop_if_interrupted()
         except Interrupted:
-            self.save_on_interrupt()
-            raise
+            self.save_and_end()
         finally:
             self.publisher.close()
         folder, version = self.config.run.output_dir, self.progress.policy_version
@@ -112,6 +125,17 @@ class Trainer:
         """Raises Interrupted on every rank if rank 0 was asked to end."""
         if self.exchange.agree(interrupted()):
             raise Interrupted
+
+    def save_and_end(self) -> NoReturn:
+        """Raises OutOfTime if that is why all ranks end, or Interrupted."""
+        is_over, hours = self.exchange.agree(out_of_time()), self.config.trainer.max_hours
+        with contextlib.suppress(Interrupted):  # the disk did not take it
+            self.saver.save_before_the_end(self.progress, self._is_between_batches)
+        if not is_over:
+            raise Interrupted
+        step = self.saver.saved_step
+        rest = f"step {step} is saved, go on with run.resume=true" if step else "no step is saved"
+        raise OutOfTime(f"trainer.max_hours {hours:g} is over: {rest}")
 
     def train_batch(self) -> None:
         """num_iterations passes over the next batch of rollouts, with an optimizer step on each of its mini-batches."""
@@ -237,44 +261,9 @@ class Trainer:
             self.rank_zero.display.evaluation(record)
         self.record_seconds("timing/evaluation_s", time.monotonic() - start)
 
-    def save_checkpoint(self) -> None:
-        every = self.config.trainer.save_steps
-        if every is not None and self._passed_multiple_of(every):
-            self._save()
-
-    def save_on_interrupt(self) -> None:
-        """The state is that after the last whole batch; gradients of a batch that has begun are in no checkpoint.
-
-        Once a step of a batch has moved the weights, cursor and weights agree again only at its end: nothing is saved.
-        """
-        if self.config.trainer.save_steps is None or self.progress.step == self._saved_step:
-            return
-        if self._is_between_batches:
-            self._save()
-        elif self.rank_zero:
-            done = f"interrupted inside a batch of {self.config.algorithm.steps_per_batch} steps"
-            self.rank_zero.display.note(f"{done}: the newest checkpoint stays that of step {self._saved_step}")
-
-    def _save(self) -> None:
-        report_progress(f"saving the checkpoint of step {self.progress.step}")
-        start = time.monotonic()
-        self.disk.persist("the run's history", self._sync_history)
-        folder, keep = self.config.run.output_dir / CHECKPOINTS, self.config.trainer.save_limit
-        checkpoint.save(self.engine, self.exchange, self.tokenizer, folder, self.progress, keep, self.disk, self.critic)
-        self._saved_step = self.progress.step
-        self.record_seconds("timing/checkpoint_s", time.monotonic() - start)
-
     def _sync_history(self) -> None:
-        """A checkpoint must not outlive the records of the steps before it."""
-
-        def sync() -> None:
-            assert self.rank_zero is not None
-            self.rank_zero.log.sync()
-            if self.rank_zero.recorder:
-                self.rank_zero.recorder.sync()
-
-        on_rank_0(self.exchange, sync)
-
-    def _passed_multiple_of(self, every: int) -> bool:
-        """A batch may hold several steps: did one of them reach a multiple?"""
-        return self.progress.step // every > (self.progress.step - self.config.algorithm.steps_per_batch) // every
+        """On rank 0."""
+        assert self.rank_zero is not None
+        self.rank_zero.log.sync()
+        if self.rank_zero.recorder:
+            self.rank_zero.recorder.sync()

@@ -104,6 +104,7 @@ def _run(config: Config) -> None:
         trainer = Trainer(
             config, engine, exchange, tokenizer, progress_of(resume_from, run_id), rank_zero, reference, critic
         )
+        exits.limit_time(config.trainer.max_hours if rank == 0 else None)  # its clock decides for all
         exits.defer_interrupts(rank == 0, "stopping after this step, with a checkpoint; again to stop at once")
         trainer.run()
 

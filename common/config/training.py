@@ -59,9 +59,12 @@ class Trainer(Section):
     max_staleness: int = Field(0, ge=0)
     """Batches the sampler may run ahead. 0 = on-policy: training starts on groups as they arrive, equal to waiting."""
     save_steps: int | None = Field(100, gt=0)
-    """Checkpoint every n optimizer steps, at the end of a batch of rollouts; null = only final/."""
+    """Checkpoint every n optimizer steps, at the end of a batch of rollouts; null = by save_minutes alone."""
+    save_minutes: float | None = Field(10.0, gt=0)
+    """Checkpoint also at the end of the first batch that is done so many minutes after the last one; null = by
+    save_steps alone. With both null there is only final/, and nothing to resume from."""
     save_limit: int = Field(2, ge=2)
-    """Checkpoints kept. Never fewer than two: the newest may be the one a crash interrupts."""
+    """Checkpoints kept, by steps and by minutes together. Never fewer than two: a crash may interrupt the newest."""
     devices: list[int] = []
     """GPUs of the trainer, one rank each; empty = all visible ones that the sampler does not own, or the only one."""
     num_ranks: int | None = Field(None, gt=0)
@@ -72,3 +75,11 @@ class Trainer(Section):
     """Tokens whose [tokens, vocabulary] logits exist at one time."""
     max_skipped_steps: int = Field(3, ge=1)
     """Non-finite steps in a row before the run stops."""
+    max_hours: float | None = Field(None, gt=0)
+    """After so many hours the run finishes its step, saves a checkpoint and ends with exit code 75, to be resumed.
+    Counted from the start of launch.sh, or of the trainer by hand; null = no limit. Set it some minutes below the limit
+    of a batch system."""
+
+    @property
+    def saves_checkpoints(self) -> bool:
+        return self.save_steps is not None or self.save_minutes is not None

@@ -1,0 +1,80 @@
+"""When a checkpoint is written: every so many steps, every so many minutes, and before an end that somebody asked for.
+
+Always between two batches of rollouts, where cursor and weights agree. Writing one leaves no trace in the run, which
+trains to the same bits with any of them. Minutes are those of rank 0's clock, which decides for all ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from common.config import Config
+from common.run_folder import CHECKPOINTS
+from common.watchdog import report_progress
+from trainer.engine.critic import Critic
+from trainer.engine.policy import Engine
+from trainer.engine.ranks import Exchange
+from trainer.save import checkpoint
+from trainer.save.checkpoint import Progress
+from trainer.save.disk import Disk, on_rank_0
+
+
+class Saver:
+    """Every rank calls every method. Minutes are counted from the last checkpoint, or from when this was made."""
+
+    def __init__(  # noqa: PLR0913 two models, and all that a checkpoint is made of
+        self,
+        config: Config,
+        engine: Engine,
+        critic: Critic | None,
+        exchange: Exchange,
+        tokenizer: Any,
+        disk: Disk,
+        sync_history: Callable[[], None],  # on rank 0: what was recorded of the steps so far survives a crash
+        record_seconds: Callable[[str, float], None],
+        step: int,
+    ):
+        self.config, self.engine, self.critic, self.exchange = config, engine, critic, exchange
+        self.tokenizer, self.disk = tokenizer, disk
+        self._sync_history, self._record_seconds = sync_history, record_seconds
+        self.saved_step = step  # of the newest checkpoint, or of the start
+        self._saved_at = time.monotonic()
+
+    def save_if_due(self, progress: Progress) -> None:
+        """At the end of a batch of rollouts."""
+        if self._is_time() or self._passed_multiple(progress.step):
+            self._save(progress)
+
+    def save_before_the_end(self, progress: Progress, is_between_batches: bool) -> None:
+        """The state is that after the last whole batch; gradients of a batch that has begun are in no checkpoint.
+
+        Once a step of a batch has moved the weights, cursor and weights agree again only at its end: nothing is saved.
+        """
+        if not self.config.trainer.saves_checkpoints or progress.step == self.saved_step:
+            return
+        if is_between_batches:
+            self._save(progress)
+        elif self.exchange.rank == 0:
+            done = f"interrupted inside a batch of {self.config.algorithm.steps_per_batch} steps"
+            self.disk.say(f"{done}: the newest checkpoint stays that of step {self.saved_step}")
+
+    def _is_time(self) -> bool:
+        minutes = self.config.trainer.save_minutes
+        return minutes is not None and self.exchange.agree(time.monotonic() - self._saved_at >= 60 * minutes)
+
+    def _passed_multiple(self, step: int) -> bool:
+        """A batch may hold several steps: did one of them reach a multiple of save_steps?"""
+        every = self.config.trainer.save_steps
+        return every is not None and step // every > (step - self.config.algorithm.steps_per_batch) // every
+
+    def _save(self, progress: Progress) -> None:
+        report_progress(f"saving the checkpoint of step {progress.step}")
+        start = time.monotonic()
+        # a checkpoint must not outlive the records of the steps before it
+        self.disk.persist("the run's history", lambda: on_rank_0(self.exchange, self._sync_history))
+        folder, keep = self.config.run.output_dir / CHECKPOINTS, self.config.trainer.save_limit
+        checkpoint.save(self.engine, self.exchange, self.tokenizer, folder, progress, keep, self.disk, self.critic)
+        self.saved_step, self._saved_at = progress.step, time.monotonic()
+        self._record_seconds("timing/checkpoint_s", time.monotonic() - start)
