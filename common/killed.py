@@ -201,7 +201,8 @@ def _kernel_log(device: Path) -> list[tuple[float, str]]:
 
 def _read_records(device: Path) -> str:
     """One read gives one record; at the end it would block."""
-    parts, descriptor = [], os.open(device, os.O_RDONLY | os.O_NONBLOCK)
+    parts: list[bytes] = []
+    descriptor = os.open(device, os.O_RDONLY | os.O_NONBLOCK)
     try:
         while True:
             try:
