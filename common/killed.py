@@ -23,8 +23,6 @@ from pathlib import Path
 
 import psutil
 
-from common.out_of_memory import less_memory
-
 GIB = 2**30
 _SAMPLE_S = 1.0
 _HISTORY = 10  # samples of each process
@@ -101,8 +99,8 @@ class Killed:
     size: int  # bytes that were resident at last; 0 = not known
     earlier: tuple[float, int] | None  # (seconds before, bytes then)
 
-    def text(self, process: str, beside: str, estimate: str, root: Path = Path("/")) -> str:
-        """For people. process: "sampler" or "trainer"; beside: what else the run held; estimate: of `plan`."""
+    def text(self, beside: str, advice: str, root: Path = Path("/")) -> str:
+        """For people. beside: what else the run held; advice: which settings need less memory."""
         held = gib(self.size) if self.size else "an unknown amount"
         if self.earlier is not None:
             held += f" ({self.earlier[0]:.0f} s before: {gib(self.earlier[1])})"
@@ -110,14 +108,12 @@ class Killed:
             return f"{self.who} was killed by SIGKILL from outside, not by the kernel; it held {held} of memory"
         limit, of_what = memory_limit(root)
         size = f"it held {held}{beside}; {of_what} is {gib(limit)}."
-        if estimate:
-            size += f" plan's estimate: {estimate}."
         if self.for_memory is None:
             return (
                 f"{self.who} was killed by SIGKILL, by the kernel for want of memory or from outside: neither its log "
-                f"nor a counter can be read here; {size} If it was memory: {less_memory(process)}"
+                f"nor a counter can be read here; {size} If it was memory: {advice}"
             )
-        return f"{self.who} was killed by the kernel's out-of-memory killer: {size} {less_memory(process)}"
+        return f"{self.who} was killed by the kernel's out-of-memory killer: {size} {advice}"
 
 
 def gib(size: float) -> str:

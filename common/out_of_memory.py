@@ -20,6 +20,10 @@ _SETTINGS = {
     "sampler": "a smaller vllm.gpu_memory_utilization (on a CPU: VLLM_CPU_KVCACHE_SPACE, in GiB), vllm.max_num_seqs or "
     "vllm.max_model_len needs less",
 }
+_HOST_OF_GPUS = (
+    "Published weights in /dev/shm count as memory: weights.dir on a disk or a smaller weights.keep, and no offload in "
+    "deepspeed.zero_optimization need less of the host's"
+)
 _PLAN = "bash launch.sh plan CONFIG shows what needs how much"
 _ENGINE = {  # part of vLLM's message when it starts → what to do
     "on startup is less than": "Set vllm.gpu_memory_utilization lower, to what is free",
@@ -28,9 +32,9 @@ _ENGINE = {  # part of vLLM's message when it starts → what to do
 }
 
 
-def less_memory(process: str) -> str:
-    """The settings of the "sampler" or "trainer" that need less of it."""
-    return f"{_SETTINGS[process]}; {_PLAN}"
+def less_memory(process: str, is_host_of_gpus: bool = False) -> str:
+    """The settings of the "sampler" or "trainer" that need less of it, or less of a host's whose GPUs do the work."""
+    return f"{_HOST_OF_GPUS if is_host_of_gpus else _SETTINGS[process]}; {_PLAN}"
 
 
 def memory_advice(process: str, error: BaseException) -> str | None:

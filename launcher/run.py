@@ -21,6 +21,7 @@ from common.config import Config, load
 from common.durable import lock
 from common.errors import UserError
 from common.exits import DONE, INTERRUPTED, USER_ERROR, limit_time, out_of_time
+from common.out_of_memory import less_memory
 from common.run_folder import FINAL, checkpoints, no_checkpoint
 from launcher import shares
 from launcher.batch_plan import batch_plan, one_line
@@ -96,13 +97,13 @@ def _shares(config: Config, place: Placement) -> list[str]:
     return shares.settings(config, work, place, this_machine(len(visible_gpus(os.environ))))
 
 
-def _memory_estimate(config: Config, place: Placement, name: str) -> str:
-    """What launch.sh plan says of the memory of "sampler" or "trainer"; "" for models that it has no estimate for."""
-    model = read_dims(config.model.path, config.model.revision)
-    if model is None:
-        return ""
-    machine = this_machine(len(visible_gpus(os.environ)))
-    return dict(fit(config, workload_of(config, place.num_ranks, model), place, machine).lines).get(name, "")
+def _less_memory(config: Config, place: Placement, name: str) -> str:
+    """For a "sampler" or "trainer" that was killed for memory of the host: what plan estimates, and what needs less."""
+    machine, model = this_machine(len(visible_gpus(os.environ))), read_dims(config.model.path, config.model.revision)
+    if machine.gpus or model is None:
+        return less_memory(name, is_host_of_gpus=bool(machine.gpus))
+    lines = dict(fit(config, workload_of(config, place.num_ranks, model), place, machine).lines)
+    return f"plan estimates {lines[name]}. {less_memory(name)}"
 
 
 def _evaluate(config: Config, path: Path, overrides: Sequence[str]) -> int:
@@ -126,8 +127,8 @@ def _run(commands: Commands) -> int:
     if side := commands.config.reference_on:
         print(f"tandem: reference model on the {side}", file=sys.stderr, flush=True)
     limit_time(commands.config.trainer.max_hours)
-    finished, estimate = (folder / FINAL).is_dir, partial(_memory_estimate, commands.config, place)
-    rules = Rules(commands.restart_trainer, commands.steps, finished, out_of_time, estimate)
+    finished, advice = (folder / FINAL).is_dir, partial(_less_memory, commands.config, place)
+    rules = Rules(commands.restart_trainer, commands.steps, finished, out_of_time, advice)
     code = Supervisor(commands.sampler(), commands.trainer(), rules).run()
     if code not in (DONE, USER_ERROR) and checkpoints(folder):
         print(f"tandem: continue with: bash launch.sh {commands.arguments} run.resume=true", file=sys.stderr)

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 from common.exits import DONE, INTERRUPTED, RETRYABLE, SIGKILLED, USER_ERROR, meaning
 from common.killed import Resident, gib
+from common.out_of_memory import less_memory
 from common.transcript import tail
 from launcher.processes import Child, Guard, Running
 
@@ -42,7 +43,7 @@ class Rules:
     progress: Callable[[], int]  # grows with every optimizer step
     finished: Callable[[], bool]  # the trainer's final weights are on disk
     out_of_time: Callable[[], bool] = lambda: False  # trainer.max_hours is over
-    estimate: Callable[[str], str] = lambda name: ""  # of the memory of "sampler" or "trainer", by launch.sh plan
+    less_memory: Callable[[str], str] = less_memory  # what to tell the user of a "sampler" or "trainer" without enough
     max_restarts: int = 5
     backoff_s: float = 1.0  # doubles with every restart
     grace_s: float = 30.0  # from the request to end until SIGKILL: a step is finished and a checkpoint written in it
@@ -143,7 +144,7 @@ class Supervisor:
         assert slot.resident is not None
         killed = slot.resident.why_killed()
         beside = f", the {other_name} {gib(other.resident.total)}" if other.running and other.resident else ""
-        self._say(killed.text(name, beside, self._rules.estimate(name) if killed.for_memory else ""))
+        self._say(killed.text(beside, self._rules.less_memory(name)))
         return killed.for_memory is True
 
     def _retry(self, name: str, code: int, for_memory: bool) -> str | None:

@@ -14,6 +14,7 @@ import pytest
 
 from common import killed
 from common.killed import Killed, Resident, gib, killed_in_log, memory_limit, oom_kills
+from common.out_of_memory import less_memory
 from tests import test_supervisor
 from tests.speed import limit, until
 from tests.test_supervisor import WAITS, Run, first_time
@@ -105,21 +106,21 @@ def test_a_counter_that_has_grown_blames_the_process_that_went_first_and_else_th
 
 
 @pytest.mark.fast
-def test_what_people_are_told_has_the_size_the_limit_the_estimate_and_the_settings(tmp_path: Path) -> None:
+def test_what_people_are_told_has_the_size_the_limit_and_the_settings(tmp_path: Path) -> None:
     make_v2(tmp_path, 1)
     (tmp_path / "sys/fs/cgroup/a/b/memory.max").write_text(f"{16 * MIB}\n")
     one = Killed("trainer rank 0 (pid 50)", True, 15 * MIB, (9.0, 12 * MIB))
-    said = one.text("trainer", f", the sampler {gib(GIB)}", "7.0 GiB per rank", tmp_path)
+    said = one.text(f", the sampler {gib(GIB)}", less_memory("trainer"), tmp_path)
     assert said.startswith(
         "trainer rank 0 (pid 50) was killed by the kernel's out-of-memory killer: it held 0.01 GiB (9 s before: "
         f"0.01 GiB), the sampler 1.00 GiB; the limit of the cgroup {tmp_path}/sys/fs/cgroup/a/b is 0.02 GiB. "
-        "plan's estimate: 7.0 GiB per rank. model.gradient_checkpointing=true"
+        "model.gradient_checkpointing=true"
     )
-    outside = Killed("sampler (pid 7)", False, 2 * GIB, None).text("sampler", "", "", tmp_path)
+    outside = Killed("sampler (pid 7)", False, 2 * GIB, None).text("", less_memory("sampler"), tmp_path)
     assert (
         outside == "sampler (pid 7) was killed by SIGKILL from outside, not by the kernel; it held 2.00 GiB of memory"
     )
-    unknown = Killed("sampler (pid 7)", None, 2 * GIB, None).text("sampler", "", "", tmp_path)
+    unknown = Killed("sampler (pid 7)", None, 2 * GIB, None).text("", less_memory("sampler"), tmp_path)
     assert "neither its log nor a counter can be read here" in unknown and "If it was memory: a smaller" in unknown
 
 

@@ -140,3 +140,15 @@ def test_ppo_gae_starts_from_the_quick_starts_model_and_differs_in_the_estimator
     same = {"run": quickstart.run, "algorithm": quickstart.algorithm, "critic": quickstart.critic}
     assert ppo.model_copy(update=same) == quickstart
     assert ppo.algorithm.model_copy(update={"adv_estimator": "grpo", "lam": 1.0}) == quickstart.algorithm
+
+
+def test_after_a_kill_for_memory_the_estimate_of_plan_stands_beside_what_needs_less(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "intermediate_size": 128, '
+        '"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}'
+    )
+    settings = Config.model_validate({"model": {"path": str(tmp_path)}, "data": {"train": "t.jsonl"}})
+    monkeypatch.setattr(launcher_run, "visible_gpus", lambda _: ())
+    said = launcher_run._less_memory(settings, placement(settings, (), (0, 1)), "trainer")
+    assert said.startswith("plan estimates ") and " GiB per rank: weights" in said
+    assert "model.gradient_checkpointing=true" in said and "bash launch.sh plan" in said

@@ -16,12 +16,8 @@ import collections
 import contextlib
 import time
 from dataclasses import replace
-<<<<<<< HEAD
 from functools import partial
-from typing import Any
-=======
 from typing import Any, NoReturn
->>>>>>> 4cf23b7 (feat(trainer): checkpoints by the clock, an end in order before a time limit, and a SIGKILL that is explained)
 
 from common.config import Config
 from common.errors import Interrupted, OutOfTime, Retryable
