@@ -19,7 +19,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -27,9 +27,9 @@ from typing import Any
 
 from common.errors import UserError
 from common.paths import did_you_mean
+from common.signatures import Parameters, bound_names, check_parameters, parameters_in, parameters_of
 
 Function = Callable[..., Any]
-Parameters = list[inspect.Parameter]
 
 
 def parse(label: str, name: str, built_in: Collection[str] = ()) -> tuple[Path | str, str]:
@@ -50,6 +50,11 @@ def parse(label: str, name: str, built_in: Collection[str] = ()) -> tuple[Path |
             f"Built in: {', '.join(built_in) or 'none'}. Your own: path/file.py:function or package.module.function"
         )
     return place, attribute
+
+
+def short_name(name: str) -> str:
+    """`my_rewards.py:length` and `package.module.length` are both called "length"."""
+    return name.rsplit(":", 1)[-1].rsplit(".", 1)[-1]
 
 
 def find(label: str, name: str, built_in: Collection[str] = ()) -> Function:
@@ -76,35 +81,12 @@ def read_parameters(label: str, name: str, built_in: Collection[str] = ()) -> Pa
         tree = ast.parse(path.read_bytes(), str(path))
     except (OSError, ValueError, SyntaxError) as error:
         raise UserError(f"{label}: {path} cannot be imported: {type(error).__name__}: {error}") from None
-    bound = dict(_bound_names(tree))
+    bound = dict(bound_names(tree))
     if attribute not in bound and "*" not in bound:
         defined = [key for key, node in bound.items() if node is not None and key[0] != "_"]
         raise _no_function(label, attribute, place, defined)
     node = bound.get(attribute)
-    return None if node is None or node.decorator_list else list(_parameters(node.args))
-
-
-def check_parameters(
-    label: str,
-    parameters: Parameters | None,
-    offered: Collection[str],
-    one_of: Collection[str],
-    example: str,
-    unknown: Callable[[str], str],  # what to say of a parameter that nobody offers
-) -> None:
-    """Raises UserError unless it can be called by keyword with what is offered, and takes one of `one_of`."""
-    if parameters is None:
-        return
-    for parameter in parameters:
-        optional = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        if optional or parameter.default is not parameter.empty:
-            continue
-        if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise UserError(f"{label}: {parameter.name!r} is positional only; arguments are passed by keyword")
-        if parameter.name not in offered:
-            raise UserError(unknown(parameter.name))
-    if one_of and not any(p.name in one_of or p.kind is p.VAR_KEYWORD for p in parameters):
-        raise UserError(f"{label} takes no {next(iter(one_of))}; write {example}")
+    return None if node is None or node.decorator_list else list(parameters_in(node.args))
 
 
 @dataclass(frozen=True)
@@ -160,13 +142,6 @@ def _load(contract: Contract, name: str) -> OwnFunction:
     contract._check_parameters(name, parameters)
     takes_all = parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters)
     return OwnFunction(contract.label(name), function, frozenset(p.name for p in parameters or ()), takes_all)
-
-
-def parameters_of(function: Function) -> Parameters | None:
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # functions written in C may have no signature: they get everything
-        return None
 
 
 def describe(error: BaseException) -> str:
@@ -229,37 +204,3 @@ def _file_of(module: str, label: str) -> Path | None:
     if spec is None:
         raise _no_module(label, module)
     return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
-
-
-Definition = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def _bound_names(node: ast.AST) -> Iterator[tuple[str, Definition | None]]:
-    """What a module's top level binds, also inside `if` and `try`; with the definition where it is a function."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, Definition):
-            yield child.name, child
-        elif isinstance(child, ast.ClassDef):
-            yield child.name, None
-        elif isinstance(child, ast.alias):
-            yield (child.asname or child.name).split(".")[0], None
-        elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
-            yield child.id, None
-        else:
-            yield from _bound_names(child)
-
-
-def _parameters(arguments: ast.arguments) -> Iterator[inspect.Parameter]:
-    """As inspect.signature gives them; a default is only known to be there."""
-    p = inspect.Parameter
-    positional = [*arguments.posonlyargs, *arguments.args]
-    required = len(positional) - len(arguments.defaults)
-    for i, argument in enumerate(positional):
-        kind = p.POSITIONAL_ONLY if i < len(arguments.posonlyargs) else p.POSITIONAL_OR_KEYWORD
-        yield p(argument.arg, kind, default=p.empty if i < required else None)
-    if arguments.vararg:
-        yield p(arguments.vararg.arg, p.VAR_POSITIONAL)
-    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        yield p(argument.arg, p.KEYWORD_ONLY, default=p.empty if default is None else None)
-    if arguments.kwarg:
-        yield p(arguments.kwarg.arg, p.VAR_KEYWORD)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 import unicodedata
 
-# Controls, formatting (direction, zero width), surrogates, private use, unassigned, line and paragraph separators.
-_INVISIBLE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 _PLAIN = re.compile(r"[\n\t -~]*\Z")
 _ESCAPE = re.compile(r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?|\x1b.?")
 
@@ -32,7 +30,8 @@ def one_line(text: object) -> str:
 
 
 def _is_visible(char: str) -> bool:
-    return unicodedata.category(char) not in _INVISIBLE
+    """No control, format (direction, zero width), surrogate, private or unassigned one, no line or paragraph end."""
+    return char.isprintable() or unicodedata.category(char) == "Zs"
 
 
 def _mark(char: str) -> str:

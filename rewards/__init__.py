@@ -9,7 +9,6 @@ is not kept, because a group has no place for it on its way to the trainer.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import functools
 import inspect
@@ -17,9 +16,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from common.functions import describe, parameters_of
+from common.functions import describe
+from common.signatures import parameters_of
+
+if TYPE_CHECKING:
+    import asyncio
 
 # `completions_ids` is what TRL's documentation calls the same argument.
 ALWAYS_PASSED = (
@@ -142,15 +145,21 @@ def _await_all(outcomes: Sequence[Any]) -> list[Any]:
         except BaseException as error:
             return error
 
+    if not any(map(inspect.isawaitable, outcomes)):
+        return list(outcomes)
+    import asyncio  # a third of what a reward process imports, for the few that wait
+
     async def all_settled() -> list[Any]:
         return await asyncio.gather(*map(settled, outcomes))
 
-    return _event_loop().run(all_settled()) if any(map(inspect.isawaitable, outcomes)) else list(outcomes)
+    return _event_loop().run(all_settled())
 
 
 @functools.cache
 def _event_loop() -> asyncio.Runner:
     """One loop as long as the process runs: the clients that a reward keeps open belong to it."""
+    import asyncio
+
     return asyncio.Runner()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from common import functions
 from common.errors import UserError
+from common.signatures import check_parameters, parameters_of
 from rewards import ALWAYS_PASSED, RewardFunction
 
 BUILT_IN = {
@@ -37,7 +38,7 @@ def resolve(name: str) -> RewardFunction:
 
 def bind(function: RewardFunction, arguments: Mapping[str, Any], name: str) -> RewardFunction:
     """The function with its entry of rewards.reward_kwargs. Raises UserError for one that it does not take."""
-    parameters = functions.parameters_of(function) or []
+    parameters = parameters_of(function) or []
     taken = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters):
         for unknown in set(arguments) - set(taken):
@@ -62,4 +63,4 @@ def check_signature(function: RewardFunction, columns: Iterable[str], name: str 
 
     read, example = ("completions", "completion_ids", "completions_ids"), f"def {name}(prompts, completions, **columns)"
     offered = {*ALWAYS_PASSED, *columns}
-    functions.check_parameters(f"reward {name}", functions.parameters_of(function), offered, read, example, unknown)
+    check_parameters(f"reward {name}", parameters_of(function), offered, read, example, unknown)

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.config import Rewards, reward_name
+from common.config import Rewards
+from common.functions import short_name
 from rewards.pool import RewardFailure, RewardPool
 
 SLOW_S = 1.0
@@ -62,7 +63,7 @@ def try_each(
 def _try_one(
     config: Rewards, spec: str, weight: float, rows: Sequence[Row], texts_of: Callable[[Row], Sequence[str]], steps: int
 ) -> Trial:
-    name = reward_name(spec)
+    name = short_name(spec)
     alone = {"reward_funcs": [spec, "rewards.trials.neutral"], "reward_weights": None}
     trial = Trial(name, weight, config.full_mark(name))
     with RewardPool(config.model_copy(update=alone), columns=rows[0].columns, max_steps=steps) as pool:

@@ -2,8 +2,8 @@
 
 Frames are a 4-byte little-endian length and a msgpack record; the first request is a Setup. The pipes are moved off
 descriptors 0 and 1 before any user code runs, so that a print goes to stderr and never into the protocol. This is
-isolation against accidents (crash, hang, flood of output), not a sandbox for hostile code. Nothing here imports torch
-or vllm: the process is up in about 0.2 s, so killing and replacing it is cheap.
+isolation against accidents (crash, hang, flood of output), not a sandbox for hostile code. Nothing here imports
+torch, vllm or pydantic: the process is up in about 0.2 s, so killing and replacing it is cheap.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any, BinaryIO, NoReturn
 
 import msgspec
 
-from common.config import reward_name
 from common.errors import UserError
 from common.exits import die_with_parent
+from common.functions import short_name
 from rewards import Logged, RewardError, RewardFunction, Scores, TrainerState, score_completions
 from rewards.find import bind, check_signature, resolve
 
@@ -115,7 +115,7 @@ def _functions(setup: Setup) -> list[tuple[str, RewardFunction, float]]:
     """Found, given their own arguments, and checked. Raises UserError."""
     functions = []
     for spec, weight in zip(setup.names, setup.weights, strict=True):
-        name = reward_name(spec)
+        name = short_name(spec)
         function = bind(resolve(spec), setup.arguments.get(name, {}), name)
         if setup.columns is not None:
             check_signature(function, setup.columns, name)

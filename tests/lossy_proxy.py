@@ -19,7 +19,7 @@ from tests.speed import limit
 
 LOST, DOUBLED, DELAYED = 0.1, 0.1, 0.2  # shares of all messages
 MAX_DELAY_S = 0.06  # longer than several beats, so that delayed messages are overtaken
-RESET_EVERY_S = 0.7
+RESET_EVERY = 120  # messages
 
 
 class LossyProxy:
@@ -45,7 +45,7 @@ class LossyProxy:
 
     def _run(self) -> None:
         self._front = self._bind()
-        reset_at = time.monotonic() + RESET_EVERY_S
+        reset_at = RESET_EVERY
         while not self._stopped.is_set():
             poller = zmq.Poller()
             for socket in (self._front, *self._backs.values()):
@@ -62,8 +62,8 @@ class LossyProxy:
                 self.fates["overtaken"] += number < self._newest
                 self._newest = max(number, self._newest)
                 self._pass_on(towards, message)
-            if time.monotonic() > reset_at:
-                reset_at += RESET_EVERY_S
+            if self.fates["messages"] >= reset_at:
+                reset_at += RESET_EVERY
                 self._reset()
         for socket in (self._front, *self._backs.values()):
             socket.close(linger=0)

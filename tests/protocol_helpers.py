@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from common import channel, wire
 from common.config import Config
@@ -78,10 +79,17 @@ def published(version: int) -> Published:
     return Published(version, f"/weights/{version}", "0" * 64)
 
 
-def hurry(monkeypatch: Any) -> None:
+def hurry(monkeypatch: pytest.MonkeyPatch, beat_s: float = 0.05) -> None:
     """Beats and resends many times a second, so that a test of a lost message takes no seconds."""
-    monkeypatch.setattr(channel, "BEAT_S", 0.05)
-    monkeypatch.setattr(link_module, "_RESEND_AFTER_S", 0.1)
+    monkeypatch.setattr(channel, "BEAT_S", beat_s)
+    monkeypatch.setattr(link_module, "_RESEND_AFTER_S", 2 * beat_s)
+
+
+def hurried_config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
+    """For a fixture."""
+    hurry(monkeypatch)
+    with short_folder() as folder:
+        yield make_config(folder)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import os
 import random
 import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,6 +94,13 @@ def resumed_step(output_dir: Path) -> int:
 
 def leftovers(checkpoints: Path) -> list[str]:
     return [path.name for path in checkpoints.iterdir() if path.name.startswith(".")]
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """In memory where that is possible: thousands of folders are made and removed, for which a disk takes its time."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(autouse=True)

@@ -176,10 +176,14 @@ def test_every_failpoint_in_the_list_is_in_the_code_and_every_one_in_the_code_is
     assert sorted(used) == sorted(FAILPOINTS)
 
 
-def test_the_link_needs_neither_torch_nor_an_engine() -> None:
-    code = (
-        "import trainer.link.inbox, sampler.link, sys;"
-        "print([m for m in ('torch', 'transformers', 'vllm', 'deepspeed', 'datasets') if m in sys.modules])"
-    )
+@pytest.mark.parametrize(
+    ("modules", "heavy"),
+    [
+        ("trainer.link.inbox, sampler.link", ("torch", "transformers", "vllm", "deepspeed", "datasets")),
+        ("rewards.worker", ("numpy", "pydantic", "yaml", "asyncio")),  # it is killed and started again
+    ],
+)
+def test_what_must_start_quickly_imports_nothing_heavy(modules: str, heavy: tuple[str, ...]) -> None:
+    code = f"import {modules}, sys; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

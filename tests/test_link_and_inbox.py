@@ -21,14 +21,12 @@ from sampler.link import Link
 from tests.protocol_helpers import (
     HELLO,
     FakeSampler,
-    hurry,
-    make_config,
+    hurried_config,
     make_eval_result,
     make_group,
     make_inbox,
     make_rollout,
     published,
-    short_folder,
 )
 from tests.speed import limit, overdue, until
 from trainer.algorithm.advantages import AdvantageSettings, is_dead_group
@@ -40,9 +38,7 @@ pytestmark = [pytest.mark.fast, pytest.mark.timeout(60)]
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
-    hurry(monkeypatch)
-    with short_folder() as folder:
-        yield make_config(folder)
+    yield from hurried_config(monkeypatch)
 
 
 def train(inbox: Inbox, num_steps: int, first_step: int = 0) -> list[int]:

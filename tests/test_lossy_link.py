@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -34,9 +34,11 @@ PER_STEP, NUM_STEPS = 8, 40
 Weights = NDArray[np.float64]
 
 
-@pytest.fixture(autouse=True)
-def fast_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    hurry(monkeypatch)
+@pytest.fixture(scope="module", autouse=True)
+def fast_beats() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        hurry(patch, beat_s=0.02)
+        yield
 
 
 class Policy:
@@ -81,16 +83,23 @@ def run(folder: Path, seed: int | None, max_staleness: int = 0) -> tuple[list[in
     return trained, policy, proxy
 
 
+@pytest.fixture(scope="module")
+def good_network() -> tuple[list[int], Policy]:
+    """What is trained without a proxy."""
+    with short_folder() as folder:
+        trained, policy, _ = run(folder, None)
+    return trained, policy
+
+
 def digest(policy: Policy) -> str:
     return hashlib.sha256(np.stack(policy.versions).tobytes()).hexdigest()
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_behind_a_bad_network_the_same_groups_are_trained_in_the_same_order_to_the_same_weights(
-    seed: int, figure: Callable[[str, str], None]
+    good_network: tuple[list[int], Policy], seed: int, figure: Callable[[str, str], None]
 ) -> None:
-    with short_folder() as folder:
-        plain_ids, plain, _ = run(folder, None)
+    plain_ids, plain = good_network
     with short_folder() as folder:
         trained, policy, proxy = run(folder, seed)
     assert trained == plain_ids == list(range(NUM_STEPS * PER_STEP))

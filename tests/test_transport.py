@@ -13,7 +13,7 @@ from common import channel
 from common.config import Config
 from common.transport import Transport
 from tests.memory_transport import TRAINER, MemoryNetwork
-from tests.protocol_helpers import FakeSampler, hurry, make_config, make_inbox, published, short_folder
+from tests.protocol_helpers import FakeSampler, hurried_config, make_inbox, published
 from tests.speed import until
 from tests.test_link_and_inbox import train
 
@@ -22,9 +22,7 @@ pytestmark = [pytest.mark.fast, pytest.mark.timeout(60)]
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
-    hurry(monkeypatch)
-    with short_folder() as folder:
-        yield make_config(folder)
+    yield from hurried_config(monkeypatch)
 
 
 def ends(kind: str, config: Config) -> tuple[Transport, Transport]:

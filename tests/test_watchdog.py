@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from common.config import Config
 from common.errors import Interrupted
 from common.transcript import last_lines
-from tests.protocol_helpers import FakeSampler, hurry, make_config, make_group, make_inbox, published, short_folder
+from tests.protocol_helpers import FakeSampler, hurried_config, make_group, make_inbox, published
 from tests.speed import limit, overdue, until
 from tests.test_link_and_inbox import train, with_channel
 
@@ -147,10 +148,8 @@ with make_inbox(make_config(Path(tempfile.mkdtemp()), channel={"stall_timeout_s"
 
 
 @pytest.fixture
-def config(monkeypatch: pytest.MonkeyPatch):
-    hurry(monkeypatch)
-    with short_folder() as folder:
-        yield make_config(folder)
+def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
+    yield from hurried_config(monkeypatch)
 
 
 def test_a_sampler_that_beats_without_progress_is_sent_away_and_its_work_goes_to_another(config: Config) -> None:

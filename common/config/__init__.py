@@ -13,7 +13,7 @@ costs milliseconds, not the start of two processes.
 from common.config.algorithm import Algorithm, GroupParams
 from common.config.checks import Config
 from common.config.loading import load
-from common.config.sampling import MAX_TOP_K, ROUNDING, TIES, Eval, Rewards, Sampler, reward_name
+from common.config.sampling import MAX_TOP_K, ROUNDING, TIES, Eval, Rewards, Sampler
 from common.config.sections import (
     MAX_LORA_RANK,
     MAX_SOCKET_PATH,
@@ -54,6 +54,5 @@ __all__ = [
     "Trainer",
     "Weights",
     "load",
-    "reward_name",
     "world_size",
 ]

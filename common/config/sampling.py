@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from common.config.sections import Section
+from common.functions import short_name
 
 MAX_TOP_K = 1024  # tokens that travel with every sampled one
 ROUNDING = 1e-6  # two scores this near are equal: some reward functions compute in float32
@@ -107,11 +108,6 @@ class Eval(Section):
         return self
 
 
-def reward_name(spec: str) -> str:
-    """`my_rewards.py:length` and `package.module.length` are both called "length"."""
-    return spec.rsplit(":", 1)[-1].rsplit(".", 1)[-1]
-
-
 class Rewards(Section):
     reward_funcs: list[str] = ["answer", "format"]
     """Built-in names, `package.module.function`, or `file.py:function`."""
@@ -136,7 +132,7 @@ class Rewards(Section):
     @property
     def names(self) -> list[str]:
         """Short names of the functions, for metrics: the part after the last colon or dot."""
-        return [reward_name(spec) for spec in self.reward_funcs]
+        return [short_name(spec) for spec in self.reward_funcs]
 
     def full_mark(self, name: str) -> float:
         return self.full_marks.get(name, {"format": 1.25, "cosine_length": 0.5}.get(name, 1.0))
