@@ -125,6 +125,38 @@ def test_what_decides_no_problem_may_change(tmp_path: Path, sections: dict[str, 
     assert resumed(saved(config_for(tmp_path)), config_for(tmp_path, **sections)).step == 40
 
 
+@pytest.mark.parametrize(
+    ("setting", "sections"),
+    [
+        ("algorithm.adv_estimator", {"algorithm": {"adv_estimator": "FILE:f"}}),
+        ("algorithm.loss", {"algorithm": {"loss": "FILE:f"}}),
+        ("rewards.reward_funcs", {"rewards": {"reward_funcs": ["answer", "FILE:f"]}}),
+    ],
+)
+def test_a_file_of_your_own_that_was_edited_is_said_once_and_the_run_goes_on(
+    tmp_path: Path, setting: str, sections: dict[str, Any]
+) -> None:
+    file, said = tmp_path / "mine.py", list[str]()
+    file.write_text("def f(rewards, logprobs, completions): ...")
+    sections = json.loads(json.dumps(sections).replace("FILE", str(file)))
+    config = config_for(tmp_path, run={"output_dir": tmp_path / "run", "resume": True}, **sections)
+    folder = saved(config)
+    assert resume.find_checkpoint(config, said.append) == str(folder) and said == []
+    file.write_text("def f(rewards, logprobs, completions): return rewards")
+    assert resume.find_checkpoint(config, said.append) == str(folder)
+    assert said == [f"{setting} {file}:f has changed since {folder} was saved; the run goes on with what it is now"]
+    saved(config, stream=resumed(folder, config).stream)
+    assert resume.find_checkpoint(config, said.append) == str(folder) and len(said) == 1
+
+
+def test_an_own_function_that_is_named_only_now_is_no_edited_one(tmp_path: Path) -> None:
+    folder, said = saved(config_for(tmp_path)), list[str]()
+    (tmp_path / "mine.py").write_text("def f(rewards): ...")
+    run, algorithm = {"output_dir": tmp_path / "run", "resume": True}, {"adv_estimator": f"{tmp_path}/mine.py:f"}
+    assert resume.find_checkpoint(config_for(tmp_path, run=run, algorithm=algorithm), said.append) == str(folder)
+    assert said == []
+
+
 def test_no_secret_of_a_setting_is_in_the_checkpoint_or_in_the_message(tmp_path: Path) -> None:
     data = {"train": f"https://me:{CANARY}@host/a"}
     config = config_for(tmp_path, data=data, prompt={"chat_template_kwargs": {"api_key": CANARY}})

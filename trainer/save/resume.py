@@ -8,7 +8,8 @@ of batches. So these are compared, before a model is loaded, with what the check
     layout         ranks, ZeRO stage, shape of the adapters: DeepSpeed's state is cut by them
 
 and two things when the first sampler has said hello, because the trainer never reads them: the fingerprints of its rows
-and of its tokenizer. Left out: what decides no problem, such as rewards, sampling and learning rate, which may change.
+and of its tokenizer. A user's own estimator, loss or reward may change, but not in silence: its file is compared, too,
+and a difference is said. Left out: what decides no problem, such as sampling and learning rate, which may change.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _FINGERPRINTS = {
     "tokenizer_hash": "model.path has another tokenizer",
 }
 _SECTIONS = ("data", "prompt")
+_OWN_FILES = "own_files"  # in the record of settings, beside their names
 _HARMLESS = ("data.eval", "data.eval_size")
 _OTHERS = (
     "run.seed",
@@ -49,7 +51,10 @@ _OTHERS = (
 
 
 def stream_settings(config: Config) -> dict[str, Any]:
-    """Settings that define which groups come, in which order, by dotted name, without secrets and as JSON has them."""
+    """Settings that define which groups come, in which order, by dotted name, without secrets and as JSON has them.
+
+    Under _OWN_FILES the digests of the user's own functions.
+    """
     names = [f"{s}.{field}" for s in _SECTIONS for field in type(getattr(config, s)).model_fields]
     given = {name: _recorded(name, config) for name in (*_OTHERS, *names) if name not in _HARMLESS}
     lora = config.lora  # a checkpoint with adapters has no other weights
@@ -58,6 +63,7 @@ def stream_settings(config: Config) -> dict[str, Any]:
         "lora.alpha": lora.scale or None,
         "lora.target_modules": lora.target_modules if lora.r else None,
         "model.path": config.model.path if lora.r else None,
+        _OWN_FILES: _own_files(config),
     }
     return json.loads(json.dumps(given))
 
@@ -65,12 +71,22 @@ def stream_settings(config: Config) -> dict[str, Any]:
 def _recorded(name: str, config: Config) -> Any:
     section, _, field = name.partition(".")
     value = getattr(getattr(config, section), field)
-    if not isinstance(value, Path):
-        return redacted(value, field)
+    return _contents(value) if isinstance(value, Path) else redacted(value, field)
+
+
+def _own_files(config: Config) -> dict[str, str]:
+    """The contents behind every `file.py:function` that takes part in the training, by the setting that names it."""
+    algorithm = config.algorithm
+    named = [("algorithm.adv_estimator", algorithm.adv_estimator), ("algorithm.loss", algorithm.loss or "")]
+    named += [("rewards.reward_funcs", name) for name in config.rewards.reward_funcs]
+    return {f"{setting} {name}": _contents(Path(name.rpartition(":")[0])) for setting, name in named if ":" in name}
+
+
+def _contents(file: Path) -> str:
     try:
-        return f"a file with BLAKE3 {blake3.blake3(value.read_bytes()).hexdigest()[:16]}"
+        return f"a file with BLAKE3 {blake3.blake3(file.expanduser().read_bytes()).hexdigest()[:16]}"
     except OSError:
-        return "a file that is not here"  # a sampler, which needs it, says so
+        return "a file that is not here"  # the process that needs it says so
 
 
 def find_checkpoint(config: Config, say: Callable[[str], None] = print) -> str:
@@ -84,12 +100,20 @@ def find_checkpoint(config: Config, say: Callable[[str], None] = print) -> str:
     folder = newest_valid(checkpoints, say)
     if folder is None:
         raise no_checkpoint(output_dir, "valid ")
-    record = json.loads((folder / COMMIT).read_text())
-    unknown = [name for name in stream_settings(config) if name.startswith(_SECTIONS) and name not in record["stream"]]
+    record, settings = _read_record(folder), stream_settings(config)
+    unknown = [name for name in settings if name.startswith(_SECTIONS) and name not in record["stream"]]
     unknown += [name for name in _FINGERPRINTS if name not in record]
     if unknown:
         say(f"{folder} does not record {', '.join(unknown)}: nobody can check that these are as they were")
+    was = record["stream"].get(_OWN_FILES, {})
+    for name, contents in settings[_OWN_FILES].items():
+        if was.get(name, contents) != contents:
+            say(f"{name} has changed since {folder} was saved; the run goes on with what it is now")
     return str(folder)
+
+
+def _read_record(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / COMMIT).read_text())
 
 
 def newest_valid(checkpoints: Path, say: Callable[[str], None]) -> Path | None:
@@ -104,7 +128,7 @@ def newest_valid(checkpoints: Path, say: Callable[[str], None]) -> Path | None:
 
 def _problem(folder: Path) -> str | None:
     try:
-        record = json.loads((folder / COMMIT).read_text())
+        record = _read_record(folder)
         expected_digest, expected = record.pop("blake3"), record["files"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return f"{COMMIT} cannot be read: {error!r}"
@@ -123,12 +147,14 @@ def _problem(folder: Path) -> str | None:
 
 def read_progress(folder: Path, world_size: int, zero_stage: int, stream: dict[str, Any]) -> Progress:
     """Raises UserError if the checkpoint belongs to another layout or another stream of groups."""
-    commit = json.loads((folder / COMMIT).read_text())
+    commit = _read_record(folder)
     for name, now in (("world_size", world_size), ("zero_stage", zero_stage)):
         if commit[name] != now:
             raise UserError(f"{folder} was saved with {name} {commit[name]}, this run has {now}; resume with the same")
     changed = []
     for name, now in stream.items():
+        if name == _OWN_FILES:
+            continue
         not_recorded = now if name.startswith(_SECTIONS) else None  # the others are None where they do not apply
         was = redacted(commit["stream"].get(name, not_recorded), name.rpartition(".")[2])
         if was != now:
@@ -137,7 +163,8 @@ def read_progress(folder: Path, world_size: int, zero_stage: int, stream: dict[s
         raise UserError(
             f"{folder}: these settings define which groups come next and may not change on resume: {', '.join(changed)}"
         )
-    return Progress(**{name: commit[name] for name in Progress.__dataclass_fields__ if name in commit})
+    known = {name: commit[name] for name in Progress.__dataclass_fields__ if name in commit}
+    return Progress(**known | {"stream": stream})
 
 
 def with_fingerprints(progress: Progress, hello: Hello, output_dir: Path) -> Progress:
