@@ -28,11 +28,11 @@ def measure(tokens: int, dtype: str, way: str) -> dict[str, object]:
     import torch
 
     from model.logprobs import token_logprobs
-    from model.onednn import use_onednn
+    from model.onednn import use_faster_linear
 
     torch.manual_seed(0)
     head = torch.nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=getattr(torch, dtype))
-    use_onednn(torch.nn.ModuleList([head]))
+    use_faster_linear(torch.nn.ModuleList([head]))
     hidden = torch.randn(tokens, WIDTH, dtype=getattr(torch, dtype), requires_grad=True)
     targets = torch.randint(0, VOCABULARY, (tokens,))
     before, start = peak_bytes(), time.monotonic()

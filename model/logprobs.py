@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from common.errors import UserError
 from model import attention
 from model.folder import check_model_folder
-from model.onednn import use_onednn
+from model.onednn import use_faster_linear
 from model.packing import PackedRow
 from model.stopwatch import Stopwatch
 
@@ -232,5 +232,5 @@ def load_packed(
             f"model {path!r} is a {type(model).__name__}: its layers are recurrent or do their own attention, so that "
             "completions of a packed row would see each other. Choose a model such as Qwen2.5, Qwen3 or Llama"
         )
-    use_onednn(model)
+    use_faster_linear(model)
     return model, sorted(loading["missing_keys"])

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from model.onednn import use_onednn
+from model.onednn import use_faster_linear
 from quickstart.settings import WarmStart
 
 WANTED = "<think>{steps}</think><answer>{result}</answer>"
@@ -64,7 +64,7 @@ def train(
     report(f"model: Qwen2, {sum(p.numel() for p in model.parameters()):,} parameters")
     prompts = [_prompt_ids(row["question"], tokenizer) for row in rows]
     optimizer = torch.optim.AdamW(model.parameters(), lr=how.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
-    use_onednn(model)
+    use_faster_linear(model)
     model.train()
     num_steps = how.num_clean_steps + how.num_careless_steps
     began = time.perf_counter()

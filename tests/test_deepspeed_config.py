@@ -45,6 +45,20 @@ def test_without_settings_everything_follows_from_ours() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("changes", "world_size", "stage"),
+    [({}, 1, 1), ({"dtype": "float32"}, 1, 0), ({"dtype": "float32"}, 2, 1)],
+    ids=["bfloat16 has master weights", "one rank in float32 has nothing to shard", "two ranks share the states"],
+)
+def test_the_default_zero_stage_keeps_no_copy_that_nobody_needs(
+    changes: dict[str, Any], world_size: int, stage: int
+) -> None:
+    for given in ({}, {"zero_optimization": {"stage": "auto"}}):
+        assert deepspeed_config(settings(given, **changes), world_size)["zero_optimization"]["stage"] == stage
+    given = {"zero_optimization": {"stage": 2}}
+    assert deepspeed_config(settings(given, **changes), world_size)["zero_optimization"]["stage"] == 2
+
+
 def test_float32_turns_bf16_off() -> None:
     assert filled({}, dtype="float32")["bf16"] == {"enabled": False}
 

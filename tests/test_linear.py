@@ -118,12 +118,37 @@ def test_a_frozen_weight_and_a_frozen_input_get_no_gradient() -> None:
     assert made.bias.grad is not None
 
 
-def test_every_linear_layer_of_a_loaded_model_uses_it_under_its_old_name(tmp_path: Path) -> None:
-    tiny_model(tmp_path)
-    model = load_causal_lm(str(tmp_path), "float32", None, False)
+def linear_layers(folder: Path) -> tuple[torch.nn.Module, list[torch.nn.Linear]]:
+    tiny_model(folder)
+    model = load_causal_lm(str(folder), "float32", None, False)
     layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    assert len(layers) > 7 and {type(m) for m in layers} == {OneDnnLinear}
+    assert len(layers) > 7
+    return model, layers
+
+
+def test_every_linear_layer_of_a_loaded_model_uses_it_under_its_old_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onednn, "_is_intel", lambda: False)
+    model, layers = linear_layers(tmp_path)
+    assert {type(m) for m in layers} == {OneDnnLinear}
     names = set(model.state_dict())
     use_torch(model)
     assert {type(m) for m in layers} == {torch.nn.Linear}
     assert set(model.state_dict()) == names
+
+
+def test_on_an_intel_processor_the_layers_stay_with_mkl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "_is_intel", lambda: True)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    assert {type(m) for m in linear_layers(tmp_path / "a")[1]} == {torch.nn.Linear}
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    assert {type(m) for m in linear_layers(tmp_path / "b")[1]} == {OneDnnLinear}
+
+
+@pytest.mark.parametrize(("vendor", "is_intel"), [("GenuineIntel", True), ("AuthenticAMD", False)])
+def test_the_processor_is_told_by_its_vendor(tmp_path: Path, vendor: str, is_intel: bool) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    assert not onednn._is_intel(cpuinfo)  # not Linux
+    cpuinfo.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
+    assert onednn._is_intel(cpuinfo) == is_intel

@@ -69,7 +69,8 @@ def deepspeed_config(config: Config, world_size: int, optimized: Optimized | Non
     if _section(given, "fp16").get("enabled", _AUTO) not in (_AUTO, False):
         raise UserError("deepspeed.fp16 is enabled: its loss scaling hides overflows; set model.dtype=bfloat16 instead")
     given["fp16"]["enabled"] = False
-    _fill_zero(_section(given, "zero_optimization"))
+    is_whole = world_size == 1 and all(o.dtype == "float32" for o in all_optimized(config))
+    _fill_zero(_section(given, "zero_optimization"), default=0 if is_whole else 1)
     _fill_optimizer(config, given, optimized)
     given.setdefault("steps_per_print", 10**9)
     return _without_auto(given)
@@ -134,9 +135,11 @@ def _agree(section: dict[str, Any], name: str, ours: dict[str, tuple[Any, str]])
         section[key] = value
 
 
-def _fill_zero(zero: dict[str, Any]) -> None:
+def _fill_zero(zero: dict[str, Any], default: int) -> None:
+    """default: 0 where there is nothing to shard and nothing to keep in a higher precision. Stage 1 would hold a second
+    copy of the weights and of the gradients, and copy them in every step."""
     if zero.get("stage", _AUTO) == _AUTO:
-        zero["stage"] = 1
+        zero["stage"] = default
     if zero["stage"] not in (0, 1, 2, 3):
         raise UserError(f"deepspeed.zero_optimization.stage {zero['stage']} is not 0, 1, 2 or 3")
     if zero["stage"] < 2:  # gradients stay local until the step; DeepSpeed refuses to overlap what is not there

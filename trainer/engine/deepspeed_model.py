@@ -202,10 +202,9 @@ def _parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[
 
 
 def _optimizer(config: Config, optimized: Optimized) -> Callable[[Any], torch.optim.Optimizer]:
-    """On a GPU in one kernel: torch's default there keeps temporaries of the size of the parameters."""
+    """Fused: one pass over the memory, where torch's default keeps temporaries of the size of the parameters."""
     rate, betas = optimized.learning_rate, (config.trainer.adam_beta1, config.trainer.adam_beta2)
-    fused = True if torch.cuda.is_available() else None
-    return lambda parameters: torch.optim.AdamW(parameters, lr=rate, betas=betas, fused=fused)
+    return lambda parameters: torch.optim.AdamW(parameters, lr=rate, betas=betas, fused=True)
 
 
 def _scheduler(config: Config, optimized: Optimized) -> Callable[[torch.optim.Optimizer], Any]:
