@@ -118,6 +118,23 @@ def test_a_frozen_weight_and_a_frozen_input_get_no_gradient() -> None:
     assert made.bias.grad is not None
 
 
+def test_rows_of_any_number_reach_onednn_in_a_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    product, shapes = onednn._product, set()
+
+    def recorded(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        shapes.add((*x.shape, *weight.shape))
+        return product(x, weight, bias)
+
+    monkeypatch.setattr(onednn, "_product", recorded)
+    made = layer(torch.ones(3, 5), None)
+    for rows in range(1, 65):
+        made(torch.ones(rows, 5, requires_grad=True)).sum().backward()
+    # y, ∂x and ∂W of 32 and of 64 rows
+    assert shapes == {(rows, 5, 3, 5) for rows in (32, 64)} | {(rows, 3, 5, 3) for rows in (32, 64)} | {
+        (3, rows, 5, rows) for rows in (32, 64)
+    }
+
+
 def linear_layers(folder: Path) -> tuple[torch.nn.Module, list[torch.nn.Linear]]:
     tiny_model(folder)
     model = load_causal_lm(str(folder), "float32", None, False)
