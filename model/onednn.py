@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
 _BLOCK = 32  # rows; a multiple costs a twentieth at 360 tokens, and leaves a handful of shapes
 
 
