@@ -9,7 +9,15 @@ from dataclasses import dataclass, replace
 
 from common.config import Config
 from launcher.machine import GIB, Machine
-from launcher.memory import SamplerMemory, TrainerMemory, sampler_memory, smaller, trainer_memory
+from launcher.memory import (
+    SamplerMemory,
+    TrainerMemory,
+    published_versions,
+    resident_sampler,
+    sampler_memory,
+    smaller,
+    trainer_memory,
+)
 from launcher.placement import Placement
 from launcher.shares import are_chosen, longest_sequence, problem, shares
 from launcher.who_waits import engine_gpus, seconds_of_sides, times, vllm_bytes
@@ -38,16 +46,11 @@ def fit(config: Config, work: Workload, place: Placement, machine: Machine) -> F
 
 
 def _parts(memory: TrainerMemory) -> str:
-    named = {
-        "weights": memory.weights,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
-        "critic": memory.critic,
-        "reference": memory.reference,
-        "activations": memory.activations,
-        "logits": memory.logits,
-    }
-    return ", ".join(f"{name} {_gib(size)}" for name, size in named.items() if size)
+    """What is there all the time, and what the peak of a step adds."""
+    always = ("weights", "gradients", "optimizer", "critic", "reference", "copies", "context")
+    backward, after = ("activations", "logits", "buckets"), max(("reducing", "stepping"), key=memory.__getattribute__)
+    largest = (after,) if getattr(memory, after) == memory.peak else backward
+    return ", ".join(f"{name} {_gib(getattr(memory, name))}" for name in (*always, *largest) if getattr(memory, name))
 
 
 Findings = tuple[list[tuple[str, str]], list[str]]  # lines, problems
@@ -73,10 +76,10 @@ def _on_gpus(
     if work.reference_of("sampler") is not None:
         text += f"; reference {_gib(sampler.reference)} beside it"
         left = (1 - share) * machine.gpu_bytes
-        if sampler.reference + GIB > left:
-            below = max(0.05, 1 - (sampler.reference + GIB) / machine.gpu_bytes)
+        if sampler.reference > left:
+            below = max(0.05, 1 - sampler.reference / machine.gpu_bytes)
             problems.append(
-                f"the reference model needs {_gib(sampler.reference + GIB)} on the sampler's GPU and vLLM leaves "
+                f"the reference model needs {_gib(sampler.reference)} on the sampler's GPU and vLLM leaves "
                 f"{_gib(left)}; set vllm.gpu_memory_utilization={below - 0.005:.2f}"
             )
     budget = machine.gpu_bytes
@@ -107,10 +110,12 @@ def _on_cpu(
     config: Config, work: Workload, place: Placement, machine: Machine, trainer: TrainerMemory, sampler: SamplerMemory
 ) -> Findings:
     """Both processes share the host's memory."""
-    cache = sampler.cache_per_sequence * min(work.max_num_seqs, work.groups_per_batch * work.num_generations)
-    of_sampler = sampler.weights + sampler.reference + sampler.overhead + min(16 * GIB, max(GIB, cache))
-    text = f"{_gib(of_sampler)}: weights {_gib(sampler.weights)}, cache {_gib(sampler.cache_per_sequence)} per sequence"
-    budget = (machine.memory - of_sampler) / place.num_ranks
+    of_sampler, versions = resident_sampler(work, sampler), published_versions(work)
+    text = (
+        f"{_gib(of_sampler)}: weights {_gib(sampler.weights)}, cache {_gib(sampler.cache_per_sequence)} per sequence; "
+        f"published versions {_gib(versions)} in /dev/shm"
+    )
+    budget = (machine.memory - of_sampler - versions) / place.num_ranks
     if trainer.total <= budget:
         return [("sampler", text)], []
     what = f"the host's {_gib(machine.memory)} leave {_gib(budget)} per rank beside the sampler"
@@ -131,7 +136,9 @@ def _trainer_is_too_large(work: Workload, total: float, budget: float, what: str
     change = smaller(work, budget)
     head = f"a trainer rank needs about {_gib(total)} and {what}"
     if change is None:
-        return f"{head}; nothing here makes it small enough: use more or larger GPUs, or a smaller model"
+        return (
+            f"{head}; nothing here makes it small enough: set lora.r=16, or use more or larger GPUs or a smaller model"
+        )
     settings, changed = change
     return f"{head}; set {' '.join(settings)}, which needs {_gib(trainer_memory(changed).total)}"
 

@@ -1,10 +1,12 @@
 """How much memory a run will take on each device, from its workload alone: estimates, printed as such. Pure.
 
-The letters are those of workload.py. Left out: fragmentation, CUDA contexts and NCCL buffers, together _CONTEXT.
+The letters are those of workload.py; n = trained parameters, B = DeepSpeed's reduce_bucket_size. Without a GPU it is
+resident memory of a process. Left out: fragmentation; NCCL's buffers and the CUDA context together are _CONTEXT.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from launcher.machine import GIB
@@ -12,37 +14,51 @@ from launcher.workload import BYTES, Workload
 from model.dims import ModelDims
 
 _CONTEXT = 1.5 * GIB
+# Resident before there is a model: Python with torch and DeepSpeed, and with vLLM.
+_TRAINER_PROGRAM, _SAMPLER_PROGRAM = 0.5 * GIB, 0.75 * GIB
+_LIVE = 10**9  # ZeRO 3's stage3_max_live_parameters: parameters that are gathered at once
 
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """Bytes on one rank."""
+    """Bytes on one rank. `weights` to `context` are there all the time, the last three one after the other."""
 
     weights: float
     gradients: float
     optimizer: float
     activations: float
-    logits: float
+    logits: float  # of one chunk, and the head's gradient with the one it is added to
     critic: float  # its weights, gradients and optimizer
     reference: float  # whole on every rank
+    buckets: float  # of gradients on their way to other ranks; during the backward pass from ZeRO 2 on
+    reducing: float  # between backward pass and step, with ZeRO 0 and 1
+    stepping: float  # temporaries of AdamW
+    copies: float  # of the weights, while a version is written behind the next step
+    context: float
+
+    @property
+    def peak(self) -> float:
+        """The largest of what is needed by turns: the backward pass, the reduction of gradients, the step."""
+        return max(self.activations + self.logits + self.buckets, self.reducing, self.stepping)
 
     @property
     def total(self) -> float:
-        parts = (self.weights, self.gradients, self.optimizer, self.activations, self.logits, self.critic)
-        return sum(parts) + self.reference + _CONTEXT
+        always = (self.weights, self.gradients, self.optimizer, self.critic, self.reference, self.copies, self.context)
+        return sum(always) + self.peak
 
 
-def states(n: int, dtype: str, ranks: int, stage: int) -> tuple[float, float, float]:
+def states(n: int, dtype: str, ranks: int, stage: int, sums_in_fp32: bool = False) -> tuple[float, float, float]:
     """(weights, gradients, optimizer) of AdamW in bytes per rank (ZeRO: Rajbhandari et al., arXiv 1910.02054).
 
-    bfloat16: 2N + 2N + 12N, the last a float32 master copy and two moments. float32: 4N + 4N + 8N, and 12N from stage 1
-    on, where DeepSpeed keeps a master copy too. Stage 1 divides the optimizer by R, 2 the gradients too, 3 the weights.
+    bfloat16: 2n + 2n + 12n, the last a float32 master copy and two moments; the gradients 4n where micro-batches add
+    them up in float32. float32: 4n + 4n + 8n, and 12n from stage 1 on, where DeepSpeed keeps a master copy too. Stage 1
+    divides the optimizer by R, 2 the gradients too, 3 the weights.
     """
     b = BYTES[dtype]
     optimizer = 12 if dtype == "bfloat16" or stage else 8
     return (
         b * n / (ranks if stage == 3 else 1),
-        b * n / (ranks if stage >= 2 else 1),
+        (4 if sums_in_fp32 else b) * n / (ranks if stage >= 2 else 1),
         optimizer * n / (ranks if stage else 1),
     )
 
@@ -51,31 +67,68 @@ def layer_activations(work: Workload, model: ModelDims) -> float:
     """Bytes that one layer keeps for its backward pass, for the micro-batch of one rank.
 
     Per token: two norms 2·(4 + 2b)·H, the output projection's input b·A·D, the gated MLP 4b·I; and in attention its
-    queries, outputs, keys and values, the prompt's repeated for each completion: b·(2·A·D + 2·K·D·(P + C)/C).
+    queries, outputs, keys and values, the prompt's repeated for each completion: b·(2·A·D + 2·K·D·(P + C)/C). In
+    float32 no kernel of a GPU that takes grouped heads is left but the one that keeps every score: A·4 each, twice.
     """
     b, d = work.bytes_per_value, model.head_dim
     per_token = 2 * (4 + 2 * b) * model.hidden + b * (model.heads * d + 4 * model.intermediate)
     queries = 2 * model.heads * d * work.tokens_of_group
     keys = 2 * model.kv_heads * d * work.num_generations * (work.prompt + work.completion)
-    return work.groups_per_micro_batch * (per_token * work.tokens_of_group + b * (queries + keys))
+    pairs = work.prompt**2 + work.num_generations * work.completion * (work.prompt + work.completion)
+    scores = 8 * model.heads * pairs if work.on_gpu and work.dtype == "float32" else 0
+    return work.groups_per_micro_batch * (per_token * work.tokens_of_group + b * (queries + keys) + scores)
 
 
 def trainer_memory(work: Workload) -> TrainerMemory:
-    """The peak in the backward pass of the longest possible micro-batch."""
-    model, b = work.model, work.bytes_per_value
-    weights, gradients, optimizer = states(model.parameters, work.dtype, work.ranks, work.zero_stage)
+    """The peak of a step on the longest possible micro-batches."""
+    model, b, ranks, stage = work.model, work.bytes_per_value, work.ranks, work.zero_stage
+    trained = model.parameters if work.adapters is None else work.adapters
+    weights, gradients, optimizer = states(trained, work.dtype, ranks, stage, work.sums_in_fp32)
     if work.adapters is not None:
-        added, gradients, optimizer = states(work.adapters, work.dtype, work.ranks, work.zero_stage)
-        weights += added
-    if work.zero_stage == 3:  # gathered: two layers, or the embedding
-        weights += b * max(2 * model.layer_parameters, model.vocab * model.hidden)
-    critic = sum(states(work.critic.parameters, work.dtype, work.ranks, work.zero_stage)) if work.critic else 0.0
-    chunk = min(work.chunk, int(work.groups_per_micro_batch * work.num_generations * work.completion))
-    logits = (b + 16) * model.vocab * chunk  # in dtype, float32, scaled, probabilities, and their product
+        weights += b * model.parameters / (ranks if stage == 3 else 1)
+    if stage == 3:
+        weights += b * min(_LIVE, model.parameters)
+    critic = sum(states(work.critic.parameters, work.dtype, ranks, stage, work.sums_in_fp32)) if work.critic else 0.0
     larger = max((m for m in (model, work.critic) if m), key=lambda m: m.layers * m.hidden)
     frozen = work.reference_of("trainer")
-    reference = b * frozen.parameters if frozen else 0.0
-    return TrainerMemory(weights, gradients, optimizer, _activations(work, larger), logits, critic, reference)
+    buckets, reducing = _reduction(work, trained)
+    return TrainerMemory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=_activations(work, larger),
+        logits=_logits(work, model) + (0 if work.adapters is not None else 2 * b * model.vocab * model.hidden),
+        critic=critic,
+        reference=b * frozen.parameters if frozen else 0.0,
+        buckets=buckets,
+        reducing=reducing,
+        stepping=0.0 if work.on_gpu else 8 * trained / (ranks if stage else 1),
+        copies=2 * b * trained / ranks if work.writes_behind and not work.on_gpu else 0.0,
+        context=_CONTEXT if work.on_gpu else _TRAINER_PROGRAM,
+    )
+
+
+def _logits(work: Workload, model: ModelDims) -> float:
+    """Of one chunk: in dtype, in float32, scaled, probabilities, and their product."""
+    chunk = min(work.chunk, int(work.groups_per_micro_batch * work.num_generations * work.completion))
+    return float((work.bytes_per_value + 16) * model.vocab * chunk)
+
+
+def _reduction(work: Workload, n: int) -> tuple[float, float]:
+    """(during the backward pass, after it): bytes of gradients on their way between ranks, beside the gradients.
+
+    A bucket has B values on a GPU, whatever is in it; on a CPU only what was written is resident. Stage 0: the
+    flattened bucket. Stage 1: bucket and the rank's own part; with sums in float32, which are flat already, a copy in
+    bfloat16 to send. From stage 2 on bucket and flattened bucket, in every backward pass.
+    """
+    b, bucket = work.bytes_per_value, work.bucket if work.on_gpu else min(work.bucket, n)
+    if work.zero_stage >= 2:
+        return 2.0 * b * bucket, 0.0
+    if work.zero_stage == 0:
+        return 0.0, float(b * min(work.bucket, n))
+    if work.sums_in_fp32:
+        return 0.0, 2.0 * n if work.ranks > 1 else 0.0
+    return (float(b * bucket) if work.on_gpu else 0.0), b * bucket + b * n / work.ranks
 
 
 def _activations(work: Workload, model: ModelDims) -> float:
@@ -92,7 +145,7 @@ class SamplerMemory:
     """Bytes on one device; cache_per_sequence for the longest possible sequence."""
 
     weights: float
-    reference: float
+    reference: float  # and one chunk of its logits
     cache_per_sequence: float
     overhead: float
 
@@ -107,8 +160,25 @@ def sampler_memory(work: Workload, tensor_parallel: int = 1) -> SamplerMemory:
     cache = b * work.model.kv_values_per_token * (work.prompt + work.completion) / tensor_parallel
     logits = 8 * work.model.vocab * work.max_num_seqs  # two float32 copies in the sampling step
     frozen = work.reference_of("sampler")
-    reference = b * frozen.parameters if frozen else 0.0
-    return SamplerMemory(b * work.model.parameters / tensor_parallel, reference, cache, _CONTEXT + logits)
+    one_group = replace(work, groups_per_micro_batch=1)  # which is scored at a time
+    reference = b * frozen.parameters + _logits(one_group, frozen) if frozen else 0.0
+    context = _CONTEXT if work.on_gpu else _SAMPLER_PROGRAM
+    return SamplerMemory(b * work.model.parameters / tensor_parallel, reference, cache, context + logits)
+
+
+def resident_sampler(work: Workload, sampler: SamplerMemory) -> float:
+    """Of the sampler's process without a GPU: vLLM's cache comes in whole GiB, 1 to 16, and is resident at once.
+
+    Weights twice: vLLM multiplies by packed copies, and a reload reads the next ones beside the present ones.
+    """
+    cache = math.ceil(work.max_num_seqs * sampler.cache_per_sequence / GIB)
+    return 2 * sampler.weights + sampler.reference + sampler.overhead + GIB * min(16, max(1, cache))
+
+
+def published_versions(work: Workload) -> float:
+    """In memory without being anybody's: two versions, one more while it is written, and the sampler's own copy."""
+    published = work.adapters or work.model.parameters
+    return 4.0 * work.bytes_per_value * published
 
 
 def smaller(work: Workload, budget: float) -> tuple[list[str], Workload] | None:

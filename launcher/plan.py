@@ -24,13 +24,13 @@ from launcher.machine import GIB, Machine, this_machine
 from launcher.measure import with_measured
 from launcher.placement import Placement, placement, visible_gpus
 from launcher.run import parse
-from launcher.workload import workload_of, zero_stage
+from launcher.workload import workload_of
 from model.dims import read_dims
 from model.folder import require_models
 from model.gguf import with_folders
 from report.escape import strip_escapes
 from trainer.algorithm.user_functions import require_user_functions
-from trainer.engine.deepspeed_config import backend, gloo_warning
+from trainer.engine.deepspeed_config import backend, deepspeed_config, gloo_warning
 
 CANNOT = 1
 _ROWS = 4  # of the data set, for the call of the rewards
@@ -58,7 +58,7 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
     config = with_folders(config)
     require_models(config)
     require_user_functions(config.algorithm)
-    zero_stage(config, place.num_ranks)  # here, so that settings that contradict each other come before the data
+    deepspeed_config(config, place.num_ranks)  # here, so that settings that contradict each other come before the data
     model = read_dims(config.model.path, config.model.revision)
     problems = load_data("data.train", config.data.train, config.data)
     plan = batch_plan(config, place.num_ranks, len(problems))
@@ -72,7 +72,7 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
         _print("memory", [("", f"{config.model.path} is no Llama, Qwen2, Qwen3 or Mistral: no estimate")])
         troubles: tuple[str, ...] = ()
     else:
-        work, on = workload_of(config, place.num_ranks, model), config.reference.on
+        work, on = workload_of(config, place.num_ranks, model, machine.gpus > 0), config.reference.on
         machine = with_measured(machine, work, place)
         trained = model.parameters if work.adapters is None else work.adapters
         if slow := gloo_warning(config, place.num_ranks, backend(config, machine.gpus > 0), trained):

@@ -81,8 +81,9 @@ def _reference_side(config: Config, place: Placement) -> str:
     model = read_dims(config.model.path, config.model.revision)
     if model is None:  # no estimate for it
         return "sampler"
-    work = workload_of(config, place.num_ranks, model)
-    machine = with_measured(this_machine(len(visible_gpus(os.environ))), work, place)
+    machine = this_machine(len(visible_gpus(os.environ)))
+    work = workload_of(config, place.num_ranks, model, machine.gpus > 0)
+    machine = with_measured(machine, work, place)
     return reference_side(config, work, place, machine)
 
 

@@ -13,6 +13,7 @@ from model.dims import ModelDims, read_dims
 from trainer.engine.deepspeed_config import deepspeed_config
 
 BYTES = {"float32": 4, "bfloat16": 2}
+_BUCKET = 500_000_000  # DeepSpeed's default of reduce_bucket_size
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,10 @@ class Workload:
     reference: ModelDims | None = None
     reference_on: str = "sampler"
     max_num_seqs: int = 256
+    on_gpu: bool = True
+    sums_in_fp32: bool = False  # of gradients over the micro-batches of a step, with weights in bfloat16
+    bucket: int = _BUCKET  # B, DeepSpeed's reduce_bucket_size: values
+    writes_behind: bool = False  # a version is written while the next step trains
 
     @property
     def bytes_per_value(self) -> int:
@@ -55,21 +60,21 @@ class Workload:
         return prompts * self.prompt + self.num_generations * self.completion
 
 
-def zero_stage(config: Config, num_ranks: int) -> int:
-    """ZeRO's stage in the completed DeepSpeed settings. Raises UserError where they contradict the config."""
-    return int(deepspeed_config(config, num_ranks)["zero_optimization"]["stage"])
+def workload_of(config: Config, num_ranks: int, model: ModelDims, on_gpu: bool = True) -> Workload:
+    """The workload of one config. Reads config.json of critic and reference, where they are models of their own.
 
-
-def workload_of(config: Config, num_ranks: int, model: ModelDims) -> Workload:
-    """The workload of one config. Reads config.json of critic and reference, where they are models of their own."""
+    Raises UserError where the DeepSpeed settings contradict the config.
+    """
     from sampler.engine_arguments import max_num_seqs
 
+    settings = deepspeed_config(config, num_ranks)
+    zero, sums = settings["zero_optimization"], settings.get("data_types", {}).get("grad_accum_dtype")
     budget, critic, reference = config.trainer.max_tokens_per_micro_batch, config.critic, config.reference
     return Workload(
         model=model,
         dtype=config.model.dtype,
         ranks=num_ranks,
-        zero_stage=zero_stage(config, num_ranks),
+        zero_stage=int(zero["stage"]),
         prompt=config.data.max_prompt_length,
         completion=config.sampler.max_completion_length,
         num_generations=config.sampler.num_generations,
@@ -85,6 +90,10 @@ def workload_of(config: Config, num_ranks: int, model: ModelDims) -> Workload:
         critic=_dims_or(model, critic.path, critic.revision) if config.algorithm.needs_critic else None,
         reference=_dims_or(model, reference.path, reference.revision) if config.algorithm.beta > 0 else None,
         max_num_seqs=int(config.vllm.get("max_num_seqs", max_num_seqs(config))),
+        on_gpu=on_gpu,
+        sums_in_fp32=config.model.dtype == "bfloat16" and sums == "fp32",
+        bucket=int(float(zero.get("reduce_bucket_size", _BUCKET))),
+        writes_behind=config.trainer.max_staleness > 0,
     )
 
 

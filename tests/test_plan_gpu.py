@@ -1,0 +1,136 @@
+"""The published configuration on four machines: the sums of docs/plan.md, and what `plan` says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config import load
+from launcher import workload
+from launcher.fit import Fit, fit
+from launcher.machine import GIB, Machine
+from launcher.memory import published_versions, resident_sampler, sampler_memory, trainer_memory
+from launcher.placement import placement
+from launcher.workload import Workload, workload_of
+from model.dims import ModelDims
+
+ROOT = Path(__file__).resolve().parents[1]
+POLICY = ModelDims(1536, 8960, 28, 12, 2, 128, 151936, tied=True, bias=True)
+REFERENCE = ModelDims(2048, 11008, 36, 16, 2, 128, 151936, tied=True, bias=True)
+RUN = Workload(
+    model=POLICY,
+    dtype="bfloat16",
+    ranks=2,
+    zero_stage=2,
+    prompt=384,
+    completion=512,
+    num_generations=8,
+    groups_per_micro_batch=1,
+    groups_per_batch=16,
+    checkpointing=True,
+    reference=REFERENCE,
+    max_num_seqs=128,
+    sums_in_fp32=True,
+)
+
+# GiB, by hand: weights, gradients, AdamW, activations, logits and head, buckets, context
+SUMS = {
+    (1, 1): 2.88 + 5.75 + 17.25 + 0.81 + 3.48 + 0.00 + 1.5,
+    (2, 1): 2.88 + 5.75 + 8.63 + 0.81 + 3.48 + 0.00 + 1.5,
+    (2, 2): 2.88 + 2.88 + 8.63 + 0.81 + 3.48 + 1.86 + 1.5,
+    (7, 2): 2.88 + 0.82 + 2.46 + 0.81 + 3.48 + 1.86 + 1.5,
+}
+
+
+@pytest.mark.parametrize(("ranks", "stage"), list(SUMS))
+def test_a_trainer_rank_is_within_a_tenth_of_the_sum_by_hand(ranks: int, stage: int) -> None:
+    found = trainer_memory(replace(RUN, ranks=ranks, zero_stage=stage))
+    assert found.total / GIB == pytest.approx(SUMS[ranks, stage], rel=0.1)
+
+
+def test_adapters_are_within_a_tenth_of_the_sum_by_hand() -> None:
+    found = trainer_memory(replace(RUN, ranks=1, zero_stage=1, adapters=18_464_768))
+    assert found.total / GIB == pytest.approx(2.91 + 0.07 + 0.21 + 0.81 + 2.61 + 1.5, rel=0.1)
+
+
+def test_the_samplers_reference_brings_a_chunk_of_logits() -> None:
+    """3.09e9 parameters in bfloat16 are 5.75 GiB; 1,024 tokens of 151,936 logits at 18 bytes are 2.61 GiB."""
+    assert sampler_memory(RUN).reference / GIB == pytest.approx(5.75 + 2.61, rel=0.01)
+
+
+def test_what_a_step_needs_by_turns_is_not_added_up() -> None:
+    """ZeRO 1 in float32, one rank: backward 2·GiB of activations … against bucket 4·5e8 and the rank's part 4·N."""
+    memory = trainer_memory(replace(RUN, ranks=1, zero_stage=1, dtype="float32", sums_in_fp32=False))
+    n = POLICY.parameters
+    assert memory.reducing == 4 * 5e8 + 4 * n
+    assert memory.peak == max(memory.reducing, memory.activations + memory.logits + memory.buckets)
+    assert memory.total == pytest.approx(4 * n + 4 * n + 12 * n + memory.peak + 1.5 * GIB)
+
+
+def test_attention_in_float32_on_a_gpu_keeps_its_scores() -> None:
+    on_gpu, on_cpu = (
+        trainer_memory(replace(RUN, dtype="float32", sums_in_fp32=False, on_gpu=gpu)) for gpu in (True, False)
+    )
+    assert on_gpu.activations - on_cpu.activations == 8 * 12 * (384**2 + 8 * 512 * (384 + 512))
+
+
+# ---- the config itself
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, gpus: int, gib: int, *overrides: str) -> Fit:
+    monkeypatch.setattr(workload, "read_dims", lambda path, revision: REFERENCE)
+    config = load(ROOT / "configs" / "gsm8k_qwen2.5_1.5b.yaml", list(overrides))
+    place = placement(config, range(gpus), range(8))
+    return fit(config, workload_of(config, place.num_ranks, POLICY), place, Machine(gpus, gib * GIB, "", 64 * GIB, 8))
+
+
+def devices(sampler: list[int], trainer: list[int]) -> tuple[str, str]:
+    return f"sampler.devices={sampler}", f"trainer.devices={trainer}"
+
+
+def test_the_published_run_fits_its_own_machine_and_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert planned(monkeypatch, 3, 32).problems == ()
+    assert planned(monkeypatch, 8, 80, *devices([7], list(range(7))), "trainer.prompts_per_step=14").problems == ()
+
+
+def test_two_cards_of_24_gib_need_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = "reference.path=null"
+    (problem,) = planned(monkeypatch, 2, 24, *devices([1], [0]), own).problems
+    assert "a trainer GPU has 24.0 GiB" in problem and "set lora.r=16" in problem
+    assert planned(monkeypatch, 2, 24, *devices([1], [0]), own, "lora.r=16").problems == ()
+
+
+def test_one_card_of_24_gib_needs_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    one: Any = (*devices([0], [0]), "reference.path=null", "algorithm.beta=0", "vllm.gpu_memory_utilization=0.4")
+    (problem,) = planned(monkeypatch, 1, 24, *one).problems
+    assert "set lora.r=16" in problem
+    assert planned(monkeypatch, 1, 24, *one, "lora.r=16").problems == ()
+
+
+# ---- resident memory without a GPU
+
+SMOL = ModelDims(576, 1536, 30, 9, 3, 64, 49152, tied=True)
+ON_CPU = Workload(SMOL, "float32", 1, 1, 128, 64, 8, 1, 8, max_num_seqs=64, on_gpu=False, writes_behind=True)
+
+
+def test_resident_memory_of_a_trainer_by_hand() -> None:
+    """N = 134,515,008. All the time 4·N weights, 4·N gradients, 12·N AdamW, 8·N copies, 0.5 GiB; then one of three."""
+    n, memory = SMOL.parameters, trainer_memory(ON_CPU)
+    tokens = 128 + 8 * 64
+    layer = tokens * (2 * 12 * 576 + 4 * (576 + 4 * 1536)) + 4 * (2 * 576 * tokens + 2 * 192 * 8 * 192)
+    logits = 20 * 49152 * 512 + 2 * 4 * 49152 * 576
+    assert (memory.activations, memory.logits) == (30 * layer, logits)
+    assert memory.reducing == 8 * n  # the bucket as far as it is filled, and this rank's part
+    assert memory.stepping == 8 * n
+    assert memory.total == 28 * n + 30 * layer + logits + 0.5 * GIB
+
+
+def test_resident_memory_of_a_sampler_by_hand() -> None:
+    """64 sequences of 192 tokens · 46,080 bytes are 0.53 GiB of cache, so 1 GiB; and 4 versions of 4·N in /dev/shm."""
+    n, memory = SMOL.parameters, sampler_memory(ON_CPU)
+    assert resident_sampler(ON_CPU, memory) == 8 * n + 8 * 49152 * 64 + 0.75 * GIB + GIB
+    assert resident_sampler(replace(ON_CPU, max_num_seqs=256), replace(memory)) > 3 * GIB
+    assert published_versions(ON_CPU) == 16 * n
