@@ -1,4 +1,4 @@
-"""Problems become Prompts: system text and problem through the chat template, then token ids.
+"""Problems become Prompts: system text, worked examples and problem through the chat template, then token ids.
 
 Tokens come from the rendered text, once, and travel as ids: nothing downstream tokenises again. The template writes
 the special tokens, so none are added. Chat messages may be in the OpenAI form, role and content, or in ShareGPT's, from
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from jinja2 import StrictUndefined, Template, TemplateError
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Message = dict[str, str]
 
 _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
+_TURN: tuple[Literal["user", "assistant"], ...] = ("user", "assistant")
 
 
 def make_prompts(
@@ -68,9 +69,10 @@ def as_messages(problem: Problem, data: Data, prompt: PromptTemplate) -> list[Me
     messages = [{"role": "user", "content": raw}] if isinstance(raw, str) else _checked(raw, problem, data)
     if prompt.format_prompt is not None:
         messages = _formatted(messages, problem, prompt.format_prompt)
-    if prompt.system is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": prompt.system}, *messages]
-    return messages
+    own_system = messages[:1] if messages[0]["role"] == "system" else []
+    given_system = [{"role": "system", "content": prompt.system}] if prompt.system is not None else []
+    turns = [{"role": role, "content": example[role]} for example in prompt.examples for role in _TURN]
+    return [*(own_system or given_system), *turns, *messages[len(own_system) :]]
 
 
 def shown_to_rewards(problem: Problem, data: Data, prompt: PromptTemplate) -> str | list[Message]:

@@ -68,6 +68,31 @@ def test_a_string_and_the_same_question_as_messages_are_one_prompt(tokenizer):
     assert make_prompt(problem([{"role": "user", "content": "2+2?"}]), tokenizer, DATA, CHAT).text == text
 
 
+EXAMPLE = {"user": "1+1?", "assistant": "#### 2"}
+
+
+def test_worked_examples_are_turns_between_the_system_message_and_the_problem(tokenizer):
+    template = PromptTemplate(system="Add.", examples=[EXAMPLE, {"assistant": "#### 6", "user": "3+3?"}])
+    shots = (
+        "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n#### 2<|im_end|>\n"
+        "<|im_start|>user\n3+3?<|im_end|>\n<|im_start|>assistant\n#### 6<|im_end|>\n"
+    )
+    problem_turn = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    chat = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "2+2?"}]
+    for row, system in (("2+2?", "Add."), (chat, "Mine.")):
+        prompt = make_prompt(problem(row), tokenizer, DATA, template.model_copy(update={"chat_template": CHATML}))
+        assert prompt.text == f"<|im_start|>system\n{system}<|im_end|>\n" + shots + problem_turn
+    assert (
+        make_prompt(problem("2+2?"), tokenizer, DATA, template.model_copy(update={"chat_template": CHATML})).for_rewards
+        == "2+2?"
+    )
+
+
+def test_half_an_example_is_refused():
+    with pytest.raises(ValueError, match=r"an example has user; write \{user: …, assistant: …\}"):
+        PromptTemplate(examples=[{"user": "1+1?"}])
+
+
 def test_a_row_with_its_own_system_message_keeps_it(tokenizer):
     chat = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "2+2?"}]
     prompt = make_prompt(problem(chat), tokenizer, DATA, PromptTemplate(system="Add.", chat_template=CHATML))

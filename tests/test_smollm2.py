@@ -270,7 +270,7 @@ def test_full_marks_are_the_most_that_each_reward_gives(config: Config):
 
 
 def test_the_example_of_the_prompt_has_the_form_that_is_rewarded(config: Config):
-    example = (config.prompt.system or "")[(config.prompt.system or "").index("<reasoning>") :]
+    (example,) = (turns["assistant"] for turns in config.prompt.examples)
     for spec in config.rewards.reward_funcs:
         (score,) = resolve(spec)(completions=[example], answer=["#### 7"])
         assert score == config.rewards.full_mark(spec.rpartition(":")[2])

@@ -147,12 +147,22 @@ class Data(Section):
 class PromptTemplate(Section):
     system: str | None = None
     """System message put before every problem."""
+    examples: list[dict[Literal["user", "assistant"], str]] = []
+    """Worked examples put before every problem as chat turns: [{user: a problem, assistant: its answer}]."""
     format_prompt: Path | None = None
     """A Jinja file that writes the user's message: `content` is the problem, the other columns have their names."""
     chat_template: Path | None = None
     """A Jinja file used instead of the tokenizer's own chat template; needed for base models."""
     chat_template_kwargs: dict[str, Any] = {}
     """Passed to the chat template, for example {enable_thinking: false}."""
+
+    @field_validator("examples")
+    @classmethod
+    def _are_whole(cls, value: list[dict[str, str]]) -> list[dict[str, str]]:
+        for example in value:
+            if len(example) != 2:
+                raise ValueError(f"an example has {', '.join(example) or 'nothing'}; write {{user: …, assistant: …}}")
+        return value
 
 
 def _is_address(text: str) -> bool:
