@@ -90,7 +90,7 @@ def trainer_memory(work: Workload) -> TrainerMemory:
         weights += b * min(_LIVE, model.parameters)
     critic = sum(states(work.critic.parameters, work.dtype, ranks, stage, work.sums_in_fp32)) if work.critic else 0.0
     larger = max((m for m in (model, work.critic) if m), key=lambda m: m.layers * m.hidden)
-    frozen = work.reference_of("trainer")
+    frozen = None if work.reference_is_base else work.reference_of("trainer")
     buckets, reducing = _reduction(work, trained)
     return TrainerMemory(
         weights=weights,

@@ -1,6 +1,6 @@
 """How sampler and trainer share one GPU: the size of vLLM's key-value cache, in bytes, from the estimates. Pure.
 
-    cache = min(cache of a whole batch of rollouts, GPU − reserve − trainer − reference − vLLM's weights and overhead)
+    cache = min(all sequences that decode at once, GPU − reserve − trainer − reference − vLLM's weights and overhead)
 
 By default vLLM sizes its cache from the free memory that it measures, and a trainer that starts at the same time moves
 that number while it is measured. With `kv_cache_memory_bytes` vLLM measures nothing (vllm 0.32,
@@ -37,7 +37,7 @@ class Shares:
     weights: float  # of sampler
     cache: int  # 0: there is no room for the longest sequence
     sequences: int  # of the longest ones, that the cache holds
-    wanted: int  # in a batch of rollouts
+    wanted: int  # that the engine decodes at once
     total: float
 
     @property
@@ -58,7 +58,7 @@ def shares(work: Workload, machine: Machine, longest: int) -> Shares:
     per_token = sampler.cache_per_sequence / (work.prompt + work.completion)
     per_sequence = per_token * _BLOCK * math.ceil((work.prompt + work.completion) / _BLOCK)
     fixed = sampler.weights + sampler.reference + sampler.overhead
-    wanted = min(work.max_num_seqs, work.groups_per_batch * work.num_generations)
+    wanted = work.max_num_seqs  # at least a batch of rollouts; evaluations fill more
     least = per_token * _BLOCK * (math.ceil(longest / _BLOCK) + 1)  # vLLM keeps one block for itself
     room = (1 - _RESERVE) * machine.gpu_bytes - trainer - fixed
     cache = 0 if room < least else int(min(room, max(least, wanted * per_sequence)))

@@ -39,6 +39,7 @@ class Workload:
     critic: ModelDims | None = None
     reference: ModelDims | None = None
     reference_on: str = "sampler"
+    reference_is_base: bool = False  # on the trainer it is the policy with its adapters switched off: no second copy
     max_num_seqs: int = 256
     on_gpu: bool = True
     sums_in_fp32: bool = False  # of gradients over the micro-batches of a step, with weights in bfloat16
@@ -89,6 +90,7 @@ def workload_of(config: Config, num_ranks: int, model: ModelDims, on_gpu: bool =
         adapters=_adapter_parameters(config, model),
         critic=_dims_or(model, critic.path, critic.revision) if config.algorithm.needs_critic else None,
         reference=_dims_or(model, reference.path, reference.revision) if config.algorithm.beta > 0 else None,
+        reference_is_base=config.reference_is_base and int(zero["stage"]) < 3,
         max_num_seqs=int(config.vllm.get("max_num_seqs", max_num_seqs(config))),
         on_gpu=on_gpu,
         sums_in_fp32=config.model.dtype == "bfloat16" and sums == "fp32",

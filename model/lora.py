@@ -9,8 +9,10 @@ apply (DoRA, biases, whole modules beside adapters).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,27 @@ def add_adapters(model: Any, config: Config) -> Any:
             return get_peft_model(model, settings, autocast_adapter_dtype=False).peft_config["default"]
         except ValueError as error:
             raise UserError(f"lora.target_modules {lora.target_modules}: {str(error).splitlines()[0]}") from None
+
+
+@contextlib.contextmanager
+def without_adapters(model: Any) -> Iterator[None]:
+    """Within it the model is its base, to the bit, in eval mode. Weights, gradients and their hooks are not touched.
+
+    peft's own enable_adapters would also switch requires_grad off and on, under the hooks that DeepSpeed has set.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    was_training = model.training
+    model.eval()
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+        model.train(was_training)
 
 
 def settings_file(settings: Any) -> bytes:

@@ -3,12 +3,15 @@
 It stands in the process that reference.on names: the sampler scores groups before it sends them, a trainer rank scores
 its own micro-batches before their backward. A plain transformers forward over packed rows, the same code the policy
 runs, so that an identical reference gives a KL of zero at the first step. vLLM could score too, but skips its prefix
-cache for it and builds [T, vocabulary]. Left out: sharding; every trainer rank holds the whole model.
+cache for it and builds [T, vocabulary]. A trainer rank that trains adapters has the model already: it scores with the
+policy's frozen weights and the adapters switched off. Left out: sharding; every trainer rank holds the whole model.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.config import Config
+from model import lora
 from model.logprobs import load_causal_lm, score_logprobs
 from model.packing import PackedRow, pack
 from model.tokenizer import check_vocabulary
@@ -24,15 +28,21 @@ from model.tokenizer import check_vocabulary
 class Reference:
     """Scores under the temperature of the training samples. Loaded only when beta > 0."""
 
-    def __init__(self, config: Config, device: torch.device):
-        path = config.reference.path or config.model.path
-        revision = config.reference.revision if config.reference.path else config.model.revision
-        dtype = config.reference.dtype or config.model.dtype
-        self._model = load_causal_lm(path, dtype, revision, config.model.trust_remote_code).to(device).eval()
+    def __init__(self, config: Config, device: torch.device, policy: Any = None):
+        """policy: a whole model with adapters whose frozen weights are the reference (config.reference_is_base)."""
+        self._adapted = policy is not None
+        self._model = policy if policy is not None else self._load(config, device)
         self._device = device
         self._temperature = config.sampler.temperature
         self._chunk_size = config.trainer.logprob_chunk_size
         self._packing = config.trainer.packing
+
+    @staticmethod
+    def _load(config: Config, device: torch.device) -> Any:
+        path = config.reference.path or config.model.path
+        revision = config.reference.revision if config.reference.path else config.model.revision
+        dtype = config.reference.dtype or config.model.dtype
+        return load_causal_lm(path, dtype, revision, config.model.trust_remote_code).to(device).eval()
 
     def check_vocabulary(self, tokenizer_size: int) -> None:
         check_vocabulary(self._model, tokenizer_size, "reference")
@@ -50,4 +60,5 @@ class Reference:
     @torch.no_grad()
     def score(self, row: PackedRow) -> Tensor:
         """log π_ref of the row's targets: [N] float32 on the CPU."""
-        return score_logprobs(self._model, row.to(self._device), self._temperature, self._chunk_size).cpu()
+        with lora.without_adapters(self._model) if self._adapted else contextlib.nullcontext():
+            return score_logprobs(self._model, row.to(self._device), self._temperature, self._chunk_size).cpu()

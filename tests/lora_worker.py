@@ -85,8 +85,19 @@ def straight(worker: Worker, name: str, stage: int, sections: dict[str, Any]) ->
         "steps": trainer.results,
         "hashes": hashes,
         "base": [base, base_hash(trainer.engine)],
+        "reference_is_base": stage == 3 or scores_as_a_copy(trainer),
         "published": dataclasses.asdict(trainer.publisher.published),
     }
+
+
+def scores_as_a_copy(trainer: Any) -> bool:
+    """Whether the trained model without its adapters scores as a reference of its own does, to the bit."""
+    from model.packing import pack
+    from model.reference import Reference
+
+    row, device = pack([([1, 2, 3], [[4, 5], [6]])]), trainer.engine.device
+    shared = Reference(trainer.config, device, trainer.engine.model)
+    return torch.equal(shared.score(row), Reference(trainer.config, device).score(row))
 
 
 def resumed(worker: Worker, name: str, stage: int, sections: dict[str, Any]) -> None:

@@ -150,6 +150,11 @@ def test_as_many_weights_as_reward_functions(tmp_path: Path) -> None:
     assert "reward_funcs is empty" in problem(tmp_path, GOOD, "rewards.reward_funcs=[]")
 
 
+def test_on_is_a_name_in_a_file_and_off_is_still_false(tmp_path: Path) -> None:
+    given = load(write(tmp_path, GOOD + "reference:\n  on: trainer\nvllm: {enforce_eager: off}\n"))
+    assert (given.reference.on, given.vllm) == ("trainer", {"enforce_eager": False})
+
+
 def test_devices_overlap_only_where_both_processes_share_one_gpu(tmp_path: Path) -> None:
     assert load(write(tmp_path, GOOD), ["sampler.devices=[1]", "trainer.devices=[1]"]).trainer.devices == [1]
     message = problem(tmp_path, GOOD, "sampler.devices=[0, 1]", "trainer.devices=[1, 2]")

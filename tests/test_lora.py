@@ -16,6 +16,9 @@ from common.errors import UserError
 from common.weights import BadWeights, Published
 from model import lora
 from model.folder import require_model
+from model.logprobs import load_causal_lm, score_row
+from model.packing import pack
+from model.reference import Reference
 from sampler.reload import reload
 from tests.plain_policy import AdaptedPolicy, OneRank
 from tests.tiny import tiny_model
@@ -123,6 +126,37 @@ def test_every_rank_and_every_start_draws_the_same_adapters(model: Path, tmp_pat
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not any(torch.equal(first[name], other[name]) for name in first if "lora_A" in name)
     assert not any(t.any() for name, t in first.items() if "lora_B" in name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_reference_without_adapters_is_a_separate_copy_to_the_bit(model: Path, tmp_path: Path, dtype: str) -> None:
+    config = Config.model_validate(
+        {"model": {"path": str(model), "dtype": dtype}, "lora": LORA, "data": {"train": "none.jsonl"}}
+    )
+    policy = load_causal_lm(str(model), dtype, None, False)
+    lora.add_adapters(policy, config)
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    policy.train()
+    row = pack([([5, 6, 7], [[8, 9], [10]]), ([11], [[12, 13, 14]])])
+    adapted, _ = score_row(policy, row, 1.0, 16)
+    adapted.sum().backward()
+    gradients = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
+    cpu = torch.device("cpu")
+    shared, copy = Reference(config, cpu, policy), Reference(config, cpu)
+    assert torch.equal(shared.score(row), copy.score(row))
+    assert not torch.equal(shared.score(row), adapted.detach())
+    again, _ = score_row(policy, row, 1.0, 16)
+    assert torch.equal(again, adapted) and policy.training
+    assert gradients and all(torch.equal(policy.get_parameter(name).grad, g) for name, g in gradients.items())
+
+
+def test_the_base_is_the_reference_unless_another_is_named(model: Path, tmp_path: Path) -> None:
+    assert config_for(model, tmp_path).reference_is_base
+    assert not config_for(model, tmp_path, reference={"path": "other"}).reference_is_base
+    assert not config_for(model, tmp_path, reference={"dtype": "bfloat16"}).reference_is_base
+    assert not config_for(model, tmp_path, lora={"r": 0}).reference_is_base
 
 
 def version(policy: AdaptedPolicy, folder: Path, number: int) -> Published:

@@ -126,6 +126,13 @@ def test_the_base_weights_stay_bit_for_bit(runs: Runs, ranks: int, name: str) ->
         assert before == after == seen.get(f"{name}/resumed", seen[name] | {"base": after})["base"]
 
 
+@every_run
+def test_without_its_adapters_the_trained_model_scores_as_a_separate_reference(
+    runs: Runs, ranks: int, name: str
+) -> None:
+    assert all(seen[name]["reference_is_base"] for seen in runs.seen(ranks))
+
+
 @pytest.mark.parametrize(("ranks", "name"), [run for run in RUNS if run[1] not in RESUMED_LIKE_ZERO_1])
 def test_a_resumed_run_is_bit_identical_to_one_that_was_never_stopped(runs: Runs, ranks: int, name: str) -> None:
     for seen in runs.seen(ranks):

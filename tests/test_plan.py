@@ -292,6 +292,13 @@ def test_the_reference_costs_memory_and_time_where_it_is_scored() -> None:
     assert sampler_seconds(there, device) - sampler_seconds(here, device) == pytest.approx(scoring)
 
 
+def test_a_reference_that_is_the_base_of_adapters_takes_no_memory_on_the_trainer() -> None:
+    load = load_of(adapters=18_464_768, reference=QWEN, reference_on="trainer")
+    assert trainer_memory(load).reference == 2 * N
+    assert trainer_memory(replace(load, reference_is_base=True)).reference == 0
+    assert sampler_memory(replace(load, reference_is_base=True, reference_on="sampler")).reference == 2 * N
+
+
 def side(load: Workload, gib: float = 80, **sections: Any) -> str:
     config = config_of(**sections)
     machine = Machine(3, gib * GIB, "NVIDIA A100", 64 * GIB, 8)

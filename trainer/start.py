@@ -99,7 +99,9 @@ def _run(config: Config) -> None:
             checkpoint.restore(engine, Path(resume_from), critic)
         reference = None
         if config.reference_on == "trainer":
-            reference = Reference(config, engine.device)
+            # Under ZeRO-3 a forward gathers weights from all ranks, and ranks score different numbers of micro-batches.
+            policy = engine.model if config.reference_is_base and stage < 3 else None
+            reference = Reference(config, engine.device, policy)
             reference.check_vocabulary(len(tokenizer))
         trainer = Trainer(
             config, engine, exchange, tokenizer, progress_of(resume_from, run_id), rank_zero, reference, critic

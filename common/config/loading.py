@@ -54,12 +54,13 @@ def _not_yaml(error: yaml.YAMLError, path: Path) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-6 as text; here it is a number, as in YAML 1.2."""
+    """YAML 1.1 reads 1e-6 as text and `on:` as the key True; here they are a number and a name, as in YAML 1.2."""
 
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+"), list("-+.0123456789")
 )
+_Loader.yaml_implicit_resolvers["o"] = [("tag:yaml.org,2002:bool", re.compile("off"))]  # and not `on`: reference.on
 
 
 def _parse(text: str) -> Any:

@@ -41,6 +41,12 @@ class Settings(Section):
             return None
         return "trainer" if self.reference.on == "trainer" else "sampler"
 
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether the reference is what the policy is without its adapters, so that a trainer rank holds it already."""
+        given = self.reference
+        return self.lora.r > 0 and given.path is None and given.dtype in (None, self.model.dtype)
+
     def require_training(self) -> None:
         """Raises UserError where there is nothing to train."""
         if self.eval.val_only:
