@@ -57,11 +57,12 @@ class Engine:
     """A vLLM engine. `version` is the policy version it holds, None before the first reload."""
 
     def __init__(self, config: Config, num_gpus: int):
-        set_environment(config, on_cpu=num_gpus == 0)
+        self.on_cpu = num_gpus == 0
+        set_environment(config, self.on_cpu)
         import vllm
 
         self._vllm = vllm
-        arguments = engine_arguments(config, on_cpu=num_gpus == 0)
+        arguments = engine_arguments(config, self.on_cpu)
         unknown = sorted(set(config.vllm) - set(vllm.EngineArgs.__dataclass_fields__))
         if unknown:
             raise UserError(f"vllm.{unknown[0]}: vLLM {vllm.__version__} has no such engine argument")

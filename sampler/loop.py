@@ -6,6 +6,7 @@
 
 | queue           | filled by          | emptied by            | bounded by                       |
 |-----------------|--------------------|-----------------------|----------------------------------|
+| held-out        | leases in CREDIT   | gaps between groups   | `data.eval_size`                 |
 | engine          | leases in CREDIT   | `Engine.step`         | the trainer's window             |
 | reward pool     | finished prompts   | `RewardPool.ready`    | the same window                  |
 | outbox          | scored groups      | CREDIT's cursor       | the same window                  |
@@ -17,18 +18,18 @@ from __future__ import annotations
 
 import collections
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from common import wire
 from common.config import Config
 from common.errors import Retryable
 from common.failpoints import failpoint
-from common.types import EvalFailure, EvalRequest, EvalResult, EvalSample, Group, Rollout, Tombstone
+from common.types import Group, Rollout, Tombstone
 from common.watchdog import report_progress
 from common.weights import BadWeights, NotVisible, Published
 from rewards.pool import RewardFailure, RewardPool
 from sampler.engine import Completion, Engine
+from sampler.held_out import HeldOut
 from sampler.link import Link
 from sampler.reload import Fetcher, Reloaded, reload
 from sampler.task import EvalKey, GroupKey, Key, Task, sampling_params
@@ -38,16 +39,6 @@ if TYPE_CHECKING:
 
 _MAX_BAD_WEIGHTS = 3
 _VISIBLE_WITHIN_S = 120.0  # NFS caches what was absent for up to 60 s, and a busy server adds to that
-
-
-@dataclass
-class _Chunk:
-    """An evaluation chunk on its way: the problems still missing, and what became of the others."""
-
-    missing: set[int]
-    samples: list[EvalSample] = field(default_factory=list)
-    failures: list[EvalFailure] = field(default_factory=list)
-    sent: EvalResult | None = None
 
 
 class Sampler:
@@ -65,7 +56,7 @@ class Sampler:
         self.phase, self.progress = "ready", 0
         self.stats: dict[str, float] = collections.defaultdict(float)
         self._working: dict[Key, list[Completion]] = {}  # leased and not sent; completions once generated
-        self._chunks: dict[tuple[str, int], _Chunk] = {}
+        self._held_out = HeldOut(config, engine.on_cpu, task.decode, link)
         self._fetcher = Fetcher(config)
         self._bad_weights = 0
         self._invisible_since: float | None = None  # when the first announced version since the last reload was absent
@@ -79,6 +70,7 @@ class Sampler:
             self.wait_for_credit_or_work()
             self.reload_if_credited()
             self.start_leased_work()
+            self.start_evaluation()
             self.generate()
             self.send_scored()
             self.link.beat(self.phase, self.progress, self.engine.version, dict(self.stats), now=False)
@@ -149,21 +141,16 @@ class Sampler:
                 failpoint("sampler.leased")
                 self._submit(key)
         for request in credit.evals:
-            self._start_eval(request, credit.version)
+            self._held_out.ask(request, credit.version, self._num_trainers)
 
     def _is_working(self, group_id: int) -> bool:
         return any(isinstance(key, GroupKey) and key.group_id == group_id for key in self._working)
 
-    def _start_eval(self, request: EvalRequest, version: int) -> None:
-        chunk = self._chunks.get((request.eval_id, request.chunk))
-        if chunk is not None:
-            if chunk.sent is not None and chunk.sent.policy_version == version:
-                self.link.send_eval(chunk.sent)  # still asked for: the result was lost
-            return
-        self._chunks = {k: c for k, c in self._chunks.items() if k[0] == request.eval_id}
-        self._chunks[request.eval_id, request.chunk] = _Chunk(set(request.problem_indexes))
-        for problem in request.problem_indexes:
-            self._submit(EvalKey(request.eval_id, request.chunk, problem, version, self._num_trainers))
+    def start_evaluation(self) -> None:
+        """Whatever of it may start beside the groups, or behind them."""
+        decoding = [key for key, completions in self._working.items() if not completions]
+        for key in self._held_out.to_start(self.engine.version, decoding):
+            self._submit(key)
 
     def _submit(self, key: Key) -> None:
         self._working[key] = []
@@ -203,7 +190,7 @@ class Sampler:
             if isinstance(scores, RewardFailure):
                 self.stats["total/reward_failures"] += 1
             if isinstance(key, EvalKey):
-                self._note_held_out(key, completions, scores)
+                self._held_out.note(key, completions, scores)
             elif isinstance(scores, RewardFailure):
                 self.link.send_result(Tombstone(key.group_id, key.policy_version, scores.reason))
             else:
@@ -228,31 +215,11 @@ class Sampler:
         )
         return Group(key.group_id, key.policy_version, prompt.problem.index, prompt.token_ids, rollouts)
 
-    def _note_held_out(self, key: EvalKey, completions: list[Completion], scores: list[Any] | RewardFailure) -> None:
-        """A chunk is sent when its last problem is scored, or has failed."""
-        chunk = self._chunks.get((key.eval_id, key.chunk))
-        if chunk is None:
-            return  # of an earlier evaluation: another sampler answered it, and the trainer went on
-        chunk.missing.discard(key.problem)
-        if isinstance(scores, RewardFailure):
-            chunk.failures.append(EvalFailure(key.problem, scores.reason))
-        else:
-            texts = self.task.decode([c.token_ids.tolist() for c in completions])
-            chunk.samples += [
-                EvalSample(key.problem, text, rewards, len(c.token_ids), c.finish_reason)
-                for text, c, (rewards, _) in zip(texts, completions, scores, strict=True)
-            ]
-        if not chunk.missing:
-            samples = tuple(sorted(chunk.samples, key=lambda s: s.problem_index))
-            failures = tuple(sorted(chunk.failures, key=lambda f: f.problem_index))
-            chunk.sent = EvalResult(key.eval_id, key.chunk, key.policy_version, samples, failures)
-            self.link.send_eval(chunk.sent)
-
     def _forget_everything(self) -> None:
         """The trainer was started again: nothing that the one before asked for is wanted."""
         self._num_trainers += 1
         self.engine.abort_all()
         self.stats["total/aborted"] += len(self._working)
         self._working.clear()
-        self._chunks.clear()
+        self._held_out.forget()
         self.engine.version = None  # the same number may now name other weights

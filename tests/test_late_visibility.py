@@ -33,7 +33,7 @@ VERSION = 8
 class IdleEngine(Engine):
     """What the sampling loop asks of an engine that has nothing to do; notes what each load found."""
 
-    num_running = 0
+    num_running, on_cpu = 0, True
 
     def __init__(self) -> None:
         super().__init__(score=-0.5)  # what the canary of `publish` expects

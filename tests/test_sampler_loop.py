@@ -14,6 +14,7 @@ from common.types import EvalFailure, EvalRequest, EvalResult, Group, Problem, P
 from rewards.pool import RewardFailure
 from sampler.engine import Completion
 from sampler.loop import Sampler, Task
+from sampler.task import GroupKey
 from tests.protocol_helpers import make_config
 
 pytestmark = pytest.mark.fast
@@ -22,11 +23,12 @@ SCORED = [({"answer": 1.0}, 1.0)]  # of the one completion of a held-out problem
 
 
 class OneStepEngine:
-    """Finishes everything in one step: completions of one token."""
+    """Finishes the first `at_once` prompts in one step, or everything: completions of one token."""
 
     version = 0
 
-    def __init__(self) -> None:
+    def __init__(self, on_cpu: bool = True, at_once: int | None = None) -> None:
+        self.on_cpu, self._at_once = on_cpu, at_once
         self.running: dict[Any, int] = {}
 
     @property
@@ -37,7 +39,8 @@ class OneStepEngine:
         self.running[key] = params.num_completions
 
     def step(self) -> list[tuple[Any, list[Completion]]]:
-        finished, self.running = self.running, {}
+        finished = dict(list(self.running.items())[: self._at_once])
+        self.running = {key: n for key, n in self.running.items() if key not in finished}
         one = Completion(np.array([3], np.int32), np.array([-0.5], np.float32), "stop")
         return [(key, [one] * count) for key, count in finished.items()]
 
@@ -69,9 +72,9 @@ class Pool:
 class Loop:
     """A Sampler, what it waits for, and what it sent."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, engine: OneStepEngine | None = None, **sections: Any) -> None:
         self.sent: list[Any] = []
-        self.pool, self.engine = Pool(), OneStepEngine()
+        self.pool, self.engine = Pool(), engine or OneStepEngine()
         prompts = [Prompt(Problem(i, {}), "?", "?", np.array([1], np.int32)) for i in range(4)]
         self.link = SimpleNamespace(
             credit=None,
@@ -83,7 +86,7 @@ class Loop:
         )
         task = Task(prompts, prompts, lambda ids: ["text" for _ in ids])
         parts: list[Any] = [self.engine, self.link, self.pool]
-        self.sampler = Sampler(make_config(folder), task, *parts, None)
+        self.sampler = Sampler(make_config(folder, **sections), task, *parts, None)
 
     def credited(self, version: int, lease: list[int], *evals: EvalRequest) -> None:
         self.engine.version = version
@@ -93,6 +96,7 @@ class Loop:
     def turn(self) -> None:
         self.sampler.wait_for_credit_or_work()
         self.sampler.start_leased_work()
+        self.sampler.start_evaluation()
         self.sampler.generate()
         self.sampler.send_scored()
 
@@ -141,3 +145,52 @@ def test_a_failed_reward_of_a_group_is_a_tombstone(tmp_path: Path) -> None:
     tombstone, group = loop.sent
     assert tombstone == Tombstone(0, 0, "its process died")
     assert isinstance(group, Group) and group.group_id == 1
+
+
+def in_the_engine(loop: Loop) -> list[int | str]:
+    """Numbers of groups and names of held-out problems, in their order."""
+    return [key.group_id if isinstance(key, GroupKey) else f"e{key.problem}" for key in loop.engine.running]
+
+
+def test_on_a_cpu_the_evaluation_starts_when_the_groups_that_the_trainer_waits_for_are_sampled(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, OneStepEngine(at_once=1))
+    loop.credited(0, [0, 1], EvalRequest("v0", 0, (0, 1)))
+    assert in_the_engine(loop) == [1], "group 0 is done, no held-out problem has begun"
+    loop.turn()
+    assert in_the_engine(loop) == []
+    loop.turn()
+    assert in_the_engine(loop) == ["e1"], "e0 is done: they came in their order, and of the same weights"
+    loop.turn()
+    assert [key.policy_version for key in loop.pool.waiting] == [0] * 4
+
+
+def test_on_a_gpu_it_queues_behind_them_at_once_and_fills_the_engine_twice(tmp_path: Path) -> None:
+    """max_num_seqs 3, groups of 2 completions: the two groups leave room for 2 × 3 − 2 × 2 = 2 held-out problems."""
+    loop = Loop(tmp_path, OneStepEngine(on_cpu=False, at_once=1), vllm={"max_num_seqs": 3})
+    loop.credited(0, [0, 1], EvalRequest("v0", 0, (0, 1, 2, 3)))
+    assert in_the_engine(loop) == [1, "e0", "e1"]
+    loop.turn()
+    assert in_the_engine(loop) == ["e0", "e1", "e2", "e3"]
+
+
+def test_groups_that_are_leased_meanwhile_do_not_queue_behind_the_whole_evaluation(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, OneStepEngine(at_once=1), vllm={"max_num_seqs": 2})
+    problems = EvalRequest("v0", 0, (0, 1, 2, 3))
+    loop.credited(0, [], problems)
+    assert in_the_engine(loop) == ["e1"]
+    loop.credited(0, [0], problems)
+    assert in_the_engine(loop) == [0], "a batch took one more group: e1 is done, e2 waits for the group"
+    loop.turn()
+    loop.turn()
+    assert in_the_engine(loop) == ["e3"]
+
+
+def test_what_waits_of_an_evaluation_that_another_sampler_finished_is_never_sampled(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, OneStepEngine(at_once=1), vllm={"max_num_seqs": 1})
+    loop.credited(0, [], EvalRequest("v0", 0, (0, 1, 2)))
+    loop.credited(1, [])
+    assert in_the_engine(loop) == []
+    loop.credited(1, [], EvalRequest("v1", 0, (3,)))
+    loop.answer_all()
+    loop.turn()
+    assert [(result.eval_id, [s.problem_index for s in result.samples]) for result in loop.sent] == [("v1", [3])]
