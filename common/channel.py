@@ -15,41 +15,23 @@ their owner only, and an allow-list of clients (ZAP); tcp without keys does not 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import secrets
-import socket as posix_socket
-import tempfile
 import threading
 import time
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from common import durable
-from common.config import MAX_SOCKET_PATH, Config
+from common.address import cannot_bind, endpoint, holder, remove_dead_socket
+from common.config import Config
 from common.errors import Retryable, UserError
 
 Socket = zmq.Socket[bytes]
 BEAT_S = 1.0  # every state is repeated this often
 _HIGH_WATER_MARGIN = 64
-_ENDING_S = 1.5  # a trainer that ends may hold its address a moment longer
-
-
-def endpoint(config: Config) -> str:
-    """The address both processes derive from the same file."""
-    return config.channel.endpoint or f"ipc://{private_dir(config.run.output_dir)}/inbox"
-
-
-def private_dir(output_dir: Path) -> Path:
-    """A folder of this user (0700) for this run's socket, with a short name."""
-    path = Path(tempfile.gettempdir()) / durable.run_tag(output_dir)
-    if len(f"{path}/inbox") > MAX_SOCKET_PATH:
-        raise UserError(f"{path} is too long for a socket's name; set TMPDIR to a shorter folder, for example /tmp")
-    durable.make_private(path, forbidden=0o077)
-    return path
 
 
 def _keys_path(config: Config) -> Path:
@@ -149,7 +131,7 @@ def bind_router(config: Config, window: int) -> tuple[Socket, list[ThreadAuthent
     """A bound socket and what must be stopped with it."""
     address = endpoint(config)
     if address.startswith("ipc://"):
-        _remove_dead_socket(Path(address.removeprefix("ipc://")))
+        remove_dead_socket(Path(address.removeprefix("ipc://")))
     socket = _socket(zmq.ROUTER)
     _set_limits(socket, config, window)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -170,66 +152,9 @@ def bind_router(config: Config, window: int) -> tuple[Socket, list[ThreadAuthent
         socket.close()
         for authenticator in keep:
             authenticator.stop()
-        holder = _holder(address) if error.errno == zmq.EADDRINUSE else ""
-        raise _cannot_bind(address, f"{error.strerror}{holder}") from None
+        held_by = holder(address) if error.errno == zmq.EADDRINUSE else ""
+        raise cannot_bind(address, f"{error.strerror}{held_by}") from None
     return socket, keep
-
-
-def require_free(config: Config) -> None:
-    """Raises UserError at once if another process listens at the tcp address, before seconds are spent on imports."""
-    parts = urlsplit(endpoint(config))
-    if parts.scheme == "tcp":
-        with posix_socket.socket() as probe:
-            probe.setsockopt(posix_socket.SOL_SOCKET, posix_socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((parts.hostname, parts.port))
-            except OSError as error:  # anything else is told by the socket itself
-                if error.errno == errno.EADDRINUSE:
-                    raise _cannot_bind(parts.geturl(), f"{error.strerror}{_holder(parts.geturl())}") from None
-
-
-def _cannot_bind(address: str, why: str) -> UserError:
-    return UserError(
-        f"cannot bind {address}: {why}. Stop what uses it, or set channel.endpoint to a free address of this host"
-    )
-
-
-def _remove_dead_socket(path: Path) -> None:
-    """Deletes what a killed trainer left. libzmq would take the address even from a living one, so we ask first."""
-    deadline = time.monotonic() + _ENDING_S
-    while path.exists():
-        if not path.is_socket():
-            raise _cannot_bind(f"ipc://{path}", "the file there is not a socket")
-        if not _answers(path):
-            path.unlink(missing_ok=True)
-        elif time.monotonic() > deadline:
-            raise _cannot_bind(f"ipc://{path}", "it is in use by another trainer")
-        else:
-            time.sleep(0.05)
-
-
-def _answers(path: Path) -> bool:
-    with posix_socket.socket(posix_socket.AF_UNIX) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            return False
-        except OSError:  # too busy to answer is alive
-            pass
-        return True
-
-
-def _holder(address: str) -> str:
-    import psutil
-
-    port = urlsplit(address).port
-    with contextlib.suppress(psutil.Error):  # of another user, or gone meanwhile
-        for link in psutil.net_connections(kind="tcp"):
-            if link.laddr and link.laddr.port == port and link.status == psutil.CONN_LISTEN and link.pid:
-                command = " ".join(psutil.Process(link.pid).cmdline())
-                return f", port {port} is used by pid {link.pid} ({command[:80]})"
-    return ""
 
 
 def connect_dealer(config: Config, sampler_id: str, window: int) -> Socket:

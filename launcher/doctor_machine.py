@@ -16,7 +16,7 @@ from pathlib import Path
 from launcher.machine import GIB, ROOT, build_folder, memory_bytes, stale_build_locks
 
 SOCKET_PATH_BYTES = 107  # Linux: sockaddr_un without its final zero
-LONGEST_SOCKET_NAME = "/tandem-4294967295-0123456789ab/inbox"  # below the temporary folder, see channel.private_dir
+LONGEST_SOCKET_NAME = "/tandem-4294967295-0123456789ab/inbox"  # below the temporary folder, see address.private_dir
 
 
 @dataclass(frozen=True)

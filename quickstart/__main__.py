@@ -6,11 +6,11 @@ import sys
 
 from common import exits
 from quickstart.build import FOLDER, build
-from quickstart.settings import Settings
+from quickstart.settings import QuickStart
 
 
 def main() -> None:
-    build(FOLDER, Settings(), lambda line: print(f"tandem: quick start: {line}", flush=True))
+    build(FOLDER, QuickStart(), lambda line: print(f"tandem: quick start: {line}", flush=True))
 
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ from pathlib import Path
 from common import durable
 from common.errors import UserError
 from quickstart import problems
-from quickstart.settings import Settings
+from quickstart.settings import QuickStart
 
 FOLDER = Path(".cache/quickstart")  # as configs/quickstart.yaml names it
 MAX_THREADS = 4  # more only wait for each other in a model this small
 
 
-def build(folder: Path, settings: Settings, report: Callable[[str], None]) -> bool:
+def build(folder: Path, settings: QuickStart, report: Callable[[str], None]) -> bool:
     """Makes the folder if it is not what `settings` and the sources would give. Returns whether it was built.
 
     Raises UserError while another process builds it.
@@ -53,7 +53,7 @@ def build(folder: Path, settings: Settings, report: Callable[[str], None]) -> bo
     return True
 
 
-def stamp(settings: Settings) -> str:
+def stamp(settings: QuickStart) -> str:
     """Digest of everything of ours that decides what is built."""
     digest = hashlib.sha256(repr(settings).encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
@@ -69,7 +69,7 @@ def is_built(folder: Path, wanted: str) -> bool:
         return False
 
 
-def _fill(folder: Path, settings: Settings, report: Callable[[str], None]) -> None:
+def _fill(folder: Path, settings: QuickStart, report: Callable[[str], None]) -> None:
     train_rows = [problem.row() for problem in problems.split("train", settings.num_train, settings.seed)]
     test_rows = [problem.row() for problem in problems.split("test", settings.num_test, settings.seed)]
     for name, rows in (("train", train_rows), ("test", test_rows)):

@@ -27,7 +27,7 @@ class WarmStart:
 
 
 @dataclass(frozen=True)
-class Settings:
+class QuickStart:
     seed: int = 0
     num_train: int = 8192
     num_test: int = 512

@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from common.config import Config
-from report.advice import Adviser, Settings, replay
+from report.advice import Adviser, replay
 from report.escape import strip_escapes
+from report.history import AdviceSettings
 from report.step_text import HISTORY, clock, eval_line, panel_rows, scores_of, step_line
 
 WAIT_LINE_EVERY_S = 10.0
@@ -39,7 +40,7 @@ class StepDisplay:
         self._eval = self._status = ""
         self._recent: collections.deque[Mapping[str, float]] = collections.deque(maxlen=HISTORY)
         self._ends: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)  # (step, when it ended)
-        self._adviser, self._told = Adviser(Settings.of(config.model_dump())), set[str]()
+        self._adviser, self._told = Adviser(AdviceSettings.of(config.model_dump())), set[str]()
         self._last_wait_line = -math.inf
         self._open, self._live = True, None
         draws_bars = (stream.encoding or "utf-8").lower().startswith("utf")

@@ -18,9 +18,10 @@ from common.durable import write_file
 from common.errors import UserError
 from common.redact import redacted
 from common.run_folder import FINAL
-from report.advice import Adviser, Settings, replay
+from report.advice import Adviser, replay
 from report.curves import Rows, evaluations_of, function_names, share_of_full_marks
 from report.escape import visible
+from report.history import AdviceSettings
 from report.run_log import read_jsonl
 from report.svg import SAMPLER_TIME, TRAINER_TIME, svg_plots, wall_s
 
@@ -102,7 +103,7 @@ def _state(folder: Path, rows: Rows, config: Mapping[str, Any]) -> dict[str, Any
 def _advice(rows: Rows, evaluations: Rows, config: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every cause, with its newest sentence and the steps in which it held."""
     by_cause: dict[str, dict[str, Any]] = {}
-    for step, holding in replay(Adviser(Settings.of(config)), rows, evaluations):
+    for step, holding in replay(Adviser(AdviceSettings.of(config)), rows, evaluations):
         for cause, sentence in holding.items():
             entry = by_cause.setdefault(cause, {"cause": cause.replace("_", " "), "first": step, "steps": set()})
             entry["steps"].add(step)

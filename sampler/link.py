@@ -12,6 +12,7 @@ import secrets
 import time
 
 from common import channel, wire
+from common.address import endpoint
 from common.config import Config
 from common.errors import PeerEnded, Retryable
 from common.failpoints import failpoint
@@ -94,7 +95,7 @@ class Link:
         deadline = channel_config.connect_timeout_s if self.credit is None else channel_config.stall_timeout_s
         if silent > deadline:
             raise Retryable(
-                f"the trainer has not answered on {channel.endpoint(self._config)} for {silent:.0f} s. "
+                f"the trainer has not answered on {endpoint(self._config)} for {silent:.0f} s. "
                 "Is `deepspeed training_worker.py` running with the same --config? "
                 f"Its log: {self._trainer_log}.{last_lines(self._trainer_log)}"
             )

@@ -6,7 +6,7 @@ import fcntl
 from pathlib import Path
 
 from quickstart.build import FOLDER, build
-from quickstart.settings import Settings
+from quickstart.settings import QuickStart
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -16,4 +16,4 @@ def build_once() -> None:
     (ROOT / FOLDER).parent.mkdir(exist_ok=True)
     with open(ROOT / FOLDER.with_name("quickstart.tests-lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        build(ROOT / FOLDER, Settings(), print)
+        build(ROOT / FOLDER, QuickStart(), print)

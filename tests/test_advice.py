@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from common.config import Config, load
-from report.advice import RULES, Adviser, Settings, replay
+from report.advice import Adviser, replay
+from report.advice_rules import RULES
+from report.history import AdviceSettings
 
 pytestmark = pytest.mark.fast
 
@@ -18,12 +20,12 @@ Series = Callable[[int], float]
 EVALUATION = {"n": 400, "problems": 400}
 
 
-def settings_with(**changed: Any) -> Settings:
+def settings_with(**changed: Any) -> AdviceSettings:
     """The defaults of the schema, but for these."""
-    return replace(Settings.of({}), **changed)
+    return replace(AdviceSettings.of({}), **changed)
 
 
-def advise(steps: int, settings: Settings = Settings.of({}), **series: Series | float) -> dict[str, str]:  # noqa: B008
+def advise(steps: int, settings: AdviceSettings = AdviceSettings.of({}), **series: Series | float) -> dict[str, str]:  # noqa: B008
     """What holds after so many steps; "__" in a name stands for "/"."""
     adviser, found = Adviser(settings), {}
     for step in range(1, steps + 1):
@@ -90,7 +92,7 @@ def test_the_side_that_waits_is_offered_the_reference_where_it_can_move():
     assert "reference.on=sampler" in words("sampler", beta=0.1, reference_on="trainer")
     for nothing in (words("trainer"), words("trainer", beta=0.1, reference_on="trainer"), words("sampler", beta=0.1)):
         assert "reference" not in nothing
-    in_reward = Settings.of(config(algorithm={"beta": 0.1, "kl_in_reward": True}).model_dump())
+    in_reward = AdviceSettings.of(config(algorithm={"beta": 0.1, "kl_in_reward": True}).model_dump())
     assert (in_reward.beta, in_reward.reference_on) == (0.1, "")
 
 
@@ -151,7 +153,7 @@ def test_a_mismatch_that_triples_to_two_percent_is_told_on_policy_only():
 
 def held_out(first: int, last: int, train: float, n: int = 400) -> dict[str, str]:
     """Two evaluations of n problems, made after 10 and 20 steps; training accuracy 0.5 before, `train` after."""
-    adviser = Adviser(Settings.of({}))
+    adviser = Adviser(AdviceSettings.of({}))
     rows = [
         {"step": step, "policy_version": step, "rewards/answer/accuracy": 0.5 if step <= 10 else train}
         for step in range(1, 21)
@@ -175,7 +177,7 @@ def test_missing_and_null_values_are_not_known_rather_than_wrong():
 
 
 def test_advice_does_not_grow_with_the_run():
-    adviser = Adviser(Settings.of({}))
+    adviser = Adviser(AdviceSettings.of({}))
     for step in range(1, 1000):
         adviser.step(step, {"reward": 0.0})
         adviser.evaluation({"step": step, "full_marks": {"answer": 1}, **EVALUATION})
@@ -191,10 +193,10 @@ def config(**sections: Mapping[str, object]) -> Config:
 def test_settings_come_from_a_config_or_from_its_json_and_a_strange_one_gives_defaults():
     given = config(sampler={"max_completion_length": 99}, trainer={"max_staleness": 1}, run={"output_dir": "runs/x"})
     expected = settings_with(output_dir="runs/x", max_completion_length=99, max_staleness=1, is_on_policy=False)
-    assert Settings.of(given.model_dump()) == Settings.of(given.model_dump(mode="json")) == expected
-    assert Settings.of({}) == Settings.of(config().model_dump())
-    assert Settings.of({"sampler": {"learning_rate": 1.0}, "trainer": None}) == Settings.of({})  # not a key of sampler
-    assert not Settings.of(config(algorithm={"num_iterations": 2}).model_dump()).is_on_policy
+    assert AdviceSettings.of(given.model_dump()) == AdviceSettings.of(given.model_dump(mode="json")) == expected
+    assert AdviceSettings.of({}) == AdviceSettings.of(config().model_dump())
+    assert AdviceSettings.of({"sampler": {"learning_rate": 1.0}, "trainer": None}) == AdviceSettings.of({})
+    assert not AdviceSettings.of(config(algorithm={"num_iterations": 2}).model_dump()).is_on_policy
 
 
 def test_every_setting_that_a_sentence_proposes_can_be_pasted(tmp_path):

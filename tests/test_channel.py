@@ -15,6 +15,7 @@ import pytest
 import zmq
 
 from common import channel
+from common.address import endpoint
 from common.config import Config
 from common.errors import Retryable, UserError
 from common.ports import free_port
@@ -76,7 +77,7 @@ def test_the_default_is_a_socket_in_a_folder_that_only_we_can_enter(
 ) -> None:
     config = default_endpoint(folder, monkeypatch)
     with router(config) as bound, dealer(config) as sampler:
-        path = Path(channel.endpoint(config).removeprefix("ipc://"))
+        path = Path(endpoint(config).removeprefix("ipc://"))
         assert stat.S_ISSOCK(path.stat().st_mode)
         assert path.parent.stat().st_mode & 0o777 == 0o700
         sampler.send(b"hello")
@@ -86,7 +87,7 @@ def test_the_default_is_a_socket_in_a_folder_that_only_we_can_enter(
 @pytest.mark.parametrize("mode", [0o777, 0o755, 0o710, 0o701])
 def test_a_folder_that_others_can_enter_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, mode: int) -> None:
     config = default_endpoint(folder, monkeypatch)
-    prepared = Path(channel.endpoint(config).removeprefix("ipc://")).parent
+    prepared = Path(endpoint(config).removeprefix("ipc://")).parent
     prepared.chmod(mode)
     for start in (lambda: channel.bind_router(config, 4), lambda: channel.connect_dealer(config, "s0", 4)):
         with pytest.raises(UserError, match=f"{prepared} .*{mode:04o}.*only this user can enter; remove it"):
@@ -98,13 +99,13 @@ def test_a_temporary_folder_with_too_long_a_name_says_what_to_set(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(folder / ("x" * 100)))
     with pytest.raises(UserError, match="set TMPDIR to a shorter folder"):
-        channel.endpoint(make_config(folder, channel={"endpoint": None}))
+        endpoint(make_config(folder, channel={"endpoint": None}))
 
 
 def test_two_runs_have_two_sockets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     channels = {"endpoint": None}
-    one, other = (channel.endpoint(make_config(folder / name, channel=channels)) for name in ("a", "b"))
+    one, other = (endpoint(make_config(folder / name, channel=channels)) for name in ("a", "b"))
     assert one != other
 
 
@@ -206,12 +207,12 @@ def test_only_the_right_keys_deliver_and_strangers_do_not_disturb(
     with router(config) as bound, dealer(config) as good:
         good.send(b"first")
         assert received(bound) == [b"first"]
-        strangers = [stranger(kind, channel.endpoint(config), channel.read_keys(config)) for kind in STRANGERS]
+        strangers = [stranger(kind, endpoint(config), channel.read_keys(config)) for kind in STRANGERS]
         try:
             for sock in strangers:
                 for _ in range(5):
                     sock.send(b"evil")
-            port = int(channel.endpoint(config).split(":")[-1])
+            port = int(endpoint(config).split(":")[-1])
             garbage = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
             for connection in garbage:
                 with contextlib.suppress(OSError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from common.config import Config
 from common.types import Group, Rollout, Tombstone
 from tests import oracle
+from tests.test_tensors import steps
 from tests.tiny import random_group
 from trainer.algorithm import critic_advantages
 from trainer.algorithm.advantages import RewardSettings
@@ -166,30 +166,14 @@ def share(mine: Sequence[Group], step: Sequence[Group], config: Config) -> tuple
     return [x.item() for x in losses], dict(zip(keys, map(list, pairs), strict=False))
 
 
-@given(
-    st.lists(st.lists(st.integers(-2, 2).map(float), min_size=3, max_size=3), min_size=1, max_size=5),
-    st.sampled_from(CHOICES),
-    st.integers(1, 4),
-    st.randoms(use_true_random=False),
-)
+@given(steps(max_groups=5), st.sampled_from(CHOICES))
 @hypothesis_settings(deadline=None)
 def test_neither_order_nor_packing_nor_micro_batches_nor_ranks_change_losses_and_gradients(
-    rewards: list[list[float]], choice: dict[str, Any], parts: int, random: Any
+    dealt: tuple[list[Group], list[list[Group]]], choice: dict[str, Any]
 ) -> None:
-    config = settings(**choice)
-    step = []
-    for i, of_group in enumerate(rewards):
-        g = random_group(i, 50, of_group, beta=0.1)
-        step.append(
-            dataclasses.replace(
-                g, rollouts=(dataclasses.replace(g.rollouts[0], finish_reason="length"), *g.rollouts[1:])
-            )
-        )
+    (step, parts), config = dealt, settings(**choice)
     whole, gradients = share(step, step, config)
-    order = [
-        dataclasses.replace(g, rollouts=tuple(random.sample(g.rollouts, 3))) for g in random.sample(step, len(step))
-    ]
-    shares = [share(order[part::parts], order, config) for part in range(parts)]
+    shares = [share(part, [g for p in parts for g in p], config) for part in parts]
     for which in (0, 1):
         assert sum(losses[which] for losses, _ in shares) == pytest.approx(whole[which], rel=1e-6, abs=1e-6)
     found = {token: slopes for _, part in shares for token, slopes in part.items()}

@@ -23,7 +23,8 @@ import pytest
 from common import out_of_memory
 from common.config import Config
 from common.errors import UserError
-from report.advice import Adviser, Settings
+from report.advice import Adviser
+from report.history import AdviceSettings
 from tests.commands import BOTH, CHATML, ROOT, ROW, check, make_task, run
 from tests.speed import limit
 
@@ -122,7 +123,7 @@ def test_08_no_learning_signal(task: Path) -> None:
     flat = reward(task, "completions, **columns):\n    return [0.5] * len(completions)")
     ended = run("check", task / "run.yaml", flat)
     check(ended, "problem: on 1 of 1 rows right, wrong and empty completions all score the same", code=1)
-    adviser = Adviser(Settings.of({}))
+    adviser = Adviser(AdviceSettings.of({}))
     said = [adviser.step(step, {"frac_reward_zero_std": 1.0, "reward": 0.0}) for step in range(1, 6)]
     assert said[3] == {} and list(said[4]) == ["dead_groups"]
     assert said[4]["dead_groups"].startswith("every group scored the same in the last 5 steps (mean reward 0.00)")
@@ -240,7 +241,7 @@ def test_14_a_port_that_is_taken(task: Path) -> None:
 
 
 def test_15_everything_is_cut_off() -> None:
-    adviser = Adviser(Settings.of({"sampler": {"max_completion_length": 128}}))
+    adviser = Adviser(AdviceSettings.of({"sampler": {"max_completion_length": 128}}))
     said = [adviser.step(step, {"completions/clipped_ratio": 0.92}) for step in range(1, 6)]
     assert said[-1] == {
         "truncated": "92% of completions reach max_completion_length 128 and end unfinished: the reward cannot see an "

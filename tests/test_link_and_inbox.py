@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from common import channel, wire
+from common.address import endpoint
 from common.config import Config
 from common.errors import PeerEnded, Retryable, UserError
 from common.types import EvalFailure, EvalRequest, EvalResult, Group, Tombstone
@@ -293,7 +294,7 @@ def test_garbage_is_counted_while_good_traffic_passes(config: Config) -> None:
     with make_inbox(config) as inbox, FakeSampler(config):
         evil = zmq.Context.instance().socket(zmq.DEALER)
         evil.setsockopt(zmq.LINGER, 0)
-        evil.connect(channel.endpoint(config))
+        evil.connect(endpoint(config))
         evil.poll(0)
         for _ in range(2000):
             evil.send_multipart([rng.randbytes(rng.randrange(40)) for _ in range(rng.randrange(1, 6))])

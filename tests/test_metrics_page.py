@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from report.advice import RULES
+from report.advice_rules import RULES
 from trainer.record.step_records import SAMPLER_TOTALS
 from trainer.record.throughput import SECONDS
 

@@ -14,12 +14,14 @@ import pytest
 from common import config, durable, errors
 from quickstart import problems
 from quickstart.build import build, stamp
-from quickstart.settings import Settings, WarmStart
+from quickstart.settings import QuickStart, WarmStart
 
 pytestmark = pytest.mark.fast
 
 ROOT = Path(__file__).resolve().parents[1]
-TINY = Settings(num_train=200, num_test=40, warm_start=WarmStart(num_clean_steps=3, num_careless_steps=2, batch_size=8))
+TINY = QuickStart(
+    num_train=200, num_test=40, warm_start=WarmStart(num_clean_steps=3, num_careless_steps=2, batch_size=8)
+)
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +237,7 @@ def test_a_second_build_does_nothing_and_imports_no_torch(built: Path):
     before = {path: path.stat().st_mtime_ns for path in built.rglob("*")}
     again = (
         "import sys; from pathlib import Path; from quickstart.build import build\n"
-        "from quickstart.settings import Settings, WarmStart\n"
+        "from quickstart.settings import QuickStart, WarmStart\n"
         f"was_built = build(Path({str(built)!r}), {TINY!r}, print)\n"
         "print(was_built, 'torch' in sys.modules)"
     )
@@ -246,10 +248,10 @@ def test_a_second_build_does_nothing_and_imports_no_torch(built: Path):
 
 def test_another_setting_or_an_unfinished_folder_is_built_again(tmp_path: Path):
     folder, lines = tmp_path / "quickstart", []
-    one = Settings(
+    one = QuickStart(
         num_train=20, num_test=5, warm_start=WarmStart(num_clean_steps=1, num_careless_steps=0, batch_size=2)
     )
-    two = Settings(num_train=21, num_test=5, warm_start=one.warm_start)
+    two = QuickStart(num_train=21, num_test=5, warm_start=one.warm_start)
     (tmp_path / ".tmp-quickstart").mkdir()
     (tmp_path / ".tmp-quickstart" / "half").write_text("what a killed build left")
     assert build(folder, one, lines.append) and not build(folder, one, lines.append)
@@ -263,7 +265,7 @@ def test_another_setting_or_an_unfinished_folder_is_built_again(tmp_path: Path):
 
 
 def test_a_build_that_fails_leaves_the_old_folder_alone(built: Path):
-    broken = Settings(num_train=20, num_test=5, warm_start=WarmStart(hidden_size=48, num_clean_steps=1))  # no KV head
+    broken = QuickStart(num_train=20, num_test=5, warm_start=WarmStart(hidden_size=48, num_clean_steps=1))  # no KV head
     before = (built / "stamp").read_text()
     with pytest.raises((ZeroDivisionError, ValueError)):
         build(built, broken, report=lambda line: None)

@@ -269,16 +269,25 @@ def share(mine: Sequence[Group], step: Sequence[Group], config: Config) -> tuple
     return total.item(), dict(zip(batch.old_logprobs.tolist(), gradient.tolist(), strict=True))
 
 
-@given(
-    st.lists(st.lists(st.integers(-2, 2).map(float), min_size=3, max_size=3), min_size=1, max_size=6),
-    st.sampled_from(CHOICES),
-    st.integers(1, 4),
-    st.randoms(use_true_random=False),
-)
+@st.composite
+def steps(draw: st.DrawFn, max_groups: int) -> tuple[list[Group], list[list[Group]]]:
+    """(groups of three whose first completion is cut off, the same shuffled and dealt to as many as four)."""
+    rewards = draw(st.lists(st.tuples(*[st.integers(-2, 2).map(float)] * 3), min_size=1, max_size=max_groups))
+    groups = [random_group(i, 50, of_group, beta=0.1) for i, of_group in enumerate(rewards)]
+    step = [dataclasses.replace(g, rollouts=(cut(g.rollouts[0]), *g.rollouts[1:])) for g in groups]
+    count, random = draw(st.integers(1, 4)), draw(st.randoms(use_true_random=False))
+    order = [
+        dataclasses.replace(g, rollouts=tuple(random.sample(g.rollouts, 3))) for g in random.sample(step, len(step))
+    ]
+    return step, [order[part::count] for part in range(count)]
+
+
+@given(steps(max_groups=6), st.sampled_from(CHOICES))
 @hypothesis_settings(deadline=None)
 def test_neither_order_nor_packing_nor_micro_batches_nor_ranks_change_loss_and_gradient(
-    rewards: list[list[float]], choice: dict[str, Any], parts: int, random
+    dealt: tuple[list[Group], list[list[Group]]], choice: dict[str, Any]
 ) -> None:
+    step, parts = dealt
     config = Config.model_validate(
         {
             "model": {"path": "m"},
@@ -287,15 +296,8 @@ def test_neither_order_nor_packing_nor_micro_batches_nor_ranks_change_loss_and_g
             "algorithm": choice,
         }
     )
-    step = []
-    for i, of_group in enumerate(rewards):
-        g = random_group(i, 50, of_group, beta=0.1)
-        step.append(dataclasses.replace(g, rollouts=(cut(g.rollouts[0]), *g.rollouts[1:])))
     whole_loss, whole_gradient = share(step, step, config)
-    order = [
-        dataclasses.replace(g, rollouts=tuple(random.sample(g.rollouts, 3))) for g in random.sample(step, len(step))
-    ]
-    shares = [share(order[part::parts], order, config) for part in range(parts)]
+    shares = [share(part, [g for p in parts for g in p], config) for part in parts]
     assert sum(total for total, _ in shares) == pytest.approx(whole_loss, rel=1e-6, abs=1e-6)
     gradient = {token: value for _, part in shares for token, value in part.items()}
     for token, value in whole_gradient.items():

@@ -9,7 +9,7 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import channel, durable, exits, out_of_memory, weights, wire
+from common import address, durable, exits, out_of_memory, weights, wire
 from common.config import Config, world_size
 from common.errors import UserError
 from common.redact import redacted
@@ -46,7 +46,7 @@ def run(config: Config) -> None:
         if rank == 0:
             stack.enter_context(durable.lock(config.run.output_dir / "lock.trainer", _taken(config)))
             if config.run.replay is None:
-                channel.require_free(config)
+                address.require_free(config)
         _run(config)
 
 

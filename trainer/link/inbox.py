@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from common import channel, wire
+from common.address import endpoint
 from common.config import Config
 from common.errors import Interrupted, Retryable
 from common.exits import code_of, interrupted
@@ -155,7 +156,7 @@ class Inbox:
 
     def _describe_peers(self) -> str:
         known = describe(self.state.peers, time.monotonic())
-        return known or f"no sampler on {channel.endpoint(self.config)} yet: normal while vLLM starts"
+        return known or f"no sampler on {endpoint(self.config)} yet: normal while vLLM starts"
 
     def _sampler_log(self) -> str:
         log = self.config.run.output_dir / "logs" / "sampler.log"

@@ -1,0 +1,88 @@
+"""Where the trainer listens: the address that both processes derive from a config, and whether it is free."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import tempfile
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from common import durable
+from common.config import MAX_SOCKET_PATH, Config
+from common.errors import UserError
+
+_ENDING_S = 1.5  # a trainer that ends may hold its address a moment longer
+
+
+def endpoint(config: Config) -> str:
+    """The address both processes derive from the same file."""
+    return config.channel.endpoint or f"ipc://{private_dir(config.run.output_dir)}/inbox"
+
+
+def private_dir(output_dir: Path) -> Path:
+    """A folder of this user (0700) for this run's socket, with a short name."""
+    path = Path(tempfile.gettempdir()) / durable.run_tag(output_dir)
+    if len(f"{path}/inbox") > MAX_SOCKET_PATH:
+        raise UserError(f"{path} is too long for a socket's name; set TMPDIR to a shorter folder, for example /tmp")
+    durable.make_private(path, forbidden=0o077)
+    return path
+
+
+def require_free(config: Config) -> None:
+    """Raises UserError at once if another process listens at the tcp address, before seconds are spent on imports."""
+    parts = urlsplit(endpoint(config))
+    if parts.scheme == "tcp":
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((parts.hostname, parts.port))
+            except OSError as error:  # anything else is told by the socket itself
+                if error.errno == errno.EADDRINUSE:
+                    raise cannot_bind(parts.geturl(), f"{error.strerror}{holder(parts.geturl())}") from None
+
+
+def cannot_bind(address: str, why: str) -> UserError:
+    return UserError(
+        f"cannot bind {address}: {why}. Stop what uses it, or set channel.endpoint to a free address of this host"
+    )
+
+
+def remove_dead_socket(path: Path) -> None:
+    """Deletes what a killed trainer left. libzmq would take the address even from a living one, so we ask first."""
+    deadline = time.monotonic() + _ENDING_S
+    while path.exists():
+        if not path.is_socket():
+            raise cannot_bind(f"ipc://{path}", "the file there is not a socket")
+        if not _answers(path):
+            path.unlink(missing_ok=True)
+        elif time.monotonic() > deadline:
+            raise cannot_bind(f"ipc://{path}", "it is in use by another trainer")
+        else:
+            time.sleep(0.05)
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:  # too busy to answer is alive
+            pass
+        return True
+
+
+def holder(address: str) -> str:
+    import psutil
+
+    port = urlsplit(address).port
+    with contextlib.suppress(psutil.Error):  # of another user, or gone meanwhile
+        for link in psutil.net_connections(kind="tcp"):
+            if link.laddr and link.laddr.port == port and link.status == psutil.CONN_LISTEN and link.pid:
+                command = " ".join(psutil.Process(link.pid).cmdline())
+                return f", port {port} is used by pid {link.pid} ({command[:80]})"
+    return ""
