@@ -23,7 +23,7 @@ from launcher.fit import fit, reference_side
 from launcher.machine import GIB, Machine, this_machine
 from launcher.measure import with_measured
 from launcher.placement import Placement, placement, visible_gpus
-from launcher.run import parse
+from launcher.run import parse, require_built
 from launcher.workload import workload_of
 from model.dims import read_dims
 from model.folder import require_models
@@ -55,6 +55,7 @@ def main(arguments: Sequence[str]) -> int:
 def _plan(config: Config, place: Placement, machine: Machine) -> int:
     from sampler.dataset import load_data
 
+    require_built(config)
     config = with_folders(config)
     require_models(config)
     require_user_functions(config.algorithm)

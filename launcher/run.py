@@ -168,6 +168,14 @@ def built_by(config: Config) -> str | None:
     return next((room for room in BUILDERS if model.is_relative_to(ROOT / ".cache" / room)), None)
 
 
+def require_built(config: Config) -> None:
+    """Raises UserError if the config's model is one that a run builds, and none has."""
+    if (room := built_by(config)) and not (ROOT / config.model.path).exists():
+        raise UserError(
+            f"{config.model.path} is not there yet; launch.sh run makes it, or by itself: .venv/bin/python -m {room}"
+        )
+
+
 def _build(config: Config) -> int:
     """Builds the config's model if that is to be built and is missing. The exit code."""
     room = built_by(config)

@@ -19,6 +19,7 @@ import pytest
 from common import durable
 from common.config import Config, load
 from common.errors import UserError
+from launcher import run as launcher_run
 from launcher.run import built_by
 from rewards.find import bind, resolve
 from smollm2 import build as builder
@@ -226,6 +227,15 @@ def config(request: pytest.FixtureRequest) -> Config:
 def test_the_launcher_builds_what_the_configs_name(config: Config):
     assert built_by(config) == "smollm2"
     assert Path(config.model.path) == builder.FOLDER / Path(SMOLLM2.member).name
+
+
+def test_plan_says_how_to_make_a_model_that_no_run_has_made(config: Config, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(launcher_run, "ROOT", tmp_path)
+    with pytest.raises(UserError, match=r"is not there yet; launch\.sh run makes it.*python -m smollm2"):
+        launcher_run.require_built(config)
+    (tmp_path / builder.FOLDER).mkdir(parents=True)
+    (tmp_path / config.model.path).touch()
+    launcher_run.require_built(config)
 
 
 def test_the_word_problems_are_where_the_config_looks_for_them():
