@@ -1,6 +1,6 @@
 """The four rewards of smollm2_135m.yaml, in TRL's contract; docs/rewards.md says what a function may take.
 
-The form that they ask for, as the system text of the config shows it:
+The form that they ask for, as the example in the config's prompt shows it:
 
     <reasoning>
     …
