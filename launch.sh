@@ -178,7 +178,7 @@ command=run
 case ${1:-} in
   run | plan | check | eval | setup | test | doctor | bench) command=$1; shift ;;
   report | samples | push) command=$1; shift ;;
-  -h | --help | help) sed -n '2,13s/^# \{0,1\}//p' launch.sh; exit ;;
+  -h | --help | help) sed -n '2,14s/^# \{0,1\}//p' launch.sh; exit ;;
 esac
 
 case $command in
