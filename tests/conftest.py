@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import sys
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
@@ -25,7 +26,11 @@ import pytest_timeout
 from common.durable import write_file
 from tests.speed import limit
 
-LONGEST_FIRST = ("test_soak", "test_stories", "test_gloo", "test_endings", "test_exact_resume", "test_uneven_ranks")
+LONGEST_FIRST = (
+    *("test_soak", "test_stories", "test_gloo", "test_endings", "test_exact_resume", "test_uneven_ranks"),
+    *("test_quickstart", "test_checkpoint_faults", "test_link_and_inbox", "test_lossy_link", "test_check_rewards"),
+    *("test_report", "test_logprobs", "test_attention", "test_plan", "test_reward_pool", "test_tensors", "test_best"),
+)
 MARKS = ("fast", "processes", "gloo", "vllm", "e2e")
 WORKER_BYTES = 8 << 30  # an engine and a trainer of a worker's test
 PAGE = Path(__file__).resolve().parents[1] / "RELIABILITY.md"
@@ -98,8 +103,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle", type=int, metavar="SEED", help="files, and tests within each, in a random order")
 
 
+def _share_the_machine(config: pytest.Config) -> None:
+    """No deadline of hypothesis, which would be the machine's speed; and of the fast tests each worker has its cores.
+
+    Tests of the other tiers start processes, which decide for themselves.
+    """
+    if hypothesis := sys.modules.get("hypothesis"):
+        hypothesis.settings.register_profile("tandem", deadline=None)
+        hypothesis.settings.load_profile("tandem")
+    worker, torch = getattr(config, "workerinput", None), sys.modules.get("torch")
+    if worker and torch and config.option.markexpr == "fast":
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // worker["workercount"]))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _share_the_machine(config)
     for item in items:
         if not any(mark.name in MARKS for mark in item.iter_markers()):
             item.add_marker(pytest.mark.fast)

@@ -165,7 +165,7 @@ def test_the_reference_scores_a_micro_batch_once_for_all_passes() -> None:
     ),
     st.sampled_from([{}, {"beta": 0.1, "loss_type": "dapo"}, {"scale_rewards": "batch"}]),
 )
-@hypothesis_settings(deadline=None, max_examples=60)
+@hypothesis_settings(max_examples=60)
 def test_no_plan_changes_loss_or_gradient(
     prompts: int, ranks: int, trainer: dict[str, int], algorithm: dict[str, Any]
 ) -> None:

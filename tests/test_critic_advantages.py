@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from common.config import Config
@@ -167,7 +166,6 @@ def share(mine: Sequence[Group], step: Sequence[Group], config: Config) -> tuple
 
 
 @given(steps(max_groups=5), st.sampled_from(CHOICES))
-@hypothesis_settings(deadline=None)
 def test_neither_order_nor_packing_nor_micro_batches_nor_ranks_change_losses_and_gradients(
     dealt: tuple[list[Group], list[list[Group]]], choice: dict[str, Any]
 ) -> None:

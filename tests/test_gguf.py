@@ -28,8 +28,6 @@ from model.tokenizer import load_tokenizer
 from tests.tiny import tiny_model
 from trainer.save.resume import stream_settings
 
-pytestmark = pytest.mark.fast
-
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = {
     "input_layernorm": "attn_norm",

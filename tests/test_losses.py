@@ -415,7 +415,6 @@ def torch_loss(
 
 
 @given(steps())
-@settings(deadline=None)
 def test_loss_and_gradient_equal_the_oracle(step: tuple[list[list[ScoredCompletion]], Objective]) -> None:
     groups, objective = step
     completions = [c for group in groups for c in group]
@@ -427,7 +426,7 @@ def test_loss_and_gradient_equal_the_oracle(step: tuple[list[list[ScoredCompleti
 
 
 @given(steps())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_oracle_derivative_equals_central_differences(
     step: tuple[list[list[ScoredCompletion]], Objective],
 ) -> None:
@@ -447,7 +446,6 @@ def test_the_oracle_derivative_equals_central_differences(
 
 
 @given(steps(), st.integers(1, 4), st.randoms(use_true_random=False))
-@settings(deadline=None)
 def test_neither_order_nor_micro_batches_nor_ranks_change_the_step(
     step: tuple[list[list[ScoredCompletion]], Objective], parts: int, random
 ) -> None:

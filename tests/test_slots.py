@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from common.config import Config
@@ -155,7 +154,6 @@ def test_equal_sums_of_unequal_rewards_are_alive_where_each_function_is_normaliz
 
 
 @given(st.text("aaD!", max_size=30), st.integers(1, 6), st.integers(1, 3), st.lists(st.integers(1, 6), min_size=1))
-@hypothesis_settings(deadline=None)
 def test_a_resampled_batch_is_the_next_alive_groups_however_they_are_taken(
     kinds: str, size: int, resamples: int, amounts: list[int]
 ) -> None:

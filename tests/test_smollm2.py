@@ -27,8 +27,6 @@ from smollm2 import word_problems
 from smollm2.build import SMOLLM2, Wheel, build
 from smollm2.sentences import BOXES, NAMES, TEMPLATES, THINGS
 
-pytestmark = pytest.mark.fast
-
 ROOT = Path(__file__).resolve().parents[1]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 CONFIGS = ("smollm2_135m.yaml", "smollm2_135m_gsm8k.yaml")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from common.config import Algorithm, Config
@@ -283,7 +282,6 @@ def steps(draw: st.DrawFn, max_groups: int) -> tuple[list[Group], list[list[Grou
 
 
 @given(steps(max_groups=6), st.sampled_from(CHOICES))
-@hypothesis_settings(deadline=None)
 def test_neither_order_nor_packing_nor_micro_batches_nor_ranks_change_loss_and_gradient(
     dealt: tuple[list[Group], list[list[Group]]], choice: dict[str, Any]
 ) -> None:

@@ -85,7 +85,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400, derandomize=True)
 @given(messages, st.text(), st.text(), st.text())
 def test_every_message_arrives_as_it_was_sent(message: Any, run: str, life: str, name: str) -> None:
     envelope, arrived = decode(encode(Envelope(run, life, name), message))
