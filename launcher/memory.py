@@ -169,10 +169,10 @@ def sampler_memory(work: Workload, tensor_parallel: int = 1) -> SamplerMemory:
 def resident_sampler(work: Workload, sampler: SamplerMemory) -> float:
     """Of the sampler's process without a GPU: vLLM's cache comes in whole GiB, 1 to 16, and is resident at once.
 
-    Weights twice: vLLM multiplies by packed copies, and a reload reads the next ones beside the present ones.
+    Weights four times, as measured: as loaded, packed for vLLM's products, and the next ones while they are loaded.
     """
     cache = math.ceil(work.max_num_seqs * sampler.cache_per_sequence / GIB)
-    return 2 * sampler.weights + sampler.reference + sampler.overhead + GIB * min(16, max(1, cache))
+    return 4 * sampler.weights + sampler.reference + sampler.overhead + GIB * min(16, max(1, cache))
 
 
 def published_versions(work: Workload) -> float:
