@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -94,7 +93,7 @@ def _shares(config: Config, place: Placement) -> list[str]:
     model = read_dims(config.model.path, config.model.revision)
     if model is None:
         raise shares.no_estimate(config)
-    work = replace(workload_of(config, place.num_ranks, model), reference_on=config.reference.on)
+    work = workload_of(config, place.num_ranks, model)
     return shares.settings(config, work, place, this_machine(len(visible_gpus(os.environ))))
 
 
@@ -103,7 +102,7 @@ def _less_memory(config: Config, place: Placement, name: str) -> str:
     machine, model = this_machine(len(visible_gpus(os.environ))), read_dims(config.model.path, config.model.revision)
     if machine.gpus or model is None:
         return less_memory(name, is_host_of_gpus=bool(machine.gpus))
-    lines = dict(fit(config, workload_of(config, place.num_ranks, model), place, machine).lines)
+    lines = dict(fit(config, workload_of(config, place.num_ranks, model, on_gpu=False), place, machine).lines)
     return f"plan estimates {lines[name]}. {less_memory(name)}"
 
 

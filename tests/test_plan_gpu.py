@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from common.config import load
-from launcher import workload
+from common.config import Config, load
+from launcher import run, workload
 from launcher.fit import Fit, fit
 from launcher.machine import GIB, Machine
 from launcher.memory import published_versions, resident_sampler, sampler_memory, trainer_memory
@@ -126,6 +126,14 @@ def test_resident_memory_of_a_trainer_by_hand() -> None:
     assert memory.reducing == 8 * n  # the bucket as far as it is filled, and this rank's part
     assert memory.stepping == 8 * n
     assert memory.total == 28 * n + 30 * layer + logits + 0.5 * GIB
+
+
+def test_a_process_that_was_killed_for_memory_is_told_what_is_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program's 512 MiB, not the 1.5 GiB of a GPU's context."""
+    monkeypatch.setattr(run, "read_dims", lambda path, revision: SMOL)
+    monkeypatch.setattr(run, "this_machine", lambda gpus: Machine(0, 0, "", 64 * GIB, 2))
+    config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "vllm": {"max_num_seqs": 8}})
+    assert "context 0.5 GiB" in run._less_memory(config, placement(config, (), (0, 1)), "trainer")
 
 
 def test_resident_memory_of_a_sampler_by_hand() -> None:
