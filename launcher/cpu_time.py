@@ -14,7 +14,7 @@ from model.dims import ModelDims
 
 _BLOCK = 32  # tokens of a block of vLLM's cache on a CPU: prompts share whole blocks alone
 # Fitted to runs of models of 1, 28 and 135 million parameters.
-_OPTIMIZER_BYTES = 300  # per parameter and step: reduction, flattening, norm, and AdamW, one operation after the other
+_OPTIMIZER_BYTES = 100  # per parameter and step: reduction, norm, and AdamW in one pass
 _ENGINE_CALLS = (60, 1500, 25)  # operations of a decoding step: per layer, per step and per sequence
 
 

@@ -48,8 +48,7 @@ def fit(config: Config, work: Workload, place: Placement, machine: Machine) -> F
 def _parts(memory: TrainerMemory) -> str:
     """What is there all the time, and what the peak of a step adds."""
     always = ("weights", "gradients", "optimizer", "critic", "reference", "copies", "context")
-    backward, after = ("activations", "logits", "buckets"), max(("reducing", "stepping"), key=memory.__getattribute__)
-    largest = (after,) if getattr(memory, after) == memory.peak else backward
+    largest = ("reducing",) if memory.reducing == memory.peak else ("activations", "logits", "buckets")
     return ", ".join(f"{name} {_gib(getattr(memory, name))}" for name in (*always, *largest) if getattr(memory, name))
 
 

@@ -100,16 +100,15 @@ def _best(trial: Callable[[], Any], seconds: float = _TRIAL_S) -> float:
     return max(best, 1e-9)
 
 
-def _weight(shapes: Shapes, rows: int, columns: int) -> torch.nn.Linear:
-    """A linear layer as the trainer has it: through oneDNN in float32. Its values do not matter, zeros would."""
+def _weight(shapes: Shapes, rows: int, columns: int, of_vllm: bool = False) -> torch.nn.Linear:
+    """A linear layer as the trainer has it, or through oneDNN as vLLM. Of zeros every page would be the same one."""
     import torch
 
-    from model.onednn import use_onednn
+    from model.onednn import use_faster_linear, use_onednn
 
     layer = torch.nn.Linear(columns, rows, bias=False, device="meta", dtype=getattr(torch, shapes.dtype))
     layer.weight = torch.nn.Parameter(torch.full((rows, columns), 0.01, dtype=layer.weight.dtype))
-    holder = torch.nn.ModuleList([layer])
-    use_onednn(holder)
+    (use_onednn if of_vllm else use_faster_linear)(torch.nn.ModuleList([layer]))
     return layer
 
 
@@ -151,22 +150,29 @@ def _operation() -> float:
 
 
 def _layer(shapes: Shapes, product: float) -> tuple[float, float]:
-    """(seconds per token of a group, seconds of a call): forward and backward of one layer."""
+    """(seconds per token of a group, seconds of a call): forward and backward of one layer.
+
+    Of as many layers as can be afforded: what they keep for the backward pass does not stay in a cache.
+    """
+
     from launcher.standin import Layer
     from model.packing import Span
 
-    layer = Layer(shapes.model, lambda rows, columns: _weight(shapes, rows, columns))
-    few = Span(0, 4, (2, 2))
-    group = Span(0, *shapes.group(_LARGEST_S * product / (6 * shapes.model.layer_parameters)))
-    seconds = []
-    for span in (few, group):
-        x = _rows(shapes, 1, span.prompt + sum(span.completions), shapes.model.hidden).requires_grad_()
-
-        def trial(x: torch.Tensor = x, span: Span = span) -> None:
-            layer(x, (span,)).sum().backward()
-
-        seconds.append(_best(trial))
+    affordable = _LARGEST_S * product / (6 * shapes.model.layer_parameters)
+    few, group = Span(0, 4, (2, 2)), Span(0, *shapes.group(affordable))
     tokens = group.prompt + sum(group.completions)
+    count = max(1, min(shapes.model.layers, int(affordable / tokens)))
+    layers = [Layer(shapes.model, lambda rows, columns: _weight(shapes, rows, columns)) for _ in range(count)]
+
+    def trial(x: torch.Tensor, span: Span) -> None:
+        for layer in layers:
+            x = layer(x, (span,))
+        x.sum().backward()
+
+    seconds = []
+    for span, length in ((few, 8), (group, tokens)):
+        x = _rows(shapes, 1, length, shapes.model.hidden).requires_grad_()
+        seconds.append(_best(lambda x=x, span=span: trial(x, span)) / count)  # type: ignore[misc]
     call = seconds[0]
     return max(seconds[1] - call, 1e-9) / tokens, call
 
@@ -194,10 +200,10 @@ def _decode(shapes: Shapes) -> tuple[float, float]:
 
     model, rows = shapes.model, shapes.sequences
     copies = max(1, min(model.layers, _STREAMED // (shapes.bytes_per_value * model.layer_parameters)))
-    layers = [[_weight(shapes, r, c) for r, c in model.matrices] for _ in range(copies)]
+    layers = [[_weight(shapes, r, c, of_vllm=True) for r, c in model.matrices] for _ in range(copies)]
     inputs = {c: _rows(shapes, rows, c) for _, c in model.matrices}
     width = min(model.vocab, _HEAD_WIDTH)
-    head, x = _weight(shapes, width, model.hidden), _rows(shapes, rows, model.hidden)
+    head, x = _weight(shapes, width, model.hidden, of_vllm=True), _rows(shapes, rows, model.hidden)
 
     def products() -> None:
         for layer in layers:

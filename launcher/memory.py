@@ -21,7 +21,7 @@ _LIVE = 10**9  # ZeRO 3's stage3_max_live_parameters: parameters that are gather
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """Bytes on one rank. `weights` to `context` are there all the time, the last three one after the other."""
+    """Bytes on one rank: some of them all the time, the rest by turns."""
 
     weights: float
     gradients: float
@@ -32,14 +32,16 @@ class TrainerMemory:
     reference: float  # whole on every rank
     buckets: float  # of gradients on their way to other ranks; during the backward pass from ZeRO 2 on
     reducing: float  # between backward pass and step, with ZeRO 0 and 1
-    stepping: float  # temporaries of AdamW
     copies: float  # of the weights, while a version is written behind the next step
     context: float
 
     @property
     def peak(self) -> float:
-        """The largest of what is needed by turns: the backward pass, the reduction of gradients, the step."""
-        return max(self.activations + self.logits + self.buckets, self.reducing, self.stepping)
+        """The larger of what is needed by turns: the backward pass, and the reduction of gradients after it.
+
+        The optimizer works in place.
+        """
+        return max(self.activations + self.logits + self.buckets, self.reducing)
 
     @property
     def total(self) -> float:
@@ -102,7 +104,6 @@ def trainer_memory(work: Workload) -> TrainerMemory:
         reference=b * frozen.parameters if frozen else 0.0,
         buckets=buckets,
         reducing=reducing,
-        stepping=0.0 if work.on_gpu else 8 * trained / (ranks if stage else 1),
         copies=2 * b * trained / ranks if work.writes_behind and not work.on_gpu else 0.0,
         context=_CONTEXT if work.on_gpu else _TRAINER_PROGRAM,
     )

@@ -113,19 +113,21 @@ def test_one_card_of_24_gib_needs_adapters(monkeypatch: pytest.MonkeyPatch) -> N
 # ---- resident memory without a GPU
 
 SMOL = ModelDims(576, 1536, 30, 9, 3, 64, 49152, tied=True)
-ON_CPU = Workload(SMOL, "float32", 1, 1, 128, 64, 8, 1, 8, max_num_seqs=64, on_gpu=False, writes_behind=True)
+ON_CPU = Workload(SMOL, "float32", 1, 0, 128, 64, 8, 1, 8, max_num_seqs=64, on_gpu=False, writes_behind=True)
 
 
 def test_resident_memory_of_a_trainer_by_hand() -> None:
-    """N = 134,515,008. All the time 4·N weights, 4·N gradients, 12·N AdamW, 8·N copies, 0.5 GiB; then one of three."""
+    """N = 134,515,008. All the time 4·N weights, 4·N gradients, 8·N AdamW, 8·N copies, 0.5 GiB; then one of two."""
     n, memory = SMOL.parameters, trainer_memory(ON_CPU)
     tokens = 128 + 8 * 64
     layer = tokens * (2 * 12 * 576 + 4 * (576 + 4 * 1536)) + 4 * (2 * 576 * tokens + 2 * 192 * 8 * 192)
     logits = 20 * 49152 * 512 + 2 * 4 * 49152 * 576
     assert (memory.activations, memory.logits) == (30 * layer, logits)
-    assert memory.reducing == 8 * n  # the bucket as far as it is filled, and this rank's part
-    assert memory.stepping == 8 * n
-    assert memory.total == 28 * n + 30 * layer + logits + 0.5 * GIB
+    assert memory.reducing == 4 * n  # a flat copy of the gradients
+    assert memory.total == 24 * n + 30 * layer + logits + 0.5 * GIB
+    sharded = trainer_memory(replace(ON_CPU, zero_stage=1))  # a master copy, and bucket and own part of gradients
+    assert sharded.reducing == 8 * n
+    assert sharded.total == memory.total + 4 * n
 
 
 def test_a_process_that_was_killed_for_memory_is_told_what_is_resident(monkeypatch: pytest.MonkeyPatch) -> None:
