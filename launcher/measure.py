@@ -48,6 +48,7 @@ def _in_a_process(work: Workload, threads: Iterable[int]) -> dict[int, Measured]
     wanted = {"shapes": asdict(Shapes.of(work)), "threads": sorted(threads)}
     command = [sys.executable, "-m", "launcher.measure", json.dumps(wanted)]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment["OMP_WAIT_POLICY"] = "PASSIVE"  # as both processes where they share cores; spinning would be counted
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
