@@ -33,7 +33,7 @@ _LARGEST_S = 0.15  # of one trial: large models are measured on fewer tokens
 _HEAD_ROWS, _HEAD_WIDTH = 256, 8192  # tokens and entries of the vocabulary
 _STREAMED = 64 * 2**20  # bytes of weights that take turns while decoding, so that caches do not hold them
 _COPIED = 64 * 2**20  # bytes of each of the three arrays that tell the bandwidth
-_TIMEOUT_S = 60
+_TIMEOUT_S = 300
 
 
 def with_measured(machine: Machine, work: Workload, place: Placement) -> Machine:
