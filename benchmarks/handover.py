@@ -61,7 +61,7 @@ class Policy:
     def parameter_names(self) -> list[tuple[str, int]]:
         return [(tensor.name, tensor.size) for tensor in self._tensors()]
 
-    def full_parameters(self, wanted: Any) -> Any:
+    def full_parameters(self, wanted: Any, see: Any = None) -> Any:
         return ((tensor.name, tensor.make()) for tensor in self._tensors() if wanted(tensor.name))
 
     def _tensors(self) -> Any:

@@ -13,18 +13,34 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from common.exits import RETRYABLE
 from common.transcript import last_lines
 
 _watching: Watchdog | None = None
+_listener: tuple[int, Callable[[str], None]] | None = None  # the thread that it belongs to, and what to call
 
 
 def report_progress(doing: str) -> None:
-    """This process made progress, and goes on `doing` this. Nothing happens where no watchdog runs."""
+    """This process made progress, and goes on `doing` this. Nothing happens where nobody watches or listens."""
     if _watching is not None:
         _watching.report_progress(doing)
+    if _listener is not None and _listener[0] == threading.get_ident():
+        _listener[1](doing)
+
+
+@contextmanager
+def progress_heard_by(listener: Callable[[str], None]) -> Iterator[None]:
+    """Inside, `listener` hears all progress that this thread reports. Sockets have one thread: others are not heard."""
+    global _listener
+    before, _listener = _listener, (threading.get_ident(), listener)
+    try:
+        yield
+    finally:
+        _listener = before
 
 
 class Watchdog:

@@ -3,9 +3,10 @@
     weights/00000040-9f3c/  model-00001-of-00002.safetensors  …  manifest.json     (committed by one rename)
 
 A version is never overwritten, because engines map its files. The manifest lists every file with size and digest,
-every tensor with dtype and shape, and a canary: fixed token sequences with the trainer's own log-probs under these
-weights, which the engine must reproduce after loading. Its SHA-256 travels in CREDIT, so the folder alone proves
-nothing. Left out: delta and compressed formats.
+every tensor with dtype, shape and a checksum of the trainer's own memory, which the engine's memory must have after
+loading (model/checksum.py), and a canary: fixed token sequences with the trainer's log-probs under these weights, which
+the engine must reproduce. Its SHA-256 travels in CREDIT, so the folder alone proves nothing. Left out: delta and
+compressed formats.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import mmap
 import os
 import re
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+import stat
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ MANIFEST = "manifest.json"
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _VERSION_NAME = re.compile(r"([0-9]{8,})-[0-9a-f]+")  # what version_dir makes
 _CHUNK = 1 << 22
+_HASHED_AT_ONCE = 1 << 26  # bytes; enough for every core
 _MAY_APPEAR = {errno.ENOENT, errno.ESTALE, errno.EIO}  # what a network file system says of a file it does not know yet
 
 
@@ -71,6 +75,7 @@ class Manifest:
     files: dict[str, FileInfo]
     tensors: dict[str, TensorInfo]
     canary: Canary
+    checksums: dict[str, str] = field(default_factory=dict)  # of each tensor, where it was in the trainer
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,7 @@ def tensor_infos(path: Path) -> dict[str, TensorInfo]:
 
 
 def file_info(path: Path) -> FileInfo:
-    hasher = blake3.blake3()
+    hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
     hasher.update_mmap(path)
     return FileInfo(path.stat().st_size, hasher.hexdigest())
 
@@ -157,6 +162,7 @@ def read_manifest(published: Published) -> Manifest:
         {name: FileInfo(**info) for name, info in raw["files"].items()},
         {name: TensorInfo(**info) for name, info in raw["tensors"].items()},
         Canary(**raw["canary"]),
+        raw["checksums"],
     )
 
 
@@ -168,8 +174,15 @@ def _is_cut_off(data: bytes) -> bool:
     return False
 
 
-def copy_verified(published: Published, manifest: Manifest, private_dir: Path) -> None:
-    """Copies the version's shards to a folder of ours while hashing them: what was checked is what gets loaded.
+def take_verified(
+    published: Published, manifest: Manifest, private_dir: Path, progressed: Callable[[], None] = lambda: None
+) -> None:
+    """Puts the version's files into a folder of ours and checks every byte. `progressed` is called every few MB.
+
+    Whole weights on the file system of `private_dir`, which is memory, are linked: a file there is on this host, is
+    never written again, and lives on when the trainer prunes its version. All else is copied while it is hashed, so
+    that what was checked is what gets loaded: a file system of several hosts may answer a second read otherwise, and
+    an engine keeps the files of adapters open.
 
     Raises BadWeights on a wrong version, file list, size, digest, tensor name, dtype or shape, and its NotVisible on a
     file that is absent or shorter than announced.
@@ -184,13 +197,45 @@ def copy_verified(published: Published, manifest: Manifest, private_dir: Path) -
     private_dir.mkdir(parents=True, mode=0o700)
     tensors: dict[str, TensorInfo] = {}
     for name, info in manifest.files.items():
-        _copy_hashing(Path(published.weights_dir) / name, private_dir / name, info)
+        source, target = Path(published.weights_dir) / name, private_dir / name
+        take = _check_in_place if _is_shard(name) and _link(source, target) else _copy_hashing
+        take(source, target, info, progressed)
         if name.endswith(".safetensors"):
-            tensors.update(tensor_infos(private_dir / name))
+            tensors.update(tensor_infos(target))
     _require_equal(tensors, manifest.tensors)
 
 
-def _copy_hashing(source: Path, target: Path, expected: FileInfo) -> None:
+def _is_shard(name: str) -> bool:
+    return name.startswith("model-") and name.endswith(".safetensors")
+
+
+def _link(source: Path, target: Path) -> bool:
+    """False if the two folders are on different file systems, or on one without links."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        return False
+    return True
+
+
+def _check_in_place(source: Path, target: Path, expected: FileInfo, progressed: Callable[[], None]) -> None:
+    """target is a link to source."""
+    hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
+    try:
+        with os.fdopen(os.open(target, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as reader:
+            found = os.fstat(reader.fileno())
+            size = found.st_size if stat.S_ISREG(found.st_mode) else 0
+            if size == expected.size and size:
+                with mmap.mmap(reader.fileno(), 0, prot=mmap.PROT_READ) as whole, memoryview(whole) as view:
+                    for begin in range(0, size, _HASHED_AT_ONCE):
+                        hasher.update(view[begin : begin + _HASHED_AT_ONCE])
+                        progressed()
+    except OSError as error:
+        raise _unreadable(source, target, error) from None
+    _require_file(source, size, hasher.hexdigest, expected)
+
+
+def _copy_hashing(source: Path, target: Path, expected: FileInfo, progressed: Callable[[], None]) -> None:
     hasher = blake3.blake3()
     try:
         # no symbolic link, and no waiting for the writer of a pipe
@@ -199,15 +244,23 @@ def _copy_hashing(source: Path, target: Path, expected: FileInfo) -> None:
             while chunk := reader.read(_CHUNK):
                 hasher.update(chunk)
                 writer.write(chunk)
+                progressed()
     except OSError as error:
-        kind = NotVisible if error.errno in _MAY_APPEAR else BadWeights
-        raise kind(f"cannot copy {source} to {target.parent}: {error.strerror}") from None
-    size = target.stat().st_size
+        raise _unreadable(source, target, error) from None
+    _require_file(source, target.stat().st_size, hasher.hexdigest, expected)
+
+
+def _unreadable(source: Path, target: Path, error: OSError) -> BadWeights:
+    kind = NotVisible if error.errno in _MAY_APPEAR else BadWeights
+    return kind(f"cannot copy {source} to {target.parent}: {error.strerror}")
+
+
+def _require_file(source: Path, size: int, digest: Callable[[], str], expected: FileInfo) -> None:
     if size != expected.size:
         kind = NotVisible if size < expected.size else BadWeights
         raise kind(f"{source} has {size} bytes, the manifest says {expected.size}")
-    if hasher.hexdigest() != expected.blake3:
-        raise BadWeights(f"{source.name} has BLAKE3 {hasher.hexdigest()}, the manifest says {expected.blake3}")
+    if digest() != expected.blake3:
+        raise BadWeights(f"{source.name} has BLAKE3 {digest()}, the manifest says {expected.blake3}")
 
 
 def _require_equal(actual: dict[str, TensorInfo], expected: dict[str, TensorInfo]) -> None:

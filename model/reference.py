@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.config import Config
+from common.watchdog import report_progress
 from model import lora
 from model.logprobs import load_causal_lm, score_logprobs
 from model.packing import PackedRow, pack
@@ -42,7 +43,10 @@ class Reference:
         path = config.reference.path or config.model.path
         revision = config.reference.revision if config.reference.path else config.model.revision
         dtype = config.reference.dtype or config.model.dtype
-        return load_causal_lm(path, dtype, revision, config.model.trust_remote_code).to(device).eval()
+        model = load_causal_lm(path, dtype, revision, config.model.trust_remote_code).to(device).eval()
+        for layer in getattr(model.get_decoder(), "layers", ()):  # a long group is many seconds on a CPU
+            layer.register_forward_hook(lambda *_: report_progress("scoring with the reference"))
+        return model
 
     def check_vocabulary(self, tokenizer_size: int) -> None:
         check_vocabulary(self._model, tokenizer_size, "reference")

@@ -8,7 +8,7 @@ the trainer's ratio would compare two different distributions. Left out: text. T
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,7 +20,9 @@ from pydantic import ValidationError
 from common.config import TIES, Config
 from common.errors import UserError
 from common.types import FinishReason
+from common.watchdog import report_progress
 from sampler.engine_arguments import engine_arguments, set_environment, stop_token_ids
+from sampler.proof import Expected, Proof, merged
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, TokensPrompt
@@ -125,6 +127,7 @@ class Engine:
             self._add(i, sequence, parameters)
         scores: dict[int, NDArray[np.float32]] = {}
         while self._keys:
+            report_progress("scoring the canary")
             for i, output in self._finished():
                 # position p holds a map token id -> Logprob of the token that stands there
                 positions = cast("list[dict[int, Logprob]]", output.prompt_logprobs)
@@ -142,18 +145,22 @@ class Engine:
         self._engine.abort_request(list(self._keys))
         self._keys.clear()
 
-    def load(self, folder: Path) -> None:
-        """Replaces the weights, or the adapter where the run publishes adapters.
+    def load(self, folder: Path, expected: Mapping[str, Expected] | None = None) -> Proof:
+        """Replaces the weights, or the adapter where the run publishes adapters, and compares them with `expected`.
 
-        The folder must have been verified: a failure inside leaves the engine unusable. It is not read again later.
+        The folder must have been verified: a failure inside, or anything wrong in the proof, leaves the engine
+        unusable. It is not read again later.
         """
         assert not self._keys, "a group is sampled by one policy version: reload only between groups"
         if self._applies_adapters:
             self._load_adapter(folder)
+            arguments = (self._num_adapters, expected)
+            reports = self._llm.collective_rpc("compare_adapter", args=arguments) if expected else [Proof()]
         else:
-            self._llm.collective_rpc("load_weights_from", args=(str(folder),))
+            reports = self._llm.collective_rpc("load_weights_from", args=(str(folder), expected))
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: keys and values of the old weights are in it")
+        return merged(reports)
 
     def _load_adapter(self, folder: Path) -> None:
         """Under a number and a name that no adapter had before: vLLM knows weights and cached prefixes by them."""

@@ -1,4 +1,4 @@
-"""The sampler's side of the link: HELLO until credited, BEAT from the work loop, results until they are acknowledged.
+"""The sampler's side of the link: HELLO until credited, BEAT from the work, results until they are acknowledged.
 
 A result stays in the outbox until a CREDIT's cursor passes it, and is sent again when a CREDIT leases it but does not
 list it as held. So neither a lost message nor a restarted trainer needs anything but this process going on.
@@ -121,6 +121,15 @@ class Link:
             self._send(wire.encode(self._envelope, wire.Beat(phase, progress, loaded_version, stats)))
         else:
             self._send(wire.encode(wire.Envelope("", "", self._envelope.sampler_id), self._hello))
+
+    def beat_at_work(self, phase: str, progress: int, loaded_version: int | None, stats: dict[str, float]) -> None:
+        """BEAT if one is due, in the middle of a reload or a long scoring, where nothing is received for its length.
+
+        So it goes to the trainer that gave this work, however long ago that one was heard.
+        """
+        if self.credit is not None and time.monotonic() - self._spoke_at >= channel.BEAT_S:
+            self._spoke_at = time.monotonic()
+            self._send(wire.encode(self._envelope, wire.Beat(phase, progress, loaded_version, stats)))
 
     def say_goodbye(self, reason: str, exit_code: int) -> None:
         self._send(wire.encode(self._envelope, wire.Bye(reason[:500], exit_code)))

@@ -25,7 +25,7 @@ from common.config import Config
 from common.errors import Retryable
 from common.failpoints import failpoint
 from common.types import Group, Rollout, Tombstone
-from common.watchdog import report_progress
+from common.watchdog import progress_heard_by, report_progress
 from common.weights import BadWeights, NotVisible, Published
 from rewards.pool import RewardFailure, RewardPool
 from sampler.engine import Completion, Engine
@@ -72,7 +72,8 @@ class Sampler:
             self.start_leased_work()
             self.start_evaluation()
             self.generate()
-            self.send_scored()
+            with progress_heard_by(self._beat_at_work):
+                self.send_scored()
             self.link.beat(self.phase, self.progress, self.engine.version, dict(self.stats), now=False)
 
     def wait_for_credit_or_work(self) -> None:
@@ -93,7 +94,9 @@ class Sampler:
             self._fetcher.start(published)
             return
         try:
-            self._note_reload(reload(self.engine, published, self.config, self._fetcher))
+            with progress_heard_by(self._beat_at_work):
+                reloaded = reload(self.engine, published, self.config, self._fetcher)
+            self._note_reload(reloaded)
         except NotVisible as error:
             self._wait_for_the_file_system(credit.version, str(error))
         except BadWeights as error:
@@ -104,6 +107,12 @@ class Sampler:
             if self._bad_weights >= _MAX_BAD_WEIGHTS:
                 raise Retryable(self.phase) from None
             time.sleep(1.0)
+
+    def _beat_at_work(self, doing: str) -> None:
+        """A beat if one is due. Each piece of work that was done counts, so that beats alone prove nothing."""
+        self.progress += 1
+        self.phase = doing
+        self.link.beat_at_work(self.phase, self.progress, self.engine.version, dict(self.stats))
 
     def _wait_for_the_file_system(self, version: int, absent: str) -> None:
         """Hosts that share a folder see new files late. The loop goes on, so the link stays alive and says why."""
@@ -124,6 +133,9 @@ class Sampler:
         self.stats["sync/stall_s"] = reloaded.stall_s
         self.stats["sync/load_s"] = reloaded.load_s
         self.stats["sync/canary_s"] = reloaded.canary_s
+        self.stats["sync/prove_s"] = reloaded.prove_s
+        self.stats["sync/unproven_tensors"] = len(reloaded.unproven)
+        self.stats["sync/canary_rms"] = reloaded.canary_rms
         self.stats["sync/canary_max_diff"] = reloaded.canary_max_diff
         self.stats["mismatch/canary/mean_abs_prob_diff"] = reloaded.canary_mean_abs_prob_diff
         self.stats["mismatch/canary/mean_exp_abs_log_ratio"] = reloaded.canary_mean_exp_abs_log_ratio
@@ -186,6 +198,7 @@ class Sampler:
         for key, scores in self.pool.ready(timeout_s=patience):
             if key not in self._working:
                 continue  # asked for by a trainer that is gone
+            report_progress("sending groups")
             completions = self._working.pop(key)
             if isinstance(scores, RewardFailure):
                 self.stats["total/reward_failures"] += 1

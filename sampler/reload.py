@@ -1,17 +1,23 @@
 """From an announced version to an engine that provably uses it.
 
-verify (manifest digest, files, tensors) → copy while hashing → finite? → engine.load → canary
-└──────── a failure here keeps the old weights ────────────┘   └ a failure here ends the process ┘
-└──── `fetch`, in a thread while the engine decodes ───────┘   └ the engine is idle, and stands still ┘
+verify (manifest digest, files, tensors, finite?) → engine.load → the engine's checksums → canary
+└──── a failure here keeps the old weights ──────┘   └────── a failure here ends the process ──────┘
+└─ `fetch`, in a thread while the engine decodes ┘   └──── the engine is idle, and stands still ───┘
+
+The checksums are those that the trainer took of its own memory (model/checksum.py), so they prove the whole way from
+its parameters to the engine's, bit by bit: weights that are stale, swapped or loaded by half are refused however little
+the learning rate has changed them. The canary proves what checksums can not, that both compute the same with them.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,11 +29,15 @@ from common import durable, weights
 from common.config import Config
 from common.errors import Retryable
 from common.failpoints import failpoint
+from common.watchdog import report_progress
 from common.weights import BadWeights, Manifest, Published
 from model import lora
+from sampler.proof import Expected, Proof
 
 if TYPE_CHECKING:
     from sampler.engine import Engine
+
+_LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -37,15 +47,30 @@ class Reloaded:
     verify_s: float  # of it, reading, hashing and checking files, before the engine is touched
     stall_s: float  # of it, what did not happen while the engine was decoding
     load_s: float  # of stall_s, the engine's own reload
+    prove_s: float  # of stall_s, comparing the engine's weights with the published ones
+    unproven: dict[str, str]  # published tensors that could not be compared, and why
     canary_s: float  # of stall_s, scoring the canary
-    canary_max_diff: float  # max |log-prob of the engine − log-prob of the trainer|
+    canary_rms: float  # root mean square of the engine's log-probs − the trainer's
+    canary_max_diff: float  # and the largest distance
     canary_mean_abs_prob_diff: float  # mean over the canary's tokens of |probability − probability|
     canary_mean_exp_abs_log_ratio: float  # and of exp |log-prob − log-prob|: 1 if engine and trainer agree
     canary_k3: float  # and of exp(x) − x − 1, x = log-prob of the trainer − log-prob of the engine
 
 
-def canary_tolerance(config: Config) -> float:
-    return config.weights.canary_tolerance or (1e-3 if config.model.dtype == "float32" else 0.5)
+@dataclass(frozen=True)
+class CanaryBounds:
+    """What the canary may differ by. In bfloat16 good engines have single tokens far off: the maximum is only shown."""
+
+    rms: float
+    largest: float
+
+    @classmethod
+    def of(cls, config: Config) -> CanaryBounds:
+        """float32: healthy are 1e-6 and 1e-5, TF32 in attention gives 5e-4 and 2e-3. bfloat16: RMS 0.03 to 0.04."""
+        if config.model.dtype == "float32":
+            largest = config.weights.canary_tolerance or 1e-3
+            return cls(largest / 4, largest)
+        return cls(config.weights.canary_tolerance or 0.15, math.inf)
 
 
 @dataclass(frozen=True)
@@ -58,16 +83,16 @@ class Fetched:
     seconds: float
 
 
-def fetch(published: Published, config: Config) -> Fetched:
-    """Copies and checks a published version. Raises BadWeights. Who gets it deletes its folder."""
+def fetch(published: Published, config: Config, progressed: Callable[[], None] = lambda: None) -> Fetched:
+    """Takes and checks a published version. Raises BadWeights. Who gets it deletes its folder."""
     start = time.monotonic()
     failpoint("sampler.reloading")
     private = scratch_dir(config)
     try:
         manifest = weights.read_manifest(published)
-        weights.copy_verified(published, manifest, private)
+        weights.take_verified(published, manifest, private, progressed)
         _require_expected(private, manifest, config)
-        _require_finite(private, manifest)
+        _require_finite(private, manifest, progressed)
     except BaseException:
         shutil.rmtree(private, ignore_errors=True)
         raise
@@ -82,6 +107,7 @@ class Fetcher:
         self._wanted: Published | None = None
         self._thread: threading.Thread | None = None
         self._outcome: Fetched | BaseException | None = None
+        self._pieces = 0  # of files, that the thread has read so far
 
     def start(self, published: Published) -> None:
         """Begins to fetch it, unless it has begun already."""
@@ -94,15 +120,18 @@ class Fetcher:
 
     def _fetch(self, published: Published) -> None:
         try:
-            self._outcome = fetch(published, self._config)
+            self._outcome = fetch(published, self._config, self._count)
         except BaseException as error:
             self._outcome = error
+
+    def _count(self) -> None:
+        self._pieces += 1
 
     def take(self, published: Published) -> Fetched:
         """The version, as far as it has come, or from its beginning. Raises BadWeights."""
         if published != self._wanted:
             self._forget()
-            return fetch(published, self._config)
+            return fetch(published, self._config, lambda: report_progress("verifying weights"))
         outcome = self._finished()
         if isinstance(outcome, Fetched):
             return outcome
@@ -110,8 +139,13 @@ class Fetcher:
         raise outcome
 
     def _finished(self) -> Fetched | BaseException | None:
-        if self._thread is not None:
-            self._thread.join()
+        """Waits for the thread; what it reads meanwhile is this process's progress."""
+        seen = self._pieces
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(timeout=_LOOK_S)
+            if self._pieces != seen:
+                seen = self._pieces
+                report_progress("verifying weights")
         outcome, self._thread, self._wanted, self._outcome = self._outcome, None, None, None
         return outcome
 
@@ -128,20 +162,18 @@ def reload(engine: Engine, published: Published, config: Config, fetcher: Fetche
     fetched = fetcher.take(published) if fetcher else fetch(published, config)
     begun = time.monotonic()
     try:
-        engine.load(fetched.folder)
+        proof = engine.load(fetched.folder, None)
         loaded = time.monotonic()
+        _require_proof(proof, published.version)
         theirs, ours = _canary_logprobs(engine, fetched.manifest)
+    except Retryable:
+        raise
     except Exception as error:
         raise Retryable(f"the engine failed while loading version {published.version}: {error!r}") from error
     finally:
         shutil.rmtree(fetched.folder, ignore_errors=True)
     x = theirs - ours
-    worst = _largest(x)
-    if not worst <= canary_tolerance(config):
-        raise Retryable(
-            f"canary: the engine's log-probs differ from the trainer's by {worst:.3g} under version "
-            f"{published.version}, more than {canary_tolerance(config):.3g} (weights.canary_tolerance)"
-        )
+    _require_canary(x, CanaryBounds.of(config), published.version)
     engine.version = published.version
     failpoint("sampler.reloaded")
     now = time.monotonic()
@@ -150,13 +182,55 @@ def reload(engine: Engine, published: Published, config: Config, fetcher: Fetche
         seconds=fetched.seconds + now - begun,
         verify_s=fetched.seconds,
         stall_s=now - start,
-        load_s=loaded - begun,
+        load_s=loaded - begun - proof.seconds,
+        prove_s=proof.seconds,
+        unproven=proof.unproven,
         canary_s=now - loaded,
-        canary_max_diff=worst,
+        canary_rms=_rms(x),
+        canary_max_diff=_largest(x),
         canary_mean_abs_prob_diff=float(np.abs(np.exp(theirs) - np.exp(ours)).mean()),
         canary_mean_exp_abs_log_ratio=float(np.exp(np.abs(x)).mean()),
         canary_k3=float((np.exp(x) - x - 1).mean()),
     )
+
+
+def expected_tensors(fetched: Fetched, config: Config) -> dict[str, Expected]:
+    """What the engine must hold. vLLM multiplies an adapter's B by alpha / r as it loads it, so this does too."""
+    manifest = fetched.manifest
+    found = {n: Expected(t.dtype, t.shape, manifest.checksums[n]) for n, t in manifest.tensors.items()}
+    if not config.lora.publishes_adapters:
+        return found
+    from safetensors import safe_open
+
+    from model.checksum import checksum
+
+    scale = config.lora.scale / config.lora.r
+    with safe_open(fetched.folder / lora.WEIGHTS, framework="pt") as file:
+        for name, info in found.items():
+            tensor = file.get_tensor(name)
+            if checksum(tensor) != info.checksum:
+                raise BadWeights(f"tensor {name} of version {manifest.version} has another checksum in its file")
+            if ".lora_B." in name and scale != 1:
+                found[name] = Expected(info.dtype, info.shape, checksum(tensor * scale))
+    return found
+
+
+def _require_proof(proof: Proof, version: int) -> None:
+    if proof.wrong:
+        more = f" and {len(proof.wrong) - 3} more" if len(proof.wrong) > 3 else ""
+        raise Retryable(
+            f"after its reload the engine does not hold version {version}: {'; '.join(proof.wrong[:3])}{more}"
+        )
+
+
+def _require_canary(x: NDArray[np.float64], bounds: CanaryBounds, version: int) -> None:
+    rms, largest = _rms(x), _largest(x)
+    if not (rms <= bounds.rms and largest <= bounds.largest):  # so that NaN is refused
+        limits = f"RMS {bounds.rms:.3g}" + (f", at most {bounds.largest:.3g}" if bounds.largest < math.inf else "")
+        raise Retryable(
+            f"canary: the engine's log-probs differ from the trainer's by RMS {rms:.3g}, at most {largest:.3g}, under "
+            f"version {version}, more than {limits} (weights.canary_tolerance)"
+        )
 
 
 def scratch_dir(config: Config) -> Path:
@@ -188,15 +262,24 @@ def _require_expected(folder: Path, manifest: Manifest, config: Config) -> None:
         raise BadWeights(f"version {manifest.version} has adapters, and lora.r is 0 here: both sides need one config")
 
 
-def _require_finite(folder: Path, manifest: Manifest) -> None:
-    import torch
+def _require_finite(folder: Path, manifest: Manifest, progressed: Callable[[], None]) -> None:
+    """Also that every tensor has a checksum to be compared with."""
     from safetensors import safe_open
 
+    from model.checksum import is_finite
+
+    if missing := sorted(manifest.tensors.keys() - manifest.checksums.keys()):
+        raise BadWeights(f"version {manifest.version} has no checksums of {missing[:3]}")
     for name in (name for name in manifest.files if name.endswith(".safetensors")):
         with safe_open(folder / name, framework="pt") as file:
             for tensor_name in file.keys():  # noqa: SIM118 - a safetensors handle is not a dict
-                if not torch.isfinite(file.get_tensor(tensor_name)).all():
+                if not is_finite(file.get_tensor(tensor_name)):
                     raise BadWeights(f"tensor {tensor_name} of version {manifest.version} is not finite")
+                progressed()
+
+
+def _rms(x: NDArray[np.float64]) -> float:
+    return float(np.sqrt(np.mean(np.square(x))))
 
 
 def _largest(x: NDArray[np.float64]) -> float:

@@ -1,25 +1,105 @@
-"""What runs inside vLLM's worker: load a checked folder and make sure that the whole model uses it.
+"""What runs inside vLLM's worker: load a checked folder, and prove that the whole model uses it.
 
 vLLM 0.32 on CPU keeps the *old* LM head after `reload_weights` when it is tied to the embedding, because linear
 layers hold a packed copy: log-probs are off by more than 1, in silence. The repair below is the published one: tie
-again, pack again. Loaded by name through `worker_extension_cls`; vLLM mixes it into its worker class.
+again, pack again; only once, for the embedding itself multiplies nothing. Loaded by name through
+`worker_extension_cls`; vLLM mixes it into its worker class.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+
+from common.watchdog import report_progress
+from sampler.engine_tensors import Packed, Part, layout, packed_of, prove, prove_adapters
+from sampler.proof import Expected, Proof
 
 
 class WeightExtension:
     model_runner: Any  # vLLM's worker provides both
     reload_weights: Any
 
-    def load_weights_from(self, path: str) -> None:
-        """Replaces all parameters by the safetensors files in `path`. Any exception leaves the engine unusable."""
-        self.reload_weights(weights_path=path)
+    def load_weights_from(self, path: str, expected: Mapping[str, Expected] | None = None) -> Proof:
+        """Replaces all parameters by the safetensors files in `path` and compares them with what was published.
+
+        Any exception, and a proof with anything wrong, leaves the engine unusable. Without `expected` nothing is
+        compared.
+        """
         model = self.model_runner.model
-        if getattr(model.config, "tie_word_embeddings", False):
-            model.lm_head.weight = model.model.embed_tokens.weight
-            repack = getattr(model.lm_head.quant_method, "process_weights_after_loading", None)
-            if repack is not None:
-                repack(model.lm_head)
+        if expected is None:
+            self.reload_weights(weights_path=path)
+            if getattr(model.config, "tie_word_embeddings", False):
+                _tie_again(model)
+            return Proof()
+        with _watch_packing(model, expected) as packed:
+            self.reload_weights(weights_path=path)
+            if getattr(model.config, "tie_word_embeddings", False):
+                packed["lm_head"] = _tie_again(model)
+        return prove(model, expected, packed)
+
+    def compare_adapter(self, number: int, expected: Mapping[str, Expected]) -> Proof:
+        """Compares the adapter that was loaded under this number."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        if number not in manager.lora_index_to_id:
+            return Proof(wrong=[f"the engine has the adapters {manager.lora_index_to_id} and not {number}"])
+        index = manager.lora_index_to_id.index(number)
+        return prove_adapters(manager.modules, manager.model, index, expected)
+
+
+def _tie_again(model: Any) -> Packed:
+    """One packed copy for both: the embedding's own is never used and would be as large."""
+    embedding, head = model.model.embed_tokens, model.lm_head
+    head.weight = embedding.weight
+    repack = getattr(head.quant_method, "process_weights_after_loading", None)
+    if repack is not None:
+        repack(head)
+    product = head.__dict__.get("cpu_linear")
+    if "cpu_linear" in embedding.__dict__:
+        embedding.cpu_linear = product
+    return Packed(product, head.weight.shape[0], None)
+
+
+@contextmanager
+def _watch_packing(model: Any, expected: Mapping[str, Expected]) -> Iterator[dict[str, Packed]]:
+    """{path of a layer: what its product was packed of}, filled while vLLM packs; one progress report per layer."""
+    packed: dict[str, Packed] = {}
+    parts, _ = layout(model, expected)
+    paths = {id(module): path for path, module in model.named_modules(remove_duplicate=False)}
+    is_tied = getattr(model.config, "tie_word_embeddings", False)
+    watched = []
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        pack = getattr(method, "process_weights_after_loading", None)
+        if pack is not None and "process_weights_after_loading" not in vars(method):
+            if is_tied and module is model.model.embed_tokens:
+                method.process_weights_after_loading = lambda _: None  # type: ignore[union-attr]  # see _tie_again
+            else:
+                method.process_weights_after_loading = _noting(pack, paths, parts, packed)  # type: ignore[union-attr]
+            watched.append(method)
+    try:
+        yield packed
+    finally:
+        for method in watched:
+            del method.process_weights_after_loading  # type: ignore[union-attr]
+
+
+def _noting(
+    pack: Callable[[Any], None],
+    paths: Mapping[int, str],
+    parts: Mapping[str, list[Part]],
+    packed: dict[str, Packed],
+) -> Callable[[Any], None]:
+    """`pack`, which then notes what the layer's matrix was, if it is gone or has a packed copy now."""
+
+    def pack_and_note(layer: Any) -> None:
+        path, weight = paths[id(layer)], getattr(layer, "weight", None)
+        pack(layer)
+        report_progress("loading weights")
+        product, now = layer.__dict__.get("cpu_linear"), getattr(layer, "weight", None)
+        is_changed = now is None or weight is None or (now.shape, now.dtype) != (weight.shape, weight.dtype)
+        if weight is not None and (product is not None or is_changed):
+            packed[path] = packed_of(weight.data, product, parts.get(f"{path}.weight", []))
+
+    return pack_and_note

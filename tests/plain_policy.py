@@ -40,7 +40,7 @@ class PlainPolicy:
     def parameter_names(self):
         return [(n, p.numel() * p.element_size()) for n, p in self.model.named_parameters()]
 
-    def full_parameters(self, wanted):
+    def full_parameters(self, wanted, see=None):
         return ((n, p.detach()) for n, p in self.model.named_parameters() if wanted(n))
 
     def disturb(self, seed: int) -> None:
@@ -66,7 +66,7 @@ class AdaptedPolicy(PlainPolicy):
     def parameter_names(self) -> list[tuple[str, int]]:
         return [(t.name, t.size) for t in adapters(self.model)]
 
-    def full_parameters(self, wanted: Callable[[str], bool]) -> Any:
+    def full_parameters(self, wanted: Callable[[str], bool], see: Any = None) -> Any:
         return ((t.name, t.make()) for t in adapters(self.model) if wanted(t.name))
 
     def disturb(self, seed: int) -> None:

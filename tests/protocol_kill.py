@@ -148,7 +148,7 @@ def reload(published: Published) -> int:
     failpoint("sampler.reloading")
     with tempfile.TemporaryDirectory(dir=Path(published.weights_dir).parents[1]) as scratch:
         manifest = weights.read_manifest(published)
-        weights.copy_verified(published, manifest, Path(scratch) / "version")
+        weights.take_verified(published, manifest, Path(scratch) / "version")
         loaded = load_file(Path(scratch) / "version" / weights.shard_name(0, 1))
     failpoint("sampler.reloaded")
     return int(loaded["number"][0])

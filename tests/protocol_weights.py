@@ -26,5 +26,7 @@ def publish(folder: Path, version: int, incarnation: str) -> Published:
     failpoint("weights.shard")
     infos = weights.tensor_infos(temporary / shard)
     files = {shard: weights.file_info(temporary / shard)}
-    manifest = Manifest("run", incarnation, version, False, files, infos, Canary(1, [], []))
+    manifest = Manifest(
+        "run", incarnation, version, False, files, infos, Canary(1, [], []), dict.fromkeys(infos, "0" * 32)
+    )
     return weights.commit(temporary, weights.version_dir(folder, version, incarnation), manifest)

@@ -506,7 +506,7 @@ def test_a_published_version_verifies_and_holds_the_trained_weights(
 ) -> None:
     version = published(runs, ranks, stage)
     manifest = weights.read_manifest(version)
-    weights.copy_verified(version, manifest, tmp_path / "private")
+    weights.take_verified(version, manifest, tmp_path / "private")
     assert len(manifest.files) == ranks
     found: dict[str, Tensor] = {}
     for name in manifest.files:

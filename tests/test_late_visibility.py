@@ -20,6 +20,7 @@ from common.weights import MANIFEST, Published
 from sampler import loop
 from sampler.link import Link
 from sampler.loop import Sampler
+from sampler.proof import Proof
 from tests.protocol_helpers import HELLO, hurry, make_config, make_inbox, short_folder
 from tests.speed import limit
 from tests.test_reload import Engine
@@ -42,9 +43,9 @@ class IdleEngine(Engine):
     def abort_all(self) -> None:
         self.version = None
 
-    def load(self, folder: Path) -> None:
-        super().load(folder)
+    def load(self, folder: Path, expected: Any) -> Proof:
         self.found.append(sorted(path.name for path in folder.iterdir()))
+        return super().load(folder, expected)
 
 
 class SlowShare:
@@ -89,7 +90,7 @@ def sampler_with(config: Config, published: Published, link: Any = None) -> Samp
     if link is None:
         credit = SimpleNamespace(version=VERSION, weights_dir=published.weights_dir)
         credit.manifest_sha256 = published.manifest_sha256
-        link = SimpleNamespace(credit=credit, beat=lambda *_, now: None)
+        link = SimpleNamespace(credit=credit, beat=lambda *_, now: None, beat_at_work=lambda *_: None)
     engine: Any = IdleEngine()
     pool: Any = SimpleNamespace(pending=0)
     return Sampler(config, loop.Task([], [], str), engine, link, pool, None)

@@ -171,14 +171,14 @@ def test_a_version_lists_both_files_and_every_adapter(model: Path, tmp_path: Pat
     manifest = weights.read_manifest(published)
     assert manifest.files.keys() == {lora.WEIGHTS, lora.SETTINGS}
     assert manifest.tensors == lora.expected(config)[0]
-    weights.copy_verified(published, manifest, tmp_path / "private")
+    weights.take_verified(published, manifest, tmp_path / "private")
     found = load_file(tmp_path / "private" / lora.WEIGHTS)
     expected = dict(policy.full_parameters(lambda _: True))
     assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
     settings = Path(published.weights_dir) / lora.SETTINGS
     settings.write_text(settings.read_text().replace('"r": 4', '"r": 8'))
     with pytest.raises(BadWeights, match=f"{lora.SETTINGS} has BLAKE3"):
-        weights.copy_verified(published, manifest, tmp_path / "again")
+        weights.take_verified(published, manifest, tmp_path / "again")
 
 
 class Untouchable:

@@ -177,7 +177,7 @@ def test_a_published_version_is_a_peft_folder_of_the_trained_adapters(
 ) -> None:
     version = runs.published(ranks, name)
     manifest = weights.read_manifest(version)
-    weights.copy_verified(version, manifest, tmp_path / "private")
+    weights.take_verified(version, manifest, tmp_path / "private")
     assert sorted(manifest.files) == [lora.SETTINGS, lora.WEIGHTS]
     found, expected = load_file(tmp_path / "private" / lora.WEIGHTS), runs.tensors(ranks, f"{name}/adapters")
     assert found.keys() == expected.keys() == manifest.tensors.keys()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from common import weights
 from common.config import Config
 from common.errors import Retryable
 from common.weights import BadWeights, Published
-from sampler.reload import Fetcher, reload, scratch_dir
+from sampler.proof import Proof
+from sampler.reload import CanaryBounds, Fetcher, _require_canary, reload, scratch_dir
 from tests.protocol_helpers import make_config, short_folder
 from tests.protocol_weights import publish
 from tests.speed import limit
@@ -25,18 +28,17 @@ class Engine:
     """Fails in `load`, or afterwards gives the canary another log-prob than the trainer's."""
 
     def __init__(self, error: Exception | None = None, score: float = -1.0):
-        self.error, self.canary_score = error, score
+        self.error, self.canary_score, self.wrong = error, score, list[str]()
         self.version: int | None = 7
         self.num_loads = 0
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, expected: Any) -> Proof:
         self.num_loads += 1
         if self.error:
             raise self.error
+        return Proof(set(expected or ()), {}, self.wrong)
 
     def score(self, sequences: Any) -> Any:
-        import numpy as np
-
         return [np.full(len(sequence) - 1, self.canary_score, np.float32) for sequence in sequences]
 
 
@@ -88,12 +90,58 @@ def test_an_engine_that_does_not_reproduce_the_canary_ends_the_process_with_75(
     assert engine.version == 7
 
 
+def test_an_engine_that_holds_other_weights_ends_the_process_with_75_before_anything_is_scored(
+    config: Config, version: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine()
+    engine.wrong = [f"the engine's layer {i} does not hold the published layer {i}" for i in range(5)]
+    monkeypatch.setattr(engine, "score", lambda _: pytest.fail("scored"))
+    with pytest.raises(Retryable, match=r"does not hold version 8: the engine's layer 0 .*layer 2 and 2 more"):
+        reload(engine, version, config)
+    assert engine.version == 7
+    assert not scratch_dir(config).exists()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "rms", "largest"),
+    [
+        ("float32", None, 2.5e-4, 1e-3),
+        ("float32", 1e-2, 2.5e-3, 1e-2),
+        ("bfloat16", None, 0.15, math.inf),
+        ("bfloat16", 0.3, 0.3, math.inf),
+    ],
+)
+def test_the_canary_is_judged_by_its_rms_and_in_float32_by_its_largest_distance_too(
+    folder: Path, dtype: str, tolerance: float | None, rms: float, largest: float
+) -> None:
+    settings = {"model": {"path": "m", "dtype": dtype}, "weights": {"canary_tolerance": tolerance}}
+    assert CanaryBounds.of(make_config(folder, **settings)) == CanaryBounds(rms, largest)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "distances", "is_refused"),
+    [
+        ("bfloat16", [0.9] + [0.04] * 95, False),  # one token far off, as in good engines: RMS 0.10
+        ("bfloat16", [0.16] * 96, True),  # none far off, all wrong
+        ("float32", [9e-4] + [1e-5] * 95, False),
+        ("float32", [1.1e-3] + [0.0] * 95, True),
+        ("float32", [5e-4] * 96, True),  # what TF32 does
+    ],
+)
+def test_the_bounds_tell_rounding_from_other_weights(
+    folder: Path, dtype: str, distances: list[float], is_refused: bool
+) -> None:
+    bounds = CanaryBounds.of(make_config(folder, model={"path": "m", "dtype": dtype}))
+    with pytest.raises(Retryable, match="canary") if is_refused else contextlib.nullcontext():
+        _require_canary(np.array(distances), bounds, 8)
+
+
 def test_the_canary_measures_what_engine_and_trainer_compute_differently(config: Config, version: Published) -> None:
-    found = reload(Engine(score=-1.0005), version, config)  # where the trainer has −1
-    x = 0.0005
-    assert found.canary_max_diff == pytest.approx(x, rel=1e-3)
+    found = reload(Engine(score=-1.0002), version, config)  # where the trainer has −1
+    x = 0.0002
+    assert found.canary_max_diff == found.canary_rms == pytest.approx(x, rel=1e-3)
     assert found.canary_mean_exp_abs_log_ratio == pytest.approx(math.exp(x), rel=1e-6)
-    assert found.canary_mean_abs_prob_diff == pytest.approx(math.exp(-1) - math.exp(-1.0005), rel=1e-3)
+    assert found.canary_mean_abs_prob_diff == pytest.approx(math.exp(-1) - math.exp(-1.0002), rel=1e-3)
     assert found.canary_k3 == pytest.approx(math.exp(x) - x - 1, rel=1e-2)
 
 

@@ -36,14 +36,16 @@ def publish(folder: Path, version: int = 3, change: Change | None = None, incarn
         save_file({name: np.full((4, 8), version, np.float32)}, temporary / shard)
     files = {shard: weights.file_info(temporary / shard) for shard in SHARDS}
     tensors = {k: v for shard in SHARDS for k, v in weights.tensor_infos(temporary / shard).items()}
-    manifest = Manifest("run", incarnation, version, True, files, tensors, Canary(1, [[1, 2]], [[-0.5]]))
+    checksums = dict.fromkeys(tensors, "of the trainer's memory")
+    canary = Canary(1, [[1, 2]], [[-0.5]])
+    manifest = Manifest("run", incarnation, version, True, files, tensors, canary, checksums)
     manifest = (change(temporary, manifest) if change else None) or manifest
     return weights.commit(temporary, weights.version_dir(folder, version, incarnation), manifest)
 
 
 def receive(published: Published, private: Path) -> Manifest:
     manifest = weights.read_manifest(published)
-    weights.copy_verified(published, manifest, private)
+    weights.take_verified(published, manifest, private)
     return manifest
 
 
@@ -259,7 +261,7 @@ def read_newest(folder: Path, count: int) -> int | None:
         announced = Published(**json.loads((folder / "announced").read_bytes()))
         private = folder / f"private-{count}-{time.monotonic_ns()}"
         manifest = weights.read_manifest(announced)
-        weights.copy_verified(announced, manifest, private)
+        weights.take_verified(announced, manifest, private)
     except FileNotFoundError:
         return None
     except BadWeights as error:

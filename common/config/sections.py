@@ -211,4 +211,5 @@ class Weights(Section):
     """batch: the sampler gets new weights when a batch of rollouts is done. step: after each of its optimizer steps,
     with leases for as many groups as that step was the last to train; only with max_staleness above 0."""
     canary_tolerance: float | None = Field(None, gt=0)
-    """Largest log-prob difference between trainer and engine on the canary; null = 1e-3 in float32, 0.5 in bfloat16."""
+    """How far the engine's log-probs may be from the trainer's on the canary. float32: the largest distance, and four
+    times their RMS; null = 1e-3. bfloat16: their RMS; null = 0.15."""

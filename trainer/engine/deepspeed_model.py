@@ -179,18 +179,28 @@ class DeepSpeedModel:
         """(name, bytes) of every tensor that others read."""
         return [(tensor.name, tensor.size) for tensor in self.tensors()]
 
-    def full_parameters(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole CPU tensor) of those wanted. Every rank iterates to the end (ZeRO-3 gathers)."""
-        return self.whole(self.tensors(), wanted)
+    def full_parameters(
+        self, wanted: Callable[[str], bool], see: Callable[[str, Tensor], None] = lambda *_: None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole CPU tensor) of those wanted; `see` is shown each where it is. Every rank iterates to the end
+        (ZeRO-3 gathers)."""
+        return self.whole(self.tensors(), wanted, see)
 
-    def whole(self, tensors: Sequence[Exported], wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+    def whole(
+        self,
+        tensors: Sequence[Exported],
+        wanted: Callable[[str], bool],
+        see: Callable[[str, Tensor], None] = lambda *_: None,
+    ) -> Iterator[tuple[str, Tensor]]:
         """The same of any tensors that are made of this model's parameters."""
         import deepspeed
 
         for tensor in tensors:
             with deepspeed.zero.GatheredParameters(list(tensor.parameters), enabled=self.stage == 3):
                 if wanted(tensor.name):
-                    made = tensor.make().cpu()
+                    there = tensor.make()
+                    see(tensor.name, there)
+                    made = there.cpu()
                     yield tensor.name, made.clone() if self.stage == 3 else made
 
 

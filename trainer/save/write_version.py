@@ -1,7 +1,9 @@
 """Parameters -> a committed weight version that the sampler can verify. Every rank takes part.
 
 Ranks write their own contiguous slice of the model, of about equal bytes, side by side; rank 0 adds the manifest and
-commits with one rename. The canary is scored by the trainer itself under the very weights that are written.
+commits with one rename. The canary is scored by the trainer itself under the very weights that are written, and every
+tensor's checksum is taken where the tensor is: on a GPU before it is copied to the host, on a CPU while its file is
+written.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from common import durable, weights
 from common.failpoints import failpoint
 from common.weights import Canary, FileInfo, Manifest, Published, TensorInfo
 from model import lora
+from model.checksum import checksum
 from model.packing import pack
 from trainer.engine.policy import Engine
 from trainer.engine.ranks import Exchange
@@ -89,15 +93,16 @@ def snapshot(
 
     def write() -> None:
         if exchange.rank < len(shards):
-            _write_shard(temporary / shards[exchange.rank], tensors)
+            _write_shard(temporary / shards[exchange.rank], tensors, on_device)
 
     def commit() -> None:
         nonlocal published
-        files, infos = _collect(temporary, shards)
+        files, infos, checksums = _collect(temporary, shards)
         if settings is not None:
             durable.write_file(temporary / lora.SETTINGS, settings)
             files[lora.SETTINGS] = weights.file_info(temporary / lora.SETTINGS)
-        manifest = Manifest(name.run_id, name.incarnation, version, engine.tied_embeddings, files, infos, canary_record)
+        what = files, infos, canary_record, checksums
+        manifest = Manifest(name.run_id, name.incarnation, version, engine.tied_embeddings, *what)
         published = weights.commit(temporary, final, manifest)
 
     def write_and_commit(ranks: Exchange) -> Published:
@@ -116,29 +121,41 @@ def snapshot(
     shares = dict(enumerate(slices([size for _, size in names], len(shards))))
     wanted = {names[i][0] for i in shares.get(exchange.rank, ())}
     must_copy = copies and engine.device.type == "cpu"  # elsewhere it was copied here already
-    slice_of = engine.full_parameters(lambda parameter: parameter in wanted)
+    on_device: dict[str, str] = {}
+
+    def note(key: str, tensor: Tensor) -> None:
+        if tensor.device.type != "cpu":
+            on_device[key] = checksum(tensor)
+
+    slice_of = engine.full_parameters(lambda parameter: parameter in wanted, note)
     tensors = {key: t.clone() if must_copy else t.contiguous() for key, t in slice_of}
     return write_and_commit
 
 
-def _write_shard(shard: Path, tensors: dict[str, Tensor]) -> None:
-    """The file, and beside it its size and digest for rank 0."""
+def _write_shard(shard: Path, tensors: dict[str, Tensor], on_device: dict[str, str]) -> None:
+    """The file, and beside it for rank 0 its size, its digest, and the tensors' checksums, those on a CPU."""
     from safetensors.torch import save_file
 
-    save_file(tensors, shard, metadata={"format": "pt"})
-    durable.fsync_path(shard)
-    failpoint("weights.shard")
-    digest = json.dumps(asdict(weights.file_info(shard))).encode()
-    durable.write_file(shard.with_name(f"{shard.name}.digest"), digest)
+    with ThreadPoolExecutor(1) as pool:
+        others = {name: tensor for name, tensor in tensors.items() if name not in on_device}
+        summed = pool.submit(lambda: {name: checksum(tensor) for name, tensor in others.items()})
+        save_file(tensors, shard, metadata={"format": "pt"})
+        durable.fsync_path(shard)
+        failpoint("weights.shard")
+        found = asdict(weights.file_info(shard)) | {"checksums": on_device | summed.result()}
+    durable.write_file(shard.with_name(f"{shard.name}.digest"), json.dumps(found).encode())
 
 
-def _collect(folder: Path, shards: Sequence[str]) -> tuple[dict[str, FileInfo], dict[str, TensorInfo]]:
-    """Digests by file and shapes by tensor, of all ranks' shards. Removes the files that carried the digests."""
+def _collect(folder: Path, shards: Sequence[str]) -> tuple[dict[str, FileInfo], dict[str, TensorInfo], dict[str, str]]:
+    """Digests by file, shapes and checksums by tensor, of all ranks' shards. Removes the files that carried them."""
     files: dict[str, FileInfo] = {}
     infos: dict[str, TensorInfo] = {}
+    checksums: dict[str, str] = {}
     for name in shards:
         sidecar = folder / f"{name}.digest"
-        files[name] = FileInfo(**json.loads(sidecar.read_text()))
+        found = json.loads(sidecar.read_text())
+        checksums |= found.pop("checksums")
+        files[name] = FileInfo(**found)
         infos.update(weights.tensor_infos(folder / name))
         sidecar.unlink()
-    return files, infos
+    return files, infos, checksums

@@ -1,0 +1,108 @@
+"""The checksum of a tensor's bits: its definition, on any device, and the mistakes that it must notice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from model import checksum as module
+from model.checksum import checksum, is_finite
+
+pytestmark = pytest.mark.fast
+
+_WORDS = 1 << 15
+
+
+def by_definition(data: bytes) -> str:
+    """Whole numbers of Python, from the docstring's equation."""
+    data += b"\0" * (-len(data) % 8)
+    low = high = 0
+    for n in range(0, len(data), 8):
+        w = int.from_bytes(data[n : n + 8], "little", signed=True)
+        k, i = divmod(n // 8, _WORDS)
+        weight = odd(i) * odd(k + (1 << 40))
+        low, high = low + weight * w, high + weight * (w >> 32)
+    return f"{low % 2**64:016x}{high % 2**64:016x}"
+
+
+def odd(position: int) -> int:
+    z = (position + 1) * 0x9E3779B97F4A7C15 % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return (z ^ z >> 31) | 1
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((3,), torch.bfloat16), ((7, 5), torch.float32), ((0, 4), torch.float32), ((300, 900), torch.bfloat16)],
+)
+def test_it_is_what_the_equation_says_on_one_thread_on_many_and_on_a_device(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = random(*shape, dtype=dtype)
+    expected = by_definition(tensor.view(torch.uint8).numpy().tobytes())
+    assert checksum(tensor) == expected
+    monkeypatch.setattr(module, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(module, "_DEVICE_CHUNKS", 2)
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: range(3))
+    assert checksum(tensor) == expected
+    low, high = module._on_device(module._words(tensor))
+    assert f"{low:016x}{high:016x}" == expected
+
+
+def test_a_slice_and_a_transposed_view_are_summed_as_their_copies() -> None:
+    whole = random(9, 3)  # rows of 6 bytes: slices begin inside a word
+    for view in (whole[1:4], whole[2:], whole.T, whole[:, 1:]):
+        assert checksum(view) == checksum(view.clone().contiguous())
+    assert checksum(whole[:0]) == "0" * 32
+
+
+def test_every_flipped_bit_is_noticed() -> None:
+    tensor = random(4, 8)
+    bits, before = tensor.view(torch.int16), checksum(tensor)
+    seen = {before}
+    for i in range(bits.numel()):
+        for bit in range(16):
+            mask = -(1 << 15) if bit == 15 else 1 << bit
+            bits.view(-1)[i] ^= mask
+            seen.add(checksum(tensor))
+            bits.view(-1)[i] ^= mask
+    assert len(seen) == 1 + 32 * 16
+    assert checksum(tensor) == before
+
+
+def test_signs_that_flip_in_pairs_swapped_rows_and_swapped_chunks_are_noticed() -> None:
+    tensor = random(2 * _WORDS, 8)
+    before = checksum(tensor)
+    flipped = tensor.clone()
+    flipped[[10, 20], 3] *= -1  # the top bit of two words: a single sum modulo 2^64 would add 2^63 twice
+    rows = tensor.clone()
+    rows[[5, 6]] = rows[[6, 5]]
+    chunks = torch.cat([tensor[_WORDS:], tensor[:_WORDS]])
+    assert len({before, *map(checksum, (flipped, rows, chunks, -tensor))}) == 5
+
+
+def test_a_step_at_a_learning_rate_of_1e_6_in_bfloat16_is_noticed_200_times_of_200() -> None:
+    master = random(64, 64, dtype=torch.float32) * 0.02
+    seen = {checksum(master.bfloat16())}
+    for step in range(200):
+        master -= 1e-6 * random(64, 64, dtype=torch.float32, seed=step).sign()
+        seen.add(checksum(master.bfloat16()))
+    assert len(seen) == 201
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tensor_is_finite_unless_one_number_is_not_however_large_its_sum(dtype: torch.dtype) -> None:
+    tensor = torch.full((64,), torch.finfo(dtype).max, dtype=dtype)
+    assert is_finite(tensor) and is_finite(random(5, dtype=dtype))
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        spoiled = random(500, dtype=dtype)
+        spoiled[77] = bad
+        assert not is_finite(spoiled)
+        spoiled[78] = -bad
+        assert not is_finite(spoiled)
