@@ -9,9 +9,10 @@
 #   bash launch.sh bench objectives [--seeds … --steps …]   GRPO, PPO and GROUP PPO side by side on the quick start
 #   bash launch.sh report RUN_FOLDER | samples RUN_FOLDER [--step N] [--worst | --best]
 #   bash launch.sh push RUN_FOLDER owner/name [--checkpoint step_N] [--private] [--dry-run]   to the Hugging Face hub
+#   bash launch.sh gpu-check [--cpu] [--only PART,…]   minutes, offline, that say what this GPU does: docs/gpu.md
 #
-# Read from the environment: PYTHON (3.11 or 3.12), BACKEND=auto|cpu|gpu, ANY_DRIVER=1, and everything that pip, Hugging Face, CUDA,
-# OpenMP and vLLM read themselves. Nothing that you have set is overwritten.
+# Read from the environment: PYTHON (3.11 or 3.12), BACKEND=auto|cpu|gpu, ANY_DRIVER=1, and everything that pip, Hugging
+# Face, CUDA, OpenMP and vLLM read themselves. Nothing that you have set is overwritten.
 set -euo pipefail
 
 called_from=$PWD
@@ -177,7 +178,7 @@ export VLLM_NO_USAGE_STATS=${VLLM_NO_USAGE_STATS-1} TOKENIZERS_PARALLELISM=${TOK
 command=run
 case ${1:-} in
   run | plan | check | eval | setup | test | doctor | bench) command=$1; shift ;;
-  report | samples | push) command=$1; shift ;;
+  report | samples | push | gpu-check) command=$1; shift ;;
   -h | --help | help) sed -n '2,14s/^# \{0,1\}//p' launch.sh; exit ;;
 esac
 
@@ -232,6 +233,10 @@ case $command in
       set -- "$@" "$argument"
     done
     exec .venv/bin/python -m sampler.check_rewards "$@"
+    ;;
+  gpu-check)
+    setup
+    exec .venv/bin/python -m gpu_check "$@"
     ;;
   doctor)
     if supported .venv/bin/python; then python=.venv/bin/python; else python=$(find_python); fi

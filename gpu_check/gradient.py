@@ -1,0 +1,47 @@
+"""(c) The gradient of packed rows against one plain forward per completion, in float32 and in bfloat16.
+
+In float32 both must agree to rounding. In bfloat16 each has its own rounding: packed may be no further from the
+float32 gradient than twice what plain forwards are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.cells import make_model
+from gpu_check.finding import Finding, judged
+from model.logprobs import load_causal_lm, score_row
+from model.packing import pack
+
+_PROMPT, _COMPLETIONS = list(range(3, 40)), [list(range(40, 90)), list(range(90, 100)), list(range(100, 164))]
+_FLOAT32 = 1e-4  # of the gradient's norm; TF32 products would give 1e-3
+
+
+def findings(on_gpu: bool, scratch: Path) -> Iterator[Finding]:
+    make_model("1m", scratch / "model")
+    device = "cuda" if on_gpu else "cpu"
+    truth = _gradient(scratch, "float32", device, is_packed=False)
+    packed = _distance(_gradient(scratch, "float32", device, is_packed=True), truth)
+    yield judged("gradient", "packed against dense, float32", packed < _FLOAT32, f"{packed:.1e}", error=packed)
+    half, plain = (_distance(_gradient(scratch, "bfloat16", device, kind), truth) for kind in (True, False))
+    text = f"{half:.1e} from float32, dense {plain:.1e}"
+    yield judged("gradient", "packed against dense, bfloat16", half < 2 * plain, text, packed=half, dense=plain)
+
+
+def _gradient(folder: Path, dtype: str, device: str, is_packed: bool) -> Tensor:
+    """Of the sum of all log-probs, as one float32 vector."""
+    model: Any = load_causal_lm(str(folder / "model"), dtype, None, False).to(device)
+    groups = [(_PROMPT, _COMPLETIONS)] if is_packed else [(_PROMPT, [one]) for one in _COMPLETIONS]
+    for group in groups:
+        logprobs, _ = score_row(model, pack([group]).to(torch.device(device)), 1.0, 64)
+        logprobs.sum().backward()
+    return torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
+
+
+def _distance(found: Tensor, truth: Tensor) -> float:
+    return float((found - truth).norm() / truth.norm())
