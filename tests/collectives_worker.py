@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from common import exits
 from tests.collective_recorder import CollectiveRecorder
-from tests.gloo_data import GAE, STAGES, group, infinite_loss, poisoned, settings
+from tests.gloo_data import GAE, NUM_STEPS, STAGES, group, infinite_loss, poisoned, settings
 from tests.gloo_worker import HANGS_AFTER_S, Worker
 
 GROUPS = {"trainer": {"prompts_per_step": 8}}  # on 2 ranks: four micro-batches of one group
@@ -59,6 +59,28 @@ def others() -> list[dict[str, Any]]:
     return recorder.table()
 
 
+def device_waits(worker: Worker) -> int:
+    """How often DeepSpeed waits for its device in the micro-batches of three steps; its timers begin with the third."""
+    from deepspeed.accelerator import get_accelerator
+
+    trainer = worker.trainer(settings(worker.folder, "waits", 1, model={"dtype": "bfloat16"}), group)
+    backward = trainer.engine.backward
+    calls: list[int] = []
+    inside: list[int] = []
+
+    def counted(*arguments: Any) -> Any:
+        before = len(calls)
+        found = backward(*arguments)
+        inside.append(len(calls) - before)
+        return found
+
+    trainer.engine.backward = counted
+    get_accelerator().synchronize = lambda *_: calls.append(1)
+    for _ in range(NUM_STEPS):
+        trainer.train_batch()
+    return sum(inside)
+
+
 def watch(recorder: CollectiveRecorder, model: Any) -> None:
     """Tells a micro-batch from the step that ends them."""
 
@@ -83,6 +105,7 @@ def main(folder: Path, start: str) -> None:
             seen[name] = record(worker, name, stage, model={"dtype": dtype})
     seen["critic1"] = record(worker, "critic1", 1, **GAE)
     seen["others"] = others()
+    seen["waits"] = device_waits(worker)
     (folder / f"{start}-rank{worker.exchange.rank}.json").write_text(json.dumps(seen, indent=1))
     worker.exchange.barrier()
     exits.leave(0)

@@ -42,6 +42,7 @@ def test_without_settings_everything_follows_from_ours() -> None:
         "fp16": {"enabled": False},
         "zero_optimization": {"stage": 1, "overlap_comm": False},
         "steps_per_print": 10**9,
+        "timers": {"throughput": {"enabled": False}},
     }
 
 
@@ -142,10 +143,15 @@ def test_equal_values_are_no_contradiction() -> None:
 
 
 def test_other_settings_pass_through_and_the_users_own_are_not_changed() -> None:
-    given = {"wall_clock_breakdown": True, "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}}
+    given = {
+        "wall_clock_breakdown": True,
+        "timers": {"throughput": {"enabled": True}},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000},
+    }
     before = json.dumps(given)
     result = filled(given)
     assert result["wall_clock_breakdown"] is True
+    assert result["timers"] == {"throughput": {"enabled": True}}
     assert result["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 1000}
     assert json.dumps(given) == before
 

@@ -73,6 +73,8 @@ def deepspeed_config(config: Config, world_size: int, optimized: Optimized | Non
     _fill_zero(_section(given, "zero_optimization"), default=0 if is_whole else 1)
     _fill_optimizer(config, given, optimized)
     given.setdefault("steps_per_print", 10**9)
+    # by default DeepSpeed waits for the GPU in every micro-batch, to time what it would print
+    _section(_section(given, "timers"), "throughput").setdefault("enabled", False)
     return _without_auto(given)
 
 
