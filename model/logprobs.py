@@ -79,11 +79,15 @@ def score_norms_of_row(model: Any, row: PackedRow, temperature: float, chunk_siz
 
 
 def _hidden_states(model: Any, row: PackedRow) -> Tensor:
-    """[N, D] of the positions that predict the row's targets."""
+    """[N, D] of the positions that predict the row's targets.
+
+    index_select, not indexing: completions share a source, and two threads of indexing's backward add to it in the
+    order of their arrival, so that no two runs are alike.
+    """
     hidden = model.get_decoder()(
         input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
     ).last_hidden_state.flatten(0, 1)
-    return hidden[row.source_index]
+    return hidden.index_select(0, row.source_index)
 
 
 def _in_one_call(module: torch.nn.Module, hidden: Tensor, body: Callable[..., Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from model import attention
-from model.logprobs import score_norms, score_row, score_terms, token_logprobs
+from model.logprobs import _hidden_states, score_norms, score_row, score_terms, token_logprobs
 from model.packing import pack, select
 from model.stopwatch import Stopwatch
 from tests import oracle
+from trainer.engine.critic import ValueModel
 
 pytestmark = pytest.mark.fast
 
@@ -246,3 +248,34 @@ def test_the_norm_of_a_fair_a_certain_and_an_unlikely_token_by_hand() -> None:
     logits = torch.tensor([[0.0, 0.0], [90.0, 0.0], [0.0, math.log(9)]])
     found = score_norms(logits, torch.tensor([1, 0, 0]), torch.nn.Identity(), 1.0, 8)
     assert found.tolist() == pytest.approx([0.5, 0.0, 1.62], abs=1e-6)
+
+
+@pytest.mark.parametrize("reader", ["policy", "critic"])
+def test_two_threads_give_the_gradient_of_one_however_many_completions_share_a_token(reader: str) -> None:
+    """All completions of a group are predicted from the same last token of the prompt. Threads that add to it in the
+    order of their arrival would round differently each time."""
+    row = pack([(list(range(100)), [list(range(62))] * 8)])
+    hidden = torch.randn(1, row.input_ids.numel(), 576, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    given = torch.randn(len(row.target_ids), 576, generator=torch.Generator().manual_seed(1))
+
+    def decoder(**_: Any) -> Any:
+        return SimpleNamespace(last_hidden_state=hidden)
+
+    def gradient() -> Tensor:
+        hidden.grad = None
+        if reader == "policy":
+            _hidden_states(SimpleNamespace(get_decoder=lambda: decoder), row).backward(given)
+        else:
+            scored = SimpleNamespace(base_model=decoder, score=lambda h: (h * given).sum(-1, keepdim=True))
+            ValueModel(scored)(row).sum().backward()
+        assert hidden.grad is not None
+        return hidden.grad
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        wanted = gradient()
+        torch.set_num_threads(2)
+        assert all(torch.equal(gradient(), wanted) for _ in range(30))
+    finally:
+        torch.set_num_threads(threads)

@@ -45,7 +45,7 @@ class ValueModel(torch.nn.Module):
         hidden = self.model.base_model(
             input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
         ).last_hidden_state.flatten(0, 1)
-        return self.model.score(hidden[row.source_index])[:, 0]
+        return self.model.score(hidden.index_select(0, row.source_index))[:, 0]  # as in logprobs._hidden_states
 
 
 class Critic(DeepSpeedModel):
