@@ -73,6 +73,7 @@ def _on_cpu(config: Config, cores: Sequence[int]) -> Placement:
         if devices:
             raise UserError(f"{name}.devices is {devices}, but no GPU is visible; remove it, or see `nvidia-smi -L`")
     ranks = config.trainer.num_ranks or 1
+    lent: dict[str, str] = {}
     sampler: list[int] = []  # not pinned
     trainer: list[int] = []
     sampler_threads = threads = 1
@@ -86,6 +87,8 @@ def _on_cpu(config: Config, cores: Sequence[int]) -> Placement:
         threads = max(1, len(cores) // 2 // ranks)
         sampler, trainer = list(cores[: -ranks * threads]), list(cores[-ranks * threads :])
         sampler_threads = len(sampler)
+        if config.trainer.borrow_cores_after is not None:  # not pinned, and no thread spins on the sampler's cores
+            lent = {"TANDEM_ALL_THREADS": str(len(cores) // ranks), "OMP_WAIT_POLICY": "PASSIVE"}
     # vLLM would otherwise reserve cores and bind its threads itself, whatever the affinity says.
     sampler_env = {"OMP_NUM_THREADS": str(sampler_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     ranks_text = f"{ranks} rank{'s' * (ranks > 1)} × {threads} thread{'s' * (threads > 1)}"
@@ -93,9 +96,9 @@ def _on_cpu(config: Config, cores: Sequence[int]) -> Placement:
         num_ranks=ranks,
         launcher_args=("--num_gpus", str(ranks)),
         sampler_env=environment | sampler_env,
-        trainer_env=environment | {"OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"},
+        trainer_env=environment | lent | {"OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"},
         sampler_cores=tuple(sampler),
-        trainer_cores=tuple(trainer),
+        trainer_cores=() if lent else tuple(trainer),
         sampler_place=_named("CPU core", sampler) if sampler else f"CPU, {len(cores)} shared cores",
         trainer_place=(_named("CPU core", trainer) if trainer else f"CPU, {len(cores)} shared cores")
         + f", {ranks_text}",

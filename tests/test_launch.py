@@ -355,6 +355,13 @@ def test_two_cores_give_one_to_each_process_where_both_work_at_once():
     assert "OMP_WAIT_POLICY" not in place.sampler_env
 
 
+def test_a_trainer_that_borrows_cores_is_not_pinned_and_does_not_spin_on_them():
+    place = placement(config(trainer=AHEAD | {"borrow_cores_after": 0.5, "num_ranks": 2}), [], cores=[0, 1, 2, 3])
+    assert cores_and_threads(place) == ((0, 1), "2", (), "1")
+    assert place.trainer_env["TANDEM_ALL_THREADS"] == "2" and place.trainer_env["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert "OMP_WAIT_POLICY" not in place.sampler_env
+
+
 @pytest.mark.parametrize(("ranks", "threads"), [(1, "8"), (2, "4"), (3, "2")])
 def test_processes_that_wait_for_each_other_share_all_cores_and_do_not_spin(ranks, threads):
     place = placement(config(trainer={"num_ranks": ranks, "max_staleness": 0}), gpus=[], cores=list(range(8)))

@@ -11,6 +11,7 @@ contents alone, and every rank has all groups: all find the same.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ from trainer.data.tensors import (
     step_denominator,
 )
 from trainer.engine.actor_critic import ActorCritic
+from trainer.engine.cores import Cores
 from trainer.engine.policy import Engine
 from trainer.engine.ranks import Exchange
 from trainer.save.checkpoint import Progress
@@ -68,12 +70,14 @@ class BatchTraining:
         self._source, self.slots = source, Slots(config, progress.cursor, self.beta)
         self._settings = AdvantageSettings.of(config, self.beta)
         self._budget, self._dims = Budget.of(config.trainer), models.policy.dims
+        self._cores = Cores.of(config.trainer.borrow_cores_after, os.environ)
+        self._num_trained = 0  # groups of the present step, on all ranks
         self._rounds: dict[tuple[int, ...], list[Round]] = {}  # by places: the same in every pass
         self._is_scored = False  # as a whole, where that is needed
 
     def backward(self, step: Step, progress: Progress) -> None:
         """Forward and backward on a mini-batch, while later groups still decode where its settings allow."""
-        self._progress = progress
+        self._progress, self._num_trained = progress, 0
         at_once = self._budget.at_once(self._exchange.world_size)
         needed = {"batch": self.slots.size, "mini_batch": max(step.places) + 1, "micro_batch": 0}
         fill(self.slots, needed[waits_for(self.config.algorithm)], at_once, self._source)
@@ -200,12 +204,20 @@ class BatchTraining:
         batch = None if self.critic_only else self._micro_batch(found, step.places)
         report_progress(f"training a micro-batch of step {self._progress.step + 1}")
         start = time.monotonic()
-        if self._models.critic:
-            self._models.critic.backward(self._mine(found), self.slots.training(step.places))
-        if batch:
-            logprobs = self._models.policy.backward(batch, self._progress.policy_version)
-            self._remember(batch, logprobs, self._mine(found))
+        with self._cores.used(self._fraction_done(step)):
+            if self._models.critic:
+                self._models.critic.backward(self._mine(found), self.slots.training(step.places))
+            if batch:
+                logprobs = self._models.policy.backward(batch, self._progress.policy_version)
+                self._remember(batch, logprobs, self._mine(found))
+        self._num_trained += sum(map(len, found))
         self._record_seconds("timing/backward_s", time.monotonic() - start)
+
+    def _fraction_done(self, step: Step) -> float:
+        """Of the step's groups: those that were trained, and those that are here and train nothing."""
+        here = [place for place in step.places if place < self.slots.num_filled]
+        num_dead = sum(not self._lengths(self.slots.training([place])) for place in here)
+        return (self._num_trained + num_dead) / len(step.places)
 
     def _micro_batch(self, found: Round, places: Sequence[int]) -> MicroBatch:
         """places: those of the whole step."""

@@ -58,6 +58,9 @@ class Trainer(Section):
     """The gradient of the whole step is scaled down to this norm if it is larger."""
     max_staleness: int = Field(0, ge=0)
     """Batches the sampler may run ahead. 0 = on-policy: training starts on groups as they arrive, equal to waiting."""
+    borrow_cores_after: float | None = Field(None, ge=0, lt=1)
+    """On CPUs with max_staleness > 0: what follows this fraction of a step's groups trains on the sampler's cores too.
+    Set it where the sampler waits: 0.5 if its part of a step takes half as long as the trainer's. null = never."""
     save_steps: int | None = Field(100, gt=0)
     """Checkpoint every n optimizer steps, at the end of a batch of rollouts; null = by save_minutes alone."""
     save_minutes: float | None = Field(10.0, gt=0)
