@@ -6,8 +6,10 @@ Dots are single steps, lines their centred mean over about a tenth of the run, d
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 from common.durable import write_file
 from common.errors import UserError
 from report.escape import strip_escapes
+from report.full_marks import guessed, reached, record_without, row_without
 from report.run_log import read_jsonl, wilson_interval
 
 Rows = Sequence[Mapping[str, Any]]
@@ -58,6 +61,17 @@ def evaluations_of(folder: Path) -> list[dict[str, Any]]:
     return [latest[step] for step in sorted(latest)]
 
 
+def history_of(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(steps, evaluations) as people are shown them: without accuracies that nobody knows the full marks of."""
+    rows, evaluations, path = read_jsonl(folder / "metrics.jsonl"), evaluations_of(folder), folder / "config.json"
+    rewards = {}
+    if path.exists():
+        with contextlib.suppress(ValueError):  # the page says what is wrong with it
+            rewards = json.loads(path.read_text()).get("rewards", {})
+    names = guessed(rewards) - reached(rows, evaluations)
+    return [row_without(row, names) for row in rows], [record_without(record, names) for record in evaluations]
+
+
 def write_curves(output_dir: Path) -> Path:
     """Draws curves.png: one plot per reward function, then reward, KL, response length and dead groups.
 
@@ -67,7 +81,7 @@ def write_curves(output_dir: Path) -> Path:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     folder = Path(output_dir)
-    rows, evaluations = read_jsonl(folder / "metrics.jsonl"), evaluations_of(folder)
+    rows, evaluations = history_of(folder)
     if not rows and not evaluations:
         raise UserError(f"{folder}: no metrics.jsonl and no eval.jsonl; name a run folder such as runs/quickstart")
     window = max(1, len(rows) // 10) // 2 * 2 + 1
@@ -97,6 +111,12 @@ def function_names(rows: Rows, evaluations: Rows) -> list[str]:
     keys = dict.fromkeys(key for row in rows for key in row if key.startswith("rewards/") and key.endswith("/mean"))
     trained = [key.removeprefix("rewards/").removesuffix("/mean") for key in keys]
     return list(dict.fromkeys([*trained, *(name for record in evaluations for name in record["full_marks"])]))
+
+
+def compared(evaluations: Rows) -> list[str]:
+    """The functions of these evaluations, those with shares of full marks first."""
+    marks = [name for record in evaluations for name in record["full_marks"]]
+    return list(dict.fromkeys([*marks, *(name for record in evaluations for name in record.get("mean", {}))]))
 
 
 def draw_function(ax: Any, rows: Rows, evaluations: Rows, name: str, color: str, window: int) -> None:

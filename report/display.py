@@ -19,6 +19,7 @@ from typing import Any, TextIO
 from common.config import Config
 from report.advice import Adviser, replay
 from report.escape import strip_escapes
+from report.full_marks import guessed, reached, record_without, row_without
 from report.history import AdviceSettings
 from report.step_text import HISTORY, clock, eval_line, panel_rows, scores_of, step_line
 
@@ -41,6 +42,7 @@ class StepDisplay:
         self._recent: collections.deque[Mapping[str, float]] = collections.deque(maxlen=HISTORY)
         self._ends: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)  # (step, when it ended)
         self._adviser, self._told = Adviser(AdviceSettings.of(config.model_dump())), set[str]()
+        self._uncounted = guessed(config.rewards.model_dump())  # functions whose full marks nobody knows, so far
         self._last_wait_line = -math.inf
         self._open, self._live = True, None
         draws_bars = (stream.encoding or "utf-8").lower().startswith("utf")
@@ -63,7 +65,9 @@ class StepDisplay:
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """The metrics of optimizer step `step`, counted from 1, as they are logged."""
         self._ends.append((step, self._now()))
-        self._recent.append(dict(values))
+        self._uncounted -= reached([values], [])
+        values = row_without(values, self._uncounted)
+        self._recent.append(values)
         self._status = ""
         if scores := scores_of(values, "eval/"):
             self._eval = "  ".join([*(f"{fn} {value:.2f}" for fn, value in scores.items()), f"(step {step})"])
@@ -76,6 +80,7 @@ class StepDisplay:
     def recall(self, rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> None:
         """The history of a resumed run, so that advice goes on where it was."""
         collections.deque(replay(self._adviser, rows, evaluations), maxlen=0)
+        self._uncounted -= reached(rows, evaluations)
 
     def _tell(self, sentences: Mapping[str, str]) -> dict[str, float]:
         for cause, sentence in sentences.items():
@@ -87,7 +92,8 @@ class StepDisplay:
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """A finished held-out evaluation, as MetricsLog.log_eval takes it. The panel keeps the last one."""
         self._adviser.evaluation(record)
-        self._eval = eval_line(record)
+        self._uncounted -= reached([], [record])
+        self._eval = eval_line(record_without(record, self._uncounted))
         self._update(f"held-out  {self._eval}")
         for problem, reason in record.get("failed_problems", {}).items():
             self.note(f"held-out problem {problem} could not be scored and is left out: {reason}")

@@ -19,7 +19,7 @@ from common.errors import UserError
 from common.redact import redacted
 from common.run_folder import FINAL
 from report.advice import Adviser, replay
-from report.curves import Rows, evaluations_of, function_names, share_of_full_marks
+from report.curves import Rows, compared, history_of, share_of_full_marks
 from report.escape import visible
 from report.history import AdviceSettings
 from report.run_log import read_jsonl
@@ -58,7 +58,7 @@ def write_report(output_dir: Path) -> Path:
 
 def content_of(folder: Path) -> dict[str, Any]:
     """What the page says, as plain data with nothing escaped yet."""
-    rows, evaluations = read_jsonl(folder / "metrics.jsonl"), evaluations_of(folder)
+    rows, evaluations = history_of(folder)
     if not rows and not evaluations:
         raise UserError(f"{folder}: no metrics.jsonl and no eval.jsonl; name a run folder such as runs/quickstart")
     config = _config(folder)
@@ -67,7 +67,7 @@ def content_of(folder: Path) -> dict[str, Any]:
         "name": folder.resolve().name,
         "state": _state(folder, rows, config),
         "advice": _advice(rows, evaluations, config),
-        "functions": [_before_after(name, evaluations) for name in function_names([], evaluations)],
+        "functions": [_before_after(name, evaluations) for name in compared(evaluations)],
         "problems": evaluations[-1].get("problems", evaluations[-1]["n"]) if evaluations else 0,
         "plots": svg_plots(rows, evaluations),
         "time": time_split(rows),
@@ -112,9 +112,12 @@ def _advice(rows: Rows, evaluations: Rows, config: Mapping[str, Any]) -> list[di
 
 
 def _before_after(name: str, evaluations: Rows) -> dict[str, Any]:
-    """Shares of full marks in the first and the last evaluation, in percent, with 95 % intervals."""
+    """Shares of full marks in the first and the last evaluation, in percent, with 95 % intervals; or only the means."""
     having = [record for record in evaluations if name in record["full_marks"]]
-    shares = [[100 * x for x in share_of_full_marks(record, name)] for record in (having[0], having[-1])]
+    is_share = bool(having)
+    having = having or [record for record in evaluations if name in record["mean"]]
+    ends = (having[0], having[-1])
+    shares = [[100 * x for x in share_of_full_marks(record, name)] if is_share else None for record in ends]
     versions = (having[0]["step"], having[-1]["step"])
     means = [record["mean"].get(name) for record in (having[0], having[-1])]
     return {"name": name, "before": shares[0], "after": shares[1], "versions": versions, "means": means}

@@ -83,9 +83,11 @@ def panel_rows(recent: Sequence[Mapping[str, float]], evaluation: str, status: s
 
 
 def eval_line(record: Mapping[str, Any]) -> str:
-    """A record of eval.jsonl in words: "answer 58.6%  format 97.7%  (v40, n = 512)"; shares of full marks."""
-    shares = (f"{strip_escapes(fn)} {marks / record['n']:.1%}" for fn, marks in record["full_marks"].items())
-    return "  ".join([*(shares if record["n"] else ()), f"(v{record['step']}, n = {record['n']})"])
+    """A record of eval.jsonl in words: "answer 58.6%  length 0.42  (v40, n = 512)"; shares of full marks, or means."""
+    shares = {fn: f"{marks / max(record['n'], 1):.1%}" for fn, marks in record["full_marks"].items()}
+    means = {fn: f"{mean:.2f}" for fn, mean in record.get("mean", {}).items() if fn not in shares}
+    scores = (f"{strip_escapes(fn)} {text}" for fn, text in (shares | means).items())
+    return "  ".join([*(scores if record["n"] else ()), f"(v{record['step']}, n = {record['n']})"])
 
 
 def _part(values: Mapping[str, float], key: str, template: str, zero: bool = True) -> str:

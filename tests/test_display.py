@@ -272,3 +272,37 @@ def test_an_evaluation_alone_may_show_what_is_wrong():
             display.advice(step, {"rewards/answer/accuracy": accuracy})
         display.evaluation({"step": version, "n": 512, "full_marks": {"answer": 205}})
     assert "advice: answer rose by 50 points on training problems and by 0 on held-out ones" in stream.getvalue()
+
+
+def own_reward(**rewards: object) -> Config:
+    sections = {"model": {"path": "m"}, "data": {"train": "d"}, "rewards": {"reward_funcs": ["a.py:mine", "answer"]}}
+    sections["rewards"] |= rewards
+    return Config.model_validate(sections)
+
+
+OWN = {
+    "rewards/mine/mean": 0.31,
+    "rewards/mine/accuracy": 0.0,
+    "rewards/answer/mean": 0.5,
+    "rewards/answer/accuracy": 0.0,
+}
+
+
+def shown(settings: Config, *steps: dict[str, float], record: dict | None = None) -> list[str]:
+    stream = io.StringIO()
+    display = StepDisplay(settings, stream, Clock())
+    for number, values in enumerate(steps, 1):
+        display.step(number, values)
+    if record:
+        display.evaluation(record)
+    return stream.getvalue().splitlines()
+
+
+def test_a_reward_of_ones_own_that_nothing_has_earned_in_full_is_shown_by_its_mean_until_something_does():
+    lines = shown(own_reward(), OWN, OWN | {"rewards/mine/accuracy": 0.25}, OWN)
+    assert ["mine 0.31  answer 0.00" in lines[0], "mine 0.25" in lines[1], "mine 0.00" in lines[2]] == [True] * 3
+    assert "mine 0.00" in shown(own_reward(full_marks={"mine": 2.0}), OWN)[0], "its full marks are known"
+    record = {"step": 2, "n": 8, "full_marks": {"mine": 0, "answer": 0}, "mean": {"mine": 0.31, "answer": 0.5}}
+    assert "answer 0.0%  mine 0.31  (v2, n = 8)" in shown(own_reward(), record=record)[0]
+    record["full_marks"]["mine"] = 1
+    assert "mine 12.5%  answer 0.0%  (v2, n = 8)" in shown(own_reward(), record=record)[0]

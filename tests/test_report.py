@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 
 import matplotlib.axes
@@ -9,6 +10,7 @@ import pytest
 
 from common.errors import UserError
 from report.curves import centered_mean, share_of_full_marks, write_curves
+from report.html_page import write_report
 from report.main import final_summary, main
 from report.run_log import MetricsLog
 
@@ -160,3 +162,22 @@ def test_the_command_draws_prints_and_exits_2_for_a_wrong_folder(tmp_path, capsy
     assert (tmp_path / "run" / "report.html").exists()
     assert main([str(tmp_path / "nothing")]) == 2
     assert "no metrics.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("right", "line"),
+    [
+        ((0, 0), "held-out mine: mean 0.10 → 0.30  (n = 512; for an accuracy set rewards.full_marks={mine: …})"),
+        ((0, 512), "held-out mine: 0.0 % → 100.0 %  (n = 512; 95 % intervals [0.0, 0.7] → [99.3, 100.0])"),
+    ],
+)
+def test_a_reward_of_ones_own_is_compared_by_its_mean_if_nothing_ever_earned_its_full_marks(tmp_path, right, line):
+    records = [
+        {"step": step, "n": 512, "problems": 512, "full_marks": {"mine": marks}, "mean": {"mine": mean}}
+        for step, marks, mean in zip((0, 20), right, (0.1, 0.3), strict=True)
+    ]
+    folder = write_run(tmp_path, 2, tuple(records), **{"rewards/mine/mean": 0.2, "rewards/mine/accuracy": 0.0})
+    (folder / "config.json").write_text(json.dumps({"rewards": {"reward_funcs": ["a.py:mine"], "full_marks": {}}}))
+    assert line in final_summary(folder).splitlines()
+    page = write_report(folder).read_text()
+    assert "0.10 → 0.30" in page and ("100.0 %" in page) == (right[1] > 0)
