@@ -19,6 +19,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import psutil
 import pytest
 import pytest_timeout
@@ -34,6 +35,8 @@ LONGEST_FIRST = (
 MARKS = ("fast", "processes", "gloo", "vllm", "e2e")
 WORKER_BYTES = 8 << 30  # an engine and a trainer of a worker's test
 PAGE = Path(__file__).resolve().parents[1] / "RELIABILITY.md"
+hypothesis.settings.register_profile("tandem", deadline=None)  # a deadline would be a verdict on the machine's speed
+hypothesis.settings.load_profile("tandem")
 _figures: list[tuple[str, str, str]] = []  # promise, test, text
 _PART = re.compile(r"<!-- (\S+) -->(.*?)(?: · (?=<!-- )|$)")
 
@@ -104,13 +107,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _share_the_machine(config: pytest.Config) -> None:
-    """No deadline of hypothesis, which would be the machine's speed; and of the fast tests each worker has its cores.
-
-    Tests of the other tiers start processes, which decide for themselves.
-    """
-    if hypothesis := sys.modules.get("hypothesis"):
-        hypothesis.settings.register_profile("tandem", deadline=None)
-        hypothesis.settings.load_profile("tandem")
+    """Each worker of the fast tests has its cores. Other tiers start processes, which decide for themselves."""
     worker, torch = getattr(config, "workerinput", None), sys.modules.get("torch")
     if worker and torch and config.option.markexpr == "fast":
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // worker["workercount"]))

@@ -60,6 +60,7 @@ OTHER_VALUES: dict[str, dict[str, Any]] = {
     },
     "prompt": {
         "system": "Think.",
+        "examples": [{"user": "1+1?", "assistant": "2"}],
         "format_prompt": TEMPLATE,
         "chat_template": TEMPLATE,
         "chat_template_kwargs": {"enable_thinking": False},
@@ -183,8 +184,9 @@ def test_a_checkpoint_of_before_is_resumed_and_what_cannot_be_compared_is_said(t
     said: list[str] = []
     assert resume.find_checkpoint(resuming, said.append) == str(folder)
     assert said == [
-        f"{folder} does not record data.answer_key, prompt.system, prompt.format_prompt, prompt.chat_template, "
-        "prompt.chat_template_kwargs, dataset_fingerprint, tokenizer_hash: nobody can check that these are as they were"
+        f"{folder} does not record data.answer_key, prompt.system, prompt.examples, prompt.format_prompt, "
+        "prompt.chat_template, prompt.chat_template_kwargs, dataset_fingerprint, tokenizer_hash: nobody can check that "
+        "these are as they were"
     ]
     assert resumed(folder, resuming).dataset_fingerprint == ""
 
