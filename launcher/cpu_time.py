@@ -14,6 +14,7 @@ from model.dims import ModelDims
 
 _BLOCK = 32  # tokens of a block of vLLM's cache on a CPU: prompts share whole blocks alone
 # Fitted to runs of models of 1, 28 and 135 million parameters.
+_BESIDE_LAYERS = 1.2  # embeddings, indexes, masks, and memory that a stand-in of a few layers does not touch
 _OPTIMIZER_BYTES = 100  # per parameter and step: reduction, norm, and AdamW in one pass
 _ENGINE_CALLS = (60, 1500, 25)  # operations of a decoding step: per layer, per step and per sequence
 
@@ -69,7 +70,7 @@ def wave(work: Workload) -> int:
 def training_seconds(work: Workload, of: Measured, cores: int) -> float:
     """One batch of rollouts on ranks that share `cores`, each with of.threads threads.
 
-    Per group T·L·layer (4/3 of it with checkpointing; with LoRA 2/3) + G·C·head (4/3 in several chunks); per
+    1.2 times: per group T·L·layer (4/3 of it with checkpointing; with LoRA 2/3) + G·C·head (4/3 in several chunks); per
     micro-batch L·layer_call; a critic as the policy, a reference a third, both by their parameters; per step the
     optimizer's bytes.
     """
@@ -80,7 +81,7 @@ def training_seconds(work: Workload, of: Measured, cores: int) -> float:
     calls = math.ceil(groups / work.groups_per_micro_batch) * work.model.layers * of.layer_call
     layers = groups * work.tokens_of_group * work.model.layers * of.layer + calls
     layers *= (4 / 3 if work.checkpointing else 1) * (2 / 3 if work.adapters is not None else 1)
-    passes = (1 + others) * work.passes * (layers + groups * _head(work, of))
+    passes = (1 + others) * work.passes * _BESIDE_LAYERS * (layers + groups * _head(work, of))
     scored = _forward(work, of, frozen) * groups if frozen else 0.0
     trained = work.model.parameters if work.adapters is None else work.adapters
     steps = work.passes * work.mini_batches

@@ -47,7 +47,7 @@ def fit(config: Config, work: Workload, place: Placement, machine: Machine) -> F
 
 def _parts(memory: TrainerMemory) -> str:
     """What is there all the time, and what the peak of a step adds."""
-    always = ("weights", "gradients", "optimizer", "critic", "reference", "copies", "context")
+    always = ("weights", "gradients", "optimizer", "critic", "reference", "copies", "context", "spare")
     largest = ("reducing",) if memory.reducing == memory.peak else ("activations", "logits", "buckets")
     return ", ".join(f"{name} {_gib(getattr(memory, name))}" for name in (*always, *largest) if getattr(memory, name))
 

@@ -16,6 +16,7 @@ from model.dims import ModelDims
 _CONTEXT = 1.5 * GIB
 # Resident before there is a model: Python with torch and DeepSpeed, and with vLLM.
 _TRAINER_PROGRAM, _SAMPLER_PROGRAM = 0.5 * GIB, 0.75 * GIB
+_SPARE = 0.25  # of what comes and goes, as measured
 _LIVE = 10**9  # ZeRO 3's stage3_max_live_parameters: parameters that are gathered at once
 
 
@@ -34,6 +35,7 @@ class TrainerMemory:
     reducing: float  # between backward pass and step, with ZeRO 0 and 1
     copies: float  # of the weights, while a version is written behind the next step
     context: float
+    spare: float = 0.0  # on a CPU: freed blocks of the heap into which the next tensors do not fit
 
     @property
     def peak(self) -> float:
@@ -46,7 +48,7 @@ class TrainerMemory:
     @property
     def total(self) -> float:
         always = (self.weights, self.gradients, self.optimizer, self.critic, self.reference, self.copies, self.context)
-        return sum(always) + self.peak
+        return sum(always) + self.peak + self.spare
 
 
 def states(n: int, dtype: str, ranks: int, stage: int, sums_in_fp32: bool = False) -> tuple[float, float, float]:
@@ -94,7 +96,7 @@ def trainer_memory(work: Workload) -> TrainerMemory:
     larger = max((m for m in (model, work.critic) if m), key=lambda m: m.layers * m.hidden)
     frozen = None if work.reference_is_base else work.reference_of("trainer")
     buckets, reducing = _reduction(work, trained)
-    return TrainerMemory(
+    memory = TrainerMemory(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
@@ -107,6 +109,7 @@ def trainer_memory(work: Workload) -> TrainerMemory:
         copies=2 * b * trained / ranks if work.writes_behind and not work.on_gpu else 0.0,
         context=_CONTEXT if work.on_gpu else _TRAINER_PROGRAM,
     )
+    return memory if work.on_gpu else replace(memory, spare=_SPARE * memory.peak)
 
 
 def _logits(work: Workload, model: ModelDims) -> float:

@@ -48,22 +48,22 @@ HERE = Measured(
 def test_training_by_hand() -> None:
     """3 micro-batches × 3 layers × 0.5 s; 6 groups of 80 tokens × 3 layers × 1 ms; 6 · 40 completion tokens × 10 ms."""
     optimizer = 100 * N / 1e10
-    assert training_seconds(LOAD, HERE, cores=1) == pytest.approx(4.5 + 1.44 + 2.4 + optimizer)
+    assert training_seconds(LOAD, HERE, cores=1) == pytest.approx(1.2 * (4.5 + 1.44 + 2.4) + optimizer)
     checkpointing = replace(LOAD, checkpointing=True)
-    assert training_seconds(checkpointing, HERE, 1) == pytest.approx(4 / 3 * 5.94 + 2.4 + optimizer)
+    assert training_seconds(checkpointing, HERE, 1) == pytest.approx(1.2 * (4 / 3 * 5.94 + 2.4) + optimizer)
     in_chunks = replace(LOAD, chunk=79)  # of 80 completion tokens in a micro-batch: the head is computed again
-    assert training_seconds(in_chunks, HERE, 1) == pytest.approx(5.94 + 4 / 3 * 2.4 + optimizer)
+    assert training_seconds(in_chunks, HERE, 1) == pytest.approx(1.2 * (5.94 + 4 / 3 * 2.4) + optimizer)
     adapters = replace(LOAD, adapters=10)
-    assert training_seconds(adapters, HERE, 1) == pytest.approx(2 / 3 * 5.94 + 2.4 + 100 * 10 / 1e10)
+    assert training_seconds(adapters, HERE, 1) == pytest.approx(1.2 * (2 / 3 * 5.94 + 2.4) + 100 * 10 / 1e10)
     passes = replace(LOAD, passes=2, mini_batches=3)
-    assert training_seconds(passes, HERE, 1) == pytest.approx(2 * 8.34 + 6 * optimizer)
-    assert training_seconds(replace(LOAD, critic=MODEL), HERE, 1) == pytest.approx(2 * (8.34 + optimizer))
+    assert training_seconds(passes, HERE, 1) == pytest.approx(2 * 1.2 * 8.34 + 6 * optimizer)
+    assert training_seconds(replace(LOAD, critic=MODEL), HERE, 1) == pytest.approx(2 * (1.2 * 8.34 + optimizer))
 
 
 def test_ranks_share_the_groups_as_far_as_there_are_cores() -> None:
     """Of 6 groups 3 each, in 2 micro-batches; with one core for both ranks nothing is won."""
     two = replace(LOAD, ranks=2)
-    assert training_seconds(two, HERE, cores=2) == pytest.approx(3.0 + 0.72 + 1.2 + 50 * N / 1e10)
+    assert training_seconds(two, HERE, cores=2) == pytest.approx(1.2 * (3.0 + 0.72 + 1.2) + 50 * N / 1e10)
     assert training_seconds(two, HERE, cores=1) == training_seconds(LOAD, HERE, cores=1)
     assert training_seconds(two, replace(HERE, threads=2), cores=2) == training_seconds(LOAD, HERE, cores=1)
 
@@ -122,7 +122,7 @@ def test_each_side_is_timed_with_its_own_threads() -> None:
     config, ahead = config_of(), config_of(trainer={"max_staleness": 1})
     of_two = dict(fit(config, LOAD, placement(config, (), (0, 1)), machine).lines)["time"]
     of_one = dict(fit(ahead, LOAD, placement(ahead, (), (0, 1)), machine).lines)["time"]
-    assert "training ≈ 6.9 s" in of_two and "training ≈ 8.3 s" in of_one
+    assert "training ≈ 8.3 s" in of_two and "training ≈ 10 s" in of_one
 
 
 def test_the_plan_says_what_it_measured_or_that_it_could_not() -> None:

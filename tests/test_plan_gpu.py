@@ -124,7 +124,7 @@ def test_resident_memory_of_a_trainer_by_hand() -> None:
     logits = 20 * 49152 * 512 + 2 * 4 * 49152 * 576
     assert (memory.activations, memory.logits) == (30 * layer, logits)
     assert memory.reducing == 4 * n  # a flat copy of the gradients
-    assert memory.total == 24 * n + 30 * layer + logits + 0.5 * GIB
+    assert memory.total == 24 * n + 1.25 * (30 * layer + logits) + 0.5 * GIB  # a quarter for holes in the heap
     sharded = trainer_memory(replace(ON_CPU, zero_stage=1))  # a master copy, and bucket and own part of gradients
     assert sharded.reducing == 8 * n
     assert sharded.total == memory.total + 4 * n
