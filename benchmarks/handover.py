@@ -4,7 +4,7 @@
     python benchmarks/handover.py --shape qwen2.5-0.5b --dtype bfloat16 --repeats 5       3 minutes, 12 GB of memory
 
     trainer   snapshot (canary, copy of the parameters) ─► write (files, fsync, digests, manifest, rename)
-    sampler   verify (copy while hashing, finite?) ─► stall: load ─► canary
+    sampler   verify (hash, finite?) ─► stall: load ─► prove (the engine's checksums) ─► canary
 
 Random weights, one rank, one process, parts one after the other; the first version warms up and is left out. With
 max_staleness above 0 the trainer stands still for the snapshot alone and the sampler verifies while its engine decodes;
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cells import ROOT, SHAPES, make_model
 
-PARTS = ("snapshot_s", "write_s", "verify_s", "load_s", "canary_s", "stall_s")
+PARTS = ("snapshot_s", "write_s", "verify_s", "load_s", "prove_s", "canary_s", "stall_s")
 
 
 class OneRank:
@@ -113,7 +113,8 @@ def measure(config: Any, repeats: int) -> list[dict[str, float]]:
         written = time.monotonic()
         parts = reload(engine, published, config)
         seconds = {"snapshot_s": taken - start, "write_s": written - taken, "verify_s": parts.verify_s}
-        seconds |= {"load_s": parts.load_s, "canary_s": parts.canary_s, "stall_s": parts.load_s + parts.canary_s}
+        seconds |= {"load_s": parts.load_s, "prove_s": parts.prove_s, "canary_s": parts.canary_s}
+        seconds |= {"stall_s": parts.load_s + parts.prove_s + parts.canary_s}
         records.append({"version": version, "canary_max_diff": parts.canary_max_diff, **seconds})
         weights.prune(weights_dir, [version], keep=2)
         policy.disturb()
