@@ -38,11 +38,12 @@ def read_environment(run_folder: Path) -> dict[str, Any]:
 
 def environment(ranks: int, device: str) -> dict[str, Any]:
     """As in environment.json. What cannot be found out is None."""
+    cores = len(os.sched_getaffinity(0))
     return {
         "packages": {name: version(name) or version(f"{name}-cpu") for name in PACKAGES},
         "python": platform.python_version(),
         "commit": commit(_ROOT),
-        "device": device or f"{processor()}, {len(os.sched_getaffinity(0))} cores",
+        "device": device or f"{processor()}, {cores} core{'s' if cores > 1 else ''}",
         "ranks": ranks,
     }
 

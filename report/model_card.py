@@ -112,7 +112,7 @@ def model_card(run: Trained) -> str:
             template_path=str(Path(__file__).with_name("model_card.md.jinja")),
             run=run,
             config=config,
-            base=_code(shown_path(config.model.path)),
+            base=_code(base_model(config.model.path)),
             facts=[(name, _cell(text)) for name, text in facts(run)],
             results=[_result(run, name) for name in _functions(run)],
             measured=_measured(run),
@@ -175,6 +175,15 @@ def hub_id(source: str) -> str | None:
 def shown_path(value: str) -> str:
     """Folders of this machine are nobody's business: "/home/me/models/qwen" → "…/qwen". Others as they are."""
     return f"…/{value.rstrip('/').rpartition('/')[2]}" if value.startswith(("/", "~")) else value
+
+
+def base_model(path: str) -> str:
+    """A hub id, a folder as shown_path has it, or the GGUF file that a folder was converted from (model/gguf.py)."""
+    try:
+        source = json.loads((Path(path).expanduser() / "source.json").read_text())
+        return f"{source['file']}, sha256 {source['sha256']}"
+    except (OSError, ValueError, LookupError, TypeError):
+        return shown_path(path)
 
 
 def public_settings(config: Config) -> str:
@@ -255,7 +264,7 @@ def facts(run: Trained) -> Iterable[tuple[str, str]]:
     """The table of the training, one line after the other."""
     c = run.config
     revision = f", revision {c.model.revision}" if c.model.revision else ""
-    yield "Base model", f"{_code(shown_path(c.model.path))}{revision}, {c.model.dtype}"
+    yield "Base model", f"{_code(base_model(c.model.path))}{revision}, {c.model.dtype}"
     if c.lora.r:
         yield "Adapters", f"LoRA of rank {c.lora.r}, alpha {c.lora.scale}, on {_code(c.lora.target_modules)}"
     yield "Data", ", ".join(_code(shown_path(source)) for source in _listed(c.data.train))
@@ -264,7 +273,7 @@ def facts(run: Trained) -> Iterable[tuple[str, str]]:
     yield from _objective(run)
     t, s = c.trainer, c.sampler
     steps = f", {c.algorithm.steps_per_batch} optimizer steps on each batch" if c.algorithm.steps_per_batch > 1 else ""
-    behind = f"up to {t.max_staleness} batches behind" if t.max_staleness else "on policy"
+    behind = f"the sampler up to {t.max_staleness} × a batch ahead" if t.max_staleness else "on policy"
     yield "Batch", f"{t.prompts_per_step} problems × {s.num_generations} completions a step{steps}, {behind}"
     lengths = f"prompts up to {c.data.max_prompt_length} tokens, completions up to {s.max_completion_length}"
     yield "Sampling", f"temperature {s.temperature:g}, {lengths}"

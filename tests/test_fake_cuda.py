@@ -1,6 +1,9 @@
-"""benchmarks/fake_cuda.py: refused with torch's CPU build, and what it takes for a failure."""
+"""benchmarks/fake_cuda.py: refused with torch's CPU build; its passes on a CPU; what it takes for a failure."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.fake_cuda import CopiesToHost, Pass, outcome, require_cuda_build
 from common.errors import UserError
-from launcher.machine import is_cpu_build
+from launcher.machine import ROOT, is_cpu_build
+from tests.speed import limit
 
 
 @pytest.mark.skipif(not is_cpu_build(), reason="this torch has CUDA")
@@ -16,6 +20,19 @@ def test_the_cpu_build_is_refused_with_the_way_to_another() -> None:
     words = r"is the CPU build, which cannot even pretend to have a GPU.*pip install -r requirements\.txt"
     with pytest.raises(UserError, match=words):
         require_cuda_build()
+
+
+@pytest.mark.processes
+def test_every_pass_runs_on_a_cpu_and_asks_no_tensor_for_its_contents() -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/fake_cuda.py", "--cpu"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=limit(90),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("  ok  ") == 15 and "FAIL" not in done.stdout
 
 
 @pytest.mark.parametrize("wait", ["item", "nonzero", "mask"])

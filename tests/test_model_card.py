@@ -176,6 +176,14 @@ def test_the_license_is_that_of_the_base_models_own_card(tmp_path: Path) -> None
     assert "license" not in card_of(run).data.to_dict()
 
 
+def test_a_converted_gguf_file_is_named_by_its_contents(tmp_path: Path) -> None:
+    base = tmp_path / "b179c9-float32"
+    base.mkdir()
+    (base / "source.json").write_text('{"file": "SmolLM2-135M.Q8_0.gguf", "sha256": "b179c9"}')
+    text = str(card_of(run_folder(tmp_path, model={"path": str(base)})))
+    assert "| Base model | `SmolLM2-135M.Q8_0.gguf, sha256 b179c9`, bfloat16 |" in text
+
+
 def test_adapters_belong_to_peft(tmp_path: Path) -> None:
     run = run_folder(tmp_path, lora={"r": 16})
     (run / "adapter_config.json").write_text("{}")
@@ -298,7 +306,7 @@ def test_the_environment_is_what_is_installed_here(tmp_path: Path) -> None:
     environment.write_environment(tmp_path, ranks=2, device="")
     found = environment.read_environment(tmp_path)
     assert found["packages"]["torch"] == torch.__version__ and found["packages"]["vllm"]
-    assert found["device"].endswith(" cores") and found["ranks"] == 2
+    assert found["device"].rstrip("s").endswith(" core") and found["ranks"] == 2
     assert environment.read_environment(tmp_path / "nothing") == {}
 
 
