@@ -162,7 +162,7 @@ def reload(engine: Engine, published: Published, config: Config, fetcher: Fetche
     fetched = fetcher.take(published) if fetcher else fetch(published, config)
     begun = time.monotonic()
     try:
-        proof = engine.load(fetched.folder, None)
+        proof = engine.load(fetched.folder, expected_tensors(fetched, config))
         loaded = time.monotonic()
         _require_proof(proof, published.version)
         theirs, ours = _canary_logprobs(engine, fetched.manifest)
