@@ -123,7 +123,7 @@ class Worker:
                 self.write(f"{name}/gradient", moments(trainer.engine, "exp_avg"))
                 if trainer.critic:
                     self.write(f"{name}/value_gradient", moments(trainer.critic, "exp_avg"))
-            trainer.save_checkpoint()
+            trainer.saver.save_if_due(trainer.progress)
             hashes.append(run_hash(trainer))
         self.write(f"{name}/weights", master_weights(trainer.engine))
         if trainer.critic:
@@ -200,7 +200,7 @@ class Worker:
             trainer.train_batch()
             hashes.append(run_hash(trainer))
             if len(hashes) == 1:
-                trainer.save_checkpoint()
+                trainer.saver.save_if_due(trainer.progress)
         self.seen[name] = {"steps": trainer.results, "hashes": hashes}
 
     def warm_up(self) -> None:
@@ -238,7 +238,7 @@ class Worker:
         hashes = [run_hash(trainer)]
         trainer.train_batch()
         hashes.append(run_hash(trainer))
-        trainer.save_checkpoint()
+        trainer.saver.save_if_due(trainer.progress)
         self.seen[f"{name}{stage}"] = {
             "said": said,
             "found": found.name,
