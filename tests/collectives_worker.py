@@ -39,7 +39,7 @@ def record(worker: Worker, name: str, stage: int, **sections: dict[str, Any]) ->
             trainer.publish(evaluate=False)
             trainer.publisher.finish()
         with recorder.phase("checkpoint"):
-            trainer.save_checkpoint()
+            trainer.saver.save_if_due(trainer.progress)
     bad = infinite_loss if trainer.critic else poisoned
     with CollectiveRecorder() as overflow, overflow.phase("overflow"):
         worker.trainer(settings(worker.folder, f"{name}_bad", stage, **GROUPS, **sections), bad).train_batch()

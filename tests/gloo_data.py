@@ -46,6 +46,9 @@ GAE: dict[str, Any] = {
 # GROUP PPO, with a threshold that cuts some of these completions and moves between steps
 GROUP_PARAMS = {"group_variance_threshold": 0.7, "group_max_size": 5, "group_epsilon": 1e-12, "threshold_lr": 0.5}
 GROUP_PPO = GAE | {"algorithm": GAE["algorithm"] | {"adv_estimator": "group_ppo", "group_params": GROUP_PARAMS}}
+# of a bfloat16 model: ZeRO stage and the dtype in which the gradients of 1, 4 or 16 micro-batches add up
+SUMS = ((1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"))
+MICRO_BATCHES = (1, 4, 16)
 CONSTANT_RATE = {"lr_scheduler_type": "constant", "warmup_steps": 0}
 # reference.on trainer at a ZeRO stage, each with another packing, larger micro-batches included
 REFERENCES: dict[int, dict[str, Any]] = {

@@ -31,10 +31,12 @@ from tests.gloo_data import (
     CONSTANT_RATE,
     GAE,
     GROUP_PPO,
+    MICRO_BATCHES,
     NUM_STEPS,
     REFERENCE_TWICE,
     REFERENCES,
     STAGES,
+    SUMS,
     VARIANTS,
     Item,
     Stream,
@@ -123,7 +125,7 @@ class Worker:
                 self.write(f"{name}/gradient", moments(trainer.engine, "exp_avg"))
                 if trainer.critic:
                     self.write(f"{name}/value_gradient", moments(trainer.critic, "exp_avg"))
-            trainer.save_checkpoint()
+            trainer.saver.save_if_due(trainer.progress)
             hashes.append(run_hash(trainer))
         self.write(f"{name}/weights", master_weights(trainer.engine))
         if trainer.critic:
@@ -200,8 +202,17 @@ class Worker:
             trainer.train_batch()
             hashes.append(run_hash(trainer))
             if len(hashes) == 1:
-                trainer.save_checkpoint()
+                trainer.saver.save_if_due(trainer.progress)
         self.seen[name] = {"steps": trainer.results, "hashes": hashes}
+
+    def accumulate(self, stage: int, accumulation: str) -> None:
+        """bfloat16: the gradient of the same 32 groups in 1, 4 and 16 micro-batches per rank."""
+        deepspeed = {"zero_optimization": {"stage": stage}, "data_types": {"grad_accum_dtype": accumulation}}
+        for count in MICRO_BATCHES:
+            at_once = 32 // (self.exchange.world_size * count)
+            trainer = {"prompts_per_step": 32, "groups_per_micro_batch": at_once, "logprob_chunk_size": 1024}
+            name = f"sum_{accumulation}_{stage}_{count}"
+            self.one_batch(name, 1, group, model={"dtype": "bfloat16"}, trainer=trainer, deepspeed=deepspeed)
 
     def warm_up(self) -> None:
         """Two batches of two updates; in the first three updates only the critic learns."""
@@ -238,7 +249,7 @@ class Worker:
         hashes = [run_hash(trainer)]
         trainer.train_batch()
         hashes.append(run_hash(trainer))
-        trainer.save_checkpoint()
+        trainer.saver.save_if_due(trainer.progress)
         self.seen[f"{name}{stage}"] = {
             "said": said,
             "found": found.name,
@@ -367,8 +378,10 @@ def main(folder: Path, start: str) -> None:
         worker.one_batch("all_dead", 1, dead, algorithm={"dead_groups": "resample", "beta": 0.0})
         for stage in (0, 1, 2):
             worker.skip(stage, "nan_half", poisoned, "bfloat16")
-        for stage in (1, 2):
+        for stage in (1, 2, 3):
             worker.half(stage)
+        for stage, accumulation in SUMS:
+            worker.accumulate(stage, accumulation)
         worker.end()
     else:
         worker.seen["weights_only"] = watch_loading()
@@ -377,7 +390,7 @@ def main(folder: Path, start: str) -> None:
             worker.resume(stage, "critic", **GAE)
         worker.resume(1, "segments", **GROUP_PPO)
         worker.resume(1, "critic_half", "bfloat16", **GAE)
-        for stage in (1, 2):
+        for stage in (1, 2, 3):
             worker.resume(stage, "half", "bfloat16")
     worker.seen["seconds"] = time.monotonic() - began
     path = folder / f"{start}-rank{worker.exchange.rank}.json"

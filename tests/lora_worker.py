@@ -77,7 +77,7 @@ def straight(worker: Worker, name: str, stage: int, sections: dict[str, Any]) ->
         trainer.train_batch()
         if step == 0:
             worker.write(f"{name}/gradient", published_names(moments(trained(trainer.engine), "exp_avg")))
-        trainer.save_checkpoint()
+        trainer.saver.save_if_due(trainer.progress)
         hashes.append(both_hashes(trainer))
     worker.write(f"{name}/adapters", dict(trainer.engine.whole(trainer.engine.adapters(), lambda _: True)))
     trainer.publish(evaluate=False)

@@ -38,7 +38,8 @@ def test_without_settings_everything_follows_from_ours() -> None:
         "train_batch_size": 8,
         "gradient_clipping": 0.7,
         "managed_gradient_accumulation": False,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": True, "immediate_grad_update": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
         "fp16": {"enabled": False},
         "zero_optimization": {"stage": 1, "overlap_comm": False},
         "steps_per_print": 10**9,
@@ -62,6 +63,31 @@ def test_the_default_zero_stage_keeps_no_copy_that_nobody_needs(
 
 def test_float32_turns_bf16_off() -> None:
     assert filled({}, dtype="float32")["bf16"] == {"enabled": False}
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "types"),
+    [
+        (0, "bfloat16", None),  # DeepSpeed refuses
+        (1, "bfloat16", {"grad_accum_dtype": "fp32"}),
+        (2, "bfloat16", {"grad_accum_dtype": "fp32"}),
+        (3, "bfloat16", {"grad_accum_dtype": "fp32"}),
+        (1, "float32", None),
+    ],
+)
+def test_gradients_of_bfloat16_models_add_up_in_float32(stage: int, dtype: str, types: Any) -> None:
+    assert filled({"zero_optimization": {"stage": stage}}, dtype=dtype).get("data_types") == types
+
+
+def test_a_users_own_dtype_of_accumulation_stays() -> None:
+    result = filled({"data_types": {"grad_accum_dtype": "bf16"}})
+    assert result["data_types"] == {"grad_accum_dtype": "bf16"}
+    assert result["bf16"] == {"enabled": True}
+
+
+def test_one_rank_sends_nothing_and_rounds_nothing_to_what_it_would_send() -> None:
+    assert deepspeed_config(settings({}), world_size=1)["communication_data_type"] == "fp32"
+    assert "communication_data_type" not in filled({})
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -120,6 +146,7 @@ def test_a_file_made_for_the_hugging_face_trainer_works_as_it_is(tmp_path: Path)
     result = filled(path, warmup_steps=5, max_steps=50, weight_decay=0.1)
     assert result["fp16"] == {"enabled": False, "loss_scale": 0}
     assert result["bf16"] == {"enabled": True}
+    assert result["data_types"] == {"grad_accum_dtype": "fp32"}
     assert result["optimizer"]["params"] == {"lr": 3e-6, "betas": [0.9, 0.999], "weight_decay": 0.1}
     assert result["scheduler"]["params"] == {
         "warmup_min_lr": 0.0,

@@ -71,6 +71,7 @@ def deepspeed_config(config: Config, world_size: int, optimized: Optimized | Non
     given["fp16"]["enabled"] = False
     is_whole = world_size == 1 and all(o.dtype == "float32" for o in all_optimized(config))
     _fill_zero(_section(given, "zero_optimization"), default=0 if is_whole else 1)
+    _fill_accumulation(given, world_size, optimized)
     _fill_optimizer(config, given, optimized)
     given.setdefault("steps_per_print", 10**9)
     # by default DeepSpeed waits for the GPU in every micro-batch, to time what it would print
@@ -148,6 +149,24 @@ def _fill_zero(zero: dict[str, Any], default: int) -> None:
         _agree(zero, "deepspeed.zero_optimization", {"overlap_comm": (False, f"stage {zero['stage']}")})
     elif zero["stage"] == 3 and zero.get("overlap_comm", _AUTO) == _AUTO:
         zero["overlap_comm"] = False
+
+
+def _fill_accumulation(given: dict[str, Any], world_size: int, optimized: Optimized) -> None:
+    """bfloat16: micro-batches add their gradients up in float32, where DeepSpeed's own default is bfloat16.
+
+    Sums of 8 bits would depend on the number of micro-batches. ZeRO 0 has no other: DeepSpeed refuses the two together.
+    """
+    stage = given["zero_optimization"]["stage"]
+    if optimized.dtype != "bfloat16" or stage == 0:
+        return
+    types = _section(given, "data_types")
+    if types.get("grad_accum_dtype", _AUTO) == _AUTO:
+        types["grad_accum_dtype"] = "fp32"
+    if stage == 1 and types["grad_accum_dtype"] == "fp32":
+        # a parameter's bfloat16 gradient is dropped as soon as it is added, which saves a copy of the model
+        given["bf16"].setdefault("immediate_grad_update", True)
+        if world_size == 1:  # nothing is sent, and DeepSpeed would still round to what is sent
+            given.setdefault("communication_data_type", "fp32")
 
 
 def _fill_optimizer(config: Config, given: dict[str, Any], optimized: Optimized) -> None:
