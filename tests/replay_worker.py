@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
 RUN_S = 60.0  # no run here takes ten
 NUM_GROUPS = 64
+MODEL_CARD = "README.md"  # of final/: names the run's folder and its settings, which differ where a run is interrupted
 
 
 @dataclass(frozen=True)

@@ -253,6 +253,7 @@ def test_activations_are_those_that_torch_keeps(dtype: str, prompt: int) -> None
         return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
     changes = {"dtype": dtype, "prompt": prompt, "completion": completion, "num_generations": completions}
+    changes |= {"on_gpu": False}  # where torch's kernel keeps no scores in float32 either
     estimate = layer_activations(load_of(model=dims, **changes), dims)
     assert (saved(3) - saved(1)) / 2 == pytest.approx(estimate, rel=0.1)
 
@@ -444,7 +445,8 @@ def hub_with(model: Path, folder: Path) -> dict[str, str]:
 def test_a_run_decides_the_side_of_the_reference_as_the_plan_and_keeps_no_engine_in_memory(
     task: Path, tmp_path: Path, by_hub_id: bool
 ) -> None:
-    chosen = ["algorithm.beta=0.1", "reference.on=auto"]
+    # eight passes: the trainer is slower by far, or two measurements of a busy machine could choose either
+    chosen = ["algorithm.beta=0.1", "reference.on=auto", "algorithm.num_iterations=8"]
     environment = hub_with(task / "model", tmp_path)
     words = [str(task / "run.yaml"), *chosen, *(["model.path=me/tiny"] if by_hub_id else [])]
     done = subprocess.run(
@@ -452,7 +454,7 @@ def test_a_run_decides_the_side_of_the_reference_as_the_plan_and_keeps_no_engine
     )
     assert done.returncode == 0, done.stderr
     side, engines = done.stdout.splitlines()
-    assert side in ("sampler", "trainer") and engines == "[]"
+    assert side == "sampler" and engines == "[]"
     assert f"scored by the {side} (reference.on=auto)" in planned(task, *chosen)[1]
 
 
