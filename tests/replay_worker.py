@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import importlib
 import json
 import os
@@ -88,6 +89,13 @@ def stack() -> Stack:
     made = Stack(Path(tempfile.mkdtemp(prefix="tandem-replay-")))
     atexit.register(made.close)
     return made
+
+
+def sha256_of_run(output_dir: Path) -> dict[str, str]:
+    """By file name: of the final model and of every rank's state in the checkpoint of step 3."""
+    files = [*(output_dir / "final").iterdir(), *(output_dir / "checkpoints/step_000003/trainer/state").iterdir()]
+    assert len(files) > 5
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.name != MODEL_CARD}
 
 
 def log_of(output_dir: Path, rank: int) -> Path:

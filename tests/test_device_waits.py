@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.fake_cuda import OBJECTIVES
 from common.config import Config
 from common.types import Group
 from model import attention
@@ -29,14 +30,6 @@ from trainer.engine.policy import Engine, Policy
 
 pytestmark = pytest.mark.fast
 VERSION = 3  # the present one
-VARIANTS: dict[str, dict[str, Any]] = {
-    "grpo": {},
-    "with a reference": {"beta": 0.1},
-    "entropy": {"entropy_coef": 0.1},
-    "sequence": {"importance_sampling_level": "sequence", "delta": 2.0},
-    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
-    "corrected": {"num_iterations": 2, "vllm_importance_sampling_mode": "token_mask"},
-}
 
 
 class PlainDeepSpeed:
@@ -86,10 +79,10 @@ def batch_of(config: Config, versions: Sequence[int]) -> MicroBatch:
     return micro_batch(scored, Denominator(config.algorithm.loss_type, 6, 40, 12), config.algorithm)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 def test_a_micro_batch_asks_the_device_for_no_value(name: str, checkpointing: bool) -> None:
-    config = settings(**VARIANTS[name])
+    config = settings(**OBJECTIVES[name])
     engine, batch = engine_of(config, checkpointing), batch_of(config, [VERSION, VERSION - 1])
     attention._indexes.cache_clear()
     engine.backward(batch, VERSION)  # what depends on lengths alone is made once, on the CPU

@@ -6,7 +6,6 @@ The fast tests use the stand-ins of the checkpoint tests, the others two real De
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import resource
 import signal
@@ -24,7 +23,7 @@ import pytest
 from common import durable, exits, failpoints
 from common.errors import Interrupted, Retryable
 from tests.gloo_data import TRAINER
-from tests.replay_worker import MODEL_CARD, ROOT, Life, Stack, stack
+from tests.replay_worker import ROOT, Life, Stack, sha256_of_run, stack
 from tests.speed import limit
 from tests.test_checkpoint_faults import ONE_RANK, leftovers, resumed_step, save
 from trainer.save import disk, resume
@@ -287,14 +286,7 @@ def train(trainers: Stack, name: str, faults: dict[int, str], **sections: Any) -
 @cache
 def undisturbed(trainers: Stack) -> dict[str, str]:
     assert train(trainers, "undisturbed", {}).codes == [0, 0]
-    return sha256(trainers.folder / "undisturbed")
-
-
-def sha256(output_dir: Path) -> dict[str, str]:
-    """Of the final model and of every rank's state in the last checkpoint."""
-    files = [*(output_dir / "final").iterdir(), *(output_dir / "checkpoints/step_000003/trainer/state").iterdir()]
-    assert len(files) > 5
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.name != MODEL_CARD}
+    return sha256_of_run(trainers.folder / "undisturbed")
 
 
 FULL = [  # rank, its file operations without room, what it is doing then
@@ -317,7 +309,7 @@ def test_a_full_disk_on_either_rank_delays_publishing_and_checkpoints_and_change
         assert waits, f"no pause at file operations {fault} of rank {rank}"
         for line in waits:
             assert line.startswith(f"{what} waits for the disk: rank {rank}: ") and REASONS["enospc"] in line
-        assert sha256(trainers.folder / name) == undisturbed(trainers)
+        assert sha256_of_run(trainers.folder / name) == undisturbed(trainers)
     figure(
         "R14",
         f"{len(FULL)} of {len(FULL)}: either of 2 DeepSpeed ranks without room while publishing or saving, both pause, "
@@ -339,4 +331,4 @@ def test_a_disk_that_stays_full_ends_both_ranks_retryable_and_the_run_resumes_wh
     checkpoints = trainers.folder / name / "checkpoints"
     assert resume.newest_valid(checkpoints, print) == checkpoints / "step_000001"
     assert train(trainers, name, {}, run={"resume": True}).codes == [0, 0]
-    assert sha256(trainers.folder / name) == undisturbed(trainers)
+    assert sha256_of_run(trainers.folder / name) == undisturbed(trainers)

@@ -16,25 +16,11 @@ from launcher.memory import published_versions, resident_sampler, sampler_memory
 from launcher.placement import placement
 from launcher.workload import Workload, workload_of
 from model.dims import ModelDims
+from tests.test_plan import QWEN, load_of
 
 ROOT = Path(__file__).resolve().parents[1]
-POLICY = ModelDims(1536, 8960, 28, 12, 2, 128, 151936, tied=True, bias=True)
 REFERENCE = ModelDims(2048, 11008, 36, 16, 2, 128, 151936, tied=True, bias=True)
-RUN = Workload(
-    model=POLICY,
-    dtype="bfloat16",
-    ranks=2,
-    zero_stage=2,
-    prompt=384,
-    completion=512,
-    num_generations=8,
-    groups_per_micro_batch=1,
-    groups_per_batch=16,
-    checkpointing=True,
-    reference=REFERENCE,
-    max_num_seqs=128,
-    sums_in_fp32=True,
-)
+RUN = load_of(checkpointing=True, reference=REFERENCE, sums_in_fp32=True)
 
 # GiB, by hand: weights, gradients, AdamW, activations, logits and head, buckets, context
 SUMS = {
@@ -64,7 +50,7 @@ def test_the_samplers_reference_brings_a_chunk_of_logits() -> None:
 def test_what_a_step_needs_by_turns_is_not_added_up() -> None:
     """ZeRO 1 in float32, one rank: backward 2·GiB of activations … against bucket 4·5e8 and the rank's part 4·N."""
     memory = trainer_memory(replace(RUN, ranks=1, zero_stage=1, dtype="float32", sums_in_fp32=False))
-    n = POLICY.parameters
+    n = QWEN.parameters
     assert memory.reducing == 4 * 5e8 + 4 * n
     assert memory.peak == max(memory.reducing, memory.activations + memory.logits + memory.buckets)
     assert memory.total == pytest.approx(4 * n + 4 * n + 12 * n + memory.peak + 1.5 * GIB)
@@ -84,7 +70,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, gpus: int, gib: int, *overrides: st
     monkeypatch.setattr(workload, "read_dims", lambda path, revision: REFERENCE)
     config = load(ROOT / "configs" / "gsm8k_qwen2.5_1.5b.yaml", list(overrides))
     place = placement(config, range(gpus), range(8))
-    return fit(config, workload_of(config, place.num_ranks, POLICY), place, Machine(gpus, gib * GIB, "", 64 * GIB, 8))
+    return fit(config, workload_of(config, place.num_ranks, QWEN), place, Machine(gpus, gib * GIB, "", 64 * GIB, 8))
 
 
 def devices(sampler: list[int], trainer: list[int]) -> tuple[str, str]:

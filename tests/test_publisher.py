@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -18,7 +17,7 @@ from common.config import Config
 from tests.gloo_data import TRAINER
 from tests.plain_policy import OneRank, PlainPolicy
 from tests.protocol_helpers import make_config
-from tests.replay_worker import MODEL_CARD, Life, Stack, stack
+from tests.replay_worker import Life, Stack, sha256_of_run, stack
 from tests.tiny import tiny_model
 from trainer.save import disk as disk_module
 from trainer.save import publisher as publisher_module
@@ -175,22 +174,16 @@ def train(trainers: Stack, name: str, armed: dict[int, str], staleness: int = 1,
     return trainers.run(name, 2, 2, environment, trainer=trainer, **sections)
 
 
-def sha256(output_dir: Path) -> dict[str, str]:
-    files = [*(output_dir / "final").iterdir(), *(output_dir / "checkpoints/step_000003/trainer/state").iterdir()]
-    assert len(files) > 5
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.name != MODEL_CARD}
-
-
 @cache
 def on_policy(trainers: Stack) -> dict[str, str]:
     assert train(trainers, "publisher-on-policy", {}, staleness=0).codes == [0, 0]
-    return sha256(trainers.folder / "publisher-on-policy")
+    return sha256_of_run(trainers.folder / "publisher-on-policy")
 
 
 @pytest.mark.gloo
 def test_writing_behind_the_steps_changes_no_bit_of_them(trainers: Stack) -> None:
     assert train(trainers, "behind", {}).codes == [0, 0]
-    assert sha256(trainers.folder / "behind") == on_policy(trainers)
+    assert sha256_of_run(trainers.folder / "behind") == on_policy(trainers)
 
 
 @pytest.mark.gloo
@@ -202,7 +195,7 @@ def test_a_rank_without_room_behind_a_step_pauses_both_and_changes_nothing(
     assert life.codes == [0, 0], life.logs[rank][-3000:]
     (line,) = [line for line in life.logs[0].splitlines() if "waits for the disk" in line]
     assert line.startswith(f"publishing version 1 waits for the disk: rank {rank}: ")
-    assert sha256(trainers.folder / f"behind-full-{rank}") == on_policy(trainers)
+    assert sha256_of_run(trainers.folder / f"behind-full-{rank}") == on_policy(trainers)
     figure("R14", f"rank {rank} of 2 without room while a version is written behind a step: waited for, weights equal")
 
 
@@ -217,4 +210,4 @@ def test_a_run_killed_while_a_version_is_written_behind_a_step_resumes_exactly(
     assert -9 in train(trainers, name, {rank: point}).codes
     life = train(trainers, name, {}, run={"resume": True})  # version 2 died behind step 3: step 1 at least is saved
     assert life.codes == [0, 0], life.logs[0][-3000:]
-    assert sha256(trainers.folder / name) == on_policy(trainers)
+    assert sha256_of_run(trainers.folder / name) == on_policy(trainers)

@@ -215,6 +215,8 @@ class BatchTraining:
 
     def _fraction_done(self, step: Step) -> float:
         """Of the step's groups: those that were trained, and those that are here and train nothing."""
+        if self._cores.borrow_after is None:  # nobody asks: no counting in every micro-batch
+            return 0.0
         here = [place for place in step.places if place < self.slots.num_filled]
         num_dead = sum(not self._lengths(self.slots.training([place])) for place in here)
         return (self._num_trained + num_dead) / len(step.places)
