@@ -1,7 +1,7 @@
 """Memory that ran out, on a GPU, on the CPU or in vLLM's cache, and the settings that need less of it.
 
 The update is the same with any of the settings named for the trainer. Recognised by the messages of torch and
-vLLM, whose classes cost seconds to import. After SIGKILL by the kernel no code of the process runs: common/killed.py.
+vLLM, whose classes cost seconds to import. After SIGKILL by the kernel no code of the process runs: launcher/killed.py.
 """
 
 from __future__ import annotations

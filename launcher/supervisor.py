@@ -9,7 +9,7 @@ What an ending means:
          once trainer.max_hours is over nothing is started again: both stop, 75
     130  somebody interrupted it: both stop, 130
     else the sampler holds no state and counts as 75; the trainer too if it has a checkpoint, otherwise both stop, 1
-A SIGKILL is explained (common/killed.py). If it was the kernel's for want of memory and nothing may be started again,
+A SIGKILL is explained (launcher/killed.py). If it was the kernel's for want of memory and nothing may be started again,
 or the same process was killed so before without a new step in between, the settings must change: both stop, 2.
 A trainer restarts from its newest checkpoint. Without one it may start anew only while metrics.jsonl has no step:
 later, that would silently train a second time what was already reported. Left out: several hosts.
@@ -27,9 +27,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from common.exits import DONE, INTERRUPTED, RETRYABLE, SIGKILLED, USER_ERROR, meaning
-from common.killed import Resident, gib
 from common.out_of_memory import less_memory
 from common.transcript import tail
+from launcher.killed import Resident, gib
 from launcher.processes import Child, Guard, Running
 
 TAIL_LINES = 15

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from common import killed
-from common.killed import Killed, Resident, gib, killed_in_log, memory_limit, oom_kills
 from common.out_of_memory import less_memory
+from launcher import killed
+from launcher.killed import Killed, Resident, gib, killed_in_log, memory_limit, oom_kills
 from tests import test_supervisor
 from tests.speed import limit, until
 from tests.test_supervisor import WAITS, Run, first_time

@@ -23,7 +23,8 @@ from pathlib import Path
 
 import psutil
 
-GIB = 2**30
+from launcher.machine import GIB
+
 _SAMPLE_S = 1.0
 _HISTORY = 10  # samples of each process
 _UNLIMITED = 2**60  # bytes; cgroup v1 writes a number near 2^63 where there is no limit
