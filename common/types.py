@@ -27,13 +27,22 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class EncodedImage:
+    """An image as the model sees it: resized once by the sampler, so that nobody resizes twice."""
+
+    png: bytes  # RGB PNG, height and width multiples of patch_size × merge_size
+    grid_thw: tuple[int, int, int]  # (1, height / patch_size, width / patch_size), in patches
+
+
+@dataclass(frozen=True)
 class Prompt:
     """A problem as the model sees it.  Prompt(problem, text="<|im_start|>user…", token_ids=[151644, …])"""
 
     problem: Problem
     for_rewards: str | list[dict[str, str]]  # what they get as `prompts`: the text of a row, or chat messages
     text: str  # the rendered chat template, for people
-    token_ids: NDArray[np.int32]  # [P] what the engine and the trainer get
+    token_ids: NDArray[np.int32]  # [P] what the trainer gets; one image token for each merged patch of its images
+    images: tuple[EncodedImage, ...] = ()  # in the order of their places in token_ids
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,7 @@ class Group:
     problem_index: int
     prompt_ids: NDArray[np.int32]  # [P]
     rollouts: tuple[Rollout, ...]  # num_generations of them
+    images: tuple[EncodedImage, ...] = ()  # of the prompt, in the order of their places in prompt_ids
 
 
 @dataclass(frozen=True)

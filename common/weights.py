@@ -52,6 +52,8 @@ class Canary:
     prompt_length: int
     token_ids: list[list[int]]
     logprobs: list[list[float]]
+    image_png: str = ""  # base64 of a PNG that each sequence shows in its prompt; a text model has none
+    grid_thw: list[int] = field(default_factory=list)  # of the PNG, as in EncodedImage
 
 
 @dataclass(frozen=True)

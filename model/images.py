@@ -1,0 +1,174 @@
+"""Images as Qwen's vision models see them: resized once, carried as PNG, cut into patches where they are used.
+
+    any picture ─ resized_size ─► RGB, sides multiples of patch × merge ─ encode_image ─► PNG + grid     (the sampler)
+    PNG ─ decode_patches ─► [patches, 3 · temporal · patch²] float32, the same bits as transformers' processor (trainer)
+
+Resizing by PIL and by torchvision gives other pixels, so nobody resizes twice. pillow is imported when an image is
+handled, and torch and torchvision never: text-only runs pay nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import UserError
+from common.types import EncodedImage
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_ASPECT = 200  # of smart_resize
+_FILES = ("preprocessor_config.json", "processor_config.json")  # transformers 5 nests the first in the second
+
+
+@dataclass(frozen=True)
+class ImageFormat:
+    """How a model cuts and scales its images, as its preprocessor_config.json says. Defaults: Qwen2.5-VL."""
+
+    patch_size: int = 14  # pixels a side
+    merge_size: int = 2  # merge_size² patches become one token
+    temporal_patch_size: int = 2  # a patch is repeated so often, as if the image were a video that stands still
+    mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # of red, green, blue
+    std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
+    rescale_factor: float = 1 / 255
+
+    @property
+    def factor(self) -> int:
+        """Pixels a side of what becomes one token; height and width are multiples of it."""
+        return self.patch_size * self.merge_size
+
+    def num_tokens(self, image: EncodedImage) -> int:
+        """Image tokens in the prompt: grid area / merge_size²."""
+        return math.prod(image.grid_thw) // self.merge_size**2
+
+
+def resized_size(height: int, width: int, min_pixels: int, max_pixels: int, factor: int) -> tuple[int, int]:
+    """(height, width) near the given ones: multiples of factor, of an area from min_pixels to max_pixels.
+
+        β = √(H·W / max_pixels)    H' = ⌊H / (β·f)⌋ · f    where H·W, rounded to multiples of f, is too large;
+        β = √(min_pixels / (H·W))  H' = ⌈H · β / f⌉ · f    where it is too small
+
+    `smart_resize` of Qwen2-VL. Raises ValueError for a picture more than MAX_ASPECT times as long as wide, or that no
+    such size fits.
+    """
+    if max(height, width) > MAX_ASPECT * min(height, width):
+        raise ValueError(f"{width} × {height} pixels: one side is more than {MAX_ASPECT} times the other")
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    if new_height * new_width > max_pixels:
+        beta = math.sqrt((height * width) / max_pixels)
+        new_height = max(factor, math.floor(height / beta / factor) * factor)
+        new_width = max(factor, math.floor(width / beta / factor) * factor)
+    elif new_height * new_width < min_pixels:
+        beta = math.sqrt(min_pixels / (height * width))
+        new_height = math.ceil(height * beta / factor) * factor
+        new_width = math.ceil(width * beta / factor) * factor
+    if new_height * new_width > max_pixels:
+        raise ValueError(
+            f"{width} × {height} pixels cannot become multiples of {factor} with {min_pixels} to {max_pixels} pixels"
+        )
+    return new_height, new_width
+
+
+def encode_image(image: Image, form: ImageFormat, min_pixels: int, max_pixels: int) -> EncodedImage:
+    """The image resized (bicubic, as the processor does it), without its metadata. Transparent is white.
+
+    Raises ValueError as resized_size does.
+    """
+    from PIL import Image as images
+    from PIL import ImageOps
+
+    image = ImageOps.exif_transpose(image)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = images.alpha_composite(images.new("RGBA", image.size, "white"), image)
+    height, width = resized_size(image.height, image.width, min_pixels, max_pixels, form.factor)
+    resized = image.convert("RGB").resize((width, height), images.Resampling.BICUBIC)
+    resized.info = {}  # a colour profile or a comment would be written, too
+    file = io.BytesIO()
+    resized.save(file, "PNG")
+    return EncodedImage(file.getvalue(), (1, height // form.patch_size, width // form.patch_size))
+
+
+def canary_image(form: ImageFormat) -> EncodedImage:
+    """Four tokens of a picture that is nowhere plain: what the canary of a vision model shows."""
+    from PIL import Image as images
+
+    side = 2 * form.factor
+    rows, columns = np.mgrid[:side, :side].astype(np.uint8)
+    picture = images.fromarray(np.stack([3 * rows, 4 * columns, 5 * rows + 7 * columns], -1))
+    return encode_image(picture, form, side**2, side**2)
+
+
+def decode_image(image: EncodedImage) -> NDArray[np.uint8]:
+    """[height, width, 3]. The PNG must have passed common.png, as those of the link have."""
+    from PIL import Image as images
+
+    with images.open(io.BytesIO(image.png), formats=["PNG"]) as picture:
+        return np.asarray(picture.convert("RGB"))
+
+
+def decode_patches(image: EncodedImage, form: ImageFormat) -> NDArray[np.float32]:
+    """[patches, 3 · temporal_patch_size · patch_size²], patch for patch what transformers' image processor makes.
+
+        x = (u · rescale_factor − mean) / std, of each byte u
+
+    There are 256 bytes, so x is looked up. Patches of one token follow each other.
+    """
+    pixels, patch, merge = decode_image(image), form.patch_size, form.merge_size
+    _, rows, columns = image.grid_thw
+    if pixels.shape != (rows * patch, columns * patch, 3):
+        raise ValueError(f"an image of {pixels.shape[1]} × {pixels.shape[0]} pixels is no grid of {rows} × {columns}")
+    scaled = (np.arange(256, dtype=np.float64) * form.rescale_factor).astype(np.float32)
+    table = (scaled[:, None] - np.array(form.mean, np.float32)) / np.array(form.std, np.float32)
+    values = np.stack([table[:, colour][pixels[..., colour]] for colour in range(3)])
+    blocks = values.reshape(3, rows // merge, merge, patch, columns // merge, merge, patch)
+    blocks = blocks.transpose(1, 4, 2, 5, 0, 3, 6)  # rows/m, columns/m, m, m, colour, patch, patch
+    still = np.repeat(blocks[:, :, :, :, :, None], form.temporal_patch_size, axis=5)
+    return still.reshape(rows * columns, -1)
+
+
+def image_format(path: str, revision: str | None = None) -> ImageFormat:
+    """Of a model in a folder or on the hub. Raises UserError if it says nothing about images."""
+    settings = next(filter(None, (_read(path, name, revision) for name in _FILES)), None)
+    settings = (settings or {}).get("image_processor") or settings
+    if settings is None:
+        raise UserError(
+            f"model {path!r} has no preprocessor_config.json: a text model sees no images; name a vision model such as "
+            "Qwen/Qwen2.5-VL-3B-Instruct, or remove data.image_key"
+        )
+    plain = ImageFormat()
+    return ImageFormat(
+        patch_size=int(settings.get("patch_size", plain.patch_size)),
+        merge_size=int(settings.get("merge_size", plain.merge_size)),
+        temporal_patch_size=int(settings.get("temporal_patch_size", plain.temporal_patch_size)),
+        mean=_colours(settings.get("image_mean", plain.mean)),
+        std=_colours(settings.get("image_std", plain.std)),
+        rescale_factor=float(settings.get("rescale_factor", plain.rescale_factor)),
+    )
+
+
+def _colours(given: float | Sequence[float]) -> tuple[float, ...]:
+    return (float(given),) * 3 if isinstance(given, int | float) else tuple(map(float, given))
+
+
+def _read(path: str, name: str, revision: str | None) -> dict[str, Any] | None:
+    folder = Path(path).expanduser()
+    try:
+        if folder.is_dir():
+            file = folder / name
+        else:
+            from huggingface_hub import hf_hub_download
+
+            file = Path(hf_hub_download(path, name, revision=revision))
+        return dict(json.loads(file.read_text()))
+    except (OSError, ValueError):
+        return None
