@@ -9,7 +9,7 @@ that produced it and never guessed from a pad id.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +24,7 @@ class Problem:
 
     index: int  # position in the data set as loaded, before shuffling
     columns: Mapping[str, Any]  # every column of the row; reward functions receive them by name
+    images: tuple[bytes, ...] = field(default=(), repr=False)  # files of data.image_key, as they stand in the data set
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def run(config: Config, ks: Sequence[int], target: Target, output: Path | None) 
     from sampler.dataset import load_data
     from sampler.start import prompts_of
 
-    problems = load_data("data.eval", config.data.eval or "", config.data)
+    problems = load_data("data.eval", config.data.eval or "", config.data, config.rewards.reward_funcs)
     with RewardPool(config.rewards, columns=problems[0].columns) as pool:
         tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
         prompts = prompts_of("data.eval", problems, tokenizer, config)[: config.data.eval_size]

@@ -61,7 +61,7 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
     require_user_functions(config.algorithm)
     deepspeed_config(config, place.num_ranks)  # here, so that settings that contradict each other come before the data
     model = read_dims(config.model.path, config.model.revision)
-    problems = load_data("data.train", config.data.train, config.data)
+    problems = load_data("data.train", config.data.train, config.data, config.rewards.reward_funcs)
     plan = batch_plan(config, place.num_ranks, len(problems))
     _print("batch", _batch_lines(config, plan))
     if uneven := config.uneven_work(place.num_ranks):
@@ -102,11 +102,18 @@ def _preview(config: Config, problems: Sequence[Any]) -> tuple[str, list[tuple[s
     """The first prompt, and the rewards of the first rows' own answers against those of an empty completion."""
     from model.tokenizer import load_tokenizer
     from rewards.pool import RewardFailure, RewardPool
+    from sampler.pictures import encode_problem
     from sampler.prompts import make_prompt
+    from sampler.start import vision_of
 
     with RewardPool(config.rewards, columns=problems[0].columns) as pool:
         tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
-        prompts = [make_prompt(p, tokenizer, config.data, config.prompt) for p in problems[:_ROWS]]
+        vision = vision_of(config)
+        images = [encode_problem(p, vision.form, config.data) if vision else () for p in problems[:_ROWS]]
+        prompts = [
+            make_prompt(problem, tokenizer, config.data, config.prompt, vision, its)
+            for problem, its in zip(problems, images, strict=False)
+        ]
         first = prompts[0]
         for i, prompt in enumerate(prompts):
             texts = [str(prompt.problem.columns.get("answer", "")), ""]

@@ -41,6 +41,25 @@ def require_models(config: Config) -> None:
     if template is None and folder.is_dir() and not config.model.trust_remote_code and not _has_chat_template(folder):
         raise UserError(NO_CHAT_TEMPLATE)
     _require_positions(config, folder)
+    _require_sight(config, folder)
+
+
+def _require_sight(config: Config, folder: Path) -> None:
+    """Images are for a vision model, and a vision model for images unless the config says that it gets none."""
+    try:
+        sees = "vision_config" in json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, TypeError):
+        return
+    if config.data.image_key is not None and not sees:
+        raise UserError(
+            f"data.image_key {config.data.image_key!r} gives images to {folder}, a text model; set data.image_key: "
+            "null, or model.path to a vision model such as Qwen/Qwen2.5-VL-3B-Instruct"
+        )
+    if config.data.image_key is None and sees and config.data.limit_images > 0:
+        raise UserError(
+            f"{folder} is a vision model, and data.image_key names no column with images; set data.image_key: images, "
+            "or data.limit_images: 0 to train it on text alone"
+        )
 
 
 def _require_positions(config: Config, folder: Path) -> None:

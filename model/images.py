@@ -26,6 +26,8 @@ from common.types import EncodedImage
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+TokenIds = Sequence[int] | NDArray[np.int32]
+
 MAX_ASPECT = 200  # of smart_resize
 _FILES = ("preprocessor_config.json", "processor_config.json")  # transformers 5 nests the first in the second
 
@@ -49,6 +51,40 @@ class ImageFormat:
     def num_tokens(self, image: EncodedImage) -> int:
         """Image tokens in the prompt: grid area / merge_size²."""
         return math.prod(image.grid_thw) // self.merge_size**2
+
+
+@dataclass(frozen=True)
+class Vision:
+    """What a model's prompts with images are made of."""
+
+    form: ImageFormat
+    start: int  # id of the token before an image: <|vision_start|>
+    image: int  # of the one that stands for each of its tokens: <|image_pad|>
+    end: int
+
+    def expanded(
+        self, token_ids: Sequence[int] | NDArray[np.int32], images: Sequence[EncodedImage]
+    ) -> NDArray[np.int32]:
+        """The prompt with one image token for each merged patch, where it has one for each image.
+
+        Raises ValueError if the prompt has not as many image tokens as there are images.
+        """
+        ids = np.asarray(token_ids, np.int32)
+        places = np.flatnonzero(ids == self.image)
+        if len(places) != len(images):
+            raise ValueError(f"{len(places)} image tokens for {len(images)} images")
+        counts = np.ones(len(ids), np.int64)
+        counts[places] = [self.form.num_tokens(image) for image in images]
+        return np.repeat(ids, counts)
+
+    def shortened(self, token_ids: TokenIds, images: Sequence[EncodedImage]) -> list[int]:
+        """The inverse of `expanded`, for vLLM, which expands itself."""
+        short, place, left = [], 0, list(images)
+        ids = [int(t) for t in token_ids]
+        while place < len(ids):
+            short.append(ids[place])
+            place += self.form.num_tokens(left.pop(0)) if ids[place] == self.image and left else 1
+        return short
 
 
 def resized_size(height: int, width: int, min_pixels: int, max_pixels: int, factor: int) -> tuple[int, int]:
@@ -132,8 +168,8 @@ def decode_patches(image: EncodedImage, form: ImageFormat) -> NDArray[np.float32
     values = np.stack([table[:, colour][pixels[..., colour]] for colour in range(3)])
     blocks = values.reshape(3, rows // merge, merge, patch, columns // merge, merge, patch)
     blocks = blocks.transpose(1, 4, 2, 5, 0, 3, 6)  # rows/m, columns/m, m, m, colour, patch, patch
-    still = np.repeat(blocks[:, :, :, :, :, None], form.temporal_patch_size, axis=5)
-    return still.reshape(rows * columns, -1)
+    patches: NDArray[np.float32] = np.repeat(blocks[:, :, :, :, :, None], form.temporal_patch_size, axis=5)
+    return patches.reshape(rows * columns, -1)
 
 
 def image_format(path: str, revision: str | None = None) -> ImageFormat:
@@ -154,6 +190,18 @@ def image_format(path: str, revision: str | None = None) -> ImageFormat:
         std=_colours(settings.get("image_std", plain.std)),
         rescale_factor=float(settings.get("rescale_factor", plain.rescale_factor)),
     )
+
+
+def read_vision(path: str, revision: str | None = None) -> Vision:
+    """Of a model in a folder or on the hub. Raises UserError if it is none that sees images."""
+    form, settings = image_format(path, revision), _read(path, "config.json", revision) or {}
+    names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
+    if missing := [name for name in names if not isinstance(settings.get(name), int)]:
+        raise UserError(
+            f"model {path!r}: config.json has no {missing[0]}; images need a Qwen2-VL, Qwen2.5-VL or Qwen3-VL, such as "
+            "Qwen/Qwen2.5-VL-3B-Instruct"
+        )
+    return Vision(form, *(settings[name] for name in names))
 
 
 def _colours(given: float | Sequence[float]) -> tuple[float, ...]:

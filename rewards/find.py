@@ -36,6 +36,12 @@ def resolve(name: str) -> RewardFunction:
     return functions.find(f"reward {name!r}", BUILT_IN.get(name, name), BUILT_IN)
 
 
+def takes(names: Iterable[str], argument: str) -> bool:
+    """Whether one of the functions names this argument in its signature. Imports none of them. Raises UserError."""
+    parameters = (functions.read_parameters(f"reward {n!r}", BUILT_IN.get(n, n), BUILT_IN) or [] for n in names)
+    return any(parameter.name == argument for given in parameters for parameter in given)
+
+
 def bind(function: RewardFunction, arguments: Mapping[str, Any], name: str) -> RewardFunction:
     """The function with its entry of rewards.reward_kwargs. Raises UserError for one that it does not take."""
     parameters = parameters_of(function) or []

@@ -42,7 +42,7 @@ def main() -> None:
     config = settings.load(arguments.config, [item for item in arguments.rest if "=" in item])
     records = read_completions(files[0]) if files else []
 
-    problems = load_data("data.train", config.data.train, config.data)
+    problems = load_data("data.train", config.data.train, config.data, config.rewards.reward_funcs)
     chosen = problems[:: -(-len(problems) // arguments.rows)]
     steps = config.trainer.max_steps
     print(f"tandem: gold answers: {len(chosen)} of {len(problems)} rows of {config.data.train}", flush=True)

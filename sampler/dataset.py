@@ -12,7 +12,8 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,14 @@ from numpy.typing import NDArray
 from common.config import Data
 from common.errors import UserError
 from common.types import Problem, Prompt
-from sampler.sources import check_there, read_rows
+from rewards.find import takes
+from sampler.pictures import check_images, sources
+from sampler.sources import check_there, folder_of, read_rows
 
 _SYNONYMS = (
     {"question", "problem", "prompt", "instruction", "input", "query", "messages"},
     {"answer", "solution", "ground_truth", "target", "output", "label", "final_answer"},
+    {"image", "images", "picture", "pictures", "img"},
 )
 _ABSENT = object()
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -33,12 +37,17 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 Row = dict[str, Any]
 
 
-def load_data(option: str, spec: str | Sequence[str], data: Data) -> list[Problem]:
+def load_data(option: str, spec: str | Sequence[str], data: Data, reward_funcs: Sequence[str] = ()) -> list[Problem]:
     """The problems of one data set of the config; `option` is data.train or data.eval. Says what it leaves out.
 
     A row with an empty answer is left out, because it cannot be scored. Raises UserError, also when no row has one.
+    Images are no column, so that they do not go to the reward processes, unless one of reward_funcs takes them by name.
     """
-    problems = load_problems(spec, data.prompt_key, data.answer_key, data.rename)
+    problems = load_problems(spec, data.prompt_key, data.answer_key, data.rename, data.image_key)
+    if data.image_key is not None:
+        check_images(option, problems, data)
+        if takes(reward_funcs, data.image_key):
+            problems = [replace(p, columns={**p.columns, data.image_key: list(p.images)}) for p in problems]
     if data.answer_key is None:
         return problems
     empty = [problem.index for problem in problems if is_empty(problem.columns["answer"])]
@@ -63,21 +72,43 @@ def load_problems(
     prompt_key: str = "question",
     answer_key: str | None = "answer",
     rename: Mapping[str, str] | None = None,
+    image_key: str | None = None,
 ) -> list[Problem]:
     """Every row of a data set or of several; sampler/sources.py has the notation.
 
     A Problem's columns are the whole row, after `rename`; what prompt_key and answer_key find is there under the names
-    prompt_key and `answer` too. Rows of several data sets have the columns of all, None where theirs has none. Raises
-    UserError, also for a missing column.
+    prompt_key and `answer` too. Rows of several data sets have the columns of all, None where theirs has none. Of
+    several, one must have image_key; what is there becomes the Problem's images. Raises UserError, also for a missing
+    column.
     """
     specs = [specs] if isinstance(specs, str) else list(specs)
     if not specs:
         raise UserError("data: an empty list of data sets; name one, for example openai/gsm8k:main@train")
     for spec in specs:
         check_there(spec)  # all of them before the first is read
-    tables = [_named(read_rows(spec), spec, prompt_key, answer_key, rename or {}) for spec in specs]
+    tables = [
+        _named(read_rows(spec, decode_images=image_key is None), spec, prompt_key, answer_key, rename or {})
+        for spec in specs
+    ]
+    images: list[tuple[bytes, ...]] = [()] * sum(map(len, tables))
+    if image_key is not None:
+        if all(look_up(table[0], image_key, _ABSENT) is _ABSENT for table in tables):
+            _check_column("data.image_key", image_key, tables[0][0], specs[0])
+        images = [found for spec, table in zip(specs, tables, strict=True) for found in _images(table, spec, image_key)]
+        tables = [[{k: v for k, v in row.items() if k != image_key} for row in table] for table in tables]
     columns = dict.fromkeys(name for table in tables for name in table[0])
-    return [Problem(i, {**columns, **row}) for i, row in enumerate(row for table in tables for row in table)]
+    rows = (row for table in tables for row in table)
+    return [Problem(i, {**columns, **row}, found) for i, (row, found) in enumerate(zip(rows, images, strict=True))]
+
+
+def _images(rows: list[Row], spec: str, image_key: str) -> Iterator[tuple[bytes, ...]]:
+    """The files of each row's images. Raises UserError for one that is none, or is not there."""
+    folder = folder_of(spec)
+    for i, row in enumerate(rows):
+        try:
+            yield sources(look_up(row, image_key), folder)
+        except ValueError as error:
+            raise UserError(f"{spec}, row {i}: data.image_key {image_key!r}: {error}") from None
 
 
 def look_up(row: Any, key: str, default: Any = None) -> Any:
@@ -174,6 +205,8 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
         columns = dict(prompt.problem.columns)
         digest.update(json.dumps(columns, sort_keys=True, default=_without_address).encode())
         digest.update(b"\n")
+        for image in prompt.images:  # as the model sees it: other limits of pixels are other data
+            digest.update(len(image.png).to_bytes(8, "little") + image.png)
     return digest.hexdigest()
 
 

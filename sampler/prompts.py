@@ -2,12 +2,13 @@
 
 Tokens come from the rendered text, once, and travel as ids: nothing downstream tokenises again. The template writes
 the special tokens, so none are added. Chat messages may be in the OpenAI form, role and content, or in ShareGPT's, from
-and value. Left out: images and tools.
+and value. An image stands where the row's text says <image>, or else all stand before it. Left out: tools.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,26 +19,39 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.config import Data, PromptTemplate
 from common.errors import UserError
-from common.types import Problem, Prompt
+from common.types import EncodedImage, Problem, Prompt
 from model.folder import NO_CHAT_TEMPLATE
+from sampler.pictures import encode_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from model.images import Vision
+
 Message = dict[str, str]
+
+IMAGE = "<image>"  # in the text of a row with images
 
 _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 _TURN: tuple[Literal["user", "assistant"], ...] = ("user", "assistant")
 
 
 def make_prompts(
-    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, data: Data, prompt: PromptTemplate
+    problems: Sequence[Problem],
+    tokenizer: PreTrainedTokenizerBase,
+    data: Data,
+    prompt: PromptTemplate,
+    vision: Vision | None = None,
 ) -> tuple[list[Prompt], int]:
     """Prompts of at most data.max_prompt_length tokens, in order, and how many longer ones were filtered out.
 
-    Raises UserError when none is left.
+    vision: of the model, where data.image_key is given. Raises UserError when none is left.
     """
-    prompts = [make_prompt(problem, tokenizer, data, prompt) for problem in problems]
+    images = encode_all(problems, vision.form, data) if vision else itertools.repeat(())
+    prompts = [
+        make_prompt(problem, tokenizer, data, prompt, vision, its)
+        for problem, its in zip(problems, images, strict=False)
+    ]
     short = [p for p in prompts if len(p.token_ids) <= data.max_prompt_length]
     if not short:
         longest = max((len(p.token_ids) for p in prompts), default=0)
@@ -48,19 +62,60 @@ def make_prompts(
     return short, len(prompts) - len(short)
 
 
-def make_prompt(problem: Problem, tokenizer: PreTrainedTokenizerBase, data: Data, prompt: PromptTemplate) -> Prompt:
-    """The prompt of one problem. for_rewards: the row's string, or the whole message list.
+def make_prompt(
+    problem: Problem,
+    tokenizer: PreTrainedTokenizerBase,
+    data: Data,
+    prompt: PromptTemplate,
+    vision: Vision | None = None,
+    images: tuple[EncodedImage, ...] = (),
+) -> Prompt:
+    """The prompt of one problem and its encoded images. for_rewards: the row's string, or the whole message list.
 
-    Raises UserError for a tokenizer without a chat template and for a row that is neither text nor chat messages.
+    Raises UserError for a tokenizer without a chat template, for a row that is neither text nor chat messages, and for
+    one with more or fewer images than places for them.
     """
     template = _template(prompt.chat_template)
     if template is None and not getattr(tokenizer, "chat_template", None):
         raise UserError(NO_CHAT_TEMPLATE)
     messages = as_messages(problem, data, prompt)
     is_prefilled = messages[-1]["role"] == "assistant"  # the row begins the answer: continue that message
+    if vision:
+        messages = _with_places(messages, problem, tokenizer, prompt, vision, len(images))
     text = _render(tokenizer, messages, template, prompt, is_prefilled)
-    token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return Prompt(problem, shown_to_rewards(problem, data, prompt), text, np.asarray(token_ids, dtype=np.int32))
+    token_ids = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+    if vision:
+        try:
+            token_ids = vision.expanded(token_ids, images)
+        except ValueError as error:
+            raise UserError(
+                f"row {problem.index}: the rendered prompt has {error}; its text or the chat template holds the token "
+                f"{tokenizer.convert_ids_to_tokens(vision.image)!r} itself. Write <image> where an image stands"
+            ) from None
+    return Prompt(problem, shown_to_rewards(problem, data, prompt), text, token_ids, images)
+
+
+def _with_places(
+    messages: list[Message], problem: Problem, tokenizer: Any, prompt: PromptTemplate, vision: Vision, num_images: int
+) -> list[Message]:
+    """The messages with the model's image tokens for each <image> of the row, or before its first user message.
+
+    They are written here and not by the chat template, so that templates for text serve, too.
+    """
+    tokens = tokenizer.convert_ids_to_tokens([vision.start, vision.image, vision.end])
+    # worked examples and a given system message are no part of the row
+    begin = next((i for i, m in enumerate(messages) if m["role"] != "system"), 0) + 2 * len(prompt.examples)
+    given, row = messages[:begin], messages[begin:]
+    marks = sum(message["content"].count(IMAGE) for message in row)
+    if marks == 0 and num_images:
+        first = next((i for i, message in enumerate(row) if message["role"] == "user"), 0)
+        row = [{**m, "content": IMAGE * num_images * (i == first) + m["content"]} for i, m in enumerate(row)]
+    elif marks != num_images:
+        raise UserError(
+            f"row {problem.index}: {marks} × {IMAGE} in the text, and {num_images} images in data.image_key; write "
+            f"{IMAGE} once for each image, or nowhere: then images stand before the text"
+        )
+    return [*given, *({**message, "content": message["content"].replace(IMAGE, "".join(tokens))} for message in row)]
 
 
 def as_messages(problem: Problem, data: Data, prompt: PromptTemplate) -> list[Message]:
@@ -134,6 +189,7 @@ def _checked(raw: Any, problem: Problem, data: Data) -> list[Message]:
         messages = messages[:-1] if is_sharegpt or messages[-1][1] is None else messages
     checked: list[Message] = []
     for place, (role, content) in enumerate(messages):
+        content = _joined(content) if data.image_key is not None else content
         if not (isinstance(role, str) and isinstance(content, str)):
             raise UserError(
                 f"row {problem.index}: data.prompt_key {data.prompt_key!r} holds "
@@ -142,6 +198,15 @@ def _checked(raw: Any, problem: Problem, data: Data) -> list[Message]:
             )
         checked.append({"role": role, "content": content})
     return checked
+
+
+def _joined(content: Any) -> Any:
+    """[{"type": "image"}, {"type": "text", "text": "How many?"}] -> "<image>How many?"; anything else as it is."""
+    is_parts = isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content)
+    if not is_parts:
+        return content
+    texts: list[Any] = [IMAGE if part.get("type") == "image" else part.get("text") for part in content]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else content
 
 
 def _message(message: Any) -> tuple[Any, Any]:

@@ -28,15 +28,18 @@ _SUBSETS_THERE = re.compile(
 )
 
 
-def read_rows(spec: str) -> list[dict[str, Any]]:
+def read_rows(spec: str, decode_images: bool = True) -> list[dict[str, Any]]:
     """At least one row of `openai/gsm8k:main@train[:512]`, a file, a folder or a save_to_disk folder.
+
+    decode_images: columns of images are PIL's, which hold every pixel in memory; else the files' {bytes, path}.
 
     The split is what follows the last `@` and may be a slice; without it the split is train, or the only one. Raises
     UserError for a path that does not exist (before `datasets` is imported), a missing subset or split, no rows, and a
     data set that is not found or cannot be read.
     """
     source, split = _split_off(spec)
-    rows = [dict(row) for row in _take(_splits(source), split, source)]
+    taken = _take(_splits(source), split, source)
+    rows = [dict(row) for row in (taken if decode_images else _undecoded(taken))]
     if not rows:
         raise UserError(f"{spec} has no rows")
     return rows
@@ -96,6 +99,24 @@ def _splits(source: str) -> Mapping[str, Dataset]:
         return datasets.load_dataset(str(path), subset or None)
     except Exception as error:
         raise UserError(_explain(error, str(path), subset, is_local=path.exists())) from error
+
+
+def _undecoded(rows: Dataset) -> Dataset:
+    import datasets
+
+    plain = datasets.Image(decode=False)
+    for name, feature in rows.features.items():
+        if isinstance(feature, datasets.Image):
+            rows = rows.cast_column(name, plain)
+        elif isinstance(getattr(feature, "feature", None), datasets.Image):
+            rows = rows.cast_column(name, datasets.List(plain))
+    return rows
+
+
+def folder_of(spec: str) -> Path:
+    """What relative paths in the rows of a local data set count from."""
+    path, _ = _path_and_subset(_split_off(spec)[0])
+    return path if path.is_dir() else path.parent
 
 
 def _rows_that_are_lists(path: Path) -> list[dict[str, Any]]:

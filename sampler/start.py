@@ -19,6 +19,7 @@ from common.types import Problem, Prompt
 from common.watchdog import Watchdog
 from model.folder import require_models
 from model.gguf import with_folders
+from model.images import Vision, read_vision
 from model.tokenizer import load_tokenizer
 from rewards.pool import RewardFailure, RewardPool
 from rewards.probes import probes
@@ -59,8 +60,9 @@ def _taken(sampler_id: str) -> Callable[[str], UserError]:
 
 
 def _run(config: Config, sampler_id: str) -> None:
-    problems = load_data("data.train", config.data.train, config.data)
-    held_out = load_data("data.eval", config.data.eval, config.data) if config.data.eval else []
+    wanted = config.rewards.reward_funcs
+    problems = load_data("data.train", config.data.train, config.data, wanted)
+    held_out = load_data("data.eval", config.data.eval, config.data, wanted) if config.data.eval else []
     columns = [name for name in problems[0].columns if not held_out or name in held_out[0].columns]
     with RewardPool(config.rewards, columns=columns, max_steps=config.trainer.max_steps) as pool:
         try_rewards(pool, problems, config)
@@ -134,7 +136,7 @@ def prompts_of(source: str, problems: list[Problem], tokenizer: Any, config: Con
     """Problems as prompts; says how many were too long."""
     if not problems:
         return []
-    prompts, num_filtered = make_prompts(problems, tokenizer, config.data, config.prompt)
+    prompts, num_filtered = make_prompts(problems, tokenizer, config.data, config.prompt, vision_of(config))
     if num_filtered:
         limit = config.data.max_prompt_length
         print(
@@ -144,6 +146,11 @@ def prompts_of(source: str, problems: list[Problem], tokenizer: Any, config: Con
             flush=True,
         )
     return prompts
+
+
+def vision_of(config: Config) -> Vision | None:
+    """What prompts with images are made of; None where the data have none. Raises UserError for a text model."""
+    return read_vision(config.model.path, config.model.revision) if config.data.image_key is not None else None
 
 
 def _fingerprint_tokenizer(tokenizer: Any) -> str:

@@ -137,11 +137,30 @@ class Data(Section):
     rename: dict[str, str] = {}
     """New column names, {problem: question}, before everything else; the old name may look inside a column."""
     max_prompt_length: int = Field(512, gt=0)
-    """Tokens. Longer prompts are filtered once at the start and counted."""
+    """Tokens, those of images included. Longer prompts are filtered once at the start and counted."""
     eval_size: int | None = Field(None, gt=0)
     """Use only the first n held-out problems."""
     shuffle: bool = True
     """A new permutation per epoch, a pure function of (seed, epoch)."""
+    image_key: str | None = None
+    """Column with a row's image, or a list of them: bytes, paths, or `datasets` images. null = text alone."""
+    limit_images: int = Field(1, ge=0)
+    """Most images in a row. 0 = train a vision model on text alone."""
+    min_pixels: int = Field(262_144, gt=0)
+    """An image with fewer pixels is enlarged; one token is 28 × 28 of them (Qwen2.5-VL)."""
+    max_pixels: int = Field(2_097_152, gt=0)
+    """An image with more pixels is made smaller: this many are 2,675 tokens."""
+
+    @model_validator(mode="after")
+    def _check_images(self) -> Data:
+        if self.min_pixels > self.max_pixels:
+            raise ValueError(
+                f"min_pixels {self.min_pixels} is above max_pixels {self.max_pixels}; set data.min_pixels="
+                f"{self.max_pixels}"
+            )
+        if self.image_key is not None and self.limit_images == 0:
+            raise ValueError("limit_images 0 allows none of the images of image_key; set data.limit_images=1")
+        return self
 
 
 class PromptTemplate(Section):
