@@ -6,15 +6,18 @@ WireError and is counted by its reason, never used. CURVE authenticates tcp; the
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from common.types import EvalRequest, EvalResult, FinishReason, Group, Rollout, Tombstone
+from common.png import check_png
+from common.types import EncodedImage, EvalRequest, EvalResult, FinishReason, Group, Rollout, Tombstone
 
 PROTO = 1
 _DIGEST_BYTES = 16
@@ -83,6 +86,17 @@ class _GroupHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
     support_width: int = 0  # K of sampling_mask; 0: there are none
 
 
+class _Image(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    grid_thw: tuple[int, int, int]
+    size: int  # bytes of its PNG
+
+
+class _ImageGroupHeader(_GroupHeader, frozen=True, forbid_unknown_fields=True, tag="image_group"):
+    """A kind of its own, so that groups of text are the frames that they always were."""
+
+    images: list[_Image] = []
+
+
 class _Tombstone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tombstone"):
     group_id: int
     policy_version: int
@@ -94,7 +108,7 @@ class _EvalResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
 
 
 Message = Hello | Credit | Beat | Bye | Group | Tombstone | EvalResult
-_Body = Hello | Credit | Beat | Bye | _GroupHeader | _Tombstone | _EvalResult
+_Body = Hello | Credit | Beat | Bye | _GroupHeader | _ImageGroupHeader | _Tombstone | _EvalResult
 
 
 class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -119,6 +133,17 @@ class Envelope:
 
 
 @dataclass(frozen=True)
+class ImageLimits:
+    """What honest images look like in this run."""
+
+    max_images: int  # of a prompt
+    max_pixels: int  # of an image
+    patch_size: int
+    merge_size: int
+    image_token: int  # stands in a prompt once for each merged patch
+
+
+@dataclass(frozen=True)
 class Limits:
     """What an honest group looks like in this run."""
 
@@ -129,6 +154,7 @@ class Limits:
     needs_ref_logprobs: bool  # beta above 0, and the sampler scores the reference
     reward_funcs: tuple[str, ...]
     max_sampling_mask: int = 0  # tokens that one could have been; 0: all of the vocabulary
+    images: ImageLimits | None = None  # None: prompts are text alone
 
 
 def encode(envelope: Envelope, message: Message) -> list[bytes]:
@@ -164,6 +190,7 @@ def check_group(group: Group, limits: Limits) -> None:
     if not 0 < len(group.prompt_ids) <= limits.max_prompt_length:
         raise WireError("prompt_length", f"{len(group.prompt_ids)} tokens")
     _check_ids(group.prompt_ids, limits.vocab_size)
+    _check_images(group, limits.images)
     for rollout in group.rollouts:
         length = len(rollout.completion_ids)
         if not 0 < length <= limits.max_completion_length:
@@ -180,6 +207,31 @@ def check_group(group: Group, limits: Limits) -> None:
             raise WireError("reward", f"{rollout.reward} from {dict(rollout.rewards)}")
         if tuple(rollout.rewards) != limits.reward_funcs:
             raise WireError("reward_funcs", f"{tuple(rollout.rewards)}, expected {limits.reward_funcs}")
+
+
+def _check_images(group: Group, limits: ImageLimits | None) -> None:
+    """Afterwards every PNG decodes, to the size of its grid, and the prompt has a place for each of its tokens."""
+    if limits is None:
+        if group.images:
+            raise WireError("image", f"{len(group.images)} images nobody asked for")
+        return
+    if len(group.images) > limits.max_images:
+        raise WireError("image", f"{len(group.images)} images, at most {limits.max_images} are allowed")
+    tokens = 0
+    for image in group.images:
+        times, rows, columns = image.grid_thw
+        if times != 1 or min(rows, columns) <= 0 or rows % limits.merge_size or columns % limits.merge_size:
+            raise WireError("image", f"a grid of {image.grid_thw} patches")
+        try:
+            size = check_png(image.png, limits.max_pixels)
+        except ValueError as error:
+            raise WireError("image", f"a PNG of {len(image.png)} bytes: {error}") from None
+        if size != (rows * limits.patch_size, columns * limits.patch_size):
+            raise WireError("image", f"{size[1]} × {size[0]} pixels in a grid of {rows} × {columns} patches")
+        tokens += rows * columns // limits.merge_size**2
+    found = int((group.prompt_ids == limits.image_token).sum())
+    if found != tokens:
+        raise WireError("image", f"{found} image tokens in the prompt, its images have {tokens}")
 
 
 def _check_sampling_mask(rollout: Rollout, limits: Limits) -> None:
@@ -221,7 +273,9 @@ def _digest(header: bytes, arrays: bytes) -> bytes:
 def _to_body(message: Message) -> tuple[_Body, bytes]:
     if isinstance(message, Group):
         rollouts = message.rollouts
-        header = _GroupHeader(
+        images = [_Image(image.grid_thw, len(image.png)) for image in message.images]
+        kind = functools.partial(_ImageGroupHeader, images=images) if images else _GroupHeader
+        header = kind(
             group_id=message.group_id,
             policy_version=message.policy_version,
             problem_index=message.problem_index,
@@ -237,7 +291,7 @@ def _to_body(message: Message) -> tuple[_Body, bytes]:
         ids = [message.prompt_ids, *(r.completion_ids for r in rollouts)]
         floats = [r.old_logprobs for r in rollouts] + [r.ref_logprobs for r in rollouts if r.ref_logprobs is not None]
         parts = [a.astype("<i4") for a in ids] + [a.astype("<f4") for a in floats] + [a.astype("<i4") for a in supports]
-        return header, b"".join(a.tobytes() for a in parts)
+        return header, b"".join([*(a.tobytes() for a in parts), *(image.png for image in message.images)])
     if isinstance(message, Tombstone):
         return _Tombstone(message.group_id, message.policy_version, message.reason), b""
     if isinstance(message, EvalResult):
@@ -270,11 +324,16 @@ def _read_group(header: _GroupHeader, arrays: bytes) -> Group:
     if not n == len(header.rewards) == len(header.reward) == len(header.finish_reasons):
         raise WireError("malformed", "lists of different lengths")
     ref_total = total if header.has_ref_logprobs else 0
-    if len(arrays) != 4 * (header.prompt_length + (2 + header.support_width) * total + ref_total):
+    images = header.images if isinstance(header, _ImageGroupHeader) else []
+    if any(image.size < 0 for image in images):
+        raise WireError("malformed", "negative length")
+    words = header.prompt_length + (2 + header.support_width) * total + ref_total
+    if len(arrays) != 4 * words + sum(image.size for image in images):
         raise WireError("malformed", f"{len(arrays)} bytes of arrays do not fit the lengths in the header")
     ids = np.frombuffer(arrays, "<i4", header.prompt_length + total)
     floats = np.frombuffer(arrays, "<f4", total + ref_total, offset=4 * len(ids))
-    supports = np.frombuffer(arrays, "<i4", offset=4 * (len(ids) + len(floats))).reshape(total, header.support_width)
+    supports = np.frombuffer(arrays, "<i4", total * header.support_width, offset=4 * (len(ids) + len(floats)))
+    supports = supports.reshape(total, header.support_width)
     ends = np.cumsum(lengths).tolist()
     spans = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
     completion_ids, old_logprobs, ref_logprobs = ids[header.prompt_length :], floats[:total], floats[total:]
@@ -290,4 +349,12 @@ def _read_group(header: _GroupHeader, arrays: bytes) -> Group:
         )
         for i, span in enumerate(spans)
     )
-    return Group(header.group_id, header.policy_version, header.problem_index, ids[: header.prompt_length], rollouts)
+    prompt_ids = ids[: header.prompt_length]
+    pngs = tuple(_read_images(images, arrays, 4 * words))
+    return Group(header.group_id, header.policy_version, header.problem_index, prompt_ids, rollouts, pngs)
+
+
+def _read_images(images: list[_Image], arrays: bytes, begin: int) -> Iterator[EncodedImage]:
+    for image in images:
+        yield EncodedImage(arrays[begin : begin + image.size], image.grid_thw)
+        begin += image.size

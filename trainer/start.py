@@ -17,6 +17,7 @@ from common.run_folder import CHECKPOINTS
 from common.watchdog import Watchdog
 from model.folder import load_config, require_models
 from model.gguf import with_folders
+from model.images import read_vision
 from model.tokenizer import load_tokenizer
 from report.display import StepDisplay
 from report.environment import write_environment
@@ -178,4 +179,13 @@ def _limits(config: Config) -> wire.Limits:
         needs_ref_logprobs=config.reference_on == "sampler",
         reward_funcs=tuple(config.rewards.names),
         max_sampling_mask=config.sampler.max_sampling_mask,
+        images=_image_limits(config),
     )
+
+
+def _image_limits(config: Config) -> wire.ImageLimits | None:
+    if config.data.image_key is None:
+        return None
+    vision = read_vision(config.model.path, config.model.revision)
+    sizes = config.data.limit_images, config.data.max_pixels
+    return wire.ImageLimits(*sizes, vision.form.patch_size, vision.form.merge_size, vision.image)
