@@ -57,6 +57,10 @@ OTHER_VALUES: dict[str, dict[str, Any]] = {
         "max_prompt_length": 9,
         "eval_size": 3,
         "shuffle": False,
+        "image_key": "images",
+        "limit_images": 2,
+        "min_pixels": 784,
+        "max_pixels": 300_000,
     },
     "prompt": {
         "system": "Think.",
