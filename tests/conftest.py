@@ -32,7 +32,19 @@ LONGEST_FIRST = (
     *("test_quickstart", "test_checkpoint_faults", "test_link_and_inbox", "test_lossy_link", "test_check_rewards"),
     *("test_report", "test_logprobs", "test_attention", "test_plan", "test_reward_pool", "test_tensors", "test_best"),
 )
+TOGETHER = {  # files that read our sources: in one process each is parsed once
+    f"tests/{name}.py"
+    for name in (
+        "test_launch",
+        "test_imports",
+        "test_contributing",
+        "test_docs",
+        "test_metrics_page",
+        "test_reliability_page",
+    )
+}
 MARKS = ("fast", "processes", "gloo", "vllm", "e2e")
+_TIER_OF_FILE = re.compile(rf"^pytestmark = .*?pytest\.mark\.({'|'.join(MARKS)})\b", re.MULTILINE)
 WORKER_BYTES = 8 << 30  # an engine and a trainer of a worker's test
 PAGE = Path(__file__).resolve().parents[1] / "RELIABILITY.md"
 hypothesis.settings.register_profile("tandem", deadline=None)  # a deadline would be a verdict on the machine's speed
@@ -97,9 +109,32 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Any:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """-n auto: as many as there are cores and memory for."""
-    return max(1, min(len(os.sched_getaffinity(0)), psutil.virtual_memory().total // WORKER_BYTES))
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """-n auto: as many as there are cores and memory for; of the fast tests one more, for some only wait."""
+    num_cores = len(os.sched_getaffinity(0))
+    if config.option.markexpr == "fast":
+        return num_cores + 1
+    return max(1, min(num_cores, psutil.virtual_memory().total // WORKER_BYTES))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "files that read our sources" if file in TOGETHER else file
+
+    return Scheduling(config, log) if config.option.dist == "loadfile" else None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With -m and a tier, files that are wholly of another one are not even imported."""
+    if config.option.markexpr not in MARKS or collection_path.suffix != ".py":
+        return None
+    tier = _TIER_OF_FILE.search(collection_path.read_text())
+    return True if tier and tier[1] != config.option.markexpr else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -79,7 +79,7 @@ def published(version: int) -> Published:
     return Published(version, f"/weights/{version}", "0" * 64)
 
 
-def hurry(monkeypatch: pytest.MonkeyPatch, beat_s: float = 0.05) -> None:
+def hurry(monkeypatch: pytest.MonkeyPatch, beat_s: float = 0.02) -> None:
     """Beats and resends many times a second, so that a test of a lost message takes no seconds."""
     monkeypatch.setattr(channel, "BEAT_S", beat_s)
     monkeypatch.setattr(link_module, "_RESEND_AFTER_S", 2 * beat_s)

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.fast
 
 KEEP = 2
 ONE_RANK: Any = SimpleNamespace(rank=0, world_size=1)
-CLEAN, SURVIVED = 0, 3  # exit codes of a child: no fault was met; one was, and the save went on
+CLEAN, SURVIVED = 0, 3  # what a save met: no fault; one, and it went on
 
 
 class SmallEngine:
@@ -124,15 +124,22 @@ def start(tmp_path: Path) -> Path:
 
 
 def save_with_fault(checkpoints: Path, step: int, fault: str) -> int:
+    """Saves with this fault armed: CLEAN or SURVIVED."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TANDEM_FAULT", fault)
+        patch.setattr(failpoints, "_operations", 0)
+        save(checkpoints, step, say=lambda _: None)
+        return CLEAN if failpoints._operations < int(fault.partition(":")[0]) else SURVIVED
+
+
+def save_in_a_child(checkpoints: Path, step: int, fault: str) -> int:
     """Exit code of a child that saves with this fault armed; negative if a signal ended it."""
     if pid := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     code = 1
     with contextlib.suppress(Exception), open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
-        os.environ["TANDEM_FAULT"], failpoints._operations = fault, 0
-        save(checkpoints, step, say=lambda _: None)
-        code = CLEAN if failpoints._operations < int(fault.partition(":")[0]) else SURVIVED
+        code = save_with_fault(checkpoints, step, fault)
     os._exit(code)
 
 
@@ -141,11 +148,12 @@ def test_whichever_file_operation_fails_there_is_a_whole_checkpoint_and_the_next
     tmp_path: Path, start: Path, figure: Callable[[str, str], None], action: str
 ) -> None:
     dies = action in ("kill", "torn")
+    save_once = save_in_a_child if dies else save_with_fault
     steps_found = set()
     for n in itertools.count(1):
         run = tmp_path / f"{action}-{n}"
         shutil.copytree(start, run)
-        code = save_with_fault(run / "checkpoints", 3, f"{n}:{action}")
+        code = save_once(run / "checkpoints", 3, f"{n}:{action}")
         if code == CLEAN:
             break
         assert code == (-signal.SIGKILL if dies else SURVIVED), f"operation {n}"
@@ -169,7 +177,7 @@ def test_whichever_file_operation_fails_there_is_a_whole_checkpoint_and_the_next
 
 def test_a_fault_leaves_nothing_to_resume_only_before_the_first_checkpoint_and_that_is_said(tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
-    assert save_with_fault(checkpoints, 1, "30:kill") == -signal.SIGKILL
+    assert save_in_a_child(checkpoints, 1, "30:kill") == -signal.SIGKILL
     with pytest.raises(UserError, match="holds no valid checkpoint"):
         resumed_step(tmp_path)
     save(checkpoints, 1)

@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 from tests.conftest import MARKS
+from tests.syntax import tree, walk
 from tests.test_imports import MAY_IMPORT
 
 pytestmark = pytest.mark.fast
@@ -30,14 +31,14 @@ def test_the_table_of_rooms_is_the_one_that_is_enforced() -> None:
 
 def tiers(node: ast.AST) -> set[str]:
     """Of the marks in the code: `pytest.mark.fast` …"""
-    return {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and n.attr in MARKS}
+    return {n.attr for n in walk(node) if isinstance(n, ast.Attribute) and n.attr in MARKS}
 
 
 def test_a_test_is_of_one_tier() -> None:
     """A mark on a function does not take the file's away: the test would run in both."""
     two = []
     for path in ROOT.glob("tests/**/test_*.py"):
-        body = ast.parse(path.read_text()).body
+        body = tree(path).body
         of_file = set().union(*(tiers(n) for n in body if isinstance(n, ast.Assign) and "pytestmark" in ast.unparse(n)))
         functions = [n for n in body if isinstance(n, ast.FunctionDef)]
         two += [f"{path.stem}::{f.name}" for f in functions if len(of_file.union(*map(tiers, f.decorator_list))) > 1]

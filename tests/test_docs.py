@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from common.config import Config, reference_page
-from tests.test_imports import TREES
+from tests.syntax import walk
+from tests.test_imports import trees
 
 pytestmark = pytest.mark.fast
 
@@ -88,8 +89,8 @@ def test_every_setting_that_a_page_names_exists(page: str) -> None:
 def texts() -> list[str]:
     """Every text of the source, a formatted value as `…`."""
     found = []
-    for tree in TREES.values():
-        for node in ast.walk(tree):
+    for tree in trees().values():
+        for node in walk(tree):
             if isinstance(node, ast.JoinedStr):
                 parts = [str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values]
                 found.append("".join(parts))

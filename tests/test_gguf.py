@@ -201,6 +201,7 @@ def test_a_second_process_waits_for_the_first_and_says_so(
     digest = hashlib.sha256((tmp_path / "tiny.gguf").read_bytes()).hexdigest()[:16]
     made, found = cache / f"{digest}-float32", []
     monkeypatch.setattr(gguf_models, "convert", None)  # only the first process may convert
+    monkeypatch.setattr(durable, "_RETRY_S", 0.01)
 
     def second() -> None:
         found.append(gguf_models.folder_of(str(tmp_path / "tiny.gguf"), None, "float32"))

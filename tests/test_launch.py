@@ -18,6 +18,7 @@ from common.config import Config
 from common.errors import UserError
 from launcher import doctor_config, doctor_gpu, doctor_machine, doctor_packages, machine
 from launcher.placement import Placement, placement, visible_gpus
+from tests.syntax import called, tree, walk
 from tests.test_imports import PACKAGES
 from tests.tiny import tiny_model
 
@@ -600,8 +601,8 @@ def test_every_check_that_fails_has_something_to_paste():
     calls = [
         node
         for name in ("doctor_machine", "doctor_packages", "doctor_config", "doctor_gpu")
-        for node in ast.walk(ast.parse((ROOT / "launcher" / f"{name}.py").read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Check"
+        for node in walk(tree(ROOT / "launcher" / f"{name}.py"))
+        if isinstance(node, ast.Call) and called(node) == "Check"
     ]
     assert len(calls) > 20
     can_fail = [c for c in calls if not (isinstance(c.args[0], ast.Constant) and c.args[0].value is True)]
@@ -625,7 +626,7 @@ def imported_packages() -> set[str]:
     names = set()
     sources = [*ROOT.glob("*.py"), *(path for folder in OWN for path in (ROOT / folder).rglob("*.py"))]
     for path in sources:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in walk(tree(path)):
             if isinstance(node, ast.Import):
                 names |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

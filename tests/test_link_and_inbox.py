@@ -79,7 +79,9 @@ def test_nothing_is_produced_beyond_the_window(config: Config) -> None:
     with make_inbox(config) as inbox, FakeSampler(config) as sampler:
         inbox.commit(0, published(0))
         inbox.take([0, 1, 2, 3])
-        time.sleep(0.5)
+        for _ in range(5):  # beats, each of which is answered with a credit
+            heard_at = inbox.state.peers["s0"].heard_at
+            until(lambda before=heard_at: inbox.state.peers["s0"].heard_at > before)
         assert sampler.produced == [0, 1, 2, 3]  # 2 groups a step, one step ahead
 
 
@@ -231,6 +233,7 @@ def test_a_group_before_the_first_credit_is_refused_and_stops_nothing(config: Co
         early.send_multipart(wire.encode(wire.Envelope("run", "start-1", "early"), make_group(0)))
         until(lambda: inbox.state.counters["refused/not_credited"] == 1)
         early.close()
+        lose(inbox, "early")
         with FakeSampler(config):
             assert train(inbox, 2) == [0, 1, 2, 3]
 
@@ -332,16 +335,23 @@ def test_a_flood_cannot_stop_credits(config: Config) -> None:
 # ---- waiting -----------------------------------------------------------------------------------------------
 
 
+def lose(inbox: Inbox, name: str) -> None:
+    """As if the sampler was last heard longer ago than it may be silent."""
+    with inbox.state.changed:
+        inbox.state.peers[name].heard_at -= inbox.config.channel.lost_after_s
+
+
 def with_channel(config: Config, **changes: float) -> Config:
     return config.model_copy(update={"channel": config.channel.model_copy(update=changes)})
 
 
 def test_take_gives_up_with_what_is_missing_and_who_was_heard(config: Config) -> None:
-    config = with_channel(config, stall_timeout_s=limit(0.4))
     (config.run.output_dir / "logs").mkdir(parents=True)
     (config.run.output_dir / "logs" / "sampler.log").write_text("vllm: loading\nvllm: out of memory\n")
     with make_inbox(config) as inbox, FakeSampler(config, make=lambda g, v: make_group(g if g != 1 else 60, v)):
         inbox.commit(0, published(0))
+        until(lambda: 0 in inbox.state.ledger.held and inbox.state.peers["s0"].phase == "sampling")
+        inbox.config = with_channel(config, stall_timeout_s=0.1)  # of `take`; the socket's thread keeps its own
         with pytest.raises(Retryable) as caught:
             inbox.take([0, 1])
     message = str(caught.value)
@@ -352,7 +362,7 @@ def test_take_gives_up_with_what_is_missing_and_who_was_heard(config: Config) ->
 
 
 def test_waiting_for_a_first_sampler_has_a_deadline_and_says_where_it_listens(config: Config) -> None:
-    config = with_channel(config, connect_timeout_s=0.6)
+    config = with_channel(config, connect_timeout_s=0.1)
     with (
         make_inbox(config) as inbox,
         pytest.raises(Retryable, match=r"a sampler to say hello; no sampler on ipc://.*python sampling.py.* running"),
@@ -375,11 +385,19 @@ def test_a_sampler_gives_up_on_a_trainer_that_never_answers(config: Config) -> N
 
 
 def test_a_long_wait_is_reported_with_what_is_normal(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.link.inbox._SAY_EVERY_S", 0.2)
+    """The sampler starts when the trainer has said that it waits."""
+    monkeypatch.setattr("trainer.link.inbox._SAY_EVERY_S", 0.05)
     said: list[str] = []
-    config = with_channel(config, connect_timeout_s=max(1.5, limit(0.4)))
-    with make_inbox(config, say=said.append) as inbox, pytest.raises(Retryable):
-        inbox.wait_for_sampler()
+    sampler = FakeSampler(config)
+
+    def say(line: str) -> None:
+        said.append(line)
+        if len(said) == 1:
+            sampler.start()
+
+    with make_inbox(config, say=say) as inbox:
+        assert inbox.wait_for_sampler() == HELLO
+        sampler.__exit__()
     assert any("for a sampler to say hello" in line and "normal while vLLM starts" in line for line in said)
 
 
@@ -388,13 +406,17 @@ def test_a_long_wait_is_reported_with_what_is_normal(config: Config, monkeypatch
 
 def test_the_leases_of_a_lost_sampler_go_to_the_other(config: Config) -> None:
     said: list[str] = []
+    config = with_channel(config, lost_after_s=60.0)
     with make_inbox(config, say=said.append) as inbox:
         silent = channel.connect_dealer(config, "silent", 4)
         silent.send_multipart(wire.encode(wire.Envelope("", "", "silent"), HELLO))
         until(lambda: "silent" in inbox.state.peers)
         with FakeSampler(config, "s0") as sampler:
             until(lambda: "s0" in inbox.state.peers)
-            assert train(inbox, 5) == list(range(10))  # half of them were leased to the silent one
+            inbox.commit(0, published(0))
+            until(lambda: list(inbox.state.ledger.leases.values()).count("silent") == 2)
+            lose(inbox, "silent")
+            assert train(inbox, 5) == list(range(10))  # half of the first four were leased to the silent one
             assert set(range(10)) <= set(sampler.produced)
             assert inbox.state.peers["silent"].lost
         silent.close()
@@ -481,8 +503,8 @@ def test_an_inbox_that_breaks_tells_both_sides(config: Config, monkeypatch: pyte
         monkeypatch.setattr(inbox.thread, "_find_lost", lambda now: 1 // 0)
         until(lambda: sampler.ended)
         assert sampler.ended.exit_code == 75
+        until(lambda: not inbox.thread.is_alive())
         for _ in range(5):
-            time.sleep(0.1)
             inbox.commit(0, published(0))  # nobody reads it any more, and it waits for nobody
         inbox.take([90])
 
@@ -554,7 +576,7 @@ def test_an_evaluation_is_shared_in_chunks_and_comes_back_in_order(config: Confi
 
 
 def test_a_lost_evaluation_result_is_sent_again(config: Config) -> None:
-    with make_inbox(config) as inbox, FakeSampler(config, link_class=Lossy):
+    with make_inbox(config) as inbox, FakeSampler(config, link_class=Unlucky):
         for step in range(5):
             inbox.commit(2 * step, published(step), f"v{step}", num_problems=130)
             inbox.take([2 * step, 2 * step + 1])
@@ -562,6 +584,7 @@ def test_a_lost_evaluation_result_is_sent_again(config: Config) -> None:
 
 
 def test_the_evaluation_of_a_lost_sampler_goes_to_the_other(config: Config) -> None:
+    config = with_channel(config, lost_after_s=60.0)
     with make_inbox(config) as inbox:
         silent = channel.connect_dealer(config, "silent", 4)
         silent.send_multipart(wire.encode(wire.Envelope("", "", "silent"), HELLO))
@@ -569,6 +592,8 @@ def test_the_evaluation_of_a_lost_sampler_goes_to_the_other(config: Config) -> N
         with FakeSampler(config):
             until(lambda: "s0" in inbox.state.peers)
             inbox.commit(0, published(0), "v0", num_problems=130)
+            until(lambda: inbox.state.evaluation and inbox.state.evaluation.open_leases("silent"))
+            lose(inbox, "silent")
             assert len(inbox.finish_eval()) == 3
         silent.close()
 

@@ -37,7 +37,7 @@ Weights = NDArray[np.float64]
 @pytest.fixture(scope="module", autouse=True)
 def fast_beats() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        hurry(patch, beat_s=0.02)
+        hurry(patch)
         yield
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from report.advice_rules import RULES
+from tests.syntax import functions, tree, walk
 from trainer.record.step_records import SAMPLER_TOTALS
 from trainer.record.throughput import SECONDS
 
@@ -28,9 +30,9 @@ def pattern(node: ast.expr) -> str | None:
     return None
 
 
-def keys(tree: ast.AST) -> Iterator[str]:
+def keys(function: ast.AST) -> Iterator[str]:
     """Keys of dict displays, of dict comprehensions and of assignments such as values["reward"] = …"""
-    for node in ast.walk(tree):
+    for node in walk(function):
         found: list[ast.expr | None] = []
         if isinstance(node, ast.Dict):
             found = node.keys
@@ -41,19 +43,16 @@ def keys(tree: ast.AST) -> Iterator[str]:
         yield from (text for key in found if key is not None and (text := pattern(key)) is not None)
 
 
-def functions(path: Path) -> Iterator[ast.FunctionDef]:
-    yield from (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
-
-
 def subscripts(path: Path, name: str) -> Iterator[str]:
     """Constant and f-string keys of `self.name[…]`."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in walk(tree(path)):
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute) and node.value.attr == name:
             key = pattern(node.slice)
             yield from [key] if key is not None else []
 
 
-def logged() -> set[str]:
+@cache
+def logged() -> frozenset[str]:
     """Names in the code of everything that a line of metrics.jsonl or a sink may hold."""
     names = {"step", "time", "num_non_finite", *SECONDS, *(f"advice/{cause}" for cause in RULES)}
     for path in (ROOT / "trainer").rglob("*.py"):
@@ -65,7 +64,7 @@ def logged() -> set[str]:
                 ("throughput", "step"),
             }
             names |= set(keys(function)) if makes else set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in walk(tree(path)):
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)
@@ -78,7 +77,7 @@ def logged() -> set[str]:
             names.add(SAMPLER_TOTALS.get(key, key.replace("total/", "timing/sampler_")))
     log_eval = next(f for f in functions(ROOT / "report" / "run_log.py") if f.name == "log_eval")
     names |= set(keys(log_eval))
-    return names - {"link/<>", ""}  # record() prefixes the counters, which are taken one by one above
+    return frozenset(names - {"link/<>", ""})  # record() prefixes the counters, which are taken one by one above
 
 
 def documented() -> set[str]:

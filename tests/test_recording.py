@@ -13,6 +13,7 @@ import pytest
 from common.errors import UserError
 from common.types import Group, Tombstone
 from tests.gloo_data import group
+from tests.tiny import random_group
 from trainer.link import recording
 from trainer.link.recording import Recorder, Replay
 
@@ -75,7 +76,8 @@ def test_a_torn_last_record_is_ignored_and_the_next_life_writes_over_it(tmp_path
 
 def test_a_flipped_bit_anywhere_but_in_the_end_is_an_error_and_never_a_shorter_recording(tmp_path: Path) -> None:
     path = tmp_path / "groups"
-    record(path, ITEMS[:3])
+    short: list[Item] = [random_group(g, 10, [1.0], beta=0.1, longest=2) for g in (0, 2)]
+    record(path, [short[0], ITEMS[1], short[1]])
     whole = path.read_bytes()
     for position in range(len(whole)):
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x10]) + whole[position + 1 :])

