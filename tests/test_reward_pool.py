@@ -103,7 +103,7 @@ def never_ending(file, limit_s, tmp_path_factory):
 
     def counted():
         with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=limit_s)) as pool:
-            for completion in ("time.sleep(9)", "os._exit(1)", "os._exit(1)", "1/0", "1/0", "1/0", "pass"):
+            for completion in ("time.sleep(1000)", "os._exit(1)", "os._exit(1)", "1/0", "1/0", "1/0", "pass"):
                 submit(pool, completion, completion)
             while pool.pending:
                 pool.ready(timeout_s=limit(5))
