@@ -1,8 +1,8 @@
 """One command for both processes:  python -m launcher.run [config.yaml] [key=value …]
 
 Checks the configuration and the run folder before anything starts, gives each process its devices, runs them under
-supervisor.py and prints what came out. A model below .cache/quickstart or .cache/smollm2 is built if it is missing, and
-a GGUF file is converted; the quick start also moves an earlier run aside. Left out: runs over several hosts; there you
+supervisor.py and prints what came out. A model below .cache that one of BUILDERS makes is built if it is missing, and a
+GGUF file is converted; the quick start also moves an earlier run aside. Left out: runs over several hosts; there you
 start the two entry points yourself.
 """
 
@@ -39,7 +39,7 @@ from report.sinks import require_packages
 from trainer.algorithm.user_functions import require_user_functions
 
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
-BUILDERS = ("quickstart", "smollm2")
+BUILDERS = ("quickstart", "quickstart_vlm", "smollm2")
 
 
 def main(arguments: Sequence[str]) -> int:

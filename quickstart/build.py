@@ -1,24 +1,16 @@
 """Builds what the quick start trains on: problems, a tokenizer and a warm-started model, once.
 
-    .cache/quickstart/  train.jsonl  test.jsonl  model/ (a Hugging Face folder)  stamp
-
-The folder appears whole or not at all. The stamp is a digest of this package's sources and settings; when it matches,
-nothing is done and torch is not imported. Library versions are not part of it: they change the last digits only.
+.cache/quickstart/  train.jsonl  test.jsonl  model/ (a Hugging Face folder)  stamp
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-from common import durable
-from common.errors import UserError
-from quickstart import problems
+from quickstart import once, problems
 from quickstart.settings import QuickStart
 
 FOLDER = Path(".cache/quickstart")  # as configs/quickstart.yaml names it
@@ -30,43 +22,12 @@ def build(folder: Path, settings: QuickStart, report: Callable[[str], None]) -> 
 
     Raises UserError while another process builds it.
     """
-    wanted = stamp(settings)
-    if is_built(folder, wanted):
-        return False
-
-    def taken(holder: str) -> UserError:
-        return UserError(f"{folder} is being built by another process ({holder}); start again when it is done")
-
-    with durable.lock(folder.with_name(f"{folder.name}.lock"), taken):
-        if is_built(folder, wanted):
-            return False
-        began = time.perf_counter()
-        report(f"building {folder}, once; about a minute on two cores")
-        temporary = folder.with_name(f"{durable.TEMPORARY}{folder.name}")
-        shutil.rmtree(temporary, ignore_errors=True)  # what a killed build left
-        temporary.mkdir()
-        _fill(temporary, settings, report)
-        (temporary / "stamp").write_text(wanted)
-        durable.remove_dir(folder)
-        durable.commit_dir(temporary, folder)
-        report(f"built {folder} in {time.perf_counter() - began:.0f} s")
-    return True
+    return once.make_once(folder, stamp(settings), lambda made: _fill(made, settings, report), report)
 
 
 def stamp(settings: QuickStart) -> str:
     """Digest of everything of ours that decides what is built."""
-    digest = hashlib.sha256(repr(settings).encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()
-
-
-def is_built(folder: Path, wanted: str) -> bool:
-    """Whether the folder carries this stamp."""
-    try:
-        return (folder / "stamp").read_text() == wanted
-    except OSError:
-        return False
+    return once.stamp(settings, once.ROOM)
 
 
 def _fill(folder: Path, settings: QuickStart, report: Callable[[str], None]) -> None:

@@ -7,7 +7,7 @@ Any text can be encoded (bytes are the fallback). Chat turns are ChatML, as in Q
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -26,25 +26,38 @@ def train_tokenizer(rows: Sequence[dict[str, str]], vocab_size: int, context_len
     """A tokenizer of at most `vocab_size` tokens, tags included. `context_length`, in tokens, is the model's."""
     # With every row, so that the words around a question are as frequent as those in it, and as short in tokens.
     frame = "user\nassistant\nThe answer is\n"
+    texts = (frame + row["question"] + "\n" + row["answer"] for row in rows)
+    return byte_level(texts, vocab_size, context_length, TAGS, CHAT_TEMPLATE)
+
+
+def byte_level(
+    texts: Iterable[str],
+    vocab_size: int,
+    context_length: int,
+    tags: Sequence[str],
+    chat_template: str,
+    special: Sequence[str] = (),
+) -> PreTrainedTokenizerFast:
+    """A tokenizer of these texts. `special` are further tokens that text never gives, as a place for an image."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(TAGS),
-        special_tokens=[PAD, START, END],
+        vocab_size=vocab_size - len(tags),
+        special_tokens=[PAD, START, END, *special],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    bpe.train_from_iterator((frame + row["question"] + "\n" + row["answer"] for row in rows), trainer)
-    bpe.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in TAGS])
+    bpe.train_from_iterator(texts, trainer)
+    bpe.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in tags])
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token=END,
         pad_token=PAD,
-        additional_special_tokens=[START],
-        chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=[START, *special],
+        chat_template=chat_template,
         model_max_length=context_length,
         clean_up_tokenization_spaces=False,
     )

@@ -12,12 +12,16 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from model.onednn import use_faster_linear
 from quickstart.settings import WarmStart
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+BatchLoss = Callable[[float, float], torch.Tensor]
 
 WANTED = "<think>{steps}</think><answer>{result}</answer>"
 MALFORMED = (
@@ -63,6 +67,17 @@ def train(
     model = _random_model(tokenizer, how)
     report(f"model: Qwen2, {sum(p.numel() for p in model.parameters()):,} parameters")
     prompts = [_prompt_ids(row["question"], tokenizer) for row in rows]
+
+    def batch_loss(wrong: float, malformed: float) -> torch.Tensor:
+        chosen = rng.sample(range(len(rows)), min(how.batch_size, len(rows)))
+        texts = [completion(rows[i], rng, wrong=wrong, malformed=malformed) for i in chosen]
+        return answer_loss(model, [prompts[i] for i in chosen], answer_ids(texts, tokenizer), tokenizer.pad_token_id)
+
+    return teach(model, how, batch_loss, report)
+
+
+def teach(model: Model, how: WarmStart, batch_loss: BatchLoss, report: Callable[[str], None]) -> Model:
+    """Both lessons, in place. `batch_loss(wrong, malformed)` is the loss of the next batch of answers."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=how.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     use_faster_linear(model)
     model.train()
@@ -71,11 +86,8 @@ def train(
     for step in range(num_steps):
         careless = step >= how.num_clean_steps
         wrong, malformed = (how.wrong_fraction, how.malformed_fraction) if careless else (0.0, 0.0)
-        chosen = rng.sample(range(len(rows)), min(how.batch_size, len(rows)))
-        texts = [completion(rows[i], rng, wrong=wrong, malformed=malformed) for i in chosen]
-        answers = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
         optimizer.param_groups[0]["lr"] = how.learning_rate * _schedule(step, how.num_clean_steps)
-        loss = _loss(model, [prompts[i] for i in chosen], answers, tokenizer.pad_token_id)
+        loss = batch_loss(wrong, malformed)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -118,14 +130,28 @@ def _schedule(step: int, num_clean_steps: int) -> float:
     return min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * step / num_clean_steps))
 
 
-def _loss(model: Qwen2ForCausalLM, prompts: list[list[int]], answers: list[list[int]], pad_id: int) -> torch.Tensor:
-    """Mean cross entropy of the answers' tokens. Padding is on the right, where causal attention never looks."""
+def answer_ids(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+    """The tokens of every text, and the end of its turn."""
+    return [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+
+def answer_loss(
+    model: Any,
+    prompts: list[list[int]],
+    answers: list[list[int]],
+    pad_id: int,
+    more: Callable[[torch.Tensor], dict[str, torch.Tensor]] = lambda inputs: {},
+) -> torch.Tensor:
+    """Mean cross entropy of the answers' tokens. Padding is on the right, where causal attention never looks.
+
+    `more` gives the model's other arguments for the padded tokens [B, T].
+    """
     width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
     rows = [p + a + [pad_id] * (width - len(p) - len(a)) for p, a in zip(prompts, answers, strict=True)]
     inputs = torch.tensor(rows)
     targets = torch.full_like(inputs, IGNORED)
     for i, (p, a) in enumerate(zip(prompts, answers, strict=True)):
         targets[i, len(p) - 1 : len(p) - 1 + len(a)] = torch.tensor(a)  # position t predicts token t + 1
-    hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
+    hidden = model.model(input_ids=inputs, use_cache=False, **more(inputs)).last_hidden_state
     wanted = targets != IGNORED
     return torch.nn.functional.cross_entropy(model.lm_head(hidden[wanted]), targets[wanted])

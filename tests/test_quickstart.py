@@ -185,7 +185,7 @@ def test_the_loss_is_that_of_the_answers_tokens_alone():
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from quickstart.warm_start import _loss
+    from quickstart.warm_start import answer_loss
 
     torch.manual_seed(0)
     shape = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
@@ -196,7 +196,7 @@ def test_the_loss_is_that_of_the_answers_tokens_alone():
         for i, token in enumerate(answer):
             logits = model(input_ids=torch.tensor([prompt + answer[:i]])).logits[0, -1]
             terms.append(-torch.log_softmax(logits, -1)[token].item())
-    assert _loss(model, prompts, answers, pad_id=0).item() == pytest.approx(sum(terms) / 6, abs=1e-5)
+    assert answer_loss(model, prompts, answers, pad_id=0).item() == pytest.approx(sum(terms) / 6, abs=1e-5)
 
 
 def test_the_warm_start_lowers_the_loss():
