@@ -14,17 +14,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from common import config
-from launcher.run import built_by
 from quickstart_vlm import drawings
-from quickstart_vlm.build import FOLDER, build, stamp
+from quickstart_vlm.build import build, stamp
 from quickstart_vlm.settings import QuickStartVlm, SeeingWarmStart
 from rewards.boxed import boxed, boxed_format
 
 pytestmark = pytest.mark.fast
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIG = ROOT / "configs" / "quickstart_vlm.yaml"
+
 TINY = QuickStartVlm(
     num_train=60, num_test=20, warm_start=SeeingWarmStart(num_clean_steps=2, num_careless_steps=1, batch_size=4)
 )
@@ -128,12 +126,10 @@ def test_a_prompt_has_a_token_for_every_four_patches(built: Path):
     from quickstart_vlm.warm_start import prompt_ids
 
     tokenizer = AutoTokenizer.from_pretrained(str(built / "model"))
-    settings, shape = config.load(CONFIG), AutoConfig.from_pretrained(str(built / "model"))
+    shape = AutoConfig.from_pretrained(str(built / "model"))
     found = [prompt_ids(drawing, tokenizer) for drawing in drawings.split("train", 300, seed=0)]
     assert {ids.count(shape.image_token_id) for ids in found} == {84 * 84 // 28**2}
-    assert max(map(len, found)) <= settings.data.max_prompt_length
-    needed = settings.data.max_prompt_length + settings.sampler.max_completion_length
-    assert needed <= settings.vllm["max_model_len"] <= TINY.warm_start.context_length
+    assert max(map(len, found)) <= 64
 
 
 def test_the_warm_start_is_the_same_twice_and_moves_the_vision_tower():
@@ -170,11 +166,7 @@ def test_the_loss_depends_on_what_is_drawn():
     assert abs(losses[0] - losses[1]) > 1e-4
 
 
-def test_the_build_writes_what_the_configuration_reads(built: Path):
-    settings = config.load(CONFIG)
-    for path in (settings.data.train, settings.data.eval, settings.model.path):
-        assert path.startswith(f"{FOLDER}/") and (built / Path(path).relative_to(FOLDER)).exists()
-    assert built_by(settings) == "quickstart_vlm"
+def test_the_build_writes_rows_whose_images_are_beside_them(built: Path):
     rows = [json.loads(line) for line in (built / "test.jsonl").read_text().splitlines()]
     expected = drawings.split("test", 20, seed=0)
     assert [row["question"] for row in rows] == [f"<image>{d.question}" for d in expected]
