@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -46,8 +47,23 @@ def random_model(tokenizer: PreTrainedTokenizerFast, how: SeeingWarmStart) -> Qw
     """float32. Draws from torch's global generator."""
     ids = dict(zip(PLACES, tokenizer.convert_tokens_to_ids(list(PLACES)), strict=True))
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    text = {
-        "vocab_size": len(tokenizer),
+    config = Qwen2_5_VLConfig(
+        text_config={"vocab_size": len(tokenizer), "bos_token_id": None, **ends, **_language_model(how)},
+        vision_config=_vision_tower(how),
+        image_token_id=ids[IMAGE],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=True,
+        initializer_range=how.init_std,
+        dtype="float32",
+        **ends,
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def _language_model(how: SeeingWarmStart) -> dict[str, Any]:
+    return {
         "hidden_size": how.hidden_size,
         "intermediate_size": 2 * how.hidden_size,
         "num_hidden_layers": how.num_layers,
@@ -58,10 +74,11 @@ def random_model(tokenizer: PreTrainedTokenizerFast, how: SeeingWarmStart) -> Qw
         "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0},
         "tie_word_embeddings": True,
         "initializer_range": how.init_std,
-        "bos_token_id": None,
-        **ends,
     }
-    vision = {
+
+
+def _vision_tower(how: SeeingWarmStart) -> dict[str, Any]:
+    return {
         "depth": how.vision_layers,
         "hidden_size": how.vision_hidden_size,
         "intermediate_size": 2 * how.vision_hidden_size,
@@ -73,19 +90,6 @@ def random_model(tokenizer: PreTrainedTokenizerFast, how: SeeingWarmStart) -> Qw
         "fullatt_block_indexes": [how.vision_layers - 1],
         "initializer_range": how.init_std,
     }
-    config = Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=ids[IMAGE],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
-        tie_word_embeddings=True,
-        initializer_range=how.init_std,
-        dtype="float32",
-        **ends,
-    )
-    return Qwen2_5_VLForConditionalGeneration(config)
 
 
 def save(folder: Path, model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast) -> None:

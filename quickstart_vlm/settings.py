@@ -18,8 +18,8 @@ class SeeingWarmStart(WarmStart):
     num_clean_steps: int = 360
     num_careless_steps: int = 60
     batch_size: int = 48
-    wrong_fraction: float = 0.45
-    malformed_fraction: float = 0.55
+    wrong_fraction: float = 0.4
+    malformed_fraction: float = 0.5
     num_layers: int = 3
     vision_hidden_size: int = 64
     vision_layers: int = 2
