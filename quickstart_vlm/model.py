@@ -45,7 +45,7 @@ def train_tokenizer(drawings: Sequence[Drawing], vocab_size: int, context_length
 
 def random_model(tokenizer: PreTrainedTokenizerFast, how: SeeingWarmStart) -> Qwen2_5_VLForConditionalGeneration:
     """float32. Draws from torch's global generator."""
-    ids = dict(zip(PLACES, tokenizer.convert_tokens_to_ids(list(PLACES)), strict=True))
+    ids: dict[str, Any] = {place: tokenizer.convert_tokens_to_ids(place) for place in PLACES}
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen2_5_VLConfig(
         text_config={"vocab_size": len(tokenizer), "bos_token_id": None, **ends, **_language_model(how)},
@@ -55,7 +55,6 @@ def random_model(tokenizer: PreTrainedTokenizerFast, how: SeeingWarmStart) -> Qw
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"],
         tie_word_embeddings=True,
-        initializer_range=how.init_std,
         dtype="float32",
         **ends,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
@@ -100,8 +101,7 @@ def seen_by_model(drawing: Drawing) -> torch.Tensor:
 
 def prompt_ids(drawing: Drawing, tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """The prompt as a model takes it, with a token for every place of the image."""
-    content = [{"type": "image"}, {"type": "text", "text": drawing.question}]
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-    )
+    content: Any = [{"type": "image"}, {"type": "text", "text": drawing.question}]
+    messages = [{"role": "user", "content": content}]
+    text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     return tokenizer(text.replace(IMAGE, IMAGE * NUM_IMAGE_TOKENS), add_special_tokens=False)["input_ids"]
