@@ -19,6 +19,7 @@ from common.paths import did_you_mean
 
 SHARD_NAME = re.compile(r"(?![.])[A-Za-z0-9._-]{1,128}")
 _MAX_INDEX_BYTES = 64 << 20
+VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # model_type of those whose images are understood here
 
 
 NO_CHAT_TEMPLATE = (
@@ -40,16 +41,17 @@ def require_models(config: Config) -> None:
         raise UserError(f"prompt.chat_template {template}: no such file. Templates of ours: configs/templates/")
     if template is None and folder.is_dir() and not config.model.trust_remote_code and not _has_chat_template(folder):
         raise UserError(NO_CHAT_TEMPLATE)
-    _require_positions(config, folder)
-    _require_sight(config, folder)
+    settings = _settings(folder)
+    _require_known_vision(config, settings)
+    _require_positions(config, folder, settings)
+    _require_sight(config, folder, settings)
 
 
-def _require_sight(config: Config, folder: Path) -> None:
+def _require_sight(config: Config, folder: Path, settings: dict[str, Any]) -> None:
     """Images are for a vision model, and a vision model for images unless the config says that it gets none."""
-    try:
-        sees = "vision_config" in json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError, TypeError):
+    if not settings:
         return
+    sees = "vision_config" in settings
     if config.data.image_key is not None and not sees:
         raise UserError(
             f"data.image_key {config.data.image_key!r} gives images to {folder}, a text model; set data.image_key: "
@@ -62,13 +64,38 @@ def _require_sight(config: Config, folder: Path) -> None:
         )
 
 
-def _require_positions(config: Config, folder: Path) -> None:
-    """vLLM refuses a length beyond the model's positions, unless scaled; its own words come after its imports."""
+def _settings(folder: Path) -> dict[str, Any]:
+    """config.json of a model in a folder, with those of its language model on top; {} where it cannot be read."""
     try:
         settings = json.loads((folder / "config.json").read_bytes())
+        return dict(settings) | dict(settings.get("text_config") or {}) | {"model_type": settings.get("model_type")}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def _require_known_vision(config: Config, settings: dict[str, Any]) -> None:
+    """Raises UserError for a model whose images would be read otherwise than vLLM reads them, or that sees none."""
+    kind, path = settings.get("model_type"), config.model.path
+    if "vision_config" in settings and kind not in VISION_FAMILIES:
+        raise UserError(
+            f"model {path!r} is a {kind}: of models that see images Qwen2-VL, Qwen2.5-VL and Qwen3-VL are supported "
+            f"({', '.join(VISION_FAMILIES)}), not this one; set model.path to one of them"
+        )
+    if config.model.freeze_vision_tower and settings and kind not in VISION_FAMILIES:
+        raise UserError(
+            f"model.freeze_vision_tower is true, and model {path!r} is a {kind} without a vision tower; remove it, or "
+            "set model.path to a Qwen2-VL, Qwen2.5-VL or Qwen3-VL"
+        )
+
+
+def _require_positions(config: Config, folder: Path, settings: dict[str, Any]) -> None:
+    """vLLM refuses a length beyond the model's positions, unless scaled; its own words come after its imports."""
+    try:
         limit, rope = settings["max_position_embeddings"], settings.get("rope_parameters") or {}
-        is_scaled = bool(settings.get("rope_scaling")) or rope.get("rope_type", "default") != "default"
-    except (OSError, ValueError, LookupError, AttributeError):
+        is_scaled = rope.get("rope_type", "default") != "default"
+        if scaling := settings.get("rope_scaling"):  # "mrope" are the axes of images, not a scale
+            is_scaled |= scaling.get("rope_type", scaling.get("type")) not in ("default", "mrope")
+    except (LookupError, AttributeError):
         return
     prompt = config.data.max_prompt_length
     completion = max(config.sampler.max_completion_length, config.eval.max_completion_length or 0)
@@ -128,6 +155,13 @@ def load_config(model: Model) -> Any:
         raise UserError(
             f"model {model.path!r}: no config.json of a model that transformers knows: {first_line}"
         ) from error
+
+
+def causal_lm_class(config: Any) -> Any:
+    """transformers' Auto class for a model of this configuration with its output head, and its vision tower if any."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if config.model_type in VISION_FAMILIES else AutoModelForCausalLM
 
 
 def _has_chat_template(folder: Path) -> bool:

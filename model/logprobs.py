@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from common.errors import UserError
-from model import attention
-from model.folder import check_model_folder
+from model import attention, vision
+from model.folder import VISION_FAMILIES, causal_lm_class, check_model_folder
 from model.onednn import use_faster_linear
 from model.packing import PackedRow
 from model.stopwatch import Stopwatch
@@ -84,9 +84,12 @@ def _hidden_states(model: Any, row: PackedRow) -> Tensor:
     index_select, not indexing: completions share a source, and two threads of indexing's backward add to it in the
     order of their arrival, so that no two runs are alike.
     """
-    hidden = model.get_decoder()(
-        input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
-    ).last_hidden_state.flatten(0, 1)
+    if row.vision is not None:
+        hidden = vision.hidden_states(model.base_model, row)
+    else:
+        hidden = model.get_decoder()(
+            input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
+        ).last_hidden_state.flatten(0, 1)
     return hidden.index_select(0, row.source_index)
 
 
@@ -200,28 +203,32 @@ def score_norms(
 
 
 def load_causal_lm(path: str, dtype: str, revision: str | None, trust_remote_code: bool) -> Any:
-    """A transformers causal language model that attends over packed rows. Raises UserError as load_packed does."""
-    from transformers import AutoModelForCausalLM
+    """A transformers causal language model that attends over packed rows, with its vision tower if it has one.
 
-    return load_packed(AutoModelForCausalLM, path, dtype, revision, trust_remote_code)[0]
+    Raises UserError as load_packed does.
+    """
+    return load_packed(causal_lm_class, path, dtype, revision, trust_remote_code)[0]
 
 
 def load_packed(
-    kind: Any, path: str, dtype: str, revision: str | None, trust_remote_code: bool, **options: Any
+    class_of: Callable[[Any], Any], path: str, dtype: str, revision: str | None, trust_remote_code: bool, **options: Any
 ) -> tuple[Any, list[str]]:
-    """(model, names of weights that the files lack), by a transformers Auto class and its further options.
+    """(model, names of weights that the files lack), of the class for its configuration, with that class's options.
 
     Raises UserError if it cannot be found, or if its layers carry a state from token to token past the attention.
     """
+    from transformers import AutoConfig
+
     attention.register()
     check_model_folder(path)
     try:
-        model, loading = kind.from_pretrained(
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        model, loading = class_of(config).from_pretrained(
             path,
             revision=revision,
             dtype=getattr(torch, dtype),
             trust_remote_code=trust_remote_code,
-            attn_implementation=attention.NAME,
+            attn_implementation=vision.ATTENTION if config.model_type in VISION_FAMILIES else attention.NAME,
             output_loading_info=True,
             **options,
         )

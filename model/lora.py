@@ -4,7 +4,7 @@
 
 (Hu et al., arXiv 2106.09685). `published_tensors` derives every name, shape and dtype of a version from the config
 alone: what a sampler requires of a folder before its engine may see it. Left out: variants of LoRA that vLLM does not
-apply (DoRA, biases, whole modules beside adapters).
+apply (DoRA, biases, whole modules beside adapters); adapters in a vision tower, which stays frozen.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from typing import Any
 from common.config import MAX_LORA_RANK, Config
 from common.errors import UserError
 from common.weights import BadWeights, TensorInfo
-from model.folder import load_config
+from model.folder import VISION_FAMILIES, causal_lm_class, load_config
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"  # as peft and vLLM call them
 _DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 _LEGAL_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_LORA_RANK)  # of vLLM's max_lora_rank
+_TOWER = r"(.*\.)?visual\..*"  # modules of a vision tower
 _OF_THE_BASE = ("base_model_name_or_path", "revision")  # hosts may have it elsewhere
 
 
@@ -53,6 +54,7 @@ def add_adapters(model: Any, config: Config) -> Any:
         lora_alpha=lora.scale,
         lora_dropout=lora.dropout,
         target_modules=lora.target_modules,
+        exclude_modules=_TOWER if model.config.model_type in VISION_FAMILIES else None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=config.model.path,
         revision=config.model.revision,
@@ -111,12 +113,12 @@ def expected(config: Config) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
 def _expected(text: str) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
     """Once per process: every reload asks, and building large models takes long even on the meta device."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     config = Config.model_validate_json(text)
     given = config.model
+    loaded = load_config(given)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_config(given), trust_remote_code=given.trust_remote_code)
+        model = causal_lm_class(loaded).from_config(loaded, trust_remote_code=given.trust_remote_code)
     settings = add_adapters(model, config)
     named = {published_name(name): list(p.shape) for name, p in model.named_parameters()}
     tensors = {name: TensorInfo(_DTYPES[given.dtype], shape) for name, shape in named.items() if name}

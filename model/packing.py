@@ -10,7 +10,8 @@
 This is the only place that shifts: whoever holds log-probs of `target_ids` never slices again. There is no mask: every
 entry of `target_ids` is a sampled token. "flat" repeats the prompt before each completion of the row; "off" makes one
 padded row of each completion, the usual dense batch: slower, and what the tests compare with. All three have the same
-targets in the same order, so nothing else knows the difference. Left out: splitting a group over rows.
+targets in the same order, so nothing else knows the difference. A row carries the images of its prompts; what they are
+to a model is added by vision.py. Left out: splitting a group over rows.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from common.types import EncodedImage
 
 Packing = Literal["shared", "flat", "off"]
 Tokens = Sequence[int]
@@ -38,14 +41,30 @@ class Span:
 
 
 @dataclass(frozen=True)
+class VisionInput:
+    """What the vision tower gets for a row, and where in the row its features stand. n = image tokens of the row."""
+
+    patches: Tensor  # [patches, 3 · temporal · patch²] float32, of every different image once
+    grid_thw: Tensor  # [images, 3] int64
+    places: Tensor  # [n] int64 positions in the flattened row, ascending
+    features: Tensor  # [n] int64 which of the tower's features stands there
+
+    def to(self, device: torch.device) -> VisionInput:
+        fields = (self.patches, self.grid_thw, self.places, self.features)
+        return VisionInput(*(tensor.to(device, non_blocking=True) for tensor in fields))
+
+
+@dataclass(frozen=True)
 class PackedRow:
     input_ids: Tensor  # [1, T] int64; [sequences, T] with "off"
-    position_ids: Tensor  # as input_ids
+    position_ids: Tensor  # as input_ids; for a model with a vision tower [3, 1, T], one for each axis of an image
     spans: tuple[Span, ...]  # empty with "off": every row is one sequence, padded at its end
     source_index: Tensor  # [N] int64 position in the flattened row whose hidden state predicts the target
     target_ids: Tensor  # [N] int64 sampled tokens, completion by completion
     lengths: tuple[int, ...]  # tokens of each completion; they sum to N
     sampling_mask: Tensor | None = None  # [N, K] int64 tokens that could have been sampled, -1 fills; None = all
+    images: tuple[tuple[EncodedImage, ...], ...] = ()  # of each span, or sequence with "off"; empty = no images
+    vision: VisionInput | None = None  # as vision.py adds it; None: the model has no vision tower
 
     def to(self, device: torch.device) -> PackedRow:
         """On this device, without waiting for it."""
@@ -61,6 +80,8 @@ class PackedRow:
             there(self.target_ids),
             self.lengths,
             None if self.sampling_mask is None else there(self.sampling_mask),
+            self.images,
+            None if self.vision is None else self.vision.to(device),
         )
 
     def with_sampling_mask(self, sampling_mask: Sequence[NDArray[np.int32] | None]) -> PackedRow:
@@ -74,11 +95,21 @@ class PackedRow:
         return replace(self, sampling_mask=torch.from_numpy(np.concatenate(wide).astype(np.int64)))
 
 
-def pack(groups: Sequence[tuple[Tokens, Sequence[Tokens]]], packing: Packing = "shared") -> PackedRow:
-    """[(prompt ids, [completion ids, …]), …] -> one row. Prompts and completions must not be empty."""
+def pack(
+    groups: Sequence[tuple[Tokens, Sequence[Tokens]]],
+    packing: Packing = "shared",
+    images: Sequence[tuple[EncodedImage, ...]] = (),
+) -> PackedRow:
+    """[(prompt ids, [completion ids, …]), …] -> one row. Prompts and completions must not be empty.
+
+    images: of each group's prompt, in the order of their places in it; empty if no group has any.
+    """
     if packing != "shared":
+        if any(images):
+            images = [of for (_, completions), of in zip(groups, images, strict=True) for _ in completions]
         groups = [(prompt, [completion]) for prompt, completions in groups for completion in completions]
-    return _padded(groups) if packing == "off" else _packed(groups)
+    row = _padded(groups) if packing == "off" else _packed(groups)
+    return replace(row, images=tuple(images)) if any(images) else row
 
 
 def select(row: PackedRow, positions: Sequence[Sequence[int]]) -> PackedRow:

@@ -19,11 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.config import Config
+from common.types import EncodedImage
 from common.watchdog import report_progress
 from model import lora
 from model.logprobs import load_causal_lm, score_logprobs
 from model.packing import PackedRow, pack
 from model.tokenizer import check_vocabulary
+from model.vision import layout_of, with_vision
 
 
 class Reference:
@@ -33,6 +35,7 @@ class Reference:
         """policy: a whole model with adapters whose frozen weights are the reference (config.reference_is_base)."""
         self._adapted = policy is not None
         self._model = policy if policy is not None else self._load(config, device)
+        self._layout = layout_of(self._model.config, *self._source(config))
         self._device = device
         self._temperature = config.sampler.temperature
         self._chunk_size = config.trainer.logprob_chunk_size
@@ -40,13 +43,19 @@ class Reference:
 
     @staticmethod
     def _load(config: Config, device: torch.device) -> Any:
-        path = config.reference.path or config.model.path
-        revision = config.reference.revision if config.reference.path else config.model.revision
+        path, revision = Reference._source(config)
         dtype = config.reference.dtype or config.model.dtype
         model = load_causal_lm(path, dtype, revision, config.model.trust_remote_code).to(device).eval()
         for layer in getattr(model.get_decoder(), "layers", ()):  # a long group is many seconds on a CPU
             layer.register_forward_hook(lambda *_: report_progress("scoring with the reference"))
         return model
+
+    @staticmethod
+    def _source(config: Config) -> tuple[str, str | None]:
+        """(path, revision)"""
+        if config.reference.path:
+            return config.reference.path, config.reference.revision
+        return config.model.path, config.model.revision
 
     def check_vocabulary(self, tokenizer_size: int) -> None:
         check_vocabulary(self._model, tokenizer_size, "reference")
@@ -56,13 +65,15 @@ class Reference:
         prompt_ids: NDArray[np.int32],
         completion_ids: Sequence[NDArray[np.int32]],
         sampling_mask: Sequence[NDArray[np.int32] | None] = (),
+        images: tuple[EncodedImage, ...] = (),
     ) -> list[NDArray[np.float32]]:
         """log π_ref(token) of each completion of one prompt: [C] each; within its sampling_mask [C, K], if any."""
-        row = pack([(prompt_ids.tolist(), [c.tolist() for c in completion_ids])], self._packing)
+        row = pack([(prompt_ids.tolist(), [c.tolist() for c in completion_ids])], self._packing, [images])
         return [part.numpy() for part in self.score(row.with_sampling_mask(sampling_mask)).split(row.lengths)]
 
     @torch.no_grad()
     def score(self, row: PackedRow) -> Tensor:
         """log π_ref of the row's targets: [N] float32 on the CPU."""
         with lora.without_adapters(self._model) if self._adapted else contextlib.nullcontext():
-            return score_logprobs(self._model, row.to(self._device), self._temperature, self._chunk_size).cpu()
+            here = with_vision(row, self._layout).to(self._device)
+            return score_logprobs(self._model, here, self._temperature, self._chunk_size).cpu()

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common import durable
 from common.errors import UserError
 from model.folder import check_model_folder, not_to_be_had, require_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from model.vision import VisionLayout
 
 
 def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -29,6 +32,13 @@ def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bo
         if folder.is_dir():
             raise UserError(f"model {path!r}: the folder holds no tokenizer that loads: {first_line}") from error
         raise not_to_be_had(path, first_line) from error
+
+
+def save_tokenizer(tokenizer: Any, layout: VisionLayout | None, folder: Path) -> None:
+    """With what a model that sees images is told about them, so that the folder loads like the one it came from."""
+    tokenizer.save_pretrained(folder)
+    for name, contents in layout.files if layout else ():
+        durable.write_file(folder / name, contents)
 
 
 def check_vocabulary(model: Any, tokenizer_size: int, section: str) -> None:

@@ -28,6 +28,7 @@ class PlainPolicy:
     """What trainer.publish needs of an Engine, around a transformers model without DeepSpeed."""
 
     published_settings: bytes | None = None
+    layout = None
 
     def __init__(self, folder: Path):
         self.model = load_causal_lm(str(folder), "float32", None, False)

@@ -44,7 +44,7 @@ class SmallEngine:
         self.number, self.stage, self.tied_embeddings = number, 1, False
         self.dtype = "float32"
         self.ds = SimpleNamespace(checkpoint_engine=SimpleNamespace(), save_checkpoint=self._save_state)
-        self.adapter_settings = None
+        self.adapter_settings, self.layout = None, None
         weights = [torch.nn.Parameter(torch.tensor([float(number)]))]
         self.model = SimpleNamespace(save_pretrained=self._save_pretrained, parameters=lambda: weights)
 

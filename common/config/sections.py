@@ -66,6 +66,8 @@ class Model(Section):
     """Run the Python code that comes with the model. Only for models you trust as you trust your own code."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third slower."""
+    freeze_vision_tower: bool = False
+    """Of a model that sees images train the language model alone: no gradient, no optimizer state for the tower."""
 
 
 class Reference(Section):

@@ -197,7 +197,9 @@ def _lengths(parts: Sequence[_Part]) -> list[int]:
 def _row(parts: Sequence[_Part], packing: Packing) -> PackedRow:
     rows = [(p.group.prompt_ids.tolist(), [r.completion_ids.tolist() for r, _ in p.completions()]) for p in parts]
     completions = [completion for part in parts for completion in part.completions()]
-    row = pack(rows, packing).with_sampling_mask([r.sampling_mask for r, _ in completions])
+    row = pack(rows, packing, [p.group.images for p in parts]).with_sampling_mask(
+        [r.sampling_mask for r, _ in completions]
+    )
     return row if parts[0].positions is None else select(row, [at for _, at in completions])
 
 

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from common.config import Config
 from common.errors import UserError
+from model import vision
+from model.folder import VISION_FAMILIES
 from model.logprobs import load_packed
 from model.packing import PackedRow
 from model.tokenizer import check_vocabulary
@@ -42,9 +44,12 @@ class ValueModel(torch.nn.Module):
         self.model = model
 
     def forward(self, row: PackedRow) -> Tensor:
-        hidden = self.model.base_model(
-            input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
-        ).last_hidden_state.flatten(0, 1)
+        if row.vision is not None:
+            hidden = vision.hidden_states(self.model.base_model, row)
+        else:
+            hidden = self.model.base_model(
+                input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
+            ).last_hidden_state.flatten(0, 1)
         return self.model.score(hidden.index_select(0, row.source_index))[:, 0]  # as in logprobs._hidden_states
 
 
@@ -52,6 +57,7 @@ class Critic(DeepSpeedModel):
     def __init__(self, config: Config, world_size: int):
         model = load_value_model(config)
         super().__init__(config, world_size, critic_of(config), model, ValueModel(model))
+        self.layout = vision.layout_of(model.config, *source(config))
         self.sums = Sums(VALUE_SUMS, self.device)
 
     @property
@@ -65,13 +71,13 @@ class Critic(DeepSpeedModel):
     def score(self, row: PackedRow) -> Tensor:
         """Values [N] of the row's targets. Every rank calls it (ZeRO-3 gathers parameters)."""
         self.ds.eval()
-        values = self.ds(row.to(self.device))
+        values = self.ds(self.here(row))
         self.ds.train()
         return values.cpu()
 
     def backward(self, batch: ValueBatch) -> None:
         """Forward and backward of one micro-batch; its metrics are added to `sums`."""
-        values = self.ds(batch.row.to(self.device))
+        values = self.ds(self.here(batch.row))
         old_values, returns, weights = (
             x.to(self.device, non_blocking=True) for x in (batch.old_values, batch.returns, batch.weights)
         )
@@ -82,23 +88,18 @@ class Critic(DeepSpeedModel):
         self.sums.add({"tokens": real.sum(), "loss": share, "clipped": (is_clipped & real).sum()})
 
     def probe(self) -> Tensor:
-        return self.ds(filler_row().to(self.device))
+        return self.ds(self.here(filler_row()))
 
 
 def load_value_model(config: Config) -> Any:
-    """A transformers model for sequence classification with one label: `base_model` and the linear head `score`.
+    """A transformers model with one label: `base_model` and the linear head `score`.
 
     Raises UserError if the checkpoint has another number of labels, or lacks weights other than the head.
     """
-    from transformers import AutoModelForSequenceClassification
-
-    path = config.critic.path or config.model.path
-    revision = config.critic.revision if config.critic.path else config.model.revision
+    path, revision = source(config)
     dtype = config.critic.dtype or config.model.dtype
     try:
-        model, missing = load_packed(
-            AutoModelForSequenceClassification, path, dtype, revision, config.model.trust_remote_code, num_labels=1
-        )
+        model, missing = load_packed(_value_class, path, dtype, revision, config.model.trust_remote_code, num_labels=1)
     except RuntimeError as error:  # transformers names every weight of another shape
         raise UserError(f"critic {path!r} does not fit a value head with one output: {str(error)[:500]}") from None
     head = getattr(model, "score", None)
@@ -108,6 +109,29 @@ def load_value_model(config: Config) -> Any:
         raise UserError(f"critic {path!r} lacks {len(lost)} weights, the first is {lost[0]}; download the model again")
     model.score = _head(head, fresh=bool(missing))
     return model
+
+
+def source(config: Config) -> tuple[str, str | None]:
+    """(path, revision) of what the critic starts from."""
+    if config.critic.path:
+        return config.critic.path, config.critic.revision
+    return config.model.path, config.model.revision
+
+
+def _value_class(config: Any) -> Any:
+    """transformers' Auto class for sequence classification; it has none with a vision tower, so one is made here."""
+    from transformers import AutoModelForImageTextToText, AutoModelForSequenceClassification
+
+    if config.model_type not in VISION_FAMILIES:
+        return AutoModelForSequenceClassification
+    language_model = AutoModelForImageTextToText._model_mapping[type(config)]
+
+    def __init__(self: Any, config: Any) -> None:
+        language_model.__init__(self, config)
+        self.lm_head = torch.nn.Identity()  # its weights are not loaded, and nothing is tied to them
+        self.score = torch.nn.Linear(config.get_text_config().hidden_size, config.num_labels, bias=False)
+
+    return type(f"{language_model.__name__}Values", (language_model,), {"__init__": __init__, "_tied_weights_keys": {}})
 
 
 def _head(loaded: torch.nn.Linear, fresh: bool) -> ValueHead:

@@ -21,6 +21,8 @@ from torch import Tensor
 from common.config import Config
 from common.errors import UserError
 from common.ports import free_port
+from model.packing import PackedRow
+from model.vision import VisionLayout, freeze_tower, with_vision
 from trainer.engine.deepspeed_config import Optimized, backend, deepspeed_config
 from trainer.engine.exported import Exported, parameters
 
@@ -70,6 +72,7 @@ class DeepSpeedModel:
     """One model, moved by its own optimizer: the policy, or the critic. Frozen parameters have no optimizer state."""
 
     adapter_settings: bytes | None = None  # adapter_config.json, where only adapters are trained
+    layout: VisionLayout | None = None  # where the model sees images
 
     def __init__(self, config: Config, world_size: int, optimized: Optimized, model: Any, forward: torch.nn.Module):
         """model: a transformers model. forward: the module around it whose call DeepSpeed's hooks see."""
@@ -80,6 +83,8 @@ class DeepSpeedModel:
         self.dtype = optimized.dtype
         self.stage: int = ds_config["zero_optimization"]["stage"]
         _disable_dropout(model)
+        if config.model.freeze_vision_tower:
+            freeze_tower(model)
         if config.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.ds, self.optimizer, _, self.scheduler = deepspeed.initialize(
@@ -97,6 +102,10 @@ class DeepSpeedModel:
     @property
     def device(self) -> torch.device:
         return self.ds.device
+
+    def here(self, row: PackedRow) -> PackedRow:
+        """On this device, with its images as this model takes them."""
+        return with_vision(row, self.layout).to(self.device)
 
     @property
     def tied_embeddings(self) -> bool:

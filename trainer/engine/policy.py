@@ -18,6 +18,7 @@ from model.dims import ModelDims, model_dims
 from model.logprobs import load_causal_lm, score_logprobs, score_norms_of_row, score_terms
 from model.packing import PackedRow
 from model.stopwatch import Stopwatch
+from model.vision import layout_of
 from trainer.algorithm.losses import ObjectiveSettings, TokenTerms, loss, token_objective
 from trainer.algorithm.mismatch import by_cause
 from trainer.algorithm.sums import TOKEN_SUMS, Sums
@@ -63,6 +64,7 @@ class Engine(DeepSpeedModel):
             self.adapter_settings = lora.settings_file(lora.add_adapters(model, config))
         policy = Policy(model, config.trainer.logprob_chunk_size, config.algorithm.entropy_coef > 0)
         super().__init__(config, world_size, policy_of(config), model, policy)
+        self.layout = layout_of(model.config, config.model.path, config.model.revision)
         self.objective = ObjectiveSettings.of(config.algorithm)
         self.sums = Sums(TOKEN_SUMS, self.device)
         self.head_time = Stopwatch(self.device)
@@ -89,7 +91,7 @@ class Engine(DeepSpeedModel):
         policy_version: the present one. Of tokens that it sampled, sampled_logprobs are known now; like the proximal
         ones they serve to measure and correct the mismatch only. Returns the log-probs [N], detached.
         """
-        row = batch.row.to(self.device)
+        row = self.here(batch.row)
         with self._dropout_masks():
             logprobs, entropy, log_mass = self.ds(row, self.config.sampler.temperature, self.head_time)
         old_logprobs, advantages, weights = (
@@ -158,7 +160,7 @@ class Engine(DeepSpeedModel):
     def score(self, row: PackedRow, temperature: float) -> Tensor:
         """Log-probs of the row's targets, without gradient. Every rank calls it (ZeRO-3 gathers parameters)."""
         self.ds.eval()
-        logprobs = self.ds(row.to(self.device), temperature, logprobs_only=True)
+        logprobs = self.ds(self.here(row), temperature, logprobs_only=True)
         self.ds.train()
         return logprobs.float().cpu()
 
@@ -166,12 +168,12 @@ class Engine(DeepSpeedModel):
     def score_norms(self, row: PackedRow) -> Tensor:
         """Squared norms of the targets' scores under the present weights: [N]. Every rank calls it."""
         self.ds.eval()
-        norms = self.ds(row.to(self.device), self.config.sampler.temperature, norms_only=True)
+        norms = self.ds(self.here(row), self.config.sampler.temperature, norms_only=True)
         self.ds.train()
         return norms.cpu()
 
     def probe(self) -> Tensor:
-        return self.ds(filler_row().to(self.device), 1.0)[0]
+        return self.ds(self.here(filler_row()), 1.0)[0]
 
 
 def token_sums(share: Tensor, logprobs: Tensor, old: Tensor, entropy: Tensor, terms: TokenTerms) -> dict[str, Tensor]:

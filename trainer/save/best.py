@@ -24,6 +24,7 @@ from common.config import Config, Eval
 from common.run_folder import BEST, COMMIT, FINAL
 from common.weights import Published
 from model import lora
+from model.tokenizer import save_tokenizer
 from trainer.save.disk import Disk, on_rank_0, require_room
 
 Record = dict[str, Any]  # a line of eval.jsonl
@@ -134,7 +135,7 @@ class Best:
             engine.model.config.save_pretrained(temporary)
             if getattr(engine.model, "generation_config", None) is not None:
                 engine.model.generation_config.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
+        save_tokenizer(tokenizer, engine.layout, temporary)
         durable.write_file(temporary / COMMIT, self._commit_record(temporary, published, now))
         _commit(temporary, self.folder)
 

@@ -27,6 +27,7 @@ from common.errors import UserError
 from common.failpoints import failpoint
 from common.run_folder import COMMIT, FINAL, step_dir, step_dirs
 from model import lora
+from model.tokenizer import save_tokenizer
 from trainer.engine.critic import Critic
 from trainer.engine.deepspeed_model import DeepSpeedModel
 from trainer.engine.policy import Engine
@@ -185,9 +186,10 @@ def save_model(engine: DeepSpeedModel, exchange: Exchange, tokenizer: Any, folde
 
     def write() -> None:
         if engine.tied_embeddings and "lm_head.weight" not in state:
-            state["lm_head.weight"] = state["model.embed_tokens.weight"]  # save_pretrained drops it again, knowingly
+            embedding = next(name for name in state if name.endswith("embed_tokens.weight"))
+            state["lm_head.weight"] = state[embedding]  # save_pretrained drops it again, knowingly
         engine.model.save_pretrained(folder, state_dict=state)
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, engine.layout, folder)
 
     on_rank_0(exchange, write)
 

@@ -1,0 +1,198 @@
+"""Images in packed rows: where the vision tower's features stand, and each token's place on three axes (M-RoPE).
+
+    prompt 5 ▣ ▣ ▣ ▣ ▣ ▣ 6 with an image of 2 × 3 tokens, completions [8 9] and [7]
+
+    time      0 │ 1 1 1 1 1 1 │ 4 │ 5 6 │ 5        an image begins where the text before it ends;
+    height    0 │ 1 1 1 2 2 2 │ 4 │ 5 6 │ 5        what follows goes on one behind its largest place,
+    width     0 │ 1 2 3 1 2 3 │ 4 │ 5 6 │ 5        on all three axes alike
+
+(Wang et al., arXiv 2409.12191, section 2.1.) The tower runs once per image, however many completions read it, and
+attends within each image alone. A row without images gets a blank one that nothing reads: ZeRO gathers and reduces the
+tower's parameters in every forward and backward, so that a rank without images must run it, too. Left out: videos.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.errors import UserError
+from common.types import EncodedImage
+from model import attention
+from model.folder import VISION_FAMILIES
+from model.images import ImageFormat, decode_patches, image_format
+from model.packing import PackedRow, Span, VisionInput
+
+ATTENTION = {"": attention.NAME, "text_config": attention.NAME, "vision_config": "sdpa"}  # of each part of the model
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
+
+@dataclass(frozen=True)
+class VisionLayout:
+    """What a model must say of itself before images can be put into its rows."""
+
+    image_token: int  # stands in prompts, once for each feature
+    form: ImageFormat
+    files: tuple[tuple[str, bytes], ...] = ()  # (name, contents) of its processor, which go with its weights
+
+
+def layout_of(config: Any, path: str, revision: str | None) -> VisionLayout | None:
+    """config: transformers' of the model at `path`. None of a model without a vision tower.
+
+    Raises UserError if the model's files do not say how it cuts images.
+    """
+    if config.model_type not in VISION_FAMILIES:
+        return None
+    return VisionLayout(config.image_token_id, image_format(path, revision), _processor_files(path, revision))
+
+
+def _processor_files(path: str, revision: str | None) -> tuple[tuple[str, bytes], ...]:
+    """Those that the model has, in its folder or in the hub's cache."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        found = {name: folder / name for name in _PROCESSOR_FILES}
+    else:
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = {name: try_to_load_from_cache(path, name, revision=revision) for name in _PROCESSOR_FILES}
+        found = {name: Path(file) for name, file in cached.items() if isinstance(file, str)}
+    return tuple((name, file.read_bytes()) for name, file in found.items() if file.is_file())
+
+
+def with_vision(row: PackedRow, layout: VisionLayout | None) -> PackedRow:
+    """The row with its vision input and positions on three axes, or with a blank image; unchanged without a layout.
+
+    Raises ValueError if a prompt does not hold its images' tokens.
+    """
+    if layout is None:
+        assert not row.images, "images for a model without a vision tower"
+        return row
+    if not any(row.images):
+        return _with_blank(row, layout)
+    different = {id(image): image for images in row.images for image in images}  # sequences of a group share theirs
+    sizes = [layout.form.num_tokens(image) for image in different.values()]
+    feature_of = dict(zip(different, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True))
+    ids, text = row.input_ids.flatten(), row.position_ids.flatten()
+    positions = text.expand(3, -1).clone()
+    places: list[int] = []
+    features: list[int] = []
+    for (begin, end), images in zip(_sequences(row), row.images, strict=True):
+        begins = _image_begins(ids[begin:end], images, layout)
+        table = axes(int(text[begin:end].max()) + 1, begins, [_grid(image, layout) for image in images])
+        positions[:, begin:end] = torch.from_numpy(table)[:, text[begin:end]]
+        for at, image in zip(begins, images, strict=True):
+            size, feature = layout.form.num_tokens(image), feature_of[id(image)]
+            places.extend(range(begin + at, begin + at + size))
+            features.extend(range(feature, feature + size))
+    vision = VisionInput(
+        patches=torch.from_numpy(np.concatenate([decode_patches(image, layout.form) for image in different.values()])),
+        grid_thw=torch.tensor([image.grid_thw for image in different.values()]),
+        places=torch.tensor(places),
+        features=torch.tensor(features),
+    )
+    return replace(row, position_ids=positions.view(3, *row.input_ids.shape), vision=vision)
+
+
+def axes(length: int, begins: Sequence[int], grids: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+    """[3, length] places on the axes of time, height and width of a sequence's tokens 0, 1, …
+
+    begins: where each image's tokens begin. grids: (rows, columns) of its tokens. An image of h × w tokens takes
+    max(h, w) places of the text's line, not h·w.
+    """
+    table = np.tile(np.arange(length), (3, 1))
+    for begin, (rows, columns) in zip(begins, grids, strict=True):
+        end, at = begin + rows * columns, table[0, begin]
+        row, column = np.divmod(np.arange(rows * columns), columns)
+        table[:, begin:end] = at + np.stack([np.zeros_like(row), row, column])
+        table[:, end:] -= rows * columns - max(rows, columns)
+    return table
+
+
+def freeze_tower(model: Any) -> None:
+    """No gradient and no update for the tower, the layers that join it to the language model included.
+
+    Raises UserError if there is none.
+    """
+    if model.config.model_type not in VISION_FAMILIES:
+        raise UserError(f"model.freeze_vision_tower: a {model.config.model_type} has no vision tower; remove it")
+    model.base_model.visual.requires_grad_(False)
+
+
+def hidden_states(base: Any, row: PackedRow) -> Tensor:
+    """[T, D] of all tokens of the row, flattened. base: transformers' model with the tower, without a head.
+
+    Not the model's own forward: that looks for image tokens by their id, which a completion may have sampled, and waits
+    for the GPU to count them.
+    """
+    vision = row.vision
+    assert vision is not None, "the row was not prepared by with_vision"
+    tower = base.get_image_features(vision.patches, vision.grid_thw, return_dict=True)
+    embedded = base.get_input_embeddings()(row.input_ids)
+
+    def placed(features: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(features)).to(embedded.dtype).index_select(0, vision.features)
+
+    flat = embedded.flatten(0, 1).index_copy(0, vision.places, placed(tower.pooler_output))
+    deep: dict[str, Any] = {}
+    if layers := getattr(tower, "deepstack_features", None):  # Qwen3-VL adds features to its first layers' outputs
+        is_image = torch.zeros(len(flat), dtype=torch.bool, device=flat.device).index_fill(0, vision.places, True)
+        deep["visual_pos_masks"] = is_image.view_as(row.input_ids)
+        deep["deepstack_visual_embeds"] = [placed(features) for features in layers]
+    return base.language_model(
+        inputs_embeds=flat.view_as(embedded), position_ids=row.position_ids, use_cache=False, spans=row.spans, **deep
+    ).last_hidden_state.flatten(0, 1)
+
+
+def _with_blank(row: PackedRow, layout: VisionLayout) -> PackedRow:
+    """One token of a blank image, in a span or sequence of its own behind all others."""
+    form, (_, width) = layout.form, row.input_ids.shape
+    grid = (1, form.merge_size, form.merge_size)
+    ids = torch.zeros((1, 1 if row.spans else width), dtype=torch.int64)
+    ids[0, 0] = layout.image_token
+    along = 1 if row.spans else 0
+    positions = torch.cat([row.position_ids, torch.arange(ids.shape[1])[None]], along)
+    vision = VisionInput(
+        patches=torch.zeros(math.prod(grid), 3 * form.temporal_patch_size * form.patch_size**2),
+        grid_thw=torch.tensor([grid]),
+        places=torch.tensor([row.input_ids.numel()]),
+        features=torch.zeros(1, dtype=torch.int64),
+    )
+    return replace(
+        row,
+        input_ids=torch.cat([row.input_ids, ids], along),
+        position_ids=positions.expand(3, *positions.shape),
+        spans=(*row.spans, Span(width, 1, ())) if row.spans else (),
+        vision=vision,
+    )
+
+
+def _sequences(row: PackedRow) -> list[tuple[int, int]]:
+    """Where each span, or each sequence with "off", begins and ends in the flattened row."""
+    if not row.spans:
+        count, length = row.input_ids.shape
+        return [(i * length, (i + 1) * length) for i in range(count)]
+    return [(span.start, span.start + span.prompt + sum(span.completions)) for span in row.spans]
+
+
+def _image_begins(ids: Tensor, images: Sequence[EncodedImage], layout: VisionLayout) -> list[int]:
+    """Where each image's tokens begin: the first tokens of that id, for a completion may have sampled more of them."""
+    sizes = [layout.form.num_tokens(image) for image in images]
+    found = (ids == layout.image_token).nonzero()[:, 0][: sum(sizes)].tolist()
+    begins = [found[at] if at < len(found) else -1 for at in np.cumsum([0, *sizes])[:-1]]
+    if found != [begin + i for begin, size in zip(begins, sizes, strict=True) for i in range(size)]:
+        raise ValueError(f"images of {sizes} tokens, but the prompt has {len(found)}, or not side by side")
+    return begins
+
+
+def _grid(image: EncodedImage, layout: VisionLayout) -> tuple[int, int]:
+    """(rows, columns) of the image's tokens."""
+    _, rows, columns = image.grid_thw
+    return rows // layout.form.merge_size, columns // layout.form.merge_size
