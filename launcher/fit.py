@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from common.config import Config
-from launcher.machine import GIB, Machine
+from launcher.machine import Machine, gib
 from launcher.memory import (
     SamplerMemory,
     TrainerMemory,
@@ -33,7 +33,7 @@ class Fit:
 def fit(config: Config, work: Workload, place: Placement, machine: Machine) -> Fit:
     trainer = trainer_memory(work)
     sampler = sampler_memory(work, engine_gpus(config))
-    lines = [("trainer", f"{_gib(trainer.total)} per rank: {_parts(trainer)}")]
+    lines = [("trainer", f"{gib(trainer.total)} per rank: {_parts(trainer)}")]
     if work.adapters is not None:
         share = work.adapters / work.model.parameters
         counts = f"{work.adapters:,} beside {work.model.parameters:,} frozen parameters ({100 * share:.2g} %)"
@@ -49,7 +49,7 @@ def _parts(memory: TrainerMemory) -> str:
     """What is there all the time, and what the peak of a step adds."""
     always = ("weights", "gradients", "optimizer", "critic", "reference", "copies", "context", "spare")
     largest = ("reducing",) if memory.reducing == memory.peak else ("activations", "logits", "buckets")
-    return ", ".join(f"{name} {_gib(getattr(memory, name))}" for name in (*always, *largest) if getattr(memory, name))
+    return ", ".join(f"{name} {gib(getattr(memory, name))}" for name in (*always, *largest) if getattr(memory, name))
 
 
 Findings = tuple[list[tuple[str, str]], list[str]]  # lines, problems
@@ -61,31 +61,31 @@ def _on_gpus(
     taken = vllm_bytes(config, sampler, machine)
     wanted = min(work.max_num_seqs, work.groups_per_batch * work.num_generations)
     if not machine.gpu_bytes:
-        text = f"weights {_gib(sampler.weights)}, cache {_gib(sampler.cache_per_sequence)} per sequence"
+        text = f"weights {gib(sampler.weights)}, cache {gib(sampler.cache_per_sequence)} per sequence"
         return [("sampler", f"{text}; the memory of the GPUs is not known, see --gpus")], []
     at_once, share = sampler.sequences_that_fit(taken), taken / machine.gpu_bytes
     text = (
-        f"of {share:.2f} × {_gib(machine.gpu_bytes)} weights {_gib(sampler.weights)}, cache "
-        f"{_gib(sampler.cache_per_sequence)} per sequence: {min(at_once, wanted)} of {wanted} decode at once"
+        f"of {share:.2f} × {gib(machine.gpu_bytes)} weights {gib(sampler.weights)}, cache "
+        f"{gib(sampler.cache_per_sequence)} per sequence: {min(at_once, wanted)} of {wanted} decode at once"
     )
     problems = []
     if at_once < 1:
         needed = (sampler.weights + sampler.overhead + sampler.cache_per_sequence) / machine.gpu_bytes
         problems.append(_sampler_is_too_small(needed, sampler, machine))
     if work.reference_of("sampler") is not None:
-        text += f"; reference {_gib(sampler.reference)} beside it"
+        text += f"; reference {gib(sampler.reference)} beside it"
         left = (1 - share) * machine.gpu_bytes
         if sampler.reference > left:
             below = max(0.05, 1 - sampler.reference / machine.gpu_bytes)
             problems.append(
-                f"the reference model needs {_gib(sampler.reference)} on the sampler's GPU and vLLM leaves "
-                f"{_gib(left)}; set vllm.gpu_memory_utilization={below - 0.005:.2f}"
+                f"the reference model needs {gib(sampler.reference)} on the sampler's GPU and vLLM leaves "
+                f"{gib(left)}; set vllm.gpu_memory_utilization={below - 0.005:.2f}"
             )
     budget = machine.gpu_bytes
     if place.shares_gpu:
         budget -= taken + sampler.reference
     if trainer.total > budget:
-        what = f"a trainer GPU has {_gib(budget)}" + (" beside the sampler" if place.shares_gpu else "")
+        what = f"a trainer GPU has {gib(budget)}" + (" beside the sampler" if place.shares_gpu else "")
         problems.append(_trainer_is_too_large(work, trainer.total, budget, what))
     return [("sampler", text)], problems
 
@@ -95,13 +95,13 @@ def _on_one_gpu(
 ) -> Findings:
     """Both processes, with a cache that shares.py chooses."""
     found = shares(work, machine, longest_sequence(config))
-    text = f"weights {_gib(sampler.weights)}, cache {_gib(sampler.cache_per_sequence)} per sequence"
+    text = f"weights {gib(sampler.weights)}, cache {gib(sampler.cache_per_sequence)} per sequence"
     if work.reference_of("sampler") is not None:
-        text += f", reference {_gib(sampler.reference)}"
+        text += f", reference {gib(sampler.reference)}"
     if trouble := problem(work, found, sampler):
         return [("sampler", text)], [trouble]
-    text += f"; cache {_gib(found.cache)} in all: {min(found.sequences, found.wanted)} of {found.wanted} decode at once"
-    together = f"{_gib(found.trainer + found.sampler + found.cache)} of {_gib(machine.gpu_bytes)}"
+    text += f"; cache {gib(found.cache)} in all: {min(found.sequences, found.wanted)} of {found.wanted} decode at once"
+    together = f"{gib(found.trainer + found.sampler + found.cache)} of {gib(machine.gpu_bytes)}"
     return [("sampler", text), ("one GPU", f"{together}; {' '.join(found.settings)}")], []
 
 
@@ -111,18 +111,18 @@ def _on_cpu(
     """Both processes share the host's memory."""
     of_sampler, versions = resident_sampler(work, sampler), published_versions(work)
     text = (
-        f"{_gib(of_sampler)}: weights {_gib(sampler.weights)}, cache {_gib(sampler.cache_per_sequence)} per sequence; "
-        f"published versions {_gib(versions)} in /dev/shm"
+        f"{gib(of_sampler)}: weights {gib(sampler.weights)}, cache {gib(sampler.cache_per_sequence)} per sequence; "
+        f"published versions {gib(versions)} in /dev/shm"
     )
     budget = (machine.memory - of_sampler - versions) / place.num_ranks
     if trainer.total <= budget:
         return [("sampler", text)], []
-    what = f"the host's {_gib(machine.memory)} leave {_gib(budget)} per rank beside the sampler"
+    what = f"the host's {gib(machine.memory)} leave {gib(budget)} per rank beside the sampler"
     return [("sampler", text)], [_trainer_is_too_large(work, trainer.total, budget, what)]
 
 
 def _sampler_is_too_small(needed: float, sampler: SamplerMemory, machine: Machine) -> str:
-    have = f"the sampler's weights and one sequence need {needed:.2f} of {_gib(machine.gpu_bytes)}"
+    have = f"the sampler's weights and one sequence need {needed:.2f} of {gib(machine.gpu_bytes)}"
     if needed < 0.95:
         return f"{have}; set vllm.gpu_memory_utilization={needed + 0.05:.2f}"
     width = 2
@@ -133,13 +133,13 @@ def _sampler_is_too_small(needed: float, sampler: SamplerMemory, machine: Machin
 
 def _trainer_is_too_large(work: Workload, total: float, budget: float, what: str) -> str:
     change = smaller(work, budget)
-    head = f"a trainer rank needs about {_gib(total)} and {what}"
+    head = f"a trainer rank needs about {gib(total)} and {what}"
     if change is None:
         return (
             f"{head}; nothing here makes it small enough: set lora.r=16, or use more or larger GPUs or a smaller model"
         )
     settings, changed = change
-    return f"{head}; set {' '.join(settings)}, which needs {_gib(trainer_memory(changed).total)}"
+    return f"{head}; set {' '.join(settings)}, which needs {gib(trainer_memory(changed).total)}"
 
 
 def reference_side(config: Config, work: Workload, place: Placement, machine: Machine) -> str:
@@ -154,7 +154,3 @@ def reference_side(config: Config, work: Workload, place: Placement, machine: Ma
     fitting = [side for side in choices if not fit(config, choices[side], place, machine).problems]
     slower = {side: max(seconds_of_sides(config, choices[side], place, machine) or (0.0,)) for side in choices}
     return min(fitting or choices, key=slower.__getitem__)
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.3g} MiB"

@@ -32,6 +32,11 @@ class Machine:
     measured: Mapping[int, Measured] | None = None  # without GPUs, by number of threads; see measure.py
 
 
+def gib(size: float) -> str:
+    """Bytes as people read them: "1.5 GiB", or "12.3 MiB" below a tenth of one."""
+    return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.3g} MiB"
+
+
 def this_machine(num_gpus: int) -> Machine:
     """This host with as many of its GPUs as a run may use."""
     name, size = smallest_gpu() if num_gpus else ("", 0)

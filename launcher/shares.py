@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from common.config import Config
 from common.errors import UserError
-from launcher.machine import GIB, Machine
+from launcher.machine import Machine, gib
 from launcher.memory import SamplerMemory, sampler_memory, smaller, trainer_memory
 from launcher.placement import Placement
 from launcher.workload import Workload
@@ -71,20 +71,20 @@ def problem(work: Workload, found: Shares, sampler: SamplerMemory) -> str:
         return ""
     budget = (1 - _RESERVE) * found.total - found.sampler - sampler.cache_per_sequence
     head = (
-        f"one GPU of {_gib(found.total)} for both: a trainer rank needs about {_gib(found.trainer)}, the sampler "
-        f"{_gib(found.sampler)} and a cache"
+        f"one GPU of {gib(found.total)} for both: a trainer rank needs about {gib(found.trainer)}, the sampler "
+        f"{gib(found.sampler)} and a cache"
     )
     change = smaller(work, budget) if budget > 0 else None
     if change is None:
         return f"{head}; nothing here makes them small enough: use lora.r=16, a smaller model, or a larger GPU"
     settings, changed = change
-    return f"{head}; set {' '.join(settings)}, with which the trainer needs {_gib(trainer_memory(changed).total)}"
+    return f"{head}; set {' '.join(settings)}, with which the trainer needs {gib(trainer_memory(changed).total)}"
 
 
 def said(config: Config) -> str:
     """One line for people, of a run on one GPU."""
     if cache := config.vllm.get("kv_cache_memory_bytes"):
-        return f"one GPU for both: vLLM's cache takes {_gib(cache)} of it, the trainer may have the rest"
+        return f"one GPU for both: vLLM's cache takes {gib(cache)} of it, the trainer may have the rest"
     return f"one GPU for both: vLLM takes {config.vllm['gpu_memory_utilization']} of it, the trainer may have the rest"
 
 
@@ -117,7 +117,3 @@ def longest_sequence(config: Config) -> int:
     from sampler.engine_arguments import max_model_len  # imports a tokenizer
 
     return int(config.vllm.get("max_model_len") or max_model_len(config))
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.1f} GiB"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from model.hub import file_from_hub
 
 FAMILY = ("llama", "qwen2", "qwen3", "mistral")
 
@@ -96,24 +97,10 @@ def read_dims(path: str, revision: str | None) -> ModelDims | None:
     None for another family. Raises UserError when there is no such model.
     """
     folder = Path(path).expanduser()
-    if not folder.is_dir():
-        if path.startswith((".", "/", "~")) or path.count("/") > 1:
-            raise UserError(f"model {path!r}: no such folder. Set model.path to a folder or a hub id")
-        return model_dims(_from_hub(path, revision))
+    if not folder.is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+        raise UserError(f"model {path!r}: no such folder. Set model.path to a folder or a hub id")
+    file = folder / "config.json" if folder.is_dir() else file_from_hub(path, "config.json", revision, path)
     try:
-        return model_dims(json.loads((folder / "config.json").read_text()))
+        return model_dims(json.loads(file.read_text()))
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{folder} holds no model's config.json ({error!r}); set model.path to a model") from None
-
-
-def _from_hub(path: str, revision: str | None) -> dict[str, Any]:
-    from huggingface_hub import hf_hub_download  # not transformers, which costs seconds and brings torch along
-
-    try:
-        return dict(json.loads(Path(hf_hub_download(path, "config.json", revision=revision)).read_text()))
-    except Exception as error:
-        first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(
-            f"model {path!r} is not a folder and its config.json cannot be had from the hub or its cache: {first_line} "
-            f"Download: hf download {path}, or set model.path to a folder. Behind a firewall: HF_ENDPOINT=…"
-        ) from None
+        raise UserError(f"{file.parent} holds no model's config.json ({error!r}); set model.path to a model") from None

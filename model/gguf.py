@@ -25,6 +25,7 @@ from common import durable
 from common.config import Config
 from common.errors import UserError
 from common.paths import did_you_mean
+from model.hub import file_from_hub
 
 FOLDER = Path(".cache/gguf")  # counted like every path of a config, from the folder of launch.sh
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
@@ -86,7 +87,7 @@ def _file(path: str, revision: str | None) -> Path:
                 f"model {path!r}: no such file.{did_you_mean(file)} Set model.path to a .gguf file, to one on the hub "
                 "(owner/name:file.gguf), or to a folder"
             )
-        file = _from_hub(repository, name, revision)
+        file = file_from_hub(repository, name, revision, path)
     if part := _PART.search(file.name):
         raise UserError(
             f"{path} is part {int(part[1])} of {int(part[2])}; join them: llama-gguf-split --merge {path} whole.gguf"
@@ -95,19 +96,6 @@ def _file(path: str, revision: str | None) -> Path:
         if opened.read(4) != b"GGUF":
             raise UserError(f"{path} is not a GGUF file (it does not begin with GGUF); download it again")
     return file
-
-
-def _from_hub(repository: str, name: str, revision: str | None) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(repository, name, revision=revision))
-    except Exception as error:
-        first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(
-            f"model '{repository}:{name}' cannot be had from the hub or its cache: {first_line} "
-            f"Download: hf download {repository} {name}, or set model.path to a file. Behind a firewall: HF_ENDPOINT=…"
-        ) from None
 
 
 def _waits(path: str) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,13 +20,11 @@ import yaml
 
 from common.config import Config
 from common.durable import write_file
-from common.redact import redacted
-from report.curves import Rows, evaluations_of, share_of_full_marks
+from report.curves import Rows, history_of, share_of_full_marks
 from report.environment import read_environment
 from report.escape import strip_escapes
-from report.run_log import read_jsonl
-from report.step_text import clock
-from report.svg import wall_s
+from report.public_settings import SOURCE, base_model, code, hub_id, listed, public_settings, shown_path
+from report.training_facts import facts
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCardData
@@ -43,17 +40,6 @@ _TAGS = {
     "gae": "ppo",
     "group_ppo": "group-ppo",
 }
-_OF_THE_MACHINE = (
-    "channel",
-    "weights.dir",
-    "run.output_dir",
-    "run.report_to",
-    "run.resume",
-    "run.record",
-    "run.replay",
-)
-_DATA_FILES = (".jsonl", ".json", ".parquet")
-_SOURCE = re.compile(r"(?P<name>[^:@\[]+)(?::(?P<subset>[^@]+))?(?:@(?P<split>.+))?")
 
 
 @dataclass(frozen=True)
@@ -63,7 +49,7 @@ class Trained:
     name: str  # of the run
     config: Config
     environment: dict[str, Any]  # report/environment.py
-    rows: Rows  # of metrics.jsonl, up to this version
+    rows: Rows  # of metrics.jsonl, up to this version; like the evaluations without accuracies of unknown full marks
     before: dict[str, Any] | None  # the first evaluation, of an earlier version
     after: dict[str, Any] | None  # the evaluation of this version
     version: int
@@ -87,8 +73,9 @@ def write_model_card(run_folder: Path, folder: Path, version: int) -> None:
 
 def trained(run_folder: Path, folder: Path, version: int) -> Trained:
     """What the run left of the version in `folder`. Raises ValueError for a config.json that is not of this Tandem."""
-    evaluations = {record["step"]: record for record in evaluations_of(run_folder) if record["step"] <= version}
-    first, rows = min(evaluations, default=version), read_jsonl(run_folder / "metrics.jsonl")
+    rows, all_evaluations = history_of(run_folder)
+    evaluations = {record["step"]: record for record in all_evaluations if record["step"] <= version}
+    first = min(evaluations, default=version)
     return Trained(
         name=run_folder.resolve().name,
         config=Config.model_validate(json.loads((run_folder / "config.json").read_text())),
@@ -112,8 +99,8 @@ def model_card(run: Trained) -> str:
             template_path=str(Path(__file__).with_name("model_card.md.jinja")),
             run=run,
             config=config,
-            base=_code(base_model(config.model.path)),
-            facts=[(name, _cell(text)) for name, text in facts(run)],
+            base=code(base_model(config.model.path)),
+            facts=[(name, _cell(text)) for name, text in facts(config, run.rows, run.environment)],
             results=[_result(run, name) for name in _functions(run)],
             measured=_measured(run),
             settings=settings,
@@ -130,7 +117,7 @@ def metadata(run: Trained) -> ModelCardData:
     config = run.config
     base, inherited = hub_id(config.model.path), _card_of(config.model.path, config.model.revision)
     results = [result for name in _functions(run) if (result := _eval_result(run, name))]
-    sources = [name for source in _listed(config.data.train) if (name := hub_id(source))]
+    sources = [name for source in listed(config.data.train) if (name := hub_id(source))]
     method = _TAGS.get(config.algorithm.adv_estimator)
     return ModelCardData(
         base_model=base,
@@ -164,53 +151,10 @@ def _card_of(path: str, revision: str | None) -> dict[str, Any]:
         return {}  # somebody else's card, and badly formed
 
 
-def hub_id(source: str) -> str | None:
-    """openai/gsm8k:main@train[:512] → openai/gsm8k; None for what is a file or folder of this machine."""
-    found = _SOURCE.match(source)
-    name = found["name"] if found else source
-    is_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith((*_DATA_FILES, ".gguf"))
-    return None if is_local or Path(name).exists() else name
-
-
-def shown_path(value: str) -> str:
-    """Folders of this machine are nobody's business: "/home/me/models/qwen" → "…/qwen". Others as they are."""
-    return f"…/{value.rstrip('/').rpartition('/')[2]}" if value.startswith(("/", "~")) else value
-
-
-def base_model(path: str) -> str:
-    """A hub id, a folder as shown_path has it, or the GGUF file that a folder was converted from (model/gguf.py)."""
-    try:
-        source = json.loads((Path(path).expanduser() / "source.json").read_text())
-        return f"{source['file']}, sha256 {source['sha256']}"
-    except (OSError, ValueError, LookupError, TypeError):
-        return shown_path(path)
-
-
-def public_settings(config: Config) -> str:
-    """YAML of all that differs from the defaults, for `launch.sh run`, without what only concerned one machine."""
-    given = redacted(config.model_dump(mode="json", exclude_defaults=True))
-    for name in _OF_THE_MACHINE:
-        section, _, key = name.partition(".")
-        if key:
-            given.get(section, {}).pop(key, None)
-        else:
-            given.pop(section, None)
-    kept = {section: value for section, value in given.items() if value != {}}
-    return str(yaml.safe_dump(_without_folders(kept), sort_keys=False, allow_unicode=True, width=100)).rstrip()
-
-
-def _without_folders(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_folders(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_folders(item) for item in value]
-    return shown_path(value) if isinstance(value, str) else value
-
-
 def _functions(run: Trained) -> list[str]:
     """Reward functions that were evaluated, in the order of the settings."""
     record = run.after or run.before
-    return [name for name in run.config.rewards.names if record and name in record["full_marks"]]
+    return [name for name in run.config.rewards.names if record and name in record["full_marks"] | record["mean"]]
 
 
 def _measured(run: Trained) -> str:
@@ -218,36 +162,38 @@ def _measured(run: Trained) -> str:
     record = run.after or run.before
     if record is None:
         return ""
-    sources = ", ".join(_code(shown_path(source)) for source in _listed(run.config.data.eval))
+    sources = ", ".join(code(shown_path(source)) for source in listed(run.config.data.eval))
     problems, temperature = record.get("problems", record["n"]), run.config.eval.temperature
     return f"{sources}: {record['n']} completions of {problems} problems, temperature {temperature:g}"
 
 
 def _result(run: Trained, name: str) -> dict[str, str]:
-    """A line of the table of results; "–" where there was no evaluation."""
-    line = {"name": _cell(name), "full_mark": f"{run.config.rewards.full_mark(name):g}"}
-    for when, record in (("before", run.before), ("after", run.after)):
-        known = record is not None and name in record["full_marks"]
-        share, low, high = share_of_full_marks(record, name) if record and known else (0.0, 0.0, 0.0)
-        mean = record["mean"].get(name) if record and known else None
-        line[when] = f"{share:.1%} [{100 * low:.1f}, {100 * high:.1f}]".replace("%", " %") if known else "–"
-        line[f"mean_{when}"] = "–" if mean is None else f"{mean:.3g}"
+    """A line of the table of results; "–" where there was no evaluation, or no completion ever had full marks."""
+    records = {"before": run.before, "after": run.after}
+    has_marks = any(record and name in record["full_marks"] for record in records.values())
+    line = {"name": _cell(name), "full_mark": f"{run.config.rewards.full_mark(name):g}" if has_marks else ""}
+    for when, record in records.items():
+        line[when] = line[f"mean_{when}"] = "–"
+        if record and name in record["full_marks"]:
+            share, low, high = share_of_full_marks(record, name)
+            line[when] = f"{share:.1%} [{100 * low:.1f}, {100 * high:.1f}]".replace("%", " %")
+        if record and name in record["mean"]:
+            line[f"mean_{when}"] = f"{record['mean'][name]:.3g}"
     return line
 
 
 def _eval_result(run: Trained, name: str) -> EvalResult | None:
-    """The share of full marks; the mean score of a function whose scores never are that high. None without a result."""
+    """The share of full marks; the mean score where nobody knows what full marks are. None without a result."""
     from huggingface_hub import EvalResult
 
-    record, sources = run.after, _listed(run.config.data.eval)
-    if record is None or name not in record["full_marks"]:
+    record, sources = run.after, listed(run.config.data.eval)
+    if record is None or name not in record["full_marks"] | record["mean"]:
         return None
-    share, low, high = share_of_full_marks(record, name)
-    has_marks = any(r and r["full_marks"].get(name) for r in (run.before, run.after))
-    kind, value, label = "accuracy", round(share, 4), f"accuracy, 95 % interval [{low:.3f}, {high:.3f}]"
-    if not has_marks and name not in run.config.rewards.full_marks:
-        kind, value, label = "mean", record["mean"].get(name), "mean score"
-    found = _SOURCE.match(sources[0]) if len(sources) == 1 and hub_id(sources[0]) else None
+    kind, value, label = "mean", record["mean"].get(name), "mean score"
+    if name in record["full_marks"]:
+        share, low, high = share_of_full_marks(record, name)
+        kind, value, label = "accuracy", round(share, 4), f"accuracy, 95 % interval [{low:.3f}, {high:.3f}]"
+    found = SOURCE.match(sources[0]) if len(sources) == 1 and hub_id(sources[0]) else None
     return EvalResult(
         task_type="text-generation",
         dataset_type=found["name"] if found else "custom",
@@ -258,68 +204,6 @@ def _eval_result(run: Trained, name: str) -> EvalResult | None:
         metric_value=value,
         metric_name=f"{name}: {label}, n = {record['n']}",
     )
-
-
-def facts(run: Trained) -> Iterable[tuple[str, str]]:
-    """The table of the training, one line after the other."""
-    c = run.config
-    revision = f", revision {c.model.revision}" if c.model.revision else ""
-    yield "Base model", f"{_code(base_model(c.model.path))}{revision}, {c.model.dtype}"
-    if c.lora.r:
-        yield "Adapters", f"LoRA of rank {c.lora.r}, alpha {c.lora.scale}, on {_code(c.lora.target_modules)}"
-    yield "Data", ", ".join(_code(shown_path(source)) for source in _listed(c.data.train))
-    weights = zip(c.rewards.names, c.rewards.weights, strict=True)
-    yield "Rewards", ", ".join(f"{_code(name)} × {weight:g}" for name, weight in weights)
-    yield from _objective(run)
-    t, s = c.trainer, c.sampler
-    steps = f", {c.algorithm.steps_per_batch} optimizer steps on each batch" if c.algorithm.steps_per_batch > 1 else ""
-    behind = f"the sampler up to {t.max_staleness} × a batch ahead" if t.max_staleness else "on policy"
-    yield "Batch", f"{t.prompts_per_step} problems × {s.num_generations} completions a step{steps}, {behind}"
-    lengths = f"prompts up to {c.data.max_prompt_length} tokens, completions up to {s.max_completion_length}"
-    yield "Sampling", f"temperature {s.temperature:g}, {lengths}"
-    schedule = f"{t.lr_scheduler_type}, {t.warmup_steps} warmup steps, gradient norm up to {t.max_grad_norm:g}"
-    given = c.deepspeed.get("optimizer", {}).get("type", "AdamW") if isinstance(c.deepspeed, dict) else "AdamW"
-    yield "Optimizer", f"{given}, learning rate {t.learning_rate:g}, {schedule}, weight decay {t.weight_decay:g}"
-    if run.rows:
-        newest, time = run.rows[-1], clock(sum(map(wall_s, run.rows)))
-        tokens = f", {newest['num_tokens']:,} completion tokens" if newest.get("num_tokens") else ""
-        yield "Trained", f"{newest['step']} of {t.max_steps} optimizer steps{tokens}, {time}"
-    if run.environment:
-        ranks = run.environment["ranks"]
-        yield "Hardware", f"trainer: {ranks} rank{'s' if ranks > 1 else ''}, {run.environment['device']}"
-        versions = [f"{name} {known}" for name, known in run.environment["packages"].items() if known]
-        commit = f" at commit {run.environment['commit']}" if run.environment["commit"] else ""
-        yield "Software", ", ".join([f"Tandem{commit}", *versions, f"Python {run.environment['python']}"])
-
-
-def _objective(run: Trained) -> Iterable[tuple[str, str]]:
-    a = run.config.algorithm
-    high = a.epsilon if a.epsilon_high is None else a.epsilon_high
-    yield "Advantages", f"{_code(a.adv_estimator)}, scaled by {a.reward_scale}"
-    clip = f"{a.importance_sampling_level} ratios clipped to [{1 - a.epsilon:g}, {1 + high:g}]"
-    if a.loss:
-        clip = f"own objective {_code(a.loss)}"
-    elif a.loss_type == "cispo":
-        clip = f"ratios capped at {high:g}"
-    dual = f", dual clip {a.delta:g}" if a.delta is not None else ""
-    yield "Loss", f"{_code(a.loss_type)}, {clip}{dual}"
-    if a.beta:
-        where = "subtracted from the reward" if a.kl_in_reward else "in the loss"
-        reference = run.config.reference.path
-        to = _code(shown_path(reference)) if reference else "the base model"
-        yield "KL", f"beta {a.beta:g}, {a.kl_estimator}, {where}, to {to}"
-    else:
-        yield "KL", "none (beta 0)"
-    if a.needs_critic:
-        yield "Critic", f"learning rate {run.config.critic.learning_rate:g}, gamma {a.gamma:g}, lambda {a.lam:g}"
-
-
-def _listed(value: str | list[str] | None) -> list[str]:
-    return [value] if isinstance(value, str) else list(value or ())
-
-
-def _code(text: object) -> str:
-    return f"`{text}`"
 
 
 def _cell(text: object) -> str:

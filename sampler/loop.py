@@ -29,9 +29,10 @@ from common.watchdog import progress_heard_by, report_progress
 from common.weights import BadWeights, NotVisible, Published
 from rewards.pool import RewardFailure, RewardPool
 from sampler.engine import Completion, Engine
+from sampler.fetch import Fetcher
 from sampler.held_out import HeldOut
 from sampler.link import Link
-from sampler.reload import Fetcher, Reloaded, reload
+from sampler.reload import Reloaded, reload
 from sampler.task import EvalKey, GroupKey, Key, Task, sampling_params
 
 if TYPE_CHECKING:

@@ -92,8 +92,8 @@ def _sample(config: Config, task: Task, link: Link, pool: RewardPool, vocabulary
 
     from model.reference import Reference
     from sampler.engine import Engine
+    from sampler.fetch import remove_stale_scratch
     from sampler.loop import Sampler
-    from sampler.reload import remove_stale_scratch
 
     remove_stale_scratch(config)
     num_gpus = torch.cuda.device_count()

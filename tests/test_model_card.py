@@ -21,7 +21,8 @@ from common import failpoints
 from common.config import Config, load
 from common.redact import redacted
 from report import environment
-from report.model_card import hub_id, public_settings, write_model_card
+from report.model_card import write_model_card
+from report.public_settings import hub_id, public_settings
 from report.run_log import MetricsLog
 from tests.test_checkpoint_faults import ONE_RANK, SmallEngine, tokenizer
 from trainer.save import checkpoint, disk
@@ -132,9 +133,26 @@ def test_with_an_evaluation_at_the_end_alone_nothing_is_before(tmp_path: Path) -
     assert "Before:" not in str(card) and len(card.data.eval_results) == 2
 
 
-def test_a_reward_that_never_reaches_its_full_mark_is_given_as_a_mean(tmp_path: Path) -> None:
-    answer, formatted = card_of(run_folder(tmp_path, evaluation(0, 9, 0), evaluation(60, 99, 0))).data.eval_results
-    assert (answer.metric_type, formatted.metric_type, formatted.metric_value) == ("accuracy", "mean", 1.0)
+def test_a_reward_of_ones_own_that_never_has_full_marks_is_given_as_a_mean_as_in_the_report(tmp_path: Path) -> None:
+    """Those of a built-in reward are known: nothing had them, so 0 % is what was measured."""
+    records = [evaluation(version, 9, 0) for version in (0, 60)]
+    for record, mean in zip(records, (0.125, 0.375), strict=True):
+        record["full_marks"]["style"], record["mean"]["style"] = 0, mean
+    own = {"reward_funcs": ["answer", "format", "my_task/style.py:style"]}
+    card = card_of(run_folder(tmp_path, *records, rewards=own))
+    answer, formatted, style = card.data.eval_results
+    assert (answer.metric_type, formatted.metric_type, formatted.metric_value) == ("accuracy", "accuracy", 0.0)
+    assert (style.metric_type, style.metric_value, style.metric_name) == ("mean", 0.375, "style: mean score, n = 512")
+    assert "| style | – | – | 0.125 | 0.375 |" in str(card)
+
+
+def test_a_reward_of_ones_own_that_once_had_full_marks_has_an_accuracy(tmp_path: Path) -> None:
+    before, after = evaluation(0, 9, 9), evaluation(60, 9, 9)
+    before["full_marks"]["style"], after["full_marks"]["style"] = 0, 128
+    before["mean"]["style"] = after["mean"]["style"] = 0.5
+    own = {"reward_funcs": ["answer", "format", "my_task/style.py:style"]}
+    *_, style = card_of(run_folder(tmp_path, before, after, rewards=own)).data.eval_results
+    assert (style.metric_type, style.metric_value) == ("accuracy", 0.25)
 
 
 def test_the_settings_in_the_card_start_the_same_run(tmp_path: Path) -> None:

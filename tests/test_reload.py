@@ -15,8 +15,9 @@ from common import weights
 from common.config import Config
 from common.errors import Retryable
 from common.weights import BadWeights, Published
+from sampler.fetch import Fetcher, scratch_dir
 from sampler.proof import Proof
-from sampler.reload import CanaryBounds, Fetcher, _require_canary, reload, scratch_dir
+from sampler.reload import CanaryBounds, _require_canary, reload
 from tests.protocol_helpers import make_config, short_folder
 from tests.protocol_weights import publish
 from tests.speed import limit
@@ -153,7 +154,7 @@ def test_a_version_fetched_while_the_engine_decodes_is_used_without_another_look
     fetcher.start(version)  # each turn of the sampler's loop asks again
     assert fetcher._thread is not None
     fetcher._thread.join(timeout=limit(20))
-    monkeypatch.setattr("sampler.reload.fetch", lambda *_: pytest.fail("fetched twice"))
+    monkeypatch.setattr("sampler.fetch.fetch", lambda *_: pytest.fail("fetched twice"))
     engine = Engine()
     found = reload(engine, version, config, fetcher)
     assert engine.version == 8

@@ -1,0 +1,152 @@
+"""A published version, taken into a folder of ours with every byte checked, while the engine may still decode.
+
+A failure here costs nothing: the engine was not touched and keeps the weights that it has.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from common import durable, weights
+from common.config import Config
+from common.failpoints import failpoint
+from common.watchdog import report_progress
+from common.weights import BadWeights, Manifest, Published
+from model import lora
+
+_LOOK_S = 0.2
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A version of which every byte was checked, as a copy of ours."""
+
+    published: Published
+    manifest: Manifest
+    folder: Path
+    seconds: float
+
+
+def fetch(published: Published, config: Config, progressed: Callable[[], None] = lambda: None) -> Fetched:
+    """Takes and checks a published version. Raises BadWeights. Who gets it deletes its folder."""
+    start = time.monotonic()
+    failpoint("sampler.reloading")
+    private = scratch_dir(config)
+    try:
+        manifest = weights.read_manifest(published)
+        weights.take_verified(published, manifest, private, progressed)
+        _require_expected(private, manifest, config)
+        _require_finite(private, manifest, progressed)
+    except BaseException:
+        shutil.rmtree(private, ignore_errors=True)
+        raise
+    return Fetched(published, manifest, private, time.monotonic() - start)
+
+
+class Fetcher:
+    """Fetches the next version while the engine still decodes. One at a time: there is one private folder."""
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._wanted: Published | None = None
+        self._thread: threading.Thread | None = None
+        self._outcome: Fetched | BaseException | None = None
+        self._pieces = 0  # of files, that the thread has read so far
+
+    def start(self, published: Published) -> None:
+        """Begins to fetch it, unless it has begun already."""
+        if published == self._wanted:
+            return
+        self._forget()
+        self._wanted = published
+        self._thread = threading.Thread(target=self._fetch, args=(published,), name="fetch", daemon=True)
+        self._thread.start()
+
+    def _fetch(self, published: Published) -> None:
+        try:
+            self._outcome = fetch(published, self._config, self._count)
+        except BaseException as error:
+            self._outcome = error
+
+    def _count(self) -> None:
+        self._pieces += 1
+
+    def take(self, published: Published) -> Fetched:
+        """The version, as far as it has come, or from its beginning. Raises BadWeights."""
+        if published != self._wanted:
+            self._forget()
+            return fetch(published, self._config, lambda: report_progress("verifying weights"))
+        outcome = self._finished()
+        if isinstance(outcome, Fetched):
+            return outcome
+        assert outcome is not None, "a fetch ends with one or the other"
+        raise outcome
+
+    def _finished(self) -> Fetched | BaseException | None:
+        """Waits for the thread; what it reads meanwhile is this process's progress."""
+        seen = self._pieces
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(timeout=_LOOK_S)
+            if self._pieces != seen:
+                seen = self._pieces
+                report_progress("verifying weights")
+        outcome, self._thread, self._wanted, self._outcome = self._outcome, None, None, None
+        return outcome
+
+    def _forget(self) -> None:
+        """The trainer was started again, or announced a newer version."""
+        outcome = self._finished()
+        if isinstance(outcome, Fetched):
+            shutil.rmtree(outcome.folder, ignore_errors=True)
+
+
+def scratch_dir(config: Config) -> Path:
+    """A folder of this process alone, in memory if there is any: the copy lives for one reload."""
+    return _scratch_parent() / f"{_scratch_prefix(config)}{os.getpid()}"
+
+
+def remove_stale_scratch(config: Config) -> None:
+    """What samplers of this run left that were killed inside a reload."""
+    for path in _scratch_parent().glob(f"{_scratch_prefix(config)}*"):
+        if not Path("/proc", path.name.rsplit("-", 1)[-1]).exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _scratch_prefix(config: Config) -> str:
+    return f"{durable.run_tag(config.run.output_dir)}-reload-"
+
+
+def _scratch_parent() -> Path:
+    memory = Path("/dev/shm")
+    return memory if memory.is_dir() else Path(tempfile.gettempdir())
+
+
+def _require_expected(folder: Path, manifest: Manifest, config: Config) -> None:
+    """Adapters for an engine of adapters, whole weights for another: in the wrong place either would poison it."""
+    if config.lora.publishes_adapters:
+        lora.require_expected(folder, manifest.tensors, config)
+    elif lora.SETTINGS in manifest.files:
+        raise BadWeights(f"version {manifest.version} has adapters, and lora.r is 0 here: both sides need one config")
+
+
+def _require_finite(folder: Path, manifest: Manifest, progressed: Callable[[], None]) -> None:
+    """Also that every tensor has a checksum to be compared with."""
+    from safetensors import safe_open
+
+    from model.checksum import is_finite
+
+    if missing := sorted(manifest.tensors.keys() - manifest.checksums.keys()):
+        raise BadWeights(f"version {manifest.version} has no checksums of {missing[:3]}")
+    for name in (name for name in manifest.files if name.endswith(".safetensors")):
+        with safe_open(folder / name, framework="pt") as file:
+            for tensor_name in file.keys():  # noqa: SIM118 - a safetensors handle is not a dict
+                if not is_finite(file.get_tensor(tensor_name)):
+                    raise BadWeights(f"tensor {tensor_name} of version {manifest.version} is not finite")
+                progressed()
