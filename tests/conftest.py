@@ -29,20 +29,19 @@ from tests.speed import limit
 
 LONGEST_FIRST = (
     *("test_soak", "test_stories", "test_gloo", "test_endings", "test_exact_resume", "test_uneven_ranks"),
-    *("test_quickstart", "test_checkpoint_faults", "test_link_and_inbox", "test_lossy_link", "test_check_rewards"),
-    *("test_report", "test_logprobs", "test_attention", "test_plan", "test_reward_pool", "test_tensors", "test_best"),
+    *("test_quickstart", "test_reward_pool", "test_imports", "test_link_and_inbox", "test_checkpoint_faults"),
+    *("test_report", "test_lossy_link", "test_check_rewards", "test_cpu_time", "test_channel", "test_losses"),
 )
-TOGETHER = {  # files that read our sources: in one process each is parsed once
-    f"tests/{name}.py"
-    for name in (
-        "test_launch",
-        "test_imports",
-        "test_contributing",
-        "test_docs",
-        "test_metrics_page",
-        "test_reliability_page",
-    )
+TOGETHER = {  # files that share what costs a process seconds; each group is the work of one
+    "transformers": (
+        *("attention", "best", "critic", "device_waits", "gguf", "images", "launch", "linear", "logprobs", "long_work"),
+        *("lora", "one_gpu_configs", "pictures", "plan", "prompts", "publisher", "quickstart", "remote_code"),
+        *("segments", "tf32"),
+    ),
+    "matplotlib": ("bench", "objectives", "report", "report_html", "run_command"),
+    "our sources": ("contributing", "docs", "imports", "metrics_page", "reliability_page"),
 }
+_GROUP_OF = {f"tests/test_{name}.py": group for group, names in TOGETHER.items() for name in names}
 MARKS = ("fast", "processes", "gloo", "vllm", "e2e")
 _TIER_OF_FILE = re.compile(rf"^pytestmark = .*?pytest\.mark\.({'|'.join(MARKS)})\b", re.MULTILINE)
 WORKER_BYTES = 8 << 30  # an engine and a trainer of a worker's test
@@ -124,7 +123,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            return "files that read our sources" if file in TOGETHER else file
+            return _GROUP_OF.get(file, file)
 
     return Scheduling(config, log) if config.option.dist == "loadfile" else None
 

