@@ -215,10 +215,12 @@ def test_what_must_start_quickly_imports_nothing_heavy(modules: str, heavy: tupl
 # ---- requirement files ----
 
 DISTRIBUTIONS = {
+    "PIL": "pillow",
     "yaml": "pyyaml",
     "zmq": "pyzmq",
     "huggingface_hub": "huggingface-hub",
     "pytest_timeout": "pytest-timeout",
+    "xdist": "pytest-xdist",
 }
 INSTALLED_APART = {"trl", "math_verify"}  # by its benchmarks; by the user, who is told how
 OWN = {*PACKAGES, "tests"}
