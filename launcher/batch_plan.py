@@ -142,8 +142,16 @@ def _micro_batches(p: BatchPlan, per_generation: int) -> tuple[str, str, str]:
         f"TRL per_device_train_batch_size {p.micro_sequences}, gradient_accumulation_steps {p.accumulation}, "
         f"steps_per_generation {per_generation} · verl ppo_micro_batch_size_per_gpu {p.micro_sequences} · EasyR1 "
         f"micro_batch_size_per_device_for_update {p.micro_sequences} · MindSpeed-RL micro_batch_size "
-        f"{p.micro_sequences}",
+        f"{p.micro_sequences}{_in_pairs(p)}",
     )
+
+
+def _in_pairs(p: BatchPlan) -> str:
+    """The same optimizer step in micro-batches smaller than ours can be: a group is never split here."""
+    if p.micro_sequences <= 2:
+        return ""
+    steps = math.ceil(p.sequences_per_update_and_rank / 2)
+    return f" · all of them with 2 sequences at a time: {_count(steps, 'accumulation step')}"
 
 
 def epochs(plan: BatchPlan, max_steps: int) -> float | None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.config import Config
+from common.config import Config, load
 from launcher.batch_plan import BatchPlan, batch_plan, epochs, lines, one_line
 from launcher.compute_time import Device, known_device, sampler_seconds, trainer_seconds
 from launcher.fit import fit, reference_side
@@ -54,6 +54,17 @@ def test_every_framework_reads_its_own_words() -> None:
     assert "per_device_train_batch_size 2, gradient_accumulation_steps 24, steps_per_generation 96" in str(said)
     assert 2 * 8 * 96 == 1536
     assert "2,100 rows = 8.203 batches of rollouts, 32.81 optimizer steps" in said["epoch"]
+    assert "drop the rest: 8 steps an epoch" in said["epoch"]
+
+
+def test_the_config_for_geometry3k_prints_its_sources_arithmetic() -> None:
+    config = load(ROOT / "configs" / "geometry3k_qwen2.5_vl_3b.yaml")
+    said = {what: f"{value} = {elsewhere}" for what, value, elsewhere in lines(batch_plan(config, 8, 2100))}
+    assert "256 × 6 = 1,536 in a batch; 192 per rank of 8" in said["sequences"]
+    assert "4 of 64 prompts: one optimizer step each, 48 sequences per rank" in said["mini-batches"]
+    assert "EasyR1 actor.global_batch_size 64" in said["mini-batches"]
+    assert "6 sequences in one forward of one rank; 8 accumulation steps" in said["micro-batches"]
+    assert "with 2 sequences at a time: 24 accumulation steps" in said["micro-batches"]  # as EasyR1's example has it
     assert "drop the rest: 8 steps an epoch" in said["epoch"]
 
 

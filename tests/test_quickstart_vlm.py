@@ -14,15 +14,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from common import config
+from launcher.run import built_by
 from quickstart_vlm import drawings
-from quickstart_vlm.build import build, stamp
+from quickstart_vlm.build import FOLDER, build, stamp
 from quickstart_vlm.settings import QuickStartVlm, SeeingWarmStart
 from rewards.boxed import boxed, boxed_format
 
 pytestmark = pytest.mark.fast
 
 ROOT = Path(__file__).resolve().parents[1]
-
+CONFIG = ROOT / "configs" / "quickstart_vlm.yaml"
 TINY = QuickStartVlm(
     num_train=60, num_test=20, warm_start=SeeingWarmStart(num_clean_steps=2, num_careless_steps=1, batch_size=4)
 )
@@ -126,10 +128,31 @@ def test_a_prompt_has_a_token_for_every_four_patches(built: Path):
     from quickstart_vlm.warm_start import prompt_ids
 
     tokenizer = AutoTokenizer.from_pretrained(str(built / "model"))
-    shape = AutoConfig.from_pretrained(str(built / "model"))
+    settings, shape = config.load(CONFIG), AutoConfig.from_pretrained(str(built / "model"))
     found = [prompt_ids(drawing, tokenizer) for drawing in drawings.split("train", 300, seed=0)]
     assert {ids.count(shape.image_token_id) for ids in found} == {84 * 84 // 28**2}
-    assert max(map(len, found)) <= 64
+    assert max(map(len, found)) <= settings.data.max_prompt_length
+    needed = settings.data.max_prompt_length + settings.sampler.max_completion_length
+    assert needed <= settings.vllm["max_model_len"] <= TINY.warm_start.context_length
+
+
+def test_the_sampler_makes_the_prompts_that_the_warm_start_was_taught(built: Path):
+    from model.images import decode_patches, read_vision
+    from model.tokenizer import load_tokenizer
+    from quickstart_vlm.warm_start import prompt_ids, seen_by_model
+    from sampler.dataset import load_data
+    from sampler.pictures import encode_problem
+    from sampler.prompts import make_prompt
+
+    settings, tokenizer = config.load(CONFIG), load_tokenizer(str(built / "model"))
+    vision = read_vision(str(built / "model"))
+    problems = load_data("data.eval", str(built / "test.jsonl"), settings.data, settings.rewards.reward_funcs)
+    for problem, drawing in zip(problems, drawings.split("test", 20, seed=0), strict=True):
+        images = encode_problem(problem, vision.form, settings.data)
+        prompt = make_prompt(problem, tokenizer, settings.data, settings.prompt, vision, images)
+        assert prompt.token_ids.tolist() == prompt_ids(drawing, tokenizer)
+        (image,) = images
+        assert (decode_patches(image, vision.form) == seen_by_model(drawing).numpy()).all()
 
 
 def test_the_warm_start_is_the_same_twice_and_moves_the_vision_tower():
@@ -166,7 +189,11 @@ def test_the_loss_depends_on_what_is_drawn():
     assert abs(losses[0] - losses[1]) > 1e-4
 
 
-def test_the_build_writes_rows_whose_images_are_beside_them(built: Path):
+def test_the_build_writes_what_the_configuration_reads(built: Path):
+    settings = config.load(CONFIG)
+    for path in (settings.data.train, settings.data.eval, settings.model.path):
+        assert path.startswith(f"{FOLDER}/") and (built / Path(path).relative_to(FOLDER)).exists()
+    assert built_by(settings) == "quickstart_vlm"
     rows = [json.loads(line) for line in (built / "test.jsonl").read_text().splitlines()]
     expected = drawings.split("test", 20, seed=0)
     assert [row["question"] for row in rows] == [f"<image>{d.question}" for d in expected]
