@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -27,8 +28,7 @@ from benchmarks.cells import SHAPES, Cell, make_model
 from benchmarks.work import work
 from common.config import Config
 from common.types import Group, Rollout
-
-PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12, "NVIDIA A100": 312e12}  # dense bf16, from data sheets
+from launcher.compute_time import known_device
 
 
 def parse() -> argparse.Namespace:
@@ -44,6 +44,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=None)
     parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--packing", choices=("shared", "flat", "off"), default="shared")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters alone")
+    parser.add_argument("--no-publish", action="store_true")
     parser.add_argument("--dist-backend", default="auto")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--local_rank", type=int, default=0)
@@ -90,11 +93,14 @@ def main() -> None:
                 "model": {
                     "path": str(folder), "dtype": dtype, "gradient_checkpointing": arguments.gradient_checkpointing
                 },
-                "data": {"train": "none"},
-                "sampler": {"num_generations": arguments.generations},
+                "lora": {"r": arguments.lora},
+                "data": {"train": "none", "max_prompt_length": arguments.prompt},
+                "sampler": {
+                    "num_generations": arguments.generations, "max_completion_length": arguments.completion
+                },
                 "trainer": {
                     "prompts_per_step": arguments.groups, "dist_backend": arguments.dist_backend,
-                    "groups_per_micro_batch": arguments.groups_per_micro_batch,
+                    "groups_per_micro_batch": arguments.groups_per_micro_batch, "packing": arguments.packing,
                 },
                 "deepspeed": {"zero_optimization": {"stage": arguments.zero_stage}},
             }
@@ -112,16 +118,20 @@ def main() -> None:
             for first in range(0, arguments.groups, size * exchange.world_size):
                 mine = groups[first + rank * size : first + (rank + 1) * size]
                 scored = score_rewards([Experience(group) for group in mine], AdvantageSettings.of(config))
-                engine.backward(micro_batch(scored, denominator, config.algorithm))
+                engine.backward(micro_batch(scored, denominator, config.algorithm, arguments.packing))
             result = engine.step()
             _synchronise(on_gpu)
             seconds.append(time.perf_counter() - start)
             assert result.applied, "a step was skipped: the measurement is of nothing"
             start = time.perf_counter()
+            if arguments.no_publish:
+                publish_seconds.append(0.0)
+                continue
             write_version(engine, exchange, Path(scratch) / "weights", "bench", "bench", step, 512)
             publish_seconds.append(time.perf_counter() - start)
         if rank == 0:
-            report(arguments, seconds[arguments.warmup :], publish_seconds[arguments.warmup :], exchange.world_size)
+            timed, published = seconds[arguments.warmup :], publish_seconds[arguments.warmup :]
+            report(arguments, timed, published, exchange.world_size, _estimated_gib(config, exchange.world_size))
 
 
 def _synchronise(on_gpu: bool) -> None:
@@ -129,7 +139,22 @@ def _synchronise(on_gpu: bool) -> None:
         torch.cuda.synchronize()
 
 
-def report(arguments: argparse.Namespace, seconds: list[float], publish_seconds: list[float], ranks: int) -> None:
+def _estimated_gib(config: Config, ranks: int) -> float | None:
+    """What `plan` expects of one rank, without the CUDA context, which torch does not count."""
+    from launcher.memory import trainer_memory
+    from launcher.workload import workload_of
+    from model.dims import read_dims
+
+    model = read_dims(config.model.path, None)
+    if model is None:
+        return None
+    memory = trainer_memory(workload_of(config, ranks, model, torch.cuda.is_available()))
+    return (memory.total - memory.context) / 2**30
+
+
+def report(
+    arguments: argparse.Namespace, seconds: list[float], publish_seconds: list[float], ranks: int, estimate: Any
+) -> None:
     median = statistics.median(seconds)
     quartiles = statistics.quantiles(seconds, n=4)
     completion_tokens = arguments.groups * arguments.generations * arguments.completion
@@ -137,7 +162,8 @@ def report(arguments: argparse.Namespace, seconds: list[float], publish_seconds:
     cell = Cell(arguments.model, arguments.groups, arguments.generations, arguments.prompt, arguments.completion)
     flops = work(cell, dense=False).train
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    peak = next((f for name, f in PEAK_FLOPS.items() if device.startswith(name)), None)
+    known = known_device(device)
+    peak = known.flops if known else None
     record = {
         "device": device,
         "ranks": ranks,
@@ -149,6 +175,7 @@ def report(arguments: argparse.Namespace, seconds: list[float], publish_seconds:
         "tflop_per_step": flops / 1e12,
         "mfu": flops / median / peak if peak else None,
         "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
+        "estimated_gib": estimate,
     }
     line = json.dumps(record)
     print(line, flush=True)

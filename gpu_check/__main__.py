@@ -23,8 +23,16 @@ from gpu_check.finding import Finding, table
 from launcher.machine import ROOT
 from launcher.placement import visible_gpus
 
-# (part, seconds that it may take on a GPU): together far below ten minutes
-PARTS = {"machine": 20, "attention": 60, "gradient": 60, "collectives": 60}
+# (part, seconds that it may take on a GPU): together about ten minutes, of which most need half
+PARTS = {
+    "machine": 20,
+    "attention": 60,
+    "gradient": 60,
+    "step": 180,
+    "reloads": 120,
+    "together": 120,
+    "collectives": 60,
+}
 _ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 _CPU_PATIENCE_S = 600  # for any part: it may share its cores with a whole test suite
 
