@@ -12,6 +12,7 @@ from common import config, exits
 from report.sinks import require_packages
 from trainer.algorithm.user_functions import require_user_functions
 from trainer.engine.deepspeed_config import all_optimized, deepspeed_config
+from trainer.engine.rank_device import take_device
 
 
 def main() -> None:
@@ -27,6 +28,7 @@ def main() -> None:
     require_user_functions(settings.algorithm)
     if "RANK" in os.environ:  # a killed launcher must not leave ranks behind
         exits.die_with_parent()
+    take_device(os.environ)
 
     from trainer.start import run
 

@@ -38,7 +38,7 @@ class OneRank:
 class Policy:
     """What trainer.publish needs of an Engine, around a transformers model without an optimizer."""
 
-    def __init__(self, config: Any):
+    def __init__(self, config: Any, device: str = "cpu"):
         import torch
 
         from model import lora
@@ -48,7 +48,8 @@ class Policy:
         self.model = load_causal_lm(config.model.path, config.model.dtype, None, False)
         self.published_settings = lora.settings_file(lora.add_adapters(self.model, config)) if config.lora.r else None
         self.tied_embeddings = bool(self.model.config.tie_word_embeddings)
-        self.device = torch.device("cpu")
+        self.device = torch.device(device)
+        self.model.to(self.device)
 
     def score(self, row: Any, temperature: float) -> Any:
         import torch
@@ -56,13 +57,17 @@ class Policy:
         from model.logprobs import score_row
 
         with torch.no_grad():
-            return score_row(self.model, row, temperature, 1024)[0]
+            return score_row(self.model, row.to(self.device), temperature, 1024)[0].float().cpu()
 
     def parameter_names(self) -> list[tuple[str, int]]:
         return [(tensor.name, tensor.size) for tensor in self._tensors()]
 
-    def full_parameters(self, wanted: Any, see: Any = None) -> Any:
-        return ((tensor.name, tensor.make()) for tensor in self._tensors() if wanted(tensor.name))
+    def full_parameters(self, wanted: Any, see: Any = lambda *_: None) -> Any:
+        for tensor in self._tensors():
+            if wanted(tensor.name):
+                there = tensor.make()
+                see(tensor.name, there)
+                yield tensor.name, there.cpu()
 
     def _tensors(self) -> Any:
         from trainer.engine.exported import exported
@@ -76,7 +81,7 @@ class Policy:
         with torch.no_grad():
             for p in self.model.parameters():
                 if p.requires_grad:
-                    p.add_(torch.randn(p.shape[-1], dtype=p.dtype), alpha=0.01)
+                    p.add_(torch.randn(p.shape[-1], dtype=p.dtype, device=p.device), alpha=0.01)
 
 
 def settings(shape: str, dtype: str, rank: int, scratch: Path) -> Any:

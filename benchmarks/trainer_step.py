@@ -5,19 +5,21 @@
     deepspeed --num_gpus 2 benchmarks/trainer_step.py …        several ranks
 
 Random weights and random groups: speed does not depend on their values. Uses the trainer's own engine, packing and
-publishing; the sampler is not involved. One JSON line per measured step goes to --out.
+publishing; the sampler is not involved. MFU is model FLOPs (recomputation does not count) over those of the data sheet,
+or of a matrix product on this CPU. One JSON line per measurement goes to --out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import resource
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -25,10 +27,11 @@ import numpy as np
 import torch
 
 from benchmarks.cells import SHAPES, Cell, make_model
-from benchmarks.work import work
+from benchmarks.work import measured_flops, work
 from common.config import Config
 from common.types import Group, Rollout
 from launcher.compute_time import known_device
+from trainer.engine.rank_device import take_device
 
 
 def parse() -> argparse.Namespace:
@@ -73,6 +76,7 @@ def make_groups(arguments: argparse.Namespace, step: int) -> list[Group]:
 
 def main() -> None:
     arguments = parse()
+    take_device(os.environ)
     from trainer.algorithm.advantages import AdvantageSettings
     from trainer.algorithm.losses import Denominator
     from trainer.data.experience import Experience, score_rewards
@@ -124,10 +128,8 @@ def main() -> None:
             seconds.append(time.perf_counter() - start)
             assert result.applied, "a step was skipped: the measurement is of nothing"
             start = time.perf_counter()
-            if arguments.no_publish:
-                publish_seconds.append(0.0)
-                continue
-            write_version(engine, exchange, Path(scratch) / "weights", "bench", "bench", step, 512)
+            if not arguments.no_publish:
+                write_version(engine, exchange, Path(scratch) / "weights", "bench", "bench", step, 512)
             publish_seconds.append(time.perf_counter() - start)
         if rank == 0:
             timed, published = seconds[arguments.warmup :], publish_seconds[arguments.warmup :]
@@ -139,21 +141,35 @@ def _synchronise(on_gpu: bool) -> None:
         torch.cuda.synchronize()
 
 
-def _estimated_gib(config: Config, ranks: int) -> float | None:
-    """What `plan` expects of one rank, without the CUDA context, which torch does not count."""
+def _estimated_gib(config: Config, ranks: int) -> float:
+    """What `plan` expects of one rank; on a GPU without the CUDA context, which torch does not count."""
     from launcher.memory import trainer_memory
     from launcher.workload import workload_of
     from model.dims import read_dims
 
-    model = read_dims(config.model.path, None)
-    if model is None:
-        return None
-    memory = trainer_memory(workload_of(config, ranks, model, torch.cuda.is_available()))
-    return (memory.total - memory.context) / 2**30
+    model, on_gpu = read_dims(config.model.path, None), torch.cuda.is_available()
+    assert model is not None, "every shape is a Qwen2"
+    memory = trainer_memory(workload_of(config, ranks, model, on_gpu))
+    return (memory.total - (memory.context if on_gpu else 0)) / 2**30
+
+
+def _peak_gib() -> float:
+    """Of this rank: what torch has allocated on the GPU; without one, what was resident."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def _peak_flops(device: str) -> float | None:
+    """Of one rank's device; None for a GPU that launcher/compute_time.py does not know."""
+    if device == "CPU":
+        return measured_flops(0.2) * torch.get_num_threads()
+    known = known_device(device)
+    return known.flops if known else None
 
 
 def report(
-    arguments: argparse.Namespace, seconds: list[float], publish_seconds: list[float], ranks: int, estimate: Any
+    arguments: argparse.Namespace, seconds: list[float], publish_seconds: list[float], ranks: int, estimated_gib: float
 ) -> None:
     median = statistics.median(seconds)
     quartiles = statistics.quantiles(seconds, n=4)
@@ -162,8 +178,7 @@ def report(
     cell = Cell(arguments.model, arguments.groups, arguments.generations, arguments.prompt, arguments.completion)
     flops = work(cell, dense=False).train
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    known = known_device(device)
-    peak = known.flops if known else None
+    peak = _peak_flops(device)
     record = {
         "device": device,
         "ranks": ranks,
@@ -173,9 +188,9 @@ def report(
         "completion_tokens_per_s": completion_tokens / median,
         "padded_equivalent_tokens_per_s": dense / median,
         "tflop_per_step": flops / 1e12,
-        "mfu": flops / median / peak if peak else None,
-        "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
-        "estimated_gib": estimate,
+        "mfu": flops / median / (ranks * peak) if peak else None,
+        "peak_memory_gib": _peak_gib(),
+        "estimated_gib": estimated_gib,
     }
     line = json.dumps(record)
     print(line, flush=True)

@@ -1,7 +1,8 @@
 """bash launch.sh gpu-check [--cpu] [--only attention,gradient] [--out FILE]
 
 Runs every part in a process of its own, prints a table and writes one JSON file. Exit 1 if a part fails.
-Without a GPU, or with --cpu, every part runs at toy size on the CPU: the command is tried, not the machine.
+On a GPU it ends within ten minutes and names the parts for which there was no time. Without a GPU, or with --cpu, every
+part runs at toy size on the CPU: the command is tried, not the machine.
 """
 
 from __future__ import annotations
@@ -10,31 +11,33 @@ import argparse
 import importlib
 import json
 import os
-import subprocess
+import signal
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from common.errors import UserError
-from common.exits import USER_ERROR
-from gpu_check.finding import Finding, table
+from common.exits import DONE, INTERRUPTED, USER_ERROR, leave
+from gpu_check.finding import Finding, table, write_down
+from gpu_check.running import FINDINGS, part_findings, time_is_over
 from launcher.machine import ROOT
 from launcher.placement import visible_gpus
 
-# (part, seconds that it may take on a GPU): together about ten minutes, of which most need half
+# part -> seconds that it may take on a GPU; most need a third. All together may take BUDGET_S, in this order.
 PARTS = {
-    "machine": 20,
-    "attention": 60,
-    "gradient": 60,
-    "step": 180,
-    "reloads": 120,
-    "together": 120,
-    "collectives": 60,
+    "machine": 60,
+    "attention": 90,
+    "gradient": 90,
+    "collectives": 180,
+    "together": 180,
+    "reloads": 240,
+    "step": 300,
 }
+BUDGET_S = 600
 _ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-_CPU_PATIENCE_S = 600  # for any part: it may share its cores with a whole test suite
+_CPU_PATIENCE_S = 1800  # for any part: it may share its cores with a whole test suite
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -43,9 +46,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--only", default=",".join(PARTS), help="parts, joined by commas: " + ", ".join(PARTS))
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu-check.json", help="the JSON file")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # this process is that part
+    parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.part:
-        return _run_part(given.part, not given.cpu, given.out)
+        leave(_run_part(given.part, not given.cpu, given.scratch))
     try:
         names = _named(given.only)
         on_gpu = not given.cpu and bool(visible_gpus(os.environ))
@@ -53,17 +57,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"tandem: {error}", file=sys.stderr)
         return USER_ERROR
     print("gpu-check " + ("on the GPU" if on_gpu else "on the CPU at toy size: speeds mean nothing"), flush=True)
-    found: list[Finding] = []
-    for name in names:
-        new = _part(name, on_gpu)
-        print(table(new), flush=True)
-        found += new
-    failed = sum(finding.outcome == "fail" for finding in found)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    report = {"on_gpu": on_gpu, "failed": failed, "findings": [finding.record() for finding in found]}
-    given.out.write_text(json.dumps(report, indent=1))
-    print(f"{failed} failed; {given.out}" if failed else f"all fine; {given.out}")
-    return 1 if failed else 0
+    return _check(names, on_gpu, given.out.absolute())
 
 
 def _named(only: str) -> list[str]:
@@ -74,35 +68,57 @@ def _named(only: str) -> list[str]:
     return [name for name in PARTS if name in asked]
 
 
-def _part(name: str, on_gpu: bool) -> list[Finding]:
-    """What one part found, and a failure where it did not come to its end."""
-    begun, patience = time.monotonic(), PARTS[name] if on_gpu else _CPU_PATIENCE_S
-    with tempfile.TemporaryDirectory(prefix="tandem-gpu-check-") as folder:
-        out = Path(folder) / "findings.jsonl"
-        command = [sys.executable, "-m", "gpu_check", "--part", name, "--out", str(out), *([] if on_gpu else ["--cpu"])]
-        environment = {**os.environ, **({} if on_gpu else _ON_CPU)}
-        try:
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patience)
-            problem = (done.stderr.strip().splitlines() or ["no message"])[-1] if done.returncode else ""
-        except subprocess.TimeoutExpired:
-            problem = f"not done after {patience} s"
-        lines = out.read_text().splitlines() if out.exists() else []
-    found = [Finding(**json.loads(line)) for line in lines]
-    if problem:
-        found.append(Finding(name, "came to its end", "fail", problem[:200]))
-    seconds = time.monotonic() - begun
-    return [*found, Finding(name, "time", "figure", f"{seconds:.0f} s", {"seconds": seconds})]
+def _check(names: Sequence[str], on_gpu: bool, out: Path) -> int:
+    """Runs the parts, shows and writes what they found. The exit code."""
+    found: list[Finding] = []
+    interrupted = False
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        for new in _all_parts(names, on_gpu, out):
+            print(table(new), flush=True)
+            found += new
+    except KeyboardInterrupt:
+        interrupted = True
+    failed = sum(finding.outcome == "fail" for finding in found)
+    report = {"on_gpu": on_gpu, "failed": failed, "findings": [finding.record() for finding in found]}
+    out.write_text(json.dumps(report, indent=1))
+    if interrupted:
+        print(f"interrupted; what was found until then: {out}")
+        return INTERRUPTED
+    print(f"{failed} failed; {out}" if failed else f"all fine; {out}")
+    return 1 if failed else DONE
 
 
-def _run_part(name: str, on_gpu: bool, out: Path) -> int:
-    """In the part's own process: a line of JSON per finding, as soon as it is known."""
-    module = importlib.import_module(f"gpu_check.{name}")
-    with tempfile.TemporaryDirectory(prefix="tandem-gpu-check-") as scratch, open(out, "w") as file:
-        for finding in module.findings(on_gpu, Path(scratch)):
-            file.write(json.dumps(finding.record()) + "\n")
-            file.flush()
-    return 0
+def _all_parts(names: Sequence[str], on_gpu: bool, out: Path) -> Iterator[list[Finding]]:
+    """What each part found. On a GPU no part begins after BUDGET_S, and none goes on."""
+    end = time.monotonic() + (BUDGET_S if on_gpu else float("inf"))
+    environment = {**os.environ, **({} if on_gpu else _ON_CPU)}
+    for name in names:
+        if (left_s := end - time.monotonic()) <= 0:
+            yield [Finding(name, "not begun", "skipped", time_is_over(name))]
+            continue
+        log = out.with_name(f"{out.stem}-{name}.log")
+        log.unlink(missing_ok=True)
+        own_s = PARTS[name] if on_gpu else _CPU_PATIENCE_S
+        yield list(part_findings(name, [] if on_gpu else ["--cpu"], environment, log, own_s, left_s))
+
+
+def _run_part(name: str, on_gpu: bool, scratch: Path) -> int:
+    """In the part's own process."""
+    try:
+        write_down(importlib.import_module(f"gpu_check.{name}").findings(on_gpu, scratch), scratch / FINDINGS)
+    except Exception as error:
+        traceback.print_exc()
+        print(f"{type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
+        return 1
+    return DONE
+
+
+def _stop(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _stop)  # as Ctrl-C: parts end, and what was found is written
     sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,7 @@
 """(g) Every collective that the trainer and ZeRO call, over gloo with tensors of the device; NCCL where two GPUs are.
 
-Two ranks, on one GPU if there is only one: gloo copies through the host and does not mind. Left out: what no ZeRO stage
-calls and gloo refuses or crashes in, such as coalesced gathers.
+Two ranks, on one GPU if there is only one: gloo copies through the host and does not mind. Then a step of DeepSpeed on
+two ranks of one GPU. Left out: what no ZeRO stage calls and gloo refuses or crashes in, such as coalesced gathers.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from typing import Any
 
 from common.ports import free_port
 from gpu_check.finding import Finding, judged
+from gpu_check.step import TOY, measured
+from launcher.placement import visible_gpus
+from trainer.engine.rank_device import RANK_DEVICES
 
 _RANKS = 2
-_PATIENCE_S = 120
+_PATIENCE_S = 40  # a way of NCCL that hangs must leave time for the next
 _WAYS: tuple[dict[str, str], ...] = ({}, {"NCCL_P2P_DISABLE": "1"}, {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"})
 
 
@@ -27,6 +30,7 @@ def findings(on_gpu: bool, scratch: Path) -> Iterator[Finding]:
     import torch
 
     device = "cuda" if on_gpu else "cpu"
+    yield _deepspeed(on_gpu, scratch)
     problem = _ranks("gloo", device, scratch, {})
     if problem:
         yield Finding("collectives", "gloo", "fail", problem)
@@ -45,6 +49,23 @@ def findings(on_gpu: bool, scratch: Path) -> Iterator[Finding]:
     yield Finding("collectives", "NCCL all_reduce", "fail", f"{problem}; set trainer.dist_backend=gloo")
 
 
+def _deepspeed(on_gpu: bool, scratch: Path) -> Finding:
+    """Two ranks of the trainer's own engine, on one GPU."""
+    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--log_level", "critical", "--num_gpus", str(_RANKS)]
+    env, where = dict(os.environ), "the CPU"
+    if on_gpu:
+        gpu = visible_gpus(env)[0]
+        env, where = env | {RANK_DEVICES: ",".join([str(gpu)] * _RANKS)}, f"GPU {gpu}"
+        env.pop("CUDA_VISIBLE_DEVICES", None)
+    port = ["--master_port", str(free_port())]
+    try:
+        record = measured(scratch, [*launcher, *port], env, **TOY, dist_backend="gloo")
+    except RuntimeError as error:
+        return Finding("collectives", "gloo, a step", "fail", str(error))
+    text = f"{record['ranks']} ranks on {where}, {record['step_s']['median']:.2f} s"
+    return judged("collectives", "gloo, a step", record["ranks"] == _RANKS, text, **record)
+
+
 def _ranks(backend: str, device: str, scratch: Path, environment: dict[str, str]) -> str:
     """Starts the ranks and waits. Returns what went wrong; empty if nothing."""
     port, processes = free_port(), []
@@ -58,6 +79,7 @@ def _ranks(backend: str, device: str, scratch: Path, environment: dict[str, str]
     for process in processes:
         try:
             _, said = process.communicate(timeout=_PATIENCE_S)
+            sys.stderr.write(said)
             if process.returncode:
                 problem = (said.strip().splitlines() or [f"exit {process.returncode}"])[-1][:200]
         except subprocess.TimeoutExpired:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 Outcome = Literal["pass", "fail", "figure", "skipped"]
@@ -23,8 +25,23 @@ class Finding:
         return asdict(self)
 
 
-def judged(part: str, what: str, ok: bool, value: str, **figures: Any) -> Finding:
-    return Finding(part, what, "pass" if ok else "fail", value, figures)
+def judged(part: str, what: str, ok: bool | None, value: str, **figures: Any) -> Finding:
+    """ok: None = a figure that nothing is expected of."""
+    return Finding(part, what, "figure" if ok is None else "pass" if ok else "fail", value, figures)
+
+
+def write_down(found: Iterable[Finding], path: Path) -> None:
+    """A line of JSON for each, as soon as it is known."""
+    with open(path, "w") as file:
+        for finding in found:
+            file.write(json.dumps(finding.record()) + "\n")
+            file.flush()
+
+
+def recorded(path: Path) -> Iterator[Finding]:
+    """What another process wrote down; nothing if it did not begin."""
+    for line in path.read_text().splitlines() if path.exists() else ():
+        yield Finding(**json.loads(line))
 
 
 def table(found: Iterable[Finding]) -> str:

@@ -1,118 +1,123 @@
-"""(e) The engine starts, proves five versions of disturbed weights, and notices one that it did not load."""
+"""(e) The engine starts, proves five versions of disturbed weights, and refuses a sixth if a single number is stale."""
 
 from __future__ import annotations
 
-import subprocess
+import statistics
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gpu_check.finding import Finding, judged
+from common import exits
+from gpu_check.finding import Finding, judged, recorded, write_down
+from gpu_check.running import RUN, run
 
 _RELOADS = 5
+_LIFE = "life"
+_VOCABULARY = 512  # tokens that a canary may hold: those of the tokenizer that all shapes share
+_CACHE = {"kv_cache_memory_bytes": 2**30, "gpu_memory_utilization": 0.3}  # as beside a trainer: measured by nobody
 
 
 def findings(on_gpu: bool, scratch: Path) -> Iterator[Finding]:
-    """Two engines, one after the other, each in a process of its own: vLLM gives its memory back only with it."""
-    kinds = [("1m", "float32")] + ([("qwen2.5-0.5b", "bfloat16")] if on_gpu else [])
-    for shape, dtype in kinds:
-        out = scratch / f"{shape}.jsonl"
-        command = [sys.executable, "-m", "gpu_check.reloads", shape, dtype, str(scratch / shape), str(out)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        yield from _read(out)
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            yield Finding("reloads", f"{dtype}, came to its end", "fail", last[:200])
+    """Engines one after the other, each in a process of its own: vLLM gives its memory back only with it."""
+    for shape, dtype in [("1m", "float32"), ("qwen2.5-0.5b", "bfloat16")][: 1 + on_gpu]:
+        out = scratch / f"{dtype}.jsonl"
+        problem = ""
+        try:
+            run([sys.executable, "-m", "gpu_check.reloads", shape, dtype, str(scratch), str(out)])
+        except RuntimeError as error:
+            problem = str(error)
+        yield from recorded(out)
+        if problem:
+            yield Finding("reloads", f"{dtype}, came to its end", "fail", problem)
 
 
-def _read(out: Path) -> Iterator[Finding]:
-    import json
+class _Pair:
+    """A trainer's weights and an engine that takes them, in one process."""
 
-    for line in out.read_text().splitlines() if out.exists() else ():
-        yield Finding(**json.loads(line))
+    def __init__(self, shape: str, dtype: str, scratch: Path) -> None:
+        import torch
+
+        from benchmarks.handover import Policy, settings
+        from common import weights
+        from sampler.engine import Engine
+
+        self.config = settings(shape, dtype, 0, scratch)
+        assert self.config.run.output_dir == scratch / RUN, "or what a killed part leaves in memory would stay"
+        on_gpu = torch.cuda.is_available()
+        if on_gpu:
+            self.config = self.config.model_copy(update={"vllm": self.config.vllm | _CACHE})
+        self.policy, self.folder = Policy(self.config, "cuda" if on_gpu else "cpu"), weights.default_dir(self.config)
+        self.engine = Engine(self.config, torch.cuda.device_count())
+
+    def published(self, version: int) -> Any:
+        """The policy's present weights, as a version."""
+        from benchmarks.handover import OneRank
+        from trainer.save.write_version import write_version
+
+        who: Any = self.policy, OneRank()
+        return write_version(*who, self.folder, "run", _LIFE, version, _VOCABULARY)
+
+    def reloaded(self, version: Any) -> Any:
+        from common import weights
+        from sampler.reload import reload
+
+        found = reload(self.engine, version, self.config)
+        weights.prune(self.folder, [version.version], keep=2)
+        return found
 
 
-def engine_findings(shape: str, dtype: str, scratch: Path) -> Iterator[Finding]:
-    """In a process of its own."""
-    import time
-
-    import torch
-
-    from benchmarks.handover import OneRank, settings
+def _engine_findings(shape: str, dtype: str, scratch: Path) -> Iterator[Finding]:
     from common import weights
-    from sampler.engine import Engine
-    from sampler.reload import reload
-    from trainer.save.write_version import write_version
 
-    config = settings(shape, dtype, 0, scratch)
-    if torch.cuda.is_available():  # as beside a trainer: a cache in bytes, measured by nobody
-        own = {"kv_cache_memory_bytes": 2**30, "gpu_memory_utilization": 0.3}
-        config = config.model_copy(update={"vllm": config.vllm | own})
-    policy, begun = _policy(config), time.monotonic()
-    engine = Engine(config, torch.cuda.device_count())
+    begun = time.monotonic()
+    pair = _Pair(shape, dtype, scratch)
     started = time.monotonic() - begun
     yield Finding("reloads", f"{dtype}, engine start", "figure", f"{started:.0f} s", {"seconds": started})
+    yield from _good(pair, dtype)
+    yield _stale(pair, dtype)
+    weights.remove_versions(pair.folder)
 
-    def published(version: int) -> Any:
-        return write_version(policy, OneRank(), weights.default_dir(config), "run", "life", version, 512)  # type: ignore[arg-type]
+
+def _good(pair: _Pair, dtype: str) -> Iterator[Finding]:
+    """A reload that fails raises, which is the end of this engine."""
+    from sampler.reload import CanaryBounds
 
     seen = []
     for version in range(_RELOADS):
-        seen.append(reload(engine, published(version), config))
-        weights.prune(weights.default_dir(config), [version], keep=2)
-        policy.disturb()
-    worst = max(one.canary_max_diff for one in seen)
-    seconds = sorted(one.seconds for one in seen)[_RELOADS // 2]
-    text = f"{_RELOADS} proven, worst difference of a log-prob {worst:.2g}, {seconds:.2f} s each"
-    yield judged("reloads", f"{dtype}, reloads", True, text, worst=worst, seconds=seconds)
-    setattr(engine, "load", lambda folder: None)  # noqa: B010 - it keeps the weights of the version before
-    try:
-        reload(engine, published(_RELOADS), config)
-        noticed = ""
-    except Exception as error:
-        noticed = f"refused: {error}"
-    weights.remove_versions(weights.default_dir(config))
-    yield judged("reloads", f"{dtype}, a stale engine", bool(noticed), noticed[:120] or "not noticed")
+        pair.policy.disturb()
+        seen.append(pair.reloaded(pair.published(version)))
+    seconds = statistics.median(one.seconds for one in seen)
+    text = f"{_RELOADS} of {_RELOADS}, {seconds:.2f} s each"
+    yield judged("reloads", f"{dtype}, reloads", True, text, seconds=seconds)
+    rms, largest = max(one.canary_rms for one in seen), max(one.canary_max_diff for one in seen)
+    text = f"RMS {rms:.2g} nats, at most {largest:.2g}; refused above RMS {CanaryBounds.of(pair.config).rms:.2g}"
+    yield judged("reloads", f"{dtype}, canary", True, text, rms=rms, largest=largest)
+    unproven = seen[-1].unproven
+    text = "; ".join(f"{name}: {why}" for name, why in unproven.items()) or "every published tensor, bit by bit"
+    yield judged("reloads", f"{dtype}, compared", not unproven, text[:200], unproven=unproven)
 
 
-def _policy(config: Any) -> Any:
-    """What publishing needs of a trainer, on the device that a trainer would have."""
+def _stale(pair: _Pair, dtype: str) -> Finding:
+    """The engine loads the last version again, and one number of the next one differs by a hundredth of itself."""
     import torch
 
-    from benchmarks.handover import Policy
+    from common import weights
+    from common.errors import Retryable
 
-    class OnDevice(Policy):
-        def __init__(self) -> None:
-            super().__init__(config)
-            self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            self.model.to(self.device)
-
-        def score(self, row: Any, temperature: float) -> Any:
-            return super().score(row.to(self.device), temperature).float().cpu()
-
-        def full_parameters(self, wanted: Any, see: Any = None) -> Any:
-            return ((name, tensor.cpu()) for name, tensor in super().full_parameters(wanted, see))
-
-        def disturb(self) -> None:
-            with torch.no_grad():
-                for p in self.model.parameters():
-                    p.add_(torch.randn(p.shape[-1], dtype=p.dtype, device=p.device), alpha=0.01)
-
-    return OnDevice()
-
-
-def main(shape: str, dtype: str, scratch: str, out: str) -> None:
-    import json
-
-    from common import exits
-
-    with open(out, "w") as file:
-        for finding in engine_findings(shape, dtype, Path(scratch)):
-            file.write(json.dumps(finding.record()) + "\n")
-            file.flush()
-    exits.leave(0)
+    with torch.no_grad():
+        next(pair.policy.model.parameters()).view(-1)[0].mul_(1.01)
+    load, before = pair.engine.load, weights.version_dir(pair.folder, _RELOADS - 1, _LIFE)
+    setattr(pair.engine, "load", lambda _, expected: load(before, expected))  # noqa: B010
+    try:
+        pair.reloaded(pair.published(_RELOADS))
+    except Retryable as error:
+        return judged("reloads", f"{dtype}, one stale number", True, f"refused: {error}"[:160])
+    return judged("reloads", f"{dtype}, one stale number", False, "not noticed")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    shape, dtype, scratch, out = sys.argv[1:]
+    write_down(_engine_findings(shape, dtype, Path(scratch)), Path(out))
+    exits.leave(exits.DONE)

@@ -19,6 +19,7 @@ from launcher.machine import ROOT, remove_stale_build_locks
 from launcher.placement import Placement
 from launcher.processes import Child
 from report.run_log import read_jsonl
+from trainer.engine.rank_device import RANK_DEVICES
 
 
 class Commands:
@@ -88,7 +89,7 @@ class Commands:
 
 def _environment(additions: Mapping[str, str], without: str = "") -> dict[str, str]:
     """Our environment. `additions` are defaults for what the user has not set, apart from the devices, which hold."""
-    devices = {key: value for key, value in additions.items() if key == "CUDA_VISIBLE_DEVICES"}
+    devices = {key: value for key, value in additions.items() if key in ("CUDA_VISIBLE_DEVICES", RANK_DEVICES)}
     environment = {**additions, **os.environ, **devices, "TANDEM_SUPERVISED": "1", STARTED_AT: str(started_at())}
     environment.pop(without, None)
     return environment

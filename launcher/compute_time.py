@@ -58,7 +58,7 @@ def trainer_seconds(work: Workload, device: Device) -> float:
     flops = per_forward * work.passes * sum(m.flops(tokens) for m in (work.model, work.critic) if m)
     flops -= work.passes * work.model.flops(tokens) if work.adapters is not None else 0.0
     flops += frozen.flops(tokens) if frozen else 0.0
-    return work.groups_per_batch * flops / (work.ranks * device.flops * _MFU)
+    return work.groups_per_batch * flops * work.ranks_per_gpu / (work.ranks * device.flops * _MFU)
 
 
 def sampler_seconds(work: Workload, device: Device, devices: int = 1, at_once: int | None = None) -> float:

@@ -19,7 +19,7 @@ from launcher.memory import (
     trainer_memory,
 )
 from launcher.placement import Placement
-from launcher.shares import are_chosen, longest_sequence, problem, shares
+from launcher.shares import are_chosen, longest_sequence, problem, ranks_need, shares
 from launcher.who_waits import engine_gpus, seconds_of_sides, times, vllm_bytes
 from launcher.workload import Workload
 
@@ -33,7 +33,8 @@ class Fit:
 def fit(config: Config, work: Workload, place: Placement, machine: Machine) -> Fit:
     trainer = trainer_memory(work)
     sampler = sampler_memory(work, engine_gpus(config))
-    lines = [("trainer", f"{gib(trainer.total)} per rank: {_parts(trainer)}")]
+    together = f", {work.ranks_per_gpu} ranks on one GPU" if work.ranks_per_gpu > 1 else ""
+    lines = [("trainer", f"{gib(trainer.total)} per rank{together}: {_parts(trainer)}")]
     if work.adapters is not None:
         share = work.adapters / work.model.parameters
         counts = f"{work.adapters:,} beside {work.model.parameters:,} frozen parameters ({100 * share:.2g} %)"
@@ -84,7 +85,7 @@ def _on_gpus(
     budget = machine.gpu_bytes
     if place.shares_gpu:
         budget -= taken + sampler.reference
-    if trainer.total > budget:
+    if work.ranks_per_gpu * trainer.total > budget:
         what = f"a trainer GPU has {gib(budget)}" + (" beside the sampler" if place.shares_gpu else "")
         problems.append(_trainer_is_too_large(work, trainer.total, budget, what))
     return [("sampler", text)], problems
@@ -132,14 +133,14 @@ def _sampler_is_too_small(needed: float, sampler: SamplerMemory, machine: Machin
 
 
 def _trainer_is_too_large(work: Workload, total: float, budget: float, what: str) -> str:
-    change = smaller(work, budget)
-    head = f"a trainer rank needs about {gib(total)} and {what}"
+    change = smaller(work, budget / work.ranks_per_gpu)
+    head = f"{ranks_need(work, work.ranks_per_gpu * total)} and {what}"
     if change is None:
         return (
             f"{head}; nothing here makes it small enough: set lora.r=16, or use more or larger GPUs or a smaller model"
         )
     settings, changed = change
-    return f"{head}; set {' '.join(settings)}, which needs {gib(trainer_memory(changed).total)}"
+    return f"{head}; set {' '.join(settings)}, which needs {gib(work.ranks_per_gpu * trainer_memory(changed).total)}"
 
 
 def reference_side(config: Config, work: Workload, place: Placement, machine: Machine) -> str:

@@ -3,18 +3,22 @@
 DeepSpeed's launcher throws CUDA_VISIBLE_DEVICES away as soon as --num_gpus is given and then takes the first GPUs,
 the sampler's included. So with GPUs the trainer gets `--include localhost:<numbers>` and no CUDA_VISIBLE_DEVICES, and
 the sampler gets CUDA_VISIBLE_DEVICES. Without a GPU the launcher counts NUMA nodes, so there --num_gpus says the
-number of ranks. A single GPU is shared by both processes; how much of it each gets is shares.py's. Left out: several
-trainer hosts, where you start `deepspeed --hostfile` and `sampling.py` yourself; several samplers; MIG devices.
+number of ranks; so where ranks share GPUs over gloo, and each rank takes its own (trainer/engine/rank_device.py).
+A single GPU is shared by both processes; how much of it each gets is shares.py's. Left out: several trainer hosts,
+where you start `deepspeed --hostfile` and `sampling.py` yourself; several samplers; MIG devices.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from common.config import Config
 from common.errors import UserError
 from launcher.machine import Gpu, is_cpu_build, listed_gpus
+from trainer.engine.deepspeed_config import backend
+from trainer.engine.rank_device import RANK_DEVICES
 
 # glibc would give the memory of every large tensor back to the kernel and fetch it again, page by page, for the next:
 # 5 % of a step at 28M parameters. Up to 1 GiB stays with the process.
@@ -37,13 +41,18 @@ class Placement:
     sampler_place: str  # for people: "GPU 0", "core 0"
     trainer_place: str
     sampler_gpus: tuple[int, ...] = ()
-    trainer_gpus: tuple[int, ...] = ()
+    trainer_gpus: tuple[int, ...] = ()  # of each rank
     idle_gpus: tuple[int, ...] = ()  # visible, or named for the sampler, and used by neither process
 
     @property
     def shares_gpu(self) -> bool:
         """Whether both processes run on one GPU."""
         return bool(set(self.sampler_gpus) & set(self.trainer_gpus))
+
+    @property
+    def ranks_per_gpu(self) -> int:
+        """The most ranks of the trainer that run on one GPU; 1 without GPUs."""
+        return max(Counter(self.trainer_gpus).values(), default=1)
 
     @property
     def notice(self) -> str:
@@ -108,11 +117,10 @@ def _on_cpu(config: Config, cores: Sequence[int]) -> Placement:
 def _on_gpus(config: Config, gpus: Sequence[int], cores: Sequence[int]) -> Placement:
     sampler, trainer = _split_gpus(config, len(gpus))
     ranks = config.trainer.num_ranks or len(trainer)
-    if ranks > len(trainer):
+    if ranks > len(trainer) and backend(config, has_gpu=True) != "gloo":
         raise UserError(
             f"trainer.num_ranks {ranks} needs as many GPUs and the trainer has {len(trainer)} of {len(gpus)}; "
-            f"set trainer.num_ranks={len(trainer)} (two ranks on one GPU are not supported: a larger "
-            "trainer.groups_per_micro_batch fills it)"
+            f"set trainer.num_ranks={len(trainer)}, or trainer.dist_backend=gloo: NCCL refuses two ranks on one GPU"
         )
     width = _width(config)
     if width > len(sampler):
@@ -120,13 +128,17 @@ def _on_gpus(config: Config, gpus: Sequence[int], cores: Sequence[int]) -> Place
             f"vllm.tensor_parallel_size {width} needs as many GPUs and the sampler has {len(sampler)}; "
             f"set vllm.tensor_parallel_size={len(sampler)} or give it more sampler.devices"
         )
-    sampler_ids, trainer_ids = [gpus[i] for i in sampler[:width]], [gpus[i] for i in trainer[:ranks]]
-    place = f"{_named('GPU', trainer_ids)}, {ranks} rank{'s' * (ranks > 1)}"
+    sampler_ids = [gpus[i] for i in sampler[:width]]
+    trainer_ids = [gpus[trainer[rank % len(trainer)]] for rank in range(ranks)]
+    launcher_args, taken = ("--include", "localhost:" + ",".join(map(str, trainer_ids))), {}
+    if ranks > len(trainer):
+        launcher_args, taken = ("--num_gpus", str(ranks)), {RANK_DEVICES: ",".join(map(str, trainer_ids))}
+    place = f"{_named('GPU', list(dict.fromkeys(trainer_ids)))}, {ranks} rank{'s' * (ranks > 1)}"
     return Placement(
         num_ranks=ranks,
-        launcher_args=("--include", "localhost:" + ",".join(map(str, trainer_ids))),
+        launcher_args=launcher_args,
         sampler_env=_NUMBERED | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, sampler_ids))},
-        trainer_env=_NUMBERED | {"OMP_NUM_THREADS": str(max(1, len(cores) // (ranks + 1)))},
+        trainer_env=_NUMBERED | taken | {"OMP_NUM_THREADS": str(max(1, len(cores) // (ranks + 1)))},
         sampler_cores=(),
         trainer_cores=(),
         sampler_place=_named("GPU", sampler_ids),

@@ -73,7 +73,8 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
         _print("memory", [("", f"{config.model.path} is no Llama, Qwen2, Qwen3 or Mistral: no estimate")])
         troubles: tuple[str, ...] = ()
     else:
-        work, on = workload_of(config, place.num_ranks, model, machine.gpus > 0), config.reference.on
+        on = config.reference.on
+        work = workload_of(config, place.num_ranks, model, machine.gpus > 0, place.ranks_per_gpu)
         machine = with_measured(machine, work, place)
         trained = model.parameters if work.adapters is None else work.adapters
         if slow := gloo_warning(config, place.num_ranks, backend(config, machine.gpus > 0), trained):

@@ -160,7 +160,7 @@ class Guard:
     """Kills what we started if we vanish. `with Guard() as guard:`"""
 
     def __init__(self) -> None:
-        self.mark = uuid.uuid4().hex
+        self.mark = os.environ.get(MARK, "") + uuid.uuid4().hex  # whoever started us finds ours by its own
         self._process = subprocess.Popen(
             [sys.executable, "-m", "launcher.processes", self.mark],
             stdin=subprocess.PIPE,

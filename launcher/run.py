@@ -81,7 +81,7 @@ def _reference_side(config: Config, place: Placement) -> str:
     if model is None:  # no estimate for it
         return "sampler"
     machine = this_machine(len(visible_gpus(os.environ)))
-    work = workload_of(config, place.num_ranks, model, machine.gpus > 0)
+    work = workload_of(config, place.num_ranks, model, machine.gpus > 0, place.ranks_per_gpu)
     machine = with_measured(machine, work, place)
     return reference_side(config, work, place, machine)
 
@@ -93,7 +93,7 @@ def _shares(config: Config, place: Placement) -> list[str]:
     model = read_dims(config.model.path, config.model.revision)
     if model is None:
         raise shares.no_estimate(config)
-    work = workload_of(config, place.num_ranks, model)
+    work = workload_of(config, place.num_ranks, model, ranks_per_gpu=place.ranks_per_gpu)
     return shares.settings(config, work, place, this_machine(len(visible_gpus(os.environ))))
 
 

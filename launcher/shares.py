@@ -32,7 +32,7 @@ BY_HAND = ("kv_cache_memory_bytes", "gpu_memory_utilization")
 class Shares:
     """Bytes of one GPU; their sum is at most the GPU."""
 
-    trainer: float
+    trainer: float  # of all its ranks
     sampler: float  # weights, overhead and the reference model where the sampler has it
     weights: float  # of sampler
     cache: int  # 0: there is no room for the longest sequence
@@ -54,7 +54,7 @@ def are_chosen(config: Config, place: Placement, machine: Machine) -> bool:
 
 def shares(work: Workload, machine: Machine, longest: int) -> Shares:
     """longest: tokens of the longest sequence that the engine must take, `max_model_len`."""
-    sampler, trainer = sampler_memory(work), trainer_memory(work).total
+    sampler, trainer = sampler_memory(work), work.ranks_per_gpu * trainer_memory(work).total
     per_token = sampler.cache_per_sequence / (work.prompt + work.completion)
     per_sequence = per_token * _BLOCK * math.ceil((work.prompt + work.completion) / _BLOCK)
     fixed = sampler.weights + sampler.reference + sampler.overhead
@@ -71,14 +71,22 @@ def problem(work: Workload, found: Shares, sampler: SamplerMemory) -> str:
         return ""
     budget = (1 - _RESERVE) * found.total - found.sampler - sampler.cache_per_sequence
     head = (
-        f"one GPU of {gib(found.total)} for both: a trainer rank needs about {gib(found.trainer)}, the sampler "
+        f"one GPU of {gib(found.total)} for both: {ranks_need(work, found.trainer)}, the sampler "
         f"{gib(found.sampler)} and a cache"
     )
-    change = smaller(work, budget) if budget > 0 else None
+    change = smaller(work, budget / work.ranks_per_gpu) if budget > 0 else None
     if change is None:
         return f"{head}; nothing here makes them small enough: use lora.r=16, a smaller model, or a larger GPU"
     settings, changed = change
-    return f"{head}; set {' '.join(settings)}, with which the trainer needs {gib(trainer_memory(changed).total)}"
+    needed = gib(work.ranks_per_gpu * trainer_memory(changed).total)
+    return f"{head}; set {' '.join(settings)}, with which the trainer needs {needed}"
+
+
+def ranks_need(work: Workload, of_all: float) -> str:
+    """The memory of the ranks on one GPU, in words."""
+    if work.ranks_per_gpu == 1:
+        return f"a trainer rank needs about {gib(of_all)}"
+    return f"{work.ranks_per_gpu} trainer ranks on it need about {gib(of_all)}"
 
 
 def said(config: Config) -> str:

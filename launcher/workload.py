@@ -45,6 +45,7 @@ class Workload:
     sums_in_fp32: bool = False  # of gradients over the micro-batches of a step, with weights in bfloat16
     bucket: int = _BUCKET  # B, DeepSpeed's reduce_bucket_size: values
     writes_behind: bool = False  # a version is written while the next step trains
+    ranks_per_gpu: int = 1
 
     @property
     def bytes_per_value(self) -> int:
@@ -61,7 +62,9 @@ class Workload:
         return prompts * self.prompt + self.num_generations * self.completion
 
 
-def workload_of(config: Config, num_ranks: int, model: ModelDims, on_gpu: bool = True) -> Workload:
+def workload_of(
+    config: Config, num_ranks: int, model: ModelDims, on_gpu: bool = True, ranks_per_gpu: int = 1
+) -> Workload:
     """The workload of one config. Reads config.json of critic and reference, where they are models of their own.
 
     Raises UserError where the DeepSpeed settings contradict the config.
@@ -97,6 +100,7 @@ def workload_of(config: Config, num_ranks: int, model: ModelDims, on_gpu: bool =
         sums_in_fp32=config.model.dtype == "bfloat16" and sums == "fp32",
         bucket=int(float(zero.get("reduce_bucket_size", _BUCKET))),
         writes_behind=config.trainer.max_staleness > 0,
+        ranks_per_gpu=ranks_per_gpu,
     )
 
 

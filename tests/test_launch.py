@@ -417,7 +417,7 @@ def test_gpus_are_named_by_include_and_never_counted(gpus, sections, sampler, tr
     ("gpus", "sections", "message"),
     [
         ([], {"sampler": {"devices": [0]}}, "no GPU is visible"),
-        ([0], {"trainer": {"num_ranks": 2}}, "two ranks on one GPU are not supported"),
+        ([0], {"trainer": {"num_ranks": 2}}, "or trainer.dist_backend=gloo: NCCL refuses two ranks on one GPU"),
         ([0, 1], {"sampler": {"devices": [2]}}, "there is no GPU 2; visible are 2"),
         ([0, 1], {"sampler": {"devices": [0, 1]}}, "no GPU is left for the trainer"),
         ([0, 1], {"trainer": {"num_ranks": 2}}, "set trainer.num_ranks=1"),
@@ -427,6 +427,23 @@ def test_gpus_are_named_by_include_and_never_counted(gpus, sections, sampler, tr
 def test_devices_that_are_not_there_are_user_errors(gpus, sections, message):
     with pytest.raises(UserError, match=re.escape(message)):
         placement(config(**sections), gpus=gpus, cores=[0, 1])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "trainer", "devices", "at_most", "place"),
+    [
+        ([0], {"num_ranks": 2}, "0,0", 2, "GPU 0, 2 ranks, shared with the sampler"),
+        ([4, 6, 7], {"devices": [1, 2], "num_ranks": 3}, "6,7,6", 2, "GPUs 6,7, 3 ranks"),
+    ],
+)
+def test_ranks_share_gpus_over_gloo(gpus, trainer, devices, at_most, place):
+    found = placement(config(trainer=trainer | {"dist_backend": "gloo"}), gpus=gpus, cores=[0, 1])
+    assert found.launcher_args == ("--num_gpus", str(trainer["num_ranks"]))
+    assert found.trainer_env["TANDEM_RANK_DEVICES"] == devices
+    assert (found.ranks_per_gpu, found.trainer_place, found.idle_gpus) == (at_most, place, ())
+    alone = placement(config(trainer={"dist_backend": "gloo"}), gpus=gpus, cores=[0, 1])
+    assert "TANDEM_RANK_DEVICES" not in alone.trainer_env
+    assert alone.ranks_per_gpu == 1
 
 
 def test_gpus_that_nobody_uses_are_named_with_what_would_use_them():

@@ -14,6 +14,7 @@ from common.config import Config
 from common.errors import UserError
 from launcher import run as launcher_run
 from launcher import shares
+from launcher.compute_time import Device, trainer_seconds
 from launcher.fit import fit, reference_side
 from launcher.machine import GIB, Machine
 from launcher.memory import sampler_memory, trainer_memory
@@ -83,6 +84,25 @@ def test_the_reference_counts_on_the_one_gpu_whichever_process_holds_it() -> Non
         found = shares.shares(work_of(reference=SMALL, reference_on=side), CARD, 896)
         more = found.trainer + found.sampler - without.trainer - without.sampler
         assert more == pytest.approx(2 * SMALL.parameters + logits)
+
+
+def test_each_rank_on_the_one_gpu_counts() -> None:
+    work = work_of(ranks=2, ranks_per_gpu=2)
+    of_one, fixed = trainer_memory(work).total, sampler_memory(work).weights + sampler_memory(work).overhead
+    card = replace(CARD, gpu_bytes=(2 * of_one + fixed + 2e8) / 0.96)
+    found = shares.shares(work, card, 896)
+    assert found.trainer == 2 * of_one
+    assert found.cache == pytest.approx(2e8, abs=2)
+    place = replace(PLACE, num_ranks=2, trainer_gpus=(0, 0))
+    assert "per rank, 2 ranks on one GPU" in dict(fit(config_of(), work, place, card).lines)["trainer"]
+    (problem,) = fit(config_of(), work, place, replace(CARD, gpu_bytes=8 * GIB)).problems
+    assert f"2 trainer ranks on it need about {2 * of_one / GIB:.1f} GiB" in problem
+
+
+def test_two_ranks_on_one_gpu_are_no_faster_than_one() -> None:
+    card = Device("card", 100e12, 1e12)
+    one, two = (trainer_seconds(work_of(ranks=n, ranks_per_gpu=n), card) for n in (1, 2))
+    assert one == two == 2 * trainer_seconds(work_of(ranks=2), card)
 
 
 def test_what_is_set_by_hand_stays() -> None:
