@@ -103,22 +103,23 @@ def test_what_ten_minutes_do_not_hold_is_named_and_no_failure(
     assert skipped["gradient"].value.endswith("this part alone: bash launch.sh gpu-check --only gradient")
 
 
-def marked(mark: str) -> list[psutil.Process]:
-    everyone = psutil.process_iter(["environ", "status"])
-    alive = (process for process in everyone if process.info["status"] != psutil.STATUS_ZOMBIE)
-    return [process for process in alive if (process.info["environ"] or {}).get(MARK, "").startswith(mark)]
+def marked(mark: str) -> list[str]:
+    """Command lines of the processes that carry the mark."""
+    everyone = [process.info for process in psutil.process_iter(["environ", "status", "cmdline"])]
+    alive = [one for one in everyone if one["status"] != psutil.STATUS_ZOMBIE]
+    return [" ".join(one["cmdline"] or ()) for one in alive if (one["environ"] or {}).get(MARK, "").startswith(mark)]
 
 
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
 def test_stopped_amid_a_run_of_both_processes_it_leaves_none(number: signal.Signals, tmp_path: Path) -> None:
-    """By Ctrl-C, by a supervisor, or killed outright."""
+    """By Ctrl-C, or killed outright while a rank trains."""
     mark, out = f"gpu-check-{os.getpid()}-{number.name}-", tmp_path / "out.json"
     words = [sys.executable, "-m", "gpu_check", "--cpu", "--only", "machine,together", "--out", str(out)]
     process = subprocess.Popen(words, cwd=ROOT, env=os.environ | {MARK: mark}, stdout=subprocess.DEVNULL)
-    ranks = lambda: [p for p in marked(mark) if "training_worker.py" in " ".join(p.cmdline()[1:3])]  # noqa: E731
-    until(lambda: ranks() or process.poll() is not None, 60)
+    a_rank = "training_worker.py --local_rank"
+    until(lambda: any(a_rank in line for line in marked(mark)) or process.poll() is not None, 60)
     assert process.poll() is None
     process.send_signal(number)
     code = process.wait()

@@ -71,7 +71,7 @@ class Trainer(Section):
     devices: list[int] = []
     """GPUs of the trainer, one rank each; empty = all visible ones that the sampler does not own, or the only one."""
     num_ranks: int | None = Field(None, gt=0)
-    """Ranks that launch.sh starts; null = one per device, 1 on CPU."""
+    """Ranks that launch.sh starts; null = one per device, 1 on CPU. Over gloo more ranks than devices share them."""
     dist_backend: Literal["auto", "nccl", "gloo"] = "auto"
     """auto: nccl on GPUs, gloo on CPU. gloo is needed on vGPU clusters, where NCCL does not work."""
     logprob_chunk_size: int = Field(1024, gt=0)
