@@ -35,21 +35,22 @@ def findings(on_gpu: bool, scratch: Path) -> Iterator[Finding]:
     attention.register()
     run = AttentionInterface()[attention.NAME]
     device, dtype = (torch.device("cuda"), torch.bfloat16) if on_gpu else (torch.device("cpu"), torch.float32)
-    random, first, again, kernels = Random(0), [], [], Counter[str]()
-    known, *shapes = (_shape(random, 8 if on_gpu else 2, 512 if on_gpu else 16) for _ in range(_SHAPES + 1))
+    random = Random(0)
+    known, *rows = (_shape(random, 8 if on_gpu else 2, 512 if on_gpu else 16) for _ in range(_SHAPES + 1))
     _once(run, known, device, dtype)  # the library's own start
-    for row in shapes:
-        first.append(_once(run, row, device, dtype))
-        again.append(_once(run, row, device, dtype))
-    for row in shapes[:3]:
-        kernels.update(_kernels(run, row, device, dtype))
-    names = ", ".join(sorted(kernels)) or "none recorded"
-    is_math = any("math" in name for name in kernels)
-    figures = {"kernels": dict(kernels), "first_s": first, "again_s": again}
-    yield judged("attention", f"kernel in {dtype}".replace("torch.", ""), not (on_gpu and is_math), names, **figures)
-    ratio = statistics.median(a / b for a, b in zip(first, again, strict=True))
-    text = f"{_SHAPES} shapes: first {_ms(first)}, again {_ms(again)} (medians, forward and backward of one layer)"
-    yield judged("attention", "a new shape", ratio < _SLOWER or not on_gpu, text, ratio=ratio)
+    shapes: list[dict[str, Any]] = []
+    for row in rows:
+        first, again = (_once(run, row, device, dtype) for _ in range(2))
+        kernels = _kernels(run, row, device, dtype)
+        shapes.append({"tokens": row.input_ids.shape[1], "kernels": kernels, "first_s": first, "again_s": again})
+    by_kernel = Counter(name for shape in shapes for name in shape["kernels"])
+    names = ", ".join(f"{name} in {count} of {_SHAPES} shapes" for name, count in by_kernel.items())
+    ok = not any("math" in name for name in by_kernel) if on_gpu else None
+    yield judged("attention", f"kernel in {dtype}".replace("torch.", ""), ok, names or "none recorded", shapes=shapes)
+    ratio = statistics.median(shape["first_s"] / shape["again_s"] for shape in shapes)
+    slow, fast = (_ms([shape[when] for shape in shapes]) for when in ("first_s", "again_s"))
+    text = f"{_SHAPES} shapes: first {slow}, again {fast} (medians, forward and backward of one layer)"
+    yield judged("attention", "a new shape", ratio < _SLOWER if on_gpu else None, text, ratio=ratio)
 
 
 def _shape(random: Random, completions: int, longest: int) -> PackedRow:
@@ -77,10 +78,11 @@ def _heads(heads: int, tokens: int, device: torch.device, dtype: torch.dtype) ->
 
 
 def _kernels(run: Callable[..., Any], row: PackedRow, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Names of torch's attention operators in one forward."""
+    """Names of torch's attention operators in one pass."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         _once(run, row, device, dtype)
-    return [event.key for event in profile.key_averages() if _KERNEL.match(event.key)]
+    names = (event.key for event in profile.key_averages())
+    return sorted(name.removeprefix("aten::") for name in names if _KERNEL.match(name))
 
 
 def _wait(device: torch.device) -> None:

@@ -55,7 +55,8 @@ def _deepspeed(on_gpu: bool, scratch: Path) -> Finding:
     env, where = dict(os.environ), "the CPU"
     if on_gpu:
         gpu = visible_gpus(env)[0]
-        env, where = env | {RANK_DEVICES: ",".join([str(gpu)] * _RANKS)}, f"GPU {gpu}"
+        own = {RANK_DEVICES: ",".join([str(gpu)] * _RANKS), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        env, where = env | own, f"GPU {gpu}"
         env.pop("CUDA_VISIBLE_DEVICES", None)
     port = ["--master_port", str(free_port())]
     try:

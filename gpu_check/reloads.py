@@ -56,8 +56,9 @@ class _Pair:
         from benchmarks.handover import OneRank
         from trainer.save.write_version import write_version
 
-        who: Any = self.policy, OneRank()
-        return write_version(*who, self.folder, "run", _LIFE, version, _VOCABULARY)
+        policy: Any = self.policy
+        ranks: Any = OneRank()
+        return write_version(policy, ranks, self.folder, "run", _LIFE, version, _VOCABULARY)
 
     def reloaded(self, version: Any) -> Any:
         from common import weights
