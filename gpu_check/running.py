@@ -34,14 +34,14 @@ def part_findings(
     own_s: what this part may take; left_s: what is left of the whole check.
     """
     begun, limit_s = time.monotonic(), min(own_s, left_s)
-    with tempfile.TemporaryDirectory(prefix="tandem-gpu-check-") as folder:
-        scratch = Path(folder).resolve()
-        argv = (sys.executable, "-m", "gpu_check", "--part", name, "--scratch", str(scratch), *words)
-        tag = run_tag(scratch / RUN)
-        left = tuple(f"{parent}/{tag}{end}" for parent in ("/dev/shm", tempfile.gettempdir()) for end in ("", "-*"))
-        with _started(Child(name, argv, env, log, scratch=left)) as running:
-            code = _wait(running, limit_s)
-        yield from recorded(scratch / FINDINGS)
+    scratch = Path(tempfile.mkdtemp(prefix="tandem-gpu-check-")).resolve()
+    argv = (sys.executable, "-m", "gpu_check", "--part", name, "--scratch", str(scratch), *words)
+    tag = run_tag(scratch / RUN)
+    left = [f"{parent}/{tag}{end}" for parent in ("/dev/shm", tempfile.gettempdir()) for end in ("", "-*")]
+    with _started(Child(name, argv, env, log, scratch=(str(scratch), *left))) as running:
+        code = _wait(running, limit_s)
+        found = list(recorded(scratch / FINDINGS))
+    yield from found
     if code is None and left_s < own_s:
         yield Finding(name, "came to its end", "skipped", f"stopped after {limit_s:.0f} s: {time_is_over(name)}")
     elif code is None:

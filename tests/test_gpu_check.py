@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -114,16 +116,19 @@ def marked(mark: str) -> list[str]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
 def test_stopped_amid_a_run_of_both_processes_it_leaves_none(number: signal.Signals, tmp_path: Path) -> None:
-    """By Ctrl-C, or killed outright while a rank trains."""
+    """By Ctrl-C, or killed outright, while a rank starts: no process, and no folder of ours."""
     mark, out = f"gpu-check-{os.getpid()}-{number.name}-", tmp_path / "out.json"
     words = [sys.executable, "-m", "gpu_check", "--cpu", "--only", "machine,together", "--out", str(out)]
-    process = subprocess.Popen(words, cwd=ROOT, env=os.environ | {MARK: mark}, stdout=subprocess.DEVNULL)
+    short = Path(tempfile.mkdtemp())  # sockets are below it, and their paths have a limit
+    env = os.environ | {MARK: mark, "TMPDIR": str(short)}
+    process = subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
     a_rank = "training_worker.py --local_rank"
     until(lambda: any(a_rank in line for line in marked(mark)) or process.poll() is not None, 60)
     assert process.poll() is None
     process.send_signal(number)
     code = process.wait()
-    until(lambda: not marked(mark), 20)
+    until(lambda: not marked(mark) and not list(short.glob("tandem-*")), 20)
+    shutil.rmtree(short)
     if number is not signal.SIGKILL:
         assert code == 130
         assert {record["part"] for record in json.loads(out.read_text())["findings"]} == {"machine"}
