@@ -25,7 +25,7 @@ from model.packing import PackedRow, pack
 _SHAPES = 20
 _SLOWER = 5.0  # a shape's first time over its second; a plan of cuDNN takes hundreds of milliseconds, not a few
 _KERNEL = re.compile(
-    r"aten::_(?:scaled_dot_product_(?!attention$)\w+|flash_attention_forward|varlen\w*|efficient\w*forward)$"
+    r"aten::_(?!.*backward)(?:scaled_dot_product_(?!attention$)\w+|flash_attention_forward|varlen\w*|efficient\w*forward)$"
 )
 
 
