@@ -71,8 +71,8 @@ def trainer_waits(h: History) -> str:
         return ""
     ahead = "" if h.settings.max_staleness else ", or let it run ahead: trainer.max_staleness=1"
     return (
-        f"the trainer waits for the sampler {share:.0%} of the time: give the sampler more GPUs (sampler.devices), "
-        f"start a second one, raise vllm.max_num_seqs=512{ahead}{_reference_to(h.settings, 'trainer')}"
+        f"the trainer waits for the sampler {share:.0%} of the time: start a second sampler on another GPU, or raise "
+        f"vllm.max_num_seqs=512{ahead}{_reference_to(h.settings, 'trainer')}"
     )
 
 
@@ -110,6 +110,17 @@ def kl_rising(h: History) -> str:
         f"the KL to the reference is {now:.2f} nats per token and was {before:.2f} ten steps before: the policy runs "
         f"away. Set trainer.learning_rate={h.settings.learning_rate / 2:.2g}, or hold it with "
         f"algorithm.beta={4 * h.settings.beta or 0.04:.2g}"
+    )
+
+
+def kl_high(h: History) -> str:
+    """Above 1 nat per token in each of 5 steps: a sampled token is on average e times as likely as it was."""
+    kl = h.last("kl", 5)
+    if not kl or min(kl) <= 1:
+        return ""
+    return (
+        f"the KL to the reference has been {fmean(kl):.2f} nats per token for 5 steps: the model loses what it knew. "
+        f"Start again with trainer.learning_rate={h.settings.learning_rate / 10:.2g}"
     )
 
 
@@ -228,6 +239,7 @@ RULES: dict[str, Callable[[History], str]] = {
         trainer_waits,
         sampler_waits,
         kl_rising,
+        kl_high,
         entropy_collapse,
         reward_hacking,
         gradient_clipped,

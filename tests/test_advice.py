@@ -107,6 +107,16 @@ def test_a_kl_that_is_high_and_speeds_up_asks_for_a_smaller_step_and_one_that_is
     assert advise(19, settings, kl=after(11, 0.45)) == {}
 
 
+def test_a_kl_above_one_nat_for_five_steps_is_a_lost_policy_from_the_fifth_step_on():
+    """The quick start at 30 times its learning rate: 0.9, 3.3, 1.1, 3.2, 4.9 nats in steps 2 to 6."""
+    settings = settings_with(beta=0.01, learning_rate=3e-3)
+    found = advise(6, settings, kl=after(2, 2.69))
+    assert list(found) == ["kl_high"]
+    assert "2.69 nats per token" in found["kl_high"] and "trainer.learning_rate=0.0003" in found["kl_high"]
+    assert advise(5, settings, kl=after(2, 2.69)) == {}
+    assert advise(9, settings, kl=0.99) == {}
+
+
 def test_an_entropy_below_a_tenth_of_the_start_is_a_collapse_unless_the_problems_are_solved():
     falls = {"entropy": after(11, 0.03, before=0.4), "rewards__answer__std": 0.5}
     found = advise(20, **falls, rewards__answer__accuracy=0.5, rewards__answer__mean=0.0)
@@ -201,7 +211,7 @@ def test_settings_come_from_a_config_or_from_its_json_and_a_strange_one_gives_de
 
 def test_every_setting_that_a_sentence_proposes_can_be_pasted(tmp_path):
     (tmp_path / "c.yaml").write_text("model: {path: m}\ndata: {train: t.jsonl}\nalgorithm: {beta: 0.01}")
-    kl = {"kl": after(11, 0.45, before=0.2), "grad_norm": 3.0, "mismatch__mean_abs_prob_diff": after(11, 0.5)}
+    kl = {"kl": after(11, 1.45, before=0.2), "grad_norm": 3.0, "mismatch__mean_abs_prob_diff": after(11, 0.5)}
     waits = {"wait__trainer_s": 1.0, "wait__sampler_s": 1.0, "timing__all_s": 1.0, "frac_reward_zero_std": 1.0}
     entropy = {"entropy": after(11, 0.01, before=1.0), "completions__clipped_ratio": 1.0, "rewards__a__std": 1.0}
     found = advise(20, settings_with(beta=0.01), **kl, **waits, **entropy, reward=0.0)

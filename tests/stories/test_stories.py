@@ -1,9 +1,10 @@
-"""What three users do on a weekend, with the very commands of the pages that they read, from an empty folder on."""
+"""What four users do on a weekend, with the very commands of the pages that they read, from an empty folder on."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,28 @@ compare(first, list(llm.generate(prompt, greedy, lora_request=mine)[0].outputs[0
 def check_words(clone: Clone, code: str, base: Path, final: Path) -> None:
     written = clone.python((START + code).format(base=str(base), final=str(final)))
     assert written.splitlines()[-1].startswith("True"), written
+
+
+def test_the_task_of_the_readme_is_checked_and_trains_with_its_own_words(clone: Clone) -> None:
+    """But for the model, which comes from the hub, and the sizes, which are for it."""
+    page = (ROOT / "README.md").read_text()
+    for language in ("python", "yaml"):
+        code = re.findall(rf"^```{language}\n(# (\S+)\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+        ((text, name),) = code
+        (clone.folder / name).write_text(text)
+    (row,) = re.findall(r"`(\{.question.*?\})`", page)
+    (clone.folder / "my.jsonl").write_text(f"{row}\n" * 8)
+    ours = (
+        "model.path=.cache/quickstart/model model.dtype=float32 trainer.max_steps=2 trainer.prompts_per_step=4 "
+        "data.max_prompt_length=128 sampler.max_completion_length=24"
+    )
+    asked = re.findall(r"^bash launch\.sh (\w+) my\.yaml", page, re.MULTILINE)
+    assert asked == ["check", "plan", "run"]
+    done = clone.run("\n".join(f"bash launch.sh {command} my.yaml {ours}" for command in asked))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tandem: the rewards look right" in done.stdout
+    metrics = check_run(clone, "runs/mine", 2)
+    assert all("rewards/right/mean" in step for step in metrics)
 
 
 def test_own_rows_and_an_own_reward_file(clone: Clone) -> None:
