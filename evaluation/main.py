@@ -151,7 +151,7 @@ def sample(
     failures: list[str] = []
     last_report = time.monotonic()
     for i, prompt in enumerate(prompts):
-        engine.submit(i, prompt.token_ids, held_out_params(config, i))
+        engine.submit(i, prompt.token_ids, held_out_params(config, i), prompt.images)
     while engine.num_running or pool.pending:
         for i, completions in engine.step() if engine.num_running else []:
             texts = decode([c.token_ids.tolist() for c in completions])

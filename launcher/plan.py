@@ -18,6 +18,7 @@ from typing import Any
 from common import exits
 from common.config import Config, load
 from common.errors import UserError
+from common.types import Prompt
 from launcher.batch_plan import BatchPlan, batch_plan, epochs, lines
 from launcher.fit import fit, reference_side
 from launcher.machine import GIB, Machine, this_machine
@@ -28,6 +29,7 @@ from launcher.workload import workload_of
 from model.dims import read_dims
 from model.folder import require_models
 from model.gguf import with_folders
+from model.images import Vision, digest, vision_of
 from report.escape import strip_escapes
 from trainer.algorithm.user_functions import require_user_functions
 from trainer.engine.deepspeed_config import backend, deepspeed_config, gloo_warning
@@ -105,7 +107,6 @@ def _preview(config: Config, problems: Sequence[Any]) -> tuple[str, list[tuple[s
     from rewards.pool import RewardFailure, RewardPool
     from sampler.pictures import encode_problem
     from sampler.prompts import make_prompt
-    from sampler.start import vision_of
 
     with RewardPool(config.rewards, columns=problems[0].columns) as pool:
         tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
@@ -125,10 +126,20 @@ def _preview(config: Config, problems: Sequence[Any]) -> tuple[str, list[tuple[s
             scored |= dict(pool.ready(timeout_s=1.0))
     length = f"row {first.problem.index}, {len(first.token_ids)} tokens of at most {config.data.max_prompt_length}"
     shown = [("prompt", length), *(("", f"| {strip_escapes(line)}") for line in first.text.split("\n"))]
+    shown += _image_lines(first, vision)
     failures = [result.reason for result in scored.values() if isinstance(result, RewardFailure)]
     if failures:
         raise UserError(f"a reward fails on real rows: {failures[0]}")
     return "first prompt, and the rewards on real rows", shown + _reward_lines(config, scored)
+
+
+def _image_lines(prompt: Prompt, vision: Vision | None) -> Iterator[tuple[str, str]]:
+    if vision is None:
+        return
+    for image in prompt.images:
+        _, rows, columns = (n * vision.form.patch_size for n in image.grid_thw)
+        facts = f"{columns} × {rows} pixels, {vision.form.num_tokens(image)} tokens, PNG of {len(image.png):,} bytes"
+        yield "image", f"{facts}, {digest(image)}"
 
 
 def _reward_lines(config: Config, scored: dict[Any, Any]) -> list[tuple[str, str]]:

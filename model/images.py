@@ -9,6 +9,8 @@ handled, and torch and torchvision never: text-only runs pay nothing.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import io
 import json
 import math
@@ -26,9 +28,12 @@ from common.types import EncodedImage
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from common.config import Config
+
 TokenIds = Sequence[int] | NDArray[np.int32]
 
 MAX_ASPECT = 200  # of smart_resize
+SHOWN_SIDE = 128  # pixels of an image in samples.jsonl
 _FILES = ("preprocessor_config.json", "processor_config.json")  # transformers 5 nests the first in the second
 
 
@@ -128,10 +133,14 @@ def encode_image(image: Image, form: ImageFormat, min_pixels: int, max_pixels: i
         image = images.alpha_composite(images.new("RGBA", image.size, "white"), image)
     height, width = resized_size(image.height, image.width, min_pixels, max_pixels, form.factor)
     resized = image.convert("RGB").resize((width, height), images.Resampling.BICUBIC)
-    resized.info = {}  # a colour profile or a comment would be written, too
+    return EncodedImage(_png_of(resized), (1, height // form.patch_size, width // form.patch_size))
+
+
+def _png_of(picture: Image) -> bytes:
+    picture.info = {}  # a colour profile or a comment would be written, too
     file = io.BytesIO()
-    resized.save(file, "PNG")
-    return EncodedImage(file.getvalue(), (1, height // form.patch_size, width // form.patch_size))
+    picture.save(file, "PNG")
+    return file.getvalue()
 
 
 def canary_image(form: ImageFormat) -> EncodedImage:
@@ -144,12 +153,30 @@ def canary_image(form: ImageFormat) -> EncodedImage:
     return encode_image(picture, form, side**2, side**2)
 
 
-def decode_image(image: EncodedImage) -> NDArray[np.uint8]:
-    """[height, width, 3]. The PNG must have passed common.png, as those of the link have."""
+def sample_record(image: EncodedImage) -> dict[str, Any]:
+    """For samples.jsonl: a copy of at most SHOWN_SIDE pixels a side, and the size and digest of the image itself."""
+    picture = as_picture(image)
+    size = {"width": picture.width, "height": picture.height, "digest": digest(image)}
+    picture.thumbnail((SHOWN_SIDE, SHOWN_SIDE))
+    return {"png": base64.b64encode(_png_of(picture)).decode(), **size}
+
+
+def digest(image: EncodedImage) -> str:
+    """Eight hexadecimal digits, for people."""
+    return hashlib.blake2b(image.png, digest_size=4).hexdigest()
+
+
+def as_picture(image: EncodedImage) -> Image:
+    """PIL's RGB image. The PNG must have passed common.png, as those of the link have."""
     from PIL import Image as images
 
     with images.open(io.BytesIO(image.png), formats=["PNG"]) as picture:
-        return np.asarray(picture.convert("RGB"))
+        return picture.convert("RGB")
+
+
+def decode_image(image: EncodedImage) -> NDArray[np.uint8]:
+    """[height, width, 3]."""
+    return np.asarray(as_picture(image))
 
 
 def decode_patches(image: EncodedImage, form: ImageFormat) -> NDArray[np.float32]:
@@ -192,6 +219,11 @@ def image_format(path: str, revision: str | None = None) -> ImageFormat:
     )
 
 
+def sees_images(path: str, revision: str | None = None) -> bool:
+    """Whether the model has a vision tower; False where its config.json cannot be had."""
+    return "vision_config" in (_read(path, "config.json", revision) or {})
+
+
 def read_vision(path: str, revision: str | None = None) -> Vision:
     """Of a model in a folder or on the hub. Raises UserError if it is none that sees images."""
     form, settings = image_format(path, revision), _read(path, "config.json", revision) or {}
@@ -202,6 +234,11 @@ def read_vision(path: str, revision: str | None = None) -> Vision:
             "Qwen/Qwen2.5-VL-3B-Instruct"
         )
     return Vision(form, *(settings[name] for name in names))
+
+
+def vision_of(config: Config) -> Vision | None:
+    """Of the policy; None where the data have no images. Raises UserError for a text model."""
+    return read_vision(config.model.path, config.model.revision) if config.data.image_key is not None else None
 
 
 def _colours(given: float | Sequence[float]) -> tuple[float, ...]:

@@ -22,6 +22,7 @@ from report.advice import Adviser, replay
 from report.curves import Rows, compared, history_of, share_of_full_marks
 from report.escape import visible
 from report.history import AdviceSettings
+from report.images import caption, data_uri
 from report.run_log import read_jsonl
 from report.svg import SAMPLER_TIME, TRAINER_TIME, svg_plots, wall_s
 
@@ -199,7 +200,10 @@ def shortened(record: Mapping[str, Any]) -> dict[str, Any]:
     """A sample with texts of at most SHOWN characters; `…_more` counts what was left out."""
     texts = {key: str(record.get(key, "")) for key in ("prompt", "completion")}
     cut = {key: text[:SHOWN] for key, text in texts.items()}
-    return {**record, **cut} | {f"{key}_more": max(0, len(text) - SHOWN) for key, text in texts.items()}
+    more = {f"{key}_more": max(0, len(text) - SHOWN) for key, text in texts.items()}
+    given = record.get("images")
+    images = [(data_uri(image), caption(image)) for image in (given if isinstance(given, list) else [])]
+    return {**record, **cut, "images": images} | more
 
 
 def _flat(value: Any, name: str = "") -> Iterable[tuple[str, str]]:

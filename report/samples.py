@@ -15,6 +15,7 @@ from typing import Any
 
 from common.errors import UserError
 from report.escape import one_line, visible
+from report.images import caption
 from report.run_log import read_jsonl
 
 SHOWN = 2000  # characters of a text without --full
@@ -49,7 +50,10 @@ def text_of(record: Record, full: bool = False) -> str:
     facts = [f"step {record['step']}", f"group {record['group_id']}", f"v{record['policy_version']}"]
     cut = ["cut off"] if record["finish_reason"] == "length" else []
     head = " · ".join([f"reward {_number(record['reward'])} ({', '.join(parts)})", *facts, *cut])
-    return "\n".join([head, *_lines("prompt", record["prompt"], full), *_lines("model ", record["completion"], full)])
+    given = record.get("images")
+    images = [f"  image  │ {caption(image)}" for image in given] if isinstance(given, list) else []
+    texts = [*_lines("prompt", record["prompt"], full), *_lines("model ", record["completion"], full)]
+    return "\n".join([head, *images, *texts])
 
 
 def _number(value: float | None) -> str:

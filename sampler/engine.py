@@ -1,9 +1,9 @@
 """vLLM, in this process: submit prompts, step, collect completions with their log-probs; load weights or adapters.
 
-The only file that imports vllm. The engine runs in-process (one process, real exceptions, nothing left behind by a
-SIGKILL), is stepped by the sampler's loop, and swaps weights between two steps. Every sampling value is given
-explicitly: vLLM would otherwise take temperature, top-k and penalties from the model's generation_config.json, and
-the trainer's ratio would compare two different distributions. Left out: text. Token ids go in, token ids come out.
+With vllm_images.py the only file that imports vllm. The engine runs in-process (one process, real exceptions, nothing
+left behind by a SIGKILL), is stepped by the sampler's loop, and swaps weights between two steps. Every sampling value
+is given explicitly: vLLM would otherwise take temperature, top-k and penalties from the model's generation_config.json,
+and the trainer's ratio would compare two different distributions. Left out: text. Token ids go in, token ids come out.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from pydantic import ValidationError
 
 from common.config import TIES, Config
 from common.errors import UserError
-from common.types import FinishReason
+from common.types import EncodedImage, FinishReason
 from common.watchdog import report_progress
+from model.images import vision_of
+from sampler import vllm_images
 from sampler.engine_arguments import engine_arguments, set_environment, stop_token_ids
 from sampler.proof import Expected, Proof, merged
 
@@ -64,6 +66,9 @@ class Engine:
         import vllm
 
         self._vllm = vllm
+        self._vision = vision_of(config)
+        if vllm_images.has_tower(config):
+            vllm_images.install()
         arguments = engine_arguments(config, self.on_cpu)
         unknown = sorted(set(config.vllm) - set(vllm.EngineArgs.__dataclass_fields__))
         if unknown:
@@ -77,6 +82,7 @@ class Engine:
         self._ignore_eos = config.sampler.ignore_eos
         self._stop_token_ids = [] if self._ignore_eos else stop_token_ids(config)
         self._keys: dict[str, Any] = {}
+        self._expanded: dict[str, list[int]] = {}  # prompts with images, as the trainer gets them
         self._next_id = 0
         self._applies_adapters = config.lora.publishes_adapters
         self._num_adapters = 0  # loaded so far
@@ -87,7 +93,13 @@ class Engine:
     def num_running(self) -> int:
         return len(self._keys)
 
-    def submit(self, key: Any, prompt_ids: Sequence[int] | NDArray[np.int32], params: SamplingParams) -> None:
+    def submit(
+        self,
+        key: Any,
+        prompt_ids: Sequence[int] | NDArray[np.int32],
+        params: SamplingParams,
+        images: Sequence[EncodedImage] = (),
+    ) -> None:
         """Queues params.num_completions completions of one prompt; `step` returns them together under `key`."""
         parameters = self._vllm.SamplingParams(
             n=params.num_completions,
@@ -108,7 +120,7 @@ class Engine:
             detokenize=False,
             output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
-        self._add(key, prompt_ids, parameters)
+        self._add(key, prompt_ids, parameters, images)
 
     def step(self) -> list[tuple[Any, list[Completion]]]:
         """One engine step; the prompts whose completions are all finished."""
@@ -117,14 +129,19 @@ class Engine:
             for key, output in self._finished()
         ]
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        """log π(token | tokens before it) at temperature 1 for every position but the first: [L − 1] each."""
+    def score(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[EncodedImage] = ()
+    ) -> list[NDArray[np.float32]]:
+        """log π(token | tokens before it) at temperature 1 for every position but the first: [L − 1] each.
+
+        images: what each of the sequences shows.
+        """
         assert not self._keys, "scoring waits until the engine is idle"
         parameters = self._vllm.SamplingParams(
             temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False
         )
         for i, sequence in enumerate(sequences):
-            self._add(i, sequence, parameters)
+            self._add(i, sequence, parameters, images)
         scores: dict[int, NDArray[np.float32]] = {}
         while self._keys:
             report_progress("scoring the canary")
@@ -138,12 +155,20 @@ class Engine:
     def _finished(self) -> list[tuple[Any, RequestOutput]]:
         """What one engine step finished, with its key. No pooling model runs here."""
         done = [cast("RequestOutput", output) for output in self._engine.step() if output.finished]
+        for output in done:
+            expected = self._expanded.pop(output.request_id, None)
+            if expected is not None and list(output.prompt_token_ids or ()) != expected:
+                raise RuntimeError(
+                    f"vLLM made {len(output.prompt_token_ids or ())} tokens of a prompt with images, the trainer gets "
+                    f"{len(expected)} or others: it would train on another prompt"
+                )
         return [(self._keys.pop(output.request_id), output) for output in done]
 
     def abort_all(self) -> None:
         """Drops everything that is queued or running."""
         self._engine.abort_request(list(self._keys))
         self._keys.clear()
+        self._expanded.clear()
 
     def load(self, folder: Path, expected: Mapping[str, Expected] | None = None) -> Proof:
         """Replaces the weights, or the adapter where the run publishes adapters, and compares them with `expected`.
@@ -160,6 +185,8 @@ class Engine:
             reports = self._llm.collective_rpc("load_weights_from", args=(str(folder), expected))
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: keys and values of the old weights are in it")
+        if self._vision is not None:
+            self._engine.reset_encoder_cache()  # the old tower's features of images
         return merged(reports)
 
     def _load_adapter(self, folder: Path) -> None:
@@ -175,9 +202,20 @@ class Engine:
         if (loaded := self._engine.list_loras()) != {self._num_adapters}:
             raise RuntimeError(f"vLLM holds the adapters {loaded} instead of {self._num_adapters} alone")
 
-    def _add(self, key: Any, prompt_ids: Sequence[int] | NDArray[np.int32], parameters: Any) -> None:
+    def _add(
+        self,
+        key: Any,
+        prompt_ids: Sequence[int] | NDArray[np.int32],
+        parameters: Any,
+        images: Sequence[EncodedImage],
+    ) -> None:
         request_id, self._next_id = str(self._next_id), self._next_id + 1
-        prompt: TokensPrompt = {"prompt_token_ids": [int(t) for t in prompt_ids]}
+        ids = [int(t) for t in prompt_ids]
+        prompt = cast("TokensPrompt", {"prompt_token_ids": ids})
+        if images:
+            assert self._vision is not None, "an engine of a text model has no place for images"
+            prompt = cast("TokensPrompt", vllm_images.prompt_of(self._vision, ids, images))
+            self._expanded[request_id] = ids
         self._engine.add_request(request_id, prompt, parameters, lora_request=self._adapter)
         self._keys[request_id] = key
 

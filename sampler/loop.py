@@ -167,7 +167,8 @@ class Sampler:
 
     def _submit(self, key: Key) -> None:
         self._working[key] = []
-        self.engine.submit(key, self.task.prompt(key, self.config).token_ids, sampling_params(key, self.config))
+        prompt = self.task.prompt(key, self.config)
+        self.engine.submit(key, prompt.token_ids, sampling_params(key, self.config), prompt.images)
 
     def generate(self) -> None:
         """One engine step; what it finished goes to the rewards, in text, while the engine goes on."""
@@ -221,13 +222,16 @@ class Sampler:
         ids = [c.token_ids for c in completions]
         ref_logprobs: list[Any] = [None] * len(completions)
         if self.reference is not None:
-            ref_logprobs = self.reference.logprobs(prompt.token_ids, ids, [c.sampling_mask for c in completions])
+            shown = [prompt.images] if prompt.images else []
+            masks = [c.sampling_mask for c in completions]
+            ref_logprobs = self.reference.logprobs(prompt.token_ids, ids, masks, *shown)
             self.stats["total/reference_s"] += time.monotonic() - start
         rollouts = tuple(
             Rollout(c.token_ids, c.logprobs, ref, rewards, reward, c.finish_reason, c.sampling_mask)
             for c, ref, (rewards, reward) in zip(completions, ref_logprobs, scores, strict=True)
         )
-        return Group(key.group_id, key.policy_version, prompt.problem.index, prompt.token_ids, rollouts)
+        index, version = prompt.problem.index, key.policy_version
+        return Group(key.group_id, version, index, prompt.token_ids, rollouts, prompt.images)
 
     def _forget_everything(self) -> None:
         """The trainer was started again: nothing that the one before asked for is wanted."""

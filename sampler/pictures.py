@@ -7,6 +7,7 @@ a file has is read from its header first: a small file may unpack to gigabytes.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import sys
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.config import Data
 from common.errors import UserError
-from common.types import EncodedImage, Problem
+from common.types import EncodedImage, Problem, Prompt
 from common.watchdog import report_progress
 from model.images import ImageFormat, encode_image
 
@@ -114,6 +115,22 @@ def check_images(option: str, problems: Sequence[Problem], data: Data) -> None:
                 raise unreadable(problem.index, place, error) from None
 
 
+def describe_images(problems: Sequence[Problem]) -> str:
+    """How many there are, their sizes in pixels, and the first. Reads headers alone."""
+    shown = [(problem.index, source) for problem in problems for source in problem.images]
+    rows = sum(bool(problem.images) for problem in problems)
+    if not shown:
+        return f"images: none in {len(problems)} rows"
+    sizes = [open_picture(source).size for _, source in shown]
+    ordered = sorted(sizes, key=lambda size: size[0] * size[1])
+    least, most, first = (f"{width} × {height}" for width, height in (ordered[0], ordered[-1], sizes[0]))
+    digest = hashlib.blake2b(shown[0][1], digest_size=4).hexdigest()
+    return (
+        f"images: {len(shown)} in {rows} of {len(problems)} rows, from {least} to {most} pixels; the first, of row "
+        f"{shown[0][0]}, has {first} pixels and {len(shown[0][1]):,} bytes, {digest}"
+    )
+
+
 def unreadable(row: int, place: int, error: Exception) -> UserError:
     return UserError(
         f"row {row}: image {place + 1} cannot be read: {' '.join(str(error).split())[:300]}. Mend the row, or leave it "
@@ -142,6 +159,18 @@ def encode_all(problems: Sequence[Problem], form: ImageFormat, data: Data) -> It
                 said = time.monotonic()
                 _say(f"images of {done} of {len(problems)} rows are resized")
             yield encoded
+
+
+def require_sendable(option: str, prompts: Sequence[Prompt], max_message_mib: int) -> None:
+    """Raises UserError where the images of a prompt take more than half a message: its group could never be sent."""
+    sizes = [sum(len(image.png) for image in prompt.images) for prompt in prompts]
+    if 2 * (largest := max(sizes)) > max_message_mib << 20:
+        row = prompts[sizes.index(largest)].problem.index
+        raise UserError(
+            f"{option}: the images of row {row} are PNGs of {largest / 2**20:.1f} MiB, more than half of "
+            f"channel.max_message_mib {max_message_mib}. Lower data.max_pixels, or set channel.max_message_mib: "
+            f"{2 * (largest >> 20) + 4}"
+        )
 
 
 def _say(text: str) -> None:

@@ -11,6 +11,7 @@ the learning rate has changed them. The canary proves what checksums can not, th
 
 from __future__ import annotations
 
+import base64
 import math
 import shutil
 import time
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from common.config import Config
 from common.errors import Retryable
 from common.failpoints import failpoint
+from common.types import EncodedImage
 from common.weights import BadWeights, Manifest, Published
 from model import lora
 from sampler.fetch import Fetched, Fetcher, fetch
@@ -154,6 +156,12 @@ def _largest(x: NDArray[np.float64]) -> float:
 def _canary_logprobs(engine: Engine, manifest: Manifest) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Of all the canary's tokens: the trainer's log-probs and the engine's."""
     canary = manifest.canary
-    ours = [score[canary.prompt_length - 1 :] for score in engine.score(canary.token_ids)]
+    if canary.image_png:
+        times, rows, columns = canary.grid_thw
+        image = EncodedImage(base64.b64decode(canary.image_png), (times, rows, columns))
+        scores = engine.score(canary.token_ids, [image])
+    else:
+        scores = engine.score(canary.token_ids)
+    ours = [score[canary.prompt_length - 1 :] for score in scores]
     assert [len(o) for o in ours] == [len(t) for t in canary.logprobs], "the canary's log-probs do not fit its tokens"
     return np.concatenate(canary.logprobs).astype(np.float64), np.concatenate(ours).astype(np.float64)

@@ -19,12 +19,13 @@ from common.types import Problem, Prompt
 from common.watchdog import Watchdog
 from model.folder import require_models
 from model.gguf import with_folders
-from model.images import Vision, read_vision
+from model.images import vision_of
 from model.tokenizer import load_tokenizer
 from rewards.pool import RewardFailure, RewardPool
 from rewards.probes import probes
 from sampler.dataset import fingerprint, load_data
 from sampler.link import Link, hello
+from sampler.pictures import require_sendable
 from sampler.prompts import make_prompts, shown_to_rewards
 from sampler.task import Task
 
@@ -145,12 +146,9 @@ def prompts_of(source: str, problems: list[Problem], tokenizer: Any, config: Con
             file=sys.stderr,
             flush=True,
         )
+    if config.data.image_key is not None:
+        require_sendable(source, prompts, config.channel.max_message_mib)
     return prompts
-
-
-def vision_of(config: Config) -> Vision | None:
-    """What prompts with images are made of; None where the data have none. Raises UserError for a text model."""
-    return read_vision(config.model.path, config.model.revision) if config.data.image_key is not None else None
 
 
 def _fingerprint_tokenizer(tokenizer: Any) -> str:

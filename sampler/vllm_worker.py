@@ -28,16 +28,30 @@ class WeightExtension:
         compared.
         """
         model = self.model_runner.model
+        prefix, language = language_model(model)
+        is_tied = getattr(language.config, "tie_word_embeddings", False)
         if expected is None:
-            self.reload_weights(weights_path=path)
-            if getattr(model.config, "tie_word_embeddings", False):
-                _tie_again(model)
+            self._reload(path, sees=bool(prefix))
+            if is_tied:
+                _tie_again(language)
             return Proof()
         with _watch_packing(model, expected) as packed:
-            self.reload_weights(weights_path=path)
-            if getattr(model.config, "tie_word_embeddings", False):
-                packed["lm_head"] = _tie_again(model)
+            self._reload(path, sees=bool(prefix))
+            if is_tied:
+                packed[f"{prefix}lm_head"] = _tie_again(language)
         return prove(model, expected, packed)
+
+    def _reload(self, path: str, sees: bool) -> None:
+        """Afterwards vLLM would look for the next image's processor in `path`, which is soon gone: give it its own."""
+        if not sees:
+            self.reload_weights(weights_path=path)
+            return
+        config = self.model_runner.model_config
+        own = config.model, config.revision
+        try:
+            self.reload_weights(weights_path=path)
+        finally:
+            config.model, config.revision = own
 
     def compare_adapter(self, number: int, expected: Mapping[str, Expected]) -> Proof:
         """Compares the adapter that was loaded under this number."""
@@ -46,6 +60,12 @@ class WeightExtension:
             return Proof(wrong=[f"the engine has the adapters {manager.lora_index_to_id} and not {number}"])
         index = manager.lora_index_to_id.index(number)
         return prove_adapters(manager.modules, manager.model, index, expected)
+
+
+def language_model(model: Any) -> tuple[str, Any]:
+    """(path with its dot, the part with embedding and head): a vision model has it one level down."""
+    inner = getattr(model, "language_model", None)
+    return ("", model) if inner is None else ("language_model.", inner)
 
 
 def _tie_again(model: Any) -> Packed:
@@ -67,13 +87,14 @@ def _watch_packing(model: Any, expected: Mapping[str, Expected]) -> Iterator[dic
     packed: dict[str, Packed] = {}
     parts, _ = layout(model, expected)
     paths = {id(module): path for path, module in model.named_modules(remove_duplicate=False)}
-    is_tied = getattr(model.config, "tie_word_embeddings", False)
+    _, language = language_model(model)
+    is_tied = getattr(language.config, "tie_word_embeddings", False)
     watched = []
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         pack = getattr(method, "process_weights_after_loading", None)
         if pack is not None and "process_weights_after_loading" not in vars(method):
-            if is_tied and module is model.model.embed_tokens:
+            if is_tied and module is language.model.embed_tokens:
                 method.process_weights_after_loading = lambda _: None  # type: ignore[union-attr]  # see _tie_again
             else:
                 method.process_weights_after_loading = _noting(pack, paths, parts, packed)  # type: ignore[union-attr]

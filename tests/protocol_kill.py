@@ -3,9 +3,9 @@
 A judge starts one trainer and two samplers made of the real Ledger, Inbox, Link, wire, weights and durable; only the
 engines are fake. Every life of a process is armed with the next failpoint, at a hit drawn at random, until the wanted
 number of kills has happened. A group's tokens follow from its id and the weights it was sampled with, so the trainer
-knows a wrong one. Every fourth group is dead and the next one takes its slot. The trainer's state is what a checkpoint
-holds: the cursor and, in the place of weights, the list of groups taken. In the end that list must be 0 … N − 1: none
-lost, none doubled, in order.
+knows a wrong one. Every third group has an image, of a colour that follows from its id. Every fourth is dead and the
+next one takes its slot. The trainer's state is what a checkpoint holds: the cursor and, in the place of weights, the
+list of groups taken. In the end that list must be 0 … N − 1: none lost, none doubled, in order.
 
 The judge imports everything once and forks, so that a life costs milliseconds.
 """
@@ -21,17 +21,20 @@ import signal
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 from safetensors.numpy import load_file
 
-from common import channel, durable, exits, weights
+from common import channel, durable, exits, weights, wire
 from common.config import Config
 from common.failpoints import failpoint
-from common.types import Group
+from common.types import EncodedImage, Group
 from common.weights import Published
+from model.images import ImageFormat, encode_image
 from sampler import link as link_module
 from sampler.link import Link
 from tests.protocol_helpers import HELLO, LIMITS, make_config, make_eval_result, make_rollout
@@ -51,6 +54,8 @@ SAMPLER_POINTS = (
     *("sampler.leased", "sampler.generated", "sampler.scored", "sampler.sent"),
     *("sampler.reloading", "sampler.reloaded"),
 )
+PAD = 7
+SEES = replace(LIMITS, images=wire.ImageLimits(1, 784, patch_size=14, merge_size=2, image_token=PAD))
 State = dict[str, Any]  # cursor, finished steps and trained group ids
 START: State = {"cursor": 0, "step": 0, "trained": []}
 ROLES = {"trainer": TRAINER_POINTS, "s0": SAMPLER_POINTS, "s1": SAMPLER_POINTS}
@@ -81,7 +86,7 @@ def train(folder: Path) -> None:
     ledger = Ledger(10**9, PER_STEP * (1 + config.trainer.max_staleness), state["cursor"])
     with (
         durable.lock(folder / "lock", RuntimeError),
-        Inbox(config, "run", incarnation, LIMITS, ledger, lambda _: None) as inbox,
+        Inbox(config, "run", incarnation, SEES, ledger, lambda _: None) as inbox,
     ):
         inbox.wait_for_sampler()
         is_saved = False
@@ -107,6 +112,7 @@ def train_step(inbox: Inbox, config: Config, state: State, incarnation: str) -> 
         assert step - 1 <= group.policy_version <= step, "older than max_staleness"
         expected = tokens(group.group_id, number(incarnation, group.policy_version))
         assert group.rollouts[0].completion_ids.tolist() == expected, "sampled with other weights than it says"
+        assert group.images == images(group.group_id), "it shows another image"
     alive = [e.group.group_id for e in batch.training()]
     assert len(alive) == PER_STEP and not any(map(is_dead, alive)), "a slot is empty, or has a dead group"
     failpoint("trainer.stepped")
@@ -120,6 +126,11 @@ def is_dead(group_id: int) -> bool:
 
 def tokens(group_id: int, weights_number: int) -> list[int]:
     return [group_id % LIMITS.vocab_size, weights_number]
+
+
+def images(group_id: int) -> tuple[EncodedImage, ...]:
+    colour = (group_id % 256, group_id // 256 % 256, 7)
+    return () if group_id % 3 else (encode_image(Image.new("RGB", (28, 28), colour), ImageFormat(), 784, 784),)
 
 
 # ---- a sampler ---------------------------------------------------------------------------------------------
@@ -163,7 +174,9 @@ def produce(link: Link, weights_number: int) -> None:
         failpoint("sampler.leased")
         rollouts = (make_rollout(tokens(group_id, weights_number)), make_rollout(reward=float(is_dead(group_id))))
         failpoint("sampler.generated")
-        group = Group(group_id, credit.version, group_id, np.array([1], np.int32), rollouts)
+        shown = images(group_id)
+        prompt_ids = np.array([1, *[PAD] * len(shown)], np.int32)
+        group = Group(group_id, credit.version, group_id, prompt_ids, rollouts, shown)
         failpoint("sampler.scored")
         link.send_result(group)
         if random.random() < 0.2:

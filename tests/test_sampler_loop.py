@@ -35,7 +35,7 @@ class OneStepEngine:
     def num_running(self) -> int:
         return len(self.running)
 
-    def submit(self, key: Any, _ids: Any, params: Any) -> None:
+    def submit(self, key: Any, _ids: Any, params: Any, _images: Any) -> None:
         self.running[key] = params.num_completions
 
     def step(self) -> list[tuple[Any, list[Completion]]]:

@@ -44,3 +44,15 @@ def write_vision_settings(folder: Path, vision: Vision, **changes: Any) -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     ids = {"vision_start_token_id": vision.start, "image_token_id": vision.image, "vision_end_token_id": vision.end}
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "vision_config": {}} | ids | changes))
+
+
+def write_tokenizer(folder: Path, size: int, special: dict[int, str]) -> None:
+    """`size` tokens that are words w0, w1, …, but for the special ones by id."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = [special.get(i, f"w{i}") for i in range(size)]
+    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="w2"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.add_special_tokens(list(special.values()))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token=names[0], eos_token=names[1]).save_pretrained(folder)

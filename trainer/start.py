@@ -17,7 +17,7 @@ from common.run_folder import CHECKPOINTS
 from common.watchdog import Watchdog
 from model.folder import load_config, require_models
 from model.gguf import with_folders
-from model.images import read_vision
+from model.images import vision_of
 from model.tokenizer import load_tokenizer
 from report.display import StepDisplay
 from report.environment import write_environment
@@ -184,8 +184,8 @@ def _limits(config: Config) -> wire.Limits:
 
 
 def _image_limits(config: Config) -> wire.ImageLimits | None:
-    if config.data.image_key is None:
+    vision = vision_of(config)
+    if vision is None:
         return None
-    vision = read_vision(config.model.path, config.model.revision)
     sizes = config.data.limit_images, config.data.max_pixels
     return wire.ImageLimits(*sizes, vision.form.patch_size, vision.form.merge_size, vision.image)

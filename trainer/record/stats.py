@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from common.config import ROUNDING, Algorithm, Config
 from common.types import EvalResult, Group, Tombstone
+from model.images import sample_record
 from trainer.algorithm.advantages import RewardSettings, is_dead, rewards_of, shaped_rewards, trains
 from trainer.algorithm.kl_controller import completion_kls
 
@@ -126,11 +128,17 @@ def samples_records(groups: Sequence[Group | Tombstone], step: int, count: int, 
                     "policy_version": group.policy_version,
                     "problem_index": group.problem_index,
                     "which": which,
-                    "prompt": decode(group.prompt_ids.tolist()),
+                    "prompt": _one_mark_an_image(decode(group.prompt_ids.tolist())),
                     "completion": decode(rollout.completion_ids.tolist()),
                     "rewards": dict(rollout.rewards),
                     "reward": rollout.reward,
                     "finish_reason": rollout.finish_reason,
                 }
+                | ({"images": [sample_record(image) for image in group.images]} if group.images else {})
             )
     return records
+
+
+def _one_mark_an_image(text: str) -> str:
+    """<|image_pad|> stands in a prompt once for each of the image's tokens: hundreds of times."""
+    return re.sub(r"(<\|image_pad\|>){2,}", "<|image_pad|>", text)
