@@ -40,6 +40,7 @@ def image_arguments(config: Config) -> dict[str, Any]:
         "skip_tokenizer_init": False,  # vLLM finds an image's place by the text of its token
         "limit_mm_per_prompt": {"image": config.data.limit_images, "video": 0},
         "mm_processor_cache_gb": 0,  # an image is asked for once in an epoch
+        "mm_device_do_normalize": False,  # by other rounding, and not at all for a model without a processor_class
     }
     vision = vision_of(config)
     if vision is None:
