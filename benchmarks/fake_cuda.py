@@ -28,7 +28,6 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-import transformers  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
 
@@ -161,14 +160,18 @@ def with_earlier_logprobs(batch: MicroBatch) -> MicroBatch:
 
 def build(kind: Any, device: torch.device, **more: Any) -> Any:
     """A model without contents, in bfloat16 as on a GPU."""
+    from transformers import AutoConfig
+
     attention.register()
-    config = transformers.AutoConfig.for_model("qwen2", **SHAPE, pad_token_id=0, **more)
+    config = AutoConfig.for_model("qwen2", **SHAPE, pad_token_id=0, **more)
     with torch.device(device):
         return kind.from_config(config, attn_implementation=attention.NAME, dtype=torch.bfloat16)
 
 
 def policy_of(config: Config, device: torch.device) -> Engine:
-    model = build(transformers.AutoModelForCausalLM, device)
+    from transformers import AutoModelForCausalLM
+
+    model = build(AutoModelForCausalLM, device)
     engine: Any = Engine.__new__(Engine)
     engine.config, engine.model, engine.world_size, engine._micro_batch = config, model, 2, 0
     engine.ds = Module(Policy(model, CHUNK, config.algorithm.entropy_coef > 0), device)
@@ -179,7 +182,9 @@ def policy_of(config: Config, device: torch.device) -> Engine:
 
 
 def critic_of(config: Config, device: torch.device) -> critic.Critic:
-    model = build(transformers.AutoModelForSequenceClassification, device, num_labels=1)
+    from transformers import AutoModelForSequenceClassification
+
+    model = build(AutoModelForSequenceClassification, device, num_labels=1)
     model.score = critic._head(model.score, fresh=True)
     made: Any = critic.Critic.__new__(critic.Critic)
     made.config, made.model, made.world_size, made.sums = config, model, 2, Sums(VALUE_SUMS, device)
@@ -192,7 +197,9 @@ class EmptyReference(Reference):
 
     @staticmethod
     def _load(config: Config, device: torch.device) -> Any:
-        return build(transformers.AutoModelForCausalLM, device).eval()
+        from transformers import AutoModelForCausalLM
+
+        return build(AutoModelForCausalLM, device).eval()
 
 
 def passes(device: torch.device) -> Iterator[Pass]:

@@ -10,6 +10,7 @@ that no worker is left alone with one of them at the end.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import re
@@ -36,10 +37,10 @@ TOGETHER = {  # files that share what costs a process seconds; each group is the
     "transformers": (
         *("attention", "best", "critic", "device_waits", "gguf", "images", "launch", "linear", "logprobs", "long_work"),
         *("lora", "one_gpu_configs", "pictures", "plan", "prompts", "publisher", "quickstart", "remote_code"),
-        *("segments", "tf32"),
+        *("contributing", "quickstart_vlm", "segments", "tf32", "vision_packing"),
     ),
     "matplotlib": ("bench", "objectives", "report", "report_html", "run_command"),
-    "our sources": ("contributing", "docs", "imports", "metrics_page", "reliability_page"),
+    "our sources": ("docs", "imports", "metrics_page", "reliability_page"),
 }
 _GROUP_OF = {f"tests/test_{name}.py": group for group, names in TOGETHER.items() for name in names}
 MARKS = ("fast", "processes", "gloo", "vllm", "e2e")
@@ -145,6 +146,17 @@ def _share_the_machine(config: pytest.Config) -> None:
     worker, torch = getattr(config, "workerinput", None), sys.modules.get("torch")
     if worker and torch and config.option.markexpr == "fast":
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // worker["workercount"]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Any:
+    """What is imported stays: looking for garbage among it, now and later, costs a tenth of the fast tests' time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

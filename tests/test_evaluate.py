@@ -24,8 +24,6 @@ from evaluation.target import find_target
 from report.run_log import wilson_interval
 from tests.speed import limit, overdue
 
-pytestmark = pytest.mark.fast
-
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -217,6 +215,7 @@ def test_a_model_outside_a_run_needs_a_config(tmp_path: Path) -> None:
     assert find_target(str(tmp_path), "configs/quickstart.yaml").config == Path("configs/quickstart.yaml")
 
 
+@pytest.mark.processes
 def test_a_mistake_ends_the_process_with_2_and_no_traceback(run_folder: Path) -> None:
     begun = time.monotonic()
     command = [sys.executable, "-m", "evaluation.main", str(run_folder), "eval.temprature=1"]
@@ -225,6 +224,7 @@ def test_a_mistake_ends_the_process_with_2_and_no_traceback(run_folder: Path) ->
     assert not overdue(time.monotonic() - begun, 5)  # 0.4 on an idle machine
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("script", ["sampling.py", "training_worker.py"])
 def test_the_two_processes_refuse_a_run_that_only_evaluates(script: str, run_folder: Path) -> None:
     command = [sys.executable, script, "--config", str(run_folder / "config.json"), "eval.val_only=true"]

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -56,6 +55,8 @@ def write_gguf(
     file: Path, folder: Path, quantized: bool = False, leave_out: str = ""
 ) -> dict[str, NDArray[np.float32]]:
     """Writes a tiny Qwen2 of that folder as llama.cpp would. Returns its weights as the file holds them."""
+    import gguf  # a second of imports
+
     settings = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(file, "qwen2")
     writer.add_context_length(settings["max_position_embeddings"])
@@ -250,7 +251,9 @@ def test_a_file_that_is_not_there_or_not_gguf_ends_with_a_remedy(cache: Path, tm
 
 
 def test_an_architecture_that_transformers_does_not_read_is_named(cache: Path, tmp_path: Path):
-    writer = gguf.GGUFWriter(tmp_path / "odd.gguf", "no_such_family")
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(tmp_path / "odd.gguf", "no_such_family")
     writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from common.config import Config, Data, PromptTemplate
 from common.errors import UserError
@@ -33,8 +32,10 @@ RED, BLUE = file_of(picture(84, 56)), file_of(picture(56, 56, seed=1), "JPEG")
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> Any:
     """One token per byte, and the marks of turns and images."""
+    from transformers import PreTrainedTokenizerFast
+
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     model = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -44,7 +45,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="module")
-def vision(tokenizer: PreTrainedTokenizerFast) -> Vision:
+def vision(tokenizer: Any) -> Vision:
     return Vision(PLAIN, *tokenizer.convert_tokens_to_ids([START, PAD, END]))
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from common.config import Data, PromptTemplate
 from common.errors import UserError
@@ -28,6 +27,8 @@ CHAT = PromptTemplate(chat_template=CHATML)
 @pytest.fixture(scope="module")
 def tokenizer():
     """One token per byte, and the two ChatML marks; it has no chat template, as base models have none."""
+    from transformers import PreTrainedTokenizerFast
+
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     model = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

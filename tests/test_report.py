@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import struct
 
-import matplotlib.axes
 import pytest
 
 from common.errors import UserError
@@ -38,6 +37,8 @@ def write_run(folder, steps: int, evaluations: tuple[dict, ...] = (), **extra: f
 @pytest.fixture
 def drawn(monkeypatch) -> dict[str, list]:
     """What every plot is given: titles, words, lines and held-out points, in the order of drawing."""
+    import matplotlib.axes
+
     calls: dict[str, list] = {}
     for name in ("set_title", "text", "plot", "errorbar"):
         real = getattr(matplotlib.axes.Axes, name)

@@ -22,14 +22,13 @@ from launcher.run import built_by, main, parse
 from report.run_log import MetricsLog
 from tests.speed import overdue
 
-pytestmark = pytest.mark.fast
-
 
 def config(folder: Path, resume: bool = False) -> Config:
     settings = {"run": {"output_dir": folder, "resume": resume}, "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
     return Config.model_validate(settings)
 
 
+@pytest.mark.processes
 def test_a_typo_ends_with_2_in_less_than_two_seconds_and_starts_nothing(tmp_path):
     begun = time.monotonic()
     result = subprocess.run(
