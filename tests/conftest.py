@@ -35,7 +35,19 @@ LONGEST_FIRST = (
 )
 TOGETHER = {  # files that share what costs a process seconds; each group is the work of one
     "transformers": (
-        *("attention", "best", "critic", "device_waits", "gguf", "images", "launch", "linear", "logprobs", "long_work"),
+        *(
+            "attention",
+            "best",
+            "critic",
+            "device_waits",
+            "fake_cuda",
+            "gguf",
+            "images",
+            "launch",
+            "linear",
+            "logprobs",
+            "long_work",
+        ),
         *("lora", "one_gpu_configs", "pictures", "plan", "prompts", "publisher", "quickstart", "remote_code"),
         *("contributing", "quickstart_vlm", "segments", "tf32", "vision_packing"),
     ),
