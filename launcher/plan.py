@@ -1,8 +1,8 @@
 """Everything that follows from a config, before anything starts:  bash launch.sh plan [config.yaml] [key=value …]
 
-Batches in the settings of TRL, verl, EasyR1 and MindSpeed-RL, devices, memory, who will wait, the first prompt as the
-model sees it, and one call of the rewards on real rows. Loads no weights. Exit 1, with the nearest working settings, if
-the run does not fit; 2 for a user error.  --gpus 3x32 plans for another machine.
+Batches in the settings of TRL, verl, EasyR1 and MindSpeed-RL, devices, memory, the expected bottleneck, the first
+prompt as the model sees it, and one call of the rewards on real rows. Loads no weights. Exit 1, with the nearest
+working settings, if the run does not fit; 2 for a user error.  --gpus 3x32 plans for another machine.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Sampler:
         if self.link.receive(timeout_s=0.0 if busy else 0.1):
             self._forget_everything()
         if not busy and self.engine.version is not None:
-            self.phase = "waiting for credit"
+            self.phase = "idle, no work assigned"
             self.stats["total/idle_s"] += time.monotonic() - start
 
     def reload_if_credited(self) -> None:

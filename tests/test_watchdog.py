@@ -166,7 +166,7 @@ def test_a_sampler_that_beats_without_progress_is_sent_away_and_its_work_goes_to
         with FakeSampler(config, "s0"):
             assert train(inbox, 5) == list(range(10))
     [line] = [line for line in said if "sent away" in line]
-    assert "4 leases are free again" in line and "vllm: step 4711" in line
+    assert "its 4 unfinished groups are reassigned" in line and "vllm: step 4711" in line
 
 
 def test_a_sampler_whose_progress_grows_or_that_has_nothing_to_do_is_left_alone(config: Config) -> None:

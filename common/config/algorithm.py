@@ -124,9 +124,9 @@ class Algorithm(Section):
     prompts_per_step · steps_per_generation groups: verl's train_batch_size, and prompts_per_step its mini-batch."""
     dead_groups: Literal["keep", "skip", "resample"] = "keep"
     """Groups whose rewards are all equal. keep: they count in denominators, and KL and entropy train them. skip: they
-    are left out of everything. resample: left out, and the next groups of the stream take their slots."""
+    are left out of everything. resample: replaced by newly sampled groups (DAPO's dynamic sampling)."""
     max_resamples: int = Field(1, ge=1)
-    """With dead_groups resample, further batches' worth of groups taken for one batch; slots may then stay empty."""
+    """With dead_groups resample: sample at most this many extra batches for one batch, then train a smaller one."""
     shuffle_mini_batches: bool = False
     """Deal a batch's groups to its mini-batches anew in every pass, by (seed, batch, pass), instead of in order."""
 

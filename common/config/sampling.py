@@ -114,14 +114,14 @@ class Rewards(Section):
     reward_weights: list[float] | None = None
     """One per function; null = 1.0 each."""
     reward_kwargs: dict[str, dict[str, Any]] = {}
-    """Arguments for single functions: {cosine_length: {max_len: 512}}. They stand above a column of the same name."""
+    """Arguments for single functions: {cosine_length: {max_len: 512}}. They override a column of the same name."""
     full_marks: dict[str, float] = {}
     """Score from which a completion counts as right in accuracies, by function; default: 1.25 for format, 0.5 for
     cosine_length, else 1.0."""
     timeout_s: float = Field(10.0, gt=0)
-    """A reward call that takes longer is killed, and its group becomes a tombstone."""
+    """A reward call that takes longer is killed, and its group fails (it is counted and not trained)."""
     max_memory_gib: float = Field(8.0, gt=0)
-    """A reward process that wants more gets a MemoryError, and its group becomes a tombstone. Linux only."""
+    """A reward process that wants more gets a MemoryError, and its group fails. Linux only."""
     max_tombstone_fraction: float = Field(0.01, ge=0, le=1)
     """The run stops once more than this share of groups, or of one evaluation's problems, and more than 3, failed."""
 

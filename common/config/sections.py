@@ -230,7 +230,7 @@ class Weights(Section):
     """Versions kept beside those that a live sampler still uses."""
     publish_every: Literal["batch", "step"] = "batch"
     """batch: the sampler gets new weights when a batch of rollouts is done. step: after each of its optimizer steps,
-    with leases for as many groups as that step was the last to train; only with max_staleness above 0."""
+    and one new group may start per finished group; only with max_staleness above 0."""
     canary_tolerance: float | None = Field(None, gt=0)
     """How far the engine's log-probs may be from the trainer's on the canary. float32: the largest distance, and four
     times their RMS; null = 1e-3. bfloat16: their RMS; null = 0.15."""

@@ -116,7 +116,7 @@ class Inbox:
             return [evaluation.results[chunk] for chunk in sorted(evaluation.results)]
 
     def wait_for_sampler(self) -> wire.Hello:
-        self._wait(lambda: "" if self.state.peers else "a sampler to say hello", self.config.channel.connect_timeout_s)
+        self._wait(lambda: "" if self.state.peers else "a sampler to connect", self.config.channel.connect_timeout_s)
         return next(iter(self.state.peers.values())).hello
 
     def versions_in_use(self) -> list[int]:

@@ -200,7 +200,8 @@ class SocketThread(threading.Thread):
             if now - peer.heard_at > limits.lost_after_s:
                 peer.lost = True
                 freed = self._release(name)
-                self.say(f"sampler {name} lost: silent for {now - peer.heard_at:.0f} s; {freed} leases are free again")
+                silent_s = f"silent for {now - peer.heard_at:.0f} s"
+                self.say(f"sampler {name} lost: {silent_s}; its {freed} unfinished groups are reassigned")
             elif now - peer.progressed_at > limits.stall_timeout_s:
                 still_s = now - peer.progressed_at
                 self._send_away(name, f"its work has not moved for {still_s:.0f} s (phase: {peer.phase})")
@@ -220,7 +221,7 @@ class SocketThread(threading.Thread):
         self.state.peers = {other: peer for other, peer in self.state.peers.items() if other != name}
         freed = self._release(name)
         log = last_lines(self._sampler_log)
-        self.say(f"sampler {name} is sent away: {reason}; {freed} leases are free again.{log}")
+        self.say(f"sampler {name} is sent away: {reason}; its {freed} unfinished groups are reassigned.{log}")
 
     def _release(self, name: str) -> int:
         evaluation = self.state.evaluation

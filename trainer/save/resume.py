@@ -5,7 +5,7 @@ of batches. So these are compared, before a model is loaded, with what the check
 
     settings       every field of `data` and `prompt` unless it is in _HARMLESS, and those of _OTHERS
     files          of a template its contents, wherever it lies
-    layout         ranks, ZeRO stage, shape of the adapters: DeepSpeed's state is cut by them
+    layout         ranks, ZeRO stage, shape of the adapters: DeepSpeed shards its state by them
 
 and two things when the first sampler has said hello, because the trainer never reads them: the fingerprints of its rows
 and of its tokenizer. A user's own estimator, loss or reward may change, but not in silence: its file is compared, too,
