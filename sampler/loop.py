@@ -222,9 +222,8 @@ class Sampler:
         ids = [c.token_ids for c in completions]
         ref_logprobs: list[Any] = [None] * len(completions)
         if self.reference is not None:
-            shown = [prompt.images] if prompt.images else []
             masks = [c.sampling_mask for c in completions]
-            ref_logprobs = self.reference.logprobs(prompt.token_ids, ids, masks, *shown)
+            ref_logprobs = self.reference.logprobs(prompt.token_ids, ids, masks, prompt.images)
             self.stats["total/reference_s"] += time.monotonic() - start
         rollouts = tuple(
             Rollout(c.token_ids, c.logprobs, ref, rewards, reward, c.finish_reason, c.sampling_mask)
