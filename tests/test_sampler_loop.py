@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from common import wire
-from common.types import EvalFailure, EvalRequest, EvalResult, Group, Problem, Prompt, Tombstone
+from common.types import EncodedImage, EvalFailure, EvalRequest, EvalResult, Group, Problem, Prompt, Tombstone
 from rewards.pool import RewardFailure
 from sampler.engine import Completion
 from sampler.loop import Sampler, Task
@@ -30,13 +30,15 @@ class OneStepEngine:
     def __init__(self, on_cpu: bool = True, at_once: int | None = None) -> None:
         self.on_cpu, self._at_once = on_cpu, at_once
         self.running: dict[Any, int] = {}
+        self.shown: dict[Any, Any] = {}  # the images of each prompt
 
     @property
     def num_running(self) -> int:
         return len(self.running)
 
-    def submit(self, key: Any, _ids: Any, params: Any, _images: Any) -> None:
+    def submit(self, key: Any, _ids: Any, params: Any, images: Any) -> None:
         self.running[key] = params.num_completions
+        self.shown[key] = images
 
     def step(self) -> list[tuple[Any, list[Completion]]]:
         finished = dict(list(self.running.items())[: self._at_once])
@@ -72,10 +74,10 @@ class Pool:
 class Loop:
     """A Sampler, what it waits for, and what it sent."""
 
-    def __init__(self, folder: Path, engine: OneStepEngine | None = None, **sections: Any) -> None:
+    def __init__(self, folder: Path, engine: OneStepEngine | None = None, images: Any = (), **sections: Any) -> None:
         self.sent: list[Any] = []
         self.pool, self.engine = Pool(), engine or OneStepEngine()
-        prompts = [Prompt(Problem(i, {}), "?", "?", np.array([1], np.int32)) for i in range(4)]
+        prompts = [Prompt(Problem(i, {}), "?", "?", np.array([1], np.int32), images) for i in range(4)]
         self.link = SimpleNamespace(
             credit=None,
             receive=lambda timeout_s: False,
@@ -145,6 +147,19 @@ def test_a_failed_reward_of_a_group_is_a_tombstone(tmp_path: Path) -> None:
     tombstone, group = loop.sent
     assert tombstone == Tombstone(0, 0, "its process died")
     assert isinstance(group, Group) and group.group_id == 1
+
+
+def test_the_images_of_a_prompt_go_to_the_engine_and_with_the_group(tmp_path: Path) -> None:
+    images = (EncodedImage(b"png", (1, 2, 2)),)
+    loop = Loop(tmp_path, images=images)
+    loop.credited(0, [0], EvalRequest("v0", 0, (1,)))
+    loop.turn()
+    assert list(loop.engine.shown.values()) == [images, images]
+    for key in list(loop.pool.waiting):
+        loop.pool.answer(key, SCORED * (2 if isinstance(key, GroupKey) else 1))
+    loop.turn()
+    groups = [sent for sent in loop.sent if isinstance(sent, Group)]
+    assert [group.images for group in groups] == [images]
 
 
 def in_the_engine(loop: Loop) -> list[int | str]:
