@@ -11,6 +11,7 @@ import pytest
 
 from common import wire
 from common.types import EncodedImage, EvalFailure, EvalRequest, EvalResult, Group, Problem, Prompt, Tombstone
+from evaluation.main import sample
 from rewards.pool import RewardFailure
 from sampler.engine import Completion
 from sampler.loop import Sampler, Task
@@ -160,6 +161,17 @@ def test_the_images_of_a_prompt_go_to_the_engine_and_with_the_group(tmp_path: Pa
     loop.turn()
     groups = [sent for sent in loop.sent if isinstance(sent, Group)]
     assert [group.images for group in groups] == [images]
+
+
+def test_an_evaluation_without_a_trainer_shows_the_images_too(tmp_path: Path) -> None:
+    images = (EncodedImage(b"png", (1, 2, 2)),)
+    prompts = [Prompt(Problem(i, {}), "?", "?", np.array([1], np.int32), images[:i]) for i in (0, 1)]
+    engine, pool = OneStepEngine(), Pool()
+    pool.submit = lambda key, *_: pool.answers.append((key, SCORED))  # type: ignore[method-assign]
+    parts: list[Any] = [pool, lambda ids: ["text" for _ in ids], engine]
+    samples, failures = sample(make_config(tmp_path), prompts, *parts)
+    assert engine.shown == {0: (), 1: images}
+    assert ([record["problem_index"] for record in samples], failures) == ([0, 1], [])
 
 
 def in_the_engine(loop: Loop) -> list[int | str]:
