@@ -46,6 +46,7 @@ class Policy:
 
         self.config = config
         self.model = load_causal_lm(config.model.path, config.model.dtype, None, False)
+        self.layout = None
         self.published_settings = lora.settings_file(lora.add_adapters(self.model, config)) if config.lora.r else None
         self.tied_embeddings = bool(self.model.config.tie_word_embeddings)
         self.device = torch.device(device)

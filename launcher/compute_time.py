@@ -52,26 +52,34 @@ def known_device(name: str) -> Device | None:
 
 def trainer_seconds(work: Workload, device: Device) -> float:
     """One batch of rollouts: forward and backward 6·N·T (8·N·T with checkpointing), for policy and critic; with
-    adapters 2·N·T less for the policy, whose weights need no gradient. The reference 2·N_ref·T once."""
+    adapters 2·N·T less for the policy, whose weights need no gradient. The reference 2·N_ref·T once. Images as often,
+    through a frozen tower forward alone."""
     per_forward, tokens = 4 if work.checkpointing else 3, work.tokens_of_group
     frozen = work.reference_of("trainer")
     flops = per_forward * work.passes * sum(m.flops(tokens) for m in (work.model, work.critic) if m)
     flops -= work.passes * work.model.flops(tokens) if work.adapters is not None else 0.0
     flops += frozen.flops(tokens) if frozen else 0.0
+    seen = per_forward if work.trains_tower else 1
+    flops += seen * work.passes * sum(work.tower_flops(m) for m in (work.model, work.critic)) + work.tower_flops(frozen)
     return work.groups_per_batch * flops * work.ranks_per_gpu / (work.ranks * device.flops * _MFU)
 
 
 def sampler_seconds(work: Workload, device: Device, devices: int = 1, at_once: int | None = None) -> float:
     """One batch of rollouts: prefill 2·N·P per group, then C decoding steps for every wave of sequences, each the
-    longer of reading all weights and caches once and of 2·N operations per sequence; the reference 2·N_ref·T more.
+    longer of reading all weights and caches once and of 2·N operations per sequence; the reference 2·N_ref·T more;
+    images once.
     """
     sequences = work.groups_per_batch * work.num_generations
     wave = max(1, min(sequences, work.max_num_seqs, at_once or sequences))
     half_full = work.bytes_per_value * work.model.kv_values_per_token * (work.prompt + work.completion / 2)
-    read = (work.bytes_per_value * work.model.parameters + wave * half_full) / (device.bandwidth * _BANDWIDTH_SHARE)
+    read = (work.bytes_per_value * work.model.language_parameters + wave * half_full) / (
+        device.bandwidth * _BANDWIDTH_SHARE
+    )
     compute = work.model.flops(wave) / (device.flops * _MFU)
     decode = math.ceil(sequences / wave) * work.completion * max(read, compute)
-    prefill = work.groups_per_batch * work.model.flops(work.prompt) / (device.flops * _MFU)
+    prompt = work.model.flops(work.prompt) + work.tower_flops(work.model)
+    prefill = work.groups_per_batch * prompt / (device.flops * _MFU)
     frozen = work.reference_of("sampler")
     scored = frozen.flops(work.groups_per_batch * work.tokens_of_group) if frozen else 0.0
+    scored += work.groups_per_batch * work.tower_flops(frozen)
     return (decode + prefill) / devices + scored / (device.flops * _MFU)

@@ -7,7 +7,7 @@ reloads, and what the two take from each other's caches.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launcher.workload import BYTES, Workload
 from model.dims import ModelDims
@@ -32,7 +32,9 @@ class Shapes:
 
     @classmethod
     def of(cls, work: Workload) -> Shapes:
-        return cls(work.model, work.dtype, work.prompt, work.completion, work.num_generations, wave(work))
+        return cls(
+            replace(work.model, vision=None), work.dtype, work.prompt, work.completion, work.num_generations, wave(work)
+        )
 
     @property
     def bytes_per_value(self) -> int:
@@ -72,7 +74,7 @@ def training_seconds(work: Workload, of: Measured, cores: int) -> float:
 
     1.2 times: per group T·L·layer (4/3 of it with checkpointing; with LoRA 2/3) + G·C·head (4/3 in several chunks); per
     micro-batch L·layer_call; a critic as the policy, a reference a third, both by their parameters; per step the
-    optimizer's bytes.
+    optimizer's bytes. Images by their operations, at the speed of a product.
     """
     ranks = max(1, min(work.ranks, cores // of.threads))
     frozen = work.reference_of("trainer")
@@ -83,10 +85,12 @@ def training_seconds(work: Workload, of: Measured, cores: int) -> float:
     layers *= (4 / 3 if work.checkpointing else 1) * (2 / 3 if work.adapters is not None else 1)
     passes = (1 + others) * work.passes * _BESIDE_LAYERS * (layers + groups * _head(work, of))
     scored = _forward(work, of, frozen) * groups if frozen else 0.0
-    trained = work.model.parameters if work.adapters is None else work.adapters
+    seen = (4 if work.checkpointing else 3) if work.trains_tower else 1
+    looked = seen * work.passes * sum(work.tower_flops(m) for m in (work.model, work.critic)) + work.tower_flops(frozen)
+    trained = work.trained
     steps = work.passes * work.mini_batches
     optimizer = steps * (1 + others) * _OPTIMIZER_BYTES * trained / (ranks * of.bandwidth)
-    return passes + scored + optimizer
+    return passes + scored + optimizer + groups * looked / of.product
 
 
 def sampling_seconds(work: Workload, of: Measured) -> float:
@@ -102,8 +106,10 @@ def sampling_seconds(work: Workload, of: Measured) -> float:
     step = work.model.layers * of.decode_layer + of.decode_head + cache / of.bandwidth + calls * of.operation
     again = (work.num_generations - 1) * (work.prompt - (work.prompt - 1) // _BLOCK * _BLOCK)
     prefill = work.groups_per_batch * (work.prompt + again) * work.model.layers * of.layer / 3
+    prefill += work.groups_per_batch * work.tower_flops(work.model) / of.product
     frozen = work.reference_of("sampler")
     scored = _forward(work, of, frozen) * work.groups_per_batch if frozen else 0.0
+    scored += work.groups_per_batch * work.tower_flops(frozen) / of.product
     return math.ceil(sequences / at_once) * work.completion * step + prefill + scored
 
 

@@ -16,6 +16,7 @@ from launcher.memory import (
     resident_sampler,
     sampler_memory,
     smaller,
+    tower_activations,
     trainer_memory,
 )
 from launcher.placement import Placement
@@ -39,11 +40,24 @@ def fit(config: Config, work: Workload, place: Placement, machine: Machine) -> F
         share = work.adapters / work.model.parameters
         counts = f"{work.adapters:,} beside {work.model.parameters:,} frozen parameters ({100 * share:.2g} %)"
         lines.append(("adapters", f"rank {config.lora.r}: {counts}"))
+    lines += _images(work)
     on_devices = _on_gpus if machine.gpus else _on_cpu
     if are_chosen(config, place, machine):
         on_devices = _on_one_gpu
     more, problems = on_devices(config, work, place, machine, trainer, sampler)
     return Fit((*lines, *more, *times(config, work, place, machine)), tuple(problems))
+
+
+def _images(work: Workload) -> list[tuple[str, str]]:
+    """What a model that sees images has to see."""
+    tower = work.model.vision
+    if tower is None or not work.images:
+        return []
+    size = f"{work.images} in a prompt, each of at most {tower.tokens(work.patches):,} tokens, {work.patches:,} patches"
+    kept = tower_activations(work, tower)
+    frozen = "" if work.trains_tower else ", frozen"
+    cost = f"{tower.flops(work.patches) / 1e12:.3g} TFLOP to look at one, activations {gib(kept)}"
+    return [("images", size), ("", f"vision tower of {tower.parameters:,} parameters{frozen}; {cost}")]
 
 
 def _parts(memory: TrainerMemory) -> str:

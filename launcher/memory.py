@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from launcher.machine import GIB
 from launcher.workload import BYTES, Workload
 from model.dims import ModelDims
+from model.vision_dims import VisionDims
 
 _CONTEXT = 1.5 * GIB
 # Resident before there is a model: Python with torch and DeepSpeed, and with vLLM.
@@ -86,13 +87,15 @@ def layer_activations(work: Workload, model: ModelDims) -> float:
 def trainer_memory(work: Workload) -> TrainerMemory:
     """The peak of a step on the longest possible micro-batches."""
     model, b, ranks, stage = work.model, work.bytes_per_value, work.ranks, work.zero_stage
-    trained = model.parameters if work.adapters is None else work.adapters
+    trained = work.trained
     weights, gradients, optimizer = states(trained, work.dtype, ranks, stage, work.sums_in_fp32)
-    if work.adapters is not None:
-        weights += b * model.parameters / (ranks if stage == 3 else 1)
+    weights += b * work.frozen / (ranks if stage == 3 else 1)
     if stage == 3:
         weights += b * min(_LIVE, model.parameters)
-    critic = sum(states(work.critic.parameters, work.dtype, ranks, stage, work.sums_in_fp32)) if work.critic else 0.0
+    critic = 0.0
+    if work.critic:
+        critic = sum(states(work.trained_by_critic, work.dtype, ranks, stage, work.sums_in_fp32))
+        critic += b * (work.critic.parameters - work.trained_by_critic) / (ranks if stage == 3 else 1)
     larger = max((m for m in (model, work.critic) if m), key=lambda m: m.layers * m.hidden)
     frozen = None if work.reference_is_base else work.reference_of("trainer")
     buckets, reducing = _reduction(work, trained)
@@ -100,7 +103,7 @@ def trainer_memory(work: Workload) -> TrainerMemory:
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        activations=_activations(work, larger),
+        activations=_activations(work, larger) + tower_activations(work, larger.vision),
         logits=_logits(work, model) + (0 if work.adapters is not None else 2 * b * model.vocab * model.hidden),
         critic=critic,
         reference=b * frozen.parameters if frozen else 0.0,
@@ -142,6 +145,22 @@ def _activations(work: Workload, model: ModelDims) -> float:
         return model.layers * layer
     inputs = work.bytes_per_value * model.hidden * work.tokens_of_group * work.groups_per_micro_batch
     return layer + model.layers * inputs
+
+
+def tower_activations(work: Workload, tower: VisionDims | None) -> float:
+    """Bytes that a vision tower keeps of the images of one rank's micro-batch; of one block if it is frozen.
+
+    With checkpointing one block and the inputs of all; and of every patch its float32 values 4·3·temporal·patch².
+    """
+    if tower is None or not work.images:
+        return 0.0
+    b = work.bytes_per_value
+    block = tower.kept_by_block(b)
+    blocks = tower.depth * block if work.trains_tower else block
+    if work.checkpointing and work.trains_tower:
+        blocks = block + tower.depth * b * tower.hidden
+    values = 12 * tower.temporal * tower.patch**2
+    return work.groups_per_micro_batch * work.images * work.patches * (values + blocks)
 
 
 @dataclass(frozen=True)

@@ -72,14 +72,13 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
     if place.notice:
         print(f"tandem: {place.notice}", file=sys.stderr)
     if model is None:
-        _print("memory", [("", f"{config.model.path} is no Llama, Qwen2, Qwen3 or Mistral: no estimate")])
+        _print("memory", [("", f"{config.model.path} is no Llama, Qwen2, Qwen3, Mistral or Qwen-VL: no estimate")])
         troubles: tuple[str, ...] = ()
     else:
         on = config.reference.on
         work = workload_of(config, place.num_ranks, model, machine.gpus > 0, place.ranks_per_gpu)
         machine = with_measured(machine, work, place)
-        trained = model.parameters if work.adapters is None else work.adapters
-        if slow := gloo_warning(config, place.num_ranks, backend(config, machine.gpus > 0), trained):
+        if slow := gloo_warning(config, place.num_ranks, backend(config, machine.gpus > 0), work.trained):
             print(f"tandem: {slow}", file=sys.stderr)
         side = reference_side(config, work, place, machine) if on == "auto" else on
         result = fit(config, replace(work, reference_on=side), place, machine)

@@ -46,6 +46,9 @@ class Workload:
     bucket: int = _BUCKET  # B, DeepSpeed's reduce_bucket_size: values
     writes_behind: bool = False  # a version is written while the next step trains
     ranks_per_gpu: int = 1
+    images: int = 0  # of a prompt, at most
+    patches: int = 0  # of the largest image
+    trains_tower: bool = True  # the vision tower of policy and critic; with LoRA it is frozen
 
     @property
     def bytes_per_value(self) -> int:
@@ -54,6 +57,26 @@ class Workload:
     def reference_of(self, side: str) -> ModelDims | None:
         """The reference model if this side, "sampler" or "trainer", holds and runs it."""
         return self.reference if self.reference_on == side else None
+
+    @property
+    def frozen(self) -> int:
+        """Parameters of the policy that stay as they are: with LoRA all of the model, or the vision tower."""
+        return self.model.parameters if self.adapters is not None else self._frozen_tower(self.model)
+
+    @property
+    def trained(self) -> int:
+        return self.model.parameters - self.frozen if self.adapters is None else self.adapters
+
+    @property
+    def trained_by_critic(self) -> int:
+        return self.critic.parameters - self._frozen_tower(self.critic) if self.critic else 0
+
+    def _frozen_tower(self, model: ModelDims) -> int:
+        return model.vision.parameters if model.vision and not self.trains_tower else 0
+
+    def tower_flops(self, model: ModelDims | None) -> float:
+        """Forward of one group's images, the largest there may be."""
+        return self.images * model.vision.flops(self.patches) if model and model.vision else 0.0
 
     @property
     def tokens_of_group(self) -> int:
@@ -101,7 +124,17 @@ def workload_of(
         bucket=int(float(zero.get("reduce_bucket_size", _BUCKET))),
         writes_behind=config.trainer.max_staleness > 0,
         ranks_per_gpu=ranks_per_gpu,
+        images=config.data.limit_images if config.data.image_key is not None else 0,
+        patches=_most_patches(config, model),
+        trains_tower=not config.model.freeze_vision_tower and not config.lora.r,
     )
+
+
+def _most_patches(config: Config, model: ModelDims) -> int:
+    """Of an image of data.max_pixels, as far as it fits into a prompt."""
+    if model.vision is None or config.data.image_key is None:
+        return 0
+    return min(model.vision.patches(config.data.max_pixels), config.data.max_prompt_length * model.vision.merge**2)
 
 
 def _dims_or(policy: ModelDims, path: str | None, revision: str | None) -> ModelDims | None:

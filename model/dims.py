@@ -1,8 +1,8 @@
 """What a model's config.json says about its size: parameters, bytes of cache, floating-point operations. No weights.
 
 For decoders of the Llama family (Llama, Qwen2, Qwen2.5, Qwen3, Mistral): attention with grouped keys, a gated MLP with
-three matrices, two norms per layer. Left out: mixtures of experts and anything else with other layers, for which there
-is no estimate rather than a wrong one.
+three matrices, two norms per layer; and for Qwen2-VL, Qwen2.5-VL and Qwen3-VL, whose tower is in vision_dims.py. Left
+out: mixtures of experts and anything else with other layers, for which there is no estimate rather than a wrong one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Any
 
 from common.errors import UserError
 from model.hub import file_from_hub
+from model.vision_dims import VisionDims, vision_dims
 
 FAMILY = ("llama", "qwen2", "qwen3", "mistral")
+_WITH_TOWER = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}  # whose language model is of which
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class ModelDims:
     tied: bool
     bias: bool = False  # of the query, key and value projections
     qk_norm: bool = False
+    vision: VisionDims | None = None  # of the tower of a model that sees images
 
     @property
     def matrices(self) -> tuple[tuple[int, int], ...]:
@@ -49,7 +52,12 @@ class ModelDims:
 
     @property
     def parameters(self) -> int:
-        """N = V·H (twice unless the head is tied to the embedding) + L · layer + H for the last norm."""
+        """N = V·H (twice unless the head is tied to the embedding) + L · layer + H for the last norm, and the tower."""
+        return self.language_parameters + (self.vision.parameters if self.vision else 0)
+
+    @property
+    def language_parameters(self) -> int:
+        """Without the tower."""
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         return embeddings + self.layers * self.layer_parameters + self.hidden
 
@@ -67,14 +75,19 @@ class ModelDims:
         return 2 * self.layers * self.kv_heads * self.head_dim
 
     def flops(self, tokens: int) -> float:
-        """2·N per token and forward; a backward pass costs twice as much (Kaplan et al., arXiv 2001.08361, table 1)."""
-        return 2.0 * self.parameters * tokens
+        """2·N per token and forward, without the tower; a backward pass costs twice as much (Kaplan et al., arXiv
+        2001.08361, table 1)."""
+        return 2.0 * self.language_parameters * tokens
 
 
 def model_dims(settings: dict[str, Any]) -> ModelDims | None:
     """From the contents of config.json; None for a model whose layers are others."""
-    kind = settings.get("model_type")
-    if kind not in FAMILY or settings.get("num_experts") or settings.get("num_local_experts"):
+    kind, whole = settings.get("model_type"), settings
+    settings = dict(whole) | dict(whole.get("text_config") or {})  # older files have both in one
+    if kind in _WITH_TOWER:
+        settings["tie_word_embeddings"] = whole.get("tie_word_embeddings", settings.get("tie_word_embeddings"))
+    family = _WITH_TOWER.get(str(kind), kind)
+    if family not in FAMILY or settings.get("num_experts") or settings.get("num_local_experts"):
         return None
     heads = int(settings["num_attention_heads"])
     return ModelDims(
@@ -86,8 +99,9 @@ def model_dims(settings: dict[str, Any]) -> ModelDims | None:
         head_dim=int(settings.get("head_dim") or settings["hidden_size"] // heads),
         vocab=int(settings["vocab_size"]),
         tied=bool(settings.get("tie_word_embeddings", False)),
-        bias=bool(settings.get("attention_bias", kind == "qwen2")),
-        qk_norm=kind == "qwen3",
+        bias=bool(settings.get("attention_bias", family == "qwen2")),
+        qk_norm=family == "qwen3",
+        vision=vision_dims(str(kind), whole["vision_config"]) if kind in _WITH_TOWER else None,
     )
 
 

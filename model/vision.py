@@ -41,6 +41,9 @@ class VisionLayout:
 
     image_token: int  # stands in prompts, once for each feature
     form: ImageFormat
+    start: int = -1  # stand before and after an image
+    end: int = -1
+    video: int = -1
     files: tuple[tuple[str, bytes], ...] = ()  # (name, contents) of its processor, which go with its weights
 
 
@@ -51,7 +54,14 @@ def layout_of(config: Any, path: str, revision: str | None) -> VisionLayout | No
     """
     if config.model_type not in VISION_FAMILIES:
         return None
-    return VisionLayout(config.image_token_id, image_format(path, revision), _processor_files(path, revision))
+    return VisionLayout(
+        config.image_token_id,
+        image_format(path, revision),
+        config.vision_start_token_id,
+        config.vision_end_token_id,
+        config.video_token_id,
+        _processor_files(path, revision),
+    )
 
 
 def _processor_files(path: str, revision: str | None) -> tuple[tuple[str, bytes], ...]:

@@ -65,7 +65,12 @@ def layout(model: Any, expected: Mapping[str, Expected]) -> tuple[dict[str, list
 
 
 def _fused(model: Any) -> dict[str, list[str]]:
-    return {k: v for k, v in (getattr(model, "packed_modules_mapping", None) or {}).items() if len(v) > 1}
+    """Which of the engine's layers are made of several published ones. vLLM's Qwen2-VL has only its language model say
+    so."""
+    of_model, inner = (
+        getattr(m, "packed_modules_mapping", None) for m in (model, getattr(model, "language_model", None))
+    )
+    return {k: v for k, v in (of_model or inner or {}).items() if len(v) > 1}
 
 
 def _place(

@@ -15,6 +15,9 @@ from common.config import Config
 from common.types import EncodedImage
 from model.checksum import checksum
 from model.images import Vision, canary_image, encode_image, read_vision
+from model.logprobs import load_causal_lm, score_logprobs
+from model.packing import pack
+from model.vision import layout_of, with_vision
 from sampler.engine import Completion, Engine, SamplingParams
 from sampler.proof import Expected, Proof
 from tests.tiny_vision import (
@@ -118,6 +121,29 @@ def test_log_probs_are_transformers_with_the_same_image_and_not_with_another(eye
     assert eye.distance(eye.sample(first), first) < 1e-5  # by the prefix cache
     assert eye.distance(eye.sample(first, second), first, second) < 1e-5
     assert eye.distance(eye.sample()) < 1e-5
+
+
+def test_the_trainers_packed_rows_give_the_engines_log_probs_and_not_with_another_image(eye: Eye) -> None:
+    """Both groups in one row, and every sampled token, marks of images among them."""
+    first, second, other = images_for(eye.vision)
+    model = load_causal_lm(str(eye.folder), "float32", None, trust_remote_code=False)
+    model.load_state_dict(eye.model.state_dict())
+    layout = layout_of(model.config, str(eye.folder), None)
+    shown = [(first,), (first, second)]
+    sampled = [eye.sample(*images) for images in shown]
+    groups = [
+        (eye.prompt(*images), [c.token_ids.tolist() for c in completions])
+        for images, completions in zip(shown, sampled, strict=True)
+    ]
+
+    def distance(images: list[tuple[EncodedImage, ...]]) -> float:
+        with torch.no_grad():
+            found = score_logprobs(model, with_vision(pack(groups, images=images), layout), 1.0, 64)
+        theirs = np.concatenate([c.logprobs for completions in sampled for c in completions])
+        return float(np.abs(found.numpy() - theirs).max())
+
+    assert distance(shown) < 1e-5
+    assert distance([(other,), (other, second)]) > 0.5
 
 
 def test_another_prompt_than_the_trainer_s_is_refused(eye: Eye) -> None:

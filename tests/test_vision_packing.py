@@ -40,7 +40,7 @@ Groups = list[tuple[list[int], list[list[int]], Images]]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     made = tmp_path_factory.mktemp("vision")
-    return cache(lambda family: tiny_vision_model(made / family, family))
+    return cache(lambda family, **text: tiny_vision_model(made / f"{family}{text}", family, **text))
 
 
 def groups_of(path: Path) -> Groups:
@@ -56,6 +56,12 @@ def load(path: Path) -> Any:
     return load_causal_lm(str(path), "float32", None, trust_remote_code=False)
 
 
+def transformers_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+
+
 def packed(model: Any, path: Path, groups: Groups, packing: Packing = "shared") -> Tensor:
     row = pack([(prompt, completions) for prompt, completions, _ in groups], packing, [of for *_, of in groups])
     return score_logprobs(model, with_vision(row, layout_of(model.config, str(path), None)), 1.0, 7)
@@ -63,9 +69,7 @@ def packed(model: Any, path: Path, groups: Groups, packing: Packing = "shared") 
 
 def dense(path: Path, groups: Groups) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probs and the gradient of their weighted sum, in float64."""
-    from transformers import AutoModelForImageTextToText
-
-    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa")
+    model = transformers_model(path, torch.float64)
     found = torch.cat(
         [dense_vision_logprobs(model, path, p, c, images) for p, completions, images in groups for c in completions]
     )
@@ -86,7 +90,8 @@ def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_and_gradient_of_packed_rows_with_images_are_the_dense_ones(folder: Any, family: str) -> None:
-    path, groups = folder(family), groups_of(folder(family))
+    path = folder(family, initializer_range=0.04)  # larger weights round more, dense ones as well
+    groups = groups_of(path)
     expected, expected_gradient = dense(path, groups)
     tower = {name for name in expected_gradient if ".visual." in name}
     assert all(expected_gradient[name].any() for name in tower)
@@ -210,3 +215,33 @@ def test_a_prompt_that_does_not_hold_its_images_tokens_is_refused(ids: list[int]
     image = random_image(np.random.default_rng(0), ImageFormat(), 1, 2)
     with pytest.raises(ValueError, match=r"images of .2. tokens, but the prompt has"):
         with_vision(pack([(ids, [[7]])], images=[(image,)]), VisionLayout(IMAGE_TOKEN, ImageFormat()))
+
+
+class Multiplications:
+    """Of the matrices of a model, its head aside, in every forward from now on."""
+
+    def __init__(self, model: Any):
+        self.count = 0
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear | torch.nn.Conv3d) and name != "lm_head":
+                module.register_forward_hook(self._add)
+
+    def _add(self, module: Any, given: tuple[Tensor, ...], result: Tensor) -> None:
+        rows = result.shape[:-1].numel() if isinstance(module, torch.nn.Linear) else len(result)
+        self.count += rows * module.weight.numel()
+
+
+def test_a_group_with_an_image_of_352_tokens_is_a_quarter_of_the_work_of_a_dense_batch(folder: Any) -> None:
+    """Multiplications of all matrices but the head: dense, every completion has its prompt and its image."""
+    path = folder("qwen2_5_vl")
+    rng, form = np.random.default_rng(1), image_format(str(path))
+    image = random_image(rng, form, 16, 22)
+    prompt, completions = image_prompt(rng, [image], form, 30), [words(rng, 64) for _ in range(8)]
+    assert prompt.count(IMAGE_TOKEN) == 352
+    with torch.no_grad():
+        model, plain = load(path), transformers_model(path)
+        of_packed, of_plain = Multiplications(model), Multiplications(plain)
+        shared = packed(model, path, [(prompt, completions, (image,))])
+        alone = dense_vision_logprobs(plain, path, prompt, completions[0], [image])
+    assert shared[:64].tolist() == pytest.approx(alone.tolist(), abs=1e-5)
+    assert len(completions) * of_plain.count > 4 * of_packed.count

@@ -17,9 +17,9 @@ from model.images import ImageFormat, decode_patches, image_format
 from tests.tiny import randomise_vectors
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-IMAGE_TOKEN, VISION_START, VISION_END, VIDEO_TOKEN = 190, 191, 192, 193
-VOCAB_SIZE = 200
-WORDS = 180  # ids below are plain text
+IMAGE_TOKEN, VISION_START, VISION_END, VIDEO_TOKEN = 310, 311, 312, 313
+VOCAB_SIZE = 320
+WORDS = 300  # ids below are plain text
 _TEXT = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -62,13 +62,13 @@ def vision_config(family: str, tied: bool = True, **text: Any) -> Any:
     )
 
 
-def tiny_vision_model(folder: Path, family: str, tied: bool = True, seed: int = 0) -> Path:
+def tiny_vision_model(folder: Path, family: str, tied: bool = True, seed: int = 0, **text: Any) -> Path:
     """Writes weights and preprocessor_config.json into `folder` and returns it. No tokenizer."""
     from transformers import AutoModelForImageTextToText
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForImageTextToText.from_config(vision_config(family, tied))
+        model = AutoModelForImageTextToText.from_config(vision_config(family, tied, **text))
         randomise_vectors(model)
     model.save_pretrained(folder)
     settings: dict[str, Any] = {"image_processor_type": "Qwen2VLImageProcessor", "merge_size": 2}
@@ -77,6 +77,15 @@ def tiny_vision_model(folder: Path, family: str, tied: bool = True, seed: int = 
         settings |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Of words and digits: fewer tokens than the model has."""
+    from quickstart.problems import split
+    from quickstart.tokenizer import train_tokenizer
+
+    rows = [problem.row() for problem in split("train", 8, seed=0)]
+    train_tokenizer(rows, WORDS, _TEXT["max_position_embeddings"]).save_pretrained(folder)
 
 
 def random_image(rng: np.random.Generator, form: ImageFormat, rows: int, columns: int) -> EncodedImage:

@@ -57,13 +57,16 @@ class Budget:
         return ranks * (1 if self.tokens else self.groups)
 
 
-def work(prompt: int, completions: Sequence[int], packing: Packing, model: ModelDims | None) -> Work:
-    """Of one group, from the tokens of its prompt P and of each completion that trains, C_i.
+def work(
+    prompt: int, completions: Sequence[int], packing: Packing, model: ModelDims | None, patches: Sequence[int] = ()
+) -> Work:
+    """Of one group, from the tokens of its prompt P and of each completion that trains, C_i, and each image's patches.
 
     tokens   shared: P + Σ C_i     flat: Σ (P + C_i)     off: G · (P + max C_i), with the padding
     cost     floating-point operations of a forward (Kaplan et al., arXiv 2001.08361, table 1): 2 · parameters of the
              layers · tokens + 4 · L · A · D · pairs + 2 · V · H · Σ C_i, where pairs counts every position with those
-             it attends to: P²/2 for a prompt, C_i · P + C_i²/2 for a completion. A model of unknown layers: tokens
+             it attends to: P²/2 for a prompt, C_i · P + C_i²/2 for a completion; and the tower's for each image. A
+             model of unknown layers: tokens
     """
     if not completions:
         return NOTHING
@@ -77,7 +80,8 @@ def work(prompt: int, completions: Sequence[int], packing: Packing, model: Model
     pairs = prompts * prompt**2 / 2 + sum(c * prompt + c * c / 2 for c in completions)
     linear = 2.0 * model.layers * model.layer_parameters * tokens
     attention = 4.0 * model.layers * model.heads * model.head_dim * pairs
-    return Work(tokens, linear + attention + 2.0 * model.vocab * model.hidden * total)
+    seen = sum(model.vision.flops(n) for n in patches) if model.vision else 0.0
+    return Work(tokens, linear + attention + 2.0 * model.vocab * model.hidden * total + seen)
 
 
 def work_of(taken: Iterable[Experience], algorithm: Algorithm, packing: Packing, model: ModelDims | None) -> Work:
@@ -87,7 +91,8 @@ def work_of(taken: Iterable[Experience], algorithm: Algorithm, packing: Packing,
         # a critic learns from every completion, and its values are needed before there are advantages
         if isinstance(e.group, Group) and unmasked and (algorithm.needs_critic or trained_completions(e, algorithm)):
             lengths = [len(e.group.rollouts[i].completion_ids) for i in unmasked]
-            return work(len(e.group.prompt_ids), lengths, packing, model)
+            patches = [math.prod(image.grid_thw) for image in e.group.images]
+            return work(len(e.group.prompt_ids), lengths, packing, model, patches)
     return NOTHING
 
 

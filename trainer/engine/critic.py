@@ -124,14 +124,16 @@ def _value_class(config: Any) -> Any:
 
     if config.model_type not in VISION_FAMILIES:
         return AutoModelForSequenceClassification
-    language_model = AutoModelForImageTextToText._model_mapping[type(config)]
+    language_model: Any = AutoModelForImageTextToText._model_mapping[type(config)]
 
     def __init__(self: Any, config: Any) -> None:
         language_model.__init__(self, config)
         self.lm_head = torch.nn.Identity()  # its weights are not loaded, and nothing is tied to them
         self.score = torch.nn.Linear(config.get_text_config().hidden_size, config.num_labels, bias=False)
 
-    return type(f"{language_model.__name__}Values", (language_model,), {"__init__": __init__, "_tied_weights_keys": {}})
+    # under the same name, by which transformers finds how older files call their weights
+    same = {"__module__": language_model.__module__}
+    return type(language_model.__name__, (language_model,), same | {"__init__": __init__, "_tied_weights_keys": {}})
 
 
 def _head(loaded: torch.nn.Linear, fresh: bool) -> ValueHead:

@@ -8,6 +8,7 @@ written.
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from common.failpoints import failpoint
 from common.weights import Canary, FileInfo, Manifest, Published, TensorInfo
 from model import lora
 from model.checksum import checksum
+from model.images import canary_image
 from model.packing import pack
 from trainer.engine.policy import Engine
 from trainer.engine.ranks import Exchange
@@ -44,11 +46,27 @@ def slices(sizes: Sequence[int], count: int) -> list[range]:
 
 
 def canary(engine: Engine, vocab_size: int) -> Canary:
-    """Fixed random token sequences with the log-probs that the trainer's forward gives them."""
-    ids = np.random.default_rng(0).integers(0, vocab_size, (_CANARY_SEQUENCES, _CANARY_LENGTH)).tolist()
-    row = pack([(sequence[:_CANARY_PROMPT], [sequence[_CANARY_PROMPT:]]) for sequence in ids])
-    logprobs = engine.score(row, temperature=1.0).split(row.lengths)
-    return Canary(_CANARY_PROMPT, ids, [part.tolist() for part in logprobs])
+    """Fixed random token sequences with the log-probs that the trainer's forward gives them.
+
+    Where the run has images each prompt shows one, so that the tower is proven too.
+    """
+    random = np.random.default_rng(0).integers(0, vocab_size, (_CANARY_SEQUENCES, _CANARY_LENGTH))
+    length, image = _CANARY_PROMPT, None
+    if engine.layout is not None:
+        layout = engine.layout
+        random[np.isin(random, (layout.image_token, layout.start, layout.end, layout.video))] = 0
+        if engine.config.data.image_key is not None:
+            image = canary_image(layout.form)
+            shown = [layout.start, *[layout.image_token] * layout.form.num_tokens(image), layout.end]
+            random = np.insert(random, [length] * len(shown), shown, axis=1)
+            length += len(shown)
+    ids = random.tolist()
+    images = () if image is None else [(image,)] * len(ids)
+    row = pack([(sequence[:length], [sequence[length:]]) for sequence in ids], images=images)
+    logprobs = [part.tolist() for part in engine.score(row, temperature=1.0).split(row.lengths)]
+    if image is None:
+        return Canary(length, ids, logprobs)
+    return Canary(length, ids, logprobs, base64.b64encode(image.png).decode(), list(image.grid_thw))
 
 
 @dataclass(frozen=True)

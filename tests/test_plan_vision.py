@@ -1,0 +1,152 @@
+"""What `plan` says of images: parameters as transformers counts them, operations as torch counts them, memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from common.config import Config
+from launcher.fit import _images
+from launcher.memory import tower_activations, trainer_memory
+from launcher.workload import Workload, workload_of
+from model.dims import ModelDims, model_dims
+from model.vision_dims import VisionDims
+from tests.tiny_vision import FAMILIES, vision_config
+from trainer.data.micro_batches import work
+
+pytestmark = pytest.mark.fast
+
+# config.json of Qwen/Qwen2.5-VL-3B-Instruct, which has the language model's settings beside the tower's
+TOWER = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 2048, "num_heads": 16}
+TOWER |= {"patch_size": 14, "spatial_merge_size": 2, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
+QWEN = {"model_type": "qwen2_5_vl", "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36}
+QWEN |= {"num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True}
+PIXELS = 2_097_152  # EasyR1's max_pixels
+
+
+def qwen() -> ModelDims:
+    found = model_dims(QWEN | {"vision_config": TOWER})
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_equal_those_of_transformers(family: str, tied: bool) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    config = vision_config(family, tied)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    dims = model_dims(config.to_dict())
+    assert dims is not None and dims.vision is not None
+    assert dims.parameters == sum(p.numel() for p in model.parameters())
+    assert dims.vision.parameters == sum(p.numel() for p in model.model.visual.parameters())
+
+
+def test_parameters_of_the_3b_model_by_hand() -> None:
+    # a block: two norms, query to output, a gated MLP; then patch embedding and merger
+    block = 2 * 1280 + 4 * (1280**2 + 1280) + 3 * 1280 * 3420 + 2 * 3420 + 1280
+    tower = 32 * block + 3 * 2 * 14**2 * 1280 + 1280 + (5120 * 5120 + 5120) + (5120 * 2048 + 2048)
+    assert tower == 668_684_288 and qwen().vision is not None
+    assert qwen().parameters == 3_085_938_688 + tower == 3_754_622_976
+    assert qwen().flops(1) == 2 * 3_085_938_688  # the tower sees no token
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(2, 2), (6, 8)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_operations_of_the_tower_are_those_that_torch_counts(family: str, rows: int, columns: int) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoModelForImageTextToText
+
+    config = vision_config(family)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+    dims = model_dims(config.to_dict())
+    assert dims is not None and dims.vision is not None
+    patches = 4 * rows * columns
+    pixels = torch.zeros(patches, 3 * dims.vision.temporal * dims.vision.patch**2)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.model.get_image_features(pixels, torch.tensor([[1, 2 * rows, 2 * columns]]))
+    # biases and norms are no products: a few per cent of a tower as small as this one
+    assert dims.vision.flops(patches) == pytest.approx(counter.get_total_flops(), rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activations_of_the_tower_are_those_that_torch_keeps(family: str, dtype: str) -> None:
+    """By hooks on every tensor that autograd saves; the difference of two depths is that of a block."""
+    from transformers import AutoModelForImageTextToText
+
+    wide = {"embed_dim": 128} if family == "qwen2_vl" else {"hidden_size": 128, "intermediate_size": 352}
+
+    def saved(depth: int) -> tuple[int, VisionDims]:
+        config = vision_config(family)
+        for name, value in (wide | {"depth": depth, "fullatt_block_indexes": list(range(depth))}).items():
+            setattr(config.vision_config, name, value)
+        tower = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").model.visual
+        tower = tower.to(getattr(torch, dtype))
+        weights = {p.untyped_storage().data_ptr() for p in tower.parameters()}
+        kept: dict[int, Any] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                kept[storage.data_ptr()] = tensor
+            return tensor
+
+        found = model_dims(config.to_dict())
+        assert found is not None and found.vision is not None
+        pixels = torch.zeros(256, 6 * found.vision.patch**2)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            tower(pixels.to(tower.dtype), grid_thw=torch.tensor([[1, 16, 16]]))
+        return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()), found.vision
+
+    (four, tower), (three, shallower) = saved(4), saved(3)
+    load = Workload(qwen(), dtype, 1, 0, 512, 64, 2, 1, 1, images=1, patches=256, on_gpu=False)
+    estimate = tower_activations(load, tower) - tower_activations(load, shallower)
+    assert four - three == pytest.approx(estimate, rel=0.1)
+
+
+def config(**sections: Any) -> Config:
+    given = {"model": {"path": "m"}, "data": {"train": "t", "max_prompt_length": 4096}, "algorithm": {"beta": 0.0}}
+    given["data"] |= {"image_key": "images", "max_pixels": PIXELS}
+    return Config.model_validate({name: given.get(name, {}) | sections.get(name, {}) for name in given | sections})
+
+
+def test_the_workload_has_the_largest_image_and_the_plan_says_so() -> None:
+    load = workload_of(config(), 8, qwen())
+    assert (load.images, load.patches) == (1, 4 * 2674)  # tokens of 28 × 28 pixels
+    (_, size), (_, tower) = _images(load)
+    assert size == "1 in a prompt, each of at most 2,674 tokens, 10,696 patches"
+    assert tower.startswith("vision tower of 668,684,288 parameters; ") and "TFLOP to look at one" in tower
+    short = workload_of(config(data={"max_prompt_length": 1000}), 8, qwen())
+    assert short.patches == 4000  # no larger image fits into a prompt
+    assert _images(workload_of(config(data={"image_key": None, "limit_images": 0}), 8, qwen())) == []
+
+
+def test_a_frozen_tower_has_weights_and_neither_gradients_nor_an_optimizer() -> None:
+    trained = workload_of(config(), 1, qwen(), on_gpu=False)
+    frozen = workload_of(config(model={"freeze_vision_tower": True}), 1, qwen(), on_gpu=False)
+    before, after = trainer_memory(trained), trainer_memory(frozen)
+    assert before.weights == after.weights == 2 * 3_754_622_976
+    assert before.optimizer - after.optimizer == 12 * 668_684_288
+    assert after.activations < before.activations
+    assert ", frozen; " in _images(frozen)[1][1]
+
+
+def test_checkpointing_keeps_the_inputs_of_the_towers_blocks_alone() -> None:
+    load = workload_of(config(), 1, qwen())
+    recomputed = 10_696 * (12 * 2 * 196 + 28 * 1280 + 8 * 3420 + 32 * 2 * 1280)
+    assert tower_activations(replace(load, checkpointing=True), load.model.vision) == recomputed
+    assert tower_activations(load, load.model.vision) == 10_696 * (12 * 2 * 196 + 32 * (28 * 1280 + 8 * 3420))
+
+
+def test_a_group_with_images_costs_what_the_tower_does() -> None:
+    dims = qwen()
+    assert dims.vision is not None
+    plain, seeing = work(300, [50, 60], "shared", dims), work(300, [50, 60], "shared", dims, [1024, 256])
+    assert seeing.tokens == plain.tokens
+    assert seeing.cost - plain.cost == pytest.approx(dims.vision.flops(1024) + dims.vision.flops(256))
