@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from common.config import Config
 from common.errors import UserError
-from trainer.engine.deepspeed_config import backend, deepspeed_config, gloo_warning
+from trainer.engine.deepspeed_config import backend, deepspeed_config, gloo_warning, policy_of
+from trainer.engine.deepspeed_model import _optimizer
 
 pytestmark = pytest.mark.fast
 
@@ -107,6 +109,14 @@ def test_gloo_with_zero_2_or_3_is_warned_of_with_what_it_sends(stage: int) -> No
 def test_where_zero_2_costs_nothing_more_nothing_is_said(stage: int, ranks: int, backend: str, at_once: int) -> None:
     config = settings({"zero_optimization": {"stage": stage}}, groups_per_micro_batch=at_once)
     assert gloo_warning(config, ranks, backend, trained=2**30) == ""
+
+
+def test_adamw_is_one_pass_over_the_memory_with_the_settings_of_the_trainer() -> None:
+    config = settings({}, adam_beta1=0.8, adam_beta2=0.95)
+    made = _optimizer(config, policy_of(config))([torch.nn.Parameter(torch.ones(2))])
+    assert type(made) is torch.optim.AdamW
+    given = {name: made.defaults[name] for name in ("fused", "lr", "betas")}
+    assert given == {"fused": True, "lr": 3e-6, "betas": (0.8, 0.95)}
 
 
 def test_auto_is_nccl_on_gpus_and_gloo_without() -> None:

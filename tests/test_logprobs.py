@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from model import attention
-from model.logprobs import _hidden_states, score_norms, score_row, score_terms, token_logprobs
+from model.logprobs import _hidden_states, score_norms, score_row, score_terms, token_logprobs, token_terms
 from model.packing import pack, select
 from model.stopwatch import Stopwatch
 from tests import oracle
@@ -154,6 +154,33 @@ def test_no_tensor_is_larger_than_one_chunk_of_logits_with_the_real_vocabulary(
     assert meter.num_elements == 8 * QWEN_VOCAB
     expected, _ = whole(hidden, targets, head, 1.0)
     assert logprobs.tolist() == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-5)
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations on tensors of at least `size` elements."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.size, self.seen = size, set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(x, Tensor) and x.numel() >= self.size for x in args):
+            self.seen.add(func.__name__.partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_pass_over_the_logits_for_a_temperature_of_1_or_an_entropy_that_nobody_asks_for() -> None:
+    hidden, targets, head = problem(n=4, dim=3, vocab=500)
+
+    def passes(temperature: float, with_entropy: bool) -> set[str]:
+        with Operations(4 * 500) as operations, torch.no_grad():
+            token_terms(hidden, targets, head, temperature, 8, with_entropy=with_entropy)
+        return operations.seen
+
+    least = passes(1.0, with_entropy=False)
+    assert least <= {"logsumexp", "gather", "_to_copy"}
+    assert passes(0.7, with_entropy=False) == least | {"div"}
+    assert passes(1.0, with_entropy=True) == least | {"_softmax", "mul", "sum"}
 
 
 @pytest.mark.parametrize("with_entropy", [True, False])
