@@ -63,12 +63,13 @@ class Policy:
     def parameter_names(self) -> list[tuple[str, int]]:
         return [(tensor.name, tensor.size) for tensor in self._tensors()]
 
-    def full_parameters(self, wanted: Any, see: Any = lambda *_: None) -> Any:
-        for tensor in self._tensors():
-            if wanted(tensor.name):
-                there = tensor.make()
-                see(tensor.name, there)
-                yield tensor.name, there.cpu()
+    def full_parameters(self, wanted: Any, to_host: Any = lambda _, tensor: tensor.cpu()) -> Any:
+        return ((t.name, to_host(t.name, t.make())) for t in self._tensors() if wanted(t.name))
+
+    def base_tensors(self) -> Any:
+        from trainer.engine.exported import base, base_tensor
+
+        return {tensor.name: base_tensor(tensor.make()) for tensor in base(self.model)}
 
     def _tensors(self) -> Any:
         from trainer.engine.exported import exported
@@ -107,13 +108,15 @@ def measure(config: Any, repeats: int) -> list[dict[str, float]]:
     from common import weights
     from sampler.engine import Engine
     from sampler.reload import reload
+    from trainer.save.shard_file import HostCopies
     from trainer.save.write_version import VersionName, snapshot
 
     engine, policy, ranks = Engine(config, num_gpus=0), Policy(config), OneRank()
-    weights_dir, vocabulary, records = weights.default_dir(config), SHAPES_VOCABULARY, []
+    weights_dir, vocabulary, memory = weights.default_dir(config), SHAPES_VOCABULARY, HostCopies()
+    records: list[dict[str, float]] = []
     for version in range(repeats + 1):
         start = time.monotonic()
-        write = snapshot(policy, ranks, VersionName(weights_dir, "run", "ab12", version), vocabulary, copies=True)  # type: ignore[arg-type]
+        write = snapshot(policy, ranks, VersionName(weights_dir, "run", "ab12", version), vocabulary, True, memory)  # type: ignore[arg-type]
         taken = time.monotonic()
         published = write(ranks)  # type: ignore[arg-type]
         written = time.monotonic()

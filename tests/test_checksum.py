@@ -49,6 +49,7 @@ def test_it_is_what_the_equation_says_on_one_thread_on_many_and_on_a_device(
     assert checksum(tensor) == expected
     monkeypatch.setattr(module, "_WORTH_A_THREAD", 1)
     monkeypatch.setattr(module, "_DEVICE_CHUNKS", 2)
+    monkeypatch.setattr(module, "_BLOCK", 2)
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: range(3))
     assert checksum(tensor) == expected
     low, high = module._on_device(module._words(tensor))
@@ -96,13 +97,19 @@ def test_a_step_at_a_learning_rate_of_1e_6_in_bfloat16_is_noticed_200_times_of_2
     assert len(seen) == 201
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_a_tensor_is_finite_unless_one_number_is_not_however_large_its_sum(dtype: torch.dtype) -> None:
     tensor = torch.full((64,), torch.finfo(dtype).max, dtype=dtype)
-    assert is_finite(tensor) and is_finite(random(5, dtype=dtype))
+    assert is_finite(tensor) and is_finite(-tensor) and is_finite(random(5, dtype=dtype)) and is_finite(tensor[:0])
     for bad in (float("nan"), float("inf"), -float("inf")):
         spoiled = random(500, dtype=dtype)
         spoiled[77] = bad
         assert not is_finite(spoiled)
         spoiled[78] = -bad
         assert not is_finite(spoiled)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_number_of_16_bits_is_finite_or_not_as_torch_says(dtype: torch.dtype) -> None:
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    assert [is_finite(number) for number in every] == torch.isfinite(every).tolist()

@@ -26,6 +26,8 @@ from model.vision import VisionLayout, freeze_tower, with_vision
 from trainer.engine.deepspeed_config import Optimized, backend, deepspeed_config
 from trainer.engine.exported import Exported, parameters
 
+ToHost = Callable[[str, Tensor], Tensor]  # (name, tensor on its device) -> on a CPU
+
 _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
 
@@ -189,17 +191,16 @@ class DeepSpeedModel:
         return [(tensor.name, tensor.size) for tensor in self.tensors()]
 
     def full_parameters(
-        self, wanted: Callable[[str], bool], see: Callable[[str, Tensor], None] = lambda *_: None
+        self, wanted: Callable[[str], bool], to_host: ToHost | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole CPU tensor) of those wanted; `see` is shown each where it is. Every rank iterates to the end
-        (ZeRO-3 gathers)."""
-        return self.whole(self.tensors(), wanted, see)
+        """(name, whole CPU tensor) of those wanted. Every rank iterates to the end (ZeRO-3 gathers).
+
+        to_host: is given each where it is, and makes the CPU tensor.
+        """
+        return self.whole(self.tensors(), wanted, to_host)
 
     def whole(
-        self,
-        tensors: Sequence[Exported],
-        wanted: Callable[[str], bool],
-        see: Callable[[str, Tensor], None] = lambda *_: None,
+        self, tensors: Sequence[Exported], wanted: Callable[[str], bool], to_host: ToHost | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """The same of any tensors that are made of this model's parameters."""
         import deepspeed
@@ -208,9 +209,8 @@ class DeepSpeedModel:
             with deepspeed.zero.GatheredParameters(list(tensor.parameters), enabled=self.stage == 3):
                 if wanted(tensor.name):
                     there = tensor.make()
-                    see(tensor.name, there)
-                    made = there.cpu()
-                    yield tensor.name, made.clone() if self.stage == 3 else made
+                    made = to_host(tensor.name, there) if to_host else there.cpu()
+                    yield tensor.name, made.clone() if self.stage == 3 and made is there else made
 
 
 def _parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from trainer.engine.policy import Engine
 from trainer.engine.ranks import Exchange
 from trainer.link.source import GroupSource
 from trainer.save.disk import Disk
+from trainer.save.shard_file import HostCopies
 from trainer.save.write_version import VersionName, snapshot
 
 _CLOSING_S = 10.0
@@ -55,6 +56,7 @@ class Publisher:
         self.incarnation = exchange.text(source.incarnation if source else None)
         self.published = Published(-1, "", "")
         self._disk_behind: Disk | None = None
+        self._copies = HostCopies()  # of the version in flight
         if writes_behind(config):  # collectives of two threads must not mix: the thread gets a group of its own
             self._exchange_behind = Exchange(config)
             self._disk_behind = Disk(self._exchange_behind, disk.timeout_s, disk.say)
@@ -102,7 +104,7 @@ class Publisher:
         if name.version == self.published.version:
             published = self.published
             return lambda: published
-        attempt = snapshot(self.engine, self.exchange, name, vocab_size, copies=behind)
+        attempt = snapshot(self.engine, self.exchange, name, vocab_size, behind, self._copies)
         disk, exchange = self.disk, self.exchange
         if behind and self._disk_behind is not None:
             disk, exchange = self._disk_behind, self._exchange_behind

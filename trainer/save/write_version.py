@@ -29,6 +29,7 @@ from model.packing import pack
 from trainer.engine.policy import Engine
 from trainer.engine.ranks import Exchange
 from trainer.save.disk import on_rank_0, together
+from trainer.save.shard_file import HostCopies, write_shard
 
 _CANARY_SEQUENCES, _CANARY_LENGTH, _CANARY_PROMPT = 4, 32, 8
 
@@ -95,12 +96,18 @@ def write_version(
 
 
 def snapshot(
-    engine: Engine, exchange: Exchange, name: VersionName, vocab_size: int, copies: bool = False
+    engine: Engine,
+    exchange: Exchange,
+    name: VersionName,
+    vocab_size: int,
+    copies: bool = False,
+    memory: HostCopies | None = None,
 ) -> Callable[[Exchange], Published]:
     """Scores the canary and takes this rank's slice; what it returns writes and commits both, as often as needed.
 
     copies: the slice must outlive the next optimizer step. The writer may then run in a thread, if the Exchange it
-    gets is that thread's own.
+    gets is that thread's own. What is on a GPU is copied in any case.
+    memory: of the copies of the version before, which nobody reads any more.
     """
     temporary, final, version = name.temporary, name.final, name.version
     published = Published(version, str(final), "")
@@ -119,7 +126,7 @@ def snapshot(
         if settings is not None:
             durable.write_file(temporary / lora.SETTINGS, settings)
             files[lora.SETTINGS] = weights.file_info(temporary / lora.SETTINGS)
-        what = files, infos, canary_record, checksums
+        what = files, infos, canary_record, checksums, base
         manifest = Manifest(name.run_id, name.incarnation, version, engine.tied_embeddings, *what)
         published = weights.commit(temporary, final, manifest)
 
@@ -135,32 +142,33 @@ def snapshot(
     else:
         shards = [lora.WEIGHTS]  # peft and vLLM read one file
     canary_record = canary(engine, vocab_size)
+    base = engine.base_tensors() if settings is not None else {}
     names = engine.parameter_names()
     shares = dict(enumerate(slices([size for _, size in names], len(shards))))
     wanted = {names[i][0] for i in shares.get(exchange.rank, ())}
-    must_copy = copies and engine.device.type == "cpu"  # elsewhere it was copied here already
     on_device: dict[str, str] = {}
+    host = memory or HostCopies()
 
-    def note(key: str, tensor: Tensor) -> None:
-        if tensor.device.type != "cpu":
-            on_device[key] = checksum(tensor)
+    def to_host(key: str, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu":
+            return tensor
+        on_device[key] = checksum(tensor)
+        return host.copy(key, tensor)
 
-    slice_of = engine.full_parameters(lambda parameter: parameter in wanted, note)
-    tensors = {key: t.clone() if must_copy else t.contiguous() for key, t in slice_of}
+    slice_of = engine.full_parameters(lambda parameter: parameter in wanted, to_host)
+    tensors = {key: host.copy(key, t) if copies and key not in on_device else t.contiguous() for key, t in slice_of}
+    host.wait()
     return write_and_commit
 
 
 def _write_shard(shard: Path, tensors: dict[str, Tensor], on_device: dict[str, str]) -> None:
     """The file, and beside it for rank 0 its size, its digest, and the tensors' checksums, those on a CPU."""
-    from safetensors.torch import save_file
-
     with ThreadPoolExecutor(1) as pool:
         others = {name: tensor for name, tensor in tensors.items() if name not in on_device}
         summed = pool.submit(lambda: {name: checksum(tensor) for name, tensor in others.items()})
-        save_file(tensors, shard, metadata={"format": "pt"})
-        durable.fsync_path(shard)
+        info = write_shard(shard, tensors)
         failpoint("weights.shard")
-        found = asdict(weights.file_info(shard)) | {"checksums": on_device | summed.result()}
+        found = asdict(info) | {"checksums": on_device | summed.result()}
     durable.write_file(shard.with_name(f"{shard.name}.digest"), json.dumps(found).encode())
 
 
