@@ -63,6 +63,15 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
+class BaseTensor:
+    """A frozen tensor of the trainer, which is not published."""
+
+    dtype: str
+    shape: list[int]
+    checksum: str  # of the tensor + 0, which has no negative zero
+
+
+@dataclass(frozen=True)
 class FileInfo:
     size: int
     blake3: str
@@ -78,6 +87,7 @@ class Manifest:
     tensors: dict[str, TensorInfo]
     canary: Canary
     checksums: dict[str, str] = field(default_factory=dict)  # of each tensor, where it was in the trainer
+    base: dict[str, BaseTensor] = field(default_factory=dict)  # what published adapters stand on; else empty
 
 
 @dataclass(frozen=True)
@@ -165,6 +175,7 @@ def read_manifest(published: Published) -> Manifest:
         {name: TensorInfo(**info) for name, info in raw["tensors"].items()},
         Canary(**raw["canary"]),
         raw["checksums"],
+        {name: BaseTensor(**tensor) for name, tensor in raw["base"].items()},
     )
 
 

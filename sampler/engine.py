@@ -24,7 +24,7 @@ from common.watchdog import report_progress
 from model.images import vision_of
 from sampler import vllm_images
 from sampler.engine_arguments import engine_arguments, set_environment, stop_token_ids
-from sampler.proof import Expected, Proof, merged
+from sampler.proof import Expected, Proof, merged, together
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, TokensPrompt
@@ -86,6 +86,7 @@ class Engine:
         self._next_id = 0
         self._applies_adapters = config.lora.publishes_adapters
         self._num_adapters = 0  # loaded so far
+        self._proven_base: Mapping[str, Expected] | None = None
         self._adapter: Any = None  # of the present version, on top of the base weights
         self.version: int | None = None
 
@@ -179,8 +180,7 @@ class Engine:
         assert not self._keys, "a group is sampled by one policy version: reload only between groups"
         if self._applies_adapters:
             self._load_adapter(folder)
-            arguments = (self._num_adapters, expected)
-            reports = self._llm.collective_rpc("compare_adapter", args=arguments) if expected else [Proof()]
+            reports = self._compared_adapter(expected) if expected else [Proof()]
         else:
             reports = self._llm.collective_rpc("load_weights_from", args=(str(folder), expected))
         if not self._llm.reset_prefix_cache():
@@ -188,6 +188,16 @@ class Engine:
         if self._vision is not None:
             self._engine.reset_encoder_cache()  # the old tower's features of images
         return merged(reports)
+
+    def _compared_adapter(self, expected: Mapping[str, Expected]) -> list[Proof]:
+        """Of the adapter that was loaded last and, unless it is proven already, of the base that it stands on."""
+        adapter, base = ({name: e for name, e in expected.items() if e.is_base == of_base} for of_base in (False, True))
+        proof = merged(self._llm.collective_rpc("compare_adapter", args=(self._num_adapters, adapter)))
+        if base == self._proven_base:
+            return [proof]
+        proof_of_base = merged(self._llm.collective_rpc("compare_base", args=(base,)))
+        self._proven_base = None if proof_of_base.wrong else base
+        return [together(proof, proof_of_base)]
 
     def _load_adapter(self, folder: Path) -> None:
         """Under a number and a name that no adapter had before: vLLM knows weights and cached prefixes by them."""

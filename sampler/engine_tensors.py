@@ -23,7 +23,7 @@ from common.watchdog import report_progress
 from model.checksum import checksum
 from sampler.proof import Expected, Proof
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,7 @@ def _prove_one(
     packed: Packed | None,
 ) -> None:
     """One of the engine's parameters, and the product that was packed of it."""
-    product = module.__dict__.get("cpu_linear") if name.endswith(".weight") else None
-    if product is torch.nn.functional.linear or type(module).__name__ == "VocabParallelEmbedding":
-        product = None  # the first multiplies by the parameter itself, the other looks its rows up and has no product
+    product = product_of(module) if name.endswith(".weight") else None
     if product is not None and (packed is None or packed.product is not product):
         proof.wrong.append(f"the engine's {name} was not packed anew: it multiplies by older weights")
         return
@@ -145,9 +143,10 @@ def _prove_one(
             return
         is_gone = True
     for part in parts:
-        found = [] if is_gone else [checksum(_as_published(part.of(parameter.data), expected[part.name]))]
+        info = expected[part.name]
+        found = [] if is_gone else [_sum_of(_as_published(part.of(parameter.data), info), info)]
         found += [] if given is None else [given[part.begin, part.rows]]
-        if any(one != expected[part.name].checksum for one in found):
+        if any(one != info.checksum for one in found):
             proof.wrong.append(f"the engine's {name} does not hold the published {part.name}")
         else:
             proof.proven.add(part.name)
@@ -158,13 +157,21 @@ def _prove_one(
         proof.wrong.append(f"the engine's {name} has rows behind {rows} that are neither published nor zero")
 
 
+def product_of(module: Any) -> Any:
+    """What a layer multiplies by instead of its matrix; None if there is no such thing."""
+    product = module.__dict__.get("cpu_linear")
+    if product is torch.nn.functional.linear or type(module).__name__ == "VocabParallelEmbedding":
+        return None  # the first multiplies by the parameter itself, the other looks its rows up and has no product
+    return product
+
+
 def _not_comparable(module: Any, parameter: Tensor, parts: list[Part], expected: Mapping[str, Expected]) -> str | None:
     """Why the engine's tensor can not have the bits of what was published; None if it must have them."""
     method = type(getattr(module, "quant_method", None)).__name__
     if method != "NoneType" and not method.startswith("Unquantized"):
         return f"vLLM transforms it ({method})"
     info = expected[parts[0].name]
-    if not _holds(parameter.dtype, _DTYPES[info.dtype]):
+    if not _holds(parameter.dtype, DTYPES[info.dtype]):
         return f"vLLM holds it in {parameter.dtype}, published is {info.dtype}"
     rows = sum(part.rows for part in parts)
     if getattr(module, "tp_size", 1) > 1 and [rows, *info.shape[1:]] != list(parameter.shape):
@@ -176,9 +183,13 @@ def _holds(dtype: torch.dtype, published: torch.dtype) -> bool:
     return dtype in (published, torch.float32)
 
 
+def _sum_of(tensor: Tensor, info: Expected) -> str:
+    return checksum(tensor + 0 if info.is_base else tensor)
+
+
 def _as_published(tensor: Tensor, info: Expected) -> Tensor:
     """A bias that vLLM widened to float32 has the bits of the published one if narrowing it loses nothing."""
-    published = _DTYPES[info.dtype]
+    published = DTYPES[info.dtype]
     if tensor.dtype == published:
         return tensor
     narrow = tensor.to(published)

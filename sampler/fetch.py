@@ -144,6 +144,8 @@ def _require_finite(folder: Path, manifest: Manifest, progressed: Callable[[], N
 
     if missing := sorted(manifest.tensors.keys() - manifest.checksums.keys()):
         raise BadWeights(f"version {manifest.version} has no checksums of {missing[:3]}")
+    if lora.SETTINGS in manifest.files and not manifest.base:
+        raise BadWeights(f"version {manifest.version} has adapters and no checksums of what they stand on")
     for name in (name for name in manifest.files if name.endswith(".safetensors")):
         with safe_open(folder / name, framework="pt") as file:
             for tensor_name in file.keys():  # noqa: SIM118 - a safetensors handle is not a dict

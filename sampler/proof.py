@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -13,6 +13,7 @@ class Expected:
     dtype: str  # "F32", "BF16"
     shape: list[int]
     checksum: str
+    is_base: bool = False  # stands under adapters: not published, and the checksum is that of the tensor + 0
 
 
 @dataclass
@@ -33,3 +34,8 @@ def merged(proofs: Sequence[Proof]) -> Proof:
         [text for p in proofs for text in p.wrong],
         max(p.seconds for p in proofs),
     )
+
+
+def together(one: Proof, other: Proof) -> Proof:
+    """Of two parts of what an engine holds, compared one after the other."""
+    return replace(merged([one, other]), seconds=one.seconds + other.seconds)

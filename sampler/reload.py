@@ -106,7 +106,7 @@ def reload(engine: Engine, published: Published, config: Config, fetcher: Fetche
 
 
 def expected_tensors(fetched: Fetched, config: Config) -> dict[str, Expected]:
-    """What the engine must hold. vLLM multiplies an adapter's B by alpha / r as it loads it, so this does too."""
+    """What the engine must hold, under adapters too. vLLM multiplies an adapter's B by alpha / r as it loads it."""
     manifest = fetched.manifest
     found = {n: Expected(t.dtype, t.shape, manifest.checksums[n]) for n, t in manifest.tensors.items()}
     if not config.lora.publishes_adapters:
@@ -123,7 +123,7 @@ def expected_tensors(fetched: Fetched, config: Config) -> dict[str, Expected]:
                 raise BadWeights(f"tensor {name} of version {manifest.version} has another checksum in its file")
             if ".lora_B." in name and scale != 1:
                 found[name] = Expected(info.dtype, info.shape, checksum(tensor * scale))
-    return found
+    return found | {n: Expected(t.dtype, t.shape, t.checksum, is_base=True) for n, t in manifest.base.items()}
 
 
 def _require_proof(proof: Proof, version: int) -> None:

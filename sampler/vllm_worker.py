@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from common.watchdog import report_progress
+from sampler.base_weights import prove_base
 from sampler.engine_tensors import Packed, Part, layout, packed_of, prove, prove_adapters
 from sampler.proof import Expected, Proof
 
@@ -52,6 +53,10 @@ class WeightExtension:
             self.reload_weights(weights_path=path)
         finally:
             config.model, config.revision = own
+
+    def compare_base(self, expected: Mapping[str, Expected]) -> Proof:
+        """Compares the weights under the adapters."""
+        return prove_base(self.model_runner.model, expected)
 
     def compare_adapter(self, number: int, expected: Mapping[str, Expected]) -> Proof:
         """Compares the adapter that was loaded under this number."""

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from common.config import Config
+from common.weights import BaseTensor
 from model import lora
 from model.logprobs import load_causal_lm, score_row
 from model.packing import pack
-from trainer.engine.exported import adapters
+from trainer.engine.exported import adapters, base, base_tensor
 
 
 class OneRank:
@@ -41,7 +42,7 @@ class PlainPolicy:
     def parameter_names(self):
         return [(n, p.numel() * p.element_size()) for n, p in self.model.named_parameters()]
 
-    def full_parameters(self, wanted, see=None):
+    def full_parameters(self, wanted, to_host=None):
         return ((n, p.detach()) for n, p in self.model.named_parameters() if wanted(n))
 
     def disturb(self, seed: int) -> None:
@@ -60,15 +61,18 @@ class AdaptedPolicy(PlainPolicy):
     """What trainer.publish needs of an Engine that trains adapters."""
 
     def __init__(self, config: Config):
-        self.model = load_causal_lm(config.model.path, "float32", None, False)
+        self.model = load_causal_lm(config.model.path, config.model.dtype, None, False)
         self.tied_embeddings = self.model.config.tie_word_embeddings
         self.published_settings = lora.settings_file(lora.add_adapters(self.model, config))
 
     def parameter_names(self) -> list[tuple[str, int]]:
         return [(t.name, t.size) for t in adapters(self.model)]
 
-    def full_parameters(self, wanted: Callable[[str], bool], see: Any = None) -> Any:
+    def full_parameters(self, wanted: Callable[[str], bool], to_host: Any = None) -> Any:
         return ((t.name, t.make()) for t in adapters(self.model) if wanted(t.name))
+
+    def base_tensors(self) -> dict[str, BaseTensor]:
+        return {t.name: base_tensor(t.make()) for t in base(self.model)}
 
     def disturb(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

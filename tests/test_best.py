@@ -206,7 +206,7 @@ def trained_until(output_dir: Path, monkeypatch: pytest.MonkeyPatch, right: list
         p = trainer.progress
         trainer.progress = Progress(p.run_id, p.batch + 1, p.cursor + 8, p.policy_version + 1, p.step + 1, 0, 0, {})
 
-    def publish_nothing(_engine: Any, _exchange: Any, name: Any, _vocab_size: int, copies: bool) -> Any:
+    def publish_nothing(_engine: Any, _exchange: Any, name: Any, _vocab_size: int, copies: bool, memory: Any) -> Any:
         published.append(name.version)
         wanted.append(name.version)
         return lambda _: Published(name.version, "w", "")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from model.checksum import checksum
+from sampler.base_weights import prove_base
 from sampler.engine_tensors import Packed, layout, packed_of, prove, prove_adapters
 from sampler.proof import Expected, Proof, merged
 from sampler.vllm_worker import WeightExtension
@@ -270,6 +271,47 @@ def test_a_layer_that_vllm_forgets_to_pack_is_found() -> None:
     worker.given, worker.forgotten = published(1), {"model.gate_up_proj"}
     proof = worker.load_weights_from("anywhere", expected(published(1)))
     assert proof.wrong == ["the engine's model.gate_up_proj.weight was not packed anew: it multiplies by older weights"]
+
+
+# ---- under adapters -------------------------------------------------------------------------------------------------
+
+
+class Around(nn.Module):
+    """A LoRA layer of vLLM."""
+
+    def __init__(self, base_layer: nn.Module):
+        super().__init__()
+        self.base_layer = base_layer
+
+
+def under_adapters(tensors: dict[str, torch.Tensor]) -> Model:
+    """As it is on a CPU: the matrices that adapters stand on are packed and gone."""
+    model = Model()
+    model.load(tensors)
+    for name in ("qkv_proj", "gate_up_proj", "o_proj"):
+        UnquantizedLinearMethod().process_weights_after_loading(getattr(model.model, name))
+        setattr(model.model, name, Around(getattr(model.model, name)))
+    return model
+
+
+def of_base(tensors: dict[str, torch.Tensor]) -> dict[str, Expected]:
+    return {n: Expected("BF16", list(t.shape), checksum(t + 0), is_base=True) for n, t in tensors.items()}
+
+
+def test_a_packed_base_is_proven_by_its_products_and_a_negative_zero_is_a_zero() -> None:
+    tensors = published()
+    tensors["model.v_proj.weight"][1, 2] = -0.0
+    tensors["model.embed_tokens.weight"][1, 2] = -0.0
+    proof = prove_base(under_adapters(tensors), of_base(tensors))
+    assert (proof.proven, proof.unproven, proof.wrong) == (set(tensors), {}, [])
+
+
+def test_a_base_of_one_other_bit_is_wrong_by_name() -> None:
+    for name in published():
+        tensors = published()
+        tensors[name].view(torch.int16).view(-1)[5 % tensors[name].numel()] ^= 1
+        wrong = prove_base(under_adapters(published()), of_base(tensors)).wrong
+        assert wrong and all(f"the published {name}" in said for said in wrong), (name, wrong)
 
 
 # ---- adapters -------------------------------------------------------------------------------------------------------

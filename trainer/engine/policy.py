@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.config import Config
+from common.weights import BaseTensor
 from model import lora
 from model.dims import ModelDims, model_dims
 from model.logprobs import load_causal_lm, score_logprobs, score_norms_of_row, score_terms
@@ -25,7 +26,7 @@ from trainer.algorithm.sums import TOKEN_SUMS, Sums
 from trainer.data.tensors import MicroBatch, filler_row
 from trainer.engine.deepspeed_config import policy_of
 from trainer.engine.deepspeed_model import DeepSpeedModel, StepResult
-from trainer.engine.exported import Exported, adapters, exported
+from trainer.engine.exported import Exported, adapters, base, base_tensor, exported
 
 
 class Policy(torch.nn.Module):
@@ -69,6 +70,7 @@ class Engine(DeepSpeedModel):
         self.sums = Sums(TOKEN_SUMS, self.device)
         self.head_time = Stopwatch(self.device)
         self._micro_batch = 0
+        self._base: dict[str, BaseTensor] | None = None
 
     @property
     def published_settings(self) -> bytes | None:
@@ -80,6 +82,20 @@ class Engine(DeepSpeedModel):
 
     def adapters(self) -> list[Exported]:
         return adapters(self.model)
+
+    def base_tensors(self) -> dict[str, BaseTensor]:
+        """Of the frozen weights, summed once, where they are. Every rank calls it; the result is rank 0's."""
+        if self._base is None:
+            self._base = {}
+            is_rank_0 = torch.distributed.get_rank() == 0
+            for _ in self.whole(base(self.model), lambda _: is_rank_0, self._sum_up):
+                pass
+        return self._base
+
+    def _sum_up(self, name: str, tensor: Tensor) -> Tensor:
+        assert self._base is not None, "base_tensors made it"
+        self._base[name] = base_tensor(tensor)
+        return tensor.new_empty(0, device="cpu")
 
     @property
     def dims(self) -> ModelDims | None:

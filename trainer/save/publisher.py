@@ -104,7 +104,7 @@ class Publisher:
         if name.version == self.published.version:
             published = self.published
             return lambda: published
-        attempt = snapshot(self.engine, self.exchange, name, vocab_size, behind, self._copies)
+        attempt = snapshot(self.engine, self.exchange, name, vocab_size, copies=behind, memory=self._copies)
         disk, exchange = self.disk, self.exchange
         if behind and self._disk_behind is not None:
             disk, exchange = self._disk_behind, self._exchange_behind
