@@ -100,6 +100,7 @@ def _all_parts(names: Sequence[str], on_gpu: bool, out: Path) -> Iterator[list[F
         log = out.with_name(f"{out.stem}-{name}.log")
         log.unlink(missing_ok=True)
         own_s = PARTS[name] if on_gpu else _CPU_PATIENCE_S
+        print(f"tandem: part {name}, at most {min(own_s, left_s):.0f} s; log {log}", file=sys.stderr, flush=True)
         yield list(part_findings(name, [] if on_gpu else ["--cpu"], environment, log, own_s, left_s))
 
 
