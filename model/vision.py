@@ -139,8 +139,7 @@ def freeze_tower(model: Any) -> None:
 def hidden_states(base: Any, row: PackedRow) -> Tensor:
     """[T, D] of all tokens of the row, flattened. base: transformers' model with the tower, without a head.
 
-    Not the model's own forward: that looks for image tokens by their id, which a completion may have sampled, and waits
-    for the GPU to count them.
+    Not the model's own forward: that looks for image tokens by their id, which a completion may have sampled.
     """
     vision = row.vision
     assert vision is not None, "the row was not prepared by with_vision"

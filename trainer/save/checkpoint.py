@@ -101,10 +101,15 @@ def save(  # noqa: PLR0913 two models, and all that a checkpoint is made of
 
 
 def _size(engine: DeepSpeedModel) -> int:
-    """Bytes of a checkpoint: what is trained twice, for others and for DeepSpeed, and AdamW's three float32 copies."""
-    trained = (p for p in engine.model.parameters() if p.requires_grad)
-    model = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in trained)
-    return 2 * model + 12 * model // (2 if engine.dtype == "bfloat16" else 4)
+    """Bytes of a checkpoint: the model, or its adapters, for others and for DeepSpeed; AdamW's three float32 copies of
+    what is trained."""
+    every = list(engine.model.parameters())
+    trained = [p for p in every if p.requires_grad]
+    saved, moved = (
+        sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in of)
+        for of in (every if engine.adapter_settings is None else trained, trained)
+    )
+    return 2 * saved + 12 * moved // (2 if engine.dtype == "bfloat16" else 4)
 
 
 def _save_state(engine: DeepSpeedModel, exchange: Exchange, folder: Path) -> None:
