@@ -1,4 +1,4 @@
-"""The commands of docs/data.md and docs/rewards.md that start nothing heavy do what the pages say."""
+"""The commands of docs/data.md, docs/images.md and docs/rewards.md that start nothing heavy do what the pages say."""
 
 import os
 import re
@@ -28,7 +28,7 @@ def commands(page: str) -> str:
     return "\n".join(lines).replace("PYTHON", f"'{sys.executable}'")
 
 
-@pytest.mark.parametrize(("page", "checks"), [("data.md", 2), ("rewards.md", 4)])
+@pytest.mark.parametrize(("page", "checks"), [("data.md", 2), ("images.md", 1), ("rewards.md", 4)])
 def test_the_commands_of_the_page_run_from_an_empty_folder(page: str, checks: int, tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

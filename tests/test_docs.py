@@ -72,8 +72,8 @@ def test_every_key_of_ours_that_others_are_sent_to_exists(framework: str) -> Non
 
 
 PAGES = [
-    "data.md", "evaluation.md", "hosts.md", "model.md", "real_model.md", "resume.md", "rewards.md", "running.md",
-    "troubleshooting.md",
+    "data.md", "evaluation.md", "hosts.md", "images.md", "model.md", "real_model.md", "resume.md", "rewards.md",
+    "running.md", "troubleshooting.md",
 ]  # fmt: skip
 
 
