@@ -51,7 +51,7 @@ TOGETHER = {  # files that share what costs a process seconds; each group is the
         *("lora", "one_gpu_configs", "pictures", "plan", "prompts", "publisher", "quickstart", "remote_code"),
         *("contributing", "quickstart_vlm", "segments", "tf32", "vision_packing"),
     ),
-    "matplotlib": ("bench", "objectives", "report", "report_html", "run_command"),
+    "matplotlib": ("bench", "objectives", "report", "report_html", "run_command", "shown_images"),
     "our sources": ("docs", "imports", "metrics_page", "reliability_page"),
 }
 _GROUP_OF = {f"tests/test_{name}.py": group for group, names in TOGETHER.items() for name in names}
@@ -168,6 +168,7 @@ def pytest_collection(session: pytest.Session) -> Any:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(20_000, 20, 50)
         gc.enable()
 
 
