@@ -45,6 +45,21 @@ def require_models(config: Config) -> None:
     _require_known_vision(config, settings)
     _require_positions(config, folder, settings)
     _require_sight(config, folder, settings)
+    _require_same_sight(config, settings)
+
+
+def _require_same_sight(config: Config, policy: dict[str, Any]) -> None:
+    """Image tokens and their places mean something within one family alone."""
+    others = {"reference": config.reference.path} if config.algorithm.beta > 0 else {}
+    others |= {"critic": config.critic.path} if config.algorithm.needs_critic else {}
+    for section, path in others.items():
+        found = _settings(Path(path).expanduser()) if path else {}
+        kinds = policy.get("model_type"), found.get("model_type")
+        if policy and found and kinds[0] != kinds[1] and not set(kinds).isdisjoint(VISION_FAMILIES):
+            raise UserError(
+                f"{section}.path {path} is a {kinds[1]}, and the policy a {kinds[0]}: with images both must be of one "
+                f"family; remove {section}.path, which is then the policy's own start"
+            )
 
 
 def _require_sight(config: Config, folder: Path, settings: dict[str, Any]) -> None:

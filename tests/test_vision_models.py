@@ -44,6 +44,8 @@ from trainer.save.write_version import canary
 
 pytestmark = pytest.mark.fast
 
+TEMPLATE = Path(__file__).resolve().parents[1] / "configs" / "templates" / "chatml.jinja"
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -92,6 +94,15 @@ def test_freezing_the_tower_of_a_text_model_is_refused(tmp_path: Path) -> None:
         require_models(config(path, model=frozen, data=data))
     with pytest.raises(UserError, match="a qwen2 has no vision tower"):
         freeze_tower(load(path))  # of a hub id, which no folder tells of
+
+
+@pytest.mark.parametrize("section", ["reference", "critic"])
+def test_a_reference_or_critic_of_another_family_is_refused(folder: Any, section: str) -> None:
+    policy, other = folder("qwen2_5_vl"), folder("qwen3_vl")
+    given = {"algorithm": {"beta": 0.1, "adv_estimator": "gae"}, "prompt": {"chat_template": TEMPLATE}}
+    require_models(config(policy, **given, **{section: {"path": str(policy)}}))
+    with pytest.raises(UserError, match=rf"{section}\.path .* is a qwen3_vl, and the policy a qwen2_5_vl"):
+        require_models(config(policy, **given, **{section: {"path": str(other)}}))
 
 
 @pytest.mark.parametrize("tied", [True, False])
