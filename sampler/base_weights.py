@@ -25,6 +25,7 @@ class Base:
         self.config = model.config
         self.packed_modules_mapping = getattr(model, "packed_modules_mapping", None)
         self.hf_to_vllm_mapper = getattr(model, "hf_to_vllm_mapper", None)
+        self.language_model = getattr(model, "language_model", None)
         named = model.named_modules(remove_duplicate=False)
         self._modules = {path.replace(".base_layer", ""): module for path, module in named}  # the inner one comes later
         parameters = model.named_parameters(remove_duplicate=False)
