@@ -1,11 +1,11 @@
-"""Images in vLLM: Qwen2-VL and Qwen2.5-VL without torchvision, and prompts as vLLM wants them.
+"""Images in vLLM: Qwen2-VL, Qwen2.5-VL and Qwen3-VL without torchvision, and prompts as vLLM wants them.
 
 transformers' processors of these models want a video processor, and vLLM's model files import one whose first line
 imports torchvision, which PyPI has for CUDA alone. No video is ever shown, so both get what is in transformers for PIL
 and numpy instead: one path for CPU and GPU, and the pixels that the trainer makes of the same PNG (model/images.py).
 
 vLLM takes one image token for each image and expands it; what it made of it is compared with the prompt that the
-trainer gets. Left out: videos, and Qwen3-VL where torchvision is missing.
+trainer gets. Left out: videos.
 """
 
 from __future__ import annotations
@@ -66,12 +66,16 @@ def install() -> None:
     pil.Qwen2VLImageProcessor = pil.Qwen2VLImageProcessorPil  # type: ignore[attr-defined]
     sys.modules[_NEEDS_TORCHVISION] = pil
 
-    from transformers import Qwen2_5_VLProcessor, Qwen2VLProcessor
-    from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, registry
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLProcessor, Qwen3VLProcessor
+    from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_vl, registry
 
     registry._run_in_subprocess = lambda fn: fn()  # where vLLM looks at model classes nothing is replaced
     _shows_images_alone(qwen2_vl.Qwen2VLProcessingInfo, Qwen2VLProcessor)
     _shows_images_alone(qwen2_5_vl.Qwen2_5_VLProcessingInfo, Qwen2_5_VLProcessor)
+    third: Any = qwen3_vl.Qwen3VLProcessingInfo
+    _shows_images_alone(third, Qwen3VLProcessor)
+    third.get_video_processor = third.get_image_processor  # asked for a video's size even where none is allowed
+    third.get_supported_mm_processor_kwargs = qwen2_vl.Qwen2VLProcessingInfo.get_supported_mm_processor_kwargs
 
 
 def _shows_images_alone(info: Any, kind: Any) -> None:
@@ -81,9 +85,12 @@ def _shows_images_alone(info: Any, kind: Any) -> None:
     def start(  # transformers reads from the names which parts to load
         self: Any, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **_: Any
     ) -> None:
-        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
-        self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
-        self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
+        for name in ("image", "video"):
+            setattr(self, f"{name}_token", f"<|{name}_pad|>")
+            setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(f"<|{name}_pad|>"))
+        for name in ("vision_start", "vision_end"):  # Qwen3-VL asks for these, too
+            setattr(self, f"{name}_token", f"<|{name}|>")
+            setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(f"<|{name}|>"))
         ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
 
     processor = type("ImageTextProcessor", (kind,), {"__init__": start, "__module__": kind.__module__})

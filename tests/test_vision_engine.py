@@ -102,7 +102,7 @@ class Eye:
         return self.engine.load(folder, {n: Expected("F32", list(t.shape), checksum(t)) for n, t in tensors.items()})
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen2_vl"])
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
 def eye(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Eye:
     return Eye(request.param, tmp_path_factory.mktemp(request.param))
 
