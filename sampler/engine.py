@@ -25,6 +25,7 @@ from model.images import vision_of
 from sampler import vllm_images
 from sampler.engine_arguments import engine_arguments, set_environment, stop_token_ids
 from sampler.proof import Expected, Proof, merged, together
+from sampler.row_blocks import use_row_blocks
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, TokensPrompt
@@ -65,6 +66,10 @@ class Engine:
         set_environment(config, self.on_cpu)
         import vllm
 
+        if self.on_cpu:
+            from vllm import _custom_ops
+
+            use_row_blocks(_custom_ops)
         self._vllm = vllm
         self._vision = vision_of(config)
         if vllm_images.has_tower(config):
