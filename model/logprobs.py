@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from common.errors import UserError
 from model import attention, vision
 from model.folder import VISION_FAMILIES, causal_lm_class, check_model_folder
+from model.log_softmax import LogSoftmaxAt
 from model.onednn import use_faster_linear
 from model.packing import PackedRow
 from model.stopwatch import Stopwatch
@@ -142,6 +143,9 @@ def token_terms(  # noqa: PLR0913 as score_terms
 
     def chunk(h: Tensor, target: Tensor, support: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = _scaled(head(h), temperature)
+        if sampling_mask is None and not entropy_gradient:
+            logprobs, log_normaliser, entropy = LogSoftmaxAt.apply(logits, target, with_entropy)
+            return logprobs, entropy, torch.zeros_like(log_normaliser)
         log_normaliser = logits.logsumexp(-1)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             if with_entropy:
