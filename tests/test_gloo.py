@@ -634,6 +634,26 @@ def test_a_pickle_that_calls_a_function_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "hit").exists()
 
 
+def test_a_checkpoint_of_pythons_that_pickle_an_enum_by_getattr_loads_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Python 3.11.2 does; DeepSpeed writes its stage into every rank's optimizer state."""
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    from trainer.engine.deepspeed_model import pickle_the_stage_by_value
+    from trainer.save.checkpoint import _load_without_code
+
+    file = tmp_path / "state.pt"
+    by_name = lambda self, protocol: (getattr, (type(self), self.name))  # noqa: E731
+    monkeypatch.setattr(ZeroStageEnum, "__reduce_ex__", by_name)
+    torch.save({"zero_stage": ZeroStageEnum.gradients}, file)
+    with pytest.raises(pickle.UnpicklingError, match="getattr"):
+        _load_without_code(str(file))
+    pickle_the_stage_by_value()
+    torch.save({"zero_stage": ZeroStageEnum.gradients}, file)
+    assert _load_without_code(str(file)) == {"zero_stage": ZeroStageEnum.gradients}
+
+
 def test_when_rank_0_ends_the_other_rank_leaves_with_its_code(runs: Runs) -> None:
     first, second = (seen["ended"] for seen in runs.first(2))
     assert first == ["UserError", None]

@@ -85,6 +85,7 @@ class DeepSpeedModel:
         self.dtype = optimized.dtype
         self.stage: int = ds_config["zero_optimization"]["stage"]
         _disable_dropout(model)
+        pickle_the_stage_by_value()
         if config.model.freeze_vision_tower:
             freeze_tower(model)
         if config.model.gradient_checkpointing:
@@ -211,6 +212,17 @@ class DeepSpeedModel:
                     there = tensor.make()
                     made = to_host(tensor.name, there) if to_host else there.cpu()
                     yield tensor.name, made.clone() if self.stage == 3 and made is there else made
+
+
+def pickle_the_stage_by_value() -> None:
+    """DeepSpeed writes its ZeRO stage into checkpoints, from now on as ZeroStageEnum(2).
+
+    Early releases of Python 3.11 (Debian 12 has 3.11.2) would write getattr(ZeroStageEnum, "gradients"), and a
+    checkpoint that calls getattr is refused when it is loaded.
+    """
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    ZeroStageEnum.__reduce_ex__ = lambda self, protocol: (type(self), (self.value,))
 
 
 def _parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
