@@ -120,6 +120,6 @@ def _stop(*_: object) -> None:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _stop)  # as Ctrl-C: parts end, and what was found is written
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a shell starts what is behind "&" without SIGINT
+        signal.signal(number, _stop)  # parts end, and what was found is written
     sys.exit(main(sys.argv[1:]))
