@@ -151,7 +151,7 @@ class Data(Section):
     min_pixels: int = Field(262_144, gt=0)
     """An image with fewer pixels is enlarged; one token is 28 × 28 of them (Qwen2.5-VL)."""
     max_pixels: int = Field(2_097_152, gt=0)
-    """An image with more pixels is made smaller: this many are 2,675 tokens."""
+    """An image with more pixels is made smaller: this many are 2,674 tokens."""
 
     @model_validator(mode="after")
     def _check_images(self) -> Data:
