@@ -80,15 +80,20 @@ def score_norms_of_row(model: Any, row: PackedRow, temperature: float, chunk_siz
 
 
 def _hidden_states(model: Any, row: PackedRow) -> Tensor:
-    """[N, D] of the positions that predict the row's targets.
+    """[N, D] of a causal language model, before its head."""
+    return hidden_at_sources(model.get_decoder() if row.vision is None else model.base_model, row)
+
+
+def hidden_at_sources(base: Any, row: PackedRow) -> Tensor:
+    """[N, D] of the positions that predict the row's targets. base: transformers' model without a head.
 
     index_select, not indexing: completions share a source, and two threads of indexing's backward add to it in the
     order of their arrival, so that no two runs are alike.
     """
     if row.vision is not None:
-        hidden = vision.hidden_states(model.base_model, row)
+        hidden = vision.hidden_states(base, row)
     else:
-        hidden = model.get_decoder()(
+        hidden = base(
             input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
         ).last_hidden_state.flatten(0, 1)
     return hidden.index_select(0, row.source_index)

@@ -35,7 +35,7 @@ class Reference:
         """policy: a whole model with adapters whose frozen weights are the reference (config.reference_is_base)."""
         self._adapted = policy is not None
         self._model = policy if policy is not None else self._load(config, device)
-        self._layout = layout_of(self._model.config, *self._source(config))
+        self._layout = layout_of(self._model.config, *config.start_of(config.reference))
         self._device = device
         self._temperature = config.sampler.temperature
         self._chunk_size = config.trainer.logprob_chunk_size
@@ -43,19 +43,12 @@ class Reference:
 
     @staticmethod
     def _load(config: Config, device: torch.device) -> Any:
-        path, revision = Reference._source(config)
+        path, revision = config.start_of(config.reference)
         dtype = config.reference.dtype or config.model.dtype
         model = load_causal_lm(path, dtype, revision, config.model.trust_remote_code).to(device).eval()
         for layer in getattr(model.get_decoder(), "layers", ()):  # a long group is many seconds on a CPU
             layer.register_forward_hook(lambda *_: report_progress("scoring with the reference"))
         return model
-
-    @staticmethod
-    def _source(config: Config) -> tuple[str, str | None]:
-        """(path, revision)"""
-        if config.reference.path:
-            return config.reference.path, config.reference.revision
-        return config.model.path, config.model.revision
 
     def check_vocabulary(self, tokenizer_size: int) -> None:
         check_vocabulary(self._model, tokenizer_size, "reference")

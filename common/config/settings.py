@@ -47,6 +47,10 @@ class Settings(Section):
         given = self.reference
         return self.lora.r > 0 and given.path is None and given.dtype in (None, self.model.dtype)
 
+    def start_of(self, given: Reference | Critic) -> tuple[str, str | None]:
+        """(path, revision) that the reference or the critic is loaded from: its own, or the policy's."""
+        return (given.path, given.revision) if given.path else (self.model.path, self.model.revision)
+
     def require_training(self) -> None:
         """Raises UserError where there is nothing to train."""
         if self.eval.val_only:

@@ -19,7 +19,7 @@ from common.config import Config
 from common.errors import UserError
 from model import vision
 from model.folder import VISION_FAMILIES
-from model.logprobs import load_packed
+from model.logprobs import hidden_at_sources, load_packed
 from model.packing import PackedRow
 from model.tokenizer import check_vocabulary
 from trainer.algorithm.losses import value_errors
@@ -44,20 +44,14 @@ class ValueModel(torch.nn.Module):
         self.model = model
 
     def forward(self, row: PackedRow) -> Tensor:
-        if row.vision is not None:
-            hidden = vision.hidden_states(self.model.base_model, row)
-        else:
-            hidden = self.model.base_model(
-                input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
-            ).last_hidden_state.flatten(0, 1)
-        return self.model.score(hidden.index_select(0, row.source_index))[:, 0]  # as in logprobs._hidden_states
+        return self.model.score(hidden_at_sources(self.model.base_model, row))[:, 0]
 
 
 class Critic(DeepSpeedModel):
     def __init__(self, config: Config, world_size: int):
         model = load_value_model(config)
         super().__init__(config, world_size, critic_of(config), model, ValueModel(model))
-        self.layout = vision.layout_of(model.config, *source(config))
+        self.layout = vision.layout_of(model.config, *config.start_of(config.critic))
         self.sums = Sums(VALUE_SUMS, self.device)
 
     @property
@@ -96,7 +90,7 @@ def load_value_model(config: Config) -> Any:
 
     Raises UserError if the checkpoint has another number of labels, or lacks weights other than the head.
     """
-    path, revision = source(config)
+    path, revision = config.start_of(config.critic)
     dtype = config.critic.dtype or config.model.dtype
     try:
         model, missing = load_packed(_value_class, path, dtype, revision, config.model.trust_remote_code, num_labels=1)
@@ -109,13 +103,6 @@ def load_value_model(config: Config) -> Any:
         raise UserError(f"critic {path!r} lacks {len(lost)} weights, the first is {lost[0]}; download the model again")
     model.score = _head(head, fresh=bool(missing))
     return model
-
-
-def source(config: Config) -> tuple[str, str | None]:
-    """(path, revision) of what the critic starts from."""
-    if config.critic.path:
-        return config.critic.path, config.critic.revision
-    return config.model.path, config.model.revision
 
 
 def _value_class(config: Any) -> Any:
