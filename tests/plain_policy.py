@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from common.config import Config
-from common.weights import BaseTensor
+from common.weights import BaseTensor, Published
 from model import lora
 from model.logprobs import load_causal_lm, score_row
 from model.packing import pack
 from trainer.engine.exported import adapters, base, base_tensor
+from trainer.save.write_version import write_version
 
 
 class OneRank:
@@ -23,6 +24,22 @@ class OneRank:
     rank, world_size = 0, 1
 
     def barrier(self) -> None: ...
+
+
+class Float32Weights:
+    """The float32 weights of an optimizer whose model has others, and one step of it."""
+
+    def __init__(self, trained: Iterable[torch.Tensor]):
+        self.trained = list(trained)
+        self.master = [p.detach().float().clone() for p in self.trained]
+        self.generator = torch.Generator().manual_seed(0)
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        """What Adam does in its first step: every weight moves by the learning rate."""
+        for p, master in zip(self.trained, self.master, strict=True):
+            master -= learning_rate * torch.randn(master.shape, generator=self.generator).sign()
+            p.copy_(master)
 
 
 class PlainPolicy:
@@ -44,6 +61,11 @@ class PlainPolicy:
 
     def full_parameters(self, wanted, to_host=None):
         return ((n, p.detach()) for n, p in self.model.named_parameters() if wanted(n))
+
+    def publish(self, folder: Path, number: int) -> Published:
+        """This policy as a version, by the trainer's real code."""
+        vocab = self.model.config.vocab_size
+        return write_version(self, OneRank(), folder, "run", "life", number, vocab)  # type: ignore[arg-type]
 
     def disturb(self, seed: int) -> None:
         """Other weights, far enough away that stale ones cannot pass for them."""

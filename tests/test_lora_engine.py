@@ -66,12 +66,7 @@ Publish = Callable[[int], Published]
 @pytest.fixture
 def version(policy: AdaptedPolicy, tmp_path: Path) -> Publish:
     """A function that publishes the policy's adapters as a version: the trainer's real code."""
-
-    def make(number: int) -> Published:
-        vocab = policy.model.config.vocab_size
-        return write_version(policy, OneRank(), tmp_path / "weights", "run", "life", number, vocab)  # type: ignore[arg-type]
-
-    return make
+    return lambda number: policy.publish(tmp_path / "weights", number)
 
 
 def score(engine: Engine, sequence: list[int]) -> np.ndarray:

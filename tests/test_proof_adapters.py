@@ -18,10 +18,9 @@ from common.weights import Published
 from model import lora
 from sampler.engine import Engine
 from sampler.reload import reload
-from tests.plain_policy import AdaptedPolicy, OneRank
+from tests.plain_policy import AdaptedPolicy, Float32Weights
 from tests.tiny import tiny_model
 from trainer.engine.exported import adapters
-from trainer.save.write_version import write_version
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -35,16 +34,10 @@ class Policy(AdaptedPolicy):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.trained = [t.parameters[0] for t in adapters(self.model)]
-        self.master = [p.detach().float().clone() for p in self.trained]
-        self.generator = torch.Generator().manual_seed(0)
+        self.weights = Float32Weights(t.parameters[0] for t in adapters(self.model))
 
     def step(self) -> None:
-        """What Adam does in its first step: every weight moves by the learning rate."""
-        with torch.no_grad():
-            for p, master in zip(self.trained, self.master, strict=True):
-                master -= LEARNING_RATE * torch.randn(master.shape, generator=self.generator).sign()
-                p.copy_(master)
+        self.weights.step(LEARNING_RATE)
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +66,7 @@ def policy(config: Config) -> Policy:
 
 @pytest.fixture
 def publish(policy: Policy, tmp_path: Path) -> Iterator[Publish]:
-    def make(number: int) -> Published:
-        vocab = policy.model.config.vocab_size
-        return write_version(policy, OneRank(), tmp_path / "weights", "run", "life", number, vocab)  # type: ignore[arg-type]
-
-    yield make
+    yield lambda number: policy.publish(tmp_path / "weights", number)
     shutil.rmtree(tmp_path / "weights", ignore_errors=True)
 
 

@@ -18,9 +18,8 @@ from common.weights import Published
 from model.logprobs import load_causal_lm
 from sampler.engine import Engine
 from sampler.reload import reload
-from tests.plain_policy import OneRank, PlainPolicy
+from tests.plain_policy import Float32Weights, PlainPolicy
 from tests.tiny import tiny_model
-from trainer.save.write_version import write_version
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -33,15 +32,10 @@ class Policy(PlainPolicy):
     def __init__(self, folder: Path):
         self.model = load_causal_lm(str(folder), "bfloat16", None, False)
         self.tied_embeddings = self.model.config.tie_word_embeddings
-        self.master = [p.detach().float().clone() for p in self.model.parameters()]
-        self.generator = torch.Generator().manual_seed(0)
+        self.weights = Float32Weights(self.model.parameters())
 
     def step(self) -> None:
-        """What Adam does in its first step: every weight moves by the learning rate."""
-        with torch.no_grad():
-            for p, master in zip(self.model.parameters(), self.master, strict=True):
-                master -= LEARNING_RATE * torch.randn(master.shape, generator=self.generator).sign()
-                p.copy_(master)
+        self.weights.step(LEARNING_RATE)
 
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
@@ -82,11 +76,7 @@ def policy(folder: Path) -> Policy:
 
 @pytest.fixture
 def publish(policy: Policy, tmp_path: Path) -> Iterator[Callable[[int], Published]]:
-    def make(number: int) -> Published:
-        vocab = policy.model.config.vocab_size
-        return write_version(policy, OneRank(), tmp_path / "weights", "run", "life", number, vocab)  # type: ignore[arg-type]
-
-    yield make
+    yield lambda number: policy.publish(tmp_path / "weights", number)
     shutil.rmtree(tmp_path / "weights")
 
 

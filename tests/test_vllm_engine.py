@@ -17,9 +17,8 @@ from model.packing import pack
 from model.reference import Reference
 from sampler.engine import Engine, SamplingParams
 from sampler.reload import reload
-from tests.plain_policy import OneRank, PlainPolicy
+from tests.plain_policy import PlainPolicy
 from tests.tiny import tiny_model
-from trainer.save.write_version import write_version
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -71,12 +70,7 @@ def policy(folder) -> PlainPolicy:
 @pytest.fixture
 def version(policy, tmp_path):
     """A function that publishes the policy as a version: the trainer's real code."""
-
-    def make(number: int) -> Published:
-        vocab = policy.model.config.vocab_size
-        return write_version(policy, OneRank(), tmp_path / "weights", "run", "life", number, vocab)
-
-    return make
+    return lambda number: policy.publish(tmp_path / "weights", number)
 
 
 def test_nothing_is_compiled_though_torch_dynamo_was_there_before_the_engine(engine, config, version):
