@@ -52,9 +52,13 @@ class Rollout:
 
     For "4<eos>":  completion_ids=[19, 2]  old_logprobs=[-0.1, -0.3]  ref_logprobs=[-0.2, -0.3]
                    rewards={"answer": 1.0, "format": -1.0}  reward=0.0  finish_reason="stop"
+
+    A rollout of several turns is one completion too: call [7 8], the tool's answer [30 31 32], answer [19 2] are
+    completion_ids=[7, 8, 30, 31, 32, 19, 2]  observed=((2, 5),)  turns=2. Observed tokens have log-probs of 0 and a
+    sampling_mask row of themselves alone, and count nowhere: see `sampled`.
     """
 
-    completion_ids: NDArray[np.int32]  # [C] sampled tokens, the end-of-sequence token included
+    completion_ids: NDArray[np.int32]  # [C] all behind the prompt, the end-of-sequence token included
     old_logprobs: NDArray[np.float32]  # [C] log π_old(token), by the engine, at the sampling temperature
     ref_logprobs: NDArray[np.float32] | None  # [C] log π_ref(token), same temperature; None: the sampler has none
     rewards: Mapping[str, float]  # by reward function, before weights; NaN where it does not apply
@@ -62,23 +66,45 @@ class Rollout:
     finish_reason: FinishReason
     sampling_mask: NDArray[np.int32] | None = None
     """[C, K] the tokens each could have been, itself first, -1 fills: what top-p, top-k and min-p left. None = all."""
+    observed: tuple[tuple[int, int], ...] = ()
+    """Half-open spans [start, end) of completion_ids that the environment wrote, ascending, with sampled tokens before,
+    between and behind them."""
+    turns: int = 1  # of the model
+    tool_calls: int = 0  # that it made, those that could not be read included
+    tool_errors: int = 0  # of them, those that failed
+    environment_s: float = 0.0  # seconds spent in its environment or tools
+
+    @property
+    def num_sampled(self) -> int:
+        """S, the tokens of completion_ids that the model wrote: what training calls the length |o|."""
+        return len(self.completion_ids) - sum(end - start for start, end in self.observed)
+
+    def sampled(self) -> slice | NDArray[np.int64]:
+        """The mask of training, as an index: x[rollout.sampled()] takes [C] to [S], for x of every token."""
+        if not self.observed:
+            return slice(None)
+        return np.delete(np.arange(len(self.completion_ids)), np.r_[tuple(slice(*span) for span in self.observed)])
 
     def ref_log_ratios(self) -> NDArray[np.float64]:
-        """[C] log π_old − log π_ref, in nats: Σ_t estimates the KL of the completion."""
+        """[S] log π_old − log π_ref, in nats: Σ_t estimates the KL of the completion."""
         assert self.ref_logprobs is not None, "the sampler was not asked to score the reference"
-        return self.old_logprobs.astype(np.float64) - self.ref_logprobs
+        return (self.old_logprobs.astype(np.float64) - self.ref_logprobs)[self.sampled()]
 
 
 @dataclass(frozen=True)
 class Group:
-    """The `num_generations` rollouts of one prompt, all sampled by one policy version."""
+    """The `num_generations` rollouts of one prompt, all sampled by one policy version.
+
+    Some may be missing because their environment failed: they have no reward, so they are in nobody's baseline.
+    """
 
     group_id: int  # position in the run's stream of groups: 0, 1, 2, …
     policy_version: int  # optimizer steps completed in the weights that sampled it
     problem_index: int
     prompt_ids: NDArray[np.int32]  # [P]
-    rollouts: tuple[Rollout, ...]  # num_generations of them
+    rollouts: tuple[Rollout, ...]  # at least two; with failures num_generations
     images: tuple[EncodedImage, ...] = ()  # of the prompt, in the order of their places in prompt_ids
+    failures: tuple[str, ...] = ()  # why each of the missing rollouts is missing
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.png import check_png
+from common.turns import MAX_FAILURE, SINGLE_TURN, Episode, episode_of, trouble, with_episode
 from common.types import EncodedImage, EvalRequest, EvalResult, FinishReason, Group, Rollout, Tombstone
 
 PROTO = 1
@@ -84,6 +85,9 @@ class _GroupHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
     reward: list[float]
     finish_reasons: list[FinishReason]
     support_width: int = 0  # K of sampling_mask; 0: there are none
+    # Absent where there are none, so that groups of single turns are the frames that they always were.
+    episodes: list[Episode] | msgspec.UnsetType = msgspec.UNSET
+    failures: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Image(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -185,8 +189,11 @@ def decode(frames: list[bytes]) -> tuple[Envelope, Message]:
 
 def check_group(group: Group, limits: Limits) -> None:
     """Raises WireError if the group cannot be an honest one. Shapes were checked by `decode`."""
-    if len(group.rollouts) != limits.num_generations:
-        raise WireError("group_size", f"{len(group.rollouts)} rollouts, expected {limits.num_generations}")
+    found, failed = len(group.rollouts), len(group.failures)
+    if found + failed != limits.num_generations or found < 2:
+        raise WireError("group_size", f"{found} rollouts and {failed} failures, expected {limits.num_generations}")
+    if any(len(reason) > MAX_FAILURE for reason in group.failures):
+        raise WireError("failure", f"a reason of more than {MAX_FAILURE} characters")
     if not 0 < len(group.prompt_ids) <= limits.max_prompt_length:
         raise WireError("prompt_length", f"{len(group.prompt_ids)} tokens")
     _check_ids(group.prompt_ids, limits.vocab_size)
@@ -203,6 +210,8 @@ def check_group(group: Group, limits: Limits) -> None:
         if rollout.ref_logprobs is not None:
             _check_logprobs(rollout.ref_logprobs, length)
         _check_sampling_mask(rollout, limits)
+        if wrong := trouble(rollout):
+            raise WireError("observed", wrong)
         if not math.isfinite(rollout.reward) or any(map(math.isinf, rollout.rewards.values())):
             raise WireError("reward", f"{rollout.reward} from {dict(rollout.rewards)}")
         if tuple(rollout.rewards) != limits.reward_funcs:
@@ -286,6 +295,8 @@ def _to_body(message: Message) -> tuple[_Body, bytes]:
             reward=[float(r.reward) for r in rollouts],
             finish_reasons=[r.finish_reason for r in rollouts],
             support_width=max((r.sampling_mask.shape[1] for r in rollouts if r.sampling_mask is not None), default=0),
+            episodes=_episodes(rollouts),
+            failures=list(message.failures) or msgspec.UNSET,
         )
         supports = [_widened(r.sampling_mask, header.support_width) for r in rollouts if r.sampling_mask is not None]
         ids = [message.prompt_ids, *(r.completion_ids for r in rollouts)]
@@ -297,6 +308,11 @@ def _to_body(message: Message) -> tuple[_Body, bytes]:
     if isinstance(message, EvalResult):
         return _EvalResult(message), b""
     return message, b""
+
+
+def _episodes(rollouts: Sequence[Rollout]) -> list[Episode] | msgspec.UnsetType:
+    of = [episode_of(rollout) for rollout in rollouts]
+    return msgspec.UNSET if all(episode == SINGLE_TURN for episode in of) else of
 
 
 def _widened(ids: NDArray[np.int32], width: int) -> NDArray[np.int32]:
@@ -321,7 +337,8 @@ def _read_group(header: _GroupHeader, arrays: bytes) -> Group:
     n, total = len(lengths), sum(lengths)
     if header.prompt_length < 0 or header.support_width < 0 or any(length < 0 for length in lengths):
         raise WireError("malformed", "negative length")
-    if not n == len(header.rewards) == len(header.reward) == len(header.finish_reasons):
+    episodes = [SINGLE_TURN] * n if header.episodes is msgspec.UNSET else header.episodes
+    if not n == len(episodes) == len(header.rewards) == len(header.reward) == len(header.finish_reasons):
         raise WireError("malformed", "lists of different lengths")
     ref_total = total if header.has_ref_logprobs else 0
     images = header.images if isinstance(header, _ImageGroupHeader) else []
@@ -338,20 +355,24 @@ def _read_group(header: _GroupHeader, arrays: bytes) -> Group:
     spans = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
     completion_ids, old_logprobs, ref_logprobs = ids[header.prompt_length :], floats[:total], floats[total:]
     rollouts = tuple(
-        Rollout(
-            completion_ids=completion_ids[span],
-            old_logprobs=old_logprobs[span],
-            ref_logprobs=ref_logprobs[span] if header.has_ref_logprobs else None,
-            rewards={k: math.nan if v is None else v for k, v in header.rewards[i].items()},
-            reward=header.reward[i],
-            finish_reason=header.finish_reasons[i],
-            sampling_mask=supports[span] if header.support_width else None,
+        with_episode(
+            Rollout(
+                completion_ids=completion_ids[span],
+                old_logprobs=old_logprobs[span],
+                ref_logprobs=ref_logprobs[span] if header.has_ref_logprobs else None,
+                rewards={k: math.nan if v is None else v for k, v in header.rewards[i].items()},
+                reward=header.reward[i],
+                finish_reason=header.finish_reasons[i],
+                sampling_mask=supports[span] if header.support_width else None,
+            ),
+            episodes[i],
         )
         for i, span in enumerate(spans)
     )
     prompt_ids = ids[: header.prompt_length]
     pngs = tuple(_read_images(images, arrays, 4 * words))
-    return Group(header.group_id, header.policy_version, header.problem_index, prompt_ids, rollouts, pngs)
+    failures = () if header.failures is msgspec.UNSET else tuple(header.failures)
+    return Group(header.group_id, header.policy_version, header.problem_index, prompt_ids, rollouts, pngs, failures)
 
 
 def _read_images(images: list[_Image], arrays: bytes, begin: int) -> Iterator[EncodedImage]:

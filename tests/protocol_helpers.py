@@ -64,6 +64,13 @@ def make_rollout(tokens: Sequence[int] = (3, 4), **changes: Any) -> Rollout:
     return Rollout(**values | changes)
 
 
+def of_two_turns(**changes: Any) -> Rollout:
+    """It calls with 3 4, observes 60 61, and answers 5."""
+    old = np.array([-0.5, -0.5, 0, 0, -0.5], np.float32)
+    values: dict[str, Any] = {"old_logprobs": old, "observed": ((2, 4),), "turns": 2, "tool_calls": 1}
+    return make_rollout((3, 4, 60, 61, 5), **values | {"environment_s": 0.25} | changes)
+
+
 def make_group(group_id: int, version: int = 0, *rollouts: Rollout) -> Group:
     return Group(
         group_id, version, group_id, np.array([1, 2], np.int32), rollouts or (make_rollout(), make_rollout((5,)))

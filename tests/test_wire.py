@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from common import wire
 from common.types import EvalFailure, EvalRequest, EvalResult, EvalSample, Group, Rollout, Tombstone
 from common.wire import Envelope, WireError, check_group, decode, encode
-from tests.protocol_helpers import HELLO, LIMITS, make_group, make_rollout
+from tests.protocol_helpers import HELLO, LIMITS, make_group, make_rollout, of_two_turns
 from tests.speed import overdue
 
 pytestmark = pytest.mark.fast
@@ -34,17 +34,43 @@ floats32 = st.lists(st.floats(width=32), max_size=6).map(lambda x: np.array(x, n
 
 
 @st.composite
+def episodes(draw: st.DrawFn, length: int) -> dict[str, Any]:
+    """Fields of a rollout of that many tokens: spans with sampled tokens before, between and behind them."""
+    inner = draw(st.sets(st.integers(1, max(1, length - 1)), max_size=6)) if length > 2 else set()
+    edges = sorted(inner)[: len(inner) // 2 * 2]
+    observed = tuple(zip(edges[::2], edges[1::2], strict=True))
+    calls = draw(st.integers(0, 9))
+    return {
+        "observed": observed,
+        "turns": len(observed) + draw(st.integers(1, 3)),
+        "tool_calls": calls,
+        "tool_errors": draw(st.integers(0, calls)),
+        "environment_s": draw(st.floats(0, allow_infinity=False)),
+    }
+
+
+@st.composite
 def rollouts(draw: st.DrawFn, with_ref: bool) -> Rollout:
     n = draw(st.integers(0, 6))
     array = st.lists(st.floats(width=32), min_size=n, max_size=n).map(lambda x: np.array(x, np.float32))
     ids = np.array(draw(st.lists(ints, min_size=n, max_size=n)), np.int32)
     ref = draw(array) if with_ref else None
-    return Rollout(ids, draw(array), ref, draw(scores), draw(numbers), draw(st.sampled_from(["stop", "length"])))
+    turns = draw(st.just({}) | episodes(n))
+    finish_reason = draw(st.sampled_from(["stop", "length"]))
+    return Rollout(ids, draw(array), ref, draw(scores), draw(numbers), finish_reason, **turns)
 
 
 prompts = st.lists(ints, max_size=6).map(lambda x: np.array(x, np.int32))
 groups = st.booleans().flatmap(
-    lambda with_ref: st.builds(Group, ints, ints, ints, prompts, st.lists(rollouts(with_ref), max_size=4).map(tuple))
+    lambda with_ref: st.builds(
+        Group,
+        ints,
+        ints,
+        ints,
+        prompts,
+        st.lists(rollouts(with_ref), max_size=4).map(tuple),
+        failures=st.lists(st.text(max_size=9), max_size=2).map(tuple),
+    )
 )
 requests = st.builds(EvalRequest, st.text(), ints, st.lists(ints).map(tuple))
 samples = st.builds(EvalSample, ints, st.text(), st.dictionaries(st.text(), numbers), ints, st.just("stop"))
@@ -107,6 +133,7 @@ def honest_frames() -> list[list[bytes]]:
         for message in (
             make_group(3, 1),
             make_group(3, 1, make_rollout(ref_logprobs=np.full(2, -1, np.float32))),
+            dataclasses.replace(make_group(3, 1, make_rollout(), of_two_turns()), failures=("timed out",)),
             Tombstone(3, 1, "reward failed"),
             EvalResult("v4", 0, 4, (sample,), (EvalFailure(2, "killed"),)),
             HELLO,
@@ -266,6 +293,8 @@ def array(*values: float) -> np.ndarray:
     [
         (make_group(0, 0, make_rollout()), "group_size"),
         (make_group(0, 0, *[make_rollout()] * 3), "group_size"),
+        (dataclasses.replace(make_group(0, 0, make_rollout()), failures=("timed out",)), "group_size"),
+        (dataclasses.replace(make_group(0), failures=("timed out",)), "group_size"),
         (dataclasses.replace(make_group(0), prompt_ids=np.array([], np.int32)), "prompt_length"),
         (dataclasses.replace(make_group(0), prompt_ids=np.zeros(9, np.int32)), "prompt_length"),
         (dataclasses.replace(make_group(0), prompt_ids=np.array([100], np.int32)), "token_id"),
