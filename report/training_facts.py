@@ -48,7 +48,7 @@ def _objective(config: Config) -> Iterable[tuple[str, str]]:
     a = config.algorithm
     high = a.epsilon if a.epsilon_high is None else a.epsilon_high
     yield "Advantages", f"{code(a.adv_estimator)}, scaled by {a.reward_scale}"
-    clip = f"{a.importance_sampling_level} ratios clipped to [{1 - a.epsilon:g}, {1 + high:g}]"
+    clip = f"{a.importance_sampling_level} ratios clipped to [{max(0.0, 1 - a.epsilon):g}, {1 + high:g}]"
     if a.loss:
         clip = f"own objective {code(a.loss)}"
     elif a.loss_type == "cispo":

@@ -41,7 +41,7 @@ def test_types_limits_and_defaults_are_readable() -> None:
     page = reference_page.page()
     for row in (
         "| `sampler.num_generations` | int ≥ 2 | `8` |",
-        "| `algorithm.epsilon` | float > 0, < 1 | `0.2` |",
+        "| `algorithm.epsilon` | float > 0 | `0.2` |",
         "| `model.path` | text | **required** |",
         "| `eval.steps` | int > 0, or null | `null` |",
         "| `trainer.learning_rate` | float > 0 | `1e-06` |",

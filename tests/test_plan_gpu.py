@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from common.config import Config, load
-from launcher import run, workload
+from launcher import memory_table, run, workload
 from launcher.fit import Fit, fit
 from launcher.machine import GIB, Machine
 from launcher.memory import published_versions, resident_sampler, sampler_memory, trainer_memory
@@ -131,3 +131,13 @@ def test_resident_memory_of_a_sampler_by_hand() -> None:
     cache_of_three = replace(ON_CPU, max_num_seqs=256)  # 2.1 GiB
     assert resident_sampler(cache_of_three, memory) == resident_sampler(ON_CPU, memory) + 2 * GIB
     assert published_versions(ON_CPU) == 16 * n
+
+
+def test_the_page_of_memory_is_what_the_estimates_say() -> None:
+    assert memory_table.PAGE.read_text() == memory_table.page(), "run: .venv/bin/python -m launcher.memory_table"
+
+
+def test_the_fewest_gpus_are_those_whose_share_fits_nine_tenths_of_a_card() -> None:
+    assert memory_table.fewest([31.7, 22.1, 14.2, 11.3], 24) == "4"  # 0.92 · 24 = 22.08
+    assert memory_table.fewest([31.7, 22.0, 14.2, 11.3], 24) == "2"
+    assert memory_table.fewest([90.0, 80.0, 74.0, 73.7], 80) == "–"

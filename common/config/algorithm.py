@@ -71,8 +71,8 @@ class Algorithm(Section):
     """Completions over which the adaptive controller moves beta by a fifth at most."""
     use_bias_correction_kl: bool = False
     """Multiply the KL term by the ratio, which makes the expected gradient of k3 that of KL(π_θ ‖ π_ref)."""
-    epsilon: float = Field(0.2, gt=0, lt=1)
-    """Clip range below 1; cispo has none."""
+    epsilon: float = Field(0.2, gt=0)
+    """Clip range below 1; 1 or more never acts there. cispo has none."""
     epsilon_high: float | None = Field(None, gt=0)
     """Clip range above 1; null = epsilon. With loss_type cispo the cap of the ratio itself, for example 5.0."""
     delta: float | None = Field(None, gt=1)

@@ -1,0 +1,17 @@
+"""The rule of DAPO-Math-17k, whose prompts ask for a last line of the form `Answer: 34`, right or not."""
+
+import re
+
+from rewards import text_of
+from rewards.latex import same_answer
+
+ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
+
+
+def answer_line(completions, answer, **columns):
+    """1.0 where the text after the last "Answer:" is the gold answer, else -1.0: one number per completion."""
+    given = [ANSWER.findall(text_of(completion)) for completion in completions]
+    right = [
+        bool(found) and same_answer(found[-1].strip(), str(gold)) for found, gold in zip(given, answer, strict=True)
+    ]
+    return [1.0 if is_right else -1.0 for is_right in right]

@@ -1,0 +1,85 @@
+"""docs/memory.md: GPUs that a model needs, for every ZeRO stage and for LoRA, by the estimates of `plan`.
+
+.venv/bin/python -m launcher.memory_table
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.config import load
+from common.durable import write_file
+from launcher.machine import GIB
+from launcher.memory import trainer_memory
+from launcher.workload import workload_of
+from model.dims import ModelDims
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "memory.md"
+BASE = ROOT / "configs" / "gsm8k_qwen2.5_1.5b.yaml"
+# hidden, intermediate, layers, heads, key-value heads, head size, vocabulary: config.json of the Qwen2.5 models
+MODELS = {
+    "0.5B": ModelDims(896, 4864, 24, 14, 2, 64, 151936, tied=True, bias=True),
+    "1.5B": ModelDims(1536, 8960, 28, 12, 2, 128, 151936, tied=True, bias=True),
+    "3B": ModelDims(2048, 11008, 36, 16, 2, 128, 151936, tied=True, bias=True),
+    "7B": ModelDims(3584, 18944, 28, 28, 4, 128, 152064, tied=False, bias=True),
+}
+WAYS = {f"ZeRO {stage}": [f"deepspeed.zero_optimization.stage={stage}"] for stage in range(4)}
+WAYS["LoRA, r = 16"] = ["lora.r=16", "deepspeed.zero_optimization.stage=1"]
+RANKS = (1, 2, 4, 8)
+CARDS = (24, 40, 80)  # GB on the label, of which a program can have nine tenths of as many GiB
+USABLE = 0.92
+LENGTHS = ["data.max_prompt_length=512", "sampler.max_completion_length=1024", "vllm.max_model_len=1536"]
+
+HEAD = """# Memory: which model trains on which GPUs
+
+Generated from the estimates of `plan` by `.venv/bin/python -m launcher.memory_table`; a test keeps the two equal.
+Qwen2.5 in bfloat16 with gradient checkpointing, prompts of 512 and answers of 1,024 tokens, G = 8, group by group, no
+KL term. Estimates: [planning](plan.md#memory-of-a-trainer-rank) has every term, and no GPU has confirmed them yet
+([what is proven](gpu.md)). `bash launch.sh plan CONFIG --gpus 2x24` does the same for your config.
+
+GiB of one trainer rank, by the number of ranks, one GPU each. The last three columns: the fewest of 1, 2, 4 or 8
+trainer GPUs on which it fits ({share:.0%} of the card), – where none does. The sampler needs a GPU beside them, or
+shares the only one ([one GPU](gpu.md)).
+
+| model | how | 1 rank | 2 | 4 | 8 | 24 GB | 40 GB | 80 GB |
+|---|---|---|---|---|---|---|---|---|
+"""
+TAIL = """
+- One card of 24 GB for both processes: 0.5B whole, 1.5B with LoRA; `plan --gpus 1x24` says what the sampler has:
+  `configs/gsm8k_qwen2.5_0.5b_one_gpu.yaml`, `configs/gsm8k_qwen2.5_1.5b_lora_one_gpu.yaml`.
+- ZeRO 1 divides the optimizer by the ranks, 2 the gradients too, 3 the weights too. Take the lowest that fits: each
+  sends more. Over gloo (vGPU) prefer stage 1.
+- Too large by a little: `trainer.groups_per_micro_batch: 1`, a smaller `trainer.logprob_chunk_size`, shorter
+  `sampler.max_completion_length`, fewer `sampler.num_generations`, in this order.
+- A critic (`gae`, `group_ppo`) adds its own weights, gradients and optimizer: about the same once more.
+- A reference (`algorithm.beta` above 0) adds its weights on one side, nothing with LoRA.
+"""
+
+
+def gib_per_rank(model: ModelDims, way: list[str]) -> list[float]:
+    """GiB of one rank, for each number in RANKS."""
+    found = []
+    for ranks in RANKS:
+        config = load(BASE, [*way, *LENGTHS, "algorithm.beta=0"])
+        found.append(trainer_memory(workload_of(config, ranks, model)).total / GIB)
+    return found
+
+
+def fewest(gib: list[float], card: int) -> str:
+    """Trainer GPUs of `card` GB: fewest([31.7, 20.1, 14.2, 11.3], 24) == "2"; "–" if even the most are too few."""
+    return next((str(ranks) for ranks, one in zip(RANKS, gib, strict=True) if one <= USABLE * card), "–")
+
+
+def page() -> str:
+    rows = []
+    for size, model in MODELS.items():
+        for way, settings in WAYS.items():
+            gib = gib_per_rank(model, settings)
+            cells = [*(f"{one:.1f}" for one in gib), *(fewest(gib, card) for card in CARDS)]
+            rows.append(f"| {size} | {way} | {' | '.join(cells)} |\n")
+    return HEAD.format(share=USABLE) + "".join(rows) + TAIL
+
+
+if __name__ == "__main__":
+    write_file(PAGE, page().encode())
