@@ -100,6 +100,15 @@ def test_every_metric_that_is_explained_is_logged():
     assert sorted(documented() - logged()) == []
 
 
+def test_every_metric_that_another_page_names_is_explained():
+    groups = {name.split("/")[0] for name in documented() if "/" in name} - {"rewards"}  # also a folder of the source
+    elsewhere = [path for path in (ROOT / "docs").glob("*.md") if path.name not in ("log.md", "metrics.md")]
+    pages = [*ROOT.glob("*.md"), *elsewhere]
+    for page in pages:
+        named = re.findall(r"`(\w+/[\w/]*\w)`", page.read_text())
+        assert unexplained({name for name in named if name.split("/")[0] in groups}) == [], page.name
+
+
 def test_the_collection_sees_metrics_of_every_kind():
     """Without this a renamed function would make the two tests above agree on nothing."""
     expected = {"reward", "rewards/<>/accuracy", "mismatch/k3", "kl", "grad_norm", "timing/backward_s", "sync/reload_s"}

@@ -68,6 +68,16 @@ def test_every_command_of_launch_sh_that_a_page_names_exists_and_so_does_every_c
         assert (ROOT / config).is_file(), config
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_of_ours_that_a_page_names_exists(page: Path) -> None:
+    if page.name == "log.md":
+        return  # experiments keep the names of their time
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")} - {"runs"}
+    named = {name for name in re.findall(r"`(\w+/[\w./-]+)", page.read_text()) if name.split("/")[0] in folders}
+    files = {name.rstrip("./") for name in named if "." in Path(name).name or name.endswith("/")}
+    assert sorted(name for name in files if not (ROOT / name).exists()) == []
+
+
 def test_deepspeeds_launcher_knows_every_flag_that_a_page_gives_it() -> None:
     """Looked up in its source: importing it costs seconds."""
     (place,) = find_spec("deepspeed").submodule_search_locations  # type: ignore[union-attr]
