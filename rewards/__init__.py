@@ -2,7 +2,8 @@
 
 It is TRL's: `def reward(prompts, completions, **columns) -> list[float | None]`, plain or async, everything by keyword,
 one number per completion, None where the reward does not apply. `completions` holds strings when the data set's prompts
-are strings and `[{"role": "assistant", "content": …}]` when they are message lists. Of TRL's other arguments,
+are strings and `[{"role": "assistant", "content": …}]` when they are message lists; of a rollout with several turns
+the whole conversation after the prompt, with `environment_rewards` beside it. Of TRL's other arguments,
 `trainer_state` has global_step and max_steps alone, `log_metric` gives a metric of the run, and what `log_extra` gets
 is not kept, because a group has no place for it on its way to the trainer.
 """
@@ -30,6 +31,7 @@ ALWAYS_PASSED = (
     "completions",
     "completion_ids",
     "completions_ids",
+    "environment_rewards",
     "trainer_state",
     "log_metric",
     "log_extra",
@@ -69,8 +71,13 @@ class Logged:
 
 
 def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:
-    """The text of a completion in either of its shapes.  text_of([{"role": "assistant", "content": "4"}]) == "4" """
-    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+    """The text of a completion in either of its shapes; of several turns, what the model said last.
+
+    text_of([{"role": "assistant", "content": "4"}, {"role": "tool", "content": "24"}]) == "4"
+    """
+    if isinstance(completion, str):
+        return completion
+    return next((str(m["content"]) for m in reversed(completion) if m.get("role") == "assistant"), "")
 
 
 def shorten(value: Any) -> str:

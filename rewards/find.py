@@ -28,6 +28,7 @@ BUILT_IN = {
     "gated_format": "rewards.shaped.gated_format",
     "cosine_length": "rewards.shaped.cosine_length",
     "linear_length": "rewards.shaped.linear_length",
+    "environment": "rewards.environment.environment",
 }
 
 

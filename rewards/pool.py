@@ -16,6 +16,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
+
 from common.config import Rewards
 from common.errors import UserError
 from rewards import RewardError, Scores
@@ -80,17 +82,22 @@ class RewardPool:
         self,
         key: Hashable,
         prompt_messages: str | list[dict[str, Any]],
-        completions: Sequence[str],
+        completions: Sequence[str | list[dict[str, Any]]],
         completion_ids: Sequence[Any],
         columns: Mapping[str, Any],
         policy_version: int = 0,
+        environment_rewards: Sequence[float | None] | None = None,
     ) -> None:
         """Queue the completions of one prompt and return at once.
 
-        completion_ids: one list or integer array per completion. columns: one data set row, read-only from here on.
-        policy_version: what reward functions get as trainer_state.global_step.
+        completions: texts, or of rollouts with several turns the messages after the prompt. completion_ids: one list or
+        integer array per completion. columns: one data set row, read-only from here on.
+        policy_version: what reward functions get as trainer_state.global_step. environment_rewards: what the
+        environment said of each completion, for the reward `environment`.
         """
         job = Job(0, prompt_messages, list(completions), list(completion_ids), dict(columns), policy_version)
+        if environment_rewards is not None:
+            job = msgspec.structs.replace(job, environment_rewards=list(environment_rewards))
         self._jobs.put((key, job))
         self.pending += 1
 

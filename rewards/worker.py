@@ -40,10 +40,11 @@ class Job(msgspec.Struct, frozen=True):
 
     number: int  # counts from 1 within one process; the answer repeats it
     prompt: str | list[dict[str, Any]]
-    completions: list[str]
+    completions: list[str | list[dict[str, Any]]]  # texts, or conversations of several turns
     completion_ids: list[list[int]]
     columns: dict[str, Any]  # of one data set row
     policy_version: int = 0  # for trainer_state
+    environment_rewards: list[float | None] | None = None  # one per completion; null: no environment
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -72,8 +73,11 @@ def reply_to(job: Job, functions: list[tuple[str, RewardFunction, float]], max_s
     n = len(job.completions)
     completions: list[Any] = job.completions
     if not isinstance(job.prompt, str):
-        completions = [[{"role": "assistant", "content": text}] for text in job.completions]
-    columns = {name: [value] * n for name, value in job.columns.items()}
+        completions = [
+            [{"role": "assistant", "content": given}] if isinstance(given, str) else given for given in job.completions
+        ]
+    columns: dict[str, list[Any]] = {name: [value] * n for name, value in job.columns.items()}
+    columns["environment_rewards"] = list(job.environment_rewards or [None] * n)
     state, logged = TrainerState(job.policy_version, max_steps), Logged()
     try:
         scores = score_completions(functions, [job.prompt] * n, completions, columns, job.completion_ids, state, logged)

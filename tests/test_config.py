@@ -112,6 +112,31 @@ def test_a_malformed_override_is_quoted_back(tmp_path: Path, override: str, said
     assert said in message
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["rollout.tools=[a.py:f]", "rollout.environment=a.py:C"], "environment and tools are both given"),
+        (["rollout.tools=[a.py:f, b.py:f]"], "two functions named 'f'"),
+        (["rollout.environment_kwargs={n: 1}"], "set rollout.environment=my.py:Class"),
+        (["rollout.max_turns=3"], "rollout.max_turns does nothing without an environment or tools"),
+        (["rewards.reward_funcs=[environment]"], "reward 'environment' needs one"),
+        (["rollout.tools=[a.py:f]", "rewards.reward_funcs=[environment]"], "rollout.tools give no reward"),
+        (["rollout.tools=[a.py:f]", "rollout.max_environments=4"], "set rollout.max_environments=8"),
+        (["rollout.tools=[a.py:f]", "rollout.min_rollouts=9"], "set it to at most 8"),
+        (["rollout.tools=[a.py:f]", "rollout.max_turn_length=257"], "at most sampler.max_completion_length 256"),
+    ],
+)
+def test_contradictions_about_rollouts_of_several_turns_are_refused(tmp_path: Path, overrides, said: str) -> None:
+    assert said in problem(tmp_path, GOOD, *overrides)
+
+
+def test_an_environment_or_a_tool_makes_rollouts_multi_turn(tmp_path: Path) -> None:
+    assert not load(write(tmp_path, GOOD)).rollout.is_multi_turn
+    assert load(write(tmp_path, GOOD), ["rollout.tools=[a.py:f]"]).rollout.is_multi_turn
+    mine = load(write(tmp_path, GOOD), ["rollout.environment=a.py:C", "rewards.reward_funcs=[environment]"])
+    assert mine.rollout.is_multi_turn and mine.rewards.names == ["environment"]
+
+
 def test_an_empty_section_keeps_its_defaults(tmp_path: Path) -> None:
     config = load(write(tmp_path, GOOD + "eval:\n  # steps: 5\n"), ["eval.steps=7"])
     assert config.eval.steps == 7

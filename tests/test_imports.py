@@ -20,7 +20,7 @@ pytestmark = pytest.mark.fast
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
-    *("common", "model", "report", "rewards", "sampler", "trainer", "evaluation", "launcher"),
+    *("common", "model", "report", "rewards", "environments", "sampler", "trainer", "evaluation", "launcher"),
     *("quickstart", "quickstart_vlm", "smollm2", "benchmarks", "gpu_check", "website"),
 )
 SOURCES = sorted([*ROOT.glob("*.py"), *(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))])
@@ -31,8 +31,9 @@ MAY_IMPORT = {
     "model": {"common"},
     "report": {"common"},
     "rewards": {"common"},
-    "sampler": {"common", "model", "rewards"},
-    "evaluation": {"common", "model", "report", "rewards", "sampler"},
+    "environments": {"common"},
+    "sampler": {"common", "model", "rewards", "environments"},
+    "evaluation": {"common", "model", "report", "rewards", "environments", "sampler"},
     "trainer": {"common", "model", "report"},
     "trainer.link": {"common"},
     "trainer.algorithm": {"common"},

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from pydantic import model_validator
 
+from common.config.rollouts import Rollouts
 from common.config.settings import Settings
 from common.config.training import Critic
 
@@ -24,7 +25,7 @@ class Config(Settings):
 
 def contradictions(config: Settings) -> Iterator[str]:
     """Every sentence about this config; none if its sections agree."""
-    for check in (_devices, _sampling, _batches, _kl, _publishing, _evaluation, _lengths, _critic, _lora):
+    for check in (_devices, _sampling, _rollouts, _batches, _kl, _publishing, _evaluation, _lengths, _critic, _lora):
         yield from check(config)
 
 
@@ -57,6 +58,34 @@ def _sampling(config: Settings) -> Iterator[str]:
         yield (
             f"algorithm.soft_punish_cache {config.algorithm.soft_punish_cache} is longer than a completion; set it "
             f"to at most sampler.max_completion_length {config.sampler.max_completion_length}"
+        )
+
+
+def _rollouts(config: Settings) -> Iterator[str]:
+    given, count = config.rollout, config.sampler.num_generations
+    rewarded = "environment" in config.rewards.reward_funcs
+    if not given.is_multi_turn:
+        if changed := [n for n in given.model_fields_set if getattr(given, n) != Rollouts.model_fields[n].default]:
+            yield (
+                f"rollout.{min(changed)} does nothing without an environment or tools; set "
+                "rollout.tools=[my.py:calculator], or remove it"
+            )
+        if rewarded:
+            yield "reward 'environment' needs one: set rollout.environment=my.py:Class, or remove it from reward_funcs"
+        return
+    if given.tools and rewarded:
+        yield "rollout.tools give no reward; remove environment from rewards.reward_funcs"
+    if given.max_environments < count:
+        yield (
+            f"rollout.max_environments {given.max_environments} is less than a group of sampler.num_generations "
+            f"{count}, whose rollouts start together; set rollout.max_environments={count}"
+        )
+    if given.min_rollouts > count:
+        yield f"rollout.min_rollouts {given.min_rollouts} is more than a group has; set it to at most {count}"
+    if (longest := given.max_turn_length) is not None and longest > config.sampler.max_completion_length:
+        yield (
+            f"rollout.max_turn_length {longest} is longer than all turns together; set it to at most "
+            f"sampler.max_completion_length {config.sampler.max_completion_length}"
         )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.config.algorithm import Algorithm
+from common.config.rollouts import Rollouts
 from common.config.sampling import Eval, Rewards, Sampler
 from common.config.sections import Channel, Data, Lora, Model, PromptTemplate, Reference, Run, Section, Weights
 from common.config.training import Critic, Trainer
@@ -22,6 +23,7 @@ class Settings(Section):
     data: Data
     prompt: PromptTemplate = PromptTemplate()
     sampler: Sampler = Sampler()
+    rollout: Rollouts = Rollouts()
     eval: Eval = Eval()
     rewards: Rewards = Rewards()
     algorithm: Algorithm = Algorithm()
