@@ -162,10 +162,10 @@ def _say(text: str) -> None:
     print(f"tandem: {text}", file=sys.stderr, flush=True)
 
 
-def die_with_parent() -> None:
-    """Asks the kernel to kill this process when its parent ends: a killed launcher leaves no orphan. Linux only."""
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Asks the kernel to signal this process when its parent ends: a killed launcher leaves no orphan. Linux only."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def kill_group(pid: int, number: int = signal.SIGKILL) -> None:

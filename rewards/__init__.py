@@ -11,19 +11,14 @@ is not kept, because a group has no place for it on its way to the trainer.
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.functions import describe
+from common.outcomes import await_all, finite_number, shorten
 from common.signatures import parameters_of
-
-if TYPE_CHECKING:
-    import asyncio
 
 # `completions_ids` is what TRL's documentation calls the same argument.
 ALWAYS_PASSED = (
@@ -80,15 +75,6 @@ def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:
     return next((str(m["content"]) for m in reversed(completion) if m.get("role") == "assistant"), "")
 
 
-def shorten(value: Any) -> str:
-    """The repr of a value, at most 201 characters of it, for messages."""
-    try:
-        text = repr(value)
-    except Exception:  # of an integer with thousands of digits, or of a class of the user's
-        return f"a value of type {type(value).__name__}"
-    return text if len(text) <= 200 else text[:200] + "…"
-
-
 def score_completions(
     functions: Sequence[tuple[str, RewardFunction, float]],
     prompts: Sequence[Any],
@@ -111,7 +97,7 @@ def score_completions(
     offered |= {"completion_ids": completion_ids, "completions_ids": completion_ids}
     logged = logged or Logged()
     shared = {"trainer_state": trainer_state, "log_metric": logged.metric, "log_extra": logged.extra}
-    outcomes = _await_all([_call(function, offered, shared) for _, function, _ in functions])
+    outcomes = await_all([_call(function, offered, shared) for _, function, _ in functions])
     by_name = {name: _numbers(name, out, completions) for (name, _, _), out in zip(functions, outcomes, strict=True)}
     scores: Scores = []
     for i, completion in enumerate(completions):
@@ -141,33 +127,6 @@ def _call(function: RewardFunction, offered: Mapping[str, Sequence[Any]], shared
         raise
     except BaseException as error:  # SystemExit included: a reward must not end its process in silence
         return error
-
-
-def _await_all(outcomes: Sequence[Any]) -> list[Any]:
-    """The outcomes, those of async functions awaited together, so that their waiting overlaps."""
-
-    async def settled(outcome: Any) -> Any:
-        try:
-            return await outcome if inspect.isawaitable(outcome) else outcome
-        except BaseException as error:
-            return error
-
-    if not any(map(inspect.isawaitable, outcomes)):
-        return list(outcomes)
-    import asyncio  # a third of what a reward process imports, for the few that wait
-
-    async def all_settled() -> list[Any]:
-        return await asyncio.gather(*map(settled, outcomes))
-
-    return _event_loop().run(all_settled())
-
-
-@functools.cache
-def _event_loop() -> asyncio.Runner:
-    """One loop as long as the process runs: the clients that a reward keeps open belong to it."""
-    import asyncio
-
-    return asyncio.Runner()
 
 
 def _numbers(name: str, values: Any, completions: Sequence[Any]) -> list[float]:
@@ -204,12 +163,8 @@ def _shape_hint(error: BaseException, completions: Sequence[Any]) -> str:
 def _number(name: str, value: Any, completion: Any) -> float:
     if value is None:
         return math.nan
-    try:
-        plain = value.item() if hasattr(value, "item") else value  # a 0-d numpy array or torch tensor
-        if isinstance(plain, Real) and math.isfinite(number := float(plain)):
-            return number
-    except (ValueError, OverflowError, RuntimeError):
-        pass
+    if (number := finite_number(value)) is not None:
+        return number
     raise RewardError(
         f"{name} returned {shorten(value)}, expected a finite number or None. Completion: {_show(completion)}"
     )

@@ -20,8 +20,9 @@ import msgspec
 
 from common.config import Rewards
 from common.errors import UserError
+from common.worker_process import StartError
 from rewards import RewardError, Scores
-from rewards.process import LostError, RewardProcess, StartError
+from rewards.process import LostError, RewardProcess
 from rewards.worker import Job, Setup
 
 

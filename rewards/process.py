@@ -9,25 +9,21 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import msgspec
 
 from common.exits import kill_group
-from rewards import RewardError, shorten
-from rewards.worker import MAX_FRAME_BYTES, Job, Reply, Setup, pack
+from common.outcomes import shorten
+from common.worker import MAX_FRAME_BYTES, pack
+from common.worker_process import StartError, cause, has_exited, start
+from rewards import RewardError
+from rewards.worker import Job, Reply, Setup
 
 START_TIMEOUT_S = 60.0  # imports of the user's modules included
 _POLL_S = 0.05  # how soon a dead process is noticed
-
-
-class StartError(Exception):
-    """The process cannot start: a function cannot be found, imported or called, or the system has no more processes."""
 
 
 class LostError(Exception):
@@ -64,17 +60,15 @@ class RewardProcess:
 
     def ensure_alive(self) -> None:
         """Start the process if there is none, or the one there was has died while idle."""
-        if self._process is not None and not _has_exited(self._process):
+        if self._process is not None and not has_exited(self._process):
             return
         self._kill()
         self._num_jobs = 0
         with self._lock:
             if self._closed:
                 raise LostError("the reward pool is closed")
-            try:
-                self._process = _start()
-            except OSError as error:
-                raise StartError(f"the reward process cannot start: {error}") from error
+            self._process = start("rewards.worker")
+            os.set_blocking(self._process.stdin.fileno(), False)  # type: ignore[union-attr]
         reply = self._ask(self._setup, START_TIMEOUT_S, f"It was importing {', '.join(self._setup.names)}.")
         if reply.reason:
             self._kill()
@@ -131,7 +125,7 @@ class RewardProcess:
         if (process := self._process) is None:
             return ""
         deadline = time.monotonic() + patience_s  # its pipe closes a moment before it counts as dead
-        while not (exited := _has_exited(process)) and time.monotonic() < deadline:
+        while not (exited := has_exited(process)) and time.monotonic() < deadline:
             time.sleep(0.005)
         with self._lock:
             kill_group(process.pid)
@@ -141,22 +135,7 @@ class RewardProcess:
         for pipe in (process.stdin, process.stdout):
             with contextlib.suppress(OSError):
                 pipe.close()  # type: ignore[union-attr]
-        return _cause(process.returncode) if exited else ""
-
-
-def _start() -> subprocess.Popen[bytes]:
-    root = str(Path(__file__).resolve().parents[1])
-    path = [entry or os.getcwd() for entry in sys.path]  # "path/file.py" and packages must mean the same in both
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "rewards.worker", str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        bufsize=0,
-        start_new_session=True,
-        env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join([root, *path])},
-    )
-    os.set_blocking(process.stdin.fileno(), False)  # type: ignore[union-attr]
-    return process
+        return cause(process.returncode) if exited else ""
 
 
 def _wait(process: subprocess.Popen[bytes], descriptor: int, event: int, deadline: float) -> None:
@@ -165,27 +144,13 @@ def _wait(process: subprocess.Popen[bytes], descriptor: int, event: int, deadlin
     poller.register(descriptor, event)
     while True:
         left_s = deadline - time.monotonic()
-        exited = _has_exited(process)  # before the poll: what it wrote last is still read
+        exited = has_exited(process)  # before the poll: what it wrote last is still read
         if poller.poll(max(0.0, min(left_s, _POLL_S)) * 1000):
             return
         if exited:
             raise EOFError("the process has died")
         if left_s <= 0:
             raise TimeoutError
-
-
-def _has_exited(process: subprocess.Popen[bytes]) -> bool:
-    """Without reaping it, so that its id, which is also its group's, is not given to another."""
-    try:
-        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:
-        return True
-
-
-def _cause(returncode: int | None) -> str:
-    if returncode is not None and returncode < 0:
-        return f"died of signal {-returncode} ({signal.strsignal(-returncode)})"
-    return f"ended with exit code {returncode}"
 
 
 def _about(job: Job) -> str:

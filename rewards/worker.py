@@ -1,29 +1,24 @@
 """The reward process: reads jobs from stdin, writes scores to stdout, runs the user's code between the two.
 
-Frames are a 4-byte little-endian length and a msgpack record; the first request is a Setup. The pipes are moved off
-descriptors 0 and 1 before any user code runs, so that a print goes to stderr and never into the protocol. This is
-isolation against accidents (crash, hang, flood of output), not a sandbox for hostile code. Nothing here imports
-torch, vllm or pydantic: the process is up in about 0.2 s, so killing and replacing it is cheap.
+The first request is a Setup. The pipes are moved off descriptors 0 and 1 before any user code runs, so that a print
+goes to stderr and never into the protocol. Nothing here imports torch, vllm or pydantic: the process is up in about
+0.2 s, so killing and replacing it is cheap.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import resource
-import signal
 import sys
 from typing import Any, BinaryIO, NoReturn
 
 import msgspec
 
 from common.errors import UserError
-from common.exits import die_with_parent
 from common.functions import short_name
+from common.worker import close_standard_streams, die_with, limit_memory, pack, read_frame
 from rewards import Logged, RewardError, RewardFunction, Scores, TrainerState, score_completions
 from rewards.find import bind, check_signature, resolve
-
-MAX_FRAME_BYTES = 1 << 28
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -54,20 +49,6 @@ class Reply(msgspec.Struct, frozen=True):
     logged: dict[str, float] = {}  # by log_metric
 
 
-def pack(record: msgspec.Struct) -> bytes:
-    """The frame of a record. Raises TypeError, ValueError or OverflowError for what msgpack cannot hold."""
-    body = msgspec.msgpack.encode(record, enc_hook=_plain)
-    if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(f"{len(body)} bytes, more than {MAX_FRAME_BYTES}")
-    return len(body).to_bytes(4, "little") + body
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "tolist"):  # numpy arrays and scalars
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} cannot be sent to the reward process")
-
-
 def reply_to(job: Job, functions: list[tuple[str, RewardFunction, float]], max_steps: int = 0) -> Reply:
     """Reply with the scores of one job, in TRL's shapes: message completions for message prompts, else strings."""
     n = len(job.completions)
@@ -90,7 +71,7 @@ def reply_to(job: Job, functions: list[tuple[str, RewardFunction, float]], max_s
 
 def main(parent_pid: int) -> NoReturn:
     """Serve until stdin ends."""
-    _die_with(parent_pid)
+    die_with(parent_pid)
     pid = os.getpid()
     requests, replies = _private_pipes()
 
@@ -102,9 +83,8 @@ def main(parent_pid: int) -> NoReturn:
         replies.write(pack(record))
         replies.flush()
 
-    setup = msgspec.msgpack.decode(_read(requests), type=Setup)
-    if setup.max_memory and sys.platform == "linux":  # inherited by whatever the user's code starts
-        resource.setrlimit(resource.RLIMIT_DATA, (setup.max_memory, setup.max_memory))
+    setup = msgspec.msgpack.decode(read_frame(requests), type=Setup)
+    limit_memory(setup.max_memory)
     try:
         functions = _functions(setup)
     except UserError as error:
@@ -112,7 +92,7 @@ def main(parent_pid: int) -> NoReturn:
         sys.exit(2)
     reply(Reply(0))
     while True:
-        reply(reply_to(msgspec.msgpack.decode(_read(requests), type=Job), functions, setup.max_steps))
+        reply(reply_to(msgspec.msgpack.decode(read_frame(requests), type=Job), functions, setup.max_steps))
 
 
 def _functions(setup: Setup) -> list[tuple[str, RewardFunction, float]]:
@@ -127,34 +107,11 @@ def _functions(setup: Setup) -> list[tuple[str, RewardFunction, float]]:
     return functions
 
 
-def _die_with(parent_pid: int) -> None:
-    """End when the parent does, even inside a reward that never returns, and before it when memory runs out."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    die_with_parent()
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
-    if os.getppid() != parent_pid:  # it died before prctl
-        sys.exit(1)
-
-
 def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The protocol's pipes on descriptors of their own; 0 reads nothing and 1 is stderr."""
+    """The protocol's pipes on descriptors of their own."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    os.dup2(2, 1)
+    close_standard_streams()
     return requests, replies
-
-
-def _read(requests: BinaryIO) -> bytes:
-    """The next frame. Exits when the parent has closed the pipe."""
-    header = requests.read(4)
-    body = requests.read(int.from_bytes(header, "little"))
-    if len(header) < 4 or len(body) < int.from_bytes(header, "little"):
-        sys.exit(0)
-    return body
 
 
 if __name__ == "__main__":

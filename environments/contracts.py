@@ -1,0 +1,165 @@
+"""A user's environment or tools, found and brought into one form: reset, step, finish, close.
+
+Three kinds come in: a class with `step`; a class without it, whose public methods are tools (TRL's
+`environment_factory`); and plain functions that are tools. This runs inside the rollout's own process.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from common import functions
+from common.errors import UserError
+from common.functions import describe, short_name
+from common.outcomes import await_all, finite_number, shorten
+from common.signatures import check_parameters, parameters_of
+from environments import Done, Message, Turn
+from environments.messages import Setup
+from environments.tools import Toolbox
+
+_NOT_TOOLS = ("reset", "get_reward", "close")
+
+
+class BrokenEnvironment(Exception):
+    """The user's environment raised, or returned something else than the contract says."""
+
+
+class Found:
+    """The user's class or functions, imported. Raises UserError."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._make = (
+            functions.find(f"environment {setup.environment!r}", setup.environment) if setup.environment else None
+        )
+        self._tools = {short_name(spec): functions.find(f"tool {spec!r}", spec) for spec in setup.tools}
+
+    def instance(self) -> Instance:
+        """A fresh one. Raises BrokenEnvironment."""
+        if self._make is None:
+            return Instance(None, Toolbox(self._tools, self._setup.parser))
+        mine = _called(short_name(self._setup.environment or ""), self._make, **self._setup.arguments)
+        if callable(getattr(mine, "step", None)):
+            return Instance(mine, None)
+        return Instance(mine, Toolbox(_methods(mine), self._setup.parser))
+
+    def checked(self) -> Instance:
+        """A first instance, with everything looked at that a run will call. Raises UserError."""
+        name = short_name(self._setup.environment or "tools")
+        try:
+            instance = self.instance()
+        except BrokenEnvironment as error:
+            raise UserError(f"environment {name}: {error}") from None
+        if self._make is None:
+            return instance
+        reset = getattr(instance.mine, "reset", None)
+        if not callable(reset):
+            raise UserError(f"environment {name} has no reset; write def reset(self, **row)")
+        if instance.toolbox is not None and not instance.toolbox.tools:
+            raise UserError(
+                f"environment {name} has neither step nor methods that are tools; write def step(self, completion)"
+            )
+        if self._setup.columns is not None:
+            self._check_reset(name, reset, self._setup.columns)
+        return instance
+
+    def _check_reset(self, name: str, reset: Callable[..., Any], columns: Sequence[str]) -> None:
+        def unknown(parameter: str) -> str:
+            return (
+                f"environment {name}: reset wants {parameter!r}; the data set gives "
+                f"{', '.join(columns) or 'no columns'}. Remove it and add **row, or set "
+                f"data.rename: {{<a column>: {parameter}}}"
+            )
+
+        check_parameters(f"environment {name}", parameters_of(reset), columns, (), "def reset(self, **row)", unknown)
+
+
+class Instance:
+    """One rollout's environment: the user's object, its tools, or both. Every method raises BrokenEnvironment."""
+
+    def __init__(self, mine: Any, toolbox: Toolbox | None) -> None:
+        self.mine, self.toolbox = mine, toolbox
+
+    @property
+    def gives_rewards(self) -> bool:
+        return self.mine is not None and (self.toolbox is None or hasattr(self.mine, "get_reward"))
+
+    def reset(self, row: Mapping[str, Any]) -> Turn:
+        if self.mine is None:
+            return Turn()
+        given = _called("reset", self.mine.reset, **_wanted(self.mine.reset, row))
+        if given is None:
+            return Turn()
+        if isinstance(given, str) and self.toolbox is not None:
+            return Turn(appended=given)
+        return Turn(messages_of(given, "reset"))
+
+    def step(self, completion: str) -> Turn | Done:
+        if self.toolbox is not None:
+            return self.toolbox.answer(completion) or self.finish()
+        given = _called("step", self.mine.step, completion)
+        if not isinstance(given, Done):
+            return Turn(messages_of(given, "step"))
+        return Done(_reward(given.reward, "step"), messages_of(given.messages, "step", none=True))
+
+    def finish(self) -> Done:
+        """The end without a word of `step`: what get_reward says; without it nothing from tools, 0 from a class that
+        has not given its reward yet."""
+        if hasattr(self.mine, "get_reward"):
+            return Done(_reward(_called("get_reward", self.mine.get_reward), "get_reward"))
+        return Done(None if self.toolbox is not None else 0.0)
+
+    def close(self) -> None:
+        if callable(getattr(self.mine, "close", None)):
+            _called("close", self.mine.close)
+
+
+def messages_of(given: Any, what: str, none: bool = False) -> list[Message]:
+    """A user's answer as chat messages: text is the user's. Raises BrokenEnvironment."""
+    if given is None and none:
+        return []
+    messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    messages = [messages] if isinstance(messages, Mapping) else messages
+    if not isinstance(messages, list | tuple) or (not messages and not none):
+        raise BrokenEnvironment(f"{what} returned {shorten(given)}, expected text, messages or Done(reward)")
+    for message in messages:
+        right = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        if not right or not isinstance(message.get("content"), str | list):
+            raise BrokenEnvironment(
+                f'{what} returned {shorten(message)} as a message, expected {{"role": "user", "content": "…"}}'
+            )
+    return [dict(message) for message in messages]
+
+
+def _called(what: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """What the user's function returns, awaited. Raises BrokenEnvironment for all that it raises."""
+    try:
+        [value] = await_all([function(*arguments, **named)])
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit included: an environment must not end its process in silence
+        value = error
+    if isinstance(value, BaseException):
+        raise BrokenEnvironment(f"{what} raised {describe(value)}") from value
+    return value
+
+
+def _wanted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = parameters_of(function)
+    if parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(row)
+    return {p.name: row[p.name] for p in parameters if p.name in row}
+
+
+def _methods(mine: Any) -> dict[str, Callable[..., Any]]:
+    """Its public methods, listed on the class so that no property is evaluated."""
+    names = [name for name, _ in inspect.getmembers(type(mine), inspect.isfunction)]
+    return {name: getattr(mine, name) for name in names if name[0] != "_" and name not in _NOT_TOOLS}
+
+
+def _reward(value: Any, what: str) -> float | None:
+    if value is not None and finite_number(value) is None:
+        raise BrokenEnvironment(f"{what} gave the reward {shorten(value)}, expected a finite number or None")
+    return None if value is None else finite_number(value)

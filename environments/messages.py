@@ -1,0 +1,80 @@
+"""What the pool, the fork server and the instances say to each other."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from environments import Done, Failed, Reply, Turn
+
+MAX_ANSWER_BYTES = 1 << 20  # many times what a rollout has tokens for
+CONTROL_BYTES = 1 << 16
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """To the fork server, first. One of environment and tools is given."""
+
+    environment: str | None
+    tools: list[str]
+    arguments: dict[str, Any] = {}  # rollout.environment_kwargs
+    parser: str = "hermes"
+    columns: list[str] | None = None  # null: the signature of reset is not checked
+    max_memory: int = 0  # bytes; 0 = no limit
+    confine_signals: bool = True
+
+
+class Order(msgspec.Struct, frozen=True):
+    """To the fork server. fork: with the instance's end of a socket. kill: the instance, and all that it started."""
+
+    kind: Literal["fork", "kill"]
+    number: int
+
+
+class News(msgspec.Struct, frozen=True):
+    """From the fork server. ready: the user's file is imported. refused: it cannot be. forked, ended: an instance."""
+
+    kind: Literal["ready", "refused", "forked", "ended"]
+    number: int = 0
+    reason: str = ""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """To an instance."""
+
+    kind: Literal["describe", "reset", "step", "finish"]
+    completion: str = ""
+    columns: dict[str, Any] = {}
+    seed: int | None = None
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """From an instance, one for each Request."""
+
+    kind: Literal["turn", "done", "failed", "described"]
+    messages: list[dict[str, Any]] = []
+    appended: str = ""
+    assistant: dict[str, Any] | None = None
+    reward: float | None = None
+    num_calls: int = 0
+    num_call_errors: int = 0
+    seconds: float = 0.0
+    reason: str = ""  # of failed
+    tools: list[dict[str, Any]] = []  # of described
+    gives_rewards: bool = False
+
+    @classmethod
+    def of(cls, reply: Turn | Done) -> Answer:
+        calls = {"num_calls": reply.num_calls, "num_call_errors": reply.num_call_errors}
+        if isinstance(reply, Done):
+            return cls("done", reply.messages, assistant=reply.assistant, reward=reply.reward, **calls)
+        return cls("turn", reply.messages, reply.appended, reply.assistant, **calls)
+
+    def reply(self) -> Reply:
+        """As the pool gives it on. Of `described` there is none."""
+        calls = self.num_calls, self.num_call_errors
+        if self.kind == "turn":
+            return Turn(self.messages, self.appended, self.assistant, *calls, self.seconds)
+        if self.kind == "done":
+            return Done(self.reward, self.messages, self.assistant, *calls, self.seconds)
+        return Failed("error", self.reason, self.seconds)

@@ -1,0 +1,155 @@
+"""Calls of tools: how a model writes them, and what it is answered.
+
+| parser | a call looks like | templates |
+|---|---|---|
+| hermes | `<tool_call>{"name": "times", "arguments": {"a": 6, "b": 4}}</tool_call>` | Qwen2.5, Qwen3, Hermes |
+| llama3_json | `{"name": "times", "parameters": {"a": 6, "b": 4}}`, the whole turn | Llama 3.1 and later |
+
+Names are those of vLLM's `--tool-call-parser`. A call that cannot be read, names no tool, has other arguments or raises
+is an error message to the model and a count, never a failure of the rollout. A turn without a call ends it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import UserError
+from common.functions import describe
+from common.outcomes import await_all
+from environments import Message, Turn
+
+Function = Callable[..., Any]
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call as the model wrote it."""
+
+    name: str = ""
+    arguments: Mapping[str, Any] | None = None
+    problem: str = ""  # not empty: it could not be read, and why
+
+    def for_message(self) -> Message:
+        """As chat templates have it."""
+        return {"type": "function", "function": {"name": self.name, "arguments": dict(self.arguments or {})}}
+
+
+def parse_hermes(text: str) -> tuple[str, list[Call]]:
+    """(what stands around the calls, the calls).  'a <tool_call>{"name": "f"}</tool_call>' -> ("a", [Call("f", {})])"""
+    return _HERMES.sub("", text).strip(), [_read(found.group(1), "arguments") for found in _HERMES.finditer(text)]
+
+
+def parse_llama3(text: str) -> tuple[str, list[Call]]:
+    """The whole turn is one call, or there is none: Llama writes nothing around it."""
+    body = text.strip().removeprefix("<|python_tag|>").strip()
+    if not body.startswith("{"):
+        return text.strip(), []
+    return "", [_read(body, "parameters")]
+
+
+PARSERS: dict[str, Callable[[str], tuple[str, list[Call]]]] = {"hermes": parse_hermes, "llama3_json": parse_llama3}
+_MARKS = {"hermes": "<tool_call>", "llama3_json": '"parameters"'}  # what a template says when it explains the form
+
+
+def _read(body: str, key: str) -> Call:
+    """A call from its JSON. Arguments may be JSON in a string, as OpenAI has them."""
+    try:
+        found = json.loads(body)
+        if not isinstance(found, dict):
+            raise ValueError("not a JSON object")
+        given = found.get(key, {})
+        given = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError) as error:
+        return Call(problem=f"the call is not valid JSON: {error}")
+    name = found.get("name")
+    if not isinstance(name, str) or not name:
+        return Call(problem='the call has no "name"')
+    if not isinstance(given, dict):
+        return Call(name, problem=f'"{key}" is not a JSON object')
+    return Call(name, given)
+
+
+def require_template(template: str, parser: str) -> None:
+    """Raises UserError unless a chat template offers tools, and has calls written as the parser reads them."""
+    if "tools" not in template:
+        raise UserError(
+            "rollout: the chat template has no place for tools; use a model whose template has one, such as Qwen2.5 or "
+            "Qwen3, or give another: prompt.chat_template=my_template.jinja"
+        )
+    if _MARKS[parser] in template:
+        return
+    near = [name for name, mark in _MARKS.items() if mark in template]
+    hint = f"set rollout.tool_parser={near[0]}" if near else f"known are {', '.join(PARSERS)}"
+    raise UserError(f"rollout.tool_parser {parser!r}: the chat template does not write calls in that form; {hint}")
+
+
+class Toolbox:
+    """Tools by name, and how a turn of the model becomes their answers."""
+
+    def __init__(self, tools: Mapping[str, Function], parser: str) -> None:
+        self.tools, self._parse = dict(tools), PARSERS[parser]
+
+    def answer(self, text: str) -> Turn | None:
+        """The tools' messages, in the order of the calls. None: the turn has no call, so it is the last."""
+        content, calls = self._parse(text)
+        if not calls:
+            return None
+        outcomes = await_all([self._start(call) for call in calls])
+        failed = [isinstance(outcome, BaseException) for outcome in outcomes]
+        messages = [_message(call, outcome) for call, outcome in zip(calls, outcomes, strict=True)]
+        readable = [call.for_message() for call in calls if call.name]
+        assistant = {"role": "assistant", "content": content, "tool_calls": readable} if readable else None
+        return Turn(messages, assistant=assistant, num_calls=len(calls), num_call_errors=sum(failed))
+
+    def _start(self, call: Call) -> Any:
+        """What the tool returns, still to be awaited if it is async, or what went wrong."""
+        if call.problem:
+            return ValueError(call.problem)
+        if call.name not in self.tools:
+            return ValueError(f"Tool {call.name} not found. There are: {', '.join(self.tools)}.")
+        arguments = dict(call.arguments or {})
+        try:
+            inspect.signature(self.tools[call.name]).bind(**arguments)
+        except TypeError as error:
+            return TypeError(f"{call.name}: {error}")
+        except ValueError:  # a function written in C may have no signature
+            pass
+        try:
+            return self.tools[call.name](**arguments)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit included: a tool must not end its process in silence
+            return error
+
+
+def _message(call: Call, outcome: Any) -> Message:
+    """TRL's form: the text of what was returned, or {"error": …}."""
+    if isinstance(outcome, BaseException):
+        told = f"{type(outcome).__name__}: {outcome}" if outcome.__traceback__ else str(outcome)
+        outcome = json.dumps({"error": told}, ensure_ascii=False)
+    return {"role": "tool", "name": call.name or "unknown", "content": str(outcome)}
+
+
+def schemas(tools: Mapping[str, Function]) -> list[dict[str, Any]]:
+    """JSON schemas for a chat template, from type hints and Google-style docstrings. Raises UserError.
+
+    Imports transformers, which takes seconds: only the process that is asked for them at the start does.
+    """
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    found = []
+    for name, function in tools.items():
+        try:
+            found.append(get_json_schema(function))
+        except Exception as error:
+            raise UserError(
+                f"tool {name!r} cannot be described to the model: {describe(error)}. It needs type hints and a "
+                "docstring that says what it does, with a line for every argument under Args:"
+            ) from error
+    return found
