@@ -202,9 +202,11 @@ def prove_adapters(layers: Mapping[str, Any], model: Any, index: int, expected: 
     Around the published numbers, up to vLLM's largest rank and in layers without adapters, there must be zeros.
     """
     fused = {leaf: (whole, i) for whole, leaves in _fused(model).items() for i, leaf in enumerate(leaves)}
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    named = mapper.get_rename_mapper().map_name if mapper else str  # as vLLM names the layers of an adapter
     proof, seen = Proof(), {path: set[tuple[str, int]]() for path in layers}
     for name, info in expected.items():
-        path, _, which = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
+        path, _, which = named(name.removeprefix("base_model.model.")).removesuffix(".weight").rpartition(".")
         parent, _, leaf = path.rpartition(".")
         whole, i = fused.get(leaf, (leaf, 0))
         layer_path = path if path in layers else ".".join(filter(None, (parent, whole)))

@@ -355,6 +355,17 @@ def test_adapters_are_proven_slice_by_slice() -> None:
     assert (proof.proven, proof.wrong) == (set(adapters()), [])
 
 
+def test_adapters_of_a_model_that_sees_are_found_under_vllms_own_names() -> None:
+    """vLLM moves the language model to the front, and names LoRA layers without joining q, k and v."""
+    renames = SimpleNamespace(map_name=lambda name: name.replace("model.language_model.", "language_model.model.", 1))
+    mapper = SimpleNamespace(map_name=lambda name: None, get_rename_mapper=lambda: renames)
+    model = SimpleNamespace(packed_modules_mapping=Model.packed_modules_mapping, hf_to_vllm_mapper=mapper)
+    layers = {f"language_model.{path}": layer for path, layer in lora_layers().items()}
+    tensors = {name.replace(".model.model.", ".model.model.language_model."): t for name, t in adapters().items()}
+    proof = prove_adapters(layers, model, 1, expected(tensors, "F32"))
+    assert (proof.proven, proof.wrong) == (set(tensors), [])
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [

@@ -22,6 +22,7 @@ from model.reference import Reference
 from sampler.reload import reload
 from tests.plain_policy import AdaptedPolicy, OneRank
 from tests.tiny import tiny_model
+from tests.tiny_vision import tiny_vision_model
 from trainer.engine.exported import adapters, exported
 from trainer.save.best import Best
 from trainer.save.checkpoint import Progress
@@ -90,6 +91,21 @@ def test_layers_that_do_not_exist_are_named(model: Path, tmp_path: Path) -> None
     config = config_for(model, tmp_path, lora={"r": 4, "target_modules": ["query_proj"]})
     with pytest.raises(UserError, match=r"lora.target_modules \['query_proj'\]: .*not found"):
         AdaptedPolicy(config)
+
+
+@pytest.mark.parametrize("target", ["qkv", "attn.proj", "visual.blocks.0.mlp.up_proj"])
+def test_layers_of_a_vision_tower_are_refused_by_name(tmp_path: Path, target: str) -> None:
+    seeing = tiny_vision_model(tmp_path / "seeing", "qwen2_5_vl")
+    config = config_for(seeing, tmp_path, lora={"r": 4, "target_modules": ["q_proj", target]})
+    with pytest.raises(UserError, match=rf"target_modules {target}: only the vision tower has it.*lora\.r=0"):
+        AdaptedPolicy(config)
+
+
+def test_layers_that_tower_and_language_model_have_get_adapters_in_the_language_model(tmp_path: Path) -> None:
+    seeing = tiny_vision_model(tmp_path / "seeing", "qwen2_5_vl")
+    policy = AdaptedPolicy(config_for(seeing, tmp_path, lora={"r": 4, "target_modules": ["up_proj"]}))
+    names = [name for name, _ in policy.parameter_names()]
+    assert len(names) == 2 * 3 and all("model.language_model.layers." in name for name in names)
 
 
 def test_adapters_are_not_taken_for_a_model(tmp_path: Path) -> None:
