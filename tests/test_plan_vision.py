@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from common.config import Config
+from launcher import plan
 from launcher.fit import _images
 from launcher.memory import tower_activations, trainer_memory
 from launcher.workload import Workload, workload_of
 from model.dims import ModelDims, model_dims
+from model.images import Vision
 from model.vision_dims import VisionDims
 from tests.tiny_vision import FAMILIES, vision_config
+from tests.vision import PLAIN, picture, write_vision_settings
 from trainer.data.micro_batches import work
 
 pytestmark = pytest.mark.fast
 
+ROOT = Path(__file__).resolve().parents[1]
 # config.json of Qwen/Qwen2.5-VL-3B-Instruct, which has the language model's settings beside the tower's
 TOWER = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 2048, "num_heads": 16}
 TOWER |= {"patch_size": 14, "spatial_merge_size": 2, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
@@ -150,3 +156,45 @@ def test_a_group_with_images_costs_what_the_tower_does() -> None:
     plain, seeing = work(300, [50, 60], "shared", dims), work(300, [50, 60], "shared", dims, [1024, 256])
     assert seeing.tokens == plain.tokens
     assert seeing.cost - plain.cost == pytest.approx(dims.vision.flops(1024) + dims.vision.flops(256))
+
+
+# ---- the command
+
+
+def write_3b(folder: Path) -> None:
+    """Qwen2.5-VL-3B-Instruct without weights: its sizes and its chat, with a smaller tokenizer and that one's ids."""
+    from quickstart_vlm import drawings
+    from quickstart_vlm.model import IMAGE, PLACES, train_tokenizer
+
+    tokenizer = train_tokenizer(drawings.split("train", 8, seed=0), 400, 4096)
+    start, end, image = (tokenizer.convert_tokens_to_ids(place) for place in (*PLACES[:2], IMAGE))
+    rope = {"type": "mrope", "mrope_section": [16, 24, 24]}
+    changes = QWEN | {"vision_config": TOWER, "rope_scaling": rope, "max_position_embeddings": 128_000}
+    write_vision_settings(folder, Vision(PLAIN, start, image, end), **changes)
+    tokenizer.save_pretrained(folder)
+
+
+def test_the_plan_of_geometry3k_prints_its_sources_arithmetic(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """2,100 rows, 256 × 6 = 1,536, 192 on a GPU, 4 mini-batches of 48, 24 accumulation steps, 8 steps an epoch."""
+    write_3b(tmp_path / "model")
+    picture(600, 450).save(tmp_path / "diagram.png")
+    row = {"images": ["diagram.png"], "problem": "<image>Find x.", "answer": "3"}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row | {"problem": f"<image>Find x in {i}."}) + "\n" for i in range(2100)))
+    given = [f"model.path={tmp_path / 'model'}", f"data.train={rows}", "data.eval=null"]
+    config = str(ROOT / "configs" / "geometry3k_qwen2.5_vl_3b.yaml")
+    assert plan.main([config, *given, "--gpus", "9x80"]) == 0
+    said = capsys.readouterr().out
+    for words in (
+        "256 × 6 = 1,536 in a batch; 192 per rank of 8",
+        "4 of 64 prompts: one optimizer step each, 48 sequences per rank",
+        "with 2 sequences at a time: 24 accumulation steps",
+        "2,100 rows = 8.203 batches of rollouts",
+        "drop the rest: 8 steps an epoch",
+        "120 batches of rollouts, 480 optimizer steps, 14.6 epochs",
+        "vision tower of 668,684,288 parameters",
+        "image         588 × 448 pixels, 336 tokens",  # 600 × 450 in whole tokens of 28 × 28: 21 × 16
+    ):
+        assert words in said, said
