@@ -42,6 +42,7 @@ class Done:
     num_calls: int = 0
     num_call_errors: int = 0
     seconds: float = 0.0
+    state: Message = field(default_factory=dict)  # the instance's public attributes, for reward functions
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from environments import Done, Message, Turn
 from environments.messages import Setup
 from environments.tools import Toolbox
 
+_PLAIN = (bool, int, float, str, type(None), list, dict)
 _NOT_TOOLS = ("reset", "get_reward", "close")
 
 
@@ -110,6 +111,11 @@ class Instance:
         if hasattr(self.mine, "get_reward"):
             return Done(_reward(_called("get_reward", self.mine.get_reward), "get_reward"))
         return Done(None if self.toolbox is not None else 0.0)
+
+    def state(self) -> dict[str, Any]:
+        """Its public attributes that are plain values: TRL's reward functions read environments[i].counter."""
+        mine = getattr(self.mine, "__dict__", {})
+        return {name: value for name, value in mine.items() if name[0] != "_" and isinstance(value, _PLAIN)}
 
     def close(self) -> None:
         if callable(getattr(self.mine, "close", None)):

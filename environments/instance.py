@@ -55,7 +55,8 @@ def _answer(request: Request, found: Found, instance: list[Instance]) -> Answer:
         return Answer("failed", reason=str(error), seconds=time.monotonic() - begun)
     except Exception as error:  # an object that the environment returned may raise when it is read
         return Answer("failed", reason=f"{type(error).__name__}: {error}", seconds=time.monotonic() - begun)
-    return msgspec.structs.replace(Answer.of(given), seconds=time.monotonic() - begun)
+    state = instance[0].state() if isinstance(given, Done) else {}
+    return msgspec.structs.replace(Answer.of(given), seconds=time.monotonic() - begun, state=state)
 
 
 def _describe(found: Found) -> Answer:

@@ -59,6 +59,7 @@ class Answer(msgspec.Struct, frozen=True):
     num_calls: int = 0
     num_call_errors: int = 0
     seconds: float = 0.0
+    state: dict[str, Any] = {}  # of done
     reason: str = ""  # of failed
     tools: list[dict[str, Any]] = []  # of described
     gives_rewards: bool = False
@@ -76,5 +77,5 @@ class Answer(msgspec.Struct, frozen=True):
         if self.kind == "turn":
             return Turn(self.messages, self.appended, self.assistant, *calls, self.seconds)
         if self.kind == "done":
-            return Done(self.reward, self.messages, self.assistant, *calls, self.seconds)
+            return Done(self.reward, self.messages, self.assistant, *calls, self.seconds, self.state)
         return Failed("error", self.reason, self.seconds)

@@ -27,6 +27,7 @@ ALWAYS_PASSED = (
     "completion_ids",
     "completions_ids",
     "environment_rewards",
+    "environments",
     "trainer_state",
     "log_metric",
     "log_extra",

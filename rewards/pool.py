@@ -16,8 +16,6 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import msgspec
-
 from common.config import Rewards
 from common.errors import UserError
 from common.worker_process import StartError
@@ -87,18 +85,17 @@ class RewardPool:
         completion_ids: Sequence[Any],
         columns: Mapping[str, Any],
         policy_version: int = 0,
-        environment_rewards: Sequence[float | None] | None = None,
+        **of_environments: Sequence[Any],
     ) -> None:
         """Queue the completions of one prompt and return at once.
 
         completions: texts, or of rollouts with several turns the messages after the prompt. completion_ids: one list or
         integer array per completion. columns: one data set row, read-only from here on.
-        policy_version: what reward functions get as trainer_state.global_step. environment_rewards: what the
-        environment said of each completion, for the reward `environment`.
+        policy_version: what reward functions get as trainer_state.global_step. of_environments: environment_rewards,
+        what the environment of each completion said, and environments, the `Done.state` of each.
         """
-        job = Job(0, prompt_messages, list(completions), list(completion_ids), dict(columns), policy_version)
-        if environment_rewards is not None:
-            job = msgspec.structs.replace(job, environment_rewards=list(environment_rewards))
+        theirs = {name: list(values) for name, values in of_environments.items()}
+        job = Job(0, prompt_messages, list(completions), list(completion_ids), dict(columns), policy_version, **theirs)
         self._jobs.put((key, job))
         self.pending += 1
 

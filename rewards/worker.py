@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from types import SimpleNamespace
 from typing import Any, BinaryIO, NoReturn
 
 import msgspec
@@ -40,6 +41,7 @@ class Job(msgspec.Struct, frozen=True):
     columns: dict[str, Any]  # of one data set row
     policy_version: int = 0  # for trainer_state
     environment_rewards: list[float | None] | None = None  # one per completion; null: no environment
+    environments: list[dict[str, Any]] | None = None  # their public attributes, one per completion
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -59,6 +61,7 @@ def reply_to(job: Job, functions: list[tuple[str, RewardFunction, float]], max_s
         ]
     columns: dict[str, list[Any]] = {name: [value] * n for name, value in job.columns.items()}
     columns["environment_rewards"] = list(job.environment_rewards or [None] * n)
+    columns["environments"] = [SimpleNamespace(**state) for state in job.environments or [{}] * n]
     state, logged = TrainerState(job.policy_version, max_steps), Logged()
     try:
         scores = score_completions(functions, [job.prompt] * n, completions, columns, job.completion_ids, state, logged)
