@@ -1,7 +1,9 @@
 """Tools and TRL's environments: what the model writes becomes calls, and what goes wrong a message to the model."""
 
 import json
+import re
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -206,3 +208,41 @@ def test_the_environment_of_trls_documentation_runs_unchanged_with_its_reward_fu
         rewards.submit(1, prompt, words, [[1]], row, environment_rewards=[done.reward], environments=[done.state])
         [(_, [scores])] = rewards.ready(timeout_s=limit(20))
     assert scores == ({"environment": 1.0, "reward_func": 4.0}, 3.0)
+
+
+def page_block(name):
+    """A Python file of docs/environments.md, by the name in its first line."""
+    page = (Path(__file__).resolve().parents[1] / "docs" / "environments.md").read_text()
+    [block] = re.findall(rf"^```python\n# {re.escape(name)}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    return block
+
+
+def test_the_environment_of_the_page_runs_and_has_about_twenty_lines(tmp_path):
+    block = page_block("guess.py")
+    assert len(block.splitlines()) <= 20
+    (tmp_path / "guess.py").write_text(block)
+    row = {"question": "", "answer": "7"}
+    with EnvironmentPool(Rollouts(environment=f"{tmp_path}/guess.py:Guess", timeout_s=limit(20)), row) as pool:
+        for key in ("wins", "loses"):
+            pool.start(key, row)
+            assert one(pool).messages[0]["content"].startswith("Guess my number")
+        said = []
+        for key, words in (("wins", ["5", "9", "7"]), ("loses", ["1", "one", "2", "3"])):
+            for text in words:
+                pool.step(key, text)
+                said.append(one(pool))
+    assert [reply.messages[0]["content"] for reply in said if isinstance(reply, Turn)] == [
+        *("Higher.", "Lower."),
+        *("Higher.", "Higher.", "Higher."),
+    ]
+    assert [reply.reward for reply in said if isinstance(reply, Done)] == [1.0, 0.0]
+
+
+def test_the_tool_of_the_page_is_described_and_called(tmp_path):
+    (tmp_path / "tools.py").write_text(page_block("tools.py"))
+    with EnvironmentPool(Rollouts(tools=[f"{tmp_path}/tools.py:multiply"], timeout_s=limit(20))) as pool:
+        assert pool.tools[0]["function"]["name"] == "multiply"
+        pool.start(1, {})
+        one(pool)
+        pool.step(1, call("multiply", a=6, b=4))
+        assert one(pool).messages == [{"role": "tool", "name": "multiply", "content": "24"}]
