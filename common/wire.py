@@ -20,7 +20,7 @@ from common.png import check_png
 from common.turns import MAX_FAILURE, SINGLE_TURN, Episode, episode_of, trouble, with_episode
 from common.types import EncodedImage, EvalRequest, EvalResult, FinishReason, Group, Rollout, Tombstone
 
-PROTO = 1
+PROTO = 2
 _DIGEST_BYTES = 16
 
 
@@ -49,8 +49,7 @@ class Credit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="credi
     """Trainer → sampler, on change and each second: the full state, so that losing one is harmless."""
 
     cursor: int  # groups below it are trained and may be forgotten
-    lease: list[int]  # groups this sampler shall produce
-    have: list[int]  # leased groups that arrived; a sampler resends what it sent and does not find here
+    lease: list[int]  # groups this sampler shall produce, and no other; it sends again what it sent and finds here
     evals: list[EvalRequest]  # evaluation chunks this sampler shall produce
     version: int  # sample with exactly these weights
     weights_dir: str

@@ -8,7 +8,7 @@ and the trainer's ratio would compare two different distributions. Left out: tex
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -169,6 +169,14 @@ class Engine:
                     f"{len(expected)} or others: it would train on another prompt"
                 )
         return [(self._keys.pop(output.request_id), output) for output in done]
+
+    def abort(self, keys: Collection[Any]) -> None:
+        """Drops these prompts, queued or running."""
+        request_ids = [request_id for request_id, key in self._keys.items() if key in keys]
+        self._engine.abort_request(request_ids)
+        for request_id in request_ids:
+            del self._keys[request_id]
+            self._expanded.pop(request_id, None)
 
     def abort_all(self) -> None:
         """Drops everything that is queued or running."""

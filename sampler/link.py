@@ -1,7 +1,7 @@
 """The sampler's side of the link: HELLO until credited, BEAT from the work, results until they are acknowledged.
 
-A result stays in the outbox until a CREDIT's cursor passes it, and is sent again when a CREDIT leases it but does not
-list it as held. So neither a lost message nor a restarted trainer needs anything but this process going on.
+A result stays in the outbox until a CREDIT's cursor passes it, and is sent again when a CREDIT still leases it. So
+neither a lost message nor a restarted trainer needs anything but this process going on.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Link:
 
     def _resend(self, credit: wire.Credit) -> None:
         now = time.monotonic()
-        for group_id in set(credit.lease) - set(credit.have):
+        for group_id in credit.lease:
             frames, sent_at = self._outbox.get(group_id, (None, 0.0))
             if frames is not None and now - sent_at > _RESEND_AFTER_S:
                 self.counters["resent"] += 1

@@ -69,6 +69,7 @@ class Sampler:
         while True:
             report_progress(self.phase)
             self.wait_for_credit_or_work()
+            self.abort_unleased_work()
             self.reload_if_credited()
             self.start_leased_work()
             self.start_evaluation()
@@ -85,6 +86,23 @@ class Sampler:
         if not busy and self.engine.version is not None:
             self.phase = "idle, no work assigned"
             self.stats["total/idle_s"] += time.monotonic() - start
+
+    def abort_unleased_work(self) -> None:
+        """Stops decoding groups that this sampler has no lease for any more: another one was faster."""
+        credit = self.link.credit
+        if credit is None or credit is self._served:
+            return
+        leased = set(credit.lease)
+        unleased = [
+            key
+            for key, completions in self._working.items()
+            if isinstance(key, GroupKey) and key.group_id not in leased and not completions
+        ]
+        if unleased:
+            self.engine.abort(unleased)
+            self.stats["total/aborted"] += len(unleased)
+            for key in unleased:
+                del self._working[key]
 
     def reload_if_credited(self) -> None:
         credit = self.link.credit
@@ -148,16 +166,13 @@ class Sampler:
         if credit is None or credit is self._served or credit.version != self.engine.version:
             return
         self._served = credit
-        for group_id in sorted(set(credit.lease) - set(credit.have)):
-            key = GroupKey(group_id, credit.version, self._num_trainers)
-            if not self.link.has_result(group_id) and not self._is_working(group_id):
+        working = {key.group_id for key in self._working if isinstance(key, GroupKey)}
+        for group_id in credit.lease:
+            if not self.link.has_result(group_id) and group_id not in working:
                 failpoint("sampler.leased")
-                self._submit(key)
+                self._submit(GroupKey(group_id, credit.version, self._num_trainers))
         for request in credit.evals:
             self._held_out.ask(request, credit.version, self._num_trainers)
-
-    def _is_working(self, group_id: int) -> bool:
-        return any(isinstance(key, GroupKey) and key.group_id == group_id for key in self._working)
 
     def start_evaluation(self) -> None:
         """Whatever of it may start beside the groups, or behind them."""

@@ -157,7 +157,7 @@ class FakeSampler(threading.Thread):
         credit = self.link.credit
         if credit is None:
             return
-        for group_id in self.order([g for g in credit.lease if g not in credit.have and not self.link.has_result(g)]):
+        for group_id in self.order([g for g in credit.lease if not self.link.has_result(g)]):
             self.produced.append(group_id)
             self.link.send_result(self.make(group_id, credit.version))
         for request in credit.evals:

@@ -168,7 +168,7 @@ def reload(published: Published) -> int:
 def produce(link: Link, weights_number: int) -> None:
     credit = link.credit
     assert credit is not None
-    for group_id in sorted(set(credit.lease) - set(credit.have)):
+    for group_id in credit.lease:
         if link.has_result(group_id):
             continue
         failpoint("sampler.leased")

@@ -62,7 +62,7 @@ class World:
         until(lambda: "s0" in self.inbox.state.peers and self.leases())
 
     def leases(self) -> list[int]:
-        return [g for g, owner in self.inbox.state.ledger.leases.items() if owner == "s0"]
+        return self.inbox.state.ledger.lease_of("s0")
 
     def work(self, seconds: float, reports: bool = True) -> None:
         """The trainer takes every beat before the clock moves on."""

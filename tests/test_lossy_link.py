@@ -132,7 +132,7 @@ def test_the_weights_would_tell_another_order() -> None:
 
 def test_a_credit_that_was_overtaken_by_a_later_one_is_counted_and_not_used() -> None:
     def credit(progress: int) -> wire.Credit:
-        return wire.Credit(8 * progress, [8 * progress], [], [], progress, "", "", progress)
+        return wire.Credit(8 * progress, [8 * progress], [], progress, "", "", progress)
 
     with short_folder() as folder:
         config = make_config(folder)

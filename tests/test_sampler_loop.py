@@ -41,6 +41,9 @@ class OneStepEngine:
         self.running[key] = params.num_completions
         self.shown[key] = images
 
+    def abort(self, keys: Any) -> None:
+        self.running = {key: n for key, n in self.running.items() if key not in keys}
+
     def step(self) -> list[tuple[Any, list[Completion]]]:
         finished = dict(list(self.running.items())[: self._at_once])
         self.running = {key: n for key, n in self.running.items() if key not in finished}
@@ -93,11 +96,12 @@ class Loop:
 
     def credited(self, version: int, lease: list[int], *evals: EvalRequest) -> None:
         self.engine.version = version
-        self.link.credit = wire.Credit(0, lease, [], list(evals), version, "", "", version)
+        self.link.credit = wire.Credit(0, lease, list(evals), version, "", "", version)
         self.turn()
 
     def turn(self) -> None:
         self.sampler.wait_for_credit_or_work()
+        self.sampler.abort_unleased_work()
         self.sampler.start_leased_work()
         self.sampler.start_evaluation()
         self.sampler.generate()
@@ -221,3 +225,25 @@ def test_what_waits_of_an_evaluation_that_another_sampler_finished_is_never_samp
     loop.answer_all()
     loop.turn()
     assert [(result.eval_id, [s.problem_index for s in result.samples]) for result in loop.sent] == [("v1", [3])]
+
+
+def test_groups_that_leave_the_lease_are_aborted_and_counted_unless_they_are_being_scored(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, OneStepEngine(at_once=1))
+    loop.credited(0, [0, 1, 2, 3])
+    assert in_the_engine(loop) == [1, 2, 3], "group 0 is being scored"
+    loop.credited(0, [2])
+    assert loop.engine.running == {}, "2 is done too"
+    assert loop.sampler.stats["total/aborted"] == 2
+    loop.answer_all(SCORED * 2)
+    assert [group.group_id for group in loop.sent] == [0, 2]
+    loop.credited(0, [1])  # its copy was lost with another sampler
+    loop.answer_all(SCORED * 2)
+    assert [group.group_id for group in loop.sent] == [0, 2, 1]
+
+
+def test_what_another_sampler_delivered_is_aborted_before_a_new_version_is_loaded(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, OneStepEngine(at_once=0))
+    loop.credited(0, [0, 1])
+    loop.link.credit = wire.Credit(2, [2], [], 1, "", "", 1)
+    loop.sampler.abort_unleased_work()
+    assert loop.engine.num_running == 0, "or the reload would wait for work that nobody wants"

@@ -84,7 +84,6 @@ messages = st.one_of(
         wire.Credit,
         ints,
         st.lists(ints),
-        st.lists(ints),
         st.lists(requests, max_size=2),
         ints,
         st.text(),
@@ -137,7 +136,7 @@ def honest_frames() -> list[list[bytes]]:
             Tombstone(3, 1, "reward failed"),
             EvalResult("v4", 0, 4, (sample,), (EvalFailure(2, "killed"),)),
             HELLO,
-            wire.Credit(8, [8, 9], [8], [request], 4, "/weights/4", "0" * 64, 5),
+            wire.Credit(8, [8, 9], [request], 4, "/weights/4", "0" * 64, 5),
             wire.Beat("generating", 7, 4, {"total/generate_s": 1.5}),
             wire.Bye("done"),
         )

@@ -46,6 +46,7 @@ class SocketThread(threading.Thread):
         self._sampler_log = config.run.output_dir / "logs" / "sampler.log"
         self._ending = threading.Event()
         self._bye = wire.Bye("done")
+        self._credited_at, self._credited_progress = -channel.BEAT_S, -1  # when, and with what, all heard last
 
     def wake(self) -> None:
         """The state changed: samplers shall hear of it at once."""
@@ -72,23 +73,21 @@ class SocketThread(threading.Thread):
             self.transport.close()
 
     def _serve(self) -> None:
-        credited_at = -channel.BEAT_S
         while not self._ending.is_set():
-            changed = self.transport.poll(_POLL_S)
-            changed |= self._receive()
+            self.transport.poll(_POLL_S)
+            self._receive()
             now = time.monotonic()
             with self.state.changed:
-                self._find_lost(now)
-                if changed or now - credited_at >= channel.BEAT_S:
-                    credited_at = now
-                    self._credit_all()
+                is_beat = now - self._credited_at >= channel.BEAT_S
+                if is_beat:
+                    self._credited_at = now
+                    self._find_lost(now)
+                self._credit(now, is_beat)
                 self.state.changed.notify_all()
 
     # ---- what samplers say --------------------------------------------------------------------------------------
 
-    def _receive(self) -> bool:
-        """Reads what is there; True if the samplers' credit changed."""
-        changed = False
+    def _receive(self) -> None:
         for _ in range(_READ_AT_ONCE):
             frames = self.transport.receive()
             if frames is None:
@@ -97,17 +96,18 @@ class SocketThread(threading.Thread):
             try:
                 envelope, message = wire.decode(frames)
                 with self.state.changed:
-                    changed |= self._handle(envelope, message)
+                    self._handle(envelope, message)
             except wire.WireError as error:
                 self.state.counters[f"refused/{error.reason}"] += 1
-        return changed
 
-    def _handle(self, envelope: wire.Envelope, message: wire.Message) -> bool:
+    def _handle(self, envelope: wire.Envelope, message: wire.Message) -> None:
         name = envelope.sampler_id
         if isinstance(message, wire.Hello):
-            return self._welcome(name, message)
+            self._welcome(name, message)
+            return
         if isinstance(message, wire.Bye) and envelope.run_id in ("", self.envelope.run_id):
-            return self._part(name, message)
+            self._part(name, message)
+            return
         if (envelope.run_id, envelope.incarnation) != (self.envelope.run_id, self.envelope.incarnation):
             raise wire.WireError("other_incarnation", f"{envelope}")
         peer = self.state.peers.get(name)
@@ -117,14 +117,14 @@ class SocketThread(threading.Thread):
         if isinstance(message, wire.Beat):
             peer.hear_beat(message)
             self.state.reports.add(name, peer.process, message.stats)
-            return False
-        if isinstance(message, Group | Tombstone):
-            return self._accept(message)
-        if isinstance(message, EvalResult):
-            return self._accept_eval(message)
-        raise wire.WireError("unexpected", type(message).__name__)
+        elif isinstance(message, Group | Tombstone):
+            self._accept(name, message)
+        elif isinstance(message, EvalResult):
+            self._accept_eval(message)
+        else:
+            raise wire.WireError("unexpected", type(message).__name__)
 
-    def _welcome(self, name: str, hello: wire.Hello) -> bool:
+    def _welcome(self, name: str, hello: wire.Hello) -> None:
         peers = self.state.peers
         first = next(iter(peers.values())).hello if peers else hello
         if refused := refusal(hello, first, self.limits.needs_ref_logprobs):
@@ -136,9 +136,10 @@ class SocketThread(threading.Thread):
         if old is not None and old.process != peer.process:
             self.say(f"sampler {name} is back as pid {hello.pid}")
         self.state.peers = {**peers, name: peer}
-        return is_news
+        if is_news:
+            self.state.ledger.welcome(name)
 
-    def _part(self, name: str, bye: wire.Bye) -> bool:
+    def _part(self, name: str, bye: wire.Bye) -> None:
         """A sampler ends; it may do so before its hello, with an engine that refuses the settings."""
         self.say(f"sampler {name} ended: {bye.reason}")
         if name in self.state.peers:
@@ -146,9 +147,8 @@ class SocketThread(threading.Thread):
             self._release(name)
         if bye.exit_code == 2:
             self.state.failure = UserError(f"sampler {name}: {bye.reason}")
-        return True
 
-    def _accept(self, group: Group | Tombstone) -> bool:
+    def _accept(self, name: str, group: Group | Tombstone) -> None:
         state = self.state
         if isinstance(group, Group):
             wire.check_group(group, self.limits)
@@ -157,7 +157,7 @@ class SocketThread(threading.Thread):
         newest = state.published.version
         if refused := state.ledger.refusal(group, range(max(0, newest - self._max_version_lag), newest + 1)):
             raise wire.WireError(refused)
-        state.ledger.accept(group)
+        state.ledger.accept(group, name, time.monotonic())
         failpoint("inbox.accepted")
         if isinstance(group, Tombstone):
             state.counters["tombstones"] += 1
@@ -168,9 +168,8 @@ class SocketThread(threading.Thread):
                     f"{self.config.rewards.max_tombstone_fraction} allows; the reasons stand above"
                 )
         state.changed.notify_all()
-        return True
 
-    def _accept_eval(self, result: EvalResult) -> bool:
+    def _accept_eval(self, result: EvalResult) -> None:
         evaluation, published = self.state.evaluation, self.state.published
         if evaluation is None or published is None:
             raise wire.WireError("eval_unknown", result.eval_id)
@@ -183,7 +182,6 @@ class SocketThread(threading.Thread):
                 f"rewards.max_tombstone_fraction {self.config.rewards.max_tombstone_fraction} allows; "
                 f"the last one: {result.failures[-1].reason}"
             )
-        return True
 
     def _are_too_many(self, failures: int, total: int) -> bool:
         return failures > max(_ALWAYS_ALLOWED, self.config.rewards.max_tombstone_fraction * total)
@@ -208,9 +206,7 @@ class SocketThread(threading.Thread):
 
     def _has_open_lease(self, name: str) -> bool:
         ledger, evaluation = self.state.ledger, self.state.evaluation
-        if evaluation is not None and evaluation.open_leases(name):
-            return True
-        return any(owner == name and g not in ledger.held for g, owner in ledger.leases.items())
+        return ledger.has_lease(name) or (evaluation is not None and bool(evaluation.open_leases(name)))
 
     def _send_away(self, name: str, reason: str) -> None:
         """It still reads what we say. A supervisor starts it again; its work goes to others meanwhile.
@@ -225,21 +221,27 @@ class SocketThread(threading.Thread):
 
     def _release(self, name: str) -> int:
         evaluation = self.state.evaluation
-        return len(self.state.ledger.release(name)) + len(evaluation.release(name) if evaluation else [])
+        freed = self.state.ledger.release(name, time.monotonic())
+        return len(freed) + len(evaluation.release(name) if evaluation else [])
 
     # ---- what samplers hear -------------------------------------------------------------------------------------
 
-    def _credit_all(self) -> None:
+    def _credit(self, now: float, is_beat: bool) -> None:
+        """To everyone at a beat and when the training loop went on; in between to those whose lease changed."""
         state = self.state
         if state.published is None:
             return
         live = [name for name, peer in state.peers.items() if not peer.lost]
-        for name in live:
-            lease = state.ledger.grant(name, len(live))
+        is_step = state.progress != self._credited_progress
+        if is_beat or is_step or state.ledger.is_due:
+            state.ledger.lease_out(live, now)
+        hear = live if is_beat or is_step else [name for name in live if name in state.ledger.news]
+        self._credited_progress = state.progress
+        state.ledger.news.clear()
+        for name in hear:
             credit = wire.Credit(
                 cursor=state.ledger.cursor,
-                lease=lease,
-                have=[g for g in lease if g in state.ledger.held],
+                lease=state.ledger.lease_of(name),
                 evals=state.evaluation.grant(name, len(live)) if state.evaluation else [],
                 version=state.published.version,
                 weights_dir=state.published.weights_dir,
