@@ -6,6 +6,7 @@ Three kinds come in: a class with `step`; a class without it, whose public metho
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -62,6 +63,8 @@ class Found:
             raise UserError(
                 f"environment {name} has neither step nor methods that are tools; write def step(self, completion)"
             )
+        if instance.toolbox is None:
+            _check_step(name, instance.mine.step)
         if self._setup.columns is not None:
             self._check_reset(name, reset, self._setup.columns)
         return instance
@@ -120,6 +123,14 @@ class Instance:
     def close(self) -> None:
         if callable(getattr(self.mine, "close", None)):
             _called("close", self.mine.close)
+
+
+def _check_step(name: str, step: Callable[..., Any]) -> None:
+    with contextlib.suppress(ValueError):  # one written in C may have no signature
+        try:
+            inspect.signature(step).bind("")
+        except TypeError as error:
+            raise UserError(f"environment {name}: step is called with the completion alone ({error})") from None
 
 
 def messages_of(given: Any, what: str, none: bool = False) -> list[Message]:

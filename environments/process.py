@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import subprocess
 import time
@@ -99,11 +98,10 @@ class InstanceSocket:
         self._out, self._in = bytearray(), bytearray()
 
     def ask(self, request: Request, timeout_s: float) -> None:
-        """Raises TypeError, ValueError or OverflowError for what cannot be sent."""
-        self._out += pack(request)
+        """To be sent by `send`. Raises TypeError, ValueError or OverflowError for what cannot be."""
         self.asked, self.begun, self._timeout_s = request.kind, time.monotonic(), timeout_s
         self.deadline = self.begun + (timeout_s if self._has_process else FORK_TIMEOUT_S)
-        self.send()
+        self._out += pack(request)
 
     def start_clock(self) -> None:
         """Its process exists: from now on it can answer."""
@@ -151,11 +149,3 @@ class InstanceSocket:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self.channel.close()
-
-
-def wake_pipe() -> tuple[int, int]:
-    """Two ends of a pipe that do not wait."""
-    ends = os.pipe()
-    for end in ends:
-        os.set_blocking(end, False)
-    return ends

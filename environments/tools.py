@@ -146,7 +146,8 @@ def schemas(tools: Mapping[str, Function]) -> list[dict[str, Any]]:
     found = []
     for name, function in tools.items():
         try:
-            found.append(get_json_schema(function))
+            schema = get_json_schema(function)
+            found.append({**schema, "function": {**schema["function"], "name": name}})  # as it is called here
         except Exception as error:
             raise UserError(
                 f"tool {name!r} cannot be described to the model: {describe(error)}. It needs type hints and a "

@@ -99,8 +99,8 @@ def stepped(pool, key, completion):
 
 
 def plain(reply):
-    """Without its seconds, which differ."""
-    return type(reply)(**{name: value for name, value in vars(reply).items() if name != "seconds"})
+    """Without its seconds, which differ, and the state of a class that has more than it needs."""
+    return type(reply)(**{name: value for name, value in vars(reply).items() if name not in ("seconds", "state")})
 
 
 def test_a_rollout_is_reset_stepped_and_done_and_every_rollout_has_an_instance_of_its_own(file):
@@ -280,6 +280,7 @@ def test_what_the_user_can_mend_stops_the_start(file, tmp_path):
         "class Empty: pass\n"
         "class NoTools:\n    def reset(self): pass\n"
         "class Wants:\n    def reset(self, level): pass\n    def step(self, completion): pass\n"
+        "class Alone:\n    def reset(self): pass\n    def step(self): pass\n"
         "def times(a, b):\n    return a * b\n"
     )
     kinds = f"{tmp_path}/kinds.py"
@@ -292,6 +293,7 @@ def test_what_the_user_can_mend_stops_the_start(file, tmp_path):
         ({"environment": f"{kinds}:Empty"}, "has no reset; write def reset(self, **row)"),
         ({"environment": f"{kinds}:NoTools"}, "has neither step nor methods that are tools"),
         ({"environment": f"{kinds}:Wants"}, "reset wants 'level'; the data set gives question, answer"),
+        ({"environment": f"{kinds}:Alone"}, "step is called with the completion alone (too many positional arguments)"),
         ({"tools": [f"{kinds}:times"]}, "tool 'times' cannot be described to the model"),
     ):
         with pytest.raises(UserError) as error, EnvironmentPool(Rollouts(**given), columns=ROW):
