@@ -167,7 +167,7 @@ class Keeper:
             answer = instance.receive()
         except EOFError:
             self._selector.unregister(instance.channel)
-            instance.lost = "closed its connection"
+            instance.lost = instance.lost or "closed its connection"
             instance.deadline = min(instance.deadline, time.monotonic() + _CAUSE_PATIENCE_S)
         except ValueError as error:
             self._selector.unregister(instance.channel)
