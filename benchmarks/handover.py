@@ -116,9 +116,9 @@ def measure(config: Any, repeats: int) -> list[dict[str, float]]:
     records: list[dict[str, float]] = []
     for version in range(repeats + 1):
         start = time.monotonic()
-        write = snapshot(policy, ranks, VersionName(weights_dir, "run", "ab12", version), vocabulary, True, memory)  # type: ignore[arg-type]
+        copy = snapshot(policy, ranks, VersionName(weights_dir, "run", "ab12", version), vocabulary, True, memory)  # type: ignore[arg-type]
         taken = time.monotonic()
-        published = write(ranks)  # type: ignore[arg-type]
+        published = copy.write(ranks)  # type: ignore[arg-type]
         written = time.monotonic()
         parts = reload(engine, published, config)
         seconds = {"snapshot_s": taken - start, "write_s": written - taken, "verify_s": parts.verify_s}

@@ -10,6 +10,7 @@ from common.errors import UserError
 from common.run_folder import FINAL, checkpoints
 from model import lora
 from model.gguf import is_gguf
+from model.hub import read_json
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,7 @@ def _rank_of_adapters(folder: Path) -> int:
 
 def is_run(folder: Path) -> bool:
     """A run's config.json has our sections; a model's has others."""
-    try:
-        return "sampler" in json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError, TypeError):
-        return False
+    return "sampler" in (read_json(folder / "config.json") or {})
 
 
 def _newest_model(run_folder: Path) -> Path:

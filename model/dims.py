@@ -7,14 +7,13 @@ out: mixtures of experts and anything else with other layers, for which there is
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from model.hub import file_from_hub
+from model.hub import model_file, read_json
 from model.vision_dims import VisionDims, vision_dims
 
 FAMILY = ("llama", "qwen2", "qwen3", "mistral")
@@ -113,8 +112,10 @@ def read_dims(path: str, revision: str | None) -> ModelDims | None:
     folder = Path(path).expanduser()
     if not folder.is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise UserError(f"model {path!r}: no such folder. Set model.path to a folder or a hub id")
-    file = folder / "config.json" if folder.is_dir() else file_from_hub(path, "config.json", revision, path)
+    file = model_file(path, "config.json", revision)
+    if (settings := read_json(file)) is None:
+        raise UserError(f"{file}: no such file, or not JSON; set model.path to a model")
     try:
-        return model_dims(json.loads(file.read_text()))
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{file.parent} holds no model's config.json ({error!r}); set model.path to a model") from None
+        return model_dims(settings)
+    except (ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{file} is no model's ({error!r}); set model.path to a model") from None

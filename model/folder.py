@@ -16,6 +16,7 @@ from typing import Any
 from common.config import Config, Model
 from common.errors import UserError
 from common.paths import did_you_mean
+from model.hub import read_json
 
 SHARD_NAME = re.compile(r"(?![.])[A-Za-z0-9._-]{1,128}")
 _MAX_INDEX_BYTES = 64 << 20
@@ -81,11 +82,11 @@ def _require_sight(config: Config, folder: Path, settings: dict[str, Any]) -> No
 
 def _settings(folder: Path) -> dict[str, Any]:
     """config.json of a model in a folder, with those of its language model on top; {} where it cannot be read."""
-    try:
-        settings = json.loads((folder / "config.json").read_bytes())
-        return dict(settings) | dict(settings.get("text_config") or {}) | {"model_type": settings.get("model_type")}
-    except (OSError, ValueError, AttributeError, TypeError):
+    settings = read_json(folder / "config.json")
+    if settings is None:
         return {}
+    language = settings.get("text_config")
+    return settings | (language if isinstance(language, dict) else {}) | {"model_type": settings.get("model_type")}
 
 
 def _require_known_vision(config: Config, settings: dict[str, Any]) -> None:
@@ -185,10 +186,8 @@ def _has_chat_template(folder: Path) -> bool:
         (folder / name).exists() for name in ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
     ):
         return True
-    try:
-        return json.loads((folder / "tokenizer_config.json").read_bytes()).get("chat_template") is not None
-    except (OSError, ValueError, AttributeError):
-        return True
+    settings = read_json(folder / "tokenizer_config.json")
+    return settings is None or settings.get("chat_template") is not None
 
 
 def check_model_folder(path: str) -> None:

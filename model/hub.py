@@ -1,8 +1,10 @@
-"""Single files of models on the hub, without transformers, which costs seconds and brings torch along."""
+"""Single files of models in a folder or on the hub, without transformers, which costs seconds and brings torch."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from common.errors import UserError
 
@@ -23,3 +25,26 @@ def file_from_hub(repository: str, name: str, revision: str | None, asked: str) 
             f"Download: hf download {asked.replace(':', ' ')}, or set model.path to what is on this machine. "
             "Behind a firewall: HF_ENDPOINT=…"
         ) from None
+
+
+def model_file(path: str, name: str, revision: str | None) -> Path:
+    """Where a file of the model at `path`, a folder or a hub id, is or would be. Raises UserError as file_from_hub."""
+    folder = Path(path).expanduser()
+    return folder / name if folder.is_dir() else file_from_hub(path, name, revision, path)
+
+
+def model_json(path: str, name: str, revision: str | None = None) -> dict[str, Any] | None:
+    """A JSON file of the model at `path`, a folder or a hub id. None where read_json gives it, or without the file."""
+    try:
+        return read_json(model_file(path, name, revision))
+    except UserError:
+        return None
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    """None where there is no such file, and where it cannot be read or holds no JSON object."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -12,11 +12,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +22,7 @@ from numpy.typing import NDArray
 
 from common.errors import UserError
 from common.types import EncodedImage
+from model.hub import model_json
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -34,7 +33,7 @@ TokenIds = Sequence[int] | NDArray[np.int32]
 
 MAX_ASPECT = 200  # of smart_resize
 SHOWN_SIDE = 128  # pixels of an image in samples.jsonl
-_FILES = ("preprocessor_config.json", "processor_config.json")  # transformers 5 nests the first in the second
+FORMAT_FILES = ("preprocessor_config.json", "processor_config.json")  # transformers 5 nests the first in the second
 
 
 @dataclass(frozen=True)
@@ -201,7 +200,7 @@ def decode_patches(image: EncodedImage, form: ImageFormat) -> NDArray[np.float32
 
 def image_format(path: str, revision: str | None = None) -> ImageFormat:
     """Of a model in a folder or on the hub. Raises UserError if it says nothing about images."""
-    settings = next(filter(None, (_read(path, name, revision) for name in _FILES)), None)
+    settings = next(filter(None, (model_json(path, name, revision) for name in FORMAT_FILES)), None)
     settings = (settings or {}).get("image_processor") or settings
     if settings is None:
         raise UserError(
@@ -221,12 +220,12 @@ def image_format(path: str, revision: str | None = None) -> ImageFormat:
 
 def sees_images(path: str, revision: str | None = None) -> bool:
     """Whether the model has a vision tower; False where its config.json cannot be had."""
-    return "vision_config" in (_read(path, "config.json", revision) or {})
+    return "vision_config" in (model_json(path, "config.json", revision) or {})
 
 
 def read_vision(path: str, revision: str | None = None) -> Vision:
     """Of a model in a folder or on the hub. Raises UserError if it is none that sees images."""
-    form, settings = image_format(path, revision), _read(path, "config.json", revision) or {}
+    form, settings = image_format(path, revision), model_json(path, "config.json", revision) or {}
     names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
     if missing := [name for name in names if not isinstance(settings.get(name), int)]:
         raise UserError(
@@ -243,17 +242,3 @@ def vision_of(config: Config) -> Vision | None:
 
 def _colours(given: float | Sequence[float]) -> tuple[float, ...]:
     return (float(given),) * 3 if isinstance(given, int | float) else tuple(map(float, given))
-
-
-def _read(path: str, name: str, revision: str | None) -> dict[str, Any] | None:
-    folder = Path(path).expanduser()
-    try:
-        if folder.is_dir():
-            file = folder / name
-        else:
-            from huggingface_hub import hf_hub_download
-
-            file = Path(hf_hub_download(path, name, revision=revision))
-        return dict(json.loads(file.read_text()))
-    except (OSError, ValueError):
-        return None

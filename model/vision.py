@@ -28,11 +28,11 @@ from common.errors import UserError
 from common.types import EncodedImage
 from model import attention
 from model.folder import VISION_FAMILIES
-from model.images import ImageFormat, decode_patches, image_format
+from model.images import FORMAT_FILES, ImageFormat, decode_patches, image_format
 from model.packing import PackedRow, Span, VisionInput
 
 ATTENTION = {"": attention.NAME, "text_config": attention.NAME, "vision_config": "sdpa"}  # of each part of the model
-_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_PROCESSOR_FILES = (*FORMAT_FILES, "video_preprocessor_config.json")
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,12 @@ A row is {"images": ["images/train-0000.png"], "question": "<image>Which shape i
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quickstart import once
-from quickstart.build import MAX_THREADS
+from quickstart.build import prepare_torch
 from quickstart_vlm.settings import QuickStartVlm
 
 if TYPE_CHECKING:
@@ -45,16 +44,10 @@ def _fill(folder: Path, settings: QuickStartVlm, report: Callable[[str], None]) 
         _write_rows(folder, name, split)
     report(f"{len(train)} training and {len(test)} held-out drawings")
 
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports DeepSpeed, which would warn of its guess
-    # Here, because these imports cost seconds.
-    import torch
-    from transformers.utils import logging
-
+    prepare_torch()
     from quickstart_vlm.model import save, train_tokenizer
     from quickstart_vlm.warm_start import train as warm_start
 
-    logging.disable_progress_bar()
-    torch.set_num_threads(min(torch.get_num_threads(), MAX_THREADS))
     tokenizer = train_tokenizer(train, settings.vocab_size, settings.warm_start.context_length)
     report(f"tokenizer: {len(tokenizer)} tokens")
     model = warm_start(train, tokenizer, settings.warm_start, seed=settings.seed, report=report)

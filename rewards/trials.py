@@ -45,11 +45,6 @@ class Trial:
     slowest: tuple[float, int] = (0.0, -1)  # seconds, place
 
 
-def neutral(completions: Sequence[Any], **columns: Any) -> list[float]:
-    """Stands beside the function under test, so that one that gives None everywhere is no error."""
-    return [0.0] * len(completions)
-
-
 def try_each(
     config: Rewards, rows: Sequence[Row], texts_of: Callable[[Row], Sequence[str]], max_steps: int = 0
 ) -> list[Trial]:
@@ -64,7 +59,7 @@ def _try_one(
     config: Rewards, spec: str, weight: float, rows: Sequence[Row], texts_of: Callable[[Row], Sequence[str]], steps: int
 ) -> Trial:
     name = short_name(spec)
-    alone = {"reward_funcs": [spec, "rewards.trials.neutral"], "reward_weights": None}
+    alone = {"reward_funcs": [spec, "rewards.probes.neutral"], "reward_weights": None}
     trial = Trial(name, weight, config.full_mark(name))
     with RewardPool(config.model_copy(update=alone), columns=rows[0].columns, max_steps=steps) as pool:
         for place, row in enumerate(rows):

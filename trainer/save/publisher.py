@@ -104,11 +104,11 @@ class Publisher:
         if name.version == self.published.version:
             published = self.published
             return lambda: published
-        attempt = snapshot(self.engine, self.exchange, name, vocab_size, copies=behind, memory=self._copies)
+        taken = snapshot(self.engine, self.exchange, name, vocab_size, copies=behind, memory=self._copies)
         disk, exchange = self.disk, self.exchange
         if behind and self._disk_behind is not None:
             disk, exchange = self._disk_behind, self._exchange_behind
-        return lambda: disk.persist(f"publishing version {name.version}", lambda: attempt(exchange), name.temporary)
+        return lambda: disk.persist(f"publishing version {name.version}", lambda: taken.write(exchange), name.temporary)
 
     def _guarded(self, deliver: Callable[[], None]) -> None:
         try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from common import durable, weights
 from common.failpoints import failpoint
-from common.weights import Canary, FileInfo, Manifest, Published, TensorInfo
+from common.weights import BaseTensor, Canary, FileInfo, Manifest, Published, TensorInfo
 from model import lora
 from model.checksum import checksum
 from model.images import canary_image
@@ -88,11 +88,62 @@ class VersionName:
         return weights.version_dir(self.weights_dir, self.version, self.incarnation)
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """A version in memory, on one rank: its slice of the parameters, and what the manifest says besides."""
+
+    name: VersionName
+    files: Sequence[str]  # of all ranks
+    file: str | None  # this rank's; None if it has no slice
+    tensors: Mapping[str, Tensor]  # of this rank's file, on the host
+    on_device: dict[str, str]  # checksums of those that came from a GPU
+    canary: Canary
+    tied_embeddings: bool
+    adapter_settings: bytes | None  # peft's; None for a whole model
+    base: dict[str, BaseTensor]  # what adapters stand on; else empty
+
+    def write(self, ranks: Exchange) -> Published:
+        """Writes and commits, as often as needed. Every rank calls it; rank 0 has the result.
+
+        Raises DiskTrouble on every rank.
+        """
+        published = Published(self.name.version, str(self.name.final), "")
+
+        def commit() -> None:
+            nonlocal published
+            published = self._commit()
+
+        on_rank_0(ranks, self._prepare)
+        together(ranks, self._write_own)
+        on_rank_0(ranks, commit)
+        return published
+
+    def _prepare(self) -> None:
+        durable.remove_dir(self.name.temporary)  # of an attempt that the disk did not take
+        self.name.temporary.mkdir(parents=True, mode=0o700)
+
+    def _write_own(self) -> None:
+        if self.file is not None:
+            _write_shard(self.name.temporary / self.file, self.tensors, self.on_device)
+
+    def _commit(self) -> Published:
+        name, folder = self.name, self.name.temporary
+        files, infos, checksums = _collect(folder, self.files)
+        if self.adapter_settings is not None:
+            durable.write_file(folder / lora.SETTINGS, self.adapter_settings)
+            files[lora.SETTINGS] = weights.file_info(folder / lora.SETTINGS)
+        what = files, infos, self.canary, checksums, self.base
+        return weights.commit(
+            folder, name.final, Manifest(name.run_id, name.incarnation, name.version, self.tied_embeddings, *what)
+        )
+
+
 def write_version(
     engine: Engine, exchange: Exchange, weights_dir: Path, run_id: str, incarnation: str, version: int, vocab_size: int
 ) -> Published:
     """Writes and commits a version. The return value is meaningful on rank 0. Raises DiskTrouble on every rank."""
-    return snapshot(engine, exchange, VersionName(weights_dir, run_id, incarnation, version), vocab_size)(exchange)
+    name = VersionName(weights_dir, run_id, incarnation, version)
+    return snapshot(engine, exchange, name, vocab_size).write(exchange)
 
 
 def snapshot(
@@ -102,52 +153,33 @@ def snapshot(
     vocab_size: int,
     copies: bool = False,
     memory: HostCopies | None = None,
-) -> Callable[[Exchange], Published]:
-    """Scores the canary and takes this rank's slice; what it returns writes and commits both, as often as needed.
+) -> Snapshot:
+    """Scores the canary and takes this rank's slice.
 
-    copies: the slice must outlive the next optimizer step. The writer may then run in a thread, if the Exchange it
-    gets is that thread's own. What is on a GPU is copied in any case.
+    copies: the slice must outlive the next optimizer step. It may then be written in a thread, if the Exchange that
+    `write` gets is that thread's own. What is on a GPU is copied in any case.
     memory: of the copies of the version before, which nobody reads any more.
     """
-    temporary, final, version = name.temporary, name.final, name.version
-    published = Published(version, str(final), "")
-
-    def prepare() -> None:
-        durable.remove_dir(temporary)  # of an attempt that the disk did not take
-        temporary.mkdir(parents=True, mode=0o700)
-
-    def write() -> None:
-        if exchange.rank < len(shards):
-            _write_shard(temporary / shards[exchange.rank], tensors, on_device)
-
-    def commit() -> None:
-        nonlocal published
-        files, infos, checksums = _collect(temporary, shards)
-        if settings is not None:
-            durable.write_file(temporary / lora.SETTINGS, settings)
-            files[lora.SETTINGS] = weights.file_info(temporary / lora.SETTINGS)
-        what = files, infos, canary_record, checksums, base
-        manifest = Manifest(name.run_id, name.incarnation, version, engine.tied_embeddings, *what)
-        published = weights.commit(temporary, final, manifest)
-
-    def write_and_commit(ranks: Exchange) -> Published:
-        on_rank_0(ranks, prepare)
-        together(ranks, write)
-        on_rank_0(ranks, commit)
-        return published
-
-    settings = engine.published_settings
+    settings, rank = engine.published_settings, exchange.rank
     if settings is None:
-        shards = [weights.shard_name(rank, exchange.world_size) for rank in range(exchange.world_size)]
+        files = [weights.shard_name(rank, exchange.world_size) for rank in range(exchange.world_size)]
     else:
-        shards = [lora.WEIGHTS]  # peft and vLLM read one file
-    canary_record = canary(engine, vocab_size)
+        files = [lora.WEIGHTS]  # peft and vLLM read one file
+    scored = canary(engine, vocab_size)
     base = engine.base_tensors() if settings is not None else {}
     names = engine.parameter_names()
-    shares = dict(enumerate(slices([size for _, size in names], len(shards))))
-    wanted = {names[i][0] for i in shares.get(exchange.rank, ())}
+    shares = dict(zip(files, slices([size for _, size in names], len(files)), strict=True))
+    file = files[rank] if rank < len(files) else None
+    wanted = {names[i][0] for i in shares[file]} if file is not None else set()
+    tensors, on_device = _on_host(engine, wanted, copies, memory or HostCopies())
+    return Snapshot(name, files, file, tensors, on_device, scored, engine.tied_embeddings, settings, base)
+
+
+def _on_host(
+    engine: Engine, wanted: Collection[str], copies: bool, host: HostCopies
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The wanted parameters, and the checksums of those that had to be copied from a GPU. Every rank takes part."""
     on_device: dict[str, str] = {}
-    host = memory or HostCopies()
 
     def to_host(key: str, tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu":
@@ -155,13 +187,13 @@ def snapshot(
         on_device[key] = checksum(tensor)
         return host.copy(key, tensor)
 
-    slice_of = engine.full_parameters(lambda parameter: parameter in wanted, to_host)
-    tensors = {key: host.copy(key, t) if copies and key not in on_device else t.contiguous() for key, t in slice_of}
+    found = engine.full_parameters(lambda name: name in wanted, to_host)
+    tensors = {key: host.copy(key, t) if copies and key not in on_device else t.contiguous() for key, t in found}
     host.wait()
-    return write_and_commit
+    return tensors, on_device
 
 
-def _write_shard(shard: Path, tensors: dict[str, Tensor], on_device: dict[str, str]) -> None:
+def _write_shard(shard: Path, tensors: Mapping[str, Tensor], on_device: dict[str, str]) -> None:
     """The file, and beside it for rank 0 its size, its digest, and the tensors' checksums, those on a CPU."""
     with ThreadPoolExecutor(1) as pool:
         others = {name: tensor for name, tensor in tensors.items() if name not in on_device}
