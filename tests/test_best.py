@@ -209,7 +209,7 @@ def trained_until(output_dir: Path, monkeypatch: pytest.MonkeyPatch, right: list
     def publish_nothing(_engine: Any, _exchange: Any, name: Any, _vocab_size: int, copies: bool, memory: Any) -> Any:
         published.append(name.version)
         wanted.append(name.version)
-        return lambda _: Published(name.version, "w", "")
+        return SimpleNamespace(write=lambda _: Published(name.version, "w", ""))
 
     monkeypatch.setattr(Trainer, "train_batch", advance)
     monkeypatch.setattr(publisher, "snapshot", publish_nothing)

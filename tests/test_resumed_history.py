@@ -49,7 +49,8 @@ def evaluated_after_resume(output_dir: Path, monkeypatch: pytest.MonkeyPatch, st
     exchange = SimpleNamespace(rank=0, world_size=1, text=lambda text: text, agree=lambda value: value)
     log = MetricsLog(output_dir, resume_step=step, resume_version=version)
     rank_zero = RankZero(source, None, log, SimpleNamespace(note=print))  # type: ignore[arg-type]
-    monkeypatch.setattr(publisher, "snapshot", lambda *_, **__: lambda _: Published(version, "w", ""))
+    snapshot = SimpleNamespace(write=lambda _: Published(version, "w", ""))
+    monkeypatch.setattr(publisher, "snapshot", lambda *_, **__: snapshot)
     monkeypatch.setattr(loop.checkpoint, "commit_final", lambda *_: None)
     progress = Progress("run", step, 8 * step, version, step, 0, 0, {})
     engine: Any = None
