@@ -1,6 +1,6 @@
-"""The exceptions that decide how a process ends. common/exits.py gives each of them its exit code.
+"""The exceptions that several modules know. Those that decide how a process ends have an exit code in common/exits.py.
 
-Errors of one module alone stand there: wire.WireError, weights.BadWeights, rewards.RewardError.
+Errors of one module alone stand there: weights.BadWeights, rewards.RewardError.
 """
 
 from __future__ import annotations
@@ -37,3 +37,11 @@ class Interrupted(Exception):
 
 class OutOfTime(Interrupted):
     """trainer.max_hours is over, and what could be saved is saved. Exit 75: the run goes on when it is resumed."""
+
+
+class WireError(Exception):
+    """A message that must not be used. `reason` is a short, countable name."""
+
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason

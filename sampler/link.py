@@ -14,7 +14,7 @@ import time
 from common import channel, wire
 from common.address import endpoint
 from common.config import Config
-from common.errors import PeerEnded, Retryable
+from common.errors import PeerEnded, Retryable, WireError
 from common.failpoints import failpoint
 from common.transcript import last_lines
 from common.transport import Transport
@@ -53,7 +53,7 @@ class Link:
         while (frames := self._transport.receive()) is not None:
             try:
                 is_new_trainer |= self._handle(*wire.decode(frames))
-            except wire.WireError as error:
+            except WireError as error:
                 self.counters[f"refused/{error.reason}"] += 1
         self._check_deadline()
         return is_new_trainer
@@ -61,14 +61,14 @@ class Link:
     def _handle(self, envelope: wire.Envelope, message: wire.Message) -> bool:
         incarnation = envelope.incarnation
         if incarnation in self._past_incarnations:
-            raise wire.WireError("past_incarnation")
+            raise WireError("past_incarnation")
         if isinstance(message, wire.Bye):
             raise PeerEnded(message.reason, message.exit_code)
         if not isinstance(message, wire.Credit):
-            raise wire.WireError("unexpected", type(message).__name__)
+            raise WireError("unexpected", type(message).__name__)
         is_new_trainer = incarnation != self._envelope.incarnation
         if not is_new_trainer and self.credit is not None and message.progress < self.credit.progress:
-            raise wire.WireError("outdated")  # overtaken on the way by the credit of a later step
+            raise WireError("outdated")  # overtaken on the way by the credit of a later step
         self._heard_at = time.monotonic()
         if is_new_trainer:
             if self._envelope.incarnation:

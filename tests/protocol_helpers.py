@@ -16,6 +16,7 @@ import pytest
 from common import channel, wire
 from common.config import Config
 from common.errors import PeerEnded
+from common.group_limits import Limits
 from common.transport import Transport
 from common.types import EvalRequest, EvalResult, EvalSample, Group, Rollout
 from common.weights import Published
@@ -25,7 +26,7 @@ from tests.speed import limit
 from trainer.link.inbox import Inbox
 from trainer.link.ledger import Ledger
 
-LIMITS = wire.Limits(
+LIMITS = Limits(
     vocab_size=100,
     num_generations=2,
     max_prompt_length=8,

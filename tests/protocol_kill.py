@@ -29,9 +29,10 @@ import numpy as np
 from PIL import Image
 from safetensors.numpy import load_file
 
-from common import channel, durable, exits, weights, wire
+from common import channel, durable, exits, weights
 from common.config import Config
 from common.failpoints import failpoint
+from common.group_limits import ImageLimits
 from common.types import EncodedImage, Group
 from common.weights import Published
 from model.images import ImageFormat, encode_image
@@ -55,7 +56,7 @@ SAMPLER_POINTS = (
     *("sampler.reloading", "sampler.reloaded"),
 )
 PAD = 7
-SEES = replace(LIMITS, images=wire.ImageLimits(1, 784, patch_size=14, merge_size=2, image_token=PAD))
+SEES = replace(LIMITS, images=ImageLimits(1, 784, patch_size=14, merge_size=2, image_token=PAD))
 State = dict[str, Any]  # cursor, finished steps and trained group ids
 START: State = {"cursor": 0, "step": 0, "trained": []}
 ROLES = {"trainer": TRAINER_POINTS, "s0": SAMPLER_POINTS, "s1": SAMPLER_POINTS}

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from common.config import Algorithm, Config, load
-from common.errors import UserError
+from common.errors import UserError, WireError
+from common.group_limits import Limits, check_group
 from common.types import Group, Rollout
-from common.wire import Envelope, Limits, WireError, check_group, decode, encode
+from common.wire import Envelope, decode, encode
 from model.logprobs import token_logprobs, token_terms
 from model.packing import pack
 from sampler.engine import kept_tokens

@@ -18,8 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common import wire
+from common.errors import WireError
+from common.group_limits import check_group
 from common.types import EvalFailure, EvalRequest, EvalResult, EvalSample, Group, Rollout, Tombstone
-from common.wire import Envelope, WireError, check_group, decode, encode
+from common.wire import Envelope, decode, encode
 from tests.protocol_helpers import HELLO, LIMITS, make_group, make_rollout, of_two_turns
 from tests.speed import overdue
 

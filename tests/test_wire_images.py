@@ -18,9 +18,11 @@ import pytest
 from PIL import Image
 
 from common import wire
+from common.errors import WireError
+from common.group_limits import ImageLimits, Limits, check_group
 from common.png import check_png
 from common.types import EncodedImage, Group
-from common.wire import Envelope, WireError, check_group, decode, encode
+from common.wire import Envelope, decode, encode
 from model.images import decode_patches, encode_image
 from tests.protocol_helpers import LIMITS, make_group, make_rollout
 from tests.speed import overdue
@@ -32,7 +34,7 @@ pytestmark = pytest.mark.fast
 
 ENVELOPE = Envelope("run", "life", "s0")
 PAD = 7
-IMAGE_LIMITS = wire.ImageLimits(max_images=2, max_pixels=10_000, patch_size=14, merge_size=2, image_token=PAD)
+IMAGE_LIMITS = ImageLimits(max_images=2, max_pixels=10_000, patch_size=14, merge_size=2, image_token=PAD)
 SEES = dataclasses.replace(LIMITS, max_prompt_length=40, images=IMAGE_LIMITS)
 SMALL, LARGE = (encode_image(picture(w, h), PLAIN, 784, 10_000) for w, h in ((56, 28), (84, 84)))
 
@@ -43,7 +45,7 @@ def group_of(*images: EncodedImage, pads: int | None = None, **changes: Any) -> 
     return dataclasses.replace(make_group(3, 1), prompt_ids=ids, images=images, **changes)
 
 
-def reason_of(group: Group, limits: wire.Limits = SEES) -> str:
+def reason_of(group: Group, limits: Limits = SEES) -> str:
     """Why it is refused; "" if it is not. Any exception but WireError fails the test."""
     try:
         check_group(group, limits)

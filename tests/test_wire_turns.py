@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from common import wire
+from common.errors import WireError
+from common.group_limits import check_group
 from common.types import Group
-from common.wire import Envelope, WireError, check_group, decode, encode
+from common.wire import Envelope, decode, encode
 from tests.protocol_helpers import LIMITS, make_group, make_rollout, of_two_turns
 from trainer.link.recording import Recorder, read
 

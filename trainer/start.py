@@ -9,9 +9,10 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import address, durable, exits, out_of_memory, weights, wire
+from common import address, durable, exits, out_of_memory, weights
 from common.config import Config, world_size
 from common.errors import UserError
+from common.group_limits import ImageLimits, Limits
 from common.redact import redacted
 from common.run_folder import CHECKPOINTS
 from common.watchdog import Watchdog
@@ -170,8 +171,8 @@ def _leave_no_versions(weights_dir: Path) -> None:
         weights.remove_versions(weights_dir)
 
 
-def _limits(config: Config) -> wire.Limits:
-    return wire.Limits(
+def _limits(config: Config) -> Limits:
+    return Limits(
         vocab_size=load_config(config.model).get_text_config().vocab_size,
         num_generations=config.sampler.num_generations,
         max_prompt_length=config.data.max_prompt_length,
@@ -183,9 +184,9 @@ def _limits(config: Config) -> wire.Limits:
     )
 
 
-def _image_limits(config: Config) -> wire.ImageLimits | None:
+def _image_limits(config: Config) -> ImageLimits | None:
     vision = vision_of(config)
     if vision is None:
         return None
     sizes = config.data.limit_images, config.data.max_pixels
-    return wire.ImageLimits(*sizes, vision.form.patch_size, vision.form.merge_size, vision.image)
+    return ImageLimits(*sizes, vision.form.patch_size, vision.form.merge_size, vision.image)

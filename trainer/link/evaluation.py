@@ -5,8 +5,8 @@ from __future__ import annotations
 import collections
 from dataclasses import dataclass, field
 
+from common.errors import WireError
 from common.types import EvalRequest, EvalResult
-from common.wire import WireError
 
 _CHUNK = 64  # problems per lease
 

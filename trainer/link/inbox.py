@@ -17,6 +17,7 @@ from common.config import Config
 from common.errors import Interrupted, Retryable
 from common.exits import code_of, interrupted
 from common.failpoints import failpoint
+from common.group_limits import Limits
 from common.transcript import last_lines
 from common.transport import Transport
 from common.types import EvalResult, Group, Tombstone
@@ -43,7 +44,7 @@ class Inbox:
         config: Config,
         run_id: str,
         incarnation: str,
-        limits: wire.Limits,
+        limits: Limits,
         ledger: Ledger,
         say: Callable[[str], None],
         transport: Transport | None = None,

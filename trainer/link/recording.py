@@ -23,7 +23,7 @@ from pathlib import Path
 
 from common import wire
 from common.durable import disk_trouble, fsync_path
-from common.errors import UserError
+from common.errors import UserError, WireError
 from common.types import EvalResult, Group, Tombstone
 from common.weights import Published
 from trainer.link.source import Statistics
@@ -48,7 +48,7 @@ def read(path: Path) -> Iterator[tuple[Group | Tombstone, int]]:
                 return
             frames, end = record
             _, message = wire.decode(frames)
-        except wire.WireError as error:
+        except WireError as error:
             raise UserError(
                 f"recording {path} is damaged in the record at byte {position} of {len(data)}: {error}; "
                 f"what comes before is whole: truncate -s {position} {path}"
@@ -65,7 +65,7 @@ def _record_at(data: bytes, position: int) -> tuple[list[bytes], int] | None:
         return None
     prefix = data[position : position + _LENGTHS.size]
     if _CRC.pack(zlib.crc32(prefix)) != data[position + _LENGTHS.size : start]:
-        raise wire.WireError("its lengths do not match their CRC")
+        raise WireError("its lengths do not match their CRC")
     ends = [start + n for n in itertools.accumulate(_LENGTHS.unpack(prefix), initial=0)]
     if ends[-1] > len(data):
         return None

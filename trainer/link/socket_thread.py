@@ -12,9 +12,10 @@ from collections.abc import Callable
 
 from common import channel, wire
 from common.config import Config
-from common.errors import UserError
+from common.errors import UserError, WireError
 from common.exits import RETRYABLE
 from common.failpoints import failpoint
+from common.group_limits import Limits, check_group
 from common.transcript import last_lines
 from common.transport import Transport
 from common.types import EvalResult, Group, Tombstone
@@ -33,7 +34,7 @@ class SocketThread(threading.Thread):
         self,
         config: Config,
         envelope: wire.Envelope,
-        limits: wire.Limits,
+        limits: Limits,
         state: SharedState,
         transport: Transport,
         say: Callable[[str], None],
@@ -97,7 +98,7 @@ class SocketThread(threading.Thread):
                 envelope, message = wire.decode(frames)
                 with self.state.changed:
                     self._handle(envelope, message)
-            except wire.WireError as error:
+            except WireError as error:
                 self.state.counters[f"refused/{error.reason}"] += 1
 
     def _handle(self, envelope: wire.Envelope, message: wire.Message) -> None:
@@ -109,10 +110,10 @@ class SocketThread(threading.Thread):
             self._part(name, message)
             return
         if (envelope.run_id, envelope.incarnation) != (self.envelope.run_id, self.envelope.incarnation):
-            raise wire.WireError("other_incarnation", f"{envelope}")
+            raise WireError("other_incarnation", f"{envelope}")
         peer = self.state.peers.get(name)
         if peer is None:
-            raise wire.WireError("unknown_sampler", name)
+            raise WireError("unknown_sampler", name)
         peer.heard_at, peer.lost = time.monotonic(), False
         if isinstance(message, wire.Beat):
             peer.hear_beat(message)
@@ -122,7 +123,7 @@ class SocketThread(threading.Thread):
         elif isinstance(message, EvalResult):
             self._accept_eval(message)
         else:
-            raise wire.WireError("unexpected", type(message).__name__)
+            raise WireError("unexpected", type(message).__name__)
 
     def _welcome(self, name: str, hello: wire.Hello) -> None:
         peers = self.state.peers
@@ -130,7 +131,7 @@ class SocketThread(threading.Thread):
         if refused := refusal(hello, first, self.limits.needs_ref_logprobs):
             what, reason = refused
             self._send(name, wire.Bye(reason, 2))
-            raise wire.WireError(what, reason)
+            raise WireError(what, reason)
         old = peers.get(name)
         peer, is_news = welcomed(hello, old, time.monotonic())
         if old is not None and old.process != peer.process:
@@ -151,12 +152,12 @@ class SocketThread(threading.Thread):
     def _accept(self, name: str, group: Group | Tombstone) -> None:
         state = self.state
         if isinstance(group, Group):
-            wire.check_group(group, self.limits)
+            check_group(group, self.limits)
         if state.published is None:
-            raise wire.WireError("not_credited", f"group {group.group_id}")
+            raise WireError("not_credited", f"group {group.group_id}")
         newest = state.published.version
         if refused := state.ledger.refusal(group, range(max(0, newest - self._max_version_lag), newest + 1)):
-            raise wire.WireError(refused)
+            raise WireError(refused)
         state.ledger.accept(group, name, time.monotonic())
         failpoint("inbox.accepted")
         if isinstance(group, Tombstone):
@@ -172,7 +173,7 @@ class SocketThread(threading.Thread):
     def _accept_eval(self, result: EvalResult) -> None:
         evaluation, published = self.state.evaluation, self.state.published
         if evaluation is None or published is None:
-            raise wire.WireError("eval_unknown", result.eval_id)
+            raise WireError("eval_unknown", result.eval_id)
         evaluation.accept(result, published.version, self.config.eval.num_generations, self.limits.reward_funcs)
         for failure in result.failures:
             self.say(f"held-out problem {failure.problem_index} could not be scored: {failure.reason}")

@@ -1,0 +1,124 @@
+"""What an honest group looks like in this run: every number of one that arrived is checked before it is used."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import WireError
+from common.png import check_png
+from common.turns import MAX_FAILURE, trouble
+from common.types import Group, Rollout
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """What honest images look like in this run."""
+
+    max_images: int  # of a prompt
+    max_pixels: int  # of an image
+    patch_size: int
+    merge_size: int
+    image_token: int  # stands in a prompt once for each merged patch
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an honest group looks like in this run."""
+
+    vocab_size: int
+    num_generations: int
+    max_prompt_length: int
+    max_completion_length: int
+    needs_ref_logprobs: bool  # beta above 0, and the sampler scores the reference
+    reward_funcs: tuple[str, ...]
+    max_sampling_mask: int = 0  # tokens that one could have been; 0: all of the vocabulary
+    images: ImageLimits | None = None  # None: prompts are text alone
+
+
+def check_group(group: Group, limits: Limits) -> None:
+    """Raises WireError if the group cannot be an honest one. Shapes were checked by `decode`."""
+    found, failed = len(group.rollouts), len(group.failures)
+    if found + failed != limits.num_generations or found < 2:
+        raise WireError("group_size", f"{found} rollouts and {failed} failures, expected {limits.num_generations}")
+    if any(len(reason) > MAX_FAILURE for reason in group.failures):
+        raise WireError("failure", f"a reason of more than {MAX_FAILURE} characters")
+    if not 0 < len(group.prompt_ids) <= limits.max_prompt_length:
+        raise WireError("prompt_length", f"{len(group.prompt_ids)} tokens")
+    _check_ids(group.prompt_ids, limits.vocab_size)
+    _check_images(group, limits.images)
+    for rollout in group.rollouts:
+        length = len(rollout.completion_ids)
+        if not 0 < length <= limits.max_completion_length:
+            raise WireError("completion_length", f"{length} tokens")
+        _check_ids(rollout.completion_ids, limits.vocab_size)
+        _check_logprobs(rollout.old_logprobs, length)
+        if (rollout.ref_logprobs is not None) != limits.needs_ref_logprobs:
+            what = "needs reference log-probs and got none" if limits.needs_ref_logprobs else "wants none and got some"
+            raise WireError("reference", f"the trainer {what}")
+        if rollout.ref_logprobs is not None:
+            _check_logprobs(rollout.ref_logprobs, length)
+        _check_sampling_mask(rollout, limits)
+        if wrong := trouble(rollout):
+            raise WireError("observed", wrong)
+        if not math.isfinite(rollout.reward) or any(map(math.isinf, rollout.rewards.values())):
+            raise WireError("reward", f"{rollout.reward} from {dict(rollout.rewards)}")
+        if tuple(rollout.rewards) != limits.reward_funcs:
+            raise WireError("reward_funcs", f"{tuple(rollout.rewards)}, expected {limits.reward_funcs}")
+
+
+def _check_images(group: Group, limits: ImageLimits | None) -> None:
+    """Afterwards every PNG decodes, to the size of its grid, and the prompt has a place for each of its tokens."""
+    if limits is None:
+        if group.images:
+            raise WireError("image", f"{len(group.images)} images nobody asked for")
+        return
+    if len(group.images) > limits.max_images:
+        raise WireError("image", f"{len(group.images)} images, at most {limits.max_images} are allowed")
+    tokens = 0
+    for image in group.images:
+        times, rows, columns = image.grid_thw
+        if times != 1 or min(rows, columns) <= 0 or rows % limits.merge_size or columns % limits.merge_size:
+            raise WireError("image", f"a grid of {image.grid_thw} patches")
+        try:
+            size = check_png(image.png, limits.max_pixels)
+        except ValueError as error:
+            raise WireError("image", f"a PNG of {len(image.png)} bytes: {error}") from None
+        if size != (rows * limits.patch_size, columns * limits.patch_size):
+            raise WireError("image", f"{size[1]} × {size[0]} pixels in a grid of {rows} × {columns} patches")
+        tokens += rows * columns // limits.merge_size**2
+    found = int((group.prompt_ids == limits.image_token).sum())
+    if found != tokens:
+        raise WireError("image", f"{found} image tokens in the prompt, its images have {tokens}")
+
+
+def _check_sampling_mask(rollout: Rollout, limits: Limits) -> None:
+    ids = rollout.sampling_mask
+    if (ids is None) != (limits.max_sampling_mask == 0):
+        raise WireError(
+            "sampling_mask", "no sets of kept tokens" if ids is None else "sets of kept tokens nobody asked for"
+        )
+    if ids is None:
+        return
+    ordered = np.sort(ids, -1)
+    repeats = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if ids.shape[1] > limits.max_sampling_mask or ids.min() < -1 or ids.max() >= limits.vocab_size or repeats.any():
+        raise WireError("sampling_mask", f"{ids.shape[1]} tokens, {ids.min()}…{ids.max()}, repeated: {repeats.any()}")
+    if (ids[:, 0] != rollout.completion_ids).any():
+        raise WireError("sampling_mask", "a sampled token is not the first of its set")
+
+
+def _check_ids(ids: NDArray[np.int32], vocab_size: int) -> None:
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise WireError("token_id", f"{ids.min()}…{ids.max()} outside the vocabulary of {vocab_size}")
+
+
+def _check_logprobs(logprobs: NDArray[np.float32], length: int) -> None:
+    if len(logprobs) != length:
+        raise WireError("logprob_length", f"{len(logprobs)} log-probs for {length} tokens")
+    # 1e-3 above zero: a log-prob of a certain token may round to a hair above 0.
+    if length and not (np.isfinite(logprobs).all() and logprobs.max() <= 1e-3):
+        raise WireError("logprob", "not finite or above 0")
