@@ -66,7 +66,6 @@ class MetricsLog:
         if resume_step is None and (steps := len(read_jsonl(folder / "metrics.jsonl"))):
             raise earlier_run(folder, f"a run of {steps} steps")
         last_step = -1 if resume_step is None else resume_step
-        self.num_non_finite = 0  # since this object was made; each line of metrics.jsonl also says its own
         self._files: dict[Path, int] = {}
         self._waiting: list[tuple[Path, bytes]] = []  # lines the disk did not take yet, oldest first
         for path in (folder / name for name in ("metrics.jsonl", "eval.jsonl", "samples.jsonl")):
@@ -122,7 +121,6 @@ class MetricsLog:
         assert isinstance(record.get("step"), int), f"{path.name}: a record needs an integer step, got {record}"
         bad: list[float] = []
         written = _finite(record, bad)
-        self.num_non_finite += len(bad)
         if bad and path == self._metrics:
             written["num_non_finite"] = len(bad)
         first_to_wait = not self._waiting

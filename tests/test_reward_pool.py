@@ -56,6 +56,13 @@ def pool(file, limit_s):
         yield pool
 
 
+@pytest.fixture(scope="module")
+def returning(file):
+    """Returns what the first completion says."""
+    with RewardPool(Rewards(reward_funcs=[f"{file}:returns"])) as pool:
+        yield pool
+
+
 def submit(pool, key, *completions, prompt="2+2?", columns=COLUMNS):
     pool.submit(key, prompt, completions, [[1]] * len(completions), columns)
 
@@ -175,10 +182,9 @@ def test_failures_are_counted_by_kind(never_ending):
         ("{}", "returned {}"),
     ],
 )
-def test_a_wrong_return_value_is_an_error_with_the_value(file, value, words):
-    with RewardPool(Rewards(reward_funcs=[f"{file}:returns"])) as pool:
-        submit(pool, 1, value, "x")
-        _, failure = one(pool)
+def test_a_wrong_return_value_is_an_error_with_the_value(returning, value, words):
+    submit(returning, 1, value, "x")
+    _, failure = one(returning)
     assert failure.kind == "error" and words in failure.reason
 
 
@@ -228,24 +234,22 @@ def test_completions_are_strings_for_text_prompts_and_messages_for_chat_prompts(
         assert one(pool)[1][0][1] == 1.0
 
 
-def test_columns_arrive_once_per_completion_and_what_cannot_be_sent_is_an_error(file):
-    with RewardPool(Rewards(reward_funcs=[f"{file}:returns"])) as pool:
-        row = {"levels": np.array([1, 2]), "when": None}
-        seen = {"levels": [[1, 2]], "when": [None], "prompts": ["2+2?"], "completion_ids": [[1]]}
-        submit(pool, 1, f"[float({seen!r}.items() <= columns.items())]", columns=row)
-        assert one(pool)[1][0][1] == 1.0
-        submit(pool, 2, "[1.0]", columns={"image": object()})
-        assert "object cannot be sent" in one(pool)[1].reason
-        submit(pool, 3, "\ud800")
-        assert "surrogates not allowed" in one(pool)[1].reason
-        submit(pool, 4, "[1.0]")
-        assert one(pool)[1][0][1] == 1.0
+def test_columns_arrive_once_per_completion_and_what_cannot_be_sent_is_an_error(returning):
+    row = {"levels": np.array([1, 2]), "when": None}
+    seen = {"levels": [[1, 2]], "when": [None], "prompts": ["2+2?"], "completion_ids": [[1]]}
+    submit(returning, 1, f"[float({seen!r}.items() <= columns.items())]", columns=row)
+    assert one(returning)[1][0][1] == 1.0
+    submit(returning, 2, "[1.0]", columns={"image": object()})
+    assert "object cannot be sent" in one(returning)[1].reason
+    submit(returning, 3, "\ud800")
+    assert "surrogates not allowed" in one(returning)[1].reason
+    submit(returning, 4, "[1.0]")
+    assert one(returning)[1][0][1] == 1.0
 
 
-def test_a_job_larger_than_a_pipe_passes(file):
-    with RewardPool(Rewards(reward_funcs=[f"{file}:returns"])) as pool:
-        submit(pool, 1, "[1.0] * 2 #", "x" * 3_000_000)
-        assert one(pool)[1][1][1] == 1.0
+def test_a_job_larger_than_a_pipe_passes(returning):
+    submit(returning, 1, "[1.0] * 2 #", "x" * 3_000_000)
+    assert one(returning)[1][1][1] == 1.0
 
 
 def waits_for(path):

@@ -90,7 +90,7 @@ class DeepSpeedModel:
             freeze_tower(model)
         if config.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.ds, self.optimizer, _, self.scheduler = deepspeed.initialize(
+        self.ds, self.optimizer, *_ = deepspeed.initialize(
             model=forward,
             model_parameters=_parameter_groups(model, config.trainer.weight_decay),
             optimizer=None if "optimizer" in ds_config else _optimizer(config, optimized),
