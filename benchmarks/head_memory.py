@@ -27,7 +27,7 @@ def measure(tokens: int, dtype: str, way: str) -> dict[str, object]:
     """In this process, once: a peak is never forgotten."""
     import torch
 
-    from model.logprobs import token_logprobs
+    from model.logprobs import token_terms
     from model.onednn import use_faster_linear
 
     torch.manual_seed(0)
@@ -37,7 +37,7 @@ def measure(tokens: int, dtype: str, way: str) -> dict[str, object]:
     targets = torch.randint(0, VOCABULARY, (tokens,))
     before, start = peak_bytes(), time.monotonic()
     if way == "in chunks":
-        logprobs = token_logprobs(hidden, targets, head, 1.0, CHUNK)[0]
+        logprobs = token_terms(hidden, targets, head, 1.0, CHUNK)[0]
     else:
         logprobs = torch.log_softmax(head(hidden).float(), -1).gather(-1, targets[:, None])[:, 0]
     logprobs.mean().backward()

@@ -182,7 +182,7 @@ def _head(shapes: Shapes) -> float:
     """Seconds per completion token of head and log-probs, forward and backward."""
     import torch
 
-    from model.logprobs import token_logprobs
+    from model.logprobs import token_terms
 
     width = min(shapes.model.vocab, _HEAD_WIDTH)
     head, x = _weight(shapes, width, shapes.model.hidden), _rows(shapes, _HEAD_ROWS, shapes.model.hidden)
@@ -190,7 +190,7 @@ def _head(shapes: Shapes) -> float:
     x.requires_grad_()
 
     def trial() -> None:
-        token_logprobs(x, targets, head, 1.0, _HEAD_ROWS)[0].sum().backward()
+        token_terms(x, targets, head, 1.0, _HEAD_ROWS)[0].sum().backward()
 
     return _best(trial) / _HEAD_ROWS * shapes.model.vocab / width
 

@@ -113,22 +113,6 @@ def _in_one_call(module: torch.nn.Module, hidden: Tensor, body: Callable[..., An
         module.forward = forward  # type: ignore[method-assign]
 
 
-def token_logprobs(
-    hidden: Tensor,
-    targets: Tensor,
-    head: Callable[[Tensor], Tensor],
-    temperature: float,
-    chunk_size: int,
-    entropy_gradient: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """log softmax(head(h) / temperature)[target] for each row h of hidden [N, D]; targets [N] int64.
-
-    Returns (logprobs [N], entropy [N]), both float32. Entropy is that of the same softmax: H = log Z − Σ_v p_v · z_v.
-    """
-    logprobs, entropy, _ = token_terms(hidden, targets, head, temperature, chunk_size, entropy_gradient)
-    return logprobs, entropy
-
-
 def token_terms(  # noqa: PLR0913 as score_terms
     hidden: Tensor,
     targets: Tensor,
@@ -139,11 +123,14 @@ def token_terms(  # noqa: PLR0913 as score_terms
     sampling_mask: Tensor | None = None,
     with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `token_logprobs`, on the sets of tokens S = sampling_mask [N, K] (-1 fills) if given.
+    """log softmax(head(h) / temperature)[target] for each row h of hidden [N, D]; targets [N] int64.
+
+    With sampling_mask [N, K] (-1 fills) on each row's set S of tokens alone, in which the target must be:
 
         log μ(target) = z_target − log Σ_{v ∈ S} exp z_v        log_mass = log Σ_{v ∈ S} π(v)
 
-    Returns (logprobs [N] of μ, entropy [N] of π or zeros, log_mass [N]). A target must be in its set.
+    Returns float32 (logprobs [N], of μ if there is one; entropy [N] of π, or zeros; log_mass [N], 0 without sets). The
+    entropy is H = log Z − Σ_v p_v · z_v of the whole softmax.
     """
 
     def chunk(h: Tensor, target: Tensor, support: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from model import attention
-from model.logprobs import _hidden_states, score_norms, score_row, score_terms, token_logprobs, token_terms
+from model.logprobs import _hidden_states, score_norms, score_row, score_terms, token_terms
 from model.packing import pack, select
 from model.stopwatch import Stopwatch
 from tests import oracle
@@ -50,6 +50,13 @@ def problem(n: int, dim: int, vocab: int) -> tuple[Tensor, Tensor, torch.nn.Line
 def whole(hidden: Tensor, targets: Tensor, head: torch.nn.Linear, temperature: float) -> tuple[Tensor, Tensor]:
     logprobs = torch.log_softmax(head(hidden).double() / temperature, -1)
     return logprobs[torch.arange(len(targets)), targets], -(logprobs.exp() * logprobs).sum(-1)
+
+
+def token_logprobs(*given: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """(log-probs, entropies) under the whole softmax."""
+    logprobs, entropy, log_mass = token_terms(*given, **options)
+    assert not log_mass.any()
+    return logprobs, entropy
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 10, 64])

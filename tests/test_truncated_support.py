@@ -17,7 +17,7 @@ from common.errors import UserError, WireError
 from common.group_limits import Limits, check_group
 from common.types import Group, Rollout
 from common.wire import Envelope, decode, encode
-from model.logprobs import token_logprobs, token_terms
+from model.logprobs import token_terms
 from model.packing import pack
 from sampler.engine import kept_tokens
 from trainer.algorithm import mismatch
@@ -147,7 +147,7 @@ def test_chunks_and_sets_of_everything_change_nothing() -> None:
     hidden, head = torch.randn(9, 5, generator=random), torch.nn.Linear(5, VOCAB)
     targets = torch.randint(VOCAB, (9,), generator=random)
     everything = torch.stack([_first(torch.arange(VOCAB), int(t)) for t in targets])
-    whole, _ = token_logprobs(hidden, targets, head, 0.7, 64)
+    whole, _, _ = token_terms(hidden, targets, head, 0.7, 64)
     for chunk_size in (2, 64):
         logprobs, _, mass = token_terms(hidden, targets, head, 0.7, chunk_size, False, everything)
         assert torch.allclose(logprobs, whole, atol=1e-6) and mass.abs().max() < 1e-6
