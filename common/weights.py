@@ -21,7 +21,7 @@ import stat
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import blake3
 
@@ -124,16 +124,25 @@ def temporary_dir(weights_dir: Path, version: int, incarnation: str) -> Path:
 
 def tensor_infos(path: Path) -> dict[str, TensorInfo]:
     """Names, dtypes and shapes from a safetensors header. Raises BadWeights if the file is not one."""
+    return {name: info for name, (info, _) in tensor_places(path).items()}
+
+
+def tensor_places(path: Path) -> dict[str, tuple[TensorInfo, slice]]:
+    """As tensor_infos, with where in the file the tensor's bytes are."""
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > 100_000_000:
                 raise ValueError(f"header of {length} bytes")
             header = json.loads(file.read(length))
-        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-        if 8 + length + end != path.stat().st_size:
-            raise ValueError(f"{path.stat().st_size} bytes where the header says {8 + length + end}")
-        return {k: TensorInfo(v["dtype"], v["shape"]) for k, v in header.items() if k != "__metadata__"}
+        header.pop("__metadata__", None)
+        begin, end = 8 + length, max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        if begin + end != path.stat().st_size:
+            raise ValueError(f"{path.stat().st_size} bytes where the header says {begin + end}")
+        return {
+            name: (TensorInfo(v["dtype"], v["shape"]), slice(*(begin + offset for offset in v["data_offsets"])))
+            for name, v in header.items()
+        }
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise BadWeights(f"{path.name} is not a whole safetensors file: {error}") from None
 
@@ -189,8 +198,10 @@ def _is_cut_off(data: bytes) -> bool:
 
 def take_verified(
     published: Published, manifest: Manifest, private_dir: Path, progressed: Callable[[], None] = lambda: None
-) -> None:
+) -> dict[str, mmap.mmap]:
     """Puts the version's files into a folder of ours and checks every byte. `progressed` is called every few MB.
+
+    Returns the mappings in which files were checked, by name: mapping a gigabyte takes as long as hashing it.
 
     Whole weights on the file system of `private_dir`, which is memory, are linked: a file there is on this host, is
     never written again, and lives on when the trainer prunes its version. All else is copied while it is hashed, so
@@ -209,13 +220,17 @@ def take_verified(
             raise NotVisible(f"{path}: {os.strerror(errno.ENOENT)}")
     private_dir.mkdir(parents=True, mode=0o700)
     tensors: dict[str, TensorInfo] = {}
+    mapped: dict[str, mmap.mmap] = {}
     for name, info in manifest.files.items():
         source, target = Path(published.weights_dir) / name, private_dir / name
-        take = _check_in_place if _is_shard(name) and _link(source, target) else _copy_hashing
-        take(source, target, info, progressed)
+        if _is_shard(name) and _link(source, target):
+            mapped[name] = _check_in_place(source, target, info, progressed)
+        else:
+            _copy_hashing(source, target, info, progressed)
         if name.endswith(".safetensors"):
             tensors.update(tensor_infos(target))
     _require_equal(tensors, manifest.tensors)
+    return mapped
 
 
 def _is_shard(name: str) -> bool:
@@ -231,21 +246,29 @@ def _link(source: Path, target: Path) -> bool:
     return True
 
 
-def _check_in_place(source: Path, target: Path, expected: FileInfo, progressed: Callable[[], None]) -> None:
+def _check_in_place(source: Path, target: Path, expected: FileInfo, progressed: Callable[[], None]) -> mmap.mmap:
     """target is a link to source."""
     hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
     try:
         with os.fdopen(os.open(target, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as reader:
             found = os.fstat(reader.fileno())
             size = found.st_size if stat.S_ISREG(found.st_mode) else 0
-            if size == expected.size and size:
-                with mmap.mmap(reader.fileno(), 0, prot=mmap.PROT_READ) as whole, memoryview(whole) as view:
-                    for begin in range(0, size, _HASHED_AT_ONCE):
-                        hasher.update(view[begin : begin + _HASHED_AT_ONCE])
-                        progressed()
+            if size != expected.size or not size:
+                raise _of_another_size(source, size, expected)
+            whole = map_privately(reader)
     except OSError as error:
         raise _unreadable(source, target, error) from None
-    _require_file(source, size, hasher.hexdigest, expected)
+    with memoryview(whole) as view:
+        for begin in range(0, size, _HASHED_AT_ONCE):
+            hasher.update(view[begin : begin + _HASHED_AT_ONCE])
+            progressed()
+    _require_digest(source, hasher.hexdigest(), expected)
+    return whole
+
+
+def map_privately(file: BinaryIO) -> mmap.mmap:
+    """The file's pages, of which no write would reach the file. torch takes only memory that it may write to."""
+    return mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE)
 
 
 def _copy_hashing(source: Path, target: Path, expected: FileInfo, progressed: Callable[[], None]) -> None:
@@ -260,7 +283,9 @@ def _copy_hashing(source: Path, target: Path, expected: FileInfo, progressed: Ca
                 progressed()
     except OSError as error:
         raise _unreadable(source, target, error) from None
-    _require_file(source, target.stat().st_size, hasher.hexdigest, expected)
+    if (size := target.stat().st_size) != expected.size:
+        raise _of_another_size(source, size, expected)
+    _require_digest(source, hasher.hexdigest(), expected)
 
 
 def _unreadable(source: Path, target: Path, error: OSError) -> BadWeights:
@@ -268,12 +293,14 @@ def _unreadable(source: Path, target: Path, error: OSError) -> BadWeights:
     return kind(f"cannot copy {source} to {target.parent}: {error.strerror}")
 
 
-def _require_file(source: Path, size: int, digest: Callable[[], str], expected: FileInfo) -> None:
-    if size != expected.size:
-        kind = NotVisible if size < expected.size else BadWeights
-        raise kind(f"{source} has {size} bytes, the manifest says {expected.size}")
-    if digest() != expected.blake3:
-        raise BadWeights(f"{source.name} has BLAKE3 {digest()}, the manifest says {expected.blake3}")
+def _of_another_size(source: Path, size: int, expected: FileInfo) -> BadWeights:
+    kind = NotVisible if size < expected.size else BadWeights
+    return kind(f"{source} has {size} bytes, the manifest says {expected.size}")
+
+
+def _require_digest(source: Path, digest: str, expected: FileInfo) -> None:
+    if digest != expected.blake3:
+        raise BadWeights(f"{source.name} has BLAKE3 {digest}, the manifest says {expected.blake3}")
 
 
 def _require_equal(actual: dict[str, TensorInfo], expected: dict[str, TensorInfo]) -> None:

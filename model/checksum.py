@@ -1,5 +1,8 @@
 """One checksum per tensor, computed where the tensor is: what proves that an engine holds the weights of a version.
 
+On a CPU it is BLAKE3 of the tensor's bytes, 64 hexadecimal digits, at the speed of its memory. A GPU would have to copy
+the bytes to the host for that, so there it is a pair of sums, 32 digits, which a CPU can compute too:
+
     c(x) = ( Σ_k g_k Σ_i a_i · w_ki ,  Σ_k g_k Σ_i a_i · (w_ki >> 32) )      both modulo 2^64
 
 w are the raw bits of x as 64-bit words, chunk k of 2^15 words after chunk k − 1, zeros at the end; a_i and g_k are odd
@@ -19,6 +22,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
+import blake3
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -28,10 +32,28 @@ _CHUNK = 1 << 15  # words, 256 KiB: stays in a core's cache while it is read twi
 _BLOCK = 1 << 3  # chunks that are summed by one call
 _DEVICE_CHUNKS = 1 << 8  # 64 MiB of temporary memory on a GPU
 _WORTH_A_THREAD = 1 << 4  # chunks
+_WORTH_THREADS = 1 << 20  # bytes that BLAKE3 divides among all cores
+_DIGEST_DIGITS = 64
 
 
-def checksum(tensor: Tensor) -> str:
-    """32 hexadecimal digits. Shape and dtype are no part of it: views of the same bits have the same checksum."""
+def checksum(tensor: Tensor, like: str | None = None) -> str:
+    """Of the kind of the checksum `like`, to compare them; without it of the kind that suits the tensor's device.
+
+    Shape and dtype are no part of it: views of the same bits have the same checksum.
+    """
+    is_digest = tensor.device.type == "cpu" if like is None else len(like) == _DIGEST_DIGITS
+    return digest(tensor) if is_digest else sums(tensor)
+
+
+def digest(tensor: Tensor) -> str:
+    """BLAKE3 of the tensor's bytes, which it copies to the host if they are elsewhere: 64 hexadecimal digits."""
+    octets = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    threads = blake3.blake3.AUTO if len(octets) >= _WORTH_THREADS else 1
+    return blake3.blake3(octets, max_threads=threads).hexdigest()
+
+
+def sums(tensor: Tensor) -> str:
+    """The pair of sums: 32 hexadecimal digits."""
     words = _words(tensor.detach())
     if words.device.type == "cpu":
         low, high = _on_cpu(words.numpy())

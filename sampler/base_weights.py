@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from common.watchdog import report_progress
-from sampler.engine_tensors import DTYPES, Packed, Part, layout, packed_of, product_of, prove
+from model.shards import DTYPES
+from sampler.engine_tensors import Packed, Part, layout, packed_of, product_of, prove
 from sampler.proof import Expected, Proof
 
 
@@ -64,4 +65,4 @@ def _given_back(base: Base, expected: Mapping[str, Expected]) -> dict[str, Packe
 def _matrix(layer: Any, product: Any, parts: list[Part], expected: Mapping[str, Expected]) -> Packed:
     info = expected[parts[0].name]
     one = torch.eye(info.shape[1], dtype=DTYPES[info.dtype])
-    return packed_of(product(one, layer.weight, None).T + 0, product, parts)
+    return packed_of(product(one, layer.weight, None).T + 0, product, parts, expected)

@@ -28,6 +28,7 @@ from sampler.proof import Expected, Proof, merged, together
 from sampler.row_blocks import use_row_blocks
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from vllm import RequestOutput, TokensPrompt
     from vllm.logprobs import FlatLogprobs, Logprob
     from vllm.outputs import CompletionOutput
@@ -184,18 +185,25 @@ class Engine:
         self._keys.clear()
         self._expanded.clear()
 
-    def load(self, folder: Path, expected: Mapping[str, Expected] | None = None) -> Proof:
+    def load(
+        self,
+        folder: Path,
+        expected: Mapping[str, Expected] | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
+    ) -> Proof:
         """Replaces the weights, or the adapter where the run publishes adapters, and compares them with `expected`.
 
         The folder must have been verified: a failure inside, or anything wrong in the proof, leaves the engine
-        unusable. It is not read again later.
+        unusable. It is not read again later. tensors: what is in the folder, if it is in this process's memory; then
+        whole weights need not be read from the folder, unless vLLM's workers are processes of their own.
         """
         assert not self._keys, "a group is sampled by one policy version: reload only between groups"
         if self._applies_adapters:
             self._load_adapter(folder)
             reports = self._compared_adapter(expected) if expected else [Proof()]
         else:
-            reports = self._llm.collective_rpc("load_weights_from", args=(str(folder), expected))
+            here = tensors if self._engine.vllm_config.parallel_config.world_size == 1 else None
+            reports = self._llm.collective_rpc("load_weights_from", args=(str(folder), expected, here))
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: keys and values of the old weights are in it")
         if self._vision is not None:

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from common.watchdog import report_progress
 from model.checksum import checksum
+from model.shards import DTYPES
 from sampler.proof import Expected, Proof
-
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -93,9 +92,10 @@ def _place(
     return None
 
 
-def packed_of(tensor: Tensor, product: Any, parts: list[Part]) -> Packed:
+def packed_of(tensor: Tensor, product: Any, parts: list[Part], expected: Mapping[str, Expected]) -> Packed:
     """What is to be remembered of a matrix that disappears into a packed product."""
-    return Packed(product, tensor.shape[0], {(part.begin, part.rows): checksum(part.of(tensor)) for part in parts})
+    checksums = {(part.begin, part.rows): checksum(part.of(tensor), expected[part.name].checksum) for part in parts}
+    return Packed(product, tensor.shape[0], checksums)
 
 
 def prove(model: Any, expected: Mapping[str, Expected], packed: Mapping[str, Packed]) -> Proof:
@@ -184,7 +184,7 @@ def _holds(dtype: torch.dtype, published: torch.dtype) -> bool:
 
 
 def _sum_of(tensor: Tensor, info: Expected) -> str:
-    return checksum(tensor + 0 if info.is_base else tensor)
+    return checksum(tensor + 0 if info.is_base else tensor, info.checksum)
 
 
 def _as_published(tensor: Tensor, info: Expected) -> Tensor:
@@ -217,7 +217,7 @@ def prove_adapters(layers: Mapping[str, Any], model: Any, index: int, expected: 
         stack = _stacks(layers[layer_path], which)[i][index, 0]
         rows, columns = info.shape
         seen[layer_path].add((which, i))
-        if checksum(stack[:rows, :columns]) != info.checksum:
+        if checksum(stack[:rows, :columns], info.checksum) != info.checksum:
             proof.wrong.append(f"the engine's {layer_path} does not hold the published {name}")
         elif stack[rows:].any() or stack[:, columns:].any():
             proof.wrong.append(f"the engine's {layer_path} has numbers around the published {name}")

@@ -5,14 +5,16 @@ A failure here costs nothing: the engine was not touched and keeps the weights t
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common import durable, weights
 from common.config import Config
@@ -20,6 +22,9 @@ from common.failpoints import failpoint
 from common.watchdog import report_progress
 from common.weights import BadWeights, Manifest, Published
 from model import lora
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LOOK_S = 0.2
 
@@ -31,6 +36,7 @@ class Fetched:
     published: Published
     manifest: Manifest
     folder: Path
+    tensors: dict[str, Tensor]  # the memory that was checked
     seconds: float
 
 
@@ -41,13 +47,14 @@ def fetch(published: Published, config: Config, progressed: Callable[[], None] =
     private = scratch_dir(config)
     try:
         manifest = weights.read_manifest(published)
-        weights.take_verified(published, manifest, private, progressed)
+        mapped = weights.take_verified(published, manifest, private, progressed)
         _require_expected(private, manifest, config)
-        _require_finite(private, manifest, progressed)
+        tensors = _tensors(private, manifest, mapped)
+        _require_finite(tensors, manifest, progressed)
     except BaseException:
         shutil.rmtree(private, ignore_errors=True)
         raise
-    return Fetched(published, manifest, private, time.monotonic() - start)
+    return Fetched(published, manifest, private, tensors, time.monotonic() - start)
 
 
 class Fetcher:
@@ -136,19 +143,25 @@ def _require_expected(folder: Path, manifest: Manifest, config: Config) -> None:
         raise BadWeights(f"version {manifest.version} has adapters, and lora.r is 0 here: both sides need one config")
 
 
-def _require_finite(folder: Path, manifest: Manifest, progressed: Callable[[], None]) -> None:
-    """Also that every tensor has a checksum to be compared with."""
-    from safetensors import safe_open
+def _tensors(folder: Path, manifest: Manifest, mapped: Mapping[str, mmap.mmap]) -> dict[str, Tensor]:
+    """Those of all files, without a copy. mapped: files that are in memory already; they need not be read twice."""
+    from model.shards import tensors_of
 
+    found: dict[str, Tensor] = {}
+    for name in (name for name in manifest.files if name.endswith(".safetensors")):
+        found |= tensors_of(folder / name, mapped.get(name))
+    return found
+
+
+def _require_finite(tensors: Mapping[str, Tensor], manifest: Manifest, progressed: Callable[[], None]) -> None:
+    """Also that every tensor has a checksum to be compared with."""
     from model.checksum import is_finite
 
     if missing := sorted(manifest.tensors.keys() - manifest.checksums.keys()):
         raise BadWeights(f"version {manifest.version} has no checksums of {missing[:3]}")
     if lora.SETTINGS in manifest.files and not manifest.base:
         raise BadWeights(f"version {manifest.version} has adapters and no checksums of what they stand on")
-    for name in (name for name in manifest.files if name.endswith(".safetensors")):
-        with safe_open(folder / name, framework="pt") as file:
-            for tensor_name in file.keys():  # noqa: SIM118 - a safetensors handle is not a dict
-                if not is_finite(file.get_tensor(tensor_name)):
-                    raise BadWeights(f"tensor {tensor_name} of version {manifest.version} is not finite")
-                progressed()
+    for name, tensor in tensors.items():
+        if not is_finite(tensor):
+            raise BadWeights(f"tensor {name} of version {manifest.version} is not finite")
+        progressed()

@@ -26,7 +26,6 @@ from common.errors import Retryable
 from common.failpoints import failpoint
 from common.types import EncodedImage
 from common.weights import BadWeights, Manifest, Published
-from model import lora
 from sampler.fetch import Fetched, Fetcher, fetch
 from sampler.proof import Expected, Proof
 
@@ -73,7 +72,7 @@ def reload(engine: Engine, published: Published, config: Config, fetcher: Fetche
     fetched = fetcher.take(published) if fetcher else fetch(published, config)
     begun = time.monotonic()
     try:
-        proof = engine.load(fetched.folder, expected_tensors(fetched, config))
+        proof = engine.load(fetched.folder, expected_tensors(fetched, config), fetched.tensors)
         loaded = time.monotonic()
         _require_proof(proof, published.version)
         theirs, ours = _canary_logprobs(engine, fetched.manifest)
@@ -111,18 +110,15 @@ def expected_tensors(fetched: Fetched, config: Config) -> dict[str, Expected]:
     found = {n: Expected(t.dtype, t.shape, manifest.checksums[n]) for n, t in manifest.tensors.items()}
     if not config.lora.publishes_adapters:
         return found
-    from safetensors import safe_open
-
     from model.checksum import checksum
 
     scale = config.lora.scale / config.lora.r
-    with safe_open(fetched.folder / lora.WEIGHTS, framework="pt") as file:
-        for name, info in found.items():
-            tensor = file.get_tensor(name)
-            if checksum(tensor) != info.checksum:
-                raise BadWeights(f"tensor {name} of version {manifest.version} has another checksum in its file")
-            if ".lora_B." in name and scale != 1:
-                found[name] = Expected(info.dtype, info.shape, checksum(tensor * scale))
+    for name, info in found.items():
+        tensor = fetched.tensors[name]
+        if checksum(tensor, info.checksum) != info.checksum:
+            raise BadWeights(f"tensor {name} of version {manifest.version} has another checksum in its file")
+        if ".lora_B." in name and scale != 1:
+            found[name] = Expected(info.dtype, info.shape, checksum(tensor * scale, info.checksum))
     return found | {n: Expected(t.dtype, t.shape, t.checksum, is_base=True) for n, t in manifest.base.items()}
 
 

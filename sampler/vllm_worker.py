@@ -10,40 +10,51 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.watchdog import report_progress
 from sampler.base_weights import prove_base
 from sampler.engine_tensors import Packed, Part, layout, packed_of, prove, prove_adapters
 from sampler.proof import Expected, Proof
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 class WeightExtension:
     model_runner: Any  # vLLM's worker provides both
     reload_weights: Any
 
-    def load_weights_from(self, path: str, expected: Mapping[str, Expected] | None = None) -> Proof:
+    def load_weights_from(
+        self,
+        path: str,
+        expected: Mapping[str, Expected] | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
+    ) -> Proof:
         """Replaces all parameters by the safetensors files in `path` and compares them with what was published.
 
         Any exception, and a proof with anything wrong, leaves the engine unusable. Without `expected` nothing is
-        compared.
+        compared. tensors: the files' own; without them vLLM maps the files once more.
         """
         model = self.model_runner.model
         prefix, language = language_model(model)
         is_tied = getattr(language.config, "tie_word_embeddings", False)
         if expected is None:
-            self._reload(path, sees=bool(prefix))
+            self._reload(path, tensors, sees=bool(prefix))
             if is_tied:
                 _tie_again(language)
             return Proof()
         with _watch_packing(model, expected) as packed:
-            self._reload(path, sees=bool(prefix))
+            self._reload(path, tensors, sees=bool(prefix))
             if is_tied:
                 packed[f"{prefix}lm_head"] = _tie_again(language)
         return prove(model, expected, packed)
 
-    def _reload(self, path: str, sees: bool) -> None:
+    def _reload(self, path: str, tensors: Mapping[str, Tensor] | None, sees: bool) -> None:
         """Afterwards vLLM would look for the next image's processor in `path`, which is soon gone: give it its own."""
+        if tensors is not None:
+            self.reload_weights(weights_iterator=iter(tensors.items()))
+            return
         if not sees:
             self.reload_weights(weights_path=path)
             return
@@ -99,10 +110,9 @@ def _watch_packing(model: Any, expected: Mapping[str, Expected]) -> Iterator[dic
         method = getattr(module, "quant_method", None)
         pack = getattr(method, "process_weights_after_loading", None)
         if pack is not None and "process_weights_after_loading" not in vars(method):
-            if is_tied and module is language.model.embed_tokens:
-                method.process_weights_after_loading = lambda _: None  # type: ignore[union-attr]  # see _tie_again
-            else:
-                method.process_weights_after_loading = _noting(pack, paths, parts, packed)  # type: ignore[union-attr]
+            is_idle = is_tied and module is language.model.embed_tokens  # see _tie_again
+            pack = (lambda _: None) if is_idle else _noting(pack, paths, parts, expected, packed)
+            method.process_weights_after_loading = pack  # type: ignore[union-attr]
             watched.append(method)
     try:
         yield packed
@@ -115,6 +125,7 @@ def _noting(
     pack: Callable[[Any], None],
     paths: Mapping[int, str],
     parts: Mapping[str, list[Part]],
+    expected: Mapping[str, Expected],
     packed: dict[str, Packed],
 ) -> Callable[[Any], None]:
     """`pack`, which then notes what the layer's matrix was, if it is gone or has a packed copy now."""
@@ -126,6 +137,6 @@ def _noting(
         product, now = layer.__dict__.get("cpu_linear"), getattr(layer, "weight", None)
         is_changed = now is None or weight is None or (now.shape, now.dtype) != (weight.shape, weight.dtype)
         if weight is not None and (product is not None or is_changed):
-            packed[path] = packed_of(weight.data, product, parts.get(f"{path}.weight", []))
+            packed[path] = packed_of(weight.data, product, parts.get(f"{path}.weight", []), expected)
 
     return pack_and_note

@@ -1,13 +1,16 @@
-"""The checksum of a tensor's bits: its definition, on any device, and the mistakes that it must notice."""
+"""The checksums of a tensor's bits: their definition, on any device, and the mistakes that they must notice."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import blake3
 import pytest
 import torch
 from torch import Tensor
 
 from model import checksum as module
-from model.checksum import checksum, is_finite
+from model.checksum import checksum, digest, is_finite, sums
 
 pytestmark = pytest.mark.fast
 
@@ -41,59 +44,80 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> T
     ("shape", "dtype"),
     [((3,), torch.bfloat16), ((7, 5), torch.float32), ((0, 4), torch.float32), ((300, 900), torch.bfloat16)],
 )
-def test_it_is_what_the_equation_says_on_one_thread_on_many_and_on_a_device(
+def test_the_sums_are_what_the_equation_says_on_one_thread_on_many_and_on_a_device(
     shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensor = random(*shape, dtype=dtype)
     expected = by_definition(tensor.view(torch.uint8).numpy().tobytes())
-    assert checksum(tensor) == expected
+    assert sums(tensor) == expected
     monkeypatch.setattr(module, "_WORTH_A_THREAD", 1)
     monkeypatch.setattr(module, "_DEVICE_CHUNKS", 2)
     monkeypatch.setattr(module, "_BLOCK", 2)
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: range(3))
-    assert checksum(tensor) == expected
+    assert sums(tensor) == expected
     low, high = module._on_device(module._words(tensor))
     assert f"{low:016x}{high:016x}" == expected
 
 
-def test_a_slice_and_a_transposed_view_are_summed_as_their_copies() -> None:
+@pytest.mark.parametrize("count", [0, 1, 7, 600_000])
+def test_on_a_cpu_the_checksum_is_blake3_of_the_bytes(count: int) -> None:
+    tensor = random(count)  # the last is divided among threads
+    assert checksum(tensor) == blake3.blake3(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def test_a_checksum_is_compared_with_one_of_its_own_kind() -> None:
+    """A trainer on a GPU publishes sums, and an engine on a CPU can be held to them; and the other way round."""
+    tensor = random(4, 8)
+    assert checksum(tensor, digest(tensor + 1)) == digest(tensor) != sums(tensor)
+    assert checksum(tensor, sums(tensor + 1)) == sums(tensor)
+
+
+KINDS = pytest.mark.parametrize("kind", [sums, digest])
+Kind = Callable[[Tensor], str]
+
+
+@KINDS
+def test_a_slice_and_a_transposed_view_are_summed_as_their_copies(kind: Kind) -> None:
     whole = random(9, 3)  # rows of 6 bytes: slices begin inside a word
     for view in (whole[1:4], whole[2:], whole.T, whole[:, 1:]):
-        assert checksum(view) == checksum(view.clone().contiguous())
-    assert checksum(whole[:0]) == "0" * 32
+        assert kind(view) == kind(view.clone().contiguous())
+    assert sums(whole[:0]) == "0" * 32
 
 
-def test_every_flipped_bit_is_noticed() -> None:
+@KINDS
+def test_every_flipped_bit_is_noticed(kind: Kind) -> None:
     tensor = random(4, 8)
-    bits, before = tensor.view(torch.int16), checksum(tensor)
+    bits, before = tensor.view(torch.int16), kind(tensor)
     seen = {before}
     for i in range(bits.numel()):
         for bit in range(16):
             mask = -(1 << 15) if bit == 15 else 1 << bit
             bits.view(-1)[i] ^= mask
-            seen.add(checksum(tensor))
+            seen.add(kind(tensor))
             bits.view(-1)[i] ^= mask
     assert len(seen) == 1 + 32 * 16
-    assert checksum(tensor) == before
+    assert kind(tensor) == before
 
 
-def test_signs_that_flip_in_pairs_swapped_rows_and_swapped_chunks_are_noticed() -> None:
+@KINDS
+def test_signs_that_flip_in_pairs_swapped_rows_and_swapped_chunks_are_noticed(kind: Kind) -> None:
     tensor = random(2 * _WORDS, 8)
-    before = checksum(tensor)
+    before = kind(tensor)
     flipped = tensor.clone()
     flipped[[10, 20], 3] *= -1  # the top bit of two words: a single sum modulo 2^64 would add 2^63 twice
     rows = tensor.clone()
     rows[[5, 6]] = rows[[6, 5]]
     chunks = torch.cat([tensor[_WORDS:], tensor[:_WORDS]])
-    assert len({before, *map(checksum, (flipped, rows, chunks, -tensor))}) == 5
+    assert len({before, *map(kind, (flipped, rows, chunks, -tensor))}) == 5
 
 
-def test_a_step_at_a_learning_rate_of_1e_6_in_bfloat16_is_noticed_200_times_of_200() -> None:
+@KINDS
+def test_a_step_at_a_learning_rate_of_1e_6_in_bfloat16_is_noticed_200_times_of_200(kind: Kind) -> None:
     master = random(64, 64, dtype=torch.float32) * 0.02
-    seen = {checksum(master.bfloat16())}
+    seen = {kind(master.bfloat16())}
     for step in range(200):
         master -= 1e-6 * random(64, 64, dtype=torch.float32, seed=step).sign()
-        seen.add(checksum(master.bfloat16()))
+        seen.add(kind(master.bfloat16()))
     assert len(seen) == 201
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from model.checksum import checksum
+from model.checksum import checksum, sums
 from sampler.base_weights import prove_base
 from sampler.engine_tensors import Packed, layout, packed_of, prove, prove_adapters
 from sampler.proof import Expected, Proof, merged
@@ -169,8 +169,16 @@ def packed(model: Model, *paths: str) -> dict[str, Packed]:
         layer: Any = model.get_submodule(path)
         weight = layer.weight.data
         UnquantizedLinearMethod().process_weights_after_loading(layer)
-        noted[path] = packed_of(weight, layer.cpu_linear, parts[f"{path}.weight"])
+        noted[path] = packed_of(weight, layer.cpu_linear, parts[f"{path}.weight"], expected(published()))
     return noted
+
+
+def test_an_engine_on_a_cpu_is_held_to_the_sums_that_a_gpu_published(model: Model) -> None:
+    of_a_gpu = {n: Expected("BF16", list(t.shape), sums(t)) for n, t in published().items()}
+    assert prove(model, of_a_gpu, {}).wrong == []
+    spoil, said = WRONG["a bit of v"]
+    spoil(model)
+    assert prove(model, of_a_gpu, {}).wrong == said
 
 
 def test_a_packed_matrix_is_what_it_was_when_it_was_packed_and_its_product_must_be_the_one_in_use(model: Model) -> None:

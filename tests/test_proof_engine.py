@@ -117,8 +117,9 @@ def test_200_good_reloads_are_accepted_and_20_stale_ones_refused_at_a_learning_r
 
 
 def given(rpc: Any, folder: str) -> Callable[[str, Any], Any]:
-    """The engine's own call, with another folder than the verified one."""
-    return lambda name, args: rpc(name, args=(folder, *args[1:]))
+    """The engine's own call, with another folder and other tensors than the verified ones."""
+    others = {name: t for shard in Path(folder).glob("*.safetensors") for name, t in load_file(shard).items()}
+    return lambda name, args: rpc(name, args=(folder, args[1], others))
 
 
 def swap(a: str, b: str) -> Callable[[dict[str, torch.Tensor]], None]:
@@ -180,6 +181,20 @@ def test_a_reload_that_does_nothing_and_a_head_that_is_not_packed_again_are_refu
             with pytest.raises(Retryable, match=r"lm_head.weight was not packed anew"):
                 reload(engine, publish(3), config)
     reload(engine, publish(4), config)
+
+
+def test_an_engine_whose_workers_are_processes_of_their_own_reads_the_folder(
+    engine: Engine, config: Config, publish: Callable[[int], Published], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors of this process can not be given to them; the proof is the same."""
+    rpc, newest = engine._llm.collective_rpc, publish(1)
+    monkeypatch.setattr(engine._engine.vllm_config.parallel_config, "world_size", 2)
+    calls: list[Any] = []
+    monkeypatch.setattr(
+        engine._llm, "collective_rpc", lambda name, args: (calls.append(args[2]), rpc(name, args=args))[1]
+    )
+    assert not reload(engine, newest, config).unproven
+    assert calls == [None]
 
 
 def test_what_is_summed_while_it_is_packed_is_what_the_engine_multiplies_by(

@@ -31,7 +31,7 @@ from trainer.engine.ranks import Exchange
 from trainer.save.disk import on_rank_0, together
 from trainer.save.shard_file import HostCopies, write_shard
 
-_CANARY_SEQUENCES, _CANARY_LENGTH, _CANARY_PROMPT = 4, 32, 8
+_CANARY_SEQUENCES, _CANARY_LENGTH, _CANARY_PROMPT = 2, 32, 4
 
 
 def slices(sizes: Sequence[int], count: int) -> list[range]:
