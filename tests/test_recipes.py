@@ -130,7 +130,7 @@ def test_a_recipe_fits_where_its_first_lines_say(name: str, tmp_path: Path) -> N
 SMALL = (
     "model.dtype=float32", "sampler.devices=[]", "sampler.num_generations=4", "sampler.max_completion_length=16",
     "trainer.devices=[]", "trainer.prompts_per_step=2", "trainer.max_steps=2", "trainer.warmup_steps=0",
-    "trainer.save_steps=null", "data.max_prompt_length=160", "eval.steps=null", "eval.num_generations=1",
+    "trainer.save_steps=null", "data.max_prompt_length=256", "eval.steps=null", "eval.num_generations=1",
     "vllm={}",
 )  # fmt: skip
 TELLS_APART = """
