@@ -230,7 +230,7 @@ def test_wrong_names_and_signatures_are_found_without_importing_anything(tmp_pat
             require_user_functions(Algorithm(adv_estimator=name))
         assert str(error.value).startswith(f"algorithm.adv_estimator {name!r}") and words in str(error.value)
     with pytest.raises(UserError, match=r"algorithm.loss '.*' wants 'value'; it gets logprobs, old_logprobs, ref_logp"):
-        require_user_functions(Algorithm(loss="rewards.shorten"))
+        require_user_functions(Algorithm(loss="common.outcomes.shorten"))
 
 
 def test_a_file_with_a_typo_is_shown_with_its_line(tmp_path: Path) -> None:
