@@ -2,7 +2,8 @@
 
 One batch of rollouts is `mini_batches` optimizer steps in one pass, each of them `accumulation` forward and backward
 passes on every rank. Rows are whole prompts here and whole sequences where a framework counts sequences. Where the
-groups of a step do not divide over the ranks, "per rank" is the busiest one.
+groups of a step do not divide over the ranks, "per rank" is the busiest one. Ranks are data-parallel ones here: each
+may be several sequence-parallel ranks, which share every micro-batch.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ class BatchPlan:
 
     prompts: int  # in a batch of rollouts, over all ranks
     num_generations: int
-    ranks: int
+    ranks: int  # dp_size
     mini_batches: int  # optimizer steps in one pass over the batch
     micro_sequences: int  # in one forward of one rank; with a budget of tokens, of the longest groups
     num_rows: int | None = None  # of the data set; None = not known
     num_iterations: int = 1  # passes
     max_tokens: int | None = None  # of one forward, instead of a number of sequences
     longest_group: int | None = None  # its tokens as packed
+    sp_size: int = 1
 
     @property
     def sequences(self) -> int:
@@ -65,20 +67,22 @@ def batch_plan(config: Config, ranks: int, num_rows: int | None = None) -> Batch
     return BatchPlan(
         prompts=config.prompts_per_batch,
         num_generations=config.sampler.num_generations,
-        ranks=ranks,
+        ranks=config.dp_size(ranks),
         mini_batches=mini_batches,
         micro_sequences=config.groups_at_once * config.sampler.num_generations,
         num_rows=num_rows,
         num_iterations=config.algorithm.num_iterations,
         max_tokens=config.trainer.max_tokens_per_micro_batch,
         longest_group=config.longest_group,
+        sp_size=config.trainer.sequence_parallel_size,
     )
 
 
 def one_line(plan: BatchPlan) -> str:
     """ "16 problems × 8 completions = 128 sequences a batch, 64 per rank; 1 optimizer step of 8 micro-batches" """
     batch = f"{plan.prompts:,} problems × {plan.num_generations} completions = {plan.sequences:,} sequences a batch"
-    per_rank = f", {plan.sequences_per_rank:,} per rank" if plan.ranks > 1 else ""
+    who = "rank" if plan.sp_size == 1 else f"{plan.sp_size} ranks that share them"
+    per_rank = f", {plan.sequences_per_rank:,} per {who}" if plan.ranks > 1 else ""
     updates, micro = _count(plan.updates_per_batch, "optimizer step"), _count(plan.accumulation, "micro-batch", "es")
     budget = "" if plan.max_tokens is None else f" of {plan.max_tokens:,} tokens, or fewer"
     return f"{batch}{per_rank}; {updates} of {micro}{budget}"
@@ -108,6 +112,13 @@ def lines(plan: BatchPlan) -> Iterator[tuple[str, str, str]]:
         f"MindSpeed-RL mini_batch_size {p.prompts_per_update * p.num_generations}",
     )
     yield _micro_batches(p, per_generation)
+    if p.sp_size > 1:
+        yield (
+            "long sequences",
+            f"{p.ranks} data-parallel × {p.sp_size} sequence-parallel ranks: {p.sp_size} share every micro-batch, and "
+            f'"rank" above means {p.sp_size} of them',
+            f"verl ulysses_sequence_parallel_size {p.sp_size} · DeepSpeed sequence_parallel_size {p.sp_size}",
+        )
     if p.num_iterations > 1:
         yield (
             "passes",

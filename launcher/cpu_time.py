@@ -80,7 +80,7 @@ def training_seconds(work: Workload, of: Measured, cores: int) -> float:
     frozen = work.reference_of("trainer")
     others = sum(m.parameters for m in (work.critic,) if m) / work.model.parameters
     groups = work.groups_per_batch / ranks
-    calls = math.ceil(groups / work.groups_per_micro_batch) * work.model.layers * of.layer_call
+    calls = math.ceil(groups * work.sp_size / work.groups_per_micro_batch) * work.model.layers * of.layer_call
     layers = groups * work.tokens_of_group * work.model.layers * of.layer + calls
     layers *= (4 / 3 if work.checkpointing else 1) * (2 / 3 if work.adapters is not None else 1)
     passes = (1 + others) * work.passes * _BESIDE_LAYERS * (layers + groups * _head(work, of))

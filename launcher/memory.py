@@ -74,14 +74,16 @@ def layer_activations(work: Workload, model: ModelDims) -> float:
     Per token: two norms 2·(4 + 2b)·H, the output projection's input b·A·D, the gated MLP 4b·I; and in attention its
     queries, outputs, keys and values, the prompt's repeated for each completion: b·(2·A·D + 2·K·D·(P + C)/C). In
     float32 no kernel of a GPU that takes grouped heads is left but the one that keeps every score: A·4 each, twice.
+    Of S ranks that share the micro-batch each keeps 1/S, in attention of heads; where K does not divide by S, key and
+    value heads are repeated up to the least common multiple of both.
     """
-    b, d = work.bytes_per_value, model.head_dim
+    b, d, s = work.bytes_per_value, model.head_dim, work.sp_size
     per_token = 2 * (4 + 2 * b) * model.hidden + b * (model.heads * d + 4 * model.intermediate)
     queries = 2 * model.heads * d * work.tokens_of_group
-    keys = 2 * model.kv_heads * d * work.num_generations * (work.prompt + work.completion)
+    keys = 2 * math.lcm(model.kv_heads, s) * d * work.num_generations * (work.prompt + work.completion)
     pairs = work.prompt**2 + work.num_generations * work.completion * (work.prompt + work.completion)
     scores = 8 * model.heads * pairs if work.on_gpu and work.dtype == "float32" else 0
-    return work.groups_per_micro_batch * (per_token * work.tokens_of_group + b * (queries + keys) + scores)
+    return work.groups_per_micro_batch * (per_token * work.tokens_of_group + b * (queries + keys) + scores) / s
 
 
 def trainer_memory(work: Workload) -> TrainerMemory:
@@ -143,7 +145,7 @@ def _activations(work: Workload, model: ModelDims) -> float:
     layer = layer_activations(work, model)
     if not work.checkpointing:
         return model.layers * layer
-    inputs = work.bytes_per_value * model.hidden * work.tokens_of_group * work.groups_per_micro_batch
+    inputs = work.bytes_per_value * model.hidden * work.tokens_of_group * work.groups_per_micro_batch / work.sp_size
     return layer + model.layers * inputs
 
 

@@ -1,7 +1,8 @@
 """What a run asks of the machine, in plain numbers. The estimates of memory and time start from it.
 
-b = bytes per value of model.dtype, N = parameters, R = ranks, T = tokens in a micro-batch, P = prompt, C = completion,
-G = completions in a group; other letters as in model/dims.py. docs/plan.md states every formula.
+b = bytes per value of model.dtype, N = parameters, R = ranks, S = ranks that share a micro-batch, T = tokens in a
+micro-batch, P = prompt, C = completion, G = completions in a group; other letters as in model/dims.py. docs/plan.md
+states every formula.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Workload:
     bucket: int = _BUCKET  # B, DeepSpeed's reduce_bucket_size: values
     writes_behind: bool = False  # a version is written while the next step trains
     ranks_per_gpu: int = 1
+    sp_size: int = 1  # S, trainer.sequence_parallel_size: ranks that share a micro-batch
     images: int = 0  # of a prompt, at most
     patches: int = 0  # of the largest image
     trains_tower: bool = True  # the vision tower of policy and critic; with LoRA it is frozen
@@ -124,6 +126,7 @@ def workload_of(
         bucket=int(float(zero.get("reduce_bucket_size", _BUCKET))),
         writes_behind=config.trainer.max_staleness > 0,
         ranks_per_gpu=ranks_per_gpu,
+        sp_size=config.trainer.sequence_parallel_size,
         images=config.data.limit_images if config.data.image_key is not None else 0,
         patches=_most_patches(config, model),
         trains_tower=not config.model.freeze_vision_tower and not config.lora.r,

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import UserError
-from model.packing import Span
+from model.packing import SequenceGroup, Span
+from model.sequence_parallel import heads_for_tokens, tokens_for_heads
 
 NAME = "shared_prompt"
 
@@ -39,7 +40,7 @@ def register() -> None:
     AttentionInterface.register(NAME, _attention)
 
 
-def _attention(
+def _attention(  # noqa: PLR0913 transformers', and what a packed row adds
     module: torch.nn.Module,
     query: Tensor,  # [1, num_heads, T, head_dim]; [sequences, …] where nothing is packed and spans is empty
     key: Tensor,  # [1, num_key_value_heads, T, head_dim]
@@ -47,14 +48,20 @@ def _attention(
     attention_mask: None,
     scaling: float | None = None,
     spans: tuple[Span, ...] | None = None,
+    sequence_group: SequenceGroup | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function. Returns ([rows, T, num_heads, head_dim], None).
 
+    sequence_group: the ranks that share the row. T are then this rank's tokens, and spans still those of the whole row.
     Raises UserError if the model asks for attention that this is not.
     """
     if spans is None:
         raise ValueError('attn_implementation="shared_prompt" needs spans=…: call the model with a PackedRow')
+    if sequence_group is not None:
+        query, key, value = tokens_for_heads(query, key, value, sequence_group)
+        output, _ = _attention(module, query, key, value, None, scaling, spans, **extra)
+        return heads_for_tokens(output, sequence_group), None
     _refuse_other_attention(spans or (Span(0, query.shape[2], ()),), extra)
     if not spans:
         gqa = query.shape[1] != key.shape[1]

@@ -47,6 +47,33 @@ def require_models(config: Config) -> None:
     _require_positions(config, folder, settings)
     _require_sight(config, folder, settings)
     _require_same_sight(config, settings)
+    _require_shared_rows(config, settings)
+
+
+def _require_shared_rows(config: Config, policy: dict[str, Any]) -> None:
+    """Raises UserError if a row of one of the trainer's models cannot be shared by sequence-parallel ranks."""
+    size = config.trainer.sequence_parallel_size
+    if size == 1:
+        return
+    if "vision_config" in policy:
+        raise UserError(
+            f"trainer.sequence_parallel_size {size}: rows of a model that sees images are not split over ranks; set "
+            "trainer.sequence_parallel_size=1, or model.path to a text model"
+        )
+    others = [config.critic.path] if config.algorithm.needs_critic else []
+    others += [config.reference.path] if config.reference_on == "trainer" else []
+    for settings in (policy, *(_settings(Path(path).expanduser()) for path in others if path)):
+        if (heads := settings.get("num_attention_heads", size)) % size:
+            raise UserError(uneven_heads(heads, size))
+
+
+def uneven_heads(heads: int, size: int) -> str:
+    """Why a model with so many attention heads cannot be on `size` sequence-parallel ranks."""
+    fitting = [str(n) for n in range(1, size) if heads % n == 0]
+    return (
+        f"trainer.sequence_parallel_size {size} does not divide the model's {heads} attention heads, of which every "
+        f"rank takes as many; set trainer.sequence_parallel_size={' or '.join(fitting)}"
+    )
 
 
 def _require_same_sight(config: Config, policy: dict[str, Any]) -> None:

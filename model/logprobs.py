@@ -20,6 +20,7 @@ from model.folder import VISION_FAMILIES, causal_lm_class, check_model_folder
 from model.log_softmax import LogSoftmaxAt
 from model.onednn import use_faster_linear
 from model.packing import PackedRow
+from model.sequence_parallel import gather
 from model.stopwatch import Stopwatch
 
 
@@ -51,6 +52,7 @@ def score_terms(
     Returns logprobs [N] float32 with gradient, entropy [N] float32 with one only if asked for, and log_mass [N]. Where
     the row has sampling_mask the log-probs are those of the softmax over them alone, and log_mass, without gradient, is
     what the whole softmax gives them together; else it is 0. The entropy is always the whole softmax's; 0 without it.
+    Of a row that is split over ranks all N targets come back, on every rank.
     head_time adds up what head and log-probs take, forward and backward.
     """
     hidden = _hidden_states(model, row)
@@ -67,16 +69,17 @@ def score_terms(
         head_time.stop()
         if logprobs.requires_grad:
             head_time.watch_backward(hidden, logprobs)
-    return logprobs, entropy, log_mass
+    return gather(logprobs, row.shard), gather(entropy, row.shard), gather(log_mass, row.shard)
 
 
 def score_norms_of_row(model: Any, row: PackedRow, temperature: float, chunk_size: int) -> Tensor:
     """`score_norms` of the row's targets: [N] float32, without gradient."""
-    return _in_one_call(
+    norms = _in_one_call(
         model.get_output_embeddings(),
         _hidden_states(model, row),
         lambda h, head: score_norms(h, row.target_ids, head, temperature, chunk_size, row.sampling_mask),
     )
+    return gather(norms, row.shard)
 
 
 def _hidden_states(model: Any, row: PackedRow) -> Tensor:
@@ -93,8 +96,9 @@ def hidden_at_sources(base: Any, row: PackedRow) -> Tensor:
     if row.vision is not None:
         hidden = vision.hidden_states(base, row)
     else:
+        more = {} if row.shard is None else {"sequence_group": row.shard.group}
         hidden = base(
-            input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
+            input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans, **more
         ).last_hidden_state.flatten(0, 1)
     return hidden.index_select(0, row.source_index)
 

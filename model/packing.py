@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -55,6 +55,24 @@ class VisionInput:
 
 
 @dataclass(frozen=True)
+class SequenceGroup:
+    """The sequence-parallel ranks that share a row, as one of them sees it."""
+
+    rank: int  # sp_rank: 0, 1, …
+    size: int  # sp_size
+    handle: Any  # torch.distributed's process group
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What sequence_parallel.py leaves of a row on one rank. n = targets whose logits come from here, N = all."""
+
+    group: SequenceGroup
+    places: Tensor  # [n] int64: which of the N they are, ascending
+    num_targets: int  # N
+
+
+@dataclass(frozen=True)
 class PackedRow:
     input_ids: Tensor  # [1, T] int64; [sequences, T] with "off"
     position_ids: Tensor  # as input_ids; for a model with a vision tower [3, 1, T], one for each axis of an image
@@ -65,6 +83,7 @@ class PackedRow:
     sampling_mask: Tensor | None = None  # [N, K] int64 tokens that could have been sampled, -1 fills; None = all
     images: tuple[tuple[EncodedImage, ...], ...] = ()  # of each span, or sequence with "off"; empty = no images
     vision: VisionInput | None = None  # as vision.py adds it; None: the model has no vision tower
+    shard: Shard | None = None  # None: the whole row is here
 
     def to(self, device: torch.device) -> PackedRow:
         """On this device, without waiting for it."""
@@ -82,6 +101,7 @@ class PackedRow:
             None if self.sampling_mask is None else there(self.sampling_mask),
             self.images,
             None if self.vision is None else self.vision.to(device),
+            None if self.shard is None else replace(self.shard, places=there(self.shard.places)),
         )
 
     def with_sampling_mask(self, sampling_mask: Sequence[NDArray[np.int32] | None]) -> PackedRow:

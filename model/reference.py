@@ -23,7 +23,8 @@ from common.types import EncodedImage
 from common.watchdog import report_progress
 from model import lora
 from model.logprobs import load_causal_lm, score_logprobs
-from model.packing import PackedRow, pack
+from model.packing import PackedRow, SequenceGroup, pack
+from model.sequence_parallel import shard
 from model.tokenizer import check_vocabulary
 from model.vision import layout_of, with_vision
 
@@ -31,9 +32,18 @@ from model.vision import layout_of, with_vision
 class Reference:
     """Scores under the temperature of the training samples. Loaded only when beta > 0."""
 
-    def __init__(self, config: Config, device: torch.device, policy: Any = None):
-        """policy: a whole model with adapters whose frozen weights are the reference (config.reference_is_base)."""
-        self._adapted = policy is not None
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        policy: Any = None,
+        sequence_group: SequenceGroup | None = None,
+    ):
+        """policy: a whole model with adapters whose frozen weights are the reference (config.reference_is_base).
+
+        sequence_group: the trainer's ranks that score every row together.
+        """
+        self._adapted, self._sequence_group = policy is not None, sequence_group
         self._model = policy if policy is not None else self._load(config, device)
         self._layout = layout_of(self._model.config, *config.start_of(config.reference))
         self._device = device
@@ -68,5 +78,5 @@ class Reference:
     def score(self, row: PackedRow) -> Tensor:
         """log π_ref of the row's targets: [N] float32 on the CPU."""
         with lora.without_adapters(self._model) if self._adapted else contextlib.nullcontext():
-            here = with_vision(row, self._layout).to(self._device)
+            here = shard(with_vision(row, self._layout), self._sequence_group).to(self._device)
             return score_logprobs(self._model, here, self._temperature, self._chunk_size).cpu()

@@ -96,10 +96,11 @@ class Worker:
         from trainer.save.checkpoint import Progress
 
         faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)  # anew for every run
-        engine = Engine(config, self.exchange.world_size)
+        where = self.exchange.world_size, self.exchange.sequence_group
+        engine = Engine(config, *where)
         progress = Progress("run", 0, 0, 0, 0, 0, 0, {})
         at = rank_zero(stream) if self.exchange.rank == 0 else None
-        critic = Critic(config, self.exchange.world_size) if config.algorithm.needs_critic else None
+        critic = Critic(config, *where) if config.algorithm.needs_critic else None
         trainer = Trainer(config, engine, self.exchange, self.tokenizer, progress, at, reference, critic)
         trainer.results = []
         advance = trainer._advance

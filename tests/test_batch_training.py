@@ -59,7 +59,8 @@ class Run:
     ):
         self.events: list[tuple[str, list[int]]] = []
         self.batches: list[MicroBatch] = []
-        policy, exchange = (SimpleNamespace(rank=rank, world_size=ranks, add=list, dims=MODEL) for _ in range(2))
+        policy = SimpleNamespace(dims=MODEL)
+        exchange = SimpleNamespace(dp_rank=rank, dp_size=ranks, add_over_dp=list)
         policy.backward, policy.score = self.backward, lambda row, _: row.target_ids / -100
 
         def take(ids: Sequence[int]) -> list[Group | Tombstone]:

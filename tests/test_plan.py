@@ -269,6 +269,28 @@ def test_activations_are_those_that_torch_keeps(dtype: str, prompt: int) -> None
     assert (saved(3) - saved(1)) / 2 == pytest.approx(estimate, rel=0.1)
 
 
+def test_ranks_that_share_a_micro_batch_share_its_activations_and_repeat_keys_where_heads_are_few() -> None:
+    work = load_of()
+    alone, keys = layer_activations(work, QWEN), 2 * 2 * 128 * work.num_generations * (work.prompt + work.completion)
+    assert QWEN.kv_heads == 2
+    assert layer_activations(replace(work, sp_size=2), QWEN) == alone / 2
+    repeated = work.groups_per_micro_batch * work.bytes_per_value * keys
+    assert layer_activations(replace(work, sp_size=4), QWEN) == (alone + repeated) / 4
+    halved = trainer_memory(replace(work, sp_size=2)).activations
+    assert halved == trainer_memory(work).activations / 2
+    recomputed = replace(work, checkpointing=True)
+    assert trainer_memory(replace(recomputed, sp_size=2)).activations == trainer_memory(recomputed).activations / 2
+
+
+def test_ranks_that_share_a_micro_batch_count_as_one_in_a_batch() -> None:
+    given = {"prompts_per_step": 16, "groups_per_micro_batch": 2, "sequence_parallel_size": 2}
+    plan = batch_plan(config_of(trainer=given), 4)
+    assert (plan.ranks, plan.sequences_per_rank, plan.accumulation) == (2, 64, 4)  # 16 · 8 over two
+    assert "64 per 2 ranks that share them; 1 optimizer step of 4 micro-batches" in one_line(plan)
+    (said,) = [value for what, value, _ in lines(plan) if what == "long sequences"]
+    assert said.startswith("2 data-parallel × 2 sequence-parallel ranks")
+
+
 def test_what_does_not_fit_gets_the_smallest_change_that_makes_it_fit() -> None:
     large = trainer_memory(load_of())
     found = smaller(load_of(), large.total - GIB)
@@ -421,6 +443,16 @@ def test_a_plan_shows_numbers_devices_prompt_and_rewards(task: Path) -> None:
         (["trainer.max_step=5"], 2, "Did you mean trainer.max_steps?"),
         (["--gpus", "many"], 2, "write for example --gpus 8x80:A100"),
         (["--gpus", "1x80", "sampler.devices=[1]"], 2, "there is no GPU 1"),
+        (
+            ["trainer.sequence_parallel_size=2"],
+            2,
+            "size 2 does not divide the trainer's 1 rank; set trainer.num_ranks=2",
+        ),
+        (
+            ["trainer.num_ranks=4", "trainer.sequence_parallel_size=4"],
+            2,
+            "does not divide the model's 2 attention heads",
+        ),
     ],
     ids=str,
 )

@@ -39,6 +39,12 @@ def test_a_model_folder_that_is_not_there(task: Path, script: str) -> None:
     check(run(script, task / "run.yaml", "model.path=./nowhere"), "./nowhere", "no such folder", "model.path")
 
 
+@pytest.mark.parametrize("script", ["training_worker.py", "run"])
+def test_ranks_that_a_sequence_cannot_be_divided_over(task: Path, script: str) -> None:
+    said = "sequence_parallel_size 2 does not divide the trainer's 1 rank; set trainer.num_ranks=2"
+    check(run(script, task / "run.yaml", "trainer.sequence_parallel_size=2"), said)
+
+
 def test_a_second_sampler_with_an_id_that_is_taken(task: Path) -> None:
     (task / "run").mkdir(exist_ok=True)
     with durable.lock(task / "run" / "lock.sampler-0", UserError):

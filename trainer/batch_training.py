@@ -78,7 +78,7 @@ class BatchTraining:
     def backward(self, step: Step, progress: Progress) -> None:
         """Forward and backward on a mini-batch, while later groups still decode where its settings allow."""
         self._progress, self._num_trained = progress, 0
-        at_once = self._budget.at_once(self._exchange.world_size)
+        at_once = self._budget.at_once(self._exchange.dp_size)
         needed = {"batch": self.slots.size, "mini_batch": max(step.places) + 1, "micro_batch": 0}
         fill(self.slots, needed[waits_for(self.config.algorithm)], at_once, self._source)
         self._score()
@@ -91,7 +91,7 @@ class BatchTraining:
 
     def _train_as_they_come(self, step: Step, at_once: int) -> list[Round]:
         """The same, several groups at a time. Returns the rounds, which later passes repeat."""
-        planner = Planner(self._exchange.world_size, self._budget)
+        planner = Planner(self._exchange.dp_size, self._budget)
         for first in range(0, len(step.places), at_once):
             places = step.places[first : first + at_once]
             fill(self.slots, max(places) + 1, at_once, self._source)
@@ -162,7 +162,7 @@ class BatchTraining:
             mine |= batch.by_group(self._models.policy.score(batch.row, self.config.sampler.temperature))
         lengths = self._lengths(self.slots.training())
         flat = torch.cat([torch.zeros(0)] + [mine.get(e.group.group_id, torch.zeros(n)) for e, n in lengths])
-        everyones = torch.tensor(self._exchange.add(flat.tolist()), dtype=torch.float32)  # exact: others add 0
+        everyones = torch.tensor(self._exchange.add_over_dp(flat.tolist()), dtype=torch.float32)  # exact: others add 0
         parts = everyones.split([n for _, n in lengths])
         self.slots.replace(replace(e, proximal_logprobs=x) for (e, _), x in zip(lengths, parts, strict=True))
         self._record_seconds("timing/score_s", time.monotonic() - start)
@@ -191,11 +191,11 @@ class BatchTraining:
         return {place: work_of(self.slots.training([place]), algorithm, packing, self._dims) for place in places}
 
     def _plan(self, places: Sequence[int]) -> list[Round]:
-        return plan_of(self._works(places), self._exchange.world_size, self._budget)
+        return plan_of(self._works(places), self._exchange.dp_size, self._budget)
 
     def _mine(self, found: Round) -> list[Experience]:
         """This rank's part of a round."""
-        return self.slots.training(found[self._exchange.rank])
+        return self.slots.training(found[self._exchange.dp_rank])
 
     # ---- train ----
 

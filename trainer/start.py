@@ -90,12 +90,12 @@ def _run(config: Config) -> None:
         init_distributed(config)
         exchange = Exchange(config)
         resume_from, run_id = exchange.text(resume_from), exchange.text(run_id)
-        engine = Engine(config, exchange.world_size)
+        engine = Engine(config, exchange.world_size, exchange.sequence_group)
         if rank_zero is not None:
             _note_devices(config, rank_zero, engine)
         critic = None
         if config.algorithm.needs_critic:
-            critic = Critic(config, exchange.world_size)
+            critic = Critic(config, exchange.world_size, exchange.sequence_group)
             critic.check_vocabulary(len(tokenizer))
         if resume_from:
             checkpoint.restore(engine, Path(resume_from), critic)
@@ -103,7 +103,7 @@ def _run(config: Config) -> None:
         if config.reference_on == "trainer":
             # Under ZeRO-3 a forward gathers weights from all ranks, and ranks score different numbers of micro-batches.
             policy = engine.model if config.reference_is_base and stage < 3 else None
-            reference = Reference(config, engine.device, policy)
+            reference = Reference(config, engine.device, policy, exchange.sequence_group)
             reference.check_vocabulary(len(tokenizer))
         trainer = Trainer(
             config, engine, exchange, tokenizer, progress_of(resume_from, run_id), rank_zero, reference, critic

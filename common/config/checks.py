@@ -25,7 +25,8 @@ class Config(Settings):
 
 def contradictions(config: Settings) -> Iterator[str]:
     """Every sentence about this config; none if its sections agree."""
-    for check in (_devices, _sampling, _rollouts, _batches, _kl, _publishing, _evaluation, _lengths, _critic, _lora):
+    of_rollouts = (_sampling, _rollouts, _batches, _kl, _publishing, _evaluation, _lengths)
+    for check in (_devices, _sequence_parallel, *of_rollouts, _critic, _lora):
         yield from check(config)
 
 
@@ -37,6 +38,22 @@ def _devices(config: Settings) -> Iterator[str]:
             f"GPU {shared[0]} is in sampler.devices {config.sampler.devices} and in trainer.devices "
             f"{config.trainer.devices}; give each process its own, or one GPU to both: sampler.devices=[{shared[0]}] "
             f"trainer.devices=[{shared[0]}]"
+        )
+
+
+def _sequence_parallel(config: Settings) -> Iterator[str]:
+    size, trainer = config.trainer.sequence_parallel_size, config.trainer
+    if size == 1:
+        return
+    if trainer.packing == "off":
+        yield (
+            f"trainer.sequence_parallel_size {size} splits packed rows, and trainer.packing off makes none; set "
+            "trainer.packing=shared, or trainer.sequence_parallel_size=1"
+        )
+    if config.data.image_key is not None:
+        yield (
+            f"trainer.sequence_parallel_size {size} does not split rows with images, which data.image_key "
+            f"{config.data.image_key!r} puts in; set trainer.sequence_parallel_size=1"
         )
 
 

@@ -84,9 +84,24 @@ class Settings(Section):
         """Groups that may exist outside the trainer: a batch of rollouts, and those the sampler may run ahead."""
         return self.prompts_per_batch * (1 + self.trainer.max_staleness)
 
+    def dp_size(self, world_size: int) -> int:
+        """Data-parallel ranks: each is sequence_parallel_size ranks, which train the same micro-batches together.
+
+        Raises UserError if the ranks cannot be divided so.
+        """
+        sp_size = self.trainer.sequence_parallel_size
+        if world_size % sp_size:
+            even = math.ceil(world_size / sp_size) * sp_size
+            raise UserError(
+                f"trainer.sequence_parallel_size {sp_size} does not divide the trainer's {world_size} "
+                f"rank{'s' * (world_size > 1)}; set trainer.num_ranks={even}, on GPUs with as many "
+                "trainer.devices, or trainer.sequence_parallel_size=1"
+            )
+        return world_size // sp_size
+
     def micro_batches(self, world_size: int) -> int:
         """Micro-batches per optimizer step on each rank; with a budget of tokens, of the longest groups possible."""
-        return math.ceil(self.trainer.prompts_per_step / (world_size * self.groups_at_once))
+        return math.ceil(self.trainer.prompts_per_step / (self.dp_size(world_size) * self.groups_at_once))
 
     @property
     def groups_at_once(self) -> int:
@@ -102,13 +117,14 @@ class Settings(Section):
 
     def uneven_work(self, world_size: int) -> str | None:
         """What to say when some ranks have a group more than others and those wait. The update is the same."""
-        prompts = self.trainer.prompts_per_step
-        if prompts % world_size == 0:
+        prompts, ranks = self.trainer.prompts_per_step, self.dp_size(world_size)
+        if prompts % ranks == 0:
             return None
-        least, even = prompts // world_size, math.ceil(prompts / world_size) * world_size
-        near = " or ".join(str(n) for n in (even - world_size, even) if n)
+        least, even = prompts // ranks, math.ceil(prompts / ranks) * ranks
+        near = " or ".join(str(n) for n in (even - ranks, even) if n)
+        kind = "data-parallel " if ranks < world_size else ""
         return (
-            f"trainer.prompts_per_step {prompts} on {world_size} ranks: some train {least + 1} groups a step, the "
+            f"trainer.prompts_per_step {prompts} on {ranks} {kind}ranks: some train {least + 1} groups a step, the "
             f"others {least} and then wait. Even would be trainer.prompts_per_step={near}"
         )
 

@@ -72,6 +72,9 @@ class Trainer(Section):
     """GPUs of the trainer, one rank each; empty = all visible ones that the sampler does not own, or the only one."""
     num_ranks: int | None = Field(None, gt=0)
     """Ranks that launch.sh starts; null = one per device, 1 on CPU. Over gloo more ranks than devices share them."""
+    sequence_parallel_size: int = Field(1, ge=1)
+    """Ranks that share every micro-batch, each with a part of its tokens and, in attention, of its heads (Ulysses): for
+    groups too long for one device. Must divide the number of ranks and of the model's attention heads. 1 = off."""
     dist_backend: Literal["auto", "nccl", "gloo"] = "auto"
     """auto: nccl on GPUs, gloo on CPU. gloo is needed on vGPU clusters, where NCCL does not work."""
     logprob_chunk_size: int = Field(1024, gt=0)

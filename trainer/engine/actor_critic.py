@@ -84,11 +84,11 @@ class ActorCritic:
         return found
 
     def _gather(self, values: ByGroup) -> None:
-        """Every rank has scored its own share, and has zeros elsewhere: the sum is what all of them found."""
+        """Every dp_rank has scored its own share, and has zeros elsewhere: the sum is what all of them found."""
         arrays = [array for of_group in values.values() for array in of_group]
         if not arrays:
             return
-        whole = np.array(self.exchange.add(np.concatenate(arrays).tolist()))
+        whole = np.array(self.exchange.add_over_dp(np.concatenate(arrays).tolist()))
         for array, part in zip(arrays, np.split(whole, np.cumsum([len(a) for a in arrays])[:-1]), strict=True):
             array[:] = part
 

@@ -20,7 +20,8 @@ from common.errors import UserError
 from model import vision
 from model.folder import VISION_FAMILIES
 from model.logprobs import hidden_at_sources, load_packed
-from model.packing import PackedRow
+from model.packing import PackedRow, SequenceGroup
+from model.sequence_parallel import gather
 from model.tokenizer import check_vocabulary
 from trainer.algorithm.losses import value_errors
 from trainer.algorithm.sums import VALUE_SUMS, Sums
@@ -44,13 +45,14 @@ class ValueModel(torch.nn.Module):
         self.model = model
 
     def forward(self, row: PackedRow) -> Tensor:
-        return self.model.score(hidden_at_sources(self.model.base_model, row))[:, 0]
+        values = self.model.score(hidden_at_sources(self.model.base_model, row))[:, 0]
+        return gather(values, row.shard)
 
 
 class Critic(DeepSpeedModel):
-    def __init__(self, config: Config, world_size: int):
+    def __init__(self, config: Config, world_size: int, sequence_group: SequenceGroup | None = None):
         model = load_value_model(config)
-        super().__init__(config, world_size, critic_of(config), model, ValueModel(model))
+        super().__init__(config, world_size, critic_of(config), model, ValueModel(model), sequence_group)
         self.layout = vision.layout_of(model.config, *config.start_of(config.critic))
         self.sums = Sums(VALUE_SUMS, self.device)
 

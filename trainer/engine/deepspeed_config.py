@@ -48,7 +48,10 @@ def all_optimized(config: Config) -> list[Optimized]:
 
 
 def deepspeed_config(config: Config, world_size: int, optimized: Optimized | None = None) -> dict[str, Any]:
-    """What deepspeed.initialize gets, by default for the policy. Raises UserError on a contradiction, naming both."""
+    """What deepspeed.initialize gets, by default for the policy. Raises UserError on a contradiction, naming both.
+
+    To DeepSpeed all ranks are data-parallel ranks, also those that share a micro-batch: it adds their gradients up.
+    """
     trainer, optimized = config.trainer, optimized or policy_of(config)
     at_once, accumulation = config.groups_at_once, config.micro_batches(world_size)
     groups = "trainer.prompts_per_step (in groups, rounded up)"

@@ -2,7 +2,9 @@
 
 Gradients accumulate over as many `backward` calls as there are until `step` (managed_gradient_accumulation: false).
 A loss already carries the denominators of the whole step, so DeepSpeed's own averaging over ranks is undone by
-multiplying with the world size. Left out: building the model in shards (zero.Init); every rank loads it whole first.
+multiplying with the world size. Sequence-parallel ranks share a row: each has a part of its gradient, and DeepSpeed
+adds them up as it does those of data-parallel ranks. Left out: building the model in shards (zero.Init); every rank
+loads it whole first.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from torch import Tensor
 from common.config import Config
 from common.errors import UserError
 from common.ports import free_port
-from model.packing import PackedRow
+from model.packing import PackedRow, SequenceGroup
+from model.sequence_parallel import shard
 from model.vision import VisionLayout, freeze_tower, with_vision
 from trainer.engine.deepspeed_config import Optimized, backend, deepspeed_config
 from trainer.engine.exported import Exported, parameters
@@ -75,12 +78,23 @@ class DeepSpeedModel:
 
     adapter_settings: bytes | None = None  # adapter_config.json, where only adapters are trained
     layout: VisionLayout | None = None  # where the model sees images
+    sequence_group: SequenceGroup | None = None  # the ranks that share this one's rows
 
-    def __init__(self, config: Config, world_size: int, optimized: Optimized, model: Any, forward: torch.nn.Module):
+    def __init__(
+        self,
+        config: Config,
+        world_size: int,
+        optimized: Optimized,
+        model: Any,
+        forward: torch.nn.Module,
+        sequence_group: SequenceGroup | None = None,
+    ):
         """model: a transformers model. forward: the module around it whose call DeepSpeed's hooks see."""
         import deepspeed
 
-        self.config, self.world_size, self.model = config, world_size, model
+        sp_size = sequence_group.size if sequence_group else 1
+        assert sp_size == config.trainer.sequence_parallel_size, "rows would be split otherwise than micro-batches"
+        self.config, self.world_size, self.model, self.sequence_group = config, world_size, model, sequence_group
         ds_config = deepspeed_config(config, world_size, optimized)
         self.dtype = optimized.dtype
         self.stage: int = ds_config["zero_optimization"]["stage"]
@@ -107,8 +121,8 @@ class DeepSpeedModel:
         return self.ds.device
 
     def here(self, row: PackedRow) -> PackedRow:
-        """On this device, with its images as this model takes them."""
-        return with_vision(row, self.layout).to(self.device)
+        """On this device, with its images as this model takes them; this rank's part, where ranks share it."""
+        return shard(with_vision(row, self.layout), self.sequence_group).to(self.device)
 
     @property
     def tied_embeddings(self) -> bool:

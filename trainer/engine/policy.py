@@ -17,7 +17,7 @@ from common.weights import BaseTensor
 from model import lora
 from model.dims import ModelDims, model_dims
 from model.logprobs import load_causal_lm, score_logprobs, score_norms_of_row, score_terms
-from model.packing import PackedRow
+from model.packing import PackedRow, SequenceGroup
 from model.stopwatch import Stopwatch
 from model.vision import layout_of
 from trainer.algorithm.losses import ObjectiveSettings, TokenTerms, loss, token_objective
@@ -57,14 +57,14 @@ class Policy(torch.nn.Module):
 
 
 class Engine(DeepSpeedModel):
-    def __init__(self, config: Config, world_size: int):
+    def __init__(self, config: Config, world_size: int, sequence_group: SequenceGroup | None = None):
         model = load_causal_lm(
             config.model.path, config.model.dtype, config.model.revision, config.model.trust_remote_code
         )
         if config.lora.r:
             self.adapter_settings = lora.settings_file(lora.add_adapters(model, config))
         policy = Policy(model, config.trainer.logprob_chunk_size, config.algorithm.entropy_coef > 0)
-        super().__init__(config, world_size, policy_of(config), model, policy)
+        super().__init__(config, world_size, policy_of(config), model, policy, sequence_group)
         self.layout = layout_of(model.config, config.model.path, config.model.revision)
         self.objective = ObjectiveSettings.of(config.algorithm)
         self.sums = Sums(TOKEN_SUMS, self.device)

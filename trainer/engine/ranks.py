@@ -2,6 +2,12 @@
 
 Always over gloo, on CPU memory, in a process group of its own: the messages are small, and gloo works where NCCL
 does not. Groups travel as the wire's own frames; nothing is pickled. Every rank calls every method, in the same order.
+
+    rank = dp_rank · sp_size + sp_rank        trainer.sequence_parallel_size 2:   rank     0 1 2 3
+                                                                                  dp_rank  0 0 1 1
+                                                                                  sp_rank  0 1 0 1
+
+Ranks of one dp_rank train the same micro-batches and find the same numbers, of which one counts in a sum.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ from common import wire
 from common.config import Config
 from common.errors import Interrupted, PeerEnded
 from common.types import Group, Tombstone
+from model.packing import SequenceGroup
 
 STOP_TOGETHER = -1  # announced in the place of an exit code: every rank takes part in a last checkpoint
 _LOCAL = wire.Envelope("", "", "")
@@ -24,8 +31,19 @@ _LOCAL = wire.Envelope("", "", "")
 class Exchange:
     def __init__(self, config: Config):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.sp_size, self.dp_size = config.trainer.sequence_parallel_size, config.dp_size(self.world_size)
+        self.dp_rank, self.sp_rank = divmod(self.rank, self.sp_size)
         patience = datetime.timedelta(seconds=config.channel.rank_patience_s)
         self._group = dist.new_group(backend="gloo", timeout=patience)
+        self.sequence_group = self._sequence_group()
+
+    def _sequence_group(self) -> SequenceGroup | None:
+        """Of the ranks of this dp_rank, where there are several; over the backend of the model."""
+        if self.sp_size == 1:
+            return None
+        of_ranks = [range(first, first + self.sp_size) for first in range(0, self.world_size, self.sp_size)]
+        made = [dist.new_group(list(ranks)) for ranks in of_ranks]  # every rank makes all of them
+        return SequenceGroup(self.sp_rank, self.sp_size, made[self.dp_rank])
 
     def share(self, groups: Sequence[Group | Tombstone] | None) -> list[Group | Tombstone]:
         """Rank 0's groups, on every rank. Raises PeerEnded or Interrupted if rank 0 announced its end instead."""
@@ -71,9 +89,13 @@ class Exchange:
             dist.all_reduce(tensor, group=self._group)
         return tensor.tolist()
 
+    def add_over_dp(self, values: Sequence[float]) -> list[float]:
+        """The same over data-parallel ranks."""
+        return self.add(values if self.sp_rank == 0 else [0.0] * len(values))
+
     def add_named(self, values: Mapping[str, float]) -> dict[str, float]:
         """The same by name. Every rank has the same names in the same order."""
-        return dict(zip(values, self.add(list(values.values())), strict=True))
+        return dict(zip(values, self.add_over_dp(list(values.values())), strict=True))
 
     def barrier(self) -> None:
         if self.world_size > 1:
