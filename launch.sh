@@ -2,6 +2,8 @@
 # Installs, starts and tests Tandem; works from any folder. Paths inside a config are relative to this file's folder.
 #
 #   bash launch.sh [run] [config.yaml] [key=value …]   install what is missing, then train; default: the quick start
+#   bash launch.sh run config.yaml --hosts HOSTFILE [key=value …]   the same over several hosts: docs/hosts.md
+#   bash launch.sh slurm config.yaml --nodes N [--gpus-per-node G] [key=value …]   writes a batch script for Slurm
 #   bash launch.sh plan [config.yaml] [key=value …]    every number that follows from a config, before anything starts
 #   bash launch.sh eval CHECKPOINT [DATA] [key=value …]   pass@k, maj@k, format and length of a model, without a trainer
 #   bash launch.sh check config.yaml [completions.jsonl] [key=value …]   try the rewards before any GPU time is spent
@@ -178,8 +180,8 @@ export VLLM_NO_USAGE_STATS=${VLLM_NO_USAGE_STATS-1} TOKENIZERS_PARALLELISM=${TOK
 command=run
 case ${1:-} in
   run | plan | check | eval | setup | test | doctor | bench) command=$1; shift ;;
-  report | samples | push | gpu-check) command=$1; shift ;;
-  -h | --help | help) sed -n '2,14s/^# \{0,1\}//p' launch.sh; exit ;;
+  report | samples | push | gpu-check | slurm) command=$1; shift ;;
+  -h | --help | help) sed -n '2,16s/^# \{0,1\}//p' launch.sh; exit ;;
 esac
 
 case $command in
@@ -187,12 +189,11 @@ case $command in
     setup
     echo "tandem: ready; start with: bash launch.sh"
     ;;
-  run | plan)
+  run | plan | slurm)
     setup
     # A config named from the caller's folder keeps its meaning.
     if [[ ${1:-} == [!/]* && $1 != *=* && -f $called_from/$1 ]]; then set -- "$called_from/$1" "${@:2}"; fi
-    if [[ $command == plan ]]; then exec .venv/bin/python -m launcher.plan "$@"; fi
-    exec .venv/bin/python -m launcher.run "$@"
+    exec .venv/bin/python -m "launcher.$command" "$@"
     ;;
   eval)
     setup

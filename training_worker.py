@@ -13,6 +13,7 @@ from report.sinks import require_packages
 from trainer.algorithm.user_functions import require_user_functions
 from trainer.engine.deepspeed_config import all_optimized, deepspeed_config
 from trainer.engine.rank_device import take_device
+from trainer.engine.slurm_rank import take_rank
 
 
 def main() -> None:
@@ -22,6 +23,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
     settings = config.load(arguments.config, arguments.overrides)
+    take_rank(os.environ)
     for optimized in all_optimized(settings):
         deepspeed_config(settings, config.world_size(), optimized)
     require_packages(settings.run.report_to)

@@ -1,9 +1,9 @@
-"""One command for both processes:  python -m launcher.run [config.yaml] [key=value …]
+"""One command for both processes:  python -m launcher.run [config.yaml] [--hosts FILE] [key=value …]
 
 Checks the configuration and the run folder before anything starts, gives each process its devices, runs them under
 supervisor.py and prints what came out. A model below .cache that one of BUILDERS makes is built if it is missing, and a
-GGUF file is converted; the quick start also moves an earlier run aside. Left out: runs over several hosts; there you
-start the two entry points yourself.
+GGUF file is converted; the quick start also moves an earlier run aside. With a hostfile the processes are on its hosts,
+and started from here (hosts.py).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from launcher import shares
 from launcher.batch_plan import batch_plan, one_line
 from launcher.commands import Commands
 from launcher.fit import fit, reference_side
+from launcher.hosts import HostCommands, address_over, placement_over, read_hosts
 from launcher.machine import ROOT, this_machine
 from launcher.measure import with_measured
 from launcher.output_dir import LOCK, check_folder, in_use, move_aside
@@ -44,10 +45,17 @@ BUILDERS = ("quickstart", "quickstart_vlm", "smollm2")
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 crash, 2 user error, 75 retryable, 130 interrupted."""
+    arguments, hostfile = without_hosts(arguments)
     path, overrides = parse(arguments)
     try:
+        hosts = read_hosts(hostfile) if hostfile else ()
         config = load(path, overrides)
-        place = placement(config, visible_gpus(os.environ), sorted(os.sched_getaffinity(0)))
+        if hosts:
+            overrides = [*overrides, *address_over(hosts, config)]
+            config = load(path, overrides)
+            place = placement_over(hosts, config)
+        else:
+            place = placement(config, visible_gpus(os.environ), sorted(os.sched_getaffinity(0)))
         require_packages(config.run.report_to)
         require_user_functions(config.algorithm)
         folder, is_quickstart = config.run.output_dir, path.resolve() == QUICKSTART
@@ -69,6 +77,8 @@ def main(arguments: Sequence[str]) -> int:
             if chosen := _shares(config, place):
                 overrides = [*overrides, *chosen]
                 config = load(path, overrides)
+            if hosts:
+                return _run(HostCommands(path, overrides, config, place, hosts))
             return _run(Commands(path, overrides, config, place))
     except UserError as error:
         print(f"tandem: {error}", file=sys.stderr)
@@ -147,6 +157,19 @@ def _report(folder: Path) -> None:
         print(
             f"tandem: no report: {type(error).__name__}: {error}; try bash launch.sh report {folder}", file=sys.stderr
         )
+
+
+def without_hosts(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
+    """(the others, the file of --hosts).  ["a.yaml", "--hosts", "h"] → (["a.yaml"], h)
+
+    One that was named from the folder in which launch.sh was called keeps its meaning.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--hosts", type=Path)
+    found, others = parser.parse_known_args(arguments)
+    called_from = Path(os.environ.get("TANDEM_CALLED_FROM", "."))
+    is_there = found.hosts is None or found.hosts.exists() or not (called_from / found.hosts).exists()
+    return others, found.hosts if is_there else called_from / found.hosts
 
 
 def parse(arguments: Sequence[str]) -> tuple[Path, list[str]]:

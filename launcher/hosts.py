@@ -1,0 +1,190 @@
+"""A run over several hosts: which processes each of them gets, and the orders that start them there.
+
+    10.0.0.1 slots=2              two ranks of the trainer; rank 0 is on the first host
+    10.0.0.3 slots=2 samplers=1   two ranks, and a sampler behind them
+    10.0.0.4 slots=0 samplers=4
+
+The lines are those of DeepSpeed's hostfile, with samplers= beside them. On a host with GPUs the ranks take the first
+`slots` of them, one each, and every sampler the next vllm.tensor_parallel_size. Without any samplers= the first host
+has one. Left out: devices by number, for these differ from host to host.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from common import durable
+from common.config import Config
+from common.errors import UserError
+from common.ports import free_port
+from common.redact import secret_part
+from launcher.commands import Commands
+from launcher.machine import ROOT
+from launcher.placement import Placement
+from launcher.processes import Child
+
+_LINE = re.compile(r"(?P<name>[\w.:-]+)(?P<counts>(?:\s+\w+=\d+)+)")
+_SHOWN_LATE_S = 20.0  # a file that this host made, on another
+_EXAMPLE = "10.0.0.1 slots=2 samplers=1"
+# of our environment, what other hosts need: settings of libraries, and never a secret
+_PASSED = re.compile(r"(NCCL|GLOO|TP|UCX|HF|VLLM|TORCH|OMP|MKL|CUDA_DEVICE|TOKENIZERS|TANDEM|PYTHON)_\w+")
+_OF_THIS_HOST = ("TANDEM_STARTED_AT", "TANDEM_MARK", "TANDEM_SSH", "TANDEM_CALLED_FROM", "OMP_WAIT_POLICY")
+
+
+@dataclass(frozen=True)
+class HostLine:
+    """One host. HostLine("10.0.0.1", slots=2, samplers=1)"""
+
+    name: str
+    slots: int  # ranks of the trainer
+    samplers: int
+
+
+def read_hosts(path: Path) -> tuple[HostLine, ...]:
+    """Those of a hostfile. Raises UserError naming the line that is wrong."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--hosts {path}: {getattr(error, 'strerror', None) or error}") from None
+    found = [_host(path, number, text) for number, line in enumerate(lines, 1) if (text := line.split("#")[0].strip())]
+    names = [host.name for host in found]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"--hosts {path}: {twice[0]} stands there twice; write one line for each host")
+    if not found or not found[0].slots:
+        raise UserError(f"--hosts {path}: the first host has rank 0 of the trainer; write it as {_EXAMPLE}")
+    if not any(host.samplers for host in found):
+        found[0] = replace(found[0], samplers=1)
+    return tuple(found)
+
+
+def _host(path: Path, number: int, text: str) -> HostLine:
+    match = _LINE.fullmatch(text)
+    counts = dict(word.split("=") for word in match["counts"].split()) if match else {}
+    if match is None or "slots" not in counts or counts.keys() - {"slots", "samplers"}:
+        raise UserError(f"--hosts {path}:{number}: {text!r} is not a host with its slots; write it as {_EXAMPLE}")
+    return HostLine(match["name"], int(counts["slots"]), int(counts.get("samplers", 0)))
+
+
+def placement_over(hosts: Sequence[HostLine], config: Config) -> Placement:
+    """Raises UserError where the config says otherwise than the hostfile."""
+    ranks = sum(host.slots for host in hosts)
+    if config.trainer.num_ranks not in (None, ranks):
+        raise UserError(
+            f"trainer.num_ranks {config.trainer.num_ranks} and the hostfile has {ranks} slots; remove trainer.num_ranks"
+        )
+    for name, devices in (("trainer", config.trainer.devices), ("sampler", config.sampler.devices)):
+        if devices:
+            raise UserError(f"{name}.devices {devices} are of one host; remove it, the hostfile counts them")
+    ranks_text = ", ".join(f"{h.name} × {h.slots}" for h in hosts if h.slots)
+    samplers_text = ", ".join(f"{h.name} × {h.samplers}" for h in hosts if h.samplers)
+    return Placement(ranks, (), {}, {}, (), (), samplers_text, f"{ranks_text}, {ranks} rank{'s' * (ranks > 1)}")
+
+
+def address_over(hosts: Sequence[HostLine], config: Config) -> list[str]:
+    """The override that says where rank 0 listens, unless the config does."""
+    if config.channel.endpoint is None:
+        return [f"channel.endpoint=tcp://{hosts[0].name}:{free_port()}"]
+    if not config.channel.endpoint.startswith("tcp://"):
+        raise UserError(f"channel.endpoint {config.channel.endpoint} is of one host; remove it, or write tcp://…")
+    return []
+
+
+class HostCommands(Commands):
+    """As Commands, of processes on several hosts."""
+
+    def __init__(
+        self, path: Path, overrides: Sequence[str], config: Config, place: Placement, hosts: Sequence[HostLine]
+    ) -> None:
+        super().__init__(path, overrides, config, place)
+        self._hosts, self._attempt = hosts, 0
+        folder = config.run.output_dir.resolve()
+        self._folder = folder / "hosts"
+        durable.make_private(self._folder)
+        self._proof = self._folder / f"seen-{secrets.token_hex(4)}"
+        for old in self._folder.glob("seen-*"):
+            old.unlink()
+        self._proof.touch()
+
+    def sampler(self) -> Child:
+        orders = [
+            self._order(
+                host,
+                f"sampler-{i}",
+                (sys.executable, str(ROOT / "sampling.py"), *self._arguments, "--id", f"{_tame(host.name)}-{i}"),
+                gpus=(host.slots + i * self._width, self._width),
+            )
+            for host in self._hosts
+            for i in range(host.samplers)
+        ]
+        return self._over("sampler", orders)
+
+    def trainer(self, *extra: str) -> Child:
+        """DeepSpeed's own launcher on every host that has ranks, told which host it is on."""
+        hosts = [host for host in self._hosts if host.slots]
+        file = self._folder / "hostfile"
+        durable.write_file(file, "".join(f"{host.name} slots={host.slots}\n" for host in hosts).encode())
+        launcher = [str(Path(sys.executable).parent / "deepspeed"), "--log_level", "critical"]
+        launcher += ["--hostfile", str(file), "--no_ssh", "--master_addr", hosts[0].name]
+        launcher += ["--master_port", str(free_port())]
+        script = [str(ROOT / "training_worker.py"), *self._arguments, *extra]
+        orders = [
+            self._order(
+                host,
+                "trainer",
+                (*launcher, "--node_rank", str(number), *script),
+                gpus=(0, host.slots),
+                launcher_depth=2,
+            )
+            for number, host in enumerate(hosts)
+        ]
+        return self._over("trainer", orders)
+
+    @property
+    def _width(self) -> int:
+        return int(self.config.vllm.get("tensor_parallel_size", 1))
+
+    def _order(
+        self, host: HostLine, name: str, argv: Sequence[str], gpus: tuple[int, int], launcher_depth: int = 0
+    ) -> dict[str, Any]:
+        """What on_host.py reads. Its log has the host's name; that of the whole is beside it."""
+        self._attempt += 1
+        log = self._logs.resolve() / "hosts" / f"{_tame(host.name)}-{name}.log"
+        return {
+            "host": host.name,
+            "name": name,
+            "argv": list(argv),
+            "env": passed_on(os.environ),
+            "log": str(log),
+            "gpus": gpus,
+            "processes": host.slots + host.samplers,
+            "launcher_depth": launcher_depth,
+            "attempt": self._attempt,
+            "proof": str(self._proof),
+            "within_s": _SHOWN_LATE_S,
+        }
+
+    def _over(self, name: str, orders: Sequence[Mapping[str, Any]]) -> Child:
+        file = self._folder / f"{name}.json"
+        durable.write_file(file, json.dumps(orders).encode(), mode=0o600)
+        argv = (sys.executable, "-m", "launcher.over_hosts", str(file))
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return Child(name, argv, env, self._logs / f"{name}.log", echo=name == "trainer")
+
+
+def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
+    """What other hosts get of our environment: settings of libraries, no secret, nothing of this host."""
+    kept = {k: v for k, v in environ.items() if _PASSED.fullmatch(k) and not secret_part([k])}
+    return {k: v for k, v in kept.items() if k not in _OF_THIS_HOST} | {"TANDEM_SUPERVISED": "1"}
+
+
+def _tame(name: str) -> str:
+    """A host's name as a part of a file's name."""
+    return re.sub(r"[^\w.-]", "_", name)

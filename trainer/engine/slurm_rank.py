@@ -1,0 +1,42 @@
+"""Ranks that `srun python training_worker.py` starts: Slurm's numbers under the names that torch and DeepSpeed read.
+
+Without this every task would be rank 0 of 1. Free of torch, for the checks before its import count the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+
+from common.errors import UserError
+
+_FIRST_PORT, _PORTS = 20_000, 10_000
+
+
+def take_rank(environ: MutableMapping[str, str]) -> None:
+    """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT of a task that srun started.
+
+    {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", …} → {"RANK": "3", "WORLD_SIZE": "4", …}
+
+    Changes nothing that is set, nor anything in a batch script itself or below another launcher. Raises UserError if
+    nobody says where rank 0 is.
+    """
+    if "RANK" in environ or "SLURM_STEP_NUM_TASKS" not in environ:  # which srun alone sets
+        return
+    if "MASTER_ADDR" not in environ:
+        nodes = environ.get("SLURM_STEP_NODELIST", "")
+        if not nodes or "[" in nodes or "," in nodes:
+            raise UserError(
+                f"srun started this rank on {nodes or 'nodes without a name'}, and MASTER_ADDR does not say which has "
+                'rank 0; before srun: export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+            )
+        environ["MASTER_ADDR"] = nodes
+    on_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0].split(",")[0]  # "2(x3)": two on each of three
+    port = _FIRST_PORT + int(environ.get("SLURM_JOB_ID", "0")) % _PORTS
+    for name, value in {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": environ["SLURM_NTASKS"],
+        "LOCAL_RANK": environ["SLURM_LOCALID"],
+        "LOCAL_SIZE": on_node,
+        "MASTER_PORT": str(port),  # the same on every node
+    }.items():
+        environ.setdefault(name, value)
