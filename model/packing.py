@@ -8,10 +8,12 @@
     source_index           │ 2 3 │ 2        the last prompt token predicts the first token of every completion
 
 This is the only place that shifts: whoever holds log-probs of `target_ids` never slices again. There is no mask: every
-entry of `target_ids` is a sampled token. "flat" repeats the prompt before each completion of the row; "off" makes one
-padded row of each completion, the usual dense batch: slower, and what the tests compare with. All three have the same
-targets in the same order, so nothing else knows the difference. A row carries the images of its prompts; what they are
-to a model is added by vision.py. Left out: splitting a group over rows.
+entry of `target_ids` is a token that trains, for `select` takes the others out: those that a tool or an environment
+wrote into a completion are inputs at their positions like all others, and targets nowhere. "flat" repeats the prompt
+before each completion of the row; "off" makes one padded row of each completion, the usual dense batch: slower, and
+what the tests compare with. All three have the same targets in the same order, so nothing else knows the difference. A
+row carries the images of its prompts; what they are to a model is added by vision.py. Left out: splitting a group over
+rows.
 """
 
 from __future__ import annotations

@@ -10,10 +10,11 @@ from typing import Any
 
 from common.config import Config
 from common.types import Group, Tombstone
-from tests.tiny import VOCAB_SIZE, random_group
+from tests.tiny import VOCAB_SIZE, in_turns, random_group
 
 OWN = Path(__file__).with_name("own_functions.py")
 STAGES = (0, 1, 2, 3)
+TURN_STAGES = (1, 3)  # of rollouts of several turns
 BETA = 0.04
 GROUPS_PER_STEP = 4
 NUM_GENERATIONS = 3
@@ -149,6 +150,11 @@ def settings(folder: Path, name: str, stage: int, **sections: dict[str, Any]) ->
 def group(group_id: int, beta: float = BETA) -> Group:
     """Group `group_id` of the run."""
     return random_group(group_id, VOCAB_SIZE, REWARDS[group_id % len(REWARDS)], beta=beta)
+
+
+def turns(group_id: int) -> Group:
+    """The same tokens in several turns."""
+    return in_turns(group(group_id))
 
 
 def uneven(group_id: int) -> Item:

@@ -37,6 +37,7 @@ from tests.gloo_data import (
     REFERENCES,
     STAGES,
     SUMS,
+    TURN_STAGES,
     VARIANTS,
     Item,
     Stream,
@@ -48,6 +49,7 @@ from tests.gloo_data import (
     infinite_loss,
     poisoned,
     settings,
+    turns,
     uneven,
 )
 from trainer.link.source import Statistics
@@ -144,6 +146,14 @@ class Worker:
             self.write(f"{name}/value_gradient", moments(trainer.critic, "exp_avg"))
             self.write(f"{name}/value_weights", master_weights(trainer.critic))
         self.seen[name] = {"steps": trainer.results, "progress": dataclasses.asdict(trainer.progress)}
+
+    def variants(self) -> None:
+        for name, sections in VARIANTS.items():
+            self.one_batch(name, 1, group, **sections)
+        for stage in TURN_STAGES:
+            self.one_batch(f"turns{stage}", stage, turns)
+            self.one_batch(f"turns_critic{stage}", stage, turns, **GAE)
+            self.one_batch(f"turns_segments{stage}", stage, turns, **GROUP_PPO)
 
     def references(self) -> None:
         """The same groups: scored before they come, and scored here at every stage."""
@@ -371,8 +381,7 @@ def main(folder: Path, start: str) -> None:
         exact = {"score": "exact", "segment_loss": "segment"}
         algorithm = {"beta": 0.0, "adv_estimator": "group_ppo", "group_params": exact}
         worker.one_batch("exact3", 3, uneven, algorithm=algorithm)
-        for name, sections in VARIANTS.items():
-            worker.one_batch(name, 1, group, **sections)
+        worker.variants()
         for handling in ("skip", "resample"):
             worker.one_batch(handling, 1, half_dead, algorithm={"dead_groups": handling})
         worker.references()

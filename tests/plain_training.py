@@ -66,9 +66,10 @@ class PlainTraining:
         self.scheduler.step()
 
     def scores(self, group: Group) -> list[tuple[Tensor, Tensor]]:
-        """(log-probs, entropies) of every completion."""
+        """(log-probs, entropies) of what the model wrote of every completion."""
         prompt = group.prompt_ids.tolist()
-        return [dense_scores(self.model, prompt, r.completion_ids.tolist(), TEMPERATURE) for r in group.rollouts]
+        scores = [dense_scores(self.model, prompt, r.completion_ids.tolist(), TEMPERATURE) for r in group.rollouts]
+        return [(a[own(r)], b[own(r)]) for r, (a, b) in zip(group.rollouts, scores, strict=True)]
 
     def backward(self, groups: Sequence[Group], batch: Sequence[Group] | None = None) -> float:
         """Leaves d loss / d parameters in .grad and returns the loss."""
@@ -82,10 +83,10 @@ class PlainTraining:
         logprobs, entropies = [list(tensors) for tensors in zip(*scores, strict=True)]
         by_group = self.advantages(batch)
         advantages = [a for g in groups for a in by_group[g.group_id]]
-        own = [of_completion for g in groups for of_completion in self.own[g.group_id]]
+        before = [of_completion for g in groups for of_completion in self.own[g.group_id]]
         completions = [
-            ScoredCompletion(a, new.tolist(), r.old_logprobs.tolist(), refs(r), then)
-            for a, new, r, then in zip(advantages, logprobs, rollouts, own, strict=True)
+            ScoredCompletion(a, new.tolist(), olds(r), refs(r), then)
+            for a, new, r, then in zip(advantages, logprobs, rollouts, before, strict=True)
         ]
         loss, by_logprob = oracle.loss_and_gradient(completions, self.objective)
         lengths = [len(x) for x in logprobs]
@@ -97,14 +98,14 @@ class PlainTraining:
     def advantages(self, batch: Sequence[Group]) -> dict[int, list[Any]]:
         """By group id, of every completion: one, or one per token."""
         rewards = [[self.reward(r) for r in g.rollouts] for g in batch]
-        tokens = [[len(r.completion_ids) for r in g.rollouts] for g in batch]
+        tokens = [[len(own(r)) for r in g.rollouts] for g in batch]
         found = oracle.step_advantages(rewards, tokens, self.adv_estimator, self.scale_rewards, False)
         return {g.group_id: of_group for g, of_group in zip(batch, found, strict=True)}
 
     def reward(self, rollout: Rollout) -> float:
         if not self.objective.kl_in_reward:
             return rollout.reward
-        pairs = zip(rollout.old_logprobs.tolist(), rollout.ref_logprobs.tolist(), strict=True)
+        pairs = zip(olds(rollout), refs(rollout), strict=True)
         return rollout.reward - self.objective.beta * sum(old - ref for old, ref in pairs)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -137,7 +138,7 @@ class PlainActorCritic(PlainTraining):
 
     def values(self, group: Group) -> list[Tensor]:
         prompt = group.prompt_ids.tolist()
-        return [dense_values(self.critic, prompt, r.completion_ids.tolist()) for r in group.rollouts]
+        return [dense_values(self.critic, prompt, r.completion_ids.tolist())[own(r)] for r in group.rollouts]
 
     def advantages(self, batch: Sequence[Group]) -> dict[int, list[Any]]:
         """Of every token, whitened. With old values and returns they are fixed before the first update on the batch."""
@@ -156,7 +157,7 @@ class PlainActorCritic(PlainTraining):
 
     def _estimate(self, rollout: Rollout, values: list[float]) -> tuple[list[float], list[float], list[float]]:
         """(old values, returns, advantages)."""
-        pairs = zip(rollout.old_logprobs.tolist(), rollout.ref_logprobs.tolist(), strict=True)
+        pairs = zip(olds(rollout), refs(rollout), strict=True)
         rewards = [-BETA * (old - ref) for old, ref in pairs]
         rewards[-1] += rollout.reward
         advantages, returns = oracle.gae(rewards, values, self.settings["gamma"], self.settings["lam"])
@@ -171,7 +172,7 @@ class PlainActorCritic(PlainTraining):
         """Leaves the critic's gradient on a mini-batch."""
         self.critic_optimizer.zero_grad()
         values, slopes, loss, clipped = [], [], 0.0, 0
-        num_tokens = sum(len(r.completion_ids) for g in groups for r in g.rollouts)
+        num_tokens = sum(len(own(r)) for g in groups for r in g.rollouts)
         for g in groups:
             for new, (old, returns, _) in zip(self.values(g), self.estimated[g.group_id], strict=True):
                 errors = [oracle.value_error(*each, 0.01) for each in zip(new.tolist(), old, returns, strict=True)]
@@ -209,10 +210,10 @@ class PlainGroupPpo(PlainActorCritic):
         super().__init__(model, reward_model, steps)
 
     def cut(self, values: Sequence[float], rollout: Rollout) -> oracle.Cut:
-        pairs = zip(rollout.old_logprobs.tolist(), rollout.ref_logprobs.tolist(), strict=True)
+        pairs = zip(olds(rollout), refs(rollout), strict=True)
         rewards = [-BETA * (old - ref) for old, ref in pairs]
         rewards[-1] += rollout.reward
-        q = [(1 - math.exp(old)) ** 2 for old in rollout.old_logprobs.tolist()]
+        q = [(1 - math.exp(old)) ** 2 for old in olds(rollout)]
         gamma, lam, longest = self.settings["gamma"], self.settings["lam"], self.params["group_max_size"]
         return oracle.cut(rewards, values, q, self.threshold, gamma, lam, longest, self.params["group_epsilon"], "grow")
 
@@ -222,7 +223,7 @@ class PlainGroupPpo(PlainActorCritic):
         loss = torch.zeros((), dtype=torch.float64)
         self.cuts = {}
         for g in batch:
-            values = [dense_values(self.critic, g.prompt_ids.tolist(), r.completion_ids.tolist()) for r in g.rollouts]
+            values = self.values(g)
             self.cuts[g.group_id] = [self.cut(v.tolist(), r) for v, r in zip(values, g.rollouts, strict=True)]
             for v, cut in zip(values, self.cuts[g.group_id], strict=True):
                 for (first, _), target in zip(cut.segments, cut.returns, strict=True):
@@ -247,12 +248,21 @@ class PlainGroupPpo(PlainActorCritic):
             for r, (whole, _), cut, a in of_group:
                 ends = [last for _, last in cut.segments]
                 logprobs.append(whole[ends])
-                old, ref = r.old_logprobs[ends].tolist(), r.ref_logprobs[ends].tolist()
+                old, ref = ([of(r)[last] for last in ends] for of in (olds, refs))
                 completions.append(ScoredCompletion(a, logprobs[-1].tolist(), old, ref))
         loss, by_logprob = oracle.loss_and_gradient(completions, self.objective)
         torch.autograd.backward(logprobs, [torch.from_numpy(d) for d in by_logprob])
         return loss
 
 
+def own(rollout: Rollout) -> list[int]:
+    """Places of the tokens that the model wrote."""
+    return [t for t in range(len(rollout.completion_ids)) if not any(a <= t < b for a, b in rollout.observed)]
+
+
+def olds(rollout: Rollout) -> list[float]:
+    return [rollout.old_logprobs[t].item() for t in own(rollout)]
+
+
 def refs(rollout: Rollout) -> list[float]:
-    return [] if rollout.ref_logprobs is None else rollout.ref_logprobs.tolist()
+    return [] if rollout.ref_logprobs is None else [rollout.ref_logprobs[t].item() for t in own(rollout)]

@@ -3,9 +3,10 @@
 A judge starts one trainer and two samplers made of the real Ledger, Inbox, Link, wire, weights and durable; only the
 engines are fake. Every life of a process is armed with the next failpoint, at a hit drawn at random, until the wanted
 number of kills has happened. A group's tokens follow from its id and the weights it was sampled with, so the trainer
-knows a wrong one. Every third group has an image, of a colour that follows from its id. Every fourth is dead and the
-next one takes its slot. The trainer's state is what a checkpoint holds: the cursor and, in the place of weights, the
-list of groups taken. In the end that list must be 0 … N − 1: none lost, none doubled, in order.
+knows a wrong one. Every third group has an image, of a colour that follows from its id, and every fifth a rollout of
+two turns. Every fourth is dead and the next one takes its slot. The trainer's state is what a checkpoint holds: the
+cursor and, in the place of weights, the list of groups taken. In the end that list must be 0 … N − 1: none lost, none
+doubled, in order.
 
 The judge imports everything once and forks, so that a life costs milliseconds.
 """
@@ -38,7 +39,7 @@ from common.weights import Published
 from model.images import ImageFormat, encode_image
 from sampler import link as link_module
 from sampler.link import Link
-from tests.protocol_helpers import HELLO, LIMITS, make_config, make_eval_result, make_rollout
+from tests.protocol_helpers import HELLO, LIMITS, make_config, make_eval_result, make_rollout, of_two_turns
 from tests.protocol_weights import number, publish
 from tests.speed import overdue
 from trainer.data.slots import Slots, fill
@@ -114,6 +115,7 @@ def train_step(inbox: Inbox, config: Config, state: State, incarnation: str) -> 
         expected = tokens(group.group_id, number(incarnation, group.policy_version))
         assert group.rollouts[0].completion_ids.tolist() == expected, "sampled with other weights than it says"
         assert group.images == images(group.group_id), "it shows another image"
+        assert bool(group.rollouts[1].observed) == in_turns(group.group_id), "it has lost its turns, or found some"
     alive = [e.group.group_id for e in batch.training()]
     assert len(alive) == PER_STEP and not any(map(is_dead, alive)), "a slot is empty, or has a dead group"
     failpoint("trainer.stepped")
@@ -123,6 +125,10 @@ def train_step(inbox: Inbox, config: Config, state: State, incarnation: str) -> 
 
 def is_dead(group_id: int) -> bool:
     return group_id % 4 == 1
+
+
+def in_turns(group_id: int) -> bool:
+    return group_id % 5 == 2
 
 
 def tokens(group_id: int, weights_number: int) -> list[int]:
@@ -173,11 +179,12 @@ def produce(link: Link, weights_number: int) -> None:
         if link.has_result(group_id):
             continue
         failpoint("sampler.leased")
-        rollouts = (make_rollout(tokens(group_id, weights_number)), make_rollout(reward=float(is_dead(group_id))))
+        first, reward = make_rollout(tokens(group_id, weights_number)), float(is_dead(group_id))
+        second = of_two_turns(reward=reward) if in_turns(group_id) else make_rollout(reward=reward)
         failpoint("sampler.generated")
         shown = images(group_id)
         prompt_ids = np.array([1, *[PAD] * len(shown)], np.int32)
-        group = Group(group_id, credit.version, group_id, prompt_ids, rollouts, shown)
+        group = Group(group_id, credit.version, group_id, prompt_ids, (first, second), shown)
         failpoint("sampler.scored")
         link.send_result(group)
         if random.random() < 0.2:

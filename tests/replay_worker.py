@@ -43,7 +43,10 @@ class Life:
 
 
 class Stack:
-    """A folder with a tiny model and a recording of NUM_GROUPS groups, and the process that forks trainers."""
+    """A folder with a tiny model and a recording of NUM_GROUPS groups, and the process that forks trainers.
+
+    Every third group has rollouts of several turns.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -179,12 +182,12 @@ def wait_for(pids: list[int]) -> list[int]:
 
 def prepare(folder: Path) -> int:
     from tests.gloo_data import group
-    from tests.tiny import tiny_model
+    from tests.tiny import in_turns, tiny_model
     from trainer.link.recording import Recorder
 
     tiny_model(folder / "model")
     recorder = Recorder(folder / "groups", cursor=0)
-    recorder.append([group(g) for g in range(NUM_GROUPS)])
+    recorder.append([in_turns(group(g)) if g % 3 == 2 else group(g) for g in range(NUM_GROUPS)])
     recorder.close()
     return 0
 

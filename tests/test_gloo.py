@@ -26,10 +26,12 @@ from tests.gloo_data import (
     NUM_STEPS,
     STAGES,
     TRAINER,
+    TURN_STAGES,
     VARIANTS,
     batch,
     group,
     settings,
+    turns,
     uneven,
 )
 from tests.launch_worker import launch
@@ -430,6 +432,26 @@ def test_a_resumed_threshold_goes_on_where_it_was(runs: Runs, ranks: int) -> Non
     for seen in runs.resumed(ranks):
         assert seen["segments1"]["hashes"] == straight["hashes"][NUM_STEPS - 2 :]
         assert seen["segments1"]["steps"] == straight["steps"][-1:]
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(r, s) for r in RANKS for s in TURN_STAGES])
+@pytest.mark.parametrize(("kind", "loop"), [("critic", PlainActorCritic), ("segments", PlainGroupPpo), ("", None)])
+def test_rollouts_of_several_turns_train_as_plain_torch_does_on_what_the_model_wrote(
+    runs: Runs, kind: str, loop: type[PlainActorCritic] | None, ranks: int, stage: int
+) -> None:
+    plain = loop(runs.model, runs.reward_model, steps=0) if loop else PlainTraining(runs.model, steps=0)
+    plain.step([turns(g) for g in range(GROUPS_PER_STEP)])
+    plain.gradient = plain.gradients()  # clipped
+    name = f"turns_{kind}{stage}" if kind else f"turns{stage}"
+    if isinstance(plain, PlainActorCritic):
+        assert_both_models_equal(runs, ranks, name, plain)
+    else:
+        found = scaled(runs.tensors(ranks, f"{name}/gradient"), 1 / (1 - BETA1))
+        assert difference(found, plain.gradient) < PLAIN_ROUNDING
+    (step,) = runs.first(ranks)[0][name]["steps"]
+    assert step["loss"] == pytest.approx(plain.steps[0]["loss"], rel=5e-5, abs=1e-6)
+    one, two = (runs.tensors(n, f"{name}/gradient") for n in RANKS)
+    assert difference(two, one) < 1e-6
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -7,6 +7,7 @@ head_dim is 32, because vLLM's CPU attention refuses 16.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -124,6 +125,22 @@ def random_rollout(rng: np.random.Generator, vocab_size: int, length: int, rewar
         reward=reward,
         finish_reason="stop",
     )
+
+
+def in_turns(group: Group) -> Group:
+    """The same tokens. Of completions of three and more the second is observed, of seven and more also two others."""
+
+    def observed(rollout: Rollout) -> Rollout:
+        length = len(rollout.completion_ids)
+        spans = (((1, 2),) if length > 2 else ()) + (((3, 5),) if length > 6 else ())
+        at = [t for span in spans for t in range(*span)]
+        arrays = {name: getattr(rollout, name) for name in ("old_logprobs", "ref_logprobs")}
+        zeroed = {name: array.copy() for name, array in arrays.items() if array is not None}
+        for array in zeroed.values():
+            array[at] = 0
+        return dataclasses.replace(rollout, observed=spans, turns=len(spans) + 1, tool_calls=len(spans), **zeroed)
+
+    return dataclasses.replace(group, rollouts=tuple(map(observed, group.rollouts)))
 
 
 def random_group(

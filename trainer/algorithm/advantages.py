@@ -191,7 +191,10 @@ def punished_rewards(group: Group, settings: RewardSettings) -> Floats:
 
 
 def soft_overlong_punishment(lengths: NDArray[np.int64], max_completion_length: int, cache: int) -> Floats:
-    """[G] -> [G] in [−1, 0]: 0 up to L_max − cache, then falling evenly to −1 at L_max.  DAPO, equation 13."""
+    """[G] -> [G] in [−1, 0]: 0 up to L_max − cache, then falling evenly to −1 at L_max.  DAPO, equation 13.
+
+    Of whole rollouts, with what their tools wrote: it warns of the limit that cuts them off, which counts all tokens.
+    """
     return np.clip((max_completion_length - cache - lengths) / cache, -1.0, 0.0)
 
 
@@ -228,7 +231,7 @@ def whiten(advantages: Sequence[Floats], counts: Sequence[Floats]) -> list[Float
 
 
 def _counts(group: Group, settings: AdvantageSettings) -> Floats:
-    """How often each completion counts: its tokens, or once; not at all if it does not train."""
-    size = [len(r.completion_ids) if settings.whitens_tokens else 1 for r in group.rollouts]
+    """How often each completion counts: its sampled tokens, or once; not at all if it does not train."""
+    size = [r.num_sampled if settings.whitens_tokens else 1 for r in group.rollouts]
     kept = [trains(r, settings.mask_truncated_completions) for r in group.rollouts]
     return np.array([n * is_kept for n, is_kept in zip(size, kept, strict=True)], np.float64)

@@ -45,7 +45,7 @@ class Estimates:
 def estimate(
     groups: Sequence[Group | Tombstone], values: ByGroup, rewards: RewardSettings, algorithm: Algorithm
 ) -> Estimates:
-    """GAE. values: of every token of every completion of the batch."""
+    """GAE. values: of every sampled token of every completion of the batch."""
     alive = [g for g in groups if isinstance(g, Group)]
     advantages: ByGroup = {}
     returns: ByGroup = {}
@@ -64,11 +64,11 @@ def estimate_segments(
     rewards: RewardSettings,
     algorithm: Algorithm,
 ) -> Estimates:
-    """GROUP PPO. scores: q of every token; None = (1 − p)² from the sampler's log-probs. threshold: τ."""
+    """GROUP PPO. scores: q of every sampled token; None = (1 − p)² from the sampler's log-probs. threshold: τ."""
     alive = [g for g in groups if isinstance(g, Group)]
 
     def cut(group: Group) -> list[Segments]:
-        q = scores[group.group_id] if scores else [sampled_scores(r.old_logprobs) for r in group.rollouts]
+        q = scores[group.group_id] if scores else [sampled_scores(r.old_logprobs[r.sampled()]) for r in group.rollouts]
         tokens = zip(group_token_rewards(group, rewards), values[group.group_id], q, strict=True)
         return [segment(*token, threshold, algorithm.gamma, algorithm.lam, algorithm.group_params) for token in tokens]
 

@@ -6,7 +6,9 @@
 
 J. Schulman et al., arXiv 1506.02438, equations 11 and 16. V_t is the value before token t is chosen, from the hidden
 state that also predicts it. A truncated completion ends with V_T = 0 too, as in TRL and verl: its reward was given to
-the text as it is, and no token will ever follow it. Left out: a bootstrap for episodes that would go on.
+the text as it is, and no token will ever follow it. T counts sampled tokens: what a tool or an environment wrote
+between two of them is no step, so V_{t+1} is that of the next sampled token, read behind the observation, as in verl's
+GAE over its response mask. Left out: a bootstrap for episodes that would go on.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def token_rewards(rollout: Rollout, reward: float, beta: float) -> Floats:
 
     reward: the completion's scalar without any KL. β = 0 reads no log-probs.
     """
-    rewards = np.zeros(len(rollout.completion_ids))
+    rewards = np.zeros(rollout.num_sampled)
     if beta:
         rewards -= beta * rollout.ref_log_ratios()
     rewards[-1] += reward

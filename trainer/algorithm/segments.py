@@ -1,4 +1,4 @@
-"""GROUP PPO: tokens of one completion -> segments that share one advantage. Pure, float64.
+"""GROUP PPO: sampled tokens of one completion -> segments that share one advantage. Pure, float64.
 
 A segment s…t of n tokens with token advantages Â_k (GAE) and squared score norms q_k = ‖∇_logits ln π(a_k)‖²:
 
@@ -6,8 +6,9 @@ A segment s…t of n tokens with token advantages Â_k (GAE) and squared score n
     r_grpo = Â_t² · Σ_k q_k      = ‖Â_t Σ_k ∇ ln π(a_k)‖²     the last token's for all
 
 Scores at different positions are orthogonal in logit space, hence the sums. Sharing pays while r_grpo ≤ τ · n · r_ppo.
-Then GAE once more, with segments as steps. docs/group_ppo.md derives it. Left out: gradients by the weights, in which
-positions are not orthogonal.
+Then GAE once more, with segments as steps. T counts sampled tokens, so a segment may begin in one turn of a rollout and
+end in a later one. docs/group_ppo.md derives it. Left out: gradients by the weights, in which positions are not
+orthogonal.
 """
 
 from __future__ import annotations

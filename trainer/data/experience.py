@@ -32,7 +32,10 @@ class ValueTargets:
 
 @dataclass(frozen=True)
 class Experience:
-    """n = tokens of the group that train: those of completions that are not masked, at their positions."""
+    """n = tokens of the group that train: the sampled ones of completions that are not masked, at their positions.
+
+    Positions count the sampled tokens of a completion, as every array of tokens here does.
+    """
 
     group: Group | Tombstone
     is_dead: bool = False  # its rewards leave no advantage

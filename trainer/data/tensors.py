@@ -21,7 +21,7 @@ from trainer.data.experience import Experience, training
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """N = all completion tokens in the row, or those among them that train."""
+    """N = the tokens in the row that train: of its completions those that the model sampled, or some of them."""
 
     row: PackedRow
     old_logprobs: Tensor  # [N] float32
@@ -47,7 +47,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class ValueBatch:
-    """What the critic learns from. N = all completion tokens in the row, or those at which it learns."""
+    """What the critic learns from. N = the sampled tokens in the row, or those at which it learns."""
 
     row: PackedRow
     old_values: Tensor  # [N] float32, its own before the first update on the batch
@@ -62,12 +62,17 @@ class _Part:
     group: Group
     experience: Experience
     indexes: Sequence[int]  # of its completions
-    positions: Sequence[Positions] | None  # of every completion its tokens that train; None = all
+    positions: Sequence[Positions] | None  # of every completion its sampled tokens that train; None = all
 
     def completions(self) -> list[tuple[Rollout, Any]]:
-        """Each with the index of its tokens that train."""
-        every = slice(None)
-        return [(self.group.rollouts[i], every if self.positions is None else self.positions[i]) for i in self.indexes]
+        """Each with the index of its tokens that train: the one place where observed tokens are left out."""
+        return [(self.group.rollouts[i], self._index(i)) for i in self.indexes]
+
+    def _index(self, i: int) -> Any:
+        sampled = self.group.rollouts[i].sampled()
+        if self.positions is None:
+            return sampled
+        return self.positions[i] if isinstance(sampled, slice) else sampled[self.positions[i]]
 
     def lengths(self) -> list[int]:
         return [len(r.completion_ids[at]) for r, at in self.completions()]
@@ -96,7 +101,7 @@ def num_trained_tokens(experience: Experience, algorithm: Algorithm) -> int:
 
 
 def num_tokens(experiences: Iterable[Experience], algorithm: Algorithm) -> int:
-    """Σ |o_i| over the completions that are not masked, or the number of their positions."""
+    """Σ |o_i|, the sampled tokens of the completions that are not masked, or the number of their positions."""
     every = _parts((e, unmasked_completions(e.group, algorithm), e.positions) for e in experiences)
     return sum(_lengths(every))
 
@@ -169,7 +174,7 @@ def value_batch(
 
 
 def value_row(experiences: Iterable[Experience], algorithm: Algorithm, packing: Packing) -> PackedRow:
-    """Every token of the completions of value_batch, before there are values."""
+    """Every sampled token of the completions of value_batch, before there are values."""
     parts = _parts((e, unmasked_completions(e.group, algorithm), None) for e in experiences)
     return _row(parts, packing) if parts else filler_row()
 
@@ -200,7 +205,9 @@ def _row(parts: Sequence[_Part], packing: Packing) -> PackedRow:
     row = pack(rows, packing, [p.group.images for p in parts]).with_sampling_mask(
         [r.sampling_mask for r, _ in completions]
     )
-    return row if parts[0].positions is None else select(row, [at for _, at in completions])
+    if all(isinstance(at, slice) for _, at in completions):
+        return row
+    return select(row, [np.arange(len(r.completion_ids))[at] for r, at in completions])
 
 
 def _per_token(parts: Sequence[_Part], values: Sequence[Any]) -> Tensor:

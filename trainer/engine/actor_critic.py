@@ -71,9 +71,9 @@ class ActorCritic:
     def _of_every_token(
         self, batch: Experiences, shares: Sequence[Experiences], score: Callable[[PackedRow], Tensor]
     ) -> ByGroup:
-        """What `score` says of every token of every completion that trains, on every rank; 0 of the others."""
+        """What `score` says of every sampled token of every completion that trains, on every rank; 0 of the others."""
         alive = [e.group for e in batch if isinstance(e.group, Group)]
-        found = {g.group_id: [np.zeros(len(r.completion_ids)) for r in g.rollouts] for g in alive}
+        found = {g.group_id: [np.zeros(r.num_sampled) for r in g.rollouts] for g in alive}
         for share in shares:
             row = value_row(share, self.config.algorithm, self.config.trainer.packing)
             parts = iter(score(row).split(row.lengths))

@@ -25,7 +25,7 @@ def rollout_metrics(groups: Sequence[Group | Tombstone], policy_version: int, fu
     if not alive:
         return metrics
     rollouts = [r for g in alive for r in g.rollouts]
-    lengths = np.array([len(r.completion_ids) for r in rollouts])
+    lengths = np.array([r.num_sampled for r in rollouts])
     rewards = [rewards_of(g) for g in alive]
     metrics |= {
         "reward": float(np.concatenate(rewards).mean()),
