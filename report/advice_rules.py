@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from statistics import fmean
 
+from report.advice_turns import tools_fail, tools_unused, turns_exhausted
 from report.escape import one_line
 from report.history import EARLY, LATE, WARM_UP, AdviceSettings, History, Row
 from report.run_log import wilson_interval
@@ -45,7 +46,8 @@ def constant_reward(h: History) -> str:
 
 def truncated(h: History) -> str:
     """≥ 50 % of completions cut off over 5 steps: most rewards judge an unfinished answer."""
-    cut = h.last("completions/clipped_ratio", 5)
+    cut, turned = h.last("completions/clipped_ratio", 5), h.last("rollout/max_turns_ratio", 5)
+    cut = [a - b for a, b in zip(cut, turned, strict=True)] if turned else cut  # max_turns has a rule of its own
     if not cut or fmean(cut) < 0.5:
         return ""
     length = h.settings.max_completion_length
@@ -236,6 +238,9 @@ RULES: dict[str, Callable[[History], str]] = {
         dead_groups,
         constant_reward,
         truncated,
+        tools_unused,
+        turns_exhausted,
+        tools_fail,
         trainer_waits,
         sampler_waits,
         kl_rising,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.config import Algorithm, Reference, Run, Sampler, Section, Trainer
+from common.config import Algorithm, Reference, Rollouts, Run, Sampler, Section, Trainer
 
 Row = Mapping[str, Any]
 EARLY = LATE = 10  # steps that a trend compares: the first ones of the run with the newest ones
@@ -17,6 +17,7 @@ WARM_UP = 2  # steps without meaning for speed: caches fill, processes meet
 _SECTIONS: dict[str, type[Section]] = {
     "run": Run,
     "sampler": Sampler,
+    "rollout": Rollouts,
     "trainer": Trainer,
     "algorithm": Algorithm,
     "reference": Reference,
@@ -37,6 +38,8 @@ class AdviceSettings:
     max_staleness: int
     groups_per_micro_batch: int
     max_tokens_per_micro_batch: int | None
+    max_turns: int
+    has_tools: bool  # rollout.tools are given
     is_on_policy: bool  # every optimizer step trains what its own weights sampled
 
     @staticmethod
@@ -60,6 +63,8 @@ class AdviceSettings:
             max_staleness=value("trainer.max_staleness"),
             groups_per_micro_batch=value("trainer.groups_per_micro_batch"),
             max_tokens_per_micro_batch=value("trainer.max_tokens_per_micro_batch"),
+            max_turns=value("rollout.max_turns"),
+            has_tools=bool(value("rollout.tools")),
             is_on_policy=steps_per_batch == 1 and value("trainer.max_staleness") == 0,
         )
 

@@ -33,6 +33,14 @@ TROUBLE = (  # totals that are 0 in a quiet run
     ("skipped_steps", "optimizer steps that were not finite and were skipped"),
     ("disk_retries", "file operations that had to be repeated"),
 )
+TURNS = (  # of runs with an environment or tools
+    ("rollout/turns", "turns of the model"),
+    ("rollout/tool_calls", "calls of tools"),
+    ("rollout/tool_errors", "calls that failed"),
+    ("rollout/observed_tokens", "tokens that its tools or environment wrote"),
+    ("rollout/environment_s", "seconds in tools or environment"),
+    ("rollout/max_turns_ratio", "share that ended because rollout.max_turns was reached"),
+)
 CROSSED = "link/refused/eval_duplicate"  # an evaluation's answer and a reminder of it met: happens in the best of runs
 
 
@@ -74,6 +82,8 @@ def content_of(folder: Path) -> dict[str, Any]:
         "time": time_split(rows),
         "speed": _speed(rows),
         "trouble": _trouble(rows),
+        "turns": turn_table(rows),
+        "failed_rollouts": f"{sum(row.get('rollout/failures') or 0 for row in rows):,.0f}",
         "dead": _dead(rows, samples),
         "samples": chosen_samples(samples),
         "settings": sorted(_flat(redacted(config))),
@@ -170,6 +180,13 @@ def _trouble(rows: Rows) -> list[tuple[str, str, str]]:
     return totals + [(key, f"{value:g}", "counter of the link") for key, value in counters.items()]
 
 
+def turn_table(rows: Rows) -> list[tuple[str, str, str]]:
+    """(what, mean of the run's first tenth of steps, of its last); [] of a run of single turns."""
+    measured = [(text, [row[key] for row in rows if row.get(key) is not None]) for key, text in TURNS]
+    tenth = max(1, len(rows) // 10)
+    return [(text, _number(fmean(x[:tenth])), _number(fmean(x[-tenth:]))) for text, x in measured if x]
+
+
 def _dead(rows: Rows, samples: Rows) -> dict[str, Any]:
     """Shares in the first and the last tenth, and a group whose best and worst completion scored the same."""
     shares = [row["frac_reward_zero_std"] for row in rows if row.get("frac_reward_zero_std") is not None]
@@ -203,7 +220,18 @@ def shortened(record: Mapping[str, Any]) -> dict[str, Any]:
     more = {f"{key}_more": max(0, len(text) - SHOWN) for key, text in texts.items()}
     given = record.get("images")
     images = [(data_uri(image), caption(image)) for image in (given if isinstance(given, list) else [])]
-    return {**record, **cut, "images": images} | more
+    return {**record, **cut, "images": images, "turns": _turns(record)} | more
+
+
+def _turns(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(by, text) of the first SHOWN characters of a completion of several turns; [] of a single one."""
+    left, parts = SHOWN, []
+    given = record.get("turns")
+    for part in given if isinstance(given, list) else []:
+        text = str(part["text"])[: max(left, 0)]
+        left -= len(text)
+        parts.append((str(part["by"]), text))
+    return [(by, text) for by, text in parts if text]
 
 
 def _flat(value: Any, name: str = "") -> Iterable[tuple[str, str]]:

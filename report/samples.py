@@ -45,15 +45,23 @@ def chosen(records: Sequence[Record], step: int | None, which: str | None, count
 
 
 def text_of(record: Record, full: bool = False) -> str:
-    """One sample in plain lines; every line of the model's own text begins with a bar."""
+    """One sample in plain lines; every line of the model's own text, and of what its tools wrote, begins with a bar."""
     parts = [f"{one_line(name)} {_number(value)}" for name, value in record["rewards"].items()]
     facts = [f"step {record['step']}", f"group {record['group_id']}", f"v{record['policy_version']}"]
     cut = ["cut off"] if record["finish_reason"] == "length" else []
     head = " · ".join([f"reward {_number(record['reward'])} ({', '.join(parts)})", *facts, *cut])
     given = record.get("images")
     images = [f"  image  │ {caption(image)}" for image in given] if isinstance(given, list) else []
-    texts = [*_lines("prompt", record["prompt"], full), *_lines("model ", record["completion"], full)]
+    texts = [*_lines("prompt", record["prompt"], full), *_completion(record, full)]
     return "\n".join([head, *images, *texts])
+
+
+def _completion(record: Record, full: bool) -> list[str]:
+    """One part after the other, those that the environment wrote under its name."""
+    if not isinstance(record.get("turns"), list):
+        return _lines("model ", record["completion"], full)
+    names = {"model": "model ", "environment": "tool  "}
+    return [line for part in record["turns"] for line in _lines(names[part["by"]], part["text"], full)]
 
 
 def _number(value: float | None) -> str:

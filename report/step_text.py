@@ -43,6 +43,7 @@ def step_line(step: int, max_steps: int, values: Mapping[str, float], eta_s: flo
         *(f"{name} {value:.2f}" for name, value in scores_of(values, "rewards/").items()),
         _part(values, "kl", "kl {:.2g}"),
         _part(values, "completions/mean_length", "len {:.0f}"),
+        *_turns(values),
         _part(values, "frac_reward_zero_std", "dead {:.0%}"),
         _part(values, "tombstones", "tombstones {:.0f}", zero=False),
         _part(values, "tokens_per_second", "{:.0f} tok/s"),
@@ -70,12 +71,17 @@ def panel_rows(recent: Sequence[Mapping[str, float]], evaluation: str, status: s
         _part(values, "kl", "kl {:.2g}"),
         _part(values, "tombstones", "{:.0f} tombstones", zero=False),
     ]
+    turns = [
+        *_turns(values),
+        _part(values, "rollout/observed_tokens", "{:.0f} tokens observed"),
+        _part(values, "rollout/environment_s", "{:.2g} s in tools"),
+    ]
     speed = [_part(values, "tokens_per_second", "{:.0f} tok/s"), _part(values, "step_time", "{:.1f} s per step")]
     other = {"trainer": "sampler", "sampler": "trainer"}
     waits = [f"{who} {share:.0%} of the step for the {other[who]}" for who, share in _waits(values).items()]
     policy = [_part(values, "policy_version", "v{:.0f}"), _part(values, "staleness/mean", "rollouts {:.2g} behind")]
     rows = [(name, f"{head:<13}{sparkline(past[name])}") for name, head in ({"reward": reward} | heads).items() if head]
-    facts = {"batch": batch, "speed": speed, "waits": waits, "policy": policy}
+    facts = {"batch": batch, "turns": turns, "speed": speed, "waits": waits, "policy": policy}
     rows += [(label, " · ".join(filter(None, parts))) for label, parts in facts.items()]
     causes = ", ".join(key.removeprefix("advice/").replace("_", " ") for key in values if key.startswith("advice/"))
     rows += [("held-out", evaluation), ("advice", causes), ("now", status)]
@@ -93,6 +99,17 @@ def eval_line(record: Mapping[str, Any]) -> str:
 def _part(values: Mapping[str, float], key: str, template: str, zero: bool = True) -> str:
     value = values.get(key)
     return "" if value is None or (value == 0 and not zero) else template.format(float(value))
+
+
+def _turns(values: Mapping[str, float]) -> list[str]:
+    """Of rollouts of several turns: ["turns 2.1", "calls 1.30 (8% failed)", "2 failed rollouts"]"""
+    calls, errors = (values.get(f"rollout/{key}") or 0.0 for key in ("tool_calls", "tool_errors"))
+    failed = f" ({errors / calls:.0%} failed)" if errors and calls else ""
+    return [
+        _part(values, "rollout/turns", "turns {:.1f}"),
+        _part(values, "rollout/tool_calls", "calls {:.2f}") + failed,
+        _part(values, "rollout/failures", "{:.0f} failed rollouts", zero=False),
+    ]
 
 
 def scores_of(values: Mapping[str, float], prefix: str) -> dict[str, float]:

@@ -38,6 +38,9 @@ SAMPLER_TIME = {
 MORE = (  # key, title, unit; drawn only where measured
     ("entropy", "entropy", "nats per token"),
     ("completions/clipped_ratio", "cut off at max_completion_length", "share of completions"),
+    ("rollout/turns", "turns", "of the model in a rollout"),
+    ("rollout/tool_calls", "calls of tools", "in a rollout"),
+    ("rollout/tool_errors", "calls that failed", "in a rollout"),
     ("staleness/mean", "staleness", "policy versions behind"),
     ("grad_norm", "gradient norm", "before clipping"),
     ("mismatch/mean_abs_prob_diff", "sampler against trainer", "difference in probability"),

@@ -88,6 +88,15 @@ def test_a_step_line_shows_trouble_when_there_is_some():
     assert step_line(3, 9, values | {"step_time": 4.0, "policy_version": 3, "staleness/mean": 1.5}, 3601.4) == expected
 
 
+def test_rollouts_of_several_turns_show_turns_calls_and_how_many_failed():
+    values = {"rollout/turns": 2.04, "rollout/tool_calls": 1.25, "rollout/tool_errors": 0.1, "rollout/failures": 3.0}
+    assert step_line(1, 2, values, None) == "step 1/2  turns 2.0  calls 1.25 (8% failed)  3 failed rollouts"
+    values |= {"rollout/observed_tokens": 40.2, "rollout/environment_s": 0.125}
+    assert panel_rows([values], "", "") == [
+        ("turns", "turns 2.0 · calls 1.25 (8% failed) · 3 failed rollouts · 40 tokens observed · 0.12 s in tools")
+    ]
+
+
 def test_a_step_line_is_one_line_without_escapes_whatever_a_reward_function_is_called():
     assert step_line(1, 2, {"rewards/\x1b[31mred\x1b[0m\nname/mean": 1.0}, None) == "step 1/2  red name 1.00"
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from common.errors import UserError
-from report.html_page import SHOWN, _trouble, content_of, time_split, write_report
+from report.html_page import SHOWN, _trouble, content_of, time_split, turn_table, write_report
 from report.run_log import MetricsLog
 from tests.speed import limit
 
@@ -46,6 +46,8 @@ def hostile_run(folder: Path, steps: int = 12) -> Path:
     for index, text in enumerate(HOSTILE.values()):
         parts = {"which": "best", "prompt": text, "completion": text, "finish_reason": "length"}
         scores = {"rewards": {name: 1.0, "<img src=x>": float("nan")}, "reward": float(index)}
+        if index % 2:
+            parts["turns"] = [{"by": "model", "text": text}, {"by": "environment", "text": text}]
         log.log_samples([{"step": steps, "group_id": index // 2, "policy_version": 1, **parts, **scores}])
     for version, marks in ((0, 100), (steps, 150)):
         record = {"n": 200, "problems": 200, "full_marks": {name: marks}, "mean": {name: 0.5}}
@@ -128,6 +130,24 @@ def test_the_page_says_what_happened(page):
     assert "does not apply" in text and "cut off" in text
     assert "50 % in the first tenth of the run, 50 % in the last" in text
     assert text.index("Worst samples") < text.index("Best samples") < text.index("Settings")
+
+
+def test_turns_show_who_wrote_them_and_how_calls_changed_over_the_run(tmp_path):
+    log = MetricsLog(tmp_path)
+    for step in range(1, 21):
+        log.log(step, {"reward": 0.0, "rollout/turns": 2.0, "rollout/tool_calls": step / 10, "rollout/failures": 1.0})
+    ids = {"step": 20, "group_id": 0, "policy_version": 0, "finish_reason": "stop", "rewards": {}, "reward": 1.0}
+    parts = [("model", "call(48/2)"), ("environment", "24" + "x" * SHOWN), ("model", "never shown")]
+    turns = [{"by": by, "text": text} for by, text in parts]
+    log.log_samples([{**ids, "prompt": "p", "completion": "".join(text for _, text in parts), "turns": turns}])
+    log.close()
+    assert turn_table([{"step": 1, "reward": 0.0}]) == []
+    content = content_of(tmp_path)
+    assert content["turns"] == [("turns of the model", "2", "2"), ("calls of tools", "0.15", "1.95")]
+    page = write_report(tmp_path).read_text()
+    assert "Rollouts that failed in their environment, and train nothing: 20." in page
+    assert re.search(r'<pre>call\(48/2\)</pre>\s*<pre class="observed"[^>]*>24x', page)
+    assert "never shown" not in page and f"… and {2 + 10 + 11:,} more characters in samples.jsonl" in page
 
 
 def test_seconds_are_split_by_activity_and_the_rest_is_named():

@@ -41,6 +41,23 @@ def test_a_sample_shows_all_its_rewards_and_where_it_comes_from(run, capsys):
     )
 
 
+def test_what_its_tools_wrote_stands_apart_from_what_the_model_wrote(tmp_path, capsys):
+    log = MetricsLog(tmp_path)
+    ids = {"step": 1, "group_id": 0, "policy_version": 0, "finish_reason": "stop", "rewards": {}, "reward": 1.0}
+    parts = [("model", "call(48/2)"), ("environment", "24\n\x1b[2J"), ("model", "It is 24")]
+    turns = [{"by": by, "text": text} for by, text in parts]
+    log.log_samples([{**ids, "prompt": "p", "completion": "".join(text for _, text in parts), "turns": turns}])
+    log.close()
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1:6] == [
+        "  prompt │ p",
+        "  model  │ call(48/2)",
+        "  tool   │ 24",
+        "  tool   │ ␛[2J",
+        "  model  │ It is 24",
+    ]
+
+
 def test_the_newest_step_a_given_one_or_the_extremes_of_the_run(run, capsys):
     assert heads(run, capsys) == ["reward -3.00", "reward 3.00"]
     assert heads(run, capsys, "--step", "2") == ["reward -2.00", "reward 2.00"]

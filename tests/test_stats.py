@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from trainer.record.stats import (
     samples_records,
     shaping_metrics,
     token_metrics,
+    turn_metrics,
 )
 
 pytestmark = pytest.mark.fast
@@ -60,6 +63,46 @@ GROUPS = [
         (rollout(1, 0.0, 1.0), rollout(1, 1.0, 0.0), rollout(1, -1.0, 2.0)),  # rewards 1, 1, 1: dead
     ),
 ]
+
+
+def in_two_turns(**changes: Any) -> Rollout:
+    """Of eight tokens it writes 0 1 2 and 6 7, and observes 3 4 5."""
+    known = {"observed": ((3, 6),), "turns": 2, "tool_calls": 1, "environment_s": 0.5}
+    return dataclasses.replace(rollout(8, 1.0, 1.0), **known | changes)
+
+
+def test_turn_metrics_by_hand() -> None:
+    looped = in_two_turns(turns=4, tool_calls=3, tool_errors=2, finish_reason="length", environment_s=1.0)
+    ended = in_two_turns(turns=4)
+    group = dataclasses.replace(GROUPS[0], rollouts=(in_two_turns(), looped, ended, rollout(3, 1.0, 1.0)))
+    assert turn_metrics([dataclasses.replace(group, failures=("timed out",)), TOMBSTONE], max_turns=4) == {
+        "rollout/failures": 1.0,
+        "rollout/turns": (2 + 4 + 4 + 1) / 4,
+        "rollout/max_turns_ratio": 0.25,
+        "rollout/tool_calls": (1 + 3 + 1) / 4,
+        "rollout/tool_errors": 0.5,
+        "rollout/observed_tokens": 9 / 4,
+        "rollout/environment_s": 0.5,
+    }
+    metrics = rollout_metrics([group], policy_version=3, full_mark=full_mark)
+    assert (metrics["completions/mean_length"], metrics["completions/max_length"]) == (18 / 4, 5)
+    assert metrics["completion_tokens"] == 18
+
+
+def test_turn_metrics_of_tombstones_alone_are_those_that_can_be_known() -> None:
+    assert turn_metrics([TOMBSTONE], max_turns=4) == {"rollout/failures": 0.0}
+
+
+def test_a_sample_of_several_turns_says_who_wrote_what() -> None:
+    group = dataclasses.replace(GROUPS[0], rollouts=(in_two_turns(), rollout(3, 0.0, 0.0)))
+    worst, best = samples_records([group], 1, 1, decode=lambda ids: " ".join(map(str, ids)))
+    assert "turns" not in worst
+    assert best["completion"] == "0 1 2 3 4 5 6 7"
+    assert best["turns"] == [
+        {"by": "model", "text": "0 1 2"},
+        {"by": "environment", "text": "3 4 5"},
+        {"by": "model", "text": "6 7"},
+    ]
 
 
 def test_rollout_metrics_by_hand() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from common.config import ROUNDING, Algorithm, Config
-from common.types import EvalResult, Group, Tombstone
+from common.types import EvalResult, Group, Rollout, Tombstone
 from model.images import sample_record
 from trainer.algorithm.advantages import RewardSettings, is_dead, rewards_of, shaped_rewards, trains
 from trainer.algorithm.kl_controller import completion_kls
@@ -46,6 +47,27 @@ def rollout_metrics(groups: Sequence[Group | Tombstone], policy_version: int, fu
             metrics[f"rewards/{name}/mean"] = float(scores.mean())
             metrics[f"rewards/{name}/std"] = float(scores.std())
             metrics[f"rewards/{name}/accuracy"] = float((scores >= full_mark(name) - ROUNDING).mean())
+    return metrics
+
+
+def turn_metrics(groups: Sequence[Group | Tombstone], max_turns: int) -> dict[str, float]:
+    """What rollouts did in their environments. Means over rollouts, those that failed left out, unless named otherwise.
+
+    A rollout that ended because max_turns was reached counts in max_turns_ratio: it was cut off within its task.
+    """
+    alive = [g for g in groups if isinstance(g, Group)]
+    metrics = {"rollout/failures": float(sum(len(g.failures) for g in alive))}
+    if rollouts := [r for g in alive for r in g.rollouts]:
+        metrics |= {
+            "rollout/turns": float(np.mean([r.turns for r in rollouts])),
+            "rollout/max_turns_ratio": float(
+                np.mean([r.turns >= max_turns and r.finish_reason == "length" for r in rollouts])
+            ),
+            "rollout/tool_calls": float(np.mean([r.tool_calls for r in rollouts])),
+            "rollout/tool_errors": float(np.mean([r.tool_errors for r in rollouts])),
+            "rollout/observed_tokens": float(np.mean([len(r.completion_ids) - r.num_sampled for r in rollouts])),
+            "rollout/environment_s": float(np.mean([r.environment_s for r in rollouts])),
+        }
     return metrics
 
 
@@ -135,8 +157,16 @@ def samples_records(groups: Sequence[Group | Tombstone], step: int, count: int, 
                     "finish_reason": rollout.finish_reason,
                 }
                 | ({"images": [sample_record(image) for image in group.images]} if group.images else {})
+                | ({"turns": turn_texts(rollout, decode)} if rollout.observed else {})
             )
     return records
+
+
+def turn_texts(rollout: Rollout, decode: Any) -> list[dict[str, str]]:
+    """The completion in parts, by who wrote them: [{"by": "model", "text": …}, {"by": "environment", "text": …}, …]"""
+    edges = [0, *itertools.chain(*rollout.observed), len(rollout.completion_ids)]
+    texts = [decode(rollout.completion_ids[start:end].tolist()) for start, end in itertools.pairwise(edges)]
+    return [{"by": by, "text": text} for by, text in zip(itertools.cycle(("model", "environment")), texts)]
 
 
 def _one_mark_an_image(text: str) -> str:

@@ -55,6 +55,8 @@ class StepRecords:
         """What the step trained on and what came of it. version: of the policy before it."""
         step, groups, algorithm = trained.step, trained.groups, self._config.algorithm
         values = stats.rollout_metrics(groups, version, self._config.rewards.full_mark)
+        if self._config.rollout.is_multi_turn:
+            values |= stats.turn_metrics(groups, self._config.rollout.max_turns)
         values |= stats.shaping_metrics(groups, self._config, trained.beta) | trained.dead_group_metrics
         if not result.critic_only:
             values |= stats.token_metrics(sums, algorithm.beta) | stats.correction_metrics(sums, algorithm)
