@@ -37,15 +37,12 @@ class Limits:
     reward_funcs: tuple[str, ...]
     max_sampling_mask: int = 0  # tokens that one could have been; 0: all of the vocabulary
     images: ImageLimits | None = None  # None: prompts are text alone
+    max_turns: int = 0  # of a rollout with an environment or tools; 0: there are none
 
 
 def check_group(group: Group, limits: Limits) -> None:
     """Raises WireError if the group cannot be an honest one. Shapes were checked by `decode`."""
-    found, failed = len(group.rollouts), len(group.failures)
-    if found + failed != limits.num_generations or found < 2:
-        raise WireError("group_size", f"{found} rollouts and {failed} failures, expected {limits.num_generations}")
-    if any(len(reason) > MAX_FAILURE for reason in group.failures):
-        raise WireError("failure", f"a reason of more than {MAX_FAILURE} characters")
+    _check_size(group, limits)
     if not 0 < len(group.prompt_ids) <= limits.max_prompt_length:
         raise WireError("prompt_length", f"{len(group.prompt_ids)} tokens")
     _check_ids(group.prompt_ids, limits.vocab_size)
@@ -62,12 +59,28 @@ def check_group(group: Group, limits: Limits) -> None:
         if rollout.ref_logprobs is not None:
             _check_logprobs(rollout.ref_logprobs, length)
         _check_sampling_mask(rollout, limits)
-        if wrong := trouble(rollout):
-            raise WireError("observed", wrong)
+        _check_turns(rollout, limits)
         if not math.isfinite(rollout.reward) or any(map(math.isinf, rollout.rewards.values())):
             raise WireError("reward", f"{rollout.reward} from {dict(rollout.rewards)}")
         if tuple(rollout.rewards) != limits.reward_funcs:
             raise WireError("reward_funcs", f"{tuple(rollout.rewards)}, expected {limits.reward_funcs}")
+
+
+def _check_size(group: Group, limits: Limits) -> None:
+    found, failed = len(group.rollouts), len(group.failures)
+    if found + failed != limits.num_generations or found < 2:
+        raise WireError("group_size", f"{found} rollouts and {failed} failures, expected {limits.num_generations}")
+    if failed and not limits.max_turns:
+        raise WireError("failure", "there is no environment that could have failed")
+    if any(len(reason) > MAX_FAILURE for reason in group.failures):
+        raise WireError("failure", f"a reason of more than {MAX_FAILURE} characters")
+
+
+def _check_turns(rollout: Rollout, limits: Limits) -> None:
+    if wrong := trouble(rollout):
+        raise WireError("observed", wrong)
+    if rollout.turns > max(1, limits.max_turns) or (rollout.tool_calls and not limits.max_turns):
+        raise WireError("turns", f"{rollout.turns} turns and {rollout.tool_calls} calls, at most {limits.max_turns}")
 
 
 def _check_images(group: Group, limits: ImageLimits | None) -> None:

@@ -57,7 +57,7 @@ SAMPLER_POINTS = (
     *("sampler.reloading", "sampler.reloaded"),
 )
 PAD = 7
-SEES = replace(LIMITS, images=ImageLimits(1, 784, patch_size=14, merge_size=2, image_token=PAD))
+SEES = replace(LIMITS, max_turns=2, images=ImageLimits(1, 784, patch_size=14, merge_size=2, image_token=PAD))
 State = dict[str, Any]  # cursor, finished steps and trained group ids
 START: State = {"cursor": 0, "step": 0, "trained": []}
 ROLES = {"trainer": TRAINER_POINTS, "s0": SAMPLER_POINTS, "s1": SAMPLER_POINTS}

@@ -14,7 +14,7 @@ import pytest
 
 from common import wire
 from common.errors import WireError
-from common.group_limits import check_group
+from common.group_limits import Limits, check_group
 from common.types import Group
 from common.wire import Envelope, decode, encode
 from tests.protocol_helpers import LIMITS, make_group, make_rollout, of_two_turns
@@ -22,6 +22,7 @@ from trainer.link.recording import Recorder, read
 
 pytestmark = pytest.mark.fast
 
+IN_TURNS = dataclasses.replace(LIMITS, max_turns=2)
 ENVELOPE = Envelope("run", "life", "s0")
 
 
@@ -102,7 +103,7 @@ def test_every_rollout_has_its_turns_or_none_has() -> None:
 
 
 def test_an_honest_group_of_two_turns_passes_the_check_with_a_failure_in_a_third_place() -> None:
-    limits = dataclasses.replace(LIMITS, num_generations=3)
+    limits = dataclasses.replace(IN_TURNS, num_generations=3)
     check_group(dataclasses.replace(make_group(0, 0, make_rollout(), of_two_turns()), failures=("x" * 500,)), limits)
 
 
@@ -123,7 +124,7 @@ def test_an_observed_token_has_no_log_prob_and_no_other_token_in_its_place(
     changes: dict[str, Any], reason: str
 ) -> None:
     rollout = of_two_turns(**{"ref_logprobs": np.array([-1, -1, 0, 0, -1], np.float32)} | changes)
-    limits = dataclasses.replace(LIMITS, needs_ref_logprobs=True, max_sampling_mask=2 * ("sampling_mask" in changes))
+    limits = dataclasses.replace(IN_TURNS, needs_ref_logprobs=True, max_sampling_mask=2 * ("sampling_mask" in changes))
     group = make_group(0, 0, rollout, rollout)
     if reason is None:
         return check_group(group, limits)
@@ -133,7 +134,29 @@ def test_an_observed_token_has_no_log_prob_and_no_other_token_in_its_place(
 
 
 def test_the_reason_of_a_failure_is_short() -> None:
-    limits = dataclasses.replace(LIMITS, num_generations=3)
+    limits = dataclasses.replace(IN_TURNS, num_generations=3)
     with pytest.raises(WireError) as caught:
         check_group(dataclasses.replace(make_group(0), failures=("x" * 501,)), limits)
     assert caught.value.reason == "failure"
+
+
+@pytest.mark.parametrize(
+    ("group", "limits", "reason"),
+    [
+        (make_group(0, 0, make_rollout(), of_two_turns()), LIMITS, "turns"),
+        (make_group(0, 0, make_rollout(), make_rollout(tool_calls=1)), LIMITS, "turns"),
+        (make_group(0, 0, make_rollout(), make_rollout(turns=2)), LIMITS, "turns"),
+        (make_group(0, 0, make_rollout(), of_two_turns(turns=3)), IN_TURNS, "turns"),
+        (
+            dataclasses.replace(make_group(0), failures=("x",)),
+            dataclasses.replace(LIMITS, num_generations=3),
+            "failure",
+        ),
+    ],
+)
+def test_turns_and_failures_that_this_run_cannot_have_are_refused(
+    group: Group, limits: Limits, reason: str
+) -> None:
+    with pytest.raises(WireError) as caught:
+        check_group(group, limits)
+    assert caught.value.reason == reason

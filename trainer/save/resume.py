@@ -79,6 +79,8 @@ def _own_files(config: Config) -> dict[str, str]:
     algorithm = config.algorithm
     named = [("algorithm.adv_estimator", algorithm.adv_estimator), ("algorithm.loss", algorithm.loss or "")]
     named += [("rewards.reward_funcs", name) for name in config.rewards.reward_funcs]
+    named += [("rollout.environment", config.rollout.environment or "")]
+    named += [("rollout.tools", name) for name in config.rollout.tools]
     return {f"{setting} {name}": _contents(Path(name.rpartition(":")[0])) for setting, name in named if ":" in name}
 
 
