@@ -220,4 +220,5 @@ def test_every_setting_that_a_sentence_proposes_can_be_pasted(tmp_path):
     assert len(pasted) >= 10
     for override in pasted:
         load(tmp_path / "c.yaml", [override])
-    assert set(RULES) - set(found) == {"constant_reward", "reward_hacking"}  # they propose nothing of this form
+    turns = {"tools_unused", "turns_exhausted", "tools_fail"}  # test_advice_turns.py
+    assert set(RULES) - set(found) - turns == {"constant_reward", "reward_hacking"}  # they propose nothing of this form

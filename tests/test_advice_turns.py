@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from common.config import load
 from tests.test_advice import advise, after, settings_with
 
 pytestmark = pytest.mark.fast
@@ -30,11 +31,13 @@ def test_a_model_that_never_calls_is_told_so_after_ten_steps_if_it_has_tools():
     assert advise(10, TOOLS, rollout__tool_calls=after(10, 0.01)) == {}
 
 
-def test_rollouts_that_end_at_max_turns_are_a_loop_from_a_half_on_and_not_called_too_short():
+def test_rollouts_that_end_at_max_turns_are_a_loop_from_a_half_on_and_not_called_too_short(tmp_path):
     found = advise(5, TOOLS, rollout__max_turns_ratio=0.5, completions__clipped_ratio=0.6)
     assert list(found) == ["turns_exhausted"]
     assert "50% of rollouts end because they reached rollout.max_turns 8" in found["turns_exhausted"]
-    assert "rollout.max_turns=16" in found["turns_exhausted"]
+    assert "rollout.max_turns=16," in found["turns_exhausted"]
+    (tmp_path / "c.yaml").write_text("{model: {path: m}, data: {train: t.jsonl}, rollout: {tools: [t.py:f]}}")
+    load(tmp_path / "c.yaml", ["rollout.max_turns=16"])
     assert advise(4, TOOLS, rollout__max_turns_ratio=0.5) == {}
     assert advise(5, TOOLS, rollout__max_turns_ratio=0.49, completions__clipped_ratio=0.98) == {}
     assert list(advise(5, rollout__max_turns_ratio=0.0, completions__clipped_ratio=0.5)) == ["truncated"]
