@@ -22,7 +22,7 @@ def tools_unused(h: History) -> str:
         what = f"calls of tools fell from {fmean(early):.2f} to {fmean(late):.2f} in a rollout: it guesses instead"
     return (
         f"{what}. See bash launch.sh samples {one_line(h.settings.output_dir)} --best; say in the prompt when to call "
-        "(prompt.format_prompt), and reward what only the tool can know"
+        "(prompt.system), and reward what only the tool can know"
     )
 
 
