@@ -154,9 +154,7 @@ def test_the_reason_of_a_failure_is_short() -> None:
         ),
     ],
 )
-def test_turns_and_failures_that_this_run_cannot_have_are_refused(
-    group: Group, limits: Limits, reason: str
-) -> None:
+def test_turns_and_failures_that_this_run_cannot_have_are_refused(group: Group, limits: Limits, reason: str) -> None:
     with pytest.raises(WireError) as caught:
         check_group(group, limits)
     assert caught.value.reason == reason
