@@ -34,7 +34,7 @@ STAGES = (1, 2)
 def published(folder: Path, name: str, stage: int) -> Config:
     dims = read_dims(str(folder / name), None)
     assert dims is not None
-    bucket = BUCKET * dims.parameters // PARAMETERS
+    bucket = BUCKET * dims.parameters // PARAMETERS // 2 * 2  # DeepSpeed wants an even one
     zero = "deepspeed.zero_optimization.{}={}"
     return load(
         CONFIG,
