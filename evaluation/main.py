@@ -9,6 +9,8 @@ k of pass@k. Prints a table and writes eval.json and completions.jsonl. Left out
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import json
 import os
 import re
@@ -29,7 +31,8 @@ from report.escape import strip_escapes
 if TYPE_CHECKING:
     from common.types import Prompt
     from rewards.pool import RewardPool
-    from sampler.engine import Completion, Engine
+    from sampler.engine import Engine
+    from sampler.episodes import Episodes, Sampled, SingleTurns
 
 _SHORT = {"n": "eval.num_generations", "temperature": "eval.temperature"}
 _OVERRIDE = re.compile(r"[a-z_]+(\.[A-Za-z_]+)*=")
@@ -85,12 +88,18 @@ def run(config: Config, ks: Sequence[int], target: Target, output: Path | None) 
     from model.tokenizer import load_tokenizer
     from rewards.pool import RewardPool
     from sampler.dataset import load_data
+    from sampler.episodes import SingleTurns
+    from sampler.multi_turn import opened
     from sampler.start import prompts_of
 
     problems = load_data("data.eval", config.data.eval or "", config.data, config.rewards.reward_funcs)
-    with RewardPool(config.rewards, columns=problems[0].columns) as pool:
+    columns = problems[0].columns
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(RewardPool(config.rewards, columns=columns))
         tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
-        prompts = prompts_of("data.eval", problems, tokenizer, config)[: config.data.eval_size]
+        multi_turn = stack.enter_context(opened(config, tokenizer, problems[0], columns))
+        tools = multi_turn.pool.tools if multi_turn else None
+        prompts = prompts_of("data.eval", problems, tokenizer, config, tools)[: config.data.eval_size]
         model = f"{config.model.path} with the adapters {target.model}" if target.rank else target.model
         _say(f"{len(prompts)} problems × {config.eval.num_generations} completions of {model}")
         begun = time.monotonic()
@@ -101,9 +110,9 @@ def run(config: Config, ks: Sequence[int], target: Target, output: Path | None) 
         engine = Engine(config, torch.cuda.device_count())
         if target.rank:
             _load_adapters(engine, Path(target.model))
-        samples, failures = sample(
-            config, prompts, pool, lambda ids: tokenizer.batch_decode(ids, skip_special_tokens=True), engine
-        )
+        decode: Decode = functools.partial(tokenizer.batch_decode, skip_special_tokens=True)
+        turns = multi_turn.episodes(engine, decode) if multi_turn else SingleTurns(engine)
+        samples, failures = sample(config, prompts, pool, decode, turns)
     result = report(samples, len(failures), ks, config.rewards)
     folder = output or target.output / _label(config, target.model)
     _write(folder, config, model, samples, result | {"seconds": time.monotonic() - begun})
@@ -137,41 +146,43 @@ def _write(folder: Path, config: Config, model: str, samples: Sequence[dict[str,
 
 
 def sample(
-    config: Config, prompts: Sequence[Prompt], pool: RewardPool, decode: Decode, engine: Engine
+    config: Config, prompts: Sequence[Prompt], pool: RewardPool, decode: Decode, turns: SingleTurns | Episodes
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """One record per completion of every problem whose rewards did not fail, and why those of the others did.
+    """One record per completion of every problem whose rewards and environments did not fail, and why the others did.
 
     Rewards run beside the engine. Problems keep their seeds: the same as in the evaluations of a run.
     """
     from rewards.pool import RewardFailure
+    from sampler.episodes import submit_rewards, too_few
     from sampler.task import held_out_params
 
-    finished: dict[int, tuple[list[Completion], list[str]]] = {}
+    finished: dict[int, Sampled] = {}
     samples: dict[int, list[dict[str, Any]]] = {}
     failures: list[str] = []
     last_report = time.monotonic()
     for i, prompt in enumerate(prompts):
-        engine.submit(i, prompt.token_ids, held_out_params(config, i), prompt.images)
-    while engine.num_running or pool.pending:
-        for i, completions in engine.step() if engine.num_running else []:
-            texts = decode([c.token_ids.tolist() for c in completions])
-            finished[i] = completions, texts
-            pool.submit(
-                i, prompts[i].for_rewards, texts, [c.token_ids for c in completions], prompts[i].problem.columns
-            )
-        for key, scores in pool.ready(timeout_s=0.0 if engine.num_running else 0.5):
+        turns.start(i, prompt, held_out_params(config, i))
+    while turns.num_running or pool.pending:
+        for i, sampled in turns.step() if turns.num_running else []:
+            finished[i] = sampled
+            if (reason := too_few(i, sampled, config)) is None:
+                submit_rewards(pool, i, sampled, decode)
+            else:
+                failures.append(reason)
+        for key, scores in pool.ready(timeout_s=0.0 if turns.num_running else 0.5):
             i = cast(int, key)
             if isinstance(scores, RewardFailure):
                 failures.append(scores.reason)
             else:
-                samples[i] = _records(prompts[i], *finished.pop(i), scores)
+                samples[i] = _records(finished.pop(i), decode, scores)
         if time.monotonic() - last_report > _SAYS_EVERY_S:
             last_report = time.monotonic()
             _say(f"{len(samples) + len(failures)} of {len(prompts)} problems are scored")
     return [record for i in sorted(samples) for record in samples[i]], failures
 
 
-def _records(prompt: Prompt, completions: list[Completion], texts: list[str], scores: Any) -> list[dict[str, Any]]:
+def _records(sampled: Sampled, decode: Decode, scores: Any) -> list[dict[str, Any]]:
+    prompt, texts = sampled.prompt, decode([c.token_ids.tolist() for c in sampled.completions])
     return [
         {
             "problem_index": prompt.problem.index,
@@ -179,10 +190,10 @@ def _records(prompt: Prompt, completions: list[Completion], texts: list[str], sc
             "completion": text,
             "rewards": {name: None if value != value else value for name, value in rewards.items()},
             "reward": reward,
-            "num_tokens": len(completion.token_ids),
+            "num_tokens": completion.num_sampled,
             "finish_reason": completion.finish_reason,
         }
-        for completion, text, (rewards, reward) in zip(completions, texts, scores, strict=True)
+        for completion, text, (rewards, reward) in zip(sampled.completions, texts, scores, strict=True)
     ]
 
 

@@ -58,6 +58,10 @@ class Completion:
     sampling_mask: NDArray[np.int32] | None = None  # [C, K] tokens each could have been, itself first, -1 fills
     incomplete_support: int = 0  # tokens of which some were not returned
 
+    @property
+    def num_sampled(self) -> int:
+        return len(self.token_ids)
+
 
 class Engine:
     """A vLLM engine. `version` is the policy version it holds, None before the first reload."""

@@ -12,13 +12,12 @@ Few are given to the engine at once, so that groups that are leased meanwhile do
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from common.config import Config
 from common.types import EvalFailure, EvalRequest, EvalResult, EvalSample
-from rewards.pool import RewardFailure
+from rewards import Scores
 from sampler.engine import Completion
 from sampler.engine_arguments import max_num_seqs
 from sampler.link import Link
@@ -69,18 +68,18 @@ class HeldOut:
         count = min(len(self._waiting), max(room // self._config.eval.num_generations, 0 if decoding else 1))
         return [self._waiting.popleft() for _ in range(count)]
 
-    def note(self, key: EvalKey, completions: list[Completion], scores: list[Any] | RewardFailure) -> None:
-        """A chunk is sent when its last problem is scored, or has failed."""
+    def note(self, key: EvalKey, completions: Sequence[Completion], scores: Scores | str) -> None:
+        """A chunk is sent when its last problem is scored, or has failed: then `scores` says why."""
         chunk = self._chunks.get((key.eval_id, key.chunk))
         if chunk is None:
             return  # of an earlier evaluation: another sampler answered it, and the trainer went on
         chunk.missing.discard(key.problem)
-        if isinstance(scores, RewardFailure):
-            chunk.failures.append(EvalFailure(key.problem, scores.reason))
+        if isinstance(scores, str):
+            chunk.failures.append(EvalFailure(key.problem, scores))
         else:
             texts = self._decode([c.token_ids.tolist() for c in completions])
             chunk.samples += [
-                EvalSample(key.problem, text, rewards, len(c.token_ids), c.finish_reason)
+                EvalSample(key.problem, text, rewards, c.num_sampled, c.finish_reason)
                 for text, c, (rewards, _) in zip(texts, completions, scores, strict=True)
             ]
         if not chunk.missing:

@@ -8,10 +8,11 @@
 |-----------------|--------------------|-----------------------|----------------------------------|
 | held-out        | leases in CREDIT   | gaps between groups   | `data.eval_size`                 |
 | engine          | leases in CREDIT   | `Engine.step`         | the trainer's window             |
+| environments    | turns              | `EnvironmentPool`     | the same window                  |
 | reward pool     | finished prompts   | `RewardPool.ready`    | the same window                  |
 | outbox          | scored groups      | CREDIT's cursor       | the same window                  |
 
-The engine keeps decoding while rewards run in their own process.
+The engine keeps decoding while rewards and environments run in processes of their own.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from common import wire
 from common.config import Config
 from common.errors import Retryable
 from common.failpoints import failpoint
-from common.types import Group, Rollout, Tombstone
+from common.types import Group, Tombstone
 from common.watchdog import progress_heard_by, report_progress
 from common.weights import BadWeights, NotVisible, Published
+from rewards import Scores
 from rewards.pool import RewardFailure, RewardPool
-from sampler.engine import Completion, Engine
+from sampler.engine import Engine
+from sampler.episode import as_rollout
+from sampler.episodes import Episodes, Sampled, SingleTurns, submit_rewards, too_few
 from sampler.fetch import Fetcher
 from sampler.held_out import HeldOut
 from sampler.link import Link
@@ -51,12 +55,14 @@ class Sampler:
         link: Link,
         pool: RewardPool,
         reference: Reference | None,
+        turns: SingleTurns | Episodes | None = None,
     ):
         self.config, self.task, self.engine, self.link = config, task, engine, link
         self.pool, self.reference = pool, reference
+        self.turns = turns or SingleTurns(engine)
         self.phase, self.progress = "ready", 0
         self.stats: dict[str, float] = collections.defaultdict(float)
-        self._working: dict[Key, list[Completion]] = {}  # leased and not sent; completions once generated
+        self._working: dict[Key, Sampled | None] = {}  # leased and not sent; completions once generated
         self._held_out = HeldOut(config, engine.on_cpu, task.decode, link)
         self._fetcher = Fetcher(config)
         self._bad_weights = 0
@@ -80,7 +86,7 @@ class Sampler:
 
     def wait_for_credit_or_work(self) -> None:
         start = time.monotonic()
-        busy = self.engine.num_running or self.pool.pending
+        busy = self.turns.num_running or self.pool.pending
         if self.link.receive(timeout_s=0.0 if busy else 0.1):
             self._forget_everything()
         if not busy and self.engine.version is not None:
@@ -95,11 +101,11 @@ class Sampler:
         leased = set(credit.lease)
         unleased = [
             key
-            for key, completions in self._working.items()
-            if isinstance(key, GroupKey) and key.group_id not in leased and not completions
+            for key, sampled in self._working.items()
+            if isinstance(key, GroupKey) and key.group_id not in leased and sampled is None
         ]
         if unleased:
-            self.engine.abort(unleased)
+            self.turns.abort(unleased)
             self.stats["total/aborted"] += len(unleased)
             for key in unleased:
                 del self._working[key]
@@ -109,7 +115,7 @@ class Sampler:
         if credit is None or credit.version == self.engine.version:
             return
         published = Published(credit.version, credit.weights_dir, credit.manifest_sha256)
-        if self.engine.num_running:
+        if self.turns.num_running:  # a group is sampled by one version, from its first turn to its last
             self._fetcher.start(published)
             return
         try:
@@ -176,63 +182,63 @@ class Sampler:
 
     def start_evaluation(self) -> None:
         """Whatever of it may start beside the groups, or behind them."""
-        decoding = [key for key, completions in self._working.items() if not completions]
+        decoding = [key for key, sampled in self._working.items() if sampled is None]
         for key in self._held_out.to_start(self.engine.version, decoding):
             self._submit(key)
 
     def _submit(self, key: Key) -> None:
-        self._working[key] = []
-        prompt = self.task.prompt(key, self.config)
-        self.engine.submit(key, prompt.token_ids, sampling_params(key, self.config), prompt.images)
+        self._working[key] = None
+        self.turns.start(key, self.task.prompt(key, self.config), sampling_params(key, self.config))
 
     def generate(self) -> None:
         """One engine step; what it finished goes to the rewards, in text, while the engine goes on."""
-        if not self.engine.num_running:
+        if not self.turns.num_running:
             return
-        self.phase = f"generating {self.engine.num_running} prompts"
+        self.phase = self.turns.phase
         start = time.monotonic()
-        for key, completions in self.engine.step():
-            self.progress += 1
-            self._working[key] = completions
+        for key, sampled in self.turns.step():
+            self._working[key] = sampled
             if self.config.sampler.return_sampling_mask:
-                self.stats["total/incomplete_support"] += sum(c.incomplete_support for c in completions)
-            self.stats["total/completion_tokens"] += sum(len(c.token_ids) for c in completions)
+                self.stats["total/incomplete_support"] += sum(c.incomplete_support for c in sampled.completions)
+            self.stats["total/completion_tokens"] += sum(c.num_sampled for c in sampled.completions)
             failpoint("sampler.generated")
-            self._submit_rewards(key)
+            if (reason := too_few(key, sampled, self.config)) is None:
+                submit_rewards(self.pool, key, sampled, self.task.decode, key.policy_version)
+            else:
+                self._finish(key, reason)
+        self.progress += self.turns.num_events
         self.stats["total/generate_s"] += time.monotonic() - start
-
-    def _submit_rewards(self, key: Key) -> None:
-        prompt = self.task.prompt(key, self.config)
-        ids = [c.token_ids.tolist() for c in self._working[key]]
-        self.pool.submit(
-            key, prompt.for_rewards, self.task.decode(ids), ids, prompt.problem.columns, key.policy_version
-        )
 
     def send_scored(self) -> None:
         """Sends every group whose rewards arrived. With an idle engine it may wait for them a moment."""
-        patience = 0.05 if self.pool.pending and not self.engine.num_running else 0.0
+        patience = 0.05 if self.pool.pending and not self.turns.num_running else 0.0
         finished = False
         for key, scores in self.pool.ready(timeout_s=patience):
             if key not in self._working:
                 continue  # asked for by a trainer that is gone
             report_progress("sending groups")
-            completions = self._working.pop(key)
             if isinstance(scores, RewardFailure):
                 self.stats["total/reward_failures"] += 1
-            if isinstance(key, EvalKey):
-                self._held_out.note(key, completions, scores)
-            elif isinstance(scores, RewardFailure):
-                self.link.send_result(Tombstone(key.group_id, key.policy_version, scores.reason))
-            else:
-                self.link.send_result(self._group(key, completions, scores))
+            self._finish(key, scores.reason if isinstance(scores, RewardFailure) else scores)
             finished = True
         self.stats.update({f"logged/{name}": value for name, value in self.pool.logged.items()})
         if finished and not self._working:  # the trainer's step metrics read these
             self.link.beat(self.phase, self.progress, self.engine.version, dict(self.stats), now=True)
 
-    def _group(self, key: GroupKey, completions: list[Completion], scores: list[Any]) -> Group:
+    def _finish(self, key: Key, outcome: Scores | str) -> None:
+        """outcome: what the completions scored, or why they have no scores."""
+        sampled = self._working.pop(key)
+        assert sampled is not None, "what has an outcome was sampled"
+        if isinstance(key, EvalKey):
+            self._held_out.note(key, sampled.completions, outcome)
+        elif isinstance(outcome, str):
+            self.link.send_result(Tombstone(key.group_id, key.policy_version, outcome))
+        else:
+            self.link.send_result(self._group(key, sampled, outcome))
+
+    def _group(self, key: GroupKey, sampled: Sampled, scores: Scores) -> Group:
         failpoint("sampler.scored")
-        prompt = self.task.prompt(key, self.config)
+        prompt, completions = sampled.prompt, sampled.completions
         start = time.monotonic()
         ids = [c.token_ids for c in completions]
         ref_logprobs: list[Any] = [None] * len(completions)
@@ -241,16 +247,16 @@ class Sampler:
             ref_logprobs = self.reference.logprobs(prompt.token_ids, ids, masks, prompt.images)
             self.stats["total/reference_s"] += time.monotonic() - start
         rollouts = tuple(
-            Rollout(c.token_ids, c.logprobs, ref, rewards, reward, c.finish_reason, c.sampling_mask)
+            as_rollout(c, ref, rewards, reward)
             for c, ref, (rewards, reward) in zip(completions, ref_logprobs, scores, strict=True)
         )
         index, version = prompt.problem.index, key.policy_version
-        return Group(key.group_id, version, index, prompt.token_ids, rollouts, prompt.images)
+        return Group(key.group_id, version, index, prompt.token_ids, rollouts, prompt.images, sampled.failures)
 
     def _forget_everything(self) -> None:
         """The trainer was started again: nothing that the one before asked for is wanted."""
         self._num_trainers += 1
-        self.engine.abort_all()
+        self.turns.abort_all()
         self.stats["total/aborted"] += len(self._working)
         self._working.clear()
         self._held_out.forget()

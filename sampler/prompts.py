@@ -42,14 +42,16 @@ def make_prompts(
     data: Data,
     prompt: PromptTemplate,
     vision: Vision | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[list[Prompt], int]:
     """Prompts of at most data.max_prompt_length tokens, in order, and how many longer ones were filtered out.
 
-    vision: of the model, where data.image_key is given. Raises UserError when none is left.
+    vision: of the model, where data.image_key is given. tools: JSON schemas that the chat template shows. Raises
+    UserError when none is left.
     """
     images = encode_all(problems, vision.form, data) if vision else itertools.repeat(())
     prompts = [
-        make_prompt(problem, tokenizer, data, prompt, vision, its)
+        make_prompt(problem, tokenizer, data, prompt, vision, its, tools)
         for problem, its in zip(problems, images, strict=False)
     ]
     short = [p for p in prompts if len(p.token_ids) <= data.max_prompt_length]
@@ -69,20 +71,20 @@ def make_prompt(
     prompt: PromptTemplate,
     vision: Vision | None = None,
     images: tuple[EncodedImage, ...] = (),
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> Prompt:
     """The prompt of one problem and its encoded images. for_rewards: the row's string, or the whole message list.
 
     Raises UserError for a tokenizer without a chat template, for a row that is neither text nor chat messages, and for
     one with more or fewer images than places for them.
     """
-    template = _template(prompt.chat_template)
-    if template is None and not getattr(tokenizer, "chat_template", None):
+    if read_template(prompt.chat_template) is None and not getattr(tokenizer, "chat_template", None):
         raise UserError(NO_CHAT_TEMPLATE)
     messages = as_messages(problem, data, prompt)
     is_prefilled = messages[-1]["role"] == "assistant"  # the row begins the answer: continue that message
     if vision:
         messages = _with_places(messages, problem, tokenizer, prompt, vision, len(images))
-    text = _render(tokenizer, messages, template, prompt, is_prefilled)
+    text = render(tokenizer, messages, not is_prefilled, prompt=prompt, tools=tools, is_prefilled=is_prefilled)
     token_ids = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
     if vision:
         try:
@@ -158,15 +160,23 @@ def _format_prompt(path: Path) -> Template:
     return ImmutableSandboxedEnvironment(undefined=StrictUndefined).from_string(_read("prompt.format_prompt", path))
 
 
-def _render(
-    tokenizer: Any, messages: list[Message], template: str | None, prompt: PromptTemplate, is_prefilled: bool
+def render(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    add_generation_prompt: bool,
+    *,
+    prompt: PromptTemplate,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    is_prefilled: bool = False,
 ) -> str:
+    """Chat messages as the text that the model sees. is_prefilled: the last message is where it goes on writing."""
     try:
         return tokenizer.apply_chat_template(
-            messages,
-            chat_template=template,
+            list(messages),
+            tools=list(tools) if tools else None,
+            chat_template=read_template(prompt.chat_template),
             tokenize=False,
-            add_generation_prompt=not is_prefilled,
+            add_generation_prompt=add_generation_prompt,
             continue_final_message=is_prefilled,
             **prompt.chat_template_kwargs,
         )
@@ -220,7 +230,7 @@ def _message(message: Any) -> tuple[Any, Any]:
 
 
 @functools.lru_cache(maxsize=4)
-def _template(path: Path | None) -> str | None:
+def read_template(path: Path | None) -> str | None:
     return None if path is None else _read("prompt.chat_template", path)
 
 

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ from rewards.pool import RewardFailure, RewardPool
 from rewards.probes import probes
 from sampler.dataset import fingerprint, load_data
 from sampler.link import Link, hello
+from sampler.multi_turn import MultiTurn, opened
 from sampler.pictures import require_sendable
-from sampler.prompts import make_prompts, shown_to_rewards
+from sampler.prompts import as_messages, make_prompts, shown_to_rewards
 from sampler.task import Task
 
 _ROWS_TRIED = 4
@@ -65,11 +66,14 @@ def _run(config: Config, sampler_id: str) -> None:
     problems = load_data("data.train", config.data.train, config.data, wanted)
     held_out = load_data("data.eval", config.data.eval, config.data, wanted) if config.data.eval else []
     columns = [name for name in problems[0].columns if not held_out or name in held_out[0].columns]
-    with RewardPool(config.rewards, columns=columns, max_steps=config.trainer.max_steps) as pool:
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(RewardPool(config.rewards, columns=columns, max_steps=config.trainer.max_steps))
         try_rewards(pool, problems, config)
         tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
-        train_prompts = prompts_of("data.train", problems, tokenizer, config)
-        held_out_prompts = prompts_of("data.eval", held_out, tokenizer, config)[: config.data.eval_size]
+        multi_turn = stack.enter_context(opened(config, tokenizer, problems[0], columns))
+        tools = multi_turn.pool.tools if multi_turn else None
+        train_prompts = prompts_of("data.train", problems, tokenizer, config, tools)
+        held_out_prompts = prompts_of("data.eval", held_out, tokenizer, config, tools)[: config.data.eval_size]
         task = Task(train_prompts, held_out_prompts, lambda ids: tokenizer.batch_decode(ids, skip_special_tokens=True))
         asked, vocabulary = (
             (fingerprint(train_prompts), fingerprint(held_out_prompts)),
@@ -79,7 +83,7 @@ def _run(config: Config, sampler_id: str) -> None:
         link = Link(config, sampler_id, hello(*asked, vocabulary, len(train_prompts), len(held_out_prompts), scores))
         try:
             with out_of_memory.with_memory_advice("sampler"):
-                _sample(config, task, link, pool, len(tokenizer))
+                _sample(config, task, link, pool, multi_turn, len(tokenizer))
         except UserError as error:
             link.say_goodbye(str(error), USER_ERROR)
             raise
@@ -88,7 +92,9 @@ def _run(config: Config, sampler_id: str) -> None:
             raise
 
 
-def _sample(config: Config, task: Task, link: Link, pool: RewardPool, vocabulary_size: int) -> None:
+def _sample(
+    config: Config, task: Task, link: Link, pool: RewardPool, multi_turn: MultiTurn | None, vocabulary_size: int
+) -> None:
     import torch
 
     from model.reference import Reference
@@ -102,7 +108,9 @@ def _sample(config: Config, task: Task, link: Link, pool: RewardPool, vocabulary
     if config.reference_on == "sampler":  # before the engine, which takes its share of the memory that is left
         reference = Reference(config, torch.device("cuda" if num_gpus else "cpu"))
         reference.check_vocabulary(vocabulary_size)
-    Sampler(config, task, Engine(config, num_gpus), link, pool, reference).run()
+    engine = Engine(config, num_gpus)
+    turns = multi_turn.episodes(engine, task.decode) if multi_turn else None
+    Sampler(config, task, engine, link, pool, reference, turns).run()
 
 
 def try_rewards(pool: RewardPool, problems: list[Problem], config: Config) -> None:
@@ -116,7 +124,7 @@ def try_rewards(pool: RewardPool, problems: list[Problem], config: Config) -> No
         made_up = probes(problem.columns.get("answer"))
         texts = [made_up[i % len(made_up)].text for i in range(max(len(made_up), config.sampler.num_generations))]
         ids = [list(range(len(text.split()))) for text in texts]
-        pool.submit("trial", shown_to_rewards(problem, config.data, config.prompt), texts, ids, problem.columns)
+        _submit_trial(pool, problem, config, texts, ids)
         [(_, scores)] = pool.ready(timeout_s=config.rewards.timeout_s + _START_PATIENCE_S)
         if not isinstance(scores, RewardFailure):
             if len(made_up) > 1 and len({total for _, total in scores}) == 1:
@@ -133,11 +141,22 @@ def try_rewards(pool: RewardPool, problems: list[Problem], config: Config) -> No
     raise UserError(f"rewards: {reason} (all {len(tried)} rows tried before sampling fail)")
 
 
-def prompts_of(source: str, problems: list[Problem], tokenizer: Any, config: Config) -> list[Prompt]:
-    """Problems as prompts; says how many were too long."""
+def _submit_trial(pool: RewardPool, problem: Problem, config: Config, texts: list[str], ids: list[list[int]]) -> None:
+    """In the shapes of the run: messages, and an environment that likes every second one, for several turns."""
+    if config.rollout.is_multi_turn:
+        shown, said = as_messages(problem, config.data, config.prompt), [float(i % 2) for i in range(len(texts))]
+        pool.submit("trial", shown, texts, ids, problem.columns, environment_rewards=said)
+    else:
+        pool.submit("trial", shown_to_rewards(problem, config.data, config.prompt), texts, ids, problem.columns)
+
+
+def prompts_of(
+    source: str, problems: list[Problem], tokenizer: Any, config: Config, tools: Sequence[dict[str, Any]] | None = None
+) -> list[Prompt]:
+    """Problems as prompts, with the JSON schemas of tools; says how many were too long."""
     if not problems:
         return []
-    prompts, num_filtered = make_prompts(problems, tokenizer, config.data, config.prompt, vision_of(config))
+    prompts, num_filtered = make_prompts(problems, tokenizer, config.data, config.prompt, vision_of(config), tools)
     if num_filtered:
         limit = config.data.max_prompt_length
         print(

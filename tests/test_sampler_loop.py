@@ -14,6 +14,8 @@ from common.types import EncodedImage, EvalFailure, EvalRequest, EvalResult, Gro
 from evaluation.main import sample
 from rewards.pool import RewardFailure
 from sampler.engine import Completion
+from sampler.episode import Played
+from sampler.episodes import Sampled, SingleTurns
 from sampler.loop import Sampler, Task
 from sampler.task import GroupKey
 from tests.protocol_helpers import make_config
@@ -63,7 +65,7 @@ class Pool:
     def pending(self) -> int:
         return len(self.waiting) + len(self.answers)
 
-    def submit(self, key: Any, *_: Any) -> None:
+    def submit(self, key: Any, *_: Any, **__: Any) -> None:
         self.waiting.append(key)
 
     def ready(self, timeout_s: float) -> list[tuple[Any, Any]]:
@@ -172,7 +174,7 @@ def test_an_evaluation_without_a_trainer_shows_the_images_too(tmp_path: Path) ->
     prompts = [Prompt(Problem(i, {}), "?", "?", np.array([1], np.int32), images[:i]) for i in (0, 1)]
     engine, pool = OneStepEngine(), Pool()
     pool.submit = lambda key, *_: pool.answers.append((key, SCORED))  # type: ignore[method-assign]
-    parts: list[Any] = [pool, lambda ids: ["text" for _ in ids], engine]
+    parts: list[Any] = [pool, lambda ids: ["text" for _ in ids], SingleTurns(engine)]  # type: ignore[arg-type]
     samples, failures = sample(make_config(tmp_path), prompts, *parts)
     assert engine.shown == {0: (), 1: images}
     assert ([record["problem_index"] for record in samples], failures) == ([0, 1], [])
@@ -247,3 +249,79 @@ def test_what_another_sampler_delivered_is_aborted_before_a_new_version_is_loade
     loop.link.credit = wire.Credit(2, [2], [], 1, "", "", 1)
     loop.sampler.abort_unleased_work()
     assert loop.engine.num_running == 0, "or the reload would wait for work that nobody wants"
+
+
+class Turns:
+    """Rollouts of several turns: a group is running until the test says what became of it."""
+
+    phase, num_events = "waiting for 2 environments", 1
+
+    def __init__(self) -> None:
+        self.running: list[Any] = []
+        self.over: dict[Any, Sampled] = {}
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    def start(self, key: Any, prompt: Prompt, params: Any) -> None:
+        self.running.append(key)
+
+    def step(self) -> list[tuple[Any, Sampled]]:
+        over, self.over = list(self.over.items()), {}
+        for key, _ in over:
+            self.running.remove(key)
+        return over
+
+
+def in_turns(tmp_path: Path) -> tuple[Loop, Turns]:
+    loop, turns = Loop(tmp_path, rollout={"tools": ["my.py:tool"]}), Turns()
+    loop.sampler.turns = turns  # type: ignore[assignment]
+    return loop, turns
+
+
+def test_weights_are_not_loaded_while_an_environment_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is idle then, and the next turn must come from the version that wrote the first."""
+    loop, turns = in_turns(tmp_path)
+    loop.credited(0, [0])
+    fetched: list[int] = []
+    monkeypatch.setattr(loop.sampler._fetcher, "start", lambda published: fetched.append(published.version))
+    monkeypatch.setattr("sampler.loop.reload", lambda *_: pytest.fail("reloaded between two turns"))
+    loop.link.credit = wire.Credit(0, [0, 1], [], 1, "", "", 1)
+    assert (loop.engine.num_running, turns.num_running) == (0, 1)
+    loop.sampler.reload_if_credited()
+    assert fetched == [1], "its files may come meanwhile"
+    loop.turn()
+    assert loop.sampler.phase == "waiting for 2 environments" and turns.num_running == 1, "group 1 waits for version 1"
+
+
+def test_rewards_get_the_conversation_and_what_the_environment_said(tmp_path: Path) -> None:
+    loop, turns = in_turns(tmp_path)
+    loop.credited(0, [0])
+    jobs: list[Any] = []
+    loop.pool.submit = lambda key, *job, **more: jobs.append((job, more))  # type: ignore[method-assign]
+    said = [{"role": "assistant", "content": "call"}, {"role": "tool", "content": "4"}]
+    ids, zeros = np.array([3, 60, 2], np.int32), np.zeros(3, np.float32)
+    played = Played(ids, zeros, "stop", observed=((1, 2),), turns=2, messages=tuple(said), environment_reward=0.5)
+    prompt = Prompt(Problem(0, {}), [{"role": "user", "content": "2+2?"}], "?", np.array([1], np.int32))
+    [key] = turns.running
+    turns.over[key] = Sampled(prompt, [played] * 2)
+    loop.turn()
+    [((shown, completions, token_ids, _, version), more)] = jobs
+    assert (shown, completions, version) == (prompt.for_rewards, [said] * 2, 0)
+    assert token_ids == [[3, 60, 2]] * 2 and more == {"environment_rewards": [0.5, 0.5]}
+    assert loop.sampler.stats["total/completion_tokens"] == 4, "what was observed was not generated"
+
+
+def test_failures_travel_with_the_group_and_too_many_make_it_a_tombstone(tmp_path: Path) -> None:
+    loop, turns = in_turns(tmp_path)
+    loop.credited(0, [0, 1])
+    played = Played(np.array([3], np.int32), np.zeros(1, np.float32), "stop", messages=({},))
+    prompt = Prompt(Problem(0, {}), "?", "?", np.array([1], np.int32))
+    first, second = turns.running
+    turns.over[first] = Sampled(prompt, [played] * 2, ("killed at 30 s",))
+    turns.over[second] = Sampled(prompt, [played], ("killed at 30 s",))
+    loop.turn()
+    assert loop.sent == [Tombstone(1, 0, "1 environments failed; the first: killed at 30 s")]
+    loop.answer_all(SCORED * 2)
+    assert loop.sent[1].failures == ("killed at 30 s",) and len(loop.sent[1].rollouts) == 2

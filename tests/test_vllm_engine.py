@@ -244,6 +244,7 @@ def test_an_evaluation_scores_every_problem_with_the_seeds_of_a_runs_own_evaluat
     from evaluation.main import sample
     from evaluation.results import report
     from rewards.pool import RewardPool
+    from sampler.episodes import SingleTurns
     from sampler.task import held_out_params
 
     reload(engine, version(10), config)
@@ -252,7 +253,8 @@ def test_an_evaluation_scores_every_problem_with_the_seeds_of_a_runs_own_evaluat
     problems = [Problem(i, {"question": "?", "answer": "1"}) for i in (0, 4, 9)]
     prompts = [Prompt(p, "?", "?", np.array(PROMPT[: 20 + p.index], np.int32)) for p in problems]
     with RewardPool(given.rewards, columns=problems[0].columns) as pool:
-        samples, failures = sample(given, prompts, pool, lambda ids: [" ".join(map(str, x)) for x in ids], engine)
+        turns = SingleTurns(engine)
+        samples, failures = sample(given, prompts, pool, lambda ids: [" ".join(map(str, x)) for x in ids], turns)
     assert failures == [] and [s["problem_index"] for s in samples] == [0] * 3 + [4] * 3 + [9] * 3
     params = held_out_params(given, 1)
     assert (params.num_completions, params.max_tokens, params.temperature) == (3, 8, 1.0)

@@ -1,0 +1,168 @@
+"""One rollout of several turns: its tokens so far, what it may still do, and the Completion that it becomes. Pure.
+
+    prompt ─► turn ─► observation ─► turn ─► … ─► turn
+              sampled  environment   sampled       sampled
+
+An observation that no turn follows is no part of the completion: it would be tokens without a use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.config import Config
+from common.types import FinishReason, Rollout
+from environments import Done, Message, Turn, conversation
+from sampler.dataset import sampling_seed
+from sampler.engine import Completion, SamplingParams
+
+Part = Completion | NDArray[np.int32]  # a turn, or the ids of what was observed after one
+
+
+@dataclass(frozen=True)
+class Played(Completion):
+    """A completion of several turns: token_ids are all that was sampled and observed, without the prompt."""
+
+    observed: tuple[tuple[int, int], ...] = ()  # [start, end) of token_ids that the environment wrote
+    turns: int = 1
+    tool_calls: int = 0  # those included that could not be read
+    tool_errors: int = 0  # of these, how many gave the model an error
+    environment_s: float = 0.0
+    messages: tuple[Message, ...] = ()  # after the prompt, as reward functions get them
+    environment_reward: float | None = None
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.token_ids) - sum(end - start for start, end in self.observed)
+
+
+@dataclass(frozen=True)
+class Budget:
+    max_turns: int
+    max_tokens: int  # of all turns and observations together
+    max_turn_tokens: int  # of one turn
+
+    @classmethod
+    def of(cls, config: Config, params: SamplingParams) -> Budget:
+        rollout = config.rollout
+        return cls(rollout.max_turns, params.max_tokens, rollout.max_turn_length or params.max_tokens)
+
+
+@dataclass(frozen=True)
+class Episode:
+    """A rollout on its way."""
+
+    budget: Budget
+    parts: tuple[Part, ...] = ()
+    replies: tuple[tuple[str, Turn | Done | None], ...] = ()  # each turn's text, and what came back
+    seconds: float = 0.0  # in the environment
+    finish_reason: FinishReason = "stop"
+    reward: float | None = None  # the environment's
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """[C] sampled and observed, in their order."""
+        return np.concatenate([np.array([], np.int32), *map(_ids, self.parts)]).astype(np.int32)
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.replies)
+
+    def params(self, first: SamplingParams, rollout: int) -> SamplingParams:
+        """How the next turn is sampled. The first is that of a run of single turns: seed + rollout."""
+        seed = first.seed
+        if seed is not None:
+            seed = seed + rollout if self.num_turns == 0 else sampling_seed(seed + rollout, self.num_turns)
+        room = min(self.budget.max_turn_tokens, self.budget.max_tokens - len(self.token_ids))
+        return replace(first, num_completions=1, seed=seed, max_tokens=room)
+
+    def sampled(self, turn: Completion, text: str) -> Episode:
+        """Goes on with the environment, or has used up its tokens: then finish_reason is "length"."""
+        parts, replies = (*self.parts, turn), (*self.replies, (text, None))
+        return replace(self, parts=parts, replies=replies, finish_reason=turn.finish_reason)
+
+    def answered(self, reply: Turn | Done) -> Episode:
+        """With what the environment said to the last turn, or to its end."""
+        *earlier, (text, before) = self.replies
+        replies = (*earlier, (text, before if isinstance(before, Turn) else reply))
+        reward = reply.reward if isinstance(reply, Done) else self.reward
+        return replace(self, replies=replies, seconds=self.seconds + reply.seconds, reward=reward)
+
+    def observed(self, token_ids: NDArray[np.int32]) -> Episode:
+        """With the observation that the next turn follows, or cut short where no turn fits behind it."""
+        fits = len(self.token_ids) + len(token_ids) < self.budget.max_tokens
+        if self.num_turns >= self.budget.max_turns or not fits:
+            return replace(self, finish_reason="length")
+        return replace(self, parts=(*self.parts, token_ids))
+
+    def played(self) -> Played:
+        """What trains: every token, with log-prob 0 where it was observed."""
+        turns = [part for part in self.parts if isinstance(part, Completion)]
+        replies = [reply for _, reply in self.replies if reply is not None]
+        return Played(
+            self.token_ids,
+            np.concatenate(
+                [p.logprobs if isinstance(p, Completion) else np.zeros(len(p), np.float32) for p in self.parts]
+            ),
+            self.finish_reason,
+            _joined_masks(self.parts),
+            sum(turn.incomplete_support for turn in turns),
+            observed=_observed_spans(self.parts),
+            turns=self.num_turns,
+            tool_calls=sum(reply.num_calls for reply in replies),
+            tool_errors=sum(reply.num_call_errors for reply in replies),
+            environment_s=self.seconds,
+            messages=tuple(conversation(self.replies)),
+            environment_reward=self.reward,
+        )
+
+
+def as_rollout(
+    completion: Completion, ref_logprobs: NDArray[np.float32] | None, rewards: Mapping[str, float], reward: float
+) -> Rollout:
+    """What is sent. A reference's log-probs of what was observed mean nothing, and are 0."""
+    c = completion
+    if not isinstance(c, Played):
+        return Rollout(c.token_ids, c.logprobs, ref_logprobs, rewards, reward, c.finish_reason, c.sampling_mask)
+    if ref_logprobs is not None:
+        ref_logprobs = ref_logprobs.copy()
+        for start, end in c.observed:
+            ref_logprobs[start:end] = 0.0
+    counts = {"turns": c.turns, "tool_calls": c.tool_calls, "tool_errors": c.tool_errors}
+    return Rollout(
+        c.token_ids,
+        c.logprobs,
+        ref_logprobs,
+        rewards,
+        reward,
+        c.finish_reason,
+        c.sampling_mask,
+        observed=c.observed,
+        environment_s=c.environment_s,
+        **counts,
+    )
+
+
+def _ids(part: Part) -> NDArray[np.int32]:
+    return part.token_ids if isinstance(part, Completion) else part
+
+
+def _observed_spans(parts: Sequence[Part]) -> tuple[tuple[int, int], ...]:
+    """[start, end) of every observation, counted over all parts."""
+    ends = np.cumsum([len(_ids(part)) for part in parts]).tolist()
+    spans = zip([0, *ends], ends, parts, strict=False)
+    return tuple((start, end) for start, end, part in spans if not isinstance(part, Completion))
+
+
+def _joined_masks(parts: Sequence[Part]) -> NDArray[np.int32] | None:
+    """[C, K] as of one completion, -1 fills. What was observed could have been nothing else."""
+    masks = [part.sampling_mask if isinstance(part, Completion) else part[:, None] for part in parts]
+    if any(mask is None for mask in masks):
+        return None
+    width = max(mask.shape[1] for mask in masks if mask is not None)
+    padded = [np.pad(m, ((0, 0), (0, width - m.shape[1])), constant_values=-1) for m in masks if m is not None]
+    return np.concatenate(padded).astype(np.int32)

@@ -1,0 +1,258 @@
+"""Prompts on their way to completions: of one turn, or of several with an environment between them.
+
+    start ─► reset ─► turn ─► step ─► turn ─► … ─► Done, failed, or out of budget ─► Sampled
+             pool     engine  pool    engine
+
+Each rollout is a request of its own, so that all of them decode together and a slow tool holds only its own. Turn n + 1
+has the tokens of turn n before it, which vLLM's prefix cache still holds. A group is sampled by one version of the
+policy: it counts as running, environments included, until its last rollout has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from common.config import Config
+from common.types import Prompt
+from environments import Failed, Message, Reply, Turn, prompt_of
+from sampler.engine import Completion, Engine, SamplingParams
+from sampler.episode import Budget, Episode, Played
+from sampler.task import GroupKey
+from sampler.turns import TurnTemplate
+
+if TYPE_CHECKING:
+    from environments.pool import EnvironmentPool
+    from rewards.pool import RewardPool
+
+_PATIENCE_S = 0.05  # for an answer, while nothing decodes
+_MAX_REASON = 500  # characters, as on the wire
+
+Reprompt = Callable[[Prompt, Sequence[Message]], Prompt]
+Decode = Callable[[list[list[int]]], list[str]]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The completions of one prompt. prompt: as it was asked, after the environment's reset."""
+
+    prompt: Prompt
+    completions: Sequence[Completion]
+    failures: tuple[str, ...] = ()  # why the environments of the other rollouts failed
+
+
+class SingleTurns:
+    """Completions of one turn, as the engine gives them."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._prompts: dict[Any, Prompt] = {}
+        self.num_events = 0  # of the last step: each is progress
+
+    @property
+    def num_running(self) -> int:
+        """Prompts that have no completions yet."""
+        return self._engine.num_running
+
+    @property
+    def phase(self) -> str:
+        return f"generating {self.num_running} prompts"
+
+    def start(self, key: Hashable, prompt: Prompt, params: SamplingParams) -> None:
+        self._prompts[key] = prompt
+        self._engine.submit(key, prompt.token_ids, params, prompt.images)
+
+    def step(self) -> list[tuple[Any, Sampled]]:
+        """One engine step; the prompts whose completions are all finished."""
+        finished = self._engine.step()
+        self.num_events = len(finished)
+        return [(key, Sampled(self._prompts.pop(key), completions)) for key, completions in finished]
+
+    def abort(self, keys: Collection[Any]) -> None:
+        """Drops these prompts."""
+        self._engine.abort(keys)
+        for key in keys:
+            del self._prompts[key]
+
+    def abort_all(self) -> None:
+        self._engine.abort_all()
+        self._prompts.clear()
+
+
+@dataclass
+class _Group:
+    """One prompt and its rollouts, by number."""
+
+    prompt: Prompt
+    params: SamplingParams
+    resets: dict[int, Turn | Failed] = field(default_factory=dict)
+    running: dict[int, Episode] = field(default_factory=dict)
+    ended: dict[int, Played] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.ended) + len(self.failures) == self.params.num_completions
+
+    def sampled(self) -> Sampled:
+        completions = [self.ended[i] for i in sorted(self.ended)]
+        return Sampled(self.prompt, completions, tuple(self.failures[i] for i in sorted(self.failures)))
+
+
+class Episodes:
+    """Completions of several turns. messages_of: a prompt's own messages; reprompt: the prompt with others."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        pool: EnvironmentPool,
+        template: TurnTemplate,
+        decode: Decode,
+        messages_of: Callable[[Prompt], Sequence[Message]],
+        reprompt: Reprompt,
+    ):
+        self._config, self._engine, self._pool, self._template = config, engine, pool, template
+        self._decode, self._messages_of, self._reprompt = decode, messages_of, reprompt
+        self._groups: dict[Any, _Group] = {}
+        self.num_events = 0
+
+    @property
+    def num_running(self) -> int:
+        """Prompts of which a rollout has not ended, in the engine or in its environment."""
+        return len(self._groups)
+
+    @property
+    def phase(self) -> str:
+        if self._engine.num_running:
+            return f"generating {self._engine.num_running} turns of {self.num_running} prompts"
+        return (
+            f"waiting for {self._pool.pending} environments of {self.num_running} prompts, each at most "
+            f"{self._config.rollout.timeout_s:g} s (rollout.timeout_s)"
+        )
+
+    def start(self, key: Hashable, prompt: Prompt, params: SamplingParams) -> None:
+        self._groups[key] = _Group(prompt, params)
+        for i in range(params.num_completions):
+            self._pool.start((key, i), prompt.problem.columns, None if params.seed is None else params.seed + i)
+
+    def step(self) -> list[tuple[Any, Sampled]]:
+        """One engine step and what environments have answered; the prompts whose rollouts have all ended."""
+        turns = self._engine.step() if self._engine.num_running else []
+        for (key, i), [completion] in turns:
+            self._sampled(key, i, completion)
+        replies: Any = self._pool.ready(timeout_s=0.0 if self._engine.num_running else _PATIENCE_S)
+        for (key, i), reply in replies:
+            self._answered(key, i, reply)
+        self.num_events = len(turns) + len(replies)
+        over = [key for key in dict.fromkeys(key for (key, _), _ in [*turns, *replies]) if self._groups[key].is_over]
+        return [(key, self._groups.pop(key).sampled()) for key in over]
+
+    def abort(self, keys: Collection[Any]) -> None:
+        """Drops these prompts and ends their environments."""
+        rollouts = {(key, i) for key in keys for i in range(self._groups.pop(key).params.num_completions)}
+        self._engine.abort(rollouts)
+        for rollout in rollouts:
+            self._pool.close(rollout)
+
+    def abort_all(self) -> None:
+        self._engine.abort_all()
+        self._pool.close_all()
+        self._groups.clear()
+
+    def _sampled(self, key: Any, i: int, completion: Completion) -> None:
+        """The engine finished a turn: the environment answers it, or hears that the tokens are used up."""
+        ended = completion.finish_reason == "stop"
+        ids = completion.token_ids[:-1] if ended else completion.token_ids
+        [text] = self._decode([ids.tolist()])
+        group = self._groups[key]
+        group.running[i] = group.running[i].sampled(completion, text)
+        if ended:
+            self._pool.step((key, i), text)
+        else:
+            self._pool.finish((key, i))
+
+    def _answered(self, key: Any, i: int, reply: Reply) -> None:
+        group = self._groups[key]
+        if i not in group.running:
+            self._reset(key, group, i, reply)
+        elif isinstance(reply, Failed):
+            del group.running[i]
+            group.failures[i] = reply.reason[:_MAX_REASON]
+        elif isinstance(reply, Turn):
+            self._go_on(key, group, i, group.running[i].answered(reply), reply)
+        else:
+            group.ended[i] = group.running.pop(i).answered(reply).played()
+
+    def _go_on(self, key: Any, group: _Group, i: int, episode: Episode, reply: Turn) -> None:
+        """Another turn, if the budget has room for what was observed and for a token behind it."""
+        try:
+            ids = self._template.continuation(int(episode.token_ids[-1]), reply.messages)
+        except Exception as error:  # the template may stumble over messages that an environment made
+            self._pool.close((key, i))
+            del group.running[i]
+            group.failures[i] = f"the chat template fails on what the environment answered: {error}"[:_MAX_REASON]
+            return
+        group.running[i] = episode.observed(ids)
+        if group.running[i].finish_reason == "length":
+            self._pool.finish((key, i))
+        else:
+            self._submit(key, group, i)
+
+    def _submit(self, key: Any, group: _Group, i: int) -> None:
+        episode, prompt = group.running[i], group.prompt
+        ids = [*prompt.token_ids.tolist(), *episode.token_ids.tolist()]
+        self._engine.submit((key, i), ids, episode.params(group.params, i), prompt.images)
+
+    def _reset(self, key: Any, group: _Group, i: int, reply: Reply) -> None:
+        """The first turns start together when every environment of the prompt has answered: they share the prompt."""
+        group.resets[i] = reply if isinstance(reply, Turn | Failed) else Failed("error", "reset ended the rollout")
+        if len(group.resets) < group.params.num_completions:
+            return
+        own, messages = self._messages_of(group.prompt), None
+        for j, reset in sorted(group.resets.items()):
+            try:
+                if isinstance(reset, Failed):
+                    raise ValueError(reset.reason)
+                theirs = prompt_of(own, reset)
+                if messages is None:
+                    group.prompt = self._asked(group.prompt, own, theirs)
+                    messages = theirs
+                if theirs != messages:
+                    raise ValueError(
+                        "reset gave another prompt than it gave the group's first; make it a function of the row"
+                    )
+            except ValueError as error:
+                self._pool.close((key, j))
+                group.failures[j] = str(error)[:_MAX_REASON]
+                continue
+            group.running[j] = Episode(Budget.of(self._config, group.params), seconds=reset.seconds)
+            self._submit(key, group, j)
+
+    def _asked(self, prompt: Prompt, own: Sequence[Message], messages: list[Message]) -> Prompt:
+        """The prompt with reset's messages. Rewards get messages, too. Raises ValueError."""
+        asked = prompt if messages == list(own) else self._reprompt(prompt, messages)
+        return replace(asked, for_rewards=messages)
+
+
+def too_few(key: Hashable, sampled: Sampled, config: Config) -> str | None:
+    """Why environments left too few rollouts to be scored, if they did: each number of an evaluation is of all."""
+    if not sampled.failures:
+        return None
+    if isinstance(key, GroupKey) and len(sampled.completions) >= config.rollout.min_rollouts:
+        return None
+    return f"{len(sampled.failures)} environments failed; the first: {sampled.failures[0]}"
+
+
+def submit_rewards(pool: RewardPool, key: Hashable, sampled: Sampled, decode: Decode, policy_version: int = 0) -> None:
+    """Rewards get the text of a completion of one turn, and the messages of several."""
+    prompt, completions = sampled.prompt, sampled.completions
+    ids = [c.token_ids.tolist() for c in completions]
+    columns = prompt.problem.columns
+    played = [c for c in completions if isinstance(c, Played)]
+    if not played:
+        pool.submit(key, prompt.for_rewards, decode(ids), ids, columns, policy_version)
+        return
+    texts, theirs = [list(c.messages) for c in played], [c.environment_reward for c in played]
+    pool.submit(key, prompt.for_rewards, texts, ids, columns, policy_version, environment_rewards=theirs)

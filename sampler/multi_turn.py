@@ -1,0 +1,88 @@
+"""What rollouts of several turns need of a run: its environments, its chat template between turns, its tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.config import Config
+from common.types import Problem, Prompt
+from environments import Message
+from sampler.engine import Engine
+from sampler.episodes import Decode, Episodes
+from sampler.prompts import as_messages, read_template, render
+from sampler.turns import TurnTemplate
+
+if TYPE_CHECKING:
+    from environments.pool import EnvironmentPool
+
+
+@dataclass(frozen=True)
+class MultiTurn:
+    """Made before vLLM is imported, so that a template that cannot serve costs seconds."""
+
+    config: Config
+    tokenizer: Any
+    pool: EnvironmentPool
+    template: TurnTemplate
+
+    @classmethod
+    def of(cls, config: Config, tokenizer: Any, pool: EnvironmentPool, problem: Problem) -> MultiTurn:
+        """problem: of the run, to try the template on. Raises UserError for a template that cannot serve."""
+        rendered = functools.partial(render, tokenizer, prompt=config.prompt, tools=pool.tools)
+        tokenize = functools.partial(_tokenize, tokenizer)
+        messages = as_messages(problem, config.data, config.prompt)
+        asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages  # the row may begin the answer
+        if pool.tools:
+            from environments.tools import require_template
+
+            source = tokenizer.get_chat_template(read_template(config.prompt.chat_template), list(pool.tools))
+            require_template(source, config.rollout.tool_parser)
+        role = "tool" if pool.tools else "user"
+        return cls(config, tokenizer, pool, TurnTemplate.of(rendered, tokenize, asked, [role]))
+
+    def episodes(self, engine: Engine, decode: Decode) -> Episodes:
+        return Episodes(self.config, engine, self.pool, self.template, decode, self._messages_of, self._asked_with)
+
+    def _messages_of(self, prompt: Prompt) -> list[Message]:
+        return [dict(message) for message in as_messages(prompt.problem, self.config.data, self.config.prompt)]
+
+    def _asked_with(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
+        """The prompt with the messages of reset. Raises ValueError for one that is too long, or has images."""
+        if prompt.images:
+            raise ValueError("reset gave a prompt for a row with images; give the prompt in the row, and return None")
+        goes_on = messages[-1].get("role") == "assistant"
+        text = render(
+            self.tokenizer,
+            messages,
+            not goes_on,
+            prompt=self.config.prompt,
+            tools=self.pool.tools,
+            is_prefilled=goes_on,
+        )
+        ids: NDArray[np.int32] = np.asarray(_tokenize(self.tokenizer, text), np.int32)
+        if len(ids) > (limit := self.config.data.max_prompt_length):
+            raise ValueError(f"reset gave a prompt of {len(ids)} tokens, and data.max_prompt_length is {limit}")
+        return replace(prompt, text=text, token_ids=ids)
+
+
+def _tokenize(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@contextlib.contextmanager
+def opened(config: Config, tokenizer: Any, problem: Problem, columns: Iterable[str]) -> Iterator[MultiTurn | None]:
+    """With the environments' processes, as long as it is open; None for a run of single turns. Raises UserError."""
+    if not config.rollout.is_multi_turn:
+        yield None
+        return
+    from environments.pool import EnvironmentPool
+
+    with EnvironmentPool(config.rollout, columns=list(columns)) as pool:
+        yield MultiTurn.of(config, tokenizer, pool, problem)
