@@ -43,3 +43,9 @@ def no_checkpoint(folder: Path, kind: str = "") -> UserError:
     return UserError(
         f"run.resume is true but {folder / CHECKPOINTS} holds no {kind}checkpoint; leave run.resume out to start anew"
     )
+
+
+def sampler_log(run_folder: Path, sampler_id: str) -> Path:
+    """Where launch.sh writes the log of this sampler: sampler.1.log, or sampler.log of the only one."""
+    own = run_folder / "logs" / f"{sampler_id}.log"
+    return own if own.exists() else run_folder / "logs" / "sampler.log"

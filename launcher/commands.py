@@ -17,7 +17,7 @@ from common.redact import redacted_words
 from common.run_folder import checkpoints
 from launcher.machine import ROOT, remove_stale_build_locks
 from launcher.placement import Placement
-from launcher.processes import Child
+from launcher.processes import PID, Child
 from report.run_log import read_jsonl
 from trainer.engine.rank_device import RANK_DEVICES
 
@@ -33,14 +33,24 @@ class Commands:
         self._logs = config.run.output_dir / "logs"
         self._tag = run_tag(config.run.output_dir)
 
+    def samplers(self) -> list[Child]:
+        """One, or sampler.num_samplers of them, each with the name of its log as its id."""
+        if not self.place.samplers:
+            return [self.sampler()]
+        named = {f"sampler.{i}": place for i, place in enumerate(self.place.samplers)}
+        return [self._sampler(name, place.env, place.cores, "--id", name) for name, place in named.items()]
+
     def sampler(self) -> Child:
+        return self._sampler("sampler", self.place.sampler_env, self.place.sampler_cores)
+
+    def _sampler(self, name: str, env: Mapping[str, str], cores: tuple[int, ...], *extra: str) -> Child:
         return Child(
-            name="sampler",
-            argv=(sys.executable, str(ROOT / "sampling.py"), *self._arguments),
-            env=_environment(self.place.sampler_env),
-            log=self._logs / "sampler.log",
-            cores=self.place.sampler_cores,
-            scratch=(f"/dev/shm/{self._tag}-reload-*", f"{tempfile.gettempdir()}/{self._tag}-reload-*"),
+            name=name,
+            argv=(sys.executable, str(ROOT / "sampling.py"), *self._arguments, *extra),
+            env=_environment(env),
+            log=self._logs / f"{name}.log",
+            cores=cores,
+            scratch=(f"/dev/shm/{self._tag}-reload-{PID}", f"{tempfile.gettempdir()}/{self._tag}-reload-{PID}"),
         )
 
     def trainer(self, *extra: str) -> Child:

@@ -123,16 +123,16 @@ def _on_one_gpu(
 def _on_cpu(
     config: Config, work: Workload, place: Placement, machine: Machine, trainer: TrainerMemory, sampler: SamplerMemory
 ) -> Findings:
-    """Both processes share the host's memory."""
-    of_sampler, versions = resident_sampler(work, sampler), published_versions(work)
+    """All processes share the host's memory."""
+    of_sampler, versions, count = resident_sampler(work, sampler), published_versions(work), config.sampler.num_samplers
     text = (
-        f"{gib(of_sampler)}: weights {gib(sampler.weights)}, cache {gib(sampler.cache_per_sequence)} per sequence; "
-        f"published versions {gib(versions)} in /dev/shm"
+        f"{gib(of_sampler)}{' each' * (count > 1)}: weights {gib(sampler.weights)}, cache "
+        f"{gib(sampler.cache_per_sequence)} per sequence; published versions {gib(versions)} in /dev/shm"
     )
-    budget = (machine.memory - of_sampler - versions) / place.num_ranks
+    budget = (machine.memory - count * of_sampler - versions) / place.num_ranks
     if trainer.total <= budget:
         return [("sampler", text)], []
-    what = f"the host's {gib(machine.memory)} leave {gib(budget)} per rank beside the sampler"
+    what = f"the host's {gib(machine.memory)} leave {gib(budget)} per rank beside the sampler{'s' * (count > 1)}"
     return [("sampler", text)], [_trainer_is_too_large(work, trainer.total, budget, what)]
 
 

@@ -5,7 +5,7 @@ the sampler's included. So with GPUs the trainer gets `--include localhost:<numb
 the sampler gets CUDA_VISIBLE_DEVICES. Without a GPU the launcher counts NUMA nodes, so there --num_gpus says the
 number of ranks; so where ranks share GPUs over gloo, and each rank takes its own (trainer/engine/rank_device.py).
 A single GPU is shared by both processes; how much of it each gets is shares.py's. Left out: several trainer hosts,
-where you start `deepspeed --hostfile` and `sampling.py` yourself; several samplers; MIG devices.
+where you start `deepspeed --hostfile` and `sampling.py` yourself; MIG devices.
 """
 
 from __future__ import annotations
@@ -28,21 +28,32 @@ _NUMBERED = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 @dataclass(frozen=True)
+class SamplerPlace:
+    """One of several samplers."""
+
+    env: Mapping[str, str]
+    cores: tuple[int, ...]  # empty = not pinned
+    where: str  # for people: "GPU 1"
+
+
+@dataclass(frozen=True)
 class Placement:
     """Two cores, one rank, run-ahead: launcher_args=("--num_gpus", "1"), sampler_cores=(0,), trainer_cores=(1,), and
     OMP_NUM_THREADS=1 for both. The environments are defaults, except for CUDA_VISIBLE_DEVICES."""
 
     num_ranks: int
     launcher_args: tuple[str, ...]  # for `deepspeed`, before the script
-    sampler_env: Mapping[str, str]
+    sampler_env: Mapping[str, str]  # of the first one, if there are several
     trainer_env: Mapping[str, str]  # of every rank
-    sampler_cores: tuple[int, ...]  # empty = not pinned
+    sampler_cores: tuple[int, ...]  # of the first one; empty = not pinned
     trainer_cores: tuple[int, ...]  # shared by all ranks; empty = not pinned
-    sampler_place: str  # for people: "GPU 0", "core 0"
+    sampler_place: str  # of all, for people: "GPU 0", "core 0"
     trainer_place: str
-    sampler_gpus: tuple[int, ...] = ()
+    sampler_gpus: tuple[int, ...] = ()  # of all samplers
     trainer_gpus: tuple[int, ...] = ()  # of each rank
     idle_gpus: tuple[int, ...] = ()  # visible, or named for the sampler, and used by neither process
+    samplers: tuple[SamplerPlace, ...] = ()  # each, if there are several
+    more_samplers: str = ""  # the settings with which samplers use the idle GPUs
 
     @property
     def shares_gpu(self) -> bool:
@@ -59,13 +70,9 @@ class Placement:
         """What to say of GPUs that nobody uses; empty where there are none."""
         if not self.idle_gpus:
             return ""
-        width, first = len(self.sampler_gpus), self.idle_gpus[0]
-        return (
-            f"{_named('GPU', self.idle_gpus)} stay{'s' * (len(self.idle_gpus) == 1)} idle: launch.sh starts one "
-            f"sampler, which runs on {_named('GPU', self.sampler_gpus)} (vllm.tensor_parallel_size {width}). Name "
-            "more GPUs in trainer.devices, or start more samplers yourself: "
-            f"CUDA_VISIBLE_DEVICES={first} python sampling.py --config CONFIG --id sampler-{first}"
-        )
+        head = f"{_named('GPU', self.idle_gpus)} stay{'s' * (len(self.idle_gpus) == 1)} idle: "
+        more = f"set {self.more_samplers} to sample on them too, or name" if self.more_samplers else "name"
+        return f"{head}{more} more GPUs in trainer.devices"
 
 
 def placement(config: Config, gpus: Sequence[int], cores: Sequence[int]) -> Placement:
@@ -98,20 +105,35 @@ def _on_cpu(config: Config, cores: Sequence[int]) -> Placement:
         sampler_threads = len(sampler)
         if config.trainer.borrow_cores_after is not None:  # not pinned, and no thread spins on the sampler's cores
             lent = {"TANDEM_ALL_THREADS": str(len(cores) // ranks), "OMP_WAIT_POLICY": "PASSIVE"}
-    # vLLM would otherwise reserve cores and bind its threads itself, whatever the affinity says.
-    sampler_env = {"OMP_NUM_THREADS": str(sampler_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    samplers = _cpu_samplers(config.sampler.num_samplers, sampler, sampler_threads, environment)
     ranks_text = f"{ranks} rank{'s' * (ranks > 1)} × {threads} thread{'s' * (threads > 1)}"
     return Placement(
         num_ranks=ranks,
         launcher_args=("--num_gpus", str(ranks)),
-        sampler_env=environment | sampler_env,
+        sampler_env=samplers[0].env,
         trainer_env=environment | lent | {"OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"},
-        sampler_cores=tuple(sampler),
+        sampler_cores=samplers[0].cores,
         trainer_cores=() if lent else tuple(trainer),
-        sampler_place=_named("CPU core", sampler) if sampler else f"CPU, {len(cores)} shared cores",
+        sampler_place=_each(samplers) if sampler else f"CPU, {len(cores)} shared cores" + _count(len(samplers)),
         trainer_place=(_named("CPU core", trainer) if trainer else f"CPU, {len(cores)} shared cores")
         + f", {ranks_text}",
+        samplers=samplers if len(samplers) > 1 else (),
     )
+
+
+def _cpu_samplers(
+    count: int, cores: Sequence[int], threads: int, environment: Mapping[str, str]
+) -> tuple[SamplerPlace, ...]:
+    """Equal parts of the samplers' cores, or of their threads where they are not pinned. Too few cores are shared."""
+    parts = [list(cores)] * count
+    if len(cores) >= count:
+        parts = [list(cores[len(cores) * i // count : len(cores) * (i + 1) // count]) for i in range(count)]
+    found = []
+    for part in parts:
+        # vLLM would otherwise reserve cores and bind its threads itself, whatever the affinity says.
+        env = {"OMP_NUM_THREADS": str(len(part) or max(1, threads // count)), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        found.append(SamplerPlace({**environment, **env}, tuple(part), _named("CPU core", part)))
+    return tuple(found)
 
 
 def _on_gpus(config: Config, gpus: Sequence[int], cores: Sequence[int]) -> Placement:
@@ -122,13 +144,21 @@ def _on_gpus(config: Config, gpus: Sequence[int], cores: Sequence[int]) -> Place
             f"trainer.num_ranks {ranks} needs as many GPUs and the trainer has {len(trainer)} of {len(gpus)}; "
             f"set trainer.num_ranks={len(trainer)}, or trainer.dist_backend=gloo: NCCL refuses two ranks on one GPU"
         )
-    width = _width(config)
+    width, count = _width(config), config.sampler.num_samplers
     if width > len(sampler):
         raise UserError(
             f"vllm.tensor_parallel_size {width} needs as many GPUs and the sampler has {len(sampler)}; "
             f"set vllm.tensor_parallel_size={len(sampler)} or give it more sampler.devices"
         )
-    sampler_ids = [gpus[i] for i in sampler[:width]]
+    if width * count > len(sampler):
+        raise UserError(
+            f"sampler.num_samplers {count} of {width} GPU{'s' * (width > 1)} each need{'s' * (width * count == 1)} "
+            f"{width * count} GPUs and the samplers have {len(sampler)} of {len(gpus)}; set "
+            f"sampler.num_samplers={len(sampler) // width}, or give them more sampler.devices"
+        )
+    used = sampler[: width * count]
+    sampler_ids = [gpus[i] for i in used]
+    samplers = tuple(_gpu_sampler(sampler_ids[i : i + width]) for i in range(0, len(sampler_ids), width))
     trainer_ids = [gpus[trainer[rank % len(trainer)]] for rank in range(ranks)]
     launcher_args, taken = ("--include", "localhost:" + ",".join(map(str, trainer_ids))), {}
     if ranks > len(trainer):
@@ -137,16 +167,33 @@ def _on_gpus(config: Config, gpus: Sequence[int], cores: Sequence[int]) -> Place
     return Placement(
         num_ranks=ranks,
         launcher_args=launcher_args,
-        sampler_env=_NUMBERED | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, sampler_ids))},
+        sampler_env=samplers[0].env,
         trainer_env=_NUMBERED | taken | {"OMP_NUM_THREADS": str(max(1, len(cores) // (ranks + 1)))},
         sampler_cores=(),
         trainer_cores=(),
-        sampler_place=_named("GPU", sampler_ids),
+        sampler_place=_each(samplers),
         trainer_place=place + (", shared with the sampler" if set(sampler) & set(trainer) else ""),
         sampler_gpus=tuple(sampler_ids),
         trainer_gpus=tuple(trainer_ids),
-        idle_gpus=tuple(gpus[i] for i in range(len(gpus)) if i not in sampler[:width] and i not in trainer[:ranks]),
+        idle_gpus=tuple(gpus[i] for i in range(len(gpus)) if i not in used and i not in trainer[:ranks]),
+        samplers=samplers if count > 1 else (),
+        more_samplers=_more_samplers(config, used, trainer[:ranks], len(gpus)),
     )
+
+
+def _gpu_sampler(ids: Sequence[int]) -> SamplerPlace:
+    return SamplerPlace(_NUMBERED | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ids))}, (), _named("GPU", ids))
+
+
+def _more_samplers(config: Config, used: Sequence[int], trainer: Sequence[int], count: int) -> str:
+    """The settings with which samplers take all GPUs that the trainer leaves; empty where there are too few for one."""
+    free = [i for i in range(count) if i not in trainer or i in used]
+    number = len(free) // _width(config)
+    if number <= config.sampler.num_samplers:
+        return ""
+    devices = config.sampler.devices
+    named = "" if not devices or set(free) <= set(devices) else f" sampler.devices={str(free).replace(' ', '')}"
+    return f"sampler.num_samplers={number}{named}"
 
 
 def _width(config: Config) -> int:
@@ -168,7 +215,7 @@ def _split_gpus(config: Config, count: int) -> tuple[list[int], list[int]]:
         return [0], [0]
     if not sampler:
         free = [i for i in range(count) if i not in trainer]
-        sampler = free if trainer else free[: _width(config)]
+        sampler = free if trainer else free[: _width(config) * config.sampler.num_samplers]
     trainer = trainer or [i for i in range(count) if i not in sampler]
     for name, devices, other in (("sampler", sampler, "trainer"), ("trainer", trainer, "sampler")):
         if not devices:
@@ -221,3 +268,12 @@ def _number(name: str, listed: Sequence[Gpu]) -> int:
 
 def _named(what: str, numbers: Sequence[int]) -> str:
     return f"{what}{'s' * (len(numbers) > 1)} {','.join(map(str, numbers))}"
+
+
+def _each(samplers: Sequence[SamplerPlace]) -> str:
+    """ "GPU 0", or of several "GPU 0 · GPU 1 (2 samplers)" """
+    return " · ".join(one.where for one in samplers) + _count(len(samplers))
+
+
+def _count(samplers: int) -> str:
+    return f" ({samplers} samplers)" if samplers > 1 else ""

@@ -36,6 +36,7 @@ from common.transcript import Transcript
 from launcher.machine import ROOT
 
 MARK = "TANDEM_MARK"  # environment variable that every descendant carries
+PID = "{pid}"  # in Child.scratch: the number of its process
 PREFIX = b"tandem: "  # lines on stderr that are shown at the terminal too
 
 
@@ -50,7 +51,7 @@ class Child:
     cores: tuple[int, ...] = ()  # CPU affinity; empty = ours
     echo: bool = False  # stdout is shown at our terminal too
     launcher_depth: int = 0  # processes between us and those that end themselves on SIGINT
-    scratch: tuple[str, ...] = ()  # glob patterns of what it leaves in memory or temporary folders when it is killed
+    scratch: tuple[str, ...] = ()  # glob patterns, with PID, of what it leaves in memory when it is killed
 
 
 class Running:
@@ -58,7 +59,7 @@ class Running:
 
     def __init__(self, child: Child, mark: str, attempt: int):
         self.child = child
-        self._mark = f"{mark}-{child.name}"
+        self._mark = f"{mark}-{child.name}/"  # none begins as another does: sampler.1, sampler.10
         child.log.parent.mkdir(parents=True, exist_ok=True)
         self._log = open(child.log, "a", encoding="utf-8")  # noqa: SIM115  closed in `close`
         command = shlex.join(redacted_words(child.argv))
@@ -85,6 +86,7 @@ class Running:
         finally:
             os.close(child_out)
             os.close(child_err)
+        self.scratch = [pattern.replace(PID, str(self.process.pid)) for pattern in child.scratch]
 
     def resize(self) -> None:
         """Gives the child's terminal the size of ours."""
@@ -135,7 +137,7 @@ class Running:
         kill_group(self.process.pid)
         kill_marked(self._mark)
         self.process.wait()
-        remove(self.child.scratch)
+        remove(self.scratch)
 
     def close(self, show: Callable[[bytes], None]) -> None:
         """Moves the last output, kills what the child left behind, and closes its log."""
@@ -170,7 +172,7 @@ class Guard:
 
     def watch(self, running: Running) -> None:
         """Adds its process group and its files."""
-        self._send({"pid": running.process.pid, "scratch": running.child.scratch})
+        self._send({"pid": running.process.pid, "scratch": running.scratch})
 
     def forget(self, running: Running) -> None:
         """Its group has ended, and the kernel may give the number to somebody else."""

@@ -129,7 +129,9 @@ def _evaluate(config: Config, path: Path, overrides: Sequence[str]) -> int:
 def _run(commands: Commands) -> int:
     place, folder = commands.place, commands.config.run.output_dir
     print(f"tandem: {one_line(batch_plan(commands.config, place.num_ranks))}", file=sys.stderr)
-    print(f"tandem: sampler on {place.sampler_place}; log {folder}/logs/sampler.log", file=sys.stderr)
+    samplers = commands.samplers()
+    logs = f"{samplers[0].log}" + (f" to {samplers[-1].log.name}" if len(samplers) > 1 else "")
+    print(f"tandem: sampler on {place.sampler_place}; log {logs}", file=sys.stderr)
     print(f"tandem: trainer on {place.trainer_place}; log {folder}/logs/trainer.log", file=sys.stderr, flush=True)
     for text in (place.notice, shares.said(commands.config) if place.shares_gpu else ""):
         if text:
@@ -139,7 +141,7 @@ def _run(commands: Commands) -> int:
     limit_time(commands.config.trainer.max_hours)
     finished, advice = (folder / FINAL).is_dir, partial(_less_memory, commands.config, place)
     rules = Rules(commands.restart_trainer, commands.steps, finished, out_of_time, advice)
-    code = Supervisor(commands.sampler(), commands.trainer(), rules).run()
+    code = Supervisor(samplers, commands.trainer(), rules).run()
     if code not in (DONE, USER_ERROR) and checkpoints(folder):
         print(f"tandem: continue with: bash launch.sh {commands.arguments} run.resume=true", file=sys.stderr)
     if commands.steps():

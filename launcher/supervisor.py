@@ -1,16 +1,16 @@
-"""Starts both processes, shows their output, restarts what may be restarted, and leaves nothing behind.
+"""Starts the trainer and its samplers, shows their output, restarts what may be restarted, and leaves nothing behind.
 
 What an ending means:
     0    trainer: the run is done, the sampler gets 30 s to leave.  sampler: the trainer decides how the run ends,
          within the same time, or it is killed and counts as a crash if the run is not done
-    2    the user has something to change: both stop, 2
+    2    the user has something to change: all stop, 2
     75   start it again, at most 5 times without a new step in between, after 1, 2, 4 … s; from the trainer's second
-         time on with a new sampler, which may be what it waits for
-         once trainer.max_hours is over nothing is started again: both stop, 75
-    130  somebody interrupted it: both stop, 130
-    else the sampler holds no state and counts as 75; the trainer too if it has a checkpoint, otherwise both stop, 1
+         time on with new samplers, which may be what it waits for
+         once trainer.max_hours is over nothing is started again: all stop, 75
+    130  somebody interrupted it: all stop, 130
+    else the sampler holds no state and counts as 75; the trainer too if it has a checkpoint, otherwise all stop, 1
 A SIGKILL is explained (launcher/killed.py). If it was the kernel's for want of memory and nothing may be started again,
-or the same process was killed so before without a new step in between, the settings must change: both stop, 2.
+or the same process was killed so before without a new step in between, the settings must change: all stop, 2.
 A trainer restarts from its newest checkpoint. Without one it may start anew only while metrics.jsonl has no step:
 later, that would silently train a second time what was already reported. Left out: several hosts.
 """
@@ -22,7 +22,7 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -51,7 +51,7 @@ class Rules:
 
 @dataclass
 class _Slot:
-    """One of the two processes over all its attempts."""
+    """One of the processes over all its attempts."""
 
     child: Child
     running: Running | None = None
@@ -65,12 +65,12 @@ class _Slot:
 
 
 class Supervisor:
-    """`Supervisor(sampler, trainer, rules).run()` returns the exit code of the whole."""
+    """`Supervisor(samplers, trainer, rules).run()` returns the exit code of the whole."""
 
-    def __init__(self, sampler: Child, trainer: Child, rules: Rules) -> None:
+    def __init__(self, samplers: Sequence[Child], trainer: Child, rules: Rules) -> None:
         self._rules = rules
-        # The trainer first: when both have ended, its exit code decides.
-        self._slots = {"trainer": _Slot(trainer), "sampler": _Slot(sampler)}
+        # The trainer first: when all have ended, its exit code decides.
+        self._slots = {"trainer": _Slot(trainer)} | {sampler.name: _Slot(sampler) for sampler in samplers}
         self._guard = Guard()
         self._selector = selectors.DefaultSelector()
         self._interrupts = 0
@@ -95,7 +95,8 @@ class Supervisor:
         while True:
             self._relay(0.1)
             if self._interrupts:
-                self._say(f"stopping both, within {self._rules.grace_s:g} s; Ctrl-C again stops at once")
+                who = "both" if len(self._slots) == 2 else "all"
+                self._say(f"stopping {who}, within {self._rules.grace_s:g} s; Ctrl-C again stops at once")
                 self._stop(signal.SIGINT)
                 return INTERRUPTED
             for name, slot in self._slots.items():
@@ -116,7 +117,7 @@ class Supervisor:
     def _ended(self, name: str, code: int) -> int | None:
         """The exit code of the whole, or None to go on."""
         out_of_time = code == RETRYABLE and self._rules.out_of_time()  # an end in order, which has said so itself
-        if name == "sampler" and (code == DONE or out_of_time):
+        if name != "trainer" and (code == DONE or out_of_time):
             self._slots["trainer"].end_by = time.monotonic() + self._rules.grace_s
             return None
         if code == DONE and self._rules.finished():
@@ -140,11 +141,12 @@ class Supervisor:
 
     def _explain_kill(self, name: str) -> bool:
         """Says who sent the SIGKILL. True if it was the kernel, for want of memory."""
-        slot, (other_name, other) = self._slots[name], *(one for one in self._slots.items() if one[0] != name)
+        slot = self._slots[name]
         assert slot.resident is not None
         killed = slot.resident.why_killed()
-        beside = f", the {other_name} {gib(other.resident.total)}" if other.running and other.resident else ""
-        self._say(killed.text(beside, self._rules.less_memory(name)))
+        others = ((other, it.resident) for other, it in self._slots.items() if other != name and it.running)
+        beside = "".join(f", the {other} {gib(resident.total)}" for other, resident in others if resident)
+        self._say(killed.text(beside, self._rules.less_memory("trainer" if name == "trainer" else "sampler")))
         return killed.for_memory is True
 
     def _retry(self, name: str, code: int, for_memory: bool) -> str | None:
@@ -159,7 +161,7 @@ class Supervisor:
         slot.killed_for_memory |= for_memory
         if slot.restarts >= self._rules.max_restarts:
             return f"{slot.restarts} restarts in a row without a new step"
-        replacement = slot.child if name == "sampler" else self._rules.restart_trainer(code)
+        replacement = slot.child if name != "trainer" else self._rules.restart_trainer(code)
         if isinstance(replacement, str):
             return replacement
         if slot.restarts == 0 and code != RETRYABLE:
@@ -168,17 +170,19 @@ class Supervisor:
         slot.child, slot.restarts, slot.start_at = replacement, slot.restarts + 1, time.monotonic() + wait_s
         self._say(f"{name} {meaning(code)}; restart {slot.restarts} of {self._rules.max_restarts} in {wait_s:g} s")
         if name == "trainer":
-            self._renew_sampler(slot, waited_in_vain=code == RETRYABLE and slot.restarts > 1)
+            self._renew_samplers(slot, waited_in_vain=code == RETRYABLE and slot.restarts > 1)
         return None
 
-    def _renew_sampler(self, trainer: _Slot, waited_in_vain: bool) -> None:
-        """Starts the sampler with the trainer if it left with it, or if the trainer has waited in vain once more."""
-        sampler = self._slots["sampler"]
-        if waited_in_vain and sampler.running is not None:
-            self._say("sampler is started again too: perhaps it is what the trainer waited for")
-            self._close(sampler)
-        if sampler.running is None and sampler.start_at is None:
-            sampler.start_at = trainer.start_at
+    def _renew_samplers(self, trainer: _Slot, waited_in_vain: bool) -> None:
+        """Starts samplers with the trainer if they left with it, or if the trainer has waited in vain once more."""
+        for name, sampler in self._slots.items():
+            if sampler is trainer:
+                continue
+            if waited_in_vain and sampler.running is not None:
+                self._say(f"{name} is started again too: perhaps it is what the trainer waited for")
+                self._close(sampler)
+            if sampler.running is None and sampler.start_at is None:
+                sampler.start_at = trainer.start_at
 
     def _start(self, slot: _Slot) -> None:
         slot.attempt, slot.start_at, slot.end_by = slot.attempt + 1, None, None

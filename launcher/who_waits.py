@@ -26,11 +26,13 @@ def seconds_of_sides(config: Config, work: Workload, place: Placement, machine: 
             at_once = max(1, shares(work, machine, longest_sequence(config)).sequences)
         elif machine.gpu_bytes:
             at_once = max(1, memory.sequences_that_fit(vllm_bytes(config, memory, machine)))
-        return sampler_seconds(work, device, engine_gpus(config), at_once), trainer_seconds(work, device)
+        sampling_s = sampler_seconds(work, device, engine_gpus(config), at_once)
+        return sampling_s / config.sampler.num_samplers, trainer_seconds(work, device)
     if machine.measured is None:
         return None
     of_sampler, of_trainer = (machine.measured[threads] for threads in threads_of(place))
-    return sampling_seconds(work, of_sampler), training_seconds(work, of_trainer, machine.cores)
+    sampling_s = sampling_seconds(work, of_sampler) / config.sampler.num_samplers
+    return sampling_s, training_seconds(work, of_trainer, machine.cores)
 
 
 def threads_of(place: Placement) -> tuple[int, int]:

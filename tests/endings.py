@@ -232,7 +232,7 @@ class Running:
             limits = {"max_restarts": MAX_RESTARTS, "backoff_s": 0.05, "grace_s": grace_s}
             rules = Rules(command.restart_trainer, command.steps, final.is_dir, exits.out_of_time, **limits)
             with durable.lock(config.run.output_dir / launcher_run.LOCK, UserError):
-                code = Supervisor(command.sampler(), command.trainer(), rules).run()
+                code = Supervisor(command.samplers(), command.trainer(), rules).run()
         finally:
             sys.stderr.flush()
             os._exit(code)

@@ -1,4 +1,4 @@
-"""The real protocol under SIGKILL: python -m tests.protocol_kill --kills 60
+"""The real protocol under SIGKILL: python -m tests.protocol_kill --kills 60 [--links 10]
 
 A judge starts one trainer and two samplers made of the real Ledger, Inbox, Link, wire, weights and durable; only the
 engines are fake. Every life of a process is armed with the next failpoint, at a hit drawn at random, until the wanted
@@ -7,6 +7,9 @@ knows a wrong one. Every third group has an image, of a colour that follows from
 two turns. Every fourth is dead and the next one takes its slot. The trainer's state is what a checkpoint holds: the
 cursor and, in the place of weights, the list of groups taken. In the end that list must be 0 … N − 1: none lost, none
 doubled, in order.
+
+With --links a bad network (lossy_proxy.py) is between them, a process of its own, which is killed that many times too: all
+connections end, and what was on its way is lost.
 
 The judge imports everything once and forks, so that a life costs milliseconds.
 """
@@ -39,6 +42,7 @@ from common.weights import Published
 from model.images import ImageFormat, encode_image
 from sampler import link as link_module
 from sampler.link import Link
+from tests.lossy_proxy import LossyProxy
 from tests.protocol_helpers import HELLO, LIMITS, make_config, make_eval_result, make_rollout, of_two_turns
 from tests.protocol_weights import number, publish
 from tests.speed import overdue
@@ -61,6 +65,7 @@ SEES = replace(LIMITS, max_turns=2, images=ImageLimits(1, 784, patch_size=14, me
 State = dict[str, Any]  # cursor, finished steps and trained group ids
 START: State = {"cursor": 0, "step": 0, "trained": []}
 ROLES = {"trainer": TRAINER_POINTS, "s0": SAMPLER_POINTS, "s1": SAMPLER_POINTS}
+LINKS = "links"
 
 
 def make_kill_config(folder: Path) -> Config:
@@ -145,6 +150,9 @@ def images(group_id: int) -> tuple[EncodedImage, ...]:
 
 def sample(folder: Path, name: str) -> None:
     config = make_kill_config(folder)
+    if (folder / LINKS).exists():
+        behind = config.channel.model_copy(update={"endpoint": f"{config.channel.endpoint}-proxy"})
+        config = config.model_copy(update={"channel": behind})
     link, version, weights_number = Link(config, name, HELLO), None, -1
     while True:
         if link.receive(0.02):
@@ -193,6 +201,17 @@ def produce(link: Link, weights_number: int) -> None:
         link.send_eval(make_eval_result(request, credit.version))
 
 
+# ---- the links ---------------------------------------------------------------------------------------------
+
+
+def connect(folder: Path, armed: str) -> None:
+    """Between samplers and trainer, for ever or for as many milliseconds as `armed` says."""
+    address = str(make_kill_config(folder).channel.endpoint)
+    with LossyProxy(f"{address}-proxy", address, seed=int(armed or 1)):
+        time.sleep(float(armed) / 1000 if armed else 1e6)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 # ---- the judge ---------------------------------------------------------------------------------------------
 
 
@@ -202,24 +221,32 @@ def live(role: str, folder: Path, armed: str) -> int:
     if pid:
         return pid
     exits.die_with_parent()
-    os.environ["TANDEM_FAILPOINT"] = armed
+    os.environ["TANDEM_FAILPOINT"] = armed if role != LINKS else ""
     log = os.open(folder / f"{role}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     random.seed(armed)
-    exits.leave(exits.run(role, lambda: train(folder) if role == "trainer" else sample(folder, role)))
+    work = {"trainer": lambda: train(folder), LINKS: lambda: connect(folder, armed)}
+    exits.leave(exits.run(role, work.get(role, lambda: sample(folder, role))))
     raise AssertionError("unreachable")
 
 
-def judge(folder: Path, kills: int, seed: int, deadline_s: float) -> dict[str, Any]:
+def judge(folder: Path, kills: int, seed: int, deadline_s: float, links: int = 0) -> dict[str, Any]:
     """Runs to the end. Raises AssertionError when a process ends in any way but a kill or, in the end, success."""
     rng, start = random.Random(seed), time.monotonic()
-    plan = {"trainer": kills - 2 * (kills // 4), "s0": kills // 4, "s1": kills // 4}
+    plan = {"trainer": kills - 2 * (kills // 4), "s0": kills // 4, "s1": kills // 4, LINKS: links}
+    if links:
+        (folder / LINKS).touch()
     killed: Counter[str] = Counter()
     lives: Counter[str] = Counter()
     running: dict[int, tuple[str, str]] = {}
 
     def begin(role: str) -> None:
+        if role == LINKS:
+            armed = str(rng.randrange(200, 1500)) if lives[LINKS] < links else ""
+            lives[LINKS] += 1
+            running[live(LINKS, folder, armed)] = LINKS, LINKS
+            return
         points = ROLES[role]
         # the two samplers begin at different points
         point = points[(lives[role] + (len(points) // 2) * (role == "s1")) % len(points)]
@@ -227,7 +254,7 @@ def judge(folder: Path, kills: int, seed: int, deadline_s: float) -> dict[str, A
         lives[role] += 1
         running[live(role, folder, armed)] = role, point
 
-    for role in ROLES:
+    for role in (*ROLES, *([LINKS] if links else [])):
         begin(role)
     try:
         trained_to_the_end = False
@@ -242,13 +269,13 @@ def judge(folder: Path, kills: int, seed: int, deadline_s: float) -> dict[str, A
             role, point = running.pop(pid)
             if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
                 killed[point] += 1
-                if killed.total() == kills:
+                if killed.total() == kills + links:
                     (folder / "enough").touch()
                 begin(role)
             else:
                 log = (folder / f"{role}.log").read_text()[-3000:]
                 assert status == 0, f"{role} ended with {os.waitstatus_to_exitcode(status)}:\n{log}"
-                assert killed.total() == kills, f"{role} ended before the last kill"
+                assert killed.total() == kills + links, f"{role} ended before the last kill"
                 trained_to_the_end |= role == "trainer"
     finally:
         for pid in running:
@@ -269,8 +296,9 @@ def judge(folder: Path, kills: int, seed: int, deadline_s: float) -> dict[str, A
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--links", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--deadline_s", type=float, default=240.0)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tandem-kill-") as name:
-        print(json.dumps(judge(Path(name), arguments.kills, arguments.seed, arguments.deadline_s)))
+        print(json.dumps(judge(Path(name), arguments.kills, arguments.seed, arguments.deadline_s, arguments.links)))

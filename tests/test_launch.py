@@ -17,6 +17,7 @@ import pytest
 from common.config import Config
 from common.errors import UserError
 from launcher import doctor_config, doctor_gpu, doctor_machine, doctor_packages, machine
+from launcher.commands import Commands
 from launcher.placement import Placement, placement, visible_gpus
 from tests.syntax import called, tree, walk
 from tests.tiny import tiny_model
@@ -449,11 +450,65 @@ def test_ranks_share_gpus_over_gloo(gpus, trainer, devices, at_most, place):
 def test_gpus_that_nobody_uses_are_named_with_what_would_use_them():
     place = placement(config(trainer={"devices": [0, 1]}), gpus=range(8), cores=[0])
     assert (place.sampler_gpus, place.idle_gpus) == ((2,), (3, 4, 5, 6, 7))
-    assert place.notice.startswith("GPUs 3,4,5,6,7 stay idle: launch.sh starts one sampler, which runs on GPU 2")
-    assert place.notice.endswith("CUDA_VISIBLE_DEVICES=3 python sampling.py --config CONFIG --id sampler-3")
+    assert place.notice == (
+        "GPUs 3,4,5,6,7 stay idle: set sampler.num_samplers=6 to sample on them too, or name more GPUs in "
+        "trainer.devices"
+    )
     one = placement(config(trainer={"devices": [0]}), gpus=[4, 6, 7], cores=[0])
-    assert one.notice.startswith("GPU 7 stays idle")
+    assert one.notice.startswith("GPU 7 stays idle: set sampler.num_samplers=2 to")
+    named = placement(config(trainer={"devices": [0]}, sampler={"devices": [1]}), gpus=range(3), cores=[0])
+    assert "set sampler.num_samplers=2 sampler.devices=[1,2] to" in named.notice
+    wide = placement(config(trainer={"devices": [0]}, vllm={"tensor_parallel_size": 2}), gpus=range(4), cores=[0])
+    assert wide.notice == "GPU 3 stays idle: name more GPUs in trainer.devices", "too few for one more sampler"
     assert placement(config(), gpus=range(8), cores=[0]).notice == ""
+
+
+@pytest.mark.parametrize(
+    ("sections", "of_samplers", "trainer"),
+    [
+        ({"sampler": {"num_samplers": 4}}, ["0", "1", "2", "3"], "localhost:4,5,6,7"),
+        ({"sampler": {"num_samplers": 2}, "vllm": {"tensor_parallel_size": 2}}, ["0,1", "2,3"], "localhost:4,5,6,7"),
+        ({"sampler": {"num_samplers": 6}, "trainer": {"devices": [0, 1]}}, ["2", "3", "4", "5", "6", "7"], None),
+        ({"sampler": {"num_samplers": 2, "devices": [7, 3, 5]}, "trainer": {"devices": [0]}}, ["7", "3"], None),
+    ],
+)
+def test_each_of_several_samplers_gets_its_gpus(sections, of_samplers, trainer):
+    place = placement(config(**sections), gpus=range(8), cores=[0])
+    assert [one.env["CUDA_VISIBLE_DEVICES"] for one in place.samplers] == of_samplers
+    assert trainer is None or place.launcher_args == ("--include", trainer)
+    assert ",".join(map(str, place.sampler_gpus)) == ",".join(of_samplers)
+    assert f"({len(of_samplers)} samplers)" in place.sampler_place
+    assert all(one.env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID" for one in place.samplers)
+
+
+def test_more_samplers_than_gpus_is_an_error_with_the_number_that_fits():
+    with pytest.raises(UserError, match=r"num_samplers 3 of 2 GPUs each need 6 GPUs .* set sampler.num_samplers=2,"):
+        place = {"devices": [0, 1, 2, 3], "num_samplers": 3}
+        placement(config(sampler=place, vllm={"tensor_parallel_size": 2}), gpus=range(8), cores=[0])
+
+
+def test_several_samplers_without_a_gpu_split_the_samplers_cores_or_threads():
+    ahead = placement(config(trainer=AHEAD, sampler={"num_samplers": 2}), gpus=[], cores=range(8))
+    assert [(one.cores, one.env["OMP_NUM_THREADS"]) for one in ahead.samplers] == [((0, 1), "2"), ((2, 3), "2")]
+    assert ahead.sampler_place == "CPU cores 0,1 · CPU cores 2,3 (2 samplers)"
+    few = placement(config(trainer=AHEAD, sampler={"num_samplers": 2}), gpus=[], cores=[0, 1])
+    assert [(one.cores, one.env["OMP_NUM_THREADS"]) for one in few.samplers] == [((0,), "1")] * 2
+    shared = placement(config(sampler={"num_samplers": 3}, trainer={"max_staleness": 0}), gpus=[], cores=range(8))
+    assert [(one.cores, one.env["OMP_NUM_THREADS"]) for one in shared.samplers] == [((), "2")] * 3
+    assert "(3 samplers)" in shared.sampler_place
+    assert placement(config(), gpus=[], cores=range(8)).samplers == (), "one is as it always was"
+
+
+def test_each_of_several_samplers_has_an_id_a_log_and_files_of_its_own(tmp_path):
+    several = config(sampler={"num_samplers": 2}, run={"output_dir": tmp_path})
+    place = placement(several, gpus=[], cores=[0, 1])
+    children = Commands(Path("c.yaml"), [], several, place).samplers()
+    assert [child.name for child in children] == ["sampler.0", "sampler.1"]
+    assert [child.argv[-2:] for child in children] == [("--id", "sampler.0"), ("--id", "sampler.1")]
+    assert [child.log.name for child in children] == ["sampler.0.log", "sampler.1.log"]
+    assert all("{pid}" in pattern for child in children for pattern in child.scratch)
+    [one] = Commands(Path("c.yaml"), [], config(), placement(config(), gpus=[], cores=[0, 1])).samplers()
+    assert (one.name, one.log.name, "--id" in one.argv) == ("sampler", "sampler.log", False)
 
 
 LISTED = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5f2b9c11-0000-1111-2222-333344445555)

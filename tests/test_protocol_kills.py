@@ -48,3 +48,19 @@ def test_every_group_is_trained_exactly_once_and_in_order_whoever_is_killed_wher
     )
     if KILLS >= 60:
         assert set(result["by_point"]) == {*TRAINER_POINTS, *SAMPLER_POINTS}
+
+
+def test_so_it_is_when_the_links_are_bad_and_are_killed_too(figure: Callable[[str, str], None]) -> None:
+    kills, links = (40, 10) if KILLS == 200 else (KILLS, KILLS // 4)
+    command = [sys.executable, "-m", "tests.protocol_kill", "--kills", str(kills), "--links", str(links)]
+    done = subprocess.run([*command, "--deadline_s", str(120 + 2 * kills)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["kills"] == kills + links and result["by_point"]["links"] == links
+    assert result["exactly_once_in_order"] and result["groups"] > 0
+    assert result["leftovers"] == []
+    figure(
+        "R1",
+        f"{kills} SIGKILLs of trainer and samplers and {links} of all links between them, which lose, double and delay "
+        f"messages: {result['groups']:,} groups, 0 lost, 0 doubled",
+    )

@@ -40,7 +40,7 @@ rules = Rules(
     backoff_s=0.05,
     grace_s=spec.get("grace_s", 60.0),
 )
-sys.exit(Supervisor(child("sampler"), trainer, rules).run())
+sys.exit(Supervisor([child(name) for name in spec if name.startswith("sampler")], trainer, rules).run())
 """
 WAITS = "import time; print('waiting'); time.sleep(60)"
 STUBBORN = "import signal; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; " + WAITS
@@ -127,6 +127,31 @@ def test_a_sampler_that_crashes_is_restarted_because_it_holds_no_state(tmp_path)
     code, _, err = run.end()
     assert code == 0
     assert "sampler was killed by SIGKILL; restart 1 of 5" in err
+
+
+def test_of_several_samplers_only_the_one_that_ended_is_started_again_and_all_are_asked_to_leave(tmp_path):
+    """sampler.1 is killed; the mark of sampler.10 begins with the same letters."""
+    killed = first_time("crashed", "os.kill(os.getpid(), 9)", "print('waiting'); time.sleep(60)")
+    trainer = (
+        "import os, time\n"
+        "def log(name): return open(os.environ['FOLDER'] + '/' + name + '.log').read().splitlines()\n"
+        "while not all('waiting' in log(n) for n in ('sampler', 'sampler.1', 'sampler.10')): time.sleep(0.02)"
+    )
+    run = Run(tmp_path, WAITS, trainer, grace_s=0.2, **{"sampler.1": killed, "sampler.10": WAITS})
+    code, _, err = run.end()
+    assert code == 0
+    assert err.count("restart 1 of 5") == 1 and "sampler.1 was killed by SIGKILL; restart 1 of 5" in err
+    assert sum(line.startswith("=== sampler.10,") for line in run.log("sampler.10")) == 1
+    assert run.alive() == []
+
+
+def test_a_user_error_of_one_sampler_stops_all_and_exits_2(tmp_path):
+    wrong = "import sys; print('bad value', file=sys.stderr); sys.exit(2)"
+    run = Run(tmp_path, WAITS, WAITS, **{"sampler.1": wrong})
+    code, _, err = run.end()
+    assert code == 2
+    assert "sampler.1" in err and "    bad value" in err
+    assert run.alive() == []
 
 
 def test_a_user_error_of_the_trainer_stops_both_and_exits_2(tmp_path):

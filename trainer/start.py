@@ -14,7 +14,7 @@ from common.config import Config, world_size
 from common.errors import UserError
 from common.group_limits import ImageLimits, Limits
 from common.redact import redacted
-from common.run_folder import CHECKPOINTS
+from common.run_folder import CHECKPOINTS, sampler_log
 from common.watchdog import Watchdog
 from model.folder import load_config, require_models
 from model.gguf import with_folders
@@ -42,7 +42,7 @@ def run(config: Config) -> None:
     require_models(config)
     rank, limits = int(os.environ.get("RANK", "0")), config.channel
     timeout_s = limits.rank_patience_s if rank else limits.stall_timeout_s
-    log = config.run.output_dir / "logs" / "sampler.log"
+    log = sampler_log(config.run.output_dir, "sampler.0")
     with contextlib.ExitStack() as stack:
         stack.enter_context(Watchdog(f"trainer rank {rank}", timeout_s, limits.connect_timeout_s, log))
         if rank == 0:

@@ -35,8 +35,11 @@ class Sampler(Section):
     ignore_eos: bool = False
     """Sample to max_completion_length whatever comes: for measurements, where every step must cost the same."""
     devices: list[int] = []
-    """GPUs of the sampler, by index; it uses vllm.tensor_parallel_size of them. Empty = the first visible ones, or the
-    CPU."""
+    """GPUs of the samplers, by index; each uses vllm.tensor_parallel_size of them. Empty = the first visible ones, or
+    the CPU."""
+    num_samplers: int = Field(1, ge=1)
+    """vLLM engines that launch.sh starts, each with vllm.tensor_parallel_size GPUs or its part of the cores, a log and
+    restarts of its own. More may join or leave by hand at any time."""
 
     @property
     def max_sampling_mask(self) -> int:

@@ -18,6 +18,7 @@ from common.errors import Interrupted, Retryable
 from common.exits import code_of, interrupted
 from common.failpoints import failpoint
 from common.group_limits import Limits
+from common.run_folder import sampler_log
 from common.transcript import last_lines
 from common.transport import Transport
 from common.types import EvalResult, Group, Tombstone
@@ -160,5 +161,5 @@ class Inbox:
         return known or f"no sampler on {endpoint(self.config)} yet: normal while vLLM starts"
 
     def _sampler_log(self) -> str:
-        log = self.config.run.output_dir / "logs" / "sampler.log"
+        log = sampler_log(self.config.run.output_dir, "sampler.0")
         return last_lines(log) or " Is `python sampling.py` running with the same --config?"

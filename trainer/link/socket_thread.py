@@ -16,6 +16,7 @@ from common.errors import UserError, WireError
 from common.exits import RETRYABLE
 from common.failpoints import failpoint
 from common.group_limits import Limits, check_group
+from common.run_folder import sampler_log
 from common.transcript import last_lines
 from common.transport import Transport
 from common.types import EvalResult, Group, Tombstone
@@ -44,7 +45,6 @@ class SocketThread(threading.Thread):
         self.state, self.transport, self.say = state, transport, say
         batches_behind = config.trainer.max_staleness + (config.weights.publish_every == "step")
         self._max_version_lag = config.algorithm.steps_per_batch * batches_behind
-        self._sampler_log = config.run.output_dir / "logs" / "sampler.log"
         self._ending = threading.Event()
         self._bye = wire.Bye("done")
         self._credited_at, self._credited_progress = -channel.BEAT_S, -1  # when, and with what, all heard last
@@ -217,7 +217,7 @@ class SocketThread(threading.Thread):
         self._send(name, wire.Bye(f"{reason}; channel.stall_timeout_s is too short if that is normal here", RETRYABLE))
         self.state.peers = {other: peer for other, peer in self.state.peers.items() if other != name}
         freed = self._release(name)
-        log = last_lines(self._sampler_log)
+        log = last_lines(sampler_log(self.config.run.output_dir, name))
         self.say(f"sampler {name} is sent away: {reason}; its {freed} unfinished groups are reassigned.{log}")
 
     def _release(self, name: str) -> int:
