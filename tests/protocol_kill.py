@@ -8,8 +8,8 @@ two turns. Every fourth is dead and the next one takes its slot. The trainer's s
 cursor and, in the place of weights, the list of groups taken. In the end that list must be 0 … N − 1: none lost, none
 doubled, in order.
 
-With --links a bad network (lossy_proxy.py) is between them, a process of its own, which is killed that many times too: all
-connections end, and what was on its way is lost.
+With --links a bad network (lossy_proxy.py) is between them, a process of its own, which is killed that many times too:
+all connections end, and what was on its way is lost.
 
 The judge imports everything once and forks, so that a life costs milliseconds.
 """
