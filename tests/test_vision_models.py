@@ -194,9 +194,9 @@ def test_the_canary_of_a_run_with_images_shows_one_and_changes_with_it(folder: A
     engine.score = lambda row, temperature: torch.zeros(len(row.target_ids))
     of_text_model = canary(engine, VOCAB_SIZE)
     shown = [VISION_START, *[IMAGE_TOKEN] * 4, VISION_END]
-    assert (with_image.prompt_length, of_words.prompt_length) == (14, 8)
-    assert [ids[8:14] for ids in with_image.token_ids] == [shown] * 4
-    assert [ids[:8] + ids[14:] for ids in with_image.token_ids] == of_words.token_ids
+    assert (with_image.prompt_length, of_words.prompt_length) == (10, 4)
+    assert [ids[4:10] for ids in with_image.token_ids] == [shown] * 2
+    assert [ids[:4] + ids[10:] for ids in with_image.token_ids] == of_words.token_ids
     assert not {t for ids in of_words.token_ids for t in ids} & {IMAGE_TOKEN, VISION_START, VISION_END, VIDEO_TOKEN}
     assert base64.b64decode(with_image.image_png) == scored[0].images[0][0].png
     assert with_image.grid_thw == [1, 4, 4] and of_words.image_png == of_text_model.image_png == ""
