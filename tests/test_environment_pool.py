@@ -375,6 +375,7 @@ def hostile_run(pool, commands):
     return replies
 
 
+@pytest.mark.timeout(500)  # its deadlines are as long as the machine is slow
 def test_ten_thousand_steps_of_a_hostile_environment(tmp_path, monkeypatch):
     """Every failure is counted once and by its kind, each within a second after its deadline, and nothing is left."""
     plan = PLAN | ({"kills": (20, "error")} if can_confine_signals() else {})

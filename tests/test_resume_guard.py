@@ -136,6 +136,8 @@ def test_what_decides_no_problem_may_change(tmp_path: Path, sections: dict[str, 
         ("algorithm.adv_estimator", {"algorithm": {"adv_estimator": "FILE:f"}}),
         ("algorithm.loss", {"algorithm": {"loss": "FILE:f"}}),
         ("rewards.reward_funcs", {"rewards": {"reward_funcs": ["answer", "FILE:f"]}}),
+        ("rollout.environment", {"rollout": {"environment": "FILE:f"}}),
+        ("rollout.tools", {"rollout": {"tools": ["FILE:f"]}}),
     ],
 )
 def test_a_file_of_your_own_that_was_edited_is_said_once_and_the_run_goes_on(
