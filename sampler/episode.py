@@ -9,7 +9,8 @@ An observation that no turn follows is no part of the completion: it would be to
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,7 @@ class Played(Completion):
     environment_s: float = 0.0
     messages: tuple[Message, ...] = ()  # after the prompt, as reward functions get them
     environment_reward: float | None = None
+    environment_state: Mapping[str, Any] = field(default_factory=dict)  # its public attributes at the end
 
     @property
     def num_sampled(self) -> int:
@@ -62,6 +64,7 @@ class Episode:
     seconds: float = 0.0  # in the environment
     finish_reason: FinishReason = "stop"
     reward: float | None = None  # the environment's
+    state: Mapping[str, Any] = field(default_factory=dict)  # of the environment, at its end
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
@@ -89,8 +92,8 @@ class Episode:
         """With what the environment said to the last turn, or to its end."""
         *earlier, (text, before) = self.replies
         replies = (*earlier, (text, before if isinstance(before, Turn) else reply))
-        reward = reply.reward if isinstance(reply, Done) else self.reward
-        return replace(self, replies=replies, seconds=self.seconds + reply.seconds, reward=reward)
+        going = replace(self, replies=replies, seconds=self.seconds + reply.seconds)
+        return replace(going, reward=reply.reward, state=reply.state) if isinstance(reply, Done) else going
 
     def observed(self, token_ids: NDArray[np.int32]) -> Episode:
         """With the observation that the next turn follows, or cut short where no turn fits behind it."""
@@ -118,6 +121,7 @@ class Episode:
             environment_s=self.seconds,
             messages=tuple(conversation(self.replies)),
             environment_reward=self.reward,
+            environment_state=self.state,
         )
 
 

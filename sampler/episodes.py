@@ -254,5 +254,7 @@ def submit_rewards(pool: RewardPool, key: Hashable, sampled: Sampled, decode: De
     if not played:
         pool.submit(key, prompt.for_rewards, decode(ids), ids, columns, policy_version)
         return
-    texts, theirs = [list(c.messages) for c in played], [c.environment_reward for c in played]
-    pool.submit(key, prompt.for_rewards, texts, ids, columns, policy_version, environment_rewards=theirs)
+    texts = [list(c.messages) for c in played]
+    theirs: dict[str, list[Any]] = {"environment_rewards": [c.environment_reward for c in played]}
+    theirs["environments"] = [c.environment_state for c in played]
+    pool.submit(key, prompt.for_rewards, texts, ids, columns, policy_version, **theirs)

@@ -157,14 +157,14 @@ def test_a_rollout_of_two_turns_becomes_one_completion_with_its_observed_span(pl
         play.reply(rollout, seen(num_call_errors=rollout))
         play.sampled(rollout, turn(40, 41, END))
         assert play.out == {}
-        play.reply(rollout, Done(0.25, seconds=0.25))
+        play.reply(rollout, Done(0.25, seconds=0.25, state={"left": 3}))
     first, second = play.out[KEY].completions
     assert isinstance(first, Played) and isinstance(second, Played)
     assert first.token_ids.tolist() == [30, END, 50, 51, 52, 40, 41, END]
     assert first.logprobs.tolist() == [-1, -2, 0, 0, 0, -1, -2, -3]
     assert first.observed == ((2, 5),) and first.num_sampled == 5
     assert (first.turns, first.tool_calls, first.tool_errors, first.environment_s) == (2, 1, 0, 0.75)
-    assert (first.environment_reward, first.finish_reason) == (0.25, "stop")
+    assert (first.environment_reward, first.environment_state, first.finish_reason) == (0.25, {"left": 3}, "stop")
     assert [m["role"] for m in first.messages] == ["assistant", "tool", "assistant"]
     assert second.tool_errors == 1
     assert play.episodes.num_running == 0

@@ -302,14 +302,18 @@ def test_rewards_get_the_conversation_and_what_the_environment_said(tmp_path: Pa
     loop.pool.submit = lambda key, *job, **more: jobs.append((job, more))  # type: ignore[method-assign]
     said = [{"role": "assistant", "content": "call"}, {"role": "tool", "content": "4"}]
     ids, zeros = np.array([3, 60, 2], np.int32), np.zeros(3, np.float32)
-    played = Played(ids, zeros, "stop", observed=((1, 2),), turns=2, messages=tuple(said), environment_reward=0.5)
+    ended = {"environment_reward": 0.5, "environment_state": {"left": 3}}
+    played = Played(ids, zeros, "stop", observed=((1, 2),), turns=2, messages=tuple(said), **ended)
     prompt = Prompt(Problem(0, {}), [{"role": "user", "content": "2+2?"}], "?", np.array([1], np.int32))
     [key] = turns.running
     turns.over[key] = Sampled(prompt, [played] * 2)
     loop.turn()
     [((shown, completions, token_ids, _, version), more)] = jobs
     assert (shown, completions, version) == (prompt.for_rewards, [said] * 2, 0)
-    assert token_ids == [[3, 60, 2]] * 2 and more == {"environment_rewards": [0.5, 0.5]}
+    assert token_ids == [[3, 60, 2]] * 2 and more == {
+        "environment_rewards": [0.5, 0.5],
+        "environments": [{"left": 3}] * 2,
+    }
     assert loop.sampler.stats["total/completion_tokens"] == 4, "what was observed was not generated"
 
 

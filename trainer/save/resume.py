@@ -9,7 +9,8 @@ of batches. So these are compared, before a model is loaded, with what the check
 
 and two things when the first sampler has said hello, because the trainer never reads them: the fingerprints of its rows
 and of its tokenizer. A user's own estimator, loss, reward or environment may change, but not in silence: its file is
-compared, too, and a difference is said. Left out: what decides no problem, such as sampling and learning rate, which may change.
+compared, too, and a difference is said. Left out: what decides no problem, such as sampling and learning rate, which
+may change.
 """
 
 from __future__ import annotations
