@@ -88,13 +88,16 @@ def placement_over(hosts: Sequence[HostLine], config: Config) -> Placement:
     return Placement(ranks, (), {}, {}, (), (), samplers_text, f"{ranks_text}, {ranks} rank{'s' * (ranks > 1)}")
 
 
-def address_over(hosts: Sequence[HostLine], config: Config) -> list[str]:
-    """The override that says where rank 0 listens, unless the config does."""
+def settings_over(hosts: Sequence[HostLine], config: Config) -> list[str]:
+    """Overrides: where rank 0 listens, unless the config says it, and how many samplers there are."""
+    found, samplers, given = [], sum(host.samplers for host in hosts), config.sampler.num_samplers
     if config.channel.endpoint is None:
-        return [f"channel.endpoint=tcp://{hosts[0].name}:{free_port()}"]
-    if not config.channel.endpoint.startswith("tcp://"):
+        found.append(f"channel.endpoint=tcp://{hosts[0].name}:{free_port()}")
+    elif not config.channel.endpoint.startswith("tcp://"):
         raise UserError(f"channel.endpoint {config.channel.endpoint} is of one host; remove it, or write tcp://…")
-    return []
+    if given not in (1, samplers):
+        raise UserError(f"sampler.num_samplers {given} and the hostfile has {samplers}; remove sampler.num_samplers")
+    return found if given == samplers else [*found, f"sampler.num_samplers={samplers}"]
 
 
 class HostCommands(Commands):
@@ -113,18 +116,19 @@ class HostCommands(Commands):
             old.unlink()
         self._proof.touch()
 
-    def sampler(self) -> Child:
-        orders = [
-            self._order(
-                host,
-                f"sampler-{i}",
-                (sys.executable, str(ROOT / "sampling.py"), *self._arguments, "--id", f"{_tame(host.name)}-{i}"),
-                gpus=(host.slots + i * self._width, self._width),
-            )
-            for host in self._hosts
-            for i in range(host.samplers)
+    def samplers(self) -> list[Child]:
+        """Each by itself: one that ends is started again alone."""
+        places = [(host, i) for host in self._hosts for i in range(host.samplers)]
+        return [
+            self._sampler_on(host, i, "sampler" if len(places) == 1 else f"sampler.{number}")
+            for number, (host, i) in enumerate(places)
         ]
-        return self._over("sampler", orders)
+
+    def _sampler_on(self, host: HostLine, i: int, name: str) -> Child:
+        """i: which of the host's samplers."""
+        argv = (sys.executable, str(ROOT / "sampling.py"), *self._arguments, "--id", name)
+        gpus = (host.slots + i * self._width, self._width)
+        return self._over(name, [self._order(host, name, argv, gpus)])
 
     def trainer(self, *extra: str) -> Child:
         """DeepSpeed's own launcher on every host that has ranks, told which host it is on."""

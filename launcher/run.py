@@ -26,7 +26,7 @@ from launcher import shares
 from launcher.batch_plan import batch_plan, one_line
 from launcher.commands import Commands
 from launcher.fit import fit, reference_side
-from launcher.hosts import HostCommands, address_over, placement_over, read_hosts
+from launcher.hosts import HostCommands, placement_over, read_hosts, settings_over
 from launcher.machine import ROOT, this_machine
 from launcher.measure import with_measured
 from launcher.output_dir import LOCK, check_folder, in_use, move_aside
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         hosts = read_hosts(hostfile) if hostfile else ()
         config = load(path, overrides)
         if hosts:
-            overrides = [*overrides, *address_over(hosts, config)]
+            overrides = [*overrides, *settings_over(hosts, config)]
             config = load(path, overrides)
             place = placement_over(hosts, config)
         else:

@@ -15,7 +15,7 @@ import pytest
 
 from common.config import Config
 from common.errors import UserError
-from launcher.hosts import HostCommands, HostLine, address_over, passed_on, placement_over, read_hosts
+from launcher.hosts import HostCommands, HostLine, passed_on, placement_over, read_hosts, settings_over
 from launcher.machine import ROOT
 from launcher.over_hosts import is_here, reach
 from launcher.run import without_hosts
@@ -73,9 +73,12 @@ def test_the_hostfile_counts_the_ranks_and_names_the_address(tmp_path: Path) -> 
         placement_over(hosts, config_of(tmp_path, trainer={"num_ranks": 2}))
     with pytest.raises(UserError, match=r"trainer.devices \[0\] are of one host"):
         placement_over(hosts, config_of(tmp_path, trainer={"devices": [0]}))
-    [address] = address_over(hosts, config_of(tmp_path))
-    assert address.startswith("channel.endpoint=tcp://10.0.0.1:")
-    assert address_over(hosts, config_of(tmp_path, channel={"endpoint": "tcp://10.0.0.1:5555"})) == []
+    address, count = settings_over(hosts, config_of(tmp_path))
+    assert address.startswith("channel.endpoint=tcp://10.0.0.1:") and count == "sampler.num_samplers=2"
+    channel = {"endpoint": "tcp://10.0.0.1:5555"}
+    assert settings_over((hosts[0], HostLine("b", 0, 1)), config_of(tmp_path, channel=channel)) == []
+    with pytest.raises(UserError, match="num_samplers 3 and the hostfile has 2"):
+        settings_over(hosts, config_of(tmp_path, sampler={"num_samplers": 3}))
 
 
 @pytest.mark.fast
@@ -83,7 +86,10 @@ def test_every_host_gets_its_ranks_and_its_samplers_behind_them(tmp_path: Path) 
     hosts = (HostLine("10.0.0.1", 2, 0), HostLine("10.0.0.3", 1, 2))
     config = config_of(tmp_path, vllm={"tensor_parallel_size": 2})
     commands = HostCommands(tmp_path / "c.yaml", ["a.b=1"], config, placement_over(hosts, config), hosts)
-    trainer, sampler = (json.loads(Path(c.argv[-1]).read_text()) for c in (commands.trainer("x=y"), commands.sampler()))
+    trainer = json.loads(Path(commands.trainer("x=y").argv[-1]).read_text())
+    children = commands.samplers()
+    assert [child.name for child in children] == ["sampler.0", "sampler.1"]
+    sampler = [order for child in children for order in json.loads(Path(child.argv[-1]).read_text())]
     assert [(o["host"], o["gpus"], o["launcher_depth"]) for o in trainer] == [
         ("10.0.0.1", [0, 2], 2),
         ("10.0.0.3", [0, 1], 2),
@@ -95,8 +101,8 @@ def test_every_host_gets_its_ranks_and_its_samplers_behind_them(tmp_path: Path) 
     hostfile = Path(first[first.index("--hostfile") + 1]).read_text()
     assert hostfile == "10.0.0.1 slots=2\n10.0.0.3 slots=1\n"
     assert [(o["host"], o["gpus"], o["argv"][-1]) for o in sampler] == [
-        ("10.0.0.3", [1, 2], "10.0.0.3-0"),
-        ("10.0.0.3", [3, 2], "10.0.0.3-1"),
+        ("10.0.0.3", [1, 2], "sampler.0"),
+        ("10.0.0.3", [3, 2], "sampler.1"),
     ]
     assert len({o["log"] for o in (*trainer, *sampler)}) == 4
 
