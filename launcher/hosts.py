@@ -126,9 +126,9 @@ class HostCommands(Commands):
 
     def _sampler_on(self, host: HostLine, i: int, name: str) -> Child:
         """i: which of the host's samplers."""
-        argv = (sys.executable, str(ROOT / "sampling.py"), *self._arguments, "--id", name)
+        alone = self._sampler(name, {}, (), "--id", name)
         gpus = (host.slots + i * self._width, self._width)
-        return self._over(name, [self._order(host, name, argv, gpus)])
+        return self._over(name, [self._order(host, name, alone.argv, gpus, alone.scratch)])
 
     def trainer(self, *extra: str) -> Child:
         """DeepSpeed's own launcher on every host that has ranks, told which host it is on."""
@@ -137,7 +137,7 @@ class HostCommands(Commands):
         durable.write_file(file, "".join(f"{host.name} slots={host.slots}\n" for host in hosts).encode())
         launcher = [str(Path(sys.executable).parent / "deepspeed"), "--log_level", "critical"]
         launcher += ["--hostfile", str(file), "--no_ssh", "--master_addr", hosts[0].name]
-        launcher += ["--master_port", str(free_port())]
+        launcher += ["--master_port", str(port := free_port())]
         script = [str(ROOT / "training_worker.py"), *self._arguments, *extra]
         orders = [
             self._order(
@@ -145,6 +145,7 @@ class HostCommands(Commands):
                 "trainer",
                 (*launcher, "--node_rank", str(number), *script),
                 gpus=(0, host.slots),
+                scratch=(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*",),
                 launcher_depth=2,
             )
             for number, host in enumerate(hosts)
@@ -156,7 +157,13 @@ class HostCommands(Commands):
         return int(self.config.vllm.get("tensor_parallel_size", 1))
 
     def _order(
-        self, host: HostLine, name: str, argv: Sequence[str], gpus: tuple[int, int], launcher_depth: int = 0
+        self,
+        host: HostLine,
+        name: str,
+        argv: Sequence[str],
+        gpus: tuple[int, int],
+        scratch: Sequence[str],
+        launcher_depth: int = 0,
     ) -> dict[str, Any]:
         """What on_host.py reads. Its log has the host's name; that of the whole is beside it."""
         self._attempt += 1
@@ -168,6 +175,7 @@ class HostCommands(Commands):
             "env": passed_on(os.environ),
             "log": str(log),
             "gpus": gpus,
+            "scratch": list(scratch),
             "processes": host.slots + host.samplers,
             "launcher_depth": launcher_depth,
             "attempt": self._attempt,

@@ -83,8 +83,15 @@ def _child(order: Mapping[str, Any], environ: Mapping[str, str]) -> Child:
         )
     elif order["name"].startswith("sampler"):
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus[first : first + count]))
-    log, depth = Path(order["log"]), order["launcher_depth"]
-    return Child(order["name"], tuple(order["argv"]), env, log, echo=True, launcher_depth=depth)
+    return Child(
+        order["name"],
+        tuple(order["argv"]),
+        env,
+        Path(order["log"]),
+        echo=True,
+        launcher_depth=order["launcher_depth"],
+        scratch=tuple(order["scratch"]),
+    )
 
 
 def _watch(running: Running) -> int:

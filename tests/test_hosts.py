@@ -152,6 +152,7 @@ class Connections:
                 "env": {},
                 "log": str(self.folder / f"host{i}.log"),
                 "gpus": [0, 0],
+                "scratch": [],
                 "processes": 1,
                 "launcher_depth": 0,
                 "attempt": 1,
