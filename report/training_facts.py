@@ -23,6 +23,10 @@ def facts(config: Config, rows: Rows, environment: Mapping[str, Any]) -> Iterabl
     weights = zip(c.rewards.names, c.rewards.weights, strict=True)
     yield "Rewards", ", ".join(f"{code(name)} × {weight:g}" for name, weight in weights)
     yield from _objective(config)
+    if c.rollout.is_multi_turn:
+        named = [c.rollout.environment] if c.rollout.environment else c.rollout.tools
+        answering = ", ".join(code(shown_path(name)) for name in named)
+        yield "Turns", f"up to {c.rollout.max_turns} in a completion, answered by {answering}"
     t, s = c.trainer, c.sampler
     steps = f", {c.algorithm.steps_per_batch} optimizer steps on each batch" if c.algorithm.steps_per_batch > 1 else ""
     behind = f"the sampler up to {t.max_staleness} × a batch ahead" if t.max_staleness else "on policy"

@@ -114,6 +114,11 @@ def test_the_training_is_told_in_full(tmp_path: Path) -> None:
     assert "git checkout 0123456789abcdef\nbash launch.sh run settings.yaml" in text
 
 
+def test_what_answered_the_model_between_its_turns_is_named(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path, rollout={"tools": ["/home/me/tools.py:calculator"], "max_turns": 4})
+    assert "| Turns | up to 4 in a completion, answered by `…/tools.py:calculator` |" in str(card_of(folder))
+
+
 def test_a_run_without_evaluations_has_no_number_of_them(tmp_path: Path) -> None:
     card = card_of(run_folder(tmp_path))
     assert "the run made no held-out evaluation of it" in str(card)
