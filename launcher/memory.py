@@ -7,6 +7,7 @@ resident memory of a process. Left out: fragmentation; NCCL's buffers and the CU
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from launcher.machine import GIB
@@ -220,13 +221,12 @@ def smaller(work: Workload, budget: float) -> tuple[list[str], Workload] | None:
         ("trainer.logprob_chunk_size=256", {"chunk": 256}),
         ("deepspeed.zero_optimization.stage=2", {"zero_stage": 2}),
         ("deepspeed.zero_optimization.stage=3", {"zero_stage": 3}),
+        ("trainer.sequence_parallel_size=2", {"sp_size": 2}),
         ("sampler.max_completion_length=" + str(max(1, work.completion // 2)), {"completion": work.completion // 2}),
     ]
     chosen: list[tuple[str, dict[str, int | bool]]] = []
     for setting, change in options:
-        if all(getattr(work, name) == value for name, value in change.items()) or (
-            "zero_stage" in change and (work.ranks == 1 or work.zero_stage >= change["zero_stage"])
-        ):
+        if all(getattr(work, name) == value for name, value in change.items()) or _cannot(work, change):
             continue
         chosen.append((setting, change))
         if _total(work, chosen) <= budget:
@@ -236,6 +236,15 @@ def smaller(work: Workload, budget: float) -> tuple[list[str], Workload] | None:
                     chosen = rest
             return [setting for setting, _ in chosen], _changed(work, chosen)
     return None
+
+
+def _cannot(work: Workload, change: Mapping[str, int | bool]) -> bool:
+    """Whether a change needs more ranks, or a model and rows of another kind."""
+    if "zero_stage" in change:
+        return work.ranks == 1 or work.zero_stage >= change["zero_stage"]
+    heads = [m.heads for m in (work.model, work.critic) if m]
+    odd = any(n % 2 for n in (work.ranks, *heads))
+    return "sp_size" in change and (work.sp_size > 1 or odd or work.images > 0 or not work.shares_prompt)
 
 
 def _changed(work: Workload, changes: list[tuple[str, dict[str, int | bool]]]) -> Workload:

@@ -299,6 +299,13 @@ def test_what_does_not_fit_gets_the_smallest_change_that_makes_it_fit() -> None:
     both = smaller(everything, trainer_memory(replace(everything, zero_stage=3)).total + 1)
     assert both is not None and both[0] == ["deepspeed.zero_optimization.stage=3"]
     assert smaller(load_of(), GIB) is None
+    sharded = load_of(ranks=8, checkpointing=True, chunk=256, zero_stage=3)
+    halved = smaller(sharded, trainer_memory(replace(sharded, sp_size=2)).total + 1)
+    assert halved is not None and halved[0] == ["trainer.sequence_parallel_size=2"]
+    for change in ({"ranks": 7}, {"images": 1}, {"shares_prompt": False}, {"sp_size": 2}):
+        other = replace(sharded, **change)
+        found = smaller(other, trainer_memory(other).total - 1)
+        assert found is None or "trainer.sequence_parallel_size=2" not in found[0]
 
 
 # ---- time

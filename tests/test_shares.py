@@ -159,8 +159,8 @@ def test_launch_adds_the_settings_and_says_so(monkeypatch: pytest.MonkeyPatch, c
     started = []
 
     class Stopped:
-        def __init__(self, sampler: Any, *_: Any) -> None:
-            started.append(sampler)
+        def __init__(self, samplers: Any, *_: Any) -> None:
+            started.extend(samplers)
 
         def run(self) -> int:
             return 0
