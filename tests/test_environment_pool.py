@@ -376,7 +376,7 @@ def hostile_run(pool, commands):
 
 
 @pytest.mark.timeout(500)  # its deadlines are as long as the machine is slow
-def test_ten_thousand_steps_of_a_hostile_environment(tmp_path, monkeypatch):
+def test_ten_thousand_steps_of_a_hostile_environment(tmp_path, monkeypatch, figure):
     """Every failure is counted once and by its kind, each within a second after its deadline, and nothing is left."""
     plan = PLAN | ({"kills": (20, "error")} if can_confine_signals() else {})
     bad = [f"{name} {i}" for name, (count, _) in plan.items() for i in range(count)]
@@ -401,7 +401,8 @@ def test_ten_thousand_steps_of_a_hostile_environment(tmp_path, monkeypatch):
     slowest = max(seconds for _, _, seconds in replies)
     assert not overdue(slowest - deadline_s, 1.0)
     until(lambda: not with_variable("TANDEM_TEST_HOSTILE", str(tmp_path)), 5.0)
-    print(
+    figure(
+        "R15",
         f"{STEPS} steps, {len(bad)} of them hostile, {sum(counted.values())} failures in {took_s:.0f} s; slowest reply "
         f"{slowest - deadline_s:+.2f} s after the deadline of {deadline_s:.1f} s",
     )
