@@ -86,16 +86,11 @@ def _widened(ids: NDArray[np.int32], width: int) -> NDArray[np.int32]:
 def read_group(header: GroupHeader, arrays: bytes) -> Group:
     """Raises WireError or ValueError if they do not fit each other."""
     lengths = header.completion_lengths
-    n, total = len(lengths), sum(lengths)
-    if header.prompt_length < 0 or header.support_width < 0 or any(length < 0 for length in lengths):
-        raise WireError("malformed", "negative length")
-    episodes = [SINGLE_TURN] * n if header.episodes is msgspec.UNSET else header.episodes
-    if not n == len(episodes) == len(header.rewards) == len(header.reward) == len(header.finish_reasons):
-        raise WireError("malformed", "lists of different lengths")
-    ref_total = total if header.has_ref_logprobs else 0
     images = header.images if isinstance(header, ImageGroupHeader) else []
-    if any(image.size < 0 for image in images):
-        raise WireError("malformed", "negative length")
+    episodes = [SINGLE_TURN] * len(lengths) if header.episodes is msgspec.UNSET else header.episodes
+    _check_lists(header, images, len(episodes))
+    total = sum(lengths)
+    ref_total = total if header.has_ref_logprobs else 0
     words = header.prompt_length + (2 + header.support_width) * total + ref_total
     if len(arrays) != 4 * words + sum(image.size for image in images):
         raise WireError("malformed", f"{len(arrays)} bytes of arrays do not fit the lengths in the header")
@@ -125,6 +120,15 @@ def read_group(header: GroupHeader, arrays: bytes) -> Group:
     pngs = tuple(_read_images(images, arrays, 4 * words))
     failures = () if header.failures is msgspec.UNSET else tuple(header.failures)
     return Group(header.group_id, header.policy_version, header.problem_index, prompt_ids, rollouts, pngs, failures)
+
+
+def _check_lists(header: GroupHeader, images: Sequence[_Image], num_episodes: int) -> None:
+    sizes = [header.prompt_length, header.support_width, *header.completion_lengths, *(image.size for image in images)]
+    if min(sizes) < 0:
+        raise WireError("malformed", "negative length")
+    lists = header.completion_lengths, header.rewards, header.reward, header.finish_reasons
+    if {num_episodes, *map(len, lists)} != {num_episodes}:
+        raise WireError("malformed", "lists of different lengths")
 
 
 def _read_images(images: list[_Image], arrays: bytes, begin: int) -> Iterator[EncodedImage]:

@@ -77,6 +77,7 @@ def write_curves(output_dir: Path) -> Path:
 
     Dots are single steps, lines their centred mean over about a tenth of the run. Raises UserError without a run.
     """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -102,7 +103,7 @@ def write_curves(output_dir: Path) -> Path:
         ax.remove()
     _head(figure, f"{folder.resolve().name} · step {last_step}", window)
     picture = io.BytesIO()
-    figure.savefig(picture, format="png", metadata={"Software": None})
+    FigureCanvasAgg(figure).print_png(picture, metadata={"Software": None})  # savefig would draw it twice
     write_file(folder / "curves.png", picture.getvalue())
     return folder / "curves.png"
 
