@@ -29,7 +29,10 @@ from trainer.link.ledger import Ledger
 from trainer.link.recording import FILE, Recorder, Replay
 
 if TYPE_CHECKING:
+    from model.reference import Reference
+    from trainer.engine.critic import Critic
     from trainer.engine.policy import Engine
+    from trainer.engine.ranks import Exchange
     from trainer.record.rank_zero import RankZero
     from trainer.save.checkpoint import Progress
 
@@ -60,10 +63,8 @@ def _taken(config: Config) -> Any:
 
 def _run(config: Config) -> None:
     """Rank 0 opens what only it has first: a taken port or a wrong checkpoint must not cost the start of all ranks."""
-    from model.reference import Reference
     from trainer.algorithm.advantages import try_own_estimator
     from trainer.algorithm.losses import try_own_objective
-    from trainer.engine.critic import Critic
     from trainer.engine.deepspeed_model import init_distributed
     from trainer.engine.policy import Engine
     from trainer.engine.ranks import Exchange
@@ -93,24 +94,37 @@ def _run(config: Config) -> None:
         engine = Engine(config, exchange.world_size, exchange.sequence_group)
         if rank_zero is not None:
             _note_devices(config, rank_zero, engine)
-        critic = None
-        if config.algorithm.needs_critic:
-            critic = Critic(config, exchange.world_size, exchange.sequence_group)
-            critic.check_vocabulary(len(tokenizer))
+        critic = _critic(config, exchange, len(tokenizer))
         if resume_from:
             checkpoint.restore(engine, Path(resume_from), critic)
-        reference = None
-        if config.reference_on == "trainer":
-            # Under ZeRO-3 a forward gathers weights from all ranks, and ranks score different numbers of micro-batches.
-            policy = engine.model if config.reference_is_base and stage < 3 else None
-            reference = Reference(config, engine.device, policy, exchange.sequence_group)
-            reference.check_vocabulary(len(tokenizer))
-        trainer = Trainer(
-            config, engine, exchange, tokenizer, progress_of(resume_from, run_id), rank_zero, reference, critic
-        )
+        reference = _reference(config, engine, exchange, len(tokenizer))
+        progress = progress_of(resume_from, run_id)
+        trainer = Trainer(config, engine, exchange, tokenizer, progress, rank_zero, reference, critic)
         exits.limit_time(config.trainer.max_hours if rank == 0 else None)  # its clock decides for all
         exits.defer_interrupts(rank == 0, "stopping after this step, with a checkpoint; again to stop at once")
         trainer.run()
+
+
+def _critic(config: Config, exchange: Exchange, vocab_size: int) -> Critic | None:
+    from trainer.engine.critic import Critic
+
+    if not config.algorithm.needs_critic:
+        return None
+    critic = Critic(config, exchange.world_size, exchange.sequence_group)
+    critic.check_vocabulary(vocab_size)
+    return critic
+
+
+def _reference(config: Config, engine: Engine, exchange: Exchange, vocab_size: int) -> Reference | None:
+    from model.reference import Reference
+
+    if config.reference_on != "trainer":
+        return None
+    # Under ZeRO-3 a forward gathers weights from all ranks, and ranks score different numbers of micro-batches.
+    policy = engine.model if config.reference_is_base and engine.stage < 3 else None
+    reference = Reference(config, engine.device, policy, exchange.sequence_group)
+    reference.check_vocabulary(vocab_size)
+    return reference
 
 
 def _note_devices(config: Config, rank_zero: RankZero, engine: Engine) -> None:
