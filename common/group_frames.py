@@ -126,8 +126,8 @@ def _check_lists(header: GroupHeader, images: Sequence[_Image], num_episodes: in
     sizes = [header.prompt_length, header.support_width, *header.completion_lengths, *(image.size for image in images)]
     if min(sizes) < 0:
         raise WireError("malformed", "negative length")
-    lists = header.completion_lengths, header.rewards, header.reward, header.finish_reasons
-    if {num_episodes, *map(len, lists)} != {num_episodes}:
+    n = len(header.completion_lengths)
+    if not n == num_episodes == len(header.rewards) == len(header.reward) == len(header.finish_reasons):
         raise WireError("malformed", "lists of different lengths")
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.weights import BadWeights, map_privately, tensor_places
+from common.verified_copy import map_privately
+from common.weights import BadWeights, tensor_places
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from common import durable, weights
 from common.config import Config
 from common.failpoints import failpoint
+from common.verified_copy import take_verified
 from common.watchdog import report_progress
 from common.weights import BadWeights, Manifest, Published
 from model import lora
@@ -47,7 +48,7 @@ def fetch(published: Published, config: Config, progressed: Callable[[], None] =
     private = scratch_dir(config)
     try:
         manifest = weights.read_manifest(published)
-        mapped = weights.take_verified(published, manifest, private, progressed)
+        mapped = take_verified(published, manifest, private, progressed)
         _require_expected(private, manifest, config)
         tensors = _tensors(private, manifest, mapped)
         _require_finite(tensors, manifest, progressed)

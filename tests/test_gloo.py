@@ -19,6 +19,7 @@ from torch import Tensor
 
 from common import exits, weights
 from common.types import Group
+from common.verified_copy import take_verified
 from tests.gloo_data import (
     BETA,
     GROUPS_PER_STEP,
@@ -540,7 +541,7 @@ def test_a_published_version_verifies_and_holds_the_trained_weights(
 ) -> None:
     version = published(runs, ranks, stage)
     manifest = weights.read_manifest(version)
-    weights.take_verified(version, manifest, tmp_path / "private")
+    take_verified(version, manifest, tmp_path / "private")
     assert len(manifest.files) == ranks
     found: dict[str, Tensor] = {}
     for name in manifest.files:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from common import weights
 from common.config import Config, load
 from common.errors import UserError
+from common.verified_copy import take_verified
 from common.weights import BadWeights, Published
 from model import lora
 from model.folder import require_model
@@ -187,14 +188,14 @@ def test_a_version_lists_both_files_and_every_adapter(model: Path, tmp_path: Pat
     manifest = weights.read_manifest(published)
     assert manifest.files.keys() == {lora.WEIGHTS, lora.SETTINGS}
     assert manifest.tensors == lora.expected(config)[0]
-    weights.take_verified(published, manifest, tmp_path / "private")
+    take_verified(published, manifest, tmp_path / "private")
     found = load_file(tmp_path / "private" / lora.WEIGHTS)
     expected = dict(policy.full_parameters(lambda _: True))
     assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
     settings = Path(published.weights_dir) / lora.SETTINGS
     settings.write_text(settings.read_text().replace('"r": 4', '"r": 8'))
     with pytest.raises(BadWeights, match=f"{lora.SETTINGS} has BLAKE3"):
-        weights.take_verified(published, manifest, tmp_path / "again")
+        take_verified(published, manifest, tmp_path / "again")
 
 
 class Untouchable:

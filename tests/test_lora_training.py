@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common import run_folder, weights
+from common.verified_copy import take_verified
 from model import lora
 from tests.gloo_data import NUM_STEPS, STAGES
 from tests.launch_worker import launch
@@ -177,7 +178,7 @@ def test_a_published_version_is_a_peft_folder_of_the_trained_adapters(
 ) -> None:
     version = runs.published(ranks, name)
     manifest = weights.read_manifest(version)
-    weights.take_verified(version, manifest, tmp_path / "private")
+    take_verified(version, manifest, tmp_path / "private")
     assert sorted(manifest.files) == [lora.SETTINGS, lora.WEIGHTS]
     found, expected = load_file(tmp_path / "private" / lora.WEIGHTS), runs.tensors(ranks, f"{name}/adapters")
     assert found.keys() == expected.keys() == manifest.tensors.keys()

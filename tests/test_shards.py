@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from common.weights import BadWeights, map_privately
+from common.verified_copy import map_privately
+from common.weights import BadWeights
 from model.shards import tensors_of
 
 pytestmark = pytest.mark.fast

@@ -20,6 +20,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from common import durable, weights
+from common.verified_copy import take_verified
 from common.weights import BadWeights, Canary, Manifest, NotVisible, Published
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,7 +46,7 @@ def publish(folder: Path, version: int = 3, change: Change | None = None, incarn
 
 def receive(published: Published, private: Path) -> Manifest:
     manifest = weights.read_manifest(published)
-    weights.take_verified(published, manifest, private)
+    take_verified(published, manifest, private)
     return manifest
 
 
@@ -261,7 +262,7 @@ def read_newest(folder: Path, count: int) -> int | None:
         announced = Published(**json.loads((folder / "announced").read_bytes()))
         private = folder / f"private-{count}-{time.monotonic_ns()}"
         manifest = weights.read_manifest(announced)
-        weights.take_verified(announced, manifest, private)
+        take_verified(announced, manifest, private)
     except FileNotFoundError:
         return None
     except BadWeights as error:
