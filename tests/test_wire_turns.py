@@ -34,7 +34,10 @@ def test_the_sampled_tokens_of_a_rollout_are_all_but_the_observed_ones() -> None
     assert make_rollout().completion_ids[make_rollout().sampled()].tolist() == [3, 4]
 
 
-def test_a_group_of_single_turns_is_the_very_frame_that_it_was_before_there_were_turns() -> None:
+def test_a_group_of_single_turns_is_the_very_frame_that_it_was_before_there_were_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "PROTO", 1)  # as it was then; CREDIT has changed since
     ref = np.full(2, -1, np.float32)
     group = make_group(3, 1, make_rollout(ref_logprobs=ref), make_rollout((7, 8), ref_logprobs=ref))
     found = hashlib.sha256(b"".join(encode(ENVELOPE, group))).hexdigest()
