@@ -15,7 +15,7 @@ from environments.tools import PARSERS, Call, Toolbox, parse_hermes, parse_llama
 from rewards.pool import RewardPool
 from tests.speed import limit
 
-pytestmark = [pytest.mark.fast, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 # As in TRL's documentation of tools and of environment_factory, word for word.
 TRL = '''
@@ -163,6 +163,7 @@ def one(pool):
     return reply
 
 
+@pytest.mark.processes  # what describes tools is in transformers
 def test_the_tools_of_trls_documentation_run_unchanged(file):
     given = Rollouts(tools=[f"{file}:multiply", f"{file}:async_add"], timeout_s=limit(20))
     with EnvironmentPool(given, columns=["prompt"]) as pool:
@@ -187,6 +188,7 @@ def test_the_tools_of_trls_documentation_run_unchanged(file):
         assert one(pool).reward is None
 
 
+@pytest.mark.processes  # what describes tools is in transformers
 def test_the_environment_of_trls_documentation_runs_unchanged_with_its_reward_function(file):
     row, prompt = {"answer": "4"}, [{"role": "user", "content": "Start."}]
     given = Rollouts(environment=f"{file}:IncrementEnv", timeout_s=limit(20))
@@ -238,6 +240,7 @@ def test_the_environment_of_the_page_runs_and_has_about_twenty_lines(tmp_path):
     assert [reply.reward for reply in said if isinstance(reply, Done)] == [1.0, 0.0]
 
 
+@pytest.mark.processes  # what describes tools is in transformers
 def test_the_tool_of_the_page_is_described_and_called(tmp_path):
     (tmp_path / "tools.py").write_text(page_block("tools.py"))
     with EnvironmentPool(Rollouts(tools=[f"{tmp_path}/tools.py:multiply"], timeout_s=limit(20))) as pool:
