@@ -32,6 +32,7 @@ import psutil
 
 from common.exits import die_with_parent, kill_group
 from common.redact import redacted_words
+from common.shared_memory import remove_orphans
 from common.transcript import Transcript
 from launcher.machine import ROOT
 
@@ -138,6 +139,7 @@ class Running:
         kill_marked(self._mark)
         self.process.wait()
         remove(self.scratch)
+        remove_orphans()
 
     def close(self, show: Callable[[bytes], None]) -> None:
         """Moves the last output, kills what the child left behind, and closes its log."""
@@ -247,6 +249,7 @@ def guard_main(mark: str, messages: IO[str]) -> None:
     kill_marked(mark)
     for scratch in live.values():
         remove(scratch)
+    remove_orphans()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from common.transport import Transport
 from common.types import EvalResult, Group, Tombstone
 
 _RESEND_AFTER_S = 2.0
+_HELLO_AFTER_S = 3.0  # three credits that did not come: a trainer that was started again does not know this sampler
 
 
 class Link:
@@ -41,7 +42,8 @@ class Link:
 
     @property
     def is_credited(self) -> bool:
-        return self.credit is not None and time.monotonic() - self._heard_at < self._config.channel.lost_after_s
+        patience_s = min(_HELLO_AFTER_S, self._config.channel.lost_after_s)
+        return self.credit is not None and time.monotonic() - self._heard_at < patience_s
 
     def receive(self, timeout_s: float) -> bool:
         """Reads what is there, waiting at most timeout_s. True if the trainer was started anew.

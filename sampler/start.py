@@ -15,6 +15,7 @@ from common import durable, out_of_memory
 from common.config import Config
 from common.errors import Retryable, UserError
 from common.exits import RETRYABLE, USER_ERROR
+from common.shared_memory import remove_orphans
 from common.types import Problem, Prompt
 from common.watchdog import Watchdog
 from model.folder import require_models
@@ -103,6 +104,7 @@ def _sample(
     from sampler.loop import Sampler
 
     remove_stale_scratch(config)
+    remove_orphans()  # of an engine that was killed
     num_gpus = torch.cuda.device_count()
     reference = None
     if config.reference_on == "sampler":  # before the engine, which takes its share of the memory that is left
