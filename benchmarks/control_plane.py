@@ -7,8 +7,8 @@
 
 A sampler is a real Link; a group takes it a log-normal time (σ 0.5) and has completions of log-normal lengths. Many
 share a process, since one idle Python is 10 MiB. tcp with CURVE, as over several hosts. The trainer takes every group
-and commits a version, without training. CPU seconds are those of rank 0's threads, from the kernel. Left out: weights; each
-sampler of a real run also reads every version.
+and commits a version, without training. CPU seconds are those of rank 0's threads, from the kernel. Left out: weights;
+each sampler of a real run also reads every version.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import zmq
 
 from common import channel, wire
 from common.config import Config
-from common.errors import PeerEnded
+from common.errors import PeerEnded, UserError
 from common.group_limits import Limits
 from common.ports import free_port
 from common.types import Group, Rollout
@@ -243,7 +243,7 @@ class RankZero:
 
     def __init__(self, config: Config, incarnation: str, cursor: int = 0):
         self.config, self.cursor, self.step = config, cursor, 0
-        self.transport = _Counting(channel.bind(config))
+        self.transport = _Counting(_bound(config))
         ledger = Ledger(10**9, config.window, cursor)
         self.inbox = Inbox(config, "run", incarnation, LIMITS, ledger, lambda text: None, self.transport)
 
@@ -268,6 +268,18 @@ class RankZero:
         """(of the link's thread, of all threads) so far."""
         of = {thread.id: thread.user_time + thread.system_time for thread in psutil.Process().threads()}
         return of.get(self.inbox.thread.native_id or -1, 0.0), sum(of.values())
+
+
+def _bound(config: Config) -> Any:
+    """ZeroMQ gives an address back a moment after it was closed."""
+    for attempt in itertools.count():
+        try:
+            return channel.bind(config)
+        except UserError:
+            if attempt == 200:
+                raise
+            time.sleep(0.05)
+    raise AssertionError("unreachable")
 
 
 def prepared(folder: Path, prompts: int) -> Config:
@@ -336,8 +348,8 @@ def restart(samplers: int, rate: float) -> dict[str, Any]:
                 joined = time.monotonic() - begun
                 rank.train(3)
                 rank.inbox.state.peers = {}  # as by SIGKILL: nobody hears a goodbye
-            begun = time.monotonic()
             again = RankZero(config, "start-2", rank.cursor)
+            begun = time.monotonic()
             with again.inbox:
                 again.inbox.commit(again.cursor, Published(0, "/weights/0", "0" * 64))
                 again.wait_for(samplers)

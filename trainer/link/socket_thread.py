@@ -24,6 +24,7 @@ from trainer.link.peers import refusal, welcomed
 from trainer.link.state import SharedState
 
 _POLL_S = 0.2
+_LEASE_SHARE = 0.05  # of the thread's time at most goes into handing out leases between beats
 _READ_AT_ONCE = 256  # messages; then credits and deadlines have their turn, however many more there are
 _ALWAYS_ALLOWED = 3.0  # failures, however few groups or problems there are
 
@@ -48,6 +49,7 @@ class SocketThread(threading.Thread):
         self._ending = threading.Event()
         self._bye = wire.Bye("done")
         self._credited_at, self._credited_progress = -channel.BEAT_S, -1  # when, and with what, all heard last
+        self._lease_at = 0.0  # not before it, unless for a beat or a step
 
     def wake(self) -> None:
         """The state changed: samplers shall hear of it at once."""
@@ -75,7 +77,7 @@ class SocketThread(threading.Thread):
 
     def _serve(self) -> None:
         while not self._ending.is_set():
-            self.transport.poll(_POLL_S)
+            self.transport.poll(self._patience_s())
             self._receive()
             now = time.monotonic()
             with self.state.changed:
@@ -227,16 +229,24 @@ class SocketThread(threading.Thread):
 
     # ---- what samplers hear -------------------------------------------------------------------------------------
 
+    def _patience_s(self) -> float:
+        if not self.state.ledger.is_due or self.state.published is None:
+            return _POLL_S
+        return min(_POLL_S, max(0.001, self._lease_at - time.monotonic()))
+
     def _credit(self, now: float, is_beat: bool) -> None:
         """To everyone at a beat and when the training loop went on; in between to those whose lease changed."""
         state = self.state
-        if state.published is None:
+        hears_all = is_beat or state.progress != self._credited_progress
+        is_due = hears_all or (state.ledger.is_due and now >= self._lease_at)
+        if state.published is None or not (is_due or state.ledger.news):
             return
         live = [name for name, peer in state.peers.items() if not peer.lost]
-        is_step = state.progress != self._credited_progress
-        if is_beat or is_step or state.ledger.is_due:
+        if is_due:
             state.ledger.lease_out(live, now)
-        hear = live if is_beat or is_step else [name for name in live if name in state.ledger.news]
+            done_at = time.monotonic()
+            self._lease_at = done_at + (done_at - now) / _LEASE_SHARE
+        hear = live if hears_all else [name for name in live if name in state.ledger.news]
         self._credited_progress = state.progress
         state.ledger.news.clear()
         for name in hear:
