@@ -1,0 +1,133 @@
+"""Two hosts: network namespaces joined by a cable, each with a rank of the trainer, started over a stand-in for ssh."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from report.run_log import read_jsonl
+from tests.gloo_data import settings
+from tests.replay_worker import ENVIRONMENT, Stack, sha256_of_run, stack
+from tests.speed import limit, until
+
+pytestmark = [pytest.mark.gloo, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = 12
+TRAINER = {"max_steps": STEPS, "save_steps": 1, "save_limit": STEPS, "lr_scheduler_type": "constant"}
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[str, str]]:
+    """Their names are their addresses, for that is what `ip netns exec` and DeepSpeed both take."""
+    net = f"10.77.{os.getpid() % 250 + 1}"
+    names, made = (f"{net}.1", f"{net}.2"), []
+    try:
+        for name in names:
+            ip("netns", "add", name)
+            made.append(name)
+        ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
+        for name in names:
+            ip("-n", name, "addr", "add", f"{name}/24", "dev", "eth0")
+            for device in ("eth0", "lo"):
+                ip("-n", name, "link", "set", device, "up")
+        ip("netns", "exec", names[0], "true")
+    except (OSError, subprocess.CalledProcessError) as error:
+        for name in made:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+        pytest.skip(f"no network namespaces here, which need root: {error}")
+    yield names
+    for name in names:
+        ip("netns", "del", name)
+
+
+@pytest.fixture(scope="module")
+def trainers() -> Stack:
+    return stack()
+
+
+def written(trainers: Stack, name: str) -> Path:
+    """A config of a run from the recording."""
+    run = {"output_dir": str(trainers.folder / name), "replay": str(trainers.folder / "groups"), "report_to": []}
+    config = settings(trainers.folder, name, 1, run=run, trainer=TRAINER)
+    path = trainers.folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
+    return path
+
+
+def start(trainers: Stack, hosts: tuple[str, str], name: str) -> subprocess.Popen[bytes]:
+    """`run --hosts` of one rank on each."""
+    path, hostfile = written(trainers, name), trainers.folder / f"{name}.hosts"
+    hostfile.write_text("".join(f"{host} slots=1\n" for host in hosts))
+    env: dict[str, Any] = os.environ | ENVIRONMENT | {"TANDEM_SSH": "ip netns exec", "GLOO_SOCKET_IFNAME": "eth0"}
+    command = [sys.executable, "-m", "tests.hosts_worker", str(path), str(hostfile)]
+    log = open(trainers.folder / f"{name}.log", "wb")  # noqa: SIM115 the process has it
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
+
+
+def ended(trainers: Stack, process: subprocess.Popen[bytes], name: str) -> str:
+    try:
+        code = process.wait(limit(300))
+    finally:
+        process.kill()
+    said = (trainers.folder / f"{name}.log").read_text()
+    logs = [path.read_text()[-3000:] for path in (trainers.folder / name / "logs" / "hosts").glob("*.log")]
+    assert code == 0, "\n".join([said[-3000:], *logs])
+    return said
+
+
+@pytest.fixture(scope="module")
+def expected(trainers: Stack) -> dict[str, str]:
+    """Of two ranks on one host."""
+    life = trainers.run("one-host", 2, 1, {}, trainer=TRAINER)
+    assert life.codes == [0, 0], life.logs[0][-3000:]
+    return sha256_of_run(trainers.folder / "one-host")
+
+
+def test_two_hosts_train_the_weights_of_one_bit_for_bit(
+    trainers: Stack, hosts: tuple[str, str], expected: dict[str, str]
+) -> None:
+    ended(trainers, start(trainers, hosts, "two-hosts"), "two-hosts")
+    assert sha256_of_run(trainers.folder / "two-hosts") == expected
+    logs = {path.name for path in (trainers.folder / "two-hosts" / "logs" / "hosts").iterdir()}
+    assert logs == {f"{host}-trainer.log" for host in hosts}
+
+
+def test_a_host_whose_processes_are_killed_resumes_by_itself_and_exactly(
+    trainers: Stack, hosts: tuple[str, str], expected: dict[str, str]
+) -> None:
+    process, folder = start(trainers, hosts, "killed-host"), trainers.folder / "killed-host"
+    until(lambda: len(read_jsonl(folder / "metrics.jsonl")) >= 3 or process.poll() is not None, 200)
+    killed = [p for p in psutil.process_iter(["cmdline"]) if is_of(p, hosts[1], folder)]
+    assert killed
+    for one in killed:
+        one.send_signal(signal.SIGKILL)
+    said = ended(trainers, process, "killed-host")
+    assert "restart 1 of 5" in said
+    assert sha256_of_run(folder) == expected
+    time.sleep(0.2)
+    assert [p for p in psutil.process_iter(["cmdline"]) if is_of(p, hosts[1], folder)] == []
+
+
+def is_of(process: psutil.Process, host: str, folder: Path) -> bool:
+    """Whether it is a rank of that run on that host, or what started it there."""
+    words = " ".join(process.info["cmdline"] or [])
+    try:
+        here = os.stat(f"/proc/{process.pid}/ns/net").st_ino == os.stat(f"/run/netns/{host}").st_ino
+    except OSError:
+        return False
+    return here and (folder.name in words or "launcher.on_host" in words)
