@@ -44,10 +44,10 @@ class ForkServer:
     def __init__(self, control: socket.socket, found: Found, setup: Setup) -> None:
         self._control, self._found, self._setup = control, found, setup
         self._pids: dict[int, int] = {}  # of live instances, by number
-        self._wake, wakes = os.pipe()
-        for descriptor in (self._wake, wakes):
+        self._wake, self._wakes = os.pipe()
+        for descriptor in (self._wake, self._wakes):
             os.set_blocking(descriptor, False)
-        signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def run(self) -> None:
@@ -74,7 +74,7 @@ class ForkServer:
         if order.kind == "fork":
             self._fork(order.number, descriptors[0])
         elif order.number in self._pids:
-            kill_group(self._pids[order.number])
+            _kill(self._pids[order.number])
         return True
 
     def _fork(self, number: int, descriptor: int) -> None:
@@ -100,6 +100,7 @@ class ForkServer:
             signal.signal(number, signal.SIG_DFL)
         self._control.close()
         os.close(self._wake)
+        os.close(self._wakes)
         os.setsid()
         die_with(parent)
         limit_memory(self._setup.max_memory)
@@ -133,11 +134,18 @@ class ForkServer:
     def end(self) -> None:
         """Kill all, and whatever these leave behind."""
         for pid in self._pids.values():
-            kill_group(pid)
+            _kill(pid)
         until = time.monotonic() + 2.0
         while _children() and time.monotonic() < until:
             self._reap()
             time.sleep(0.005)
+
+
+def _kill(pid: int) -> None:
+    """An instance that is not reaped, and its group, which it may not lead yet."""
+    kill_group(pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _next_ended() -> int | None:

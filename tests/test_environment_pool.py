@@ -250,6 +250,14 @@ def test_close_is_called_when_a_rollout_ends_and_nothing_outlives_it_that_it_sta
         until(lambda: not any(map(psutil.pid_exists, pids)), 5.0)
 
 
+def test_a_deadline_that_is_over_before_the_process_runs_still_ends_it(file):
+    with EnvironmentPool(settings(file, timeout_s=1e-4), columns=ROW) as pool:
+        replies = started(pool, *range(20), question="sleep")
+        assert [reply.kind for reply in replies.values()] == ["timeout"] * 20
+        server = psutil.Process(pool._keeper._server.pid)
+        until(lambda: not server.children(), 5.0)
+
+
 def test_everything_ends_with_the_pool(file):
     with EnvironmentPool(settings(file), columns=ROW) as pool:
         started(pool, 1, 2)
