@@ -28,7 +28,9 @@ def check_gold(config: Rewards, rows: Sequence[Row], max_steps: int = 0) -> Find
         if has_gold:
             _verdicts(one, rows, by_row, findings)
         findings.lines += [f"  slowest call: {one.slowest[0]:.3f} s"]
-    if has_gold:
+    if "environment" in config.reward_funcs:
+        findings.lines += ["environment  what a rollout's environment says: not tried here, and no sum without it"]
+    elif has_gold:
         _check_sum(trials, rows, by_row, findings)
     return findings
 

@@ -48,10 +48,14 @@ class Trial:
 def try_each(
     config: Rewards, rows: Sequence[Row], texts_of: Callable[[Row], Sequence[str]], max_steps: int = 0
 ) -> list[Trial]:
-    """Every function on every row. Raises UserError for a function that cannot be found or called at all."""
+    """Every function on every row, but for what an environment says, which needs its rollout.
+
+    Raises UserError for a function that cannot be found or called at all.
+    """
     return [
         _try_one(config, spec, weight, rows, texts_of, max_steps)
         for spec, weight in zip(config.reward_funcs, config.weights, strict=True)
+        if spec != "environment"
     ]
 
 

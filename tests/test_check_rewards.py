@@ -96,6 +96,16 @@ def test_rewards_that_work_have_no_problem(file):
     assert "weighted sum: a right answer beats a wrong and an empty one on 3 of 3 rows" in found.lines
 
 
+def test_what_an_environment_says_is_not_tried_without_its_rollout(file):
+    found = gold(file, "environment", "answer")
+    assert found.problems == [] and found.warnings == []
+    assert [line for line in found.lines if line.startswith("environment")] == [
+        "environment  what a rollout's environment says: not tried here, and no sum without it"
+    ]
+    texts = Row(0, "2+2?", {"question": "2+2?", "answer": "4"}, ["4", "5"], [{"environment": 1.0, "answer": 1.0}, {}])
+    assert rescore(Rewards(reward_funcs=["environment"]), [texts]).problems == []
+
+
 def test_gold_answers_that_cannot_be_earned_are_a_problem_with_their_rows(file):
     found = gold(file, "whole_numbers_only", answers=("4", "0.5", "60"))
     assert "whole_numbers_only: 1 of 3 gold answers do not earn full marks" in found.problems
