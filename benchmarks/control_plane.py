@@ -321,7 +321,7 @@ def run(samplers: int, rate: float, seconds: float, kills: int) -> dict[str, Any
 
 def slow(groups: int = 16, group_s: float = 0.05, steps: int = 8) -> dict[str, Any]:
     """Median step of a fast sampler alone, and beside one at a tenth of its speed."""
-    found = {}
+    found: dict[str, Any] = {}
     for what, seconds in (("alone", [group_s]), ("with_slow", [group_s, 10 * group_s])):
         with tempfile.TemporaryDirectory(prefix="tandem-plane-") as name:
             config = prepared(Path(name), groups)
