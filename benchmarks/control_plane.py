@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import psutil
-import zmq
 
 from common import channel, wire
 from common.config import Config
@@ -84,15 +83,14 @@ class Synthetic:
         self.start()
 
     def start(self) -> None:
-        self.socket = channel.connect_dealer(self.config, self.name, self.config.window)
-        transport = _OneSocket(self.socket)
-        self.link = Link(self.config, self.name, _hello(next(self.starts)), transport)
+        self.transport = channel.connect(self.config, self.name)
+        self.link = Link(self.config, self.name, _hello(next(self.starts)), self.transport)
         self.current: int | None = None
         self.due = 0.0
 
     def kill(self) -> None:
         """As by SIGKILL: no goodbye."""
-        self.socket.close(linger=0)
+        self.transport.close()
 
     def work(self, now: float) -> float:
         """Reads, sends what is done, begins the next. When it wants to be called again."""
@@ -110,35 +108,6 @@ class Synthetic:
             self.due = now + self.seconds * self.random.lognormvariate(-(SIGMA**2) / 2, SIGMA)
         self.link.beat("sampling", int(now * 10), 0, {"total/generate_s": now}, now=False)
         return min(self.due if self.current is not None else now + 1.0, now + 1.0)
-
-
-class _OneSocket:
-    """A transport whose socket is polled with those of the other samplers in its process."""
-
-    def __init__(self, socket: Any):
-        self._socket = socket
-
-    def poll(self, timeout_s: float) -> bool:
-        return False
-
-    def receive(self) -> list[bytes] | None:
-        try:
-            return self._socket.recv_multipart(flags=zmq.NOBLOCK)
-        except zmq.Again:
-            return None
-
-    def send(self, frames: list[bytes], to: str = "") -> bool:
-        try:
-            self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
-
-    def wake(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self._socket.close(linger=0)
 
 
 def _hello(start: int) -> wire.Hello:
@@ -161,23 +130,17 @@ def sample(folder: Path, first: int, last: int, prompts: int, seconds: list[floa
     """Samplers first … last − 1, until the process is ended."""
     config = make_config(folder, prompts)
     samplers = [Synthetic(config, f"s{i}", seconds[i % len(seconds)]) for i in range(first, last)]
-    poller, by_socket = zmq.Poller(), {}
-    for one in samplers:
-        poller.register(one.socket, zmq.POLLIN)
-        by_socket[one.socket] = one
     rng, now = random.Random(first), time.monotonic()
     calls = [(now + rng.random(), i) for i in range(len(samplers))]  # beats are spread over the second
     heapq.heapify(calls)
     next_kill = now + rng.expovariate(kills_per_s) if kills_per_s else float("inf")
-    index = {id(one): i for i, one in enumerate(samplers)}
     while True:
-        ready = dict(poller.poll(max(0, int(1000 * (calls[0][0] - time.monotonic())))))
-        now = time.monotonic()
-        wanted = {index[id(by_socket[socket])] for socket in ready}
-        while calls[0][0] <= now:
+        number = {id(one.transport): i for i, one in enumerate(samplers)}
+        ends = [one.transport for one in samplers]
+        ready = channel.readable(ends, min(1.0, max(0.0, calls[0][0] - time.monotonic())))
+        wanted, now = {number[id(end)] for end in ready}, time.monotonic()
+        while calls and calls[0][0] <= now:
             wanted.add(heapq.heappop(calls)[1])
-            if not calls:
-                break
         for i in wanted:
             try:
                 heapq.heappush(calls, (samplers[i].work(now), i))
@@ -185,12 +148,8 @@ def sample(folder: Path, first: int, last: int, prompts: int, seconds: list[floa
                 return
         if now >= next_kill:
             one = rng.choice(samplers)
-            poller.unregister(one.socket)
-            del by_socket[one.socket]
             one.kill()
             one.start()
-            poller.register(one.socket, zmq.POLLIN)
-            by_socket[one.socket] = one
             next_kill = now + rng.expovariate(kills_per_s)
 
 

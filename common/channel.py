@@ -19,6 +19,7 @@ import json
 import secrets
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
@@ -115,6 +116,15 @@ def bind(config: Config) -> ZmqTransport:
 def connect(config: Config, sampler_id: str) -> ZmqTransport:
     """A sampler's end. On tcp it waits for the trainer's keys; raises Retryable when they do not appear."""
     return ZmqTransport(connect_dealer(config, sampler_id, config.window), [])
+
+
+def readable(ends: Sequence[ZmqTransport], timeout_s: float) -> list[ZmqTransport]:
+    """Those that have a message, as soon as one has, or after timeout_s: for a thread with many ends."""
+    poller = zmq.Poller()
+    for end in ends:
+        poller.register(end._socket, zmq.POLLIN)
+    ready = dict(poller.poll(int(1000 * timeout_s)))
+    return [end for end in ends if end._socket in ready]
 
 
 class _Allow:
