@@ -86,6 +86,14 @@ def figure(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     return write
 
 
+@pytest.fixture
+def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report of text alone: plots cost a second a page."""
+    from report import html_page
+
+    monkeypatch.setattr(html_page, "svg_plots", lambda *_: [])
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Where the session is kept together; a worker's reports arrive here, too."""
     if report.when == "teardown":

@@ -8,7 +8,6 @@ import struct
 import pytest
 
 from common.errors import UserError
-from report import html_page
 from report.curves import centered_mean, share_of_full_marks, write_curves
 from report.html_page import write_report
 from report.main import final_summary, main
@@ -174,9 +173,8 @@ def test_the_command_draws_prints_and_exits_2_for_a_wrong_folder(tmp_path, capsy
     ],
 )
 def test_a_reward_of_ones_own_is_compared_by_its_mean_if_nothing_ever_earned_its_full_marks(
-    tmp_path, monkeypatch, right, line
+    tmp_path, without_plots, right, line
 ):
-    monkeypatch.setattr(html_page, "svg_plots", lambda *_: [])  # their axes have percents, too
     records = [
         {"step": step, "n": 512, "problems": 512, "full_marks": {"mine": marks}, "mean": {"mine": mean}}
         for step, marks, mean in zip((0, 20), right, (0.1, 0.3), strict=True)

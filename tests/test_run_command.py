@@ -19,7 +19,6 @@ from launcher.machine import ROOT
 from launcher.output_dir import LOCK, check_folder, move_aside
 from launcher.placement import placement
 from launcher.run import built_by, main, parse
-from report import html_page
 from report.run_log import MetricsLog
 from tests.speed import overdue
 
@@ -90,8 +89,7 @@ def test_a_folder_in_use_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("code", [0, 1, 130])
-def test_a_run_that_made_steps_leaves_a_report_however_it_ends(tmp_path, monkeypatch, capsys, code):
-    monkeypatch.setattr(html_page, "svg_plots", lambda *_: [])  # drawn in tests/test_report.py
+def test_a_run_that_made_steps_leaves_a_report_however_it_ends(tmp_path, monkeypatch, capsys, without_plots, code):
     folder = tmp_path / "run"
     log = MetricsLog(folder)
     log.log(1, {"reward": 1.0})

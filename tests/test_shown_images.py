@@ -15,7 +15,6 @@ import pytest
 from common.png import check_png
 from common.types import EncodedImage, Problem
 from model.images import digest, encode_image
-from report import html_page
 from report.html_page import content_of, write_report
 from report.images import caption, data_uri
 from report.run_log import MetricsLog
@@ -25,13 +24,7 @@ from tests.protocol_helpers import make_group
 from tests.vision import PLAIN, file_of, picture
 from trainer.record.stats import samples_records
 
-pytestmark = pytest.mark.fast
-
-
-@pytest.fixture(autouse=True)
-def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They show no image, and a page of them costs a second."""
-    monkeypatch.setattr(html_page, "svg_plots", lambda *_: [])
+pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("without_plots")]
 
 
 @functools.cache
