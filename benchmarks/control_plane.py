@@ -133,6 +133,7 @@ def sample(folder: Path, first: int, last: int, prompts: int, seconds: list[floa
     rng, now = random.Random(first), time.monotonic()
     calls = [(now + rng.random(), i) for i in range(len(samplers))]  # beats are spread over the second
     heapq.heapify(calls)
+    due = {i: at for at, i in calls}  # the entry of each sampler that counts
     next_kill = now + rng.expovariate(kills_per_s) if kills_per_s else float("inf")
     while True:
         number = {id(one.transport): i for i, one in enumerate(samplers)}
@@ -140,12 +141,15 @@ def sample(folder: Path, first: int, last: int, prompts: int, seconds: list[floa
         ready = channel.readable(ends, min(1.0, max(0.0, calls[0][0] - time.monotonic())))
         wanted, now = {number[id(end)] for end in ready}, time.monotonic()
         while calls and calls[0][0] <= now:
-            wanted.add(heapq.heappop(calls)[1])
+            at, i = heapq.heappop(calls)
+            if due[i] == at:
+                wanted.add(i)
         for i in wanted:
             try:
-                heapq.heappush(calls, (samplers[i].work(now), i))
+                due[i] = samplers[i].work(now)
             except PeerEnded:
                 return
+            heapq.heappush(calls, (due[i], i))
         if now >= next_kill:
             one = rng.choice(samplers)
             one.kill()

@@ -42,7 +42,7 @@ class Packed:
     """What a layer's matrix was when its product was packed: (begin, rows) -> checksum; None = the live parameter."""
 
     product: Any
-    rows: int
+    shape: list[int]
     checksums: dict[tuple[int, int], str] | None
 
 
@@ -95,7 +95,7 @@ def _place(
 def packed_of(tensor: Tensor, product: Any, parts: list[Part], expected: Mapping[str, Expected]) -> Packed:
     """What is to be remembered of a matrix that disappears into a packed product."""
     checksums = {(part.begin, part.rows): checksum(part.of(tensor), expected[part.name].checksum) for part in parts}
-    return Packed(product, tensor.shape[0], checksums)
+    return Packed(product, list(tensor.shape), checksums)
 
 
 def prove(model: Any, expected: Mapping[str, Expected], packed: Mapping[str, Packed]) -> Proof:
@@ -137,8 +137,9 @@ def _prove_one(
         return
     given = packed.checksums if packed is not None and name.endswith(".weight") else None
     is_gone = parameter.numel() == 0 and given is not None
-    if not is_gone and (why := _not_comparable(module, parameter, parts, expected)):
-        if given is None:
+    split = _split(module, packed.shape if is_gone and packed is not None else list(parameter.shape), parts, expected)
+    if why := split or ("" if is_gone else _not_comparable(module, parameter, parts, expected)):
+        if given is None or split:
             proof.unproven |= {part.name: f"{name}: {why}" for part in parts}
             return
         is_gone = True
@@ -151,8 +152,8 @@ def _prove_one(
         else:
             proof.proven.add(part.name)
     rows = sum(part.rows for part in parts)
-    if is_gone and packed is not None and packed.rows != rows:
-        proof.wrong.append(f"the engine's {name} has {packed.rows} rows, {rows} were published")
+    if is_gone and packed is not None and packed.shape[0] != rows:
+        proof.wrong.append(f"the engine's {name} has {packed.shape[0]} rows, {rows} were published")
     elif not is_gone and parameter.ndim and parameter.data[rows:].any():
         proof.wrong.append(f"the engine's {name} has rows behind {rows} that are neither published nor zero")
 
@@ -173,10 +174,15 @@ def _not_comparable(module: Any, parameter: Tensor, parts: list[Part], expected:
     info = expected[parts[0].name]
     if not _holds(parameter.dtype, DTYPES[info.dtype]):
         return f"vLLM holds it in {parameter.dtype}, published is {info.dtype}"
-    rows = sum(part.rows for part in parts)
-    if getattr(module, "tp_size", 1) > 1 and [rows, *info.shape[1:]] != list(parameter.shape):
-        return f"it is split over {module.tp_size} GPUs"
     return None
+
+
+def _split(module: Any, shape: list[int], parts: list[Part], expected: Mapping[str, Expected]) -> str:
+    """Says that this rank of a tensor-parallel engine holds a part of what was published; empty if it holds all."""
+    published = [expected[part.name].shape for part in parts]
+    whole = [sum(shape[0] for shape in published if shape), *published[0][1:]]
+    tp_size = getattr(module, "tp_size", 1)
+    return f"it is split over {tp_size} ranks" if tp_size > 1 and whole != shape else ""
 
 
 def _holds(dtype: torch.dtype, published: torch.dtype) -> bool:

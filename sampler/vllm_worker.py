@@ -94,7 +94,7 @@ def _tie_again(model: Any) -> Packed:
     product = head.__dict__.get("cpu_linear")
     if "cpu_linear" in embedding.__dict__:
         embedding.cpu_linear = product
-    return Packed(product, head.weight.shape[0], None)
+    return Packed(product, list(head.weight.shape), None)
 
 
 @contextmanager

@@ -217,7 +217,25 @@ def test_what_vllm_transforms_or_splits_is_named_and_not_proven(model: Model) ->
     model.load(published())
     down.weight.data, down.tp_size = down.weight.data[:, :4].clone(), 2
     [why] = prove(model, expected(published()), {}).unproven.values()
-    assert why == "model.o_proj.weight: it is split over 2 GPUs"
+    assert why == "model.o_proj.weight: it is split over 2 ranks"
+
+
+def test_shards_of_fused_and_of_packed_matrices_are_named_and_not_taken_for_wrong(model: Model) -> None:
+    """On a CPU the shard is packed, and what is left of it is empty."""
+    info = expected(published())
+    model.model.qkv_proj = Layer(8, HIDDEN, [4, 2, 2], bias=True)  # half of each
+    down: Any = model.model.o_proj
+    model.model.qkv_proj.tp_size = down.tp_size = 2  # type: ignore[assignment]
+    down.weight.data = down.weight.data[:, :4].clone()
+    half, parts = down.weight.data, layout(model, info)[0]["model.o_proj.weight"]
+    UnquantizedLinearMethod().process_weights_after_loading(down)
+    proof = prove(model, info, {"model.o_proj": packed_of(half, down.cpu_linear, parts, info)})
+    split = {"model.o_proj.weight", *(f"model.{name}_proj.{kind}" for name in "qkv" for kind in ("weight", "bias"))}
+    assert proof.unproven.keys() == split and proof.wrong == []
+    assert proof.proven == info.keys() - split
+    down.tp_size = 1
+    proof = prove(model, info, {"model.o_proj": packed_of(half, down.cpu_linear, parts, info)})
+    assert proof.wrong == ["the engine's model.o_proj.weight does not hold the published model.o_proj.weight"]
 
 
 def test_the_reports_of_several_ranks_are_one() -> None:
