@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 from common import durable
 from common.config import Config
 from common.errors import UserError
+from common.exits import STARTED_AT, started_at
 from common.ports import free_port
 from common.redact import secret_part
 from launcher.commands import Commands
@@ -36,7 +38,7 @@ _SHOWN_LATE_S = 20.0  # a file that this host made, on another
 _EXAMPLE = "10.0.0.1 slots=2 samplers=1"
 # of our environment, what other hosts need: settings of libraries, and never a secret
 _PASSED = re.compile(r"(NCCL|GLOO|TP|UCX|HF|VLLM|TORCH|OMP|MKL|CUDA_DEVICE|TOKENIZERS|TANDEM|PYTHON)_\w+")
-_OF_THIS_HOST = ("TANDEM_STARTED_AT", "TANDEM_MARK", "TANDEM_SSH", "TANDEM_CALLED_FROM", "OMP_WAIT_POLICY")
+_OF_THIS_HOST = (STARTED_AT, "TANDEM_MARK", "TANDEM_SSH", "TANDEM_CALLED_FROM", "OMP_WAIT_POLICY")
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,7 @@ class HostCommands(Commands):
             "attempt": self._attempt,
             "proof": str(self._proof),
             "within_s": _SHOWN_LATE_S,
+            "running_s": time.monotonic() - started_at(),  # for trainer.max_hours: hosts have clocks of their own
         }
 
     def _over(self, name: str, orders: Sequence[Mapping[str, Any]]) -> Child:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.exits import INTERRUPTED, USER_ERROR
+from common.exits import INTERRUPTED, STARTED_AT, USER_ERROR
 from launcher.machine import ROOT, remove_stale_build_locks
 from launcher.placement import visible_gpus
 from launcher.processes import Child, Guard, Running
@@ -69,6 +69,7 @@ def _child(order: Mapping[str, Any], environ: Mapping[str, str]) -> Child:
     """The order's process with what only this host knows: its own environment, its GPUs and its cores."""
     env = {**environ, **order["env"]}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"  # ninja, for compiled ops
+    env[STARTED_AT] = str(time.monotonic() - order["running_s"])
     gpus = visible_gpus(environ)
     first, count = order["gpus"]
     if not gpus:

@@ -158,6 +158,7 @@ class Connections:
                 "attempt": 1,
                 "proof": str(self.folder / proof),
                 "within_s": 0.5,
+                "running_s": 1000.0,
             }
             for i, code in enumerate(codes)
         ]
@@ -202,6 +203,14 @@ def test_output_of_every_host_is_shown_in_whole_lines_and_kept_in_its_log(hosts:
     code, out = ended(hosts.start("print('one')", "print('two')"))
     assert (code, sorted(out.split())) == (0, ["one", "two"])
     assert [(hosts.folder / f"host{i}.log").read_text().splitlines()[-1] for i in (0, 1)] == ["one", "two"]
+
+
+@pytest.mark.processes
+def test_a_process_counts_its_hours_from_the_start_of_the_run_by_its_own_hosts_clock(hosts: Connections) -> None:
+    code, out = ended(
+        hosts.start("from common import exits; import time; print(time.monotonic() - exits.started_at())")
+    )
+    assert code == 0 and 1000 <= float(out) < 1000 + limit(60)
 
 
 @pytest.mark.processes
