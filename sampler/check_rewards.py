@@ -1,7 +1,8 @@
 """`bash launch.sh check config.yaml [completions.jsonl] [key=value …]`: tries the rewards before any GPU time is spent.
 
 Reads the data of the config and runs every reward function over gold and wrong answers (rewards/gold_answers.py); given
-a file, such as samples.jsonl of a run, over its completions too (rewards/rescore.py). Imports no torch.
+a file, such as samples.jsonl of a run, over its completions too (rewards/rescore.py). Imports no torch. With an
+environment or tools it shows one rollout, too (sampler/check_turns.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rewards.rescore import rescore
 from rewards.trials import Findings, Row
 from sampler.dataset import load_data
 from sampler.pictures import describe_images
-from sampler.prompts import shown_to_rewards
+from sampler.prompts import as_messages, shown_to_rewards
 
 FAILED = 1
 
@@ -52,6 +53,10 @@ def main() -> None:
     of_gold = check_gold(config.rewards, [_row(problem, config) for problem in chosen], steps)
     _print(of_gold)
     num_problems = len(of_gold.problems)
+    if config.rollout.is_multi_turn:
+        from sampler import check_turns  # transformers' tokenizers, which rewards do not need
+
+        num_problems += check_turns.show(config, problems[0])
     if files:
         print(f"\ntandem: completions: {len(records)} of {files[0]}", flush=True)
         of_file = rescore(config.rewards, list(groups(records, problems, config)), of_gold.verifiers, steps)
@@ -71,7 +76,8 @@ def _print(findings: Findings) -> None:
 
 
 def _row(problem: Problem, config: Config) -> Row:
-    return Row(problem.index, shown_to_rewards(problem, config.data, config.prompt), problem.columns)
+    as_a_run_does = as_messages if config.rollout.is_multi_turn else shown_to_rewards
+    return Row(problem.index, as_a_run_does(problem, config.data, config.prompt), problem.columns)
 
 
 def read_completions(path: Path) -> list[dict[str, Any]]:
