@@ -40,7 +40,7 @@ from report.sinks import require_packages
 from trainer.algorithm.user_functions import require_user_functions
 
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
-BUILDERS = ("quickstart", "quickstart_vlm", "smollm2")
+BUILDERS = ("quickstart", "quickstart_tools", "quickstart_vlm", "smollm2")
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -64,7 +64,7 @@ def train(
     """The warm-started model, in float32 and eval mode. A function of its arguments; seeds torch's global generator."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
-    model = _random_model(tokenizer, how)
+    model = random_model(tokenizer, how)
     report(f"model: Qwen2, {sum(p.numel() for p in model.parameters()):,} parameters")
     prompts = [_prompt_ids(row["question"], tokenizer) for row in rows]
 
@@ -98,7 +98,7 @@ def teach(model: Model, how: WarmStart, batch_loss: BatchLoss, report: Callable[
     return model.eval()
 
 
-def _random_model(tokenizer: PreTrainedTokenizerFast, how: WarmStart) -> Qwen2ForCausalLM:
+def random_model(tokenizer: PreTrainedTokenizerFast, how: WarmStart) -> Qwen2ForCausalLM:
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=how.hidden_size,

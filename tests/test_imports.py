@@ -21,7 +21,7 @@ pytestmark = pytest.mark.fast
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     *("common", "model", "report", "rewards", "environments", "sampler", "trainer", "evaluation", "launcher"),
-    *("quickstart", "quickstart_vlm", "smollm2", "benchmarks", "gpu_check", "website"),
+    *("quickstart", "quickstart_tools", "quickstart_vlm", "smollm2", "benchmarks", "gpu_check", "website"),
 )
 SOURCES = sorted([*ROOT.glob("*.py"), *(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))])
 

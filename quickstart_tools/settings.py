@@ -1,0 +1,32 @@
+"""What the quick start with tools builds. Part of the stamp: a change here rebuilds it. No torch here.
+
+The values were chosen as those of quickstart/settings.py: the model knows how to call and how to copy, and at
+temperature 1 calls for about half of the problems, whether they need it or not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quickstart.settings import WarmStart
+
+
+@dataclass(frozen=True)
+class ToolWarmStart(WarmStart):
+    """Lesson one is right in all it shows; lesson two guesses products, and slips in the form of calls."""
+
+    num_clean_steps: int = 300
+    num_careless_steps: int = 40
+    batch_size: int = 32
+    wrong_fraction: float = 0.55  # of the products of lesson two that are guessed
+    malformed_fraction: float = 0.1  # of the calls of lesson two
+    without_tools: float = 0.2  # of all prompts, so that the same model can be asked without its calculator
+
+
+@dataclass(frozen=True)
+class QuickStartTools:
+    seed: int = 0
+    num_train: int = 8192
+    num_test: int = 512
+    vocab_size: int = 640  # at most
+    warm_start: ToolWarmStart = field(default_factory=ToolWarmStart)
