@@ -8,6 +8,7 @@ authenticates tcp; the digest catches damage on any link.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import msgspec
@@ -17,6 +18,7 @@ from common.group_frames import GroupHeader, ImageGroupHeader, read_group, write
 from common.types import EvalRequest, EvalResult, Group, Tombstone
 
 PROTO = 2
+RECORDED_PROTOS = (1, 2)  # whose groups are laid out as now: a recording may be of any of them
 _DIGEST_BYTES = 16
 
 
@@ -105,8 +107,8 @@ def encode(envelope: Envelope, message: Message) -> list[bytes]:
     return [header, arrays, _digest(header, arrays)]
 
 
-def decode(frames: list[bytes]) -> tuple[Envelope, Message]:
-    """Raises WireError for anything that `encode` did not make."""
+def decode(frames: list[bytes], protos: Collection[int] = ()) -> tuple[Envelope, Message]:
+    """Raises WireError for anything that `encode` did not make. protos: what is understood; () = this one alone."""
     if len(frames) != 3:
         raise WireError("frame_count", f"{len(frames)} frames, expected 3")
     header, arrays, digest = frames
@@ -114,7 +116,7 @@ def decode(frames: list[bytes]) -> tuple[Envelope, Message]:
         raise WireError("digest")
     try:
         decoded = _decoder.decode(header)
-        if decoded.proto != PROTO:
+        if decoded.proto not in (protos or (PROTO,)):
             raise WireError("proto", f"the peer speaks protocol {decoded.proto}, this is {PROTO}: update one of them")
         message = _from_body(decoded.body, arrays)
     except (msgspec.DecodeError, RecursionError, ValueError, OverflowError) as error:

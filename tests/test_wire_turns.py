@@ -56,6 +56,21 @@ def test_turns_and_failures_come_back_from_a_recording(tmp_path: Path) -> None:
     assert group.failures == ("timed out",)
 
 
+def test_a_recording_of_an_earlier_protocol_is_read_because_groups_have_not_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as then:
+        then.setattr(wire, "PROTO", 1)
+        recorder = Recorder(tmp_path / "groups.recording", cursor=0)
+        recorder.append([make_group(0)])
+        recorder.close()
+        frames = encode(ENVELOPE, make_group(0))
+    ((group, _),) = read(tmp_path / "groups.recording")
+    assert isinstance(group, Group) and group.rollouts[0].completion_ids.tolist() == [3, 4]
+    with pytest.raises(WireError, match="the peer speaks protocol 1, this is 2"):
+        decode(frames)
+
+
 def reencoded(group: Group, **changes: Any) -> list[bytes]:
     """Its frames with other fields in the last rollout's episode."""
     header, arrays, _ = encode(ENVELOPE, group)

@@ -47,7 +47,7 @@ def read(path: Path) -> Iterator[tuple[Group | Tombstone, int]]:
             if record is None:
                 return
             frames, end = record
-            _, message = wire.decode(frames)
+            _, message = wire.decode(frames, wire.RECORDED_PROTOS)
         except WireError as error:
             raise UserError(
                 f"recording {path} is damaged in the record at byte {position} of {len(data)}: {error}; "
