@@ -66,9 +66,7 @@ class Vision:
     image: int  # of the one that stands for each of its tokens: <|image_pad|>
     end: int
 
-    def expanded(
-        self, token_ids: Sequence[int] | NDArray[np.int32], images: Sequence[EncodedImage]
-    ) -> NDArray[np.int32]:
+    def expanded(self, token_ids: TokenIds, images: Sequence[EncodedImage]) -> NDArray[np.int32]:
         """The prompt with one image token for each merged patch, where it has one for each image.
 
         Raises ValueError if the prompt has not as many image tokens as there are images.
