@@ -16,7 +16,9 @@ import pytest
 import yaml
 
 from report.run_log import read_jsonl
+from tests import namespaces
 from tests.gloo_data import settings
+from tests.namespaces import two_hosts
 from tests.replay_worker import ENVIRONMENT, Stack, sha256_of_run, stack
 from tests.speed import limit, until
 
@@ -27,32 +29,9 @@ STEPS = 12
 TRAINER = {"max_steps": STEPS, "save_steps": 1, "save_limit": STEPS, "lr_scheduler_type": "constant"}
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[tuple[str, str]]:
-    """Their names are their addresses, for that is what `ip netns exec` and DeepSpeed both take."""
-    net = f"10.77.{os.getpid() % 250 + 1}"
-    names, made = (f"{net}.1", f"{net}.2"), []
-    try:
-        for name in names:
-            ip("netns", "add", name)
-            made.append(name)
-        ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
-        for name in names:
-            ip("-n", name, "addr", "add", f"{name}/24", "dev", "eth0")
-            for device in ("eth0", "lo"):
-                ip("-n", name, "link", "set", device, "up")
-        ip("netns", "exec", names[0], "true")
-    except (OSError, subprocess.CalledProcessError) as error:
-        for name in made:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-        pytest.skip(f"no network namespaces here, which need root: {error}")
-    yield names
-    for name in names:
-        ip("netns", "del", name)
+    yield from two_hosts()
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +52,7 @@ def start(trainers: Stack, hosts: tuple[str, str], name: str) -> subprocess.Pope
     """`run --hosts` of one rank on each."""
     path, hostfile = written(trainers, name), trainers.folder / f"{name}.hosts"
     hostfile.write_text("".join(f"{host} slots=1\n" for host in hosts))
-    env: dict[str, Any] = os.environ | ENVIRONMENT | {"TANDEM_SSH": "ip netns exec", "GLOO_SOCKET_IFNAME": "eth0"}
+    env: dict[str, Any] = os.environ | ENVIRONMENT | namespaces.ENVIRONMENT
     command = [sys.executable, "-m", "tests.hosts_worker", str(path), str(hostfile)]
     log = open(trainers.folder / f"{name}.log", "wb")  # noqa: SIM115 the process has it
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
@@ -105,6 +84,27 @@ def test_two_hosts_train_the_weights_of_one_bit_for_bit(
     assert sha256_of_run(trainers.folder / "two-hosts") == expected
     logs = {path.name for path in (trainers.folder / "two-hosts" / "logs" / "hosts").iterdir()}
     assert logs == {f"{host}-trainer.log" for host in hosts}
+
+
+def test_ranks_that_srun_starts_train_the_same_weights(
+    trainers: Stack, hosts: tuple[str, str], expected: dict[str, str]
+) -> None:
+    """Its variables are set by hand."""
+    path, ranks = written(trainers, "srun"), []
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}
+    job |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0", "MASTER_ADDR": hosts[0]}
+    for number, host in enumerate(hosts):
+        env = os.environ | ENVIRONMENT | namespaces.ENVIRONMENT | job | {"SLURM_PROCID": str(number)}
+        command = ["ip", "netns", "exec", host, sys.executable, "training_worker.py", "--config", str(path)]
+        log = open(trainers.folder / f"srun-{number}.log", "wb")  # noqa: SIM115 the process has it
+        ranks.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        codes = [rank.wait(limit(200)) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert codes == [0, 0], (trainers.folder / "srun-0.log").read_text()[-3000:]
+    assert sha256_of_run(trainers.folder / "srun") == expected
 
 
 def test_a_host_whose_processes_are_killed_resumes_by_itself_and_exactly(
