@@ -17,15 +17,13 @@ from tests.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "configs" / "recipes"
+QWEN_7B: dict[str, object] = {
+    "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
+}  # fmt: skip
 SHAPES: dict[str, dict[str, object]] = {  # as the config.json of each recipe's model gives them
-    "dapo_qwen2.5_7b": {
-        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-        "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
-    },
-    "dr_grpo_qwen2.5_math_7b": {
-        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-        "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
-    },
+    "dapo_qwen2.5_7b": QWEN_7B,
+    "dr_grpo_qwen2.5_math_7b": QWEN_7B,
     "gspo_qwen3_8b": {
         "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 128,
         "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
