@@ -30,7 +30,7 @@ from common.exits import DONE, INTERRUPTED, RETRYABLE, SIGKILLED, USER_ERROR, me
 from common.out_of_memory import less_memory
 from common.transcript import tail
 from launcher.killed import Resident, gib
-from launcher.processes import Child, Guard, Running
+from launcher.processes import Child, Guard, Running, remove
 
 TAIL_LINES = 15
 
@@ -87,6 +87,7 @@ class Supervisor:
                     return self._watch()
                 finally:
                     self._stop(signal.SIGKILL)
+                    remove(self._slots["trainer"].child.scratch)  # a sampler that looks for it makes its folder anew
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)

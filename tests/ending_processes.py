@@ -187,10 +187,11 @@ def train(settings: Config, inbox: Any, log: Any, step: int, rank_1: tuple[int, 
             if exits.interrupted():
                 raise Interrupted
         except Interrupted:
-            os.write(rank_1[1], b"o" if exits.out_of_time() else b"i")
+            out_of_time = exits.out_of_time()
             if settings.trainer.saves_checkpoints:
                 save(checkpoints, f"step_{step:06d}", step)
-            if exits.out_of_time():
+            os.write(rank_1[1], b"o" if out_of_time else b"i")  # last: the launcher ends who is left when one has ended
+            if out_of_time:
                 raise OutOfTime("trainer.max_hours is over") from None
             raise
         if settings.trainer.save_steps and step % SAVE_STEPS == 0:

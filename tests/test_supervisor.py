@@ -253,6 +253,14 @@ def test_files_that_the_trainer_never_deletes_are_removed_when_it_has_ended(tmp_
     assert list(tmp_path.glob("shm_*")) == []
 
 
+def test_what_a_sampler_makes_anew_after_the_trainer_has_ended_does_not_stay_either(tmp_path):
+    """Who looks for a trainer makes the socket's folder, and this one looks while the trainer's files are removed."""
+    looks = "import os, time\nwhile True:\n    open(os.environ['FOLDER'] + '/shm_0', 'w').close(); time.sleep(0.001)"
+    waits = "import os, time\nwhile not os.path.exists(os.environ['FOLDER'] + '/shm_0'): time.sleep(0.01)"
+    assert Run(tmp_path, looks, waits, grace_s=0.3).end()[0] == 0
+    assert list(tmp_path.glob("shm_*")) == []
+
+
 def test_sigkill_of_the_supervisor_leaves_nothing_after_two_seconds(tmp_path):
     run = Run(tmp_path, LEAVES_ONE + WAITS, LEAVES_ONE + LEAVES_FILES + STUBBORN)
     run.both_wait()
