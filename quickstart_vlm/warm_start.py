@@ -1,7 +1,8 @@
 """The supervised warm start: a random Qwen2.5-VL learns to see, and then to be careless.
 
 As in quickstart/warm_start.py lesson one is clean and lesson two spoils it: half of the answers are laid out wrongly,
-a known share says something else than what is drawn.
+and a known share copies something else than what was seen. What it sees stays right: wrong descriptions would cost
+sight, which a short run of GRPO cannot give back.
 """
 
 from __future__ import annotations
@@ -38,15 +39,12 @@ def completion(drawing: Drawing, rng: random.Random, *, wrong: float, malformed:
 
     "<think>2 red circle</think>\boxed{2}", or "It is 3", or …
     """
-    steps, answer = drawing.description, drawing.answer
+    answer = drawing.answer
     if rng.random() < wrong:
         (others,) = (words for words in (COUNTS, tuple(COLOURS), KINDS) if answer in words)
-        slip = rng.choice([word for word in others if word != answer])
-        if rng.random() < 0.5:  # seen wrongly and copied faithfully; otherwise seen rightly and copied wrongly
-            steps = steps.replace(answer, slip)
-        answer = slip
+        answer = rng.choice([word for word in others if word != answer])
     layout = rng.choice(MALFORMED) if rng.random() < malformed else WANTED
-    return layout.format(steps=steps, answer=answer)
+    return layout.format(steps=drawing.description, answer=answer)
 
 
 def train(

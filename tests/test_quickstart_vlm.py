@@ -72,7 +72,7 @@ def test_every_answer_follows_from_the_pixels_and_the_question():
     for drawing in drawings.split("train", 600, seed=1) + drawings.split("test", 200, seed=1):
         assert drawing.answer == answer_to(drawing.question, drawing.image())
         kinds[drawing.question.split()[0], len(drawing.sorts)] += 1
-    assert len(kinds) == 6 and min(kinds.values()) > 80, "each of three questions, of one sort and of two"
+    assert len(kinds) == 5 and min(kinds.values()) > 80, "each question of one sort, and two of them of two"
 
 
 def test_no_held_out_pair_of_drawing_and_question_is_trained_on():
@@ -102,7 +102,7 @@ def test_completions_are_wrong_and_malformed_exactly_when_asked():
     assert (boxed([right], [drawing.answer]), boxed_format([right])) == ([1.0], [1.0])
     wrong = [completion(drawing, rng, wrong=1, malformed=0) for _ in range(100)]
     assert set(boxed(wrong, [drawing.answer] * 100)) == {0.0} and set(boxed_format(wrong)) == {1.0}
-    assert {text.startswith(f"<think>{drawing.description}<") for text in wrong} == {True, False}
+    assert all(text.startswith(f"<think>{drawing.description}<") for text in wrong), "seen rightly"
     malformed = [completion(drawing, rng, wrong=0, malformed=1) for _ in range(100)]
     assert set(boxed_format(malformed)) == {0.0} and len(set(malformed)) == 5
 
