@@ -64,7 +64,7 @@ class PlainPolicy:
 
     def publish(self, folder: Path, number: int) -> Published:
         """This policy as a version, by the trainer's real code."""
-        vocab = self.model.config.vocab_size
+        vocab = self.model.config.get_text_config().vocab_size
         return write_version(self, OneRank(), folder, "run", "life", number, vocab)  # type: ignore[arg-type]
 
     def disturb(self, seed: int) -> None:

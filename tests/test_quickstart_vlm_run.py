@@ -1,8 +1,9 @@
-"""Both processes on drawings: real vLLM and DeepSpeed take three steps of the quick start with images."""
+"""Both processes on drawings: three steps of the quick start with real vLLM and DeepSpeed, and their replay."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,13 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from common.ports import free_port
 from quickstart_vlm.build import build
 from quickstart_vlm.settings import QuickStartVlm, SeeingWarmStart
 from report.run_log import read_jsonl
 from tests.speed import limit
 from tests.test_metrics_page import unexplained
+from trainer.link import recording
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -42,7 +45,8 @@ def test_three_steps_on_drawings_with_the_tower(freeze: bool, task: Path, tmp_pa
         "def few_letters(completions, **columns):\n    return [-len(text) / 100 for text in completions]\n"
     )
     given.append(f"rewards.reward_funcs=[boxed, {tmp_path}/reward.py:few_letters]")
-    command = [sys.executable, "-m", "launcher.run", CONFIG, *given, *SMALLER]
+    given += ["run.record=true", *SMALLER]
+    command = [sys.executable, "-m", "launcher.run", CONFIG, *given]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(400))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     metrics = read_jsonl(tmp_path / "run" / "metrics.jsonl")
@@ -58,6 +62,7 @@ def test_three_steps_on_drawings_with_the_tower(freeze: bool, task: Path, tmp_pa
     moved = {name for name in before if not before[name].equal(after[name])}
     assert moved - towers and bool(moved & towers) != freeze
     check_final(tmp_path / "run" / "final", task)
+    check_replay(tmp_path / "run", given)
 
 
 def check_final(folder: Path, task: Path) -> None:
@@ -79,3 +84,18 @@ print(model.generate(input_ids=ids, mm_token_type_ids=kinds, max_new_tokens=2, d
 """
     done = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stdout.strip().isdigit(), done.stderr[-3000:]
+
+
+def check_replay(run: Path, given: list[str]) -> None:
+    """The recording alone gives the same weights, bit for bit: it holds the images, and no file of theirs is read."""
+    folder = run.with_name("replayed")
+    there = [f"run.replay={run / recording.FILE}", f"run.output_dir={folder}", "data.train=no such rows"]
+    command = [sys.executable, "training_worker.py", "--config", CONFIG, *given, *there]
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
+    environment = os.environ | rank | {"MASTER_PORT": str(free_port())}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit(200), check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found, expected = (load_file(each / "final" / "model.safetensors") for each in (folder, run))
+    assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in expected)

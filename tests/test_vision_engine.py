@@ -39,7 +39,7 @@ PARAMS = SamplingParams(1.0, 16, 2, 7)
 class Eye:
     """An engine, the same model in transformers, and prompts with images."""
 
-    def __init__(self, family: str, folder: Path):
+    def __init__(self, family: str, folder: Path, **sections: Any):
         from transformers import AutoModelForImageTextToText
 
         self.folder = tiny_vision_model(folder / "model", family)
@@ -53,7 +53,7 @@ class Eye:
             "sampler": {"num_generations": 2, "max_completion_length": 16},
             "trainer": {"prompts_per_step": 4},
         }
-        self.config = Config.model_validate(settings)
+        self.config = Config.model_validate(settings | sections)
         self.vision = read_vision(str(self.folder))
         self.model = AutoModelForImageTextToText.from_pretrained(self.folder, dtype="float32").eval()
         self.engine = Engine(self.config, num_gpus=0)

@@ -32,16 +32,18 @@ def trainers() -> Stack:
     return stack()
 
 
-def write_model(folder: Path) -> None:
-    tiny_vision_model(folder / "model", "qwen2_5_vl")
+def write_model(folder: Path, family: str) -> None:
+    tiny_vision_model(folder / "model", family)
     write_tokenizer(folder / "model")
 
 
 @cache
-def seen(trainers: Stack, ranks: int) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+def seen(
+    trainers: Stack, ranks: int, family: str = "qwen2_5_vl"
+) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
     """What every rank saw, as the first tells it, and the gradients by case."""
-    folder = trainers.folder / f"vision-{ranks}"
-    write_model(folder)
+    folder = trainers.folder / f"{family}-{ranks}"
+    write_model(folder, family)
     life = trainers.call("tests.vision_worker", folder.name, ranks, WITHIN_S)
     assert life.codes == [0] * ranks, "\n".join(life.logs)[-6000:]
     told = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
@@ -70,6 +72,16 @@ def test_ranks_with_and_without_images_have_the_gradient_of_one_process(trainers
         assert len(tower) == 42 and all(t.any() == bool(case.with_images) for t in tower.values())
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+def test_ranks_of_the_other_families_have_the_gradient_of_one_process(trainers: Stack, family: str) -> None:
+    alone, several = seen(trainers, 1, family)[1], seen(trainers, 2, family)[1]
+    for stage in (1, 3):
+        assert several[f"mixed{stage}"].keys() == alone["mixed1"].keys()
+        assert difference(several[f"mixed{stage}"], alone["mixed1"]) < 1e-6
+        tower = [t for name, t in several[f"mixed{stage}"].items() if ".visual." in name]
+        assert tower and all(t.any() for t in tower)
+
+
 def test_a_frozen_tower_leaves_the_language_models_gradient_as_it_is_and_recomputing_too(trainers: Stack) -> None:
     _, gradients = seen(trainers, 1)
     language = {key: t for key, t in gradients["mixed1"].items() if ".visual." not in key}
@@ -96,10 +108,10 @@ SECTIONS: dict[str, Any] = {
 
 
 @cache
-def task(trainers: Stack) -> Path:
+def task(trainers: Stack, family: str) -> Path:
     """A folder with a model and a recording of groups, of which every third has images."""
-    folder = trainers.folder / "vision-task"
-    write_model(folder)
+    folder = trainers.folder / f"{family}-task"
+    write_model(folder, family)
     recorder = Recorder(folder / "groups", cursor=0)
     at = stream(folder, Case("resume", 1, with_images=tuple(range(0, 64, 3)), alive=tuple(range(64))))
     recorder.append([at(group_id) for group_id in range(64)])
@@ -107,20 +119,26 @@ def task(trainers: Stack) -> Path:
     return folder
 
 
-def train(trainers: Stack, name: str, armed: dict[int, str], frozen: bool) -> Life:
-    run = {"replay": str(task(trainers) / "groups"), "resume": bool(steps_saved(trainers.folder / name))}
-    model = {"path": str(task(trainers) / "model"), "freeze_vision_tower": frozen}
+def train(trainers: Stack, name: str, family: str, armed: dict[int, str], frozen: bool) -> Life:
+    run = {"replay": str(task(trainers, family) / "groups"), "resume": bool(steps_saved(trainers.folder / name))}
+    model = {"path": str(task(trainers, family) / "model"), "freeze_vision_tower": frozen}
     environment = {rank: {"TANDEM_FAILPOINT": point} for rank, point in armed.items()}
     return trainers.run(name, RANKS, 3 if frozen else 2, environment, run=run, model=model, **SECTIONS)
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-def test_a_run_with_images_interrupted_at_two_points_equals_a_straight_one(trainers: Stack, frozen: bool) -> None:
-    straight, broken = f"vision-straight-{frozen}", f"vision-broken-{frozen}"
-    life = train(trainers, straight, {}, frozen)
+@pytest.mark.parametrize(
+    ("family", "frozen"),
+    [("qwen2_5_vl", False), ("qwen2_5_vl", True), ("qwen2_vl", False), ("qwen3_vl", False)],
+    ids=lambda value: value if isinstance(value, str) else "frozen" if value else "trained",
+)
+def test_a_run_with_images_interrupted_at_two_points_equals_a_straight_one(
+    trainers: Stack, family: str, frozen: bool
+) -> None:
+    straight, broken = f"{family}-straight-{frozen}", f"{family}-broken-{frozen}"
+    life = train(trainers, straight, family, {}, frozen)
     assert life.codes == [0] * RANKS, life.logs[0][-3000:]
     for armed in ({1: "trainer.micro_batch:6:kill"}, {0: "checkpoint.committed:2:kill"}, {}):
-        life = train(trainers, broken, armed, frozen)
+        life = train(trainers, broken, family, armed, frozen)
         assert (-signal.SIGKILL in life.codes) == bool(armed), f"{armed}: {life.codes}\n{life.logs[0][-3000:]}"
     found, expected = trainers.folder / broken, trainers.folder / straight
     for step in steps_saved(expected):
@@ -129,11 +147,11 @@ def test_a_run_with_images_interrupted_at_two_points_equals_a_straight_one(train
     assert sha256_of_tree(found / "final") == sha256_of_tree(expected / "final")
     assert history(found / "metrics.jsonl") == history(expected / "metrics.jsonl")
     assert (found / "final" / "preprocessor_config.json").read_bytes() == (
-        task(trainers) / "model" / "preprocessor_config.json"
+        task(trainers, family) / "model" / "preprocessor_config.json"
     ).read_bytes()
     before, after = (
         dict(load_causal_lm(str(path), "float32", None, False).named_parameters())
-        for path in (task(trainers) / "model", found / "final")
+        for path in (task(trainers, family) / "model", found / "final")
     )
     moved = {name for name in before if not before[name].equal(after[name])}
     tower = {name for name in before if ".visual." in name}
