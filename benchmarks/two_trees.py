@@ -1,7 +1,7 @@
 """Did a change cost anything where it is not used? The quick start in two checkouts, in turn: seconds and memory.
 
-    git worktree add /tmp/before COMMIT
-    python benchmarks/two_trees.py /tmp/before                4 minutes; nothing else should run on the machine
+    git worktree add ../before COMMIT
+    python benchmarks/two_trees.py ../before                4 minutes; nothing else should run on the machine
 
 Both train the model and the problems of this checkout for a few steps, before, now, now, before, …, each run in fresh
 processes. Printed are the medians of all runs: seconds of a step by the clock; processor seconds of a step of trainer

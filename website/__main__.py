@@ -23,12 +23,11 @@ SECTION = re.compile(r"^\d+\. \*\*(.+?):\*\*")  # of docs/README.md: "1. **Start
 
 def links(page: Path) -> list[tuple[str, Path]]:
     """(text, file of the repository) of a page's links, in its order. Raises FileNotFoundError for what is no file."""
-    found = [(text, target) for text, target in LINK.findall(page.read_text()) if "://" not in target]
-    resolved = [(text, Path(os.path.normpath(page.parent / target))) for text, target in found]
-    for _, path in resolved:
+    found = _links_of(page.read_text(), page)
+    for _, path in found:
         if not path.is_file() or not path.is_relative_to(ROOT):
             raise FileNotFoundError(f"{page.relative_to(ROOT)} links to {path}, which is no file of this repository")
-    return resolved
+    return found
 
 
 def reachable(start: Path) -> list[Path]:
@@ -55,7 +54,8 @@ def contents(index: Path) -> str:
 
 
 def _links_of(text: str, page: Path) -> list[tuple[str, Path]]:
-    return [(name, Path(os.path.normpath(page.parent / target))) for name, target in LINK.findall(text)]
+    found = [(name, target) for name, target in LINK.findall(text) if "://" not in target]
+    return [(name, Path(os.path.normpath(page.parent / target))) for name, target in found]
 
 
 def _page(path: Path) -> str:
