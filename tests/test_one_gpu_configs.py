@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from common.config import load
 from tests.speed import limit
-from tests.tiny import tiny_model
+from tests.tiny import model_of_shape
 
 ROOT = Path(__file__).resolve().parents[1]
 QWEN = {"model_type": "qwen2", "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}
@@ -29,11 +28,7 @@ CONFIGS = {
 @pytest.mark.processes
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_for_one_card_fits_on_24_gib(name: str, tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "model")
-    shape = json.loads((model / "config.json").read_text()) | QWEN | SHAPES[CONFIGS[name]]
-    for derived in ("head_dim", "layer_types"):
-        shape.pop(derived, None)
-    (model / "config.json").write_text(json.dumps(shape))
+    model = model_of_shape(tmp_path / "model", QWEN | SHAPES[CONFIGS[name]])
     (tmp_path / "train.jsonl").write_text('{"question": "What is 2+2?", "answer": "#### 4"}\n' * 8)
     data = [f"data.train={tmp_path}/train.jsonl", "data.eval=null", "data.max_prompt_length=384"]
     command = [sys.executable, "-m", "launcher.plan", f"configs/{name}.yaml", f"model.path={model}", *data]

@@ -13,7 +13,7 @@ import pytest
 from common.config import Config, load
 from report.run_log import read_jsonl
 from tests.speed import limit
-from tests.tiny import tiny_model
+from tests.tiny import model_of_shape, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "configs" / "recipes"
@@ -114,11 +114,7 @@ def local(task: Path) -> list[str]:
 @pytest.mark.processes
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_recipe_fits_where_its_first_lines_say(name: str, tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "model")
-    shape = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 32768} | SHAPES[name]
-    for derived in {"head_dim", "layer_types"} - SHAPES[name].keys():
-        shape.pop(derived, None)
-    (model / "config.json").write_text(json.dumps(shape))
+    model_of_shape(tmp_path / "model", {"max_position_embeddings": 32768} | SHAPES[name])
     (said,) = [line for line in (RECIPES / f"{name}.yaml").read_text().splitlines() if "--gpus" in line]
     command = [sys.executable, "-m", "launcher.plan", *said.split("plan ")[1].split(), *local(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(120))

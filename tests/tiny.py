@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,15 @@ def tiny_model(folder: Path, hidden: int = 64, layers: int = 2, vocab: int | Non
     vocab: rows of the embedding; more than the tokenizer has is allowed, as in Qwen2.5. None = the tokenizer's.
     """
     shutil.copytree(_made(hidden, layers, vocab), folder, dirs_exist_ok=True)
+    return folder
+
+
+def model_of_shape(folder: Path, shape: Mapping[str, object]) -> Path:
+    """tiny_model with a config.json that says another shape: for what reads sizes and never weights."""
+    file = tiny_model(folder) / "config.json"
+    derived = {"head_dim", "layer_types"}
+    kept = {key: value for key, value in json.loads(file.read_text()).items() if key not in derived}
+    file.write_text(json.dumps({**kept, **shape}))
     return folder
 
 
