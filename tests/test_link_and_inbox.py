@@ -99,13 +99,12 @@ def test_duplicates_are_counted_and_never_trained_twice(config: Config) -> None:
 
 
 class Lossy(Link):
-    """Loses every third message, whatever it is."""
+    """Loses a third of the messages, whatever they are; by chance, for a loss in step with the beats is for ever."""
 
-    num_sent = 0
+    chance = random.Random(1)
 
     def _send(self, frames: list[bytes]) -> None:
-        self.num_sent += 1
-        if self.num_sent % 3:
+        if self.chance.random() > 1 / 3:
             super()._send(frames)
 
 
@@ -574,7 +573,7 @@ def test_a_sampler_that_goes_leaves_its_leases_to_others_at_once(config: Config)
     with make_inbox(config) as inbox:
         with FakeSampler(config, "s1", make=lambda g, v: make_group(60, v)) as leaving:
             inbox.commit(0, published(0))
-            until(lambda: leaving.produced == [0, 1, 2, 3])
+            until(lambda: leaving.produced[:4] == [0, 1, 2, 3])  # and again with every credit: 60 is never wanted
             leaving.leave("interrupted", 75)
         with FakeSampler(config, "s0"):
             assert train(inbox, 3) == list(range(6))
