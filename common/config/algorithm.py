@@ -14,12 +14,12 @@ LossType = Literal["grpo", "dapo", "dr_grpo", "bnpo", "cispo"]
 
 
 class GroupParams(Section):
-    """Segments of GROUP PPO. Read only with adv_estimator group_ppo."""
+    """Segments of GROUP PPO. Only with adv_estimator group_ppo."""
 
     group_variance_threshold: float = Field(1.0, gt=0)
-    """τ: a segment of n tokens shares one advantage while its variance is at most τ · n times that of n advantages."""
+    """τ: n tokens share one advantage while its variance is at most τ · n times that of n advantages."""
     group_max_size: int | None = Field(16, ge=1)
-    """Tokens in a segment, at most; null = no limit. 1 is PPO with a critic."""
+    """Most tokens in a segment; null = no limit. 1 is PPO with a critic."""
     group_epsilon: float = Field(1e-6, gt=0)
     """Added to the variance that is divided by: where no token has an advantage, segments grow."""
     adaptive_threshold: bool = True
@@ -27,16 +27,15 @@ class GroupParams(Section):
     threshold_lr: float = Field(0.01, gt=0)
     """Step of log τ."""
     min_threshold: float = Field(0.1, gt=0)
-    """Lower bound of the moving τ."""
+    """Lower bound of τ."""
     max_threshold: float = Field(10.0, gt=0)
-    """Upper bound of the moving τ."""
+    """Upper bound of τ."""
     segment_rule: Literal["grow", "literal"] = "grow"
-    """grow: as long as sharing pays. literal: close as soon as it does, which is PPO wherever τ is 1 or more."""
+    """grow: while sharing pays. literal: close as soon as it does, which is PPO at τ ≥ 1."""
     segment_loss: Literal["endpoint", "segment"] = "endpoint"
-    """endpoint: only a segment's last token trains and enters the head. segment: every token, with its segment's
-    advantage."""
+    """endpoint: only a segment's last token trains and enters the head. segment: every token does."""
     score: Literal["sampled", "exact"] = "sampled"
-    """Squared norm of a token's score: (1 − p)² from the sampler's log-probs, or exactly, by one more forward."""
+    """Squared norm of a token's score: (1 − p)² from the sampler's log-probs, or exact, by one more forward."""
 
     @model_validator(mode="after")
     def _options_fit_together(self) -> GroupParams:
@@ -58,77 +57,76 @@ class GroupParams(Section):
 
 class Algorithm(Section):
     beta: float = Field(0.0, ge=0)
-    """Weight of the KL term to the reference. 0 loads no reference model and scores nothing with it."""
+    """Weight of the KL term. 0 loads and scores no reference model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """The KL term of a token, x = log π_ref − log π_θ: k1 = −x, k2 = x²/2, k3 = exp(x) − x − 1."""
+    """KL of a token, with x = log π_ref − log π_θ: k1 = −x, k2 = x²/2, k3 = exp(x) − x − 1."""
     kl_in_reward: bool = False
     """Subtract beta · Σ (log π_old − log π_ref) from each reward, and nothing from the loss."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: beta is only the start; after each batch it moves so that the KL of a completion tends to kl_target."""
+    """adaptive: beta is only the start; each batch moves it so that a completion's KL tends to kl_target."""
     kl_target: float | None = Field(None, gt=0)
-    """Mean KL of a whole completion that the adaptive controller holds, in nats, for example 6.0."""
+    """Mean KL of a completion that the adaptive controller holds, in nats, for example 6.0."""
     kl_horizon: int = Field(10000, gt=0)
-    """Completions over which the adaptive controller moves beta by a fifth at most."""
+    """Completions in which the adaptive controller changes beta by a fifth at most."""
     use_bias_correction_kl: bool = False
-    """Multiply the KL term by the ratio, which makes the expected gradient of k3 that of KL(π_θ ‖ π_ref)."""
+    """Multiply the KL term by the ratio: the expected gradient of k3 becomes that of KL(π_θ ‖ π_ref)."""
     epsilon: float = Field(0.2, gt=0)
-    """Clip range below 1; 1 or more never acts there. cispo has none."""
+    """Clip range below 1; from 1 on it never acts. cispo has none."""
     epsilon_high: float | None = Field(None, gt=0)
-    """Clip range above 1; null = epsilon. With loss_type cispo the cap of the ratio itself, for example 5.0."""
+    """Clip range above 1; null = epsilon. For cispo the cap of the ratio itself, for example 5.0."""
     delta: float | None = Field(None, gt=1)
     """Cap of the ratio where the advantage is negative (dual clip), above 1 + epsilon_high; null = none."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """token: a ratio per token. sequence: one per completion, normalised by its length (GSPO)."""
+    """token: a ratio per token. sequence: one per completion, normalised by length (GSPO)."""
     loss_type: LossType = "grpo"
     """grpo: mean of sequence means. dapo, bnpo: mean over all tokens of the step. dr_grpo: sum / (sequences · max
     length). cispo: mean over all tokens of capped ratio · advantage · log-prob."""
     loss: str | None = None
-    """Your own objective of a token, `file.py:function` or `package.module.function`, in the place of the clipped one;
-    loss_type then only says how tokens are averaged. null = the clipped objective, or that of cispo."""
+    """Your own objective of a token, `file.py:function` or `package.module.function`; loss_type then only says how
+    tokens are averaged. null = the clipped objective, or cispo's."""
     adv_estimator: str = "grpo"
     """grpo: (r − mean) / std of the group. dr_grpo: without std. rloo: minus the mean of the others.
-    reinforce_plus_plus(_baseline): r (− mean), whitened over the tokens of the batch. gae: PPO with a critic.
-    group_ppo: the same, with one advantage for each segment of a completion. Your own: `file.py:function` or
-    `package.module.function`."""
+    reinforce_plus_plus(_baseline): r (− mean), whitened over the batch's tokens. gae: PPO with a critic. group_ppo: the
+    same with one advantage per segment. Your own: `file.py:function` or `package.module.function`."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
-    """Standard deviation (n − 1) to divide by: the group's, the whole batch's, or none. null = group for adv_estimator
-    grpo, none for the others."""
+    """Standard deviation (n − 1) to divide by: the group's, the batch's, or none. null = group for grpo, none for other
+    estimators."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """normalize_then_sum: every reward function's scores are normalised in the group before the weighted sum."""
+    """normalize_then_sum: normalise each function's scores in the group before the weighted sum."""
     whiten_advantages: bool | None = None
-    """Also (A − mean) / std over the completions of the whole batch of rollouts; with a critic over its tokens.
-    null = only with a critic."""
+    """Also (A − mean) / std over the completions of the batch of rollouts; with a critic over its tokens. null = only
+    with a critic."""
     entropy_coef: float = Field(0.0, ge=0)
-    """Weight of an entropy bonus in the objective, at the sampling temperature. 0: entropies are metrics only."""
+    """Weight of an entropy bonus, at the sampling temperature. 0 = entropy is only a metric."""
     mask_truncated_completions: bool = False
-    """Completions that reached max_completion_length keep their reward but get weight 0."""
+    """Completions cut off at max_completion_length keep their reward, but train with weight 0."""
     soft_punish_cache: int = Field(0, ge=0)
     """The last n tokens before max_completion_length lower the reward, evenly from 0 to −1. 0 = off."""
     vllm_importance_sampling_mode: (
         Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
     ) = None
-    """Weighs tokens or completions by π_own / π_vllm, π_own the policy when it first trains on them: cut to clip_max,
-    or 0 above it."""
+    """Weigh tokens or completions by π_own / π_vllm, π_own the policy when it first trains on them: cut to clip_max, or
+    0 above it."""
     vllm_importance_sampling_clip_max: float = Field(3.0, ge=1)
     """Where that weight is cut or masked."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount of GAE, per token."""
     lam: float = Field(1.0, ge=0, le=1)
-    """GAE's λ: 1 = return − value, without bias; smaller trusts the critic more, for less variance."""
+    """λ of GAE: 1 = return − value, without bias; smaller trusts the critic more, for less variance."""
     group_params: GroupParams = GroupParams()
     """Where group_ppo cuts completions into segments, and which tokens train."""
     num_iterations: int = Field(1, ge=1)
     """Passes over each batch of rollouts (μ in the GRPO paper)."""
     steps_per_generation: int = Field(1, ge=1)
-    """Mini-batches in a batch of rollouts: optimizer steps in one pass over it. A batch of rollouts then holds
-    prompts_per_step · steps_per_generation groups: verl's train_batch_size, and prompts_per_step its mini-batch."""
+    """Mini-batches in a batch of rollouts: optimizer steps in one pass over its prompts_per_step · steps_per_generation
+    groups (verl's train_batch_size)."""
     dead_groups: Literal["keep", "skip", "resample"] = "keep"
-    """Groups whose rewards are all equal. keep: they count in denominators, and KL and entropy train them. skip: they
-    are left out of everything. resample: replaced by newly sampled groups (DAPO's dynamic sampling)."""
+    """Groups with equal rewards. keep: they count in denominators; KL and entropy train them. skip: left out. resample:
+    replaced by new groups (DAPO's dynamic sampling)."""
     max_resamples: int = Field(1, ge=1)
-    """With dead_groups resample: sample at most this many extra batches for one batch, then train a smaller one."""
+    """With resample: sample at most this many extra batches, then train a smaller one."""
     shuffle_mini_batches: bool = False
-    """Deal a batch's groups to its mini-batches anew in every pass, by (seed, batch, pass), instead of in order."""
+    """Deal a batch's groups to mini-batches anew in every pass, by (seed, batch, pass)."""
 
     @property
     def steps_per_batch(self) -> int:

@@ -20,11 +20,10 @@ from common.durable import write_file
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
 _HEAD = """# Configuration
 
-Every setting, its type, its default and its meaning. Generated from `common/config` by
-`python -m common.config.reference_page`; a test keeps the two equal.
+Every setting, generated from `common/config` by `python -m common.config.reference_page`.
 
-A config is one YAML file; both processes read the same. `section.key=value` on the command line overrides it, the value
-in YAML. An unknown key is an error with a suggestion. Paths are relative to the folder of `launch.sh`.
+A config is one YAML file, which both processes read. `section.key=value` on the command line overrides it, the value in
+YAML. An unknown key is an error with a suggestion. Relative paths start at the folder of `launch.sh`.
 """
 _LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}  # as annotated_types names them
 
@@ -88,9 +87,7 @@ def _options(annotation: Any) -> list[str]:
         return [f"list of {' or '.join(_options(inside[0]))}"]
     if origin is dict:
         return ["mapping"]
-    return {str: ["text"], Path: ["path"], bool: ["true or false"], Any: ["anything"]}.get(
-        annotation, [annotation.__name__]
-    )
+    return {str: ["text"], Path: ["path"], bool: ["bool"], Any: ["anything"]}.get(annotation, [annotation.__name__])
 
 
 def _default(field: FieldInfo) -> str:

@@ -18,28 +18,26 @@ class Sampler(Section):
     num_generations: int = Field(8, ge=2)
     """G: completions per problem, the size of a group."""
     temperature: float = Field(1.0, ge=0.01)
-    """Training samples; the trainer divides its logits by the same number. vLLM raises anything below 0.01 to it."""
+    """Of training samples; the trainer divides its logits by it too. vLLM uses no less than 0.01."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Draw from the most likely tokens that have this probability together. 1 = all; less needs
-    return_sampling_mask."""
+    """Sample from the most likely tokens with this total probability. 1 = all; less needs return_sampling_mask."""
     top_k: int | None = Field(None, ge=-1)
-    """Draw from the k most likely tokens. null, 0 or -1 = all; more needs return_sampling_mask."""
+    """Sample from the k most likely tokens. null, 0 or -1 = all; more needs return_sampling_mask."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Draw from tokens at least this likely relative to the most likely one. 0 = all; more needs
+    """Sample from tokens at least this likely relative to the most likely one. 0 = all; more needs
     return_sampling_mask."""
     return_sampling_mask: bool = False
-    """Send the tokens that top_p, top_k and min_p kept with every sample; the trainer then takes its softmax over them
-    alone, as the sampler did. Needs top_k, which bounds their number."""
+    """Send the kept tokens with every sample; the trainer takes its softmax over them alone. Needs top_k, which bounds
+    their number."""
     max_completion_length: int = Field(256, gt=0)
     """Tokens, end-of-sequence included."""
     ignore_eos: bool = False
-    """Sample to max_completion_length whatever comes: for measurements, where every step must cost the same."""
+    """Always sample to max_completion_length: for measurements, where every step must cost the same."""
     devices: list[int] = []
-    """GPUs of the samplers, by index; each uses vllm.tensor_parallel_size of them. Empty = the first visible ones, or
-    the CPU."""
+    """GPU indices; each sampler uses vllm.tensor_parallel_size of them. Empty = the first visible ones, or the CPU."""
     num_samplers: int = Field(1, ge=1)
-    """vLLM engines that launch.sh starts, each with vllm.tensor_parallel_size GPUs or its part of the cores, a log and
-    restarts of its own. More may join or leave by hand at any time."""
+    """vLLM engines that launch.sh starts, each with its own GPUs or part of the cores. More may join or leave at any
+    time."""
 
     @property
     def max_sampling_mask(self) -> int:
@@ -73,33 +71,33 @@ class Eval(Section):
     steps: int | None = Field(None, gt=0)
     """Evaluate every n policy versions; null = only before and after."""
     before: bool = True
-    """Evaluate the policy's start, before the first step."""
+    """Evaluate the initial policy."""
     after: bool = True
     """Evaluate the final policy."""
     temperature: float = Field(0.0, ge=0)
     """0 = greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Draw from the most likely tokens that together have this probability. 1 = all."""
+    """As sampler.top_p, without a mask."""
     top_k: int | None = Field(None, ge=-1)
-    """Draw from the k most likely tokens. null, 0 or -1 = all."""
+    """As sampler.top_k, without a mask."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Draw from tokens at least this likely relative to the most likely one. 0 = all."""
+    """As sampler.min_p, without a mask."""
     num_generations: int = Field(1, ge=1)
     """Completions per held-out problem."""
     max_completion_length: int | None = Field(None, gt=0)
     """null = the sampler's."""
     metric_for_best_model: str | None = None
-    """`answer/accuracy` or `answer/mean` of any reward function: the policy with the best one is kept in best/."""
+    """`answer/accuracy` or `answer/mean` of any reward function: the best policy is kept in best/."""
     greater_is_better: bool = True
     """Whether more of that metric is better."""
     early_stopping_patience: int | None = Field(None, gt=0)
-    """Stop after this many evaluations in a row without a better metric; null = never."""
+    """Stop after n evaluations in a row without a better metric; null = never."""
     early_stopping_threshold: float = Field(0.0, ge=0)
-    """A metric is better only if it is better by more than this."""
+    """Better means better by more than this."""
     load_best_model_at_end: bool = False
-    """final/ is the best policy instead of the last one."""
+    """final/ is the best policy, not the last one."""
     val_only: bool = False
-    """`launch.sh run` evaluates the model, or with run.resume its newest checkpoint, and trains nothing."""
+    """`launch.sh run` only evaluates the model, or with run.resume its newest checkpoint."""
 
     @model_validator(mode="after")
     def _check_metric(self) -> Eval:
@@ -117,16 +115,16 @@ class Rewards(Section):
     reward_weights: list[float] | None = None
     """One per function; null = 1.0 each."""
     reward_kwargs: dict[str, dict[str, Any]] = {}
-    """Arguments for single functions: {cosine_length: {max_len: 512}}. They override a column of the same name."""
+    """Arguments by function: {cosine_length: {max_len: 512}}. They override a column of the same name."""
     full_marks: dict[str, float] = {}
-    """Score from which a completion counts as right in accuracies, by function; default: 1.25 for format, 0.5 for
-    cosine_length, else 1.0."""
+    """Score, by function, from which a completion counts as right. Default: format 1.25, cosine_length 0.5, else
+    1.0."""
     timeout_s: float = Field(10.0, gt=0)
-    """A reward call that takes longer is killed, and its group fails (it is counted and not trained)."""
+    """A call that takes longer is killed; its group fails (counted, not trained)."""
     max_memory_gib: float = Field(8.0, gt=0)
-    """A reward process that wants more gets a MemoryError, and its group fails. Linux only."""
+    """A reward process that needs more gets a MemoryError; its group fails. Linux only."""
     max_tombstone_fraction: float = Field(0.01, ge=0, le=1)
-    """The run stops once more than this share of groups, or of one evaluation's problems, and more than 3, failed."""
+    """The run stops when more than this share of groups, or of an evaluation's problems, and more than 3, failed."""
 
     @property
     def weights(self) -> list[float]:

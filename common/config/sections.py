@@ -32,20 +32,20 @@ def require_own_function(name: str, built_in: Collection[str] = ()) -> None:
 
 class Run(Section):
     output_dir: Path = Path("runs/run")
-    """Run folder: metrics.jsonl, samples.jsonl, eval.jsonl, curves.png, report.html, logs/, checkpoints/, final/."""
+    """Folder of the run: metrics, samples, report, logs, checkpoints and the final model."""
     seed: int = 0
-    """Seeds problem order, sampling and everything random in the trainer."""
+    """Seed of problem order, sampling and training."""
     report_to: list[str] = ["tensorboard"]
-    """Sinks beside metrics.jsonl, which is always written: tensorboard, wandb, trackio, swanlab, mlflow, or your own,
-    `file.py:function`. They get numbers and settings, never samples."""
+    """Sinks beside metrics.jsonl: tensorboard, wandb, trackio, swanlab, mlflow, or your own `file.py:function`. They
+    get numbers and settings, never samples."""
     resume: bool = False
-    """Continue from the newest valid checkpoint in output_dir. Without one this is an error, never a fresh start."""
+    """Continue from the newest valid checkpoint in output_dir; an error if there is none."""
     record: bool = False
-    """Append every group that is trained to output_dir/groups.recording. Ignored while replaying one."""
+    """Append every trained group to output_dir/groups.recording. Ignored in a replay."""
     replay: Path | None = None
     """Train from such a recording, without a sampler: the same weights, bit for bit."""
     log_samples: int = Field(2, ge=0)
-    """Groups written to samples.jsonl per step: the best and the worst completion of each."""
+    """Groups per step in samples.jsonl: the best and the worst completion of each."""
 
     @field_validator("report_to")
     @classmethod
@@ -57,46 +57,47 @@ class Run(Section):
 
 class Model(Section):
     path: str
-    """Hub id or folder of the policy's start, or a GGUF file: `my.gguf`, or `owner/name:file.gguf` on the hub."""
+    """Initial policy: a hub id, a folder, or a GGUF file (`my.gguf`, or `owner/name:file.gguf` on the hub)."""
     revision: str | None = None
     """Branch, tag or commit on the hub; null = the default branch."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Weights and compute; with bfloat16 the optimizer keeps float32 master weights."""
     trust_remote_code: bool = False
-    """Run the Python code that comes with the model. Only for models you trust as you trust your own code."""
+    """Run the Python code that comes with the model. Only for authors you trust."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third slower."""
     freeze_vision_tower: bool = False
-    """Of a model that sees images train the language model alone: no gradient, no optimizer state for the tower."""
+    """Train only the language model of a vision model: no gradient and no optimizer state for the tower."""
 
 
 class Reference(Section):
     path: str | None = None
-    """Frozen reference of the KL term; null = the policy's own start. Any size, same tokenizer. Unused at beta 0."""
+    """Frozen reference of the KL term, of any size, with the policy's tokenizer; null = the initial policy. Unused at
+    beta 0."""
     revision: str | None = None
     """Branch, tag or commit on the hub; null = the default branch."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """null = the policy's."""
     on: Literal["sampler", "trainer", "auto"] = "sampler"
-    """Which process scores it. sampler: groups carry its log-probs. trainer: every rank holds a whole copy and scores
-    its own groups. auto: launch.sh gives it to the side that has more time, by the estimate of `launch.sh plan`."""
+    """Which process scores it. sampler: groups carry its log-probs. trainer: every rank holds a copy. auto: launch.sh
+    takes the side that has more time, by `launch.sh plan`."""
 
 
 class Lora(Section):
-    """Low-rank adapters beside frozen weights (arXiv 2106.09685); docs/lora.md. Off unless r is given."""
+    """Low-rank adapters beside frozen weights (docs/lora.md). Off unless r is given."""
 
     r: int = Field(0, ge=0)
-    """Rank of the adapters, for example 16: only they are trained. 0 = off, every weight is trained."""
+    """Rank of the adapters, for example 16; only they are trained. 0 = off: all weights train."""
     alpha: int | None = Field(None, gt=0)
-    """An adapter counts alpha / r times. null = 2 · r."""
+    """Adapters are scaled by alpha / r. null = 2 · r."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Inputs of adapters dropped in training. The sampler drops none: above 0 the trainer's log-probs are those of
-    another network than the sampler's, so that ratios differ from 1 before the first step, and mismatch/* shows it."""
+    """Dropout on adapter inputs, in training only. vLLM has none, so above 0 ratios differ from 1 before the first step
+    (metrics mismatch/*)."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
-    """Names of the layers that get adapters, such as [q_proj, v_proj]. all-linear: all but the output head."""
+    """Layers that get adapters, such as [q_proj, v_proj]. all-linear: all but the output head."""
     sync: Literal["adapter", "merged"] = "adapter"
-    """adapter: publish adapters alone, which vLLM applies beside the base weights. merged: publish whole weights with
-    the adapters added, for models whose adapters vLLM cannot apply."""
+    """adapter: publish only adapters, which vLLM applies. merged: publish whole weights, for models whose adapters vLLM
+    cannot apply."""
 
     @property
     def scale(self) -> int:
@@ -129,29 +130,30 @@ class Lora(Section):
 
 class Data(Section):
     train: str | list[str]
-    """`openai/gsm8k:main@train[:512]`, a .jsonl, .json or .parquet file, a folder, a save_to_disk folder, or a list."""
+    """Data set on the hub (`openai/gsm8k:main@train[:512]`), .jsonl, .json or .parquet file, folder, save_to_disk
+    folder, or a list."""
     eval: str | list[str] | None = None
     """Held-out problems in the same notation; null = no evaluation."""
     prompt_key: str = "question"
-    """Column with the problem: text, or a list of chat messages. `extra_info.question` looks inside a column."""
+    """Column with the problem: text or chat messages. `extra_info.question` looks inside a column."""
     answer_key: str | None = "answer"
-    """Column that reward functions receive as `answer`; may look inside, too. null = no reward needs one."""
+    """Column that rewards get as `answer`; may look inside a column. null = no reward needs one."""
     rename: dict[str, str] = {}
-    """New column names, {problem: question}, before everything else; the old name may look inside a column."""
+    """New column names, {problem: question}, applied first; the old name may look inside a column."""
     max_prompt_length: int = Field(512, gt=0)
-    """Tokens, those of images included. Longer prompts are filtered once at the start and counted."""
+    """Tokens, image tokens included. Longer prompts are dropped once at the start, and counted."""
     eval_size: int | None = Field(None, gt=0)
-    """Use only the first n held-out problems."""
+    """Only the first n held-out problems."""
     shuffle: bool = True
-    """A new permutation per epoch, a pure function of (seed, epoch)."""
+    """A new permutation per epoch, from (seed, epoch) alone."""
     image_key: str | None = None
-    """Column with a row's image, or a list of them: bytes, paths, or `datasets` images. null = text alone."""
+    """Column with a row's image or list of images: bytes, paths or `datasets` images. null = text alone."""
     limit_images: int = Field(1, ge=0)
     """Most images in a row. 0 = train a vision model on text alone."""
     min_pixels: int = Field(262_144, gt=0)
-    """An image with fewer pixels is enlarged; one token is 28 × 28 of them (Qwen2.5-VL)."""
+    """Smaller images are enlarged to this; one token is 28 × 28 pixels (Qwen2.5-VL)."""
     max_pixels: int = Field(2_097_152, gt=0)
-    """An image with more pixels is made smaller: this many are 2,674 tokens."""
+    """Larger images are reduced to this: 2,674 tokens."""
 
     @model_validator(mode="after")
     def _check_images(self) -> Data:
@@ -167,15 +169,15 @@ class Data(Section):
 
 class PromptTemplate(Section):
     system: str | None = None
-    """System message put before every problem."""
+    """System message before every problem."""
     examples: list[dict[Literal["user", "assistant"], str]] = []
-    """Worked examples put before every problem as chat turns: [{user: a problem, assistant: its answer}]."""
+    """Worked examples before every problem, as chat turns: [{user: a problem, assistant: its answer}]."""
     format_prompt: Path | None = None
-    """A Jinja file that writes the user's message: `content` is the problem, the other columns have their names."""
+    """Jinja file that writes the user's message: `content` is the problem, other columns have their names."""
     chat_template: Path | None = None
-    """A Jinja file used instead of the tokenizer's own chat template; needed for base models."""
+    """Jinja file instead of the tokenizer's chat template; base models need one."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Passed to the chat template, for example {enable_thinking: false}."""
+    """Passed to the chat template: {enable_thinking: false}."""
 
     @field_validator("examples")
     @classmethod
@@ -200,11 +202,11 @@ def _is_address(text: str) -> bool:
 
 class Channel(Section):
     endpoint: str | None = None
-    """null = ipc:// in a private folder of this host. Several hosts: tcp://10.0.0.1:5555, bound by trainer rank 0."""
+    """null = ipc:// in a private folder. Several hosts: tcp://10.0.0.1:5555, bound by trainer rank 0."""
     connect_timeout_s: float = Field(600.0, gt=0)
-    """How long either side waits for the other's first word."""
+    """How long each side waits for the other's first message."""
     lost_after_s: float = Field(10.0, gt=0)
-    """Silence after which a peer is reported lost and its leases go to others."""
+    """Silence after which a peer is reported lost and its groups go to others."""
     stall_timeout_s: float = Field(1800.0, gt=0)
     """Silence or no progress for this long ends the process with exit code 75."""
     max_message_mib: int = Field(64, gt=0)
@@ -225,12 +227,12 @@ class Channel(Section):
 
 class Weights(Section):
     dir: Path | None = None
-    """Where versions are published; null = memory (/dev/shm) on one host, output_dir/weights otherwise."""
+    """Where versions are published; null = /dev/shm on one host, else output_dir/weights."""
     keep: int = Field(2, ge=2)
-    """Versions kept beside those that a live sampler still uses."""
+    """Versions kept beside those that a live sampler uses."""
     publish_every: Literal["batch", "step"] = "batch"
-    """batch: the sampler gets new weights when a batch of rollouts is done. step: after each of its optimizer steps,
-    and one new group may start per finished group; only with max_staleness above 0."""
+    """batch: new weights after each batch of rollouts. step: after each optimizer step, and one new group may start per
+    finished group; only with max_staleness above 0."""
     canary_tolerance: float | None = Field(None, gt=0)
-    """How far the engine's log-probs may be from the trainer's on the canary. float32: the largest distance, and four
-    times their RMS; null = 1e-3. bfloat16: their RMS; null = 0.15."""
+    """How far vLLM's log-probs may be from the trainer's on the canary. float32: the maximum, and 4 times the RMS; null
+    = 1e-3. bfloat16: the RMS; null = 0.15."""
