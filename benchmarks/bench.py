@@ -134,9 +134,8 @@ def table(cell: Cell, rows: Sequence[Summary], flops: float) -> str:
     if not cell.is_natural:
         shared, dense = work(cell, dense=False), work(cell, dense=True)
         lines += [
-            f"{shared.total / 1e9:.1f} GFLOP a step with a shared prompt, {dense.total / 1e9:.1f} dense "
-            f"({dense.total / shared.total:.1f} ×). Floor on two cores: {shared.total / flops / 2:.2f} s. "
-            f"Decoding reads {shared.decode_bytes / 1e9:.2g} GB of weights.",
+            f"{shared.total / 1e9:.1f} GFLOP a step, {dense.total / 1e9:.1f} with a prompt per completion; floor on two "
+            f"cores {shared.total / flops / 2:.2f} s; decoding reads {shared.decode_bytes / 1e9:.2g} GB.",
             "",
         ]
     lines += [
