@@ -33,12 +33,12 @@ LENGTHS = ["data.max_prompt_length=512", "sampler.max_completion_length=1024", "
 
 HEAD = """# Memory: which model trains on which GPUs
 
-Estimates of [`plan`](plan.md#memory-of-a-trainer-rank), which no GPU has confirmed yet ([what is proven](gpu.md)): Qwen2.5
-in bfloat16 with gradient checkpointing, prompts of 512 and answers of 1,024 tokens, G = 8, group by group, no KL term.
-For your config: `bash launch.sh plan CONFIG --gpus 2x24`. Written by `.venv/bin/python -m launcher.memory_table`.
+Estimates of [`plan`](plan.md#memory-of-a-trainer-rank), which no GPU has confirmed yet ([what is proven](gpu.md)):
+Qwen2.5 in bfloat16 with gradient checkpointing, prompts of 512 and answers of 1,024 tokens, G = 8, group by group,
+no KL term. For your config: `bash launch.sh plan CONFIG --gpus 2x24`. Written by `.venv/bin/python -m launcher.memory_table`.
 
-GiB of one trainer rank, by the number of ranks, one GPU each. Last three columns: the fewest trainer GPUs, of 1, 2, 4 or 8,
-on which it fits ({share:.0%} of the card); – where none does. The sampler needs a GPU beside them, or
+GiB of one trainer rank, by the number of ranks, one GPU each. Last three columns: the fewest trainer GPUs, of 1, 2, 4
+or 8, on which it fits ({share:.0%} of the card); – where none does. The sampler needs a GPU beside them, or
 [shares the only one](gpu.md).
 
 | model | how | 1 rank | 2 | 4 | 8 | 24 GB | 40 GB | 80 GB |
@@ -49,10 +49,10 @@ TAIL = """
   (`configs/gsm8k_qwen2.5_1.5b_lora_one_gpu.yaml`).
 - ZeRO 1 divides the optimizer by the ranks, 2 the gradients too, 3 the weights too. Take the lowest that fits: each
   sends more. Over gloo (vGPU) prefer stage 1.
-- Too large by a little, in this order: `trainer.groups_per_micro_batch: 1`, a smaller `trainer.logprob_chunk_size`, a
-  shorter `sampler.max_completion_length`, fewer `sampler.num_generations`.
-- A critic (`gae`, `group_ppo`) needs about the same once more. A reference (`algorithm.beta` above 0) adds its weights on
-  one side, nothing with LoRA.
+- Too large by a little, in this order: `trainer.groups_per_micro_batch: 1`, a smaller `trainer.logprob_chunk_size`,
+  a shorter `sampler.max_completion_length`, fewer `sampler.num_generations`.
+- A critic (`gae`, `group_ppo`) needs about the same once more. A reference (`algorithm.beta` above 0) adds its weights
+  on one side, nothing with LoRA.
 """
 
 
