@@ -35,7 +35,8 @@ HEAD = """# Memory: which model trains on which GPUs
 
 Estimates of [`plan`](plan.md#memory-of-a-trainer-rank), which no GPU has confirmed yet ([what is proven](gpu.md)):
 Qwen2.5 in bfloat16 with gradient checkpointing, prompts of 512 and answers of 1,024 tokens, G = 8, group by group,
-no KL term. For your config: `bash launch.sh plan CONFIG --gpus 2x24`. Written by `.venv/bin/python -m launcher.memory_table`.
+no KL term. For your config: `bash launch.sh plan CONFIG --gpus 2x24`. Written by
+`.venv/bin/python -m launcher.memory_table`.
 
 GiB of one trainer rank, by the number of ranks, one GPU each. Last three columns: the fewest trainer GPUs, of 1, 2, 4
 or 8, on which it fits ({share:.0%} of the card); – where none does. The sampler needs a GPU beside them, or
