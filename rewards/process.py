@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import subprocess
 import threading
 import time
@@ -135,7 +136,9 @@ class RewardProcess:
         for pipe in (process.stdin, process.stdout):
             with contextlib.suppress(OSError):
                 pipe.close()  # type: ignore[union-attr]
-        return cause(process.returncode) if exited else ""
+        if not exited and process.returncode in (None, -signal.SIGKILL):
+            return ""
+        return cause(process.returncode)  # one that was on its way out has kept its own code
 
 
 def _wait(process: subprocess.Popen[bytes], descriptor: int, event: int, deadline: float) -> None:

@@ -38,7 +38,7 @@ HELLO = wire.Hello(1, "data", "tokenizer", 100, 10)
 
 
 def make_config(folder: Path, **sections: dict[str, Any]) -> Config:
-    """Two groups a step, window 4, lost after 0.4 s of the reference machine, a socket in `folder`."""
+    """Two groups a step, window 4, lost after 2 s of the reference machine, a socket in `folder`."""
     settings: dict[str, dict[str, Any]] = {
         "run": {"output_dir": folder / "run"},
         "model": {"path": "model"},
@@ -46,7 +46,7 @@ def make_config(folder: Path, **sections: dict[str, Any]) -> Config:
         "rewards": {"reward_funcs": ["answer"]},
         "sampler": {"num_generations": 2},
         "trainer": {"prompts_per_step": 2, "max_staleness": 1, "max_steps": 50},
-        "channel": {"endpoint": f"ipc://{folder}/inbox", "lost_after_s": limit(0.4), "stall_timeout_s": limit(20)},
+        "channel": {"endpoint": f"ipc://{folder}/inbox", "lost_after_s": limit(2), "stall_timeout_s": limit(20)},
     }
     for name, section in sections.items():
         settings[name] = settings.get(name, {}) | section

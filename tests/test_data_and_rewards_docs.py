@@ -10,6 +10,7 @@ import pytest
 
 from common.config import Rewards
 from rewards.find import BUILT_IN
+from tests.speed import limit
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(200)]
 
@@ -32,7 +33,7 @@ def commands(page: str) -> str:
 def test_the_commands_of_the_page_run_from_an_empty_folder(page: str, checks: int, tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        ["bash", "-euc", commands(page)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180
+        ["bash", "-euc", commands(page)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=limit(180)
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("tandem: the rewards look right") == checks

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -100,12 +99,12 @@ def test_another_rank_that_breaks_lets_the_launcher_see_rank_0_first(code: int, 
 
 
 def test_a_rank_that_waits_for_the_launcher_ends_at_its_sigterm() -> None:
-    body = "exits._LAUNCHER_LOOKS_S = 60.0; signal.signal(15, exits._interrupt); print('up', flush=True)\n"
+    waits = "sleep = exits.time.sleep; exits.time.sleep = lambda s: (print('up', flush=True), sleep(s))\n"
+    body = waits + "exits._LAUNCHER_LOOKS_S = 60.0; signal.signal(15, exits._interrupt)\n"
     process = subprocess.Popen(
         [sys.executable, "-c", HEAD + body + "exits.leave_rank(1, 1)"], cwd=ROOT, stdout=subprocess.PIPE
     )
     assert process.stdout.readline() == b"up\n"
-    time.sleep(0.3)
     process.send_signal(signal.SIGTERM)
     process.stdout.close()
     assert process.wait(timeout=limit(20)) == 1

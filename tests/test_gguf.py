@@ -24,6 +24,7 @@ from common.errors import UserError
 from model import gguf as gguf_models
 from model.folder import require_models
 from model.tokenizer import load_tokenizer
+from tests.speed import limit
 from tests.tiny import tiny_model
 from trainer.save.resume import stream_settings
 
@@ -213,7 +214,7 @@ def test_a_second_process_waits_for_the_first_and_says_so(
         while "waiting for another process" not in capfd.readouterr().err:
             time.sleep(0.05)
         made.mkdir()
-    waiting.join(timeout=60)
+    waiting.join(timeout=limit(60))
     assert found == [made]
 
 

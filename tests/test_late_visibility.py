@@ -172,7 +172,7 @@ def test_meanwhile_the_trainer_hears_why_and_loses_nobody(
 ) -> None:
     """Over a real link and a real clock, for twice as long as silence may last."""
     hurry(monkeypatch)
-    config = make_config(config.run.output_dir.parent, channel={"lost_after_s": max(0.4, limit(0.2))})
+    config = make_config(config.run.output_dir.parent, channel={"lost_after_s": max(1.5, limit(0.2))})
     folder, said = Path(published.weights_dir), []
 
     def heard(phases: set[str]) -> bool:

@@ -499,9 +499,8 @@ def test_a_run_decides_the_side_of_the_reference_as_the_plan_and_keeps_no_engine
     chosen = ["algorithm.beta=0.1", "reference.on=auto", "algorithm.num_iterations=8"]
     environment = hub_with(task / "model", tmp_path)
     words = [str(task / "run.yaml"), *chosen, *(["model.path=me/tiny"] if by_hub_id else [])]
-    done = subprocess.run(
-        [sys.executable, "-c", DECIDES, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-c", DECIDES, *words]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit(120))
     assert done.returncode == 0, done.stderr
     side, engines = done.stdout.splitlines()
     assert side == "sampler" and engines == "[]"

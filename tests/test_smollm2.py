@@ -26,6 +26,7 @@ from smollm2 import build as builder
 from smollm2 import word_problems
 from smollm2.build import SMOLLM2, Wheel, build
 from smollm2.sentences import BOXES, NAMES, TEMPLATES, THINGS
+from tests.speed import limit
 
 ROOT = Path(__file__).resolve().parents[1]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
@@ -211,7 +212,7 @@ def test_a_second_process_waits_until_the_first_has_built(wheel: Wheel, tmp_path
         while f"waiting for another process that makes {tmp_path / 'made'}" not in capfd.readouterr().err:
             time.sleep(0.05)
         assert not (tmp_path / "made" / "weights.gguf").exists()
-    second.join(timeout=60)
+    second.join(timeout=limit(60))
     assert (tmp_path / "made" / "weights.gguf").exists()
 
 

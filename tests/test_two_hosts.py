@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,8 +118,7 @@ def test_a_host_whose_processes_are_killed_resumes_by_itself_and_exactly(
     said = ended(trainers, process, "killed-host")
     assert "restart 1 of 5" in said
     assert sha256_of_run(folder) == expected
-    time.sleep(0.2)
-    assert [p for p in psutil.process_iter(["cmdline"]) if is_of(p, hosts[1], folder)] == []
+    until(lambda: not [p for p in psutil.process_iter(["cmdline"]) if is_of(p, hosts[1], folder)])
 
 
 def is_of(process: psutil.Process, host: str, folder: Path) -> bool:

@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 0.6
+PATIENT_S = 1.5  # where it must not end: a busy machine may stop a process for a second
 HEAD = """
 import sys, tempfile, threading, time
 from pathlib import Path
@@ -37,9 +38,9 @@ def main():
 """
 
 
-def run(log: Path, body: str, startup_s: float = 0.0) -> tuple[int, str, float]:
+def run(log: Path, body: str, startup_s: float = 0.0, limit_s: float = LIMIT_S) -> tuple[int, str, float]:
     """(exit code, stderr, seconds) of a process with this body under a watchdog of `limit_s`."""
-    limit_s = max(LIMIT_S, limit(LIMIT_S / 3))
+    limit_s = max(limit_s, limit(limit_s / 3))
     code = HEAD + "".join(f"        {line}\n" for line in body.splitlines()) + "exits.leave(exits.run('trainer', main))"
     begun = time.monotonic()
     done = subprocess.run(
@@ -47,7 +48,7 @@ def run(log: Path, body: str, startup_s: float = 0.0) -> tuple[int, str, float]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=limit(60),
     )
     return done.returncode, done.stderr, time.monotonic() - begun
 
@@ -76,15 +77,14 @@ def test_all_threads_are_shown(tmp_path: Path) -> None:
 
 
 def test_a_process_that_reports_progress_goes_on(tmp_path: Path) -> None:
-    code, said, seconds = run(
-        tmp_path / "none", "for _ in range(10): report_progress('sampling'); time.sleep(limit_s / 4)"
-    )
+    body = "for _ in range(10): report_progress('sampling'); time.sleep(limit_s / 4)"
+    code, said, seconds = run(tmp_path / "none", body, limit_s=PATIENT_S)
     assert (code, said) == (0, "")
-    assert seconds > 2.5 * LIMIT_S
+    assert seconds > 2.5 * PATIENT_S
 
 
 def test_a_start_may_take_longer_than_a_step(tmp_path: Path) -> None:
-    code, said, _ = run(tmp_path / "none", "time.sleep(2 * limit_s)\nreport_progress('stepping')", startup_s=2.0)
+    code, said, _ = run(tmp_path / "none", "time.sleep(2 * limit_s)\nreport_progress('stepping')", startup_s=4.0)
     assert (code, said) == (0, "")
     code, said, _ = run(tmp_path / "none", "time.sleep(60)", startup_s=0.5)
     assert code == 75 and "while starting" in said
@@ -98,9 +98,8 @@ def test_after_the_start_the_ordinary_limit_holds(tmp_path: Path) -> None:
 
 def test_a_wall_clock_that_jumps_ends_nothing(tmp_path: Path) -> None:
     jumps = "real = time.time\ntime.time = lambda: real() + 3600 * (1 if time.monotonic() % 0.2 < 0.1 else -1)\n"
-    code, said, _ = run(
-        tmp_path / "none", jumps + "for _ in range(6): report_progress('sampling'); time.sleep(limit_s / 4)"
-    )
+    body = jumps + "for _ in range(6): report_progress('sampling'); time.sleep(limit_s / 4)"
+    code, said, _ = run(tmp_path / "none", body, limit_s=PATIENT_S)
     assert (code, said) == (0, "")
 
 
@@ -139,7 +138,7 @@ with make_inbox(make_config(Path(tempfile.mkdtemp()), channel={"stall_timeout_s"
         print(str(error).split(";")[0], file=sys.stderr)
 """
     # the wait looks twice a second and is twice as long as the watchdog's limit: each look must count
-    code, said, _ = run(tmp_path / "none", body.strip())
+    code, said, _ = run(tmp_path / "none", body.strip(), limit_s=PATIENT_S)
     assert code == 0, said
     assert re.fullmatch(r"waited \d+ s for groups 0…0 \(have 0 of 1\)", said.splitlines()[-1])
 
@@ -163,6 +162,7 @@ def test_a_sampler_that_beats_without_progress_is_sent_away_and_its_work_goes_to
             until(lambda: stuck.ended)
             assert stuck.ended.exit_code == 75  # its supervisor starts it again
             assert re.search(r"its work has not moved for \d+ s \(phase: sampling\)", str(stuck.ended))
+        inbox.config = inbox.thread.config = config  # the one that works is given time
         with FakeSampler(config, "s0"):
             assert train(inbox, 5) == list(range(10))
     [line] = [line for line in said if "sent away" in line]
@@ -178,7 +178,7 @@ def test_a_sampler_whose_progress_grows_or_that_has_nothing_to_do_is_left_alone(
                 super().work()
             self.link.beat("sampling", int(time.monotonic() * 10), 0, {}, now=False)
 
-    stall_s = limit(0.3)
+    stall_s = max(PATIENT_S, limit(0.3))
     with make_inbox(with_channel(config, stall_timeout_s=stall_s, lost_after_s=stall_s), say=said.append) as inbox:
         with FakeSampler(config, "s0") as idle:
             inbox.commit(0, published(0))
