@@ -72,9 +72,16 @@ def settings(file, name="Obeys", **more):
 
 
 @pytest.fixture(scope="module")
-def pool(file):
+def shared(file):
     with EnvironmentPool(settings(file, timeout_s=max(PATIENT_S, limit(0.5))), columns=ROW) as pool:
         yield pool
+
+
+@pytest.fixture
+def pool(shared):
+    """Empty, whatever the test before it left."""
+    shared.close_all()
+    return shared
 
 
 def one(pool):
