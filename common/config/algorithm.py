@@ -63,7 +63,7 @@ class Algorithm(Section):
     kl_in_reward: bool = False
     """Subtract beta · Σ (log π_old − log π_ref) from each reward, and nothing from the loss."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: beta is only the start; each batch moves it so that a completion's KL tends to kl_target."""
+    """adaptive: each batch moves beta so that a completion's KL tends to kl_target."""
     kl_target: float | None = Field(None, gt=0)
     """Mean KL of a completion that the adaptive controller holds, in nats, for example 6.0."""
     kl_horizon: int = Field(10000, gt=0)
@@ -82,8 +82,8 @@ class Algorithm(Section):
     """grpo: mean of sequence means. dapo, bnpo: mean over all tokens of the step. dr_grpo: sum / (sequences · max
     length). cispo: mean over all tokens of capped ratio · advantage · log-prob."""
     loss: str | None = None
-    """Your own objective of a token, `file.py:function` or `package.module.function`; loss_type then only says how
-    tokens are averaged. null = the clipped objective, or cispo's."""
+    """Your own objective of a token, `file.py:function` or `package.module.function`; loss_type then only averages.
+    null = the clipped objective, or cispo's."""
     adv_estimator: str = "grpo"
     """grpo: (r − mean) / std of the group. dr_grpo: without std. rloo: minus the mean of the others.
     reinforce_plus_plus(_baseline): r (− mean), whitened over the batch's tokens. gae: PPO with a critic. group_ppo: the
@@ -92,7 +92,7 @@ class Algorithm(Section):
     """Standard deviation (n − 1) to divide by: the group's, the batch's, or none. null = group for grpo, none for other
     estimators."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """normalize_then_sum: normalise each function's scores in the group before the weighted sum."""
+    """normalize_then_sum: normalise each function in the group before the weighted sum."""
     whiten_advantages: bool | None = None
     """Also (A − mean) / std over the completions of the batch of rollouts; with a critic over its tokens. null = only
     with a critic."""

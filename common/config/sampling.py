@@ -36,8 +36,7 @@ class Sampler(Section):
     devices: list[int] = []
     """GPU indices; each sampler uses vllm.tensor_parallel_size of them. Empty = the first visible ones, or the CPU."""
     num_samplers: int = Field(1, ge=1)
-    """vLLM engines that launch.sh starts, each with its own GPUs or part of the cores. More may join or leave at any
-    time."""
+    """vLLM engines that launch.sh starts; more may join or leave at any time."""
 
     @property
     def max_sampling_mask(self) -> int:
@@ -89,7 +88,7 @@ class Eval(Section):
     metric_for_best_model: str | None = None
     """`answer/accuracy` or `answer/mean` of any reward function: the best policy is kept in best/."""
     greater_is_better: bool = True
-    """Whether more of that metric is better."""
+    """Whether more of it is better."""
     early_stopping_patience: int | None = Field(None, gt=0)
     """Stop after n evaluations in a row without a better metric; null = never."""
     early_stopping_threshold: float = Field(0.0, ge=0)

@@ -59,7 +59,7 @@ class Model(Section):
     path: str
     """Initial policy: a hub id, a folder, or a GGUF file (`my.gguf`, or `owner/name:file.gguf` on the hub)."""
     revision: str | None = None
-    """Branch, tag or commit on the hub; null = the default branch."""
+    """Branch, tag or commit on the hub."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Weights and compute; with bfloat16 the optimizer keeps float32 master weights."""
     trust_remote_code: bool = False
@@ -72,22 +72,21 @@ class Model(Section):
 
 class Reference(Section):
     path: str | None = None
-    """Frozen reference of the KL term, of any size, with the policy's tokenizer; null = the initial policy. Unused at
-    beta 0."""
+    """Frozen reference of the KL term, of any size, with the policy's tokenizer; null = the initial policy."""
     revision: str | None = None
-    """Branch, tag or commit on the hub; null = the default branch."""
+    """Branch, tag or commit on the hub."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """null = the policy's."""
     on: Literal["sampler", "trainer", "auto"] = "sampler"
-    """Which process scores it. sampler: groups carry its log-probs. trainer: every rank holds a copy. auto: launch.sh
-    takes the side that has more time, by `launch.sh plan`."""
+    """Which process scores it. sampler: groups carry its log-probs. trainer: every rank holds a copy. auto: the side
+    with more time, by `launch.sh plan`."""
 
 
 class Lora(Section):
     """Low-rank adapters beside frozen weights (docs/lora.md). Off unless r is given."""
 
     r: int = Field(0, ge=0)
-    """Rank of the adapters, for example 16; only they are trained. 0 = off: all weights train."""
+    """Rank of the adapters, for example 16. 0 = off: all weights train."""
     alpha: int | None = Field(None, gt=0)
     """Adapters are scaled by alpha / r. null = 2 · r."""
     dropout: float = Field(0.0, ge=0, lt=1)

@@ -13,10 +13,10 @@ class Critic(Section):
     """Only with adv_estimator gae and group_ppo, on the trainer's ranks, with its optimizer, schedule and clip."""
 
     path: str | None = None
-    """Initial value model: a causal language model, which gets a value head of zeros, or a one-label reward model,
-    whose head is kept. null = the initial policy. Same tokenizer."""
+    """Initial value model: a causal language model, with a new value head of zeros, or a one-label reward model, with
+    its head. null = the initial policy. Same tokenizer."""
     revision: str | None = None
-    """Branch, tag or commit on the hub; null = the default branch."""
+    """Branch, tag or commit on the hub."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """null = the policy's."""
     learning_rate: float = Field(1e-5, gt=0)
@@ -59,8 +59,8 @@ class Trainer(Section):
     max_staleness: int = Field(0, ge=0)
     """Batches that sampling may run ahead of training; 0 = on policy."""
     borrow_cores_after: float | None = Field(None, ge=0, lt=1)
-    """On CPUs with max_staleness > 0: groups after this fraction of a step train on the sampler's cores too. For a
-    sampler that waits: 0.5 if it needs half the trainer's time. null = never."""
+    """On CPUs with max_staleness > 0: groups after this fraction of a step also train on the sampler's cores. 0.5 if
+    the sampler needs half the trainer's time; null = never."""
     save_steps: int | None = Field(100, gt=0)
     """Checkpoint every n optimizer steps, at the end of a batch of rollouts; null = only by save_minutes."""
     save_minutes: float | None = Field(10.0, gt=0)
@@ -73,8 +73,8 @@ class Trainer(Section):
     num_ranks: int | None = Field(None, gt=0)
     """null = one per device, 1 on CPU. Over gloo several ranks may share a device."""
     sequence_parallel_size: int = Field(1, ge=1)
-    """Ranks that share every micro-batch, each with part of its tokens and attention heads (Ulysses): for groups too
-    long for one device. Must divide the ranks and the heads. 1 = off."""
+    """Ranks that share every micro-batch, each with part of its tokens and attention heads (Ulysses), for groups too
+    long for one device. Must divide ranks and heads. 1 = off."""
     dist_backend: Literal["auto", "nccl", "gloo"] = "auto"
     """auto: nccl on GPUs, gloo on CPU. gloo also for vGPU clusters, where NCCL does not work."""
     logprob_chunk_size: int = Field(1024, gt=0)
@@ -82,8 +82,8 @@ class Trainer(Section):
     max_skipped_steps: int = Field(3, ge=1)
     """Non-finite steps in a row before the run stops."""
     max_hours: float | None = Field(None, gt=0)
-    """After so many hours, from the start of launch.sh or of the trainer by hand, the run ends its step, saves and
-    exits with code 75, to be resumed. Set it some minutes below a batch system's limit. null = no limit."""
+    """After so many hours, from the start of launch.sh or of the trainer by hand, the run saves and exits with code 75,
+    to be resumed. Stay some minutes below a batch system's limit. null = no limit."""
 
     @property
     def saves_checkpoints(self) -> bool:
