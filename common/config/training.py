@@ -82,8 +82,8 @@ class Trainer(Section):
     max_skipped_steps: int = Field(3, ge=1)
     """Non-finite steps in a row before the run stops."""
     max_hours: float | None = Field(None, gt=0)
-    """After so many hours, from the start of launch.sh or of the trainer by hand, the run saves and exits with code 75,
-    to be resumed. Stay some minutes below a batch system's limit. null = no limit."""
+    """After so many hours the run saves and exits with code 75, to be resumed. Counted from the start of launch.sh, or
+    of the trainer by hand. Stay some minutes below a batch system's limit. null = no limit."""
 
     @property
     def saves_checkpoints(self) -> bool:
