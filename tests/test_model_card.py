@@ -12,10 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub  # ModelCard is imported when it is used: that takes half a second
 import pytest
 import torch
 import yaml
-from huggingface_hub import ModelCard
 
 from common import failpoints
 from common.config import Config, load
@@ -67,9 +67,9 @@ def run_folder(folder: Path, *evaluations: dict[str, Any], **settings: Any) -> P
     return run
 
 
-def card_of(run: Path, version: int = 60) -> ModelCard:
+def card_of(run: Path, version: int = 60) -> huggingface_hub.ModelCard:
     write_model_card(run, run, version)
-    return ModelCard.load(run / "README.md")
+    return huggingface_hub.ModelCard.load(run / "README.md")
 
 
 def test_the_front_matter_is_what_the_hub_reads(tmp_path: Path) -> None:
@@ -284,7 +284,10 @@ def test_whichever_file_operation_is_the_last_one_final_is_whole_with_its_card_o
         was_killed = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
         final = run / "final"
         if final.exists():
-            number, card = (final / "model.safetensors").read_text()[0], ModelCard.load(final / "README.md")
+            number, card = (
+                (final / "model.safetensors").read_text()[0],
+                huggingface_hub.ModelCard.load(final / "README.md"),
+            )
             found.add((number, card.data.eval_results[0].metric_value))
             assert sorted(path.name for path in final.iterdir()) == [
                 "README.md",
@@ -321,7 +324,7 @@ def test_the_best_version_is_described_and_not_the_last_one(tmp_path: Path) -> N
     )
     ranks: Any = SimpleNamespace(rank=0, world_size=1, agree=lambda value: value)
     assert Best(config, ranks, Disk(ranks, 60.0, print), list).commit_as_final(partial(write_model_card, run))
-    card = ModelCard.load(run / "final" / "README.md")
+    card = huggingface_hub.ModelCard.load(run / "final" / "README.md")
     assert card.data.eval_results[0].metric_value == 0.75 and "This is version 20 of the policy" in str(card)
 
 

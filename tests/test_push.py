@@ -14,8 +14,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub  # ModelCard is imported when it is used: that takes half a second
 import pytest
-from huggingface_hub import ModelCard, constants
+from huggingface_hub import constants
 
 from common.errors import Retryable, UserError
 from launcher.push import main, require_name
@@ -152,11 +153,11 @@ def test_a_checkpoint_goes_up_without_the_trainers_state_and_with_a_card_of_its_
 ) -> None:
     main([str(run), "me/model", "--checkpoint", "step_000030", "--private"])
     assert set(hub.files) == {"README.md", "config.json", "model.safetensors"} and hub.private
-    card = ModelCard(hub.files["README.md"].decode())
+    card = huggingface_hub.ModelCard(hub.files["README.md"].decode())
     assert card.data.eval_results[0].metric_value == 0.5 and "version 30 of the policy" in str(card)
     assert "stays here: trainer (DeepSpeed's state), critic (the value model), commit.json" in capsys.readouterr().out
     main([str(run / "checkpoints" / "step_000030"), "me/model"])
-    assert ModelCard(hub.files["README.md"].decode()).data.eval_results[0].metric_value == 0.5
+    assert huggingface_hub.ModelCard(hub.files["README.md"].decode()).data.eval_results[0].metric_value == 0.5
 
 
 def test_a_dry_run_says_what_would_go_where_and_asks_nobody(

@@ -10,7 +10,6 @@ import pytest
 
 from common.config import PromptTemplate
 from common.errors import UserError
-from quickstart.tokenizer import byte_level
 from sampler.prompts import render
 from sampler.turns import TurnTemplate
 
@@ -27,6 +26,8 @@ MARKS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|begin_of_t
 
 @cache
 def tokenizer() -> Any:
+    from quickstart.tokenizer import byte_level  # and with it transformers, which not every worker needs
+
     made = byte_level(["12*34? 408 tool user assistant"], 400, 256, (), "", special=MARKS)
     made.bos_token = "<|begin_of_text|>"
     return made
