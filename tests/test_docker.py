@@ -76,7 +76,7 @@ def test_the_commands_of_the_page_build_these_files_and_run_commands_of_launch_s
     tags = [words[words.index("-t") + 1] for words in builds]
     assert named == ["Dockerfile", "Dockerfile.gpu"] and all(words[-1] == "." for words in builds)
     for tag, line in zip(tags, re.findall(r"^docker run.*$", page, re.MULTILINE), strict=True):
-        words = shlex.split(line)
+        words = shlex.split(line, comments=True)
         after = words[words.index(tag) + 1 :]
         assert after in ([], ["run", "configs/gsm8k_qwen2.5_1.5b.yaml"])
         (workdir,) = [rest for word, rest in instructions(named[tags.index(tag)]) if word == "WORKDIR"]
