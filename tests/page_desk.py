@@ -137,30 +137,37 @@ PROGRAMS: dict[str, Callable[[Desk, Sequence[str]], None]] = {
 }
 
 
-def given(page: Path, desk: Desk) -> None:
-    """What the page expects its reader to have: the files of another page, or those that it shows without a command."""
-    if page.name == "resume.md":
+def given(desk: Desk, page: Path) -> None:
+    """What the page expects its reader to have, where no command of it makes that."""
+    typed = "\n".join(command.text for command in commands(page))
+    if "my_task/run.yaml" in typed and "> my_task/run.yaml" not in typed:
         for command in commands(ROOT / "docs" / "data.md"):
             if command.words[0] in FILES:
                 desk.type(command)
-    if page.name == "hosts.md":
-        text = page.read_text()
-        (desk.folder / "my_task").mkdir()
-        hosts = re.findall(r"^```\n(10\.0.*?)^```", text, re.MULTILINE | re.DOTALL)
-        (desk.folder / "my_task" / "hosts").write_text(hosts[0])
-        (meet,) = re.findall(r"^```yaml\n(run:.*?)^```", text, re.MULTILINE | re.DOTALL)
-        own = "model: {path: .cache/quickstart/model}\nsampler: {max_completion_length: 48}\n"
-        own += "data: {train: .cache/quickstart/train.jsonl, max_prompt_length: 96}\n"
-        (desk.folder / "my_task" / "two_hosts.yaml").write_text(meet.replace("/shared", str(desk.folder)) + own)
-    if page.name == "offline.md":  # what its first commands download
-        models = desk.folder / "models" / "Qwen2.5-1.5B-Instruct"
-        shutil.copytree(".cache/quickstart/model", models)
-        settings = json.loads((models / "config.json").read_text())
-        (models / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 32768}))
-        rows = (desk.folder / ".cache" / "quickstart" / "train.jsonl").read_text()
-        for split in ("train", "test"):
-            (desk.folder / "data" / "gsm8k" / "main").mkdir(parents=True, exist_ok=True)
-            (desk.folder / "data" / "gsm8k" / "main" / f"{split}.jsonl").write_text(rows)
-        files = "".join(f"  - split: {split}\n    path: main/{split}.jsonl\n" for split in ("train", "test"))
-        card = f"---\nconfigs:\n- config_name: main\n  data_files:\n{files}---\n"
-        (desk.folder / "data" / "gsm8k" / "README.md").write_text(card)
+    if "my_task/two_hosts.yaml" in typed:
+        _two_hosts(desk.folder / "my_task", (ROOT / "docs" / "hosts.md").read_text())
+    if "model.path=models/Qwen2.5-1.5B-Instruct" in typed:
+        _downloaded(desk.folder / "models" / "Qwen2.5-1.5B-Instruct", desk.folder / "data" / "gsm8k")
+
+
+def _two_hosts(folder: Path, page: str) -> None:
+    """The hostfile and the config that the page shows, with a model and data."""
+    folder.mkdir()
+    hosts = re.findall(r"^```\n(10\.0.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (folder / "hosts").write_text(hosts[0])
+    (meet,) = re.findall(r"^```yaml\n(run:.*?)^```", page, re.MULTILINE | re.DOTALL)
+    own = "model: {path: .cache/quickstart/model}\nsampler: {max_completion_length: 48}\n"
+    own += "data: {train: .cache/quickstart/train.jsonl, max_prompt_length: 96}\n"
+    (folder / "two_hosts.yaml").write_text(meet.replace("/shared", str(folder)) + own)
+
+
+def _downloaded(model: Path, data: Path) -> None:
+    """Stand-ins for what the hub has: a model with as many positions, a data set with a subset of two splits."""
+    shutil.copytree(".cache/quickstart/model", model)
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 32768}))
+    (data / "main").mkdir(parents=True)
+    for split in ("train", "test"):
+        shutil.copy(f".cache/quickstart/{split}.jsonl", data / "main" / f"{split}.jsonl")
+    files = "".join(f"  - split: {split}\n    path: main/{split}.jsonl\n" for split in ("train", "test"))
+    (data / "README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{files}---\n")
