@@ -165,6 +165,13 @@ def _share_the_machine(config: pytest.Config) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // worker["workercount"]))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Checks of a config write it out, for messages that nobody reads: a fifth of the time with transformers."""
+    if transformers := sys.modules.get("transformers.configuration_utils"):
+        transformers.PreTrainedConfig.__repr__ = object.__repr__
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Any:
     """What is imported stays: looking for garbage among it, now and later, costs a tenth of the fast tests' time."""
