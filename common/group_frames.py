@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from common import version_spans
 from common.errors import WireError
 from common.turns import SINGLE_TURN, Episode, episode_of, with_episode
 from common.types import EncodedImage, FinishReason, Group, Rollout
@@ -34,6 +35,7 @@ class GroupHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     # Absent where there are none, so that groups of single turns are the frames that they always were.
     episodes: list[Episode] | msgspec.UnsetType = msgspec.UNSET
     failures: list[str] | msgspec.UnsetType = msgspec.UNSET
+    version_spans: list[list[tuple[int, int]]] | msgspec.UnsetType = msgspec.UNSET  # by rollout
 
 
 class _Image(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,6 +67,7 @@ def write_group(group: Group) -> tuple[GroupHeader, bytes]:
         support_width=max((r.sampling_mask.shape[1] for r in rollouts if r.sampling_mask is not None), default=0),
         episodes=_episodes(rollouts),
         failures=list(group.failures) or msgspec.UNSET,
+        version_spans=version_spans.listed(rollouts),
     )
     supports = [_widened(r.sampling_mask, header.support_width) for r in rollouts if r.sampling_mask is not None]
     ids = [group.prompt_ids, *(r.completion_ids for r in rollouts)]
@@ -88,7 +91,9 @@ def read_group(header: GroupHeader, arrays: bytes) -> Group:
     lengths = header.completion_lengths
     images = header.images if isinstance(header, ImageGroupHeader) else []
     episodes = [SINGLE_TURN] * len(lengths) if header.episodes is msgspec.UNSET else header.episodes
-    _check_lists(header, images, len(episodes))
+    none: list[list[tuple[int, int]]] = [[]] * len(lengths)
+    versions = none if header.version_spans is msgspec.UNSET else header.version_spans
+    _check_lists(header, images, len(episodes), len(versions))
     total = sum(lengths)
     ref_total = total if header.has_ref_logprobs else 0
     words = header.prompt_length + (2 + header.support_width) * total + ref_total
@@ -111,6 +116,7 @@ def read_group(header: GroupHeader, arrays: bytes) -> Group:
                 reward=header.reward[i],
                 finish_reason=header.finish_reasons[i],
                 sampling_mask=supports[span] if header.support_width else None,
+                version_spans=version_spans.checked(versions[i], lengths[i]),
             ),
             episodes[i],
         )
@@ -122,12 +128,12 @@ def read_group(header: GroupHeader, arrays: bytes) -> Group:
     return Group(header.group_id, header.policy_version, header.problem_index, prompt_ids, rollouts, pngs, failures)
 
 
-def _check_lists(header: GroupHeader, images: Sequence[_Image], num_episodes: int) -> None:
+def _check_lists(header: GroupHeader, images: Sequence[_Image], num_episodes: int, num_versions: int) -> None:
     sizes = [header.prompt_length, header.support_width, *header.completion_lengths, *(image.size for image in images)]
     if min(sizes) < 0:
         raise WireError("malformed", "negative length")
     n = len(header.completion_lengths)
-    if not n == num_episodes == len(header.rewards) == len(header.reward) == len(header.finish_reasons):
+    if not n == num_episodes == num_versions == len(header.rewards) == len(header.reward) == len(header.finish_reasons):
         raise WireError("malformed", "lists of different lengths")
 
 

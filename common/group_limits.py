@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from common import version_spans
 from common.errors import WireError
 from common.png import check_png
 from common.turns import MAX_FAILURE, trouble
@@ -38,11 +39,14 @@ class Limits:
     max_sampling_mask: int = 0  # tokens that one could have been; 0: all of the vocabulary
     images: ImageLimits | None = None  # None: prompts are text alone
     max_turns: int = 0  # of a rollout with an environment or tools; 0: there are none
+    in_flight_updates: bool = False  # tokens of a completion may be of several versions
 
 
 def check_group(group: Group, limits: Limits) -> None:
     """Raises WireError if the group cannot be an honest one. Shapes were checked by `decode`."""
     _check_size(group, limits)
+    if wrong := version_spans.trouble(group, limits.in_flight_updates):
+        raise WireError("version_spans", wrong)
     if not 0 < len(group.prompt_ids) <= limits.max_prompt_length:
         raise WireError("prompt_length", f"{len(group.prompt_ids)} tokens")
     _check_ids(group.prompt_ids, limits.vocab_size)

@@ -73,6 +73,9 @@ class Rollout:
     tool_calls: int = 0  # that it made, those that could not be read included
     tool_errors: int = 0  # of them, those that failed
     environment_s: float = 0.0  # seconds spent in its environment or tools
+    version_spans: tuple[tuple[int, int], ...] = ()
+    """(start, policy version) of completion_ids, ascending in both, the first at 0: the version that sampled the tokens
+    from `start` on. () = the group's alone. Only sampler.in_flight_updates makes others."""
 
     @property
     def num_sampled(self) -> int:
@@ -85,6 +88,11 @@ class Rollout:
             return slice(None)
         return np.delete(np.arange(len(self.completion_ids)), np.r_[tuple(slice(*span) for span in self.observed)])
 
+    def token_versions(self, of_group: int) -> NDArray[np.int64]:
+        """[C] the policy version that sampled each token. of_group: its group's."""
+        starts, versions = zip(*(self.version_spans or ((0, of_group),)), strict=True)
+        return np.repeat(np.array(versions, np.int64), np.diff([*starts, len(self.completion_ids)]))
+
     def ref_log_ratios(self) -> NDArray[np.float64]:
         """[S] log π_old − log π_ref, in nats: Σ_t estimates the KL of the completion."""
         assert self.ref_logprobs is not None, "the sampler was not asked to score the reference"
@@ -93,18 +101,23 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Group:
-    """The `num_generations` rollouts of one prompt, all sampled by one policy version.
+    """The `num_generations` rollouts of one prompt, all sampled by one policy version unless they have version_spans.
 
     Some may be missing because their environment failed: they have no reward, so they are in nobody's baseline.
     """
 
     group_id: int  # position in the run's stream of groups: 0, 1, 2, …
-    policy_version: int  # optimizer steps completed in the weights that sampled it
+    policy_version: int  # optimizer steps completed in the weights that sampled it: of its oldest token
     problem_index: int
     prompt_ids: NDArray[np.int32]  # [P]
     rollouts: tuple[Rollout, ...]  # at least two; with failures num_generations
     images: tuple[EncodedImage, ...] = ()  # of the prompt, in the order of their places in prompt_ids
     failures: tuple[str, ...] = ()  # why each of the missing rollouts is missing
+
+    @property
+    def newest_version(self) -> int:
+        """Of its newest token."""
+        return max((r.version_spans[-1][1] for r in self.rollouts if r.version_spans), default=self.policy_version)
 
 
 @dataclass(frozen=True)

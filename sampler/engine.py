@@ -24,6 +24,7 @@ from common.watchdog import report_progress
 from model.images import vision_of
 from sampler import vllm_images
 from sampler.engine_arguments import engine_arguments, set_environment, stop_token_ids
+from sampler.in_flight import InFlight, Interrupted, spans_of
 from sampler.proof import Expected, Proof, merged, together
 from sampler.row_blocks import use_row_blocks
 
@@ -57,10 +58,18 @@ class Completion:
     finish_reason: FinishReason
     sampling_mask: NDArray[np.int32] | None = None  # [C, K] tokens each could have been, itself first, -1 fills
     incomplete_support: int = 0  # tokens of which some were not returned
+    version_spans: tuple[tuple[int, int], ...] = ()  # as Rollout's; () unless sampler.in_flight_updates
 
     @property
     def num_sampled(self) -> int:
         return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """Key of a sequence that `score` waits for."""
+
+    index: int
 
 
 class Engine:
@@ -92,6 +101,8 @@ class Engine:
         self._ignore_eos = config.sampler.ignore_eos
         self._stop_token_ids = [] if self._ignore_eos else stop_token_ids(config)
         self._keys: dict[str, Any] = {}
+        self._early: list[tuple[Any, list[Completion]]] = []  # finished beside a canary; the next step returns them
+        self._in_flight = InFlight(self._engine) if config.sampler.in_flight_updates else None
         self._expanded: dict[str, list[int]] = {}  # prompts with images, as the trainer gets them
         self._next_id = 0
         self._applies_adapters = config.lora.publishes_adapters
@@ -102,7 +113,12 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        return len(self._keys)
+        return len(self._keys) + len(self._early)
+
+    @property
+    def interrupted(self) -> Interrupted:
+        """By loads so far, with sampler.in_flight_updates."""
+        return self._in_flight.interrupted if self._in_flight else Interrupted()
 
     def submit(
         self,
@@ -135,10 +151,8 @@ class Engine:
 
     def step(self) -> list[tuple[Any, list[Completion]]]:
         """One engine step; the prompts whose completions are all finished."""
-        return [
-            (key, [_completion(c) for c in sorted(output.outputs, key=lambda c: c.index)])
-            for key, output in self._finished()
-        ]
+        early, self._early = self._early, []
+        return early + [(key, _completions(output)) for key, output in self._finished()]
 
     def score(
         self, sequences: Sequence[Sequence[int]], images: Sequence[EncodedImage] = ()
@@ -147,20 +161,24 @@ class Engine:
 
         images: what each of the sequences shows.
         """
-        assert not self._keys, "scoring waits until the engine is idle"
+        assert self._in_flight or not self._keys, "scoring waits until the engine is idle"
         parameters = self._vllm.SamplingParams(
             temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False
         )
-        for i, sequence in enumerate(sequences):
-            self._add(i, sequence, parameters, images)
+        scored = [_Scored(i) for i in range(len(sequences))]
+        for key, sequence in zip(scored, sequences, strict=True):
+            self._add(key, sequence, parameters, images)
         scores: dict[int, NDArray[np.float32]] = {}
-        while self._keys:
+        while len(scores) < len(sequences):
             report_progress("scoring the canary")
-            for i, output in self._finished():
+            for key, output in self._finished():
+                if not isinstance(key, _Scored):  # it decodes beside
+                    self._early.append((key, _completions(output)))
+                    continue
                 # position p holds a map token id -> Logprob of the token that stands there
                 positions = cast("list[dict[int, Logprob]]", output.prompt_logprobs)
-                pairs = zip(sequences[i][1:], positions[1:], strict=True)
-                scores[i] = np.array([at[token].logprob for token, at in pairs], np.float32)
+                pairs = zip(sequences[key.index][1:], positions[1:], strict=True)
+                scores[key.index] = np.array([at[token].logprob for token, at in pairs], np.float32)
         return [scores[i] for i in range(len(sequences))]
 
     def _finished(self) -> list[tuple[Any, RequestOutput]]:
@@ -182,33 +200,39 @@ class Engine:
         for request_id in request_ids:
             del self._keys[request_id]
             self._expanded.pop(request_id, None)
+        self._early = [(key, completions) for key, completions in self._early if key not in keys]
 
     def abort_all(self) -> None:
         """Drops everything that is queued or running."""
         self._engine.abort_request(list(self._keys))
         self._keys.clear()
         self._expanded.clear()
+        self._early.clear()
 
     def load(
         self,
         folder: Path,
         expected: Mapping[str, Expected] | None = None,
         tensors: Mapping[str, Tensor] | None = None,
+        version: int = 0,
     ) -> Proof:
         """Replaces the weights, or the adapter where the run publishes adapters, and compares them with `expected`.
 
         The folder must have been verified: a failure inside, or anything wrong in the proof, leaves the engine
         unusable. It is not read again later. tensors: what is in the folder, if it is in this process's memory; then
-        whole weights need not be read from the folder, unless vLLM's workers are processes of their own.
+        whole weights need not be read from the folder, unless vLLM's workers are processes of their own. version: what
+        later tokens are said to be of, with sampler.in_flight_updates; then sequences may be decoding.
         """
-        assert not self._keys, "a group is sampled by one policy version: reload only between groups"
+        assert self._in_flight or not self._keys, "a group is sampled by one policy version: reload only between groups"
         if self._applies_adapters:
             self._load_adapter(folder)
             reports = self._compared_adapter(expected) if expected else [Proof()]
         else:
             here = tensors if self._engine.vllm_config.parallel_config.world_size == 1 else None
             reports = self._llm.collective_rpc("load_weights_from", args=(str(folder), expected, here))
-        if not self._llm.reset_prefix_cache():
+        if self._in_flight:
+            self._in_flight.begin(version)
+        elif not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: keys and values of the old weights are in it")
         if self._vision is not None:
             self._engine.reset_encoder_cache()  # the old tower's features of images
@@ -251,8 +275,13 @@ class Engine:
             assert self._vision is not None, "an engine of a text model has no place for images"
             prompt = cast("TokensPrompt", vllm_images.prompt_of(self._vision, ids, images))
             self._expanded[request_id] = ids
-        self._engine.add_request(request_id, prompt, parameters, lora_request=self._adapter)
+        of_version = self._in_flight.request(prompt, isinstance(key, _Scored)) if self._in_flight else {}
+        self._engine.add_request(request_id, prompt, parameters, lora_request=self._adapter, **of_version)
         self._keys[request_id] = key
+
+
+def _completions(output: RequestOutput) -> list[Completion]:
+    return [_completion(c) for c in sorted(output.outputs, key=lambda c: c.index)]
 
 
 def _completion(output: CompletionOutput) -> Completion:
@@ -261,11 +290,12 @@ def _completion(output: CompletionOutput) -> Completion:
     # for each position the sampled token, then the most likely ones, as many as were asked for
     logprobs = np.array(flat.logprobs, np.float32).reshape(len(token_ids), -1)
     finish_reason: FinishReason = "stop" if output.finish_reason == "stop" else "length"
+    versions = spans_of(output)
     if logprobs.shape[1] == 1:
-        return Completion(token_ids, logprobs[:, 0], finish_reason)
+        return Completion(token_ids, logprobs[:, 0], finish_reason, version_spans=versions)
     ids = np.array(flat.token_ids, np.int32).reshape(logprobs.shape)
     sampling_mask, incomplete = kept_tokens(ids, logprobs)
-    return Completion(token_ids, logprobs[:, 0], finish_reason, sampling_mask, incomplete)
+    return Completion(token_ids, logprobs[:, 0], finish_reason, sampling_mask, incomplete, versions)
 
 
 def kept_tokens(ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> tuple[NDArray[np.int32], int]:

@@ -11,6 +11,7 @@ from common.errors import UserError
 from model import lora
 from model.folder import load_config
 from model.tokenizer import load_tokenizer
+from sampler import in_flight
 from sampler.vllm_images import image_arguments
 
 _CANARY_LENGTH = 64  # the context must hold the trainer's canary sequences
@@ -93,4 +94,5 @@ def engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
         # chunks makes vLLM rewind its seeded generator, which a CPU generator cannot do: the engine would raise.
         whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, max_model_len(config))}
         arguments |= {"enforce_eager": True, "block_size": 32} | whole_prompts
-    return arguments | lora.engine_arguments(config) | image_arguments(config) | config.vllm
+    parts = lora.engine_arguments(config) | image_arguments(config) | in_flight.engine_arguments(config)
+    return arguments | parts | config.vllm

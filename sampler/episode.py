@@ -131,7 +131,8 @@ def as_rollout(
     """What is sent. A reference's log-probs of what was observed mean nothing, and are 0."""
     c = completion
     if not isinstance(c, Played):
-        return Rollout(c.token_ids, c.logprobs, ref_logprobs, rewards, reward, c.finish_reason, c.sampling_mask)
+        given = c.token_ids, c.logprobs, ref_logprobs, rewards, reward, c.finish_reason, c.sampling_mask
+        return Rollout(*given, version_spans=c.version_spans)
     if ref_logprobs is not None:
         ref_logprobs = ref_logprobs.copy()
         for start, end in c.observed:

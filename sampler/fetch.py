@@ -77,6 +77,10 @@ class Fetcher:
         self._thread = threading.Thread(target=self._fetch, args=(published,), name="fetch", daemon=True)
         self._thread.start()
 
+    def has(self, published: Published) -> bool:
+        """Whether `take` would not wait for it, because it is here or could not be had."""
+        return published == self._wanted and self._outcome is not None
+
     def _fetch(self, published: Published) -> None:
         try:
             self._outcome = fetch(published, self._config, self._count)

@@ -30,6 +30,7 @@ from common.watchdog import progress_heard_by, report_progress
 from common.weights import BadWeights, NotVisible, Published
 from rewards import Scores
 from rewards.pool import RewardFailure, RewardPool
+from sampler import in_flight
 from sampler.engine import Engine
 from sampler.episode import as_rollout
 from sampler.episodes import Episodes, Sampled, SingleTurns, submit_rewards, too_few
@@ -115,7 +116,9 @@ class Sampler:
         if credit is None or credit.version == self.engine.version:
             return
         published = Published(credit.version, credit.weights_dir, credit.manifest_sha256)
-        if self.turns.num_running:  # a group is sampled by one version, from its first turn to its last
+        evaluates = any(isinstance(key, EvalKey) and sampled is None for key, sampled in self._working.items())
+        # else a group is sampled by one version, from its first turn to its last
+        if self.turns.num_running and not in_flight.may_load(self.config, self._fetcher, published, evaluates):
             self._fetcher.start(published)
             return
         try:
@@ -153,6 +156,11 @@ class Sampler:
     def _note_reload(self, reloaded: Reloaded) -> None:
         self._bad_weights, self._invisible_since = 0, None
         self.progress += 1
+        if self.config.sampler.in_flight_updates:
+            interrupted = self.engine.interrupted
+            self.stats["total/in_flight_updates"] = interrupted.updates
+            self.stats["total/interrupted_sequences"] = interrupted.sequences
+            self.stats["total/recomputed_tokens"] = interrupted.tokens
         self.stats["sync/reload_s"] = reloaded.seconds
         self.stats["sync/verify_s"] = reloaded.verify_s
         self.stats["sync/stall_s"] = reloaded.stall_s
@@ -250,7 +258,8 @@ class Sampler:
             as_rollout(c, ref, rewards, reward)
             for c, ref, (rewards, reward) in zip(completions, ref_logprobs, scores, strict=True)
         )
-        index, version = prompt.problem.index, key.policy_version
+        version, rollouts = in_flight.of_oldest(key.policy_version, rollouts)
+        index = prompt.problem.index
         return Group(key.group_id, version, index, prompt.token_ids, rollouts, prompt.images, sampled.failures)
 
     def _forget_everything(self) -> None:

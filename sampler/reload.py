@@ -3,6 +3,7 @@
 verify (manifest digest, files, tensors, finite?) → engine.load → the engine's checksums → canary
 └──── a failure here keeps the old weights ──────┘   └────── a failure here ends the process ──────┘
 └─ fetch.py, in a thread while the engine decodes┘   └──── the engine is idle, and stands still ───┘
+                                                           (or has sequences: in_flight.py)
 
 The checksums are those that the trainer took of its own memory (model/checksum.py), so they prove the whole way from
 its parameters to the engine's, bit by bit: weights that are stale, swapped or loaded by half are refused however little
@@ -72,7 +73,8 @@ def reload(engine: Engine, published: Published, config: Config, fetcher: Fetche
     fetched = fetcher.take(published) if fetcher else fetch(published, config)
     begun = time.monotonic()
     try:
-        proof = engine.load(fetched.folder, expected_tensors(fetched, config), fetched.tensors)
+        more = {"version": published.version} if config.sampler.in_flight_updates else {}
+        proof = engine.load(fetched.folder, expected_tensors(fetched, config), fetched.tensors, **more)
         loaded = time.monotonic()
         _require_proof(proof, published.version)
         theirs, ours = _canary_logprobs(engine, fetched.manifest)

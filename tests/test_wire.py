@@ -52,6 +52,14 @@ def episodes(draw: st.DrawFn, length: int) -> dict[str, Any]:
 
 
 @st.composite
+def version_spans(draw: st.DrawFn, length: int) -> tuple[tuple[int, int], ...]:
+    """Of a rollout of that many tokens: starts and versions ascend."""
+    starts = sorted({0, *draw(st.sets(st.integers(0, length - 1), max_size=3))}) if length else []
+    versions = draw(st.sets(ints, min_size=len(starts), max_size=len(starts)))
+    return tuple(zip(starts, sorted(versions), strict=True))
+
+
+@st.composite
 def rollouts(draw: st.DrawFn, with_ref: bool) -> Rollout:
     n = draw(st.integers(0, 6))
     array = st.lists(st.floats(width=32), min_size=n, max_size=n).map(lambda x: np.array(x, np.float32))
@@ -59,7 +67,8 @@ def rollouts(draw: st.DrawFn, with_ref: bool) -> Rollout:
     ref = draw(array) if with_ref else None
     turns = draw(st.just({}) | episodes(n))
     finish_reason = draw(st.sampled_from(["stop", "length"]))
-    return Rollout(ids, draw(array), ref, draw(scores), draw(numbers), finish_reason, **turns)
+    spans = draw(st.just(()) | version_spans(n))
+    return Rollout(ids, draw(array), ref, draw(scores), draw(numbers), finish_reason, **turns, version_spans=spans)
 
 
 prompts = st.lists(ints, max_size=6).map(lambda x: np.array(x, np.int32))
@@ -135,6 +144,7 @@ def honest_frames() -> list[list[bytes]]:
             make_group(3, 1),
             make_group(3, 1, make_rollout(ref_logprobs=np.full(2, -1, np.float32))),
             dataclasses.replace(make_group(3, 1, make_rollout(), of_two_turns()), failures=("timed out",)),
+            make_group(3, 1, make_rollout(), make_rollout((3, 4, 5), version_spans=((0, 1), (2, 3)))),
             Tombstone(3, 1, "reward failed"),
             EvalResult("v4", 0, 4, (sample,), (EvalFailure(2, "killed"),)),
             HELLO,

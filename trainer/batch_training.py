@@ -232,10 +232,12 @@ class BatchTraining:
         """For later passes: what the correction keeps to, and what tells numerics from staleness."""
         algorithm, proximal = self.config.algorithm, batch.by_group(logprobs)
         sampled = batch.by_group(logprobs.cpu()) if algorithm.num_iterations > 1 else {}
+        is_present = batch.by_group(batch.policy_versions == self._progress.policy_version)
         for e in mine:
-            g, is_present = e.group.group_id, e.group.policy_version == self._progress.policy_version
+            g = e.group.group_id
             if g in proximal and algorithm.vllm_importance_sampling_mode is not None and e.proximal_logprobs is None:
                 e = replace(e, proximal_logprobs=proximal[g])
-            if g in sampled and is_present:
-                e = replace(e, sampled_logprobs=sampled[g])
+            if g in sampled and is_present[g].any():
+                known = torch.full_like(sampled[g], torch.nan) if e.sampled_logprobs is None else e.sampled_logprobs
+                e = replace(e, sampled_logprobs=torch.where(is_present[g], sampled[g], known))
             self.slots.replace([e])

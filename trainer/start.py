@@ -196,6 +196,7 @@ def _limits(config: Config) -> Limits:
         max_sampling_mask=config.sampler.max_sampling_mask,
         images=_image_limits(config),
         max_turns=config.rollout.max_turns if config.rollout.is_multi_turn else 0,
+        in_flight_updates=config.sampler.in_flight_updates,
     )
 
 

@@ -25,7 +25,7 @@ class Config(Settings):
 
 def contradictions(config: Settings) -> Iterator[str]:
     """Every sentence about this config; none if its sections agree."""
-    of_rollouts = (_sampling, _rollouts, _batches, _kl, _publishing, _evaluation, _lengths)
+    of_rollouts = (_sampling, _in_flight, _rollouts, _batches, _kl, _publishing, _evaluation, _lengths)
     for check in (_devices, _sequence_parallel, *of_rollouts, _critic, _lora):
         yield from check(config)
 
@@ -76,6 +76,29 @@ def _sampling(config: Settings) -> Iterator[str]:
             f"algorithm.soft_punish_cache {config.algorithm.soft_punish_cache} is longer than a completion; set it "
             f"to at most sampler.max_completion_length {config.sampler.max_completion_length}"
         )
+
+
+def _in_flight(config: Settings) -> Iterator[str]:
+    if not config.sampler.in_flight_updates:
+        return
+    off = "; set sampler.in_flight_updates=false"
+    if config.trainer.max_staleness == 0:
+        yield (
+            "sampler.in_flight_updates does nothing with trainer.max_staleness 0, where no group decodes when weights "
+            "are published; set trainer.max_staleness=1, or sampler.in_flight_updates=false"
+        )
+    if config.rollout.is_multi_turn:
+        yield f"sampler.in_flight_updates does not take rollouts of several turns yet{off}"
+    if config.data.image_key is not None:
+        yield f"sampler.in_flight_updates does not take prompts with images (data.image_key) yet{off}"
+    if config.lora.publishes_adapters:
+        yield f"sampler.in_flight_updates does not load adapters yet, and lora.r {config.lora.r} publishes them{off}"
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        if config.vllm.get(name, 1) != 1:
+            yield f"sampler.in_flight_updates needs an engine of one rank, and vllm.{name} is {config.vllm[name]}{off}"
+    for name in ("scheduling_policy", "async_scheduling", "speculative_config"):
+        if name in config.vllm:
+            yield f"sampler.in_flight_updates decides vllm.{name}; remove it, or set sampler.in_flight_updates=false"
 
 
 def _rollouts(config: Settings) -> Iterator[str]:

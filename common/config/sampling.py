@@ -33,6 +33,9 @@ class Sampler(Section):
     """Tokens, end-of-sequence included."""
     ignore_eos: bool = False
     """Always sample to max_completion_length: for measurements, where every step must cost the same."""
+    in_flight_updates: bool = False
+    """Load new weights while sequences decode, which are then computed anew; every token keeps the log-prob of its own
+    version. false: new weights wait until every group that has begun is finished."""
     devices: list[int] = []
     """GPU indices; each sampler uses vllm.tensor_parallel_size of them. Empty = the first visible ones, or the CPU."""
     num_samplers: int = Field(1, ge=1)

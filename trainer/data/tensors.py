@@ -28,7 +28,7 @@ class MicroBatch:
     ref_logprobs: Tensor | None  # [N] float32; None: nothing is compared with the reference (beta 0, or a filler)
     advantages: Tensor  # [N] float32; without a critic one value repeated over a completion
     weights: Tensor  # [N] float32, 0 in a filler
-    policy_versions: Tensor  # [N] int64, of the weights that sampled the token
+    policy_versions: Tensor  # [N] int64, of the weights that sampled each token
     proximal_logprobs: Tensor | None = None  # [N]; None: the policy has not moved since, its own are these
     sampled_logprobs: Tensor | None = None  # [N] NaN where not known; None: of no token
     tokens_of: dict[int, int] = field(default_factory=dict)  # group id -> its tokens among the N, in order
@@ -137,14 +137,13 @@ def micro_batch(
     if not parts:
         return _filler()
     known, lengths = [part.experience for part in parts], [sum(part.lengths()) for part in parts]
-    versions = [part.group.policy_version for part in parts]
     return MicroBatch(
         row=_row(parts, packing),
         old_logprobs=_flat([r.old_logprobs[at] for part in parts for r, at in part.completions()]),
         ref_logprobs=torch.cat([_ref_logprobs(part) for part in parts]) if algorithm.beta > 0 else None,
         advantages=_per_token(parts, [e.advantages for e in known]),
         weights=token_weights(_lengths(parts), denominator),
-        policy_versions=torch.repeat_interleave(torch.tensor(versions), torch.tensor(lengths)),
+        policy_versions=torch.cat([_policy_versions(part) for part in parts]),
         proximal_logprobs=_joined([e.proximal_logprobs for e in known]),
         sampled_logprobs=_or_nan([e.sampled_logprobs for e in known], lengths),
         tokens_of=dict(zip((part.group.group_id for part in parts), lengths, strict=True)),
@@ -224,6 +223,12 @@ def _ref_logprobs(part: _Part) -> Tensor:
     came = [r.ref_logprobs[at] for r, at in rollouts if r.ref_logprobs is not None]
     assert len(came) == len(rollouts), f"group {part.group.group_id} was not scored by the reference"
     return _flat(came)
+
+
+def _policy_versions(part: _Part) -> Tensor:
+    """[n]"""
+    version = part.group.policy_version
+    return torch.from_numpy(np.concatenate([r.token_versions(version)[at] for r, at in part.completions()]))
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:

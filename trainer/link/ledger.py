@@ -167,7 +167,8 @@ class Ledger:
             return "trained"
         if group.group_id not in self.admitted:
             return "not_admitted"
-        if group.policy_version not in versions:
+        newest = group.newest_version if isinstance(group, Group) else group.policy_version
+        if group.policy_version not in versions or newest not in versions:
             return "version"
         return None
 

@@ -71,6 +71,20 @@ def turn_metrics(groups: Sequence[Group | Tombstone], max_turns: int) -> dict[st
     return metrics
 
 
+def in_flight_metrics(groups: Sequence[Group | Tombstone], policy_version: int) -> dict[str, float]:
+    """What weights that changed under sequences left in them. policy_version: of the policy before the step."""
+    rollouts = [(r, r.token_versions(g.policy_version)) for g in groups if isinstance(g, Group) for r in g.rollouts]
+    if not rollouts:
+        return {}
+    staleness = np.concatenate([(policy_version - versions)[r.sampled()] for r, versions in rollouts])
+    spans = [max(1, len(r.version_spans)) for r, _ in rollouts]
+    return {
+        "in_flight/mixed_ratio": float(np.mean([n > 1 for n in spans])),
+        "in_flight/max_versions": float(max(spans)),
+        "staleness/token_mean": float(staleness.mean()),
+    }
+
+
 def shaping_metrics(groups: Sequence[Group | Tombstone], config: Config, beta: float) -> dict[str, float]:
     """What the trainer made of the rewards, where a setting changes them. `reward` stays the functions' own."""
     alive = [g for g in groups if isinstance(g, Group)]

@@ -15,7 +15,13 @@ from trainer.engine.deepspeed_model import StepResult
 from trainer.record import stats
 from trainer.record.throughput import Throughput
 
-SAMPLER_TOTALS = {"total/idle_s": "wait/sampler_s", "total/incomplete_support": "mismatch/support/incomplete_tokens"}
+SAMPLER_TOTALS = {
+    "total/idle_s": "wait/sampler_s",
+    "total/incomplete_support": "mismatch/support/incomplete_tokens",
+    "total/in_flight_updates": "in_flight/updates",
+    "total/interrupted_sequences": "in_flight/interrupted_sequences",
+    "total/recomputed_tokens": "in_flight/recomputed_tokens",
+}
 
 
 class StepRecords:
@@ -57,6 +63,8 @@ class StepRecords:
         values = stats.rollout_metrics(groups, version, self._config.rewards.full_mark)
         if self._config.rollout.is_multi_turn:
             values |= stats.turn_metrics(groups, self._config.rollout.max_turns)
+        if self._config.sampler.in_flight_updates:
+            values |= stats.in_flight_metrics(groups, version)
         values |= stats.shaping_metrics(groups, self._config, trained.beta) | trained.dead_group_metrics
         if not result.critic_only:
             values |= stats.token_metrics(sums, algorithm.beta) | stats.correction_metrics(sums, algorithm)
