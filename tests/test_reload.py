@@ -163,6 +163,23 @@ def test_a_version_fetched_while_the_engine_decodes_is_used_without_another_look
     assert not scratch_dir(config).exists()
 
 
+def test_a_version_is_here_once_its_fetch_has_ended_well_or_not_and_until_it_is_taken(
+    config: Config, version: Published
+) -> None:
+    fetcher = Fetcher(config)
+    assert not fetcher.has(version)
+    fetcher.start(version)
+    assert fetcher._thread is not None
+    fetcher._thread.join(timeout=limit(20))
+    assert fetcher.has(version) and not fetcher.has(Published(9, version.weights_dir, version.manifest_sha256))
+    reload(Engine(), version, config, fetcher)
+    assert not fetcher.has(version)
+    missing = Published(9, "/nowhere", "0" * 64)
+    fetcher.start(missing)
+    fetcher._thread.join(timeout=limit(20))
+    assert fetcher.has(missing), "the loop hears why it could not be had, without waiting"
+
+
 def test_a_version_that_was_overtaken_leaves_nothing_and_the_newer_one_is_used(
     config: Config, version: Published, folder: Path
 ) -> None:
