@@ -137,7 +137,7 @@ def as_rollout(
         ref_logprobs = ref_logprobs.copy()
         for start, end in c.observed:
             ref_logprobs[start:end] = 0.0
-    counts = {"turns": c.turns, "tool_calls": c.tool_calls, "tool_errors": c.tool_errors}
+    counts: dict[str, Any] = {"turns": c.turns, "tool_calls": c.tool_calls, "tool_errors": c.tool_errors}
     return Rollout(
         c.token_ids,
         c.logprobs,
