@@ -16,16 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.config import Config
 from common.types import Rollout
 from common.weights import Published
 from sampler.fetch import Fetcher
-
-if TYPE_CHECKING:
-    from vllm import LLMEngine
-    from vllm.outputs import CompletionOutput
 
 _FIRST = -1  # priority of what need not queue; everything else has 0
 
@@ -40,9 +36,9 @@ class Interrupted:
 
 
 class InFlight:
-    """What vLLM is told where versions change under its sequences."""
+    """What vLLM is told where versions change under its sequences. engine: its LLMEngine."""
 
-    def __init__(self, engine: LLMEngine):
+    def __init__(self, engine: Any):
         self._engine = engine
         self.interrupted = Interrupted()
         self._label(0)
@@ -78,8 +74,8 @@ def engine_arguments(config: Config) -> dict[str, Any]:
     return {"scheduling_policy": "priority", "async_scheduling": False} if config.sampler.in_flight_updates else {}
 
 
-def spans_of(output: CompletionOutput) -> tuple[tuple[int, int], ...]:
-    """Rollout.version_spans of all its tokens; () where vLLM was given no versions: its own label is a word."""
+def spans_of(output: Any) -> tuple[tuple[int, int], ...]:
+    """Rollout.version_spans of a CompletionOutput's tokens; () where vLLM was given no versions: its own label is a word."""
     return tuple((s.start, int(s.version)) for s in output.weight_versions or () if s.version.isdecimal())
 
 

@@ -203,7 +203,7 @@ def test_spans_are_those_that_the_engine_counted_and_its_own_label_is_no_version
 
     assert spans_of(output(("4", 0), ("5", 7))) == ((0, 4), (7, 5))
     assert spans_of(output(("default", 0))) == ()
-    assert spans_of(SimpleNamespace(weight_versions=None)) == ()  # type: ignore[arg-type]
+    assert spans_of(SimpleNamespace(weight_versions=None)) == ()
     completion = Completion(np.array([3, 4]), np.zeros(2, np.float32), "stop", version_spans=((0, 4), (1, 5)))
     assert as_rollout(completion, None, {}, 0.0).version_spans == ((0, 4), (1, 5))
 
