@@ -75,7 +75,7 @@ def engine_arguments(config: Config) -> dict[str, Any]:
 
 
 def spans_of(output: Any) -> tuple[tuple[int, int], ...]:
-    """Rollout.version_spans of a CompletionOutput's tokens; () where vLLM was given no versions: its own label is a word."""
+    """Rollout.version_spans of a CompletionOutput; () where vLLM was given no versions: its own label is a word."""
     return tuple((s.start, int(s.version)) for s in output.weight_versions or () if s.version.isdecimal())
 
 
