@@ -86,24 +86,32 @@ def table(by_method: dict[str, list[Run]]) -> str:
 
 
 def verdicts(by_method: dict[str, list[Run]]) -> list[str]:
-    """Who learned, and GROUP PPO against PPO, in plain words. A difference within the seeds' spread is none."""
-    sentences = []
+    """Who learned, as a list, and GROUP PPO against PPO, as a table."""
+    lines = []
     for method, runs in by_method.items():
         worst = min(r.gain for r in runs)
         word = "learned" if worst >= NEEDED_GAIN else "did not learn"
-        gain = f"the smallest gain of its seeds is {worst:.1f} points, {NEEDED_GAIN:.0f} needed"
-        sentences.append(f"{method} {word}: {gain}.")
-    baseline = by_method.get("PPO (GAE)", [])
-    for method in (m for m in by_method if m.startswith("GROUP PPO") and baseline):
-        for what, unit, value, better in MEASURES:
-            mine, theirs = [value(r) for r in by_method[method]], [value(r) for r in baseline]
-            difference = statistics.fmean(mine) - statistics.fmean(theirs)
-            apart = min(mine) > max(theirs) or max(mine) < min(theirs)
-            word = "no difference beyond the seeds" if not apart else "better" if difference * better > 0 else "worse"
-            if min(len(mine), len(theirs)) < 2:
-                word = "of one seed, which decides nothing"
-            sentences.append(f"{method} against PPO (GAE), {what}: {difference:+.3g} {unit}, {word}.")
-    return sentences
+        lines.append(f"- {method} {word}: its smallest gain is {worst:.1f} points, {NEEDED_GAIN:.0f} needed.")
+    compared = [method for method in by_method if method.startswith("GROUP PPO")]
+    if not (baseline := by_method.get("PPO (GAE)", [])) or not compared:
+        return lines
+    heads = [f"{what}, {unit}" for what, unit, _, _ in MEASURES]
+    lines += ["", "| against PPO (GAE) | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    for method in compared:
+        cells = [_against(baseline, by_method[method], value, better) for _, _, value, better in MEASURES]
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    return lines
+
+
+def _against(baseline: list[Run], runs: list[Run], value: Callable[[Run], float], better: int) -> str:
+    """ "-6.77, worse": the difference of the means, and whether it is larger than the seeds' spread."""
+    mine, theirs = [value(r) for r in runs], [value(r) for r in baseline]
+    difference = statistics.fmean(mine) - statistics.fmean(theirs)
+    apart = min(mine) > max(theirs) or max(mine) < min(theirs)
+    word = "within the seeds" if not apart else "better" if difference * better > 0 else "worse"
+    if min(len(mine), len(theirs)) < 2:
+        word = "one seed decides nothing"
+    return f"{difference:+.3g}, {word}"
 
 
 def draw(by_method: dict[str, list[Run]]) -> bytes:
@@ -159,18 +167,17 @@ def _draw_seconds(bars: Any, by_method: dict[str, list[Run]]) -> None:
 
 def page(by_method: dict[str, list[Run]], steps: int, seeds: Sequence[int]) -> str:
     thresholds = [
-        f"{method}: τ after the last step {spread([t for r in runs if (t := r.threshold) is not None], '.2f')}, "
+        f"- {method}: τ after the last step {spread([t for r in runs if (t := r.threshold) is not None], '.2f')}, "
         f"Σ r_grpo / Σ r_ppo {spread([v for r in runs if (v := r.variance_ratio) is not None], '.2f')}."
         for method, runs in by_method.items()
         if runs[0].threshold is not None
     ]
-    sentences = "\n".join(f"- {line}" for line in [*verdicts(by_method), *thresholds])
+    sentences = "\n".join([*thresholds, *verdicts(by_method)])
     return f"""# GRPO, PPO and GROUP PPO side by side
 
-Written by `bash launch.sh bench objectives` from `benchmarks/results/objectives.jsonl`: the quick-start model and
-problems, {steps} optimizer steps, seeds {", ".join(map(str, seeds))}, settings of
-`configs/group_ppo.yaml` that differ in the estimator alone. Numbers are
-the mean over seeds and, in brackets, their range; seconds are rank 0's per optimizer step without the first {WARM_UP}.
+Written by `bash launch.sh bench objectives` from `benchmarks/results/objectives.jsonl`. The quick-start model and
+problems, {steps} optimizer steps, seeds {", ".join(map(str, seeds))}, `configs/group_ppo.yaml` with another estimator.
+Mean over seeds and their range; seconds of rank 0 per optimizer step, without the first {WARM_UP}.
 
 {table(by_method)}
 
