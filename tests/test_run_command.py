@@ -88,8 +88,15 @@ def test_a_folder_in_use_is_refused(tmp_path, capsys):
     assert "belongs to a run that is going on (pid 7)" in capsys.readouterr().err
 
 
+@pytest.fixture
+def undrawn(monkeypatch, without_plots):
+    """Pictures that nobody looks at are empty."""
+    png = "matplotlib.backends.backend_agg.FigureCanvasAgg.print_png"
+    monkeypatch.setattr(png, lambda canvas, file, metadata: file.write(b"PNG"))
+
+
 @pytest.mark.parametrize("code", [0, 1, 130])
-def test_a_run_that_made_steps_leaves_a_report_however_it_ends(tmp_path, monkeypatch, capsys, without_plots, code):
+def test_a_run_that_made_steps_leaves_a_report_however_it_ends(tmp_path, monkeypatch, capsys, undrawn, code):
     folder = tmp_path / "run"
     log = MetricsLog(folder)
     log.log(1, {"reward": 1.0})
@@ -102,7 +109,7 @@ def test_a_run_that_made_steps_leaves_a_report_however_it_ends(tmp_path, monkeyp
     assert f"report: {folder / 'report.html'}" in capsys.readouterr().out
 
 
-def test_a_report_that_fails_does_not_change_how_the_run_ended(tmp_path, capsys):
+def test_a_report_that_fails_does_not_change_how_the_run_ended(tmp_path, capsys, undrawn):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "report.html").mkdir()  # in the way
     launcher_run._report(tmp_path)
