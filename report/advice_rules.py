@@ -73,8 +73,8 @@ def trainer_waits(h: History) -> str:
         return ""
     ahead = "" if h.settings.max_staleness else ", or let it run ahead: trainer.max_staleness=1"
     return (
-        f"the trainer waits for the sampler {share:.0%} of the time: start a second sampler on another GPU, or raise "
-        f"vllm.max_num_seqs=512{ahead}{_reference_to(h.settings, 'trainer')}"
+        f"the trainer waits for the sampler {share:.0%} of the time: start a second sampler on another GPU, "
+        f"sampler.num_samplers=2{ahead}{_reference_to(h.settings, 'trainer')}"
     )
 
 

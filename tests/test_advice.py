@@ -84,6 +84,13 @@ def test_waiting_for_70_percent_of_the_wall_time_is_a_bottleneck_and_69_are_not(
     assert "max_staleness" not in waiting(1.42, max_staleness=1)[f"{who}_waits"]
 
 
+def test_a_trainer_that_waits_is_not_told_to_lower_what_decodes_at_once():
+    """vllm.max_num_seqs is a batch of rollouts, up to 1,024, where nobody sets it."""
+    waits = {"wait__trainer_s": 1.5, "timing__all_s": 2.0}
+    found = advise(12, settings_with(max_staleness=1), **waits)["trainer_waits"]
+    assert "sampler.num_samplers=2" in found and "max_num_seqs" not in found
+
+
 def test_the_side_that_waits_is_offered_the_reference_where_it_can_move():
     def words(who: str, **settings: Any) -> str:
         return advise(12, settings_with(**settings), **{f"wait__{who}_s": 1.9, "timing__all_s": 2.0})[f"{who}_waits"]
