@@ -96,12 +96,12 @@ NEVER_END = {
 
 @pytest.fixture(scope="module")
 def never_ending(file, limit_s, tmp_path_factory):
-    """Everything that waits for a timeout, at once: results of each bad job, what its child was, what was counted."""
+    """All that waits for a timeout, three at once: results of each bad job, what its child was, what was counted."""
     pid = tmp_path_factory.mktemp("forked") / "pid"
 
-    def alone(completion):
+    def one_by_one():
         with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=limit_s), columns=COLUMNS) as pool:
-            return results_and_seconds(pool, completion)
+            return {completion: results_and_seconds(pool, completion) for completion in NEVER_END}
 
     def forks():
         code = f"p = subprocess.Popen(['sleep', '61']); open({str(pid)!r}, 'w').write(str(p.pid)); time.sleep(60)"
@@ -117,12 +117,10 @@ def never_ending(file, limit_s, tmp_path_factory):
                 pool.ready(timeout_s=limit(5))
             return pool.num_timeouts, pool.num_crashes, pool.num_errors
 
-    with ThreadPoolExecutor(4) as threads:  # more would slow the starts of each other down
-        forked, counts = threads.submit(forks), threads.submit(counted)
-        of_each = dict(zip(NEVER_END, threads.map(alone, NEVER_END), strict=True))
-        return SimpleNamespace(
-            of_each=of_each, forked=forked.result(), pid=int(pid.read_text()), counts=counts.result()
-        )
+    with ThreadPoolExecutor(3) as threads:
+        forked, counts, of_each = (threads.submit(work) for work in (forks, counted, one_by_one))
+        results = {"of_each": of_each.result(), "forked": forked.result(), "counts": counts.result()}
+    return SimpleNamespace(**results, pid=int(pid.read_text()))
 
 
 def test_jobs_come_back_with_their_keys_and_scores():
