@@ -16,6 +16,7 @@ import pytest
 from common.config import load
 from tests.page_commands import PAGES, ROOT, commands, without_comment
 from tests.page_desk import Desk, given, takes
+from tests.speed import limit
 
 README = "tests/stories/test_stories.py::test_the_task_of_the_readme_is_checked_and_trains_with_its_own_words"
 DATA = "tests/test_data_and_rewards_docs.py::test_the_commands_of_the_page_run_from_an_empty_folder"
@@ -164,7 +165,7 @@ def test_the_job_of_the_page_hands_itself_in_again_until_it_is_done(
     (tmp_path / "sbatch").chmod(0o755)
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     for resume in ("false", "true"):
-        done = subprocess.run(["bash", "-c", job], cwd=tmp_path, env=env, timeout=60)
+        done = subprocess.run(["bash", "-c", job], cwd=tmp_path, env=env, timeout=limit(60))
         assert done.returncode == code
         words = f"run my_task/run.yaml run.output_dir=runs/long trainer.max_hours=11.8 run.resume={resume}"
         assert (tmp_path / "said").read_text().splitlines() == [words, *(["sbatch job.sh"] if asked_again else [])]
