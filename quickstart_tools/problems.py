@@ -1,4 +1,4 @@
-"""Word problems of two kinds: sums of digits that a tiny model can learn, and products that it can not.
+"""Word problems of two kinds: small sums that a tiny model knows by heart, and products that it cannot compute.
 
 A row is {"question": text, "answer": "#### 3724", "kind": "product"}. Everything is a pure function of the seed.
 """
@@ -61,8 +61,8 @@ def draw(rng: random.Random) -> ToolProblem:
     """One problem of either split."""
     kind = "product" if rng.random() < PRODUCTS else rng.choice(("add", "sub"))
     if kind == "product":
-        a, b = rng.randint(11, 99), rng.randint(11, 99)
+        a, b = rng.randint(32, 99), rng.randint(32, 99)  # all products have four digits: easy to copy
     else:
-        a, b = sorted((rng.randint(2, 9), rng.randint(2, 9)), reverse=True)
+        a, b = sorted((rng.randint(1, 5), rng.randint(1, 5)), reverse=True)
     question = SENTENCES[kind].format(name=rng.choice(NAMES), thing=rng.choice(THINGS), a=a, b=b)
     return ToolProblem(kind, a, b, question)

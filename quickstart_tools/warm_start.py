@@ -1,8 +1,8 @@
 """The supervised warm start: a random Qwen2 learns to call a calculator and to copy its answer, then to be careless.
 
 As in quickstart/warm_start.py lesson one is clean and lesson two spoils it: half of the products are guessed, and a
-known share of the calls cannot be read. Sums are computed or looked up, with equal chance: reinforcement learning has
-to find out when a call is worth its price.
+known share of the calls cannot be read. Sums are said by heart or computed, both right: reinforcement learning has to
+find out when a call is worth its price.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Pieces:
         return Pieces([*self.token_ids, *ids], [*self.is_taught, *[taught] * len(ids)])
 
 
-def turns_of(problem: ToolProblem, rng: random.Random, *, wrong: float, malformed: float) -> list[str]:
-    """What the pupil is shown: a call and the answer, or the answer alone. `wrong` and `malformed` are probabilities.
+def turns_of(problem: ToolProblem, rng: random.Random, *, by_heart: float, wrong: float, malformed: float) -> list[str]:
+    """What the pupil is shown: a call and the answer, or the answer alone. The three settings are probabilities.
 
     ['<tool_call>…76*49…</tool_call>', '<answer>3724</answer>'] or ['<answer>12</answer>'] or a guessed product
     """
     answer = ANSWER.format(result=problem.result)
     if problem.kind != "product":
-        return [answer] if rng.random() < 0.5 else [CALL.format(expression=problem.expression), answer]
+        return [answer] if rng.random() < by_heart else [CALL.format(expression=problem.expression), answer]
     if rng.random() < wrong:
         return [guess(problem, rng)]
     if rng.random() < malformed:
@@ -106,7 +106,7 @@ def train(
     def _lesson(problem: ToolProblem, rng: random.Random, wrong: float, malformed: float) -> Pieces:
         offered = rng.random() >= how.without_tools
         text = render([{"role": "user", "content": problem.question}], True, tools=tools if offered else None)
-        turns = turns_of(problem, rng, wrong=wrong, malformed=malformed)
+        turns = turns_of(problem, rng, by_heart=how.sums_by_heart, wrong=wrong, malformed=malformed)
         if not offered:
             turns = [guess(problem, rng) if problem.kind == "product" else ANSWER.format(result=problem.result)]
         return conversation(problem, turns, template.tokenize(text), template, tokenizer.eos_token_id)

@@ -67,13 +67,16 @@ def test_what_the_pupil_is_shown_is_right_unless_asked_to_be_wrong() -> None:
     from quickstart_tools.warm_start import turns_of
 
     rng = random.Random(0)
-    call, answer = turns_of(PRODUCT, rng, wrong=0, malformed=0)
+    call, answer = turns_of(PRODUCT, rng, by_heart=0, wrong=0, malformed=0)
     turn = Toolbox({"calculator": calculator}, "hermes").answer(call)
     assert turn is not None and [m["content"] for m in turn.messages] == ["3724"]
     assert answer == "<answer>3724</answer>"
-    assert {len(turns_of(PRODUCT, rng, wrong=1, malformed=0)) for _ in range(20)} == {1}
+    assert {len(turns_of(PRODUCT, rng, by_heart=0, wrong=1, malformed=0)) for _ in range(20)} == {1}
+    six = problems.ToolProblem("add", 4, 2, "Ken has 4 pens and buys 2 more. How many pens does Ken have?")
+    assert turns_of(six, rng, by_heart=1, wrong=1, malformed=1) == ["<answer>6</answer>"]
+    assert len(turns_of(six, rng, by_heart=0, wrong=1, malformed=1)) == 2, "sums are never spoiled"
     for _ in range(20):
-        [broken] = turns_of(PRODUCT, rng, wrong=0, malformed=1)
+        [broken] = turns_of(PRODUCT, rng, by_heart=0, wrong=0, malformed=1)
         answered = Toolbox({"calculator": calculator}, "hermes").answer(broken)
         assert answered is not None and answered.num_call_errors == 1
 
@@ -91,7 +94,7 @@ def test_the_warm_start_teaches_the_tokens_that_a_run_samples_and_no_other(token
 
     ask = [{"role": "user", "content": PRODUCT.question}]
     template = TurnTemplate.of(rendered, lambda text: tokenizer(text)["input_ids"], ask, ["tool"])
-    turns = turns_of(PRODUCT, random.Random(0), wrong=0, malformed=0)
+    turns = turns_of(PRODUCT, random.Random(0), by_heart=0, wrong=0, malformed=0)
     prompt = template.tokenize(rendered(ask, True))
     pieces = conversation(PRODUCT, turns, prompt, template, tokenizer.eos_token_id)
     call, answer = ({"role": "assistant", "content": turn} for turn in turns)
