@@ -86,6 +86,24 @@ def test_an_idle_sampler_gets_copies_of_leases_that_last_more_than_twice_as_long
     assert ledger.refusal(arrived(5), range(1)) == "duplicate"
 
 
+def test_a_group_has_two_holders_and_the_later_one_gives_it_up_to_an_idle_third() -> None:
+    ledger = Ledger(100, 3, paces=measured(a=0.1, b=1.0, c=1.0))
+    assert granted(ledger, "a") == [[0, 1, 2]]
+    assert granted(ledger, "a", "b") == [[0, 1, 2], [0, 1, 2]], "a: 10, 20, 30 s; b: 1, 2, 3 s"
+    ledger.news.clear()
+    # 2 would be there after 3 s, by b; c needs 1 s. Then 1 after 2 s, and c would need 2 s for it: not worth it.
+    assert granted(ledger, "a", "b", "c") == [[0, 1], [0, 1, 2], [2]]
+    assert ledger.leases[2] == ["b", "c"] and ledger.news == {"a", "c"}
+
+
+def test_all_have_work_however_many_join_after_the_first_has_the_whole_window() -> None:
+    names = [f"s{i}" for i in range(100)]
+    ledger = Ledger(1000, 200)
+    for count in (1, 4, 100):
+        assert all(granted(ledger, *names[:count])), f"{count} samplers"
+    assert max(map(len, ledger.leases.values())) == 2
+
+
 def test_who_is_silent_is_expected_to_stay_so_for_as_long() -> None:
     ledger = Ledger(100, 2, paces=measured(a=1.0, b=1.0))
     assert granted(ledger, "a", "b") == [[0], [1]]
@@ -222,9 +240,12 @@ class AnyWalk(RuleBasedStateMachine):
     @rule()
     def lease_out(self) -> None:
         before = {g: list(names) for g, names in self.ledger.leases.items()}
+        first = {name: self.ledger.lease_of(name)[:1] for name in self.live}
         self.ledger.lease_out(self.live, self.now)
         for group_id, names in before.items():
-            assert self.ledger.leases[group_id][: len(names)] == names, "a lease changed its owner"
+            assert set(names) & set(self.ledger.leases[group_id]), "a lease changed its owner"
+        for name, mine in first.items():
+            assert mine >= self.ledger.lease_of(name)[: len(mine)], "the first stays, or is now behind an older one"
         wanted = set(self.ledger.admitted) - self.ledger.held.keys()
         assert not self.live or self.ledger.leases.keys() == wanted, "somebody is to produce every group"
 

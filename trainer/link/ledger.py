@@ -12,9 +12,11 @@ A free group goes to the sampler that will be done with it first, by the speed t
 
     speeds a 3, b 1 groups per second, 4 groups free:   0 → a at 0.33 s, 1 → a at 0.67 s, 2 → a at 1 s, 3 → b at 1 s
 
-Once none is free, a sampler without work gets copies of leases whose holders are slow or silent. The first result is
-taken, the lease of the other one ends with it, and what comes after it is refused as a duplicate. A group's sampling
-seeds follow from its number, so it does not matter who made it.
+Once none is free, a sampler without work gets copies of leases whose holders are slow or silent. A group has at most
+two holders: for a third, the one of the two that would be done later gives it up, but nobody ever the first group of
+its lease, so that every group is finished by somebody. The first result is taken, the lease of the other one ends with
+it, and what comes after it is refused as a duplicate. A group's sampling seeds follow from its number, so it does not
+matter who made it.
 
 After a crash the cursor comes back with the weights from the same checkpoint, so in the surviving history every
 group trains exactly once, in order.
@@ -129,26 +131,42 @@ class Ledger:
         heapq.heapify(queue)
         while open_leases and open_leases[-1][0] > _WORTH_A_COPY * queue[0][0]:
             _, i, name = queue[0]
-            self._lease(open_leases.pop()[1], name, now)
+            _, group_id, given_up_by = open_leases.pop()
+            if given_up_by:
+                self._take_back(group_id, given_up_by, now)
+            self._lease(group_id, name, now)
             heapq.heapreplace(queue, ((len(self._open[name]) + 1) / speeds[name], i, name))
+        alone = [group_id for _, group_id, given_up_by in open_leases if not given_up_by]
         for name in idle:
-            if open_leases and name not in self._served:
-                self._lease(open_leases.pop()[1], name, now)
+            if alone and name not in self._served:
+                self._lease(alone.pop(), name, now)
 
-    def _remaining(self, speeds: dict[str, float], now: float) -> list[tuple[float, int]]:
-        """(seconds that it will still take, group id) of the leases that have no copy, the longest last.
+    def _remaining(self, speeds: dict[str, float], now: float) -> list[tuple[float, int, str]]:
+        """(seconds that it will still take, group id, who gives it up for a copy: nobody who is alone with it).
 
-        A sampler works on its leases in order; who has been silent for long is expected to stay so for as long.
+        Sorted, the longest last. A sampler works on its leases in order; who has been silent for long is expected to
+        stay so for as long.
         """
-        remaining = []
+        done: dict[int, list[tuple[float, str, bool]]] = {}  # group id -> (in how many seconds, by whom, as its first)
         for name, groups in self._open.items():
             if name not in speeds:
                 continue
             silent_s = self.paces[name].silent_s(now)
             for i, group_id in enumerate(sorted(groups), start=1):
-                if len(self.leases[group_id]) == 1:
-                    remaining.append((max(i / speeds[name], silent_s), group_id))
+                done.setdefault(group_id, []).append((max(i / speeds[name], silent_s), name, i == 1))
+        remaining = []
+        for group_id, holders in done.items():
+            may_give_up = [(seconds, name) for seconds, name, is_first in holders if not is_first]
+            if len(self.leases[group_id]) == 1:
+                remaining.append((min(holders)[0], group_id, ""))
+            elif may_give_up:
+                remaining.append((min(holders)[0], group_id, max(may_give_up)[1]))
         return sorted(remaining)
+
+    def _take_back(self, group_id: int, name: str, now: float) -> None:
+        self.leases[group_id].remove(name)
+        self._close(group_id, name, now)
+        self.news.add(name)
 
     def _lease(self, group_id: int, name: str, now: float) -> None:
         self.leases.setdefault(group_id, []).append(name)
