@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import psutil
+import zmq
 
 from common import channel, wire
 from common.config import Config
@@ -234,11 +235,11 @@ class RankZero:
 
 
 def _bound(config: Config) -> Any:
-    """ZeroMQ gives an address back a moment after it was closed."""
+    """ZeroMQ gives addresses, that of its authenticator too, back a moment after they were closed."""
     for attempt in itertools.count():
         try:
             return channel.bind(config)
-        except UserError:
+        except (UserError, zmq.ZMQError):
             if attempt == 200:
                 raise
             time.sleep(0.05)
