@@ -33,6 +33,7 @@ from common.errors import Retryable, UserError
 Socket = zmq.Socket[bytes]
 BEAT_S = 1.0  # every state is repeated this often
 _HIGH_WATER_MARGIN = 64
+_CLOSED_WITHIN_S = 10.0
 
 
 def _keys_path(config: Config) -> Path:
@@ -138,7 +139,7 @@ class _Allow:
 
 
 def bind_router(config: Config, window: int) -> tuple[Socket, list[ThreadAuthenticator]]:
-    """A bound socket and what must be stopped with it."""
+    """A bound socket and what must be stopped with it. Raises UserError, and what `_authenticator` raises."""
     address = endpoint(config)
     if address.startswith("ipc://"):
         remove_dead_socket(Path(address.removeprefix("ipc://")))
@@ -149,10 +150,7 @@ def bind_router(config: Config, window: int) -> tuple[Socket, list[ThreadAuthent
     keep: list[ThreadAuthenticator] = []
     if address.startswith("tcp://"):
         keys = make_keys(config)
-        authenticator = ThreadAuthenticator(zmq.Context.instance())
-        authenticator.start()
-        authenticator.configure_curve_callback(domain="*", credentials_provider=_Allow(keys["client_public"]))
-        keep.append(authenticator)
+        keep.append(_authenticator(keys["client_public"]))
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys["server_secret"])
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys["server_public"])
         socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -165,6 +163,25 @@ def bind_router(config: Config, window: int) -> tuple[Socket, list[ThreadAuthent
         held_by = holder(address) if error.errno == zmq.EADDRINUSE else ""
         raise cannot_bind(address, f"{error.strerror}{held_by}") from None
     return socket, keep
+
+
+def _authenticator(client_key: bytes) -> ThreadAuthenticator:
+    """A process has one; ZeroMQ lets go of an earlier link's a moment after that was closed.
+
+    Raises Retryable if that takes longer than _CLOSED_WITHIN_S.
+    """
+    deadline = time.monotonic() + _CLOSED_WITHIN_S
+    while True:
+        authenticator = ThreadAuthenticator(zmq.Context.instance())
+        try:
+            authenticator.start()
+        except zmq.ZMQError as error:
+            if time.monotonic() > deadline:
+                raise Retryable(f"an earlier link of this process was not closed: {error}") from None
+            time.sleep(0.02)
+        else:
+            authenticator.configure_curve_callback(domain="*", credentials_provider=_Allow(client_key))
+            return authenticator
 
 
 def connect_dealer(config: Config, sampler_id: str, window: int) -> Socket:

@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -160,6 +161,20 @@ def test_an_address_of_another_host_cannot_be_bound(folder: Path) -> None:
 
 
 # ---- CURVE -------------------------------------------------------------------------------------------------
+
+
+def test_a_second_link_of_a_process_waits_until_the_first_is_closed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = channel.bind(tcp(folder))
+    monkeypatch.setattr(channel, "_CLOSED_WITHIN_S", 0.0)
+    with pytest.raises(Retryable, match="an earlier link of this process was not closed"):
+        channel.bind(tcp(folder))
+    monkeypatch.undo()
+    closing = threading.Timer(0.3, first.close)
+    closing.start()
+    channel.bind(tcp(folder)).close()
+    closing.join()
 
 
 def test_keys_are_made_once_and_are_ours_alone(folder: Path) -> None:
