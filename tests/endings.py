@@ -248,14 +248,18 @@ class Running:
         since = self.disturbed_at if self.disturbed_at is not None else self.begun
         if pid:
             self.ending.code = os.waitstatus_to_exitcode(status)
-        elif not overdue(now - since, self.scenario.within_s + (30 if self.disturbed_at is None else 0)):
+        elif not self._is_overdue(now - since, self.scenario.within_s + (30 if self.disturbed_at is None else 0)):
             return False
         else:
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
         self.ending.seconds, self._ended_at = round(now - since, 2), now
-        self.ending.is_late = overdue(now - since, self.scenario.within_s)
+        self.ending.is_late = self._is_overdue(now - since, self.scenario.within_s)
         return False
+
+    def _is_overdue(self, took_s: float, seconds: float) -> bool:
+        """The run's own limits are those of the machine as it was at the start: it may have been busier than now."""
+        return took_s > seconds * self._slowness and overdue(took_s, seconds)
 
     def _is_ripe(self) -> bool:
         role, _, starts = self.scenario.when.partition(" ")
@@ -297,7 +301,7 @@ class Running:
     def _judge(self, since_s: float) -> bool:
         """True once nothing is left, or the time is over that a guard needs, if it comes to that."""
         left = self._left()
-        if left and not overdue(since_s, 2.0):
+        if left and not self._is_overdue(since_s, 2.0):
             return False
         self.ending.left, self.ending.steps = left, self._steps()
         saved = sorted((self.folder / "run" / "checkpoints").glob("step_*"))
