@@ -17,25 +17,25 @@ class GroupParams(Section):
     """Segments of GROUP PPO. Only with adv_estimator group_ppo."""
 
     group_variance_threshold: float = Field(1.0, gt=0)
-    """τ: n tokens share one advantage while its variance is at most τ · n times that of n advantages."""
+    """τ: n tokens share one advantage while its variance is at most τ · n times theirs."""
     group_max_size: int | None = Field(16, ge=1)
-    """Most tokens in a segment; null = no limit. 1 is PPO with a critic."""
+    """Most tokens in a segment; null = no limit. 1 is PPO."""
     group_epsilon: float = Field(1e-6, gt=0)
-    """Added to the variance that is divided by: where no token has an advantage, segments grow."""
+    """Added to the variance that is divided by."""
     adaptive_threshold: bool = True
-    """Move τ after every step until sharing neither adds nor removes variance on average."""
+    """Move τ until sharing neither adds nor removes variance."""
     threshold_lr: float = Field(0.01, gt=0)
     """Step of log τ."""
     min_threshold: float = Field(0.1, gt=0)
-    """Lower bound of τ."""
+    """Of τ."""
     max_threshold: float = Field(10.0, gt=0)
-    """Upper bound of τ."""
+    """Of τ."""
     segment_rule: Literal["grow", "literal"] = "grow"
-    """grow: while sharing pays. literal: close as soon as it does, which is PPO at τ ≥ 1."""
+    """grow: while sharing pays. literal: close as soon as it does."""
     segment_loss: Literal["endpoint", "segment"] = "endpoint"
-    """endpoint: only a segment's last token trains and enters the head. segment: every token does."""
+    """endpoint: a segment's last token trains. segment: every token does."""
     score: Literal["sampled", "exact"] = "sampled"
-    """Squared norm of a token's score: (1 − p)² from the sampler's log-probs, or exact, by one more forward."""
+    """Squared norm of a token's score: (1 − p)² from the sampler, or exact, by one more forward."""
 
     @model_validator(mode="after")
     def _options_fit_together(self) -> GroupParams:
@@ -57,76 +57,68 @@ class GroupParams(Section):
 
 class Algorithm(Section):
     beta: float = Field(0.0, ge=0)
-    """Weight of the KL term. 0 loads and scores no reference model."""
+    """Weight of the KL term; 0 loads no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """KL of a token, with x = log π_ref − log π_θ: k1 = −x, k2 = x²/2, k3 = exp(x) − x − 1."""
+    """With x = log π_ref − log π_θ: k1 = −x, k2 = x²/2, k3 = exp(x) − x − 1."""
     kl_in_reward: bool = False
-    """Subtract beta · Σ (log π_old − log π_ref) from each reward, and nothing from the loss."""
+    """Subtract beta · Σ (log π_old − log π_ref) from rewards, nothing from the loss."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: each batch moves beta so that a completion's KL tends to kl_target."""
+    """adaptive: beta moves until a completion's KL is kl_target."""
     kl_target: float | None = Field(None, gt=0)
-    """Mean KL of a completion that the adaptive controller holds, in nats, for example 6.0."""
+    """In nats per completion, for example 6.0."""
     kl_horizon: int = Field(10000, gt=0)
-    """Completions in which the adaptive controller changes beta by a fifth at most."""
+    """Completions in which beta changes by a fifth at most."""
     use_bias_correction_kl: bool = False
-    """Multiply the KL term by the ratio: the expected gradient of k3 becomes that of KL(π_θ ‖ π_ref)."""
+    """Multiply the KL term by the ratio."""
     epsilon: float = Field(0.2, gt=0)
-    """Clip range below 1; from 1 on it never acts. cispo has none."""
+    """Clip range below 1. cispo has none."""
     epsilon_high: float | None = Field(None, gt=0)
-    """Clip range above 1; null = epsilon. For cispo the cap of the ratio itself, for example 5.0."""
+    """Clip range above 1; null = epsilon. For cispo the cap itself, for example 5.0."""
     delta: float | None = Field(None, gt=1)
-    """Cap of the ratio where the advantage is negative (dual clip), above 1 + epsilon_high; null = none."""
+    """Cap of the ratio at negative advantages (dual clip), above 1 + epsilon_high."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """token: a ratio per token. sequence: one per completion, normalised by length (GSPO)."""
+    """A ratio per token, or per completion (GSPO)."""
     loss_type: LossType = "grpo"
-    """grpo: mean of sequence means. dapo, bnpo: mean over all tokens of the step. dr_grpo: sum / (sequences · max
-    length). cispo: mean over all tokens of capped ratio · advantage · log-prob."""
+    """Denominator of the loss; cispo also its own objective."""
     loss: str | None = None
-    """Your own objective of a token, `file.py:function` or `package.module.function`; loss_type then only averages.
-    null = the clipped objective, or cispo's."""
+    """Your own objective, `file.py:function`; loss_type then only averages."""
     adv_estimator: str = "grpo"
-    """grpo: (r − mean) / std of the group. dr_grpo: without std. rloo: minus the mean of the others.
-    reinforce_plus_plus(_baseline): r (− mean), whitened over the batch's tokens. gae: PPO with a critic. group_ppo: the
-    same with one advantage per segment. Your own: `file.py:function` or `package.module.function`."""
+    """Also dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gae (PPO), group_ppo, or
+    `file.py:function`."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
-    """Standard deviation (n − 1) to divide by: the group's, the batch's, or none. null = group for grpo, none for other
-    estimators."""
+    """Deviation to divide by; null = group for grpo, none for others."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """normalize_then_sum: normalise each function in the group before the weighted sum."""
+    """normalize_then_sum: normalise each function in its group before the weighted sum."""
     whiten_advantages: bool | None = None
-    """Also (A − mean) / std over the completions of the batch of rollouts; with a critic over its tokens. null = only
-    with a critic."""
+    """(A − mean) / std over the batch of rollouts. null = only with a critic."""
     entropy_coef: float = Field(0.0, ge=0)
-    """Weight of an entropy bonus, at the sampling temperature. 0 = entropy is only a metric."""
+    """Weight of an entropy bonus."""
     mask_truncated_completions: bool = False
-    """Completions cut off at max_completion_length keep their reward, but train with weight 0."""
+    """Completions cut off by length train with weight 0."""
     soft_punish_cache: int = Field(0, ge=0)
-    """The last n tokens before max_completion_length lower the reward, evenly from 0 to −1. 0 = off."""
+    """The last n tokens before max_completion_length lower the reward by up to 1. 0 = off."""
     vllm_importance_sampling_mode: (
         Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
     ) = None
-    """Weigh tokens or completions by π_own / π_vllm, π_own the policy when it first trains on them: cut to clip_max, or
-    0 above it."""
+    """Weigh tokens or completions by π_own / π_vllm: cut at clip_max, or 0 above it."""
     vllm_importance_sampling_clip_max: float = Field(3.0, ge=1)
     """Where that weight is cut or masked."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount of GAE, per token."""
     lam: float = Field(1.0, ge=0, le=1)
-    """λ of GAE: 1 = return − value, without bias; smaller trusts the critic more, for less variance."""
+    """λ of GAE: 1 has no bias, less has less variance."""
     group_params: GroupParams = GroupParams()
     """Where group_ppo cuts completions into segments, and which tokens train."""
     num_iterations: int = Field(1, ge=1)
-    """Passes over each batch of rollouts (μ in the GRPO paper)."""
+    """Passes over each batch of rollouts (μ)."""
     steps_per_generation: int = Field(1, ge=1)
-    """Mini-batches in a batch of rollouts: optimizer steps in one pass over its prompts_per_step · steps_per_generation
-    groups (verl's train_batch_size)."""
+    """Mini-batches, so optimizer steps, in one pass."""
     dead_groups: Literal["keep", "skip", "resample"] = "keep"
-    """Groups with equal rewards. keep: they count in denominators; KL and entropy train them. skip: left out. resample:
-    replaced by new groups (DAPO's dynamic sampling)."""
+    """Groups with equal rewards: count them, leave them out, or sample others (DAPO)."""
     max_resamples: int = Field(1, ge=1)
-    """With resample: sample at most this many extra batches, then train a smaller one."""
+    """Extra batches at most, with resample."""
     shuffle_mini_batches: bool = False
-    """Deal a batch's groups to mini-batches anew in every pass, by (seed, batch, pass)."""
+    """Deal groups to mini-batches anew in every pass."""
 
     @property
     def steps_per_batch(self) -> int:

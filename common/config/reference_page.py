@@ -20,10 +20,10 @@ from common.durable import write_file
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
 _HEAD = """# Configuration
 
-Every setting, generated from `common/config` by `python -m common.config.reference_page`.
+Every setting, from `python -m common.config.reference_page`. Equations: [algorithm](algorithm.md).
 
-A config is one YAML file, which both processes read. `section.key=value` on the command line overrides it, the value in
-YAML. An unknown key is an error with a suggestion. Relative paths start at the folder of `launch.sh`.
+One YAML file, which both processes read; `section.key=value` on the command line overrides it. Relative paths start at
+the folder of `launch.sh`. Below, the default stands first, then limits and other values.
 """
 _LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}  # as annotated_types names them
 
@@ -58,21 +58,27 @@ def _is_section(annotation: Any) -> bool:
 
 
 def _table(fields: dict[str, FieldInfo]) -> Iterator[str]:
-    yield "| key | type | default | meaning |"
-    yield "|---|---|---|---|"
+    yield "| key | default | meaning |"
+    yield "|---|---|---|"
     for name, field in fields.items():
         meaning = " ".join((field.description or "").split())
-        cells = (f"`{name}`", _type(field), _default(field), meaning)
+        cells = (f"`{name}`", ", ".join([_default(field), *_allowed(field)]), meaning)
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _type(field: FieldInfo) -> str:
-    """ "int ≥ 1", "float > 0, or null", "`a`, `b`" """
+def _allowed(field: FieldInfo) -> Iterator[str]:
+    """What the default does not show: "int > 0", "≥ 1", "`b`", "`null`"."""
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
     limits = [f"{sign} {getattr(m, key)}" for m in field.metadata for key, sign in _LIMITS.items() if hasattr(m, key)]
-    options = _options(field.annotation)
-    named = [name for name in options if name != "null"]
-    text = " or ".join(named) + (" " + ", ".join(limits) if limits else "")
-    return f"{text}, or null" if "null" in options else text
+    for option in (part for options in _options(field.annotation) for part in options.split(", ")):
+        if option == "null":
+            yield from ["`null`"] if default is not None else []
+        elif option.startswith("`"):
+            yield from [option] if option != f"`{default}`" else []
+        elif default in (None, [], {}) or (option.startswith("list") and isinstance(default, str)):
+            yield " ".join([option, *limits[:1]])
+            limits = limits[1:]
+    yield from limits
 
 
 def _options(annotation: Any) -> list[str]:

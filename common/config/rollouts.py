@@ -11,33 +11,30 @@ from common.functions import short_name
 
 
 class Rollouts(Section):
-    """Several turns in one rollout: an environment or tools answer what the model writes (docs/environments.md). Off
-    unless one of the two is given. All turns and answers share sampler.max_completion_length tokens."""
+    """Several turns, with an environment or tools (docs/environments.md). All share sampler.max_completion_length."""
 
     environment: str | None = None
-    """`file.py:Class` or `package.module.Class` with `reset(**row)` and `step(completion)`, or TRL's kind, whose public
-    methods are tools. One instance and process per rollout."""
+    """`file.py:Class` with `reset(**row)` and `step(completion)`, or TRL's kind."""
     environment_kwargs: dict[str, Any] = {}
     """Arguments of the class: {difficulty: 3}."""
     tools: list[str] = []
-    """Functions with type hints and a docstring, `[file.py:calculator]`, offered through the chat template."""
+    """Functions with type hints and a docstring, `[file.py:calculator]`."""
     tool_parser: Literal["hermes", "llama3_json"] = "hermes"
-    """Form of a call. hermes: JSON in <tool_call> (Qwen2.5, Qwen3). llama3_json: Llama 3.1 and later."""
+    """Form of a call. hermes: Qwen2.5, Qwen3. llama3_json: Llama 3.1 and later."""
     max_turns: int = Field(8, ge=1)
-    """Turns of the model; a rollout that needs more is truncated."""
+    """Turns of the model; more are truncated."""
     max_turn_length: int | None = Field(None, gt=0)
-    """Tokens of the model in one turn. null = what is left of sampler.max_completion_length."""
+    """The model's tokens in one turn; null = what is left of sampler.max_completion_length."""
     timeout_s: float = Field(30.0, gt=0)
-    """A reset or step that takes longer is killed; its rollout fails."""
+    """A longer reset or step is killed; its rollout fails."""
     max_memory_gib: float = Field(2.0, gt=0)
-    """An environment that needs more gets a MemoryError; its rollout fails. Linux only."""
+    """An environment beyond it gets a MemoryError; its rollout fails. Linux only."""
     max_environments: int = Field(256, ge=1)
-    """Environments alive at once; further rollouts wait."""
+    """Alive at once; further rollouts wait."""
     min_rollouts: int = Field(2, ge=2)
-    """A group with fewer successful rollouts trains nothing. Failed rollouts are left out of the baseline."""
+    """A group with fewer successful rollouts trains nothing."""
     confine_signals: bool = True
-    """Environments can signal only their own processes, where the kernel can enforce it (Linux 6.12). setuid programs,
-    such as sudo, then fail in them."""
+    """Environments signal only their own processes (Linux 6.12); sudo fails in them."""
 
     @property
     def is_multi_turn(self) -> bool:

@@ -18,28 +18,25 @@ class Sampler(Section):
     num_generations: int = Field(8, ge=2)
     """G: completions per problem, the size of a group."""
     temperature: float = Field(1.0, ge=0.01)
-    """Of training samples; the trainer divides its logits by it too. vLLM uses no less than 0.01."""
+    """Of training samples, in vLLM and trainer."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the most likely tokens with this total probability. 1 = all; less needs return_sampling_mask."""
+    """The most likely tokens with this total probability. Below 1 needs return_sampling_mask."""
     top_k: int | None = Field(None, ge=-1)
-    """Sample from the k most likely tokens. null, 0 or -1 = all; more needs return_sampling_mask."""
+    """The k most likely tokens; null, 0, -1 = all. Others need return_sampling_mask."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Sample from tokens at least this likely relative to the most likely one. 0 = all; more needs
-    return_sampling_mask."""
+    """Tokens at least this likely relative to the most likely one. Above 0 needs return_sampling_mask."""
     return_sampling_mask: bool = False
-    """Send the kept tokens with every sample; the trainer takes its softmax over them alone. Needs top_k, which bounds
-    their number."""
+    """Send the kept tokens; the trainer's softmax is over them alone. Needs top_k."""
     max_completion_length: int = Field(256, gt=0)
     """Tokens, end-of-sequence included."""
     ignore_eos: bool = False
-    """Always sample to max_completion_length: for measurements, where every step must cost the same."""
+    """Always sample max_completion_length tokens: for measurements."""
     in_flight_updates: bool = False
-    """Load new weights while sequences decode, which are then computed anew; every token keeps the log-prob of its own
-    version. false: new weights wait until every group that has begun is finished."""
+    """Load new weights while sequences decode, not when all begun groups are finished."""
     devices: list[int] = []
-    """GPU indices; each sampler uses vllm.tensor_parallel_size of them. Empty = the first visible ones, or the CPU."""
+    """GPU indices, vllm.tensor_parallel_size for each sampler. Empty = the first visible, or the CPU."""
     num_samplers: int = Field(1, ge=1)
-    """vLLM engines that launch.sh starts; more may join or leave at any time."""
+    """vLLM engines that launch.sh starts."""
 
     @property
     def max_sampling_mask(self) -> int:
@@ -71,7 +68,7 @@ class Sampler(Section):
 
 class Eval(Section):
     steps: int | None = Field(None, gt=0)
-    """Evaluate every n policy versions; null = only before and after."""
+    """Every n policy versions; null = only before and after."""
     before: bool = True
     """Evaluate the initial policy."""
     after: bool = True
@@ -79,27 +76,27 @@ class Eval(Section):
     temperature: float = Field(0.0, ge=0)
     """0 = greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """As sampler.top_p, without a mask."""
+    """As in sampler, without a mask."""
     top_k: int | None = Field(None, ge=-1)
-    """As sampler.top_k, without a mask."""
+    """As in sampler, without a mask."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """As sampler.min_p, without a mask."""
+    """As in sampler, without a mask."""
     num_generations: int = Field(1, ge=1)
-    """Completions per held-out problem."""
+    """Completions per problem."""
     max_completion_length: int | None = Field(None, gt=0)
     """null = the sampler's."""
     metric_for_best_model: str | None = None
-    """`answer/accuracy` or `answer/mean` of any reward function: the best policy is kept in best/."""
+    """`answer/accuracy` or `answer/mean` of any reward function; best/ keeps the best policy."""
     greater_is_better: bool = True
-    """Whether more of it is better."""
+    """Of that metric."""
     early_stopping_patience: int | None = Field(None, gt=0)
-    """Stop after n evaluations in a row without a better metric; null = never."""
+    """Stop after n evaluations without a better one; null = never."""
     early_stopping_threshold: float = Field(0.0, ge=0)
-    """Better means better by more than this."""
+    """Better means by more than this."""
     load_best_model_at_end: bool = False
-    """final/ is the best policy, not the last one."""
+    """final/ is the best policy, not the last."""
     val_only: bool = False
-    """`launch.sh run` only evaluates the model, or with run.resume its newest checkpoint."""
+    """`launch.sh run` only evaluates: the model, or with run.resume its newest checkpoint."""
 
     @model_validator(mode="after")
     def _check_metric(self) -> Eval:
@@ -117,16 +114,15 @@ class Rewards(Section):
     reward_weights: list[float] | None = None
     """One per function; null = 1.0 each."""
     reward_kwargs: dict[str, dict[str, Any]] = {}
-    """Arguments by function: {cosine_length: {max_len: 512}}. They override a column of the same name."""
+    """Arguments by function, before columns: {cosine_length: {max_len: 512}}."""
     full_marks: dict[str, float] = {}
-    """Score, by function, from which a completion counts as right. Default: format 1.25, cosine_length 0.5, else
-    1.0."""
+    """Score of a right completion, by function. Default: format 1.25, cosine_length 0.5, else 1.0."""
     timeout_s: float = Field(10.0, gt=0)
-    """A call that takes longer is killed; its group fails (counted, not trained)."""
+    """A longer call is killed; its group is counted, not trained."""
     max_memory_gib: float = Field(8.0, gt=0)
-    """A reward process that needs more gets a MemoryError; its group fails. Linux only."""
+    """A reward process beyond it gets a MemoryError; its group fails. Linux only."""
     max_tombstone_fraction: float = Field(0.01, ge=0, le=1)
-    """The run stops when more than this share of groups, or of an evaluation's problems, and more than 3, failed."""
+    """More failed groups or held-out problems, and more than 3, stop the run."""
 
     @property
     def weights(self) -> list[float]:

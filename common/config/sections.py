@@ -32,20 +32,19 @@ def require_own_function(name: str, built_in: Collection[str] = ()) -> None:
 
 class Run(Section):
     output_dir: Path = Path("runs/run")
-    """Folder of the run: metrics, samples, report, logs, checkpoints and the final model."""
+    """Folder of metrics, samples, report, logs, checkpoints and the final model."""
     seed: int = 0
-    """Seed of problem order, sampling and training."""
+    """Of problem order, sampling and training."""
     report_to: list[str] = ["tensorboard"]
-    """Sinks beside metrics.jsonl: tensorboard, wandb, trackio, swanlab, mlflow, or your own `file.py:function`. They
-    get numbers and settings, never samples."""
+    """Sinks beside metrics.jsonl: tensorboard, wandb, trackio, swanlab, mlflow, or `file.py:function`."""
     resume: bool = False
-    """Continue from the newest valid checkpoint in output_dir; an error if there is none."""
+    """Continue from the newest valid checkpoint; an error without one."""
     record: bool = False
-    """Append every trained group to output_dir/groups.recording. Ignored in a replay."""
+    """Append every trained group to groups.recording. Ignored in a replay."""
     replay: Path | None = None
-    """Train from such a recording, without a sampler: the same weights, bit for bit."""
+    """Train from such a recording, without a sampler."""
     log_samples: int = Field(2, ge=0)
-    """Groups per step in samples.jsonl: the best and the worst completion of each."""
+    """Groups per step in samples.jsonl: best and worst completion of each."""
 
     @field_validator("report_to")
     @classmethod
@@ -57,46 +56,43 @@ class Run(Section):
 
 class Model(Section):
     path: str
-    """Initial policy: a hub id, a folder, or a GGUF file (`my.gguf`, or `owner/name:file.gguf` on the hub)."""
+    """Initial policy: hub id, folder, or GGUF file (`my.gguf`, `owner/name:file.gguf`)."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Weights and compute; with bfloat16 the optimizer keeps float32 master weights."""
+    """Weights and compute; bfloat16 has float32 master weights."""
     trust_remote_code: bool = False
-    """Run the Python code that comes with the model. Only for authors you trust."""
+    """Run the model's own Python code. Only for authors you trust."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third slower."""
+    """Recompute activations: less memory, a third slower."""
     freeze_vision_tower: bool = False
-    """Train only the language model of a vision model: no gradient and no optimizer state for the tower."""
+    """Train only the language model of a vision model."""
 
 
 class Reference(Section):
     path: str | None = None
-    """Frozen reference of the KL term, of any size, with the policy's tokenizer; null = the initial policy."""
+    """Frozen model of the KL term, any size, same tokenizer; null = the initial policy."""
     revision: str | None = None
-    """Branch, tag or commit on the hub."""
+    """As model.revision."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """null = the policy's."""
     on: Literal["sampler", "trainer", "auto"] = "sampler"
-    """Which process scores it. sampler: groups carry its log-probs. trainer: every rank holds a copy. auto: the side
-    with more time, by `launch.sh plan`."""
+    """Who scores it. trainer: every rank holds a copy. auto: `launch.sh` takes the faster side."""
 
 
 class Lora(Section):
     """Low-rank adapters beside frozen weights (docs/lora.md). Off unless r is given."""
 
     r: int = Field(0, ge=0)
-    """Rank of the adapters, for example 16. 0 = off: all weights train."""
+    """Rank, for example 16. 0 = off: all weights train."""
     alpha: int | None = Field(None, gt=0)
-    """Adapters are scaled by alpha / r. null = 2 · r."""
+    """Scale is alpha / r. null = 2 · r."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout on adapter inputs, in training only. vLLM has none, so above 0 ratios differ from 1 before the first step
-    (metrics mismatch/*)."""
+    """In training only; vLLM has none, so above 0 ratios start unequal to 1."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
-    """Layers that get adapters, such as [q_proj, v_proj]. all-linear: all but the output head."""
+    """Layers with adapters, such as [q_proj, v_proj]. all-linear: all but the output head."""
     sync: Literal["adapter", "merged"] = "adapter"
-    """adapter: publish only adapters, which vLLM applies. merged: publish whole weights, for models whose adapters vLLM
-    cannot apply."""
+    """adapter: vLLM applies published adapters. merged: publish whole weights, where it cannot."""
 
     @property
     def scale(self) -> int:
@@ -129,28 +125,27 @@ class Lora(Section):
 
 class Data(Section):
     train: str | list[str]
-    """Data set on the hub (`openai/gsm8k:main@train[:512]`), .jsonl, .json or .parquet file, folder, save_to_disk
-    folder, or a list."""
+    """Hub data set (`openai/gsm8k:main@train[:512]`), .jsonl, .json or .parquet file, folder, or a list."""
     eval: str | list[str] | None = None
-    """Held-out problems in the same notation; null = no evaluation."""
+    """Held-out problems; null = no evaluation."""
     prompt_key: str = "question"
-    """Column with the problem: text or chat messages. `extra_info.question` looks inside a column."""
+    """Column with the problem; `extra_info.question` looks inside a column."""
     answer_key: str | None = "answer"
-    """Column that rewards get as `answer`; may look inside a column. null = no reward needs one."""
+    """Column that rewards get as `answer`; null = no reward needs one."""
     rename: dict[str, str] = {}
-    """New column names, {problem: question}, applied first; the old name may look inside a column."""
+    """New column names, {problem: question}, applied first."""
     max_prompt_length: int = Field(512, gt=0)
-    """Tokens, image tokens included. Longer prompts are dropped once at the start, and counted."""
+    """Tokens, with images. Longer prompts are left out and counted."""
     eval_size: int | None = Field(None, gt=0)
     """Only the first n held-out problems."""
     shuffle: bool = True
-    """A new permutation per epoch, from (seed, epoch) alone."""
+    """A new order each epoch, from (seed, epoch) alone."""
     image_key: str | None = None
-    """Column with a row's image or list of images: bytes, paths or `datasets` images. null = text alone."""
+    """Column with a row's image or images; null = text alone."""
     limit_images: int = Field(1, ge=0)
-    """Most images in a row. 0 = train a vision model on text alone."""
+    """Most images in a row; 0 = none."""
     min_pixels: int = Field(262_144, gt=0)
-    """Smaller images are enlarged to this; one token is 28 × 28 pixels (Qwen2.5-VL)."""
+    """Smaller images are enlarged to this."""
     max_pixels: int = Field(2_097_152, gt=0)
     """Larger images are reduced to this: 2,674 tokens."""
 
@@ -170,13 +165,13 @@ class PromptTemplate(Section):
     system: str | None = None
     """System message before every problem."""
     examples: list[dict[Literal["user", "assistant"], str]] = []
-    """Worked examples before every problem, as chat turns: [{user: a problem, assistant: its answer}]."""
+    """Worked examples before every problem: [{user: a problem, assistant: its answer}]."""
     format_prompt: Path | None = None
-    """Jinja file that writes the user's message: `content` is the problem, other columns have their names."""
+    """Jinja file for the user's message: `content` is the problem; columns have their names."""
     chat_template: Path | None = None
-    """Jinja file instead of the tokenizer's chat template; base models need one."""
+    """Jinja file instead of the tokenizer's; base models need one."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Passed to the chat template: {enable_thinking: false}."""
+    """For the chat template: {enable_thinking: false}."""
 
     @field_validator("examples")
     @classmethod
@@ -201,15 +196,15 @@ def _is_address(text: str) -> bool:
 
 class Channel(Section):
     endpoint: str | None = None
-    """null = ipc:// in a private folder. Several hosts: tcp://10.0.0.1:5555, bound by trainer rank 0."""
+    """null = ipc:// in a private folder. Several hosts: tcp://10.0.0.1:5555, the address of trainer rank 0."""
     connect_timeout_s: float = Field(600.0, gt=0)
-    """How long each side waits for the other's first message."""
+    """Wait for the other side's first message."""
     lost_after_s: float = Field(10.0, gt=0)
-    """Silence after which a peer is reported lost and its groups go to others."""
+    """After this silence a peer counts as lost; others get its groups."""
     stall_timeout_s: float = Field(1800.0, gt=0)
-    """Silence or no progress for this long ends the process with exit code 75."""
+    """After this silence, or without progress, the process exits with 75."""
     max_message_mib: int = Field(64, gt=0)
-    """A larger message is refused and its sender disconnected."""
+    """Larger messages are refused, their sender disconnected."""
 
     @property
     def rank_patience_s(self) -> float:
@@ -228,10 +223,9 @@ class Weights(Section):
     dir: Path | None = None
     """Where versions are published; null = /dev/shm on one host, else output_dir/weights."""
     keep: int = Field(2, ge=2)
-    """Versions kept beside those that a live sampler uses."""
+    """Versions kept beside those in use."""
     publish_every: Literal["batch", "step"] = "batch"
-    """batch: new weights after each batch of rollouts. step: after each optimizer step, and one new group may start per
-    finished group; only with max_staleness above 0."""
+    """New weights per batch of rollouts, or per optimizer step (needs max_staleness above 0)."""
     canary_tolerance: float | None = Field(None, gt=0)
-    """How far vLLM's log-probs may be from the trainer's on the canary. float32: the maximum, and 4 times the RMS; null
-    = 1e-3. bfloat16: the RMS; null = 0.15."""
+    """Largest distance of vLLM's log-probs on the canary; null = 1e-3 in float32 (maximum; RMS a quarter), 0.15 in
+    bfloat16 (RMS)."""
