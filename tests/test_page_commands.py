@@ -23,6 +23,7 @@ DATA = "tests/test_data_and_rewards_docs.py::test_the_commands_of_the_page_run_f
 ADAPTERS = "tests/stories/test_stories.py::test_adapters_alone_on_the_warm_started_model"
 BASE = "tests/stories/test_stories.py::test_a_base_model_without_a_chat_template_and_a_template_file"
 REWARDS = "tests/stories/test_stories.py::test_own_rows_and_an_own_reward_file"
+RESUMED = "tests/stories/test_stories.py::test_a_run_on_own_rows_is_resumed_and_begun_anew_from_its_weights"
 JOB = "tests/test_page_commands.py::test_the_job_of_the_page_hands_itself_in_again_until_it_is_done"
 
 # command → the test that executes it, and words of that test which show it
@@ -42,6 +43,17 @@ HELD: dict[str, tuple[str, str]] = {
     'bash launch.sh check my_task/reward.yaml --rows 100 "rewards.reward_funcs=[answer, format]" '
     "rewards.reward_weights=null": (DATA, '("rewards.md", 4)'),
     "bash launch.sh check my_task/reward.yaml my_task/completions.jsonl": (DATA, '("rewards.md", 4)'),
+    "bash launch.sh run my_task/run.yaml": (RESUMED, 'commands("data.md"'),
+    "bash launch.sh run my_task/run.yaml run.output_dir=runs/long trainer.save_steps=2": (
+        RESUMED,
+        'commands("running.md"',
+    ),
+    "bash launch.sh run my_task/run.yaml run.output_dir=runs/long trainer.save_steps=2 trainer.max_steps=8 "
+    "run.resume=true": (RESUMED, 'commands("running.md"'),
+    "bash launch.sh run my_task/run.yaml model.path=runs/my_task/final run.output_dir=runs/my_task_2": (
+        RESUMED,
+        'commands("running.md"',
+    ),
     "bash launch.sh run my_task/reward.yaml": (REWARDS, 'commands("rewards.md"'),
     "bash launch.sh plan my_task/base.yaml": (BASE, 'commands("model.md"'),
     "bash launch.sh run my_task/base.yaml": (BASE, 'commands("model.md"'),

@@ -121,6 +121,17 @@ def test_own_rows_and_an_own_reward_file(clone: Clone) -> None:
     check_words(clone, WHOLE, final, final)
 
 
+def test_a_run_on_own_rows_is_resumed_and_begun_anew_from_its_weights(clone: Clone) -> None:
+    """docs/data.md, then docs/running.md: four steps, four more from the checkpoint, a new run from the final model."""
+    done = clone.run(commands("data.md", "One file, start to end"))
+    assert done.returncode == 0, done.stderr[-4000:]
+    check_run(clone, "runs/my_task", steps=4)
+    done = clone.run(commands("running.md", "Stopping and resuming"), timeout_s=400)
+    assert done.returncode == 0, done.stderr[-4000:]
+    check_run(clone, "runs/long", steps=8)
+    check_run(clone, "runs/my_task_2", steps=4)
+
+
 def test_a_base_model_without_a_chat_template_and_a_template_file(clone: Clone) -> None:
     """docs/model.md: without the file it is refused with the key to set; with it the prompts are the file's."""
     script = commands("model.md", "A base model, start to end")
