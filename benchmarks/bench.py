@@ -134,12 +134,12 @@ def table(cell: Cell, rows: Sequence[Summary], flops: float) -> str:
     if not cell.is_natural:
         shared, dense = work(cell, dense=False), work(cell, dense=True)
         lines += [
-            f"{shared.total / 1e9:.1f} GFLOP a step, {dense.total / 1e9:.1f} with a prompt per completion; "
-            f"floor on two cores {shared.total / flops / 2:.2f} s; decoding reads {shared.decode_bytes / 1e9:.2g} GB.",
+            f"{shared.total / 1e9:.1f} GFLOP a step, {dense.total / 1e9:.1f} with a prompt per completion; floor "
+            f"{shared.total / flops / 2:.2f} s.",
             "",
         ]
     lines += [
-        "| row | s/step (quartiles) | CPU s/step | completion tokens/s | × best TRL | steps |",
+        "| row | s/step (quartiles) | CPU s | tokens/s | × TRL | steps |",
         "|---|---|---|---|---|---|",
     ]
     for r in rows:

@@ -17,9 +17,9 @@ class GroupParams(Section):
     """Segments of GROUP PPO. Only with adv_estimator group_ppo."""
 
     group_variance_threshold: float = Field(1.0, gt=0)
-    """τ: n tokens share one advantage while its variance is at most τ · n times theirs."""
+    """τ: how much variance sharing may cost."""
     group_max_size: int | None = Field(16, ge=1)
-    """Most tokens in a segment; null = no limit. 1 is PPO."""
+    """Most tokens in a segment; 1 is PPO."""
     group_epsilon: float = Field(1e-6, gt=0)
     """Added to the variance that is divided by."""
     adaptive_threshold: bool = True
@@ -31,11 +31,11 @@ class GroupParams(Section):
     max_threshold: float = Field(10.0, gt=0)
     """Of τ."""
     segment_rule: Literal["grow", "literal"] = "grow"
-    """grow: while sharing pays. literal: close as soon as it does."""
+    """grow: while sharing pays. literal: until it does."""
     segment_loss: Literal["endpoint", "segment"] = "endpoint"
     """endpoint: a segment's last token trains. segment: every token does."""
     score: Literal["sampled", "exact"] = "sampled"
-    """Squared norm of a token's score: (1 − p)² from the sampler, or exact, by one more forward."""
+    """Norm of a token's score: from the sampler's log-probs, or by one more forward."""
 
     @model_validator(mode="after")
     def _options_fit_together(self) -> GroupParams:
@@ -59,9 +59,9 @@ class Algorithm(Section):
     beta: float = Field(0.0, ge=0)
     """Weight of the KL term; 0 loads no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """With x = log π_ref − log π_θ: k1 = −x, k2 = x²/2, k3 = exp(x) − x − 1."""
+    """Form of a token's KL."""
     kl_in_reward: bool = False
-    """Subtract beta · Σ (log π_old − log π_ref) from rewards, nothing from the loss."""
+    """Subtract the KL from rewards, not from the loss."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
     """adaptive: beta moves until a completion's KL is kl_target."""
     kl_target: float | None = Field(None, gt=0)
@@ -73,7 +73,7 @@ class Algorithm(Section):
     epsilon: float = Field(0.2, gt=0)
     """Clip range below 1. cispo has none."""
     epsilon_high: float | None = Field(None, gt=0)
-    """Clip range above 1; null = epsilon. For cispo the cap itself, for example 5.0."""
+    """Clip range above 1; null = epsilon. For cispo the cap, for example 5.0."""
     delta: float | None = Field(None, gt=1)
     """Cap of the ratio at negative advantages (dual clip), above 1 + epsilon_high."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
@@ -86,23 +86,23 @@ class Algorithm(Section):
     """Also dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gae (PPO), group_ppo, or
     `file.py:function`."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
-    """Deviation to divide by; null = group for grpo, none for others."""
+    """Deviation to divide by; null = group for grpo, else none."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """normalize_then_sum: normalise each function in its group before the weighted sum."""
+    """Normalise the sum of functions, or each before the sum."""
     whiten_advantages: bool | None = None
-    """(A − mean) / std over the batch of rollouts. null = only with a critic."""
+    """Normalise over the batch of rollouts; null = only with a critic."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of an entropy bonus."""
     mask_truncated_completions: bool = False
     """Completions cut off by length train with weight 0."""
     soft_punish_cache: int = Field(0, ge=0)
-    """The last n tokens before max_completion_length lower the reward by up to 1. 0 = off."""
+    """The last n tokens before max_completion_length cost up to 1 of reward."""
     vllm_importance_sampling_mode: (
         Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
     ) = None
-    """Weigh tokens or completions by π_own / π_vllm: cut at clip_max, or 0 above it."""
+    """Weigh tokens or completions by π_own / π_vllm, cut or masked above clip_max."""
     vllm_importance_sampling_clip_max: float = Field(3.0, ge=1)
-    """Where that weight is cut or masked."""
+    """Largest weight."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount of GAE, per token."""
     lam: float = Field(1.0, ge=0, le=1)
@@ -114,7 +114,7 @@ class Algorithm(Section):
     steps_per_generation: int = Field(1, ge=1)
     """Mini-batches, so optimizer steps, in one pass."""
     dead_groups: Literal["keep", "skip", "resample"] = "keep"
-    """Groups with equal rewards: count them, leave them out, or sample others (DAPO)."""
+    """Groups with equal rewards: count, leave out, or replace (DAPO)."""
     max_resamples: int = Field(1, ge=1)
     """Extra batches at most, with resample."""
     shuffle_mini_batches: bool = False

@@ -24,11 +24,11 @@ class Rollouts(Section):
     max_turns: int = Field(8, ge=1)
     """Turns of the model; more are truncated."""
     max_turn_length: int | None = Field(None, gt=0)
-    """The model's tokens in one turn; null = what is left of sampler.max_completion_length."""
+    """The model's tokens in one turn; null = what is left."""
     timeout_s: float = Field(30.0, gt=0)
     """A longer reset or step is killed; its rollout fails."""
     max_memory_gib: float = Field(2.0, gt=0)
-    """An environment beyond it gets a MemoryError; its rollout fails. Linux only."""
+    """Beyond it a MemoryError in the environment. Linux only."""
     max_environments: int = Field(256, ge=1)
     """Alive at once; further rollouts wait."""
     min_rollouts: int = Field(2, ge=2)

@@ -20,11 +20,11 @@ class Sampler(Section):
     temperature: float = Field(1.0, ge=0.01)
     """Of training samples, in vLLM and trainer."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """The most likely tokens with this total probability. Below 1 needs return_sampling_mask."""
+    """The most likely tokens with this total probability; needs return_sampling_mask."""
     top_k: int | None = Field(None, ge=-1)
-    """The k most likely tokens; null, 0, -1 = all. Others need return_sampling_mask."""
+    """The k most likely tokens; null, 0, -1 = all; needs return_sampling_mask."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Tokens at least this likely relative to the most likely one. Above 0 needs return_sampling_mask."""
+    """Tokens at least this likely relative to the most likely; needs return_sampling_mask."""
     return_sampling_mask: bool = False
     """Send the kept tokens; the trainer's softmax is over them alone. Needs top_k."""
     max_completion_length: int = Field(256, gt=0)
@@ -32,9 +32,9 @@ class Sampler(Section):
     ignore_eos: bool = False
     """Always sample max_completion_length tokens: for measurements."""
     in_flight_updates: bool = False
-    """Load new weights while sequences decode, not when all begun groups are finished."""
+    """Load new weights while sequences decode."""
     devices: list[int] = []
-    """GPU indices, vllm.tensor_parallel_size for each sampler. Empty = the first visible, or the CPU."""
+    """GPUs, vllm.tensor_parallel_size for each sampler. Empty = the first visible."""
     num_samplers: int = Field(1, ge=1)
     """vLLM engines that launch.sh starts."""
 
@@ -86,7 +86,7 @@ class Eval(Section):
     max_completion_length: int | None = Field(None, gt=0)
     """null = the sampler's."""
     metric_for_best_model: str | None = None
-    """`answer/accuracy` or `answer/mean` of any reward function; best/ keeps the best policy."""
+    """`answer/accuracy` or `answer/mean`, of any reward function, for best/."""
     greater_is_better: bool = True
     """Of that metric."""
     early_stopping_patience: int | None = Field(None, gt=0)
@@ -96,7 +96,7 @@ class Eval(Section):
     load_best_model_at_end: bool = False
     """final/ is the best policy, not the last."""
     val_only: bool = False
-    """`launch.sh run` only evaluates: the model, or with run.resume its newest checkpoint."""
+    """`launch.sh run` only evaluates."""
 
     @model_validator(mode="after")
     def _check_metric(self) -> Eval:
@@ -116,13 +116,13 @@ class Rewards(Section):
     reward_kwargs: dict[str, dict[str, Any]] = {}
     """Arguments by function, before columns: {cosine_length: {max_len: 512}}."""
     full_marks: dict[str, float] = {}
-    """Score of a right completion, by function. Default: format 1.25, cosine_length 0.5, else 1.0."""
+    """Score of a right completion, by function. Else format 1.25, cosine_length 0.5, others 1.0."""
     timeout_s: float = Field(10.0, gt=0)
-    """A longer call is killed; its group is counted, not trained."""
+    """A longer call is killed; its group fails."""
     max_memory_gib: float = Field(8.0, gt=0)
-    """A reward process beyond it gets a MemoryError; its group fails. Linux only."""
+    """Beyond it a MemoryError in the reward process. Linux only."""
     max_tombstone_fraction: float = Field(0.01, ge=0, le=1)
-    """More failed groups or held-out problems, and more than 3, stop the run."""
+    """More failed groups (and more than 3) stop the run."""
 
     @property
     def weights(self) -> list[float]:

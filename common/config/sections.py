@@ -44,7 +44,7 @@ class Run(Section):
     replay: Path | None = None
     """Train from such a recording, without a sampler."""
     log_samples: int = Field(2, ge=0)
-    """Groups per step in samples.jsonl: best and worst completion of each."""
+    """Groups per step in samples.jsonl, best and worst completion each."""
 
     @field_validator("report_to")
     @classmethod
@@ -71,13 +71,13 @@ class Model(Section):
 
 class Reference(Section):
     path: str | None = None
-    """Frozen model of the KL term, any size, same tokenizer; null = the initial policy."""
+    """Frozen model of the KL term, same tokenizer; null = the initial policy."""
     revision: str | None = None
     """As model.revision."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """null = the policy's."""
     on: Literal["sampler", "trainer", "auto"] = "sampler"
-    """Who scores it. trainer: every rank holds a copy. auto: `launch.sh` takes the faster side."""
+    """Who scores it; auto: the faster side."""
 
 
 class Lora(Section):
@@ -88,11 +88,11 @@ class Lora(Section):
     alpha: int | None = Field(None, gt=0)
     """Scale is alpha / r. null = 2 · r."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """In training only; vLLM has none, so above 0 ratios start unequal to 1."""
+    """In training only, not in vLLM: leave at 0."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
-    """Layers with adapters, such as [q_proj, v_proj]. all-linear: all but the output head."""
+    """Layers with adapters, such as [q_proj, v_proj]; all but the output head."""
     sync: Literal["adapter", "merged"] = "adapter"
-    """adapter: vLLM applies published adapters. merged: publish whole weights, where it cannot."""
+    """Publish adapters, or whole weights where vLLM cannot apply them."""
 
     @property
     def scale(self) -> int:
@@ -131,7 +131,7 @@ class Data(Section):
     prompt_key: str = "question"
     """Column with the problem; `extra_info.question` looks inside a column."""
     answer_key: str | None = "answer"
-    """Column that rewards get as `answer`; null = no reward needs one."""
+    """Column that rewards get as `answer`; null = none."""
     rename: dict[str, str] = {}
     """New column names, {problem: question}, applied first."""
     max_prompt_length: int = Field(512, gt=0)
@@ -196,7 +196,7 @@ def _is_address(text: str) -> bool:
 
 class Channel(Section):
     endpoint: str | None = None
-    """null = ipc:// in a private folder. Several hosts: tcp://10.0.0.1:5555, the address of trainer rank 0."""
+    """null = ipc:// in a private folder. Several hosts: rank 0's, tcp://10.0.0.1:5555."""
     connect_timeout_s: float = Field(600.0, gt=0)
     """Wait for the other side's first message."""
     lost_after_s: float = Field(10.0, gt=0)
