@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -199,6 +200,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", choices=["between", "in_flight"], help="one of them, in this process")
     given = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # at 1M parameters threads wait for each other longer than they work
     if given.only:
         print(json.dumps(measure(given.only == "in_flight", given.batches, given.train_s)))
         return
