@@ -1,6 +1,6 @@
 """Tokens a second with weights loaded under running sequences, against weights that wait for the last of them.
 
-    python benchmarks/in_flight.py                      both, in turn, three times each: medians and their ratio
+    python benchmarks/in_flight.py       both, in changing order, three times each: medians and their ratio
 
 The sampling loop, vLLM, the verified reload and the ledger are the real ones; lengths are log-normal and cut at eight
 times the median, one for each completion, the same in both. The trainer is a clock: it takes `--train-s` for a batch
@@ -205,13 +205,13 @@ def main() -> None:
         print(json.dumps(measure(given.only == "in_flight", given.batches, given.train_s)))
         return
     found: dict[str, list[float]] = {"between": [], "in_flight": []}
-    for _ in range(given.repeats):
-        for which, rates in found.items():
+    for repeat in range(given.repeats):
+        for which in list(found)[:: 1 if repeat % 2 == 0 else -1]:  # a machine that slows down favours neither
             options = ["--only", which, "--batches", str(given.batches), "--train-s", str(given.train_s)]
             command = [sys.executable, __file__, *options]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             record = json.loads(done.stdout.splitlines()[-1])
-            rates.append(record["tokens_per_second"])
+            found[which].append(record["tokens_per_second"])
             print(which, json.dumps(record), flush=True)
     between, flying = (statistics.median(rates) for rates in found.values())
     print(f"between groups {between:.0f}, in flight {flying:.0f} tokens/s: {flying / between:.2f} ×")
