@@ -20,11 +20,11 @@ class Sampler(Section):
     temperature: float = Field(1.0, ge=0.01)
     """Of training samples, in vLLM and trainer."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """The most likely tokens with this total probability; needs return_sampling_mask."""
+    """The most likely tokens with this total probability. Below 1 needs return_sampling_mask."""
     top_k: int | None = Field(None, ge=-1)
-    """The k most likely tokens; null, 0, -1 = all; needs return_sampling_mask."""
+    """The k most likely tokens; null, 0, -1 = all; else needs return_sampling_mask."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Tokens at least this likely relative to the most likely; needs return_sampling_mask."""
+    """Tokens at least this likely relative to the most likely. Above 0 needs return_sampling_mask."""
     return_sampling_mask: bool = False
     """Send the kept tokens; the trainer's softmax is over them alone. Needs top_k."""
     max_completion_length: int = Field(256, gt=0)
