@@ -35,18 +35,18 @@ from common.types import Problem, Prompt
 from common.weights import Published
 from trainer.link.ledger import Ledger
 
-PROMPTS, GENERATIONS, MEDIAN, SIGMA, LONGEST = 8, 8, 48, 1.0, 8
+GENERATIONS, MEDIAN, SIGMA, LONGEST = 8, 48, 1.0, 8
 WARM_UP = 2  # batches that are not counted
 
 
-def settings(in_flight: bool, scratch: Path) -> Any:
+def settings(in_flight: bool, prompts: int, scratch: Path) -> Any:
     from benchmarks.handover import settings as shaped
     from common.config import Config
 
     given = shaped("1m", "float32", 0, scratch).model_dump()
     given["sampler"] |= {"num_generations": GENERATIONS, "max_completion_length": LONGEST * MEDIAN, "ignore_eos": True}
     given["sampler"] |= {"in_flight_updates": in_flight}
-    given["trainer"] |= {"prompts_per_step": PROMPTS, "max_staleness": 1}
+    given["trainer"] |= {"prompts_per_step": prompts, "max_staleness": 1}
     given["vllm"] = {"max_model_len": 64 + LONGEST * MEDIAN}
     return Config.model_validate(given)
 
@@ -91,9 +91,9 @@ class LogNormalTurns:
 class ClockTrainer:
     """A link whose other end trains by the clock. It ends the sampler when every batch is trained."""
 
-    def __init__(self, versions: list[Published], train_s: float):
-        self._versions, self._train_s, self._version = versions, train_s, 0
-        self._ledger = Ledger(len(versions) * PROMPTS, 2 * PROMPTS)
+    def __init__(self, versions: list[Published], prompts: int, train_s: float):
+        self._versions, self._prompts, self._train_s, self._version = versions, prompts, train_s, 0
+        self._ledger = Ledger(len(versions) * prompts, 2 * prompts)
         self._done_at: float | None = None
         self.marks: list[tuple[float, int]] = []  # (time, tokens trained so far) at the end of each batch
         self.staleness: list[int] = []
@@ -106,7 +106,7 @@ class ClockTrainer:
         self.credit = wire.Credit(ledger.cursor, ledger.lease_of("s"), [], v, at, sha, v)
 
     def receive(self, timeout_s: float) -> bool:
-        now, batch = time.monotonic(), range(self._ledger.cursor, self._ledger.cursor + PROMPTS)
+        now, batch = time.monotonic(), range(self._ledger.cursor, self._ledger.cursor + self._prompts)
         if self._done_at is None and all(g in self._ledger.held for g in batch):
             self._done_at = now + self._train_s
         if self._done_at is None or now < self._done_at:
@@ -164,14 +164,14 @@ def publish(config: Any, folder: Path, count: int) -> list[Published]:
     return published
 
 
-def measure(in_flight: bool, batches: int, train_s: float) -> dict[str, float]:
+def measure(in_flight: bool, prompts: int, batches: int, train_s: float) -> dict[str, float]:
     from sampler.engine import Engine
     from sampler.loop import Sampler
     from sampler.task import Task
 
     with tempfile.TemporaryDirectory(prefix="tandem-in-flight-") as scratch:
-        config = settings(in_flight, Path(scratch))
-        trainer = ClockTrainer(publish(config, Path(scratch) / "weights", batches), train_s)
+        config = settings(in_flight, prompts, Path(scratch))
+        trainer = ClockTrainer(publish(config, Path(scratch) / "weights", batches), prompts, train_s)
         prompts = [Prompt(Problem(i, {}), "?", "?", np.arange(5 + i, 45 + i, dtype=np.int32)) for i in range(64)]
         engine, pool = Engine(config, num_gpus=0), NoRewards()
         task = Task(prompts, [], lambda ids: [""] * len(ids))
@@ -195,20 +195,21 @@ def measure(in_flight: bool, batches: int, train_s: float) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=8, help=f"of {PROMPTS} × {GENERATIONS}; {WARM_UP} not counted")
+    parser.add_argument("--prompts", type=int, default=8, help=f"of a batch, {GENERATIONS} completions each")
+    parser.add_argument("--batches", type=int, default=8, help=f"of which {WARM_UP} are not counted")
     parser.add_argument("--train-s", type=float, default=0.5, help="seconds that the trainer takes for a batch")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", choices=["between", "in_flight"], help="one of them, in this process")
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # at 1M parameters threads wait for each other longer than they work
     if given.only:
-        print(json.dumps(measure(given.only == "in_flight", given.batches, given.train_s)))
+        print(json.dumps(measure(given.only == "in_flight", given.prompts, given.batches, given.train_s)))
         return
     found: dict[str, list[float]] = {"between": [], "in_flight": []}
     for repeat in range(given.repeats):
         for which in list(found)[:: 1 if repeat % 2 == 0 else -1]:  # a machine that slows down favours neither
-            options = ["--only", which, "--batches", str(given.batches), "--train-s", str(given.train_s)]
-            command = [sys.executable, __file__, *options]
+            sizes = [f"--prompts={given.prompts}", f"--batches={given.batches}", f"--train-s={given.train_s}"]
+            command = [sys.executable, __file__, "--only", which, *sizes]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             record = json.loads(done.stdout.splitlines()[-1])
             found[which].append(record["tokens_per_second"])
