@@ -172,9 +172,9 @@ def measure(in_flight: bool, prompts: int, batches: int, train_s: float) -> dict
     with tempfile.TemporaryDirectory(prefix="tandem-in-flight-") as scratch:
         config = settings(in_flight, prompts, Path(scratch))
         trainer = ClockTrainer(publish(config, Path(scratch) / "weights", batches), prompts, train_s)
-        prompts = [Prompt(Problem(i, {}), "?", "?", np.arange(5 + i, 45 + i, dtype=np.int32)) for i in range(64)]
+        drawn = [Prompt(Problem(i, {}), "?", "?", np.arange(5 + i, 45 + i, dtype=np.int32)) for i in range(64)]
         engine, pool = Engine(config, num_gpus=0), NoRewards()
-        task = Task(prompts, [], lambda ids: [""] * len(ids))
+        task = Task(drawn, [], lambda ids: [""] * len(ids))
         parts: list[Any] = [engine, trainer, pool, None, LogNormalTurns(engine)]
         sampler = Sampler(config, task, *parts)
         with contextlib.suppress(PeerEnded):

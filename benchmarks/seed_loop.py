@@ -59,7 +59,7 @@ class Loop:
 
     def generate(self, prompts: list[list[int]], seed: int) -> list[list[Any]]:
         """The completions of every prompt, in order."""
-        from sampler.engine import SamplingParams
+        from sampler.completions import SamplingParams
 
         for i, prompt in enumerate(prompts):
             params = SamplingParams(1.0, self.cell.completion, self.cell.generations, seed + i * 1000)

@@ -17,7 +17,7 @@ import numpy as np
 from common.config import Config
 from common.types import Problem
 from environments import Message
-from sampler.engine import Completion, SamplingParams
+from sampler.completions import Completion, SamplingParams
 from sampler.episode import Played
 from sampler.episodes import Sampled
 from sampler.multi_turn import opened

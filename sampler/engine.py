@@ -1,9 +1,10 @@
 """vLLM, in this process: submit prompts, step, collect completions with their log-probs; load weights or adapters.
 
-With vllm_images.py the only file that imports vllm. The engine runs in-process (one process, real exceptions, nothing
-left behind by a SIGKILL), is stepped by the sampler's loop, and swaps weights between two steps. Every sampling value
-is given explicitly: vLLM would otherwise take temperature, top-k and penalties from the model's generation_config.json,
-and the trainer's ratio would compare two different distributions. Left out: text. Token ids go in, token ids come out.
+With completions.py and vllm_images.py the only file that imports vllm. The engine runs in-process (one process, real
+exceptions, nothing left behind by a SIGKILL), is stepped by the sampler's loop, and swaps weights between two steps.
+Every sampling value is given explicitly: vLLM would otherwise take temperature, top-k and penalties from the model's
+generation_config.json, and the trainer's ratio would compare two different distributions. Left out: text. Token ids go
+in, token ids come out.
 """
 
 from __future__ import annotations
@@ -19,50 +20,20 @@ from pydantic import ValidationError
 
 from common.config import TIES, Config
 from common.errors import UserError
-from common.types import EncodedImage, FinishReason
+from common.types import EncodedImage
 from common.watchdog import report_progress
 from model.images import vision_of
 from sampler import vllm_images
+from sampler.completions import Completion, SamplingParams, completions_of
 from sampler.engine_arguments import engine_arguments, set_environment, stop_token_ids
-from sampler.in_flight import InFlight, Interrupted, spans_of
+from sampler.in_flight import InFlight, Interrupted
 from sampler.proof import Expected, Proof, merged, together
 from sampler.row_blocks import use_row_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
     from vllm import RequestOutput, TokensPrompt
-    from vllm.logprobs import FlatLogprobs, Logprob
-    from vllm.outputs import CompletionOutput
-
-_MISSING_MASS = 1e-3
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """What one token is drawn from: softmax(logits / temperature), on the tokens that min_p, top_k and top_p leave."""
-
-    temperature: float
-    max_tokens: int
-    num_completions: int
-    seed: int | None  # completion k of a prompt uses seed + k
-    top_p: float = 1.0
-    top_k: int = 0  # 0 = all
-    min_p: float = 0.0
-    returns_sampling_mask: bool = False  # needs top_k
-
-
-@dataclass(frozen=True)
-class Completion:
-    token_ids: NDArray[np.int32]  # [C]
-    logprobs: NDArray[np.float32]  # [C] log-prob of each sampled token under the sampled distribution
-    finish_reason: FinishReason
-    sampling_mask: NDArray[np.int32] | None = None  # [C, K] tokens each could have been, itself first, -1 fills
-    incomplete_support: int = 0  # tokens of which some were not returned
-    version_spans: tuple[tuple[int, int], ...] = ()  # as Rollout's; () unless sampler.in_flight_updates
-
-    @property
-    def num_sampled(self) -> int:
-        return len(self.token_ids)
+    from vllm.logprobs import Logprob
 
 
 @dataclass(frozen=True)
@@ -152,7 +123,7 @@ class Engine:
     def step(self) -> list[tuple[Any, list[Completion]]]:
         """One engine step; the prompts whose completions are all finished."""
         early, self._early = self._early, []
-        return early + [(key, _completions(output)) for key, output in self._finished()]
+        return early + [(key, completions_of(output)) for key, output in self._finished()]
 
     def score(
         self, sequences: Sequence[Sequence[int]], images: Sequence[EncodedImage] = ()
@@ -173,7 +144,7 @@ class Engine:
             report_progress("scoring the canary")
             for key, output in self._finished():
                 if not isinstance(key, _Scored):  # it decodes beside
-                    self._early.append((key, _completions(output)))
+                    self._early.append((key, completions_of(output)))
                     continue
                 # position p holds a map token id -> Logprob of the token that stands there
                 positions = cast("list[dict[int, Logprob]]", output.prompt_logprobs)
@@ -278,36 +249,3 @@ class Engine:
         of_version = self._in_flight.request(prompt, isinstance(key, _Scored)) if self._in_flight else {}
         self._engine.add_request(request_id, prompt, parameters, lora_request=self._adapter, **of_version)
         self._keys[request_id] = key
-
-
-def _completions(output: RequestOutput) -> list[Completion]:
-    return [_completion(c) for c in sorted(output.outputs, key=lambda c: c.index)]
-
-
-def _completion(output: CompletionOutput) -> Completion:
-    token_ids = np.array(output.token_ids, np.int32)
-    flat = cast("FlatLogprobs", output.logprobs)
-    # for each position the sampled token, then the most likely ones, as many as were asked for
-    logprobs = np.array(flat.logprobs, np.float32).reshape(len(token_ids), -1)
-    finish_reason: FinishReason = "stop" if output.finish_reason == "stop" else "length"
-    versions = spans_of(output)
-    if logprobs.shape[1] == 1:
-        return Completion(token_ids, logprobs[:, 0], finish_reason, version_spans=versions)
-    ids = np.array(flat.token_ids, np.int32).reshape(logprobs.shape)
-    sampling_mask, incomplete = kept_tokens(ids, logprobs)
-    return Completion(token_ids, logprobs[:, 0], finish_reason, sampling_mask, incomplete, versions)
-
-
-def kept_tokens(ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> tuple[NDArray[np.int32], int]:
-    """([C, K] kept tokens, the sampled one first, -1 fills; positions whose kept tokens were not all returned).
-
-    [C, 1 + n] each: the sampled token, then the n most likely, renormalised over what was kept. A token
-    that was not has log-prob −∞; the probabilities of those that were sum to 1 unless some are missing, which takes
-    more than TIES tokens as likely as the last of top_k.
-    """
-    kept = np.isfinite(logprobs)
-    kept[:, 1:] &= ids[:, 1:] != ids[:, :1]
-    mass = np.where(kept, np.exp(logprobs.astype(np.float64)), 0.0).sum(1)
-    order = np.argsort(~kept, axis=1, kind="stable")[:, : kept.sum(1).max()]
-    sampling_mask = np.take_along_axis(np.where(kept, ids, -1), order, 1)
-    return sampling_mask, int((np.abs(mass - 1) > _MISSING_MASS).sum())

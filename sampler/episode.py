@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from common.config import Config
 from common.types import FinishReason, Rollout
 from environments import Done, Message, Turn, conversation
+from sampler.completions import Completion, SamplingParams
 from sampler.dataset import sampling_seed
-from sampler.engine import Completion, SamplingParams
 
 Part = Completion | NDArray[np.int32]  # a turn, or the ids of what was observed after one
 

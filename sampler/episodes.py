@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from common.config import Config
 from common.types import Prompt
 from environments import Failed, Message, Reply, Turn, prompt_of
-from sampler.engine import Completion, Engine, SamplingParams
+from sampler.completions import Completion, SamplingParams
+from sampler.engine import Engine
 from sampler.episode import Budget, Episode, Played
 from sampler.task import GroupKey
 from sampler.turns import TurnTemplate

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from common.config import Config
 from common.types import EvalFailure, EvalRequest, EvalResult, EvalSample
 from rewards import Scores
-from sampler.engine import Completion
+from sampler.completions import Completion
 from sampler.engine_arguments import max_num_seqs
 from sampler.link import Link
 from sampler.task import EvalKey, GroupKey, Key, sampling_params

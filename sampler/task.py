@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from common.config import Config
 from common.types import Prompt
+from sampler.completions import SamplingParams
 from sampler.dataset import problem_index, sampling_seed
-from sampler.engine import SamplingParams
 
 _EVAL_SEED_OFFSET = 1_000_003  # held-out samples must not share seeds with training groups
 

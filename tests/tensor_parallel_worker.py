@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from common.config import Config
-from sampler.engine import Engine, SamplingParams
+from sampler.completions import SamplingParams
+from sampler.engine import Engine
 from sampler.reload import reload
 from tests.plain_policy import PlainPolicy
 from tests.tiny import tiny_model

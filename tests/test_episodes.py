@@ -11,8 +11,8 @@ import pytest
 
 from common.types import Problem, Prompt, Rollout
 from environments import Done, Failed, Turn
+from sampler.completions import Completion, SamplingParams
 from sampler.dataset import sampling_seed
-from sampler.engine import Completion, SamplingParams
 from sampler.episode import Budget, Episode, Played, as_rollout
 from sampler.episodes import Episodes, Sampled, too_few
 from sampler.task import EvalKey, GroupKey

@@ -131,7 +131,7 @@ def modules_of(tree: ast.AST) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("module", "homes"),
     [
-        ("vllm", {"sampler/engine.py", "sampler/vllm_images.py"}),
+        ("vllm", {"sampler/completions.py", "sampler/engine.py", "sampler/vllm_images.py"}),
         ("zmq", {"common/channel.py"}),
         ("deepspeed", {"trainer/engine/deepspeed_model.py", "trainer/save/checkpoint.py"}),
     ],

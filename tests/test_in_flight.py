@@ -16,7 +16,8 @@ from common import weights
 from common.config import Config
 from common.errors import Retryable
 from common.weights import BadWeights, Published
-from sampler.engine import Completion, Engine, SamplingParams
+from sampler.completions import Completion, SamplingParams
+from sampler.engine import Engine
 from sampler.in_flight import InFlight
 from sampler.reload import reload
 from tests.plain_policy import PlainPolicy

@@ -17,7 +17,8 @@ from common import weights
 from common.config import Config
 from common.weights import BadWeights, Published
 from model import lora
-from sampler.engine import Engine, SamplingParams
+from sampler.completions import SamplingParams
+from sampler.engine import Engine
 from sampler.reload import reload
 from tests.plain_policy import AdaptedPolicy, OneRank, PlainPolicy
 from tests.speed import limit

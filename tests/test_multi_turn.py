@@ -16,7 +16,7 @@ from common.config import Config
 from common.errors import UserError
 from common.types import Problem
 from quickstart.tokenizer import byte_level
-from sampler.engine import Completion
+from sampler.completions import Completion
 from sampler.episode import Played
 from sampler.multi_turn import opened
 from sampler.prompts import make_prompt

@@ -70,7 +70,8 @@ def train(folder: str, through_onednn: bool) -> None:
 
 def sample(folder: str) -> None:
     """Eight prompts of so many tokens in all, and now and then another version of the weights."""
-    from sampler.engine import Engine, SamplingParams
+    from sampler.completions import SamplingParams
+    from sampler.engine import Engine
     from sampler.reload import reload
     from tests.plain_policy import OneRank, PlainPolicy
     from trainer.save.write_version import write_version

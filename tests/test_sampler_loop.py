@@ -13,7 +13,7 @@ from common import wire
 from common.types import EncodedImage, EvalFailure, EvalRequest, EvalResult, Group, Problem, Prompt, Tombstone
 from evaluation.main import sample
 from rewards.pool import RewardFailure
-from sampler.engine import Completion
+from sampler.completions import Completion
 from sampler.episode import Played
 from sampler.episodes import Sampled, SingleTurns
 from sampler.loop import Sampler, Task

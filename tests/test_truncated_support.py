@@ -19,7 +19,7 @@ from common.types import Group, Rollout
 from common.wire import Envelope, decode, encode
 from model.logprobs import token_terms
 from model.packing import pack
-from sampler.engine import kept_tokens
+from sampler.completions import kept_tokens
 from trainer.algorithm import mismatch
 from trainer.algorithm.losses import Denominator, ObjectiveSettings, token_objective
 from trainer.data.experience import Experience

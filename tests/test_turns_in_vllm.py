@@ -19,7 +19,8 @@ from common.config import Config, PromptTemplate
 from common.types import Problem, Prompt
 from environments import Done, Turn
 from model.tokenizer import load_tokenizer
-from sampler.engine import Completion, Engine, SamplingParams
+from sampler.completions import Completion, SamplingParams
+from sampler.engine import Engine
 from sampler.episode import Played
 from sampler.episodes import Episodes
 from sampler.prompts import render

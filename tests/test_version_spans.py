@@ -19,7 +19,7 @@ from common.group_limits import check_group
 from common.types import Group, Rollout, Tombstone
 from common.weights import Published
 from common.wire import Envelope, decode, encode
-from sampler.engine import Completion
+from sampler.completions import Completion
 from sampler.episode import as_rollout
 from sampler.in_flight import Interrupted, may_load, of_oldest, spans_of
 from sampler.task import EvalKey

@@ -18,7 +18,8 @@ from model.images import Vision, canary_image, encode_image, read_vision
 from model.logprobs import load_causal_lm, score_logprobs
 from model.packing import pack
 from model.vision import layout_of, with_vision
-from sampler.engine import Completion, Engine, SamplingParams
+from sampler.completions import Completion, SamplingParams
+from sampler.engine import Engine
 from sampler.proof import Expected, Proof
 from tests.tiny_vision import (
     IMAGE_TOKEN,

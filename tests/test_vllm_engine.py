@@ -15,7 +15,8 @@ from common.weights import BadWeights, Published
 from model.logprobs import load_causal_lm, score_row
 from model.packing import pack
 from model.reference import Reference
-from sampler.engine import Engine, SamplingParams
+from sampler.completions import SamplingParams
+from sampler.engine import Engine
 from sampler.reload import reload
 from tests.plain_policy import PlainPolicy
 from tests.tiny import tiny_model

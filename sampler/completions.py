@@ -1,0 +1,81 @@
+"""What one prompt is asked for, and what comes back: arrays of token ids and log-probs, read off vLLM's output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.types import FinishReason
+from sampler.in_flight import spans_of
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput
+
+_MISSING_MASS = 1e-3
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What one token is drawn from: softmax(logits / temperature), on the tokens that min_p, top_k and top_p leave."""
+
+    temperature: float
+    max_tokens: int
+    num_completions: int
+    seed: int | None  # completion k of a prompt uses seed + k
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = all
+    min_p: float = 0.0
+    returns_sampling_mask: bool = False  # needs top_k
+
+
+@dataclass(frozen=True)
+class Completion:
+    token_ids: NDArray[np.int32]  # [C]
+    logprobs: NDArray[np.float32]  # [C] log-prob of each sampled token under the sampled distribution
+    finish_reason: FinishReason
+    sampling_mask: NDArray[np.int32] | None = None  # [C, K] tokens each could have been, itself first, -1 fills
+    incomplete_support: int = 0  # tokens of which some were not returned
+    version_spans: tuple[tuple[int, int], ...] = ()  # as Rollout's; () unless sampler.in_flight_updates
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.token_ids)
+
+
+def completions_of(output: RequestOutput) -> list[Completion]:
+    """Of one prompt, in the order of their seeds."""
+    return [_completion(c) for c in sorted(output.outputs, key=lambda c: c.index)]
+
+
+def _completion(output: CompletionOutput) -> Completion:
+    token_ids = np.array(output.token_ids, np.int32)
+    flat = cast("FlatLogprobs", output.logprobs)
+    # for each position the sampled token, then the most likely ones, as many as were asked for
+    logprobs = np.array(flat.logprobs, np.float32).reshape(len(token_ids), -1)
+    finish_reason: FinishReason = "stop" if output.finish_reason == "stop" else "length"
+    versions = spans_of(output)
+    if logprobs.shape[1] == 1:
+        return Completion(token_ids, logprobs[:, 0], finish_reason, version_spans=versions)
+    ids = np.array(flat.token_ids, np.int32).reshape(logprobs.shape)
+    sampling_mask, incomplete = kept_tokens(ids, logprobs)
+    return Completion(token_ids, logprobs[:, 0], finish_reason, sampling_mask, incomplete, versions)
+
+
+def kept_tokens(ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> tuple[NDArray[np.int32], int]:
+    """([C, K] kept tokens, the sampled one first, -1 fills; positions whose kept tokens were not all returned).
+
+    [C, 1 + n] each: the sampled token, then the n most likely, renormalised over what was kept. A token
+    that was not has log-prob −∞; the probabilities of those that were sum to 1 unless some are missing, which takes
+    more than TIES tokens as likely as the last of top_k.
+    """
+    kept = np.isfinite(logprobs)
+    kept[:, 1:] &= ids[:, 1:] != ids[:, :1]
+    mass = np.where(kept, np.exp(logprobs.astype(np.float64)), 0.0).sum(1)
+    order = np.argsort(~kept, axis=1, kind="stable")[:, : kept.sum(1).max()]
+    sampling_mask = np.take_along_axis(np.where(kept, ids, -1), order, 1)
+    return sampling_mask, int((np.abs(mass - 1) > _MISSING_MASS).sum())
