@@ -110,7 +110,7 @@ def _stale(pair: _Pair, dtype: str) -> Finding:
     with torch.no_grad():
         next(pair.policy.model.parameters()).view(-1)[0].mul_(1.01)
     load, before = pair.engine.load, weights.version_dir(pair.folder, _RELOADS - 1, _LIFE)
-    setattr(pair.engine, "load", lambda _, expected, __: load(before, expected))  # noqa: B010
+    setattr(pair.engine, "load", lambda _, expected, *__: load(before, expected))  # noqa: B010
     try:
         pair.reloaded(pair.published(_RELOADS))
     except Retryable as error:

@@ -12,8 +12,8 @@ What an ending means:
 A SIGKILL is explained (launcher/killed.py). If it was the kernel's for want of memory and nothing may be started again,
 or the same process was killed so before without a new step in between, the settings must change: all stop, 2.
 A trainer restarts from its newest checkpoint. Without one it may start anew only while metrics.jsonl has no step:
-later, that would silently train a second time what was already reported. Over several hosts its
-children are over_hosts.py, which hold the connections.
+later, that would silently train a second time what was already reported. Over several hosts its children are
+over_hosts.py, which hold the connections.
 """
 
 from __future__ import annotations

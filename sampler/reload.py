@@ -73,8 +73,7 @@ def reload(engine: Engine, published: Published, config: Config, fetcher: Fetche
     fetched = fetcher.take(published) if fetcher else fetch(published, config)
     begun = time.monotonic()
     try:
-        more = {"version": published.version} if config.sampler.in_flight_updates else {}
-        proof = engine.load(fetched.folder, expected_tensors(fetched, config), fetched.tensors, **more)
+        proof = engine.load(fetched.folder, expected_tensors(fetched, config), fetched.tensors, published.version)
         loaded = time.monotonic()
         _require_proof(proof, published.version)
         theirs, ours = _canary_logprobs(engine, fetched.manifest)

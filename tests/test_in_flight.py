@@ -229,7 +229,8 @@ def test_checksums_and_canary_are_asked_at_each_load_under_sequences(
     submit(engine, ["a"])
     steps(engine, 4)
     load, wanted = engine.load, versions.publish(17)
-    monkeypatch.setattr(engine, "load", lambda _, *rest, **more: load(Path(good.weights_dir), rest[0], None, **more))
+    stale = Path(good.weights_dir)
+    monkeypatch.setattr(engine, "load", lambda _, expected, __, version: load(stale, expected, None, version))
     with pytest.raises(Retryable, match="does not hold version 17"):
         reload(engine, wanted, config)
     monkeypatch.undo()

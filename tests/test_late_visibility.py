@@ -43,9 +43,9 @@ class IdleEngine(Engine):
     def abort_all(self) -> None:
         self.version = None
 
-    def load(self, folder: Path, expected: Any, tensors: Any) -> Proof:
+    def load(self, folder: Path, expected: Any, tensors: Any, version: int) -> Proof:
         self.found.append(sorted(path.name for path in folder.iterdir()))
-        return super().load(folder, expected, tensors)
+        return super().load(folder, expected, tensors, version)
 
 
 class SlowShare:

@@ -92,7 +92,7 @@ def test_a_reload_of_30_s_frees_no_lease(world: World, monkeypatch: pytest.Monke
     """It is longer than stall_timeout_s too: each beat shows that more is done."""
     before = world.leases()
 
-    def load(folder: Path, expected: Any, tensors: Any = None) -> Proof:
+    def load(folder: Path, expected: Any, tensors: Any, version: int) -> Proof:
         world.work(WORK_S)
         return Proof(set(expected or ()))
 
@@ -106,7 +106,7 @@ def test_a_reload_of_30_s_frees_no_lease(world: World, monkeypatch: pytest.Monke
 def test_a_sampler_that_is_stuck_in_a_reload_is_lost_and_its_leases_are_free(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load(folder: Path, expected: Any, tensors: Any = None) -> Proof:
+    def load(folder: Path, expected: Any, tensors: Any, version: int) -> Proof:
         world.work(5.0)
         world.work(WORK_S, reports=False)
         until(lambda: any("sampler s0 lost: silent for" in text for text in world.said))

@@ -33,7 +33,7 @@ class Engine:
         self.version: int | None = 7
         self.num_loads = 0
 
-    def load(self, folder: Path, expected: Any, tensors: Any) -> Proof:
+    def load(self, folder: Path, expected: Any, tensors: Any, version: int) -> Proof:
         self.num_loads += 1
         if self.error:
             raise self.error
