@@ -1,8 +1,8 @@
 """For all tests: figures for RELIABILITY.md, time limits that follow the machine's speed, order and number of workers.
 
 `figure("R6", "10,000 groups, growth 3 MiB")` puts a measured figure into RELIABILITY.md. Each promise's row ends in a
-cell for the last run. A test owns its part of the cell, marked by its name in a comment. Without
-TANDEM_WRITE_FIGURES=1 the figure is only printed, so that ordinary runs leave the page alone.
+cell for the last run. A test owns its part of the cell, marked by its name in a comment; its parameters share one part
+if they say the same. Without TANDEM_WRITE_FIGURES=1 the figure is only printed: ordinary runs leave the page alone.
 
 `--shuffle SEED` runs files, and the tests of each file, in a random order. Otherwise the longest files come first, so
 that no worker is left alone with one of them at the end.
@@ -80,6 +80,21 @@ def with_figure(page: str, promise: str, test: str, text: str) -> str:
     raise LookupError(f"RELIABILITY.md has no row that begins with | {promise} |")
 
 
+def folded(figures: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    """One figure for a test that says the same with all its parameters.
+
+    [("R2", "a[1]", "whole"), ("R2", "a[2]", "whole"), ("R2", "b", "2 s")] → [("R2", "a", "whole"), ("R2", "b", "2 s")]
+    """
+    said: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for promise, test, text in figures:
+        said.setdefault((promise, test.split("[")[0]), []).append((test, text))
+    found = []
+    for (promise, name), parts in said.items():
+        alike = len(parts) > 1 and len({text for _, text in parts}) == 1
+        found += [(promise, name, parts[0][1])] if alike else [(promise, test, text) for test, text in parts]
+    return found
+
+
 def _replaces(test: str, earlier: str) -> bool:
     """The test's own earlier figure, or one from when it had other parameters: "a" replaces "a[1]"."""
     return test == earlier or (("[" in test) != ("[" in earlier) and test.split("[")[0] == earlier.split("[")[0])
@@ -114,7 +129,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     if os.environ.get("TANDEM_WRITE_FIGURES") == "1" and _figures:
         page = PAGE.read_text()
-        for promise, test, text in _figures:
+        for promise, test, text in folded(_figures):
             page = with_figure(page, promise, test, text)
         write_file(PAGE, page.encode())
 

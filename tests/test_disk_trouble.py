@@ -65,7 +65,7 @@ def test_a_save_waits_for_the_disk_with_the_reason_and_then_succeeds(
         assert all(reason in line for line in said)
         assert resumed_step(run) == 2
         assert leftovers(run / "checkpoints") == []
-    figure("R14", f"{len(REASONS)} of {len(REASONS)} ({', '.join(REASONS)}) waited for with the reason, then saved")
+    figure("R14", f"{', '.join(REASONS)}: waited for, then saved")
 
 
 @fast
@@ -312,8 +312,8 @@ def test_a_full_disk_on_either_rank_delays_publishing_and_checkpoints_and_change
         assert sha256_of_run(trainers.folder / name) == undisturbed(trainers)
     figure(
         "R14",
-        f"{len(FULL)} of {len(FULL)}: either of 2 DeepSpeed ranks without room while publishing or saving, both pause, "
-        "and the final weights and optimizer are those of an undisturbed run",
+        f"{len(FULL)} of {len(FULL)} full disks of a rank while publishing or saving: both ranks pause, final state as "
+        "undisturbed",
     )
 
 

@@ -419,8 +419,8 @@ def test_ten_thousand_steps_of_a_hostile_environment(tmp_path, monkeypatch, figu
     until(lambda: not with_variable("TANDEM_TEST_HOSTILE", str(tmp_path)), 5.0)
     figure(
         "R15",
-        f"{STEPS} steps, {len(bad)} of them hostile, {sum(counted.values())} failures in {took_s:.0f} s; slowest reply "
-        f"{slowest - deadline_s:+.2f} s after the deadline of {deadline_s:.1f} s",
+        f"{STEPS:,} steps, {len(bad)} hostile, {sum(counted.values())} failures in {took_s:.0f} s; slowest reply "
+        f"{slowest - deadline_s:+.2f} s after its deadline",
     )
 
 

@@ -193,9 +193,8 @@ def test_the_20_points_are_met_by_one_rank_and_by_two(figure: Callable[[str, str
     assert equal == 2 * len(POINTS)
     figure(
         "R3",
-        f"{len(POINTS)} of {len(POINTS)} interruption points, each with 1 and with 2 ranks ({equal} SIGKILLs over "
-        f"ZeRO 1 and 2, float32 and bfloat16): all files of {checkpoints} checkpoints, the metrics and the final model "
-        "equal those of straight runs by SHA-256",
+        f"{equal} SIGKILLs at {len(POINTS)} points, 1 and 2 ranks, ZeRO 1 and 2, float32 and bfloat16: {checkpoints} "
+        "checkpoints, metrics and final models equal by SHA-256",
     )
 
 
@@ -312,6 +311,6 @@ def test_two_ranks_killed_at_every_checkpoint_failpoint_lose_nothing(
     num_points = len({(rank, point) for rank, point, _ in KILLS})
     figure(
         "R1",
-        f"{len(KILLS) + 1} SIGKILLs of two DeepSpeed ranks at {num_points} places while they save: at most one step "
-        "trained again each time, and weights, optimizer, cursor and metrics equal those of a straight run by SHA-256",
+        f"{len(KILLS) + 1} SIGKILLs of two DeepSpeed ranks at {num_points} places of a save: at most one step trained "
+        "again, then all state as in a straight run",
     )

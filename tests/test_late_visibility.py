@@ -120,7 +120,7 @@ def test_a_version_that_appears_in_parts_within_90_s_is_waited_for_by_name_and_u
     assert [text.split()[0].rpartition("/")[2].rstrip(":") for text in waits] == [MANIFEST] * 3 + [*SHARDS, SHARDS[1]]
     assert sampler.engine.found == [list(SHARDS)]
     assert sampler._invisible_since is None, "the next version has the whole time again"
-    figure("R14", f"a version that other hosts see in {len(waits) + 1} stages over 90 s: waited for, 0 loads of a part")
+    figure("R14", f"a version seen in {len(waits) + 1} stages over 90 s: 0 loads of a part")
 
 
 @pytest.mark.parametrize("lie", [errno.ENOENT, errno.ESTALE, errno.EIO])

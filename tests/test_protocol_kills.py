@@ -38,13 +38,12 @@ def test_every_group_is_trained_exactly_once_and_in_order_whoever_is_killed_wher
     assert result["leftovers"] == []
     figure(
         "R1",
-        f"{result['kills']} SIGKILLs at {len(result['by_point'])} points in {result['seconds']:.0f} s, "
-        f"{result['groups']:,} groups, 0 lost, 0 doubled",
+        f"{result['kills']} SIGKILLs at {len(result['by_point'])} points, {result['groups']:,} groups: 0 lost, "
+        "0 doubled",
     )
     figure(
         "R5",
-        f"{result['groups']:,} groups through {result['kills']} SIGKILLs: every one sampled by the version that it "
-        "names, none older than max_staleness",
+        f"{result['groups']:,} groups, {result['kills']} SIGKILLs: each by the version that it names, none too old",
     )
     if KILLS >= 60:
         assert set(result["by_point"]) == {*TRAINER_POINTS, *SAMPLER_POINTS}
@@ -61,6 +60,6 @@ def test_so_it_is_when_the_links_are_bad_and_are_killed_too(figure: Callable[[st
     assert result["leftovers"] == []
     figure(
         "R1",
-        f"{kills} SIGKILLs of trainer and samplers and {links} of all links between them, which lose, double and delay "
-        f"messages: {result['groups']:,} groups, 0 lost, 0 doubled",
+        f"{kills} SIGKILLs of processes, {links} of links that lose, double and delay: {result['groups']:,} groups, "
+        "0 lost, 0 doubled",
     )

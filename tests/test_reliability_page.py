@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import syntax
-from tests.conftest import PAGE, with_figure
+from tests.conftest import PAGE, folded, with_figure
 
 pytestmark = pytest.mark.fast
 
@@ -112,6 +112,15 @@ def test_a_figure_replaces_those_that_its_test_wrote_with_other_parameters() -> 
     page = with_figure(page, "R1", "a", "all")
     assert "tests | <!-- a --> all |" in page
     assert "tests | <!-- a[1] --> one |" in with_figure(page, "R1", "a[1]", "one")
+
+
+def test_a_test_that_says_the_same_with_all_its_parameters_has_one_figure() -> None:
+    assert folded([("R1", "a[1]", "x"), ("R1", "b[1]", "1 s"), ("R1", "a[2]", "x"), ("R1", "b[2]", "2 s")]) == [
+        ("R1", "a", "x"),
+        ("R1", "b[1]", "1 s"),
+        ("R1", "b[2]", "2 s"),
+    ]
+    assert folded([("R1", "a[1]", "x")]) == [("R1", "a[1]", "x")]  # one alone does not speak for the others
 
 
 def test_a_promise_that_is_not_there_is_an_error() -> None:

@@ -165,8 +165,8 @@ def test_a_random_sigkill_every_few_steps_costs_time_and_neither_a_group_nor_acc
     shares = {name: f"{100 * right / n:.1f} %" for name, (right, n) in accuracy.items()}
     figure(
         "R1",
-        f"soak of {STEPS} steps: {len(killed)} SIGKILLs, {seconds['disturbed']:.0f} s instead of "
-        f"{seconds['undisturbed']:.0f} s, accuracy {shares['disturbed']} against {shares['undisturbed']}",
+        f"{STEPS} steps, {len(killed)} SIGKILLs: {seconds['disturbed']:.0f} s instead of "
+        f"{seconds['undisturbed']:.0f}, accuracy {shares['disturbed']} against {shares['undisturbed']}",
     )
 
 
@@ -191,7 +191,7 @@ def test_ctrl_c_on_two_ranks_saves_the_step_and_the_run_goes_on_from_it(
     assert again.steps() == list(range(1, 13))
     groups = [group.group_id for group, _ in recording.read(again.folder / recording.FILE)]
     assert groups == list(range(12 * settings["trainer"]["prompts_per_step"]))
-    figure("R13", f"Ctrl-C on two DeepSpeed ranks: step finished, checkpoint saved and all gone after {took_s:.1f} s")
+    figure("R13", f"Ctrl-C on two DeepSpeed ranks: checkpoint saved, all gone after {took_s:.1f} s")
 
 
 def test_the_launcher_reports_rank_0s_code_although_the_other_rank_breaks_at_the_same_moment(

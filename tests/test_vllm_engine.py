@@ -156,7 +156,7 @@ def test_no_cached_prefix_survives_a_reload(engine, config, policy, version, fig
             expected.append(int(plain.get_output_embeddings()(hidden[399 + i]).argmax()))
     assert tokens == expected
     assert tokens != before
-    figure("R5", f"{len(tokens)} tokens after a reload, with 400 of the prompt cached before: those of a fresh model")
+    figure("R5", f"{len(tokens)} tokens after a reload with 400 cached before: a fresh model's")
 
 
 def test_more_seeded_prompts_than_fit_one_engine_step_are_all_sampled(engine):
@@ -223,7 +223,7 @@ def test_seven_kinds_of_bad_weights_are_refused_before_the_engine_is_touched(eng
     shutil.copy(Path(good.weights_dir) / weights.MANIFEST, Path(published.weights_dir) / weights.MANIFEST)
     refuse("stale manifest", published, "SHA-256")
     assert len(refused) == 7
-    figure("R4", f"7 of 7 refused by the real engine's reload ({', '.join(refused)}), its outputs unchanged")
+    figure("R4", f"7 of 7 bad versions refused ({', '.join(refused)}), outputs unchanged")
 
 
 def test_the_reference_gives_the_logprobs_of_a_dense_forward(config, policy):
