@@ -43,6 +43,7 @@ TANDEM = {
     "run-ahead-ref": ["trainer.max_staleness=1", "reference.on=trainer"],
 }
 ROWS = [*TRL_ROWS, *LADDER, *TANDEM]
+SIDE_BY_SIDE = ("trl-plain", "streaming", "run-ahead")
 
 
 def command(row: str, cell: Cell, steps: int, out: Path) -> list[str]:
@@ -106,9 +107,7 @@ class Summary:
     wall_s: float
     q1: float
     q3: float
-    cpu_s: float
     tokens_per_s: float
-    n: int
 
 
 def summarise(records: Iterable[dict[str, Any]]) -> list[Summary]:
@@ -122,31 +121,46 @@ def summarise(records: Iterable[dict[str, Any]]) -> list[Summary]:
 def _summary(row: str, records: list[dict[str, Any]]) -> Summary:
     walls = [r["wall_s"] for r in records]
     q1, median, q3 = statistics.quantiles(walls, n=4, method="inclusive")
-    cpu = statistics.median(r["cpu_s"] for r in records if r["cpu_s"] is not None)
     rate = statistics.median(r["completion_tokens"] / r["wall_s"] for r in records)
-    return Summary(row, median, q1, q3, cpu, rate, len(records))
+    return Summary(row, median, q1, q3, rate)
 
 
-def table(cell: Cell, rows: Sequence[Summary], flops: float) -> str:
-    """Markdown. The ratio is over the fastest TRL row of the same cell."""
-    best_trl = _best_trl(rows)
-    lines = [f"### {cell.name}", ""]
-    if not cell.is_natural:
-        shared, dense = work(cell, dense=False), work(cell, dense=True)
-        lines += [
-            f"{shared.total / 1e9:.1f} GFLOP a step, {dense.total / 1e9:.1f} with a prompt per completion; floor "
-            f"{shared.total / flops / 2:.2f} s.",
-            "",
-        ]
-    lines += [
-        "| row | s/step (quartiles) | CPU s | tokens/s | × TRL | steps |",
-        "|---|---|---|---|---|---|",
+def table(by_cell: Sequence[tuple[Cell, Sequence[Summary]]], flops: float) -> str:
+    """Markdown: a line for each cell, with SIDE_BY_SIDE. A ratio is over the fastest TRL row of the same cell."""
+    lines = [
+        "| cell | GFLOP (padded) | floor, s | trl-plain, s | streaming, s | × TRL | run-ahead, s | × TRL |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for r in rows:
-        ratio = f"{r.tokens_per_s / best_trl:.2f}" if best_trl else "–"
-        seconds = f"{r.wall_s:.3f} ({r.q1:.3f}–{r.q3:.3f}) | {r.cpu_s:.2f}"
-        lines.append(f"| {r.row} | {seconds} | {r.tokens_per_s:,.0f} | {ratio} | {r.n} |")
+    for cell, rows in by_cell:
+        cells = [cell.name, "–", "–"]
+        if not cell.is_natural:
+            shared, padded = work(cell, dense=False), work(cell, dense=True)
+            cells[1:] = [f"{shared.total / 1e9:.1f} ({padded.total / 1e9:.1f})", f"{shared.total / flops / 2:.2f}"]
+        by_row = {r.row: r for r in rows}
+        for row in SIDE_BY_SIDE:
+            cells += [
+                _seconds(by_row[row]) if row in by_row else "–",
+                *([] if row in TRL_ROWS else [_times(rows, row)]),
+            ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def other_rows(by_cell: Sequence[tuple[Cell, Sequence[Summary]]]) -> str:
+    """Markdown: a line for each measured row that `table` leaves out."""
+    lines = ["| cell | row | s (quartiles) | × TRL |", "|---|---|---|---|"]
+    for cell, rows in by_cell:
+        rest = [r for r in rows if r.row not in SIDE_BY_SIDE]
+        lines += [f"| {cell.name} | {r.row} | {_seconds(r)} | {_times(rows, r.row)} |" for r in rest]
+    return "\n".join(lines)
+
+
+def _seconds(row: Summary) -> str:
+    return f"{row.wall_s:.3f} ({row.q1:.3f}–{row.q3:.3f})"
+
+
+def _times(rows: Sequence[Summary], row: str) -> str:
+    return f"{ratio:.2f}" if (ratio := _ratio(rows, row)) else "–"
 
 
 def draw(by_cell: Sequence[tuple[Cell, Sequence[Summary]]]) -> bytes:
@@ -186,12 +200,11 @@ def write_page(out: Path) -> None:
     cells = [c for c in CELLS if c.name in measured] + [named(n) for n in sorted(measured - {c.name for c in CELLS})]
     by_cell = [(c, summarise(r for r in records if r["cell"] == c.name)) for c in cells]
     flops = measured_flops()
-    parts = [
+    machine = (
         f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} cores; one core does "
         f"{flops / 1e9:.0f} GFLOP/s in a float32 matrix product."
-    ]
-    parts += [table(cell, rows, flops) for cell, rows in by_cell]
-    text = "\n\n".join(parts)
+    )
+    text = "\n\n".join([machine, table(by_cell, flops), "The other rows:", other_rows(by_cell)])
     page = PAGE.read_text()
     before, rest = page.split(BEGIN)
     PAGE.with_suffix(".svg").write_bytes(draw(by_cell))
