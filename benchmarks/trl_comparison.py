@@ -125,12 +125,20 @@ def table(rows: Sequence[Row], tolerance: float) -> str:
     reasons = [row for row in rows if row.reason]
     mark = {row.name: f" [{i}]" for i, row in enumerate(reasons, 1)}
 
-    def cells(row: Row) -> str:
-        columns = min(2, len(row.differences))  # on and off policy in one: loss and gradient, or advantages
-        largest = (max(row.differences[i::columns]) for i in range(columns))
+    def cells(*together: Row) -> str:
+        columns = min(2, len(together[0].differences))  # on and off policy in one: loss and gradient, or advantages
+        largest = (max(max(row.differences[i::columns]) for row in together) for i in range(columns))
         return " | ".join("0" if d == 0 else f"{d:.1e}" for d in largest)
 
-    losses = [f"| {r.name}{mark.get(r.name, '')} | {cells(r)} |" for r in rows if len(r.differences) == 4]
+    alike: dict[str, list[Row]] = {}  # by their options: the loss types that agree stand in one row
+    for row in (row for row in rows if len(row.differences) == 4):
+        alike.setdefault(row.name if row.reason else row.name.partition(", ")[2], []).append(row)
+    losses = [
+        f"| {options}{mark[options]} | {cells(*found)} |"
+        if options in mark
+        else f"| {', '.join(r.name.split(', ')[0] for r in found)}{': ' * bool(options)}{options} | {cells(*found)} |"
+        for options, found in alike.items()
+    ]
     advantages = [f"| {r.name}{mark.get(r.name, '')} | {cells(r)} |" for r in rows if len(r.differences) == 1]
     lines = [
         f"TRL {version('trl')}, {len(SEEDS)} random batches of {B} completions of 1 to {L_MAX} tokens, float32.",

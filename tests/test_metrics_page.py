@@ -117,10 +117,19 @@ def test_the_collection_sees_metrics_of_every_kind():
 
 
 def test_every_row_says_unit_healthy_range_and_what_to_do():
-    rows = [line for line in PAGE.splitlines() if line.startswith("| `")]
-    assert len(rows) > 30
-    for row in rows:
-        assert len([cell for cell in row.strip("|").split("|") if cell.strip()]) == 5, row
+    """A cell of its own, brackets at the meaning's end for the unit, or a line above the table for all rows."""
+    rows = 0
+    for section in PAGE.split("\n## ")[1:]:
+        tables = [line for line in section.splitlines() if line.startswith("| ")]
+        columns = tables[0].strip("| ").split(" | ")
+        assert columns[-1] == "Otherwise" and ("Healthy" in columns or "Healthy: " in section), tables[0]
+        assert "Meaning (unit)" in columns or "\nUnit: " in section, tables[0]
+        for row in tables[1:]:
+            cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+            assert len(cells) == len(columns) and all(cells), row
+            assert columns[1] != "Meaning (unit)" or re.search(r" \([^()]+\)$", cells[1]), row
+            rows += 1
+    assert rows > 90
 
 
 def test_a_name_of_a_run_is_looked_up_with_its_own_parts():

@@ -14,16 +14,16 @@ LossType = Literal["grpo", "dapo", "dr_grpo", "bnpo", "cispo"]
 
 
 class GroupParams(Section):
-    """Segments of GROUP PPO. Only with adv_estimator group_ppo."""
+    """Segments of GROUP PPO (docs/group_ppo.md)."""
 
     group_variance_threshold: float = Field(1.0, gt=0)
     """τ: how much variance sharing may cost."""
     group_max_size: int | None = Field(16, ge=1)
-    """Most tokens in a segment; 1 is PPO."""
+    """Most tokens in a segment."""
     group_epsilon: float = Field(1e-6, gt=0)
-    """Added to the variance that is divided by."""
+    """Added to the denominator."""
     adaptive_threshold: bool = True
-    """Move τ until sharing neither adds nor removes variance."""
+    """Adapt τ."""
     threshold_lr: float = Field(0.01, gt=0)
     """Step of log τ."""
     min_threshold: float = Field(0.1, gt=0)
@@ -31,11 +31,11 @@ class GroupParams(Section):
     max_threshold: float = Field(10.0, gt=0)
     """Of τ."""
     segment_rule: Literal["grow", "literal"] = "grow"
-    """grow: while sharing pays. literal: until it does."""
+    """grow: while sharing pays; literal: until it does."""
     segment_loss: Literal["endpoint", "segment"] = "endpoint"
-    """endpoint: a segment's last token trains. segment: every token does."""
+    """Train a segment's last token, or all."""
     score: Literal["sampled", "exact"] = "sampled"
-    """Norm of a token's score: from the sampler's log-probs, or by one more forward."""
+    """Norm from log-probs, or by another forward."""
 
     @model_validator(mode="after")
     def _options_fit_together(self) -> GroupParams:
@@ -57,68 +57,68 @@ class GroupParams(Section):
 
 class Algorithm(Section):
     beta: float = Field(0.0, ge=0)
-    """Weight of the KL term; 0 loads no reference."""
+    """KL weight; 0 loads no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Form of a token's KL."""
+    """Form of the KL."""
     kl_in_reward: bool = False
-    """Subtract the KL from rewards, not from the loss."""
+    """KL in rewards, not in the loss."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: beta moves until a completion's KL is kl_target."""
+    """adaptive: beta steers to kl_target."""
     kl_target: float | None = Field(None, gt=0)
-    """In nats per completion, for example 6.0."""
+    """Nats per completion, such as 6.0."""
     kl_horizon: int = Field(10000, gt=0)
-    """Completions in which beta changes by a fifth at most."""
+    """Completions in which beta changes by at most a fifth."""
     use_bias_correction_kl: bool = False
-    """Multiply the KL term by the ratio."""
+    """Multiply the KL by the ratio."""
     epsilon: float = Field(0.2, gt=0)
-    """Clip range below 1. cispo has none."""
+    """Clip range below 1."""
     epsilon_high: float | None = Field(None, gt=0)
-    """Clip range above 1; null = epsilon. For cispo the cap, for example 5.0."""
+    """Clip range above 1; null = epsilon. cispo: the cap, such as 5.0."""
     delta: float | None = Field(None, gt=1)
-    """Cap of the ratio at negative advantages (dual clip), above 1 + epsilon_high."""
+    """Dual clip: cap of the ratio at negative advantages."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """A ratio per token, or per completion (GSPO)."""
+    """sequence: one ratio per completion (GSPO)."""
     loss_type: LossType = "grpo"
-    """Denominator of the loss; cispo also its own objective."""
+    """Denominator of the loss; cispo also an objective."""
     loss: str | None = None
-    """Your own objective, `file.py:function`; loss_type then only averages."""
+    """Your own objective, `file.py:function`."""
     adv_estimator: str = "grpo"
-    """Also dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gae (PPO), group_ppo, or
+    """Also dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gae (PPO), group_ppo,
     `file.py:function`."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
-    """Deviation to divide by; null = group for grpo, else none."""
+    """Deviation that divides; null = group for grpo, else none."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """Normalise the sum of functions, or each before the sum."""
+    """Normalise the functions' sum, or each."""
     whiten_advantages: bool | None = None
-    """Normalise over the batch of rollouts; null = only with a critic."""
+    """Over the batch; null = only with a critic."""
     entropy_coef: float = Field(0.0, ge=0)
-    """Weight of an entropy bonus."""
+    """Weight of the entropy bonus."""
     mask_truncated_completions: bool = False
-    """Completions cut off by length train with weight 0."""
+    """Completions cut by length get weight 0."""
     soft_punish_cache: int = Field(0, ge=0)
-    """The last n tokens before max_completion_length cost up to 1 of reward."""
+    """The last n tokens allowed cost up to 1 of reward."""
     vllm_importance_sampling_mode: (
         Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
     ) = None
-    """Weigh tokens or completions by π_own / π_vllm, cut or masked above clip_max."""
+    """Weigh by π_own/π_vllm; above the cap truncated or masked."""
     vllm_importance_sampling_clip_max: float = Field(3.0, ge=1)
-    """Largest weight."""
+    """That cap."""
     gamma: float = Field(1.0, gt=0, le=1)
-    """Discount of GAE, per token."""
+    """Discount of GAE."""
     lam: float = Field(1.0, ge=0, le=1)
-    """λ of GAE: 1 has no bias, less has less variance."""
+    """λ of GAE; 1 has no bias."""
     group_params: GroupParams = GroupParams()
     """Where group_ppo cuts completions into segments, and which tokens train."""
     num_iterations: int = Field(1, ge=1)
-    """Passes over each batch of rollouts (μ)."""
+    """Passes over each batch (μ)."""
     steps_per_generation: int = Field(1, ge=1)
-    """Mini-batches, so optimizer steps, in one pass."""
+    """Optimizer steps in a pass."""
     dead_groups: Literal["keep", "skip", "resample"] = "keep"
-    """Groups with equal rewards: count, leave out, or replace (DAPO)."""
+    """Equal rewards: count, leave out, or replace (DAPO)."""
     max_resamples: int = Field(1, ge=1)
-    """Extra batches at most, with resample."""
+    """Extra batches at most."""
     shuffle_mini_batches: bool = False
-    """Deal groups to mini-batches anew in every pass."""
+    """Anew in every pass."""
 
     @property
     def steps_per_batch(self) -> int:

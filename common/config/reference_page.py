@@ -20,10 +20,8 @@ from common.durable import write_file
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
 _HEAD = """# Configuration
 
-Every setting, from `python -m common.config.reference_page`. Equations: [algorithm](algorithm.md).
-
-One YAML file, which both processes read; `section.key=value` on the command line overrides it. Relative paths start at
-the folder of `launch.sh`. Below, the default stands first, then limits and other values.
+Both processes read one YAML file; `section.key=value` on the command line overrides it. Relative paths start at the
+folder of `launch.sh`. Column 2: default, limits, other values. Written by `python -m common.config.reference_page`.
 """
 _LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}  # as annotated_types names them
 

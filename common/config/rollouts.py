@@ -11,30 +11,30 @@ from common.functions import short_name
 
 
 class Rollouts(Section):
-    """Several turns, with an environment or tools (docs/environments.md). All share sampler.max_completion_length."""
+    """Several turns (docs/environments.md); all share sampler.max_completion_length."""
 
     environment: str | None = None
-    """`file.py:Class` with `reset(**row)` and `step(completion)`, or TRL's kind."""
+    """`file.py:Class`, ours or TRL's kind."""
     environment_kwargs: dict[str, Any] = {}
-    """Arguments of the class: {difficulty: 3}."""
+    """Arguments of the class."""
     tools: list[str] = []
-    """Functions with type hints and a docstring, `[file.py:calculator]`."""
+    """Functions, `[file.py:calculator]`."""
     tool_parser: Literal["hermes", "llama3_json"] = "hermes"
-    """Form of a call. hermes: Qwen2.5, Qwen3. llama3_json: Llama 3.1 and later."""
+    """hermes: Qwen2.5, Qwen3. llama3_json: Llama 3.1 and later."""
     max_turns: int = Field(8, ge=1)
-    """Turns of the model; more are truncated."""
+    """More are truncated."""
     max_turn_length: int | None = Field(None, gt=0)
-    """The model's tokens in one turn; null = what is left."""
+    """In tokens; null = what is left."""
     timeout_s: float = Field(30.0, gt=0)
-    """A longer reset or step is killed; its rollout fails."""
+    """A longer reset or step fails its rollout."""
     max_memory_gib: float = Field(2.0, gt=0)
-    """Beyond it a MemoryError in the environment. Linux only."""
+    """Beyond it a MemoryError; Linux only."""
     max_environments: int = Field(256, ge=1)
-    """Alive at once; further rollouts wait."""
+    """Alive at once."""
     min_rollouts: int = Field(2, ge=2)
-    """A group with fewer successful rollouts trains nothing."""
+    """Groups with fewer successful rollouts train nothing."""
     confine_signals: bool = True
-    """Environments signal only their own processes (Linux 6.12); sudo fails in them."""
+    """Environments signal only their own processes (Linux 6.12); sudo fails."""
 
     @property
     def is_multi_turn(self) -> bool:

@@ -16,25 +16,25 @@ TIES = 16  # more tokens than top_k may be kept: all that are as likely as the l
 
 class Sampler(Section):
     num_generations: int = Field(8, ge=2)
-    """G: completions per problem, the size of a group."""
+    """G: completions per problem."""
     temperature: float = Field(1.0, ge=0.01)
-    """Of training samples, in vLLM and trainer."""
+    """In vLLM and trainer."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """The most likely tokens with this total probability. Below 1 needs return_sampling_mask."""
+    """Below 1 needs return_sampling_mask."""
     top_k: int | None = Field(None, ge=-1)
-    """The k most likely tokens; null, 0, -1 = all; else needs return_sampling_mask."""
+    """Above 0 needs return_sampling_mask."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Tokens at least this likely relative to the most likely. Above 0 needs return_sampling_mask."""
+    """Above 0 needs return_sampling_mask."""
     return_sampling_mask: bool = False
-    """Send the kept tokens; the trainer's softmax is over them alone. Needs top_k."""
+    """The trainer's softmax is over the kept tokens alone. Needs top_k."""
     max_completion_length: int = Field(256, gt=0)
-    """Tokens, end-of-sequence included."""
+    """In tokens, end-of-sequence included."""
     ignore_eos: bool = False
-    """Always sample max_completion_length tokens: for measurements."""
+    """Never stop early: for measurements."""
     in_flight_updates: bool = False
     """Load new weights while sequences decode."""
     devices: list[int] = []
-    """GPUs, vllm.tensor_parallel_size for each sampler. Empty = the first visible."""
+    """GPUs, tensor_parallel_size per sampler; empty = the first visible."""
     num_samplers: int = Field(1, ge=1)
     """vLLM engines that launch.sh starts."""
 
@@ -76,27 +76,27 @@ class Eval(Section):
     temperature: float = Field(0.0, ge=0)
     """0 = greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """As in sampler, without a mask."""
+    """Needs no mask."""
     top_k: int | None = Field(None, ge=-1)
-    """As in sampler, without a mask."""
+    """Needs no mask."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """As in sampler, without a mask."""
+    """Needs no mask."""
     num_generations: int = Field(1, ge=1)
     """Completions per problem."""
     max_completion_length: int | None = Field(None, gt=0)
     """null = the sampler's."""
     metric_for_best_model: str | None = None
-    """`answer/accuracy` or `answer/mean`, of any reward function, for best/."""
+    """For best/: `answer/accuracy` or `answer/mean`, of any function."""
     greater_is_better: bool = True
     """Of that metric."""
     early_stopping_patience: int | None = Field(None, gt=0)
-    """Stop after n evaluations without a better one; null = never."""
+    """Stop after n evaluations without a better one."""
     early_stopping_threshold: float = Field(0.0, ge=0)
-    """Better means by more than this."""
+    """Better by more than this."""
     load_best_model_at_end: bool = False
-    """final/ is the best policy, not the last."""
+    """final/ is the best policy."""
     val_only: bool = False
-    """`launch.sh run` only evaluates."""
+    """Train nothing."""
 
     @model_validator(mode="after")
     def _check_metric(self) -> Eval:
@@ -110,17 +110,17 @@ class Eval(Section):
 
 class Rewards(Section):
     reward_funcs: list[str] = ["answer", "format"]
-    """Built-in names, `package.module.function`, or `file.py:function`."""
+    """Built-in names, `package.module.function`, `file.py:function`."""
     reward_weights: list[float] | None = None
-    """One per function; null = 1.0 each."""
+    """null = 1.0 each."""
     reward_kwargs: dict[str, dict[str, Any]] = {}
-    """Arguments by function, before columns: {cosine_length: {max_len: 512}}."""
+    """{cosine_length: {max_len: 512}}; overrides columns."""
     full_marks: dict[str, float] = {}
-    """Score of a right completion, by function. Else format 1.25, cosine_length 0.5, others 1.0."""
+    """A right completion's score, by function; else format 1.25, cosine_length 0.5, others 1.0."""
     timeout_s: float = Field(10.0, gt=0)
-    """A longer call is killed; its group fails."""
+    """A longer call fails its group."""
     max_memory_gib: float = Field(8.0, gt=0)
-    """Beyond it a MemoryError in the reward process. Linux only."""
+    """Beyond it a MemoryError; Linux only."""
     max_tombstone_fraction: float = Field(0.01, ge=0, le=1)
     """More failed groups (and more than 3) stop the run."""
 

@@ -32,19 +32,19 @@ def require_own_function(name: str, built_in: Collection[str] = ()) -> None:
 
 class Run(Section):
     output_dir: Path = Path("runs/run")
-    """Folder of metrics, samples, report, logs, checkpoints and the final model."""
+    """The run's folder."""
     seed: int = 0
-    """Of problem order, sampling and training."""
+    """Of all that is random."""
     report_to: list[str] = ["tensorboard"]
-    """Sinks beside metrics.jsonl: tensorboard, wandb, trackio, swanlab, mlflow, or `file.py:function`."""
+    """Sinks: tensorboard, wandb, trackio, swanlab, mlflow, `file.py:function`."""
     resume: bool = False
-    """Continue from the newest valid checkpoint; an error without one."""
+    """Continue from the newest valid checkpoint."""
     record: bool = False
-    """Append every trained group to groups.recording. Ignored in a replay."""
+    """Append trained groups to groups.recording."""
     replay: Path | None = None
     """Train from such a recording, without a sampler."""
     log_samples: int = Field(2, ge=0)
-    """Groups per step in samples.jsonl, best and worst completion each."""
+    """Groups per step in samples.jsonl, best and worst completion."""
 
     @field_validator("report_to")
     @classmethod
@@ -56,22 +56,22 @@ class Run(Section):
 
 class Model(Section):
     path: str
-    """Initial policy: hub id, folder, or GGUF file (`my.gguf`, `owner/name:file.gguf`)."""
+    """Hub id, folder or GGUF file (`my.gguf`, `owner/name:file.gguf`)."""
     revision: str | None = None
-    """Branch, tag or commit on the hub."""
+    """Branch, tag or commit."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Weights and compute; bfloat16 has float32 master weights."""
+    """bfloat16 keeps float32 master weights."""
     trust_remote_code: bool = False
-    """Run the model's own Python code. Only for authors you trust."""
+    """Run the model's own Python code."""
     gradient_checkpointing: bool = False
-    """Recompute activations: less memory, a third slower."""
+    """Less memory, a third slower."""
     freeze_vision_tower: bool = False
-    """Train only the language model of a vision model."""
+    """Train only the language model."""
 
 
 class Reference(Section):
     path: str | None = None
-    """Frozen model of the KL term, same tokenizer; null = the initial policy."""
+    """Model of the KL term, same tokenizer; null = the initial policy."""
     revision: str | None = None
     """As model.revision."""
     dtype: Literal["float32", "bfloat16"] | None = None
@@ -81,18 +81,18 @@ class Reference(Section):
 
 
 class Lora(Section):
-    """Low-rank adapters beside frozen weights (docs/lora.md). Off unless r is given."""
+    """Low-rank adapters (docs/lora.md)."""
 
     r: int = Field(0, ge=0)
-    """Rank, for example 16. 0 = off: all weights train."""
+    """Rank, such as 16; 0 = off."""
     alpha: int | None = Field(None, gt=0)
-    """Scale is alpha / r. null = 2 · r."""
+    """The scale is alpha/r; null = 2r."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """In training only, not in vLLM: leave at 0."""
+    """Leave at 0: vLLM has none."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
-    """Layers with adapters, such as [q_proj, v_proj]; all but the output head."""
+    """Such as [q_proj, v_proj]; the output head has none."""
     sync: Literal["adapter", "merged"] = "adapter"
-    """Publish adapters, or whole weights where vLLM cannot apply them."""
+    """merged: whole weights, where vLLM cannot apply adapters."""
 
     @property
     def scale(self) -> int:
@@ -125,29 +125,29 @@ class Lora(Section):
 
 class Data(Section):
     train: str | list[str]
-    """Hub data set (`openai/gsm8k:main@train[:512]`), .jsonl, .json or .parquet file, folder, or a list."""
+    """Hub data set (`openai/gsm8k:main@train[:512]`), file, folder or list."""
     eval: str | list[str] | None = None
-    """Held-out problems; null = no evaluation."""
+    """Held-out problems."""
     prompt_key: str = "question"
-    """Column with the problem; `extra_info.question` looks inside a column."""
+    """Column of problems; `extra_info.question` looks inside one."""
     answer_key: str | None = "answer"
-    """Column that rewards get as `answer`; null = none."""
+    """Column that rewards get as `answer`."""
     rename: dict[str, str] = {}
-    """New column names, {problem: question}, applied first."""
+    """{problem: question} renames columns first."""
     max_prompt_length: int = Field(512, gt=0)
-    """Tokens, with images. Longer prompts are left out and counted."""
+    """In tokens; longer prompts are left out."""
     eval_size: int | None = Field(None, gt=0)
     """Only the first n held-out problems."""
     shuffle: bool = True
-    """A new order each epoch, from (seed, epoch) alone."""
+    """A new order each epoch."""
     image_key: str | None = None
-    """Column with a row's image or images; null = text alone."""
+    """Column of images."""
     limit_images: int = Field(1, ge=0)
-    """Most images in a row; 0 = none."""
+    """Most images in a row."""
     min_pixels: int = Field(262_144, gt=0)
-    """Smaller images are enlarged to this."""
+    """Smaller images are enlarged."""
     max_pixels: int = Field(2_097_152, gt=0)
-    """Larger images are reduced to this: 2,674 tokens."""
+    """Larger images are reduced: 2,674 tokens."""
 
     @model_validator(mode="after")
     def _check_images(self) -> Data:
@@ -163,15 +163,15 @@ class Data(Section):
 
 class PromptTemplate(Section):
     system: str | None = None
-    """System message before every problem."""
+    """System message."""
     examples: list[dict[Literal["user", "assistant"], str]] = []
-    """Worked examples before every problem: [{user: a problem, assistant: its answer}]."""
+    """Worked examples: [{user: a problem, assistant: its answer}]."""
     format_prompt: Path | None = None
-    """Jinja file for the user's message: `content` is the problem; columns have their names."""
+    """Jinja file of the user message; `content` is the problem."""
     chat_template: Path | None = None
-    """Jinja file instead of the tokenizer's; base models need one."""
+    """Jinja file; base models need one."""
     chat_template_kwargs: dict[str, Any] = {}
-    """For the chat template: {enable_thinking: false}."""
+    """Such as {enable_thinking: false}."""
 
     @field_validator("examples")
     @classmethod
@@ -196,15 +196,15 @@ def _is_address(text: str) -> bool:
 
 class Channel(Section):
     endpoint: str | None = None
-    """null = ipc:// in a private folder. Several hosts: rank 0's, tcp://10.0.0.1:5555."""
+    """null = ipc:// on one host; else rank 0's, tcp://10.0.0.1:5555."""
     connect_timeout_s: float = Field(600.0, gt=0)
-    """Wait for the other side's first message."""
+    """Wait for the first message."""
     lost_after_s: float = Field(10.0, gt=0)
-    """After this silence a peer counts as lost; others get its groups."""
+    """Silence after which others get a peer's groups."""
     stall_timeout_s: float = Field(1800.0, gt=0)
-    """After this silence, or without progress, the process exits with 75."""
+    """Without progress for so long, exit with code 75."""
     max_message_mib: int = Field(64, gt=0)
-    """Larger messages are refused, their sender disconnected."""
+    """Larger messages are refused."""
 
     @property
     def rank_patience_s(self) -> float:
@@ -221,11 +221,10 @@ class Channel(Section):
 
 class Weights(Section):
     dir: Path | None = None
-    """Where versions are published; null = /dev/shm on one host, else output_dir/weights."""
+    """Of published versions; null = /dev/shm on one host, else output_dir/weights."""
     keep: int = Field(2, ge=2)
     """Versions kept beside those in use."""
     publish_every: Literal["batch", "step"] = "batch"
-    """New weights per batch of rollouts, or per optimizer step (needs max_staleness above 0)."""
+    """step needs max_staleness above 0."""
     canary_tolerance: float | None = Field(None, gt=0)
-    """Largest distance of vLLM's log-probs on the canary; null = 1e-3 in float32 (maximum; RMS a quarter), 0.15 in
-    bfloat16 (RMS)."""
+    """Largest log-prob difference; null = 1e-3 in float32 (maximum; RMS a quarter), 0.15 in bfloat16 (RMS)."""

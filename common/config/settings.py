@@ -32,9 +32,9 @@ class Settings(Section):
     channel: Channel = Channel()
     weights: Weights = Weights()
     deepspeed: dict[str, Any] | Path = {}
-    """Your DeepSpeed JSON, inline or as a path; absent fields are filled in."""
+    """Your JSON, inline or a path; absent fields are filled in."""
     vllm: dict[str, Any] = {}
-    """For vllm.LLM: gpu_memory_utilization, max_model_len, tensor_parallel_size, …"""
+    """For vllm.LLM: max_model_len, tensor_parallel_size, …"""
 
     @property
     def reference_on(self) -> Literal["sampler", "trainer"] | None:
