@@ -31,29 +31,29 @@ CARDS = (24, 40, 80)  # GB on the label, of which a program can have nine tenths
 USABLE = 0.92
 LENGTHS = ["data.max_prompt_length=512", "sampler.max_completion_length=1024", "vllm.max_model_len=1536"]
 
-HEAD = """# Memory: which model trains on which GPUs
+PAGE_TEXT = """# Memory: which model trains on which GPUs
 
 Estimates of [`plan`](plan.md#memory-of-a-trainer-rank), which no GPU has confirmed yet ([what is proven](gpu.md)):
-Qwen2.5 in bfloat16 with gradient checkpointing, prompts of 512 and answers of 1,024 tokens, G = 8, group by group,
-no KL term. For your config: `bash launch.sh plan CONFIG --gpus 2x24`. Written by
-`.venv/bin/python -m launcher.memory_table`.
+Qwen2.5 in bfloat16, gradient checkpointing, prompts of 512 and answers of 1,024 tokens, G = 8, group by group, no KL
+term. For your config: `bash launch.sh plan CONFIG --gpus 2x24`.
 
-GiB of one trainer rank, by the number of ranks, one GPU each. Last three columns: the fewest trainer GPUs, of 1, 2, 4
-or 8, on which it fits ({share:.0%} of the card); – where none does. The sampler needs a GPU beside them, or
-[shares the only one](gpu.md).
+GiB of each trainer rank, with 1, 2, 4, 8 ranks, one GPU each (one number: always the same):
 
-| model | how | 1 rank | 2 | 4 | 8 | 24 GB | 40 GB | 80 GB |
-|---|---|---|---|---|---|---|---|---|
-"""
-TAIL = """
-- One card of 24 GB for both processes: 0.5B whole (`configs/gsm8k_qwen2.5_0.5b_one_gpu.yaml`), 1.5B with LoRA
-  (`configs/gsm8k_qwen2.5_1.5b_lora_one_gpu.yaml`).
-- ZeRO 1 divides the optimizer by the ranks, 2 the gradients too, 3 the weights too. Take the lowest that fits: each
+{gib}
+The fewest trainer GPUs, of 1, 2, 4 or 8, with 24, 40, 80 GB each, of which {share:.0%} can be used; – if 8 are too few:
+
+{gpus}
+The sampler needs a GPU beside them, or [shares the only one](gpu.md). One card of 24 GB for both: 0.5B whole
+(`configs/gsm8k_qwen2.5_0.5b_one_gpu.yaml`), 1.5B with LoRA (`configs/gsm8k_qwen2.5_1.5b_lora_one_gpu.yaml`).
+
+- **ZeRO** 1 divides the optimizer by the ranks, 2 the gradients too, 3 the weights too. Take the lowest that fits: each
   sends more. Over gloo (vGPU) prefer stage 1.
-- Too large by a little, in this order: `trainer.groups_per_micro_batch: 1`, a smaller `trainer.logprob_chunk_size`,
+- **Too large by a little**, in this order: `trainer.groups_per_micro_batch: 1`, a smaller `trainer.logprob_chunk_size`,
   a shorter `sampler.max_completion_length`, fewer `sampler.num_generations`.
-- A critic (`gae`, `group_ppo`) needs about the same once more. A reference (`algorithm.beta` above 0) adds its weights
-  on one side, nothing with LoRA.
+- **A critic** (`gae`, `group_ppo`) needs about the same once more. A reference (`algorithm.beta` above 0) adds its
+  weights on one side, nothing with LoRA.
+
+Written by `.venv/bin/python -m launcher.memory_table`.
 """
 
 
@@ -72,13 +72,24 @@ def fewest(gib: list[float], card: int) -> str:
 
 
 def page() -> str:
-    rows = []
-    for size, model in MODELS.items():
-        for way, settings in WAYS.items():
-            gib = gib_per_rank(model, settings)
-            cells = [*(f"{one:.1f}" for one in gib), *(fewest(gib, card) for card in CARDS)]
-            rows.append(f"| {size} | {way} | {' | '.join(cells)} |\n")
-    return HEAD.format(share=USABLE) + "".join(rows) + TAIL
+    gib = {(size, way): gib_per_rank(model, given) for size, model in MODELS.items() for way, given in WAYS.items()}
+    return PAGE_TEXT.format(
+        gib=_table({at: _listed([f"{one:.1f}" for one in ranks]) for at, ranks in gib.items()}),
+        gpus=_table({at: ", ".join(fewest(ranks, card) for card in CARDS) for at, ranks in gib.items()}),
+        share=USABLE,
+    )
+
+
+def _listed(ranks: list[str]) -> str:
+    """One number for all ranks where they agree."""
+    return ranks[0] if len(set(ranks)) == 1 else ", ".join(ranks)
+
+
+def _table(cells: dict[tuple[str, str], str]) -> str:
+    """Markdown: a line for each model, a column for each way to train it."""
+    lines = [f"| model | {' | '.join(WAYS)} |", f"|{'---|' * (1 + len(WAYS))}"]
+    lines += [f"| {size} | {' | '.join(cells[size, way] for way in WAYS)} |" for size in MODELS]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
