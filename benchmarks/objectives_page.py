@@ -63,8 +63,8 @@ def read(rows: Sequence[dict[str, Any]]) -> Run:
 
 
 def spread(values: Sequence[float], form: str = ".1f") -> str:
-    """ "85.2 (84.0 to 86.1)": mean and range over seeds."""
-    return f"{statistics.fmean(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+    """ "85.2 (84.0–86.1)": mean and range over seeds."""
+    return f"{statistics.fmean(values):{form}} ({min(values):{form}}–{max(values):{form}})"
 
 
 def table(by_method: dict[str, list[Run]]) -> str:

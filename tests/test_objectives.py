@@ -89,9 +89,7 @@ def test_forgetting_a_run_leaves_the_others(tmp_path: Path) -> None:
 
 def test_the_table_gives_the_mean_and_the_range_over_seeds() -> None:
     row = table({"GRPO": [run(80.0), run(90.0)]}).splitlines()[-1]
-    assert row.startswith(
-        "| GRPO | 48.0 (48.0 to 48.0) | 50.0 (50.0 to 50.0) | 85.0 (80.0 to 90.0) | 37.0 (32.0 to 42.0)"
-    )
+    assert row.startswith("| GRPO | 48.0 (48.0–48.0) | 50.0 (50.0–50.0) | 85.0 (80.0–90.0) | 37.0 (32.0–42.0)")
 
 
 def test_only_a_difference_beyond_the_range_of_the_seeds_is_called_one() -> None:
