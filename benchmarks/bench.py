@@ -147,11 +147,12 @@ def table(by_cell: Sequence[tuple[Cell, Sequence[Summary]]], flops: float) -> st
 
 
 def other_rows(by_cell: Sequence[tuple[Cell, Sequence[Summary]]]) -> str:
-    """Markdown: a line for each measured row that `table` leaves out."""
-    lines = ["| cell | row | s (quartiles) | × TRL |", "|---|---|---|---|"]
+    """Markdown: a list with the measured rows that `table` leaves out."""
+    lines = []
     for cell, rows in by_cell:
         rest = [r for r in rows if r.row not in SIDE_BY_SIDE]
-        lines += [f"| {cell.name} | {r.row} | {_seconds(r)} | {_times(rows, r.row)} |" for r in rest]
+        said = "; ".join(f"{r.row} {_seconds(r)}, {_times(rows, r.row)} ×" for r in rest)
+        lines += [f"- **{cell.name}:** {said}"] if rest else []
     return "\n".join(lines)
 
 
@@ -204,7 +205,7 @@ def write_page(out: Path) -> None:
         f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} cores; one core does "
         f"{flops / 1e9:.0f} GFLOP/s in a float32 matrix product."
     )
-    text = "\n\n".join([machine, table(by_cell, flops), "The other rows:", other_rows(by_cell)])
+    text = "\n\n".join([machine, table(by_cell, flops), "The other rows, in seconds, × TRL:", other_rows(by_cell)])
     page = PAGE.read_text()
     before, rest = page.split(BEGIN)
     PAGE.with_suffix(".svg").write_bytes(draw(by_cell))

@@ -61,8 +61,7 @@ def test_a_cell_is_a_line_and_its_ratios_are_over_the_best_trl_row() -> None:
         "1.000 (1.000–1.000)",
         "2.50",
     ]
-    *_, line = other_rows([(CELLS[0], rows)]).splitlines()
-    assert line == f"| {CELLS[0].name} | trl-stock | 1.000 (1.000–1.000) | 0.62 |"
+    assert other_rows([(CELLS[0], rows)]) == f"- **{CELLS[0].name}:** trl-stock 1.000 (1.000–1.000), 0.62 ×"
 
 
 def test_the_picture_names_every_cell_and_shows_ratios_over_the_best_trl_row() -> None:
