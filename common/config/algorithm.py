@@ -27,15 +27,15 @@ class GroupParams(Section):
     threshold_lr: float = Field(0.01, gt=0)
     """Step of log τ."""
     min_threshold: float = Field(0.1, gt=0)
-    """Of τ."""
+    """Smallest τ."""
     max_threshold: float = Field(10.0, gt=0)
-    """Of τ."""
+    """Largest τ."""
     segment_rule: Literal["grow", "literal"] = "grow"
     """grow: while sharing pays; literal: until it does."""
     segment_loss: Literal["endpoint", "segment"] = "endpoint"
     """Train a segment's last token, or all."""
     score: Literal["sampled", "exact"] = "sampled"
-    """Norm from log-probs, or by another forward."""
+    """Norm of a score from log-probs, or by another forward."""
 
     @model_validator(mode="after")
     def _options_fit_together(self) -> GroupParams:
@@ -63,7 +63,7 @@ class Algorithm(Section):
     kl_in_reward: bool = False
     """KL in rewards, not in the loss."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: beta steers to kl_target."""
+    """adaptive: beta moves until the KL is kl_target."""
     kl_target: float | None = Field(None, gt=0)
     """Nats per completion, such as 6.0."""
     kl_horizon: int = Field(10000, gt=0)
@@ -86,9 +86,9 @@ class Algorithm(Section):
     """Also dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gae (PPO), group_ppo,
     `file.py:function`."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
-    """Deviation that divides; null = group for grpo, else none."""
+    """Divide by the deviation of the group, the batch, or not; null = group for grpo, else none."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """Normalise the functions' sum, or each."""
+    """Normalise the sum of functions, or each function."""
     whiten_advantages: bool | None = None
     """Over the batch; null = only with a critic."""
     entropy_coef: float = Field(0.0, ge=0)
@@ -96,13 +96,13 @@ class Algorithm(Section):
     mask_truncated_completions: bool = False
     """Completions cut by length get weight 0."""
     soft_punish_cache: int = Field(0, ge=0)
-    """The last n tokens allowed cost up to 1 of reward."""
+    """The last n tokens before the limit cost up to 1 of reward."""
     vllm_importance_sampling_mode: (
         Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
     ) = None
     """Weigh by π_own/π_vllm; above the cap truncated or masked."""
     vllm_importance_sampling_clip_max: float = Field(3.0, ge=1)
-    """That cap."""
+    """Cap of that weight."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount of GAE."""
     lam: float = Field(1.0, ge=0, le=1)
@@ -114,11 +114,11 @@ class Algorithm(Section):
     steps_per_generation: int = Field(1, ge=1)
     """Optimizer steps in a pass."""
     dead_groups: Literal["keep", "skip", "resample"] = "keep"
-    """Equal rewards: count, leave out, or replace (DAPO)."""
+    """Groups of equal rewards: count, leave out, or replace (DAPO)."""
     max_resamples: int = Field(1, ge=1)
     """Extra batches at most."""
     shuffle_mini_batches: bool = False
-    """Anew in every pass."""
+    """Deal groups to mini-batches anew in every pass."""
 
     @property
     def steps_per_batch(self) -> int:

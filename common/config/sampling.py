@@ -76,11 +76,11 @@ class Eval(Section):
     temperature: float = Field(0.0, ge=0)
     """0 = greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Needs no mask."""
+    """As in sampler; needs no mask."""
     top_k: int | None = Field(None, ge=-1)
-    """Needs no mask."""
+    """As in sampler; needs no mask."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Needs no mask."""
+    """As in sampler; needs no mask."""
     num_generations: int = Field(1, ge=1)
     """Completions per problem."""
     max_completion_length: int | None = Field(None, gt=0)

@@ -34,7 +34,7 @@ class Run(Section):
     output_dir: Path = Path("runs/run")
     """The run's folder."""
     seed: int = 0
-    """Of all that is random."""
+    """Of data order, sampling and training."""
     report_to: list[str] = ["tensorboard"]
     """Sinks: tensorboard, wandb, trackio, swanlab, mlflow, `file.py:function`."""
     resume: bool = False
@@ -88,7 +88,7 @@ class Lora(Section):
     alpha: int | None = Field(None, gt=0)
     """The scale is alpha/r; null = 2r."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Leave at 0: vLLM has none."""
+    """Leave at 0: vLLM applies none."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """Such as [q_proj, v_proj]; the output head has none."""
     sync: Literal["adapter", "merged"] = "adapter"
@@ -221,10 +221,10 @@ class Channel(Section):
 
 class Weights(Section):
     dir: Path | None = None
-    """Of published versions; null = /dev/shm on one host, else output_dir/weights."""
+    """Folder of published versions; null = /dev/shm on one host, else output_dir/weights."""
     keep: int = Field(2, ge=2)
     """Versions kept beside those in use."""
     publish_every: Literal["batch", "step"] = "batch"
-    """step needs max_staleness above 0."""
+    """New weights per batch, or per optimizer step (needs max_staleness above 0)."""
     canary_tolerance: float | None = Field(None, gt=0)
     """Largest log-prob difference; null = 1e-3 in float32 (maximum; RMS a quarter), 0.15 in bfloat16 (RMS)."""

@@ -19,9 +19,9 @@ class Critic(Section):
     dtype: Literal["float32", "bfloat16"] | None = None
     """null = the policy's."""
     learning_rate: float = Field(1e-5, gt=0)
-    """Peak."""
+    """Peak of the critic's AdamW."""
     warmup_steps: int = Field(0, ge=0)
-    """From 0 to the peak."""
+    """Optimizer steps from 0 to the peak."""
     cliprange_value: float | None = Field(0.5, gt=0)
     """PPO value clip."""
     critic_warmup_steps: int = Field(0, ge=0)
@@ -38,13 +38,13 @@ class Trainer(Section):
     max_tokens_per_micro_batch: int | None = Field(None, gt=0)
     """Instead: whole groups up to so many tokens."""
     packing: Literal["shared", "flat", "off"] = "shared"
-    """A prompt once per group, per completion, or padded."""
+    """shared: a prompt once per group; flat: per completion; off: padded."""
     learning_rate: float = Field(1e-6, gt=0)
     """Peak of AdamW."""
     lr_scheduler_type: str = "constant_with_warmup"
     """Any of transformers.get_scheduler."""
     warmup_steps: int = Field(0, ge=0)
-    """From 0 to the peak."""
+    """Optimizer steps from 0 to the peak."""
     weight_decay: float = Field(0.0, ge=0)
     """Of AdamW."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
