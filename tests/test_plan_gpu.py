@@ -1,4 +1,4 @@
-"""The published configuration on four machines: the sums of docs/plan.md, and what `plan` says."""
+"""The published configuration on four machines: sums by hand, and what `plan` says."""
 
 from __future__ import annotations
 
