@@ -33,8 +33,12 @@ def checked(spans: Spans, length: int) -> tuple[tuple[int, int], ...]:
 
 def trouble(group: Group, allowed: bool) -> str:
     """What is wrong with the versions of its tokens; "" if nothing is. allowed: sampler.in_flight_updates."""
-    spans = [r.version_spans for r in group.rollouts]
-    if any(spans) and not allowed:
+    if any(r.version_spans for r in group.rollouts) and not allowed:
         return "versions of single tokens nobody asked for"
-    oldest = min((s[0][1] if s else group.policy_version for s in spans), default=group.policy_version)
-    return "" if oldest == group.policy_version else f"its oldest token is of {oldest}, it is of {group.policy_version}"
+    found = oldest(group.policy_version, group.rollouts)
+    return "" if found == group.policy_version else f"its oldest token is of {found}, it is of {group.policy_version}"
+
+
+def oldest(version: int, rollouts: Sequence[Rollout]) -> int:
+    """Of the oldest token of a group. version: of rollouts without spans."""
+    return min((r.version_spans[0][1] if r.version_spans else version for r in rollouts), default=version)

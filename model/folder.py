@@ -16,7 +16,7 @@ from typing import Any
 from common.config import Config, Model
 from common.errors import UserError
 from common.paths import did_you_mean
-from model.hub import read_json
+from model.hub import present_file, read_json
 
 SHARD_NAME = re.compile(r"(?![.])[A-Za-z0-9._-]{1,128}")
 _MAX_INDEX_BYTES = 64 << 20
@@ -165,12 +165,10 @@ def require_model(path: str, revision: str | None = None) -> None:
             f"model {path!r}: no such folder.{did_you_mean(Path(path).expanduser())} "
             "Set model.path to a folder or a hub id"
         )
-    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub import constants
 
     try:
-        if constants.HF_HUB_OFFLINE and not isinstance(
-            try_to_load_from_cache(path, "config.json", revision=revision), str
-        ):
+        if constants.HF_HUB_OFFLINE and present_file(path, "config.json", revision) is None:
             raise not_to_be_had(path, "no config.json in the cache.")
     except ValueError as error:  # a name that can be none
         raise not_to_be_had(path, str(error)) from None

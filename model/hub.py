@@ -33,6 +33,17 @@ def model_file(path: str, name: str, revision: str | None) -> Path:
     return folder / name if folder.is_dir() else file_from_hub(path, name, revision, path)
 
 
+def present_file(path: str, name: str, revision: str | None) -> Path | None:
+    """The same where it is here, in a folder or the hub's cache; else None. Raises ValueError for what can be no id."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(path, name, revision=revision)
+    return Path(cached) if isinstance(cached, str) else None
+
+
 def model_json(path: str, name: str, revision: str | None = None) -> dict[str, Any] | None:
     """A JSON file of the model at `path`, a folder or a hub id. None where read_json gives it, or without the file."""
     try:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from common.errors import UserError
 from common.types import EncodedImage
 from model import attention
 from model.folder import VISION_FAMILIES
+from model.hub import present_file
 from model.images import FORMAT_FILES, ImageFormat, decode_patches, image_format
 from model.packing import PackedRow, Span, VisionInput
 
@@ -66,15 +66,8 @@ def layout_of(config: Any, path: str, revision: str | None) -> VisionLayout | No
 
 def _processor_files(path: str, revision: str | None) -> tuple[tuple[str, bytes], ...]:
     """Those that the model has, in its folder or in the hub's cache."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        found = {name: folder / name for name in _PROCESSOR_FILES}
-    else:
-        from huggingface_hub import try_to_load_from_cache
-
-        cached = {name: try_to_load_from_cache(path, name, revision=revision) for name in _PROCESSOR_FILES}
-        found = {name: Path(file) for name, file in cached.items() if isinstance(file, str)}
-    return tuple((name, file.read_bytes()) for name, file in found.items() if file.is_file())
+    found = {name: present_file(path, name, revision) for name in _PROCESSOR_FILES}
+    return tuple((name, file.read_bytes()) for name, file in found.items() if file)
 
 
 def with_vision(row: PackedRow, layout: VisionLayout | None) -> PackedRow:

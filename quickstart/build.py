@@ -9,8 +9,10 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from quickstart import once, problems
+from quickstart.problems import Problem
 from quickstart.settings import QuickStart
 
 FOLDER = Path(".cache/quickstart")  # as configs/quickstart.yaml names it
@@ -40,17 +42,33 @@ def prepare_torch() -> None:
     torch.set_num_threads(min(torch.get_num_threads(), _MAX_THREADS))
 
 
+def write_splits(
+    folder: Path,
+    settings: QuickStart,
+    split: Callable[[str, int, int], list[Problem]],
+    row: Callable[[str, Problem], dict[str, Any]],
+) -> tuple[list[Problem], list[Problem]]:
+    """Writes train.jsonl and test.jsonl. Returns the problems of both.
+
+    split(name, size, seed). row(its place, as train-0000, and the problem) gives the columns.
+    """
+    train = split("train", settings.num_train, settings.seed)
+    test = split("test", settings.num_test, settings.seed)
+    for name, made in (("train", train), ("test", test)):
+        rows = (row(f"{name}-{i:04d}", problem) for i, problem in enumerate(made))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(columns) + "\n" for columns in rows))
+    return train, test
+
+
 def _fill(folder: Path, settings: QuickStart, report: Callable[[str], None]) -> None:
-    train_rows = [problem.row() for problem in problems.split("train", settings.num_train, settings.seed)]
-    test_rows = [problem.row() for problem in problems.split("test", settings.num_test, settings.seed)]
-    for name, rows in (("train", train_rows), ("test", test_rows)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    report(f"{len(train_rows)} training and {len(test_rows)} held-out problems")
+    train_problems, test_problems = write_splits(folder, settings, problems.split, lambda _, problem: problem.row())
+    report(f"{len(train_problems)} training and {len(test_problems)} held-out problems")
 
     prepare_torch()
     from quickstart.tokenizer import train_tokenizer
     from quickstart.warm_start import train
 
+    train_rows = [problem.row() for problem in train_problems]
     tokenizer = train_tokenizer(train_rows, settings.vocab_size, settings.warm_start.context_length)
     report(f"tokenizer: {len(tokenizer)} tokens")
     model = train(train_rows, tokenizer, settings.warm_start, seed=settings.seed, report=report)

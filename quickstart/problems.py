@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import random
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
+Problem = TypeVar("Problem")
 NAMES = ("Natalia", "Weng", "Betty", "Julie", "James", "Mark", "Albert", "Ken", "Tina", "Randy", "Maria", "Tom")
 THINGS = ("clips", "apples", "books", "coins", "pens", "cards", "shells", "stamps", "rocks", "toys")
 
@@ -52,13 +55,25 @@ def split(name: str, size: int, seed: int) -> list[WordProblem]:
     Kind and numbers alone decide the split, so no test problem is a training problem with another name in it.
     The facts stay learnable: 7×8 may be held out as `mul` and still occur in `mul_extra`.
     """
+    return distinct(name, size, seed, draw, lambda p: held_out(p.kind, p.numbers), lambda p: p.question)
+
+
+def distinct(
+    name: str,
+    size: int,
+    seed: int,
+    draw: Callable[[random.Random], Problem],
+    held_out: Callable[[Problem], bool],
+    key: Callable[[Problem], object],
+) -> list[Problem]:
+    """The first `size` problems with distinct keys that are drawn for the split "train" or "test"."""
     rng = random.Random(f"{name} {seed}")
-    problems: dict[str, WordProblem] = {}
-    while len(problems) < size:
+    found: dict[object, Problem] = {}
+    while len(found) < size:
         problem = draw(rng)
-        if held_out(problem.kind, problem.numbers) == (name == "test"):
-            problems.setdefault(problem.question, problem)
-    return list(problems.values())
+        if held_out(problem) == (name == "test"):
+            found.setdefault(key(problem), problem)
+    return list(found.values())
 
 
 def held_out(kind: str, numbers: tuple[int, ...]) -> bool:

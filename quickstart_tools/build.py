@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 from quickstart import once
-from quickstart.build import prepare_torch
+from quickstart.build import prepare_torch, write_splits
 from quickstart_tools import problems
 from quickstart_tools.settings import QuickStartTools
 
@@ -32,10 +31,7 @@ def stamp(settings: QuickStartTools) -> str:
 
 
 def _fill(folder: Path, settings: QuickStartTools, report: Callable[[str], None]) -> None:
-    train = problems.split("train", settings.num_train, settings.seed)
-    test = problems.split("test", settings.num_test, settings.seed)
-    for name, split in (("train", train), ("test", test)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(problem.row()) + "\n" for problem in split))
+    train, test = write_splits(folder, settings, problems.split, lambda _, problem: problem.row())
     report(f"{len(train)} training and {len(test)} held-out problems")
 
     prepare_torch()

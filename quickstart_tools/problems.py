@@ -9,7 +9,7 @@ import random
 import zlib
 from dataclasses import dataclass
 
-from quickstart.problems import HELD_OUT_ONE_IN, NAMES, THINGS
+from quickstart.problems import HELD_OUT_ONE_IN, NAMES, THINGS, distinct
 
 SENTENCES = {
     "add": "{name} has {a} {thing} and buys {b} more. How many {thing} does {name} have?",
@@ -42,13 +42,7 @@ class ToolProblem:
 
 def split(name: str, size: int, seed: int) -> list[ToolProblem]:
     """`size` problems with distinct questions, of the split "train" or "test"."""
-    rng = random.Random(f"{name} {seed}")
-    problems: dict[str, ToolProblem] = {}
-    while len(problems) < size:
-        problem = draw(rng)
-        if held_out(problem) == (name == "test"):
-            problems.setdefault(problem.question, problem)
-    return list(problems.values())
+    return distinct(name, size, seed, draw, held_out, lambda problem: problem.question)
 
 
 def held_out(problem: ToolProblem) -> bool:

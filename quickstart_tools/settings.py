@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quickstart.settings import WarmStart
+from quickstart.settings import QuickStart, WarmStart
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,6 @@ class ToolWarmStart(WarmStart):
 
 
 @dataclass(frozen=True)
-class QuickStartTools:
-    seed: int = 0
-    num_train: int = 8192
-    num_test: int = 512
+class QuickStartTools(QuickStart):
     vocab_size: int = 640  # at most
     warm_start: ToolWarmStart = field(default_factory=ToolWarmStart)

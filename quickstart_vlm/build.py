@@ -7,17 +7,13 @@ A row is {"images": ["images/train-0000.png"], "question": "<image>Which shape i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from quickstart import once
-from quickstart.build import prepare_torch
+from quickstart.build import prepare_torch, write_splits
 from quickstart_vlm.settings import QuickStartVlm
-
-if TYPE_CHECKING:
-    from quickstart_vlm.drawings import Drawing
 
 FOLDER = Path(".cache/quickstart_vlm")  # as configs/quickstart_vlm.yaml names it
 
@@ -38,10 +34,12 @@ def stamp(settings: QuickStartVlm) -> str:
 def _fill(folder: Path, settings: QuickStartVlm, report: Callable[[str], None]) -> None:
     from quickstart_vlm import drawings  # pillow
 
-    train = drawings.split("train", settings.num_train, settings.seed)
-    test = drawings.split("test", settings.num_test, settings.seed)
-    for name, split in (("train", train), ("test", test)):
-        _write_rows(folder, name, split)
+    def row(place: str, drawing: drawings.Drawing) -> dict[str, Any]:
+        drawing.image().save(folder / f"images/{place}.png")
+        return {"images": [f"images/{place}.png"], "question": f"<image>{drawing.question}", "answer": drawing.answer}
+
+    (folder / "images").mkdir()
+    train, test = write_splits(folder, settings, drawings.split, row)
     report(f"{len(train)} training and {len(test)} held-out drawings")
 
     prepare_torch()
@@ -52,13 +50,3 @@ def _fill(folder: Path, settings: QuickStartVlm, report: Callable[[str], None]) 
     report(f"tokenizer: {len(tokenizer)} tokens")
     model = warm_start(train, tokenizer, settings.warm_start, seed=settings.seed, report=report)
     save(folder / "model", model, tokenizer)
-
-
-def _write_rows(folder: Path, name: str, split: list[Drawing]) -> None:
-    (folder / "images").mkdir(exist_ok=True)
-    lines = []
-    for i, drawing in enumerate(split):
-        file = f"images/{name}-{i:04d}.png"
-        drawing.image().save(folder / file)
-        lines.append(json.dumps({"images": [file], "question": f"<image>{drawing.question}", "answer": drawing.answer}))
-    (folder / f"{name}.jsonl").write_text("".join(line + "\n" for line in lines))

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw
 
+from quickstart.problems import distinct
+
 COLOURS = {"red": (220, 30, 30), "green": (30, 160, 60), "blue": (40, 70, 220)}
 KINDS = ("circle", "square", "triangle")
 CELL, SIDE = 28, 3  # pixels, cells
@@ -68,13 +70,7 @@ def split(name: str, size: int, seed: int) -> list[Drawing]:
 
     Shapes, their cells and the question decide the split, so that no held-out problem is a training problem.
     """
-    rng = random.Random(f"{name} {seed}")
-    drawings: dict[Drawing, None] = {}
-    while len(drawings) < size:
-        drawing = draw(rng)
-        if held_out(drawing) == (name == "test"):
-            drawings[drawing] = None
-    return list(drawings)
+    return distinct(name, size, seed, draw, held_out, lambda drawing: drawing)
 
 
 def held_out(drawing: Drawing) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quickstart.settings import WarmStart
+from quickstart.settings import QuickStart, WarmStart
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,7 @@ class SeeingWarmStart(WarmStart):
 
 
 @dataclass(frozen=True)
-class QuickStartVlm:
-    seed: int = 0
+class QuickStartVlm(QuickStart):
     num_train: int = 2048
-    num_test: int = 512
     vocab_size: int = 400
     warm_start: SeeingWarmStart = field(default_factory=SeeingWarmStart)

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from common import version_spans
 from common.config import Config
 from common.types import Rollout
 from common.weights import Published
@@ -89,6 +90,6 @@ def of_oldest(version: int, rollouts: tuple[Rollout, ...]) -> tuple[int, tuple[R
 
     version: the group's where its rollouts have no spans.
     """
-    oldest = min((r.version_spans[0][1] for r in rollouts if r.version_spans), default=version)
+    oldest = version_spans.oldest(version, rollouts)
     alone = ((0, oldest),)
     return oldest, tuple(replace(r, version_spans=()) if r.version_spans == alone else r for r in rollouts)
