@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from common.config.estimators import ESTIMATORS, OWN, Estimator
 from common.config.sections import Section, require_own_function
@@ -36,12 +36,6 @@ class GroupParams(Section):
     """Train a segment's last token, or all."""
     score: Literal["sampled", "exact"] = "sampled"
     """Norm of a score from log-probs, or by another forward."""
-
-    @model_validator(mode="after")
-    def _options_fit_together(self) -> GroupParams:
-        if problems := list(self._contradictions()):
-            raise ValueError("; ".join(problems))
-        return self
 
     def _contradictions(self) -> Iterator[str]:
         low, start, high = self.min_threshold, self.group_variance_threshold, self.max_threshold
@@ -183,12 +177,6 @@ class Algorithm(Section):
         if value is not None:
             require_own_function(value)
         return value
-
-    @model_validator(mode="after")
-    def _options_fit_together(self) -> Algorithm:
-        if problems := list(self._contradictions()):
-            raise ValueError("; ".join(problems))
-        return self
 
     def _contradictions(self) -> Iterator[str]:
         """What has no meaning, or would silently do nothing."""

@@ -6,8 +6,6 @@ import difflib
 import math
 from collections.abc import Iterator
 
-from pydantic import model_validator
-
 from common.config.rollouts import Rollouts
 from common.config.settings import Settings
 from common.config.training import Critic
@@ -16,18 +14,10 @@ from common.config.training import Critic
 class Config(Settings):
     """Settings whose sections agree."""
 
-    @model_validator(mode="after")
-    def _check_sections(self) -> Config:
-        if problems := list(contradictions(self)):
-            raise ValueError("; ".join(problems))
-        return self
-
-
-def contradictions(config: Settings) -> Iterator[str]:
-    """Every sentence about this config; none if its sections agree."""
-    of_rollouts = (_sampling, _in_flight, _rollouts, _batches, _kl, _publishing, _evaluation, _lengths)
-    for check in (_devices, _sequence_parallel, *of_rollouts, _critic, _lora):
-        yield from check(config)
+    def _contradictions(self) -> Iterator[str]:
+        of_rollouts = (_sampling, _in_flight, _rollouts, _batches, _kl, _publishing, _evaluation, _lengths)
+        for check in (_devices, _sequence_parallel, *of_rollouts, _critic, _lora):
+            yield from check(self)
 
 
 def _devices(config: Settings) -> Iterator[str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -19,6 +19,16 @@ MAX_LORA_RANK = 512  # of vLLM
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+    @model_validator(mode="after")
+    def _options_fit_together(self) -> Self:
+        if problems := list(self._contradictions()):
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
+        """What has no meaning, or would silently do nothing: a sentence each, with what to write instead."""
+        return iter(())
 
 
 def require_own_function(name: str, built_in: Collection[str] = ()) -> None:
