@@ -27,7 +27,7 @@ import pytest_timeout
 from hypothesis.internal.conjecture import providers
 
 from common.durable import write_file
-from tests.speed import limit
+from tests.speed import limit, slowness
 
 LONGEST_FIRST = (
     *("test_soak", "test_stories", "test_gloo", "test_endings", "test_exact_resume", "test_uneven_ranks"),
@@ -147,6 +147,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if config.option.markexpr == "fast":
         return num_cores + 1
     return max(1, min(num_cores, psutil.virtual_memory().total // WORKER_BYTES))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """The machine's speed is measured once: the workers get it with the environment."""
+    slowness()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.config import Algorithm, Config, GroupParams, Section, load
+from common.config.reference_page import meanings
 from common.errors import UserError
 from tests.speed import overdue
 
@@ -417,8 +418,8 @@ def test_every_option_says_what_it_means() -> None:
         f"{name}.{option}"
         for name, section in sections.items()
         if isinstance(section, type) and issubclass(section, Section)
-        for option, field in section.model_fields.items()
-        if not field.description
+        for option, meaning in meanings(section).items()
+        if not meaning
     ]
     assert silent == []
 

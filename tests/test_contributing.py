@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import inspect
 import re
@@ -12,8 +11,6 @@ from types import ModuleType
 
 import pytest
 
-from tests.conftest import MARKS
-from tests.syntax import tree, walk
 from tests.test_imports import MAY_IMPORT
 
 pytestmark = pytest.mark.fast
@@ -27,22 +24,6 @@ RECIPES = ("estimator", "loss", "reward", "sink", "family")
 def test_the_table_of_rooms_is_the_one_that_is_enforced() -> None:
     rows = re.findall(r"^\| `([\w.]+)` \| .+ \| (.+) \|$", PAGE, re.MULTILINE)
     assert {room: set(re.findall(r"`([\w.]+)`", others)) for room, others in rows} == MAY_IMPORT
-
-
-def tiers(node: ast.AST) -> set[str]:
-    """Of the marks in the code: `pytest.mark.fast` …"""
-    return {n.attr for n in walk(node) if isinstance(n, ast.Attribute) and n.attr in MARKS}
-
-
-def test_a_test_is_of_one_tier() -> None:
-    """A mark on a function does not take the file's away: the test would run in both."""
-    two = []
-    for path in ROOT.glob("tests/**/test_*.py"):
-        body = tree(path).body
-        of_file = set().union(*(tiers(n) for n in body if isinstance(n, ast.Assign) and "pytestmark" in ast.unparse(n)))
-        functions = [n for n in body if isinstance(n, ast.FunctionDef)]
-        two += [f"{path.stem}::{f.name}" for f in functions if len(of_file.union(*map(tiers, f.decorator_list))) > 1]
-    assert two == [], "write a mark at each function that needs one, and none for the file"
 
 
 def test_each_recipe_is_one_file_and_one_test() -> None:

@@ -1,5 +1,5 @@
-"""What may import what, what may never be called, that every failpoint exists and every package is pinned: read from
-the syntax trees."""
+"""What may import what, what may never be called, that every failpoint exists, every test is of one tier and every
+package is pinned: read from the syntax trees."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 
 from common.failpoints import FAILPOINTS
 from launcher import doctor_packages
+from tests.conftest import MARKS
 from tests.syntax import called, tree, walk
 
 pytestmark = pytest.mark.fast
@@ -212,6 +213,25 @@ def test_what_must_start_quickly_imports_nothing_heavy(modules: str, heavy: tupl
     code = f"import {modules}, sys; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+# ---- tests ----
+
+
+def tiers(node: ast.AST) -> set[str]:
+    """Of the marks in the code: `pytest.mark.fast` …"""
+    return {n.attr for n in walk(node) if isinstance(n, ast.Attribute) and n.attr in MARKS}
+
+
+def test_a_test_is_of_one_tier() -> None:
+    """A mark on a function does not take the file's away: the test would run in both."""
+    two = []
+    for path in ROOT.glob("tests/**/test_*.py"):
+        body = tree(path).body
+        of_file = set().union(*(tiers(n) for n in body if isinstance(n, ast.Assign) and "pytestmark" in ast.unparse(n)))
+        functions = [n for n in body if isinstance(n, ast.FunctionDef)]
+        two += [f"{path.stem}::{f.name}" for f in functions if len(of_file.union(*map(tiers, f.decorator_list))) > 1]
+    assert two == [], "write a mark at each function that needs one, and none for the file"
 
 
 # ---- requirement files ----

@@ -61,6 +61,7 @@ def test_recorded_runs_are_not_trained_again_and_a_new_one_joins_them(
         return folder
 
     monkeypatch.setattr(objectives, "train", train)
+    monkeypatch.setattr(objectives, "draw", lambda found: b"")
     monkeypatch.setattr(objectives.subprocess, "run", lambda *_, **__: None)
     where = ["--results", str(tmp_path / "r.jsonl"), "--runs", str(tmp_path / "runs"), "--out", str(tmp_path)]
 
@@ -108,8 +109,9 @@ def test_one_seed_decides_nothing() -> None:
 
 def test_the_same_results_draw_the_same_picture_and_the_page_shows_it() -> None:
     found = {"GRPO": [run(80.0)], "GROUP PPO, segment": [run(70.0)]}
-    assert draw(found) == draw(found)
-    assert draw(found).startswith(b"<?xml") and b"GROUP PPO, segment" in page(found, 60, [0]).encode()
+    picture = draw(found)
+    assert picture == draw(found)
+    assert picture.startswith(b"<?xml") and b"GROUP PPO, segment" in page(found, 60, [0]).encode()
     assert "(objectives.svg)" in page(found, 60, [0])
 
 

@@ -176,10 +176,10 @@ def test_lengths_that_do_not_fit_the_frame_are_refused(sizes: list[int]) -> None
 def test_4000_hostile_images_with_a_right_digest_crash_nothing_and_what_gets_in_can_be_trained_on() -> None:
     """Damage in the PNG alone, half of it with checksums that were made right again."""
     rng, accepted = random.Random(3), 0
+    header, arrays, _ = encode(ENVELOPE, group_of(SMALL, rollouts=make_group(0).rollouts))
+    begin = len(arrays) - len(SMALL.png)
     start = time.monotonic()
     for _ in range(4000):
-        header, arrays, _ = encode(ENVELOPE, group_of(SMALL, rollouts=make_group(0).rollouts))
-        begin = len(arrays) - len(SMALL.png)
         hostile = damage(rng, SMALL.png)
         if rng.random() < 0.5:
             hostile = repaired(hostile)

@@ -5,9 +5,13 @@ Types, limits, defaults and meanings stand in common/config and nowhere else; a 
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import types
 from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -30,6 +34,20 @@ def page() -> str:
     return "\n".join([_HEAD, *_sections()]) + "\n"
 
 
+@cache
+def meanings(section: type[Section]) -> dict[str, str]:
+    """Of each field the text under it, in one line; "" where there is none."""
+    found = dict.fromkeys(section.model_fields, "")
+    for each in reversed([base for base in section.__mro__ if issubclass(base, Section)]):
+        [described] = ast.parse(inspect.getsource(each)).body
+        assert isinstance(described, ast.ClassDef)
+        for field, text in pairwise(described.body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                    found[name] = " ".join(words.split())
+    return found
+
+
 def _sections() -> Iterator[str]:
     alone = {}
     for name, field in Config.model_fields.items():
@@ -37,7 +55,7 @@ def _sections() -> Iterator[str]:
             yield from _section(name, field.annotation)
         else:
             alone[name] = field
-    yield from ("## Without a section\n", *_table(alone), "")
+    yield from ("## Without a section\n", *_table(alone, meanings(Config)), "")
 
 
 def _section(name: str, section: type[Section]) -> Iterator[str]:
@@ -45,7 +63,8 @@ def _section(name: str, section: type[Section]) -> Iterator[str]:
     if section.__doc__ and section.__doc__ != Section.__doc__:
         yield " ".join(section.__doc__.split()) + "\n"
     nested = {key: f for key, f in section.model_fields.items() if _is_section(f.annotation)}
-    yield from _table({f"{name}.{key}": f for key, f in section.model_fields.items() if key not in nested})
+    shown = {f"{name}.{key}": f for key, f in section.model_fields.items() if key not in nested}
+    yield from _table(shown, {f"{name}.{key}": text for key, text in meanings(section).items()})
     yield ""
     for key, field in nested.items():
         yield from _section(f"{name}.{key}", field.annotation)  # type: ignore[arg-type]
@@ -55,12 +74,11 @@ def _is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
-def _table(fields: dict[str, FieldInfo]) -> Iterator[str]:
+def _table(fields: dict[str, FieldInfo], meant: dict[str, str]) -> Iterator[str]:
     yield "| key | default | meaning |"
     yield "|---|---|---|"
     for name, field in fields.items():
-        meaning = " ".join((field.description or "").split())
-        cells = (f"`{name}`", ", ".join([_default(field), *_allowed(field)]), meaning)
+        cells = (f"`{name}`", ", ".join([_default(field), *_allowed(field)]), meant[name])
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

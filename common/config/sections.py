@@ -17,8 +17,8 @@ SINKS = ("tensorboard", "wandb", "trackio", "swanlab", "mlflow")
 MAX_LORA_RANK = 512  # of vLLM
 
 
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+class Section(BaseModel):  # use_attribute_docstrings costs each start 0.1 s: reference_page.py reads them
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     @model_validator(mode="after")
     def _options_fit_together(self) -> Self:
