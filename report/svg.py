@@ -98,6 +98,7 @@ def _time(ax: Any, rows: Rows, window: int) -> None:
 
 def _svg(title: str, act: Draw, last_step: int) -> str:
     from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     # The salt makes ids of clip paths and markers: two plots of one page must not share them.
@@ -109,7 +110,8 @@ def _svg(title: str, act: Draw, last_step: int) -> str:
         act(ax)
         ax.set_xlim(-0.03 * max(last_step, 1), 1.03 * max(last_step, 1))
         picture = io.StringIO()
-        figure.savefig(picture, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        without = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        FigureCanvasSVG(figure).print_svg(picture, metadata=without)  # savefig would draw it twice
     text = picture.getvalue()
     text = text[text.index("<svg") :]
     for color, name in VARIABLES.items():
