@@ -15,7 +15,7 @@ import os
 import random
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,15 @@ def figure(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         request.node.user_properties.append(("figure", (promise, request.node.name, text)))
 
     return write
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Its name leaves room for that of a socket."""
+    from tests.protocol_helpers import short_folder
+
+    with short_folder() as path:
+        yield path
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from common.config import Config
 from common.errors import UserError
 from common.types import Group, Tombstone
 from tests import oracle
+from tests.configs import config_of
 from tests.tiny import random_group
 from trainer.algorithm.advantages import (
     AdvantageSettings,
@@ -36,13 +37,8 @@ rewards_lists = st.lists(st.floats(-10, 10), min_size=2, max_size=16)
 
 
 def settings(longest: int = 12, rewards: dict[str, Any] | None = None, **algorithm: Any) -> Config:
-    sections = {
-        "model": {"path": "m"},
-        "data": {"train": "t.jsonl"},
-        "sampler": {"max_completion_length": longest},
-        "rewards": rewards or {"reward_funcs": ["answer"]},
-    }
-    return Config.model_validate(sections | {"algorithm": algorithm})
+    rewards = rewards or {"reward_funcs": ["answer"]}
+    return config_of(sampler={"max_completion_length": longest}, rewards=rewards, algorithm=algorithm)
 
 
 def test_two_right_of_four_are_0_866_above_the_mean() -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from common.config import Config, load
+from common.config import load
 from report.advice import Adviser, replay
 from report.advice_rules import RULES
 from report.history import AdviceSettings
+from tests.configs import config_of
 
 pytestmark = pytest.mark.fast
 
@@ -99,7 +100,7 @@ def test_the_side_that_waits_is_offered_the_reference_where_it_can_move():
     assert "reference.on=sampler" in words("sampler", beta=0.1, reference_on="trainer")
     for nothing in (words("trainer"), words("trainer", beta=0.1, reference_on="trainer"), words("sampler", beta=0.1)):
         assert "reference" not in nothing
-    in_reward = AdviceSettings.of(config(algorithm={"beta": 0.1, "kl_in_reward": True}).model_dump())
+    in_reward = AdviceSettings.of(config_of(algorithm={"beta": 0.1, "kl_in_reward": True}).model_dump())
     assert (in_reward.beta, in_reward.reference_on) == (0.1, "")
 
 
@@ -203,17 +204,13 @@ def test_advice_does_not_grow_with_the_run():
     assert sizes == [10, 20, 2, 2]
 
 
-def config(**sections: Mapping[str, object]) -> Config:
-    return Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, **sections})
-
-
 def test_settings_come_from_a_config_or_from_its_json_and_a_strange_one_gives_defaults():
-    given = config(sampler={"max_completion_length": 99}, trainer={"max_staleness": 1}, run={"output_dir": "runs/x"})
+    given = config_of(sampler={"max_completion_length": 99}, trainer={"max_staleness": 1}, run={"output_dir": "runs/x"})
     expected = settings_with(output_dir="runs/x", max_completion_length=99, max_staleness=1, is_on_policy=False)
     assert AdviceSettings.of(given.model_dump()) == AdviceSettings.of(given.model_dump(mode="json")) == expected
-    assert AdviceSettings.of({}) == AdviceSettings.of(config().model_dump())
+    assert AdviceSettings.of({}) == AdviceSettings.of(config_of().model_dump())
     assert AdviceSettings.of({"sampler": {"learning_rate": 1.0}, "trainer": None}) == AdviceSettings.of({})
-    assert not AdviceSettings.of(config(algorithm={"num_iterations": 2}).model_dump()).is_on_policy
+    assert not AdviceSettings.of(config_of(algorithm={"num_iterations": 2}).model_dump()).is_on_policy
 
 
 def test_every_setting_that_a_sentence_proposes_can_be_pasted(tmp_path):

@@ -17,6 +17,7 @@ from torch import Tensor
 from common.config import Config
 from common.types import Group, Tombstone
 from model.dims import ModelDims
+from tests.configs import config_of
 from tests.test_tensors import share as loss_and_gradient
 from tests.tiny import random_group
 from trainer.batch_training import BatchTraining, Models
@@ -32,15 +33,9 @@ START = Progress("run", 0, 0, 0, 0, 0, 0, {})
 
 
 def config(prompts: int, algorithm: dict[str, Any] | None = None, **trainer: Any) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"path": "m"},
-            "data": {"train": "t.jsonl"},
-            "sampler": {"num_generations": 3, "max_completion_length": 12},
-            "trainer": {"prompts_per_step": prompts, "max_steps": 4} | trainer,
-            "algorithm": algorithm or {},
-        }
-    )
+    sampler = {"num_generations": 3, "max_completion_length": 12}
+    trainer = {"prompts_per_step": prompts, "max_steps": 4} | trainer
+    return config_of(sampler=sampler, trainer=trainer, algorithm=algorithm or {})
 
 
 def group(group_id: int) -> Group:

@@ -17,6 +17,7 @@ from common.config import Config
 from common.types import EvalResult, EvalSample
 from common.weights import Published
 from report.run_log import MetricsLog, read_jsonl
+from tests.configs import config_of
 from tests.plain_policy import OneRank, PlainPolicy
 from tests.tiny import dense_logprobs, tiny_model
 from trainer import loop
@@ -32,15 +33,9 @@ pytestmark = pytest.mark.fast
 
 
 def config_for(output_dir: Path, max_steps: int = 9, **evaluation: Any) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"output_dir": output_dir},
-            "model": {"path": "m"},
-            "data": {"train": "t", "eval": "e"},
-            "trainer": {"max_steps": max_steps},
-            "eval": {"steps": 1, "metric_for_best_model": "answer/accuracy"} | evaluation,
-        }
-    )
+    evaluation = {"steps": 1, "metric_for_best_model": "answer/accuracy"} | evaluation
+    run, trainer = {"output_dir": output_dir}, {"max_steps": max_steps}
+    return config_of(run=run, data={"eval": "e"}, trainer=trainer, eval=evaluation)
 
 
 def record(version: int, right: int, n: int = 10, **mean: float) -> dict[str, Any]:
@@ -88,9 +83,7 @@ def test_a_best_without_a_meaning_is_refused_with_the_remedy(evaluation: dict[st
 
 def test_a_best_needs_held_out_problems() -> None:
     with pytest.raises(ValueError, match=r"eval\.metric_for_best_model needs held-out problems; set data\.eval="):
-        Config.model_validate(
-            {"model": {"path": "m"}, "data": {"train": "t"}, "eval": {"metric_for_best_model": "answer/mean"}}
-        )
+        config_of(eval={"metric_for_best_model": "answer/mean"})
 
 
 class Disk:

@@ -20,16 +20,10 @@ from common.address import endpoint
 from common.config import Config
 from common.errors import Retryable, UserError
 from common.ports import free_port
-from tests.protocol_helpers import make_config, short_folder
+from tests.protocol_helpers import make_config
 from tests.speed import limit, overdue
 
 pytestmark = pytest.mark.fast
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with short_folder() as path:
-        yield path
 
 
 def tcp(folder: Path, port: int | None = None) -> Config:

@@ -24,8 +24,8 @@ import pytest
 import torch
 
 from common import durable, failpoints, run_folder
-from common.config import Config
 from common.errors import UserError
+from tests.configs import config_of
 from trainer.save import checkpoint, disk, resume
 from trainer.save.checkpoint import Progress
 from trainer.save.disk import Disk
@@ -82,8 +82,7 @@ def save(checkpoints: Path, step: int, say: Callable[[str], None] = print, patie
 
 def resumed_step(output_dir: Path) -> int:
     """What a trainer that is started again would do: the step that it finds, whose every file must be of that step."""
-    settings = {"run": {"output_dir": output_dir, "resume": True}, "model": {"path": "m"}, "data": {"train": "t"}}
-    found = Path(resume.find_checkpoint(Config.model_validate(settings)))
+    found = Path(resume.find_checkpoint(config_of(run={"output_dir": output_dir, "resume": True})))
     read = resume.read_progress(found, 1, 1, {})
     assert read == progress(read.step)
     assert (found / "model.safetensors").read_text() == str(read.step) * 100

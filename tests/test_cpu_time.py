@@ -6,11 +6,9 @@ import importlib
 import sys
 import time
 from dataclasses import asdict, replace
-from typing import Any
 
 import pytest
 
-from common.config import Config
 from launcher import measure as measuring
 from launcher.cpu_time import Measured, Shapes, sampling_seconds, training_seconds, wave
 from launcher.fit import fit, reference_side
@@ -18,6 +16,7 @@ from launcher.machine import GIB, Machine
 from launcher.placement import placement
 from launcher.workload import Workload
 from model.dims import ModelDims
+from tests.configs import config_of
 from tests.speed import overdue
 
 MODEL = ModelDims(64, 96, 3, 2, 1, 32, 100, tied=True)
@@ -106,10 +105,6 @@ def test_no_more_sequences_decode_at_once_than_there_are() -> None:
 
 
 # ---- what fit makes of it
-
-
-def config_of(**sections: Any) -> Config:
-    return Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}} | sections)
 
 
 def on_two_cores(**measured: Measured) -> Machine:

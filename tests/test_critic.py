@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from common.config import Config
 from common.errors import UserError
 from model.packing import pack
+from tests.configs import config_of
 from tests.tiny import VOCAB_SIZE, dense_values, tiny_model, tiny_reward_model
 from trainer.engine.critic import Critic, ValueModel, load_value_model
 from trainer.engine.deepspeed_model import DeepSpeedModel
@@ -31,14 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(folder: Path, path: Path | None = None, dtype: str = "float32") -> Config:
-    return Config.model_validate(
-        {
-            "model": {"path": str(folder / "model"), "dtype": dtype},
-            "data": {"train": "t.jsonl"},
-            "algorithm": {"adv_estimator": "gae"},
-            "critic": {} if path is None else {"path": str(path)},
-        }
-    )
+    model, critic = {"path": str(folder / "model"), "dtype": dtype}, {} if path is None else {"path": str(path)}
+    return config_of(model, algorithm={"adv_estimator": "gae"}, critic=critic)
 
 
 def test_the_policys_start_gets_a_head_of_zeros_and_keeps_its_backbone(folder: Path) -> None:

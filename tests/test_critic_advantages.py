@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from common.config import Config
 from common.types import Group, Rollout, Tombstone
 from tests import oracle
+from tests.configs import config_of
 from tests.test_tensors import steps
 from tests.tiny import random_group
 from trainer.algorithm import critic_advantages
@@ -28,14 +29,7 @@ pytestmark = pytest.mark.fast
 
 
 def settings(**algorithm: Any) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"path": "m"},
-            "data": {"train": "t.jsonl"},
-            "sampler": {"max_completion_length": 12},
-            "algorithm": {"adv_estimator": "gae"} | algorithm,
-        }
-    )
+    return config_of(sampler={"max_completion_length": 12}, algorithm={"adv_estimator": "gae"} | algorithm)
 
 
 def rollout(ids: list[int], reward: float, finish_reason: Any = "stop") -> Rollout:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from common.config import Config
 from common.types import Group, Tombstone
 from tests import oracle
+from tests.configs import config_of
 from tests.tiny import random_group
 from trainer.algorithm.advantages import RewardSettings
 from trainer.algorithm.critic_advantages import ByGroup, Estimates, estimate, estimate_segments
@@ -45,7 +46,7 @@ def settings(adv_estimator: str = "group_ppo", loss_type: str = "dapo", **params
     algorithm: dict[str, Any] = {"adv_estimator": adv_estimator, "gamma": 0.9, "lam": 0.8, "loss_type": loss_type}
     if params:
         algorithm["group_params"] = {"adaptive_threshold": False} | params
-    return Config.model_validate({"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "algorithm": algorithm})
+    return config_of(algorithm=algorithm)
 
 
 def alive() -> list[Group]:

@@ -11,6 +11,7 @@ import torch
 
 from common.config import Config
 from common.errors import UserError
+from tests.configs import config_of
 from trainer.engine.deepspeed_config import backend, deepspeed_config, gloo_warning, policy_of
 from trainer.engine.deepspeed_model import _optimizer
 
@@ -19,14 +20,7 @@ pytestmark = pytest.mark.fast
 
 def settings(deepspeed: Any, dtype: str = "bfloat16", **trainer: Any) -> Config:
     chosen = {"prompts_per_step": 8, "groups_per_micro_batch": 2, "max_grad_norm": 0.7, "learning_rate": 3e-6}
-    return Config.model_validate(
-        {
-            "model": {"path": "any/model", "dtype": dtype},
-            "data": {"train": "any.jsonl"},
-            "trainer": chosen | trainer,
-            "deepspeed": deepspeed,
-        }
-    )
+    return config_of({"dtype": dtype}, trainer=chosen | trainer, deepspeed=deepspeed)
 
 
 def filled(deepspeed: Any, **changes: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from common.config import Config
 from common.types import Group
 from model import attention
 from model.stopwatch import Stopwatch
+from tests.configs import config_of
 from tests.device_waits import DeviceWaits
 from tests.test_attention import VOCAB, make_model
 from tests.tiny import random_group
@@ -48,9 +49,7 @@ class PlainDeepSpeed:
 
 
 def settings(**algorithm: Any) -> Config:
-    return Config.model_validate(
-        {"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "algorithm": algorithm, "sampler": {"temperature": 0.7}}
-    )
+    return config_of(algorithm=algorithm, sampler={"temperature": 0.7})
 
 
 def engine_of(config: Config, checkpointing: bool = False) -> Engine:

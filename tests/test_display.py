@@ -11,6 +11,7 @@ from common.config import Config
 from report.display import StepDisplay, wants_live
 from report.escape import strip_escapes
 from report.step_text import clock, eval_line, panel_rows, sparkline, step_line
+from tests.configs import config_of
 
 pytestmark = pytest.mark.fast
 
@@ -55,8 +56,7 @@ class Clock:
 
 
 def config(max_steps: int = 60) -> Config:
-    sections = {"model": {"path": "m"}, "data": {"train": "d"}, "run": {"output_dir": "runs/x"}}
-    return Config.model_validate(sections | {"trainer": {"max_steps": max_steps}})
+    return config_of(run={"output_dir": "runs/x"}, trainer={"max_steps": max_steps})
 
 
 @pytest.fixture
@@ -284,9 +284,7 @@ def test_an_evaluation_alone_may_show_what_is_wrong():
 
 
 def own_reward(**rewards: object) -> Config:
-    sections = {"model": {"path": "m"}, "data": {"train": "d"}, "rewards": {"reward_funcs": ["a.py:mine", "answer"]}}
-    sections["rewards"] |= rewards
-    return Config.model_validate(sections)
+    return config_of(rewards={"reward_funcs": ["a.py:mine", "answer"], **rewards})
 
 
 OWN = {

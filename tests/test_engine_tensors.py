@@ -19,7 +19,6 @@ from sampler.vllm_worker import WeightExtension
 pytestmark = pytest.mark.fast
 
 HIDDEN, VOCABULARY, PADDED = 8, 5, 8
-PACKED_ROWS = {"qkv_proj": [8, 4, 4], "gate_up_proj": [6, 6]}
 
 
 class UnquantizedLinearMethod:

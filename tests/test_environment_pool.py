@@ -89,9 +89,6 @@ def one(pool):
     return key, reply
 
 
-WRITES = "for fd in range(3, 30):\n try: os.write(fd, b'x' * 64)\n except OSError: pass"
-
-
 def started(pool, *keys, **row):
     for key in keys:
         pool.start(key, ROW | row)

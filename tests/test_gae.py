@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.config import Config
 from common.types import Rollout
 from tests import oracle
+from tests.configs import config_of
 from tests.tiny import random_group
 from trainer.algorithm.advantages import RewardSettings, shaped_rewards
 from trainer.algorithm.gae import gae, group_token_rewards, token_rewards
@@ -72,14 +72,8 @@ def test_a_kl_in_the_reward_falls_on_every_token() -> None:
 
 
 def test_token_rewards_sum_to_the_shaped_reward_of_their_completion() -> None:
-    config = Config.model_validate(
-        {
-            "model": {"path": "m"},
-            "data": {"train": "t.jsonl"},
-            "sampler": {"max_completion_length": 8},
-            "algorithm": {"beta": 0.1, "kl_in_reward": True, "soft_punish_cache": 6},
-        }
-    )
+    algorithm = {"beta": 0.1, "kl_in_reward": True, "soft_punish_cache": 6}
+    config = config_of(sampler={"max_completion_length": 8}, algorithm=algorithm)
     group = random_group(3, 50, [1.0, 0.0, 0.5], beta=0.1)
     found = group_token_rewards(group, RewardSettings.of(config))
     assert [len(r) for r in found] == [len(r.completion_ids) for r in group.rollouts]

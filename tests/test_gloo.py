@@ -37,7 +37,7 @@ from tests.gloo_data import (
 )
 from tests.launch_worker import launch
 from tests.plain_training import PlainActorCritic, PlainGroupPpo, PlainTraining
-from tests.tiny import VOCAB_SIZE, dense_logprobs, dense_values, tiny_model, tiny_reward_model
+from tests.tiny import VOCAB_SIZE, dense_logprobs, dense_values, difference, tiny_model, tiny_reward_model
 from trainer.data.mini_batches import steps
 
 pytestmark = pytest.mark.gloo
@@ -100,13 +100,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.fixture(scope="module")
 def plain(runs: Runs) -> PlainTraining:
     return PlainTraining(runs.model)
-
-
-def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Relative, in the Euclidean norm over all parameters."""
-    assert found.keys() == expected.keys()
-    flat = [torch.cat([t[name].double().flatten() for name in sorted(t)]) for t in (found, expected)]
-    return ((flat[0] - flat[1]).norm() / flat[1].norm()).item()
 
 
 def scaled(tensors: dict[str, Tensor], factor: float) -> dict[str, Tensor]:

@@ -8,23 +8,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from common.config import Config
 from common.errors import UserError
 from launcher.hosts import HostCommands, HostLine, passed_on, placement_over, read_hosts, settings_over
 from launcher.machine import ROOT
 from launcher.over_hosts import is_here, reach
 from launcher.run import without_hosts
+from tests.configs import config_in
 from tests.speed import limit, until
-
-
-def config_of(folder: Path, **sections: Any) -> Config:
-    given = {"model": {"path": "m"}, "data": {"train": "t"}, "run": {"output_dir": str(folder / "run")}}
-    return Config.model_validate(given | sections)
 
 
 def written(folder: Path, text: str) -> Path:
@@ -66,25 +60,25 @@ def test_a_wrong_hostfile_is_refused_with_its_line(tmp_path: Path, text: str, sa
 @pytest.mark.fast
 def test_the_hostfile_counts_the_ranks_and_names_the_address(tmp_path: Path) -> None:
     hosts = (HostLine("10.0.0.1", 2, 0), HostLine("10.0.0.3", 1, 2))
-    place = placement_over(hosts, config_of(tmp_path))
+    place = placement_over(hosts, config_in(tmp_path))
     assert (place.num_ranks, place.trainer_place) == (3, "10.0.0.1 × 2, 10.0.0.3 × 1, 3 ranks")
     assert place.sampler_place == "10.0.0.3 × 2"
     with pytest.raises(UserError, match="num_ranks 2 and the hostfile has 3 slots"):
-        placement_over(hosts, config_of(tmp_path, trainer={"num_ranks": 2}))
+        placement_over(hosts, config_in(tmp_path, trainer={"num_ranks": 2}))
     with pytest.raises(UserError, match=r"trainer.devices \[0\] are of one host"):
-        placement_over(hosts, config_of(tmp_path, trainer={"devices": [0]}))
-    address, count = settings_over(hosts, config_of(tmp_path))
+        placement_over(hosts, config_in(tmp_path, trainer={"devices": [0]}))
+    address, count = settings_over(hosts, config_in(tmp_path))
     assert address.startswith("channel.endpoint=tcp://10.0.0.1:") and count == "sampler.num_samplers=2"
     channel = {"endpoint": "tcp://10.0.0.1:5555"}
-    assert settings_over((hosts[0], HostLine("b", 0, 1)), config_of(tmp_path, channel=channel)) == []
+    assert settings_over((hosts[0], HostLine("b", 0, 1)), config_in(tmp_path, channel=channel)) == []
     with pytest.raises(UserError, match="num_samplers 3 and the hostfile has 2"):
-        settings_over(hosts, config_of(tmp_path, sampler={"num_samplers": 3}))
+        settings_over(hosts, config_in(tmp_path, sampler={"num_samplers": 3}))
 
 
 @pytest.mark.fast
 def test_every_host_gets_its_ranks_and_its_samplers_behind_them(tmp_path: Path) -> None:
     hosts = (HostLine("10.0.0.1", 2, 0), HostLine("10.0.0.3", 1, 2))
-    config = config_of(tmp_path, vllm={"tensor_parallel_size": 2})
+    config = config_in(tmp_path, vllm={"tensor_parallel_size": 2})
     commands = HostCommands(tmp_path / "c.yaml", ["a.b=1"], config, placement_over(hosts, config), hosts)
     trainer = json.loads(Path(commands.trainer("x=y").argv[-1]).read_text())
     children = commands.samplers()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from common.config import Algorithm, Config
+from common.config import Algorithm
 from common.types import Group, Rollout, Tombstone
+from tests.configs import config_of
 from trainer.algorithm.advantages import RewardSettings, shaped_rewards
 from trainer.algorithm.kl_controller import completion_kls, next_beta
 
@@ -52,9 +53,7 @@ def test_beta_settles_where_the_kl_meets_the_target() -> None:
 
 
 def test_the_beta_in_force_is_that_of_the_shaped_reward() -> None:
-    config = Config.model_validate(
-        {"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "algorithm": ALGORITHM.model_dump()}
-    )
+    config = config_of(algorithm=ALGORITHM.model_dump())
     assert shaped_rewards(GROUP, RewardSettings.of(config)).tolist() == pytest.approx([1 - 0.1 * 3, 1 + 0.1 * 0.5])
     assert shaped_rewards(GROUP, RewardSettings.of(config, beta=0.3)).tolist() == pytest.approx(
         [1 - 0.3 * 3, 1 + 0.3 * 0.5]

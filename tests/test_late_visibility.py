@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ from sampler import loop
 from sampler.link import Link
 from sampler.loop import Sampler
 from sampler.proof import Proof
-from tests.protocol_helpers import HELLO, hurry, make_config, make_inbox, short_folder
+from tests.protocol_helpers import HELLO, hurry, make_config, make_inbox
 from tests.speed import limit
 from tests.test_reload import Engine
 from tests.test_weights import SHARDS, publish
@@ -67,12 +67,6 @@ class SlowShare:
         self.folder.mkdir(exist_ok=True)
         shutil.copy(self.whole / name, self.folder)
         os.truncate(self.folder / name, int(part * (self.whole / name).stat().st_size))
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with short_folder() as path:
-        yield path
 
 
 @pytest.fixture

@@ -9,16 +9,15 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from common.config import Config
 from common.errors import UserError
 from launcher import doctor_config, doctor_gpu, doctor_machine, doctor_packages, machine
 from launcher.commands import Commands
 from launcher.placement import Placement, placement, visible_gpus
+from tests.configs import config_of
 from tests.syntax import called, tree, walk
 from tests.tiny import tiny_model
 
@@ -337,10 +336,6 @@ def test_test_passes_its_arguments_to_pytest_and_starts_workers_unless_tests_are
 # --- placement
 
 
-def config(**sections: Mapping[str, object]) -> Config:
-    return Config.model_validate({"model": {"path": "m"}, "data": {"train": "t.jsonl"}} | sections)
-
-
 def cores_and_threads(place: Placement) -> tuple[tuple[int, ...], str, tuple[int, ...], str]:
     sampler, trainer = place.sampler_env["OMP_NUM_THREADS"], place.trainer_env["OMP_NUM_THREADS"]
     return place.sampler_cores, sampler, place.trainer_cores, trainer
@@ -350,14 +345,14 @@ AHEAD = {"max_staleness": 1}
 
 
 def test_two_cores_give_one_to_each_process_where_both_work_at_once():
-    place = placement(config(trainer=AHEAD), gpus=[], cores=[0, 1])
+    place = placement(config_of(trainer=AHEAD), gpus=[], cores=[0, 1])
     assert cores_and_threads(place) == ((0,), "1", (1,), "1")
     assert place.launcher_args == ("--num_gpus", "1")
     assert "OMP_WAIT_POLICY" not in place.sampler_env
 
 
 def test_a_trainer_that_borrows_cores_is_not_pinned_and_does_not_spin_on_them():
-    place = placement(config(trainer=AHEAD | {"borrow_cores_after": 0.5, "num_ranks": 2}), [], cores=[0, 1, 2, 3])
+    place = placement(config_of(trainer=AHEAD | {"borrow_cores_after": 0.5, "num_ranks": 2}), [], cores=[0, 1, 2, 3])
     assert cores_and_threads(place) == ((0, 1), "2", (), "1")
     assert place.trainer_env["TANDEM_ALL_THREADS"] == "2" and place.trainer_env["OMP_WAIT_POLICY"] == "PASSIVE"
     assert "OMP_WAIT_POLICY" not in place.sampler_env
@@ -365,7 +360,7 @@ def test_a_trainer_that_borrows_cores_is_not_pinned_and_does_not_spin_on_them():
 
 @pytest.mark.parametrize(("ranks", "threads"), [(1, "8"), (2, "4"), (3, "2")])
 def test_processes_that_wait_for_each_other_share_all_cores_and_do_not_spin(ranks, threads):
-    place = placement(config(trainer={"num_ranks": ranks, "max_staleness": 0}), gpus=[], cores=list(range(8)))
+    place = placement(config_of(trainer={"num_ranks": ranks, "max_staleness": 0}), gpus=[], cores=list(range(8)))
     assert cores_and_threads(place) == ((), "8", (), threads)
     assert place.sampler_env["OMP_WAIT_POLICY"] == place.trainer_env["OMP_WAIT_POLICY"] == "PASSIVE"
     assert "8 shared cores" in place.sampler_place and f"{ranks} rank" in place.trainer_place
@@ -383,7 +378,7 @@ def test_processes_that_wait_for_each_other_share_all_cores_and_do_not_spin(rank
     ],
 )
 def test_cores_are_divided_so_that_every_rank_has_its_threads(cores, ranks, expected):
-    place = placement(config(trainer={"num_ranks": ranks} | AHEAD), gpus=[], cores=cores)
+    place = placement(config_of(trainer={"num_ranks": ranks} | AHEAD), gpus=[], cores=cores)
     assert cores_and_threads(place) == expected
     assert place.launcher_args == ("--num_gpus", str(ranks))
 
@@ -405,7 +400,7 @@ def test_cores_are_divided_so_that_every_rank_has_its_threads(cores, ranks, expe
     ],
 )
 def test_gpus_are_named_by_include_and_never_counted(gpus, sections, sampler, trainer):
-    place = placement(config(**sections), gpus=gpus, cores=[0, 1])
+    place = placement(config_of(**sections), gpus=gpus, cores=[0, 1])
     assert place.sampler_env["CUDA_VISIBLE_DEVICES"] == sampler
     assert place.launcher_args == ("--include", trainer)
     assert place.num_ranks == trainer.count(",") + 1
@@ -427,7 +422,7 @@ def test_gpus_are_named_by_include_and_never_counted(gpus, sections, sampler, tr
 )
 def test_devices_that_are_not_there_are_user_errors(gpus, sections, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        placement(config(**sections), gpus=gpus, cores=[0, 1])
+        placement(config_of(**sections), gpus=gpus, cores=[0, 1])
 
 
 @pytest.mark.parametrize(
@@ -438,29 +433,29 @@ def test_devices_that_are_not_there_are_user_errors(gpus, sections, message):
     ],
 )
 def test_ranks_share_gpus_over_gloo(gpus, trainer, devices, at_most, place):
-    found = placement(config(trainer=trainer | {"dist_backend": "gloo"}), gpus=gpus, cores=[0, 1])
+    found = placement(config_of(trainer=trainer | {"dist_backend": "gloo"}), gpus=gpus, cores=[0, 1])
     assert found.launcher_args == ("--num_gpus", str(trainer["num_ranks"]))
     assert found.trainer_env["TANDEM_RANK_DEVICES"] == devices
     assert (found.ranks_per_gpu, found.trainer_place, found.idle_gpus) == (at_most, place, ())
-    alone = placement(config(trainer={"dist_backend": "gloo"}), gpus=gpus, cores=[0, 1])
+    alone = placement(config_of(trainer={"dist_backend": "gloo"}), gpus=gpus, cores=[0, 1])
     assert "TANDEM_RANK_DEVICES" not in alone.trainer_env
     assert alone.ranks_per_gpu == 1
 
 
 def test_gpus_that_nobody_uses_are_named_with_what_would_use_them():
-    place = placement(config(trainer={"devices": [0, 1]}), gpus=range(8), cores=[0])
+    place = placement(config_of(trainer={"devices": [0, 1]}), gpus=range(8), cores=[0])
     assert (place.sampler_gpus, place.idle_gpus) == ((2,), (3, 4, 5, 6, 7))
     assert place.notice == (
         "GPUs 3,4,5,6,7 stay idle: set sampler.num_samplers=6 to sample on them too, or name more GPUs in "
         "trainer.devices"
     )
-    one = placement(config(trainer={"devices": [0]}), gpus=[4, 6, 7], cores=[0])
+    one = placement(config_of(trainer={"devices": [0]}), gpus=[4, 6, 7], cores=[0])
     assert one.notice.startswith("GPU 7 stays idle: set sampler.num_samplers=2 to")
-    named = placement(config(trainer={"devices": [0]}, sampler={"devices": [1]}), gpus=range(3), cores=[0])
+    named = placement(config_of(trainer={"devices": [0]}, sampler={"devices": [1]}), gpus=range(3), cores=[0])
     assert "set sampler.num_samplers=2 sampler.devices=[1,2] to" in named.notice
-    wide = placement(config(trainer={"devices": [0]}, vllm={"tensor_parallel_size": 2}), gpus=range(4), cores=[0])
+    wide = placement(config_of(trainer={"devices": [0]}, vllm={"tensor_parallel_size": 2}), gpus=range(4), cores=[0])
     assert wide.notice == "GPU 3 stays idle: name more GPUs in trainer.devices", "too few for one more sampler"
-    assert placement(config(), gpus=range(8), cores=[0]).notice == ""
+    assert placement(config_of(), gpus=range(8), cores=[0]).notice == ""
 
 
 @pytest.mark.parametrize(
@@ -473,7 +468,7 @@ def test_gpus_that_nobody_uses_are_named_with_what_would_use_them():
     ],
 )
 def test_each_of_several_samplers_gets_its_gpus(sections, of_samplers, trainer):
-    place = placement(config(**sections), gpus=range(8), cores=[0])
+    place = placement(config_of(**sections), gpus=range(8), cores=[0])
     assert [one.env["CUDA_VISIBLE_DEVICES"] for one in place.samplers] == of_samplers
     assert trainer is None or place.launcher_args == ("--include", trainer)
     assert ",".join(map(str, place.sampler_gpus)) == ",".join(of_samplers)
@@ -484,30 +479,30 @@ def test_each_of_several_samplers_gets_its_gpus(sections, of_samplers, trainer):
 def test_more_samplers_than_gpus_is_an_error_with_the_number_that_fits():
     with pytest.raises(UserError, match=r"num_samplers 3 of 2 GPUs each need 6 GPUs .* set sampler.num_samplers=2,"):
         place = {"devices": [0, 1, 2, 3], "num_samplers": 3}
-        placement(config(sampler=place, vllm={"tensor_parallel_size": 2}), gpus=range(8), cores=[0])
+        placement(config_of(sampler=place, vllm={"tensor_parallel_size": 2}), gpus=range(8), cores=[0])
 
 
 def test_several_samplers_without_a_gpu_split_the_samplers_cores_or_threads():
-    ahead = placement(config(trainer=AHEAD, sampler={"num_samplers": 2}), gpus=[], cores=range(8))
+    ahead = placement(config_of(trainer=AHEAD, sampler={"num_samplers": 2}), gpus=[], cores=range(8))
     assert [(one.cores, one.env["OMP_NUM_THREADS"]) for one in ahead.samplers] == [((0, 1), "2"), ((2, 3), "2")]
     assert ahead.sampler_place == "CPU cores 0,1 · CPU cores 2,3 (2 samplers)"
-    few = placement(config(trainer=AHEAD, sampler={"num_samplers": 2}), gpus=[], cores=[0, 1])
+    few = placement(config_of(trainer=AHEAD, sampler={"num_samplers": 2}), gpus=[], cores=[0, 1])
     assert [(one.cores, one.env["OMP_NUM_THREADS"]) for one in few.samplers] == [((0,), "1")] * 2
-    shared = placement(config(sampler={"num_samplers": 3}, trainer={"max_staleness": 0}), gpus=[], cores=range(8))
+    shared = placement(config_of(sampler={"num_samplers": 3}, trainer={"max_staleness": 0}), gpus=[], cores=range(8))
     assert [(one.cores, one.env["OMP_NUM_THREADS"]) for one in shared.samplers] == [((), "2")] * 3
     assert "(3 samplers)" in shared.sampler_place
-    assert placement(config(), gpus=[], cores=range(8)).samplers == (), "one is as it always was"
+    assert placement(config_of(), gpus=[], cores=range(8)).samplers == (), "one is as it always was"
 
 
 def test_each_of_several_samplers_has_an_id_a_log_and_files_of_its_own(tmp_path):
-    several = config(sampler={"num_samplers": 2}, run={"output_dir": tmp_path})
+    several = config_of(sampler={"num_samplers": 2}, run={"output_dir": tmp_path})
     place = placement(several, gpus=[], cores=[0, 1])
     children = Commands(Path("c.yaml"), [], several, place).samplers()
     assert [child.name for child in children] == ["sampler.0", "sampler.1"]
     assert [child.argv[-2:] for child in children] == [("--id", "sampler.0"), ("--id", "sampler.1")]
     assert [child.log.name for child in children] == ["sampler.0.log", "sampler.1.log"]
     assert all("{pid}" in pattern for child in children for pattern in child.scratch)
-    [one] = Commands(Path("c.yaml"), [], config(), placement(config(), gpus=[], cores=[0, 1])).samplers()
+    [one] = Commands(Path("c.yaml"), [], config_of(), placement(config_of(), gpus=[], cores=[0, 1])).samplers()
     assert (one.name, one.log.name, "--id" in one.argv) == ("sampler", "sampler.log", False)
 
 

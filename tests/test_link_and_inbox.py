@@ -43,6 +43,12 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
     yield from hurried_config(monkeypatch)
 
 
+def changed(config: Config, **sections: dict[str, Any]) -> Config:
+    """The same but for these options."""
+    update = {name: getattr(config, name).model_copy(update=options) for name, options in sections.items()}
+    return config.model_copy(update=update)
+
+
 def train(inbox: Inbox, num_steps: int, first_step: int = 0) -> list[int]:
     """The training loop's calls, two groups a step. Returns the ids in the order in which they were trained."""
     trained = []
@@ -101,7 +107,9 @@ def test_duplicates_are_counted_and_never_trained_twice(config: Config) -> None:
 class Lossy(Link):
     """Loses a third of the messages, whatever they are; by chance, for a loss in step with the beats is for ever."""
 
-    chance = random.Random(1)
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.chance = random.Random(1)
 
     def _send(self, frames: list[bytes]) -> None:
         if self.chance.random() > 1 / 3:
@@ -166,18 +174,6 @@ def test_a_lease_that_is_copied_ends_with_the_first_result_and_the_other_hears_o
 # ---- dead groups, and weights inside a batch -------------------------------------------------------------------
 
 
-class Unlucky(Link):
-    """Loses a third of its messages, at random: with single groups a fixed rhythm could lose the same one for ever."""
-
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
-        self.luck = random.Random(1)
-
-    def _send(self, frames: list[bytes]) -> None:
-        if self.luck.random() < 2 / 3:
-            super()._send(frames)
-
-
 def half_dead(group_id: int, version: int) -> Group | Tombstone:
     """Two of three groups are alive; the others are dead, every seventh of all is a tombstone."""
     if group_id % 7 == 6:
@@ -186,14 +182,13 @@ def half_dead(group_id: int, version: int) -> Group | Tombstone:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-@pytest.mark.parametrize("link_class", [Link, Unlucky])
+@pytest.mark.parametrize("link_class", [Link, Lossy])
 def test_dead_groups_are_refilled_within_the_version_and_every_group_is_taken_once_in_order(
     config: Config, max_staleness: int, link_class: type[Link]
 ) -> None:
-    algorithm = config.algorithm.model_copy(update={"dead_groups": "resample", "max_resamples": 3})
-    trainer = config.trainer.model_copy(update={"max_staleness": max_staleness, "prompts_per_step": 4})
-    rewards = config.rewards.model_copy(update={"max_tombstone_fraction": 1.0})
-    config = config.model_copy(update={"algorithm": algorithm, "trainer": trainer, "rewards": rewards})
+    algorithm = {"dead_groups": "resample", "max_resamples": 3}
+    trainer = {"max_staleness": max_staleness, "prompts_per_step": 4}
+    config = changed(config, algorithm=algorithm, trainer=trainer, rewards={"max_tombstone_fraction": 1.0})
     taken: list[Group | Tombstone] = []
     with make_inbox(config, total=24) as inbox, FakeSampler(config, make=half_dead, link_class=link_class) as sampler:
         for step in range(6):
@@ -213,9 +208,7 @@ def test_dead_groups_are_refilled_within_the_version_and_every_group_is_taken_on
 def test_weights_inside_a_batch_come_with_leases_for_what_is_spent_and_stay_within_the_same_staleness(
     config: Config,
 ) -> None:
-    algorithm = config.algorithm.model_copy(update={"steps_per_generation": 2})
-    weights = config.weights.model_copy(update={"publish_every": "step"})
-    config = config.model_copy(update={"algorithm": algorithm, "weights": weights})
+    config = changed(config, algorithm={"steps_per_generation": 2}, weights={"publish_every": "step"})
     lags = []
     with make_inbox(config) as inbox, FakeSampler(config) as sampler:
         for batch in range(6):
@@ -373,17 +366,13 @@ def lose(inbox: Inbox, name: str) -> None:
         inbox.state.peers[name].heard_at -= inbox.config.channel.lost_after_s
 
 
-def with_channel(config: Config, **changes: float) -> Config:
-    return config.model_copy(update={"channel": config.channel.model_copy(update=changes)})
-
-
 def test_take_gives_up_with_what_is_missing_and_who_was_heard(config: Config) -> None:
     (config.run.output_dir / "logs").mkdir(parents=True)
     (config.run.output_dir / "logs" / "sampler.log").write_text("vllm: loading\nvllm: out of memory\n")
     with make_inbox(config) as inbox, FakeSampler(config, make=lambda g, v: make_group(g if g != 1 else 60, v)):
         inbox.commit(0, published(0))
         until(lambda: 0 in inbox.state.ledger.held and inbox.state.peers["s0"].phase == "sampling")
-        inbox.config = with_channel(config, stall_timeout_s=0.1)  # of `take`; the socket's thread keeps its own
+        inbox.config = changed(config, channel={"stall_timeout_s": 0.1})  # of `take`; the socket's thread keeps its own
         with pytest.raises(Retryable) as caught:
             inbox.take([0, 1])
     message = str(caught.value)
@@ -394,7 +383,7 @@ def test_take_gives_up_with_what_is_missing_and_who_was_heard(config: Config) ->
 
 
 def test_waiting_for_a_first_sampler_has_a_deadline_and_says_where_it_listens(config: Config) -> None:
-    config = with_channel(config, connect_timeout_s=0.1)
+    config = changed(config, channel={"connect_timeout_s": 0.1})
     with (
         make_inbox(config) as inbox,
         pytest.raises(Retryable, match=r"a sampler to connect; no sampler on ipc://.*python sampling.py.* running"),
@@ -408,7 +397,7 @@ def test_the_first_sampler_introduces_itself(config: Config) -> None:
 
 
 def test_a_sampler_gives_up_on_a_trainer_that_never_answers(config: Config) -> None:
-    link = Link(with_channel(config, connect_timeout_s=0.3), "s0", HELLO)
+    link = Link(changed(config, channel={"connect_timeout_s": 0.3}), "s0", HELLO)
     start = time.monotonic()
     with pytest.raises(Retryable, match=r"the trainer has not answered on ipc://.*training_worker\.py.*trainer\.log"):
         while not overdue(time.monotonic() - start, 5):
@@ -438,7 +427,7 @@ def test_a_long_wait_is_reported_with_what_is_normal(config: Config, monkeypatch
 
 def test_the_leases_of_a_lost_sampler_go_to_the_other(config: Config) -> None:
     said: list[str] = []
-    config = with_channel(config, lost_after_s=60.0)
+    config = changed(config, channel={"lost_after_s": 60.0})
     with make_inbox(config, say=said.append) as inbox:
         silent = channel.connect_dealer(config, "silent", 4)
         silent.send_multipart(wire.encode(wire.Envelope("", "", "silent"), HELLO))
@@ -475,7 +464,7 @@ def test_a_restarted_sampler_begins_where_it_is_needed(config: Config) -> None:
 
 
 def test_a_restarted_trainer_makes_the_sampler_forget_and_the_stream_goes_on(config: Config) -> None:
-    config = with_channel(config, lost_after_s=0.3)
+    config = changed(config, channel={"lost_after_s": 0.3})
     with FakeSampler(config) as sampler:
         first = make_inbox(config, incarnation="start-1")
         first.__enter__()
@@ -569,7 +558,7 @@ def test_a_samplers_user_error_before_its_hello_ends_the_wait_for_it(config: Con
 
 
 def test_a_sampler_that_goes_leaves_its_leases_to_others_at_once(config: Config) -> None:
-    config = with_channel(config, lost_after_s=30.0)
+    config = changed(config, channel={"lost_after_s": 30.0})
     with make_inbox(config) as inbox:
         with FakeSampler(config, "s1", make=lambda g, v: make_group(60, v)) as leaving:
             inbox.commit(0, published(0))
@@ -590,8 +579,7 @@ def failing_below(limit: int) -> Callable[[int, int], Group | Tombstone]:
 def test_tombstones_are_taken_like_groups_until_there_are_too_many(
     config: Config, fraction: float, allowed: int
 ) -> None:
-    rewards = config.rewards.model_copy(update={"max_tombstone_fraction": fraction})
-    config = config.model_copy(update={"rewards": rewards})
+    config = changed(config, rewards={"max_tombstone_fraction": fraction})
     said: list[str] = []
     with make_inbox(config, say=said.append) as inbox, FakeSampler(config, make=failing_below(allowed)):
         assert train(inbox, 8) == list(range(16))
@@ -617,7 +605,7 @@ def test_an_evaluation_is_shared_in_chunks_and_comes_back_in_order(config: Confi
 
 
 def test_a_lost_evaluation_result_is_sent_again(config: Config) -> None:
-    with make_inbox(config) as inbox, FakeSampler(config, link_class=Unlucky):
+    with make_inbox(config) as inbox, FakeSampler(config, link_class=Lossy):
         for step in range(5):
             inbox.commit(2 * step, published(step), f"v{step}", num_problems=130)
             inbox.take([2 * step, 2 * step + 1])
@@ -625,7 +613,7 @@ def test_a_lost_evaluation_result_is_sent_again(config: Config) -> None:
 
 
 def test_the_evaluation_of_a_lost_sampler_goes_to_the_other(config: Config) -> None:
-    config = with_channel(config, lost_after_s=60.0)
+    config = changed(config, channel={"lost_after_s": 60.0})
     with make_inbox(config) as inbox:
         silent = channel.connect_dealer(config, "silent", 4)
         silent.send_multipart(wire.encode(wire.Envelope("", "", "silent"), HELLO))
@@ -683,8 +671,7 @@ def failing(*problems: int) -> Callable[[EvalRequest, int], EvalResult]:
 def test_held_out_problems_that_cannot_be_scored_are_left_out_until_there_are_too_many(
     config: Config, fraction: float, allowed: int
 ) -> None:
-    rewards = config.rewards.model_copy(update={"max_tombstone_fraction": fraction})
-    config = config.model_copy(update={"rewards": rewards})
+    config = changed(config, rewards={"max_tombstone_fraction": fraction})
     said: list[str] = []
     with make_inbox(config, say=said.append) as inbox, FakeSampler(config) as sampler:
         sampler.make_eval = failing(*range(64 - 1, 64 - 1 + allowed))  # in two chunks

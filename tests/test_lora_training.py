@@ -22,7 +22,7 @@ from tests.gloo_data import NUM_STEPS, STAGES
 from tests.launch_worker import launch
 from tests.lora_worker import LORA, RESUMED_LIKE_ZERO_1, VARIANTS
 from tests.plain_training import PlainTraining
-from tests.tiny import VOCAB_SIZE, dense_logprobs, tiny_model
+from tests.tiny import VOCAB_SIZE, dense_logprobs, difference, tiny_model
 
 pytestmark = pytest.mark.gloo
 
@@ -91,13 +91,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.fixture(scope="module")
 def plain(runs: Runs) -> PeftTraining:
     return PeftTraining(runs.model)
-
-
-def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Relative, in the Euclidean norm over all tensors."""
-    assert found.keys() == expected.keys()
-    flat = [torch.cat([t[name].double().flatten() for name in sorted(t)]) for t in (found, expected)]
-    return ((flat[0] - flat[1]).norm() / flat[1].norm()).item()
 
 
 @every_exact_run

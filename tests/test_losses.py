@@ -81,28 +81,20 @@ def test_the_worked_vector_of_two_completions_of_two_tokens() -> None:
     assert terms.kl.tolist() == pytest.approx([0.0] * 4, abs=1e-15)
 
 
-def test_clip_stops_the_gradient_when_the_ratio_is_high_and_the_advantage_positive() -> None:
-    objective, gradient, terms = one_token(prob=0.6, old=0.4, advantage=2.0)  # ratio 1.5
-    assert (objective, gradient) == (pytest.approx(1.2 * 2), 0.0)
-    assert terms.is_clipped.item()
-
-
-def test_no_clip_when_the_ratio_is_high_and_the_advantage_negative() -> None:
-    objective, gradient, terms = one_token(prob=0.6, old=0.4, advantage=-2.0)
-    assert (objective, gradient) == (pytest.approx(-3.0), pytest.approx(-3.0))
-    assert not terms.is_clipped.item()
-
-
-def test_clip_stops_the_gradient_when_the_ratio_is_low_and_the_advantage_negative() -> None:
-    objective, gradient, terms = one_token(prob=0.2, old=0.4, advantage=-2.0)  # ratio 0.5
-    assert (objective, gradient) == (pytest.approx(-1.6), 0.0)
-    assert terms.is_clipped.item()
-
-
-def test_no_clip_when_the_ratio_is_low_and_the_advantage_positive() -> None:
-    objective, gradient, terms = one_token(prob=0.2, old=0.4, advantage=2.0)
-    assert (objective, gradient) == (pytest.approx(1.0), pytest.approx(1.0))
-    assert not terms.is_clipped.item()
+@pytest.mark.parametrize(
+    ("prob", "advantage", "expected", "is_clipped"),
+    [
+        pytest.param(0.6, 2.0, 1.2 * 2, True, id="the ratio is high and the advantage positive: clipped"),  # 1.5
+        pytest.param(0.6, -2.0, -3.0, False, id="the ratio is high and the advantage negative: not clipped"),
+        pytest.param(0.2, -2.0, -1.6, True, id="the ratio is low and the advantage negative: clipped"),  # 0.5
+        pytest.param(0.2, 2.0, 1.0, False, id="the ratio is low and the advantage positive: not clipped"),
+    ],
+)
+def test_a_clip_stops_the_gradient(prob: float, advantage: float, expected: float, is_clipped: bool) -> None:
+    objective, gradient, terms = one_token(prob=prob, old=0.4, advantage=advantage)
+    assert objective == pytest.approx(expected)
+    assert gradient == (0.0 if is_clipped else pytest.approx(expected))
+    assert terms.is_clipped.item() == is_clipped
 
 
 def test_epsilon_high_widens_only_the_upper_side() -> None:
@@ -114,21 +106,19 @@ def test_epsilon_high_widens_only_the_upper_side() -> None:
     assert low[:2] == (pytest.approx(-0.8), 0.0)
 
 
-def test_k3_of_a_token_twice_as_likely_under_the_reference() -> None:
-    # log(ref/π) = ln 2: k3 = 2 − ln 2 − 1; d k3 / d log π = 1 − ref/π = −1
-    k3 = 1 - math.log(2)
-    objective, gradient, terms = one_token(prob=0.2, old=0.2, ref=0.4, advantage=0.0, beta=0.5)
+@pytest.mark.parametrize(
+    ("prob", "ref", "k3", "slope"),
+    [
+        # log(ref/π) = ln 2: k3 = 2 − ln 2 − 1; d k3 / d log π = 1 − ref/π = −1; upwards, towards the reference
+        pytest.param(0.2, 0.4, 1 - math.log(2), 0.5, id="twice as likely under the reference"),
+        pytest.param(0.4, 0.2, 0.5 + math.log(2) - 1, -0.25, id="half as likely under the reference"),
+    ],
+)
+def test_k3_of_a_token(prob: float, ref: float, k3: float, slope: float) -> None:
+    objective, gradient, terms = one_token(prob=prob, old=prob, ref=ref, advantage=0.0, beta=0.5)
     assert terms.kl.item() == pytest.approx(k3)
     assert objective == pytest.approx(-0.5 * k3)
-    assert gradient == pytest.approx(0.5)  # upwards, towards the reference
-
-
-def test_k3_of_a_token_half_as_likely_under_the_reference() -> None:
-    k3 = 0.5 + math.log(2) - 1
-    objective, gradient, terms = one_token(prob=0.4, old=0.4, ref=0.2, advantage=0.0, beta=0.5)
-    assert terms.kl.item() == pytest.approx(k3)
-    assert objective == pytest.approx(-0.5 * k3)
-    assert gradient == pytest.approx(-0.25)
+    assert gradient == pytest.approx(slope)
 
 
 def test_the_kl_term_acts_on_a_clipped_token_too() -> None:

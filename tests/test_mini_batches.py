@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.config import Config
+from tests.configs import config_of
 from trainer.data.mini_batches import steps
 
 pytestmark = pytest.mark.fast
@@ -16,15 +17,8 @@ pytestmark = pytest.mark.fast
 
 def config(prompts: int, mini_batches: int, passes: int, shuffle: bool = False, seed: int = 0) -> Config:
     settings = {"steps_per_generation": mini_batches, "num_iterations": passes, "shuffle_mini_batches": shuffle}
-    return Config.model_validate(
-        {
-            "run": {"seed": seed},
-            "model": {"path": "m"},
-            "data": {"train": "t.jsonl"},
-            "algorithm": settings,
-            "trainer": {"prompts_per_step": prompts, "max_steps": 3 * mini_batches * passes},
-        }
-    )
+    trainer = {"prompts_per_step": prompts, "max_steps": 3 * mini_batches * passes}
+    return config_of(run={"seed": seed}, algorithm=settings, trainer=trainer)
 
 
 def test_without_mini_batches_a_batch_is_one_step() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from common.config import Config, Data, PromptTemplate
 from common.errors import UserError
@@ -21,7 +20,8 @@ from model.images import Vision, encode_image, read_vision
 from sampler.dataset import fingerprint, load_data
 from sampler.pictures import encode_problem, open_picture, require_sendable, sources
 from sampler.prompts import make_prompt, make_prompts
-from tests.vision import END, PAD, PLAIN, START, file_of, picture, write_vision_settings
+from tests.configs import config_of
+from tests.vision import END, PAD, PLAIN, START, byte_tokenizer, file_of, picture, write_vision_settings
 
 pytestmark = pytest.mark.fast
 
@@ -33,15 +33,8 @@ RED, BLUE = file_of(picture(84, 56)), file_of(picture(56, 56, seed=1), "JPEG")
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """One token per byte, and the marks of turns and images."""
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    model = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = decoders.ByteLevel()
-    model.add_special_tokens(["<|im_start|>", "<|im_end|>", START, PAD, END])
-    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<|im_end|>")
+    """With the marks of turns and images."""
+    return byte_tokenizer("<|im_start|>", "<|im_end|>", START, PAD, END)
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +288,7 @@ def test_images_that_fit_no_message_are_refused_before_anything_is_sampled(token
 
 
 def config_for(model: Path, **data: Any) -> Config:
-    return Config.model_validate({"model": {"path": str(model)}, "data": {"train": "x.jsonl"} | data})
+    return config_of({"path": str(model)}, data)
 
 
 def test_a_text_model_is_refused_for_images_and_a_vision_model_without_them(tmp_path: Path, vision: Vision) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.config import Config, load
+from common.config import load
 from launcher.batch_plan import BatchPlan, batch_plan, epochs, lines, one_line
 from launcher.compute_time import Device, known_device, sampler_seconds, trainer_seconds
 from launcher.fit import fit, reference_side
@@ -23,8 +23,9 @@ from launcher.memory import layer_activations, sampler_memory, smaller, states, 
 from launcher.placement import placement
 from launcher.workload import Workload
 from model.dims import ModelDims, model_dims
+from tests.configs import config_of
 from tests.speed import limit, overdue
-from tests.tiny import tiny_model
+from tests.tiny import bytes_kept, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 QWEN = ModelDims(1536, 8960, 28, 12, 2, 128, 151936, tied=True, bias=True)  # Qwen2.5-1.5B
@@ -66,10 +67,6 @@ def test_the_config_for_geometry3k_prints_its_sources_arithmetic() -> None:
     assert "6 sequences in one forward of one rank; 8 accumulation steps" in said["micro-batches"]
     assert "with 2 sequences at a time: 24 accumulation steps" in said["micro-batches"]  # as EasyR1's example has it
     assert "drop the rest: 8 steps an epoch" in said["epoch"]
-
-
-def config_of(**sections: Any) -> Config:
-    return Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}} | sections)
 
 
 def test_a_config_counts_whole_groups() -> None:
@@ -247,21 +244,9 @@ def test_activations_are_those_that_torch_keeps(dtype: str, prompt: int) -> None
             attn_implementation=attention.NAME,
         )
         model = Qwen2ForCausalLM(config).to(getattr(torch, dtype))
-        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        kept: dict[int, Any] = {}  # the tensors too: a freed storage's address would be used again
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                kept[storage.data_ptr()] = tensor
-            return tensor
-
         row = pack([([1] * prompt, [[2] * completion] * completions)])
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            model.get_decoder()(
-                input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
-            )
-        return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+        given = {"input_ids": row.input_ids, "position_ids": row.position_ids, "spans": row.spans}
+        return bytes_kept(model, lambda: model.get_decoder()(use_cache=False, **given))
 
     changes = {"dtype": dtype, "prompt": prompt, "completion": completion, "num_generations": completions}
     changes |= {"on_gpu": False}  # where torch's kernel keeps no scores in float32 either

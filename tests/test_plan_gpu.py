@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.config import Config, load
+from common.config import load
 from launcher import memory_table, run, workload
 from launcher.fit import Fit, fit
 from launcher.machine import GIB, Machine
@@ -16,6 +16,7 @@ from launcher.memory import published_versions, resident_sampler, sampler_memory
 from launcher.placement import placement
 from launcher.workload import Workload, workload_of
 from model.dims import ModelDims
+from tests.configs import config_of
 from tests.test_plan import QWEN, load_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -120,7 +121,7 @@ def test_a_process_that_was_killed_for_memory_is_told_what_is_resident(monkeypat
     """The program's 512 MiB, not the 1.5 GiB of a GPU's context."""
     monkeypatch.setattr(run, "read_dims", lambda path, revision: SMOL)
     monkeypatch.setattr(run, "this_machine", lambda gpus: Machine(0, 0, "", 64 * GIB, 2))
-    config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "vllm": {"max_num_seqs": 8}})
+    config = config_of(vllm={"max_num_seqs": 8})
     assert "context 0.5 GiB" in run._less_memory(config, placement(config, (), (0, 1)), "trainer")
 
 

@@ -18,6 +18,7 @@ from launcher.workload import Workload, workload_of
 from model.dims import ModelDims, model_dims
 from model.images import Vision
 from model.vision_dims import VisionDims
+from tests.tiny import bytes_kept
 from tests.tiny_vision import FAMILIES, vision_config
 from tests.vision import PLAIN, picture, write_vision_settings
 from trainer.data.micro_batches import work
@@ -94,21 +95,11 @@ def test_activations_of_the_tower_are_those_that_torch_keeps(family: str, dtype:
             setattr(config.vision_config, name, value)
         tower = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").model.visual
         tower = tower.to(getattr(torch, dtype))
-        weights = {p.untyped_storage().data_ptr() for p in tower.parameters()}
-        kept: dict[int, Any] = {}
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                kept[storage.data_ptr()] = tensor
-            return tensor
-
         found = model_dims(config.to_dict())
         assert found is not None and found.vision is not None
         pixels = torch.zeros(256, 6 * found.vision.patch**2)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            tower(pixels.to(tower.dtype), grid_thw=torch.tensor([[1, 16, 16]]))
-        return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()), found.vision
+        kept = bytes_kept(tower, lambda: tower(pixels.to(tower.dtype), grid_thw=torch.tensor([[1, 16, 16]])))
+        return kept, found.vision
 
     (four, tower), (three, shallower) = saved(4), saved(3)
     load = Workload(qwen(), dtype, 1, 0, 512, 64, 2, 1, 1, images=1, patches=256, on_gpu=False)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from common.config import Data, PromptTemplate
 from common.errors import UserError
@@ -14,6 +13,7 @@ from common.types import Problem
 from model.tokenizer import load_tokenizer
 from sampler.prompts import make_prompt, make_prompts
 from tests.speed import limit
+from tests.vision import byte_tokenizer
 
 pytestmark = pytest.mark.fast
 
@@ -25,15 +25,8 @@ CHAT = PromptTemplate(chat_template=CHATML)
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """One token per byte, and the two ChatML marks; it has no chat template, as base models have none."""
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    model = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = decoders.ByteLevel()
-    model.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<|im_end|>")
+    """As base models have it, without a chat template."""
+    return byte_tokenizer("<|im_start|>", "<|im_end|>")
 
 
 def problem(question, **columns):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from common.weights import BadWeights, Published
 from sampler.fetch import Fetcher, scratch_dir
 from sampler.proof import Proof
 from sampler.reload import CanaryBounds, _require_canary, reload
-from tests.protocol_helpers import make_config, short_folder
+from tests.protocol_helpers import make_config
 from tests.protocol_weights import publish
 from tests.speed import limit
 
@@ -41,12 +40,6 @@ class Engine:
 
     def score(self, sequences: Any) -> Any:
         return [np.full(len(sequence) - 1, self.canary_score, np.float32) for sequence in sequences]
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with short_folder() as path:
-        yield path
 
 
 @pytest.fixture

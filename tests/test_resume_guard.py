@@ -16,6 +16,7 @@ from common.config import Config, Data, PromptTemplate
 from common.errors import UserError
 from common.types import Problem, Prompt
 from sampler.dataset import fingerprint
+from tests.configs import config_in
 from trainer.loop import Trainer
 from trainer.save import checkpoint, resume
 from trainer.save.checkpoint import Progress
@@ -23,11 +24,6 @@ from trainer.save.checkpoint import Progress
 pytestmark = pytest.mark.fast
 
 CANARY = "canary-5f1e"
-
-
-def config_for(tmp_path: Path, **sections: Any) -> Config:
-    given: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t"}, "run": {"output_dir": tmp_path / "run"}}
-    return Config.model_validate(given | sections)
 
 
 def saved(config: Config, **changed: Any) -> Path:
@@ -78,12 +74,11 @@ OTHER_VALUES: dict[str, dict[str, Any]] = {
 def test_every_setting_of_data_and_prompt_is_guarded_but_those_of_the_evaluation(
     tmp_path: Path, section: str, field: str
 ) -> None:
-    folder, value = saved(config_for(tmp_path)), OTHER_VALUES[section][field]
+    folder, value = saved(config_in(tmp_path)), OTHER_VALUES[section][field]
     if value == TEMPLATE:
         value = tmp_path / "template.jinja"
         value.write_text(TEMPLATE)
-    given = {"train": "t"} | {field: value} if section == "data" else {field: value}
-    changed = config_for(tmp_path, **{section: given})
+    changed = config_in(tmp_path, **{section: {field: value}})
     if (section, field) in (("data", "eval"), ("data", "eval_size")):
         assert resumed(folder, changed).step == 40
         return
@@ -101,17 +96,17 @@ def test_a_template_file_counts_by_its_contents_wherever_it_lies(tmp_path: Path,
     first, second = tmp_path / "first.jinja", tmp_path / "second.jinja"
     first.write_text(TEMPLATE)
     second.write_text(TEMPLATE)
-    folder = saved(config_for(tmp_path, prompt={name: first}))
-    assert resumed(folder, config_for(tmp_path, prompt={name: second})).step == 40
+    folder = saved(config_in(tmp_path, prompt={name: first}))
+    assert resumed(folder, config_in(tmp_path, prompt={name: second})).step == 40
     first.write_text("Solve: " + TEMPLATE)
     with pytest.raises(UserError, match=rf"prompt\.{name}='a file with BLAKE3 [0-9a-f]{{16}}' \(was 'a file with"):
-        resumed(folder, config_for(tmp_path, prompt={name: first}))
+        resumed(folder, config_in(tmp_path, prompt={name: first}))
 
 
 def test_a_template_file_that_is_gone_is_another_one(tmp_path: Path) -> None:
     template = tmp_path / "first.jinja"
     template.write_text(TEMPLATE)
-    config = config_for(tmp_path, prompt={"format_prompt": template})
+    config = config_in(tmp_path, prompt={"format_prompt": template})
     folder = saved(config)
     template.unlink()
     with pytest.raises(UserError, match=r"prompt\.format_prompt='a file that is not here' \(was 'a file with BLAKE3"):
@@ -127,7 +122,7 @@ def test_a_template_file_that_is_gone_is_another_one(tmp_path: Path) -> None:
     ],
 )
 def test_what_decides_no_problem_may_change(tmp_path: Path, sections: dict[str, Any]) -> None:
-    assert resumed(saved(config_for(tmp_path)), config_for(tmp_path, **sections)).step == 40
+    assert resumed(saved(config_in(tmp_path)), config_in(tmp_path, **sections)).step == 40
 
 
 @pytest.mark.parametrize(
@@ -146,7 +141,7 @@ def test_a_file_of_your_own_that_was_edited_is_said_once_and_the_run_goes_on(
     file, said = tmp_path / "mine.py", list[str]()
     file.write_text("def f(rewards, logprobs, completions): ...")
     sections = json.loads(json.dumps(sections).replace("FILE", str(file)))
-    config = config_for(tmp_path, run={"output_dir": tmp_path / "run", "resume": True}, **sections)
+    config = config_in(tmp_path, run={"output_dir": tmp_path / "run", "resume": True}, **sections)
     folder = saved(config)
     assert resume.find_checkpoint(config, said.append) == str(folder) and said == []
     file.write_text("def f(rewards, logprobs, completions): return rewards")
@@ -157,32 +152,32 @@ def test_a_file_of_your_own_that_was_edited_is_said_once_and_the_run_goes_on(
 
 
 def test_an_own_function_that_is_named_only_now_is_no_edited_one(tmp_path: Path) -> None:
-    folder, said = saved(config_for(tmp_path)), list[str]()
+    folder, said = saved(config_in(tmp_path)), list[str]()
     (tmp_path / "mine.py").write_text("def f(rewards): ...")
     run, algorithm = {"output_dir": tmp_path / "run", "resume": True}, {"adv_estimator": f"{tmp_path}/mine.py:f"}
-    assert resume.find_checkpoint(config_for(tmp_path, run=run, algorithm=algorithm), said.append) == str(folder)
+    assert resume.find_checkpoint(config_in(tmp_path, run=run, algorithm=algorithm), said.append) == str(folder)
     assert said == []
 
 
 def test_no_secret_of_a_setting_is_in_the_checkpoint_or_in_the_message(tmp_path: Path) -> None:
     data = {"train": f"https://me:{CANARY}@host/a"}
-    config = config_for(tmp_path, data=data, prompt={"chat_template_kwargs": {"api_key": CANARY}})
+    config = config_in(tmp_path, data=data, prompt={"chat_template_kwargs": {"api_key": CANARY}})
     folder = saved(config)
     assert CANARY not in (folder / run_folder.COMMIT).read_text()
     with pytest.raises(UserError, match=r"data\.train='t' \(was 'https://\*\*\*@host/a'\)") as caught:
-        resumed(folder, config_for(tmp_path))
+        resumed(folder, config_in(tmp_path))
     assert CANARY not in str(caught.value)
 
 
 def test_a_checkpoint_that_says_its_secrets_is_resumed_with_the_same_ones(tmp_path: Path) -> None:
     """Those that were saved before secrets were hidden."""
-    config = config_for(tmp_path, data={"train": f"https://me:{CANARY}@host/a"})
+    config = config_in(tmp_path, data={"train": f"https://me:{CANARY}@host/a"})
     stream = resume.stream_settings(config) | {"data.train": f"https://me:{CANARY}@host/a"}
     assert resumed(saved(config, stream=stream), config).step == 40
 
 
 def test_a_checkpoint_of_before_is_resumed_and_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
-    config = config_for(tmp_path, data={"train": "t", "answer_key": "solution"}, run={"output_dir": tmp_path / "run"})
+    config = config_in(tmp_path, data={"answer_key": "solution"})
     stream = {k: v for k, v in resume.stream_settings(config).items() if not k.startswith("prompt.")}
     del stream["data.answer_key"]
     folder = saved(config, stream=stream, dataset_fingerprint=None, tokenizer_hash=None)
@@ -198,20 +193,20 @@ def test_a_checkpoint_of_before_is_resumed_and_what_cannot_be_compared_is_said(t
 
 
 def test_a_complete_checkpoint_is_found_without_a_word(tmp_path: Path) -> None:
-    config = config_for(tmp_path, run={"output_dir": tmp_path / "run", "resume": True})
+    config = config_in(tmp_path, run={"output_dir": tmp_path / "run", "resume": True})
     folder, said = saved(config), list[str]()
     assert resume.find_checkpoint(config, said.append) == str(folder)
     assert said == []
 
 
 def test_a_folder_with_checkpoints_is_never_overwritten_and_an_empty_one_never_resumed(tmp_path: Path) -> None:
-    config = config_for(tmp_path, run={"output_dir": tmp_path / "run"})
+    config = config_in(tmp_path)
     assert resume.find_checkpoint(config) == ""
     folder = saved(config)
     with pytest.raises(UserError, match=r"already holds checkpoints\. Continue it with run\.resume=true, or start"):
         resume.find_checkpoint(config)
     (folder / run_folder.COMMIT).unlink()
-    resuming = config_for(tmp_path, run={"output_dir": tmp_path / "run", "resume": True})
+    resuming = config_in(tmp_path, run={"output_dir": tmp_path / "run", "resume": True})
     with pytest.raises(UserError, match=r"holds no valid checkpoint; leave run\.resume out to start anew"):
         resume.find_checkpoint(resuming, lambda _: None)
 
@@ -245,7 +240,7 @@ def test_another_tokenizer_is_refused() -> None:
 
 def test_a_resumed_run_with_an_edited_train_file_ends_at_the_first_hello(tmp_path: Path) -> None:
     trainer: Any = object.__new__(Trainer)
-    trainer.config, trainer.progress = config_for(tmp_path), progress("a" * 32)
+    trainer.config, trainer.progress = config_in(tmp_path), progress("a" * 32)
     trainer.rank_zero = SimpleNamespace(source=SimpleNamespace(wait_for_sampler=lambda: hello("b" * 32)))
     with pytest.raises(UserError) as caught:
         trainer.run()

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from common.config import Config
 from common.weights import Published
 from report.run_log import MetricsLog, read_jsonl
+from tests.configs import config_of
 from trainer import loop
 from trainer.loop import Trainer
 from trainer.record.rank_zero import RankZero
@@ -26,14 +26,8 @@ EVALUATION = {"n": 1, "problems": 1, "full_marks": {"answer": 1}, "mean": {"answ
 
 def evaluated_after_resume(output_dir: Path, monkeypatch: pytest.MonkeyPatch, step: int, version: int) -> list[str]:
     """The evaluations that a trainer leases which resumes at this step and has only the end of the run before it."""
-    config = Config.model_validate(
-        {
-            "run": {"output_dir": output_dir, "resume": True},
-            "model": {"path": "m"},
-            "data": {"train": "t", "eval": "e"},
-            "trainer": {"max_steps": step},
-        }
-    )
+    run = {"output_dir": output_dir, "resume": True}
+    config = config_of(run=run, data={"eval": "e"}, trainer={"max_steps": step})
     leased: list[str] = []
 
     def commit(cursor: int, published: Published, eval_id: str | None, num_problems: int) -> None:

@@ -20,12 +20,12 @@ from launcher.output_dir import LOCK, check_folder, move_aside
 from launcher.placement import placement
 from launcher.run import built_by, main, parse
 from report.run_log import MetricsLog
+from tests.configs import config_of
 from tests.speed import overdue
 
 
 def config(folder: Path, resume: bool = False) -> Config:
-    settings = {"run": {"output_dir": folder, "resume": resume}, "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
-    return Config.model_validate(settings)
+    return config_of(run={"output_dir": folder, "resume": resume})
 
 
 @pytest.mark.processes
@@ -102,8 +102,8 @@ def test_a_run_that_made_steps_leaves_a_report_however_it_ends(tmp_path, monkeyp
     log.log(1, {"reward": 1.0})
     log.close()
     monkeypatch.setattr(launcher_run, "Supervisor", lambda *_: SimpleNamespace(run=lambda: code))
-    config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "run": {"output_dir": folder}})
-    command = Commands(tmp_path / "c.yaml", (), config, placement(config, (), (0, 1)))
+    settings = config(folder)
+    command = Commands(tmp_path / "c.yaml", (), settings, placement(settings, (), (0, 1)))
     assert launcher_run._run(command) == code
     assert (folder / "report.html").exists() and (folder / "curves.png").exists()
     assert f"report: {folder / 'report.html'}" in capsys.readouterr().out
@@ -153,7 +153,7 @@ def test_after_a_kill_for_memory_the_estimate_of_plan_stands_beside_what_needs_l
         '{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "intermediate_size": 128, '
         '"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}'
     )
-    settings = Config.model_validate({"model": {"path": str(tmp_path)}, "data": {"train": "t.jsonl"}})
+    settings = config_of({"path": str(tmp_path)})
     monkeypatch.setattr(launcher_run, "visible_gpus", lambda _: ())
     said = launcher_run._less_memory(settings, placement(settings, (), (0, 1)), "trainer")
     assert said.startswith("plan estimates ") and " GiB per rank: weights" in said

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from common import exits
-from common.config import Config
 from common.errors import Interrupted, OutOfTime
+from tests.configs import config_of
 from trainer.loop import Trainer
 from trainer.save import saver as saver_module
 from trainer.save.checkpoint import Progress
@@ -36,7 +36,7 @@ class Run:
         self.clock, self.saved = Clock(), list[int]()
         monkeypatch.setattr(saver_module.time, "monotonic", self.clock.monotonic)
         monkeypatch.setattr(saver_module.checkpoint, "save", lambda *given: self.saved.append(given[4].step))
-        config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "trainer": trainer})
+        config = config_of(trainer=trainer)
         exchange: Any = SimpleNamespace(rank=0, world_size=1, agree=agree)
         disk: Any = SimpleNamespace(persist=lambda _what, attempt: attempt(), say=print)
         engine: Any = None

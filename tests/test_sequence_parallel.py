@@ -15,6 +15,7 @@ from common.errors import UserError
 from model.folder import require_models, uneven_heads
 from model.packing import SequenceGroup, Span, pack
 from model.sequence_parallel import gather, shard
+from tests.configs import config_of
 from tests.test_packing import Groups, groups_of_tokens
 from trainer.engine.deepspeed_config import deepspeed_config
 
@@ -80,8 +81,7 @@ def test_a_whole_row_stays_the_row_it_was() -> None:
 
 def config(folder: Path, size: int, **sections: dict) -> Config:
     trainer = {"sequence_parallel_size": size} | sections.pop("trainer", {})
-    given = {"model": {"path": str(folder)}, "data": {"train": "t.jsonl"}, "trainer": trainer}
-    return Config.model_validate(given | sections)
+    return config_of({"path": str(folder)}, trainer=trainer, **sections)
 
 
 def test_the_ranks_of_a_micro_batch_count_as_one_in_batches_and_not_for_deepspeed(tmp_path: Path) -> None:

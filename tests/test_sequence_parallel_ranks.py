@@ -16,8 +16,7 @@ from tests.gloo_data import GROUP_PPO
 from tests.replay_worker import Life, Stack, stack
 from tests.sequence_parallel_worker import LAYOUTS, RANKS, Case
 from tests.test_exact_resume import history, sha256_of_tree, steps_saved
-from tests.test_gloo import difference
-from tests.tiny import VOCAB_SIZE, tiny_model
+from tests.tiny import VOCAB_SIZE, difference, tiny_model
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(600)]
 

@@ -21,12 +21,13 @@ from launcher.memory import sampler_memory, trainer_memory
 from launcher.placement import placement
 from launcher.workload import Workload
 from model.dims import ModelDims
+from tests.configs import config_of
 
 pytestmark = pytest.mark.fast
 SMALL = ModelDims(896, 4864, 24, 14, 2, 64, 151936, tied=True, bias=True)  # Qwen2.5-0.5B
 CARD = Machine(1, 24564 * 2**20, "NVIDIA GeForce RTX 4090", 64 * GIB, 8)
 PER_TOKEN = 2 * 24 * 2 * 64 * 2  # keys and values, layers, key-value heads, size, bytes
-PLACE = placement(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}}), [0], [0, 1])
+PLACE = placement(config_of(), [0], [0, 1])
 
 
 def work_of(**changes: Any) -> Workload:
@@ -34,9 +35,8 @@ def work_of(**changes: Any) -> Workload:
     return replace(work, **changes)
 
 
-def config_of(**sections: Any) -> Config:
-    lengths = {"data": {"train": "t", "max_prompt_length": 384}, "sampler": {"max_completion_length": 512}}
-    return Config.model_validate({"model": {"path": "m"}} | lengths | sections)
+def short(**sections: Any) -> Config:
+    return config_of(data={"max_prompt_length": 384}, **{"sampler": {"max_completion_length": 512}} | sections)
 
 
 def test_a_large_card_gives_the_cache_every_sequence_of_a_batch_and_no_more() -> None:
@@ -94,8 +94,8 @@ def test_each_rank_on_the_one_gpu_counts() -> None:
     assert found.trainer == 2 * of_one
     assert found.cache == pytest.approx(2e8, abs=2)
     place = replace(PLACE, num_ranks=2, trainer_gpus=(0, 0))
-    assert "per rank, 2 ranks on one GPU" in dict(fit(config_of(), work, place, card).lines)["trainer"]
-    (problem,) = fit(config_of(), work, place, replace(CARD, gpu_bytes=8 * GIB)).problems
+    assert "per rank, 2 ranks on one GPU" in dict(fit(short(), work, place, card).lines)["trainer"]
+    (problem,) = fit(short(), work, place, replace(CARD, gpu_bytes=8 * GIB)).problems
     assert f"2 trainer ranks on it need about {2 * of_one / GIB:.1f} GiB" in problem
 
 
@@ -107,40 +107,40 @@ def test_two_ranks_on_one_gpu_are_no_faster_than_one() -> None:
 
 def test_what_is_set_by_hand_stays() -> None:
     for name, value in {"gpu_memory_utilization": 0.4, "kv_cache_memory_bytes": GIB}.items():
-        assert shares.settings(config_of(vllm={name: value}), work_of(), PLACE, CARD) == []
-        assert not shares.are_chosen(config_of(vllm={name: value}), PLACE, CARD)
-    apart = placement(config_of(), [0, 1], [0, 1])
-    assert shares.settings(config_of(), work_of(), apart, replace(CARD, gpus=2)) == []
+        assert shares.settings(short(vllm={name: value}), work_of(), PLACE, CARD) == []
+        assert not shares.are_chosen(short(vllm={name: value}), PLACE, CARD)
+    apart = placement(short(), [0, 1], [0, 1])
+    assert shares.settings(short(), work_of(), apart, replace(CARD, gpus=2)) == []
 
 
 def test_a_gpu_of_unknown_size_is_not_divided() -> None:
     with pytest.raises(UserError, match=r"does not say how large it is; .*add vllm\.gpu_memory_utilization=0\.4"):
-        shares.settings(config_of(), work_of(), PLACE, replace(CARD, gpu_bytes=0))
+        shares.settings(short(), work_of(), PLACE, replace(CARD, gpu_bytes=0))
 
 
 def test_what_does_not_fit_is_refused_with_both_ways_out() -> None:
     with pytest.raises(UserError, match=r"one GPU of 8\.0 GiB for both.*by hand add vllm\.gpu_memory_utilization"):
-        shares.settings(config_of(), work_of(), PLACE, replace(CARD, gpu_bytes=8 * GIB))
+        shares.settings(short(), work_of(), PLACE, replace(CARD, gpu_bytes=8 * GIB))
 
 
 def test_the_plan_shows_the_same_settings_that_a_run_is_started_with() -> None:
-    lines = dict(fit(config_of(), work_of(), PLACE, CARD).lines)
-    assert lines["one GPU"].endswith(" ".join(shares.settings(config_of(), work_of(), PLACE, CARD)))
+    lines = dict(fit(short(), work_of(), PLACE, CARD).lines)
+    assert lines["one GPU"].endswith(" ".join(shares.settings(short(), work_of(), PLACE, CARD)))
     assert "128 of 128 decode at once" in lines["sampler"]
-    (problem,) = fit(config_of(), work_of(), PLACE, replace(CARD, gpu_bytes=8 * GIB)).problems
+    (problem,) = fit(short(), work_of(), PLACE, replace(CARD, gpu_bytes=8 * GIB)).problems
     assert problem.startswith("one GPU of 8.0 GiB for both")
 
 
 def test_a_cache_given_in_bytes_is_what_the_plan_counts() -> None:
-    given = config_of(vllm={"kv_cache_memory_bytes": 10 * 896 * PER_TOKEN})
+    given = short(vllm={"kv_cache_memory_bytes": 10 * 896 * PER_TOKEN})
     assert "10 of 128 decode at once" in dict(fit(given, work_of(), PLACE, CARD).lines)["sampler"]
-    too_much = config_of(vllm={"kv_cache_memory_bytes": 20 * GIB})
+    too_much = short(vllm={"kv_cache_memory_bytes": 20 * GIB})
     assert any("beside the sampler" in problem for problem in fit(too_much, work_of(), PLACE, CARD).problems)
 
 
 def test_on_one_gpu_the_side_of_the_reference_is_still_decided() -> None:
     work = work_of(reference=SMALL)
-    assert reference_side(config_of(algorithm={"beta": 0.1}), work, PLACE, CARD) in ("sampler", "trainer")
+    assert reference_side(short(algorithm={"beta": 0.1}), work, PLACE, CARD) in ("sampler", "trainer")
 
 
 def test_launch_adds_the_settings_and_says_so(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from common.config import Config
 from common.types import Group, Tombstone
+from tests.configs import config_of
 from tests.protocol_helpers import make_group, make_rollout
 from trainer.algorithm.advantages import AdvantageSettings
 from trainer.data.experience import score_rewards
@@ -23,15 +24,7 @@ FIRST = 10  # the cursor: where the batch begins in the stream
 
 
 def config(size: int, **algorithm: Any) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"path": "m"},
-            "data": {"train": "t.jsonl"},
-            "sampler": {"num_generations": 2},
-            "trainer": {"prompts_per_step": size},
-            "algorithm": algorithm,
-        }
-    )
+    return config_of(sampler={"num_generations": 2}, trainer={"prompts_per_step": size}, algorithm=algorithm)
 
 
 def alive(group_id: int) -> Group:

@@ -7,17 +7,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from common.config import Config
 from common.errors import UserError
 from launcher.hosts import HostLine, read_hosts
 from launcher.machine import ROOT
 from launcher.slurm import hosts_of, main, sbatch
 from tests.commands import check, make_task
 from tests.commands import run as run_command
+from tests.configs import config_in
 from tests.speed import limit, until
 from trainer.engine.slurm_rank import take_rank
 
@@ -29,11 +28,6 @@ SRUN = {
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
     "SLURM_JOB_ID": "31234",
 }
-
-
-def config_of(folder: Path, **sections: Any) -> Config:
-    given = {"model": {"path": "m"}, "data": {"train": "t"}, "run": {"output_dir": str(folder / "run")}}
-    return Config.model_validate(given | sections)
 
 
 # ---- srun
@@ -80,7 +74,7 @@ def test_a_rank_of_srun_counts_the_ranks_before_it_imports_anything_large(
 
 @pytest.mark.fast
 def test_the_last_node_samples_and_one_node_does_both(tmp_path: Path) -> None:
-    plain, wide = config_of(tmp_path), config_of(tmp_path, vllm={"tensor_parallel_size": 2})
+    plain, wide = config_in(tmp_path), config_in(tmp_path, vllm={"tensor_parallel_size": 2})
     assert hosts_of(plain, 3, 8) == [(8, 0), (8, 0), (0, 8)]
     assert hosts_of(wide, 2, 8) == [(8, 0), (0, 4)]
     assert hosts_of(wide, 1, 8) == [(6, 1)]
@@ -117,7 +111,7 @@ class Job:
         (root / "launch.sh").write_text(f'echo "$@" >>{folder}/called\necho "$TANDEM_SSH" >{folder}/ssh\n{launch}\n')
         self._program("scontrol", f'[[ $1 == show ]] && printf "node-1\\nnode-2\\n" || echo "$@" >>{folder}/scontrol')
         script = folder / "job.sbatch"
-        script.write_text(sbatch(root, config_of(folder), ["c.yaml", "a.b=1"], 2, 0, "1:00:00"))
+        script.write_text(sbatch(root, config_in(folder), ["c.yaml", "a.b=1"], 2, 0, "1:00:00"))
         given = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[1-2]"}
         self.process = subprocess.Popen(["bash", str(script)], env=os.environ | given)
 

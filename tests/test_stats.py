@@ -11,6 +11,7 @@ import pytest
 
 from common.config import Algorithm, Config
 from common.types import EvalFailure, EvalResult, EvalSample, Group, Rollout, Tombstone
+from tests.configs import config_of
 from trainer.algorithm.sums import TOKEN_SUMS
 from trainer.record.stats import (
     correction_metrics,
@@ -126,8 +127,7 @@ def test_rollout_metrics_by_hand() -> None:
 
 def test_shaping_metrics_by_hand_and_only_where_something_is_shaped() -> None:
     def settings(**algorithm: object) -> Config:
-        sections = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "sampler": {"max_completion_length": 4}}
-        return Config.model_validate(sections | {"algorithm": algorithm})
+        return config_of(sampler={"max_completion_length": 4}, algorithm=algorithm)
 
     assert shaping_metrics(GROUPS, settings(), beta=0.0) == {}
     assert shaping_metrics([TOMBSTONE], settings(soft_punish_cache=2), beta=0.0) == {}

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from common.config import Config
 from report.run_log import MetricsLog, read_jsonl
+from tests.configs import config_of
 from tests.protocol_helpers import make_group, make_rollout, of_two_turns
 from trainer.algorithm.mismatch import CAUSES, MEASURES
 from trainer.algorithm.sums import TOKEN_SUMS
@@ -22,10 +22,7 @@ pytestmark = pytest.mark.fast
 
 def record_of(folder: Path, **rollout: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The line of one step on a rollout of a single turn and one of two, and its samples."""
-    rewards = {"reward_funcs": ["answer"]}
-    config = Config.model_validate(
-        {"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "rewards": rewards, "rollout": rollout}
-    )
+    config = config_of(rewards={"reward_funcs": ["answer"]}, rollout=rollout)
     log, display = MetricsLog(folder), SimpleNamespace(advice=lambda *_: {}, step=lambda *_: None)
     tokenizer: Any = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
     trained = TrainedStep(

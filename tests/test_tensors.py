@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from common.config import Algorithm, Config
 from common.types import Group, Rollout, Tombstone
+from tests.configs import config_of
 from tests.tiny import random_group
 from trainer.algorithm.advantages import AdvantageSettings
 from trainer.algorithm.losses import Denominator, ObjectiveSettings, loss, token_objective
@@ -60,7 +61,7 @@ def num_tokens(groups: Sequence[Group | Tombstone], algorithm: Algorithm) -> int
 
 
 def settings(**algorithm: Any) -> Config:
-    return Config.model_validate({"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "algorithm": algorithm})
+    return config_of(algorithm=algorithm)
 
 
 def denominator(num_completions: int, num_tokens: int = 1) -> Denominator:
@@ -286,14 +287,7 @@ def test_neither_order_nor_packing_nor_micro_batches_nor_ranks_change_loss_and_g
     dealt: tuple[list[Group], list[list[Group]]], choice: dict[str, Any]
 ) -> None:
     step, parts = dealt
-    config = Config.model_validate(
-        {
-            "model": {"path": "m"},
-            "data": {"train": "t.jsonl"},
-            "sampler": {"max_completion_length": 12},
-            "algorithm": choice,
-        }
-    )
+    config = config_of(sampler={"max_completion_length": 12}, algorithm=choice)
     whole_loss, whole_gradient = share(step, step, config)
     shares = [share(part, [g for p in parts for g in p], config) for part in parts]
     assert sum(total for total, _ in shares) == pytest.approx(whole_loss, rel=1e-6, abs=1e-6)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from common.config import Config
 from common.types import Group, Rollout, Tombstone
+from tests.configs import config_of
 from trainer.record import throughput
 from trainer.record.throughput import Throughput, num_devices
 
@@ -58,10 +58,7 @@ def test_the_time_to_the_first_step_counts_from_the_start_of_the_process_and_is_
 
 
 def test_devices_are_the_trainers_ranks_and_those_of_every_sampler() -> None:
-    def config(**sections: dict) -> Config:
-        return Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, **sections})
-
-    assert num_devices(config(), world_size=1, num_samplers=1) == 2
-    assert num_devices(config(), world_size=1, num_samplers=0) == 2, "a replay counts the one it had"
-    assert num_devices(config(vllm={"tensor_parallel_size": 2}), world_size=6, num_samplers=2) == 10
-    assert num_devices(config(sampler={"devices": [0, 1, 2]}), world_size=1, num_samplers=1) == 4
+    assert num_devices(config_of(), world_size=1, num_samplers=1) == 2
+    assert num_devices(config_of(), world_size=1, num_samplers=0) == 2, "a replay counts the one it had"
+    assert num_devices(config_of(vllm={"tensor_parallel_size": 2}), world_size=6, num_samplers=2) == 10
+    assert num_devices(config_of(sampler={"devices": [0, 1, 2]}), world_size=1, num_samplers=1) == 4

@@ -20,6 +20,7 @@ from common.config import Config
 from common.types import Group, Rollout
 from model import logprobs as head
 from model.logprobs import load_causal_lm, score_terms
+from tests.configs import config_of
 from tests.gloo_data import BETA, GAE, GROUP_PPO, TEMPERATURE, settings, turns
 from tests.plain_training import PlainActorCritic, PlainGroupPpo, PlainTraining
 from tests.test_attention import exact
@@ -52,8 +53,7 @@ GROUP = Group(0, 0, 0, np.array([5, 6], np.int32), (TWO_TURNS, rollout(2, (), 0.
 
 def config(**algorithm: Any) -> Config:
     sampler = {"num_generations": 2, "max_completion_length": 8}
-    of = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "sampler": sampler, "algorithm": algorithm}
-    return Config.model_validate(of)
+    return config_of(sampler=sampler, algorithm=algorithm)
 
 
 def micro_batch(group: Group, of: Config) -> tensors.MicroBatch:

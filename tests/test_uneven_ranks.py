@@ -15,7 +15,8 @@ from common.types import Group
 from tests.gloo_data import TRAINER, group
 from tests.plain_training import PlainTraining
 from tests.replay_worker import Stack, stack
-from tests.test_gloo import BETA1, PLAIN_ROUNDING, difference, scaled
+from tests.test_gloo import BETA1, PLAIN_ROUNDING, scaled
+from tests.tiny import difference
 from tests.uneven_ranks import RANKS, Case, cases, counts, shard, some
 
 pytestmark = pytest.mark.gloo

@@ -14,6 +14,7 @@ from common.config import Algorithm, Config
 from common.config.estimators import ESTIMATORS as NAMES
 from common.errors import UserError
 from common.types import Tombstone
+from tests.configs import config_of
 from tests.tiny import random_group
 from trainer.algorithm.advantages import (
     ESTIMATORS,
@@ -42,8 +43,8 @@ def write(folder: Path, *lines: str) -> str:
 
 
 def config(adv_estimator: str, **algorithm: Any) -> Config:
-    sections = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "rewards": {"reward_funcs": ["answer"]}}
-    return Config.model_validate(sections | {"algorithm": {"adv_estimator": adv_estimator, **algorithm}})
+    algorithm = {"adv_estimator": adv_estimator, **algorithm}
+    return config_of(rewards={"reward_funcs": ["answer"]}, algorithm=algorithm)
 
 
 def test_every_estimator_of_the_settings_has_a_formula_or_a_critic() -> None:

@@ -20,6 +20,7 @@ from model.images import ImageFormat, image_format
 from model.logprobs import load_causal_lm, score_logprobs
 from model.packing import Packing, pack
 from model.vision import VisionLayout, axes, freeze_tower, layout_of, with_vision
+from tests.tiny import difference
 from tests.tiny_vision import (
     FAMILIES,
     IMAGE_TOKEN,
@@ -79,13 +80,6 @@ def dense(path: Path, groups: Groups) -> tuple[Tensor, dict[str, Tensor]]:
 def gradient(model: Any, logprobs: Tensor) -> dict[str, Tensor]:
     (logprobs * torch.linspace(-1, 1, len(logprobs)).to(logprobs)).sum().backward()
     return {name: p.grad for name, p in model.named_parameters()}
-
-
-def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Relative, in the Euclidean norm over all parameters."""
-    assert found.keys() == expected.keys()
-    flat = [torch.cat([of[name].double().flatten() for name in sorted(of)]) for of in (found, expected)]
-    return ((flat[0] - flat[1]).norm() / flat[1].norm()).item()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

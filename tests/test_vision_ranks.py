@@ -17,7 +17,7 @@ from model.logprobs import load_causal_lm
 from tests.gloo_data import GROUP_PPO
 from tests.replay_worker import Life, Stack, stack
 from tests.test_exact_resume import history, sha256_of_tree, steps_saved
-from tests.test_gloo import difference
+from tests.tiny import difference
 from tests.tiny_vision import tiny_vision_model, write_tokenizer
 from tests.vision_worker import CASES, VISION, Case, stream
 from trainer.link.recording import Recorder

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.config import Config
+from tests.configs import config_of
 from trainer.loop import Trainer
 from trainer.save.checkpoint import Progress
 
@@ -19,8 +19,8 @@ def trainer(
 ) -> Any:
     """Batches of `passes` steps, 10 batches; `evaluated` by this process, `done` are on record."""
     found = object.__new__(Trainer)
-    given = {"model": {"path": "m"}, "data": {"train": "t", "eval": "e"}, "trainer": {"max_steps": 10 * passes}}
-    found.config = Config.model_validate(given | {"eval": {"steps": every}, "algorithm": {"num_iterations": passes}})
+    given = {"trainer": {"max_steps": 10 * passes}, "algorithm": {"num_iterations": passes}}
+    found.config = config_of(data={"eval": "e"}, eval={"steps": every}, **given)
     found.progress = Progress("run", steps // passes, 0, version, steps, 0, 0, {})
     found._evaluated_version = version if evaluated is None else evaluated
     records = [{"step": v} for v in done]

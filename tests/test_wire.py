@@ -32,7 +32,6 @@ ENVELOPE = Envelope("run", "life", "s0")
 ints = st.integers(-(2**31), 2**31 - 1)
 numbers = st.floats(allow_nan=False)
 scores = st.dictionaries(st.text(max_size=5), st.floats(allow_infinity=False), max_size=3)
-floats32 = st.lists(st.floats(width=32), max_size=6).map(lambda x: np.array(x, np.float32))
 
 
 @st.composite

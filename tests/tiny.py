@@ -11,7 +11,7 @@ import dataclasses
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,13 @@ def dense_values(model: Any, prompt: Sequence[int], completion: Sequence[int]) -
     return torch.stack([model.score(hidden[len(prompt) - 1 + t])[0] for t in range(len(completion))])
 
 
+def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Relative, in the Euclidean norm over all parameters."""
+    assert found.keys() == expected.keys()
+    flat = [torch.cat([t[name].double().flatten() for name in sorted(t)]) for t in (found, expected)]
+    return ((flat[0] - flat[1]).norm() / flat[1].norm()).item()
+
+
 def random_rollout(rng: np.random.Generator, vocab_size: int, length: int, reward: float, beta: float) -> Rollout:
     """A completion whose old and reference log-probs spread around log(1 / vocab_size), the tiny model's own level."""
     level = -np.log(vocab_size)
@@ -162,3 +169,19 @@ def random_group(
     lengths = rng.integers(1, longest + 1, len(rewards))
     rollouts = [random_rollout(rng, vocab_size, int(n), r, beta) for n, r in zip(lengths, rewards, strict=True)]
     return Group(group_id, 0, group_id, prompt, tuple(rollouts))
+
+
+def bytes_kept(model: torch.nn.Module, forward: Callable[[], object]) -> int:
+    """Of every tensor that autograd saves in a forward pass, beside the model's own parameters."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, Tensor] = {}  # the tensors too: a freed storage's address would be used again
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        forward()
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

@@ -9,11 +9,24 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from model.images import ImageFormat, Vision
 
 PLAIN = ImageFormat()
 START, PAD, END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
+
+
+def byte_tokenizer(*marks: str) -> Any:
+    """One token per byte, and these marks. It has no chat template."""
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    model.add_special_tokens([*marks])
+    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<|im_end|>")
 
 
 def picture(width: int = 84, height: int = 84, seed: int = 0) -> Image.Image:
