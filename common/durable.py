@@ -58,12 +58,12 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def make_dir(path: Path, mode: int = 0o777) -> None:
+def make_dir(path: Path) -> None:
     """Makes a folder, and those above it, so that their names survive too. It may stand there already."""
     if not path.is_dir():
         make_dir(path.parent)
         file_operation("mkdir", path)
-        path.mkdir(mode=mode, exist_ok=True)
+        path.mkdir(exist_ok=True)
         fsync_path(path.parent)
 
 
@@ -117,12 +117,17 @@ def commit_dir(temporary: Path, final: Path) -> None:
     failpoint("dir.committed")
 
 
+def replace_dir(temporary: Path, final: Path) -> None:
+    """As commit_dir, in the place of what has the final name."""
+    if final.exists():
+        remove_dir(final)
+    commit_dir(temporary, final)
+
+
 def remove_dir(path: Path) -> None:
     """Deletes a committed folder so that no reader finds half of it: rename first, delete then."""
     trash = path.with_name(f"{TRASH}{path.name}.{os.getpid()}")
-    shutil.rmtree(
-        trash, ignore_errors=True
-    )  # of a killed process with our pid: in a container every start has the same one
+    shutil.rmtree(trash, ignore_errors=True)  # of a killed process: in a container every start has the same pid
     with contextlib.suppress(FileNotFoundError):
         file_operation("rename", trash)
         os.rename(path, trash)

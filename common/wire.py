@@ -101,9 +101,7 @@ class Envelope:
 def encode(envelope: Envelope, message: Message) -> list[bytes]:
     """Three frames. Inverse of `decode`."""
     body, arrays = _to_body(message)
-    header = _encoder.encode(
-        _Header(PROTO, envelope.run_id, envelope.incarnation, envelope.sampler_id, body),
-    )
+    header = _encoder.encode(_Header(PROTO, envelope.run_id, envelope.incarnation, envelope.sampler_id, body))
     return [header, arrays, _digest(header, arrays)]
 
 

@@ -57,13 +57,8 @@ class Commands:
         """Removes stale build locks: a rank killed while it loaded a compiled op would block the next one for ever."""
         remove_stale_build_locks()
         port = free_port()
-        launcher = (
-            str(Path(sys.executable).parent / "deepspeed"),
-            "--log_level",
-            "critical",
-            "--master_port",
-            str(port),
-        )
+        deepspeed = str(Path(sys.executable).parent / "deepspeed")
+        launcher = (deepspeed, "--log_level", "critical", "--master_port", str(port))
         return Child(
             name="trainer",
             argv=(*launcher, *self.place.launcher_args, str(ROOT / "training_worker.py"), *self._arguments, *extra),

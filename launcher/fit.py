@@ -21,7 +21,7 @@ from launcher.memory import (
 )
 from launcher.placement import Placement
 from launcher.shares import are_chosen, longest_sequence, problem, ranks_need, shares
-from launcher.who_waits import engine_gpus, seconds_of_sides, times, vllm_bytes
+from launcher.who_waits import seconds_of_sides, times, vllm_bytes
 from launcher.workload import Workload
 
 
@@ -33,7 +33,7 @@ class Fit:
 
 def fit(config: Config, work: Workload, place: Placement, machine: Machine) -> Fit:
     trainer = trainer_memory(work)
-    sampler = sampler_memory(work, engine_gpus(config))
+    sampler = sampler_memory(work, config.engine_gpus)
     together = f", {work.ranks_per_gpu} ranks on one GPU" if work.ranks_per_gpu > 1 else ""
     lines = [("trainer", f"{gib(trainer.total)} per rank{together}: {_parts(trainer)}")]
     if work.adapters is not None:

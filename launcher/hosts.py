@@ -129,7 +129,8 @@ class HostCommands(Commands):
     def _sampler_on(self, host: HostLine, i: int, name: str) -> Child:
         """i: which of the host's samplers."""
         alone = self._sampler(name, {}, (), "--id", name)
-        gpus = (host.slots + i * self._width, self._width)
+        width = self.config.engine_gpus
+        gpus = (host.slots + i * width, width)
         return self._over(name, [self._order(host, name, alone.argv, gpus, alone.scratch)])
 
     def trainer(self, *extra: str) -> Child:
@@ -153,10 +154,6 @@ class HostCommands(Commands):
             for number, host in enumerate(hosts)
         ]
         return self._over("trainer", orders)
-
-    @property
-    def _width(self) -> int:
-        return int(self.config.vllm.get("tensor_parallel_size", 1))
 
     def _order(
         self,

@@ -5,16 +5,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from common.config import load
 from common.durable import write_file
-from launcher.machine import GIB
+from launcher.machine import GIB, ROOT
 from launcher.memory import trainer_memory
 from launcher.workload import workload_of
 from model.dims import ModelDims
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "memory.md"
 BASE = ROOT / "configs" / "gsm8k_qwen2.5_1.5b.yaml"
 # hidden, intermediate, layers, heads, key-value heads, head size, vocabulary: config.json of the Qwen2.5 models

@@ -144,7 +144,7 @@ def _on_gpus(config: Config, gpus: Sequence[int], cores: Sequence[int]) -> Place
             f"trainer.num_ranks {ranks} needs as many GPUs and the trainer has {len(trainer)} of {len(gpus)}; "
             f"set trainer.num_ranks={len(trainer)}, or trainer.dist_backend=gloo: NCCL refuses two ranks on one GPU"
         )
-    width, count = _width(config), config.sampler.num_samplers
+    width, count = config.engine_gpus, config.sampler.num_samplers
     if width > len(sampler):
         raise UserError(
             f"vllm.tensor_parallel_size {width} needs as many GPUs and the sampler has {len(sampler)}; "
@@ -188,17 +188,12 @@ def _gpu_sampler(ids: Sequence[int]) -> SamplerPlace:
 def _more_samplers(config: Config, used: Sequence[int], trainer: Sequence[int], count: int) -> str:
     """The settings with which samplers take all GPUs that the trainer leaves; empty where there are too few for one."""
     free = [i for i in range(count) if i not in trainer or i in used]
-    number = len(free) // _width(config)
+    number = len(free) // config.engine_gpus
     if number <= config.sampler.num_samplers:
         return ""
     devices = config.sampler.devices
     named = "" if not devices or set(free) <= set(devices) else f" sampler.devices={str(free).replace(' ', '')}"
     return f"sampler.num_samplers={number}{named}"
-
-
-def _width(config: Config) -> int:
-    """GPUs that one vLLM engine runs on."""
-    return int(config.vllm.get("tensor_parallel_size", 1))
 
 
 def _split_gpus(config: Config, count: int) -> tuple[list[int], list[int]]:
@@ -215,7 +210,7 @@ def _split_gpus(config: Config, count: int) -> tuple[list[int], list[int]]:
         return [0], [0]
     if not sampler:
         free = [i for i in range(count) if i not in trainer]
-        sampler = free if trainer else free[: _width(config) * config.sampler.num_samplers]
+        sampler = free if trainer else free[: config.engine_gpus * config.sampler.num_samplers]
     trainer = trainer or [i for i in range(count) if i not in sampler]
     for name, devices, other in (("sampler", sampler, "trainer"), ("trainer", trainer, "sampler")):
         if not devices:

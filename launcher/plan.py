@@ -150,10 +150,7 @@ def _reward_lines(config: Config, scored: dict[Any, Any]) -> list[tuple[str, str
         out.append((name, f"{pairs}   (the row's own answer / an empty completion, first {len(scored)} rows)"))
     if not tells_apart:
         out.append(
-            (
-                "",
-                "no reward prefers the bare answer to an empty completion; launch.sh check tries other forms, too",
-            )
+            ("", "no reward prefers the bare answer to an empty completion; launch.sh check tries other forms, too")
         )
     return out
 

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def hosts_of(config: Config, nodes: int, gpus: int) -> list[tuple[int, int]]:
     """(slots, samplers) of each node. The last one samples; one node alone does both."""
-    width = int(config.vllm.get("tensor_parallel_size", 1))
+    width = config.engine_gpus
     if nodes < 1 or gpus < 0:
         raise UserError(f"--nodes {nodes} --gpus-per-node {gpus}: write for example --nodes 2 --gpus-per-node 8")
     if gpus == 0:

@@ -21,12 +21,12 @@ def seconds_of_sides(config: Config, work: Workload, place: Placement, machine: 
     """(sampling, training) of one batch of rollouts; None for a CPU that was not measured."""
     if machine.gpus:
         device, at_once = known_device(machine.gpu_name) or _UNKNOWN, None
-        memory = sampler_memory(work, engine_gpus(config))
+        memory = sampler_memory(work, config.engine_gpus)
         if are_chosen(config, place, machine):
             at_once = max(1, shares(work, machine, longest_sequence(config)).sequences)
         elif machine.gpu_bytes:
             at_once = max(1, memory.sequences_that_fit(vllm_bytes(config, memory, machine)))
-        sampling_s = sampler_seconds(work, device, engine_gpus(config), at_once)
+        sampling_s = sampler_seconds(work, device, config.engine_gpus, at_once)
         return sampling_s / config.sampler.num_samplers, trainer_seconds(work, device)
     if machine.measured is None:
         return None
@@ -38,11 +38,6 @@ def seconds_of_sides(config: Config, work: Workload, place: Placement, machine: 
 def threads_of(place: Placement) -> tuple[int, int]:
     """(sampler, each rank of the trainer): threads of a process without a GPU."""
     return int(place.sampler_env["OMP_NUM_THREADS"]), int(place.trainer_env["OMP_NUM_THREADS"])
-
-
-def engine_gpus(config: Config) -> int:
-    """GPUs of one engine."""
-    return int(config.vllm.get("tensor_parallel_size", 1))
 
 
 def vllm_bytes(config: Config, sampler: SamplerMemory, machine: Machine) -> float:

@@ -33,11 +33,7 @@ class Reference:
     """Scores under the temperature of the training samples. Loaded only when beta > 0."""
 
     def __init__(
-        self,
-        config: Config,
-        device: torch.device,
-        policy: Any = None,
-        sequence_group: SequenceGroup | None = None,
+        self, config: Config, device: torch.device, policy: Any = None, sequence_group: SequenceGroup | None = None
     ):
         """policy: a whole model with adapters whose frozen weights are the reference (config.reference_is_base).
 

@@ -233,11 +233,7 @@ class Engine:
             raise RuntimeError(f"vLLM holds the adapters {loaded} instead of {self._num_adapters} alone")
 
     def _add(
-        self,
-        key: Any,
-        prompt_ids: Sequence[int] | NDArray[np.int32],
-        parameters: Any,
-        images: Sequence[EncodedImage],
+        self, key: Any, prompt_ids: Sequence[int] | NDArray[np.int32], parameters: Any, images: Sequence[EncodedImage]
     ) -> None:
         request_id, self._next_id = str(self._next_id), self._next_id + 1
         ids = [int(t) for t in prompt_ids]

@@ -26,10 +26,7 @@ class WeightExtension:
     reload_weights: Any
 
     def load_weights_from(
-        self,
-        path: str,
-        expected: Mapping[str, Expected] | None = None,
-        tensors: Mapping[str, Tensor] | None = None,
+        self, path: str, expected: Mapping[str, Expected] | None = None, tensors: Mapping[str, Tensor] | None = None
     ) -> Proof:
         """Replaces all parameters by the safetensors files in `path` and compares them with what was published.
 

@@ -101,12 +101,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "trainer": CONSTANT_RATE | {"max_steps": 4},
     },
     "critic_shuffled": {
-        "algorithm": {
-            **GAE["algorithm"],
-            "steps_per_generation": 2,
-            "num_iterations": 2,
-            "shuffle_mini_batches": True,
-        },
+        "algorithm": {**GAE["algorithm"], "steps_per_generation": 2, "num_iterations": 2, "shuffle_mini_batches": True},
         "critic": GAE["critic"],
         "trainer": CONSTANT_RATE | {"max_steps": 4},
     },

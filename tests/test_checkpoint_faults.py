@@ -168,10 +168,7 @@ def test_whichever_file_operation_fails_there_is_a_whole_checkpoint_and_the_next
         shutil.rmtree(run)
     assert n > 30, "a save has more operations than that"
     assert steps_found == ({2, 3} if dies else {3})
-    figure(
-        "R2",
-        f"each of {n - 1} file operations killed, torn, or failed by EIO or ENOSPC: 0 checkpoints lost",
-    )
+    figure("R2", f"each of {n - 1} file operations killed, torn, or failed by EIO or ENOSPC: 0 checkpoints lost")
 
 
 def test_a_fault_leaves_nothing_to_resume_only_before_the_first_checkpoint_and_that_is_said(tmp_path: Path) -> None:

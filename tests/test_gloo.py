@@ -349,10 +349,7 @@ def test_with_a_critic_both_gradients_and_all_weights_equal_plain_torch(
 def assert_both_models_equal(
     runs: Runs, ranks: int, name: str, plain: PlainActorCritic, after_steps: float = PLAIN_ROUNDING
 ) -> None:
-    for kind, gradient, model in (
-        ("", plain.gradient, plain.model),
-        ("value_", plain.value_gradient, plain.critic),
-    ):
+    for kind, gradient, model in (("", plain.gradient, plain.model), ("value_", plain.value_gradient, plain.critic)):
         found = scaled(runs.tensors(ranks, f"{name}/{kind}gradient"), 1 / (1 - BETA1))
         # exp_avg is that of the clipped gradient
         norms = [torch.cat([t.double().flatten() for t in g.values()]).norm().item() for g in (found, gradient)]

@@ -159,12 +159,7 @@ class Connections:
         (self.folder / "orders.json").write_text(json.dumps(orders))
         command = [sys.executable, "-m", "launcher.over_hosts", str(self.folder / "orders.json")]
         return subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=self.env | (env or {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            command, cwd=ROOT, env=self.env | (env or {}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
 
     def pid_of(self, host: int) -> int:

@@ -136,11 +136,7 @@ def test_two_samplers_share_the_window(config: Config) -> None:
         time.sleep(0.02)  # both are as fast
         return make_group(group_id, version)
 
-    with (
-        make_inbox(config) as inbox,
-        FakeSampler(config, "s0", make) as one,
-        FakeSampler(config, "s1", make) as other,
-    ):
+    with make_inbox(config) as inbox, FakeSampler(config, "s0", make) as one, FakeSampler(config, "s1", make) as other:
         until(lambda: len(inbox.state.peers) == 2)
         assert train(inbox, 10) == list(range(20))
         assert set(range(20)) <= {*one.produced, *other.produced}

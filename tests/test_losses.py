@@ -39,12 +39,7 @@ def logs(*probs: float) -> torch.Tensor:
 
 
 def one_token(
-    *,
-    prob: float,
-    old: float,
-    advantage: float,
-    ref: float | None = None,
-    **settings: Any,
+    *, prob: float, old: float, advantage: float, ref: float | None = None, **settings: Any
 ) -> tuple[float, float, TokenTerms]:
     """Objective of a single token, its derivative by the log-prob, and the terms for metrics. In probabilities."""
     logprobs = logs(prob).requires_grad_()
@@ -417,9 +412,7 @@ def test_loss_and_gradient_equal_the_oracle(step: tuple[list[list[ScoredCompleti
 
 @given(steps())
 @settings(max_examples=30)
-def test_the_oracle_derivative_equals_central_differences(
-    step: tuple[list[list[ScoredCompletion]], Objective],
-) -> None:
+def test_the_oracle_derivative_equals_central_differences(step: tuple[list[list[ScoredCompletion]], Objective]) -> None:
     groups, o = step
     assume(o.loss_type != "cispo")  # a stopped gradient is not the derivative of the value
     for c in groups[0]:

@@ -102,10 +102,7 @@ def test_a_rank_that_got_a_long_group_gets_less_in_later_rounds() -> None:
 
 
 SIZES = st.lists(st.integers(0, 120), min_size=1, max_size=40)
-BUDGETS = st.one_of(
-    st.integers(1, 5).map(Budget),
-    st.integers(30, 400).map(lambda tokens: Budget(1, tokens)),
-)
+BUDGETS = st.one_of(st.integers(1, 5).map(Budget), st.integers(30, 400).map(lambda tokens: Budget(1, tokens)))
 
 
 def works_of(tokens: Sequence[int]) -> list[Work]:

@@ -18,11 +18,7 @@ SHAPES = {  # of Qwen2.5, as its config.json gives them
     "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
     "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
 }
-CONFIGS = {
-    "gsm8k_qwen2.5_0.5b_one_gpu": "0.5B",
-    "gsm8k_qwen2.5_1.5b_lora_one_gpu": "1.5B",
-    "group_ppo_one_gpu": "0.5B",
-}
+CONFIGS = {"gsm8k_qwen2.5_0.5b_one_gpu": "0.5B", "gsm8k_qwen2.5_1.5b_lora_one_gpu": "1.5B", "group_ppo_one_gpu": "0.5B"}
 
 
 @pytest.mark.processes

@@ -26,12 +26,7 @@ pytestmark = pytest.mark.fast
 def trainer(folder: Path, progress: Progress | None = None) -> Any:
     progress = progress or Progress("run", 0, 0, 0, 0, 0, 0, {})
     nothing = SimpleNamespace(slots=SimpleNamespace(groups=[], num_taken=0), next_beta=lambda: progress.kl_beta)
-    return SimpleNamespace(
-        config=make_config(folder),
-        progress=progress,
-        batch=nothing,
-        actor_critic=None,
-    )
+    return SimpleNamespace(config=make_config(folder), progress=progress, batch=nothing, actor_critic=None)
 
 
 def advance(of: Any, applied: bool) -> None:

@@ -36,10 +36,7 @@ CONFIGS = ("smollm2_135m.yaml", "smollm2_135m_gsm8k.yaml")
 RULES = (
     (r"the same number into each|equally among|equal teams|How many (\w+) are needed for|into each|a week\.", "divide"),
     (r"How many more|How many fewer|longer|left|still|remain|get back|younger|find\?", "differ"),
-    (
-        r"times as many|each box|in each|each\.|each\?|every day|^One |an hour",
-        "multiply",
-    ),
+    (r"times as many|each box|in each|each\.|each\?|every day|^One |an hour", "multiply"),
     (r"more|together|in all|in total|older|does the way take", "add"),
 )
 OPERATIONS = {

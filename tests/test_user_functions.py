@@ -81,11 +81,7 @@ def test_an_estimator_may_read_the_group_and_its_advantages_may_be_whitened(tmp_
 
 
 def test_a_group_is_dead_if_the_estimator_gives_it_no_advantage(tmp_path: Path) -> None:
-    file = write(
-        tmp_path,
-        "def above_one(rewards): return (rewards > 1) * 1.0",
-        "def plain(rewards): return rewards",
-    )
+    file = write(tmp_path, "def above_one(rewards): return (rewards > 1) * 1.0", "def plain(rewards): return rewards")
     equal, low = random_group(0, 50, [2.0, 2.0]), random_group(1, 50, [1.0, 0.0])
     for name, expected in (("above_one", [False, True]), ("plain", [False, False])):
         settings = AdvantageSettings.of(config(f"{file}:{name}", dead_groups="skip"))

@@ -90,16 +90,7 @@ messages = st.one_of(
     st.builds(Tombstone, ints, ints, st.text()),
     st.builds(EvalResult, st.text(), ints, ints, st.lists(samples, max_size=3).map(tuple), failures),
     st.builds(wire.Hello, ints, st.text(), st.text(), ints, ints, st.booleans(), st.text()),
-    st.builds(
-        wire.Credit,
-        ints,
-        st.lists(ints),
-        st.lists(requests, max_size=2),
-        ints,
-        st.text(),
-        st.text(),
-        ints,
-    ),
+    st.builds(wire.Credit, ints, st.lists(ints), st.lists(requests, max_size=2), ints, st.text(), st.text(), ints),
     st.builds(wire.Beat, st.text(), ints, st.none() | ints, st.dictionaries(st.text(), numbers)),
     st.builds(wire.Bye, st.text(), ints),
 )

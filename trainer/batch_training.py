@@ -29,13 +29,7 @@ from trainer.data.experience import Experience, score_rewards
 from trainer.data.micro_batches import Budget, Planner, Round, Work, plan_metrics, plan_of, work_of
 from trainer.data.mini_batches import Step, TrainedStep, corrects_later_steps, needs_batch_statistics, waits_for
 from trainer.data.slots import Slots, Source, fill
-from trainer.data.tensors import (
-    MicroBatch,
-    micro_batch,
-    num_trained_tokens,
-    policy_row,
-    step_denominator,
-)
+from trainer.data.tensors import MicroBatch, micro_batch, num_trained_tokens, policy_row, step_denominator
 from trainer.engine.actor_critic import ActorCritic
 from trainer.engine.cores import Cores
 from trainer.engine.policy import Engine

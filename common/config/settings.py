@@ -84,6 +84,11 @@ class Settings(Section):
         """Groups that may exist outside the trainer: a batch of rollouts, and those the sampler may run ahead."""
         return self.prompts_per_batch * (1 + self.trainer.max_staleness)
 
+    @property
+    def engine_gpus(self) -> int:
+        """GPUs of one vLLM engine."""
+        return int(self.vllm.get("tensor_parallel_size", 1))
+
     def dp_size(self, world_size: int) -> int:
         """Data-parallel ranks: each is sequence_parallel_size ranks, which train the same micro-batches together.
 

@@ -187,9 +187,7 @@ def _value_parts(experiences: Iterable[Experience], algorithm: Algorithm) -> lis
     return _parts((e, indexes, e.targets.positions if e.targets else None) for e, indexes in kept)
 
 
-def _parts(
-    kept: Iterable[tuple[Experience, Sequence[int], Sequence[Positions] | None]],
-) -> list[_Part]:
+def _parts(kept: Iterable[tuple[Experience, Sequence[int], Sequence[Positions] | None]]) -> list[_Part]:
     """Of the groups that have completions in the row."""
     return [_Part(e.group, e, of, at) for e, of, at in kept if of and isinstance(e.group, Group)]
 

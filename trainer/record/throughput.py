@@ -24,9 +24,7 @@ SECONDS = {"e2e_tps": "timing/all_s", "update_tps": "timing/update_s", "vllm_tps
 
 def num_devices(config: Config, world_size: int, num_samplers: int) -> int:
     """A replay has no sampler: it counts the devices that one would have."""
-    of_a_sampler = max(
-        len(config.sampler.devices) // config.sampler.num_samplers, config.vllm.get("tensor_parallel_size", 1)
-    )
+    of_a_sampler = max(len(config.sampler.devices) // config.sampler.num_samplers, config.engine_gpus)
     return world_size + max(1, num_samplers) * of_a_sampler
 
 

@@ -103,7 +103,7 @@ class Best:
             self._start(self._temporary(FINAL), weights_of(self.folder))
             shutil.copytree(self.folder, self._temporary(FINAL), dirs_exist_ok=True)
             describe(self._temporary(FINAL), json.loads((self.folder / COMMIT).read_bytes())["policy_version"])
-            _commit(self._temporary(FINAL), final)
+            durable.replace_dir(self._temporary(FINAL), final)
 
         if not self.exchange.agree(self.config.eval.load_best_model_at_end and self.folder.is_dir()):
             return False
@@ -137,7 +137,7 @@ class Best:
                 engine.model.generation_config.save_pretrained(temporary)
         save_tokenizer(tokenizer, engine.layout, temporary)
         durable.write_file(temporary / COMMIT, self._commit_record(temporary, published, now))
-        _commit(temporary, self.folder)
+        durable.replace_dir(temporary, self.folder)
 
     def _commit_record(self, folder: Path, published: Published, now: BestSoFar) -> bytes:
         files = {p.name: asdict(weights.file_info(p)) for p in sorted(folder.iterdir()) if p.name != COMMIT}
@@ -161,9 +161,3 @@ def index(shards: Sequence[Path]) -> dict[str, Any]:
     """Which shard holds which tensor, as transformers and vLLM read it."""
     names = {name: shard.name for shard in shards for name in weights.tensor_infos(shard)}
     return {"metadata": {"total_size": sum(s.stat().st_size for s in shards)}, "weight_map": names}
-
-
-def _commit(temporary: Path, final: Path) -> None:
-    if final.exists():
-        durable.remove_dir(final)
-    durable.commit_dir(temporary, final)

@@ -81,9 +81,7 @@ def save(  # noqa: PLR0913 two models, and all that a checkpoint is made of
 
     def commit() -> None:
         durable.write_file(temporary / COMMIT, _commit_record(engine, exchange, temporary, progress))
-        if final.exists():  # skipped as damaged on resuming, or its name alone did not reach the disk
-            durable.remove_dir(final)
-        durable.commit_dir(temporary, final)
+        durable.replace_dir(temporary, final)  # one may be there: damaged, or its name alone did not reach the disk
         failpoint("checkpoint.committed")
 
     def attempt() -> None:
@@ -225,9 +223,7 @@ def commit_final(
 
     def commit() -> None:
         describe(temporary)
-        if final.exists():
-            durable.remove_dir(final)
-        durable.commit_dir(temporary, final)
+        durable.replace_dir(temporary, final)
 
     def attempt() -> None:
         on_rank_0(exchange, prepare)
