@@ -53,6 +53,14 @@ class Cell:
     def is_natural(self) -> bool:
         return self.shape == "quickstart"
 
+    @property
+    def fits_one_forward(self) -> bool:
+        """Whether 24 GiB hold the activations of all padded sequences at once: some 40 float32 a token and width."""
+        if self.is_natural:
+            return True
+        tokens = self.prompts * self.generations * (self.prompt + self.completion)
+        return tokens * SHAPES[self.shape]["num_hidden_layers"] * SHAPES[self.shape]["hidden_size"] * 160 <= 24 << 30
+
 
 QUICKSTART = Cell("quickstart", 16, 16, 96, 48)
 CELLS = [

@@ -5,7 +5,8 @@
     vllm     the same with vLLM in process. TRL's own weight hand-over cannot reach the weights that vLLM packs on CPU:
              here they go through a file into Tandem's reload. Nobody has this row today; it is the best TRL could be.
 
-One update per batch of rollouts, beta and learning rate as in cells.py, reward functions without a model.
+One update per batch of rollouts, group by group where one forward of all would not fit the memory; beta and learning
+rate as in cells.py, reward functions without a model.
 """
 
 from __future__ import annotations
@@ -74,10 +75,12 @@ def main() -> None:
     fixed = {} if cell.is_natural else {"min_new_tokens": cell.completion}
     if arguments.backend == "vllm" and fixed:
         fixed = {"ignore_eos": True}
+    micro_batches = 1 if cell.fits_one_forward else cell.prompts
     config = GRPOConfig(
         output_dir=str(folder / "trl"), use_cpu=True, bf16=False, report_to="none", save_strategy="no",
         logging_steps=10_000, disable_tqdm=True, seed=0, max_steps=arguments.steps,
-        per_device_train_batch_size=cell.prompts * cell.generations, gradient_accumulation_steps=1,
+        per_device_train_batch_size=cell.prompts * cell.generations // micro_batches,
+        gradient_accumulation_steps=micro_batches,
         num_generations=cell.generations, max_completion_length=cell.completion, beta=BETA,
         learning_rate=LEARNING_RATE, lr_scheduler_type="constant", max_grad_norm=1.0, num_iterations=1,
         generation_kwargs=fixed or None, use_vllm=arguments.backend == "vllm",

@@ -39,6 +39,12 @@ def test_a_cell_that_is_not_in_the_list_can_be_named_too() -> None:
     assert named("28m-4x32-p100-c20") == Cell("28m", 4, 32, 100, 20)
 
 
+def test_trl_runs_group_by_group_where_all_sequences_would_not_fit_24_gib() -> None:
+    assert all(cell.fits_one_forward for cell in CELLS)
+    # 64 · 192 tokens · 30 layers · width 576 · 40 · 4 bytes = 34 GB
+    assert not named("smollm2-135m-8x8-p128-c64").fits_one_forward
+
+
 def record(row: str, wall_s: float, tokens: float = 100.0) -> dict[str, object]:
     return {"row": row, "wall_s": wall_s, "completion_tokens": tokens}
 
