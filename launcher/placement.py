@@ -4,8 +4,8 @@ DeepSpeed's launcher throws CUDA_VISIBLE_DEVICES away as soon as --num_gpus is g
 the sampler's included. So with GPUs the trainer gets `--include localhost:<numbers>` and no CUDA_VISIBLE_DEVICES, and
 the sampler gets CUDA_VISIBLE_DEVICES. Without a GPU the launcher counts NUMA nodes, so there --num_gpus says the
 number of ranks; so where ranks share GPUs over gloo, and each rank takes its own (trainer/engine/rank_device.py).
-A single GPU is shared by both processes; how much of it each gets is shares.py's. Left out: several trainer hosts,
-where you start `deepspeed --hostfile` and `sampling.py` yourself; MIG devices.
+A single GPU is shared by both processes; how much of it each gets is shares.py's. Several hosts are hosts.py's; MIG
+devices are refused by name.
 """
 
 from __future__ import annotations
