@@ -1,22 +1,28 @@
 r"""Word problems in plain language for a pretrained model, with answers as GSM8K writes them.
 
-A row is {"question": text, "answer": "12 - 5 = 7\n#### 7", "kind": "compare"}. Every problem takes one operation, on
-numbers up to 40: small enough that a model of 135M parameters can learn which one is meant, and does not fail at the
-arithmetic alone. Everything is a pure function of the seed. Left out: fractions, and problems of several steps, which
-GSM8K has.
+A row is {"question": text, "answer": "9 - 5 = 4\n#### 4", "kind": "compare"}. Every problem takes one operation, on
+numbers up to 10 and factors up to 5: a model of 135M parameters in four bits can do these sums, so that what it learns
+is which one is meant. Everything is a pure function of the seed. Left out: fractions, and problems of several steps,
+which GSM8K has.
 """
 
 from __future__ import annotations
 
+import functools
 import random
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from smollm2.sentences import BOXES, NAMES, TEMPLATES, THINGS, Template
 
-HELD_OUT_ONE_IN = 8  # combinations of template and numbers
-LARGEST = 40  # operand of an addition or subtraction; the factors and divisors end at 9
+HELD_OUT_ONE_IN = 8  # pairs of numbers, for every template
+_NUMBERS, _FACTORS = range(1, 11), range(2, 6)
+OPERANDS = {  # (a, b) of every operation; the result is a whole number above 0
+    "+": [(a, b) for a in _NUMBERS for b in _NUMBERS],
+    "-": [(a, b) for a in _NUMBERS for b in _NUMBERS if a > b],
+    "*": [(a, b) for a in _FACTORS for b in _FACTORS],
+    "/": [(a * b, b) for a in _FACTORS for b in _FACTORS],
+}
 UNITS = (("dollar", "dollars"), ("meter", "meters"), ("minute", "minutes"), ("year", "years"))
 
 
@@ -56,31 +62,25 @@ def split(name: str, size: int, seed: int) -> list[WordProblem]:
 
 def held_out(problem: WordProblem) -> bool:
     """Whether its template and numbers belong to the test split; the same for every seed."""
-    key = f"{problem.template.name} {problem.a} {problem.b}"
-    return zlib.crc32(key.encode()) % HELD_OUT_ONE_IN == 0
+    return (problem.a, problem.b) in _held_out_operands(problem.template)
+
+
+@functools.cache
+def _held_out_operands(template: Template) -> frozenset[tuple[int, int]]:
+    pairs = OPERANDS[template.operation]
+    return frozenset(random.Random(template.name).sample(pairs, len(pairs) // HELD_OUT_ONE_IN))
 
 
 def draw(rng: random.Random) -> WordProblem:
-    """One problem of either split. Its result is a whole number from 1 to 81."""
+    """One problem of either split. Its result is a whole number from 1 to 25."""
     template = rng.choice(TEMPLATES)
-    a, b = _numbers(template.operation, rng)
+    a, b = rng.choice(OPERANDS[template.operation])
     (name, he), (other, _) = rng.sample(NAMES, 2)
     thing, box = rng.choice(THINGS), rng.choice(BOXES)
     words = {"name": name, "he": he, "He": he.capitalize(), "other": other, "a": a, "b": b}
     words |= {"thing": thing[0], "things": thing[1], "box": box[0], "boxes": box[1], "a_are": "is" if a == 1 else "are"}
     words |= dict(_counted(a, b, {"things": thing, "boxes": box, **{plural: (one, plural) for one, plural in UNITS}}))
     return WordProblem(template, a, b, template.text.format_map(words))
-
-
-def _numbers(operation: str, rng: random.Random) -> tuple[int, int]:
-    """Operands that leave a whole positive result."""
-    if operation == "+":
-        return rng.randint(2, LARGEST), rng.randint(1, LARGEST // 2)
-    if operation == "-":
-        a = rng.randint(3, LARGEST)
-        return a, rng.randint(1, a - 1)
-    first, second = rng.randint(2, 9), rng.randint(2, 9)
-    return (first, second) if operation == "*" else (first * second, second)
 
 
 def _counted(a: int, b: int, words: dict[str, tuple[str, str]]) -> Iterator[tuple[str, str]]:
