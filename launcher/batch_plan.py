@@ -109,7 +109,7 @@ def lines(plan: BatchPlan) -> Iterator[tuple[str, str, str]]:
         f"{p.mini_batches} of {p.prompts_per_update:,} prompts: one optimizer step each, "
         f"{p.sequences_per_update_and_rank:,} sequences per rank",
         f"verl ppo_mini_batch_size {p.prompts_per_update} · EasyR1 actor.global_batch_size {p.prompts_per_update} · "
-        f"MindSpeed-RL mini_batch_size {p.prompts_per_update * p.num_generations}",
+        f"MindSpeed-RL mini_batch_size {p.prompts_per_update}",
     )
     yield _micro_batches(p, per_generation)
     if p.sp_size > 1:

@@ -49,7 +49,8 @@ def test_every_framework_reads_its_own_words() -> None:
         assert words in said["prompts"]
     assert "4 of 64 prompts: one optimizer step each, 48 sequences per rank" in said["mini-batches"]
     assert "verl ppo_mini_batch_size 64 · EasyR1 actor.global_batch_size 64" in said["mini-batches"]
-    assert "MindSpeed-RL mini_batch_size 384" in said["mini-batches"]
+    # its rl_config.py multiplies by n_samples_per_prompt itself
+    assert "MindSpeed-RL mini_batch_size 64" in said["mini-batches"]
     assert "24 accumulation steps" in said["micro-batches"]
     # TRL's own identity: per_device_train_batch_size × ranks × steps_per_generation = generation_batch_size
     assert "per_device_train_batch_size 2, gradient_accumulation_steps 24, steps_per_generation 96" in str(said)
