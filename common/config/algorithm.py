@@ -21,7 +21,7 @@ class GroupParams(Section):
     group_max_size: int | None = Field(16, ge=1)
     """Most tokens in a segment."""
     group_epsilon: float = Field(1e-6, gt=0)
-    """Added to the denominator."""
+    """In the denominator."""
     adaptive_threshold: bool = True
     """Adapt τ."""
     threshold_lr: float = Field(0.01, gt=0)
@@ -35,7 +35,7 @@ class GroupParams(Section):
     segment_loss: Literal["endpoint", "segment"] = "endpoint"
     """Train a segment's last token, or all."""
     score: Literal["sampled", "exact"] = "sampled"
-    """Norm of a score from log-probs, or by another forward."""
+    """Norms of scores from log-probs, or another forward."""
 
     def _contradictions(self) -> Iterator[str]:
         low, start, high = self.min_threshold, self.group_variance_threshold, self.max_threshold
@@ -53,40 +53,40 @@ class Algorithm(Section):
     beta: float = Field(0.0, ge=0)
     """KL weight; 0 loads no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Form of the KL."""
+    """Form of KL."""
     kl_in_reward: bool = False
-    """KL in rewards, not in the loss."""
+    """KL in rewards, not the loss."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: beta moves until the KL is kl_target."""
+    """adaptive: beta moves until KL is kl_target."""
     kl_target: float | None = Field(None, gt=0)
     """Nats per completion, such as 6.0."""
     kl_horizon: int = Field(10000, gt=0)
-    """Completions in which beta changes by at most a fifth."""
+    """Completions that change beta by at most a fifth."""
     use_bias_correction_kl: bool = False
-    """Multiply the KL by the ratio."""
+    """Multiply KL by the ratio."""
     epsilon: float = Field(0.2, gt=0)
     """Clip range below 1."""
     epsilon_high: float | None = Field(None, gt=0)
     """Clip range above 1; null = epsilon. cispo: the cap, such as 5.0."""
     delta: float | None = Field(None, gt=1)
-    """Dual clip: cap of the ratio at negative advantages."""
+    """Dual clip: cap at negative advantages."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """sequence: one ratio per completion (GSPO)."""
     loss_type: LossType = "grpo"
-    """Denominator of the loss; cispo also an objective."""
+    """Denominator; cispo also an objective."""
     loss: str | None = None
-    """Your own objective, `file.py:function`."""
+    """Your objective, `file.py:function`."""
     adv_estimator: str = "grpo"
     """Also dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gae (PPO), group_ppo,
     `file.py:function`."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
-    """Divide by the deviation of the group, the batch, or not; null = group for grpo, else none."""
+    """Deviation to divide by; null = group for grpo, else none."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """Normalise the sum of functions, or each function."""
+    """For several reward functions."""
     whiten_advantages: bool | None = None
-    """Over the batch; null = only with a critic."""
+    """Over the batch; null = with a critic."""
     entropy_coef: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus."""
+    """Entropy bonus."""
     mask_truncated_completions: bool = False
     """Completions cut by length get weight 0."""
     soft_punish_cache: int = Field(0, ge=0)
@@ -94,13 +94,13 @@ class Algorithm(Section):
     vllm_importance_sampling_mode: (
         Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
     ) = None
-    """Weigh by π_own/π_vllm; above the cap truncated or masked."""
+    """Weigh by π_own/π_vllm."""
     vllm_importance_sampling_clip_max: float = Field(3.0, ge=1)
     """Cap of that weight."""
     gamma: float = Field(1.0, gt=0, le=1)
-    """Discount of GAE."""
+    """GAE's discount."""
     lam: float = Field(1.0, ge=0, le=1)
-    """λ of GAE; 1 has no bias."""
+    """GAE's λ; 1 has no bias."""
     group_params: GroupParams = GroupParams()
     """Where group_ppo cuts completions into segments, and which tokens train."""
     num_iterations: int = Field(1, ge=1)
@@ -108,11 +108,11 @@ class Algorithm(Section):
     steps_per_generation: int = Field(1, ge=1)
     """Optimizer steps in a pass."""
     dead_groups: Literal["keep", "skip", "resample"] = "keep"
-    """Groups of equal rewards: count, leave out, or replace (DAPO)."""
+    """Of equal rewards: count, leave out, or replace (DAPO)."""
     max_resamples: int = Field(1, ge=1)
-    """Extra batches at most."""
+    """Most extra batches."""
     shuffle_mini_batches: bool = False
-    """Deal groups to mini-batches anew in every pass."""
+    """Deal groups anew in every pass."""
 
     @property
     def steps_per_batch(self) -> int:

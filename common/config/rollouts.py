@@ -16,21 +16,21 @@ class Rollouts(Section):
     environment: str | None = None
     """`file.py:Class`, ours or TRL's kind."""
     environment_kwargs: dict[str, Any] = {}
-    """Arguments of the class."""
+    """The class's arguments."""
     tools: list[str] = []
     """Functions, `[file.py:calculator]`."""
     tool_parser: Literal["hermes", "llama3_json"] = "hermes"
-    """hermes: Qwen2.5, Qwen3. llama3_json: Llama 3.1 and later."""
+    """llama3_json: Llama 3.1 and later."""
     max_turns: int = Field(8, ge=1)
     """A rollout with more is truncated."""
     max_turn_length: int | None = Field(None, gt=0)
-    """In tokens; null = what is left."""
+    """Tokens; null = what is left."""
     timeout_s: float = Field(30.0, gt=0)
     """A longer reset or step fails its rollout."""
     max_memory_gib: float = Field(2.0, gt=0)
     """Beyond it a MemoryError; Linux only."""
     max_environments: int = Field(256, ge=1)
-    """Environments alive at once."""
+    """Alive at once."""
     min_rollouts: int = Field(2, ge=2)
     """Groups with fewer successful rollouts train nothing."""
     confine_signals: bool = True

@@ -26,9 +26,9 @@ class Sampler(Section):
     min_p: float = Field(0.0, ge=0, le=1)
     """Above 0 needs return_sampling_mask."""
     return_sampling_mask: bool = False
-    """The trainer's softmax is over the kept tokens alone. Needs top_k."""
+    """The trainer's softmax is over the kept tokens. Needs top_k."""
     max_completion_length: int = Field(256, gt=0)
-    """In tokens, end-of-sequence included."""
+    """Tokens, end-of-sequence included."""
     ignore_eos: bool = False
     """Never stop early: for measurements."""
     in_flight_updates: bool = False
@@ -36,7 +36,7 @@ class Sampler(Section):
     devices: list[int] = []
     """GPUs, tensor_parallel_size per sampler; empty = the first visible."""
     num_samplers: int = Field(1, ge=1)
-    """vLLM engines that launch.sh starts."""
+    """vLLM engines of launch.sh."""
 
     @property
     def max_sampling_mask(self) -> int:
@@ -68,19 +68,19 @@ class Sampler(Section):
 
 class Eval(Section):
     steps: int | None = Field(None, gt=0)
-    """Every n policy versions; null = only before and after."""
+    """Every n policy versions; null = before and after."""
     before: bool = True
-    """Evaluate the initial policy."""
+    """The initial policy."""
     after: bool = True
-    """Evaluate the final policy."""
+    """The final policy."""
     temperature: float = Field(0.0, ge=0)
     """0 = greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
     """As in sampler; needs no mask."""
     top_k: int | None = Field(None, ge=-1)
-    """As in sampler; needs no mask."""
+    """Likewise."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """As in sampler; needs no mask."""
+    """Likewise."""
     num_generations: int = Field(1, ge=1)
     """Completions per problem."""
     max_completion_length: int | None = Field(None, gt=0)
@@ -90,9 +90,9 @@ class Eval(Section):
     greater_is_better: bool = True
     """Of that metric."""
     early_stopping_patience: int | None = Field(None, gt=0)
-    """Stop after n evaluations without a better one."""
+    """Stop after n without a better one."""
     early_stopping_threshold: float = Field(0.0, ge=0)
-    """Better by more than this."""
+    """By more than this."""
     load_best_model_at_end: bool = False
     """final/ is the best policy."""
     val_only: bool = False

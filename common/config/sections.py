@@ -44,15 +44,15 @@ class Run(Section):
     output_dir: Path = Path("runs/run")
     """The run's folder."""
     seed: int = 0
-    """Of data order, sampling and training."""
+    """Data order, sampling, training."""
     report_to: list[str] = ["tensorboard"]
-    """Sinks: tensorboard, wandb, trackio, swanlab, mlflow, `file.py:function`."""
+    """Also wandb, trackio, swanlab, mlflow, `file.py:function`."""
     resume: bool = False
-    """Continue from the newest valid checkpoint."""
+    """From the newest valid checkpoint."""
     record: bool = False
     """Append trained groups to groups.recording."""
     replay: Path | None = None
-    """Train from such a recording, without a sampler."""
+    """Train on a recording, without a sampler."""
     log_samples: int = Field(2, ge=0)
     """Groups per step in samples.jsonl, best and worst completion."""
 
@@ -68,11 +68,11 @@ class Model(Section):
     path: str
     """Hub id, folder or GGUF file (`my.gguf`, `owner/name:file.gguf`)."""
     revision: str | None = None
-    """Branch, tag or commit."""
+    """Branch, tag, commit."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """bfloat16 keeps float32 master weights."""
     trust_remote_code: bool = False
-    """Run the model's own Python code."""
+    """Run the model's own Python."""
     gradient_checkpointing: bool = False
     """Less memory, a third slower."""
     freeze_vision_tower: bool = False
@@ -81,7 +81,7 @@ class Model(Section):
 
 class Reference(Section):
     path: str | None = None
-    """Model of the KL term, same tokenizer; null = the initial policy."""
+    """For the KL, same tokenizer; null = the initial policy."""
     revision: str | None = None
     """As model.revision."""
     dtype: Literal["float32", "bfloat16"] | None = None
@@ -94,13 +94,13 @@ class Lora(Section):
     """Low-rank adapters (docs/lora.md)."""
 
     r: int = Field(0, ge=0)
-    """Rank, such as 16; 0 = off."""
+    """Rank; 0 = off."""
     alpha: int | None = Field(None, gt=0)
     """The scale is alpha/r; null = 2r."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Leave at 0: vLLM applies none."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
-    """Such as [q_proj, v_proj]; the output head has none."""
+    """Or [q_proj, v_proj]; the output head has none."""
     sync: Literal["adapter", "merged"] = "adapter"
     """merged: whole weights, where vLLM cannot apply adapters."""
 
@@ -135,19 +135,19 @@ class Lora(Section):
 
 class Data(Section):
     train: str | list[str]
-    """Hub data set (`openai/gsm8k:main@train[:512]`), file, folder or list."""
+    """Hub data set (`openai/gsm8k:main@train[:512]`), file, folder, list."""
     eval: str | list[str] | None = None
     """Held-out problems."""
     prompt_key: str = "question"
-    """Column of problems; `extra_info.question` looks inside one."""
+    """Column of problems; `extra_info.question` looks inside."""
     answer_key: str | None = "answer"
-    """Column that rewards get as `answer`."""
+    """Column of the rewards' `answer`."""
     rename: dict[str, str] = {}
     """{problem: question} renames columns first."""
     max_prompt_length: int = Field(512, gt=0)
-    """In tokens; longer prompts are left out."""
+    """Tokens; longer prompts are left out."""
     eval_size: int | None = Field(None, gt=0)
-    """Only the first n held-out problems."""
+    """The first n held-out problems."""
     shuffle: bool = True
     """A new order each epoch."""
     image_key: str | None = None
@@ -175,9 +175,9 @@ class PromptTemplate(Section):
     system: str | None = None
     """System message."""
     examples: list[dict[Literal["user", "assistant"], str]] = []
-    """Worked examples: [{user: a problem, assistant: its answer}]."""
+    """[{user: a problem, assistant: its answer}]."""
     format_prompt: Path | None = None
-    """Jinja file of the user message; `content` is the problem."""
+    """User message in Jinja; `content` is the problem."""
     chat_template: Path | None = None
     """Jinja file; base models need one."""
     chat_template_kwargs: dict[str, Any] = {}
@@ -208,11 +208,11 @@ class Channel(Section):
     endpoint: str | None = None
     """null = ipc:// on one host; else rank 0's, tcp://10.0.0.1:5555."""
     connect_timeout_s: float = Field(600.0, gt=0)
-    """Wait for the first message."""
+    """For the first message."""
     lost_after_s: float = Field(10.0, gt=0)
-    """Silence after which others get a peer's groups."""
+    """Then others get a silent peer's groups."""
     stall_timeout_s: float = Field(1800.0, gt=0)
-    """Without progress for so long, exit with code 75."""
+    """Without progress, exit with code 75."""
     max_message_mib: int = Field(64, gt=0)
     """Larger messages are refused."""
 
@@ -231,10 +231,10 @@ class Channel(Section):
 
 class Weights(Section):
     dir: Path | None = None
-    """Folder of published versions; null = /dev/shm on one host, else output_dir/weights."""
+    """Published versions; null = /dev/shm on one host, else output_dir/weights."""
     keep: int = Field(2, ge=2)
-    """Versions kept beside those in use."""
+    """Versions beside those in use."""
     publish_every: Literal["batch", "step"] = "batch"
-    """New weights per batch, or per optimizer step (needs max_staleness above 0)."""
+    """step: every optimizer step; needs max_staleness above 0."""
     canary_tolerance: float | None = Field(None, gt=0)
     """Largest log-prob difference; null = 1e-3 in float32 (maximum; RMS a quarter), 0.15 in bfloat16 (RMS)."""

@@ -32,7 +32,7 @@ class Settings(Section):
     channel: Channel = Channel()
     weights: Weights = Weights()
     deepspeed: dict[str, Any] | Path = {}
-    """Your DeepSpeed JSON, inline or a path; absent fields are filled in."""
+    """Your DeepSpeed JSON; absent fields are filled in."""
     vllm: dict[str, Any] = {}
     """For vllm.LLM: max_model_len, tensor_parallel_size, …"""
 

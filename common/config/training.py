@@ -10,7 +10,7 @@ from common.config.sections import Section
 
 
 class Critic(Section):
-    """Only with adv_estimator gae and group_ppo."""
+    """For adv_estimator gae and group_ppo."""
 
     path: str | None = None
     """Causal or one-label reward model; null = the initial policy."""
@@ -19,9 +19,9 @@ class Critic(Section):
     dtype: Literal["float32", "bfloat16"] | None = None
     """null = the policy's."""
     learning_rate: float = Field(1e-5, gt=0)
-    """Peak of the critic's AdamW."""
+    """AdamW's peak."""
     warmup_steps: int = Field(0, ge=0)
-    """Optimizer steps from 0 to the peak."""
+    """As trainer.warmup_steps."""
     cliprange_value: float | None = Field(0.5, gt=0)
     """PPO value clip."""
     critic_warmup_steps: int = Field(0, ge=0)
@@ -32,39 +32,39 @@ class Trainer(Section):
     max_steps: int = Field(200, gt=0)
     """Optimizer steps."""
     prompts_per_step: int = Field(8, gt=0)
-    """Groups per optimizer step over all ranks."""
+    """Groups per step over all ranks."""
     groups_per_micro_batch: int = Field(1, gt=0)
-    """Groups in one forward of a rank."""
+    """Groups in a rank's forward."""
     max_tokens_per_micro_batch: int | None = Field(None, gt=0)
-    """Instead: whole groups up to so many tokens."""
+    """Instead: whole groups, in tokens."""
     packing: Literal["shared", "flat", "off"] = "shared"
     """shared: a prompt once per group; flat: per completion; off: padded."""
     learning_rate: float = Field(1e-6, gt=0)
-    """Peak of AdamW."""
+    """AdamW's peak."""
     lr_scheduler_type: str = "constant_with_warmup"
     """Any of transformers.get_scheduler."""
     warmup_steps: int = Field(0, ge=0)
-    """Optimizer steps from 0 to the peak."""
+    """Steps from 0 to the peak."""
     weight_decay: float = Field(0.0, ge=0)
-    """Of AdamW."""
+    """AdamW's."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
-    """Of AdamW."""
+    """AdamW's."""
     adam_beta2: float = Field(0.999, ge=0, lt=1)
-    """Of AdamW."""
+    """AdamW's."""
     max_grad_norm: float = Field(1.0, gt=0)
-    """Larger gradients are scaled down."""
+    """Clips the gradient."""
     max_staleness: int = Field(0, ge=0)
-    """Batches that sampling may run ahead; 0 = on policy."""
+    """Batches sampling may run ahead; 0 = on policy."""
     borrow_cores_after: float | None = Field(None, ge=0, lt=1)
     """From this part of a step also train on the sampler's cores (CPU, max_staleness > 0)."""
     save_steps: int | None = Field(100, gt=0)
-    """Checkpoint every n optimizer steps."""
+    """Checkpoint every n steps."""
     save_minutes: float | None = Field(10.0, gt=0)
     """Also n minutes after the last. Both null: nothing to resume."""
     save_limit: int = Field(2, ge=2)
     """Checkpoints kept."""
     devices: list[int] = []
-    """GPUs, one rank each; empty = all that no sampler owns."""
+    """GPUs, a rank each; empty = all that no sampler owns."""
     num_ranks: int | None = Field(None, gt=0)
     """null = one per device, 1 on CPU; gloo ranks may share one."""
     sequence_parallel_size: int = Field(1, ge=1)
