@@ -47,7 +47,7 @@ def file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def limit_s():
-    return limit(0.3)
+    return limit(0.5)
 
 
 @pytest.fixture(scope="module")
