@@ -2,7 +2,8 @@
 
 What grew was oneDNN's cache of compiled kernels, one for each number of rows. So every test first shows its process
 a grid of numbers, then as many that are not on it: a process that compiles for each of them grows by more than is
-allowed here, whatever the machine. The environment is launch.sh's.
+allowed here, whatever the machine. And the heap of a sampler: a hole that a large tensor left and something small took
+a place in does not hold the next large one. The environment is launch.sh's.
 """
 
 from __future__ import annotations
@@ -97,6 +98,21 @@ def sample(folder: str) -> None:
     growth(wave, range(256, 769, 16), off_grid(256, 768, 16, 80))
 
 
+def replace_heads() -> None:
+    """As reloads do with the largest tensor of a model of 135M parameters: each leaves something small behind."""
+    import torch
+
+    torch.set_num_threads(1)
+    head, kept = torch.ones(576, 49152), []
+
+    def replace(_: int) -> None:
+        nonlocal head
+        head = torch.ones(576, 49152)
+        kept.append(torch.ones(20_000))
+
+    growth(replace, range(3), range(8))
+
+
 def config_of(model: str, folder: str) -> Config:
     sections: dict[str, Any] = {"run": {"output_dir": f"{folder}/run"}, "model": {"path": model, "dtype": "float32"}}
     return Config.model_validate(sections | {"data": {"train": "none.jsonl", "max_prompt_length": 128}})
@@ -106,7 +122,7 @@ def grown(call: str, folder: Path, side: str) -> float:
     """By which fraction the process grew that makes this call."""
     place = placement(config_of("m", str(folder)), gpus=(), cores=(0,))
     environment = getattr(place, f"{side}_env") | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    code = f"from tests.test_resident_memory import sample, train; {call}"
+    code = f"from tests.test_resident_memory import replace_heads, sample, train; {call}"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True
     )
@@ -124,3 +140,8 @@ def test_a_trainer_on_completions_of_every_length_does_not_grow(tmp_path: Path, 
 @pytest.mark.vllm
 def test_a_sampler_on_prompts_of_every_length_does_not_grow(tmp_path: Path) -> None:
     assert grown(f"sample({str(tmp_path)!r})", tmp_path, "sampler") < GROWTH
+
+
+@pytest.mark.processes
+def test_a_sampler_whose_reloads_make_large_tensors_anew_does_not_grow(tmp_path: Path) -> None:
+    assert grown("replace_heads()", tmp_path, "sampler") < GROWTH
