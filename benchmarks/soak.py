@@ -1,6 +1,6 @@
 """A long run that is killed again and again: does it finish, what is lost, does memory stay flat?
 
-    .venv/bin/python benchmarks/soak.py configs/smollm2_135m.yaml --minutes 10 -- trainer.max_steps=100
+    .venv/bin/python benchmarks/soak.py --minutes 10 configs/smollm2_135m.yaml trainer.max_steps=100
 
 Every so many minutes the sampler or a trainer rank, in turn, gets SIGKILL; the supervisor starts it again. Printed at
 the end: each kill with the newest checkpoint at that moment and how many steps were trained again, the resident memory

@@ -18,7 +18,7 @@ from common.errors import Interrupted
 from common.transcript import last_lines
 from tests.protocol_helpers import FakeSampler, hurried_config, make_group, make_inbox, published
 from tests.speed import limit, overdue, until
-from tests.test_link_and_inbox import train, with_channel
+from tests.test_link_and_inbox import changed, train
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
 
@@ -155,7 +155,7 @@ def test_a_sampler_that_beats_without_progress_is_sent_away_and_its_work_goes_to
     said: list[str] = []
     (config.run.output_dir / "logs").mkdir(parents=True)
     (config.run.output_dir / "logs" / "sampler.log").write_text("vllm: step 4711\n")
-    long_wait = with_channel(config, stall_timeout_s=limit(0.3))
+    long_wait = changed(config, channel={"stall_timeout_s": limit(0.3)})
     with make_inbox(long_wait, say=said.append) as inbox:
         with FakeSampler(config, "stuck", make=lambda g, v: make_group(60, v)) as stuck:
             inbox.commit(0, published(0))
@@ -179,7 +179,9 @@ def test_a_sampler_whose_progress_grows_or_that_has_nothing_to_do_is_left_alone(
             self.link.beat("sampling", int(time.monotonic() * 10), 0, {}, now=False)
 
     stall_s = max(PATIENT_S, limit(0.3))
-    with make_inbox(with_channel(config, stall_timeout_s=stall_s, lost_after_s=stall_s), say=said.append) as inbox:
+    with make_inbox(
+        changed(config, channel={"stall_timeout_s": stall_s, "lost_after_s": stall_s}), say=said.append
+    ) as inbox:
         with FakeSampler(config, "s0") as idle:
             inbox.commit(0, published(0))
             until(lambda: len(inbox.state.ledger.held) == 4)
