@@ -205,7 +205,11 @@ class Sampler:
             return
         self.phase = self.turns.phase
         start = time.monotonic()
-        for key, sampled in self.turns.step():
+        with progress_heard_by(
+            lambda _: self._beat_at_work(self.phase)
+        ):  # one step may hold thousands of prompt tokens
+            finished = self.turns.step()
+        for key, sampled in finished:
             self._working[key] = sampled
             if self.config.sampler.return_sampling_mask:
                 self.stats["total/incomplete_support"] += sum(c.incomplete_support for c in sampled.completions)

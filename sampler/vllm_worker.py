@@ -25,6 +25,12 @@ class WeightExtension:
     model_runner: Any  # vLLM's worker provides both
     reload_weights: Any
 
+    def report_layers(self) -> None:
+        """From now on: on a CPU one forward pass may take longer than a sampler may be silent."""
+        _, language = language_model(self.model_runner.model)
+        for layer in getattr(language.model, "layers", ()):
+            layer.register_forward_pre_hook(lambda *_: report_progress("generating"))
+
     def load_weights_from(
         self, path: str, expected: Mapping[str, Expected] | None = None, tensors: Mapping[str, Tensor] | None = None
     ) -> Proof:

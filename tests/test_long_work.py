@@ -1,4 +1,4 @@
-"""A sampler that reloads or scores for longer than `channel.lost_after_s` is not lost; one that is stuck in it is.
+"""A sampler that reloads, generates or scores for longer than `channel.lost_after_s` is not lost; a stuck one is.
 
 Half a minute of simulated time each: the clock moves when the work says that it did a piece, and then the trainer's
 thread takes what came.
@@ -134,6 +134,24 @@ def test_scoring_with_the_reference_for_30_s_frees_no_lease(world: World, monkey
         world.sampler.run()
     assert world.now_s >= WORK_S
     assert not world.peer.lost and world.leases() == before
+
+
+def test_an_engine_step_of_30_s_frees_no_lease_and_keeps_its_phase(world: World) -> None:
+    """96 prompts of GSM8K in SmolLM2-135M: 23,000 tokens, 8,192 of them in one step of 18 s on a core."""
+    before = world.leases()
+
+    class OneLongStep:
+        num_running, num_events, phase = 1, 0, "generating 96 prompts"
+
+        def step(self) -> list[Any]:
+            world.work(WORK_S)
+            return []
+
+    world.sampler.turns = OneLongStep()  # type: ignore[assignment]
+    world.sampler.generate()
+    assert world.now_s >= WORK_S
+    assert not world.peer.lost and world.leases() == before
+    assert world.peer.phase == "generating 96 prompts"
 
 
 def test_only_the_thread_that_listens_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:

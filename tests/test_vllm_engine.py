@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from common import weights
 from common.config import Config
+from common.watchdog import progress_heard_by
 from common.weights import BadWeights, Published
 from model.logprobs import load_causal_lm, score_row
 from model.packing import pack
@@ -72,6 +73,17 @@ def policy(folder) -> PlainPolicy:
 def version(policy, tmp_path):
     """A function that publishes the policy as a version: the trainer's real code."""
     return lambda number: policy.publish(tmp_path / "weights", number)
+
+
+def test_every_layer_of_a_step_reports_progress(engine, config, version):
+    reload(engine, version(0), config)
+    engine.submit("a", [5] * 40, SamplingParams(1.0, 1, 1, 0))
+    heard: list[str] = []
+    with progress_heard_by(heard.append):
+        while engine.num_running:
+            engine.step()
+    num_layers = json.loads((Path(config.model.path) / "config.json").read_text())["num_hidden_layers"]
+    assert len(heard) >= num_layers and set(heard) == {"generating"}
 
 
 def test_nothing_is_compiled_though_torch_dynamo_was_there_before_the_engine(engine, config, version):
