@@ -199,6 +199,7 @@ def _share_the_machine(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("fast"):
         _seed()
+        _allow_threads()
     _quicken()
 
 
@@ -209,6 +210,12 @@ def _seed() -> None:
         numpy.random.seed(0)
     if torch := sys.modules.get("torch"):
         torch.default_generator.manual_seed(0)
+
+
+def _allow_threads() -> None:
+    """An engine in this process leaves a torch.set_num_threads that does nothing."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads = torch._C.set_num_threads
 
 
 def _quicken() -> None:
