@@ -74,8 +74,8 @@ def workers(supervisor: psutil.Process) -> Iterable[tuple[str, psutil.Process]]:
                 yield victim, process
 
 
-def read_memory(supervisor: psutil.Process, step: int, lives: dict[int, Life]) -> None:
-    for victim, process in workers(supervisor):
+def read_memory(working: Iterable[tuple[str, psutil.Process]], step: int, lives: dict[int, Life]) -> None:
+    for victim, process in working:
         try:
             size = process.memory_info().rss
         except psutil.Error:
@@ -103,11 +103,12 @@ def soak(command: Sequence[str], folder: Path, minutes: float) -> tuple[int, lis
     kills: list[Kill] = []
     lives: dict[int, Life] = {}
     while process.poll() is None:
-        read_memory(supervisor, last_step(folder), lives)
+        working, step = list(workers(supervisor)), last_step(folder)
+        read_memory(working, step, lives)
         minute, victim = (time.monotonic() - begun) / 60, list(VICTIMS)[len(kills) % len(VICTIMS)]
-        alive = [one for name, one in workers(supervisor) if name == victim]
+        alive = [one for name, one in working if name == victim]
         if minute >= minutes * (len(kills) + 1) and alive:
-            kills.append(Kill(victim, minute, time.time(), last_step(folder), newest_checkpoint(folder)))
+            kills.append(Kill(victim, minute, time.time(), step, newest_checkpoint(folder)))
             alive[-1].kill()
             print(f"soak: {kills[-1]}", flush=True)
         time.sleep(READ_EVERY_S)

@@ -140,7 +140,7 @@ class Sampler:
         """A beat if one is due. Each piece of work that was done counts, so that beats alone prove nothing."""
         self.progress += 1
         self.phase = doing
-        self.link.beat_at_work(self.phase, self.progress, self.engine.version, dict(self.stats))
+        self.link.beat_at_work(self.phase, self.progress, self.engine.version, self.stats)
 
     def _wait_for_the_file_system(self, version: int, absent: str) -> None:
         """Hosts that share a folder see new files late. The loop goes on, so the link stays alive and says why."""
@@ -205,9 +205,8 @@ class Sampler:
             return
         self.phase = self.turns.phase
         start = time.monotonic()
-        with progress_heard_by(
-            lambda _: self._beat_at_work(self.phase)
-        ):  # one step may hold thousands of prompt tokens
+        # one step may hold thousands of prompt tokens
+        with progress_heard_by(lambda _: self._beat_at_work(self.phase)):
             finished = self.turns.step()
         for key, sampled in finished:
             self._working[key] = sampled

@@ -28,7 +28,7 @@ UNITS = (("dollar", "dollars"), ("meter", "meters"), ("minute", "minutes"), ("ye
 
 @dataclass(frozen=True)
 class WordProblem:
-    """WordProblem(Template("more", …), 12, 5, "Anna has 12 pens and Ben has 5. …").result == 7"""
+    """WordProblem(Template("more", …), 9, 5, "Anna has 9 pens and Ben has 5. …").result == 4"""
 
     template: Template
     a: int
