@@ -2,10 +2,10 @@
 
     .venv/bin/python benchmarks/soak.py --minutes 10 configs/smollm2_135m.yaml trainer.max_steps=100
 
-Every so many minutes the sampler or a trainer rank, in turn, gets SIGKILL; the supervisor starts it again. Printed at
-the end: each kill with the newest checkpoint at that moment and how many steps were trained again, the resident memory
-of every process, and what must hold: exit code 0, every step once and in order, no step lost beyond the newest
-checkpoint. Exit code 1 if something of that does not.
+Every so many minutes the sampler or a trainer rank, as `--victims` orders them, gets SIGKILL; the supervisor starts it
+again. Printed at the end: each kill with the newest checkpoint at that moment and how many steps were trained again,
+the resident memory of every process, and what must hold: exit code 0, every step once and in order, no step lost beyond
+the newest checkpoint. Exit code 1 if something of that does not.
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ def newest_checkpoint(folder: Path) -> int:
     return max((int(path.parent.name[5:]) for path in (folder / "checkpoints").glob("step_*/commit.json")), default=0)
 
 
-def soak(command: Sequence[str], folder: Path, minutes: float) -> tuple[int, list[Kill], list[Life]]:
+def soak(
+    command: Sequence[str], folder: Path, minutes: float, order: Sequence[str]
+) -> tuple[int, list[Kill], list[Life]]:
     """Runs the command to its end. Returns its exit code, the kills, and the memory of every process that worked."""
     process = subprocess.Popen(command, cwd=ROOT)
     supervisor, begun = psutil.Process(process.pid), time.monotonic()
@@ -105,7 +107,7 @@ def soak(command: Sequence[str], folder: Path, minutes: float) -> tuple[int, lis
     while process.poll() is None:
         working, step = list(workers(supervisor)), last_step(folder)
         read_memory(working, step, lives)
-        minute, victim = (time.monotonic() - begun) / 60, list(VICTIMS)[len(kills) % len(VICTIMS)]
+        minute, victim = (time.monotonic() - begun) / 60, order[len(kills) % len(order)]
         alive = [one for name, one in working if name == victim]
         if minute >= minutes * (len(kills) + 1) and alive:
             kills.append(Kill(victim, minute, time.time(), step, newest_checkpoint(folder)))
@@ -144,12 +146,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("--minutes", type=float, default=10.0, help="between two kills")
+    parser.add_argument("--victims", default=",".join(VICTIMS), help="in turn, from the start again; %(default)s")
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
+    order = arguments.victims.split(",")
+    if unknown := set(order) - set(VICTIMS):
+        parser.error(f"--victims: {', '.join(sorted(unknown))}; there are {', '.join(VICTIMS)}")
     config = load(arguments.config, arguments.overrides)
     folder = Path(config.run.output_dir)
     command = [sys.executable, "-m", "launcher.run", str(arguments.config), *arguments.overrides]
-    code, kills, lives = soak(command, folder, arguments.minutes)
+    code, kills, lives = soak(command, folder, arguments.minutes, order)
     lines = metrics(folder)
     print(tables(kills, lives, lines))
     if found := violations(code, config.trainer.max_steps, kills, lines):

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # --- launch.sh
 
-TOOLS = ("bash", "awk", "cat", "chmod", "cp", "df", "dirname", "flock", "grep", "mkdir", "rm", "sed", "sha256sum")
+TOOLS = ("bash", "awk", "cat", "chmod", "cp", "dirname", "flock", "grep", "mkdir", "rm", "sed", "sha256sum")
 TOOLS += ("readlink", "tail", "touch")
 # Records what it is asked, makes a .venv around itself, and fails where the test says so.
 PYTHON = r"""#!/usr/bin/env bash
@@ -43,6 +43,11 @@ esac
 """
 
 
+def df(free_gb: int) -> str:
+    """A program that says how much of the disk is free."""
+    return f"#!/usr/bin/env bash\nprintf 'header\\n/dev/x 9 9 {free_gb}000000 9%% /\\n'\n"
+
+
 class Copy:
     """A copy of what launch.sh reads, and a PATH with nothing but the tools it may rely on."""
 
@@ -56,6 +61,7 @@ class Copy:
             path = shutil.which(tool)
             assert path is not None, tool
             (self.bin / tool).symlink_to(path)
+        self.add("df", df(free_gb=100))  # whatever this machine has left
         self.add("python3.11", PYTHON)
         self.add("g++", "#!/usr/bin/env bash\n")
         self.add("gcc", "#!/usr/bin/env bash\n")
@@ -289,7 +295,7 @@ def test_a_missing_compiler_is_one_line_with_a_fix(copy):
 
 
 def test_a_full_disk_is_one_line_with_a_fix(copy):
-    copy.add("df", "#!/usr/bin/env bash\nprintf 'header\\n/dev/x 9 9 2000000 9%% /\\n'\n")
+    copy.add("df", df(free_gb=2))
     result = copy.launch("setup")
     assert result.returncode == 2
     assert f"needs 6 GB of free disk in {copy.folder} and there are 2; free some" in result.stderr
