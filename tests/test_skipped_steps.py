@@ -10,11 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from common.errors import Retryable
 from tests.protocol_helpers import make_config
 from tests.test_checkpoint_faults import KEEP, ONE_RANK, SmallEngine, tokenizer
-from trainer.engine.deepspeed_model import StepResult
+from trainer.engine.deepspeed_model import StepResult, all_finite
 from trainer.loop import Trainer
 from trainer.save import checkpoint, resume
 from trainer.save.checkpoint import Progress
@@ -60,3 +61,12 @@ def test_the_count_goes_on_after_a_restart(tmp_path: Path) -> None:
     assert resumed == dataclasses.replace(run.progress, skipped_in_a_row=2)
     with pytest.raises(Retryable, match="3 steps in a row"):
         advance(trainer(tmp_path, resumed), False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "max", "min"])
+def test_one_number_in_a_tensor_that_is_not_finite_is_seen_and_the_largest_ones_are_finite(value, dtype) -> None:
+    largest = torch.finfo(dtype)
+    tensor = torch.full((3, 1001), largest.max, dtype=dtype)  # their sum and their norm overflow
+    tensor[1, 77] = getattr(largest, value) if isinstance(value, str) else value
+    assert bool(all_finite(tensor)) is isinstance(value, str)
