@@ -33,6 +33,7 @@ PARTS = {
     "collectives": 180,
     "together": 180,
     "reloads": 240,
+    "sleep": 90,
     "step": 300,
 }
 BUDGET_S = 600

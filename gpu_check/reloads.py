@@ -16,7 +16,7 @@ from gpu_check.running import RUN, run
 _RELOADS = 5
 _LIFE = "life"
 _VOCABULARY = 512  # tokens that a canary may hold: those of the tokenizer that all shapes share
-_CACHE = {"kv_cache_memory_bytes": 2**30, "gpu_memory_utilization": 0.3}  # as beside a trainer: measured by nobody
+CACHE = {"kv_cache_memory_bytes": 2**30, "gpu_memory_utilization": 0.3}  # as beside a trainer: measured by nobody
 
 
 def findings(on_gpu: bool, scratch: Path) -> Iterator[Finding]:
@@ -33,10 +33,10 @@ def findings(on_gpu: bool, scratch: Path) -> Iterator[Finding]:
             yield Finding("reloads", f"{dtype}, came to its end", "fail", problem)
 
 
-class _Pair:
+class Pair:
     """A trainer's weights and an engine that takes them, in one process."""
 
-    def __init__(self, shape: str, dtype: str, scratch: Path) -> None:
+    def __init__(self, shape: str, dtype: str, scratch: Path, **vllm: Any) -> None:
         import torch
 
         from benchmarks.handover import Policy, settings
@@ -47,7 +47,7 @@ class _Pair:
         assert self.config.run.output_dir == scratch / RUN, "or what a killed part leaves in memory would stay"
         on_gpu = torch.cuda.is_available()
         if on_gpu:
-            self.config = self.config.model_copy(update={"vllm": self.config.vllm | _CACHE})
+            self.config = self.config.model_copy(update={"vllm": self.config.vllm | CACHE | vllm})
         self.policy, self.folder = Policy(self.config, "cuda" if on_gpu else "cpu"), weights.default_dir(self.config)
         self.engine = Engine(self.config, torch.cuda.device_count())
 
@@ -73,7 +73,7 @@ def _engine_findings(shape: str, dtype: str, scratch: Path) -> Iterator[Finding]
     from common import weights
 
     begun = time.monotonic()
-    pair = _Pair(shape, dtype, scratch)
+    pair = Pair(shape, dtype, scratch)
     started = time.monotonic() - begun
     yield Finding("reloads", f"{dtype}, engine start", "figure", f"{started:.0f} s", {"seconds": started})
     yield from _good(pair, dtype)
@@ -81,7 +81,7 @@ def _engine_findings(shape: str, dtype: str, scratch: Path) -> Iterator[Finding]
     weights.remove_versions(pair.folder)
 
 
-def _good(pair: _Pair, dtype: str) -> Iterator[Finding]:
+def _good(pair: Pair, dtype: str) -> Iterator[Finding]:
     """A reload that fails raises, which is the end of this engine."""
     from sampler.reload import CanaryBounds
 
@@ -100,7 +100,7 @@ def _good(pair: _Pair, dtype: str) -> Iterator[Finding]:
     yield judged("reloads", f"{dtype}, compared", not unproven, text[:200], unproven=unproven)
 
 
-def _stale(pair: _Pair, dtype: str) -> Finding:
+def _stale(pair: Pair, dtype: str) -> Finding:
     """The engine loads the last version again, and one number of the next one differs by a hundredth of itself."""
     import torch
 

@@ -84,7 +84,13 @@ def placement(config: Config, gpus: Sequence[int], cores: Sequence[int]) -> Plac
     gpus: numbers of the visible GPUs, as nvidia-smi counts; config.*.devices index into them.
     cores: CPU cores this process may use.
     """
-    return _on_gpus(config, gpus, cores) if gpus else _on_cpu(config, cores)
+    place = _on_gpus(config, gpus, cores) if gpus else _on_cpu(config, cores)
+    if config.vllm.get("enable_sleep_mode") and not place.shares_gpu:
+        raise UserError(
+            "vllm.enable_sleep_mode frees vLLM's cache for a trainer on the same GPU, and here the sampler is on "
+            f"{place.sampler_place}, the trainer on {place.trainer_place}; set vllm.enable_sleep_mode=false"
+        )
+    return place
 
 
 def _on_cpu(config: Config, cores: Sequence[int]) -> Placement:

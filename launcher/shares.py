@@ -5,8 +5,9 @@
 By default vLLM sizes its cache from the free memory that it measures, and a trainer that starts at the same time moves
 that number while it is measured. With `kv_cache_memory_bytes` vLLM measures nothing (vllm 0.32,
 v1/worker/gpu_worker.py, determine_available_memory); `gpu_memory_utilization` then only says how much must be free when
-the engine starts. Whoever sets one of the two keeps what is set. Left out: putting the cache to sleep while only the
-trainer works. Training starts on the first group while the last ones still decode, so both are needed at once.
+the engine starts. Whoever sets one of the two keeps what is set. A cache that sleeps while only the trainer works
+(vllm.enable_sleep_mode, sampler/cache_sleep.py) is counted all the same: training starts on the first group while the
+last ones still decode, and held-out problems decode while it trains, so both are needed at once.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from common.types import EncodedImage
 from common.watchdog import report_progress
 from model.images import vision_of
 from sampler import vllm_images
+from sampler.cache_sleep import CacheSleep
 from sampler.completions import Completion, SamplingParams, completions_of
 from sampler.engine_arguments import engine_arguments, set_environment, stop_token_ids
 from sampler.in_flight import InFlight, Interrupted
@@ -76,6 +77,7 @@ class Engine:
         self._keys: dict[str, Any] = {}
         self._early: list[tuple[Any, list[Completion]]] = []  # finished beside a canary; the next step returns them
         self._in_flight = InFlight(self._engine) if config.sampler.in_flight_updates else None
+        self._cache = CacheSleep(self._llm) if config.vllm.get("enable_sleep_mode") else None
         self._expanded: dict[str, list[int]] = {}  # prompts with images, as the trainer gets them
         self._next_id = 0
         self._applies_adapters = config.lora.publishes_adapters
@@ -166,6 +168,11 @@ class Engine:
                 )
         return [(self._keys.pop(output.request_id), output) for output in done]
 
+    def rest(self) -> None:
+        """With vllm.enable_sleep_mode the memory of an idle engine's cache is free until something is generated."""
+        if self._cache:
+            self._cache.rest()
+
     def abort(self, keys: Collection[Any]) -> None:
         """Drops these prompts, queued or running."""
         request_ids = [request_id for request_id, key in self._keys.items() if key in keys]
@@ -237,6 +244,8 @@ class Engine:
     def _add(
         self, key: Any, prompt_ids: Sequence[int] | NDArray[np.int32], parameters: Any, images: Sequence[EncodedImage]
     ) -> None:
+        if self._cache:
+            self._cache.wake()
         request_id, self._next_id = str(self._next_id), self._next_id + 1
         ids = [int(t) for t in prompt_ids]
         prompt = cast("TokensPrompt", {"prompt_token_ids": ids})

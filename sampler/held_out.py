@@ -44,6 +44,11 @@ class HeldOut:
         self._chunks: dict[tuple[str, int], _Chunk] = {}
         self._waiting: collections.deque[EvalKey] = collections.deque()
 
+    @property
+    def num_waiting(self) -> int:
+        """Problems that are not in the engine yet."""
+        return len(self._waiting)
+
     def ask(self, request: EvalRequest, version: int, trainer: int) -> None:
         """A chunk that a credit leases, as often as it does. One that was answered is sent again: it was lost."""
         chunk = self._chunks.get((request.eval_id, request.chunk))

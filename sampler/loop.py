@@ -81,6 +81,7 @@ class Sampler:
             self.start_leased_work()
             self.start_evaluation()
             self.generate()
+            self.rest_if_done()
             with progress_heard_by(self._beat_at_work):
                 self.send_scored()
             self.link.beat(self.phase, self.progress, self.engine.version, dict(self.stats), now=False)
@@ -220,6 +221,12 @@ class Sampler:
                 self._finish(key, reason)
         self.progress += self.turns.num_events
         self.stats["total/generate_s"] += time.monotonic() - start
+
+    def rest_if_done(self) -> None:
+        """Before the last groups are sent, with which the trainer goes on alone."""
+        sleeps = self.config.vllm.get("enable_sleep_mode")
+        if sleeps and not self.turns.num_running and not self._held_out.num_waiting:
+            self.engine.rest()
 
     def send_scored(self) -> None:
         """Sends every group whose rewards arrived. With an idle engine it may wait for them a moment."""

@@ -192,6 +192,12 @@ def test_two_reward_functions_with_one_metric_name_are_refused(tmp_path: Path) -
     assert "two functions named 'answer'" in message
 
 
+def test_a_cache_that_sleeps_needs_a_trainer_that_works_alone(tmp_path: Path) -> None:
+    asleep = "vllm.enable_sleep_mode=true"
+    assert "set trainer.max_staleness=0" in problem(tmp_path, GOOD, asleep, "trainer.max_staleness=1")
+    assert load(write(tmp_path, GOOD), [asleep, "trainer.max_staleness=0"]).vllm == {"enable_sleep_mode": True}
+
+
 def test_weights_inside_a_batch_need_steps_inside_it_and_a_sampler_that_runs_ahead(tmp_path: Path) -> None:
     inside = "weights.publish_every=step"
     assert "set algorithm.steps_per_generation=4" in problem(tmp_path, GOOD, inside, "trainer.max_staleness=1")

@@ -148,6 +148,7 @@ SAYS = {
     },
     "together": {"both processes", "first optimizer step"},
     "reloads": {"float32, reloads", "float32, canary", "float32, compared", "float32, one stale number"},
+    "sleep": {"written after it", "new weights while it sleeps"},
     "step": {"1M, seconds", "1M, MFU", "1M, memory", "1M, packed over padded"},
 }
 

@@ -424,11 +424,17 @@ def test_gpus_are_named_by_include_and_never_counted(gpus, sections, sampler, tr
         ([0, 1], {"sampler": {"devices": [0, 1]}}, "no GPU is left for the trainer"),
         ([0, 1], {"trainer": {"num_ranks": 2}}, "set trainer.num_ranks=1"),
         ([0, 1], {"trainer": {"devices": [0]}, "vllm": {"tensor_parallel_size": 2}}, "tensor_parallel_size 2 needs"),
+        ([], {"vllm": {"enable_sleep_mode": True}}, "the sampler is on CPU, 2 shared cores, the trainer on CPU"),
+        ([0, 1], {"vllm": {"enable_sleep_mode": True}}, "the sampler is on GPU 0, the trainer on GPU 1, 1 rank; set v"),
     ],
 )
 def test_devices_that_are_not_there_are_user_errors(gpus, sections, message):
     with pytest.raises(UserError, match=re.escape(message)):
         placement(config_of(**sections), gpus=gpus, cores=[0, 1])
+
+
+def test_a_cache_may_sleep_on_a_shared_gpu_alone():
+    assert placement(config_of(vllm={"enable_sleep_mode": True}), gpus=[0], cores=[0, 1]).shares_gpu
 
 
 @pytest.mark.parametrize(

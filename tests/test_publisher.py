@@ -50,9 +50,11 @@ class Alone(OneRank):
 class Bench:
     """A publisher of a plain policy in `folder`, and all that it says and counts."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **trainer: Any) -> None:
+    def __init__(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, vllm: dict[str, Any] | None = None, **trainer: Any
+    ) -> None:
         monkeypatch.setattr(publisher_module, "Exchange", lambda _: Alone())
-        config = make_config(folder, trainer=trainer, weights={"dir": folder / "weights"})
+        config = make_config(folder, trainer=trainer, weights={"dir": folder / "weights"}, vllm=vllm or {})
         self.policy: Any = PlainPolicy(tiny_model(folder / "model"))
         self.policy.device = torch.device("cpu")
         self.rank_zero, self.said, self.seconds = RankZero(), [], {}
@@ -103,6 +105,20 @@ def test_on_policy_a_version_is_out_when_publish_returns(tmp_path: Path, monkeyp
     bench = Bench(tmp_path, monkeypatch, max_staleness=0)
     bench.publish(1)
     assert bench.rank_zero.credited[1:] == [(8, 1, None)]
+
+
+@fast
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_memory_that_nobody_uses_is_given_back_before_the_sampler_that_slept_hears_of_a_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeps: bool
+) -> None:
+    bench = Bench(tmp_path, monkeypatch, {"enable_sleep_mode": sleeps}, max_staleness=0)
+    credited: list[int] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: credited.append(len(bench.rank_zero.credited)))
+    bench.publish(1)
+    bench.publish(1)  # after a step that was skipped
+    assert credited == ([1, 2] if sleeps else [])
+    assert len(bench.rank_zero.credited) == 3
 
 
 @fast

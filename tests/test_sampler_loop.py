@@ -107,6 +107,7 @@ class Loop:
         self.sampler.start_leased_work()
         self.sampler.start_evaluation()
         self.sampler.generate()
+        self.sampler.rest_if_done()
         self.sampler.send_scored()
 
     def answer_all(self, scores: Any = SCORED) -> None:
@@ -241,6 +242,48 @@ def test_groups_that_leave_the_lease_are_aborted_and_counted_unless_they_are_bei
     loop.credited(0, [1])  # its copy was lost with another sampler
     loop.answer_all(SCORED * 2)
     assert [group.group_id for group in loop.sent] == [0, 2, 1]
+
+
+SLEEPING: dict[str, Any] = {"vllm": {"enable_sleep_mode": True}, "trainer": {"max_staleness": 0}}
+
+
+class RestingEngine(OneStepEngine):
+    """Writes down what it does, into `events`."""
+
+    def __init__(self, on_cpu: bool, at_once: int | None = None) -> None:
+        super().__init__(on_cpu, at_once)
+        self.events: list[Any] = []
+
+    def submit(self, key: Any, *given: Any) -> None:
+        self.events.append("submit")
+        super().submit(key, *given)
+
+    def rest(self) -> None:
+        self.events.append("rest")
+
+
+def test_the_cache_sleeps_when_the_last_group_is_sampled_and_before_it_is_sent(tmp_path: Path) -> None:
+    engine = RestingEngine(on_cpu=False, at_once=1)
+    loop = Loop(tmp_path, engine, **SLEEPING)
+    loop.link.send_result = lambda result: engine.events.append(f"sent {result.group_id}")
+    loop.credited(0, [0, 1])
+    assert engine.events == ["submit", "submit"], "group 1 decodes"
+    loop.answer_all(SCORED * 2)
+    assert engine.events[2:] == ["rest", "sent 0"]
+    loop.answer_all(SCORED * 2)
+    assert engine.events[4:] == ["rest", "sent 1"]
+
+
+def test_the_cache_stays_awake_while_held_out_problems_wait_and_without_the_setting(tmp_path: Path) -> None:
+    engine = RestingEngine(on_cpu=True)
+    loop = Loop(tmp_path, engine, **SLEEPING)
+    loop.credited(0, [0], EvalRequest("e", 0, (0,)))  # on a CPU an evaluation begins behind the groups
+    assert engine.events == ["submit"], "the evaluation waits for the engine"
+    loop.turn()
+    assert engine.events == ["submit", "submit", "rest"]
+    engine = RestingEngine(on_cpu=True)
+    Loop(tmp_path, engine).credited(0, [0])
+    assert engine.events == ["submit"]
 
 
 def test_what_another_sampler_delivered_is_aborted_before_a_new_version_is_loaded(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ class Config(Settings):
     """Settings whose sections agree."""
 
     def _contradictions(self) -> Iterator[str]:
-        of_rollouts = (_sampling, _in_flight, _rollouts, _batches, _kl, _publishing, _evaluation, _lengths)
+        of_rollouts = (_sampling, _in_flight, _sleeping, _rollouts, _batches, _kl, _publishing, _evaluation, _lengths)
         for check in (_devices, _sequence_parallel, *of_rollouts, _critic, _lora):
             yield from check(self)
 
@@ -89,6 +89,15 @@ def _in_flight(config: Settings) -> Iterator[str]:
     for name in ("scheduling_policy", "async_scheduling", "speculative_config"):
         if name in config.vllm:
             yield f"sampler.in_flight_updates decides vllm.{name}; remove it, or set sampler.in_flight_updates=false"
+
+
+def _sleeping(config: Settings) -> Iterator[str]:
+    if config.vllm.get("enable_sleep_mode") and config.trainer.max_staleness:
+        yield (
+            "vllm.enable_sleep_mode frees vLLM's cache while the trainer works alone, and with trainer.max_staleness "
+            f"{config.trainer.max_staleness} the sampler works beside it; set trainer.max_staleness=0, or "
+            "vllm.enable_sleep_mode=false"
+        )
 
 
 def _rollouts(config: Settings) -> Iterator[str]:

@@ -1,0 +1,55 @@
+"""vLLM's key-value cache without memory while the engine has nothing to generate: vllm.enable_sleep_mode.
+
+    last completion ─► rest ─► the last groups are sent ─► the trainer trains, steps, publishes ─► canary: wake ─► …
+                       └──────────────── the cache's memory belongs to nobody ────────────────┘
+
+For one GPU that two processes share by turns. The weights stay where they are, so that a new version is loaded into
+them and compared while the cache sleeps. What vLLM 0.32 promises, in its source:
+
+- `v1/engine/core.py` EngineCore.release_kv_cache_memory: after a pause of level 0, which changes no memory, it forgets
+  what the cache holds (prefixes, images) and has the workers drop what is tagged "kv_cache". It refuses while a
+  finished request is not yet reported to the workers, or a batch is on its way: one more step does either.
+- `device_allocator/cumem.py` CuMemAllocator.discard, wake_up: physical memory goes and comes, addresses stay, so CUDA
+  graphs stay valid. What comes back has any content. Weights have a tag of their own ("weights") and are not touched.
+- `v1/worker/gpu_worker.py` _maybe_get_memory_pool_context: only `enable_sleep_mode` puts the cache into that allocator.
+- `v1/worker/cpu_worker.py` discard: refused, as by `config/model.py` on any platform without such an allocator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.errors import Retryable
+
+_CACHE = "kv_cache"
+
+
+class CacheSleep:
+    """llm: vllm.LLM, its engine in this process."""
+
+    def __init__(self, llm: Any):
+        self._llm = llm
+        self.is_asleep = False
+
+    def rest(self) -> None:
+        """Gives the cache's memory back. No sequence may be queued or running."""
+        if self.is_asleep:
+            return
+        core = self._llm.llm_engine.engine_core.engine_core
+        while core.scheduler.has_requests() or core.batch_queue:
+            self._llm.llm_engine.step()
+        self._llm.sleep(level=0, mode="keep")
+        self._llm.release_kv_cache_memory()
+        self.is_asleep = True
+
+    def wake(self) -> None:
+        """Before anything is generated. Raises Retryable if the memory is gone."""
+        if not self.is_asleep:
+            return
+        try:
+            is_awake = self._llm.wake_up(tags=[_CACHE])
+        except Exception as error:
+            raise Retryable(f"vLLM's cache could not wake: {error}; set vllm.enable_sleep_mode=false") from error
+        if not is_awake:
+            raise Retryable("vLLM's engine sleeps on after its cache was woken; set vllm.enable_sleep_mode=false")
+        self.is_asleep = False
