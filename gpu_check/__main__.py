@@ -30,6 +30,7 @@ PARTS = {
     "machine": 60,
     "attention": 90,
     "gradient": 90,
+    "head": 60,
     "collectives": 180,
     "together": 180,
     "reloads": 240,

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from common.errors import UserError
-from model import attention, vision
+from model import attention, fused_head, vision
 from model.folder import VISION_FAMILIES, causal_lm_class, check_model_folder
+from model.fused_head import FusedLogSoftmaxAt
 from model.log_softmax import LogSoftmaxAt
 from model.onednn import use_faster_linear
 from model.packing import PackedRow
@@ -138,7 +139,11 @@ def token_terms(  # noqa: PLR0913 as score_terms
     """
 
     def chunk(h: Tensor, target: Tensor, support: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = _scaled(head(h), temperature)
+        plain = head(h)
+        if sampling_mask is None and not entropy_gradient and fused_head.suits(plain):
+            logprobs, log_normaliser, entropy = FusedLogSoftmaxAt.apply(plain, target, temperature, with_entropy)
+            return logprobs, entropy, torch.zeros_like(log_normaliser)
+        logits = _scaled(plain, temperature)
         if sampling_mask is None and not entropy_gradient:
             logprobs, log_normaliser, entropy = LogSoftmaxAt.apply(logits, target, with_entropy)
             return logprobs, entropy, torch.zeros_like(log_normaliser)

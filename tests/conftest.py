@@ -37,9 +37,9 @@ LONGEST_FIRST = (
 TOGETHER = {  # files that share what costs a process seconds; each group is the work of one
     "transformers": (
         *("attention", "best", "contributing", "critic", "deepspeed_config", "device_waits", "fake_cuda", "gguf"),
-        *("images", "launch", "linear", "logprobs", "long_work", "lora", "one_gpu_configs", "pictures", "plan"),
-        *("plan_vision", "prompts", "publisher", "quickstart", "quickstart_tools", "quickstart_vlm", "remote_code"),
-        *("segments", "tf32", "turns", "turns_training", "vision_models", "vision_packing"),
+        *("fused_head", "images", "launch", "linear", "logprobs", "long_work", "lora", "one_gpu_configs", "pictures"),
+        *("plan", "plan_vision", "prompts", "publisher", "quickstart", "quickstart_tools", "quickstart_vlm"),
+        *("remote_code", "segments", "tf32", "turns", "turns_training", "vision_models", "vision_packing"),
     ),
     "matplotlib": ("bench", "objectives", "report", "report_html", "run_command", "shown_images"),
     "the hub": ("model_card", "push"),

@@ -139,6 +139,7 @@ SAYS = {
     "machine": {"Python.h", "torch"},
     "attention": {"kernel in float32", "a new shape"},
     "gradient": {"packed against dense, float32", "packed against dense, bfloat16"},
+    "head": {"compiled against plain, bfloat16", "seconds and memory"},
     "collectives": {
         "gloo broadcast",
         "gloo all_reduce SUM, bfloat16",

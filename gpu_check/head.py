@@ -1,0 +1,72 @@
+"""(i) The log-probs of the head, compiled for a GPU and not: the same numbers, seconds and memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu_check.finding import Finding, judged
+from model import fused_head
+from model.fused_head import FusedLogSoftmaxAt
+from model.log_softmax import LogSoftmaxAt
+
+_TOKENS, _QWEN = 1024, 151_936  # trainer.logprob_chunk_size, and the vocabulary of Qwen2.5
+_TEMPERATURE = 0.9
+_VALUES = 1e-4  # of log-probs and entropies: both are computed in float32
+_GRADIENT = 2**-7  # of its norm: a bfloat16's last bit
+
+
+def findings(on_gpu: bool, scratch: Path) -> Iterator[Finding]:
+    device, rows, vocab = ("cuda", _TOKENS, _QWEN) if on_gpu else ("cpu", 16, 500)
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(rows, vocab, device=device).bfloat16()
+    targets = torch.randint(0, vocab, (rows,), device=device)
+    ways: dict[str, Callable[[Tensor], Any]] = {
+        "plain": lambda z: LogSoftmaxAt.apply(z.float() / _TEMPERATURE, targets, True),
+        "compiled": lambda z: FusedLogSoftmaxAt.apply(z, targets, _TEMPERATURE, True),
+    }
+    measured = {name: _measured(way, logits) for name, way in ways.items()}
+    plain, ours = measured["plain"], measured["compiled"]
+    values = max(float((a - b).abs().max()) for a, b in zip(plain["values"], ours["values"], strict=True))
+    gradient = float((plain["gradient"] - ours["gradient"]).float().norm() / plain["gradient"].float().norm())
+    ok = values < _VALUES and gradient < _GRADIENT
+    text = f"values {values:.1e}, gradient {gradient:.1e} of its norm"
+    yield judged("head", "compiled against plain, bfloat16", ok, text, values=values, gradient=gradient)
+    is_compiled = not fused_head._uncompiled
+    said = "" if is_compiled else "not compiled, see the log: "
+    text = f"{said}{ours['s'] * 1e3:.2f} ms and {ours['gib']:.2f} GiB, plain {plain['s'] * 1e3:.2f} ms and "
+    figures = {f"{name}_{what}": measured[name][what] for name in ways for what in ("s", "gib")}
+    text += f"{plain['gib']:.2f} GiB, {rows} × {vocab} tokens"
+    yield judged("head", "seconds and memory", is_compiled if on_gpu else None, text, **figures)
+
+
+def _measured(way: Callable[[Tensor], Any], logits: Tensor) -> dict[str, Any]:
+    """The second of two times, forward and backward: the first compiles."""
+    for _ in range(2):
+        leaf = logits.clone().requires_grad_()
+        before = _start(leaf)
+        logprobs, _, entropy = way(leaf)
+        logprobs.sum().backward()
+        seconds, gib = _since(leaf, *before)
+    return {"values": (logprobs.detach(), entropy), "gradient": leaf.grad, "s": seconds, "gib": gib}
+
+
+def _start(tensor: Tensor) -> tuple[float, int]:
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        return time.monotonic(), torch.cuda.memory_allocated()
+    return time.monotonic(), 0
+
+
+def _since(tensor: Tensor, begun: float, allocated: int) -> tuple[float, float]:
+    """Seconds, and GiB on a GPU beyond what there was."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+        return time.monotonic() - begun, (torch.cuda.max_memory_allocated() - allocated) / 2**30
+    return time.monotonic() - begun, 0.0
