@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,15 @@ import psutil
 import pytest
 import yaml
 
+from common.config import load
+from launcher.slurm import sbatch
 from report.run_log import read_jsonl
 from tests import namespaces
 from tests.gloo_data import settings
 from tests.namespaces import two_hosts
 from tests.replay_worker import ENVIRONMENT, Stack, sha256_of_run, stack
 from tests.speed import limit, until
+from tests.ssh_server import ssh_server
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(900)]
 
@@ -47,12 +50,18 @@ def written(trainers: Stack, name: str) -> Path:
     return path
 
 
-def start(trainers: Stack, hosts: tuple[str, str], name: str) -> subprocess.Popen[bytes]:
-    """`run --hosts` of one rank on each."""
+def start(
+    trainers: Stack,
+    hosts: tuple[str, str],
+    name: str,
+    ssh: str = namespaces.ENVIRONMENT["TANDEM_SSH"],
+    inside: Sequence[str] = (),
+) -> subprocess.Popen[bytes]:
+    """`run --hosts` of one rank on each. inside: words that start it on the first host, if it is not started here."""
     path, hostfile = written(trainers, name), trainers.folder / f"{name}.hosts"
     hostfile.write_text("".join(f"{host} slots=1\n" for host in hosts))
-    env: dict[str, Any] = os.environ | ENVIRONMENT | namespaces.ENVIRONMENT
-    command = [sys.executable, "-m", "tests.hosts_worker", str(path), str(hostfile)]
+    env: dict[str, Any] = os.environ | ENVIRONMENT | namespaces.ENVIRONMENT | {"TANDEM_SSH": ssh}
+    command = [*inside, sys.executable, "-m", "tests.hosts_worker", str(path), str(hostfile)]
     log = open(trainers.folder / f"{name}.log", "wb")  # noqa: SIM115 the process has it
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
 
@@ -83,6 +92,41 @@ def test_two_hosts_train_the_weights_of_one_bit_for_bit(
     assert sha256_of_run(trainers.folder / "two-hosts") == expected
     logs = {path.name for path in (trainers.folder / "two-hosts" / "logs" / "hosts").iterdir()}
     assert logs == {f"{host}-trainer.log" for host in hosts}
+
+
+def test_a_first_host_that_reaches_the_second_by_a_real_ssh_trains_the_same_weights(
+    trainers: Stack, hosts: tuple[str, str], expected: dict[str, str], tmp_path: Path
+) -> None:
+    first, second = (("ip", "netns", "exec", host) for host in hosts)
+    with ssh_server(tmp_path / "sshd", hosts[1], 2222, inside=second) as (ssh, _):
+        ended(trainers, start(trainers, hosts, "by-ssh", ssh, inside=first), "by-ssh")
+    assert sha256_of_run(trainers.folder / "by-ssh") == expected
+
+
+def test_the_batch_script_trains_the_same_weights_over_its_nodes(
+    trainers: Stack, hosts: tuple[str, str], expected: dict[str, str], tmp_path: Path
+) -> None:
+    """What `launch.sh slurm` writes, with stand-ins: launch.sh run CONFIG --hosts FILE, scontrol, and srun, which gives
+    a task its variables."""
+    path, script, launch = written(trainers, "sbatch"), tmp_path / "job.sbatch", tmp_path / "launch.sh"
+    script.write_text(sbatch(tmp_path, load(path, []), [str(path)], 2, 0, "1:00:00"))
+    launch.write_text(f'cd {ROOT} && exec {sys.executable} -m tests.hosts_worker "$2" "$4"\n')
+    task = "SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=1 SLURM_STEP_NUM_TASKS=1"
+    programs = {"scontrol": "printf '%s\\n' " + " ".join(hosts)}
+    programs["srun"] = f'until [ "$1" = --nodelist ]; do shift; done; shift; exec env {task} ip netns exec "$@"'
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "node-[1-2]"}
+    job["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    env = os.environ | ENVIRONMENT | namespaces.ENVIRONMENT | job
+    with open(trainers.folder / "sbatch.log", "wb") as log:
+        process = subprocess.Popen(["bash", str(script)], env=env, stdout=log, stderr=subprocess.STDOUT)
+    ended(trainers, process, "sbatch")
+    assert (trainers.folder / "sbatch" / "nodes").read_text() == (
+        f"{hosts[0]} slots=1 samplers=0\n{hosts[1]} slots=1 samplers=1\n"
+    )
+    assert sha256_of_run(trainers.folder / "sbatch") == expected
 
 
 def test_ranks_that_srun_starts_train_the_same_weights(
