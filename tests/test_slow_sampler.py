@@ -1,11 +1,18 @@
-"""How long a step takes with samplers of different speed: the real ledger, simulated samplers and time."""
+"""How long a step takes with samplers of different speed: the real ledger, simulated samplers and time.
+
+With real engines: benchmarks/slow_sampler.py, whose way to slow one down is tested here, too.
+"""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping
 
+import psutil
 import pytest
 
+from benchmarks.slow_sampler import SLOW, processes_of, slow_down
 from common.types import Tombstone
 from trainer.link.ledger import Ledger
 
@@ -72,3 +79,23 @@ def test_one_that_recovers_gets_its_share_again() -> None:
             return {"a": 1.0, "b": 0.1 if now[0] < 200 else 1.0}.items()
 
     assert step_seconds(Recovering({"a": 1.0, "b": 0.1}), 16, 0, steps=60) <= 1.15 * 8.0
+
+
+# ---- benchmarks/slow_sampler.py
+
+
+def test_a_sampler_is_found_by_its_id_and_slowing_it_down_leaves_it_running() -> None:
+    code = "import sys, time; print(flush=True)\nwhile True: time.sleep(1)"
+    words = [sys.executable, "-c", code, "--id"]
+    both = [subprocess.Popen([*words, name], stdout=subprocess.PIPE) for name in ("sampler.0", SLOW)]
+    try:
+        assert all(one.stdout and one.stdout.readline() for one in both)
+        found = processes_of(psutil.Process(), SLOW)
+        assert [one.pid for one in found] == [both[1].pid]
+        slow_down(found, 0.9)
+        assert found[0].status() != psutil.STATUS_STOPPED
+    finally:
+        for one in both:
+            one.kill()
+            one.communicate()
+    assert processes_of(psutil.Process(), SLOW) == []
