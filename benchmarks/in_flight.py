@@ -1,13 +1,16 @@
 """Tokens a second with weights loaded under running sequences, against weights that wait for the last of them.
 
     python benchmarks/in_flight.py       both, in changing order, three times each: medians and their ratio
+    python benchmarks/in_flight.py --prompts 2 8 --train-s 0.1 0.5       a table of cells, some four minutes each
 
 The sampling loop, vLLM, the verified reload and the ledger are the real ones; lengths are log-normal and cut at eight
-times the median, one for each completion, the same in both. The trainer is a clock: it takes `--train-s` for a batch
-that is in, then announces the next of versions that were written before, as one on other devices would. It lets the
-sampler run one batch ahead (max_staleness 1).
+times the median, one for each completion, the same in both. The trainer is a clock with a device of its own: groups
+train as they arrive, in the order of their ids, the optimizer and the publication take as long as one group more, and
+all of a batch is `--train-s`. Then it announces the next of versions that were written before. It lets the sampler run
+one batch ahead (max_staleness 1).
 
-Left out: rewards, the reference and the link, which take no part of an engine's time.
+A second is one of the sampler's processor, or one in which it waits for the trainer: what else the machine does changes
+little. Left out: rewards, the reference and the link, which take no part of an engine's time.
 """
 
 from __future__ import annotations
@@ -92,9 +95,11 @@ class ClockTrainer:
     """A link whose other end trains by the clock. It ends the sampler when every batch is trained."""
 
     def __init__(self, versions: list[Published], prompts: int, train_s: float):
-        self._versions, self._prompts, self._train_s, self._version = versions, prompts, train_s, 0
+        self._versions, self._prompts, self._version = versions, prompts, 0
+        self._part_s = train_s / (prompts + 1)
         self._ledger = Ledger(len(versions) * prompts, 2 * prompts)
-        self._done_at: float | None = None
+        self._next, self._busy_until = 0, 0.0  # the first group that no clock has begun with; when the last is trained
+        self._waited_s = 0.0
         self.marks: list[tuple[float, int]] = []  # (time, tokens trained so far) at the end of each batch
         self.staleness: list[int] = []
         self._announce()
@@ -106,22 +111,29 @@ class ClockTrainer:
         self.credit = wire.Credit(ledger.cursor, ledger.lease_of("s"), [], v, at, sha, v)
 
     def receive(self, timeout_s: float) -> bool:
-        now, batch = time.monotonic(), range(self._ledger.cursor, self._ledger.cursor + self._prompts)
-        if self._done_at is None and all(g in self._ledger.held for g in batch):
-            self._done_at = now + self._train_s
-        if self._done_at is None or now < self._done_at:
-            time.sleep(min(timeout_s, 0.005))
+        now = time.process_time() + self._waited_s
+        batch = range(self._ledger.cursor, self._ledger.cursor + self._prompts)
+        while self._next < batch.stop and self._next in self._ledger.held:
+            self._train(now)
+        if self._next < batch.stop or now < self._busy_until + self._part_s:
+            time.sleep(waits_s := min(timeout_s, 0.005))
+            self._waited_s += waits_s
             return False
         groups: Any = [self._ledger.held[g] for g in batch]
         tokens = sum(len(r.completion_ids) for group in groups for r in group.rollouts)
         self.staleness += [self._version - group.policy_version for group in groups]
         self.marks.append((now, tokens + (self.marks[-1][1] if self.marks else 0)))
-        self._done_at, self._version = None, self._version + 1
+        self._version += 1
         if self._version == len(self._versions):
             raise PeerEnded("done", 0)
         self._ledger.advance(batch.stop, 0.0)
         self._announce()
         return False
+
+    def _train(self, now: float) -> None:
+        """One group, behind those that came before it."""
+        self._busy_until = max(self._busy_until, now) + self._part_s
+        self._next += 1
 
     def has_result(self, group_id: int) -> bool:
         return group_id in self._ledger.held
@@ -184,6 +196,7 @@ def measure(in_flight: bool, prompts: int, batches: int, train_s: float) -> dict
     return {
         "tokens_per_second": (after - before) / (ended - begun),
         "tokens": after - before,
+        "batch_s": (ended - begun) / (batches - WARM_UP),
         "staleness": statistics.fmean(trainer.staleness),
         "max_staleness": max(trainer.staleness),
         "updates_in_flight": stats["total/in_flight_updates"],
@@ -193,29 +206,39 @@ def measure(in_flight: bool, prompts: int, batches: int, train_s: float) -> dict
     }
 
 
+def compare(prompts: int, train_s: float, batches: int, repeats: int) -> str:
+    """A row of the table. Each run has a fresh process; a machine that slows down favours neither."""
+    found: dict[str, list[dict[str, float]]] = {"between": [], "in_flight": []}
+    for repeat in range(repeats):
+        for which in list(found)[:: 1 if repeat % 2 == 0 else -1]:
+            sizes = [f"--prompts={prompts}", f"--batches={batches}", f"--train-s={train_s}"]
+            command = [sys.executable, __file__, "--only", which, *sizes]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            found[which].append(json.loads(done.stdout.splitlines()[-1]))
+            print(which, json.dumps(found[which][-1]), file=sys.stderr, flush=True)
+    between, flying = (statistics.median(r["tokens_per_second"] for r in records) for records in found.values())
+    share = train_s / statistics.median(record["batch_s"] for record in found["between"])
+    sizes_text = f"{prompts} × {GENERATIONS} | {train_s:g} s, {share:.0%}"
+    return f"| {sizes_text} | {between:.0f} | {flying:.0f} | {flying / between:.2f} × |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=8, help=f"of a batch, {GENERATIONS} completions each")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[8], help=f"of a batch, each × {GENERATIONS}")
     parser.add_argument("--batches", type=int, default=8, help=f"of which {WARM_UP} are not counted")
-    parser.add_argument("--train-s", type=float, default=0.5, help="seconds that the trainer takes for a batch")
+    parser.add_argument("--train-s", type=float, nargs="+", default=[0.5], help="of the trainer, for a batch")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", choices=["between", "in_flight"], help="one of them, in this process")
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # at 1M parameters threads wait for each other longer than they work
     if given.only:
-        print(json.dumps(measure(given.only == "in_flight", given.prompts, given.batches, given.train_s)))
+        print(json.dumps(measure(given.only == "in_flight", given.prompts[0], given.batches, given.train_s[0])))
         return
-    found: dict[str, list[float]] = {"between": [], "in_flight": []}
-    for repeat in range(given.repeats):
-        for which in list(found)[:: 1 if repeat % 2 == 0 else -1]:  # a machine that slows down favours neither
-            sizes = [f"--prompts={given.prompts}", f"--batches={given.batches}", f"--train-s={given.train_s}"]
-            command = [sys.executable, __file__, "--only", which, *sizes]
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-            record = json.loads(done.stdout.splitlines()[-1])
-            found[which].append(record["tokens_per_second"])
-            print(which, json.dumps(record), flush=True)
-    between, flying = (statistics.median(rates) for rates in found.values())
-    print(f"between groups {between:.0f}, in flight {flying:.0f} tokens/s: {flying / between:.2f} ×")
+    columns = "batch", "trainer, share of a batch", "between, tokens/s", "in flight, tokens/s", "gain"
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    for prompts in given.prompts:
+        for train_s in given.train_s:
+            print(compare(prompts, train_s, given.batches, given.repeats), flush=True)
 
 
 if __name__ == "__main__":
