@@ -27,7 +27,7 @@ from launcher.placement import Placement, placement, visible_gpus
 from launcher.run import parse, require_built
 from launcher.workload import workload_of
 from model.dims import read_dims
-from model.folder import require_models
+from model.folder import require_downloaded, require_models
 from model.gguf import with_folders
 from model.images import Vision, digest, vision_of
 from report.escape import strip_escapes
@@ -63,6 +63,7 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
     require_user_functions(config.algorithm)
     deepspeed_config(config, place.num_ranks)  # here, so that settings that contradict each other come before the data
     model = read_dims(config.model.path, config.model.revision)
+    require_downloaded(config)
     problems = load_data("data.train", config.data.train, config.data, config.rewards.reward_funcs)
     plan = batch_plan(config, place.num_ranks, len(problems))
     _print("batch", _batch_lines(config, plan))

@@ -13,10 +13,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from common.config import Config, Model
+from common.config import Config, Critic, Model, Reference
 from common.errors import UserError
 from common.paths import did_you_mean
-from model.hub import present_file, read_json
+from model.hub import model_json, present_file, read_json
 
 SHARD_NAME = re.compile(r"(?![.])[A-Za-z0-9._-]{1,128}")
 _MAX_INDEX_BYTES = 64 << 20
@@ -32,7 +32,7 @@ NO_CHAT_TEMPLATE = (
 def require_models(config: Config) -> None:
     """Raises UserError if policy or reference are plainly not there, or prompts cannot be made for want of a template.
 
-    Silent where only the network or the tokenizer itself can tell.
+    Silent where only the network or the tokenizer itself can tell: `require_downloaded` asks again when it has.
     """
     require_model(config.model.path, config.model.revision)
     if config.algorithm.beta > 0 and config.reference.path is not None:
@@ -42,10 +42,20 @@ def require_models(config: Config) -> None:
         raise UserError(f"prompt.chat_template {template}: no such file. Templates of ours: configs/templates/")
     if template is None and folder.is_dir() and not config.model.trust_remote_code and not _has_chat_template(folder):
         raise UserError(NO_CHAT_TEMPLATE)
-    settings = _settings(folder)
+    _require_settings(config)
+
+
+def require_downloaded(config: Config) -> None:
+    """As require_models, of the policy's config.json alone, which is downloaded if need be."""
+    model_json(config.model.path, "config.json", config.model.revision)
+    _require_settings(config)
+
+
+def _require_settings(config: Config) -> None:
+    settings = _settings(config.model.path, config.model.revision)
     _require_known_vision(config, settings)
-    _require_positions(config, folder, settings)
-    _require_sight(config, folder, settings)
+    _require_positions(config, settings)
+    _require_sight(config, settings)
     _require_same_sight(config, settings)
     _require_shared_rows(config, settings)
 
@@ -60,9 +70,9 @@ def _require_shared_rows(config: Config, policy: dict[str, Any]) -> None:
             f"trainer.sequence_parallel_size {size}: rows of a model that sees images are not split over ranks; set "
             "trainer.sequence_parallel_size=1, or model.path to a text model"
         )
-    others = [config.critic.path] if config.algorithm.needs_critic else []
-    others += [config.reference.path] if config.reference_on == "trainer" else []
-    for settings in (policy, *(_settings(Path(path).expanduser()) for path in others if path)):
+    others: list[Critic | Reference] = [config.critic] if config.algorithm.needs_critic else []
+    others += [config.reference] if config.reference_on == "trainer" else []
+    for settings in (policy, *(_settings(other.path, other.revision) for other in others if other.path)):
         if (heads := settings.get("num_attention_heads", size)) % size:
             raise UserError(uneven_heads(heads, size))
 
@@ -78,10 +88,11 @@ def uneven_heads(heads: int, size: int) -> str:
 
 def _require_same_sight(config: Config, policy: dict[str, Any]) -> None:
     """Image tokens and their places mean something within one family alone."""
-    others = {"reference": config.reference.path} if config.algorithm.beta > 0 else {}
-    others |= {"critic": config.critic.path} if config.algorithm.needs_critic else {}
-    for section, path in others.items():
-        found = _settings(Path(path).expanduser()) if path else {}
+    others: dict[str, Critic | Reference] = {"reference": config.reference} if config.algorithm.beta > 0 else {}
+    others |= {"critic": config.critic} if config.algorithm.needs_critic else {}
+    for section, other in others.items():
+        path = other.path
+        found = _settings(path, other.revision) if path else {}
         kinds = policy.get("model_type"), found.get("model_type")
         if policy and found and kinds[0] != kinds[1] and not set(kinds).isdisjoint(VISION_FAMILIES):
             raise UserError(
@@ -90,27 +101,33 @@ def _require_same_sight(config: Config, policy: dict[str, Any]) -> None:
             )
 
 
-def _require_sight(config: Config, folder: Path, settings: dict[str, Any]) -> None:
+def _require_sight(config: Config, settings: dict[str, Any]) -> None:
     """Images are for a vision model, and a vision model for images unless the config says that it gets none."""
     if not settings:
         return
     sees = "vision_config" in settings
     if config.data.image_key is not None and not sees:
         raise UserError(
-            f"data.image_key {config.data.image_key!r} gives images to {folder}, a text model; set data.image_key: "
+            f"data.image_key {config.data.image_key!r} gives images to {config.model.path}, a text model; set data.image_key: "
             "null, or model.path to a vision model such as Qwen/Qwen2.5-VL-3B-Instruct"
         )
     if config.data.image_key is None and sees and config.data.limit_images > 0:
         raise UserError(
-            f"{folder} is a vision model, and data.image_key names no column with images; set data.image_key: images, "
+            f"{config.model.path} is a vision model, and data.image_key names no column with images; set data.image_key: images, "
             "or data.limit_images: 0 to train it on text alone"
         )
 
 
-def _settings(folder: Path) -> dict[str, Any]:
-    """config.json of a model in a folder, with those of its language model on top; {} where it cannot be read."""
-    settings = read_json(folder / "config.json")
-    if settings is None:
+def _settings(path: str, revision: str | None) -> dict[str, Any]:
+    """config.json of a model in a folder or the hub's cache, with those of its language model on top; {} without one.
+
+    Nothing is downloaded for it.
+    """
+    try:
+        file = present_file(path, "config.json", revision)
+    except ValueError:  # a name that can be none
+        return {}
+    if file is None or (settings := read_json(file)) is None:
         return {}
     language = settings.get("text_config")
     return settings | (language if isinstance(language, dict) else {}) | {"model_type": settings.get("model_type")}
@@ -131,7 +148,7 @@ def _require_known_vision(config: Config, settings: dict[str, Any]) -> None:
         )
 
 
-def _require_positions(config: Config, folder: Path, settings: dict[str, Any]) -> None:
+def _require_positions(config: Config, settings: dict[str, Any]) -> None:
     """vLLM refuses a length beyond the model's positions, unless scaled; its own words come after its imports."""
     try:
         limit, rope = settings["max_position_embeddings"], settings.get("rope_parameters") or {}
@@ -150,7 +167,7 @@ def _require_positions(config: Config, folder: Path, settings: dict[str, Any]) -
         )
         raise UserError(
             f"data.max_prompt_length {prompt} + max_completion_length {completion} = {prompt + completion} tokens > "
-            f"the {limit} positions of {folder}; set {remedy}"
+            f"the {limit} positions of {config.model.path}; set {remedy}"
         )
 
 

@@ -67,8 +67,13 @@ def _read(path: Path, folder: Path) -> bytes:
 
 
 def _file_of(image: Any) -> bytes:
+    """A PNG, in RGB where PNG has not the picture's own kind of colours, such as CMYK."""
     file = io.BytesIO()
-    image.save(file, "PNG")
+    try:
+        image.save(file, "PNG")
+    except OSError:
+        file = io.BytesIO()
+        image.convert("RGB").save(file, "PNG")
     return file.getvalue()
 
 

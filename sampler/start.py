@@ -18,7 +18,7 @@ from common.exits import RETRYABLE, USER_ERROR
 from common.shared_memory import remove_orphans
 from common.types import Problem, Prompt
 from common.watchdog import Watchdog
-from model.folder import require_models
+from model.folder import require_downloaded, require_models
 from model.gguf import with_folders
 from model.images import vision_of
 from model.tokenizer import load_tokenizer
@@ -67,6 +67,7 @@ def _run(config: Config, sampler_id: str) -> None:
     problems = load_data("data.train", config.data.train, config.data, wanted)
     held_out = load_data("data.eval", config.data.eval, config.data, wanted) if config.data.eval else []
     columns = [name for name in problems[0].columns if not held_out or name in held_out[0].columns]
+    require_downloaded(config)
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(RewardPool(config.rewards, columns=columns, max_steps=config.trainer.max_steps))
         try_rewards(pool, problems, config)

@@ -15,7 +15,7 @@ import pytest
 from common.config import Config, Data, PromptTemplate
 from common.errors import UserError
 from common.types import Problem, Prompt
-from model.folder import require_models
+from model.folder import require_downloaded, require_models
 from model.images import Vision, encode_image, read_vision
 from sampler.dataset import fingerprint, load_data
 from sampler.pictures import encode_problem, open_picture, require_sendable, sources
@@ -77,9 +77,11 @@ def test_a_column_is_one_image_or_a_list_of_them_in_any_form(tmp_path: Path, val
     assert sources(value, tmp_path) == expected
 
 
-def test_a_pil_image_becomes_a_file_with_the_same_pixels() -> None:
-    (found,) = sources(picture(84, 56), Path())
-    assert np.array_equal(np.asarray(open_picture(found)), np.asarray(picture(84, 56)))
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "CMYK", "YCbCr", "F"])
+def test_a_pil_image_becomes_a_file_with_the_same_pixels(mode: str) -> None:
+    given = picture(84, 56).convert("L").convert(mode) if mode == "F" else picture(84, 56).convert(mode)
+    (found,) = sources(given, Path())
+    assert np.array_equal(np.asarray(open_picture(found).convert("RGB")), np.asarray(given.convert("RGB")))
 
 
 @pytest.mark.parametrize("value", [3, [b"x", 3], {"url": "x"}, ["https://a.b/c.png"], "gone.png", "/dev"])
@@ -303,6 +305,39 @@ def test_a_text_model_is_refused_for_images_and_a_vision_model_without_them(tmp_
     require_models(config_for(tmp_path / "sees", image_key="images"))
     require_models(config_for(tmp_path / "sees", limit_images=0))
     require_models(config_for(tmp_path / "blind"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "data", "message"),
+    [
+        ({}, {}, r"me/model is a vision model, and data.image_key names no column"),
+        ({"vision_config": None}, {"image_key": "images"}, "gives images to me/model, a text model"),
+        ({"model_type": "gemma3"}, {"image_key": "images"}, "model 'me/model' is a gemma3"),
+    ],
+)
+def test_so_are_those_of_the_hub_as_soon_as_their_config_json_is_here(
+    tmp_path: Path, vision: Vision, monkeypatch: pytest.MonkeyPatch, changes: Any, data: Any, message: str
+) -> None:
+    from huggingface_hub import constants
+
+    def download(*_: Any) -> None:
+        """As the hub's client lays it down."""
+        (cache / "refs").mkdir(parents=True)
+        (cache / "refs" / "main").write_text("1a2b")
+        write_vision_settings(cache / "snapshots" / "1a2b", vision, **changes)
+        if "vision_config" in changes:
+            (cache / "snapshots" / "1a2b" / "config.json").write_text('{"model_type": "qwen2"}')
+
+    cache = tmp_path / "models--me--model"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("model.folder.model_json", download)
+    given = config_of({"path": "me/model"}, data)
+    require_models(given)
+    with pytest.raises(UserError, match=message):
+        require_downloaded(given)
+    with pytest.raises(UserError, match=message):
+        require_models(given)
 
 
 def test_contradictions_of_the_settings_are_refused() -> None:
