@@ -18,6 +18,7 @@ from typing import Any
 from common import exits
 from common.config import Config, load
 from common.errors import UserError
+from common.terminal_picture import lines_of
 from common.types import Prompt
 from launcher.batch_plan import BatchPlan, batch_plan, epochs, lines
 from launcher.fit import fit, reference_side
@@ -29,7 +30,7 @@ from launcher.workload import workload_of
 from model.dims import read_dims
 from model.folder import require_downloaded, require_models
 from model.gguf import with_folders
-from model.images import Vision, digest, vision_of
+from model.images import Vision, as_picture, digest, vision_of
 from report.escape import strip_escapes
 from trainer.algorithm.user_functions import require_user_functions
 from trainer.engine.deepspeed_config import backend, deepspeed_config, gloo_warning
@@ -140,6 +141,7 @@ def _image_lines(prompt: Prompt, vision: Vision | None) -> Iterator[tuple[str, s
         _, rows, columns = (n * vision.form.patch_size for n in image.grid_thw)
         facts = f"{columns} × {rows} pixels, {vision.form.num_tokens(image)} tokens, PNG of {len(image.png):,} bytes"
         yield "image", f"{facts}, {digest(image)}"
+        yield from (("", line) for line in lines_of(as_picture(image), sys.stdout.isatty()))
 
 
 def _reward_lines(config: Config, scored: dict[Any, Any]) -> list[tuple[str, str]]:

@@ -108,13 +108,13 @@ def _require_sight(config: Config, settings: dict[str, Any]) -> None:
     sees = "vision_config" in settings
     if config.data.image_key is not None and not sees:
         raise UserError(
-            f"data.image_key {config.data.image_key!r} gives images to {config.model.path}, a text model; set data.image_key: "
-            "null, or model.path to a vision model such as Qwen/Qwen2.5-VL-3B-Instruct"
+            f"data.image_key {config.data.image_key!r} gives images to {config.model.path}, a text model; set "
+            "data.image_key: null, or model.path to a vision model such as Qwen/Qwen2.5-VL-3B-Instruct"
         )
     if config.data.image_key is None and sees and config.data.limit_images > 0:
         raise UserError(
-            f"{config.model.path} is a vision model, and data.image_key names no column with images; set data.image_key: images, "
-            "or data.limit_images: 0 to train it on text alone"
+            f"{config.model.path} is a vision model, and data.image_key names no column with images; set "
+            "data.image_key: images, or data.limit_images: 0 to train it on text alone"
         )
 
 

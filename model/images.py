@@ -13,6 +13,7 @@ import base64
 import hashlib
 import io
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -161,6 +162,11 @@ def sample_record(image: EncodedImage) -> dict[str, Any]:
 def digest(image: EncodedImage) -> str:
     """Eight hexadecimal digits, for people."""
     return hashlib.blake2b(image.png, digest_size=4).hexdigest()
+
+
+def one_mark_an_image(text: str) -> str:
+    """For people: <|image_pad|> stands in a prompt once for each of the image's tokens, hundreds of times."""
+    return re.sub(r"(<\|image_pad\|>){2,}", "<|image_pad|>", text)
 
 
 def as_picture(image: EncodedImage) -> Image:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import base64
 import binascii
+import io
 from collections.abc import Mapping
 from typing import Any
 
 from common.png import check_png
+from common.terminal_picture import lines_of
 from report.escape import one_line
 
 MAX_SHOWN_PIXELS = 1 << 16  # of a small copy
@@ -27,9 +29,24 @@ def caption(image: Any) -> str:
 
 def data_uri(image: Any) -> str | None:
     """Of the small copy, if it is a plain PNG of few pixels; it is encoded anew, so that it ends no attribute."""
+    png = _plain_png(image)
+    return None if png is None else "data:image/png;base64," + base64.b64encode(png).decode()
+
+
+def in_terminal(image: Any, coloured: bool) -> list[str]:
+    """Lines that show the small copy; none where data_uri has none."""
+    png = _plain_png(image)
+    if png is None:
+        return []
+    from PIL import Image as images
+
+    return lines_of(images.open(io.BytesIO(png), formats=["PNG"]), coloured)
+
+
+def _plain_png(image: Any) -> bytes | None:
     try:
         png = base64.b64decode(str(image["png"]), validate=True)
         check_png(png, MAX_SHOWN_PIXELS)
     except (ValueError, LookupError, TypeError, binascii.Error):
         return None
-    return "data:image/png;base64," + base64.b64encode(png).decode()
+    return png

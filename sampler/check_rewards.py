@@ -25,7 +25,7 @@ from rewards.gold_answers import check_gold
 from rewards.rescore import rescore
 from rewards.trials import Findings, Row
 from sampler.dataset import load_data
-from sampler.pictures import describe_images
+from sampler.pictures import describe_images, first_image
 from sampler.prompts import as_messages, shown_to_rewards
 
 FAILED = 1
@@ -49,7 +49,8 @@ def main() -> None:
     steps = config.trainer.max_steps
     print(f"tandem: gold answers: {len(chosen)} of {len(problems)} rows of {config.data.train}", flush=True)
     if config.data.image_key is not None:
-        print(f"tandem: {describe_images(problems)}", flush=True)
+        shown = first_image(problems, sys.stdout.isatty())
+        print("\n".join([f"tandem: {describe_images(problems)}", *(f"  {line}" for line in shown)]), flush=True)
     of_gold = check_gold(config.rewards, [_row(problem, config) for problem in chosen], steps)
     _print(of_gold)
     num_problems = len(of_gold.problems)

@@ -17,10 +17,12 @@ import numpy as np
 from common.config import Config
 from common.types import Problem
 from environments import Message
+from model.images import one_mark_an_image, vision_of
 from sampler.completions import Completion, SamplingParams
 from sampler.episode import Played
 from sampler.episodes import Sampled
 from sampler.multi_turn import opened
+from sampler.pictures import encode_problem
 from sampler.prompts import make_prompt
 
 _GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
@@ -54,7 +56,9 @@ def rollout_lines(config: Config, problem: Problem, tokenizer: Any, colour: bool
         assert multi_turn is not None, "asked of a run with an environment or tools alone"
         turns = [made_up_turn(multi_turn.pool.tools), *[_LAST] * config.rollout.max_turns]
         engine: Any = Scripted(tokenizer, turns)
-        prompt = make_prompt(problem, tokenizer, config.data, config.prompt, tools=multi_turn.pool.tools)
+        vision = vision_of(config)
+        images = encode_problem(problem, vision.form, config.data) if vision else ()
+        prompt = make_prompt(problem, tokenizer, config.data, config.prompt, vision, images, multi_turn.pool.tools)
         decode = functools.partial(tokenizer.batch_decode, skip_special_tokens=True)
         episodes = multi_turn.episodes(engine, decode)
         episodes.start("check", prompt, SamplingParams(1.0, config.sampler.max_completion_length, 1, config.run.seed))
@@ -96,7 +100,9 @@ def _lines(prompt_ids: list[int], played: Played, tokenizer: Any, colour: bool) 
 def _line(name: str, ids: Sequence[int], weight: int, tokenizer: Any, colour: str) -> str:
     """ "sampled   mask 1 ×  12  'text'\\n  [1, 2, …]" """
     shown = ", ".join(map(str, ids[:24])) + (", …" if len(ids) > 24 else "")
-    text = f"{name:9} mask {weight} × {len(ids):4}  {tokenizer.decode(list(ids))!r}\n{'':10}[{shown}]"
+    text = (
+        f"{name:9} mask {weight} × {len(ids):4}  {one_mark_an_image(tokenizer.decode(list(ids)))!r}\n{'':10}[{shown}]"
+    )
     return f"{colour}{text}{_PLAIN}" if colour else text
 
 

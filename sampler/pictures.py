@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.config import Data
 from common.errors import UserError
+from common.terminal_picture import lines_of
 from common.types import EncodedImage, Problem, Prompt
 from common.watchdog import report_progress
 from model.images import ImageFormat, encode_image
@@ -134,6 +135,19 @@ def describe_images(problems: Sequence[Problem]) -> str:
         f"images: {len(shown)} in {rows} of {len(problems)} rows, from {least} to {most} pixels; the first, of row "
         f"{shown[0][0]}, has {first} pixels and {len(shown[0][1]):,} bytes, {digest}"
     )
+
+
+def first_image(problems: Sequence[Problem], coloured: bool) -> list[str]:
+    """Lines that show it in a terminal; none where there is none. Raises UserError if it cannot be decoded."""
+    for problem in problems:
+        if problem.images:
+            from PIL import ImageOps
+
+            try:
+                return lines_of(ImageOps.exif_transpose(open_picture(problem.images[0])), coloured)
+            except Exception as error:  # PIL's decoders raise what they like
+                raise unreadable(problem.index, 0, error) from error
+    return []
 
 
 def unreadable(row: int, place: int, error: Exception) -> UserError:

@@ -11,15 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from common.errors import UserError
 from common.png import check_png
+from common.terminal_picture import lines_of
 from common.types import EncodedImage, Problem
 from model.images import digest, encode_image
 from report.html_page import content_of, write_report
 from report.images import caption, data_uri
 from report.run_log import MetricsLog
 from report.samples import main
-from sampler.pictures import describe_images
+from sampler.pictures import describe_images, first_image
 from tests.protocol_helpers import make_group
 from tests.vision import PLAIN, file_of, picture
 from trainer.record.stats import samples_records
@@ -63,7 +66,21 @@ def test_a_sample_of_text_has_no_images() -> None:
 
 def test_a_terminal_shows_size_and_digest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run_with(tmp_path, *records()[0]["images"])), "--best", "-n", "1"]) == 0
-    assert f"  image  │ 504 × 252 pixels, {digest(large())}\n  prompt │ 1" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index(f"  image  │ 504 × 252 pixels, {digest(large())}")
+    small = lines[at + 1 : at + 8]  # 28 × 14 pixels
+    assert all(line.startswith("         │ ") and len(line) == 11 + 28 for line in small)
+    assert set("".join(small)) >= {"█", "░"} and lines[at + 8].startswith("  prompt │ 1")
+
+
+def test_a_character_is_two_pixels_in_their_colours_or_in_four_shades_and_nothing() -> None:
+    two = Image.new("RGB", (1, 2), (255, 0, 0))
+    two.putpixel((0, 1), (0, 0, 255))
+    assert lines_of(two, coloured=True) == ["\x1b[38;2;255;0;0m\x1b[48;2;0;0;255m▀\x1b[0m"]
+    half = Image.new("RGB", (4, 5), "white")
+    half.paste("black", (0, 0, 4, 2))
+    assert lines_of(half, coloured=False) == ["████", "    ", "    "]
+    assert [len(lines_of(Image.new("RGB", size), coloured=False)) for size in ((900, 600), (600, 900))] == [10, 14]
 
 
 def test_the_report_shows_the_small_copy(tmp_path: Path) -> None:
@@ -112,6 +129,16 @@ def test_what_is_embedded_is_the_plain_png_and_nothing_else() -> None:
     assert data_uri(image) == "data:image/png;base64," + image["png"]
     assert data_uri(image | {"png": image["png"] + "\n"}) is None
     assert caption(image) == f"504 × 252 pixels, {digest(large())}"
+
+
+def test_check_shows_the_first_image_and_says_whose_cannot_be_decoded() -> None:
+    shown = file_of(Image.new("RGB", (56, 28), "black"))
+    problems = [Problem(0, {}), Problem(7, {}, (shown,))]
+    assert first_image(problems, coloured=False) == ["█" * 28] * 7
+    assert first_image(problems[:1], coloured=False) == []
+    torn = Problem(3, {}, (file_of(picture(60, 60))[:-200],))
+    with pytest.raises(UserError, match="row 3: image 1 cannot be read"):
+        first_image([torn], coloured=False)
 
 
 def test_check_tells_how_many_images_there_are_and_their_sizes() -> None:

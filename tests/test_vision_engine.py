@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,10 @@ PARAMS = SamplingParams(1.0, 16, 2, 7)
 class Eye:
     """An engine, the same model in transformers, and prompts with images."""
 
-    def __init__(self, family: str, folder: Path, **sections: Any):
+    def __init__(self, family: str, folder: Path, tied: bool = True, **sections: Any):
         from transformers import AutoModelForImageTextToText
 
-        self.folder = tiny_vision_model(folder / "model", family)
+        self.folder = tiny_vision_model(folder / "model", family, tied)
         special = {IMAGE_TOKEN: PAD, VISION_START: START, VISION_END: END, VIDEO_TOKEN: "<|video_pad|>"}
         write_tokenizer(self.folder, VOCAB_SIZE, special)
         data = {"train": "x", "image_key": "images", "limit_images": 2, "max_prompt_length": 64, "min_pixels": 784}
@@ -64,8 +65,9 @@ class Eye:
         short = [5, 9] + [token for _ in images for token in (VISION_START, IMAGE_TOKEN, VISION_END)] + [17, 33]
         return self.vision.expanded(short, images).tolist()
 
-    def sample(self, *images: EncodedImage) -> list[Completion]:
-        self.engine.submit("key", self.prompt(*images), PARAMS, images)
+    def sample(self, *images: EncodedImage, behind: Sequence[int] = ()) -> list[Completion]:
+        """behind: what stands between the prompt and the completion, such as an earlier turn."""
+        self.engine.submit("key", [*self.prompt(*images), *behind], PARAMS, images)
         finished: list[Any] = []
         while self.engine.num_running:
             finished += self.engine.step()
@@ -147,6 +149,27 @@ def test_the_trainers_packed_rows_give_the_engines_log_probs_and_not_with_anothe
     assert distance([(other,), (other, second)]) > 0.5
 
 
+def test_a_later_turn_sees_the_image_whatever_marks_the_turns_before_it_hold(eye: Eye) -> None:
+    """What the model or a tool wrote is text, even where it is an image's token."""
+    first, _, other = images_for(eye.vision)
+    model = load_causal_lm(str(eye.folder), "float32", None, trust_remote_code=False)
+    model.load_state_dict(eye.model.state_dict())
+    layout = layout_of(model.config, str(eye.folder), None)
+
+    def distance(said: list[int], image: EncodedImage) -> float:
+        sampled = eye.sample(first, behind=said)
+        group = (eye.prompt(first), [said + c.token_ids.tolist() for c in sampled])
+        with torch.no_grad():
+            found = score_logprobs(model, with_vision(pack([group], images=[(image,)]), layout), 1.0, 64)
+        parts = zip(found.split([len(ids) for ids in group[1]]), sampled, strict=True)
+        return max(float(np.abs(part[len(said) :].numpy() - c.logprobs).max()) for part, c in parts)
+
+    plain, marked = [40, 41, 42], [40, IMAGE_TOKEN, 41, VISION_START, IMAGE_TOKEN, VISION_END, 42]
+    assert distance(plain, first) < 1e-5
+    assert distance(marked, first) < 1e-5
+    assert distance(plain, other) > 0.1  # the control
+
+
 def test_another_prompt_than_the_trainer_s_is_refused(eye: Eye) -> None:
     first, second, _ = images_for(eye.vision)
     eye.engine.submit("key", eye.prompt(second), PARAMS, [first])
@@ -166,6 +189,17 @@ def test_a_reload_is_proven_tensor_by_tensor_and_the_next_image_is_seen_with_the
         proof = eye.load(tmp_path / str(number))
         assert (proof.wrong, proof.unproven) == ([], {})
         assert proof.proven == {name for name, _ in eye.model.named_parameters()}
+        assert eye.distance(eye.sample(first), first) < 1e-5
+
+
+def test_a_head_of_its_own_is_reloaded_too(tmp_path: Path) -> None:
+    """Qwen2.5-VL-7B has one; the others of this file share it with the embedding."""
+    eye = Eye("qwen2_5_vl", tmp_path, tied=False)
+    first, _, _ = images_for(eye.vision)
+    for number in (1, 2):
+        eye.change(number)
+        proof = eye.load(tmp_path / str(number))
+        assert (proof.wrong, proof.unproven) == ([], {}) and "lm_head.weight" in proof.proven
         assert eye.distance(eye.sample(first), first) < 1e-5
 
 

@@ -65,11 +65,18 @@ def test_ranks_with_and_without_images_have_the_gradient_of_one_process(trainers
     )
     assert difference(gradients[name], gradients_alone[one]) < 1e-6
     tower = {key: t for key, t in gradients[name].items() if ".visual." in key and key.startswith("gradient/")}
-    if case.name == "frozen":
+    if case.name in ("frozen", "lora"):
         assert not tower and several[name]["moved"]
         assert not any(".visual." in key for key in several[name]["moved"] + several[name]["with_gradient"])
     else:
         assert len(tower) == 42 and all(t.any() == bool(case.with_images) for t in tower.values())
+
+
+def test_one_rank_has_the_same_gradient_under_every_stage(trainers: Stack) -> None:
+    _, gradients = seen(trainers, 1)
+    for stage in (0, 2, 3):
+        assert gradients[f"mixed{stage}"].keys() == gradients["mixed1"].keys()
+        assert difference(gradients[f"mixed{stage}"], gradients["mixed1"]) < 1e-6
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])

@@ -39,12 +39,14 @@ class Case:
 
 FROZEN = {"model": {"freeze_vision_tower": True}}
 CRITIC = {"algorithm": GAE["algorithm"] | {"kl_in_reward": False}, "critic": {"learning_rate": 2e-3}}
+LORA = {"lora": {"r": 4}}
 CASES = (
     *(Case("mixed", stage) for stage in (0, 1, 2, 3)),
     *(Case("frozen", stage, sections=FROZEN) for stage in (0, 1, 2, 3)),
     *(Case("idle", stage, (2,), (2,)) for stage in (1, 3)),  # the other rank has nothing to train
     *(Case("text", stage, ()) for stage in (1, 3)),
     *(Case("critic", stage, sections=CRITIC) for stage in (1, 3)),
+    *(Case("lora", stage, sections=LORA) for stage in (1, 3)),
     Case("recomputed", 3, sections={"model": {"gradient_checkpointing": True}, "trainer": {"packing": "flat"}}),
 )
 OTHER_FAMILIES = (Case("mixed", 1), Case("mixed", 3))  # what a family decides is in the model, not in the engine
@@ -116,7 +118,7 @@ def work(folder: Path) -> int:
     faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)  # a deadlock ends with every rank's stack
     worker = VisionWorker(folder)
     for case in cases_of(json.loads((folder / "model" / "config.json").read_text())["model_type"]):
-        if worker.exchange.world_size > 1 or case.stage == 1 or case.name == "recomputed":
+        if worker.exchange.world_size > 1 or case.stage == 1 or case.name in ("mixed", "recomputed"):
             worker.step(case)
     (folder / f"rank{worker.exchange.rank}.json").write_text(json.dumps(worker.seen))
     worker.exchange.barrier()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from common.config import ROUNDING, Algorithm, Config
 from common.types import EvalResult, Group, Rollout, Tombstone
-from model.images import sample_record
+from model.images import one_mark_an_image, sample_record
 from trainer.algorithm.advantages import RewardSettings, is_dead, rewards_of, shaped_rewards, trains
 from trainer.algorithm.kl_controller import completion_kls
 
@@ -164,7 +163,7 @@ def samples_records(groups: Sequence[Group | Tombstone], step: int, count: int, 
                     "policy_version": group.policy_version,
                     "problem_index": group.problem_index,
                     "which": which,
-                    "prompt": _one_mark_an_image(decode(group.prompt_ids.tolist())),
+                    "prompt": one_mark_an_image(decode(group.prompt_ids.tolist())),
                     "completion": decode(rollout.completion_ids.tolist()),
                     "rewards": dict(rollout.rewards),
                     "reward": rollout.reward,
@@ -181,8 +180,3 @@ def turn_texts(rollout: Rollout, decode: Any) -> list[dict[str, str]]:
     edges = [0, *itertools.chain(*rollout.observed), len(rollout.completion_ids)]
     texts = [decode(rollout.completion_ids[start:end].tolist()) for start, end in itertools.pairwise(edges)]
     return [{"by": by, "text": text} for by, text in zip(itertools.cycle(("model", "environment")), texts)]
-
-
-def _one_mark_an_image(text: str) -> str:
-    """<|image_pad|> stands in a prompt once for each of the image's tokens: hundreds of times."""
-    return re.sub(r"(<\|image_pad\|>){2,}", "<|image_pad|>", text)
