@@ -97,6 +97,52 @@ def test_one_card_of_24_gib_needs_adapters(monkeypatch: pytest.MonkeyPatch) -> N
     assert planned(monkeypatch, 1, 24, *one, "lora.r=16").problems == ()
 
 
+ON = {  # a machine of the page's table, and what the config needs to run there
+    "1x24": ("reference.path=null", "algorithm.beta=0", "vllm.gpu_memory_utilization=0.4", *devices([0], [0])),
+    "2x24": ("reference.path=null", *devices([1], [0])),
+    "3x32": (),
+    "8x80": ("trainer.prompts_per_step=14", *devices([7], list(range(7)))),
+}
+
+
+def rows_of_the_page() -> list[list[str]]:
+    lines = (ROOT / "docs" / "plan.md").read_text().splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith(tuple(MACHINES))]
+
+
+MACHINES = {f"| {name} |": name for name in ON}
+
+
+def test_the_page_has_every_machine() -> None:
+    assert [row[0] for row in rows_of_the_page()] == ["1x24", "1x24", "2x24", "3x32", "8x80"]
+
+
+@pytest.mark.parametrize("row", rows_of_the_page(), ids=lambda row: f"{row[0]} {row[1].partition(',')[0]}")
+def test_an_estimate_is_within_a_tenth_of_the_sum_by_hand_on_the_page(
+    row: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts once more from N, T and R: a row of the page has each in GiB."""
+    machine, what, ranks, *parts, by_hand, plan, fits = row
+    n, tokens, r, adapters = 1_543_714_304, 384 + 8 * 512, int(ranks), 18_464_768 * what.startswith("LoRA")
+    trained = adapters or n
+    layer = tokens * (2 * 8 * 1536 + 2 * (1536 + 4 * 8960)) + 2 * (2 * 1536 * tokens + 2 * 256 * 8 * (384 + 512))
+    head = 0 if adapters else 4 * 151936 * 1536
+    sums = [2 * (n + adapters), 4 * trained, 12 * trained / r, layer + 28 * 2 * 1536 * tokens]
+    sums += [18 * 151936 * 1024 + head, 1.5 * GIB]
+    assert [float(part) for part in parts] == pytest.approx([one / GIB for one in sums], abs=0.006)
+    assert float(by_hand) == pytest.approx(sum(sums) / GIB, abs=0.051)
+    monkeypatch.setattr(workload, "read_dims", lambda path, revision: REFERENCE)
+    gpus, gib = map(int, machine.split("x"))
+    overrides = [*ON[machine], *(["lora.r=16"] if adapters else [])]
+    config = load(ROOT / "configs" / "gsm8k_qwen2.5_1.5b.yaml", overrides)
+    found = trainer_memory(workload_of(config, r, QWEN)).total / GIB
+    assert found == pytest.approx(float(by_hand), rel=0.1)
+    assert f"{found:.1f}" == plan
+    problems = planned(monkeypatch, gpus, gib, *overrides).problems
+    assert (not problems) == (fits == "yes")
+    assert fits == "yes" or fits.removeprefix("no: ").strip("`") in problems[0]
+
+
 # ---- resident memory without a GPU
 
 SMOL = ModelDims(576, 1536, 30, 9, 3, 64, 49152, tied=True)
