@@ -6,15 +6,17 @@
     trainer   snapshot (canary, copy of the parameters) ─► write (files, fsync, digests, manifest, rename)
     sampler   verify (hash, finite?) ─► stall: load ─► prove (the engine's checksums) ─► canary
 
-Random weights, one rank, one process, parts one after the other; the first version warms up and is left out. With
-max_staleness above 0 the trainer stands still for the snapshot alone and the sampler verifies while its engine decodes;
-on policy both stand still for all of their parts. Medians, and a JSON line per version in --out.
+Random weights, one rank, parts one after the other in one process, whose heap is set as launch.sh sets a sampler's.
+The first version warms up and is left out. With max_staleness above 0 the trainer stands still for the snapshot alone
+and the sampler verifies while its engine decodes; on policy both stand still for all of their parts. Medians, and a
+JSON line per version in --out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -25,6 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cells import ROOT, SHAPES, make_model
+from launcher.placement import SAMPLERS_MEMORY
 
 PARTS = ("snapshot_s", "write_s", "verify_s", "load_s", "prove_s", "canary_s", "stall_s")
 
@@ -134,7 +137,14 @@ def measure(config: Any, repeats: int) -> list[dict[str, float]]:
 SHAPES_VOCABULARY = 512  # tokens of the tokenizer that all shapes share: what a canary may hold
 
 
+def start_as_a_sampler() -> None:
+    """Again, with what launch.sh tells a sampler's glibc on a CPU, which glibc reads at the start of a process only."""
+    if missing := {name: value for name, value in SAMPLERS_MEMORY.items() if name not in os.environ}:
+        os.execve(sys.executable, sys.orig_argv, os.environ | missing)
+
+
 def main() -> None:
+    start_as_a_sampler()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="1m")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")

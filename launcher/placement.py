@@ -25,7 +25,7 @@ from trainer.engine.rank_device import RANK_DEVICES
 _KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
 # A sampler's largest tensors are made anew at each reload, beside the old ones. Whatever small and lasting then takes a
 # place that an old one left makes the process as much larger. So from 64 MiB on they do go back to the kernel.
-_SAMPLERS_MEMORY = _KEEP_MEMORY | {"MALLOC_MMAP_THRESHOLD_": str(2**26)}
+SAMPLERS_MEMORY = _KEEP_MEMORY | {"MALLOC_MMAP_THRESHOLD_": str(2**26)}
 # CUDA would number the fastest GPU 0; nvidia-smi, whose numbers we read and print, goes by the bus.
 _NUMBERED = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
@@ -114,7 +114,7 @@ def _on_cpu(config: Config, cores: Sequence[int]) -> Placement:
         sampler_threads = len(sampler)
         if config.trainer.borrow_cores_after is not None:  # not pinned, and no thread spins on the sampler's cores
             lent = {"TANDEM_ALL_THREADS": str(len(cores) // ranks), "OMP_WAIT_POLICY": "PASSIVE"}
-    samplers = _cpu_samplers(config.sampler.num_samplers, sampler, sampler_threads, environment | _SAMPLERS_MEMORY)
+    samplers = _cpu_samplers(config.sampler.num_samplers, sampler, sampler_threads, environment | SAMPLERS_MEMORY)
     ranks_text = f"{ranks} rank{'s' * (ranks > 1)} × {threads} thread{'s' * (threads > 1)}"
     return Placement(
         num_ranks=ranks,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from typing import Any
+
 import pytest
 
-from benchmarks import bench, cells
+from benchmarks import bench, cells, handover
 from benchmarks.bench import Summary, other_rows, summarise, table
 from benchmarks.cells import CELLS, Cell, named
 from benchmarks.work import work
@@ -81,3 +85,18 @@ def test_the_picture_names_every_cell_and_shows_ratios_over_the_best_trl_row() -
 def test_every_row_of_the_page_has_a_command() -> None:
     page = bench.PAGE.read_text()
     assert [row for row in bench.ROWS if f"| {row} |" not in page] == []
+
+
+def test_the_hand_over_is_measured_with_a_samplers_heap_and_starts_again_only_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
+    monkeypatch.setattr(os, "environ", {"MALLOC_TRIM_THRESHOLD_": "7", "HOME": "/home"})
+    handover.start_as_a_sampler()
+    (given,) = started
+    own = {"MALLOC_TRIM_THRESHOLD_": "7", "MALLOC_MMAP_THRESHOLD_": "67108864", "HOME": "/home"}
+    assert given == (sys.executable, sys.orig_argv, own), "what the user has set stays"
+    monkeypatch.setattr(os, "environ", own)
+    handover.start_as_a_sampler()
+    assert len(started) == 1
