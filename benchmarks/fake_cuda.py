@@ -8,8 +8,9 @@ raises, and so does every question for a value, or for a shape that depends on v
 made of booleans. At each of those the program would wait for its GPU. Copies to the host wait as well and are counted:
 scores that go to the host take one each; a micro-batch's forward, objective and sums must take none.
 
-The code is that of the trainer: Engine, Critic and Reference, without DeepSpeed around the module. Left out: backward,
-the optimizer step and publishing, which torch cannot do on a device that is not there, and every number.
+The code is that of the trainer: Engine, Critic and Reference, without DeepSpeed around the module, and the checksums of
+a version. Left out, because torch cannot do it on a device that is not there: backward, the optimizer step, a version's
+copies to pinned memory and what is compiled; and every number.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from common.config import Config  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from common.types import Group, Rollout  # noqa: E402
 from model import attention  # noqa: E402
+from model.checksum import device_sums, words_of  # noqa: E402
 from model.reference import Reference  # noqa: E402
 from model.stopwatch import Stopwatch  # noqa: E402
 from trainer.algorithm.advantages import AdvantageSettings  # noqa: E402
@@ -218,6 +221,8 @@ def passes(device: torch.device) -> Iterator[Pass]:
         yield trained(f"packing {packing}", batch_of(config, packing), engine)
     to_host = int(device.type == "cuda")
     yield Pass("policy, log-probs", lambda: engine.score(batch.row, 1.0), to_host)
+    sums = [partial(device_sums, words_of(p.detach())) for p in engine.model.parameters()]
+    yield Pass("publishing, checksums", lambda: [one() for one in sums])
     yield Pass("policy, score norms", lambda: engine.score_norms(batch.row), to_host)
     engine.model.gradient_checkpointing_enable({"use_reentrant": False})
     yield trained("gradient checkpointing", batch, engine)

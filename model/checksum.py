@@ -54,7 +54,7 @@ def digest(tensor: Tensor) -> str:
 
 def sums(tensor: Tensor) -> str:
     """The pair of sums: 32 hexadecimal digits."""
-    words = _words(tensor.detach())
+    words = words_of(tensor.detach())
     if words.device.type == "cpu":
         low, high = _on_cpu(words.numpy())
     else:
@@ -70,7 +70,7 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(tensor.sum().isfinite()) or bool(torch.isfinite(tensor).all())
 
 
-def _words(tensor: Tensor) -> Tensor:
+def words_of(tensor: Tensor) -> Tensor:
     """The tensor's bits as int64 [n], with zeros at the end if they do not fill the last word."""
     octets = tensor.contiguous().view(-1).view(torch.uint8)
     if octets.numel() % 8:
@@ -110,6 +110,12 @@ def _sums_of(words: NDArray[np.int64], begin: int, end: int) -> tuple[int, int]:
 
 def _on_device(words: Tensor) -> tuple[int, int]:
     """The same with one transfer at the end. Works on any device."""
+    low, high = device_sums(words).tolist()
+    return low % 2**64, high % 2**64
+
+
+def device_sums(words: Tensor) -> Tensor:
+    """Both, int64 [2], on the device: nothing waits for it."""
     chunks = -(-words.numel() // _CHUNK)
     words = torch.nn.functional.pad(words, (0, chunks * _CHUNK - words.numel())).view(chunks, _CHUNK)
     a = torch.from_numpy(_weights()).to(words.device)
@@ -118,8 +124,7 @@ def _on_device(words: Tensor) -> tuple[int, int]:
     for w, g_k in zip(words.split(_DEVICE_CHUNKS), g.split(_DEVICE_CHUNKS), strict=True):
         total[0] += (g_k * (w * a).sum(1)).sum()
         total[1] += (g_k * ((w >> 32) * a).sum(1)).sum()
-    low, high = total.tolist()
-    return low % 2**64, high % 2**64
+    return total
 
 
 @cache

@@ -55,7 +55,7 @@ def test_the_sums_are_what_the_equation_says_on_one_thread_on_many_and_on_a_devi
     monkeypatch.setattr(module, "_BLOCK", 2)
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: range(3))
     assert sums(tensor) == expected
-    low, high = module._on_device(module._words(tensor))
+    low, high = module._on_device(module.words_of(tensor))
     assert f"{low:016x}{high:016x}" == expected
 
 
