@@ -28,7 +28,7 @@ from launcher.placement import Placement, placement, visible_gpus
 from launcher.run import parse, require_built
 from launcher.workload import workload_of
 from model.dims import read_dims
-from model.folder import require_downloaded, require_models
+from model.folder import require_models, require_settings
 from model.gguf import with_folders
 from model.images import Vision, as_picture, digest, vision_of
 from report.escape import strip_escapes
@@ -64,7 +64,7 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
     require_user_functions(config.algorithm)
     deepspeed_config(config, place.num_ranks)  # here, so that settings that contradict each other come before the data
     model = read_dims(config.model.path, config.model.revision)
-    require_downloaded(config)
+    require_settings(config)  # again, for a hub id's config.json may be here only now
     problems = load_data("data.train", config.data.train, config.data, config.rewards.reward_funcs)
     plan = batch_plan(config, place.num_ranks, len(problems))
     _print("batch", _batch_lines(config, plan))

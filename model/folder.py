@@ -42,16 +42,17 @@ def require_models(config: Config) -> None:
         raise UserError(f"prompt.chat_template {template}: no such file. Templates of ours: configs/templates/")
     if template is None and folder.is_dir() and not config.model.trust_remote_code and not _has_chat_template(folder):
         raise UserError(NO_CHAT_TEMPLATE)
-    _require_settings(config)
+    require_settings(config)
 
 
 def require_downloaded(config: Config) -> None:
     """As require_models, of the policy's config.json alone, which is downloaded if need be."""
     model_json(config.model.path, "config.json", config.model.revision)
-    _require_settings(config)
+    require_settings(config)
 
 
-def _require_settings(config: Config) -> None:
+def require_settings(config: Config) -> None:
+    """The part of require_models that reads config.json, where that is in a folder or the hub's cache."""
     settings = _settings(config.model.path, config.model.revision)
     _require_known_vision(config, settings)
     _require_positions(config, settings)

@@ -67,11 +67,11 @@ def _run(config: Config, sampler_id: str) -> None:
     problems = load_data("data.train", config.data.train, config.data, wanted)
     held_out = load_data("data.eval", config.data.eval, config.data, wanted) if config.data.eval else []
     columns = [name for name in problems[0].columns if not held_out or name in held_out[0].columns]
-    require_downloaded(config)
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(RewardPool(config.rewards, columns=columns, max_steps=config.trainer.max_steps))
         try_rewards(pool, problems, config)
         tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
+        require_downloaded(config)
         multi_turn = stack.enter_context(opened(config, tokenizer, problems[0], columns))
         tools = multi_turn.pool.tools if multi_turn else None
         train_prompts = prompts_of("data.train", problems, tokenizer, config, tools)

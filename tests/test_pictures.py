@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import struct
 import zlib
 from pathlib import Path
@@ -14,11 +15,12 @@ import pytest
 
 from common.config import Config, Data, PromptTemplate
 from common.errors import UserError
+from common.png import check_png
 from common.types import Problem, Prompt
 from model.folder import require_downloaded, require_models
 from model.images import Vision, encode_image, read_vision
 from sampler.dataset import fingerprint, load_data
-from sampler.pictures import encode_problem, open_picture, require_sendable, sources
+from sampler.pictures import check_images, encode_problem, open_picture, require_sendable, sources
 from sampler.prompts import make_prompt, make_prompts
 from tests.configs import config_of
 from tests.vision import END, PAD, PLAIN, START, byte_tokenizer, file_of, picture, write_vision_settings
@@ -164,6 +166,25 @@ def test_a_small_file_that_unpacks_to_gigabytes_is_refused_by_its_header() -> No
     header = struct.pack(">I", 13) + b"IHDR" + size + struct.pack(">I", zlib.crc32(b"IHDR" + size))
     with pytest.raises(ValueError, match=r"40000 × 40000 pixels|decompression bomb"):
         open_picture(b"\x89PNG\r\n\x1a\n" + header + RED[33:])
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
+@pytest.mark.filterwarnings("ignore")  # of PIL, about damaged files
+def test_a_damaged_file_is_seen_or_refused_by_row_and_raises_nothing_else(kind: str) -> None:
+    rng, whole, refused = random.Random(kind), file_of(picture(84, 56), kind), 0
+    for _ in range(60):
+        damaged = bytearray(whole[: rng.choice([len(whole), rng.randrange(len(whole))])])
+        for _ in range(rng.choice([1, 2, 8])):
+            if damaged:
+                damaged[rng.randrange(min(len(damaged), 200))] = rng.randrange(256)
+        try:
+            check_images("data.train", [problem("?", bytes(damaged), index=7)], DATA)
+            (image,) = encode_problem(problem("?", bytes(damaged), index=7), PLAIN, DATA)
+            assert check_png(image.png, DATA.max_pixels)
+        except UserError as error:
+            assert "row 7: image 1 cannot be read" in str(error)
+            refused += 1
+    assert refused > 5
 
 
 def test_no_image_in_any_row_is_refused_and_in_some_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

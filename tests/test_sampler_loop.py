@@ -170,6 +170,21 @@ def test_the_images_of_a_prompt_go_to_the_engine_and_with_the_group(tmp_path: Pa
     assert [group.images for group in groups] == [images]
 
 
+def test_the_reference_scores_with_the_images_of_the_prompt(tmp_path: Path) -> None:
+    images, given = (EncodedImage(b"png", (1, 2, 2)),), []
+
+    def logprobs(prompt_ids: Any, ids: Any, masks: Any, shown: Any) -> list[Any]:
+        given.append(shown)
+        return [np.full(len(completion), -0.5, np.float32) for completion in ids]
+
+    loop = Loop(tmp_path, images=images)
+    reference: Any = SimpleNamespace(logprobs=logprobs)
+    loop.sampler.reference = reference
+    loop.credited(0, [0])
+    loop.answer_all(SCORED * 2)
+    assert given == [images] and [group.images for group in loop.sent if isinstance(group, Group)] == [images]
+
+
 def test_an_evaluation_without_a_trainer_shows_the_images_too(tmp_path: Path) -> None:
     images = (EncodedImage(b"png", (1, 2, 2)),)
     prompts = [Prompt(Problem(i, {}), "?", "?", np.array([1], np.int32), images[:i]) for i in (0, 1)]
