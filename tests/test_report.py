@@ -51,6 +51,12 @@ def drawn(monkeypatch) -> dict[str, list]:
     return calls
 
 
+@pytest.fixture
+def unarranged(monkeypatch):
+    """Plots where they fall: to measure every label costs half of the drawing, and one test does it."""
+    monkeypatch.setattr("matplotlib.layout_engine.ConstrainedLayoutEngine.execute", lambda *_: None)
+
+
 def size_of_png(path) -> tuple[int, int]:
     data = path.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n" and data[12:16] == b"IHDR"
@@ -131,12 +137,12 @@ def test_curves_show_training_and_held_out_accuracy_with_intervals(tmp_path, dra
     assert f"curves: {path}" in final_summary(tmp_path)
 
 
-def test_curves_say_what_was_not_measured(tmp_path, drawn):
+def test_curves_say_what_was_not_measured(tmp_path, drawn, unarranged):
     write_curves(write_run(tmp_path, 3))
     assert [args[2] for args, _ in drawn["text"]] == ["not measured (beta 0)"]
 
 
-def test_curves_of_one_step_of_evaluations_alone_and_of_null_values_are_drawn(tmp_path):
+def test_curves_of_one_step_of_evaluations_alone_and_of_null_values_are_drawn(tmp_path, unarranged):
     for name, steps, evaluations, extra in (  # the last one has more functions than there are colours
         ("one", 1, (), {}),
         ("before", 0, (evaluation(0, 512),), {}),
@@ -153,7 +159,7 @@ def test_curves_without_a_run_name_what_is_missing(tmp_path):
         write_curves(tmp_path)
 
 
-def test_the_command_draws_prints_and_exits_2_for_a_wrong_folder(tmp_path, capsys):
+def test_the_command_draws_prints_and_exits_2_for_a_wrong_folder(tmp_path, capsys, unarranged, without_plots):
     assert main([str(write_run(tmp_path / "run", 2, (evaluation(0, 210), evaluation(2, 370))))]) == 0
     output = capsys.readouterr().out
     assert output.startswith("held-out answer: 41.0 % → 72.3 %")

@@ -15,6 +15,7 @@ from rewards.find import check_signature, resolve
 from rewards.format import is_formatted
 from rewards.gsm8k import answer, last_number
 from tests.speed import cpu_overdue
+from tests.texts import CHARACTERS
 
 pytestmark = pytest.mark.fast
 
@@ -67,7 +68,7 @@ def test_any_decimal_number_is_read_back_whatever_its_notation(whole, cents, bef
         assert last_number(f"7 apples, {before}{notation} in all.") == value
 
 
-@given(st.text())
+@given(st.text(CHARACTERS))
 @example("<answer>" * 3)
 @example("</answer><answer>1")
 def test_no_text_breaks_a_built_in_reward(text):

@@ -24,6 +24,7 @@ from common.types import EvalFailure, EvalRequest, EvalResult, EvalSample, Group
 from common.wire import Envelope, decode, encode
 from tests.protocol_helpers import HELLO, LIMITS, make_group, make_rollout, of_two_turns
 from tests.speed import overdue
+from tests.texts import CHARACTERS
 
 pytestmark = pytest.mark.fast
 
@@ -31,7 +32,8 @@ ENVELOPE = Envelope("run", "life", "s0")
 
 ints = st.integers(-(2**31), 2**31 - 1)
 numbers = st.floats(allow_nan=False)
-scores = st.dictionaries(st.text(max_size=5), st.floats(allow_infinity=False), max_size=3)
+texts = st.text(CHARACTERS)
+scores = st.dictionaries(st.text(CHARACTERS, max_size=5), st.floats(allow_infinity=False), max_size=3)
 
 
 @st.composite
@@ -79,20 +81,20 @@ groups = st.booleans().flatmap(
         ints,
         prompts,
         st.lists(rollouts(with_ref), max_size=4).map(tuple),
-        failures=st.lists(st.text(max_size=9), max_size=2).map(tuple),
+        failures=st.lists(st.text(CHARACTERS, max_size=9), max_size=2).map(tuple),
     )
 )
-requests = st.builds(EvalRequest, st.text(), ints, st.lists(ints).map(tuple))
-samples = st.builds(EvalSample, ints, st.text(), st.dictionaries(st.text(), numbers), ints, st.just("stop"))
-failures = st.lists(st.builds(EvalFailure, ints, st.text()), max_size=2).map(tuple)
+requests = st.builds(EvalRequest, texts, ints, st.lists(ints).map(tuple))
+samples = st.builds(EvalSample, ints, texts, st.dictionaries(texts, numbers), ints, st.just("stop"))
+failures = st.lists(st.builds(EvalFailure, ints, texts), max_size=2).map(tuple)
 messages = st.one_of(
     groups,
-    st.builds(Tombstone, ints, ints, st.text()),
-    st.builds(EvalResult, st.text(), ints, ints, st.lists(samples, max_size=3).map(tuple), failures),
-    st.builds(wire.Hello, ints, st.text(), st.text(), ints, ints, st.booleans(), st.text()),
-    st.builds(wire.Credit, ints, st.lists(ints), st.lists(requests, max_size=2), ints, st.text(), st.text(), ints),
-    st.builds(wire.Beat, st.text(), ints, st.none() | ints, st.dictionaries(st.text(), numbers)),
-    st.builds(wire.Bye, st.text(), ints),
+    st.builds(Tombstone, ints, ints, texts),
+    st.builds(EvalResult, texts, ints, ints, st.lists(samples, max_size=3).map(tuple), failures),
+    st.builds(wire.Hello, ints, texts, texts, ints, ints, st.booleans(), texts),
+    st.builds(wire.Credit, ints, st.lists(ints), st.lists(requests, max_size=2), ints, texts, texts, ints),
+    st.builds(wire.Beat, texts, ints, st.none() | ints, st.dictionaries(texts, numbers)),
+    st.builds(wire.Bye, texts, ints),
 )
 
 
@@ -112,7 +114,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 @settings(max_examples=400, derandomize=True)
-@given(messages, st.text(), st.text(), st.text())
+@given(messages, texts, texts, texts)
 def test_every_message_arrives_as_it_was_sent(message: Any, run: str, life: str, name: str) -> None:
     envelope, arrived = decode(encode(Envelope(run, life, name), message))
     assert envelope == Envelope(run, life, name)
