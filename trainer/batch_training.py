@@ -158,7 +158,7 @@ class BatchTraining:
         flat = torch.cat([torch.zeros(0)] + [mine.get(e.group.group_id, torch.zeros(n)) for e, n in lengths])
         everyones = torch.tensor(self._exchange.add_over_dp(flat.tolist()), dtype=torch.float32)  # exact: others add 0
         parts = everyones.split([n for _, n in lengths])
-        self.slots.replace(replace(e, proximal_logprobs=x) for (e, _), x in zip(lengths, parts, strict=True))
+        self.slots.replace([replace(e, proximal_logprobs=x) for (e, _), x in zip(lengths, parts, strict=True)])
         self._record_seconds("timing/score_s", time.monotonic() - start)
 
     def _score_reference(self, reference: Reference, mine: Sequence[Experience]) -> None:
@@ -171,7 +171,7 @@ class BatchTraining:
         if any(e.ref_logprobs is None for e, _ in lengths):
             report_progress("scoring a micro-batch with the reference model")
             parts = reference.score(policy_row(mine, algorithm, packing)).split([n for _, n in lengths])
-            self.slots.replace(replace(e, ref_logprobs=x) for (e, _), x in zip(lengths, parts, strict=True))
+            self.slots.replace([replace(e, ref_logprobs=x) for (e, _), x in zip(lengths, parts, strict=True)])
         self._record_seconds("timing/reference_s", time.monotonic() - start)
 
     def _lengths(self, experiences: Iterable[Experience]) -> list[tuple[Experience, int]]:
