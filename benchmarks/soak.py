@@ -24,6 +24,7 @@ import psutil
 
 from benchmarks.cells import ROOT
 from common.config import load
+from common.run_folder import checkpoints
 from report.run_log import read_jsonl
 
 VICTIMS = {"sampler": "sampling.py", "trainer": "training_worker.py"}
@@ -93,7 +94,7 @@ def last_step(folder: Path) -> int:
 
 
 def newest_checkpoint(folder: Path) -> int:
-    return max((int(path.parent.name[5:]) for path in (folder / "checkpoints").glob("step_*/commit.json")), default=0)
+    return next((int(path.name[5:]) for path in reversed(checkpoints(folder))), 0)
 
 
 def soak(

@@ -20,8 +20,10 @@ import psutil
 import pytest
 import yaml
 
+from benchmarks.soak import VICTIMS, workers
 from common import durable
 from common.ports import free_port
+from common.run_folder import checkpoints
 from report.run_log import read_jsonl, wilson_interval
 from tests.quickstart_model import build_once
 from tests.speed import limit, overdue
@@ -35,7 +37,6 @@ SEED = int(os.environ.get("TANDEM_SOAK_SEED", "1"))
 STEPS_BETWEEN_KILLS = (3, 7)
 MOMENT_S = 2.0  # of the reference machine: a kill comes at a random moment of this span, as long as a few steps
 SECONDS_PER_STEP = 20.0  # allowed, on a loaded machine and with restarts
-VICTIMS = {"sampler": "sampling.py", "trainer rank": "training_worker.py"}
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +60,7 @@ class Run:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
 
     def find(self, victim: str) -> list[psutil.Process]:
-        """The processes that do the work; DeepSpeed's launchers above the ranks name the same program."""
-        found = []
-        for process in psutil.Process(self.process.pid).children(recursive=True):
-            try:
-                words = process.cmdline()
-            except psutil.Error:
-                continue
-            is_launcher = any("deepspeed" in word for word in words)
-            if any(word.endswith(VICTIMS[victim]) for word in words) and not is_launcher:
-                found.append(process)
-        return found
+        return [process for name, process in workers(psutil.Process(self.process.pid)) if name == victim]
 
     def wait(self, within_s: float) -> int:
         try:
@@ -82,9 +73,6 @@ class Run:
 
     def steps(self) -> list[int]:
         return [row["step"] for row in read_jsonl(self.folder / "metrics.jsonl")]
-
-    def checkpoints(self) -> list[int]:
-        return sorted(int(path.name[5:]) for path in (self.folder / "checkpoints").glob("step_*"))
 
     def wait_until(self, condition: Callable[[], bool], within_s: float) -> None:
         begun = time.monotonic()
@@ -103,7 +91,7 @@ class Run:
 def kill_until_done(run: Run, rng: random.Random) -> list[str]:
     """SIGKILLs one side every few steps, from the first checkpoint on. Returns what was killed, and when."""
     begun = time.monotonic()
-    run.wait_until(lambda: bool(run.checkpoints()), within_s=STEPS * SECONDS_PER_STEP)
+    run.wait_until(lambda: bool(checkpoints(run.folder)), within_s=STEPS * SECONDS_PER_STEP)
     killed: list[str] = []
     kill_after = 0  # steps
     while run.process.poll() is None:
@@ -182,7 +170,7 @@ def test_ctrl_c_on_two_ranks_saves_the_step_and_the_run_goes_on_from_it(
         assert run.wait(40) == 130, run.tail()
         took_s = time.monotonic() - asked_at
     reached = run.steps()[-1]
-    assert run.checkpoints() == [reached], run.tail()
+    assert [path.name for path in checkpoints(run.folder)] == [f"step_{reached:06d}"], run.tail()
     assert 4 <= reached < 12
     assert "continue with: bash launch.sh" in run.tail()
     assert leftovers(run) == []
