@@ -33,8 +33,7 @@ PARTS = {
     "head": 60,
     "collectives": 180,
     "together": 180,
-    "reloads": 240,
-    "sleep": 90,
+    "reloads": 300,
     "step": 300,
 }
 BUDGET_S = 600

@@ -1,4 +1,7 @@
-"""(e) The engine starts, proves five versions of disturbed weights, and refuses a sixth if a single number is stale."""
+"""(e) The engine starts, proves five versions of disturbed weights, and refuses another if a single number is stale.
+
+Its cache also sleeps (sleep.py): on a GPU in an engine of its own, so that neither hides what the other shows.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +15,28 @@ from typing import Any
 from common import exits
 from gpu_check.finding import Finding, judged, recorded, write_down
 from gpu_check.running import RUN, run
+from gpu_check.sleep import sleeping, slept
 
 _RELOADS = 5
+_ASLEEP = "asleep"  # in the place of a dtype: float32, and the cache sleeps
 _LIFE = "life"
 _VOCABULARY = 512  # tokens that a canary may hold: those of the tokenizer that all shapes share
-CACHE = {"kv_cache_memory_bytes": 2**30, "gpu_memory_utilization": 0.3}  # as beside a trainer: measured by nobody
+_CACHE = {"kv_cache_memory_bytes": 2**30, "gpu_memory_utilization": 0.3}  # as beside a trainer: measured by nobody
 
 
 def findings(on_gpu: bool, scratch: Path) -> Iterator[Finding]:
     """Engines one after the other, each in a process of its own: vLLM gives its memory back only with it."""
-    for shape, dtype in [("1m", "float32"), ("qwen2.5-0.5b", "bfloat16")][: 1 + on_gpu]:
-        out = scratch / f"{dtype}.jsonl"
+    engines = {"float32": "1m", "bfloat16": "qwen2.5-0.5b", _ASLEEP: "1m"} if on_gpu else {"float32": "1m"}
+    for what, shape in engines.items():
+        out = scratch / f"{what}.jsonl"
         problem = ""
         try:
-            run([sys.executable, "-m", "gpu_check.reloads", shape, dtype, str(scratch), str(out)])
+            run([sys.executable, "-m", "gpu_check.reloads", shape, what, str(scratch), str(out)])
         except RuntimeError as error:
             problem = str(error)
         yield from recorded(out)
         if problem:
-            yield Finding("reloads", f"{dtype}, came to its end", "fail", problem)
+            yield Finding("reloads", f"{what}, came to its end", "fail", problem)
 
 
 class Pair:
@@ -47,9 +53,10 @@ class Pair:
         assert self.config.run.output_dir == scratch / RUN, "or what a killed part leaves in memory would stay"
         on_gpu = torch.cuda.is_available()
         if on_gpu:
-            self.config = self.config.model_copy(update={"vllm": self.config.vllm | CACHE | vllm})
+            self.config = self.config.model_copy(update={"vllm": self.config.vllm | _CACHE | vllm})
         self.policy, self.folder = Policy(self.config, "cuda" if on_gpu else "cpu"), weights.default_dir(self.config)
         self.engine = Engine(self.config, torch.cuda.device_count())
+        self.newest = -1  # version that was reloaded
 
     def published(self, version: int) -> Any:
         """The policy's present weights, as a version."""
@@ -65,19 +72,28 @@ class Pair:
         from sampler.reload import reload
 
         found = reload(self.engine, version, self.config)
-        weights.prune(self.folder, [version.version], keep=2)
+        self.newest = version.version
+        weights.prune(self.folder, [self.newest], keep=2)
         return found
 
 
-def _engine_findings(shape: str, dtype: str, scratch: Path) -> Iterator[Finding]:
+def _engine_findings(shape: str, what: str, scratch: Path) -> Iterator[Finding]:
     from common import weights
 
     begun = time.monotonic()
-    pair = Pair(shape, dtype, scratch)
-    started = time.monotonic() - begun
-    yield Finding("reloads", f"{dtype}, engine start", "figure", f"{started:.0f} s", {"seconds": started})
-    yield from _good(pair, dtype)
-    yield _stale(pair, dtype)
+    if what == _ASLEEP:
+        pair = Pair(shape, "float32", scratch, enable_sleep_mode=True)
+        pair.reloaded(pair.published(0))
+        yield from slept(pair, 1)
+    else:
+        pair = Pair(shape, what, scratch)
+        started = time.monotonic() - begun
+        yield Finding("reloads", f"{what}, engine start", "figure", f"{started:.0f} s", {"seconds": started})
+        yield from _good(pair, what)
+        if pair.engine.on_cpu:
+            with sleeping(pair.engine):
+                yield from slept(pair, _RELOADS)
+        yield _stale(pair, what)
     weights.remove_versions(pair.folder)
 
 
@@ -109,16 +125,16 @@ def _stale(pair: Pair, dtype: str) -> Finding:
 
     with torch.no_grad():
         next(pair.policy.model.parameters()).view(-1)[0].mul_(1.01)
-    load, before = pair.engine.load, weights.version_dir(pair.folder, _RELOADS - 1, _LIFE)
+    load, before = pair.engine.load, weights.version_dir(pair.folder, pair.newest, _LIFE)
     setattr(pair.engine, "load", lambda _, expected, *__: load(before, expected))  # noqa: B010
     try:
-        pair.reloaded(pair.published(_RELOADS))
+        pair.reloaded(pair.published(pair.newest + 1))
     except Retryable as error:
         return judged("reloads", f"{dtype}, one stale number", True, f"refused: {error}"[:160])
     return judged("reloads", f"{dtype}, one stale number", False, "not noticed")
 
 
 if __name__ == "__main__":
-    shape, dtype, scratch, out = sys.argv[1:]
-    write_down(_engine_findings(shape, dtype, Path(scratch)), Path(out))
+    shape, what, scratch, out = sys.argv[1:]
+    write_down(_engine_findings(shape, what, Path(scratch)), Path(out))
     exits.leave(exits.DONE)
