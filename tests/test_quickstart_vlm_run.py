@@ -1,4 +1,4 @@
-"""Both processes on drawings: three steps of the quick start with real vLLM and DeepSpeed, and their replay."""
+"""Both processes on drawings and text: three steps of the quick start with real vLLM and DeepSpeed, and a replay."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from common.ports import free_port
+from model.images import read_vision
 from quickstart_vlm.build import build
 from quickstart_vlm.settings import QuickStartVlm, SeeingWarmStart
 from report.run_log import read_jsonl
@@ -33,6 +34,10 @@ SMALLER = ("trainer.max_steps=3", "trainer.prompts_per_step=4", "sampler.num_gen
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache") / "quickstart_vlm"
     assert build(folder, HARDLY_TAUGHT, report=lambda line: None)
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    for row in rows[::3]:  # text alone
+        row.update(images=[], question=row["question"].removeprefix("<image>"))
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
@@ -45,7 +50,8 @@ def test_three_steps_on_drawings_with_the_tower(freeze: bool, task: Path, tmp_pa
         "def few_letters(completions, **columns):\n    return [-len(text) / 100 for text in completions]\n"
     )
     given.append(f"rewards.reward_funcs=[boxed, {tmp_path}/reward.py:few_letters]")
-    given += ["run.record=true", *SMALLER]
+    given += ["run.record=true", "run.log_samples=4", *SMALLER]
+    given += [] if freeze else ["algorithm.beta=0.01"]  # with a reference in the sampler
     command = [sys.executable, "-m", "launcher.run", CONFIG, *given]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(400))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
@@ -53,6 +59,9 @@ def test_three_steps_on_drawings_with_the_tower(freeze: bool, task: Path, tmp_pa
     assert [m["step"] for m in metrics] == [1, 2, 3]
     assert max(m["sync/canary_max_diff"] for m in metrics) <= 1e-4
     assert abs(metrics[0]["ratio/mean"] - 1) <= 1e-3 and all(m["grad_norm"] > 0 for m in metrics)
+    assert freeze or metrics[0]["kl"] < 1e-6 < metrics[2]["kl"]
+    shown = {bool(record.get("images")) for record in read_jsonl(tmp_path / "run" / "samples.jsonl")}
+    assert shown == {False, True}, "rows of text alone train beside those with images"
     assert unexplained({name for m in metrics for name in m}) == [], "docs/metrics.md"
     assert [record["eval_id"] for record in read_jsonl(tmp_path / "run" / "eval.jsonl")] == ["v0", "v3"]
     before, after = (load_file(folder / "model.safetensors") for folder in (task / "model", tmp_path / "run" / "final"))
@@ -62,6 +71,7 @@ def test_three_steps_on_drawings_with_the_tower(freeze: bool, task: Path, tmp_pa
     moved = {name for name in before if not before[name].equal(after[name])}
     assert moved - towers and bool(moved & towers) != freeze
     check_final(tmp_path / "run" / "final", task)
+    assert read_vision(str(tmp_path / "run" / "final")) == read_vision(str(task / "model"))
     check_replay(tmp_path / "run", given)
 
 
