@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from common.errors import Retryable
+from model.checksum import all_finite
 from tests.protocol_helpers import make_config
 from tests.test_checkpoint_faults import KEEP, ONE_RANK, SmallEngine, tokenizer
-from trainer.engine.deepspeed_model import StepResult, all_finite
+from trainer.engine.deepspeed_model import StepResult
 from trainer.loop import Trainer
 from trainer.save import checkpoint, resume
 from trainer.save.checkpoint import Progress

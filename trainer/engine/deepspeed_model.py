@@ -23,6 +23,7 @@ from torch import Tensor
 from common.config import Config
 from common.errors import UserError
 from common.ports import free_port
+from model.checksum import all_finite
 from model.packing import PackedRow, SequenceGroup
 from model.sequence_parallel import shard
 from model.vision import VisionLayout, freeze_tower, with_vision
@@ -45,14 +46,6 @@ class StepResult:
     def new_versions(self) -> int:
         """By how much this step raises policy_version."""
         return int(self.applied and not self.critic_only)
-
-
-def all_finite(tensor: Tensor) -> Tensor:
-    """A bool on the tensor's device: neither NaN nor infinite anywhere.
-
-    Both extremes are NaN if anything is. One pass; isfinite() on each element takes seven times as long on a CPU.
-    """
-    return torch.isfinite(torch.stack(torch.aminmax(tensor))).all()
 
 
 def init_distributed(config: Config) -> None:
