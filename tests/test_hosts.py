@@ -187,6 +187,32 @@ def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+# what holds over ssh as well: tests/test_ssh.py
+
+
+def check_that_one_failure_ends_all(hosts: Connections, code: int) -> None:
+    process = hosts.start(hosts.sleeper(0), f"import time, sys; time.sleep(0.3); sys.exit({code})")
+    other = hosts.pid_of(0)
+    assert ended(process)[0] == code
+    until(lambda: is_gone(other), 20)
+
+
+def check_that_a_signal_reaches_all(hosts: Connections) -> None:
+    handler = "signal.signal(signal.SIGINT, lambda *_: os._exit(130))"
+    process = hosts.start(hosts.sleeper(0, handler), hosts.sleeper(1, handler))
+    hosts.pid_of(0), hosts.pid_of(1)
+    process.send_signal(signal.SIGINT)
+    assert ended(process)[0] == 130
+
+
+def check_that_a_killed_first_host_leaves_nothing(hosts: Connections) -> None:
+    process = hosts.start(hosts.sleeper(0), hosts.sleeper(1))
+    pids = [hosts.pid_of(i) for i in (0, 1)]
+    process.kill()
+    process.communicate()
+    until(lambda: all(map(is_gone, pids)), 20)
+
+
 @pytest.mark.processes
 def test_output_of_every_host_is_shown_in_whole_lines_and_kept_in_its_log(hosts: Connections) -> None:
     code, out = ended(hosts.start("print('one')", "print('two')"))
@@ -205,28 +231,17 @@ def test_a_process_counts_its_hours_from_the_start_of_the_run_by_its_own_hosts_c
 @pytest.mark.processes
 @pytest.mark.parametrize("code", [2, 75, 1])
 def test_the_first_host_that_fails_says_how_all_end_and_nothing_stays(hosts: Connections, code: int) -> None:
-    process = hosts.start(hosts.sleeper(0), f"import time, sys; time.sleep(0.3); sys.exit({code})")
-    other = hosts.pid_of(0)
-    assert ended(process)[0] == code
-    until(lambda: is_gone(other), 20)
+    check_that_one_failure_ends_all(hosts, code)
 
 
 @pytest.mark.processes
 def test_a_signal_reaches_the_process_on_every_host(hosts: Connections) -> None:
-    handler = "signal.signal(signal.SIGINT, lambda *_: os._exit(130))"
-    process = hosts.start(hosts.sleeper(0, handler), hosts.sleeper(1, handler))
-    hosts.pid_of(0), hosts.pid_of(1)
-    process.send_signal(signal.SIGINT)
-    assert ended(process)[0] == 130
+    check_that_a_signal_reaches_all(hosts)
 
 
 @pytest.mark.processes
 def test_a_killed_first_host_leaves_nothing_on_the_others(hosts: Connections) -> None:
-    process = hosts.start(hosts.sleeper(0), hosts.sleeper(1))
-    pids = [hosts.pid_of(i) for i in (0, 1)]
-    process.kill()
-    process.communicate()
-    until(lambda: all(map(is_gone, pids)), 20)
+    check_that_a_killed_first_host_leaves_nothing(hosts)
 
 
 @pytest.mark.processes

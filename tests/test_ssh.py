@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,14 @@ import pytest
 from common.ports import free_port
 from tests.speed import until
 from tests.ssh_server import ssh_server
-from tests.test_hosts import Connections, ended, is_gone
+from tests.test_hosts import (
+    Connections,
+    check_that_a_killed_first_host_leaves_nothing,
+    check_that_a_signal_reaches_all,
+    check_that_one_failure_ends_all,
+    ended,
+    is_gone,
+)
 
 pytestmark = pytest.mark.processes
 
@@ -40,26 +46,15 @@ def test_output_comes_back_over_ssh_in_an_environment_that_is_the_hosts_own(host
 
 @pytest.mark.parametrize("code", [2, 75])
 def test_an_exit_code_comes_back_over_ssh_and_ends_the_other_host(hosts: Connections, code: int) -> None:
-    process = hosts.start(hosts.sleeper(0), f"import time, sys; time.sleep(0.3); sys.exit({code})")
-    other = hosts.pid_of(0)
-    assert ended(process)[0] == code
-    until(lambda: is_gone(other), 20)
+    check_that_one_failure_ends_all(hosts, code)
 
 
 def test_a_signal_reaches_the_processes_over_ssh(hosts: Connections) -> None:
-    handler = "signal.signal(signal.SIGINT, lambda *_: os._exit(130))"
-    process = hosts.start(hosts.sleeper(0, handler), hosts.sleeper(1, handler))
-    hosts.pid_of(0), hosts.pid_of(1)
-    process.send_signal(signal.SIGINT)
-    assert ended(process)[0] == 130
+    check_that_a_signal_reaches_all(hosts)
 
 
 def test_a_killed_first_host_leaves_nothing_behind_a_real_ssh(hosts: Connections) -> None:
-    process = hosts.start(hosts.sleeper(0), hosts.sleeper(1))
-    pids = [hosts.pid_of(i) for i in (0, 1)]
-    process.kill()
-    process.communicate()
-    until(lambda: all(map(is_gone, pids)), 20)
+    check_that_a_killed_first_host_leaves_nothing(hosts)
 
 
 def test_an_ssh_connection_that_the_host_drops_means_start_again(hosts: Connections, server: tuple[str, int]) -> None:
