@@ -156,7 +156,9 @@ def test_a_critic_starts_at_zero_and_keeps_a_head_that_it_once_learned(
     model.save_pretrained(tmp_path)
     shutil.copy(path / "preprocessor_config.json", tmp_path)
     again = load_value_model(config(path, critic={"path": str(tmp_path)}, algorithm={"adv_estimator": "gae"}))
-    assert torch.equal(ValueModel(again)(row), learned)
+    for (name, kept), (_, read) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(kept, read), name
+    torch.testing.assert_close(ValueModel(again)(row), learned)  # not to the bit: MKL adds by where in memory it reads
     learned.sum().backward()
     tower = [p.grad for p in model.model.visual.parameters()]
     assert all(g is not None and g.any() for g in tower)
