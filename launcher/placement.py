@@ -112,8 +112,8 @@ def _on_cpu(config: Config, cores: Sequence[int]) -> Placement:
         threads = max(1, len(cores) // 2 // ranks)
         sampler, trainer = list(cores[: -ranks * threads]), list(cores[-ranks * threads :])
         sampler_threads = len(sampler)
-        if config.trainer.borrow_cores_after is not None:  # not pinned, and no thread spins on the sampler's cores
-            lent = {"TANDEM_ALL_THREADS": str(len(cores) // ranks), "OMP_WAIT_POLICY": "PASSIVE"}
+        if config.trainer.borrow_cores:
+            lent = {"TANDEM_LENT_CORES": ",".join(map(str, sampler))}
     samplers = _cpu_samplers(config.sampler.num_samplers, sampler, sampler_threads, environment | SAMPLERS_MEMORY)
     ranks_text = f"{ranks} rank{'s' * (ranks > 1)} × {threads} thread{'s' * (threads > 1)}"
     return Placement(
@@ -122,7 +122,7 @@ def _on_cpu(config: Config, cores: Sequence[int]) -> Placement:
         sampler_env=samplers[0].env,
         trainer_env=environment | lent | {"OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"},
         sampler_cores=samplers[0].cores,
-        trainer_cores=() if lent else tuple(trainer),
+        trainer_cores=tuple(trainer),
         sampler_place=_each(samplers) if sampler else f"CPU, {len(cores)} shared cores" + _count(len(samplers)),
         trainer_place=(_named("CPU core", trainer) if trainer else f"CPU, {len(cores)} shared cores")
         + f", {ranks_text}",

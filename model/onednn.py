@@ -1,10 +1,11 @@
 """Linear layers on a CPU in float32, through oneDNN instead of torch's default library.
 
-PyPI's torch multiplies float32 matrices with MKL, which is slow on AMD: 118 GFLOP/s on a Zen 5 core, where oneDNN,
-which torch also carries and vLLM uses, does 265. On an Intel core it is the other way round (Xeon with AVX-512: MKL 113
-to 163, oneDNN 85 to 129), and MKL keeps nothing for a shape, where oneDNN compiles and caches a kernel for each. The
-choice follows the processor and not a measurement, so that a resumed run makes the same one. All other devices and
-dtypes go to torch as before. Left out: attention, whose products are inside torch's own kernel.
+PyPI's torch multiplies float32 matrices with MKL, which leaves AVX-512 alone on an AMD processor: 118 GFLOP/s on a Zen 5
+core, where oneDNN, which torch also carries and vLLM uses, does 265. Elsewhere it is the other way round (Xeon with
+AVX-512: MKL 113 to 163, oneDNN 85 to 129; Zen 3, which has none: 61 to 86 and 40 to 71), and MKL keeps nothing for a
+shape, where oneDNN compiles and caches a kernel for each. The choice follows the processor and not a measurement, so
+that a resumed run makes the same one. All other devices and dtypes go to torch as before. Left out: attention, whose
+products are inside torch's own kernel.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ _BLOCK = 32  # rows; a multiple costs a twentieth at 360 tokens, and leaves a ha
 
 def use_faster_linear(model: torch.nn.Module) -> None:
     """Every torch.nn.Linear of the model through the library that is faster on this processor, in place."""
-    if not (torch.backends.mkl.is_available() and _is_intel()):
+    if not (torch.backends.mkl.is_available() and _suits_mkl()):
         use_onednn(model)
 
 
-def _is_intel(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    return cpuinfo.exists() and "GenuineIntel" in cpuinfo.read_text(errors="replace")
+def _suits_mkl(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether MKL uses all that this processor has."""
+    said = cpuinfo.read_text(errors="replace") if cpuinfo.exists() else ""
+    return "GenuineIntel" in said or ("AuthenticAMD" in said and "avx512f" not in said)
 
 
 def use_onednn(model: torch.nn.Module) -> None:

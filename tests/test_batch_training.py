@@ -52,19 +52,26 @@ class Run:
     """One rank of a batch. `events`: ids that were taken, and groups of each backward, in the order they happened."""
 
     def __init__(
-        self, of: Config, ranks: int = 1, rank: int = 0, make: Callable[[int], Any] = group, scorer: Any = None
+        self,
+        of: Config,
+        ranks: int = 1,
+        rank: int = 0,
+        make: Callable[[int], Any] = group,
+        scorer: Any = None,
+        samplers_rest: Sequence[bool] = (),
     ):
         self.events: list[tuple[str, list[int]]] = []
         self.batches: list[MicroBatch] = []
         policy = SimpleNamespace(dims=MODEL)
-        exchange = SimpleNamespace(dp_rank=rank, dp_size=ranks, add_over_dp=list)
+        exchange = SimpleNamespace(dp_rank=rank, dp_size=ranks, add_over_dp=list, agree=bool)
         policy.backward, policy.score = self.backward, lambda row, _: row.target_ids / -100
 
         def take(ids: Sequence[int]) -> list[Group | Tombstone]:
             self.events.append(("take", list(ids)))
             return [make(g) for g in ids]
 
-        source = SimpleNamespace(take=take, refill=lambda _: None)
+        rest = iter(samplers_rest)
+        source = SimpleNamespace(take=take, refill=lambda _: None, samplers_rest=lambda: next(rest))
         models: Any = SimpleNamespace(policy=policy, reference=scorer, critic=None)
         assert {*vars(models)} == {*Models.__dataclass_fields__}
         self.of, self.training = of, BatchTraining(of, models, exchange, START, source, lambda *_: None)  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ from launcher.placement import Placement, placement, visible_gpus
 from tests.configs import config_of
 from tests.syntax import called, tree, walk
 from tests.tiny import tiny_model
+from trainer.engine.cores import LENT_CORES
 
 pytestmark = pytest.mark.fast
 ROOT = Path(__file__).resolve().parents[1]
@@ -357,11 +358,20 @@ def test_two_cores_give_one_to_each_process_where_both_work_at_once():
     assert "OMP_WAIT_POLICY" not in place.sampler_env
 
 
-def test_a_trainer_that_borrows_cores_is_not_pinned_and_does_not_spin_on_them():
-    place = placement(config_of(trainer=AHEAD | {"borrow_cores_after": 0.5, "num_ranks": 2}), [], cores=[0, 1, 2, 3])
-    assert cores_and_threads(place) == ((0, 1), "2", (), "1")
-    assert place.trainer_env["TANDEM_ALL_THREADS"] == "2" and place.trainer_env["OMP_WAIT_POLICY"] == "PASSIVE"
-    assert "OMP_WAIT_POLICY" not in place.sampler_env
+@pytest.mark.parametrize(
+    ("trainer", "lent"),
+    [(AHEAD, "0,1"), (AHEAD | {"borrow_cores": False}, None), ({"max_staleness": 0}, None)],
+    ids=["one batch ahead", "not wanted", "on policy"],
+)
+def test_a_trainer_that_works_beside_the_sampler_hears_which_cores_are_lent(trainer, lent):
+    place = placement(config_of(trainer=trainer | {"num_ranks": 2}), [], cores=[0, 1, 2, 3])
+    assert place.trainer_env.get(LENT_CORES) == lent
+    assert lent is None or cores_and_threads(place) == ((0, 1), "2", (2, 3), "1")
+
+
+def test_all_samplers_cores_are_lent():
+    place = placement(config_of(trainer=AHEAD, sampler={"num_samplers": 2}), [], cores=[0, 1, 2, 3])
+    assert place.trainer_env[LENT_CORES] == "0,1" and [one.cores for one in place.samplers] == [(0,), (1,)]
 
 
 @pytest.mark.parametrize(("ranks", "threads"), [(1, "8"), (2, "4"), (3, "2")])

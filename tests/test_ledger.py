@@ -174,6 +174,24 @@ def test_what_is_spent_inside_a_batch_moves_the_window_and_not_the_cursor() -> N
     assert ledger.admitted == range(4, 12)
 
 
+def test_it_is_complete_when_every_admitted_group_is_here() -> None:
+    ledger = Ledger(total=6, window=4)
+    assert not ledger.is_complete  # nobody was asked for anything yet
+    granted(ledger, "a")
+    for group_id in range(3):
+        ledger.accept(arrived(group_id), "a", 0.0)
+    assert not ledger.is_complete
+    ledger.accept(arrived(3), "a", 0.0)
+    assert ledger.is_complete
+    ledger.refill(1)
+    assert not ledger.is_complete
+    granted(ledger, "a")
+    ledger.accept(arrived(4), "a", 0.0)
+    assert ledger.is_complete
+    ledger.advance(4)
+    assert not ledger.is_complete
+
+
 @pytest.mark.parametrize("cursor", [1, 101])
 def test_the_cursor_never_moves_back_or_beyond_the_end(cursor: int) -> None:
     with pytest.raises(AssertionError, match=f"cursor may not move from 2 to {cursor}"):

@@ -146,7 +146,7 @@ def linear_layers(folder: Path) -> tuple[torch.nn.Module, list[torch.nn.Linear]]
 def test_every_linear_layer_of_a_loaded_model_uses_it_under_its_old_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(onednn, "_is_intel", lambda: False)
+    monkeypatch.setattr(onednn, "_suits_mkl", lambda: False)
     model, layers = linear_layers(tmp_path)
     assert {type(m) for m in layers} == {OneDnnLinear}
     names = set(model.state_dict())
@@ -155,17 +155,28 @@ def test_every_linear_layer_of_a_loaded_model_uses_it_under_its_old_name(
     assert set(model.state_dict()) == names
 
 
-def test_on_an_intel_processor_the_layers_stay_with_mkl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onednn, "_is_intel", lambda: True)
+def test_on_a_processor_that_mkl_knows_the_layers_stay_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "_suits_mkl", lambda: True)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     assert {type(m) for m in linear_layers(tmp_path / "a")[1]} == {torch.nn.Linear}
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
     assert {type(m) for m in linear_layers(tmp_path / "b")[1]} == {OneDnnLinear}
 
 
-@pytest.mark.parametrize(("vendor", "is_intel"), [("GenuineIntel", True), ("AuthenticAMD", False)])
-def test_the_processor_is_told_by_its_vendor(tmp_path: Path, vendor: str, is_intel: bool) -> None:
+@pytest.mark.parametrize(
+    ("vendor", "flags", "suits_mkl"),
+    [
+        ("GenuineIntel", "avx2 avx512f", True),
+        ("GenuineIntel", "avx2", True),
+        ("AuthenticAMD", "avx2", True),
+        ("AuthenticAMD", "avx2 avx512f", False),
+        ("HygonGenuine", "avx2", False),
+    ],
+)
+def test_mkl_suits_intel_and_amd_processors_without_avx512(
+    tmp_path: Path, vendor: str, flags: str, suits_mkl: bool
+) -> None:
     cpuinfo = tmp_path / "cpuinfo"
-    assert not onednn._is_intel(cpuinfo)  # not Linux
-    cpuinfo.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
-    assert onednn._is_intel(cpuinfo) == is_intel
+    assert not onednn._suits_mkl(cpuinfo)  # not Linux
+    cpuinfo.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: fpu {flags} sha_ni\n")
+    assert onednn._suits_mkl(cpuinfo) == suits_mkl

@@ -600,6 +600,26 @@ def test_an_evaluation_is_shared_in_chunks_and_comes_back_in_order(config: Confi
         assert inbox.finish_eval() == []
 
 
+def test_samplers_rest_between_their_last_result_and_the_next_weights(config: Config) -> None:
+    may_end = threading.Event()
+
+    def make_eval(request: EvalRequest, version: int) -> EvalResult:
+        may_end.wait(limit(20))
+        return make_eval_result(request, version)
+
+    with make_inbox(config) as inbox, FakeSampler(config) as sampler:
+        sampler.make_eval = make_eval
+        until(lambda: inbox.state.peers)
+        assert not inbox.samplers_rest()
+        inbox.commit(0, published(0))
+        until(inbox.samplers_rest)
+        inbox.commit(2, published(1), "v1", num_problems=3)
+        until(lambda: inbox.state.ledger.is_complete)
+        assert not inbox.samplers_rest()  # it has the groups and still evaluates
+        may_end.set()
+        until(inbox.samplers_rest)
+
+
 def test_a_lost_evaluation_result_is_sent_again(config: Config) -> None:
     with make_inbox(config) as inbox, FakeSampler(config, link_class=Lossy):
         for step in range(5):

@@ -64,14 +64,15 @@ class BatchTraining:
         self._source, self.slots = source, Slots(config, progress.cursor, self.beta)
         self._settings = AdvantageSettings.of(config, self.beta)
         self._budget, self._dims = Budget.of(config.trainer), models.policy.dims
-        self._cores = Cores.of(config.trainer.borrow_cores_after, os.environ)
-        self._num_trained = 0  # groups of the present step, on all ranks
+        self._cores = Cores.of(os.environ)
+        may_borrow = config.trainer.borrow_cores and config.trainer.max_staleness > 0
+        self._borrows = may_borrow and exchange.agree(bool(self._cores.lent))
         self._rounds: dict[tuple[int, ...], list[Round]] = {}  # by places: the same in every pass
         self._is_scored = False  # as a whole, where that is needed
 
     def backward(self, step: Step, progress: Progress) -> None:
         """Forward and backward on a mini-batch, while later groups still decode where its settings allow."""
-        self._progress, self._num_trained = progress, 0
+        self._progress = progress
         at_once = self._budget.at_once(self._exchange.dp_size)
         needed = {"batch": self.slots.size, "mini_batch": max(step.places) + 1, "micro_batch": 0}
         fill(self.slots, needed[waits_for(self.config.algorithm)], at_once, self._source)
@@ -195,25 +196,16 @@ class BatchTraining:
 
     def _train(self, found: Round, step: Step) -> None:
         """This rank's part of one round of a step."""
-        batch = None if self.critic_only else self._micro_batch(found, step.places)
-        report_progress(f"training a micro-batch of step {self._progress.step + 1}")
-        start = time.monotonic()
-        with self._cores.used(self._fraction_done(step)):
+        with self._cores.used(with_lent=self._borrows and self._source.samplers_rest()):
+            batch = None if self.critic_only else self._micro_batch(found, step.places)
+            report_progress(f"training a micro-batch of step {self._progress.step + 1}")
+            start = time.monotonic()
             if self._models.critic:
                 self._models.critic.backward(self._mine(found), self.slots.training(step.places))
             if batch:
                 logprobs = self._models.policy.backward(batch, self._progress.policy_version)
                 self._remember(batch, logprobs, self._mine(found))
-        self._num_trained += sum(map(len, found))
-        self._record_seconds("timing/backward_s", time.monotonic() - start)
-
-    def _fraction_done(self, step: Step) -> float:
-        """Of the step's groups: those that were trained, and those that are here and train nothing."""
-        if self._cores.borrow_after is None:  # nobody asks: no counting in every micro-batch
-            return 0.0
-        here = [place for place in step.places if place < self.slots.num_filled]
-        num_dead = sum(not self._lengths(self.slots.training([place])) for place in here)
-        return (self._num_trained + num_dead) / len(step.places)
+            self._record_seconds("timing/backward_s", time.monotonic() - start)
 
     def _micro_batch(self, found: Round, places: Sequence[int]) -> MicroBatch:
         """places: those of the whole step."""

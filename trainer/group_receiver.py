@@ -37,3 +37,8 @@ class GroupReceiver:
         """As many more groups will be taken, beyond the batch."""
         if self._rank_zero:
             self._rank_zero.source.refill(count)
+
+    def samplers_rest(self) -> bool:
+        """Rank 0's answer; never while groups are recorded: what follows from it is not in the recording."""
+        rest = self._rank_zero and self._rank_zero.recorder is None and self._rank_zero.source.samplers_rest()
+        return self._exchange.agree(bool(rest))

@@ -55,8 +55,8 @@ class Trainer(Section):
     """Clips the gradient."""
     max_staleness: int = Field(0, ge=0)
     """Batches sampling may run ahead; 0 = on policy."""
-    borrow_cores_after: float | None = Field(None, ge=0, lt=1)
-    """From this part of a step also train on the sampler's cores (CPU, max_staleness > 0)."""
+    borrow_cores: bool = True
+    """Also train on the sampler's cores while it rests (CPU, max_staleness > 0)."""
     save_steps: int | None = Field(100, gt=0)
     """Checkpoint every n steps."""
     save_minutes: float | None = Field(10.0, gt=0)

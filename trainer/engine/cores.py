@@ -1,44 +1,50 @@
-"""The sampler's cores while it rests: the last micro-batches of a step compute with more threads.
+"""The samplers' cores while they rest: the micro-batches that are left then compute with more threads.
 
-    trainer.borrow_cores_after 0.5    sampler  ████████████░░░░░░░░      █ at work   ░ rests until the next weights
-                                      trainer  11111111111122222222      threads of its micro-batches
+    sampler  ████████████░░░░░░░░      █ at work   ░ rests: every group that it may make is here
+    trainer  11111111111122222222      threads of its micro-batches
 
-A sum that is divided among two threads is rounded otherwise than one thread would. So it is the place in the step that
-decides, never the clock: a replay and a resumed run compute every micro-batch with the threads of the first time.
+Only with trainer.max_staleness > 0: on policy both processes have all cores anyway, and work in turn. A sum that is
+divided among two threads is rounded otherwise than one thread would, and how far a sampler is, is a matter of time: a
+run that is recorded or replayed keeps to its own threads (trainer/group_receiver.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
-ALL_THREADS = "TANDEM_ALL_THREADS"  # of this rank, with its part of the sampler's cores; set by the launcher
+LENT_CORES = "TANDEM_LENT_CORES"  # numbers of the samplers' cores: "0,1"; set by the launcher
 
 
 @dataclass(frozen=True)
 class Cores:
-    """Threads of this rank: `own`, and `everyones` for what comes after the fraction `borrow_after` of a step."""
+    """Of this rank. `lent` are the samplers', shared by all ranks of this machine."""
 
-    own: int
-    everyones: int
-    borrow_after: float | None  # None = never
+    own: frozenset[int]
+    threads: int
+    lent: frozenset[int] = frozenset()
+    more_threads: int = 0  # this rank's part of them
 
     @staticmethod
-    def of(borrow_after: float | None, environ: Mapping[str, str]) -> Cores:
-        own = torch.get_num_threads()
-        return Cores(own, max(own, int(environ.get(ALL_THREADS, own))), borrow_after)
+    def of(environ: Mapping[str, str]) -> Cores:
+        lent = frozenset(int(core) for core in environ.get(LENT_CORES, "").split(",") if core)
+        more_threads = len(lent) // int(environ.get("LOCAL_WORLD_SIZE", "1"))
+        return Cores(frozenset(os.sched_getaffinity(0)), torch.get_num_threads(), lent, more_threads)
 
     @contextlib.contextmanager
-    def used(self, done: float) -> Iterator[None]:
-        """Around a micro-batch. done: the fraction of the step's groups that came before it."""
-        if self.borrow_after is None or done < self.borrow_after:
+    def used(self, with_lent: bool) -> Iterator[None]:
+        """Around a micro-batch."""
+        if not with_lent or not self.more_threads:
             yield
             return
-        torch.set_num_threads(self.everyones)
+        os.sched_setaffinity(0, self.own | self.lent)  # what threads are started from here on inherit
+        torch.set_num_threads(self.threads + self.more_threads)
         try:
             yield
         finally:
-            torch.set_num_threads(self.own)
+            torch.set_num_threads(self.threads)
+            os.sched_setaffinity(0, self.own)

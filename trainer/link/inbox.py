@@ -103,6 +103,11 @@ class Inbox:
         with self.state.changed:
             return [self.state.ledger.held[g] for g in group_ids]
 
+    def samplers_rest(self) -> bool:
+        with self.state.changed:
+            evaluation = self.state.evaluation
+            return self.state.ledger.is_complete and (evaluation is None or not evaluation.num_missing)
+
     def finish_eval(self) -> list[EvalResult]:
         evaluation = self.state.evaluation
         if evaluation is None:

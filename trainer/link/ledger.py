@@ -55,6 +55,11 @@ class Ledger:
     def admitted(self) -> range:
         return range(self.cursor, min(self.cursor + self.window + self.refilled + self.num_marked, self.total))
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether every admitted group is here: until the cursor moves there is nothing to produce."""
+        return not self.leases and not self._has_free()
+
     # ---- leases -------------------------------------------------------------------------------------------------
 
     def lease_out(self, samplers: Sequence[str], now: float) -> None:

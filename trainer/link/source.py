@@ -55,6 +55,10 @@ class GroupSource(Protocol):
         """The groups, in this order, as soon as all of them are here."""
         ...
 
+    def samplers_rest(self) -> bool:
+        """Whether no sampler has anything to do until the next `commit`."""
+        ...
+
     def finish_eval(self) -> list[EvalResult]:
         """The results of the evaluation that `commit` asked for, chunk by chunk; [] if it asked for none."""
         ...
