@@ -135,8 +135,8 @@ def token_terms(  # noqa: PLR0913 as score_terms
         log μ(target) = z_target − log Σ_{v ∈ S} exp z_v        log_mass = log Σ_{v ∈ S} π(v)
 
     Returns float32 (logprobs [N], of μ if there is one; entropy [N] of π, or zeros; log_mass [N], 0 without sets). The
-    entropy is H = −Σ_v p_v · (z_v − log Z) of the whole softmax; log Z − Σ_v p_v · z_v would be the same, with a gradient
-    that loses two bits more where logits are large.
+    entropy is H = −Σ_v p_v · (z_v − log Z) of the whole softmax: the same as log Z − Σ_v p_v · z_v, whose gradient
+    would lose two bits more where logits are large.
     """
 
     def chunk(h: Tensor, target: Tensor, support: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,9 +1,9 @@
 """Linear layers on a CPU in float32, through oneDNN instead of torch's default library.
 
-PyPI's torch multiplies float32 matrices with MKL, which leaves AVX-512 alone on an AMD processor: 118 GFLOP/s on a Zen 5
-core, where oneDNN, which torch also carries and vLLM uses, does 265. Elsewhere it is the other way round (Xeon with
-AVX-512: MKL 113 to 163, oneDNN 85 to 129; Zen 3, which has none: 61 to 86 and 40 to 71), and MKL keeps nothing for a
-shape, where oneDNN compiles and caches a kernel for each. The choice follows the processor and not a measurement, so
+PyPI's torch multiplies float32 matrices with MKL, which leaves AVX-512 alone on an AMD processor: 118 GFLOP/s on a
+Zen 5 core, where oneDNN, which torch also carries and vLLM uses, does 265. Elsewhere it is the other way round (Xeon
+with AVX-512: MKL 113 to 163, oneDNN 85 to 129; Zen 3, which has none: 61 to 86 and 40 to 71), and MKL keeps nothing for
+a shape, where oneDNN compiles and caches a kernel for each. The choice follows the processor and not a measurement, so
 that a resumed run makes the same one. All other devices and dtypes go to torch as before. Left out: attention, whose
 products are inside torch's own kernel.
 """
