@@ -8,9 +8,9 @@ raises, and so does every question for a value, or for a shape that depends on v
 made of booleans. At each of those the program would wait for its GPU. Copies to the host wait as well and are counted:
 scores that go to the host take one each; a micro-batch's forward, objective and sums must take none.
 
-The code is that of the trainer: Engine, Critic and Reference, without DeepSpeed around the module, and the checksums of
-a version. Left out, because torch cannot do it on a device that is not there: backward, the optimizer step, a version's
-copies to pinned memory and what is compiled; and every number.
+The code is that of the trainer: PolicyEngine, Critic and Reference, without DeepSpeed around the module, and the
+checksums of a version. Left out, because torch cannot do it on a device that is not there: backward, the optimizer
+step, a version's copies to pinned memory and what is compiled; and every number.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from trainer.algorithm.sums import TOKEN_SUMS, VALUE_SUMS, Sums  # noqa: E402
 from trainer.data.experience import Experience, score_rewards  # noqa: E402
 from trainer.data.tensors import MicroBatch, ValueBatch, micro_batch  # noqa: E402
 from trainer.engine import critic  # noqa: E402
-from trainer.engine.policy import Engine, Policy  # noqa: E402
+from trainer.engine.policy import Policy, PolicyEngine  # noqa: E402
 
 VERSION, VOCABULARY, CHUNK = 3, 512, 16
 SHAPE: dict[str, Any] = {
@@ -95,7 +95,7 @@ class CopiesToHost(TorchDispatchMode):
 
 
 class Module:
-    """What Engine and Critic need of DeepSpeed's engine for a forward."""
+    """What PolicyEngine and Critic need of DeepSpeed's engine for a forward."""
 
     global_steps = 0
 
@@ -171,11 +171,11 @@ def build(kind: Any, device: torch.device, **more: Any) -> Any:
         return kind.from_config(config, attn_implementation=attention.NAME, dtype=torch.bfloat16)
 
 
-def policy_of(config: Config, device: torch.device) -> Engine:
+def policy_of(config: Config, device: torch.device) -> PolicyEngine:
     from transformers import AutoModelForCausalLM
 
     model = build(AutoModelForCausalLM, device)
-    engine: Any = Engine.__new__(Engine)
+    engine: Any = PolicyEngine.__new__(PolicyEngine)
     engine.config, engine.model, engine.world_size, engine._micro_batch = config, model, 2, 0
     engine.ds = Module(Policy(model, CHUNK, config.algorithm.entropy_coef > 0), device)
     engine.objective, engine.sums = ObjectiveSettings.of(config.algorithm), Sums(TOKEN_SUMS, device)
@@ -208,7 +208,7 @@ class EmptyReference(Reference):
 def passes(device: torch.device) -> Iterator[Pass]:
     """Every forward that the trainer makes."""
 
-    def trained(what: str, batch: MicroBatch, engine: Engine) -> Pass:
+    def trained(what: str, batch: MicroBatch, engine: PolicyEngine) -> Pass:
         return Pass(f"policy, micro-batch: {what}", lambda: engine.backward(batch, VERSION))
 
     for name, algorithm in OBJECTIVES.items():

@@ -38,8 +38,8 @@ class OneRank:
     rank, world_size = 0, 1
 
 
-class Policy:
-    """What trainer.publish needs of an Engine, around a transformers model without an optimizer."""
+class UntrainedPolicy:
+    """What trainer.publish needs of a PolicyEngine, around a transformers model without an optimizer."""
 
     def __init__(self, config: Any, device: str = "cpu"):
         import torch
@@ -114,7 +114,7 @@ def measure(config: Any, repeats: int) -> list[dict[str, float]]:
     from trainer.save.shard_file import HostCopies
     from trainer.save.write_version import VersionName, snapshot
 
-    engine, policy, ranks = Engine(config, num_gpus=0), Policy(config), OneRank()
+    engine, policy, ranks = Engine(config, num_gpus=0), UntrainedPolicy(config), OneRank()
     weights_dir, vocabulary, memory = weights.default_dir(config), SHAPES_VOCABULARY, HostCopies()
     records: list[dict[str, float]] = []
     for version in range(repeats + 1):

@@ -166,10 +166,10 @@ class NoRewards:
 
 
 def publish(config: Any, folder: Path, count: int) -> list[Published]:
-    from benchmarks.handover import SHAPES_VOCABULARY, OneRank, Policy
+    from benchmarks.handover import SHAPES_VOCABULARY, OneRank, UntrainedPolicy
     from trainer.save.write_version import write_version
 
-    policy, published = Policy(config), []
+    policy, published = UntrainedPolicy(config), []
     for version in range(count):
         published.append(write_version(policy, OneRank(), folder, "run", "ab12", version, SHAPES_VOCABULARY))  # type: ignore[arg-type]
         policy.disturb()

@@ -92,7 +92,7 @@ def sampler_alone(cell: Cell, steps: int, warmup: int, scratch: Path) -> list[fl
 
 def consume(path: str, overrides: Sequence[str]) -> None:
     """The trainer without training: prints when it had all groups of each batch."""
-    from benchmarks.handover import OneRank, Policy
+    from benchmarks.handover import OneRank, UntrainedPolicy
     from common import weights
     from common.config import load
     from model.tokenizer import load_tokenizer
@@ -104,7 +104,7 @@ def consume(path: str, overrides: Sequence[str]) -> None:
     config = load(path, list(overrides))
     weights_dir, size = weights.default_dir(config), config.prompts_per_batch
     weights_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    policy, vocabulary = Policy(config), len(load_tokenizer(config.model.path))
+    policy, vocabulary = UntrainedPolicy(config), len(load_tokenizer(config.model.path))
     ledger = Ledger(config.num_batches * size, config.window, 0)
     with Inbox(config, "run", "ab12", _limits(config), ledger, lambda text: None) as inbox:
         inbox.wait_for_sampler()

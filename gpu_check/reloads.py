@@ -45,7 +45,7 @@ class Pair:
     def __init__(self, shape: str, dtype: str, scratch: Path, **vllm: Any) -> None:
         import torch
 
-        from benchmarks.handover import Policy, settings
+        from benchmarks.handover import UntrainedPolicy, settings
         from common import weights
         from sampler.engine import Engine
 
@@ -54,7 +54,8 @@ class Pair:
         on_gpu = torch.cuda.is_available()
         if on_gpu:
             self.config = self.config.model_copy(update={"vllm": self.config.vllm | _CACHE | vllm})
-        self.policy, self.folder = Policy(self.config, "cuda" if on_gpu else "cpu"), weights.default_dir(self.config)
+        self.policy = UntrainedPolicy(self.config, "cuda" if on_gpu else "cpu")
+        self.folder = weights.default_dir(self.config)
         self.engine = Engine(self.config, torch.cuda.device_count())
         self.newest = -1  # version that was reloaded
 

@@ -93,13 +93,13 @@ class Worker:
 
     def trainer(self, config: Config, stream: Stream, reference: Any = None) -> Any:
         from trainer.engine.critic import Critic
-        from trainer.engine.policy import Engine
+        from trainer.engine.policy import PolicyEngine
         from trainer.loop import Trainer
         from trainer.save.checkpoint import Progress
 
         faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)  # anew for every run
         where = self.exchange.world_size, self.exchange.sequence_group
-        engine = Engine(config, *where)
+        engine = PolicyEngine(config, *where)
         progress = Progress("run", 0, 0, 0, 0, 0, 0, {})
         at = rank_zero(stream) if self.exchange.rank == 0 else None
         critic = Critic(config, *where) if config.algorithm.needs_critic else None

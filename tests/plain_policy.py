@@ -43,7 +43,7 @@ class Float32Weights:
 
 
 class PlainPolicy:
-    """What trainer.publish needs of an Engine, around a transformers model without DeepSpeed."""
+    """What trainer.publish needs of a PolicyEngine, around a transformers model without DeepSpeed."""
 
     published_settings: bytes | None = None
     layout = None
@@ -80,7 +80,7 @@ class PlainPolicy:
 
 
 class AdaptedPolicy(PlainPolicy):
-    """What trainer.publish needs of an Engine that trains adapters."""
+    """What trainer.publish needs of a PolicyEngine that trains adapters."""
 
     def __init__(self, config: Config):
         self.model = load_causal_lm(config.model.path, config.model.dtype, None, False)

@@ -27,14 +27,14 @@ from trainer.algorithm.mismatch import by_cause
 from trainer.algorithm.sums import TOKEN_SUMS, Sums
 from trainer.data.experience import Experience, score_rewards
 from trainer.data.tensors import MicroBatch, micro_batch
-from trainer.engine.policy import Engine, Policy
+from trainer.engine.policy import Policy, PolicyEngine
 
 pytestmark = pytest.mark.fast
 VERSION = 3  # the present one
 
 
 class PlainDeepSpeed:
-    """What Engine.backward needs of DeepSpeed's engine, on one rank."""
+    """What PolicyEngine.backward needs of DeepSpeed's engine, on one rank."""
 
     device, global_steps = torch.device("cpu"), 0
 
@@ -52,14 +52,14 @@ def settings(**algorithm: Any) -> Config:
     return config_of(algorithm=algorithm, sampler={"temperature": 0.7})
 
 
-def engine_of(config: Config, checkpointing: bool = False) -> Engine:
+def engine_of(config: Config, checkpointing: bool = False) -> PolicyEngine:
     attention.register()
     model = make_model("Qwen2")
     model.set_attn_implementation(attention.NAME)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
-    engine = Engine.__new__(Engine)
+    engine = PolicyEngine.__new__(PolicyEngine)
     engine.config, engine.model, engine.world_size, engine._micro_batch = config, model, 2, 0
     engine.ds = PlainDeepSpeed(Policy(model, 4, config.algorithm.entropy_coef > 0))
     engine.objective, engine.sums = ObjectiveSettings.of(config.algorithm), Sums(TOKEN_SUMS, engine.device)

@@ -29,7 +29,7 @@ from tests.test_batch_training import config as batch_config
 from tests.test_sampler_loop import SCORED, Loop, OneStepEngine
 from tests.test_tensors import micro_batch
 from trainer.algorithm.losses import Denominator
-from trainer.engine.policy import Engine
+from trainer.engine.policy import PolicyEngine
 from trainer.link.ledger import Ledger
 from trainer.link.recording import Recorder, read
 from trainer.record.stats import in_flight_metrics, rollout_metrics
@@ -315,10 +315,12 @@ def test_numerics_are_known_of_the_present_versions_tokens_and_staleness_is_the_
     group = make_group(0, 4, mixed(reward=1.0), mixed((0, 4), (2, 6), reward=0.0))
     batch = micro_batch([group], Denominator("grpo", 2, 1, 8), "none")
     engine: Any = SimpleNamespace(_here=lambda x: x)
-    sampled, known = Engine._when_sampled(engine, batch, logprobs := torch.arange(6.0), 6)
+    sampled, known = PolicyEngine._when_sampled(engine, batch, logprobs := torch.arange(6.0), 6)
     assert known.tolist() == [False] * 5 + [True] and sampled is logprobs
     earlier = torch.tensor([9.0, *[torch.nan] * 5])
-    sampled, known = Engine._when_sampled(engine, dataclasses.replace(batch, sampled_logprobs=earlier), logprobs, 6)
+    sampled, known = PolicyEngine._when_sampled(
+        engine, dataclasses.replace(batch, sampled_logprobs=earlier), logprobs, 6
+    )
     assert known.tolist() == [True] + [False] * 4 + [True]
     assert sampled.tolist() == [9.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 

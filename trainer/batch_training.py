@@ -32,7 +32,7 @@ from trainer.data.slots import Slots, Source, fill
 from trainer.data.tensors import MicroBatch, micro_batch, num_trained_tokens, policy_row, step_denominator
 from trainer.engine.actor_critic import ActorCritic
 from trainer.engine.cores import Cores
-from trainer.engine.policy import Engine
+from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.save.checkpoint import Progress
 
@@ -41,7 +41,7 @@ RecordSeconds = Callable[[str, float], None]  # a metric's name and seconds that
 
 @dataclass(frozen=True)
 class Models:
-    policy: Engine
+    policy: PolicyEngine
     reference: Reference | None = None  # where the trainer's ranks score it
     critic: ActorCritic | None = None
 

@@ -32,7 +32,7 @@ from trainer.data.mini_batches import Step, steps
 from trainer.engine.actor_critic import ActorCritic
 from trainer.engine.critic import Critic
 from trainer.engine.deepspeed_model import StepResult
-from trainer.engine.policy import Engine
+from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.group_receiver import GroupReceiver
 from trainer.record import stats
@@ -52,7 +52,7 @@ class Trainer:
     def __init__(  # noqa: PLR0913 three models, and all around them
         self,
         config: Config,
-        engine: Engine,
+        engine: PolicyEngine,
         exchange: Exchange,
         tokenizer: Any,
         progress: Progress,

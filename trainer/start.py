@@ -31,7 +31,7 @@ from trainer.link.recording import FILE, Recorder, Replay
 if TYPE_CHECKING:
     from model.reference import Reference
     from trainer.engine.critic import Critic
-    from trainer.engine.policy import Engine
+    from trainer.engine.policy import PolicyEngine
     from trainer.engine.ranks import Exchange
     from trainer.record.rank_zero import RankZero
     from trainer.save.checkpoint import Progress
@@ -66,7 +66,7 @@ def _run(config: Config) -> None:
     from trainer.algorithm.advantages import try_own_estimator
     from trainer.algorithm.losses import try_own_objective
     from trainer.engine.deepspeed_model import init_distributed
-    from trainer.engine.policy import Engine
+    from trainer.engine.policy import PolicyEngine
     from trainer.engine.ranks import Exchange
     from trainer.loop import Trainer
     from trainer.save import checkpoint, resume
@@ -91,7 +91,7 @@ def _run(config: Config) -> None:
         init_distributed(config)
         exchange = Exchange(config)
         resume_from, run_id = exchange.text(resume_from), exchange.text(run_id)
-        engine = Engine(config, exchange.world_size, exchange.sequence_group)
+        engine = PolicyEngine(config, exchange.world_size, exchange.sequence_group)
         if rank_zero is not None:
             _note_devices(config, rank_zero, engine)
         critic = _critic(config, exchange, len(tokenizer))
@@ -115,7 +115,7 @@ def _critic(config: Config, exchange: Exchange, vocab_size: int) -> Critic | Non
     return critic
 
 
-def _reference(config: Config, engine: Engine, exchange: Exchange, vocab_size: int) -> Reference | None:
+def _reference(config: Config, engine: PolicyEngine, exchange: Exchange, vocab_size: int) -> Reference | None:
     from model.reference import Reference
 
     if config.reference_on != "trainer":
@@ -127,7 +127,7 @@ def _reference(config: Config, engine: Engine, exchange: Exchange, vocab_size: i
     return reference
 
 
-def _note_devices(config: Config, rank_zero: RankZero, engine: Engine) -> None:
+def _note_devices(config: Config, rank_zero: RankZero, engine: PolicyEngine) -> None:
     """What is known once the model is where it trains: the machine, for the record, and whether gloo will be slow."""
     import torch
 

@@ -24,14 +24,14 @@ from trainer.data.experience import Experience, with_estimates
 from trainer.data.tensors import num_value_tokens, unmasked_completions, value_batch, value_row
 from trainer.engine.critic import Critic
 from trainer.engine.deepspeed_model import DeepSpeedModel, StepResult
-from trainer.engine.policy import Engine
+from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 
 Experiences = Sequence[Experience]
 
 
 class ActorCritic:
-    def __init__(self, config: Config, policy: Engine, critic: Critic, exchange: Exchange):
+    def __init__(self, config: Config, policy: PolicyEngine, critic: Critic, exchange: Exchange):
         self.config, self.policy, self.critic, self.exchange = config, policy, critic, exchange
         critic.watch_gradients()
         policy.watch_gradients()

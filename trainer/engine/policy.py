@@ -56,7 +56,7 @@ class Policy(torch.nn.Module):
         return score_terms(self.model, row, temperature, self.chunk_size, self.entropy_gradient, head_time)
 
 
-class Engine(DeepSpeedModel):
+class PolicyEngine(DeepSpeedModel):
     def __init__(self, config: Config, world_size: int, sequence_group: SequenceGroup | None = None):
         model = load_causal_lm(
             config.model.path, config.model.dtype, config.model.revision, config.model.trust_remote_code

@@ -30,7 +30,7 @@ from model import lora
 from model.tokenizer import save_tokenizer
 from trainer.engine.critic import Critic
 from trainer.engine.deepspeed_model import DeepSpeedModel
-from trainer.engine.policy import Engine
+from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.save.disk import Disk, on_rank_0, require_room, together
 
@@ -59,7 +59,7 @@ class Progress:
 
 
 def save(  # noqa: PLR0913 two models, and all that a checkpoint is made of
-    engine: Engine,
+    engine: PolicyEngine,
     exchange: Exchange,
     tokenizer: Any,
     checkpoints: Path,
@@ -145,7 +145,7 @@ def _without_base(state_dict: dict[str, Any]) -> dict[str, Any]:
     return state_dict | {"module": {name: tensor for name, tensor in module.items() if ".lora_" in name}}
 
 
-def _commit_record(engine: Engine, exchange: Exchange, folder: Path, progress: Progress) -> bytes:
+def _commit_record(engine: PolicyEngine, exchange: Exchange, folder: Path, progress: Progress) -> bytes:
     files = {str(p.relative_to(folder)): asdict(weights.file_info(p)) for p in _files(folder)}
     record = asdict(progress) | {"files": files, "world_size": exchange.world_size, "zero_stage": engine.stage}
     return json.dumps(record | {"blake3": digest(record)}, indent=1).encode()
@@ -168,7 +168,7 @@ def _prune(checkpoints: Path, newest: int, keep: int, say: Callable[[str], None]
         say(f"an old checkpoint stays for now: {error}")
 
 
-def save_models(engine: Engine, critic: Critic | None, exchange: Exchange, tokenizer: Any, folder: Path) -> None:
+def save_models(engine: PolicyEngine, critic: Critic | None, exchange: Exchange, tokenizer: Any, folder: Path) -> None:
     save_model(engine, exchange, tokenizer, folder)
     if critic:
         save_model(critic, exchange, tokenizer, folder / CRITIC)
@@ -181,7 +181,7 @@ def save_model(engine: DeepSpeedModel, exchange: Exchange, tokenizer: Any, folde
     """
     settings = engine.adapter_settings
     if settings is not None:
-        assert isinstance(engine, Engine)
+        assert isinstance(engine, PolicyEngine)
         found = dict(engine.whole(engine.adapters(), lambda _: exchange.rank == 0))
         on_rank_0(exchange, lambda: _write_adapters(folder, found, settings, tokenizer))
         return
@@ -206,7 +206,7 @@ def _write_adapters(folder: Path, tensors: dict[str, Tensor], settings: bytes, t
 
 
 def commit_final(
-    engine: Engine,
+    engine: PolicyEngine,
     exchange: Exchange,
     tokenizer: Any,
     output_dir: Path,
@@ -233,7 +233,7 @@ def commit_final(
     disk.persist("the final model", attempt, temporary)
 
 
-def restore(engine: Engine, folder: Path, critic: Critic | None = None) -> None:
+def restore(engine: PolicyEngine, folder: Path, critic: Critic | None = None) -> None:
     """Restores weights, optimizers and schedulers. Every rank calls it. Raises UserError if there is no critic."""
     _restore_state(engine, folder)
     if critic:

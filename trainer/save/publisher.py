@@ -24,7 +24,7 @@ from common import weights
 from common.config import Config
 from common.watchdog import report_progress
 from common.weights import Published
-from trainer.engine.policy import Engine
+from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.link.source import GroupSource
 from trainer.save.disk import Disk
@@ -46,7 +46,7 @@ class Publisher:
     def __init__(
         self,
         config: Config,
-        engine: Engine,
+        engine: PolicyEngine,
         exchange: Exchange,
         disk: Disk,
         source: GroupSource | None,

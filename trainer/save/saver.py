@@ -14,7 +14,7 @@ from common.config import Config
 from common.run_folder import CHECKPOINTS
 from common.watchdog import report_progress
 from trainer.engine.critic import Critic
-from trainer.engine.policy import Engine
+from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.save import checkpoint
 from trainer.save.checkpoint import Progress
@@ -27,7 +27,7 @@ class Saver:
     def __init__(  # noqa: PLR0913 two models, and all that a checkpoint is made of
         self,
         config: Config,
-        engine: Engine,
+        engine: PolicyEngine,
         critic: Critic | None,
         exchange: Exchange,
         tokenizer: Any,

@@ -26,7 +26,7 @@ from model import lora
 from model.checksum import checksum
 from model.images import canary_image
 from model.packing import pack
-from trainer.engine.policy import Engine
+from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.save.disk import on_rank_0, together
 from trainer.save.shard_file import HostCopies, write_shard
@@ -46,7 +46,7 @@ def slices(sizes: Sequence[int], count: int) -> list[range]:
     return [range(a, b) for a, b in itertools.pairwise(bounds)]
 
 
-def canary(engine: Engine, vocab_size: int) -> Canary:
+def canary(engine: PolicyEngine, vocab_size: int) -> Canary:
     """Fixed random token sequences with the log-probs that the trainer's forward gives them.
 
     Where the run has images each prompt shows one, so that the tower is proven too.
@@ -139,7 +139,13 @@ class Snapshot:
 
 
 def write_version(
-    engine: Engine, exchange: Exchange, weights_dir: Path, run_id: str, incarnation: str, version: int, vocab_size: int
+    engine: PolicyEngine,
+    exchange: Exchange,
+    weights_dir: Path,
+    run_id: str,
+    incarnation: str,
+    version: int,
+    vocab_size: int,
 ) -> Published:
     """Writes and commits a version. The return value is meaningful on rank 0. Raises DiskTrouble on every rank."""
     name = VersionName(weights_dir, run_id, incarnation, version)
@@ -147,7 +153,7 @@ def write_version(
 
 
 def snapshot(
-    engine: Engine,
+    engine: PolicyEngine,
     exchange: Exchange,
     name: VersionName,
     vocab_size: int,
@@ -176,7 +182,7 @@ def snapshot(
 
 
 def _on_host(
-    engine: Engine, wanted: Collection[str], copies: bool, host: HostCopies
+    engine: PolicyEngine, wanted: Collection[str], copies: bool, host: HostCopies
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The wanted parameters, and the checksums of those that had to be copied from a GPU. Every rank takes part."""
     on_device: dict[str, str] = {}
