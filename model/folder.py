@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from common.config import Config, Critic, Model, Reference
+from common.config import Config, CriticSettings, Model, ReferenceSettings
 from common.errors import UserError
 from common.paths import did_you_mean
 from model.hub import model_json, present_file, read_json
@@ -71,7 +71,7 @@ def _require_shared_rows(config: Config, policy: dict[str, Any]) -> None:
             f"trainer.sequence_parallel_size {size}: rows of a model that sees images are not split over ranks; set "
             "trainer.sequence_parallel_size=1, or model.path to a text model"
         )
-    others: list[Critic | Reference] = [config.critic] if config.algorithm.needs_critic else []
+    others: list[CriticSettings | ReferenceSettings] = [config.critic] if config.algorithm.needs_critic else []
     others += [config.reference] if config.reference_on == "trainer" else []
     for settings in (policy, *(_settings(other.path, other.revision) for other in others if other.path)):
         if (heads := settings.get("num_attention_heads", size)) % size:
@@ -89,7 +89,9 @@ def uneven_heads(heads: int, size: int) -> str:
 
 def _require_same_sight(config: Config, policy: dict[str, Any]) -> None:
     """Image tokens and their places mean something within one family alone."""
-    others: dict[str, Critic | Reference] = {"reference": config.reference} if config.algorithm.beta > 0 else {}
+    others: dict[str, CriticSettings | ReferenceSettings] = (
+        {"reference": config.reference} if config.algorithm.beta > 0 else {}
+    )
     others |= {"critic": config.critic} if config.algorithm.needs_critic else {}
     for section, other in others.items():
         path = other.path

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.config import Algorithm, Reference, Rollouts, Run, Sampler, Section, Trainer
+from common.config import Algorithm, ReferenceSettings, Rollouts, Run, SamplerSettings, Section, TrainerSettings
 
 Row = Mapping[str, Any]
 EARLY = LATE = 10  # steps that a trend compares: the first ones of the run with the newest ones
@@ -16,11 +16,11 @@ WARM_UP = 2  # steps without meaning for speed: caches fill, processes meet
 
 _SECTIONS: dict[str, type[Section]] = {
     "run": Run,
-    "sampler": Sampler,
+    "sampler": SamplerSettings,
     "rollout": Rollouts,
-    "trainer": Trainer,
+    "trainer": TrainerSettings,
     "algorithm": Algorithm,
-    "reference": Reference,
+    "reference": ReferenceSettings,
 }
 
 

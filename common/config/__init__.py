@@ -14,7 +14,7 @@ from common.config.algorithm import Algorithm, GroupParams
 from common.config.checks import Config
 from common.config.loading import load
 from common.config.rollouts import Rollouts
-from common.config.sampling import MAX_TOP_K, ROUNDING, TIES, Eval, Rewards, Sampler
+from common.config.sampling import MAX_TOP_K, ROUNDING, TIES, Eval, Rewards, SamplerSettings
 from common.config.sections import (
     MAX_LORA_RANK,
     MAX_SOCKET_PATH,
@@ -23,13 +23,13 @@ from common.config.sections import (
     Lora,
     Model,
     PromptTemplate,
-    Reference,
+    ReferenceSettings,
     Run,
     Section,
     Weights,
 )
 from common.config.settings import world_size
-from common.config.training import Critic, Trainer
+from common.config.training import CriticSettings, TrainerSettings
 
 __all__ = [
     "MAX_LORA_RANK",
@@ -40,20 +40,20 @@ __all__ = [
     "Algorithm",
     "Channel",
     "Config",
-    "Critic",
+    "CriticSettings",
     "Data",
     "Eval",
     "GroupParams",
     "Lora",
     "Model",
     "PromptTemplate",
-    "Reference",
+    "ReferenceSettings",
     "Rewards",
     "Rollouts",
     "Run",
-    "Sampler",
+    "SamplerSettings",
     "Section",
-    "Trainer",
+    "TrainerSettings",
     "Weights",
     "load",
     "world_size",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from common.config.rollouts import Rollouts
 from common.config.settings import Settings
-from common.config.training import Critic
+from common.config.training import CriticSettings
 
 
 class Config(Settings):
@@ -189,7 +189,7 @@ def _lengths(config: Settings) -> Iterator[str]:
 
 
 def _critic(config: Settings) -> Iterator[str]:
-    if config.critic != Critic() and not config.algorithm.needs_critic:
+    if config.critic != CriticSettings() and not config.algorithm.needs_critic:
         yield (
             f"the section critic does nothing with algorithm.adv_estimator {config.algorithm.adv_estimator}; "
             "remove it, or set algorithm.adv_estimator=gae"

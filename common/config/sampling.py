@@ -14,7 +14,7 @@ ROUNDING = 1e-6  # two scores this near are equal: some reward functions compute
 TIES = 16  # more tokens than top_k may be kept: all that are as likely as the last of them
 
 
-class Sampler(Section):
+class SamplerSettings(Section):
     num_generations: int = Field(8, ge=2)
     """G: completions per problem."""
     temperature: float = Field(1.0, ge=0.01)
@@ -44,7 +44,7 @@ class Sampler(Section):
         return (self.top_k or 0) + TIES if self.return_sampling_mask else 0
 
     @model_validator(mode="after")
-    def _check_sampling_mask(self) -> Sampler:
+    def _check_sampling_mask(self) -> SamplerSettings:
         k = self.top_k or 0
         if self.return_sampling_mask:
             if not 0 < k <= MAX_TOP_K:

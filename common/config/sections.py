@@ -79,7 +79,7 @@ class Model(Section):
     """Train only the language model."""
 
 
-class Reference(Section):
+class ReferenceSettings(Section):
     path: str | None = None
     """For the KL, same tokenizer; null = the initial policy."""
     revision: str | None = None

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from common.config.algorithm import Algorithm
 from common.config.rollouts import Rollouts
-from common.config.sampling import Eval, Rewards, Sampler
-from common.config.sections import Channel, Data, Lora, Model, PromptTemplate, Reference, Run, Section, Weights
-from common.config.training import Critic, Trainer
+from common.config.sampling import Eval, Rewards, SamplerSettings
+from common.config.sections import Channel, Data, Lora, Model, PromptTemplate, ReferenceSettings, Run, Section, Weights
+from common.config.training import CriticSettings, TrainerSettings
 from common.errors import UserError
 
 
@@ -19,16 +19,16 @@ class Settings(Section):
     run: Run = Run()
     model: Model
     lora: Lora = Lora()
-    reference: Reference = Reference()
+    reference: ReferenceSettings = ReferenceSettings()
     data: Data
     prompt: PromptTemplate = PromptTemplate()
-    sampler: Sampler = Sampler()
+    sampler: SamplerSettings = SamplerSettings()
     rollout: Rollouts = Rollouts()
     eval: Eval = Eval()
     rewards: Rewards = Rewards()
     algorithm: Algorithm = Algorithm()
-    critic: Critic = Critic()
-    trainer: Trainer = Trainer()
+    critic: CriticSettings = CriticSettings()
+    trainer: TrainerSettings = TrainerSettings()
     channel: Channel = Channel()
     weights: Weights = Weights()
     deepspeed: dict[str, Any] | Path = {}
@@ -49,7 +49,7 @@ class Settings(Section):
         given = self.reference
         return self.lora.r > 0 and given.path is None and given.dtype in (None, self.model.dtype)
 
-    def start_of(self, given: Reference | Critic) -> tuple[str, str | None]:
+    def start_of(self, given: ReferenceSettings | CriticSettings) -> tuple[str, str | None]:
         """(path, revision) that the reference or the critic is loaded from: its own, or the policy's."""
         return (given.path, given.revision) if given.path else (self.model.path, self.model.revision)
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from common.config.sections import Section
 
 
-class Critic(Section):
+class CriticSettings(Section):
     """For adv_estimator gae and group_ppo."""
 
     path: str | None = None
@@ -28,7 +28,7 @@ class Critic(Section):
     """The first n steps train only the critic."""
 
 
-class Trainer(Section):
+class TrainerSettings(Section):
     max_steps: int = Field(200, gt=0)
     """Optimizer steps."""
     prompts_per_step: int = Field(8, gt=0)

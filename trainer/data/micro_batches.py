@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from common.config import Algorithm, Trainer
+from common.config import Algorithm, TrainerSettings
 from common.types import Group
 from model.dims import ModelDims
 from model.packing import Packing
@@ -46,7 +46,7 @@ class Budget:
     tokens: int | None = None  # instead of groups
 
     @staticmethod
-    def of(trainer: Trainer) -> Budget:
+    def of(trainer: TrainerSettings) -> Budget:
         return Budget(trainer.groups_per_micro_batch, trainer.max_tokens_per_micro_batch)
 
     def is_exceeded_by(self, work: Work) -> bool:
