@@ -27,7 +27,7 @@ from sampler import vllm_images
 from sampler.cache_sleep import CacheSleep
 from sampler.completions import Completion, SamplingParams, completions_of
 from sampler.engine_arguments import engine_arguments, set_environment, stop_token_ids
-from sampler.in_flight import InFlight, Interrupted
+from sampler.in_flight import InFlight, InFlightCounts
 from sampler.proof import Expected, Proof, merged, together
 from sampler.row_blocks import use_row_blocks
 
@@ -91,9 +91,9 @@ class Engine:
         return len(self._keys) + len(self._early)
 
     @property
-    def interrupted(self) -> Interrupted:
+    def interrupted(self) -> InFlightCounts:
         """By loads so far, with sampler.in_flight_updates."""
-        return self._in_flight.interrupted if self._in_flight else Interrupted()
+        return self._in_flight.interrupted if self._in_flight else InFlightCounts()
 
     def submit(
         self,

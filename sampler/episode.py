@@ -21,7 +21,7 @@ from environments import Done, Message, Turn, conversation
 from sampler.completions import Completion, SamplingParams
 from sampler.dataset import sampling_seed
 
-Part = Completion | NDArray[np.int32]  # a turn, or the ids of what was observed after one
+EpisodePart = Completion | NDArray[np.int32]  # a turn, or the ids of what was observed after one
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Played(Completion):
 
 
 @dataclass(frozen=True)
-class Budget:
+class EpisodeLimits:
     max_turns: int
     max_tokens: int  # of all turns and observations together
     max_turn_tokens: int  # of one turn
 
     @classmethod
-    def of(cls, config: Config, params: SamplingParams) -> Budget:
+    def of(cls, config: Config, params: SamplingParams) -> EpisodeLimits:
         rollout = config.rollout
         return cls(rollout.max_turns, params.max_tokens, rollout.max_turn_length or params.max_tokens)
 
@@ -58,8 +58,8 @@ class Budget:
 class Episode:
     """A rollout on its way."""
 
-    budget: Budget
-    parts: tuple[Part, ...] = ()
+    limits: EpisodeLimits
+    parts: tuple[EpisodePart, ...] = ()
     replies: tuple[tuple[str, Turn | Done | None], ...] = ()  # each turn's text, and what came back
     seconds: float = 0.0  # in the environment
     finish_reason: FinishReason = "stop"
@@ -80,7 +80,7 @@ class Episode:
         seed = first.seed
         if seed is not None:
             seed = seed + rollout if self.num_turns == 0 else sampling_seed(seed + rollout, self.num_turns)
-        room = min(self.budget.max_turn_tokens, self.budget.max_tokens - len(self.token_ids))
+        room = min(self.limits.max_turn_tokens, self.limits.max_tokens - len(self.token_ids))
         return replace(first, num_completions=1, seed=seed, max_tokens=room)
 
     def sampled(self, turn: Completion, text: str) -> Episode:
@@ -97,8 +97,8 @@ class Episode:
 
     def observed(self, token_ids: NDArray[np.int32]) -> Episode:
         """With the observation that the next turn follows, or cut short where no turn fits behind it."""
-        fits = len(self.token_ids) + len(token_ids) < self.budget.max_tokens
-        if self.num_turns >= self.budget.max_turns or not fits:
+        fits = len(self.token_ids) + len(token_ids) < self.limits.max_tokens
+        if self.num_turns >= self.limits.max_turns or not fits:
             return replace(self, finish_reason="length")
         return replace(self, parts=(*self.parts, token_ids))
 
@@ -152,18 +152,18 @@ def as_rollout(
     )
 
 
-def _ids(part: Part) -> NDArray[np.int32]:
+def _ids(part: EpisodePart) -> NDArray[np.int32]:
     return part.token_ids if isinstance(part, Completion) else part
 
 
-def _observed_spans(parts: Sequence[Part]) -> tuple[tuple[int, int], ...]:
+def _observed_spans(parts: Sequence[EpisodePart]) -> tuple[tuple[int, int], ...]:
     """[start, end) of every observation, counted over all parts."""
     ends = np.cumsum([len(_ids(part)) for part in parts]).tolist()
     spans = zip([0, *ends], ends, parts, strict=False)
     return tuple((start, end) for start, end, part in spans if not isinstance(part, Completion))
 
 
-def _joined_masks(parts: Sequence[Part]) -> NDArray[np.int32] | None:
+def _joined_masks(parts: Sequence[EpisodePart]) -> NDArray[np.int32] | None:
     """[C, K] as of one completion, -1 fills. What was observed could have been nothing else."""
     masks = [part.sampling_mask if isinstance(part, Completion) else part[:, None] for part in parts]
     if any(mask is None for mask in masks):

@@ -19,7 +19,7 @@ from common.types import Prompt
 from environments import Failed, Message, Reply, Turn, prompt_of
 from sampler.completions import Completion, SamplingParams
 from sampler.engine import Engine
-from sampler.episode import Budget, Episode, Played
+from sampler.episode import Episode, EpisodeLimits, Played
 from sampler.task import GroupKey
 from sampler.turns import TurnTemplate
 
@@ -187,7 +187,7 @@ class Episodes:
             group.ended[i] = group.running.pop(i).answered(reply).played()
 
     def _go_on(self, key: Any, group: _Group, i: int, episode: Episode, reply: Turn) -> None:
-        """Another turn, if the budget has room for what was observed and for a token behind it."""
+        """Another turn, if its limits leave room for what was observed and for a token behind it."""
         try:
             ids = self._template.continuation(int(episode.token_ids[-1]), reply.messages)
         except Exception as error:  # the template may stumble over messages that an environment made
@@ -228,7 +228,7 @@ class Episodes:
                 self._pool.close((key, j))
                 group.failures[j] = str(error)[:_MAX_REASON]
                 continue
-            group.running[j] = Episode(Budget.of(self._config, group.params), seconds=reset.seconds)
+            group.running[j] = Episode(EpisodeLimits.of(self._config, group.params), seconds=reset.seconds)
             self._submit(key, group, j)
 
     def _asked(self, prompt: Prompt, own: Sequence[Message], messages: list[Message]) -> Prompt:

@@ -28,7 +28,7 @@ _FIRST = -1  # priority of what need not queue; everything else has 0
 
 
 @dataclass(frozen=True)
-class Interrupted:
+class InFlightCounts:
     """What updates found decoding so far."""
 
     updates: int = 0  # that came while anything was
@@ -41,7 +41,7 @@ class InFlight:
 
     def __init__(self, engine: Any):
         self._engine = engine
-        self.interrupted = Interrupted()
+        self.interrupted = InFlightCounts()
         self._label(0)
 
     def _label(self, version: int) -> None:
@@ -60,7 +60,7 @@ class InFlight:
             raise RuntimeError("vLLM did not reset its prefix cache: keys and values of the old weights are in it")
         self._label(version)
         past = self.interrupted
-        self.interrupted = Interrupted(
+        self.interrupted = InFlightCounts(
             past.updates + bool(begun), past.sequences + len(begun), past.tokens + sum(begun)
         )
 

@@ -21,7 +21,7 @@ from common.weights import Published
 from common.wire import Envelope, decode, encode
 from sampler.completions import Completion
 from sampler.episode import as_rollout
-from sampler.in_flight import Interrupted, may_load, of_oldest, spans_of
+from sampler.in_flight import InFlightCounts, may_load, of_oldest, spans_of
 from sampler.task import EvalKey
 from tests.protocol_helpers import LIMITS, make_config, make_group, make_rollout
 from tests.test_batch_training import Run
@@ -211,7 +211,7 @@ def test_spans_are_those_that_the_engine_counted_and_its_own_label_is_no_version
 class SlowEngine(OneStepEngine):
     """Decodes until it is let go; then each completion has two tokens, the second of the newest version."""
 
-    interrupted = Interrupted(updates=1, sequences=4, tokens=20)
+    interrupted = InFlightCounts(updates=1, sequences=4, tokens=20)
 
     def __init__(self) -> None:
         super().__init__()
