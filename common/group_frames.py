@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from common import version_spans
 from common.errors import WireError
-from common.turns import SINGLE_TURN, Episode, episode_of, with_episode
+from common.turns import SINGLE_TURN, EpisodeFields, episode_of, with_episode
 from common.types import EncodedImage, FinishReason, Group, Rollout
 
 
@@ -33,7 +33,7 @@ class GroupHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     finish_reasons: list[FinishReason]
     support_width: int = 0  # K of sampling_mask; 0: there are none
     # Absent where there are none, so that groups of single turns are the frames that they always were.
-    episodes: list[Episode] | msgspec.UnsetType = msgspec.UNSET
+    episodes: list[EpisodeFields] | msgspec.UnsetType = msgspec.UNSET
     failures: list[str] | msgspec.UnsetType = msgspec.UNSET
     version_spans: list[list[tuple[int, int]]] | msgspec.UnsetType = msgspec.UNSET  # by rollout
 
@@ -76,7 +76,7 @@ def write_group(group: Group) -> tuple[GroupHeader, bytes]:
     return header, b"".join([*(a.tobytes() for a in parts), *(image.png for image in group.images)])
 
 
-def _episodes(rollouts: Sequence[Rollout]) -> list[Episode] | msgspec.UnsetType:
+def _episodes(rollouts: Sequence[Rollout]) -> list[EpisodeFields] | msgspec.UnsetType:
     of = [episode_of(rollout) for rollout in rollouts]
     return msgspec.UNSET if all(episode == SINGLE_TURN for episode in of) else of
 

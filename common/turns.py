@@ -15,7 +15,7 @@ from common.types import Rollout
 MAX_FAILURE = 500  # characters of the reason why a rollout is missing
 
 
-class Episode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EpisodeFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The fields of Rollout, in their words."""
 
     observed: list[tuple[int, int]]
@@ -35,15 +35,15 @@ class Episode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
-SINGLE_TURN = Episode([], turns=1, tool_calls=0, tool_errors=0, environment_s=0.0)
+SINGLE_TURN = EpisodeFields([], turns=1, tool_calls=0, tool_errors=0, environment_s=0.0)
 
 
-def episode_of(rollout: Rollout) -> Episode:
+def episode_of(rollout: Rollout) -> EpisodeFields:
     of = rollout
-    return Episode(list(of.observed), of.turns, of.tool_calls, of.tool_errors, float(of.environment_s))
+    return EpisodeFields(list(of.observed), of.turns, of.tool_calls, of.tool_errors, float(of.environment_s))
 
 
-def with_episode(rollout: Rollout, episode: Episode) -> Rollout:
+def with_episode(rollout: Rollout, episode: EpisodeFields) -> Rollout:
     """Raises ValueError if the rollout is too short for it, or it could be no rollout's."""
     if episode is SINGLE_TURN:
         return rollout
