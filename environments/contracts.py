@@ -17,7 +17,7 @@ from common.functions import describe, short_name
 from common.outcomes import await_all, finite_number, shorten
 from common.signatures import check_parameters, parameters_of
 from environments import Done, Message, Turn
-from environments.messages import Setup
+from environments.messages import EnvironmentSetup
 from environments.tools import Toolbox
 
 _PLAIN = (bool, int, float, str, type(None), list, dict)
@@ -31,7 +31,7 @@ class BrokenEnvironment(Exception):
 class Found:
     """The user's class or functions, imported. Raises UserError."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: EnvironmentSetup) -> None:
         self._setup = setup
         self._make = (
             functions.find(f"environment {setup.environment!r}", setup.environment) if setup.environment else None

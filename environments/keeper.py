@@ -18,7 +18,7 @@ from typing import Literal
 from common.outcomes import shorten
 from common.worker_process import StartError
 from environments import Failed, Reply
-from environments.messages import Answer, Request, Setup
+from environments.messages import Answer, EnvironmentSetup, Request
 from environments.places import Places
 from environments.process import ForkServerProcess, InstanceSocket
 
@@ -33,7 +33,7 @@ _FIRST = -1  # number of the instance that is looked at in the beginning
 class Keeper:
     """`ask`, `close` and `stop` are the pool's; `replies` and `first` are for it; `run` is the thread."""
 
-    def __init__(self, setup: Setup, timeout_s: float, max_instances: int) -> None:
+    def __init__(self, setup: EnvironmentSetup, timeout_s: float, max_instances: int) -> None:
         self.first: queue.SimpleQueue[Answer | str] = queue.SimpleQueue()  # what the run has, or why it cannot start
         self.replies: queue.SimpleQueue[tuple[Hashable, int, Reply]] = queue.SimpleQueue()
         self._setup, self._timeout_s = setup, timeout_s

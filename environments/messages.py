@@ -12,7 +12,7 @@ MAX_ANSWER_BYTES = 1 << 20  # many times what a rollout has tokens for
 CONTROL_BYTES = 1 << 16
 
 
-class Setup(msgspec.Struct, frozen=True):
+class EnvironmentSetup(msgspec.Struct, frozen=True):
     """To the fork server, first. One of environment and tools is given."""
 
     environment: str | None

@@ -19,7 +19,7 @@ from common.config import Rollouts
 from common.errors import UserError
 from environments import Failed, Reply, Turn
 from environments.keeper import Keeper
-from environments.messages import Request, Setup
+from environments.messages import EnvironmentSetup, Request
 
 
 class EnvironmentPool:
@@ -43,7 +43,7 @@ class EnvironmentPool:
         self.num_timeouts = self.num_crashes = self.num_errors = 0
         names = None if columns is None else list(columns)
         arguments, memory = config.environment_kwargs, int(config.max_memory_gib * 2**30)
-        setup = Setup(
+        setup = EnvironmentSetup(
             config.environment, config.tools, arguments, config.tool_parser, names, memory, config.confine_signals
         )
         self._numbers: dict[Hashable, int] = {}  # of the keys in use

@@ -13,7 +13,7 @@ import msgspec
 from common.exits import kill_group
 from common.worker import pack
 from common.worker_process import StartError, cause, start
-from environments.messages import CONTROL_BYTES, MAX_ANSWER_BYTES, Answer, News, Order, Request, Setup
+from environments.messages import CONTROL_BYTES, MAX_ANSWER_BYTES, Answer, EnvironmentSetup, News, Order, Request
 
 FORK_TIMEOUT_S = 120.0  # hundreds may be forked in a row
 
@@ -21,7 +21,7 @@ FORK_TIMEOUT_S = 120.0  # hundreds may be forked in a row
 class ForkServerProcess:
     """`python -m environments.worker`, until it dies or is closed. Nothing here waits, apart from close()."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: EnvironmentSetup) -> None:
         """Raises StartError when the system has no more processes."""
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:

@@ -33,7 +33,7 @@ from common.worker_process import cause
 from environments.confine import confine_signals
 from environments.contracts import Found
 from environments.instance import serve
-from environments.messages import CONTROL_BYTES, News, Order, Setup
+from environments.messages import CONTROL_BYTES, EnvironmentSetup, News, Order
 
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 
@@ -41,7 +41,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 class ForkServer:
     """Forks, kills and reaps, until the pool closes the control socket."""
 
-    def __init__(self, control: socket.socket, found: Found, setup: Setup) -> None:
+    def __init__(self, control: socket.socket, found: Found, setup: EnvironmentSetup) -> None:
         self._control, self._found, self._setup = control, found, setup
         self._pids: dict[int, int] = {}  # of live instances, by number
         self._wake, self._wakes = os.pipe()
@@ -166,7 +166,7 @@ def _children() -> set[int]:
 
 def main(parent_pid: int, descriptor: int) -> None:
     die_with(parent_pid)  # while the user's file is imported; afterwards SIGTERM, for there is something to clean up
-    setup = msgspec.msgpack.decode(read_frame(_stdin()), type=Setup)
+    setup = msgspec.msgpack.decode(read_frame(_stdin()), type=EnvironmentSetup)
     close_standard_streams()
     control = socket.socket(fileno=descriptor)
     try:

@@ -21,7 +21,7 @@ from common.errors import UserError
 from common.worker_process import StartError
 from rewards import RewardError, Scores
 from rewards.process import LostError, RewardProcess
-from rewards.worker import Job, Setup
+from rewards.worker import Job, RewardSetup
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RewardPool:
         self.pending = 0  # submitted and not yet returned by ready()
         names = None if columns is None else list(columns)
         max_memory = int(config.max_memory_gib * 2**30)
-        setup = Setup(config.reward_funcs, config.weights, names, max_memory, config.reward_kwargs, max_steps)
+        setup = RewardSetup(config.reward_funcs, config.weights, names, max_memory, config.reward_kwargs, max_steps)
         self._jobs: queue.SimpleQueue[tuple[Hashable, Job] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[tuple[Hashable, Scores | RewardFailure]] = queue.SimpleQueue()
         self._started: queue.SimpleQueue[StartError | LostError | None] = queue.SimpleQueue()

@@ -21,7 +21,7 @@ from common.outcomes import shorten
 from common.worker import MAX_FRAME_BYTES, pack
 from common.worker_process import StartError, cause, has_exited, start
 from rewards import RewardError
-from rewards.worker import Job, Reply, Setup
+from rewards.worker import Job, JobReply, RewardSetup
 
 START_TIMEOUT_S = 60.0  # imports of the user's modules included
 _POLL_S = 0.05  # how soon a dead process is noticed
@@ -38,7 +38,7 @@ class LostError(Exception):
 class RewardProcess:
     """Starts `python -m rewards.worker` and keeps it replaced. Used by one thread, apart from close()."""
 
-    def __init__(self, setup: Setup, timeout_s: float) -> None:
+    def __init__(self, setup: RewardSetup, timeout_s: float) -> None:
         self._setup = setup
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -46,7 +46,7 @@ class RewardProcess:
         self._closed = False
         self._lock = threading.Lock()  # a process must not be reaped while close() sends a signal to its id
 
-    def run(self, job: Job) -> Reply:
+    def run(self, job: Job) -> JobReply:
         """The scores of one job. Raises RewardError, or LostError or StartError, after which the process is gone."""
         self.ensure_alive()
         self._num_jobs += 1
@@ -82,7 +82,7 @@ class RewardProcess:
             if self._process is not None:
                 kill_group(self._process.pid)
 
-    def _ask(self, request: Setup | Job, timeout_s: float, about: str) -> Reply:
+    def _ask(self, request: RewardSetup | Job, timeout_s: float, about: str) -> JobReply:
         """Send one record, receive one. Raises LostError, and RewardError for a request that cannot be sent."""
         try:
             frame = pack(request)
@@ -94,7 +94,7 @@ class RewardProcess:
             size = int.from_bytes(self._receive(4, deadline), "little")
             if size > MAX_FRAME_BYTES:
                 raise ValueError(f"a reply of {size} bytes")
-            return msgspec.msgpack.decode(self._receive(size, deadline), type=Reply)
+            return msgspec.msgpack.decode(self._receive(size, deadline), type=JobReply)
         except TimeoutError:
             self._kill()
             raise LostError(f"no reward within {timeout_s:g} s, killed. {about}", timed_out=True) from None

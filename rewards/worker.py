@@ -1,8 +1,8 @@
 """The reward process: reads jobs from stdin, writes scores to stdout, runs the user's code between the two.
 
-The first request is a Setup. The pipes are moved off descriptors 0 and 1 before any user code runs, so that a print
-goes to stderr and never into the protocol. Nothing here imports torch, vllm or pydantic: the process is up in about
-0.2 s, so killing and replacing it is cheap.
+The first request is a RewardSetup. The pipes are moved off descriptors 0 and 1 before any user code runs, so that a
+print goes to stderr and never into the protocol. Nothing here imports torch, vllm or pydantic: the process is up in
+about 0.2 s, so killing and replacing it is cheap.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rewards import Logged, RewardError, RewardFunction, Scores, TrainerState, s
 from rewards.find import bind, check_signature, resolve
 
 
-class Setup(msgspec.Struct, frozen=True):
+class RewardSetup(msgspec.Struct, frozen=True):
     names: list[str]
     weights: list[float]
     columns: list[str] | None  # null: signatures are not checked
@@ -44,14 +44,14 @@ class Job(msgspec.Struct, frozen=True):
     environments: list[dict[str, Any]] | None = None  # their public attributes, one per completion
 
 
-class Reply(msgspec.Struct, frozen=True):
-    number: int  # of the job; 0 answers the Setup
+class JobReply(msgspec.Struct, frozen=True):
+    number: int  # of the job; 0 answers the RewardSetup
     scores: Scores = []
     reason: str = ""  # not empty: failed, and why
     logged: dict[str, float] = {}  # by log_metric
 
 
-def reply_to(job: Job, functions: list[tuple[str, RewardFunction, float]], max_steps: int = 0) -> Reply:
+def reply_to(job: Job, functions: list[tuple[str, RewardFunction, float]], max_steps: int = 0) -> JobReply:
     """Reply with the scores of one job, in TRL's shapes: message completions for message prompts, else strings."""
     n = len(job.completions)
     completions: list[Any] = job.completions
@@ -65,11 +65,11 @@ def reply_to(job: Job, functions: list[tuple[str, RewardFunction, float]], max_s
     state, logged = TrainerState(job.policy_version, max_steps), Logged()
     try:
         scores = score_completions(functions, [job.prompt] * n, completions, columns, job.completion_ids, state, logged)
-        return Reply(job.number, scores, logged=logged.means())
+        return JobReply(job.number, scores, logged=logged.means())
     except RewardError as error:
-        return Reply(job.number, reason=str(error))
+        return JobReply(job.number, reason=str(error))
     except Exception as error:  # an object that a reward returned may raise when it is read
-        return Reply(job.number, reason=f"{type(error).__name__}: {error}")
+        return JobReply(job.number, reason=f"{type(error).__name__}: {error}")
 
 
 def main(parent_pid: int) -> NoReturn:
@@ -78,7 +78,7 @@ def main(parent_pid: int) -> NoReturn:
     pid = os.getpid()
     requests, replies = _private_pipes()
 
-    def reply(record: Reply) -> None:
+    def reply(record: JobReply) -> None:
         with contextlib.suppress(AttributeError, OSError, ValueError):  # the user's code may have closed or replaced it
             sys.stdout.flush()
         if os.getpid() != pid:  # a reward function forked and both copies returned
@@ -86,19 +86,19 @@ def main(parent_pid: int) -> NoReturn:
         replies.write(pack(record))
         replies.flush()
 
-    setup = msgspec.msgpack.decode(read_frame(requests), type=Setup)
+    setup = msgspec.msgpack.decode(read_frame(requests), type=RewardSetup)
     limit_memory(setup.max_memory)
     try:
         functions = _functions(setup)
     except UserError as error:
-        reply(Reply(0, reason=str(error)))
+        reply(JobReply(0, reason=str(error)))
         sys.exit(2)
-    reply(Reply(0))
+    reply(JobReply(0))
     while True:
         reply(reply_to(msgspec.msgpack.decode(read_frame(requests), type=Job), functions, setup.max_steps))
 
 
-def _functions(setup: Setup) -> list[tuple[str, RewardFunction, float]]:
+def _functions(setup: RewardSetup) -> list[tuple[str, RewardFunction, float]]:
     """Found, given their own arguments, and checked. Raises UserError."""
     functions = []
     for spec, weight in zip(setup.names, setup.weights, strict=True):
