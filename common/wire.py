@@ -73,7 +73,7 @@ class _EvalResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     result: EvalResult
 
 
-Message = Hello | Credit | Beat | Bye | Group | Tombstone | EvalResult
+WireMessage = Hello | Credit | Beat | Bye | Group | Tombstone | EvalResult
 _Body = Hello | Credit | Beat | Bye | GroupHeader | ImageGroupHeader | _Tombstone | _EvalResult
 
 
@@ -98,14 +98,14 @@ class Envelope:
     sampler_id: str
 
 
-def encode(envelope: Envelope, message: Message) -> list[bytes]:
+def encode(envelope: Envelope, message: WireMessage) -> list[bytes]:
     """Three frames. Inverse of `decode`."""
     body, arrays = _to_body(message)
     header = _encoder.encode(_Header(PROTO, envelope.run_id, envelope.incarnation, envelope.sampler_id, body))
     return [header, arrays, _digest(header, arrays)]
 
 
-def decode(frames: list[bytes], protos: Collection[int] = ()) -> tuple[Envelope, Message]:
+def decode(frames: list[bytes], protos: Collection[int] = ()) -> tuple[Envelope, WireMessage]:
     """Raises WireError for anything that `encode` did not make. protos: what is understood; () = this one alone."""
     if len(frames) != 3:
         raise WireError("frame_count", f"{len(frames)} frames, expected 3")
@@ -129,7 +129,7 @@ def _digest(header: bytes, arrays: bytes) -> bytes:
     return hasher.digest()
 
 
-def _to_body(message: Message) -> tuple[_Body, bytes]:
+def _to_body(message: WireMessage) -> tuple[_Body, bytes]:
     if isinstance(message, Group):
         return write_group(message)
     if isinstance(message, Tombstone):
@@ -139,7 +139,7 @@ def _to_body(message: Message) -> tuple[_Body, bytes]:
     return message, b""
 
 
-def _from_body(body: _Body, arrays: bytes) -> Message:
+def _from_body(body: _Body, arrays: bytes) -> WireMessage:
     if isinstance(body, GroupHeader):
         return read_group(body, arrays)
     if arrays:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from common.config import ROUNDING, Rewards
 from rewards import shorten
 from rewards.probes import EMPTY, FORMS, Probe, probes
-from rewards.trials import SHOWN, Findings, Row, Trial, distribution, note_failures, try_each
+from rewards.trials import SHOWN, Findings, Trial, TrialRow, distribution, note_failures, try_each
 
 
-def check_gold(config: Rewards, rows: Sequence[Row], max_steps: int = 0) -> Findings:
+def check_gold(config: Rewards, rows: Sequence[TrialRow], max_steps: int = 0) -> Findings:
     """Gold and wrong answers in every form: does each function, and does their sum, prefer the right one?"""
     by_row = [probes(row.columns.get("answer")) for row in rows]
     findings = Findings()
@@ -35,7 +35,7 @@ def check_gold(config: Rewards, rows: Sequence[Row], max_steps: int = 0) -> Find
     return findings
 
 
-def _verdicts(trial: Trial, rows: Sequence[Row], by_row: Sequence[Sequence[Probe]], findings: Findings) -> None:
+def _verdicts(trial: Trial, rows: Sequence[TrialRow], by_row: Sequence[Sequence[Probe]], findings: Findings) -> None:
     """Full marks for gold answers, and none for wrong ones, if the function tells them apart at all."""
     places = [place for place in trial.scores if len(by_row[place]) > 1]
     nones = [place for place in places if all(map(math.isnan, trial.scores[place]))]
@@ -94,7 +94,7 @@ def _full_marks(
 
 
 def _check_sum(
-    trials: Sequence[Trial], rows: Sequence[Row], by_row: Sequence[Sequence[Probe]], findings: Findings
+    trials: Sequence[Trial], rows: Sequence[TrialRow], by_row: Sequence[Sequence[Probe]], findings: Findings
 ) -> None:
     """The weighted sum is what trains: a right answer must beat a wrong and an empty one."""
     lost, flat, outranked, num_rows = [], [], [], 0
@@ -143,7 +143,7 @@ def _sum(parts: Sequence[tuple[float, float]]) -> float:
     return math.fsum(known) if known else math.nan
 
 
-def _named(places: Sequence[int], rows: Sequence[Row]) -> str:
+def _named(places: Sequence[int], rows: Sequence[TrialRow]) -> str:
     return "row " + ", ".join(str(rows[p].index) for p in places[:SHOWN]) + (", …" if len(places) > SHOWN else "")
 
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from common.config import ROUNDING, Rewards
 from rewards import shorten
-from rewards.trials import SHOWN, Findings, Row, Trial, distribution, note_failures, try_each
+from rewards.trials import SHOWN, Findings, Trial, TrialRow, distribution, note_failures, try_each
 
 
-def rescore(config: Rewards, groups: Sequence[Row], verifiers: Sequence[str] = (), max_steps: int = 0) -> Findings:
+def rescore(config: Rewards, groups: Sequence[TrialRow], verifiers: Sequence[str] = (), max_steps: int = 0) -> Findings:
     """Scores, failures, disagreements. groups: the completions of one prompt each, with what the run recorded."""
     findings = Findings()
     trials = try_each(config, groups, lambda row: row.texts, max_steps)
@@ -29,7 +29,7 @@ def rescore(config: Rewards, groups: Sequence[Row], verifiers: Sequence[str] = (
     return findings
 
 
-def _against_each_other(a: Trial, b: Trial, groups: Sequence[Row], findings: Findings) -> None:
+def _against_each_other(a: Trial, b: Trial, groups: Sequence[TrialRow], findings: Findings) -> None:
     both = sorted(a.scores.keys() & b.scores.keys())
     pairs = [
         (place, i, x, y)
@@ -44,7 +44,7 @@ def _against_each_other(a: Trial, b: Trial, groups: Sequence[Row], findings: Fin
         )
 
 
-def _against_record(trial: Trial, groups: Sequence[Row], findings: Findings) -> None:
+def _against_record(trial: Trial, groups: Sequence[TrialRow], findings: Findings) -> None:
     changed, total = [], 0
     for place, scores in trial.scores.items():
         for i, (new, old) in enumerate(zip(scores, groups[place].recorded, strict=False)):

@@ -23,7 +23,7 @@ SHOWN = 5  # rows named in full per kind of finding
 
 
 @dataclass(frozen=True)
-class Row:
+class TrialRow:
     """One data set row, or one group of completions of it: what a reward call gets."""
 
     index: int
@@ -46,7 +46,7 @@ class Trial:
 
 
 def try_each(
-    config: Rewards, rows: Sequence[Row], texts_of: Callable[[Row], Sequence[str]], max_steps: int = 0
+    config: Rewards, rows: Sequence[TrialRow], texts_of: Callable[[TrialRow], Sequence[str]], max_steps: int = 0
 ) -> list[Trial]:
     """Every function on every row, but for what an environment says, which needs its rollout.
 
@@ -60,7 +60,12 @@ def try_each(
 
 
 def _try_one(
-    config: Rewards, spec: str, weight: float, rows: Sequence[Row], texts_of: Callable[[Row], Sequence[str]], steps: int
+    config: Rewards,
+    spec: str,
+    weight: float,
+    rows: Sequence[TrialRow],
+    texts_of: Callable[[TrialRow], Sequence[str]],
+    steps: int,
 ) -> Trial:
     name = short_name(spec)
     alone = {"reward_funcs": [spec, "rewards.probes.neutral"], "reward_weights": None}
@@ -89,7 +94,7 @@ class Findings:
     verifiers: list[str] = field(default_factory=list)  # functions that tell right from wrong
 
 
-def note_failures(trial: Trial, rows: Sequence[Row], findings: Findings) -> None:
+def note_failures(trial: Trial, rows: Sequence[TrialRow], findings: Findings) -> None:
     if trial.failures:
         findings.problems.append(f"{trial.name} fails on {len(trial.failures)} of {len(rows)} rows")
         for place, reason in list(trial.failures.items())[:SHOWN]:

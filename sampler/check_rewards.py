@@ -23,7 +23,7 @@ from common.types import Problem
 from rewards.format import END_OF_TURN, without_end_of_turn
 from rewards.gold_answers import check_gold
 from rewards.rescore import rescore
-from rewards.trials import Findings, Row
+from rewards.trials import Findings, TrialRow
 from sampler.dataset import load_data
 from sampler.pictures import describe_images, first_image
 from sampler.prompts import as_messages, shown_to_rewards
@@ -76,9 +76,9 @@ def _print(findings: Findings) -> None:
     sys.stdout.flush()
 
 
-def _row(problem: Problem, config: Config) -> Row:
+def _row(problem: Problem, config: Config) -> TrialRow:
     as_a_run_does = as_messages if config.rollout.is_multi_turn else shown_to_rewards
-    return Row(problem.index, as_a_run_does(problem, config.data, config.prompt), problem.columns)
+    return TrialRow(problem.index, as_a_run_does(problem, config.data, config.prompt), problem.columns)
 
 
 def read_completions(path: Path) -> list[dict[str, Any]]:
@@ -103,8 +103,8 @@ def read_completions(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def groups(records: list[dict[str, Any]], problems: list[Problem], config: Config) -> Iterator[Row]:
-    """One Row per group of completions: by problem_index into the data, or with a row's columns in the line itself.
+def groups(records: list[dict[str, Any]], problems: list[Problem], config: Config) -> Iterator[TrialRow]:
+    """One for each group of completions: by problem_index into the data, or with a row's columns in the line itself.
 
     Lines of one group_id that follow each other are one reward call. Raises UserError for a line of unknown origin.
     """
@@ -114,7 +114,7 @@ def groups(records: list[dict[str, Any]], problems: list[Problem], config: Confi
         members = [record for _, record in group]
         row = _row(_origin(members[0], by_index, config), config)
         texts = [_without_mark(record["completion"]) for record in members]
-        yield Row(row.index, row.prompt, row.columns, texts, [record.get("rewards") or {} for record in members])
+        yield TrialRow(row.index, row.prompt, row.columns, texts, [record.get("rewards") or {} for record in members])
 
 
 def _origin(record: dict[str, Any], by_index: dict[int, Problem], config: Config) -> Problem:

@@ -60,7 +60,7 @@ class Link:
         self._check_deadline()
         return is_new_trainer
 
-    def _handle(self, envelope: wire.Envelope, message: wire.Message) -> bool:
+    def _handle(self, envelope: wire.Envelope, message: wire.WireMessage) -> bool:
         incarnation = envelope.incarnation
         if incarnation in self._past_incarnations:
             raise WireError("past_incarnation")

@@ -15,7 +15,7 @@ from rewards import trials
 from rewards.gold_answers import check_gold
 from rewards.probes import EMPTY, FORMS, probes, wrong_answer
 from rewards.rescore import rescore
-from rewards.trials import Row
+from rewards.trials import TrialRow
 from tests.speed import limit
 
 pytestmark = pytest.mark.timeout(120)
@@ -64,7 +64,9 @@ def file(tmp_path_factory):
 
 
 def rows(*answers):
-    return [Row(i, f"question {i}?", {"question": f"question {i}?", "answer": gold}) for i, gold in enumerate(answers)]
+    return [
+        TrialRow(i, f"question {i}?", {"question": f"question {i}?", "answer": gold}) for i, gold in enumerate(answers)
+    ]
 
 
 def gold(file, *names, answers=("4", "5", "60"), **settings):
@@ -102,7 +104,9 @@ def test_what_an_environment_says_is_not_tried_without_its_rollout(file):
     assert [line for line in found.lines if line.startswith("environment")] == [
         "environment  what a rollout's environment says: not tried here, and no sum without it"
     ]
-    texts = Row(0, "2+2?", {"question": "2+2?", "answer": "4"}, ["4", "5"], [{"environment": 1.0, "answer": 1.0}, {}])
+    texts = TrialRow(
+        0, "2+2?", {"question": "2+2?", "answer": "4"}, ["4", "5"], [{"environment": 1.0, "answer": 1.0}, {}]
+    )
     assert rescore(Rewards(reward_funcs=["environment"]), [texts]).problems == []
 
 
@@ -170,7 +174,7 @@ def test_a_slow_call_is_a_warning_and_one_beyond_the_deadline_a_problem(file, mo
 def test_completions_show_scores_what_changed_and_where_verifiers_contradict_each_other(file):
     texts = ["It is 4.", "no 4, but 5"]
     recorded = [{"answer": 1.0, "substring": 1.0}, {"answer": 1.0, "substring": None}]
-    group = Row(7, "2+2?", {"answer": "4"}, texts, recorded)
+    group = TrialRow(7, "2+2?", {"answer": "4"}, texts, recorded)
     config = Rewards(reward_funcs=["answer", f"{file}:substring"])
     found = rescore(config, [group], ["answer", "substring"])
     assert found.lines == [
@@ -185,7 +189,7 @@ def test_completions_show_scores_what_changed_and_where_verifiers_contradict_eac
         "answer gives 1 of 2 completions another score than the run did",
         "substring gives 1 of 2 completions another score than the run did",
     ]
-    same = Row(7, "2+2?", {"answer": "4"}, texts, [{"answer": 1.0}, {"answer": -1.0}])
+    same = TrialRow(7, "2+2?", {"answer": "4"}, texts, [{"answer": 1.0}, {"answer": -1.0}])
     assert rescore(Rewards(reward_funcs=["answer"]), [same]).warnings == []
 
 

@@ -481,7 +481,7 @@ def test_what_an_earlier_start_of_the_trainer_still_says_is_ignored(config: Conf
     link.beat("ready", 0, None, {}, now=True)
     name, *_ = trainer.recv_multipart()
 
-    def hears(incarnation: str, message: wire.Message) -> bool:
+    def hears(incarnation: str, message: wire.WireMessage) -> bool:
         trainer.send_multipart([name, *wire.encode(wire.Envelope("run", incarnation, ""), message)])
         return link.receive(timeout_s=limit(5))
 

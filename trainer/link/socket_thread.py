@@ -103,7 +103,7 @@ class SocketThread(threading.Thread):
             except WireError as error:
                 self.state.counters[f"refused/{error.reason}"] += 1
 
-    def _handle(self, envelope: wire.Envelope, message: wire.Message) -> None:
+    def _handle(self, envelope: wire.Envelope, message: wire.WireMessage) -> None:
         name = envelope.sampler_id
         if isinstance(message, wire.Hello):
             self._welcome(name, message)
@@ -261,6 +261,6 @@ class SocketThread(threading.Thread):
             )
             self._send(name, credit)
 
-    def _send(self, name: str, message: wire.Message) -> None:
+    def _send(self, name: str, message: wire.WireMessage) -> None:
         if not self.transport.send(wire.encode(self.envelope, message), to=name):  # repeated when the peer is back
             self.state.counters["unsent"] += 1
