@@ -67,12 +67,12 @@ def _parts(memory: TrainerMemory) -> str:
     return ", ".join(f"{name} {gib(getattr(memory, name))}" for name in (*always, *largest) if getattr(memory, name))
 
 
-Findings = tuple[list[tuple[str, str]], list[str]]  # lines, problems
+LinesAndProblems = tuple[list[tuple[str, str]], list[str]]  # lines, problems
 
 
 def _on_gpus(
     config: Config, work: Workload, place: Placement, machine: Machine, trainer: TrainerMemory, sampler: SamplerMemory
-) -> Findings:
+) -> LinesAndProblems:
     taken = vllm_bytes(config, sampler, machine)
     wanted = min(work.max_num_seqs, work.groups_per_batch * work.num_generations)
     if not machine.gpu_bytes:
@@ -107,7 +107,7 @@ def _on_gpus(
 
 def _on_one_gpu(
     config: Config, work: Workload, place: Placement, machine: Machine, trainer: TrainerMemory, sampler: SamplerMemory
-) -> Findings:
+) -> LinesAndProblems:
     """Both processes, with a cache that shares.py chooses."""
     found = shares(work, machine, longest_sequence(config))
     text = f"weights {gib(sampler.weights)}, cache {gib(sampler.cache_per_sequence)} per sequence"
@@ -122,7 +122,7 @@ def _on_one_gpu(
 
 def _on_cpu(
     config: Config, work: Workload, place: Placement, machine: Machine, trainer: TrainerMemory, sampler: SamplerMemory
-) -> Findings:
+) -> LinesAndProblems:
     """All processes share the host's memory."""
     of_sampler, versions, count = resident_sampler(work, sampler), published_versions(work), config.sampler.num_samplers
     text = (

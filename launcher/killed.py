@@ -102,13 +102,13 @@ class Killed:
 
     def text(self, beside: str, advice: str, root: Path = Path("/")) -> str:
         """For people. beside: what else the run held; advice: which settings need less memory."""
-        held = gib(self.size) if self.size else "an unknown amount"
+        held = precise_gib(self.size) if self.size else "an unknown amount"
         if self.earlier is not None:
-            held += f" ({self.earlier[0]:.0f} s before: {gib(self.earlier[1])})"
+            held += f" ({self.earlier[0]:.0f} s before: {precise_gib(self.earlier[1])})"
         if self.for_memory is False:
             return f"{self.who} was killed by SIGKILL from outside, not by the kernel; it held {held} of memory"
         limit, of_what = memory_limit(root)
-        size = f"it held {held}{beside}; {of_what} is {gib(limit)}."
+        size = f"it held {held}{beside}; {of_what} is {precise_gib(limit)}."
         if self.for_memory is None:
             return (
                 f"{self.who} was killed by SIGKILL, by the kernel for want of memory or from outside: neither its log "
@@ -117,7 +117,7 @@ class Killed:
         return f"{self.who} was killed by the kernel's out-of-memory killer: {size} {advice}"
 
 
-def gib(size: float) -> str:
+def precise_gib(size: float) -> str:
     """6.3e9 → 5.87 GiB"""
     return f"{size / GIB:.2f} GiB"
 

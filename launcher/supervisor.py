@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from common.exits import DONE, INTERRUPTED, RETRYABLE, SIGKILLED, USER_ERROR, meaning
 from common.out_of_memory import less_memory
 from common.transcript import tail
-from launcher.killed import Resident, gib
+from launcher.killed import Resident, precise_gib
 from launcher.processes import Child, Guard, Running, remove
 
 TAIL_LINES = 15
@@ -147,7 +147,7 @@ class Supervisor:
         assert slot.resident is not None
         killed = slot.resident.why_killed()
         others = ((other, it.resident) for other, it in self._slots.items() if other != name and it.running)
-        beside = "".join(f", the {other} {gib(resident.total)}" for other, resident in others if resident)
+        beside = "".join(f", the {other} {precise_gib(resident.total)}" for other, resident in others if resident)
         self._say(killed.text(beside, self._rules.less_memory("trainer" if name == "trainer" else "sampler")))
         return killed.for_memory is True
 

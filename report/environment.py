@@ -42,7 +42,7 @@ def environment(ranks: int, device: str) -> dict[str, Any]:
     return {
         "packages": {name: version(name) or version(f"{name}-cpu") for name in PACKAGES},
         "python": platform.python_version(),
-        "commit": commit(_ROOT),
+        "commit": git_commit(_ROOT),
         "device": device or f"{processor()}, {cores} core{'s' if cores > 1 else ''}",
         "ranks": ranks,
     }
@@ -56,7 +56,7 @@ def version(package: str) -> str | None:
         return None
 
 
-def commit(root: Path) -> str | None:
+def git_commit(root: Path) -> str | None:
     """The commit that is checked out, and whether tracked files differ from it; None outside a git checkout."""
     if not (root / ".git").exists():  # git would look further up, and find another repository
         return None

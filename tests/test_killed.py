@@ -14,7 +14,7 @@ import pytest
 
 from common.out_of_memory import less_memory
 from launcher import killed
-from launcher.killed import Killed, Resident, gib, killed_in_log, memory_limit, oom_kills
+from launcher.killed import Killed, Resident, killed_in_log, memory_limit, oom_kills, precise_gib
 from tests import test_supervisor
 from tests.speed import limit, until
 from tests.test_supervisor import WAITS, Run, first_time
@@ -110,7 +110,7 @@ def test_what_people_are_told_has_the_size_the_limit_and_the_settings(tmp_path: 
     make_v2(tmp_path, 1)
     (tmp_path / "sys/fs/cgroup/a/b/memory.max").write_text(f"{16 * MIB}\n")
     one = Killed("trainer rank 0 (pid 50)", True, 15 * MIB, (9.0, 12 * MIB))
-    said = one.text(f", the sampler {gib(GIB)}", less_memory("trainer"), tmp_path)
+    said = one.text(f", the sampler {precise_gib(GIB)}", less_memory("trainer"), tmp_path)
     assert said.startswith(
         "trainer rank 0 (pid 50) was killed by the kernel's out-of-memory killer: it held 0.01 GiB (9 s before: "
         f"0.01 GiB), the sampler 1.00 GiB; the limit of the cgroup {tmp_path}/sys/fs/cgroup/a/b is 0.02 GiB. "

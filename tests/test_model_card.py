@@ -337,12 +337,12 @@ def test_the_environment_is_what_is_installed_here(tmp_path: Path) -> None:
 
 
 def test_a_commit_is_that_of_this_folder_and_says_whether_files_differ(tmp_path: Path) -> None:
-    assert environment.commit(tmp_path) is None
+    assert environment.git_commit(tmp_path) is None
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     (tmp_path / "file").write_text("1")
     for words in (["init", "-q"], ["add", "file"], ["commit", "-q", "-m", "one"]):
         subprocess.run([*git, *words], check=True)
-    head = environment.commit(tmp_path)
+    head = environment.git_commit(tmp_path)
     assert head is not None and len(head) == 40
     (tmp_path / "file").write_text("2")
-    assert environment.commit(tmp_path) == f"{head} with changes"
+    assert environment.git_commit(tmp_path) == f"{head} with changes"
