@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cells import CELLS, ROOT, Cell, named
 from benchmarks.objectives_page import svg
-from benchmarks.work import measured_flops, work
+from benchmarks.work import measured_flops, step_work
 
 RESULTS = ROOT / "benchmarks" / "results" / "steps.jsonl"
 PAGE = ROOT / "docs" / "performance.md"
@@ -134,7 +134,7 @@ def table(by_cell: Sequence[tuple[Cell, Sequence[Summary]]], flops: float) -> st
     for cell, rows in by_cell:
         cells = [cell.name, "–", "–"]
         if not cell.is_natural:
-            shared, padded = work(cell, dense=False), work(cell, dense=True)
+            shared, padded = step_work(cell, dense=False), step_work(cell, dense=True)
             cells[1:] = [f"{shared.total / 1e9:.1f} ({padded.total / 1e9:.1f})", f"{shared.total / flops / 2:.2f}"]
         by_row = {r.row: r for r in rows}
         for row in SIDE_BY_SIDE:

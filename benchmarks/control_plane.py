@@ -201,7 +201,7 @@ class _Counting:
         return getattr(self._real, name)
 
 
-class RankZero:
+class TrainerStandIn:
     """The training loop's calls, a step at a time."""
 
     def __init__(self, config: Config, incarnation: str, cursor: int = 0):
@@ -257,7 +257,7 @@ def run(samplers: int, rate: float, seconds: float, kills: int) -> dict[str, Any
     prompts = max(8, int(rate))
     with tempfile.TemporaryDirectory(prefix="tandem-plane-") as name:
         config = prepared(Path(name), prompts)
-        rank = RankZero(config, "start-1")
+        rank = TrainerStandIn(config, "start-1")
         with rank.inbox, Samplers(Path(name), samplers, prompts, [samplers / rate], kills / seconds):
             rank.wait_for(samplers)
             rank.train(3)
@@ -288,7 +288,7 @@ def slow(groups: int = 16, group_s: float = 0.05, steps: int = 8) -> dict[str, A
     for what, seconds in (("alone", [group_s]), ("with_slow", [group_s, 10 * group_s])):
         with tempfile.TemporaryDirectory(prefix="tandem-plane-") as name:
             config = prepared(Path(name), groups)
-            rank = RankZero(config, "start-1")
+            rank = TrainerStandIn(config, "start-1")
             with rank.inbox, Samplers(Path(name), len(seconds), groups, seconds):
                 rank.wait_for(len(seconds))
                 rank.train(3)
@@ -302,7 +302,7 @@ def restart(samplers: int, rate: float) -> dict[str, Any]:
     prompts = max(8, int(rate))
     with tempfile.TemporaryDirectory(prefix="tandem-plane-") as name:
         config = prepared(Path(name), prompts)
-        rank = RankZero(config, "start-1")
+        rank = TrainerStandIn(config, "start-1")
         with Samplers(Path(name), samplers, prompts, [samplers / rate]):
             with rank.inbox:
                 begun = time.monotonic()
@@ -311,7 +311,7 @@ def restart(samplers: int, rate: float) -> dict[str, Any]:
                 joined = time.monotonic() - begun
                 rank.train(3)
                 rank.inbox.state.peers = {}  # as by SIGKILL: nobody hears a goodbye
-            again = RankZero(config, "start-2", rank.cursor)
+            again = TrainerStandIn(config, "start-2", rank.cursor)
             begun = time.monotonic()
             with again.inbox:
                 again.inbox.commit(again.cursor, Published(0, "/weights/0", "0" * 64))

@@ -15,7 +15,7 @@ NEEDED_GAIN = 10.0  # points of held-out accuracy in which a method has learned
 
 
 @dataclass(frozen=True)
-class Run:
+class FinishedRun:
     """What one run left."""
 
     steps: list[int]
@@ -34,14 +34,14 @@ class Run:
 
 
 # what GROUP PPO is compared in: name, unit, value, and whether more (1) or less (−1) of it is better
-MEASURES: list[tuple[str, str, Callable[[Run], float], int]] = [
+MEASURES: list[tuple[str, str, Callable[[FinishedRun], float], int]] = [
     ("held-out accuracy after", "points", lambda r: r.held_out[-1][1], 1),
     ("update", "s", lambda r: r.update_s, -1),
     ("head", "s", lambda r: r.head_s, -1),
 ]
 
 
-def read(rows: Sequence[dict[str, Any]]) -> Run:
+def read(rows: Sequence[dict[str, Any]]) -> FinishedRun:
     """From a run's raw lines."""
     trained = [r for r in rows if "held_out" not in r]
     timed = trained[WARM_UP:] or trained
@@ -49,7 +49,7 @@ def read(rows: Sequence[dict[str, Any]]) -> Run:
     def mean(*names: str) -> float:
         return statistics.fmean(sum(row.get(name, 0.0) for name in names) for row in timed)
 
-    return Run(
+    return FinishedRun(
         steps=[row["step"] for row in trained],
         accuracy=[100 * row["rewards/answer/accuracy"] for row in trained],
         held_out=[(r["step"], 100 * r["held_out"]) for r in rows if "held_out" in r],
@@ -67,8 +67,8 @@ def spread(values: Sequence[float], form: str = ".1f") -> str:
     return f"{statistics.fmean(values):{form}} ({min(values):{form}}–{max(values):{form}})"
 
 
-def table(by_method: dict[str, list[Run]]) -> str:
-    columns: dict[str, Callable[[list[Run]], str]] = {
+def table(by_method: dict[str, list[FinishedRun]]) -> str:
+    columns: dict[str, Callable[[list[FinishedRun]], str]] = {
         "held-out accuracy before, %": lambda runs: spread([r.held_out[0][1] for r in runs]),
         "half-way": lambda runs: spread([r.held_out[len(r.held_out) // 2][1] for r in runs]),
         "after": lambda runs: spread([r.held_out[-1][1] for r in runs]),
@@ -85,7 +85,7 @@ def table(by_method: dict[str, list[Run]]) -> str:
     return "\n".join(lines)
 
 
-def verdicts(by_method: dict[str, list[Run]]) -> list[str]:
+def verdicts(by_method: dict[str, list[FinishedRun]]) -> list[str]:
     """Who learned, as a list, and GROUP PPO against PPO, as a table."""
     lines = []
     for method, runs in by_method.items():
@@ -103,7 +103,9 @@ def verdicts(by_method: dict[str, list[Run]]) -> list[str]:
     return lines
 
 
-def _against(baseline: list[Run], runs: list[Run], value: Callable[[Run], float], better: int) -> str:
+def _against(
+    baseline: list[FinishedRun], runs: list[FinishedRun], value: Callable[[FinishedRun], float], better: int
+) -> str:
     """ "-6.77, worse": the difference of the means, and whether it is larger than the seeds' spread."""
     mine, theirs = [value(r) for r in runs], [value(r) for r in baseline]
     difference = statistics.fmean(mine) - statistics.fmean(theirs)
@@ -114,7 +116,7 @@ def _against(baseline: list[Run], runs: list[Run], value: Callable[[Run], float]
     return f"{difference:+.3g}, {word}"
 
 
-def draw(by_method: dict[str, list[Run]]) -> bytes:
+def draw(by_method: dict[str, list[FinishedRun]]) -> bytes:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12.6, 4.2), layout="constrained", facecolor="white")
@@ -136,7 +138,7 @@ def svg(figure: Any) -> bytes:
     return picture.getvalue()
 
 
-def _draw_accuracy(curves: Any, by_method: dict[str, list[Run]]) -> None:
+def _draw_accuracy(curves: Any, by_method: dict[str, list[FinishedRun]]) -> None:
     for color, (method, runs) in zip(COLORS, by_method.items(), strict=False):
         steps = [step for step, _ in runs[0].held_out]
         columns = list(zip(*[[a for _, a in r.held_out] for r in runs], strict=True))
@@ -150,7 +152,7 @@ def _draw_accuracy(curves: Any, by_method: dict[str, list[Run]]) -> None:
     curves.legend(frameon=False)
 
 
-def _draw_seconds(bars: Any, by_method: dict[str, list[Run]]) -> None:
+def _draw_seconds(bars: Any, by_method: dict[str, list[FinishedRun]]) -> None:
     names = list(by_method)
     parts = (("head", "head_s", COLORS[0]), ("values and segments", "values_s", COLORS[4]))
     left = [0.0] * len(names)
@@ -165,7 +167,7 @@ def _draw_seconds(bars: Any, by_method: dict[str, list[Run]]) -> None:
     bars.legend(frameon=False, fontsize=8, ncols=len(parts) + 1, loc="upper center")
 
 
-def page(by_method: dict[str, list[Run]], steps: int, seeds: Sequence[int]) -> str:
+def page(by_method: dict[str, list[FinishedRun]], steps: int, seeds: Sequence[int]) -> str:
     thresholds = [
         f"- {method}: τ after the last step {spread([t for r in runs if (t := r.threshold) is not None], '.2f')}, "
         f"Σ r_grpo / Σ r_ppo {spread([v for r in runs if (v := r.variance_ratio) is not None], '.2f')}."

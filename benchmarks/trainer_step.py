@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from benchmarks.cells import SHAPES, Cell, make_model
-from benchmarks.work import measured_flops, work
+from benchmarks.work import measured_flops, step_work
 from common.config import Config
 from common.types import Group, Rollout
 from launcher.compute_time import known_device
@@ -176,7 +176,7 @@ def report(
     completion_tokens = arguments.groups * arguments.generations * arguments.completion
     dense = arguments.groups * arguments.generations * (arguments.prompt + arguments.completion)
     cell = Cell(arguments.model, arguments.groups, arguments.generations, arguments.prompt, arguments.completion)
-    flops = work(cell, dense=False).train
+    flops = step_work(cell, dense=False).train
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     peak = _peak_flops(device)
     record = {

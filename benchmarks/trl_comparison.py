@@ -41,7 +41,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedCase:
     name: str
     differences: tuple[float, ...]  # loss and gradient on policy, loss and gradient off policy; or advantages
     reason: str
@@ -101,36 +101,36 @@ ADVANTAGES = [
 ]
 
 
-def compare() -> list[Row]:
+def compare() -> list[ComparedCase]:
     logging.disable(logging.WARNING)  # TRL advises against some of the combinations
     rows = []
     for case in LOSSES:
         differences = [_loss_differences(case, seed, spread) for spread in (0.0, 0.5) for seed in SEEDS]
         on, off = np.max(differences[: len(SEEDS)], 0), np.max(differences[len(SEEDS) :], 0)
-        rows.append(Row(case.name, (*on, *off), case.reason))
+        rows.append(ComparedCase(case.name, (*on, *off), case.reason))
     for case in ADVANTAGES:
-        rows.append(Row(case.name, (max(_advantage_difference(case, seed) for seed in SEEDS),), case.reason))
+        rows.append(ComparedCase(case.name, (max(_advantage_difference(case, seed) for seed in SEEDS),), case.reason))
     return rows
 
 
-def agrees(row: Row, tolerance: float) -> bool:
+def agrees(row: ComparedCase, tolerance: float) -> bool:
     """False also where a difference that is explained is not there: then the explanation is wrong."""
     return (max(row.differences) <= tolerance) != bool(row.reason)
 
 
-def table(rows: Sequence[Row], tolerance: float) -> str:
+def table(rows: Sequence[ComparedCase], tolerance: float) -> str:
     """Markdown: both tables, the reasons under them."""
     from importlib.metadata import version
 
     reasons = [row for row in rows if row.reason]
     mark = {row.name: f" [{i}]" for i, row in enumerate(reasons, 1)}
 
-    def cells(*together: Row) -> str:
+    def cells(*together: ComparedCase) -> str:
         columns = min(2, len(together[0].differences))  # on and off policy in one: loss and gradient, or advantages
         largest = (max(max(row.differences[i::columns]) for row in together) for i in range(columns))
         return " | ".join("0" if d == 0 else f"{d:.1e}" for d in largest)
 
-    alike: dict[str, list[Row]] = {}  # by their options: the loss types that agree stand in one row
+    alike: dict[str, list[ComparedCase]] = {}  # by their options: the loss types that agree stand in one row
     for row in (row for row in rows if len(row.differences) == 4):
         alike.setdefault(row.name if row.reason else row.name.partition(", ")[2], []).append(row)
     losses = [

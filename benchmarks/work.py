@@ -22,7 +22,7 @@ from benchmarks.cells import SHAPES, Cell
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """Operations of one step, by part, and the bytes of weights that its decoding reads."""
 
     generate: float  # prompts once per group, and every completion token once
@@ -35,14 +35,14 @@ class Work:
         return self.generate + self.reference + self.train
 
 
-def work(cell: Cell, dense: bool) -> Work:
+def step_work(cell: Cell, dense: bool) -> StepWork:
     """dense: every completion carries its own copy of the prompt, and the trainer recomputes nothing.
 
     Completions are counted at their greatest length.
     """
     forward, s = _forward(cell, dense), SHAPES[cell.shape]
     weights = 4 * (_layer_parameters(s) + s["hidden_size"] * s["vocab_size"])
-    return Work(_forward(cell, dense=False), forward, 3 * forward, float(cell.completion * weights))
+    return StepWork(_forward(cell, dense=False), forward, 3 * forward, float(cell.completion * weights))
 
 
 def _layer_parameters(s: Mapping[str, int]) -> int:

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import bench, cells, handover
 from benchmarks.bench import Summary, other_rows, summarise, table
 from benchmarks.cells import CELLS, Cell, named
-from benchmarks.work import work
+from benchmarks.work import step_work
 
 pytestmark = pytest.mark.fast
 
@@ -27,11 +27,11 @@ def test_work_is_counted_as_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     # shared: 4 + 2 · 2 = 8 tokens and 8 + 2 · (8 + 2) = 28 pairs; dense: 12 tokens and 16 + 20 = 36 pairs
     head, shared = 2 * 4 * 10 * 4, 2 * 320 * 8
     forward = 3 * (shared + head + 4 * 28 * 4 * 2)
-    assert work(cell, dense=False).reference == forward
-    assert work(cell, dense=False).train == 3 * forward
-    assert work(cell, dense=True).reference == 3 * (2 * 320 * 12 + head + 4 * 36 * 4 * 2)
-    assert work(cell, dense=True).generate == forward
-    assert work(cell, dense=False).decode_bytes == 2 * 4 * (320 + 40)  # two tokens, float32
+    assert step_work(cell, dense=False).reference == forward
+    assert step_work(cell, dense=False).train == 3 * forward
+    assert step_work(cell, dense=True).reference == 3 * (2 * 320 * 12 + head + 4 * 36 * 4 * 2)
+    assert step_work(cell, dense=True).generate == forward
+    assert step_work(cell, dense=False).decode_bytes == 2 * 4 * (320 + 40)  # two tokens, float32
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda c: c.name)

@@ -11,14 +11,14 @@ import yaml
 
 from benchmarks import objectives
 from benchmarks.objectives import METHODS, folder_of, forget, raw_lines, recorded, settings
-from benchmarks.objectives_page import Run, draw, page, read, table, verdicts
+from benchmarks.objectives_page import FinishedRun, draw, page, read, table, verdicts
 from common.config import Config
 
 pytestmark = pytest.mark.fast
 
 
-def run(after: float, update_s: float = 1.0) -> Run:
-    return Run([1, 2], [50.0, after], [(0, 48.0), (1, 50.0), (2, after)], update_s, 0.2, 0.1, 0.5, 1.0, 0.9)
+def run(after: float, update_s: float = 1.0) -> FinishedRun:
+    return FinishedRun([1, 2], [50.0, after], [(0, 48.0), (1, 50.0), (2, after)], update_s, 0.2, 0.1, 0.5, 1.0, 0.9)
 
 
 @pytest.mark.parametrize("method", METHODS)
