@@ -20,7 +20,7 @@ _ENGINE_CALLS = (60, 1500, 25)  # operations of a decoding step: per layer, per 
 
 
 @dataclass(frozen=True)
-class Shapes:
+class RunShape:
     """What measure.py must know of a run."""
 
     model: ModelDims
@@ -31,7 +31,7 @@ class Shapes:
     sequences: int  # that decode at once
 
     @classmethod
-    def of(cls, work: Workload) -> Shapes:
+    def of(cls, work: Workload) -> RunShape:
         return cls(
             replace(work.model, vision=None), work.dtype, work.prompt, work.completion, work.num_generations, wave(work)
         )

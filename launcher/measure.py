@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from launcher.cpu_time import Measured, Shapes
+from launcher.cpu_time import Measured, RunShape
 from launcher.machine import ROOT, Machine
 from launcher.placement import Placement
 from launcher.who_waits import threads_of
@@ -45,7 +45,7 @@ def with_measured(machine: Machine, work: Workload, place: Placement) -> Machine
 
 
 def _in_a_process(work: Workload, threads: Iterable[int]) -> dict[int, Measured] | None:
-    wanted = {"shapes": asdict(Shapes.of(work)), "threads": sorted(threads)}
+    wanted = {"shapes": asdict(RunShape.of(work)), "threads": sorted(threads)}
     command = [sys.executable, "-m", "launcher.measure", json.dumps(wanted)]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     environment["OMP_WAIT_POLICY"] = "PASSIVE"  # as both processes where they share cores; spinning would be counted
@@ -61,11 +61,11 @@ def _in_a_process(work: Workload, threads: Iterable[int]) -> dict[int, Measured]
 def main(arguments: list[str]) -> None:
     wanted = json.loads(arguments[0])
     given = wanted["shapes"]
-    shapes = Shapes(**{**given, "model": ModelDims(**given["model"])})
+    shapes = RunShape(**{**given, "model": ModelDims(**given["model"])})
     print(json.dumps([asdict(measure(shapes, threads)) for threads in wanted["threads"]]))
 
 
-def measure(shapes: Shapes, threads: int) -> Measured:
+def measure(shapes: RunShape, threads: int) -> Measured:
     """With so many threads of this process."""
     import torch
 
@@ -101,7 +101,7 @@ def _best(trial: Callable[[], Any], seconds: float = _TRIAL_S) -> float:
     return max(best, 1e-9)
 
 
-def _weight(shapes: Shapes, rows: int, columns: int, of_vllm: bool = False) -> torch.nn.Linear:
+def _weight(shapes: RunShape, rows: int, columns: int, of_vllm: bool = False) -> torch.nn.Linear:
     """A linear layer as the trainer has it, or through oneDNN as vLLM. Of zeros every page would be the same one."""
     import torch
 
@@ -113,13 +113,13 @@ def _weight(shapes: Shapes, rows: int, columns: int, of_vllm: bool = False) -> t
     return layer
 
 
-def _rows(shapes: Shapes, *size: int) -> torch.Tensor:
+def _rows(shapes: RunShape, *size: int) -> torch.Tensor:
     import torch
 
     return torch.randn(size).to(getattr(torch, shapes.dtype))
 
 
-def _product(shapes: Shapes) -> float:
+def _product(shapes: RunShape) -> float:
     """FLOP/s of 256 tokens times a matrix of the MLP."""
     import torch
 
@@ -150,7 +150,7 @@ def _operation() -> float:
     return _best(many, 0.02) / 1000
 
 
-def _layer(shapes: Shapes, product: float) -> tuple[float, float]:
+def _layer(shapes: RunShape, product: float) -> tuple[float, float]:
     """(seconds per token of a group, seconds of a call): forward and backward of one layer.
 
     Of as many layers as can be afforded: what they keep for the backward pass does not stay in a cache.
@@ -178,7 +178,7 @@ def _layer(shapes: Shapes, product: float) -> tuple[float, float]:
     return max(seconds[1] - call, 1e-9) / tokens, call
 
 
-def _head(shapes: Shapes) -> float:
+def _head(shapes: RunShape) -> float:
     """Seconds per completion token of head and log-probs, forward and backward."""
     import torch
 
@@ -195,7 +195,7 @@ def _head(shapes: Shapes) -> float:
     return _best(trial) / _HEAD_ROWS * shapes.model.vocab / width
 
 
-def _decode(shapes: Shapes) -> tuple[float, float]:
+def _decode(shapes: RunShape) -> tuple[float, float]:
     """(products of one layer, head and drawing of the next tokens): seconds for all sequences that decode at once."""
     import torch
 

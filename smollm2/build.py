@@ -64,7 +64,7 @@ def build(folder: Path, wheel: Wheel, report: Callable[[str], None]) -> None:
 _DOWNLOAD = f"{durable.TEMPORARY}download"
 
 
-def _write_problems(path: Path, problems: list[word_problems.WordProblem], report: Callable[[str], None]) -> None:
+def _write_problems(path: Path, problems: list[word_problems.OneStepProblem], report: Callable[[str], None]) -> None:
     """Leaves a file alone that is as it should be: a run may be reading it."""
     text = "".join(json.dumps(problem.row()) + "\n" for problem in problems).encode()
     if not path.is_file() or path.read_bytes() != text:

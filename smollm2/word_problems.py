@@ -27,8 +27,8 @@ UNITS = (("dollar", "dollars"), ("meter", "meters"), ("minute", "minutes"), ("ye
 
 
 @dataclass(frozen=True)
-class WordProblem:
-    """WordProblem(Template("more", …), 9, 5, "Anna has 9 pens and Ben has 5. …").result == 4"""
+class OneStepProblem:
+    """OneStepProblem(Template("more", …), 9, 5, "Anna has 9 pens and Ben has 5. …").result == 4"""
 
     template: Template
     a: int
@@ -46,13 +46,13 @@ class WordProblem:
         return {"question": self.question, "answer": f"{reasoning}\n#### {self.result}", "kind": self.template.kind}
 
 
-def split(name: str, size: int, seed: int) -> list[WordProblem]:
+def split(name: str, size: int, seed: int) -> list[OneStepProblem]:
     """`size` problems with distinct questions, of the split "train" or "test".
 
     Template and numbers alone decide the split, so no test problem is a training problem with another name in it.
     """
     rng = random.Random(f"{name} {seed}")
-    problems: dict[str, WordProblem] = {}
+    problems: dict[str, OneStepProblem] = {}
     while len(problems) < size:
         problem = draw(rng)
         if held_out(problem) == (name == "test"):
@@ -60,7 +60,7 @@ def split(name: str, size: int, seed: int) -> list[WordProblem]:
     return list(problems.values())
 
 
-def held_out(problem: WordProblem) -> bool:
+def held_out(problem: OneStepProblem) -> bool:
     """Whether its template and numbers belong to the test split; the same for every seed."""
     return (problem.a, problem.b) in _held_out_operands(problem.template)
 
@@ -71,7 +71,7 @@ def _held_out_operands(template: Template) -> frozenset[tuple[int, int]]:
     return frozenset(random.Random(template.name).sample(pairs, len(pairs) // HELD_OUT_ONE_IN))
 
 
-def draw(rng: random.Random) -> WordProblem:
+def draw(rng: random.Random) -> OneStepProblem:
     """One problem of either split. Its result is a whole number from 1 to 25."""
     template = rng.choice(TEMPLATES)
     a, b = rng.choice(OPERANDS[template.operation])
@@ -80,7 +80,7 @@ def draw(rng: random.Random) -> WordProblem:
     words = {"name": name, "he": he, "He": he.capitalize(), "other": other, "a": a, "b": b}
     words |= {"thing": thing[0], "things": thing[1], "box": box[0], "boxes": box[1], "a_are": "is" if a == 1 else "are"}
     words |= dict(_counted(a, b, {"things": thing, "boxes": box, **{plural: (one, plural) for one, plural in UNITS}}))
-    return WordProblem(template, a, b, template.text.format_map(words))
+    return OneStepProblem(template, a, b, template.text.format_map(words))
 
 
 def _counted(a: int, b: int, words: dict[str, tuple[str, str]]) -> Iterator[tuple[str, str]]:

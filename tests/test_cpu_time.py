@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from launcher import measure as measuring
-from launcher.cpu_time import Measured, Shapes, sampling_seconds, training_seconds, wave
+from launcher.cpu_time import Measured, RunShape, sampling_seconds, training_seconds, wave
 from launcher.fit import fit, reference_side
 from launcher.machine import GIB, Machine
 from launcher.placement import placement
@@ -92,7 +92,7 @@ def test_a_reference_costs_a_third_where_it_is_scored() -> None:
 
 
 def test_a_group_that_costs_too_much_is_measured_with_fewer_and_then_shorter_sequences() -> None:
-    shapes = Shapes.of(LOAD)
+    shapes = RunShape.of(LOAD)
     assert shapes.group(1000) == (40, (10, 10, 10, 10))
     assert shapes.group(65) == (40, (10, 10))
     assert shapes.group(25) == (20, (5,))
@@ -144,7 +144,7 @@ def test_the_reference_goes_to_the_faster_side_of_a_cpu_and_unmeasured_to_the_sa
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_figure_is_positive_and_takes_about_a_second_in_all(dtype: str) -> None:
-    shapes = Shapes.of(replace(LOAD, dtype=dtype))
+    shapes = RunShape.of(replace(LOAD, dtype=dtype))
     importlib.import_module("launcher.standin")  # and torch
     begun = time.monotonic()
     found = measuring.measure(shapes, 1)
