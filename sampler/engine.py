@@ -28,7 +28,7 @@ from sampler.cache_sleep import CacheSleep
 from sampler.completions import Completion, SamplingParams, completions_of
 from sampler.engine_arguments import engine_arguments, set_environment, stop_token_ids
 from sampler.in_flight import InFlight, InFlightCounts
-from sampler.proof import Expected, Proof, merged, together
+from sampler.proof import Expected, Proof, of_parts, of_ranks
 from sampler.row_blocks import use_row_blocks
 
 if TYPE_CHECKING:
@@ -216,17 +216,17 @@ class Engine:
             raise RuntimeError("vLLM did not reset its prefix cache: keys and values of the old weights are in it")
         if self._vision is not None:
             self._engine.reset_encoder_cache()  # the old tower's features of images
-        return merged(reports)
+        return of_ranks(reports)
 
     def _compared_adapter(self, expected: Mapping[str, Expected]) -> list[Proof]:
         """Of the adapter that was loaded last and, unless it is proven already, of the base that it stands on."""
         adapter, base = ({name: e for name, e in expected.items() if e.is_base == of_base} for of_base in (False, True))
-        proof = merged(self._llm.collective_rpc("compare_adapter", args=(self._num_adapters, adapter)))
+        proof = of_ranks(self._llm.collective_rpc("compare_adapter", args=(self._num_adapters, adapter)))
         if base == self._proven_base:
             return [proof]
-        proof_of_base = merged(self._llm.collective_rpc("compare_base", args=(base,)))
+        proof_of_base = of_ranks(self._llm.collective_rpc("compare_base", args=(base,)))
         self._proven_base = None if proof_of_base.wrong else base
-        return [together(proof, proof_of_base)]
+        return [of_parts(proof, proof_of_base)]
 
     def _load_adapter(self, folder: Path) -> None:
         """Under a number and a name that no adapter had before: vLLM knows weights and cached prefixes by them."""

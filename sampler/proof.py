@@ -26,7 +26,7 @@ class Proof:
     seconds: float = 0.0
 
 
-def merged(proofs: Sequence[Proof]) -> Proof:
+def of_ranks(proofs: Sequence[Proof]) -> Proof:
     """Of the ranks of one engine."""
     return Proof(
         set().union(*(p.proven for p in proofs)),
@@ -36,6 +36,6 @@ def merged(proofs: Sequence[Proof]) -> Proof:
     )
 
 
-def together(one: Proof, other: Proof) -> Proof:
+def of_parts(one: Proof, other: Proof) -> Proof:
     """Of two parts of what an engine holds, compared one after the other."""
-    return replace(merged([one, other]), seconds=one.seconds + other.seconds)
+    return replace(of_ranks([one, other]), seconds=one.seconds + other.seconds)

@@ -13,7 +13,7 @@ from torch import nn
 from model.checksum import checksum, sums
 from sampler.base_weights import prove_base
 from sampler.engine_tensors import Packed, layout, packed_of, prove, prove_adapters
-from sampler.proof import Expected, Proof, merged
+from sampler.proof import Expected, Proof, of_ranks
 from sampler.vllm_worker import WeightExtension
 
 pytestmark = pytest.mark.fast
@@ -239,7 +239,7 @@ def test_shards_of_fused_and_of_packed_matrices_are_named_and_not_taken_for_wron
 
 def test_the_reports_of_several_ranks_are_one() -> None:
     one, other = Proof({"a"}, {"b": "split"}, ["c"], 1.0), Proof({"d"}, {}, ["e"], 2.0)
-    assert merged([one, other]) == Proof({"a", "d"}, {"b": "split"}, ["c", "e"], 2.0)
+    assert of_ranks([one, other]) == Proof({"a", "d"}, {"b": "split"}, ["c", "e"], 2.0)
 
 
 # ---- the worker's own part ------------------------------------------------------------------------------------------
