@@ -1,5 +1,5 @@
-"""What may import what, what may never be called, that every failpoint exists, every test is of one tier and every
-package is pinned: read from the syntax trees."""
+"""What may import what, what may never be called, that a class name stands for one thing, every failpoint exists, every
+test is of one tier and every package is pinned: read from the syntax trees."""
 
 from __future__ import annotations
 
@@ -127,6 +127,16 @@ def modules_of(tree: ast.AST) -> Iterator[str]:
     for node in walk(tree):
         if isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_no_class_name_stands_for_two_things() -> None:
+    """Whoever reads a name, or searches for it, finds one class."""
+    homes: dict[str, list[str]] = {}
+    for name, module in trees().items():
+        for node in module.body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(name)
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
 
 
 @pytest.mark.parametrize(
