@@ -6,8 +6,9 @@
     bash launch.sh bench --table                             docs/performance.md again from the raw lines
 
 Rows of a cell run one after the other, forwards, then backwards (A B, B A), each in a fresh process on the same cores.
-Every step becomes a line of benchmarks/results/steps.jsonl, with the commit that last changed what it measures; medians
-and quartiles come from all steps but the warm-up.
+Every step becomes a line of benchmarks/results/steps.jsonl, with the machine and the commit that last changed what it
+measures; medians and quartiles come from all steps but the warm-up. A row that is measured again on the same kind of
+machine replaces what it had there. The page has a table for each machine, for seconds of two machines do not compare.
 TRL is installed beside the project on first use. Nothing else should run on the machine meanwhile.
 """
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -30,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.cells import CELLS, ROOT, Cell, named
 from benchmarks.objectives_page import svg
 from benchmarks.work import measured_flops, step_work
+from report.environment import processor
 
 RESULTS = ROOT / "benchmarks" / "results" / "steps.jsonl"
 PAGE = ROOT / "docs" / "performance.md"
@@ -60,9 +62,27 @@ def command(row: str, cell: Cell, steps: int, out: Path) -> list[str]:
     return [sys.executable, str(here / "tandem_run.py"), *common, "--row", row, "--", *TANDEM[row]]
 
 
+def machine() -> str:
+    """ "AMD EPYC (family 25, model 1), 2 cores": processors of several generations have the same name."""
+    number = re.compile(r"^(cpu family|model)\s*:\s*(\d+)$", re.MULTILINE)
+    parts = dict(number.findall(Path("/proc/cpuinfo").read_text()))
+    kind = f" (family {parts['cpu family']}, model {parts['model']})" if len(parts) == 2 else ""
+    return f"{processor()}{kind}, {len(os.sched_getaffinity(0))} cores"
+
+
+def without(records: Iterable[dict[str, Any]], on: str, cells: Sequence[Cell], rows: Sequence[str]) -> list[Any]:
+    """The records but for those of these rows of these cells on this machine."""
+    names = {cell.name for cell in cells}
+    return [r for r in records if r["machine"] != on or r["cell"] not in names or r["row"] not in rows]
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 def _commit() -> str:
     """The last commit that changed what Tandem's rows run, with "-dirty" if it is changed again; "" without git."""
-    code = ["common", "rewards", "sampler", "trainer"]
+    code = ["common", "model", "rewards", "sampler", "trainer"]
     try:
         last = subprocess.run(
             ["git", "log", "-1", "--format=%h", "--", *code], cwd=ROOT, capture_output=True, text=True
@@ -75,7 +95,9 @@ def _commit() -> str:
 
 def measure(cells: Sequence[Cell], rows: Sequence[str], steps: int, warmup: int, repeats: int, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
-    commit = _commit()
+    common = {"commit": _commit(), "machine": machine(), "flops": measured_flops()}
+    kept = without(_read(out), str(common["machine"]), cells, rows)
+    out.write_text("".join(json.dumps(record) + "\n" for record in kept))
     everything = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}  # one process has all cores
     without_threads = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {"HF_HUB_OFFLINE": "1"}
     for cell in cells:
@@ -93,7 +115,7 @@ def measure(cells: Sequence[Cell], rows: Sequence[str], steps: int, warmup: int,
                     continue
                 with open(out, "a") as file:
                     for line in fresh.read_text().splitlines():
-                        record = json.loads(line) | {"repeat": repeat, "commit": commit}
+                        record = json.loads(line) | {"repeat": repeat} | common
                         if record["step"] > warmup:
                             file.write(json.dumps(record) + "\n")
                 fresh.unlink()
@@ -195,20 +217,36 @@ def _ratio(rows: Sequence[Summary], row: str) -> float:
     return next((r.tokens_per_s / best_trl for r in rows if best_trl and r.row == row), 0.0)
 
 
-def write_page(out: Path) -> None:
-    records = [json.loads(line) for line in out.read_text().splitlines()]
+def of_machine(records: Sequence[dict[str, Any]]) -> tuple[list[tuple[Cell, list[Summary]]], float]:
+    """(summaries by cell, operations per second of one core) of the records of one machine."""
     measured = {r["cell"] for r in records}
     cells = [c for c in CELLS if c.name in measured] + [named(n) for n in sorted(measured - {c.name for c in CELLS})]
     by_cell = [(c, summarise(r for r in records if r["cell"] == c.name)) for c in cells]
-    flops = measured_flops()
-    machine = (
-        f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} cores; one core does "
-        f"{flops / 1e9:.0f} GFLOP/s in a float32 matrix product."
-    )
-    text = "\n\n".join([machine, table(by_cell, flops), "The other rows, in seconds, × TRL:", other_rows(by_cell)])
-    page = PAGE.read_text()
-    before, rest = page.split(BEGIN)
-    PAGE.with_suffix(".svg").write_bytes(draw(by_cell))
+    return by_cell, statistics.median(r["flops"] for r in records)
+
+
+def tables(records: Sequence[dict[str, Any]]) -> str:
+    """Markdown: the tables of every machine, in the order in which they were first measured."""
+    parts = []
+    for name in dict.fromkeys(r["machine"] for r in records):
+        by_cell, flops = of_machine([r for r in records if r["machine"] == name])
+        parts += [
+            f"**{name}**; one core does {flops / 1e9:.0f} GFLOP/s in a float32 matrix product.",
+            table(by_cell, flops),
+        ]
+        if others := other_rows(by_cell):
+            parts += ["The other rows, in seconds, × TRL:", others]
+    return "\n\n".join(parts)
+
+
+def write_page(out: Path) -> None:
+    """The picture shows the machine with the most cells."""
+    records = _read(out)
+    text = tables(records)
+    machines = list(dict.fromkeys(r["machine"] for r in records))
+    drawn = max((of_machine([r for r in records if r["machine"] == name])[0] for name in machines), key=len)
+    before, rest = PAGE.read_text().split(BEGIN)
+    PAGE.with_suffix(".svg").write_bytes(draw(drawn))
     PAGE.write_text(before + BEGIN + "\n\n" + text + "\n\n" + END + rest.split(END)[1])
     print(text)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import Any
 
@@ -72,6 +73,32 @@ def test_a_cell_is_a_line_and_its_ratios_are_over_the_best_trl_row() -> None:
         "2.50",
     ]
     assert other_rows([(CELLS[0], rows)]) == f"- **{CELLS[0].name}:** trl-stock 1.000 (1.000–1.000), 0.62 ×"
+
+
+def step_on(machine: str, row: str, wall_s: float, cell: str = CELLS[0].name, flops: float = 1e9) -> dict[str, object]:
+    return record(row, wall_s) | {"cell": cell, "machine": machine, "flops": flops}
+
+
+def test_steps_of_two_machines_are_never_put_together() -> None:
+    fast = [step_on("fast", row, s, flops=4e9) for row, s in (("trl-plain", 2), ("streaming", 1)) for _ in range(3)]
+    slow = [step_on("slow", row, s) for row, s in (("trl-plain", 12), ("streaming", 4)) for _ in range(3)]
+    text = bench.tables([*fast, *slow])
+    first, second = text.split("**slow**")
+    assert first.startswith("**fast**; one core does 4 GFLOP/s") and "2.000 (2.000–2.000)" in first
+    assert " 2.00 |" in first and "12.000" not in first
+    assert "; one core does 1 GFLOP/s" in second and " 3.00 |" in second and "2.000 (2.000–2.000)" not in second
+
+
+def test_a_row_that_is_measured_again_replaces_what_the_same_machine_measured() -> None:
+    other = CELLS[1].name
+    kept = [
+        step_on("b", "streaming", 1), step_on("a", "run-ahead", 1), step_on("a", "streaming", 1, cell=other),
+    ]  # fmt: skip
+    assert bench.without([step_on("a", "streaming", 1), *kept], "a", [CELLS[0]], ["streaming", "trl-plain"]) == kept
+
+
+def test_a_machine_is_named_with_its_processor_and_cores() -> None:
+    assert re.fullmatch(rf".+, {len(os.sched_getaffinity(0))} cores", bench.machine())
 
 
 def test_the_picture_names_every_cell_and_shows_ratios_over_the_best_trl_row() -> None:
