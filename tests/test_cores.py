@@ -35,7 +35,7 @@ def one_thread_on_one_core() -> Iterator[None]:
         ({}, (), 0),
         ({LENT_CORES: ""}, (), 0),
         ({LENT_CORES: "0,1,2"}, (0, 1, 2), 3),
-        ({LENT_CORES: "0,1,2", "LOCAL_WORLD_SIZE": "2"}, (0, 1, 2), 1),
+        ({LENT_CORES: "0,1,2", "LOCAL_SIZE": "2"}, (0, 1, 2), 1),
     ],
 )
 def test_a_rank_gets_its_part_of_the_threads_that_the_launcher_lends(

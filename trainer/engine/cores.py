@@ -32,7 +32,7 @@ class Cores:
     @staticmethod
     def of(environ: Mapping[str, str]) -> Cores:
         lent = frozenset(int(core) for core in environ.get(LENT_CORES, "").split(",") if core)
-        more_threads = len(lent) // int(environ.get("LOCAL_WORLD_SIZE", "1"))
+        more_threads = len(lent) // int(environ.get("LOCAL_SIZE", "1"))
         return Cores(frozenset(os.sched_getaffinity(0)), torch.get_num_threads(), lent, more_threads)
 
     @contextlib.contextmanager
