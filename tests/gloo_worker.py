@@ -13,6 +13,7 @@ import dataclasses
 import faulthandler
 import hashlib
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -52,6 +53,7 @@ from tests.gloo_data import (
     turns,
     uneven,
 )
+from trainer.engine.cores import LENT_CORES
 from trainer.link.source import Statistics
 
 HANGS_AFTER_S = 120
@@ -71,6 +73,7 @@ def rank_zero(stream: Stream) -> Any:
         take=take,
         commit=ignore,
         refill=ignore,
+        samplers_rest=lambda: True,
         versions_in_use=list,
         take_statistics=lambda: Statistics({}, 0, {}),
     )
@@ -147,6 +150,14 @@ class Worker:
             self.write(f"{name}/value_weights", master_weights(trainer.critic))
         self.seen[name] = {"steps": trainer.results, "progress": dataclasses.asdict(trainer.progress)}
 
+    def lent_cores(self) -> None:
+        """To all ranks, or as far as rank 0 alone was told: it decides for all."""
+        for name, stage, ranks in (("lent", 1, range(self.exchange.world_size)), ("lent3", 3, range(1))):
+            if self.exchange.rank in ranks:
+                os.environ[LENT_CORES] = "0,1"
+            self.one_batch(name, stage, group, trainer={"max_staleness": 1})
+            os.environ.pop(LENT_CORES, None)
+
     def variants(self) -> None:
         for name, sections in VARIANTS.items():
             self.one_batch(name, 1, group, **sections)
@@ -154,6 +165,7 @@ class Worker:
             self.one_batch(f"turns{stage}", stage, turns)
             self.one_batch(f"turns_critic{stage}", stage, turns, **GAE)
             self.one_batch(f"turns_segments{stage}", stage, turns, **GROUP_PPO)
+        self.lent_cores()
 
     def references(self) -> None:
         """The same groups: scored before they come, and scored here at every stage."""

@@ -204,6 +204,15 @@ def test_gradient_checkpointing_and_larger_micro_batches_change_nothing(
 
 
 @pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", ["lent", "lent3"])
+def test_on_lent_cores_the_gradient_is_the_same_and_ranks_agree_about_them(
+    runs: Runs, plain: PlainTraining, ranks: int, name: str
+) -> None:
+    found = scaled(runs.tensors(ranks, f"{name}/gradient"), 1 / (1 - BETA1))
+    assert difference(found, plain.gradient) < PLAIN_ROUNDING
+
+
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", ["twice", "corrected"])
 def test_a_second_iteration_on_a_batch_equals_a_second_plain_step_on_it(runs: Runs, ranks: int, name: str) -> None:
     changes = {k: v for k, v in VARIANTS[name]["algorithm"].items() if k != "num_iterations"}
