@@ -247,9 +247,11 @@ def test_mini_batches_equal_plain_steps_with_advantages_of_the_whole_batch(runs:
     for groups in planned:
         plain.step(groups, BATCH_OF_EIGHT)
     seen = runs.first(ranks)[0][name]
+    # the loss is a mean of terms of about 1, most of which cancel: what float32 keeps is 1e-6 of them and not of the mean
+    rounding = {"loss": 1e-6}
     for found, expected in zip(seen["steps"], plain.steps, strict=True):
         for key, value in expected.items():
-            assert found[key] == pytest.approx(value, rel=2e-5), key
+            assert found[key] == pytest.approx(value, rel=2e-5, abs=rounding.get(key, 0)), key
     expected = {key: p.detach() for key, p in plain.model.named_parameters()}
     # Adam divides each gradient by its own size: where that is rounding alone, so is the step
     assert difference(runs.tensors(ranks, f"{name}/weights"), expected) < 1e-5

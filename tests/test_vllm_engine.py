@@ -117,7 +117,8 @@ def test_old_logprobs_are_those_of_the_full_softmax_at_the_sampling_temperature(
             assert np.abs(completion.logprobs - expected).max() < 1e-4
 
 
-def test_a_seed_gives_the_same_completions_again_and_siblings_differ(engine):
+def test_a_seed_gives_the_same_completions_again_and_siblings_differ(engine, config, version):
+    reload(engine, version(1), config)  # an earlier test may have left weights that always say the same
     first, second = (complete(engine, SamplingParams(1.0, 24, 4, 11)) for _ in range(2))
     assert [c.token_ids.tolist() for c in first] == [c.token_ids.tolist() for c in second]
     assert len({tuple(c.token_ids.tolist()) for c in first}) == 4
