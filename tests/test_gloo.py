@@ -247,7 +247,7 @@ def test_mini_batches_equal_plain_steps_with_advantages_of_the_whole_batch(runs:
     for groups in planned:
         plain.step(groups, BATCH_OF_EIGHT)
     seen = runs.first(ranks)[0][name]
-    # the loss is a mean of terms of about 1, most of which cancel: what float32 keeps is 1e-6 of them and not of the mean
+    # the loss is a mean of terms of about 1, most of which cancel: float32 keeps 1e-6 of them, not of the mean
     rounding = {"loss": 1e-6}
     for found, expected in zip(seen["steps"], plain.steps, strict=True):
         for key, value in expected.items():
