@@ -32,6 +32,7 @@ from benchmarks.cells import CELLS, ROOT, Cell, named
 from benchmarks.objectives_page import svg
 from benchmarks.work import measured_flops, step_work
 from report.environment import processor
+from report.run_log import read_jsonl
 
 RESULTS = ROOT / "benchmarks" / "results" / "steps.jsonl"
 PAGE = ROOT / "docs" / "performance.md"
@@ -76,10 +77,6 @@ def without(records: Iterable[dict[str, Any]], on: str, cells: Sequence[Cell], r
     return [r for r in records if r["machine"] != on or r["cell"] not in names or r["row"] not in rows]
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def _commit() -> str:
     """The last commit that changed what Tandem's rows run, with "-dirty" if it is changed again; "" without git."""
     code = ["common", "model", "rewards", "sampler", "trainer"]
@@ -96,7 +93,7 @@ def _commit() -> str:
 def measure(cells: Sequence[Cell], rows: Sequence[str], steps: int, warmup: int, repeats: int, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     common = {"commit": _commit(), "machine": machine(), "flops": measured_flops()}
-    kept = without(_read(out), str(common["machine"]), cells, rows)
+    kept = without(read_jsonl(out), str(common["machine"]), cells, rows)
     out.write_text("".join(json.dumps(record) + "\n" for record in kept))
     everything = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}  # one process has all cores
     without_threads = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {"HF_HUB_OFFLINE": "1"}
@@ -225,11 +222,16 @@ def of_machine(records: Sequence[dict[str, Any]]) -> tuple[list[tuple[Cell, list
     return by_cell, statistics.median(r["flops"] for r in records)
 
 
+def by_machine(records: Sequence[dict[str, Any]]) -> dict[str, tuple[list[tuple[Cell, list[Summary]]], float]]:
+    """`of_machine` of each, in the order in which they were first measured."""
+    names = dict.fromkeys(r["machine"] for r in records)
+    return {name: of_machine([r for r in records if r["machine"] == name]) for name in names}
+
+
 def tables(records: Sequence[dict[str, Any]]) -> str:
-    """Markdown: the tables of every machine, in the order in which they were first measured."""
+    """Markdown: the tables of every machine."""
     parts = []
-    for name in dict.fromkeys(r["machine"] for r in records):
-        by_cell, flops = of_machine([r for r in records if r["machine"] == name])
+    for name, (by_cell, flops) in by_machine(records).items():
         parts += [
             f"**{name}**; one core does {flops / 1e9:.0f} GFLOP/s in a float32 matrix product.",
             table(by_cell, flops),
@@ -241,10 +243,9 @@ def tables(records: Sequence[dict[str, Any]]) -> str:
 
 def write_page(out: Path) -> None:
     """The picture shows the machine with the most cells."""
-    records = _read(out)
+    records = read_jsonl(out)
     text = tables(records)
-    machines = list(dict.fromkeys(r["machine"] for r in records))
-    drawn = max((of_machine([r for r in records if r["machine"] == name])[0] for name in machines), key=len)
+    drawn = max((by_cell for by_cell, _ in by_machine(records).values()), key=len)
     before, rest = PAGE.read_text().split(BEGIN)
     PAGE.with_suffix(".svg").write_bytes(draw(drawn))
     PAGE.write_text(before + BEGIN + "\n\n" + text + "\n\n" + END + rest.split(END)[1])
