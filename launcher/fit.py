@@ -161,11 +161,14 @@ def reference_side(config: Config, work: Workload, place: Placement, machine: Ma
     """Where the reference model goes: to the side whose addition leaves the slower of the two the faster.
 
     The sampler gets it if that makes no difference, if only there is room for it, if rewards need it, or if there is no
-    estimate.
+    estimate. On policy on the same cores the trainer gets it: in the sampler it would take the cores from the
+    micro-batches of the groups before, with threads of two processes waiting for each other's.
     """
     if work.reference is None or config.algorithm.kl_in_reward:
         return "sampler"
     choices = {side: replace(work, reference_on=side) for side in ("sampler", "trainer")}
     fitting = [side for side in choices if not fit(config, choices[side], place, machine).problems]
+    if config.trainer.max_staleness == 0 and place.shares_cores and "trainer" in (fitting or choices):
+        return "trainer"
     slower = {side: max(seconds_of_sides(config, choices[side], place, machine) or (0.0,)) for side in choices}
     return min(fitting or choices, key=slower.__getitem__)

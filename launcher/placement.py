@@ -26,6 +26,9 @@ _KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": 
 # A sampler's largest tensors are made anew at each reload, beside the old ones. Whatever small and lasting then takes a
 # place that an old one left makes the process as much larger. So from 64 MiB on they do go back to the kernel.
 SAMPLERS_MEMORY = _KEEP_MEMORY | {"MALLOC_MMAP_THRESHOLD_": str(2**26)}
+# Processes on the same cores. A thread that spins for long takes a core from the other process; one that sleeps after
+# every small operation wakes too late for the next. So it looks 10,000 times, some 0.2 ms, and sleeps then.
+_TAKING_TURNS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 # CUDA would number the fastest GPU 0; nvidia-smi, whose numbers we read and print, goes by the bus.
 _NUMBERED = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
@@ -57,6 +60,11 @@ class Placement:
     idle_gpus: tuple[int, ...] = ()  # visible, or named for the sampler, and used by neither process
     samplers: tuple[SamplerPlace, ...] = ()  # each, if there are several
     more_samplers: str = ""  # the settings with which samplers use the idle GPUs
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether both processes compute on the same cores."""
+        return not (self.sampler_gpus or self.trainer_gpus or self.trainer_cores)
 
     @property
     def shares_gpu(self) -> bool:
@@ -107,7 +115,7 @@ def _on_cpu(config: Config, cores: Sequence[int]) -> Placement:
         pass
     elif config.trainer.max_staleness == 0:  # mostly one process waits for the other, so each may use all cores
         sampler_threads, threads = len(cores), len(cores) // ranks
-        environment["OMP_WAIT_POLICY"] = "PASSIVE"  # a thread that spins would take a core from the other process
+        environment |= _TAKING_TURNS
     else:
         threads = max(1, len(cores) // 2 // ranks)
         sampler, trainer = list(cores[: -ranks * threads]), list(cores[-ranks * threads :])

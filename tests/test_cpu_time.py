@@ -139,6 +139,16 @@ def test_the_reference_goes_to_the_faster_side_of_a_cpu_and_unmeasured_to_the_sa
     assert reference_side(config, load, place, on_two_cores()) == "sampler"
 
 
+def test_on_policy_on_shared_cores_the_trainer_scores_the_reference_unless_rewards_need_it() -> None:
+    config, load = config_of(), replace(LOAD, reference=MODEL)
+    place = placement(config, (), (0, 1))
+    slow_training = replace(HERE, threads=2, layer_call=1000.0)
+    assert reference_side(config, load, place, on_two_cores(two=slow_training)) == "trainer"
+    assert reference_side(config, load, place, on_two_cores()) == "trainer"
+    in_reward = config_of(algorithm={"beta": 0.1, "kl_in_reward": True})
+    assert reference_side(in_reward, load, place, on_two_cores(two=slow_training)) == "sampler"
+
+
 # ---- measuring
 
 

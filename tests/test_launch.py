@@ -375,11 +375,12 @@ def test_all_samplers_cores_are_lent():
 
 
 @pytest.mark.parametrize(("ranks", "threads"), [(1, "8"), (2, "4"), (3, "2")])
-def test_processes_that_wait_for_each_other_share_all_cores_and_do_not_spin(ranks, threads):
+def test_processes_that_wait_for_each_other_share_all_cores_and_spin_a_moment(ranks, threads):
     place = placement(config_of(trainer={"num_ranks": ranks, "max_staleness": 0}), gpus=[], cores=list(range(8)))
     assert cores_and_threads(place) == ((), "8", (), threads)
-    assert place.sampler_env["OMP_WAIT_POLICY"] == place.trainer_env["OMP_WAIT_POLICY"] == "PASSIVE"
-    assert "8 shared cores" in place.sampler_place and f"{ranks} rank" in place.trainer_place
+    for env in (place.sampler_env, place.trainer_env):
+        assert (env["OMP_WAIT_POLICY"], env["GOMP_SPINCOUNT"]) == ("PASSIVE", "10000")
+    assert place.shares_cores and "8 shared cores" in place.sampler_place and f"{ranks} rank" in place.trainer_place
 
 
 @pytest.mark.parametrize(
