@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import yaml
 
 from benchmarks.objectives_page import draw, page, read, table, verdicts
+from common.config.loading import parse
 from common.durable import write_file
 from common.run_folder import checkpoints
 from report.run_log import read_jsonl
@@ -62,7 +63,7 @@ KEPT = (  # of a step's metrics
 def settings(method: str, seed: int, steps: int, folder: Path) -> dict[str, Any]:
     """CONFIG for another estimator, seed and length."""
     estimator, segment_loss = METHODS[method]
-    chosen = yaml.safe_load(CONFIG.read_text())
+    chosen = parse(CONFIG.read_text())
     algorithm = chosen["algorithm"]
     algorithm["adv_estimator"] = estimator
     if segment_loss:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from benchmarks import objectives
 from benchmarks.objectives import METHODS, folder_of, forget, raw_lines, recorded, settings
 from benchmarks.objectives_page import FinishedRun, draw, page, read, table, verdicts
 from common.config import Config
+from common.config.loading import parse
 
 pytestmark = pytest.mark.fast
 
@@ -117,7 +117,7 @@ def test_the_same_results_draw_the_same_picture_and_the_page_shows_it() -> None:
 
 def test_the_two_configs_with_a_critic_differ_in_the_estimator_alone() -> None:
     gae, group_ppo = (
-        yaml.safe_load((objectives.ROOT / "configs" / name).read_text()) for name in ("ppo_gae.yaml", "group_ppo.yaml")
+        parse((objectives.ROOT / "configs" / name).read_text()) for name in ("ppo_gae.yaml", "group_ppo.yaml")
     )
     assert {of["algorithm"].pop("adv_estimator") for of in (gae, group_ppo)} == {"gae", "group_ppo"}
     assert group_ppo["algorithm"].pop("group_params")

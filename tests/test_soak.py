@@ -22,6 +22,7 @@ import yaml
 
 from benchmarks.soak import VICTIMS, workers
 from common import durable
+from common.config.loading import parse
 from common.ports import free_port
 from common.run_folder import checkpoints
 from report.run_log import read_jsonl, wilson_interval
@@ -43,7 +44,7 @@ SECONDS_PER_STEP = 20.0  # allowed, on a loaded machine and with restarts
 def settings() -> dict[str, Any]:
     """The quick start's, once its model and problems are built."""
     build_once()
-    return yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
+    return parse((ROOT / "configs" / "quickstart.yaml").read_text())
 
 
 class Run:

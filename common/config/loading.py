@@ -32,7 +32,7 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
         ) from None
     try:
         lines = _line_numbers(yaml.compose(text, Loader=_Loader), path)
-        settings = _parse(text) or {}
+        settings = parse(text) or {}
     except yaml.YAMLError as error:
         raise UserError(_not_yaml(error, path)) from None
     if not isinstance(settings, dict):
@@ -63,7 +63,8 @@ _Loader.add_implicit_resolver(
 _Loader.yaml_implicit_resolvers["o"] = [("tag:yaml.org,2002:bool", re.compile("off"))]  # and not `on`: reference.on
 
 
-def _parse(text: str) -> Any:
+def parse(text: str) -> Any:
+    """The settings in a text, as a file has them: unchecked, and without defaults. Raises yaml.YAMLError."""
     return _Loader(text).get_single_data()
 
 
@@ -80,7 +81,7 @@ def _apply(settings: dict[str, Any], override: str) -> None:
     if not isinstance(node, dict):
         raise UserError(f"override {shown!r}: {'.'.join(parents)} is not a section")
     try:
-        node[leaf] = _parse(value)
+        node[leaf] = parse(value)
     except yaml.YAMLError:
         raise UserError(f"override {shown!r}: the value is not valid YAML") from None
 
