@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
 from torch import Tensor
 
 from model import fused_head
@@ -103,7 +102,7 @@ def graphs_of(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[An
 def test_one_graph_serves_every_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """fullgraph: torch.compile refuses code that would leave the graph, such as a question for a value."""
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # of an engine on this CPU, in the same process
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)
+    monkeypatch.setattr("torch._dynamo.config.disable", False)
     (forward, forwards), (backward, backwards) = graphs_of(fused_head._terms), graphs_of(fused_head._gradient)
     for rows in (5, 17, 64):
         logits, targets, grad = problem(rows, 300, torch.bfloat16)
