@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.cells import CELLS, ROOT, Cell, named
 from benchmarks.objectives_page import svg
 from benchmarks.work import measured_flops, step_work
+from common.durable import write_file
 from report.environment import processor
 from report.run_log import read_jsonl
 
@@ -42,6 +43,7 @@ TRL_ROWS = {f"trl-{backend}": backend for backend in ("stock", "plain", "vllm")}
 LADDER = {f"ladder-{rung}": rung for rung in ("seed", "reuse", "flat", "shared", "completions", "onednn")}
 TANDEM = {
     "streaming": ["trainer.max_staleness=0"],
+    "streaming-ref": ["trainer.max_staleness=0", "reference.on=trainer"],
     "run-ahead": ["trainer.max_staleness=1"],
     "run-ahead-ref": ["trainer.max_staleness=1", "reference.on=trainer"],
 }
@@ -71,15 +73,14 @@ def machine() -> str:
     return f"{processor()}{kind}, {len(os.sched_getaffinity(0))} cores"
 
 
-def without(records: Iterable[dict[str, Any]], on: str, cells: Sequence[Cell], rows: Sequence[str]) -> list[Any]:
-    """The records but for those of these rows of these cells on this machine."""
-    names = {cell.name for cell in cells}
-    return [r for r in records if r["machine"] != on or r["cell"] not in names or r["row"] not in rows]
+def without(records: Iterable[dict[str, Any]], on: str, cell: Cell, row: str) -> list[dict[str, Any]]:
+    """The records but for those of this row of this cell on this machine."""
+    return [r for r in records if (r["machine"], r["cell"], r["row"]) != (on, cell.name, row)]
 
 
 def _commit() -> str:
     """The last commit that changed what Tandem's rows run, with "-dirty" if it is changed again; "" without git."""
-    code = ["common", "model", "rewards", "sampler", "trainer"]
+    code = ["common", "launcher", "model", "rewards", "sampler", "trainer"]
     try:
         last = subprocess.run(
             ["git", "log", "-1", "--format=%h", "--", *code], cwd=ROOT, capture_output=True, text=True
@@ -91,10 +92,10 @@ def _commit() -> str:
 
 
 def measure(cells: Sequence[Cell], rows: Sequence[str], steps: int, warmup: int, repeats: int, out: Path) -> None:
+    """Adds lines to `out`. A row's earlier ones of this machine go when it has been measured again, and not before."""
     out.parent.mkdir(parents=True, exist_ok=True)
     common = {"commit": _commit(), "machine": machine(), "flops": measured_flops()}
-    kept = without(read_jsonl(out), str(common["machine"]), cells, rows)
-    out.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    records, renewed = read_jsonl(out), set[tuple[Cell, str]]()
     everything = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}  # one process has all cores
     without_threads = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {"HF_HUB_OFFLINE": "1"}
     for cell in cells:
@@ -110,11 +111,12 @@ def measure(cells: Sequence[Cell], rows: Sequence[str], steps: int, warmup: int,
                 if done.returncode:
                     print(f"bench: {row} failed and is left out:\n{done.stderr[-2000:]}", file=sys.stderr, flush=True)
                     continue
-                with open(out, "a") as file:
-                    for line in fresh.read_text().splitlines():
-                        record = json.loads(line) | {"repeat": repeat} | common
-                        if record["step"] > warmup:
-                            file.write(json.dumps(record) + "\n")
+                if (cell, row) not in renewed:
+                    records = without(records, str(common["machine"]), cell, row)
+                    renewed.add((cell, row))
+                new = (record | {"repeat": repeat} | common for record in read_jsonl(fresh))
+                records += [record for record in new if record["step"] > warmup]
+                write_file(out, "".join(json.dumps(record) + "\n" for record in records).encode())
                 fresh.unlink()
 
 

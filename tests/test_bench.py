@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,12 +91,27 @@ def test_steps_of_two_machines_are_never_put_together() -> None:
     assert "; one core does 1 GFLOP/s" in second and " 3.00 |" in second and "2.000 (2.000–2.000)" not in second
 
 
-def test_a_row_that_is_measured_again_replaces_what_the_same_machine_measured() -> None:
-    other = CELLS[1].name
+def test_a_row_that_is_measured_again_replaces_what_the_same_machine_measured_once_it_has_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps of 7 s after one of warm-up; the second row fails."""
+    cell, out = CELLS[0], tmp_path / "steps.jsonl"
     kept = [
-        step_on("b", "streaming", 1), step_on("a", "run-ahead", 1), step_on("a", "streaming", 1, cell=other),
+        step_on("b", "streaming", 1), step_on("a", "run-ahead", 1), step_on("a", "streaming", 1, cell=CELLS[1].name),
     ]  # fmt: skip
-    assert bench.without([step_on("a", "streaming", 1), *kept], "a", [CELLS[0]], ["streaming", "trl-plain"]) == kept
+    out.write_text("".join(json.dumps(line) + "\n" for line in [step_on("a", "streaming", 1), *kept]))
+
+    def command(row: str, cell: Cell, steps: int, out: Path) -> list[str]:
+        lines = [json.dumps(step_on("?", row, 7.0) | {"cell": cell.name, "step": i}) for i in range(1, steps + 1)]
+        writes = f"import pathlib; pathlib.Path({str(out)!r}).write_text({chr(10).join(lines) + chr(10)!r})"
+        return [sys.executable, "-c", writes if row == "streaming" else "raise SystemExit(1)"]
+
+    for name, stand_in in (("command", command), ("machine", lambda: "a"), ("measured_flops", lambda: 2e9)):
+        monkeypatch.setattr(bench, name, stand_in)
+    bench.measure([cell], ["streaming", "run-ahead"], steps=2, warmup=1, repeats=1, out=out)
+    *old, first, second = map(json.loads, out.read_text().splitlines())
+    assert old == kept and [first["step"], second["step"]] == [2, 3]
+    assert {(r["machine"], r["wall_s"], r["flops"]) for r in (first, second)} == {("a", 7.0, 2e9)}
 
 
 def test_a_machine_is_named_with_its_processor_and_cores() -> None:
