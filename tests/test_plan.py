@@ -482,7 +482,7 @@ def test_a_run_decides_the_side_of_the_reference_as_the_plan_and_keeps_no_engine
     task: Path, tmp_path: Path, by_hub_id: bool
 ) -> None:
     # eight passes: the trainer is slower by far, or two measurements of a busy machine could choose either
-    chosen = ["algorithm.beta=0.1", "reference.on=auto", "algorithm.num_iterations=8"]
+    chosen = ["algorithm.beta=0.1", "reference.on=auto", "algorithm.num_iterations=8", "trainer.max_staleness=1"]
     environment = hub_with(task / "model", tmp_path)
     words = [str(task / "run.yaml"), *chosen, *(["model.path=me/tiny"] if by_hub_id else [])]
     command = [sys.executable, "-c", DECIDES, *words]
