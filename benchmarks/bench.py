@@ -94,8 +94,9 @@ def _commit() -> str:
 def measure(cells: Sequence[Cell], rows: Sequence[str], steps: int, warmup: int, repeats: int, out: Path) -> None:
     """Adds lines to `out`. A row's earlier ones of this machine go when it has been measured again, and not before."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    common = {"commit": _commit(), "machine": machine(), "flops": measured_flops()}
-    records, renewed = read_jsonl(out), set[tuple[Cell, str]]()
+    here = machine()
+    common = {"commit": _commit(), "machine": here, "flops": measured_flops()}
+    earlier, measured = read_jsonl(out), list[dict[str, Any]]()
     everything = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}  # one process has all cores
     without_threads = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {"HF_HUB_OFFLINE": "1"}
     for cell in cells:
@@ -111,12 +112,10 @@ def measure(cells: Sequence[Cell], rows: Sequence[str], steps: int, warmup: int,
                 if done.returncode:
                     print(f"bench: {row} failed and is left out:\n{done.stderr[-2000:]}", file=sys.stderr, flush=True)
                     continue
-                if (cell, row) not in renewed:
-                    records = without(records, str(common["machine"]), cell, row)
-                    renewed.add((cell, row))
+                earlier = without(earlier, here, cell, row)
                 new = (record | {"repeat": repeat} | common for record in read_jsonl(fresh))
-                records += [record for record in new if record["step"] > warmup]
-                write_file(out, "".join(json.dumps(record) + "\n" for record in records).encode())
+                measured += [record for record in new if record["step"] > warmup]
+                write_file(out, "".join(json.dumps(record) + "\n" for record in earlier + measured).encode())
                 fresh.unlink()
 
 

@@ -157,6 +157,11 @@ def _trainer_is_too_large(work: Workload, total: float, budget: float, what: str
     return f"{head}; set {' '.join(settings)}, which needs {gib(work.ranks_per_gpu * trainer_memory(changed).total)}"
 
 
+def takes_turns(config: Config, place: Placement) -> bool:
+    """Whether both processes compute on the same cores, mostly one after the other. Then no speed decides anything."""
+    return config.trainer.max_staleness == 0 and place.shares_cores
+
+
 def reference_side(config: Config, work: Workload, place: Placement, machine: Machine) -> str:
     """Where the reference model goes: to the side whose addition leaves the slower of the two the faster.
 
@@ -167,8 +172,8 @@ def reference_side(config: Config, work: Workload, place: Placement, machine: Ma
     if work.reference is None or config.algorithm.kl_in_reward:
         return "sampler"
     choices = {side: replace(work, reference_on=side) for side in ("sampler", "trainer")}
-    fitting = [side for side in choices if not fit(config, choices[side], place, machine).problems]
-    if config.trainer.max_staleness == 0 and place.shares_cores and "trainer" in (fitting or choices):
+    fitting = [side for side in choices if not fit(config, choices[side], place, machine).problems] or list(choices)
+    if takes_turns(config, place) and "trainer" in fitting:
         return "trainer"
     slower = {side: max(seconds_of_sides(config, choices[side], place, machine) or (0.0,)) for side in choices}
-    return min(fitting or choices, key=slower.__getitem__)
+    return min(fitting, key=slower.__getitem__)

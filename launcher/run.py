@@ -25,7 +25,7 @@ from common.run_folder import FINAL, checkpoints, no_checkpoint
 from launcher import shares
 from launcher.batch_plan import batch_plan, one_line
 from launcher.commands import Commands
-from launcher.fit import fit, reference_side
+from launcher.fit import fit, reference_side, takes_turns
 from launcher.hosts import HostCommands, placement_over, read_hosts, settings_over
 from launcher.machine import ROOT, this_machine
 from launcher.measure import with_measured
@@ -92,7 +92,8 @@ def _reference_side(config: Config, place: Placement) -> str:
         return "sampler"
     machine = this_machine(len(visible_gpus(os.environ)))
     work = workload_of(config, place.num_ranks, model, machine.gpus > 0, place.ranks_per_gpu)
-    machine = with_measured(machine, work, place)
+    if not takes_turns(config, place):
+        machine = with_measured(machine, work, place)
     return reference_side(config, work, place, machine)
 
 

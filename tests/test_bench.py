@@ -102,8 +102,9 @@ def test_a_row_that_is_measured_again_replaces_what_the_same_machine_measured_on
     out.write_text("".join(json.dumps(line) + "\n" for line in [step_on("a", "streaming", 1), *kept]))
 
     def command(row: str, cell: Cell, steps: int, out: Path) -> list[str]:
-        lines = [json.dumps(step_on("?", row, 7.0) | {"cell": cell.name, "step": i}) for i in range(1, steps + 1)]
-        writes = f"import pathlib; pathlib.Path({str(out)!r}).write_text({chr(10).join(lines) + chr(10)!r})"
+        lines = [step_on("?", row, 7.0, cell=cell.name) | {"step": i} for i in range(1, steps + 1)]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        writes = f"import pathlib; pathlib.Path({str(out)!r}).write_text({text!r})"
         return [sys.executable, "-c", writes if row == "streaming" else "raise SystemExit(1)"]
 
     for name, stand_in in (("command", command), ("machine", lambda: "a"), ("measured_flops", lambda: 2e9)):

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from common.config import load
+from launcher import run
 from launcher.batch_plan import BatchPlan, batch_plan, epochs, lines, one_line
 from launcher.compute_time import Device, known_device, sampler_seconds, trainer_seconds
 from launcher.fit import fit, reference_side
@@ -491,6 +492,15 @@ def test_a_run_decides_the_side_of_the_reference_as_the_plan_and_keeps_no_engine
     side, engines = done.stdout.splitlines()
     assert side == "sampler" and engines == "[]"
     assert f"scored by the {side} (reference.on=auto)" in planned(task, *chosen)[1]
+
+
+def test_a_run_on_policy_on_shared_cores_measures_nothing_to_place_the_reference(
+    task: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "visible_gpus", lambda _: ())
+    monkeypatch.setattr(run, "with_measured", lambda *_: pytest.fail("measured"))
+    config = load(task / "run.yaml", ["algorithm.beta=0.1", "reference.on=auto"])
+    assert run._reference_side(config, placement(config, (), (0, 1))) == "trainer"
 
 
 @pytest.mark.processes
