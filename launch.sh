@@ -206,9 +206,9 @@ case $command in
     ;;
   test)
     setup
-    workers=(-n auto --dist loadfile --no-loadscope-reorder) # how many, and in which order: tests/conftest.py
+    workers=(-n auto --dist loadfile --no-loadscope-reorder) # in which order: tests/conftest.py; a later -n N wins
     for word; do # a few tests that are named start sooner without workers
-      case $word in -n* | -k* | --pdb | tests/*) workers=() ;; esac
+      case $word in -k* | --pdb | tests/*) workers=() ;; esac
     done
     exec .venv/bin/python -m pytest ${workers[@]+"${workers[@]}"} "$@"
     ;;

@@ -333,11 +333,12 @@ def test_what_the_user_set_is_not_overwritten(copy):
 
 def test_test_passes_its_arguments_to_pytest_and_starts_workers_unless_tests_are_named(copy):
     copy.launch("setup")
-    for arguments in ("-k wire", "tests/test_wire.py -x", "-n 3"):
+    for arguments in ("-k wire", "tests/test_wire.py -x"):
         copy.launch("test", *arguments.split())
         assert copy.calls() == [f"-m pytest {arguments}"]
-    copy.launch("test", "-m", "fast")
-    assert copy.calls() == ["-m pytest -n auto --dist loadfile --no-loadscope-reorder -m fast"]
+    for arguments in ("-m fast", "-n 3"):  # without loadfile each worker would start the engines of each file
+        copy.launch("test", *arguments.split())
+        assert copy.calls() == [f"-m pytest -n auto --dist loadfile --no-loadscope-reorder {arguments}"]
 
 
 # --- placement
