@@ -172,7 +172,10 @@ def remove_leftovers(parent: Path) -> int:
 
 @contextlib.contextmanager
 def lock(path: Path, on_taken: Callable[[str], Exception]) -> Iterator[None]:
-    """Holds an exclusive lock, which the kernel releases even on SIGKILL. Raises on_taken(holder) if it is held."""
+    """Holds an exclusive lock, which the kernel releases even on SIGKILL. Raises on_taken(holder) if it is held.
+
+    Raises UserError where nothing can be written or locked.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a+")  # noqa: SIM115 - closed below
@@ -181,9 +184,14 @@ def lock(path: Path, on_taken: Callable[[str], Exception]) -> Iterator[None]:
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             file.seek(0)
             raise on_taken(file.read().strip()) from None
+        except OSError as error:
+            raise UserError(
+                f"cannot lock {path}: {error.strerror}; mount its file system with locks (Lustre: -o flock), or choose "
+                "a place on another one"
+            ) from None
         file.truncate(0)
         file.write(f"pid {os.getpid()}")
         file.flush()

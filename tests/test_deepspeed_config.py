@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from common.config import Config
 from common.errors import UserError
 from tests.configs import config_of
-from trainer.engine.deepspeed_config import backend, deepspeed_config, gloo_warning, policy_of
-from trainer.engine.deepspeed_model import _optimizer
+from trainer.engine.deepspeed_config import backend, deepspeed_config, gloo_warning
 
 pytestmark = pytest.mark.fast
 
@@ -105,14 +103,6 @@ def test_where_zero_2_costs_nothing_more_nothing_is_said(stage: int, ranks: int,
     assert gloo_warning(config, ranks, backend, trained=2**30) == ""
 
 
-def test_adamw_is_one_pass_over_the_memory_with_the_settings_of_the_trainer() -> None:
-    config = settings({}, adam_beta1=0.8, adam_beta2=0.95)
-    made = _optimizer(config, policy_of(config))([torch.nn.Parameter(torch.ones(2))])
-    assert type(made) is torch.optim.AdamW
-    given = {name: made.defaults[name] for name in ("fused", "lr", "betas")}
-    assert given == {"fused": True, "lr": 3e-6, "betas": (0.8, 0.95)}
-
-
 def test_auto_is_nccl_on_gpus_and_gloo_without() -> None:
     assert [backend(settings({}), has_gpu) for has_gpu in (True, False)] == ["nccl", "gloo"]
     assert backend(settings({}, dist_backend="gloo"), has_gpu=True) == "gloo"
@@ -165,7 +155,12 @@ def test_a_file_made_for_the_hugging_face_trainer_works_as_it_is(tmp_path: Path)
 
 def test_a_scheduler_without_a_total_gets_none() -> None:
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
-    assert filled({"scheduler": scheduler})["scheduler"]["params"] == {"warmup_num_steps": 0}
+    assert filled({"scheduler": scheduler}, warmup_steps=3)["scheduler"]["params"] == {"warmup_num_steps": 3}
+
+
+def test_a_scheduler_that_must_warm_up_is_refused_without_steps_to_do_so() -> None:
+    with pytest.raises(UserError, match=r"warmup_num_steps is 0 by trainer.warmup_steps.*set trainer.warmup_steps=1"):
+        filled({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}})
 
 
 def test_equal_values_are_no_contradiction() -> None:

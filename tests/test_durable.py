@@ -182,6 +182,20 @@ def test_a_lock_in_a_place_that_cannot_be_written_is_the_users_to_fix(tmp_path: 
         pass
 
 
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_not_taken_for_a_lock_that_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(durable.fcntl, "flock", refuse)
+    locks = (durable.lock(tmp_path / "lock", RuntimeError), durable.waiting_lock(tmp_path / "lock", "waiting"))
+    for lock in locks:
+        with pytest.raises(UserError, match=rf"cannot lock .*/lock: {os.strerror(number)}; mount .* -o flock"), lock:
+            pass
+
+
 def test_a_private_folder_is_made_with_mode_0700(tmp_path: Path) -> None:
     durable.make_private(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700

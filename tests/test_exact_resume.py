@@ -267,6 +267,45 @@ def test_a_run_that_trains_adapters_with_dropout_and_is_killed_inside_a_step_res
     assert "model.safetensors" not in files and "config.json" not in files
 
 
+# ---- what a checkpoint must not hold: settings that may change -----------------------------------------------
+
+WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 2, "warmup_type": "linear"}}
+SCHEDULES: list[tuple[int, int, dict[str, Any], list[float]]] = [  # ranks, stage, DeepSpeed's, rates of steps 3 to 6
+    (1, 0, {}, [4e-4, 3e-4, 2e-4, 1e-4]),  # linear: 6e-4 · (6 − steps so far) / 6
+    (2, 1, {}, [4e-4, 3e-4, 2e-4, 1e-4]),
+    (2, 3, {}, [4e-4, 3e-4, 2e-4, 1e-4]),
+    (1, 1, {"scheduler": WARMUP}, [3e-4, 6e-4, 6e-4, 6e-4]),  # the first of its two steps with 0
+]
+
+
+@pytest.mark.parametrize(("ranks", "stage", "deepspeed", "rates"), SCHEDULES)
+def test_a_run_resumed_with_another_learning_rate_goes_on_with_it(
+    trainers: Stack, ranks: int, stage: int, deepspeed: dict[str, Any], rates: list[float]
+) -> None:
+    name = f"rate-{ranks}-{stage}"
+    sections = {"deepspeed": {"zero_optimization": {"stage": stage}} | deepspeed}
+    trainer = {"save_steps": 1, "lr_scheduler_type": "linear", "dist_backend": "gloo"}
+    trainer["warmup_steps"] = 2 if deepspeed else 0
+    for resume_it, own in (
+        (False, {"max_steps": 2, "learning_rate": 1e-2}),
+        (True, {"max_steps": 6, "learning_rate": 6e-4}),
+    ):
+        life = trainers.run(name, ranks, stage, {}, run={"resume": resume_it}, trainer=trainer | own, **sections)
+        assert set(life.codes) == {0}, life.logs[0][-3000:]
+    rows = read_jsonl(trainers.folder / name / "metrics.jsonl")
+    assert [row["learning_rate"] for row in rows[2:]] == pytest.approx(rates)
+
+
+def test_a_run_resumed_with_fewer_steps_than_it_has_made_leaves_its_final_model(trainers: Stack) -> None:
+    for steps in (3, 2):
+        life = train(trainers, "fewer", (1, 1, "float32"), {}, max_steps=steps)
+        assert set(life.codes) == {0}, life.logs[0][-3000:]
+        (trainers.folder / "fewer" / "final").rename(trainers.folder / f"fewer-{steps}")
+    assert steps_saved(trainers.folder / "fewer") == [1, 2, 3]
+    first, second = (sha256_of_tree(trainers.folder / f"fewer-{steps}") for steps in (3, 2))
+    assert first["model.safetensors"] == second["model.safetensors"]
+
+
 # ---- R1: SIGKILL at every failpoint of a checkpoint, with two ranks ----------------------------------------
 
 KILLED = (2, 2, "float32")

@@ -174,8 +174,7 @@ def _open_rank_zero(stack: contextlib.ExitStack, config: Config, progress: Progr
     if config.run.replay is not None:
         needs_reference = config.reference_on == "sampler"
         return RankZero(Replay(config.run.replay, incarnation, needs_reference), recorder, log, display)
-    groups_left = (config.num_batches - progress.batch) * config.prompts_per_batch
-    ledger = Ledger(progress.cursor + groups_left, config.window, progress.cursor)
+    ledger = Ledger(progress.cursor + config.groups_after(progress.batch), config.window, progress.cursor)
     inbox = Inbox(config, progress.run_id, incarnation, _limits(config), ledger, display.waiting)
     return RankZero(stack.enter_context(inbox), recorder, log, display)
 

@@ -79,6 +79,10 @@ class Settings(Section):
         """Groups in a batch of rollouts, over all its mini-batches."""
         return self.trainer.prompts_per_step * self.algorithm.steps_per_generation
 
+    def groups_after(self, batch: int) -> int:
+        """Groups still to train: 0 where a run is resumed with fewer steps than it has made."""
+        return max(0, self.num_batches - batch) * self.prompts_per_batch
+
     @property
     def window(self) -> int:
         """Groups that may exist outside the trainer: a batch of rollouts, and those the sampler may run ahead."""

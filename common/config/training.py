@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from common.config.sections import Section
+
+LrSchedule = Literal[
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "polynomial",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+]
 
 
 class CriticSettings(Section):
@@ -41,8 +54,10 @@ class TrainerSettings(Section):
     """shared: a prompt once per group; flat: per completion; off: padded."""
     learning_rate: float = Field(1e-6, gt=0)
     """AdamW's peak."""
-    lr_scheduler_type: str = "constant_with_warmup"
-    """Any of transformers.get_scheduler."""
+    lr_scheduler_type: LrSchedule = "constant_with_warmup"
+    """Those of transformers that need no metric."""
+    lr_scheduler_kwargs: dict[str, Any] = {}
+    """As in transformers: {min_lr_rate: 0.1}."""
     warmup_steps: int = Field(0, ge=0)
     """Steps from 0 to the peak."""
     weight_decay: float = Field(0.0, ge=0)

@@ -192,6 +192,12 @@ def _fill_optimizer(config: Config, given: dict[str, Any], optimized: Optimized)
         _agree(params, "deepspeed.scheduler.params", {key: named[key] for key in named if key in params})
         if params.get("warmup_min_lr") == _AUTO:
             params["warmup_min_lr"] = 0.0
+        if params.get("warmup_num_steps") == 0:
+            key = f"{optimized.section}.warmup_steps"
+            raise UserError(
+                f"deepspeed.scheduler.params.warmup_num_steps is 0 by {key}, which DeepSpeed refuses: set {key}=1, or "
+                "leave deepspeed.scheduler out"
+            )
 
 
 def _without_auto(settings: dict[str, Any]) -> dict[str, Any]:

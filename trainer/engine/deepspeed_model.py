@@ -1,4 +1,4 @@
-"""A model in DeepSpeed: its optimizer, its schedule, one step. Only this file and checkpoint.py import deepspeed.
+"""A model in DeepSpeed, and one step of its optimizer. Only this file and checkpoint.py import deepspeed.
 
 Gradients accumulate over as many `backward` calls as there are until `step` (managed_gradient_accumulation: false).
 A loss already carries the denominators of the whole step, so DeepSpeed's own averaging over ranks is undone by
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from common.config import Config
-from common.errors import UserError
 from common.ports import free_port
 from model.checksum import all_finite
 from model.packing import PackedRow, SequenceGroup
@@ -29,6 +28,7 @@ from model.sequence_parallel import shard
 from model.vision import VisionLayout, freeze_tower, with_vision
 from trainer.engine.deepspeed_config import Optimized, backend, deepspeed_config
 from trainer.engine.exported import Exported, parameters
+from trainer.engine.optimizer import adamw, parameter_groups, scheduler
 
 ToHost = Callable[[str, Tensor], Tensor]  # (name, tensor on its device) -> on a CPU
 
@@ -107,9 +107,9 @@ class DeepSpeedModel:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.ds, self.optimizer, *_ = deepspeed.initialize(
             model=forward,
-            model_parameters=_parameter_groups(model, config.trainer.weight_decay),
-            optimizer=None if "optimizer" in ds_config else _optimizer(config, optimized),
-            lr_scheduler=None if "scheduler" in ds_config else _scheduler(config, optimized),
+            model_parameters=parameter_groups(model, config.trainer.weight_decay),
+            optimizer=None if "optimizer" in ds_config else adamw(config, optimized),
+            lr_scheduler=None if "scheduler" in ds_config else scheduler(config, optimized),
             config=ds_config,
         )
         self.ds.clip_fp32_gradients = self._clip  # used by ZeRO 0 in float32 only; DeepSpeed's forgets the norm
@@ -238,32 +238,6 @@ def pickle_the_stage_by_value() -> None:
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
     ZeroStageEnum.__reduce_ex__ = lambda self, protocol: (type(self), (self.value,))
-
-
-def _parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    decayed, others = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]  # adapters are all matrices
-
-
-def _optimizer(config: Config, optimized: Optimized) -> Callable[[Any], torch.optim.Optimizer]:
-    """Fused: one pass over the memory, where torch's default keeps temporaries of the size of the parameters."""
-    rate, betas = optimized.learning_rate, (config.trainer.adam_beta1, config.trainer.adam_beta2)
-    return lambda parameters: torch.optim.AdamW(parameters, lr=rate, betas=betas, fused=True)
-
-
-def _scheduler(config: Config, optimized: Optimized) -> Callable[[torch.optim.Optimizer], Any]:
-    from transformers import get_scheduler
-
-    def make(of: torch.optim.Optimizer) -> Any:
-        name = config.trainer.lr_scheduler_type
-        try:
-            return get_scheduler(name, of, optimized.warmup_steps, optimized.num_steps)
-        except ValueError as error:
-            raise UserError(f"trainer.lr_scheduler_type {name!r}: {error}") from None
-
-    return make
 
 
 def _disable_dropout(model: torch.nn.Module) -> None:

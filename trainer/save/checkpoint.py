@@ -30,6 +30,7 @@ from model import lora
 from model.tokenizer import save_tokenizer
 from trainer.engine.critic import Critic
 from trainer.engine.deepspeed_model import DeepSpeedModel
+from trainer.engine.optimizer import keeping_settings
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.save.disk import Disk, on_rank_0, require_room, together
@@ -234,7 +235,10 @@ def commit_final(
 
 
 def restore(engine: PolicyEngine, folder: Path, critic: Critic | None = None) -> None:
-    """Restores weights, optimizers and schedulers. Every rank calls it. Raises UserError if there is no critic."""
+    """Restores weights, Adam's moments and the number of steps; the optimizers keep this run's settings.
+
+    Every rank calls it. Raises UserError if there is no critic.
+    """
     _restore_state(engine, folder)
     if critic:
         if not (folder / CRITIC).is_dir():
@@ -248,7 +252,8 @@ def restore(engine: PolicyEngine, folder: Path, critic: Critic | None = None) ->
 def _restore_state(engine: DeepSpeedModel, folder: Path) -> None:
     engine.ds.checkpoint_engine.load = _load_without_code
     is_lora = engine.adapter_settings is not None  # the frozen weights are those of model.path, and not in the file
-    path, _ = engine.ds.load_checkpoint(str(folder / "trainer"), tag=_STATE_TAG, load_module_strict=not is_lora)
+    with keeping_settings(engine.optimizer, engine.ds.lr_scheduler):
+        path, _ = engine.ds.load_checkpoint(str(folder / "trainer"), tag=_STATE_TAG, load_module_strict=not is_lora)
     if path is None:
         raise UserError(f"{folder} holds no DeepSpeed state for this rank")
 
