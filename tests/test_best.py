@@ -149,9 +149,40 @@ def test_best_is_the_version_that_was_scored_and_loads_in_transformers(tmp_path:
     assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
+def with_best(output_dir: Path, version: int, metric: str, value: float) -> Path:
+    folder = output_dir / "best"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_text(f"version {version}")
+    (folder / "commit.json").write_text(json.dumps({"policy_version": version, "metric": metric, "value": value}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("version", "metric", "value"),
+    [(40, "answer/accuracy", 0.9), (20, "answer/accuracy", 0.6), (20, "answer/mean", 0.5)],
+    ids=["of steps that are made again", "of another try of them", "by another metric"],
+)
+def test_a_best_that_no_evaluation_of_this_history_names_is_set_aside_and_said(
+    tmp_path: Path, version: int, metric: str, value: float
+) -> None:
+    folder = with_best(tmp_path, version, metric, value)
+    best = alone(config_for(tmp_path, load_best_model_at_end=True), [record(0, 2), record(20, 5)])
+    assert not folder.exists() and not best.commit_as_final()
+    assert (tmp_path / f"best-v{version}" / "model.safetensors").read_text() == f"version {version}"
+    assert f"was version {version} by {metric}" in best.disk.said[0]  # type: ignore[attr-defined]
+
+
+def test_the_best_of_this_history_stays_over_a_resume(tmp_path: Path) -> None:
+    folder = with_best(tmp_path, 20, "answer/accuracy", 0.5)
+    best = alone(config_for(tmp_path, load_best_model_at_end=True), [record(0, 2), record(20, 5), record(40, 4)])
+    assert folder.is_dir() and best.commit_as_final()
+    assert best.disk.said == []  # type: ignore[attr-defined]
+
+
 def test_without_the_wish_final_is_not_the_best(tmp_path: Path) -> None:
-    (tmp_path / "best").mkdir()
-    assert not alone(config_for(tmp_path), []).commit_as_final()
+    folder = with_best(tmp_path, 20, "answer/accuracy", 0.5)
+    assert not alone(config_for(tmp_path), [record(20, 5)]).commit_as_final()
+    assert folder.is_dir()
 
 
 def test_all_ranks_stop_together_and_a_resumed_run_keeps_the_count(tmp_path: Path) -> None:

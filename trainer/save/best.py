@@ -7,7 +7,8 @@
 An evaluation ends when the trainer is a batch further, so the weights come from the published version and not from the
 engine. Everything is decided from eval.jsonl, which a resume cuts back to its checkpoint: patience is counted as if the
 run had never been interrupted. best/ is written before its evaluation is recorded, so a crash between the two makes the
-resumed run evaluate, and keep, once more. Left out: several metrics at once.
+resumed run evaluate, and keep, once more. A best/ that these records do not name, of steps that a resumed run makes
+again or by another metric, is renamed. Left out: several metrics at once.
 """
 
 from __future__ import annotations
@@ -71,16 +72,35 @@ class Best:
 
     def __init__(self, config: Config, exchange: Any, disk: Disk, recorded: Callable[[], list[Record]]):
         self.config, self.exchange, self.disk = config, exchange, disk
-        self.folder = config.run.output_dir / BEST
+        self.folder, self._metric = config.run.output_dir / BEST, config.eval.metric_for_best_model
         self.stops_early = False
         self.records: list[Record] = []
-        if config.eval.metric_for_best_model is not None:
+        if self._metric is not None:
             self.records = recorded()
+            if exchange.rank == 0:
+                self._set_aside_what_no_record_names()
             self._look_at_patience()  # it may be over already: a run that stopped early is resumed
+
+    def _set_aside_what_no_record_names(self) -> None:
+        if not self.folder.is_dir():
+            return
+        kept, now = self._kept(), best_so_far(self.records, self.config.eval)
+        if [kept[key] for key in ("policy_version", "metric", "value")] == [now.version, self._metric, now.value]:
+            return
+        aside = self.folder.with_name(f"{BEST}-v{kept['policy_version']}")
+        durable.remove_dir(aside)
+        self.folder.rename(aside)
+        self.disk.say(
+            f"{self.folder} was version {kept['policy_version']} by {kept['metric']}, which the evaluations up to this "
+            f"checkpoint do not name: it is now {aside}, and the next better one will be kept"
+        )
+
+    def _kept(self) -> dict[str, Any]:
+        return json.loads((self.folder / COMMIT).read_bytes())
 
     def update(self, record: Record | None, published: Published, engine: Any, tokenizer: Any) -> None:
         """Keeps the published policy if this evaluation of it is the best. record: rank 0's; None = there was none."""
-        if self.config.eval.metric_for_best_model is None:
+        if self._metric is None:
             return
         self.records += [record] if record else []
         now = best_so_far(self.records, self.config.eval)
@@ -102,7 +122,7 @@ class Best:
         def copy() -> None:
             self._start(self._temporary(FINAL), weights_of(self.folder))
             shutil.copytree(self.folder, self._temporary(FINAL), dirs_exist_ok=True)
-            describe(self._temporary(FINAL), json.loads((self.folder / COMMIT).read_bytes())["policy_version"])
+            describe(self._temporary(FINAL), self._kept()["policy_version"])
             durable.replace_dir(self._temporary(FINAL), final)
 
         if not self.exchange.agree(self.config.eval.load_best_model_at_end and self.folder.is_dir()):
@@ -118,7 +138,7 @@ class Best:
         self.stops_early = self.exchange.agree(now.without_improvement >= patience)
         if self.stops_early and self.exchange.rank == 0:
             self.disk.say(
-                f"stopping early: {self.config.eval.metric_for_best_model} has not been better than {now.value:.4g} of "
+                f"stopping early: {self._metric} has not been better than {now.value:.4g} of "
                 f"version {now.version} in {now.without_improvement} evaluations (eval.early_stopping_patience)"
             )
 
@@ -141,8 +161,8 @@ class Best:
 
     def _commit_record(self, folder: Path, published: Published, now: BestSoFar) -> bytes:
         files = {p.name: asdict(weights.file_info(p)) for p in sorted(folder.iterdir()) if p.name != COMMIT}
-        metric = {"metric": self.config.eval.metric_for_best_model, "value": now.value}
-        return json.dumps({"policy_version": published.version, **metric, "files": files}, indent=1).encode()
+        scored = {"policy_version": published.version, "metric": self._metric, "value": now.value}
+        return json.dumps(scored | {"files": files}, indent=1).encode()
 
     def _temporary(self, name: str) -> Path:
         return self.config.run.output_dir / f"{durable.TEMPORARY}{name}"
