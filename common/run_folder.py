@@ -30,19 +30,18 @@ def checkpoints(run_folder: Path) -> list[Path]:
     return step_dirs(run_folder / CHECKPOINTS)
 
 
-def earlier_run(folder: Path, what: str) -> UserError:
+def earlier_run(folder: Path, what: str, is_resumable: bool = True) -> UserError:
     """A fresh start in the folder of another run. what: "a run of 40 steps", "checkpoints"."""
-    return UserError(
-        f"{folder} already holds {what}. "
-        f"Continue it with run.resume=true, or start another with run.output_dir={folder}-2"
-    )
+    other = f"run.output_dir={folder}-2"
+    if not is_resumable:
+        return UserError(f"{folder} already holds {what}, without a checkpoint to go on from: start anew with {other}")
+    return UserError(f"{folder} already holds {what}. Continue it with run.resume=true, or start another with {other}")
 
 
-def no_checkpoint(folder: Path, kind: str = "") -> UserError:
-    """A resume with nothing to resume from."""
-    return UserError(
-        f"run.resume is true but {folder / CHECKPOINTS} holds no {kind}checkpoint; leave run.resume out to start anew"
-    )
+def no_checkpoint(folder: Path, kind: str = "", is_empty: bool = True) -> UserError:
+    """A resume with nothing to resume from. is_empty: no run has left its steps in the folder."""
+    anew = "leave run.resume out" if is_empty else f"set run.output_dir={folder}-2 and leave run.resume out"
+    return UserError(f"run.resume is true but {folder / CHECKPOINTS} holds no {kind}checkpoint; {anew} to start anew")
 
 
 def sampler_log(run_folder: Path, sampler_id: str) -> Path:

@@ -20,9 +20,9 @@ def check_folder(config: Config) -> None:
     folder, resume = config.run.output_dir, config.run.resume
     steps = len(read_jsonl(folder / "metrics.jsonl"))
     if steps and not resume:
-        raise earlier_run(folder, f"a run of {steps} steps")
+        raise earlier_run(folder, f"a run of {steps} steps", is_resumable=bool(checkpoints(folder)))
     if resume and not checkpoints(folder):
-        raise no_checkpoint(folder)
+        raise no_checkpoint(folder, is_empty=not steps)
 
 
 def move_aside(folder: Path) -> Path | None:

@@ -110,9 +110,13 @@ mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 {hosts}
 }} >"$folder/nodes"
 
-# A job that was requeued goes on where its newest checkpoint is.
+# A job that was requeued goes on where its newest checkpoint is, or begins anew where it has none.
 resume=()
-if compgen -G "$folder/checkpoints/step_*" >/dev/null; then resume=(run.resume=true); fi
+if compgen -G "$folder/checkpoints/step_*" >/dev/null; then
+  resume=(run.resume=true)
+elif ((${{SLURM_RESTART_COUNT:-0}})) && [[ -e $folder/metrics.jsonl ]]; then
+  mv "$folder/metrics.jsonl" "$folder/metrics.$SLURM_RESTART_COUNT.jsonl"
+fi
 
 # {seconds} seconds before the walltime Slurm sends USR1, and TERM when it preempts: the step ends and is saved.
 set -m # without job control a process behind & ignores Ctrl-C, and so does all that it starts

@@ -15,6 +15,7 @@ from common import run_folder
 from common.config import Config, Data, PromptTemplate
 from common.errors import UserError
 from common.types import Problem, Prompt
+from common.weights import BaseTensor
 from sampler.dataset import fingerprint
 from tests.configs import config_in
 from trainer.loop import Trainer
@@ -207,7 +208,9 @@ def test_a_folder_with_checkpoints_is_never_overwritten_and_an_empty_one_never_r
         resume.find_checkpoint(config)
     (folder / run_folder.COMMIT).unlink()
     resuming = config_in(tmp_path, run={"output_dir": tmp_path / "run", "resume": True})
-    with pytest.raises(UserError, match=r"holds no valid checkpoint; leave run\.resume out to start anew"):
+    with pytest.raises(
+        UserError, match=r"no valid checkpoint; set run\.output_dir=.*/run-2 and leave run\.resume out to"
+    ):
         resume.find_checkpoint(resuming, lambda _: None)
 
 
@@ -218,34 +221,49 @@ def progress(rows: str = "", tokenizer: str = "") -> Progress:
     return Progress("run", 40, 320, 40, 40, 9, 0, {}, dataset_fingerprint=rows, tokenizer_hash=tokenizer)
 
 
-def hello(rows: str, tokenizer: str = "") -> Any:
-    return SimpleNamespace(dataset_fingerprint=rows, tokenizer_hash=tokenizer, num_eval_problems=0)
+def found(rows: str, tokenizer: str = "", base: str = "") -> dict[str, str]:
+    return {"dataset_fingerprint": rows, "tokenizer_hash": tokenizer, "base_fingerprint": base}
 
 
 def test_the_first_hello_of_a_run_gives_the_fingerprints_that_its_checkpoints_keep() -> None:
     known = progress("b" * 32, "c" * 16)
-    assert resume.with_fingerprints(progress(), hello("b" * 32, "c" * 16), Path("runs/a")) == known
-    assert resume.with_fingerprints(known, hello("b" * 32, "c" * 16), Path("runs/a")) == known
+    assert resume.with_fingerprints(progress(), found("b" * 32, "c" * 16), Path("runs/a")) == known
+    assert resume.with_fingerprints(known, found("b" * 32, "c" * 16), Path("runs/a")) == known
 
 
 def test_a_replay_has_no_sampler_and_keeps_what_is_known() -> None:
     known = progress("b" * 32, "c" * 16)
-    assert resume.with_fingerprints(known, hello(""), Path("runs/a")) == known
+    assert resume.with_fingerprints(known, found(""), Path("runs/a")) == known
 
 
 def test_another_tokenizer_is_refused() -> None:
-    with pytest.raises(UserError, match=r"tokenizer_hash c+, the sampler has d+: model\.path has another tokenizer"):
-        resume.with_fingerprints(progress("b" * 32, "c" * 16), hello("b" * 32, "d" * 16), Path("runs/a"))
+    with pytest.raises(UserError, match=r"tokenizer_hash c+, now it is d+: model\.path has another tokenizer"):
+        resume.with_fingerprints(progress("b" * 32, "c" * 16), found("b" * 32, "d" * 16), Path("runs/a"))
 
 
-def test_a_resumed_run_with_an_edited_train_file_ends_at_the_first_hello(tmp_path: Path) -> None:
+def test_adapters_do_not_go_on_over_other_frozen_weights() -> None:
+    known = resume.with_fingerprints(progress(), found("", base="e" * 32), Path("runs/a"))
+    with pytest.raises(UserError, match=r"base_fingerprint e+, now it is f+: model\.path, model\.revision or"):
+        resume.with_fingerprints(known, found("", base="f" * 32), Path("runs/a"))
+
+
+def test_another_checksum_of_a_frozen_tensor_gives_another_fingerprint() -> None:
+    def fingerprint_of(**checksums: str) -> str:
+        tensors = {name: BaseTensor("F32", [2], checksum) for name, checksum in checksums.items()}
+        return resume.base_fingerprint(SimpleNamespace(base_tensors=lambda: tensors))  # type: ignore[arg-type]
+
+    assert fingerprint_of(a="1", b="2") == fingerprint_of(b="2", a="1") != fingerprint_of(a="1", b="3")
+
+
+def test_a_resumed_run_with_an_edited_train_file_ends_at_the_first_found(tmp_path: Path) -> None:
     trainer: Any = object.__new__(Trainer)
     trainer.config, trainer.progress = config_in(tmp_path), progress("a" * 32)
-    trainer.rank_zero = SimpleNamespace(source=SimpleNamespace(wait_for_sampler=lambda: hello("b" * 32)))
+    hello = SimpleNamespace(dataset_fingerprint="b" * 32, tokenizer_hash="", num_eval_problems=0)
+    trainer.rank_zero = SimpleNamespace(source=SimpleNamespace(wait_for_sampler=lambda: hello))
     with pytest.raises(UserError) as caught:
         trainer.run()
     assert str(caught.value) == (
-        f"the checkpoint of step 40 was trained with the dataset_fingerprint {'a' * 32}, the sampler has {'b' * 32}: "
+        f"the checkpoint of step 40 was trained with the dataset_fingerprint {'a' * 32}, now it is {'b' * 32}: "
         "rows of data.train have changed, or more of them are too long or have no answer. Bring the old one back; or "
         f"start a new run from its weights: model.path={tmp_path}/run/checkpoints/step_000040 run.resume=false "
         f"run.output_dir={tmp_path}/run-2"

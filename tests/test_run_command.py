@@ -65,13 +65,18 @@ def test_an_earlier_run_moves_aside_to_the_first_free_number(tmp_path):
 
 def test_a_folder_with_steps_is_refused_unless_resumed(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
-    with pytest.raises(UserError, match="already holds a run of 2 steps"):
+    anew = rf"run\.output_dir={tmp_path}-2"  # and not each the other's remedy
+    with pytest.raises(UserError, match=rf"already holds a run of 2 steps, without a checkpoint .*: start .* {anew}$"):
         check_folder(config(tmp_path))
-    with pytest.raises(UserError, match="no checkpoint"):
+    with pytest.raises(UserError, match=rf"no checkpoint; set {anew} and leave run\.resume out"):
         check_folder(config(tmp_path, resume=True))
     (tmp_path / "checkpoints" / "step_000002").mkdir(parents=True)
     check_folder(config(tmp_path, resume=True))
+    with pytest.raises(UserError, match=r"already holds a run of 2 steps\. Continue it with run\.resume=true"):
+        check_folder(config(tmp_path))
     assert [path.name for path in checkpoints(tmp_path)] == ["step_000002"]
+    with pytest.raises(UserError, match=r"no checkpoint; leave run\.resume out to start anew"):
+        check_folder(config(tmp_path / "empty", resume=True))
 
 
 def test_a_folder_in_use_is_refused(tmp_path, capsys):

@@ -104,7 +104,7 @@ def test_the_script_is_written_into_the_run_folder_for_its_owner_alone(
 class Job:
     """The script with a launch.sh that writes down what it is told, below Slurm's commands as this test has them."""
 
-    def __init__(self, folder: Path, launch: str):
+    def __init__(self, folder: Path, launch: str, restarts: int = 0):
         self.folder, bin_folder, root = folder, folder / "bin", folder / "root"
         for made in (bin_folder, root, folder / "run"):
             made.mkdir(exist_ok=True)
@@ -113,6 +113,7 @@ class Job:
         script = folder / "job.sbatch"
         script.write_text(sbatch(root, config_in(folder), ["c.yaml", "a.b=1"], 2, 0, "1:00:00"))
         given = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[1-2]"}
+        given |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
         self.process = subprocess.Popen(["bash", str(script)], env=os.environ | given)
 
     def _program(self, name: str, text: str) -> None:
@@ -136,6 +137,20 @@ def test_a_job_runs_over_its_nodes_by_srun_and_resumes_where_it_has_a_checkpoint
     (tmp_path / "run" / "checkpoints" / "step_000002").mkdir(parents=True)
     assert Job(tmp_path, "exit 0").process.wait(limit(20)) == 0
     assert job.text("called").splitlines()[-1] == f"run c.yaml a.b=1 --hosts {nodes} run.resume=true"
+
+
+@pytest.mark.processes
+def test_a_job_that_is_requeued_before_its_first_checkpoint_begins_anew(tmp_path: Path) -> None:
+    """Without this launch.sh would refuse the folder, and the weekend be over; what a user starts is refused."""
+    steps = tmp_path / "run" / "metrics.jsonl"
+    for restarts, stays in ((0, True), (1, False)):
+        steps.parent.mkdir(exist_ok=True)
+        steps.write_text('{"step": 1}')
+        job = Job(tmp_path, "exit 0", restarts)
+        assert job.process.wait(limit(20)) == 0
+        assert steps.exists() == stays
+        assert "run.resume" not in job.text("called")
+    assert (tmp_path / "run" / "metrics.1.jsonl").read_text() == '{"step": 1}'
 
 
 @pytest.mark.processes

@@ -44,7 +44,7 @@ from trainer.save.best import Best
 from trainer.save.checkpoint import Progress
 from trainer.save.disk import Disk
 from trainer.save.publisher import Publisher
-from trainer.save.resume import with_fingerprints
+from trainer.save.resume import base_fingerprint, with_fingerprints
 from trainer.save.saver import Saver
 
 
@@ -92,10 +92,12 @@ class Trainer:
         self._num_eval_problems = 0
 
     def run(self) -> None:
+        found = {"base_fingerprint": base_fingerprint(self.engine) if self.config.lora.r else ""}
         if self.rank_zero:
             hello = self.rank_zero.source.wait_for_sampler()
             self._num_eval_problems = hello.num_eval_problems
-            self.progress = with_fingerprints(self.progress, hello, self.config.run.output_dir)
+            found |= {"dataset_fingerprint": hello.dataset_fingerprint, "tokenizer_hash": hello.tokenizer_hash}
+            self.progress = with_fingerprints(self.progress, found, self.config.run.output_dir)
         self.publish(evaluate=self._evaluates_at_start())
         try:
             while self.progress.batch < self.config.num_batches and not self.best.stops_early:

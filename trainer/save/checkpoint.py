@@ -57,6 +57,7 @@ class Progress:
     threshold: float | None = None  # τ of group_ppo's next batch; None = group_variance_threshold
     dataset_fingerprint: str = ""  # of the samplers' training rows; "" = none is known, as in a replay
     tokenizer_hash: str = ""  # of the samplers' tokenizer, as above
+    base_fingerprint: str = ""  # of the frozen weights under adapters; "" where all are trained
 
 
 def save(  # noqa: PLR0913 two models, and all that a checkpoint is made of

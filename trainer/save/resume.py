@@ -7,10 +7,10 @@ of batches. So these are compared, before a model is loaded, with what the check
     files          of a template its contents, wherever it lies
     layout         ranks, ZeRO stage, shape of the adapters: DeepSpeed shards its state by them
 
-and two things when the first sampler has said hello, because the trainer never reads them: the fingerprints of its rows
-and of its tokenizer. A user's own estimator, loss, reward or environment may change, but not in silence: its file is
-compared, too, and a difference is said. Left out: what decides no problem, such as sampling and learning rate, which
-may change.
+and by fingerprints, before the first step: the rows and the tokenizer of the samplers, as their first one says, and the
+frozen weights under adapters, which a checkpoint does not hold. A user's own estimator, loss, reward or environment may
+change, but not in silence: its file is compared, too, and a difference is said. Left out: what decides no problem, such
+as sampling and learning rate, which may change.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from common.config import Config
 from common.errors import UserError
 from common.redact import redacted
 from common.run_folder import CHECKPOINTS, COMMIT, earlier_run, no_checkpoint, step_dir, step_dirs
-from common.wire import Hello
+from trainer.engine.policy import PolicyEngine
 from trainer.save.checkpoint import Progress, digest
 
 _FINGERPRINTS = {
     "dataset_fingerprint": "rows of data.train have changed, or more of them are too long or have no answer",
     "tokenizer_hash": "model.path has another tokenizer",
+    "base_fingerprint": "model.path, model.revision or what lies there has changed",
 }
 _SECTIONS = ("data", "prompt")
 _OWN_FILES = "own_files"  # in the record of settings, beside their names
@@ -102,10 +103,10 @@ def find_checkpoint(config: Config, say: Callable[[str], None] = print) -> str:
         return ""
     folder = newest_valid(checkpoints, say)
     if folder is None:
-        raise no_checkpoint(output_dir, "valid ")
+        raise no_checkpoint(output_dir, "valid ", is_empty=not step_dirs(checkpoints))
     record, settings = _read_record(folder), stream_settings(config)
     unknown = [name for name in settings if name.startswith(_SECTIONS) and name not in record["stream"]]
-    unknown += [name for name in _FINGERPRINTS if name not in record]
+    unknown += [name for name in _FINGERPRINTS if name not in record and (config.lora.r or name != "base_fingerprint")]
     if unknown:
         say(f"{folder} does not record {', '.join(unknown)}: nobody can check that these are as they were")
     was = record["stream"].get(_OWN_FILES, {})
@@ -170,19 +171,24 @@ def read_progress(folder: Path, world_size: int, zero_stage: int, stream: dict[s
     return Progress(**known | {"stream": stream})
 
 
-def with_fingerprints(progress: Progress, hello: Hello, output_dir: Path) -> Progress:
-    """The progress with what identifies the samplers' rows and tokenizer. Raises UserError if a resumed run's changed.
+def base_fingerprint(engine: PolicyEngine) -> str:
+    """Of the frozen weights under adapters. Every rank calls it; the result is rank 0's."""
+    return digest({name: tensor.checksum for name, tensor in engine.base_tensors().items()})[:32]
 
-    A replay has no sampler and knows neither: what the checkpoint knows stays.
+
+def with_fingerprints(progress: Progress, found: dict[str, Any], output_dir: Path) -> Progress:
+    """The progress with these fingerprints. Raises UserError if a resumed run's changed.
+
+    found: by name; "" is not known, as a replay knows neither rows nor tokenizer: what the checkpoint knows stays.
     """
-    for name, what in _FINGERPRINTS.items():
-        was, now = getattr(progress, name), getattr(hello, name)
+    for name, now in found.items():
+        was = getattr(progress, name)
         if was and now and was != now:
             folder = step_dir(output_dir / CHECKPOINTS, progress.step)
             raise UserError(
-                f"the checkpoint of step {progress.step} was trained with the {name} {was}, the sampler has {now}: "
-                f"{what}. Bring the old one back; or start a new run from its weights: model.path={folder} "
-                f"run.resume=false run.output_dir={output_dir}-2"
+                f"the checkpoint of step {progress.step} was trained with the {name} {was}, now it is {now}: "
+                f"{_FINGERPRINTS[name]}. Bring the old one back; or start a new run from its weights: "
+                f"model.path={folder} run.resume=false run.output_dir={output_dir}-2"
             )
         progress = replace(progress, **{name: now or was})
     return progress
