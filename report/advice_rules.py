@@ -12,6 +12,7 @@ from statistics import fmean
 
 from report.advice_turns import tools_fail, tools_unused, turns_exhausted
 from report.escape import one_line
+from report.full_marks import scored, share
 from report.history import EARLY, LATE, WARM_UP, AdviceSettings, History, Row
 from report.run_log import wilson_interval
 
@@ -213,7 +214,7 @@ def held_out_flat(h: History) -> str:
         train = [h.at_evaluation[v].get(f"rewards/{name}/accuracy", math.nan) for v in (first, last)]
         held_out = [_share(h.evaluations[v], name) for v in (first, last)]
         gain, moved = train[1] - train[0], held_out[1] - held_out[0]
-        if gain >= 0.1 and moved < gain / 4 and held_out[0] + gain > _upper(h.evaluations[first], held_out[0]):
+        if gain >= 0.1 and moved < gain / 4 and held_out[0] + gain > _upper(h.evaluations[first], name):
             return (
                 f"{one_line(name)} rose by {100 * gain:.0f} points on training problems and by {100 * moved:.0f} on "
                 f"held-out ones ({100 * held_out[0]:.1f} % → {100 * held_out[1]:.1f} %): learned by heart, or the two "
@@ -223,13 +224,13 @@ def held_out_flat(h: History) -> str:
 
 
 def _share(record: Row, name: str) -> float:
-    return record["full_marks"].get(name, math.nan) / record["n"]
+    return share(record, name) if name in record["full_marks"] else math.nan
 
 
-def _upper(record: Row, share: float) -> float:
+def _upper(record: Row, name: str) -> float:
     """The upper end of the 95 % interval. It counts problems: completions of one problem are not independent."""
-    problems = min(record.get("problems", record["n"]), record["n"])
-    return wilson_interval(share * problems, problems)[1]
+    _, problems = scored(record, name)
+    return wilson_interval(share(record, name) * problems, problems)[1]
 
 
 RULES: dict[str, Callable[[History], str]] = {

@@ -18,7 +18,7 @@ from typing import Any
 from common.durable import write_file
 from common.errors import UserError
 from report.escape import strip_escapes
-from report.full_marks import guessed, reached, record_without, row_without
+from report.full_marks import guessed, reached, record_without, row_without, scored, share
 from report.run_log import read_jsonl, wilson_interval
 
 Rows = Sequence[Mapping[str, Any]]
@@ -50,9 +50,8 @@ def share_of_full_marks(record: Mapping[str, Any], name: str) -> tuple[float, fl
 
     Completions of one problem are not independent, so the interval counts problems, not completions.
     """
-    share = record["full_marks"][name] / record["n"]
-    problems = min(record.get("problems", record["n"]), record["n"])
-    return share, *wilson_interval(share * problems, problems)
+    reached_by, (_, problems) = share(record, name), scored(record, name)
+    return reached_by, *wilson_interval(reached_by * problems, problems)
 
 
 def evaluations_of(folder: Path) -> list[dict[str, Any]]:

@@ -27,6 +27,18 @@ def reached(rows: Rows, evaluations: Rows) -> set[str]:
     return trained | {name for record in evaluations for name, marks in record["full_marks"].items() if marks}
 
 
+def scored(record: Mapping[str, Any], name: str) -> tuple[int, int]:
+    """(completions, problems) of an evaluation that the function scored: all but those where it returned None."""
+    n = record["n"]
+    completions, problems = record.get("scored", {}).get(name, (n, min(record.get("problems", n), n)))
+    return completions, problems
+
+
+def share(record: Mapping[str, Any], name: str) -> float:
+    """Of full marks, among the completions that the function scored."""
+    return record["full_marks"][name] / max(scored(record, name)[0], 1)
+
+
 def row_without(row: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
     """A line of metrics.jsonl whose readers find the means of these functions and no accuracy."""
     dropped = {f"rewards/{name}/accuracy" for name in names}

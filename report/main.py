@@ -16,6 +16,7 @@ from typing import Any
 from common.errors import UserError
 from report.curves import compared, history_of, share_of_full_marks, write_curves
 from report.escape import strip_escapes
+from report.full_marks import scored
 from report.html_page import write_report
 from report.run_log import read_jsonl
 from report.step_text import clock
@@ -63,7 +64,7 @@ def _comparison(name: str, records: list[dict[str, Any]]) -> str:
     marks = [share_of_full_marks(record, name) for record in records]
     shares = " → ".join(f"{100 * share:.1f} %" for share, _, _ in marks)
     intervals = " → ".join(f"[{100 * low:.1f}, {100 * high:.1f}]" for _, low, high in marks)
-    counts = " → ".join(dict.fromkeys(_count(record) for record in records))
+    counts = " → ".join(dict.fromkeys(_count(record, name) for record in records))
     plural = "s" if len(records) > 1 else ""
     return f"held-out {strip_escapes(name)}: {shares}  (n = {counts}; 95 % interval{plural} {intervals})"
 
@@ -72,12 +73,12 @@ def _means(name: str, records: Sequence[dict[str, Any]]) -> str:
     """ "held-out length: mean 0.12 → 0.31  (n = 512); its full marks are not known …" """
     having = [record for record in records if name in record["mean"]]
     means = " → ".join(dict.fromkeys(f"{record['mean'][name]:.2f}" for record in having))
-    counts, shown = " → ".join(dict.fromkeys(_count(record) for record in having)), strip_escapes(name)
+    counts, shown = " → ".join(dict.fromkeys(_count(record, name) for record in having)), strip_escapes(name)
     return f"held-out {shown}: mean {means}  (n = {counts}; for an accuracy set rewards.full_marks={{{shown}: …}})"
 
 
-def _count(record: dict[str, Any]) -> str:
-    n, problems = record["n"], record.get("problems", record["n"])
+def _count(record: dict[str, Any], name: str) -> str:
+    n, problems = scored(record, name)
     return str(n) if problems == n else f"{n} completions of {problems} problems"
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from common.durable import fsync_path, write_file
 from common.errors import UserError
 from common.run_folder import earlier_run
+from report.full_marks import share
 from report.sinks import Sinks
 
 
@@ -86,9 +87,11 @@ class MetricsLog:
 
         {"step": 40, "eval_id": "v40", "n": 512, "problems": 512, "full_marks": {"answer": 300, "format": 500},
          "mean": {"answer": 0.2, "format": 1.1}, "mean_length": 23.1, "clipped_ratio": 0.0}
+
+        and "scored": {"answer": [448, 448]}, completions and problems, of a function that returned None for the others.
         """
         self._append(self._eval, record)
-        shares = {f"eval/{name}/accuracy": marks / max(record["n"], 1) for name, marks in record["full_marks"].items()}
+        shares = {f"eval/{name}/accuracy": share(record, name) for name in record["full_marks"]}
         self._sinks.write(record["step"], shares | {f"eval/{name}/mean": mean for name, mean in record["mean"].items()})
 
     def log_samples(self, records: Iterable[Mapping[str, Any]]) -> None:

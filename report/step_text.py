@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from report.escape import strip_escapes
+from report.full_marks import share
 
 BARS = "▁▂▃▄▅▆▇█"
 HISTORY = 40  # steps in a sparkline
@@ -90,7 +91,7 @@ def panel_rows(recent: Sequence[Mapping[str, float]], evaluation: str, status: s
 
 def eval_line(record: Mapping[str, Any]) -> str:
     """A record of eval.jsonl in words: "answer 58.6%  length 0.42  (v40, n = 512)"; shares of full marks, or means."""
-    shares = {fn: f"{marks / max(record['n'], 1):.1%}" for fn, marks in record["full_marks"].items()}
+    shares = {fn: f"{share(record, fn):.1%}" for fn in record["full_marks"]}
     means = {fn: f"{mean:.2f}" for fn, mean in record.get("mean", {}).items() if fn not in shares}
     scores = (f"{strip_escapes(fn)} {text}" for fn, text in (shares | means).items())
     return "  ".join([*(scores if record["n"] else ()), f"(v{record['step']}, n = {record['n']})"])

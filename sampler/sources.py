@@ -1,8 +1,8 @@
 """One data source becomes rows: hub ids, .jsonl, .json and .parquet files, folders of them, save_to_disk folders.
 
-Everything is read through the `datasets` library (a git clone of a hub repository is a folder too), except a .json file
-whose rows are lists, which it cannot hold: each of those becomes a row with one column, `conversation`. Left out:
-streaming (group g must be addressable).
+A .jsonl or .json file is read as it is: the `datasets` library, which reads everything else (a git clone of a hub
+repository is a folder too), would make times of strings that look like dates, and floats of large integers. A row that
+is a list becomes one with a column `conversation`. Left out: streaming (group g must be addressable).
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from common.errors import UserError
 from common.paths import did_you_mean
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+Rows: TypeAlias = "list[dict[str, Any]] | Dataset"
 
 _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _SPLIT = re.compile(r"[\w.]+(\[[^\]]*\])?(\([\w]+\))?(\+[\w.]+(\[[^\]]*\])?(\([\w]+\))?)*")
@@ -38,8 +40,8 @@ def read_rows(spec: str, decode_images: bool = True) -> list[dict[str, Any]]:
     data set that is not found or cannot be read.
     """
     source, split = _split_off(spec)
-    taken = _take(_splits(source), split, source)
-    rows = [dict(row) for row in (taken if decode_images else _undecoded(taken))]
+    parts = _take(_splits(source), split, source)
+    rows = [dict(row) for part in parts for row in (part if decode_images else _undecoded(part))]
     if not rows:
         raise UserError(f"{spec} has no rows")
     return rows
@@ -78,10 +80,12 @@ def _path_and_subset(source: str) -> tuple[Path, str]:
     return Path(name).expanduser(), subset
 
 
-def _splits(source: str) -> Mapping[str, Dataset]:
-    """All splits of the data set, memory-mapped. Raises UserError."""
+def _splits(source: str) -> Mapping[str, Rows]:
+    """All splits of the data set. Raises UserError."""
     check_there(source)
     path, subset = _path_and_subset(source)
+    if path.is_file() and _FORMATS[path.suffix] == "json":
+        return {"train": _rows_of_json(path)}
 
     import datasets  # costs half a second; user errors above come first
 
@@ -90,8 +94,6 @@ def _splits(source: str) -> Mapping[str, Dataset]:
             return datasets.load_dataset(str(path), subset or None)
         datasets.disable_progress_bars()  # local files take a moment; a download keeps its bar
         if path.is_file():
-            if path.suffix == ".json" and (rows := _rows_that_are_lists(path)):
-                return {"train": datasets.Dataset.from_list(rows)}
             return datasets.load_dataset(_FORMATS[path.suffix], data_files=str(path))
         if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
             saved = datasets.load_from_disk(str(path))
@@ -101,7 +103,9 @@ def _splits(source: str) -> Mapping[str, Dataset]:
         raise UserError(_explain(error, str(path), subset, is_local=path.exists())) from error
 
 
-def _undecoded(rows: Dataset) -> Dataset:
+def _undecoded(rows: Rows) -> Rows:
+    if isinstance(rows, list):
+        return rows
     import datasets
 
     plain = datasets.Image(decode=False)
@@ -119,14 +123,37 @@ def folder_of(spec: str) -> Path:
     return path if path.is_dir() else path.parent
 
 
-def _rows_that_are_lists(path: Path) -> list[dict[str, Any]]:
-    """[{"conversation": [a, b]}] for a file that holds [[a, b]]; [] for any other, of which only the start is read."""
-    with path.open(encoding="utf-8") as file:
-        start = re.sub(r"\s", "", file.read(4096))
-        if not start.startswith("[["):
-            return []
-        file.seek(0)
-        return [{"conversation": row} for row in json.load(file)]
+def _rows_of_json(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON list, or of a file with one per line; each has the columns of all, None where it had none.
+
+    [["a", "b"]] → [{"conversation": ["a", "b"]}]. Raises UserError with the line that is no JSON or no row.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data: {path} cannot be read: {error}") from None
+    try:
+        found = json.loads(text) if text.lstrip().startswith("[") else None
+    except ValueError:
+        found = None  # one list per line
+    rows = []
+    for number, row in enumerate(_lines(path, text) if found is None else found, 1):
+        if not isinstance(row, dict | list):
+            raise UserError(f"data: {path}: row {number} is {row!r:.80}, not an object; write one per line")
+        rows.append(row if isinstance(row, dict) else {"conversation": row})
+    columns = dict.fromkeys(name for row in rows for name in row)
+    return [{name: row.get(name) for name in columns} for row in rows]
+
+
+def _lines(path: Path, text: str) -> Iterator[Any]:
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines would break at U+2028, which JSON may hold
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise UserError(
+                    f"data: {path}, line {number}, cannot be read: {error}; write one object per line, or a list"
+                ) from None
 
 
 def _explain(error: Exception, name: str, subset: str, is_local: bool) -> str:
@@ -148,10 +175,8 @@ def _explain(error: Exception, name: str, subset: str, is_local: bool) -> str:
     )
 
 
-def _take(splits: Mapping[str, Dataset], split: str | None, source: str) -> Dataset:
-    """The rows of `train`, `train[:512]`, `train[10%:20%]` or `train+test`. Raises UserError."""
-    import datasets
-
+def _take(splits: Mapping[str, Rows], split: str | None, source: str) -> list[Rows]:
+    """The rows of `train`, `train[:512]`, `train[10%:20%]` or `train+test`, part by part. Raises UserError."""
     sizes = {str(name): len(rows) for name, rows in splits.items()}
     there = ", ".join(f"{name} ({n})" for name, n in sizes.items())
     if split is None:
@@ -161,11 +186,30 @@ def _take(splits: Mapping[str, Dataset], split: str | None, source: str) -> Data
     for part in split.split("+"):
         if (name := part.partition("[")[0]) not in sizes:
             raise UserError(f'split "{name}" is not in {source}; it has {there}')
+    if split in sizes:
+        return [_checked(splits[split], source)]
+    import datasets
+
     try:
         pieces = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
     except (AssertionError, ValueError) as error:
         raise UserError(
             f'split "{split}" of {source}: {error}. Slices look like train[:512] or train[10%:20%]'
         ) from None
-    parts = [splits[p.splitname].select(range(p.from_, max(p.from_, p.to))) for p in pieces]
-    return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+    return [_slice(_checked(splits[p.splitname], source), p.from_, max(p.from_, p.to)) for p in pieces]
+
+
+def _slice(rows: Rows, start: int, end: int) -> Rows:
+    return rows[start:end] if isinstance(rows, list) else rows.select(range(start, end))
+
+
+def _checked(rows: Rows, source: str) -> Rows:
+    """Raises UserError for a column of text in JSON that `datasets` took for dates."""
+    if not isinstance(rows, list) and rows.info.builder_name == "json":
+        for name, feature in rows.features.items():
+            if "timestamp" in str(feature):
+                raise UserError(
+                    f"data: column {name} of {source} holds text that is read as dates, and would be changed; name its "
+                    ".jsonl file, which is read as it is"
+                )
+    return rows

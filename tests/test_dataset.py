@@ -12,6 +12,7 @@ from common.config import Data
 from common.errors import UserError
 from common.types import Problem
 from sampler.dataset import load_data, load_problems, look_up, permutation, problem_index, sampling_seed
+from sampler.sources import read_rows
 from tests.speed import limit
 
 pytestmark = pytest.mark.fast
@@ -229,6 +230,48 @@ def test_rows_of_orz_which_are_lists_become_a_conversation(tmp_path):
     assert [p.columns["conversation"][0]["value"] for p in problems] == ["0+1?", "1+1?", "2+1?"]
     flat = load_problems(f"{tmp_path}/orz.json@train[:2]", rename={"conversation.0.value": "question"}, answer_key=None)
     assert [p.columns["question"] for p in flat] == ["0+1?", "1+1?"]
+
+
+def test_a_json_file_is_read_as_it_is(tmp_path):
+    """`datasets` would give a datetime, 1.2345678901234568e+22 and 9007199254740992.0."""
+    answers = ["2021-05-03", 12345678901234567890123, 9007199254740993, 0.5, "a\u2028b", ["2021-05-03"], {"a": None}]
+    for file, text in (
+        ("rows.jsonl", "\n".join(json.dumps({"q": "", "a": a}, ensure_ascii=False) for a in answers) + "\n\n"),
+        ("rows.json", json.dumps([{"q": "", "a": a} for a in answers], indent=1)),
+        ("bom.jsonl", "\ufeff" + "\n".join(json.dumps({"q": "", "a": a}) for a in answers)),
+    ):
+        (tmp_path / file).write_text(text, encoding="utf-8")
+        assert [row["a"] for row in read_rows(str(tmp_path / file))] == answers
+    assert [row["a"] for row in read_rows(f"{tmp_path}/rows.jsonl@train[1:3]")] == answers[1:3]
+
+
+def test_a_row_has_the_columns_of_all_in_the_order_of_the_file(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"b": 1}\n{"a": 2, "b": 3}\n')
+    assert [list(row.items()) for row in read_rows(str(tmp_path / "rows.jsonl"))] == [
+        [("b", 1), ("a", None)],
+        [("b", 3), ("a", 2)],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"a": 1}\n{"a": \n', "rows.jsonl, line 2, cannot be read: Expecting value.*one object per line"),
+        ('{"a": 1}\n"text"\n', "rows.jsonl: row 2 is 'text', not an object"),
+        ("[1, 2]", "rows.jsonl: row 1 is 1, not an object"),
+    ],
+)
+def test_a_line_that_is_no_row_is_named(tmp_path, text, said):
+    (tmp_path / "rows.jsonl").write_text(text)
+    with pytest.raises(UserError, match=said):
+        read_rows(str(tmp_path / "rows.jsonl"))
+
+
+def test_text_that_the_library_takes_for_dates_is_refused_where_the_file_is_not_ours_to_read(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text('{"q": "next day?", "a": "2021-05-03"}\n' * 3)
+    with pytest.raises(UserError, match=r"column a of .*/data holds text that is read as dates.*name its \.jsonl file"):
+        read_rows(str(tmp_path / "data"))
 
 
 def test_rows_of_deepscaler_and_math12k_need_one_key(tmp_path):

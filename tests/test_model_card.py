@@ -312,9 +312,10 @@ def test_a_full_disk_is_waited_for_with_the_card_as_with_the_model(
 
 
 def test_the_best_version_is_described_and_not_the_last_one(tmp_path: Path) -> None:
-    run = run_folder(tmp_path, evaluation(0, 128, 256), evaluation(20, 384, 512), evaluation(60, 256, 512))
+    evaluations = [evaluation(0, 128, 256), evaluation(20, 384, 512), evaluation(60, 256, 512)]
+    run = run_folder(tmp_path, *evaluations)
     (run / "best").mkdir()
-    (run / "best" / "commit.json").write_text('{"policy_version": 20}')
+    (run / "best" / "commit.json").write_text('{"policy_version": 20, "metric": "answer/accuracy", "value": 0.75}')
     config = Config.model_validate(
         SETTINGS
         | {
@@ -323,7 +324,9 @@ def test_the_best_version_is_described_and_not_the_last_one(tmp_path: Path) -> N
         }
     )
     ranks: Any = SimpleNamespace(rank=0, world_size=1, agree=lambda value: value)
-    assert Best(config, ranks, Disk(ranks, 60.0, print), list).commit_as_final(partial(write_model_card, run))
+    assert Best(config, ranks, Disk(ranks, 60.0, print), lambda: evaluations).commit_as_final(
+        partial(write_model_card, run)
+    )
     card = huggingface_hub.ModelCard.load(run / "final" / "README.md")
     assert card.data.eval_results[0].metric_value == 0.75 and "This is version 20 of the policy" in str(card)
 

@@ -11,6 +11,9 @@ import pytest
 
 from common.config import Algorithm, Config
 from common.types import EvalFailure, EvalResult, EvalSample, Group, Rollout, Tombstone
+from report.curves import share_of_full_marks
+from report.full_marks import share
+from report.step_text import eval_line
 from tests.configs import config_of
 from trainer.algorithm.sums import TOKEN_SUMS
 from trainer.record.stats import (
@@ -22,6 +25,7 @@ from trainer.record.stats import (
     token_metrics,
     turn_metrics,
 )
+from trainer.save.best import metric_of
 
 pytestmark = pytest.mark.fast
 
@@ -214,9 +218,27 @@ def test_an_evaluation_record_by_hand() -> None:
         "failed_problems": {},
         "full_marks": {"answer": 2, "format": 2},
         "mean": {"answer": pytest.approx(1 / 3), "format": 1.25},
+        "scored": {"format": [2, 1]},  # both of one problem; the third completion has None
         "mean_length": 20.0,
         "clipped_ratio": pytest.approx(1 / 3),
     }
+
+
+def test_the_accuracy_of_a_function_is_of_the_completions_that_it_scored() -> None:
+    """Of 4 math and 4 code problems: all math is right, and the code function reads 3 of 4 as code, one of them right.
+
+    Wilson's interval for 4 of 4 problems, z = 1.96: low = 1 / (1 + z² / 4) = 0.5101.
+    """
+    none = math.nan
+    rewards = [{"math": 1.0, "code": none, "shell": none}] * 4 + [{"math": none, "code": none, "shell": none}]
+    rewards += [{"math": none, "code": score, "shell": none} for score in (1.0, 0.0, 0.0)]
+    samples = tuple(EvalSample(i, "text", scores, 3, "stop") for i, scores in enumerate(rewards))
+    record = eval_record([EvalResult("v4", 0, 4, samples)], lambda _: 1.0)
+    assert record["full_marks"] == {"math": 4, "code": 1} and record["scored"] == {"math": [4, 4], "code": [3, 3]}
+    assert share_of_full_marks(record, "math") == pytest.approx((1.0, 0.5101, 1.0), abs=1e-4)
+    assert share(record, "code") == pytest.approx(1 / 3)
+    assert eval_line(record) == "math 100.0%  code 33.3%  (v4, n = 8)"
+    assert metric_of(record, "math/accuracy") == 1.0 and metric_of(record, "shell/accuracy") is None
 
 
 FAILED = EvalResult("v40", 2, 40, (), (EvalFailure(7, "reward timed out"),))

@@ -128,7 +128,10 @@ def correction_metrics(sums: Mapping[str, float], algorithm: Algorithm) -> dict[
 
 
 def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str, Any]:
-    """One line of eval.jsonl. Problems that could not be scored are named, and left out of n and the means."""
+    """One line of eval.jsonl. Problems that could not be scored are named, and left out of n and the means.
+
+    A function's shares and means are of the completions that it scored: those for which it did not return None.
+    """
     samples = [s for result in results for s in result.samples]
     record: dict[str, Any] = {
         "step": results[0].policy_version,
@@ -140,10 +143,15 @@ def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str,
         "mean": {},
     }
     for name in samples[0].rewards if samples else ():
-        scores = [s.rewards[name] for s in samples if not math.isnan(s.rewards[name])]
+        scored = [s for s in samples if not math.isnan(s.rewards[name])]
+        if not scored:
+            continue
+        scores = [s.rewards[name] for s in scored]
         record["full_marks"][name] = sum(score >= full_mark(name) - ROUNDING for score in scores)
-        if scores:
-            record["mean"][name] = sum(scores) / len(scores)
+        record["mean"][name] = sum(scores) / len(scores)
+        if len(scored) < len(samples):
+            left_out = record.setdefault("scored", {})
+            left_out[name] = [len(scored), len({s.problem_index for s in scored})]
     if samples:
         record["mean_length"] = float(np.mean([s.num_tokens for s in samples]))
         record["clipped_ratio"] = float(np.mean([s.finish_reason == "length" for s in samples]))

@@ -45,7 +45,8 @@ def metric_of(record: Record, metric: str) -> float | None:
     name, _, kind = metric.rpartition("/")
     if kind == "mean":
         return record["mean"].get(name)
-    return record["full_marks"][name] / record["n"] if record["n"] and name in record["full_marks"] else None
+    num_scored, *_ = record.get("scored", {}).get(name, [record["n"]])
+    return record["full_marks"][name] / num_scored if num_scored and name in record["full_marks"] else None
 
 
 def best_so_far(records: Sequence[Record], settings: Eval) -> BestSoFar:
@@ -85,7 +86,7 @@ class Best:
         if not self.folder.is_dir():
             return
         kept, now = self._kept(), best_so_far(self.records, self.config.eval)
-        if [kept[key] for key in ("policy_version", "metric", "value")] == [now.version, self._metric, now.value]:
+        if [kept.get(key) for key in ("policy_version", "metric", "value")] == [now.version, self._metric, now.value]:
             return
         aside = self.folder.with_name(f"{BEST}-v{kept['policy_version']}")
         durable.remove_dir(aside)
