@@ -11,6 +11,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from common import functions
 from common.errors import UserError
 from common.functions import describe, short_name
@@ -21,6 +23,7 @@ from environments.messages import EnvironmentSetup
 from environments.tools import Toolbox
 
 _PLAIN = (bool, int, float, str, type(None), list, dict)
+_LARGEST_STATE = 1 << 16  # bytes of an attribute
 _NOT_TOOLS = ("reset", "get_reward", "close")
 
 
@@ -116,13 +119,24 @@ class Instance:
         return Done(None if self.toolbox is not None else 0.0)
 
     def state(self) -> dict[str, Any]:
-        """Its public attributes that are plain values: TRL's reward functions read environments[i].counter."""
+        """Its public attributes that are plain values: TRL's reward functions read environments[i].counter.
+
+        Left out are those that hold other objects, and large ones: no rollout fails for what no reward may ask for.
+        """
         mine = getattr(self.mine, "__dict__", {})
-        return {name: value for name, value in mine.items() if name[0] != "_" and isinstance(value, _PLAIN)}
+        plain = {name: value for name, value in mine.items() if name[0] != "_" and isinstance(value, _PLAIN)}
+        return {name: value for name, value in plain.items() if _can_be_sent(value)}
 
     def close(self) -> None:
         if callable(getattr(self.mine, "close", None)):
             _called("close", self.mine.close)
+
+
+def _can_be_sent(value: Any) -> bool:
+    try:
+        return len(msgspec.msgpack.encode(value)) <= _LARGEST_STATE
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return False
 
 
 def _check_step(name: str, step: Callable[..., Any]) -> None:

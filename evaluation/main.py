@@ -95,7 +95,7 @@ def run(config: Config, ks: Sequence[int], target: Target, output: Path | None) 
     problems = load_data("data.eval", config.data.eval or "", config.data, config.rewards.reward_funcs)
     columns = problems[0].columns
     with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(RewardPool(config.rewards, columns=columns))
+        pool = stack.enter_context(RewardPool(config.rewards, columns=columns, max_steps=config.trainer.max_steps))
         tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
         multi_turn = stack.enter_context(opened(config, tokenizer, problems[0], columns))
         tools = multi_turn.pool.tools if multi_turn else None
@@ -113,6 +113,8 @@ def run(config: Config, ks: Sequence[int], target: Target, output: Path | None) 
         decode: Decode = functools.partial(tokenizer.batch_decode, skip_special_tokens=True)
         turns = multi_turn.episodes(engine, decode) if multi_turn else SingleTurns(engine)
         samples, failures = sample(config, prompts, pool, decode, turns)
+    if not samples:
+        raise UserError(f"none of the {len(prompts)} problems could be scored; the first: {failures[0]}")
     result = report(samples, len(failures), ks, config.rewards)
     folder = output or target.output / _label(config, target.model)
     _write(folder, config, model, samples, result | {"seconds": time.monotonic() - begun})

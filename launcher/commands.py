@@ -21,6 +21,8 @@ from launcher.processes import PID, Child
 from report.run_log import read_jsonl
 from trainer.engine.rank_device import RANK_DEVICES
 
+_SECONDS = ("step_time", "timing/checkpoint_s")  # of a step, in metrics.jsonl
+
 
 class Commands:
     """Commands(path, overrides, config, place).sampler() is what to start."""
@@ -85,6 +87,12 @@ class Commands:
             f"{folder} has {steps} steps and no checkpoint to continue from; a smaller trainer.save_steps or "
             "trainer.save_minutes saves earlier"
         )
+
+    def batch_s(self) -> float:
+        """Twice what the slowest of the last batches took, and the slowest checkpoint; 0 before the first step."""
+        records = read_jsonl(self.config.run.output_dir / "metrics.jsonl")[-20:]
+        step_s, save_s = (max((r.get(key) or 0.0 for r in records), default=0.0) for key in _SECONDS)
+        return 2 * (self.config.algorithm.steps_per_batch * step_s + save_s)
 
     def steps(self) -> int:
         """Optimizer steps that the run has reported."""

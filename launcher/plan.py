@@ -105,11 +105,15 @@ def _batch_lines(config: Config, plan: BatchPlan) -> Iterator[tuple[str, str]]:
 def _preview(config: Config, problems: Sequence[Any]) -> tuple[str, list[tuple[str, str]]]:
     """The first prompt, and the rewards of the first rows' own answers against those of an empty completion."""
     from model.tokenizer import load_tokenizer
+    from rewards.find import needs_rollout
     from rewards.pool import RewardFailure, RewardPool
     from sampler.pictures import encode_problem
-    from sampler.prompts import make_prompt
+    from sampler.prompts import as_messages, make_prompt
 
-    with RewardPool(config.rewards, columns=problems[0].columns) as pool:
+    weights = dict(zip(config.rewards.reward_funcs, config.rewards.weights, strict=True))
+    weights = {s: w for s, w in weights.items() if not needs_rollout(s)} or {"rewards.probes.neutral": 1.0}
+    tried = config.rewards.model_copy(update={"reward_funcs": [*weights], "reward_weights": [*weights.values()]})
+    with RewardPool(tried, columns=problems[0].columns, max_steps=config.trainer.max_steps) as pool:
         tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
         vision = vision_of(config)
         images = [encode_problem(p, vision.form, config.data) if vision else () for p in problems[:_ROWS]]
@@ -121,7 +125,10 @@ def _preview(config: Config, problems: Sequence[Any]) -> tuple[str, list[tuple[s
         for i, prompt in enumerate(prompts):
             texts = [str(prompt.problem.columns.get("answer", "")), ""]
             ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-            pool.submit(i, prompt.for_rewards, texts, ids, prompt.problem.columns)
+            asked = prompt.for_rewards
+            if config.rollout.is_multi_turn:
+                asked = as_messages(prompt.problem, config.data, config.prompt)
+            pool.submit(i, asked, texts, ids, prompt.problem.columns)
         scored: dict[Any, Any] = {}
         while pool.pending:
             scored |= dict(pool.ready(timeout_s=1.0))
@@ -146,12 +153,14 @@ def _image_lines(prompt: Prompt, vision: Vision | None) -> Iterator[tuple[str, s
 
 def _reward_lines(config: Config, scored: dict[Any, Any]) -> list[tuple[str, str]]:
     out, tells_apart = [], False
-    for name in config.rewards.names:
+    untried = [name for name in config.rewards.names if scored and name not in next(iter(scored.values()))[0][0]]
+    out += [(name, "what a rollout's environment says: not tried here") for name in untried]
+    for name in [name for name in config.rewards.names if name not in untried]:
         of_answers, of_nothing = ([scored[i][which][0][name] for i in sorted(scored)] for which in (0, 1))
         tells_apart |= any(a > n for a, n in zip(of_answers, of_nothing, strict=True))
         pairs = ", ".join(f"{a:g} / {n:g}" for a, n in zip(of_answers, of_nothing, strict=True))
         out.append((name, f"{pairs}   (the row's own answer / an empty completion, first {len(scored)} rows)"))
-    if not tells_apart:
+    if not tells_apart and not untried:
         out.append(
             ("", "no reward prefers the bare answer to an empty completion; launch.sh check tries other forms, too")
         )

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -141,10 +142,10 @@ def _run(commands: Commands) -> int:
         print(f"tandem: reference model on the {side}", file=sys.stderr, flush=True)
     limit_time(commands.config.trainer.max_hours)
     finished, advice = (folder / FINAL).is_dir, partial(_less_memory, commands.config, place)
-    rules = Rules(commands.restart_trainer, commands.steps, finished, out_of_time, advice)
+    rules = Rules(commands.restart_trainer, commands.steps, finished, out_of_time, advice, batch_s=commands.batch_s)
     code = Supervisor(samplers, commands.trainer(), rules).run()
     if code not in (DONE, USER_ERROR) and checkpoints(folder):
-        print(f"tandem: continue with: bash launch.sh {commands.arguments} run.resume=true", file=sys.stderr)
+        _say(f"continue with: bash launch.sh {commands.arguments} run.resume=true")
     if commands.steps():
         _report(folder)
     return code
@@ -157,9 +158,16 @@ def _report(folder: Path) -> None:
     try:
         report([str(folder)])
     except Exception as error:
-        print(
-            f"tandem: no report: {type(error).__name__}: {error}; try bash launch.sh report {folder}", file=sys.stderr
-        )
+        _say(f"no report: {type(error).__name__}: {error}; try bash launch.sh report {folder}")
+    try:
+        sys.stdout.flush()
+    except OSError:  # a terminal or a `| tee` that is gone must not, either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):
+        print(f"tandem: {text}", file=sys.stderr, flush=True)
 
 
 def without_hosts(arguments: Sequence[str]) -> tuple[list[str], Path | None]:

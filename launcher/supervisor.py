@@ -47,7 +47,8 @@ class Rules:
     less_memory: Callable[[str], str] = less_memory  # what to tell the user of a "sampler" or "trainer" without enough
     max_restarts: int = 5
     backoff_s: float = 1.0  # doubles with every restart
-    grace_s: float = 30.0  # from the request to end until SIGKILL: a step is finished and a checkpoint written in it
+    grace_s: float = 30.0  # at least, from the request to end until SIGKILL
+    batch_s: Callable[[], float] = lambda: 0.0  # until a batch that has begun is trained and saved
 
 
 @dataclass
@@ -79,7 +80,8 @@ class Supervisor:
         self._terminal_open = True
 
     def run(self) -> int:
-        previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        kept = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()  # by nohup
+        previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS if number not in kept}
         try:
             with self._guard, self._selector:
                 for slot in self._slots.values():
@@ -98,7 +100,7 @@ class Supervisor:
             self._relay(0.1)
             if self._interrupts:
                 who = "both" if len(self._slots) == 2 else "all"
-                self._say(f"stopping {who}, within {self._rules.grace_s:g} s; Ctrl-C again stops at once")
+                self._say(f"stopping {who}, within {self._grace_s(signal.SIGINT):.0f} s; Ctrl-C again stops at once")
                 self._stop(signal.SIGINT)
                 return INTERRUPTED
             for name, slot in self._slots.items():
@@ -214,11 +216,19 @@ class Supervisor:
             for slot in live:
                 if step is not None and slot.running is not None and slot.running.process.poll() is None:
                     slot.running.interrupt(step)
-            deadline = time.monotonic() + self._rules.grace_s
+            grace_s = self._grace_s(step)
+            deadline = time.monotonic() + grace_s
             while self._interrupts < limit and time.monotonic() < deadline and self._any_alive(live):
                 self._relay(0.05)
+        for name, slot in self._slots.items():
+            if steps and slot in live and self._any_alive([slot]) and self._interrupts < limit:
+                self._say(f"{name} did not end within {grace_s:.0f} s, and is killed")
         for slot in live:
             self._close(slot)
+
+    def _grace_s(self, number: int | None) -> float:
+        """What is asked to end by SIGINT, the trainer, first finishes its batch and saves it."""
+        return max(self._rules.grace_s, self._rules.batch_s() if number == signal.SIGINT else 0.0)
 
     @staticmethod
     def _any_alive(slots: list[_Slot]) -> bool:

@@ -43,6 +43,11 @@ def takes(names: Iterable[str], argument: str) -> bool:
     return any(parameter.name == argument for given in parameters for parameter in given)
 
 
+def needs_rollout(name: str) -> bool:
+    """Whether it scores what an environment says or holds, which nobody knows before a rollout. Raises UserError."""
+    return name == "environment" or takes([name], "environments")
+
+
 def bind(function: RewardFunction, arguments: Mapping[str, Any], name: str) -> RewardFunction:
     """The function with its entry of rewards.reward_kwargs. Raises UserError for one that it does not take."""
     parameters = parameters_of(function) or []

@@ -11,7 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from common.config import ROUNDING, Rewards
+from common.functions import short_name
 from rewards import shorten
+from rewards.find import needs_rollout
 from rewards.probes import EMPTY, FORMS, Probe, probes
 from rewards.trials import SHOWN, Findings, Trial, TrialRow, distribution, note_failures, try_each
 
@@ -28,9 +30,10 @@ def check_gold(config: Rewards, rows: Sequence[TrialRow], max_steps: int = 0) ->
         if has_gold:
             _verdicts(one, rows, by_row, findings)
         findings.lines += [f"  slowest call: {one.slowest[0]:.3f} s"]
-    if "environment" in config.reward_funcs:
-        findings.lines += ["environment  what a rollout's environment says: not tried here, and no sum without it"]
-    elif has_gold:
+    untried = [short_name(spec) for spec in config.reward_funcs if needs_rollout(spec)]
+    for name in untried:
+        findings.lines += [f"{name}  what a rollout's environment says: not tried here, and no sum without it"]
+    if has_gold and not untried:
         _check_sum(trials, rows, by_row, findings)
     return findings
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from common.config import Rewards
 from common.functions import short_name
+from rewards.find import needs_rollout
 from rewards.pool import RewardFailure, RewardPool
 
 SLOW_S = 1.0
@@ -48,14 +49,14 @@ class Trial:
 def try_each(
     config: Rewards, rows: Sequence[TrialRow], texts_of: Callable[[TrialRow], Sequence[str]], max_steps: int = 0
 ) -> list[Trial]:
-    """Every function on every row, but for what an environment says, which needs its rollout.
+    """Every function on every row, but for those that need a rollout.
 
     Raises UserError for a function that cannot be found or called at all.
     """
     return [
         _try_one(config, spec, weight, rows, texts_of, max_steps)
         for spec, weight in zip(config.reward_funcs, config.weights, strict=True)
-        if spec != "environment"
+        if not needs_rollout(spec)
     ]
 
 

@@ -84,11 +84,13 @@ def _row(problem: Problem, config: Config) -> TrialRow:
 def read_completions(path: Path) -> list[dict[str, Any]]:
     """The lines of a .jsonl file, each with `completion`. Raises UserError."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"completions {path}: {getattr(error, 'strerror', None) or error}") from None
     records = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines would break at U+2028, which JSON may hold
+        if not line.strip():
+            continue
         try:
             record = json.loads(line)
             if not isinstance(record["completion"], str):

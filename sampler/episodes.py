@@ -224,7 +224,7 @@ class Episodes:
                     raise ValueError(
                         "reset gave another prompt than it gave the group's first; make it a function of the row"
                     )
-            except ValueError as error:
+            except Exception as error:  # the template may stumble over messages that an environment made
                 self._pool.close((key, j))
                 group.failures[j] = str(error)[:_MAX_REASON]
                 continue

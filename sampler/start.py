@@ -22,6 +22,7 @@ from model.folder import require_downloaded, require_models
 from model.gguf import with_folders
 from model.images import vision_of
 from model.tokenizer import load_tokenizer
+from rewards.find import takes
 from rewards.pool import RewardFailure, RewardPool
 from rewards.probes import probes
 from sampler.dataset import fingerprint, load_data
@@ -120,8 +121,11 @@ def try_rewards(pool: RewardPool, problems: list[Problem], config: Config) -> No
     """Score made-up completions of a few rows before anything heavy is imported; words stand in for tokens.
 
     Raises UserError when the functions raise, or return something else than numbers, on every row that is tried. Says
-    when a right, a wrong and an empty completion all score the same.
+    when a right, a wrong and an empty completion all score the same. Functions that read what an environment holds
+    cannot be called without one.
     """
+    if takes(config.rewards.reward_funcs, "environments"):
+        return
     tried, reason = problems[:: max(1, len(problems) // _ROWS_TRIED)][:_ROWS_TRIED], ""
     for problem in tried:
         made_up = probes(problem.columns.get("answer"))

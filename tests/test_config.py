@@ -181,6 +181,23 @@ def test_on_is_a_name_in_a_file_and_off_is_still_false(tmp_path: Path) -> None:
     assert (given.reference.on, given.vllm) == ("trainer", {"enforce_eager": False})
 
 
+def test_text_that_only_begins_like_a_number_or_off_is_text(tmp_path: Path) -> None:
+    block = "deepspeed:\n  zero_optimization:\n    stage: 3\n    offload_optimizer: {device: cpu}\n"
+    given = load(
+        write(tmp_path, GOOD + block),
+        ["model.revision=3e8a91c0d1", "data.train=offline.jsonl", "run.output_dir=1e-6_sweep", "trainer.packing=off"],
+    )
+    assert given.deepspeed == {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+    assert (given.model.revision, given.data.train) == ("3e8a91c0d1", "offline.jsonl")
+    assert (str(given.run.output_dir), given.trainer.packing) == ("1e-6_sweep", "off")
+
+
+def test_an_override_changes_no_section_that_is_an_alias_of_the_same(tmp_path: Path) -> None:
+    text = GOOD + "reference: &start {path: a, dtype: bfloat16}\ncritic: *start\n"
+    given = load(write(tmp_path, text), ["critic.path=b", "algorithm.adv_estimator=gae"])
+    assert (given.reference.path, given.critic.path, given.critic.dtype) == ("a", "b", "bfloat16")
+
+
 def test_devices_overlap_only_where_both_processes_share_one_gpu(tmp_path: Path) -> None:
     assert load(write(tmp_path, GOOD), ["sampler.devices=[1]", "trainer.devices=[1]"]).trainer.devices == [1]
     message = problem(tmp_path, GOOD, "sampler.devices=[0, 1]", "trainer.devices=[1, 2]")

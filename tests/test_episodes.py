@@ -226,6 +226,20 @@ def test_a_prompt_from_reset_is_asked_and_every_rollout_must_get_the_same(play: 
     assert play.out[KEY].prompt.for_rewards == [{"role": "user", "content": "longer"}]
 
 
+def test_messages_of_reset_that_the_template_refuses_end_the_group_and_not_the_sampler(
+    play: Played2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jinja raises TypeError for content that is a list, and a strict template what it likes."""
+
+    def refuse(*_: Any) -> Prompt:
+        raise TypeError("can only concatenate str")
+
+    monkeypatch.setattr(play.episodes, "_reprompt", refuse)
+    for rollout in (0, 1):
+        play.reply(rollout, Turn([{"role": "user", "content": "other"}]))
+    assert set(play.out[KEY].failures) == {"can only concatenate str"}
+
+
 def test_when_every_reset_fails_the_group_is_over_without_a_token(play: Played2) -> None:
     play.reply(0, Failed("crash", "its process died"))
     play.reply(1, Failed("crash", "its process died"))

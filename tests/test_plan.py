@@ -410,6 +410,21 @@ def planned(task: Path, *arguments: str) -> tuple[int, str, str, float]:
 
 
 @pytest.mark.processes
+def test_a_plan_of_several_turns_shows_messages_and_tries_no_reward_that_needs_a_rollout(task: Path) -> None:
+    own = task / "turns.py"
+    own.write_text(
+        "class Game:\n    def reset(self): ...\n    def step(self, completion): ...\n"
+        "def role(completions, trainer_state, **columns):\n"
+        "    return [float(c[0]['role'] == 'assistant') / trainer_state.max_steps for c in completions]\n"
+        "def moves(environments, **columns):\n    return [e.moves for e in environments]\n"
+    )
+    rewards = f"rewards.reward_funcs=[environment, {own}:role, {own}:moves]"
+    code, out, err, _ = planned(task, f"rollout.environment={own}:Game", "rollout.max_turns=3", rewards)
+    assert code == 0, err
+    assert "0.005 / 0.005" in out and out.count("what a rollout's environment says: not tried here") == 2
+
+
+@pytest.mark.processes
 def test_a_plan_shows_numbers_devices_prompt_and_rewards(task: Path) -> None:
     code, out, err, _ = planned(task)
     assert code == 0, err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import time
@@ -61,6 +63,30 @@ def test_an_earlier_run_moves_aside_to_the_first_free_number(tmp_path):
     folder.mkdir()
     (folder / LOCK).touch()
     assert move_aside(folder) is None  # nothing was run in it
+
+
+@pytest.mark.processes
+def test_a_report_to_a_terminal_that_is_gone_does_not_change_how_the_run_ended(tmp_path):
+    code = (
+        "import sys, report.main as report; from pathlib import Path; from launcher import run\n"
+        "report.main = lambda _: print('held-out answer')\n"
+        "run._say('continue with'); run._report(Path('.')); sys.exit(130)"
+    )
+    ends = [os.pipe() for _ in range(2)]
+    for reading, _ in ends:
+        os.close(reading)
+    out, err = (writing for _, writing in ends)
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=out, stderr=err).returncode == 130
+
+
+def test_the_time_to_stop_is_that_of_the_last_batches_and_their_checkpoints(tmp_path):
+    """2 · (2 steps of a batch · 40 s + 6 s)"""
+    given = config_of(run={"output_dir": tmp_path}, algorithm={"num_iterations": 2}, trainer={"max_steps": 4})
+    commands = Commands(tmp_path / "c.yaml", [], given, SimpleNamespace(num_ranks=1))
+    assert commands.batch_s() == 0.0
+    rows = [{"step": 1, "step_time": 40.0}, {"step": 2, "step_time": 3.0, "timing/checkpoint_s": 6.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert commands.batch_s() == 172.0
 
 
 def test_a_folder_with_steps_is_refused_unless_resumed(tmp_path):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -39,6 +40,7 @@ rules = Rules(
     max_restarts=spec.get("max_restarts", 5),
     backoff_s=0.05,
     grace_s=spec.get("grace_s", 60.0),
+    batch_s=lambda: spec.get("batch_s", 0.0),
 )
 sys.exit(Supervisor([child(name) for name in spec if name.startswith("sampler")], trainer, rules).run())
 """
@@ -54,12 +56,12 @@ TERMINAL = r"import os; print(os.isatty(1), '\x1b[1mbold\x1b[0m')"
 class Run:
     """A supervisor in a process of its own. Everything it starts carries a tag, so that leftovers can be counted."""
 
-    def __init__(self, folder: Path, sampler: str, trainer: str, **options: object) -> None:
+    def __init__(self, folder: Path, sampler: str, trainer: str, under: Sequence[str] = (), **options: object) -> None:
         self.folder, self.tag = folder, uuid.uuid4().hex
         spec = {"folder": str(folder), "sampler": sampler, "trainer": trainer, **options}
         environment = {**os.environ, "TANDEM_TEST_TAG": self.tag, "FOLDER": str(folder)}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, json.dumps(spec)],
+            [*under, sys.executable, "-c", DRIVER, json.dumps(spec)],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
@@ -228,6 +230,39 @@ def test_children_that_ignore_signals_are_killed_after_the_grace_period(tmp_path
     run.process.send_signal(signal.SIGINT)
     assert run.end()[0] == 130
     assert run.alive() == []
+
+
+def test_a_batch_that_takes_longer_than_the_grace_period_is_finished_and_saved(tmp_path):
+    saves = (
+        "import os, signal, sys, time\n"
+        "def end(*_): time.sleep(2); open(os.environ['FOLDER'] + '/saved', 'w').close(); sys.exit(130)\n"
+        "signal.signal(signal.SIGINT, end)\n"
+    )
+    run = Run(tmp_path, WAITS, saves + WAITS, grace_s=0.2, batch_s=limit(20))
+    run.both_wait()
+    run.process.send_signal(signal.SIGINT)
+    code, _, err = run.end()
+    assert code == 130 and (tmp_path / "saved").exists()
+    assert "killed" not in err
+
+
+def test_who_is_killed_before_it_has_ended_is_said(tmp_path):
+    run = Run(tmp_path, WAITS, STUBBORN, grace_s=1.0)
+    run.both_wait()
+    run.process.send_signal(signal.SIGINT)
+    code, _, err = run.end()
+    assert code == 130 and "trainer did not end within 1 s, and is killed" in err
+    assert "sampler did not" not in err
+
+
+def test_nohup_keeps_a_run_over_the_end_of_its_terminal(tmp_path):
+    run = Run(tmp_path, WAITS, WAITS, under=("nohup",))
+    run.both_wait()
+    run.process.send_signal(signal.SIGHUP)
+    time.sleep(1)
+    assert run.process.poll() is None
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] == 130
 
 
 def test_a_second_ctrl_c_does_not_wait(tmp_path):

@@ -4,15 +4,22 @@ import json
 import re
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from common.config import Rewards, Rollouts
 from common.errors import UserError
+from common.types import Problem
 from environments import Done, Turn, conversation, prompt_of
+from environments.contracts import Instance
 from environments.pool import EnvironmentPool
 from environments.tools import PARSERS, Call, Toolbox, parse_hermes, parse_llama3, require_template
+from rewards.gold_answers import check_gold
 from rewards.pool import RewardPool
+from rewards.trials import TrialRow
+from sampler.start import try_rewards
+from tests.configs import config_of
 from tests.speed import limit
 
 pytestmark = pytest.mark.timeout(120)
@@ -210,6 +217,21 @@ def test_the_environment_of_trls_documentation_runs_unchanged_with_its_reward_fu
         rewards.submit(1, prompt, words, [[1]], row, environment_rewards=[done.reward], environments=[done.state])
         [(_, [scores])] = rewards.ready(timeout_s=limit(20))
     assert scores == ({"environment": 1.0, "reward_func": 4.0}, 3.0)
+
+
+def test_what_no_message_can_hold_is_left_out_of_an_environments_state():
+    mine = SimpleNamespace(counter=4, cells=[object()], huge=2**70, long="x" * 100_000, _hidden=1)
+    assert Instance(mine, None).state() == {"counter": 4}
+
+
+@pytest.mark.processes
+def test_a_reward_that_reads_environments_is_not_tried_without_one(file, tmp_path):
+    rewards = {"reward_funcs": [f"{file}:reward_func"]}
+    given = config_of(rewards=rewards, rollout={"environment": f"{file}:IncrementEnv", "max_turns": 3})
+    with RewardPool(given.rewards, columns={"answer": "4"}) as pool:
+        try_rewards(pool, [Problem(0, {"question": "?", "answer": "4"})], given)
+    findings = check_gold(given.rewards, [TrialRow(0, "?", {"answer": "4"})])
+    assert findings.problems == [] and "reward_func  what a rollout's environment says: not tried" in findings.lines[0]
 
 
 def page_block(name):

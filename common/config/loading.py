@@ -57,10 +57,10 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads 1e-6 as text and `on:` as the key True; here they are a number and a name, as in YAML 1.2."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+"), list("-+.0123456789")
+_Loader.add_implicit_resolver(  # to the end: PyYAML asks whether a text begins like this, and a commit hash may
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$"), list("-+.0123456789")
 )
-_Loader.yaml_implicit_resolvers["o"] = [("tag:yaml.org,2002:bool", re.compile("off"))]  # and not `on`: reference.on
+_Loader.yaml_implicit_resolvers["o"] = [("tag:yaml.org,2002:bool", re.compile("off$"))]  # and not `on`: reference.on
 
 
 def parse(text: str) -> Any:
@@ -77,7 +77,12 @@ def _apply(settings: dict[str, Any], override: str) -> None:
     *parents, leaf = key.split(".")
     node: Any = settings
     for parent in parents:
-        node = node.setdefault(parent, {}) if isinstance(node, dict) else None
+        if isinstance(node, dict):
+            inner = node.get(parent, {})
+            node[parent] = dict(inner) if isinstance(inner, dict) else inner  # a YAML alias is the same dict elsewhere
+            node = node[parent]
+        else:
+            node = None
     if not isinstance(node, dict):
         raise UserError(f"override {shown!r}: {'.'.join(parents)} is not a section")
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from common.config.sections import Section
 
@@ -92,6 +92,11 @@ class TrainerSettings(Section):
     """Non-finite steps in a row that stop the run."""
     max_hours: float | None = Field(None, gt=0)
     """Then save and exit with code 75."""
+
+    @field_validator("packing", mode="before")
+    @classmethod
+    def _off_is_a_name(cls, value: Any) -> Any:
+        return "off" if value is False else value  # what YAML reads
 
     @property
     def saves_checkpoints(self) -> bool:
