@@ -223,6 +223,16 @@ def test_weights_inside_a_batch_need_steps_inside_it_and_a_sampler_that_runs_ahe
     assert load(write(tmp_path, GOOD), settings).weights.publish_every == "step"
 
 
+def test_the_horizon_of_beta_is_longer_than_a_batch_with_all_that_may_be_resampled(tmp_path: Path) -> None:
+    """8 prompts × 8 completions × (1 + 9 tries): at 5 times the horizon beta would be 0, and then negative."""
+    adaptive = ["algorithm.beta=0.05", "algorithm.kl_in_reward=true", "algorithm.kl_controller=adaptive"]
+    sizes = ["trainer.prompts_per_step=8", "sampler.num_generations=8", "algorithm.kl_target=1"]
+    resampled = ["algorithm.dead_groups=resample", "algorithm.max_resamples=9"]
+    message = problem(tmp_path, GOOD, *adaptive, *sizes, *resampled, "algorithm.kl_horizon=64")
+    assert "kl_horizon 64 is shorter than a batch of 640 completions" in message
+    assert load(write(tmp_path, GOOD), [*adaptive, *sizes, "algorithm.kl_horizon=64"]).algorithm.kl_horizon == 64
+
+
 def test_a_reference_in_the_trainer_and_a_kl_in_the_reward_are_refused(tmp_path: Path) -> None:
     settings = ["reference.on=trainer", "algorithm.beta=0.1", "algorithm.kl_in_reward=true"]
     assert "set reference.on=sampler" in problem(tmp_path, GOOD, *settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from tests.tiny import random_group
 from trainer.algorithm.advantages import RewardSettings
 from trainer.algorithm.critic_advantages import ByGroup, Estimates, estimate, estimate_segments
 from trainer.algorithm.losses import Denominator
+from trainer.batch_training import BatchTraining
 from trainer.data.experience import Experience, with_estimates
 from trainer.data.tensors import (
     MicroBatch,
@@ -182,3 +184,20 @@ def test_reference_log_probs_that_the_trainer_scores_are_those_of_the_endpoints_
     assert {g: x.tolist() for g, x in batch.by_group(scored).items()} == {
         0: scored[: lengths[0]].tolist(), 2: scored[lengths[0] :].tolist()
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("is_adaptive", "used"), [(True, 0.7), (False, 3.0)])
+def test_a_fixed_threshold_is_that_of_the_settings_also_after_a_resume(is_adaptive: bool, used: float) -> None:
+    """The checkpoint has 0.7, the settings now say 3."""
+    seen = list[float]()
+    training = SimpleNamespace(
+        config=settings(group_variance_threshold=3.0, adaptive_threshold=is_adaptive),
+        slots=SimpleNamespace(size=0, training=list, replace=lambda _: None),
+        _progress=SimpleNamespace(threshold=0.7),
+        _settings=SimpleNamespace(rewards=None),
+        _plan=lambda _: [],
+        _record_seconds=lambda *_: None,
+    )
+    critic = SimpleNamespace(score=lambda *given: seen.append(given[-1]))
+    BatchTraining._score_values(training, critic)  # type: ignore[arg-type]
+    assert seen == [used]

@@ -27,6 +27,7 @@ from trainer.algorithm.mismatch import by_cause
 from trainer.algorithm.sums import TOKEN_SUMS, Sums
 from trainer.data.experience import Experience, score_rewards
 from trainer.data.tensors import MicroBatch, micro_batch
+from trainer.engine import policy
 from trainer.engine.policy import Policy, PolicyEngine
 
 pytestmark = pytest.mark.fast
@@ -125,6 +126,15 @@ def test_a_filler_adds_its_loss_of_zero_and_no_token() -> None:
         engine.backward(filler, VERSION)
     assert waits.counts == {}
     assert engine.sums.take() == dict.fromkeys(TOKEN_SUMS, 0.0)
+
+
+def test_no_objective_sees_a_filler_for_a_users_own_may_be_nan_over_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """(a − mean) / std of one advantage is 0 / 0, and 0 · NaN in one rank's gradient would end the step on all."""
+    engine, config = engine_of(settings()), settings()
+    monkeypatch.setattr(policy, "token_objective", lambda *_: pytest.fail("the filler was given to the objective"))
+    engine.backward(micro_batch([], Denominator("grpo", 1, 1, 1), config.algorithm), VERSION)
+    gradients = [p.grad for p in engine.model.parameters() if p.grad is not None]
+    assert gradients and not any(g.any() for g in gradients)
 
 
 def test_what_is_known_may_be_given_or_read_from_the_values() -> None:

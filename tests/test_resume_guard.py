@@ -152,6 +152,21 @@ def test_a_file_of_your_own_that_was_edited_is_said_once_and_the_run_goes_on(
     assert resume.find_checkpoint(config, said.append) == str(folder) and len(said) == 1
 
 
+@pytest.mark.parametrize(
+    "sections",
+    [{"model": {"path": "elsewhere"}}, {"model": {"path": "m", "revision": "b"}}, {"reference": {"path": "other"}}],
+)
+def test_another_reference_of_the_kl_term_is_said(tmp_path: Path, sections: dict[str, Any]) -> None:
+    """The weights are the checkpoint's; what they are held to is not."""
+    said = list[str]()
+    common = {"run": {"output_dir": tmp_path / "run", "resume": True}, "model": {"path": "m"}}
+    folder = saved(config_in(tmp_path, **common, algorithm={"beta": 0.1}))
+    resume.find_checkpoint(config_in(tmp_path, **common, algorithm={"beta": 0.1}), said.append)
+    assert said == []
+    resume.find_checkpoint(config_in(tmp_path, **common | sections, algorithm={"beta": 0.1}), said.append)
+    assert said == [f"the reference model has changed since {folder} was saved; the run goes on with what it is now"]
+
+
 def test_an_own_function_that_is_named_only_now_is_no_edited_one(tmp_path: Path) -> None:
     folder, said = saved(config_in(tmp_path)), list[str]()
     (tmp_path / "mine.py").write_text("def f(rewards): ...")

@@ -144,7 +144,9 @@ class BatchTraining:
         start = time.monotonic()
         report_progress("scoring a batch of rollouts with the critic")
         shares = [self._mine(found) for found in self._plan(range(self.slots.size))]
-        threshold = self._progress.threshold or self.config.algorithm.group_params.group_variance_threshold
+        params = self.config.algorithm.group_params
+        adapted = self._progress.threshold if params.adaptive_threshold else None
+        threshold = adapted or params.group_variance_threshold
         self.slots.replace(critic.score(self.slots.training(), shares, self._settings.rewards, threshold))
         self._record_seconds("timing/values_s", time.monotonic() - start)
 

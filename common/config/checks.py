@@ -144,7 +144,7 @@ def _kl(config: Settings) -> Iterator[str]:
             "algorithm.kl_in_reward changes the rewards that advantages are made of, before a trainer rank has "
             "scored its groups; set reference.on=sampler"
         )
-    n = config.prompts_per_batch * config.sampler.num_generations
+    n = config.prompts_per_batch * config.sampler.num_generations * (1 + config.algorithm.resamples)
     if config.algorithm.kl_controller == "adaptive" and config.algorithm.kl_horizon < n:
         yield (
             f"algorithm.kl_horizon {config.algorithm.kl_horizon} is shorter than a batch of {n} completions, which "

@@ -59,7 +59,7 @@ class TrainerSettings(Section):
     lr_scheduler_kwargs: dict[str, Any] = {}
     """As in transformers: {min_lr_rate: 0.1}."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps from 0 to the peak."""
+    """Steps from 0 to the peak; the schedule `constant` has none."""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)

@@ -113,6 +113,11 @@ class PolicyEngine(DeepSpeedModel):
         old_logprobs, advantages, weights = (
             self._here(x) for x in (batch.old_logprobs, batch.advantages, batch.weights)
         )
+        if batch.is_filler:  # of a rank without work, for the ranks' common calls: no objective sees its one token
+            share = (logprobs.exp() * weights).sum()  # at most 1 · 0, whatever the model says
+            self.accumulate(share)
+            self.sums.add({"loss": share})
+            return logprobs.detach()
         ref_logprobs, proximal_logprobs = (
             None if x is None else self._here(x) for x in (batch.ref_logprobs, batch.proximal_logprobs)
         )
@@ -129,9 +134,6 @@ class PolicyEngine(DeepSpeedModel):
         share = loss(objective, weights)
         self.accumulate(share)
         logprobs = logprobs.detach()
-        if batch.is_filler:
-            self.sums.add({"loss": share})
-            return logprobs
         sampled, known = self._when_sampled(batch, logprobs, policy_version)
         mass = None if row.sampling_mask is None else log_mass
         parts = by_cause(logprobs, old_logprobs, sampled, mass, known)

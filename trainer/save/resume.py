@@ -77,13 +77,19 @@ def _recorded(name: str, config: Config) -> Any:
 
 
 def _own_files(config: Config) -> dict[str, str]:
-    """The contents behind every `file.py:function` that takes part in the training, by the setting that names it."""
+    """The contents behind every `file.py:function` that takes part in the training, by the setting that names it.
+
+    And where the reference comes from: with another one the KL term pulls elsewhere.
+    """
     algorithm = config.algorithm
+    path, revision = config.start_of(config.reference)
+    reference = {"the reference model": f"{redacted(path, 'path')} {revision or ''}"} if algorithm.beta else {}
     named = [("algorithm.adv_estimator", algorithm.adv_estimator), ("algorithm.loss", algorithm.loss or "")]
     named += [("rewards.reward_funcs", name) for name in config.rewards.reward_funcs]
     named += [("rollout.environment", config.rollout.environment or "")]
     named += [("rollout.tools", name) for name in config.rollout.tools]
-    return {f"{setting} {name}": _contents(Path(name.rpartition(":")[0])) for setting, name in named if ":" in name}
+    files = {f"{setting} {name}": _contents(Path(name.rpartition(":")[0])) for setting, name in named if ":" in name}
+    return files | reference
 
 
 def _contents(file: Path) -> str:
