@@ -66,7 +66,7 @@ class Answer(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, reply: Turn | Done) -> Answer:
-        calls = {"num_calls": reply.num_calls, "num_call_errors": reply.num_call_errors}
+        calls: Any = {"num_calls": reply.num_calls, "num_call_errors": reply.num_call_errors}
         if isinstance(reply, Done):
             return cls("done", reply.messages, assistant=reply.assistant, reward=reply.reward, **calls)
         return cls("turn", reply.messages, reply.appended, reply.assistant, **calls)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -86,6 +87,12 @@ def room(module: str) -> str:
     """The innermost folder that has a rule: trainer/save/best.py -> trainer.save."""
     parts = module.split(".")
     return next((r for n in (2, 1) if (r := ".".join(parts[:n])) in MAY_IMPORT), parts[0])
+
+
+def test_every_room_is_type_checked() -> None:
+    """mypy leaves out what is not named without a word."""
+    checked = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["files"]
+    assert set(PACKAGES) - set(checked) == set()
 
 
 def test_imports_go_one_way() -> None:
