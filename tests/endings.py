@@ -218,6 +218,7 @@ class Running:
         code = 99
         try:
             os.setsid()
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
             os.environ.update({"TANDEM_ENDING": self.scenario.ending, "TANDEM_TEST_TAG": self.tag})
             os.environ["TANDEM_ENDING_SLOWNESS"] = str(self._slowness)
             os.environ[exits.STARTED_AT] = str(self.begun)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -22,11 +21,13 @@ from tests.speed import limit, until
 pytestmark = pytest.mark.processes
 
 DRIVER = """
-import json, os, sys
+import json, os, signal, sys
 from pathlib import Path
 from launcher.processes import Child
 from launcher.supervisor import Rules, Supervisor
 spec = json.loads(sys.argv[1])
+if not spec["under_nohup"]:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may be
 folder = Path(spec["folder"])
 def child(name, **more):
     return Child(name, (sys.executable, "-u", "-c", spec[name]), dict(os.environ), folder / f"{name}.log", **more)
@@ -56,12 +57,12 @@ TERMINAL = r"import os; print(os.isatty(1), '\x1b[1mbold\x1b[0m')"
 class Run:
     """A supervisor in a process of its own. Everything it starts carries a tag, so that leftovers can be counted."""
 
-    def __init__(self, folder: Path, sampler: str, trainer: str, under: Sequence[str] = (), **options: object) -> None:
+    def __init__(self, folder: Path, sampler: str, trainer: str, nohup: bool = False, **options: object) -> None:
         self.folder, self.tag = folder, uuid.uuid4().hex
-        spec = {"folder": str(folder), "sampler": sampler, "trainer": trainer, **options}
+        spec = {"folder": str(folder), "sampler": sampler, "trainer": trainer, "under_nohup": nohup, **options}
         environment = {**os.environ, "TANDEM_TEST_TAG": self.tag, "FOLDER": str(folder)}
         self.process = subprocess.Popen(
-            [*under, sys.executable, "-c", DRIVER, json.dumps(spec)],
+            [*(["nohup"] if nohup else []), sys.executable, "-c", DRIVER, json.dumps(spec)],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
@@ -256,7 +257,7 @@ def test_who_is_killed_before_it_has_ended_is_said(tmp_path):
 
 
 def test_nohup_keeps_a_run_over_the_end_of_its_terminal(tmp_path):
-    run = Run(tmp_path, WAITS, WAITS, under=("nohup",))
+    run = Run(tmp_path, WAITS, WAITS, nohup=True)
     run.both_wait()
     run.process.send_signal(signal.SIGHUP)
     time.sleep(1)
