@@ -36,6 +36,14 @@ def test_a_resumed_run_evaluates_its_version_if_that_was_due_and_is_not_on_recor
     assert trainer(version, version, done=done)._evaluates_at_start() == expected
 
 
+@pytest.mark.parametrize(("version", "done"), [(5, (0, 2)), (1, ())], ids=["of version 4", "before the training"])
+def test_an_evaluation_that_an_interrupt_dropped_is_made_of_the_version_that_was_saved(
+    version: int, done: tuple[int, ...]
+) -> None:
+    """It was going on while the next batch trained, which was saved; the weights that it was of are gone."""
+    assert trainer(version, version, done=done)._evaluates_at_start()
+
+
 def test_a_version_is_evaluated_once_however_many_steps_leave_the_policy_alone() -> None:
     assert trainer(4, 4, evaluated=2)._evaluates_now()
     assert not trainer(4, 6, evaluated=4)._evaluates_now()

@@ -225,14 +225,17 @@ class Trainer:
         self.publisher.publish(p.policy_version, p.run_id, len(self.tokenizer), p.cursor, eval_id, num_problems)
 
     def _evaluates_at_start(self) -> bool:
-        """A checkpoint is saved while its version is still being evaluated: a resumed run may have to do it again."""
+        """A checkpoint is saved while its version, or after an interrupt the one before, is still being evaluated.
+
+        A resumed run makes up for it: of its own version, for the weights of the other are gone.
+        """
         version = self.progress.policy_version
         if self.progress.step == 0:
             return self.config.eval.before
         if self.rank_zero is None or self.rank_zero.log.has_eval(version):
             return False
         recorded = [record["step"] for record in self.rank_zero.log.evaluations()]
-        return self._is_due(since=max(0, version - self.config.algorithm.steps_per_batch, *recorded))
+        return self._is_due(since=max([0, *recorded])) or (not recorded and self.config.eval.before)
 
     def _evaluates_now(self) -> bool:
         """Steps that the critic made alone, or that were skipped, leave the policy, and so its version, as it was."""
