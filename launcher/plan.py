@@ -138,7 +138,7 @@ def _preview(config: Config, problems: Sequence[Any]) -> tuple[str, list[tuple[s
     failures = [result.reason for result in scored.values() if isinstance(result, RewardFailure)]
     if failures:
         raise UserError(f"a reward fails on real rows: {failures[0]}")
-    return "first prompt, and the rewards on real rows", shown + _reward_lines(config, scored)
+    return "first prompt, and the rewards on real rows", shown + _reward_lines(config, tried.names, scored)
 
 
 def _image_lines(prompt: Prompt, vision: Vision | None) -> Iterator[tuple[str, str]]:
@@ -151,11 +151,10 @@ def _image_lines(prompt: Prompt, vision: Vision | None) -> Iterator[tuple[str, s
         yield from (("", line) for line in lines_of(as_picture(image), sys.stdout.isatty()))
 
 
-def _reward_lines(config: Config, scored: dict[Any, Any]) -> list[tuple[str, str]]:
-    out, tells_apart = [], False
-    untried = [name for name in config.rewards.names if scored and name not in next(iter(scored.values()))[0][0]]
-    out += [(name, "what a rollout's environment says: not tried here") for name in untried]
-    for name in [name for name in config.rewards.names if name not in untried]:
+def _reward_lines(config: Config, tried: Sequence[str], scored: dict[Any, Any]) -> list[tuple[str, str]]:
+    untried = [name for name in config.rewards.names if name not in tried]
+    out, tells_apart = [(name, "what a rollout's environment says: not tried here") for name in untried], False
+    for name in [name for name in config.rewards.names if name in tried]:
         of_answers, of_nothing = ([scored[i][which][0][name] for i in sorted(scored)] for which in (0, 1))
         tells_apart |= any(a > n for a, n in zip(of_answers, of_nothing, strict=True))
         pairs = ", ".join(f"{a:g} / {n:g}" for a, n in zip(of_answers, of_nothing, strict=True))

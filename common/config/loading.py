@@ -77,12 +77,11 @@ def _apply(settings: dict[str, Any], override: str) -> None:
     *parents, leaf = key.split(".")
     node: Any = settings
     for parent in parents:
-        if isinstance(node, dict):
-            inner = node.get(parent, {})
-            node[parent] = dict(inner) if isinstance(inner, dict) else inner  # a YAML alias is the same dict elsewhere
-            node = node[parent]
-        else:
-            node = None
+        if not isinstance(node, dict):
+            break
+        inner = node.get(parent, {})
+        node[parent] = dict(inner) if isinstance(inner, dict) else inner  # a YAML alias is the same dict elsewhere
+        node = node[parent]
     if not isinstance(node, dict):
         raise UserError(f"override {shown!r}: {'.'.join(parents)} is not a section")
     try:
