@@ -26,7 +26,7 @@ from pathlib import Path
 from launcher.processes import Child
 from launcher.supervisor import Rules, Supervisor
 spec = json.loads(sys.argv[1])
-if not spec["under_nohup"]:
+if not spec.get("under_nohup"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may be
 folder = Path(spec["folder"])
 def child(name, **more):
