@@ -7,6 +7,7 @@ neither a lost message nor a restarted trainer needs anything but this process g
 from __future__ import annotations
 
 import collections
+import math
 import os
 import secrets
 import time
@@ -14,7 +15,7 @@ import time
 from common import channel, wire
 from common.address import endpoint
 from common.config import Config
-from common.errors import PeerEnded, Retryable, WireError
+from common.errors import PeerEnded, Retryable, UserError, WireError
 from common.failpoints import failpoint
 from common.transcript import last_lines
 from common.transport import Transport
@@ -36,7 +37,7 @@ class Link:
         self._past_incarnations: set[str] = set()  # trainers that were replaced by a later start
         self._outbox: dict[int, tuple[list[bytes], float]] = {}  # group id -> frames, when they were sent
         self._spoke_at = -channel.BEAT_S
-        self._heard_at = time.monotonic()
+        self._heard_at = math.inf  # nobody can have answered before the first hello
         self.credit: wire.Credit | None = None
         self.counters: collections.Counter[str] = collections.Counter()
 
@@ -122,6 +123,7 @@ class Link:
         if self.is_credited:
             self._send(wire.encode(self._envelope, wire.Beat(phase, progress, loaded_version, stats)))
         else:
+            self._heard_at = min(self._heard_at, self._spoke_at)
             self._send(wire.encode(wire.Envelope("", "", self._envelope.sampler_id), self._hello))
 
     def beat_at_work(self, phase: str, progress: int, loaded_version: int | None, stats: dict[str, float]) -> None:
@@ -141,6 +143,13 @@ class Link:
         self._transport.close()
 
     def _send(self, frames: list[bytes]) -> None:
+        """Raises UserError for what the trainer's end would not take: ZeroMQ drops it without a word."""
+        largest_mib = max(map(len, frames)) / 2**20
+        if largest_mib > (limit_mib := self._config.channel.max_message_mib):
+            raise UserError(
+                f"a message to the trainer has {largest_mib:.1f} MiB and channel.max_message_mib is {limit_mib}; "
+                f"set channel.max_message_mib={math.ceil(1.1 * largest_mib)}"
+            )
         if not self._transport.send(frames):  # nobody is connected: states are repeated, results sent again
             self.counters["unsent"] += 1
 

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
 from common import channel, wire
 from common.address import endpoint
 from common.config import Config
-from common.errors import PeerEnded, Retryable, UserError
+from common.errors import Interrupted, PeerEnded, Retryable, UserError
 from common.types import EvalFailure, EvalRequest, EvalResult, Group, Tombstone
 from sampler.link import Link
 from tests.protocol_helpers import (
@@ -303,6 +304,17 @@ def test_a_sampler_with_other_problems_is_sent_away_with_the_reason_and_the_firs
         assert train(inbox, 3) == list(range(6))
 
 
+def test_the_only_sampler_may_not_come_back_with_other_problems_after_it_was_sent_away(config: Config) -> None:
+    with make_inbox(config) as inbox:
+        with FakeSampler(config):
+            until(lambda: inbox.state.peers)
+        with inbox.state.changed:
+            inbox.state.peers = {}  # as after "its work has not moved"
+        with FakeSampler(config, hello=msgspec.structs.replace(HELLO, dataset_fingerprint="other")) as other:
+            until(lambda: other.ended is not None)
+        assert inbox.state.peers == {}
+
+
 def test_a_sampler_that_scores_the_reference_unasked_is_sent_away_with_the_remedy(config: Config) -> None:
     hello = wire.Hello(2, "data", "tokenizer", 100, 10, scores_reference=True)
     with make_inbox(config) as inbox, FakeSampler(config, "s1", hello=hello) as wrong:
@@ -398,7 +410,43 @@ def test_a_sampler_gives_up_on_a_trainer_that_never_answers(config: Config) -> N
     with pytest.raises(Retryable, match=r"the trainer has not answered on ipc://.*training_worker\.py.*trainer\.log"):
         while not overdue(time.monotonic() - start, 5):
             link.receive(0.05)
+            link.beat("starting", 0, None, {}, now=False)
     link.close()
+
+
+def test_the_time_that_an_engine_takes_to_start_is_not_the_trainers_silence(config: Config) -> None:
+    link = Link(changed(config, channel={"connect_timeout_s": 0.05}), "s0", HELLO)
+    time.sleep(0.1)  # vLLM starts; the trainer knows nothing of this sampler
+    assert not link.receive(0.0)
+    link.beat("starting", 0, None, {}, now=True)
+    time.sleep(0.1)
+    with pytest.raises(Retryable, match="has not answered"):
+        link.receive(0.0)
+    link.close()
+
+
+def test_a_message_above_the_limit_is_refused_with_the_setting_that_lets_it_through(config: Config) -> None:
+    link = Link(changed(config, channel={"max_message_mib": 1}), "s0", HELLO)
+    request = EvalRequest("v0", 0, (0,))
+    long = dataclasses.replace(make_eval_result(request, 0).samples[0], completion="x" * (3 << 19))
+    with pytest.raises(UserError, match=r"1\.5 MiB .*max_message_mib is 1; set channel\.max_message_mib=2"):
+        link.send_eval(EvalResult("v0", 0, 0, (long,)))
+    link.close()
+
+
+def test_a_wait_ends_only_when_nothing_has_come_for_the_whole_of_it(config: Config) -> None:
+    with make_inbox(config, say=lambda _: None) as inbox:
+        inbox.config = changed(config, channel={"stall_timeout_s": limit(1.0)})  # of the wait alone
+        start = time.monotonic()
+
+        def missing() -> str:
+            """One less in every 0.6 of the limit, four times: more than twice the limit in all."""
+            left = 4 - int((time.monotonic() - start) / limit(0.6))
+            return f"{left} of 4" if left > 0 else ""
+
+        inbox._wait(missing)
+        with pytest.raises(Retryable, match="for one that never comes"):
+            inbox._wait(lambda: "one that never comes")
 
 
 def test_a_long_wait_is_reported_with_what_is_normal(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -597,6 +645,35 @@ def test_an_evaluation_is_shared_in_chunks_and_comes_back_in_order(config: Confi
         results = inbox.finish_eval()
         assert [r.chunk for r in results] == [0, 1, 2]  # 64 problems each
         assert [s.problem_index for r in results for s in r.samples] == list(range(130))
+        assert inbox.finish_eval() == []
+
+
+def test_chunks_are_so_small_that_their_texts_fit_into_a_message(config: Config) -> None:
+    """16 bytes a token x 32 answers of 1,024 tokens are half a MiB a problem: 2 in half of 2 MiB."""
+    long = changed(
+        config,
+        channel={"max_message_mib": 2},
+        sampler={"max_completion_length": 1024},
+        eval={"num_generations": 32},
+    )
+    with make_inbox(long) as inbox:
+        inbox.commit(0, published(0), "v0", num_problems=5)
+        assert inbox.state.evaluation is not None
+        asked = [request.problem_indexes for request in inbox.state.evaluation.requests.values()]
+    assert asked == [(0, 1), (2, 3), (4,)]
+
+
+def test_an_interrupt_ends_an_evaluation_so_that_no_other_version_answers_the_rest(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_asked = threading.Event()
+    monkeypatch.setattr("trainer.link.inbox.interrupted", is_asked.is_set)
+    with make_inbox(config) as inbox:
+        inbox.commit(0, published(0), "v0", num_problems=3)
+        is_asked.set()
+        with pytest.raises(Interrupted):
+            inbox.finish_eval()
+        assert inbox.state.evaluation is None
         assert inbox.finish_eval() == []
 
 

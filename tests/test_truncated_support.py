@@ -275,6 +275,8 @@ def test_groups_too_large_for_a_message_are_refused_at_start() -> None:
     overrides = ["sampler.top_k=1000", "sampler.return_sampling_mask=true", "sampler.max_completion_length=8192"]
     with pytest.raises(UserError, match=r"channel\.max_message_mib="):
         settings(*overrides)
+    with pytest.raises(UserError, match=r"a group of 4194304 tokens takes 48 MiB; set channel\.max_message_mib=54; "):
+        settings("sampler.num_generations=128", "sampler.max_completion_length=32768", "channel.max_message_mib=32")
 
 
 def test_full_support_is_the_default_in_every_spelling_and_evaluation_may_truncate() -> None:

@@ -55,11 +55,11 @@ def _sampling(config: Settings) -> Iterator[str]:
         )
     tokens = config.sampler.num_generations * config.sampler.max_completion_length
     group_mib = 4 * tokens * (3 + config.sampler.max_sampling_mask) / 2**20
-    if config.sampler.return_sampling_mask and group_mib > 0.9 * config.channel.max_message_mib:
+    if group_mib > 0.9 * config.channel.max_message_mib:
+        kept = f" with {config.sampler.max_sampling_mask} kept ones each" if config.sampler.return_sampling_mask else ""
         yield (
-            f"a group of {tokens} tokens with {config.sampler.max_sampling_mask} kept ones each takes "
-            f"{group_mib:.0f} MiB; set channel.max_message_mib={math.ceil(group_mib / 0.9)}, or a smaller "
-            "sampler.top_k"
+            f"a group of {tokens} tokens{kept} takes {group_mib:.0f} MiB; set "
+            f"channel.max_message_mib={math.ceil(group_mib / 0.9)}" + (", or a smaller sampler.top_k" if kept else "")
         )
     if config.algorithm.soft_punish_cache > config.sampler.max_completion_length:
         yield (

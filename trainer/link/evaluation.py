@@ -5,10 +5,12 @@ from __future__ import annotations
 import collections
 from dataclasses import dataclass, field
 
+from common.config import Config
 from common.errors import WireError
 from common.types import EvalRequest, EvalResult
 
-_CHUNK = 64  # problems per lease
+_MAX_PROBLEMS = 64  # per chunk
+_BYTES_PER_TOKEN = 16  # of text, seldom more
 
 
 @dataclass
@@ -71,9 +73,15 @@ class Evaluation:
         self.results[result.chunk] = result
 
 
-def evaluation_of(eval_id: str, num_problems: int) -> Evaluation:
-    starts = range(0, num_problems, _CHUNK)
-    chunks = [tuple(range(start, min(start + _CHUNK, num_problems))) for start in starts]
+def problems_per_chunk(config: Config) -> int:
+    """So many that their texts take half a message at most, where a token has up to 16 bytes."""
+    text_bytes = _BYTES_PER_TOKEN * config.eval.num_generations * config.sampler.max_completion_length
+    return max(1, min(_MAX_PROBLEMS, (config.channel.max_message_mib << 19) // text_bytes))
+
+
+def evaluation_of(eval_id: str, num_problems: int, per_chunk: int = _MAX_PROBLEMS) -> Evaluation:
+    starts = range(0, num_problems, per_chunk)
+    chunks = [tuple(range(start, min(start + per_chunk, num_problems))) for start in starts]
     return Evaluation({i: EvalRequest(eval_id, i, chunk) for i, chunk in enumerate(chunks)})
 
 

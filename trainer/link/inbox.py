@@ -24,7 +24,7 @@ from common.transport import Transport
 from common.types import EvalResult, Group, Tombstone
 from common.watchdog import report_progress
 from common.weights import Published
-from trainer.link.evaluation import evaluation_of
+from trainer.link.evaluation import evaluation_of, problems_per_chunk
 from trainer.link.ledger import Ledger
 from trainer.link.peers import describe
 from trainer.link.socket_thread import SocketThread
@@ -74,7 +74,7 @@ class Inbox:
             self.state.published = published
             self.state.progress += 1
             if eval_id is not None:
-                self.state.evaluation = evaluation_of(eval_id, num_problems)
+                self.state.evaluation = evaluation_of(eval_id, num_problems, problems_per_chunk(self.config))
         self.thread.wake()
         failpoint("trainer.credited")
 
@@ -117,10 +117,12 @@ class Inbox:
             left = evaluation.num_missing
             return f"{left} of {len(evaluation.requests)} evaluation chunks" if left else ""
 
-        self._wait(missing)
-        with self.state.changed:
-            self.state.evaluation = None
+        try:
+            self._wait(missing)
             return [evaluation.results[chunk] for chunk in sorted(evaluation.results)]
+        finally:  # after an interrupt, too: no other version may answer the rest of it
+            with self.state.changed:
+                self.state.evaluation = None
 
     def wait_for_sampler(self) -> wire.Hello:
         self._wait(lambda: "" if self.state.peers else "a sampler to connect", self.config.channel.connect_timeout_s)
@@ -139,9 +141,11 @@ class Inbox:
     def _wait(self, missing: Callable[[], str], timeout_s: float | None = None) -> None:
         """Returns once missing() is empty; until then it says what is missing. Raises what the thread raised.
 
+        Raises Retryable if what is missing has been the same for timeout_s, by default channel.stall_timeout_s.
         Raises Interrupted if somebody asks for the end meanwhile: a sampler may take minutes to deliver.
         """
-        start, said = time.monotonic(), time.monotonic()
+        start = said = moved = time.monotonic()
+        last_missing = ""
         deadline = timeout_s or self.config.channel.stall_timeout_s
         with self.state.changed:
             while True:
@@ -154,7 +158,9 @@ class Inbox:
                 report_progress(f"waiting for {what}")  # this wait has a deadline of its own
                 self.state.changed.wait(timeout=0.5)
                 now = time.monotonic()
-                if now - start > deadline:
+                if what != last_missing:
+                    last_missing, moved = what, now
+                if now - moved > deadline:
                     waited = f"waited {now - start:.0f} s for {what}; {self._describe_peers()}"
                     raise Retryable(f"{waited}.{self._sampler_log()}")
                 if now - said > _SAY_EVERY_S:

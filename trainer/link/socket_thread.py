@@ -48,6 +48,7 @@ class SocketThread(threading.Thread):
         self._max_version_lag = config.algorithm.steps_per_batch * batches_behind
         self._ending = threading.Event()
         self._bye = wire.Bye("done")
+        self._first_hello: wire.Hello | None = None  # all others must agree with it, also when it is gone
         self._credited_at, self._credited_progress = -channel.BEAT_S, -1  # when, and with what, all heard last
         self._lease_at = 0.0  # not before it, unless for a beat or a step
 
@@ -129,11 +130,11 @@ class SocketThread(threading.Thread):
 
     def _welcome(self, name: str, hello: wire.Hello) -> None:
         peers = self.state.peers
-        first = next(iter(peers.values())).hello if peers else hello
-        if refused := refusal(hello, first, self.limits.needs_ref_logprobs):
+        if refused := refusal(hello, self._first_hello or hello, self.limits.needs_ref_logprobs):
             what, reason = refused
             self._send(name, wire.Bye(reason, 2))
             raise WireError(what, reason)
+        self._first_hello = self._first_hello or hello
         old = peers.get(name)
         peer, is_news = welcomed(hello, old, time.monotonic())
         if old is not None and old.process != peer.process:
