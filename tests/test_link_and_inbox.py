@@ -306,8 +306,10 @@ def test_a_sampler_with_other_problems_is_sent_away_with_the_reason_and_the_firs
 
 def test_the_only_sampler_may_not_come_back_with_other_problems_after_it_was_sent_away(config: Config) -> None:
     with make_inbox(config) as inbox:
-        with FakeSampler(config):
-            until(lambda: inbox.state.peers)
+        first = channel.connect_dealer(config, "s0", 4)
+        first.send_multipart(wire.encode(wire.Envelope("", "", "s0"), HELLO))
+        until(lambda: inbox.state.peers)
+        first.close()
         with inbox.state.changed:
             inbox.state.peers = {}  # as after "its work has not moved"
         with FakeSampler(config, hello=msgspec.structs.replace(HELLO, dataset_fingerprint="other")) as other:
