@@ -145,7 +145,10 @@ setup() {
   if is_installed "$backend"; then return; fi
   mkdir -p .cache
   exec 9>.cache/setup.lock
-  flock 9 # a second launch.sh waits here until the first has installed everything
+  if ! flock -n 9; then # a second launch.sh waits until the first has installed everything
+    printf 'tandem: waiting for another launch.sh, which installs into %s/.venv (log: %s)\n' "$root" "$log"
+    flock 9
+  fi
   if is_installed "$backend"; then exec 9>&-; return; fi
   if [[ -L .venv ]] && ! is_usable "$backend"; then # clearing would go through the link and empty another folder's
     die "$root/.venv is a link to $(readlink -f .venv), made elsewhere; remove it: rm $root/.venv"
@@ -172,6 +175,15 @@ setup() {
   printf 'tandem: installed in %d s\n' $((SECONDS - begun))
 }
 
+from_here() { # from_here <word …>: sets words; what is named from the caller's folder keeps its meaning
+  local word
+  words=()
+  for word; do
+    [[ $word == [/-]* || $word == *=* || ! -e $called_from/$word ]] || word=$called_from/$word
+    words+=("$word")
+  done
+}
+
 export TANDEM_CALLED_FROM=$called_from # for messages: a path that is not here may be there
 export PATH="$root/.venv/bin:$PATH" # ninja, for compiled ops
 export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$root/.venv/torch_extensions}
@@ -181,7 +193,7 @@ command=run
 case ${1:-} in
   run | plan | check | eval | setup | test | doctor | bench) command=$1; shift ;;
   report | samples | push | gpu-check | slurm) command=$1; shift ;;
-  -h | --help | help) sed -n '2,16s/^# \{0,1\}//p' launch.sh; exit ;;
+  -h | --help | help) sed -n '2,17s/^# \{0,1\}//p' launch.sh; exit ;;
 esac
 
 case $command in
@@ -197,11 +209,7 @@ case $command in
     ;;
   eval)
     setup
-    words=()
-    for word; do # a checkpoint, data or config named from the caller's folder keeps its meaning
-      [[ $word == /* || ! -e $called_from/$word ]] || word=$called_from/$word
-      words+=("$word")
-    done
+    from_here "$@"
     exec .venv/bin/python -m evaluation.main ${words[@]+"${words[@]}"}
     ;;
   test)
@@ -228,12 +236,8 @@ case $command in
     ;;
   check)
     setup
-    for argument; do # files named from the caller's folder keep their meaning
-      shift
-      if [[ $argument == [!/-]* && $argument != *=* && -f $called_from/$argument ]]; then argument=$called_from/$argument; fi
-      set -- "$@" "$argument"
-    done
-    exec .venv/bin/python -m sampler.check_rewards "$@"
+    from_here "$@"
+    exec .venv/bin/python -m sampler.check_rewards ${words[@]+"${words[@]}"}
     ;;
   gpu-check)
     setup
@@ -241,6 +245,7 @@ case $command in
     ;;
   doctor)
     if supported .venv/bin/python; then python=.venv/bin/python; else python=$(find_python); fi
-    exec "$python" -m launcher.doctor "$@"
+    from_here "$@"
+    exec "$python" -m launcher.doctor ${words[@]+"${words[@]}"}
     ;;
 esac

@@ -192,6 +192,12 @@ def test_text_that_only_begins_like_a_number_or_off_is_text(tmp_path: Path) -> N
     assert (str(given.run.output_dir), given.trainer.packing) == ("1e-6_sweep", "off")
 
 
+def test_a_folder_below_the_home_folder_is_found_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    given = load(write(tmp_path, GOOD), ["run.output_dir=~/runs/a", "weights.dir=~/weights"])
+    assert (str(given.run.output_dir), str(given.weights.dir)) == ("/home/me/runs/a", "/home/me/weights")
+
+
 def test_an_override_changes_no_section_that_is_an_alias_of_the_same(tmp_path: Path) -> None:
     text = GOOD + "reference: &start {path: a, dtype: bfloat16}\ncritic: *start\n"
     given = load(write(tmp_path, text), ["critic.path=b", "algorithm.adv_estimator=gae"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -146,6 +148,29 @@ def test_check_names_its_files_from_the_callers_folder(copy, tmp_path):
     copy.launch("check", "my.yaml", "samples.jsonl", "run.seed=1", "configs/none.yaml", cwd=tmp_path, BACKEND="cpu")
     files = f"{tmp_path}/my.yaml {tmp_path}/samples.jsonl"
     assert copy.calls() == [f"-m sampler.check_rewards {files} run.seed=1 configs/none.yaml"]
+
+
+def test_the_doctor_names_its_config_from_the_callers_folder(copy, tmp_path):
+    (tmp_path / "my.yaml").touch()
+    assert copy.launch("setup").returncode == 0
+    copy.launch("doctor", "--config", "my.yaml", cwd=tmp_path)
+    assert copy.calls() == [f"-m launcher.doctor --config {tmp_path}/my.yaml"]
+
+
+def test_help_is_the_whole_head_of_the_file(copy):
+    head = (ROOT / "launch.sh").read_text().split("\nset -euo")[0].splitlines()[1:]
+    assert copy.launch("help").stdout.splitlines() == [line.removeprefix("#").removeprefix(" ") for line in head]
+
+
+def test_a_second_launch_says_that_it_waits_for_the_first(copy):
+    (copy.folder / ".cache").mkdir()
+    with (copy.folder / ".cache" / "setup.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        threading.Timer(0.5, fcntl.flock, (lock, fcntl.LOCK_UN)).start()
+        result = copy.launch("setup")
+    assert result.returncode == 0
+    assert result.stdout.startswith("tandem: waiting for another launch.sh")
+    assert copy.calls() == INSTALL
 
 
 def test_another_backend_gets_a_new_environment(copy):

@@ -20,6 +20,12 @@ MAX_LORA_RANK = 512  # of vLLM
 class Section(BaseModel):  # use_attribute_docstrings costs each start 0.1 s: reference_page.py reads them
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
+    @field_validator("*")
+    @classmethod
+    def _in_the_home_folder(cls, value: Any) -> Any:
+        """No shell replaces the ~ of a path in YAML or after `option=`."""
+        return value.expanduser() if isinstance(value, Path) else value
+
     @model_validator(mode="after")
     def _options_fit_together(self) -> Self:
         if problems := list(self._contradictions()):
