@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,6 @@ from common.config import Config
 from common.durable import run_tag
 from common.exits import RETRYABLE, STARTED_AT, started_at
 from common.ports import free_port
-from common.redact import redacted_words
 from common.run_folder import checkpoints
 from launcher.machine import ROOT, remove_stale_build_locks
 from launcher.placement import Placement
@@ -30,7 +28,6 @@ class Commands:
     def __init__(self, path: Path, overrides: Sequence[str], config: Config, place: Placement) -> None:
         self.config = config
         self.place = place
-        self.arguments = shlex.join([str(path), *redacted_words(overrides)])  # to paste after launch.sh
         self._arguments = ("--config", str(path.resolve()), *overrides)
         self._logs = config.run.output_dir / "logs"
         self._tag = run_tag(config.run.output_dir)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from common.durable import lock
 from common.errors import UserError
 from common.exits import DONE, INTERRUPTED, USER_ERROR, limit_time, out_of_time
 from common.out_of_memory import less_memory
+from common.redact import redacted_words
 from common.run_folder import FINAL, checkpoints, no_checkpoint
 from launcher import shares
 from launcher.batch_plan import batch_plan, one_line
@@ -48,6 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 crash, 2 user error, 75 retryable, 130 interrupted."""
     arguments, hostfile = without_hosts(arguments)
     path, overrides = parse(arguments)
+    again = to_resume(path, overrides, hostfile)
     try:
         hosts = read_hosts(hostfile) if hostfile else ()
         config = load(path, overrides)
@@ -79,8 +82,8 @@ def main(arguments: Sequence[str]) -> int:
                 overrides = [*overrides, *chosen]
                 config = load(path, overrides)
             if hosts:
-                return _run(HostCommands(path, overrides, config, place, hosts))
-            return _run(Commands(path, overrides, config, place))
+                return _run(HostCommands(path, overrides, config, place, hosts), again)
+            return _run(Commands(path, overrides, config, place), again)
     except UserError as error:
         print(f"tandem: {error}", file=sys.stderr)
         return USER_ERROR
@@ -128,7 +131,15 @@ def _evaluate(config: Config, path: Path, overrides: Sequence[str]) -> int:
     return _program("evaluation.main", model, "--config", str(path), "--output", str(output), *overrides)
 
 
-def _run(commands: Commands) -> int:
+def to_resume(path: Path, overrides: Sequence[str], hostfile: str | Path | None) -> str:
+    """The command that goes on with a run that was started with these, without its secrets."""
+    words = [str(path), *redacted_words(word for word in overrides if not word.startswith("run.resume="))]
+    hosts = ["--hosts", str(hostfile)] if hostfile else []
+    return shlex.join(["bash", "launch.sh", "run", *words, "run.resume=true", *hosts])
+
+
+def _run(commands: Commands, again: str) -> int:
+    """again: the command that resumes it."""
     place, folder = commands.place, commands.config.run.output_dir
     print(f"tandem: {one_line(batch_plan(commands.config, place.num_ranks))}", file=sys.stderr)
     samplers = commands.samplers()
@@ -145,7 +156,7 @@ def _run(commands: Commands) -> int:
     rules = Rules(commands.restart_trainer, commands.steps, finished, out_of_time, advice, batch_s=commands.batch_s)
     code = Supervisor(samplers, commands.trainer(), rules).run()
     if code not in (DONE, USER_ERROR) and checkpoints(folder):
-        _say(f"continue with: bash launch.sh {commands.arguments} run.resume=true")
+        _say(f"continue with: {again}")
     if commands.steps():
         _report(folder)
     return code

@@ -20,7 +20,7 @@ from launcher.commands import Commands
 from launcher.machine import ROOT
 from launcher.output_dir import LOCK, check_folder, move_aside
 from launcher.placement import placement
-from launcher.run import built_by, main, parse
+from launcher.run import built_by, main, parse, to_resume
 from report.run_log import MetricsLog
 from tests.configs import config_of
 from tests.speed import overdue
@@ -49,6 +49,14 @@ def test_without_a_config_the_quick_start_runs():
     assert parse([]) == (Path("configs/quickstart.yaml"), [])
     assert parse(["trainer.max_steps=2"]) == (Path("configs/quickstart.yaml"), ["trainer.max_steps=2"])
     assert parse(["a.yaml", "x.y=1"]) == (Path("a.yaml"), ["x.y=1"])
+
+
+def test_a_run_goes_on_with_what_was_typed_and_not_with_what_was_chosen_for_it():
+    typed = ["trainer.max_steps=2", "run.resume=false", "vllm.hf_token=abc"]
+    assert to_resume(Path("my configs/a.yaml"), typed, Path("hosts")) == (
+        "bash launch.sh run 'my configs/a.yaml' trainer.max_steps=2 'vllm.hf_token=***' run.resume=true --hosts hosts"
+    )
+    assert to_resume(Path("a.yaml"), ["run.resume=true"], None) == "bash launch.sh run a.yaml run.resume=true"
 
 
 def test_an_earlier_run_moves_aside_to_the_first_free_number(tmp_path):
@@ -135,7 +143,7 @@ def test_a_run_that_made_steps_leaves_a_report_however_it_ends(tmp_path, monkeyp
     monkeypatch.setattr(launcher_run, "Supervisor", lambda *_: SimpleNamespace(run=lambda: code))
     settings = config(folder)
     command = Commands(tmp_path / "c.yaml", (), settings, placement(settings, (), (0, 1)))
-    assert launcher_run._run(command) == code
+    assert launcher_run._run(command, "bash launch.sh run c.yaml") == code
     assert (folder / "report.html").exists() and (folder / "curves.png").exists()
     assert f"report: {folder / 'report.html'}" in capsys.readouterr().out
 
