@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import random
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -436,19 +438,24 @@ def test_a_message_above_the_limit_is_refused_with_the_setting_that_lets_it_thro
     link.close()
 
 
-def test_a_wait_ends_only_when_nothing_has_come_for_the_whole_of_it(config: Config) -> None:
+def test_a_wait_ends_only_when_nothing_has_come_for_the_whole_of_it(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every look at what is missing comes 1,000 s after the one before it; the limit is 1,800 s."""
     with make_inbox(config, say=lambda _: None) as inbox:
-        inbox.config = changed(config, channel={"stall_timeout_s": limit(1.0)})  # of the wait alone
-        start = time.monotonic()
+        inbox.config = changed(config, channel={"stall_timeout_s": 1800.0})  # of the wait alone
+        looks = itertools.count()
+        clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+        monkeypatch.setattr("trainer.link.inbox.time", clock)
 
-        def missing() -> str:
-            """One less in every 0.6 of the limit, four times: more than twice the limit in all."""
-            left = 4 - int((time.monotonic() - start) / limit(0.6))
-            return f"{left} of 4" if left > 0 else ""
+        def missing(number: int) -> str:
+            clock.now += 1000
+            return f"{number} of 4" if number else ""
 
-        inbox._wait(missing)
-        with pytest.raises(Retryable, match="for one that never comes"):
-            inbox._wait(lambda: "one that never comes")
+        inbox._wait(lambda: missing(max(0, 4 - next(looks))))
+        assert next(looks) == 5
+        with pytest.raises(Retryable, match=r"for 3 of 4"):
+            inbox._wait(lambda: missing(3))
 
 
 def test_a_long_wait_is_reported_with_what_is_normal(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
