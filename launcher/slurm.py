@@ -74,7 +74,7 @@ def sbatch(root: Path, config: Config, words: Sequence[str], nodes: int, gpus: i
         gres=f"#SBATCH --gpus-per-node={gpus}\n" if gpus else "",
         walltime=walltime,
         seconds=_SAVED_WITHIN_S,
-        output=folder,
+        output=shlex.quote(f"{folder}/slurm.log".replace("%", "%%")),  # % begins a pattern of Slurm's
         root=shlex.quote(str(root)),
         folder=shlex.quote(str(folder)),
         hosts=lines,
@@ -95,7 +95,7 @@ _SCRIPT = """#!/bin/bash
 #SBATCH --signal=B:USR1@{seconds}
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --output={output}/slurm.log
+#SBATCH --output={output}
 # Add your account and partition:
 # #SBATCH --account=
 # #SBATCH --partition=

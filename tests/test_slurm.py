@@ -125,6 +125,16 @@ class Job:
         return path.read_text() if path.exists() else ""
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("folder", "option"),
+    [("a", "{0}/a/run/slurm.log"), ("my 50%", "'{0}/my 50%%/run/slurm.log'")],
+)
+def test_the_log_of_the_job_lies_in_the_run_folder_whatever_its_name(tmp_path: Path, folder: str, option: str) -> None:
+    script = sbatch(tmp_path, config_in(tmp_path / folder), ["c.yaml"], 1, 0, "1:00:00")
+    assert f"\n#SBATCH --output={option.format(tmp_path)}\n" in script
+
+
 @pytest.mark.processes
 def test_a_job_runs_over_its_nodes_by_srun_and_resumes_where_it_has_a_checkpoint(tmp_path: Path) -> None:
     job = Job(tmp_path, "exit 0")
