@@ -131,7 +131,7 @@ def _evaluate(config: Config, path: Path, overrides: Sequence[str]) -> int:
     return _program("evaluation.main", model, "--config", str(path), "--output", str(output), *overrides)
 
 
-def to_resume(path: Path, overrides: Sequence[str], hostfile: str | Path | None) -> str:
+def to_resume(path: Path, overrides: Sequence[str], hostfile: Path | None) -> str:
     """The command that goes on with a run that was started with these, without its secrets."""
     words = [str(path), *redacted_words(word for word in overrides if not word.startswith("run.resume="))]
     hosts = ["--hosts", str(hostfile)] if hostfile else []

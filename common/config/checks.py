@@ -54,12 +54,13 @@ def _sampling(config: Settings) -> Iterator[str]:
             "which the ratio needs; remove it, processed_logprobs is given to vLLM"
         )
     tokens = config.sampler.num_generations * config.sampler.max_completion_length
-    group_mib = 4 * tokens * (3 + config.sampler.max_sampling_mask) / 2**20
+    mask = config.sampler.max_sampling_mask
+    group_mib = 4 * tokens * (3 + mask) / 2**20
     if group_mib > 0.9 * config.channel.max_message_mib:
-        kept = f" with {config.sampler.max_sampling_mask} kept ones each" if config.sampler.return_sampling_mask else ""
+        kept, or_less = (f" with {mask} kept ones each", ", or a smaller sampler.top_k") if mask else ("", "")
         yield (
             f"a group of {tokens} tokens{kept} takes {group_mib:.0f} MiB; set "
-            f"channel.max_message_mib={math.ceil(group_mib / 0.9)}" + (", or a smaller sampler.top_k" if kept else "")
+            f"channel.max_message_mib={math.ceil(group_mib / 0.9)}{or_less}"
         )
     if config.algorithm.soft_punish_cache > config.sampler.max_completion_length:
         yield (

@@ -79,7 +79,7 @@ def problems_per_chunk(config: Config) -> int:
     return max(1, min(_MAX_PROBLEMS, (config.channel.max_message_mib << 19) // text_bytes))
 
 
-def evaluation_of(eval_id: str, num_problems: int, per_chunk: int = _MAX_PROBLEMS) -> Evaluation:
+def evaluation_of(eval_id: str, num_problems: int, per_chunk: int) -> Evaluation:
     starts = range(0, num_problems, per_chunk)
     chunks = [tuple(range(start, min(start + per_chunk, num_problems))) for start in starts]
     return Evaluation({i: EvalRequest(eval_id, i, chunk) for i, chunk in enumerate(chunks)})

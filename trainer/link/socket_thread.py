@@ -130,11 +130,12 @@ class SocketThread(threading.Thread):
 
     def _welcome(self, name: str, hello: wire.Hello) -> None:
         peers = self.state.peers
-        if refused := refusal(hello, self._first_hello or hello, self.limits.needs_ref_logprobs):
+        first = self._first_hello or hello
+        if refused := refusal(hello, first, self.limits.needs_ref_logprobs):
             what, reason = refused
             self._send(name, wire.Bye(reason, 2))
             raise WireError(what, reason)
-        self._first_hello = self._first_hello or hello
+        self._first_hello = first
         old = peers.get(name)
         peer, is_news = welcomed(hello, old, time.monotonic())
         if old is not None and old.process != peer.process:
