@@ -54,7 +54,7 @@ class Desk:
         patch.setattr(launcher_run, "ROOT", folder)
         patch.setattr(launcher_run, "QUICKSTART", folder / "configs" / "quickstart.yaml")
         patch.setattr(launcher_run, "_build", lambda config: 0)
-        patch.setattr(launcher_run, "_run", lambda command: self.started.append(command.config) or 0)
+        patch.setattr(launcher_run, "_run", lambda command, again: self.started.append(command.config) or 0)
         patch.setattr(evaluation_main, "run", lambda config, *_: self.started.append(config))
 
     def type(self, command: Command) -> None:
