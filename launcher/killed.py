@@ -6,11 +6,13 @@
     oom_kill in /proc/vmstat                 the same of the whole machine, asked where no cgroup answers
 
 A process in a container has another number in the kernel's log, so the counters are what usually speaks there. Sizes
-are resident memory, sampled while the processes live. Left out: who sent the signal if it was not the kernel.
+are resident memory, sampled while the processes live. Only the host of a process has this evidence: on another one
+`on_host` looks, and leaves what it found in a file. Left out: who sent the signal if it was not the kernel.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -18,11 +20,12 @@ import time
 from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
 
+from common import durable
 from launcher.machine import GIB
 
 _SAMPLE_S = 1.0
@@ -88,7 +91,8 @@ class Resident:
         kills = oom_kills(self._root)
         grown = None if kills is None or self.kills is None else kills > self.kills
         size = logged.get(pid) or sizes.get(pid, 0)
-        return Killed(f"{process.label} (pid {pid})", True if logged else grown, size, _earlier(process.sizes))
+        who, limit = f"{process.label} (pid {pid})", memory_limit(self._root)
+        return Killed(who, True if logged else grown, size, _earlier(process.sizes), *limit)
 
 
 @dataclass(frozen=True)
@@ -99,16 +103,29 @@ class Killed:
     for_memory: bool | None  # by the kernel; None = nothing that can be read here tells
     size: int  # bytes that were resident at last; 0 = not known
     earlier: tuple[float, int] | None  # (seconds before, bytes then)
+    limit: int = 0  # bytes that it could have had; 0 = not known
+    of_what: str = ""  # whose limit that is
 
-    def text(self, beside: str, advice: str, root: Path = Path("/")) -> str:
+    def write(self, path: Path) -> None:
+        durable.write_file(path, json.dumps(asdict(self)).encode())
+
+    @classmethod
+    def read(cls, path: Path) -> Killed | None:
+        """None if there is no such file."""
+        try:
+            fields = json.loads(path.read_text())
+        except FileNotFoundError:
+            return None
+        return cls(**fields | {"earlier": fields["earlier"] and tuple(fields["earlier"])})
+
+    def text(self, beside: str, advice: str) -> str:
         """For people. beside: what else the run held; advice: which settings need less memory."""
         held = precise_gib(self.size) if self.size else "an unknown amount"
         if self.earlier is not None:
             held += f" ({self.earlier[0]:.0f} s before: {precise_gib(self.earlier[1])})"
         if self.for_memory is False:
             return f"{self.who} was killed by SIGKILL from outside, not by the kernel; it held {held} of memory"
-        limit, of_what = memory_limit(root)
-        size = f"it held {held}{beside}; {of_what} is {precise_gib(limit)}."
+        size = f"it held {held}{beside}" + (f"; {self.of_what} is {precise_gib(self.limit)}." if self.limit else ".")
         if self.for_memory is None:
             return (
                 f"{self.who} was killed by SIGKILL, by the kernel for want of memory or from outside: neither its log "
@@ -141,7 +158,7 @@ def oom_kills(root: Path = Path("/")) -> int | None:
 
 def memory_limit(root: Path = Path("/")) -> tuple[int, str]:
     """(bytes, whose limit): the smallest of our cgroup, those above it, and the machine."""
-    found = [(psutil.virtual_memory().total, "this machine's memory")]
+    found = [(psutil.virtual_memory().total, "the machine's memory")]
     for version, name in (("", "memory.max"), ("memory", "memory.limit_in_bytes")):
         for folder in _cgroup_folders(version, root):
             with suppress(OSError, ValueError):  # "max"

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from common.exits import DONE, INTERRUPTED, RETRYABLE, SIGKILLED, USER_ERROR, meaning
 from common.out_of_memory import less_memory
 from common.transcript import tail
-from launcher.killed import Resident, precise_gib
+from launcher.killed import Killed, Resident, precise_gib
 from launcher.processes import Child, Guard, Running, remove
 
 TAIL_LINES = 15
@@ -134,7 +134,7 @@ class Supervisor:
         if out_of_time:
             self._stop(signal.SIGINT)
             return RETRYABLE
-        for_memory = code in SIGKILLED and self._explain_kill(name)
+        for_memory = code in SIGKILLED and self._explain_kill(name, code)
         reason = self._retry(name, code, for_memory)
         if reason is None:
             return None
@@ -143,13 +143,16 @@ class Supervisor:
         self._stop(signal.SIGINT)
         return RETRYABLE if code == RETRYABLE else USER_ERROR if for_memory else 1
 
-    def _explain_kill(self, name: str) -> bool:
+    def _explain_kill(self, name: str, code: int) -> bool:
         """Says who sent the SIGKILL. True if it was the kernel, for want of memory."""
-        slot = self._slots[name]
+        slot, beside = self._slots[name], ""
         assert slot.resident is not None
-        killed = slot.resident.why_killed()
-        others = ((other, it.resident) for other, it in self._slots.items() if other != name and it.running)
-        beside = "".join(f", the {other} {precise_gib(resident.total)}" for other, resident in others if resident)
+        if slot.child.kill_report is not None and code > 0:  # passed on from its host; below 0 our end of it was killed
+            killed = Killed.read(slot.child.kill_report) or Killed(f"{name} on another host", None, 0, None)
+        else:
+            killed = slot.resident.why_killed()
+            others = ((other, it.resident) for other, it in self._slots.items() if other != name and it.running)
+            beside = "".join(f", the {other} {precise_gib(resident.total)}" for other, resident in others if resident)
         self._say(killed.text(beside, self._rules.less_memory("trainer" if name == "trainer" else "sampler")))
         return killed.for_memory is True
 
@@ -190,6 +193,8 @@ class Supervisor:
 
     def _start(self, slot: _Slot) -> None:
         slot.attempt, slot.start_at, slot.end_by = slot.attempt + 1, None, None
+        if slot.child.kill_report is not None:
+            slot.child.kill_report.unlink(missing_ok=True)
         slot.running = Running(slot.child, self._guard.mark, slot.attempt)
         slot.resident = Resident(slot.child.name, slot.running.process.pid)
         self._guard.watch(slot.running)

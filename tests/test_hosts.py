@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from common.errors import UserError
 from launcher.hosts import HostCommands, HostLine, passed_on, placement_over, read_hosts, settings_over
+from launcher.killed import Killed, memory_limit
 from launcher.machine import ROOT
 from launcher.over_hosts import is_here, reach
 from launcher.run import without_hosts
@@ -151,6 +153,7 @@ class Connections:
                 "launcher_depth": 0,
                 "attempt": 1,
                 "proof": str(self.folder / proof),
+                "kill_report": str(self.folder / "killed.json"),
                 "within_s": 0.5,
                 "running_s": 1000.0,
             }
@@ -254,6 +257,16 @@ def test_a_host_that_is_lost_means_start_again(hosts: Connections) -> None:
     code, out = ended(process)
     assert code == 75 and "203.0.113.1: the connection ended" in out
     until(lambda: all(map(is_gone, pids)), 20)
+
+
+@pytest.mark.processes
+def test_a_killed_process_leaves_what_its_own_host_knows_of_it(hosts: Connections) -> None:
+    code, out = ended(hosts.start("import os, time; time.sleep(1.5); os.kill(os.getpid(), 9)"))
+    assert code == 256 - signal.SIGKILL, out
+    killed = Killed.read(hosts.folder / "killed.json")
+    assert killed is not None and killed.for_memory is not True
+    assert re.fullmatch(r"trainer \(pid \d+\) on 203\.0\.113\.0", killed.who) and killed.size > 2**20
+    assert (killed.limit, killed.of_what) == memory_limit()
 
 
 @pytest.mark.processes

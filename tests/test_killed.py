@@ -71,7 +71,7 @@ def test_the_limit_is_the_smallest_above_us_and_no_limit_is_the_machines_memory(
     make_v2(tmp_path, 0)
     (tmp_path / "sys/fs/cgroup/a/b/memory.max").write_text("max\n")
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert memory_limit(tmp_path) == (machine, "this machine's memory")
+    assert memory_limit(tmp_path) == (machine, "the machine's memory")
     (tmp_path / "sys/fs/cgroup/a/memory.max").write_text(f"{5 * MIB}\n")
     assert memory_limit(tmp_path) == (5 * MIB, f"the limit of the cgroup {tmp_path}/sys/fs/cgroup/a")
 
@@ -97,11 +97,12 @@ def test_a_counter_that_has_grown_blames_the_process_that_went_first_and_else_th
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/kmsg").touch()
     found = resident(tmp_path, 50, [(50, 1.0, 4 * GIB), (51, 1.0, 2 * GIB), (50, 9.0, 5 * GIB), (51, 9.0, 3 * GIB)])
-    assert found.why_killed() == Killed("trainer rank 0 (pid 50)", False, 5 * GIB, (8.0, 4 * GIB))
+    limit = memory_limit(tmp_path)
+    assert found.why_killed() == Killed("trainer rank 0 (pid 50)", False, 5 * GIB, (8.0, 4 * GIB), *limit)
     make_v2(tmp_path, 1)
-    assert found.why_killed() == Killed("trainer rank 0 (pid 50)", True, 5 * GIB, (8.0, 4 * GIB))
+    assert found.why_killed() == Killed("trainer rank 0 (pid 50)", True, 5 * GIB, (8.0, 4 * GIB), *limit)
     found._processes[51].has_ended = True
-    assert found.why_killed() == Killed("trainer rank 1 (pid 51)", True, 3 * GIB, (8.0, 2 * GIB))
+    assert found.why_killed() == Killed("trainer rank 1 (pid 51)", True, 3 * GIB, (8.0, 2 * GIB), *limit)
     assert found.total == 8 * GIB
 
 
@@ -109,19 +110,30 @@ def test_a_counter_that_has_grown_blames_the_process_that_went_first_and_else_th
 def test_what_people_are_told_has_the_size_the_limit_and_the_settings(tmp_path: Path) -> None:
     make_v2(tmp_path, 1)
     (tmp_path / "sys/fs/cgroup/a/b/memory.max").write_text(f"{16 * MIB}\n")
-    one = Killed("trainer rank 0 (pid 50)", True, 15 * MIB, (9.0, 12 * MIB))
-    said = one.text(f", the sampler {precise_gib(GIB)}", less_memory("trainer"), tmp_path)
+    one = Killed("trainer rank 0 (pid 50)", True, 15 * MIB, (9.0, 12 * MIB), *memory_limit(tmp_path))
+    said = one.text(f", the sampler {precise_gib(GIB)}", less_memory("trainer"))
     assert said.startswith(
         "trainer rank 0 (pid 50) was killed by the kernel's out-of-memory killer: it held 0.01 GiB (9 s before: "
         f"0.01 GiB), the sampler 1.00 GiB; the limit of the cgroup {tmp_path}/sys/fs/cgroup/a/b is 0.02 GiB. "
         "model.gradient_checkpointing=true"
     )
-    outside = Killed("sampler (pid 7)", False, 2 * GIB, None).text("", less_memory("sampler"), tmp_path)
+    outside = Killed("sampler (pid 7)", False, 2 * GIB, None).text("", less_memory("sampler"))
     assert (
         outside == "sampler (pid 7) was killed by SIGKILL from outside, not by the kernel; it held 2.00 GiB of memory"
     )
-    unknown = Killed("sampler (pid 7)", None, 2 * GIB, None).text("", less_memory("sampler"), tmp_path)
+    unknown = Killed("sampler (pid 7)", None, 2 * GIB, None).text("", less_memory("sampler"))
     assert "neither its log nor a counter can be read here" in unknown and "If it was memory: a smaller" in unknown
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("earlier", [None, (8.0, 4 * GIB)])
+def test_what_was_found_on_another_host_is_read_as_it_was_written(
+    tmp_path: Path, earlier: tuple[float, int] | None
+) -> None:
+    assert Killed.read(tmp_path / "killed.json") is None
+    found = Killed("trainer rank 0 (pid 50) on node-3", True, 5 * GIB, earlier, 6 * GIB, "the machine's memory")
+    found.write(tmp_path / "killed.json")
+    assert Killed.read(tmp_path / "killed.json") == found
 
 
 @pytest.mark.processes
@@ -204,3 +216,40 @@ def test_a_sigkill_from_outside_is_called_that_with_the_size_that_was_held(tmp_p
     assert code == 0
     (line,) = [line for line in err.splitlines() if "SIGKILL from outside" in line]
     assert line.startswith("tandem: sampler (pid ") and "not by the kernel; it held 0.0" in line, line
+
+
+OF_NODE_3 = "Killed('trainer rank 0 (pid 7) on node-3', True, 9 * 2**30, None, 8 * 2**30, \"the machine's memory\")"
+LEAVES_REPORT = (
+    "import os; from pathlib import Path; from launcher.killed import Killed\n"
+    f"{OF_NODE_3}.write(Path(os.environ['FOLDER']) / 'killed.json')\nos._exit(247)"
+)
+
+
+@pytest.mark.processes
+def test_the_kernels_kill_on_another_host_is_told_as_that_host_saw_it_and_a_second_one_ends_the_run_with_2(
+    tmp_path: Path,
+) -> None:
+    """What this host knows of its memory and its kernel says nothing of the other's."""
+    (tmp_path / "checkpoint").touch()
+    code, _, err = Run(tmp_path, WAITS, LEAVES_REPORT, on_another_host=True).end()
+    assert code == 2, err
+    said = (
+        "tandem: trainer rank 0 (pid 7) on node-3 was killed by the kernel's out-of-memory killer: it held 9.00 GiB; "
+        "the machine's memory is 8.00 GiB. model.gradient_checkpointing=true"
+    )
+    assert err.count(said) == 2, err
+    assert "it was killed for it twice without a new step in between" in err
+
+
+@pytest.mark.processes
+def test_without_a_report_of_the_other_host_no_guess_is_made_and_an_old_report_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").touch()
+    Killed("trainer rank 9 (pid 7) on node-3", True, GIB, None).write(tmp_path / "killed.json")
+    killed = first_time("killed", "os._exit(247)", "pass")
+    code, _, err = Run(tmp_path, WAITS, killed, on_another_host=True, grace_s=0.2).end()
+    assert code == 0, err
+    line = next(line for line in err.splitlines() if "SIGKILL" in line)
+    assert line.startswith(
+        "tandem: trainer on another host was killed by SIGKILL, by the kernel for want of memory or from outside: "
+        "neither its log nor a counter can be read here; it held an unknown amount. If it was memory: "
+    ), line

@@ -33,7 +33,13 @@ def child(name, **more):
     return Child(name, (sys.executable, "-u", "-c", spec[name]), dict(os.environ), folder / f"{name}.log", **more)
 def count(name):
     return len(list(folder.glob(name)))
-trainer = child("trainer", echo=True, launcher_depth=spec.get("launcher_depth", 0), scratch=(str(folder / "shm_*"),))
+trainer = child(
+    "trainer",
+    echo=True,
+    launcher_depth=spec.get("launcher_depth", 0),
+    scratch=(str(folder / "shm_*"),),
+    kill_report=folder / "killed.json" if spec.get("on_another_host") else None,
+)
 rules = Rules(
     restart_trainer=lambda code: trainer if code == 75 or count("checkpoint") else "no checkpoint",
     progress=lambda: count("step*"),
