@@ -133,7 +133,7 @@ drop_half_installed() { # RECORD is the last file that pip writes; without it pi
 
 build_cpu_op() { # otherwise the first rank compiles it, while the sampler waits
   .venv/bin/python -c '
-from launcher.machine import remove_stale_build_locks
+from trainer.engine.build_locks import remove_stale_build_locks
 remove_stale_build_locks()
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 ShareMemCommBuilder().load()'

@@ -13,10 +13,11 @@ from common.durable import run_tag
 from common.exits import RETRYABLE, STARTED_AT, started_at
 from common.ports import free_port
 from common.run_folder import checkpoints
-from launcher.machine import ROOT, remove_stale_build_locks
+from launcher.machine import ROOT
 from launcher.placement import Placement
 from launcher.processes import PID, Child
 from report.run_log import read_jsonl
+from trainer.engine.build_locks import remove_stale_build_locks
 from trainer.engine.rank_device import RANK_DEVICES
 
 _SECONDS = ("step_time", "timing/checkpoint_s")  # of a step, in metrics.jsonl

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.machine import GIB, ROOT, build_folder, memory_bytes, stale_build_locks
+from launcher.machine import GIB, ROOT, memory_bytes
+from trainer.engine.build_locks import build_folder, stale_build_locks
 
 SOCKET_PATH_BYTES = 107  # Linux: sockaddr_un without its final zero
 LONGEST_SOCKET_NAME = "/tandem-4294967295-0123456789ab/inbox"  # below the temporary folder, see address.private_dir
@@ -61,7 +62,7 @@ def build_locks() -> Check:
     stale = stale_build_locks()
     if not stale:
         return Check(True, f"compiled ops: no stale lock in {build_folder()}")
-    return Check(False, "compiled ops: a build was killed; the next start waits for it for ever", f"rm {stale[0]}")
+    return Check(False, "compiled ops: a build was killed; the next start waits a minute for it", f"rm {stale[0]}")
 
 
 def writable() -> Iterator[Check]:

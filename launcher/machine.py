@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -97,31 +96,3 @@ def smallest_gpu() -> tuple[str, int]:
 def memory_bytes() -> int:
     """Memory of the host."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def build_folder() -> Path:
-    """Where torch puts the ops that DeepSpeed compiles."""
-    given = os.environ.get("TORCH_EXTENSIONS_DIR")
-    return Path(given) if given else Path.home() / ".cache" / "torch_extensions"
-
-
-def stale_build_locks() -> list[Path]:
-    """Locks of builds whose process was killed. Torch waits for such a lock for ever, without a word.
-
-    It takes the lock on every load, not only on a build, and keeps the file open meanwhile: a lock that no process
-    has open is nobody's. Linux only; elsewhere none is reported.
-    """
-    if not os.path.isdir("/proc/self/fd"):
-        return []
-    locks = {path.resolve() for path in build_folder().glob("**/lock")}
-    if not locks:
-        return []
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):
-            locks.discard(Path(os.readlink(descriptor)))
-    return sorted(locks)
-
-
-def remove_stale_build_locks() -> None:
-    for path in stale_build_locks():
-        path.unlink(missing_ok=True)

@@ -25,9 +25,10 @@ from typing import Any
 from common.errors import UserError
 from common.exits import INTERRUPTED, SIGKILLED, STARTED_AT, USER_ERROR
 from launcher.killed import Resident
-from launcher.machine import ROOT, remove_stale_build_locks
+from launcher.machine import ROOT
 from launcher.placement import visible_gpus
 from launcher.processes import Child, Guard, Running
+from trainer.engine.build_locks import remove_stale_build_locks
 
 
 def main() -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 from common.ports import free_port
 from tests.speed import limit
+from trainer.engine.build_locks import remove_stale_build_locks
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -22,6 +23,7 @@ def launch(module: str, folder: Path, ranks: int, start: str, timeout_s: float =
     command = [sys.executable, launcher, "--num_gpus", str(ranks), "--master_port", str(free_port())]
     command += ["--module", module, str(folder), start]
     log = folder / f"{start}.log"
+    remove_stale_build_locks()  # of a rank that another test killed
     with open(log, "wb") as output:
         process = subprocess.Popen(
             command,

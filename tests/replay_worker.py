@@ -202,9 +202,8 @@ def warm_up(folder: Path) -> int:
 
 
 def serve(folder: Path) -> None:
-    from launcher.machine import remove_stale_build_locks
+    from trainer.engine.build_locks import remove_stale_build_locks
 
-    remove_stale_build_locks()  # of a rank that was killed while it loaded a compiled op: the next would wait for ever
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not stand among the answers
     for body in (prepare, warm_up):
@@ -219,6 +218,7 @@ def serve(folder: Path) -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not fork trainers"
     for line in sys.stdin:
         request, port = json.loads(line), free_port()
+        remove_stale_build_locks()  # of a rank that was killed while it loaded a compiled op
         ranks = range(request["ranks"])
         pids = [fork(lambda rank=rank: rank_of(request, folder, rank, port)) for rank in ranks]  # noqa: B023
         answers.write(json.dumps(wait_for(pids)) + "\n")

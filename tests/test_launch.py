@@ -597,21 +597,6 @@ def test_devices_without_a_number_are_user_errors(monkeypatch, named, message):
 # --- doctor and what it asks the machine
 
 
-def test_a_build_lock_is_stale_exactly_when_no_process_has_it_open(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    (tmp_path / "op").mkdir()
-    lock = tmp_path / "op" / "lock"
-    with open(lock, "w"):
-        assert machine.stale_build_locks() == []
-        assert doctor_machine.build_locks().ok
-    assert machine.stale_build_locks() == [lock]
-    assert doctor_machine.build_locks() == doctor_machine.Check(
-        False, "compiled ops: a build was killed; the next start waits for it for ever", f"rm {lock}"
-    )
-    machine.remove_stale_build_locks()
-    assert not lock.exists()
-
-
 def test_the_doctor_finds_nothing_where_everything_is_installed(capsys):
     result = doctor_packages.packages()
     assert result.ok, result.text

@@ -26,6 +26,7 @@ from model.checksum import all_finite
 from model.packing import PackedRow, SequenceGroup
 from model.sequence_parallel import shard
 from model.vision import VisionLayout, freeze_tower, with_vision
+from trainer.engine.build_locks import no_endless_wait_for_builds
 from trainer.engine.deepspeed_config import Optimized, backend, deepspeed_config
 from trainer.engine.exported import Exported, parameters
 from trainer.engine.optimizer import adamw, parameter_groups, scheduler
@@ -59,7 +60,8 @@ def init_distributed(config: Config) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     chosen = backend(config, torch.cuda.is_available())
-    deepspeed.init_distributed(dist_backend=chosen, timeout=_COLLECTIVE_TIMEOUT, verbose=False)
+    with no_endless_wait_for_builds():  # on CPUs it loads a compiled op
+        deepspeed.init_distributed(dist_backend=chosen, timeout=_COLLECTIVE_TIMEOUT, verbose=False)
     if not torch.cuda.is_available():
         _unlink_shared_buffer()
 
@@ -105,13 +107,14 @@ class DeepSpeedModel:
             freeze_tower(model)
         if config.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.ds, self.optimizer, *_ = deepspeed.initialize(
-            model=forward,
-            model_parameters=parameter_groups(model, config.trainer.weight_decay),
-            optimizer=None if "optimizer" in ds_config else adamw(config, optimized),
-            lr_scheduler=None if "scheduler" in ds_config else scheduler(config, optimized),
-            config=ds_config,
-        )
+        with no_endless_wait_for_builds():  # of an optimizer
+            self.ds, self.optimizer, *_ = deepspeed.initialize(
+                model=forward,
+                model_parameters=parameter_groups(model, config.trainer.weight_decay),
+                optimizer=None if "optimizer" in ds_config else adamw(config, optimized),
+                lr_scheduler=None if "scheduler" in ds_config else scheduler(config, optimized),
+                config=ds_config,
+            )
         self.ds.clip_fp32_gradients = self._clip  # used by ZeRO 0 in float32 only; DeepSpeed's forgets the norm
         self._clipped_norm = math.nan
         self._not_finite = torch.zeros((), dtype=torch.bool, device=self.device)
