@@ -12,7 +12,8 @@ WORKDIR /tandem
 
 # What an installation depends on comes first, so that a change of the code installs nothing again.
 COPY launch.sh requirements.txt requirements-cpu.lock requirements-gpu.lock ./
-COPY launcher/__init__.py launcher/machine.py launcher/
+COPY trainer/__init__.py trainer/
+COPY trainer/engine/__init__.py trainer/engine/build_locks.py trainer/engine/
 RUN bash launch.sh setup
 
 COPY . .

@@ -42,7 +42,7 @@ def test_what_is_copied_is_there_and_suffices_for_the_setup(name: str, backend: 
             shutil.copy(ROOT / source, tmp_path / target)
     setup = (ROOT / "launch.sh").read_text().partition("\nsetup() {")[0]
     assert set(re.findall(r"requirements[\w-]*\.(?:txt|lock)", setup)) <= {path.name for path in tmp_path.iterdir()}
-    imports = re.findall(r"^from launcher.*$", setup, re.MULTILINE)
+    imports = re.findall(r"^from trainer.*$", setup, re.MULTILINE)
     assert imports
     done = subprocess.run([sys.executable, "-c", "\n".join(imports)], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
