@@ -54,7 +54,7 @@ class Commands:
         )
 
     def trainer(self, *extra: str) -> Child:
-        """Removes stale build locks: a rank killed while it loaded a compiled op would block the next one for ever."""
+        """Removes stale build locks: a rank killed while it loaded a compiled op would hold up the next one."""
         remove_stale_build_locks()
         port = free_port()
         deepspeed = str(Path(sys.executable).parent / "deepspeed")

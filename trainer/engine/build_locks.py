@@ -65,14 +65,15 @@ def _watch(over: threading.Event) -> None:
         now = time.monotonic()
         since = {lock: since.get(lock, now) for lock in _unowned()}
         for lock, begun in since.items():
-            if now - begun >= _ENDS_AFTER_S:
-                lock[0].unlink(missing_ok=True)
-                _say(f"removed {lock[0]}")
-            elif now - begun >= _SAYS_AFTER_S and lock not in told:
+            path, waited_s = lock[0], now - begun
+            if waited_s >= _ENDS_AFTER_S:
+                path.unlink(missing_ok=True)
+                _say(f"removed {path}")
+            elif waited_s >= _SAYS_AFTER_S and lock not in told:
                 told.add(lock)
                 _say(
-                    f"waits for {lock[0]}, the lock of a build, which no process of this host has open: one was "
-                    f"killed, or another host builds. It is removed after {_ENDS_AFTER_S:.0f} s; at once: rm {lock[0]}"
+                    f"waits for {path}, the lock of a build, which no process of this host has open: one was "
+                    f"killed, or another host builds. It is removed after {_ENDS_AFTER_S:.0f} s; at once: rm {path}"
                 )
 
 
