@@ -46,6 +46,7 @@ TANDEM = {
     "streaming-ref": ["trainer.max_staleness=0", "reference.on=trainer"],
     "run-ahead": ["trainer.max_staleness=1"],
     "run-ahead-ref": ["trainer.max_staleness=1", "reference.on=trainer"],
+    "run-ahead-bf16": ["trainer.max_staleness=1", "model.dtype=bfloat16"],
 }
 ROWS = [*TRL_ROWS, *LADDER, *TANDEM]
 SIDE_BY_SIDE = ("trl-plain", "streaming", "run-ahead")
