@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -12,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common import failpoints, weights
+from common import durable, failpoints, weights
 from common.config import Config
 from tests.gloo_data import TRAINER
 from tests.plain_policy import OneRank, PlainPolicy
@@ -162,6 +164,47 @@ def test_a_full_disk_behind_a_step_is_waited_for_by_name_and_counted(
     assert bench.publisher.disk_retries == 1
     assert bench.rank_zero.credited[1:] == [(8, 1, None)]
     assert [path.name for path in (tmp_path / "weights").rglob(".tmp-*")] == []
+
+
+@fast
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_old_version_that_the_disk_does_not_let_go_stays_and_is_named_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
+) -> None:
+    bench = Bench(tmp_path, monkeypatch, max_staleness=staleness)
+    working = durable.file_operation
+
+    def failing(name: str, path: Path) -> bool:
+        if path.name.startswith(f"{durable.TRASH}0"):  # a version on its way out
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return working(name, path)
+
+    monkeypatch.setattr(durable, "file_operation", failing)
+    for version in (1, 2, 3):
+        bench.publish(version)
+    bench.publisher.finish()
+    assert [version for _, version, _ in bench.rank_zero.credited] == [0, 1, 2, 3]
+    first, second = bench.said
+    assert first.startswith("an old version of the weights stays for now: ") and "Input/output error" in first
+    assert second.startswith("an old version of the weights stays for now: ")
+    monkeypatch.setattr(durable, "file_operation", working)
+    bench.publish(4)
+    bench.publisher.finish()
+    assert sorted(path.name[:8] for path in bench.publisher.dir.iterdir()) == ["00000003", "00000004"]
+
+
+@fast
+def test_a_folder_of_versions_that_must_not_be_changed_still_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path, monkeypatch, max_staleness=0)
+
+    def forbidden(*_: Any) -> list[int]:
+        raise PermissionError(errno.EACCES, "weights.dir is another user's")
+
+    monkeypatch.setattr(weights, "prune", forbidden)
+    with pytest.raises(PermissionError, match="another user's"):
+        bench.publish(1)
 
 
 @fast

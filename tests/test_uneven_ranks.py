@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -33,8 +34,8 @@ class Seen:
     """What the ranks of one start saw, and the gradients that rank 0 wrote. exp_avg is (1 − beta1) · gradient."""
 
     def __init__(self, trainers: Stack, ranks: int):
-        self.folder = trainers.folder / f"uneven-{ranks}"
-        self.folder.mkdir()
+        # a new one for each start: after a failure the next test starts them again
+        self.folder = Path(tempfile.mkdtemp(prefix=f"uneven-{ranks}-", dir=trainers.folder))
         (self.folder / "model").symlink_to(trainers.folder / "model")
         life = trainers.call("tests.uneven_ranks", self.folder.name, ranks, WITHIN_S)
         assert life.codes == [0] * ranks, "\n".join(life.logs)[-6000:]
