@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("arguments", nargs="+", metavar="CHECKPOINT [DATA] [key=value …]")
     parser.add_argument("--config", help="settings of the prompts and rewards, for a model that no run folder holds")
     parser.add_argument("--output", help="folder of the results")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     plain = [argument for argument in given.arguments if not _OVERRIDE.match(argument)]
     if not 1 <= len(plain) <= 2:
         raise UserError(f"expected CHECKPOINT and perhaps DATA, got {' '.join(plain) or 'neither'}")

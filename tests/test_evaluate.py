@@ -192,6 +192,7 @@ def test_a_runs_own_settings_load_again(run_folder: Path) -> None:
     ("arguments", "words"),
     [
         (["RUN", "n=8"], "n=8 completions at temperature 0 are 8 times the same; set temperature=0.6, or n=1"),
+        (["RUN", "--output", "x", "n=8"], "n=8 completions at temperature 0 are 8 times the same"),
         (["RUN", "n=4", "k=8", "temperature=1.0"], "pass@8 needs as many completions per problem and n is 4; set n=8"),
         (["RUN", "eval.temprature=1"], "eval.temprature: no such option. Did you mean eval.temperature?"),
         (["RUN", "none.jsonl"], "no file or folder none.jsonl"),
