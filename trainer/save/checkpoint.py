@@ -97,7 +97,8 @@ def save(  # noqa: PLR0913 two models, and all that a checkpoint is made of
 
     disk.persist(f"checkpoint {final.name}", attempt, temporary)
     if exchange.rank == 0:
-        _prune(checkpoints, progress.step, keep, disk.say)
+        with disk.may_keep("an old checkpoint"):
+            _prune(checkpoints, progress.step, keep)
 
 
 def _size(engine: DeepSpeedModel) -> int:
@@ -157,17 +158,12 @@ def digest(record: dict[str, Any]) -> str:
     return blake3.blake3(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-def _prune(checkpoints: Path, newest: int, keep: int, say: Callable[[str], None]) -> None:
+def _prune(checkpoints: Path, newest: int, keep: int) -> None:
     """Keeps the `keep` newest. What lies beyond `newest` was skipped as damaged on resuming, or it would be ours."""
     folders = step_dirs(checkpoints)
     end = folders.index(step_dir(checkpoints, newest)) + 1
-    try:
-        for old in folders[end:] + folders[: max(0, end - keep)]:
-            durable.remove_dir(old)
-    except OSError as error:
-        if durable.disk_trouble(error) is None:
-            raise
-        say(f"an old checkpoint stays for now: {error}")
+    for old in folders[end:] + folders[: max(0, end - keep)]:
+        durable.remove_dir(old)
 
 
 def save_models(engine: PolicyEngine, critic: Critic | None, exchange: Exchange, tokenizer: Any, folder: Path) -> None:

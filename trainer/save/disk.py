@@ -14,7 +14,7 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -90,6 +90,19 @@ class Disk:
             except DiskTrouble as trouble:
                 self._pause(what, str(trouble), temporary, number, time.monotonic() - started)
         raise AssertionError("unreachable")
+
+    @contextlib.contextmanager
+    def may_keep(self, what: str) -> Iterator[None]:
+        """Around deleting what nobody needs: the disk's trouble is said, and the next time tries again.
+
+        Raises OSError if waiting does not cure it.
+        """
+        try:
+            yield
+        except OSError as error:
+            if disk_trouble(error) is None:
+                raise
+            self.say(f"{what} stays for now: {error}")
 
     def _pause(self, what: str, trouble: str, temporary: Path | None, number: int, waited_s: float) -> None:
         self.retries += 1

@@ -22,7 +22,6 @@ import torch
 
 from common import weights
 from common.config import Config
-from common.durable import disk_trouble
 from common.watchdog import report_progress
 from common.weights import Published
 from trainer.engine.policy import PolicyEngine
@@ -93,7 +92,8 @@ class Publisher:
             self.published = write()
             if self.source is not None:
                 self.source.commit(cursor, self.published, eval_id, num_problems)
-                self._prune(self.source)
+                with self.disk.may_keep("an old version of the weights"):
+                    weights.prune(self.dir, self.source.versions_in_use(), self.config.weights.keep)
             self._write_s = time.monotonic() - begun
 
         if behind:
@@ -103,15 +103,6 @@ class Publisher:
             deliver()
             self._record_seconds("sync/write_s", self._write_s)
         self._record_seconds("sync/publish_s", time.monotonic() - start)
-
-    def _prune(self, source: GroupSource) -> None:
-        """What the disk does not let go stays until the next version is out. Raises OSError if waiting cannot help."""
-        try:
-            weights.prune(self.dir, source.versions_in_use(), self.config.weights.keep)
-        except OSError as error:
-            if disk_trouble(error) is None:
-                raise
-            self.disk.say(f"an old version of the weights stays for now: {error}")
 
     def _writer(self, name: VersionName, vocab_size: int, behind: bool) -> Callable[[], Published]:
         """What writes this version. It holds a copy of the parameters if it runs behind the next step."""
