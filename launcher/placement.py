@@ -21,8 +21,9 @@ from trainer.engine.deepspeed_config import backend
 from trainer.engine.rank_device import RANK_DEVICES
 
 # glibc would give the memory of every large tensor back to the kernel and fetch it again, page by page, for the next:
-# 5 % of a step at 28M parameters. Up to 1 GiB stays with the process.
-_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
+# 5 % of a step at 28M parameters. Tensors of up to 1 GiB stay in the heap, and the heap keeps its end: gradients and
+# activations of 135M parameters are more than 1 GiB, and fetching those again took 4 s of each step.
+_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 # A sampler's largest tensors are made anew at each reload, beside the old ones. Whatever small and lasting then takes a
 # place that an old one left makes the process as much larger. So from 64 MiB on they do go back to the kernel.
 SAMPLERS_MEMORY = _KEEP_MEMORY | {"MALLOC_MMAP_THRESHOLD_": str(2**26)}
