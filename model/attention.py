@@ -64,7 +64,7 @@ def _attention(  # noqa: PLR0913 transformers', and what a packed row adds
         return heads_for_tokens(output, sequence_group), None
     _refuse_other_attention(spans or (Span(0, query.shape[2], ()),), extra)
     dtype = query.dtype
-    if query.device.type == "cpu" and not _multiplies_tiles():
+    if dtype == torch.bfloat16 and query.device.type == "cpu" and not _multiplies_tiles():
         query, key, value = query.float(), key.float(), value.float()
     if not spans:
         gqa = query.shape[1] != key.shape[1]

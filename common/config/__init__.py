@@ -2,7 +2,7 @@
 
     sections.py sampling.py rollouts.py algorithm.py training.py    the settings, section by section
     settings.py checks.py                                           all sections together; what they must agree on
-    loading.py messages.py                                          reading a file; errors in words
+    loading.py dtype.py messages.py                                 reading a file; what auto means; errors in words
     reference_page.py                                               docs/config.md
 
 Key names follow TRL where TRL has one. `load` reads the file, applies `key=value` overrides, checks everything
@@ -12,7 +12,7 @@ costs milliseconds, not the start of two processes.
 
 from common.config.algorithm import Algorithm, GroupParams
 from common.config.checks import Config
-from common.config.loading import load
+from common.config.loading import decided, load
 from common.config.rollouts import Rollouts
 from common.config.sampling import MAX_TOP_K, ROUNDING, TIES, Eval, Rewards, SamplerSettings
 from common.config.sections import (
@@ -55,6 +55,7 @@ __all__ = [
     "Section",
     "TrainerSettings",
     "Weights",
+    "decided",
     "load",
     "world_size",
 ]

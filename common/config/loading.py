@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,32 @@ import yaml
 from pydantic import ValidationError
 
 from common.config.checks import Config
+from common.config.dtype import decide_dtype
 from common.config.messages import explain
 from common.errors import UserError
 from common.redact import redacted_words
 
 
-def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
-    """The checked configuration. Raises UserError naming every problem at once."""
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The checked configuration, `auto` decided for this machine. Raises UserError naming every problem at once."""
     path = Path(path)
+    settings, lines = _read(path, overrides)
+    if dtype := decide_dtype(settings):
+        settings["model"] = {**settings["model"], "dtype": dtype}
+    try:
+        return Config.model_validate(settings)
+    except ValidationError as error:
+        raise UserError("\n".join(explain(e, path, lines) for e in error.errors())) from None
+
+
+def decided(path: Path, overrides: Sequence[str]) -> list[str]:
+    """Overrides that give a process on another host what `auto` means on this one. Raises UserError."""
+    settings, _ = _read(path, overrides)
+    return [f"model.dtype={dtype}"] if (dtype := decide_dtype(settings)) else []
+
+
+def _read(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
+    """(unchecked settings, line of every key in the file). Raises UserError."""
     try:
         text = path.read_text()
     except UnicodeDecodeError:
@@ -40,10 +59,7 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
     settings = {name: {} if value is None else value for name, value in settings.items()}  # `eval:` with no lines
     for override in overrides:
         _apply(settings, override)
-    try:
-        return Config.model_validate(settings)
-    except ValidationError as error:
-        raise UserError("\n".join(explain(e, path, lines) for e in error.errors())) from None
+    return settings, lines
 
 
 def _not_yaml(error: yaml.YAMLError, path: Path) -> str:

@@ -75,8 +75,8 @@ class Model(Section):
     """Hub id, folder or GGUF file (`my.gguf`, `owner/name:file.gguf`)."""
     revision: str | None = None
     """Branch, tag, commit."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """bfloat16 keeps float32 master weights."""
+    dtype: Literal["float32", "bfloat16", "auto"] = "bfloat16"
+    """bfloat16 keeps float32 master weights; auto: the faster one here."""
     trust_remote_code: bool = False
     """Run the model's own Python."""
     gradient_checkpointing: bool = False
