@@ -73,8 +73,9 @@ def layer_activations(work: Workload, model: ModelDims) -> float:
     """Bytes that one layer keeps for its backward pass, for the micro-batch of one rank.
 
     Per token: two norms 2·(4 + 2b)·H, the output projection's input b·A·D, the gated MLP 4b·I; and in attention its
-    queries, outputs, keys and values, the prompt's repeated for each completion: b·(2·A·D + 2·K·D·(P + C)/C). In
-    float32 no kernel of a GPU that takes grouped heads is left but the one that keeps every score: A·4 each, twice.
+    queries, outputs, keys and values, the prompt's repeated for each completion: a·(2·A·D + 2·K·D·(P + C)/C), a = b
+    on a GPU and 4 on a CPU, which attends in float32. In float32 no kernel of a GPU that takes grouped heads is left
+    but the one that keeps every score: A·4 each, twice.
     Of S ranks that share the micro-batch each keeps 1/S, in attention of heads; where K does not divide by S, key and
     value heads are repeated up to the least common multiple of both.
     """
@@ -84,7 +85,8 @@ def layer_activations(work: Workload, model: ModelDims) -> float:
     keys = 2 * math.lcm(model.kv_heads, s) * d * work.num_generations * (work.prompt + work.completion)
     pairs = work.prompt**2 + work.num_generations * work.completion * (work.prompt + work.completion)
     scores = 8 * model.heads * pairs if work.on_gpu and work.dtype == "float32" else 0
-    return work.groups_per_micro_batch * (per_token * work.tokens_of_group + b * (queries + keys) + scores) / s
+    attention = (b if work.on_gpu else 4) * (queries + keys) + scores
+    return work.groups_per_micro_batch * (per_token * work.tokens_of_group + attention) / s
 
 
 def trainer_memory(work: Workload) -> TrainerMemory:

@@ -63,15 +63,20 @@ def _attention(  # noqa: PLR0913 transformers', and what a packed row adds
         output, _ = _attention(module, query, key, value, None, scaling, spans, **extra)
         return heads_for_tokens(output, sequence_group), None
     _refuse_other_attention(spans or (Span(0, query.shape[2], ()),), extra)
+    if not spans:
+        dense = _torch_attention(query, key, value, is_causal=True, scale=scaling)
+        return dense.transpose(1, 2).contiguous(), None
+    outputs = [_span_attention(query, key, value, span, scaling) for span in spans]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _torch_attention(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+    """torch's, in the dtype that this device is fastest in; the result in that of the query."""
     dtype = query.dtype
     if dtype == torch.bfloat16 and query.device.type == "cpu" and not _multiplies_tiles():
         query, key, value = query.float(), key.float(), value.float()
-    if not spans:
-        gqa = query.shape[1] != key.shape[1]
-        dense = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
-        return dense.to(dtype).transpose(1, 2).contiguous(), None
-    outputs = [_span_attention(query, key, value, span, scaling) for span in spans]
-    return torch.cat(outputs, dim=2).to(dtype).transpose(1, 2).contiguous(), None
+    gqa = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, enable_gqa=gqa, **how).to(dtype)
 
 
 @functools.cache
@@ -102,10 +107,9 @@ def _span_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, scali
     """One group: [1, H, prompt + Σ completions, d]."""
     begin = span.start + span.prompt
     end = begin + sum(span.completions)
-    gqa = query.shape[1] != key.shape[1]
     alone = len(span.completions) <= 1  # nothing to share: one causal sequence
     q, k, v = (x[:, :, span.start : end if alone else begin] for x in (query, key, value))
-    prompt = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
+    prompt = _torch_attention(q, k, v, is_causal=True, scale=scaling)
     if alone:
         return prompt
     rows, real = _indexes(span.completions, query.device)
@@ -114,7 +118,7 @@ def _span_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, scali
     k_all = torch.cat([k.expand(num_rows, -1, -1, -1), k_rows], dim=2)
     v_all = torch.cat([v.expand(num_rows, -1, -1, -1), v_rows], dim=2)
     mask = _past(longest, span.prompt + longest, query.device)
-    padded = F.scaled_dot_product_attention(q_rows, k_all, v_all, attn_mask=mask, scale=scaling, enable_gqa=gqa)
+    padded = _torch_attention(q_rows, k_all, v_all, attn_mask=mask, scale=scaling)
     flat = padded.transpose(1, 2).reshape(num_rows * longest, query.shape[1], -1)  # [G·C, H, d]
     completions = flat[real]  # [Σ C, H, d]
     return torch.cat([prompt, completions.transpose(0, 1)[None]], dim=2)

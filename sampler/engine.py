@@ -30,6 +30,7 @@ from sampler.engine_arguments import engine_arguments, set_environment, stop_tok
 from sampler.in_flight import InFlight, InFlightCounts
 from sampler.proof import Expected, Proof, of_parts, of_ranks
 from sampler.row_blocks import use_row_blocks
+from sampler.token_ranks import count_no_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,8 +55,10 @@ class Engine:
 
         if self.on_cpu:
             from vllm import _custom_ops
+            from vllm.v1.sample import sampler as vllm_sampler
 
             use_row_blocks(_custom_ops)
+            count_no_ranks(vllm_sampler)
         self._vllm = vllm
         self._vision = vision_of(config)
         if vllm_images.has_tower(config):
