@@ -74,6 +74,7 @@ class Engine:
         self._engine = self._llm.llm_engine
         if self.on_cpu:
             self._llm.collective_rpc("report_layers")
+            self._llm.collective_rpc("compute_rows_once")
         self._vocab_size: int = self._engine.model_config.get_vocab_size()
         self._ignore_eos = config.sampler.ignore_eos
         self._stop_token_ids = [] if self._ignore_eos else stop_token_ids(config)

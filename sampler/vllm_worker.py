@@ -16,6 +16,7 @@ from common.watchdog import report_progress
 from sampler.base_weights import prove_base
 from sampler.engine_tensors import Packed, Part, layout, packed_of, prove, prove_adapters
 from sampler.proof import Expected, Proof
+from sampler.repeated_rows import RepeatedRows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,12 +25,33 @@ if TYPE_CHECKING:
 class WeightExtension:
     model_runner: Any  # vLLM's worker provides both
     reload_weights: Any
+    repeated_rows: RepeatedRows | None = None
 
     def report_layers(self) -> None:
         """From now on: on a CPU one forward pass may take longer than a sampler may be silent."""
         _, language = language_model(self.model_runner.model)
         for layer in getattr(language.model, "layers", ()):
             layer.register_forward_pre_hook(lambda *_: report_progress("generating"))
+
+    def compute_rows_once(self) -> None:
+        """From now on: repeated_rows.py. On a CPU, where every row counts and looking at them costs nothing."""
+        from vllm.forward_context import get_forward_context
+        from vllm.model_executor.layers.attention import Attention
+
+        settings = self.model_runner.vllm_config
+        _, language = language_model(self.model_runner.model)
+        if settings.lora_config is None and settings.parallel_config.pipeline_parallel_size == 1:
+            attentions = [module for module in language.modules() if isinstance(module, Attention)]
+            self.repeated_rows = RepeatedRows(
+                language.model,
+                attentions,
+                lambda: get_forward_context().attn_metadata,
+                settings.cache_config.block_size,
+            )
+
+    def num_spared_rows(self) -> int:
+        """So far, by `compute_rows_once`."""
+        return self.repeated_rows.spared if self.repeated_rows else 0
 
     def load_weights_from(
         self, path: str, expected: Mapping[str, Expected] | None = None, tensors: Mapping[str, Tensor] | None = None

@@ -117,6 +117,28 @@ def test_old_logprobs_are_those_of_the_full_softmax_at_the_sampling_temperature(
             assert np.abs(completion.logprobs - expected).max() < 1e-4
 
 
+def test_completions_of_a_group_compute_its_prompt_once_and_their_logprobs_are_those_of_a_dense_forward(
+    engine, config, policy, version
+):
+    reload(engine, version(0), config)
+    [before] = engine._llm.collective_rpc("num_spared_rows")
+    prompts = [PROMPT[: 2 * 32 + 7], PROMPT[1 : 2 * 32 + 1], PROMPT[:20]]  # behind whole blocks: 7 tokens, a block, all
+    for index, prompt in enumerate(prompts):
+        engine.submit(index, prompt, SamplingParams(0.7, 4, 3, 1))
+    done = {}
+    while len(done) < len(prompts):
+        done |= dict(engine.step())
+    [after] = engine._llm.collective_rpc("num_spared_rows")
+    assert after - before == 2 * (7 + 32 + 20)  # of three completions each the first computes them
+    for index, prompt in enumerate(prompts):
+        for completion in done[index]:
+            ids = [*prompt, *completion.token_ids.tolist()]
+            expected = dense_logprobs(policy, ids, 0.7)[len(prompt) - 1 :]
+            found = completion.logprobs
+            chosen = expected[np.arange(len(found)), completion.token_ids]
+            np.testing.assert_allclose(found, chosen, atol=1e-5)
+
+
 def test_no_rank_is_counted_that_nobody_reads(engine, config, version):
     reload(engine, version(0), config)
     engine.submit("a", PROMPT, SamplingParams(1.0, 3, 1, 0))

@@ -1,0 +1,109 @@
+"""A group's prompt computed once on a CPU, to its last token.
+
+vLLM shares whole blocks of 32 tokens of a prompt. What is behind the last whole block, or that block itself where the
+prompt ends with it, every completion of a group computes anew, all in one step: 7 · 32 rows more for a prompt of 128
+tokens and 8 completions, so that 8 such groups are 2,816 rows instead of 1,024. Such rows are equal, token for token
+and over the same past. Here the layers see one of each; in attention, which also writes the keys and values of every
+completion, and behind the last layer they are all there again.
+
+Left out: images, adapters, pipeline stages, GPUs. There every row is computed, as by vLLM itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Rows:
+    kept: Tensor  # [U] rows that are computed
+    whole: Tensor  # [T] for every row which of those it equals
+
+
+def distinct_rows(
+    ids: NDArray[Any], positions: NDArray[Any], starts: NDArray[Any], blocks: NDArray[Any], block_size: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+    """(kept [U], whole [T]) of T tokens of R sequences, one behind the other; None if no two are equal.
+
+    ids, positions: [T]. starts: [R + 1], where each sequence's rows begin. blocks: [R, B] numbers of the blocks that
+    hold its keys and values, in order; equal numbers are equal tokens, but 0, which is no block.
+    """
+    known: dict[tuple[bytes, bytes], int] = {}  # (blocks before a row, tokens from it to the end) -> that row
+    source = np.arange(len(ids))
+    for own, begin, end in zip(blocks, starts, starts[1:], strict=False):
+        first = int(positions[begin]) if end - begin > 1 else -1  # one row is of a sequence that decodes
+        if first < 0 or first % block_size or not own[: first // block_size].all():
+            continue
+        here = (own[: first // block_size].tobytes(), ids[begin:end].tobytes())
+        if here in known:
+            source[begin:end] = np.arange(known[here], known[here] + end - begin)
+            continue
+        for count in range(first // block_size, (first + int(end - begin) - 1) // block_size + 1):
+            row = int(begin) + count * block_size - first
+            known.setdefault((own[:count].tobytes(), ids[row:end].tobytes()), row)
+    kept, whole = np.unique(source, return_inverse=True)
+    return (kept, whole) if len(kept) < len(ids) else None
+
+
+class RepeatedRows:
+    """In a decoder of vLLM. `spared` counts the rows that were not computed."""
+
+    def __init__(self, decoder: Any, attentions: Iterable[Any], metadata: Callable[[], Any], block_size: int):
+        """attentions: its layers' vllm Attention. metadata: of the present step, by layer; None outside of one."""
+        self.spared = 0
+        self._metadata, self._block_size = metadata, block_size
+        self._rows: Rows | None = None
+        self._decode: Forward = decoder.forward
+        decoder.forward = self._forward
+        for attention in attentions:
+            attention.forward = self._attending(attention.forward)
+
+    def _forward(
+        self, input_ids: Tensor | None, positions: Tensor, intermediate_tensors: Any = None, inputs_embeds: Any = None
+    ) -> Any:
+        rows = None
+        if input_ids is not None and inputs_embeds is None and intermediate_tensors is None:
+            rows = self._rows_of(input_ids, positions)
+        if rows is None:
+            return self._decode(input_ids, positions, intermediate_tensors, inputs_embeds)
+        assert input_ids is not None
+        self._rows = rows
+        try:
+            hidden = self._decode(input_ids[rows.kept], positions[rows.kept], None, None)
+        finally:
+            self._rows = None
+        self.spared += len(rows.whole) - len(rows.kept)
+        return hidden[rows.whole]
+
+    def _rows_of(self, input_ids: Tensor, positions: Tensor) -> Rows | None:
+        by_layer = self._metadata()
+        step = next(iter(by_layer.values())) if isinstance(by_layer, dict) and by_layer else None
+        if step is None or step.max_query_len < 2 or positions.dim() != 1:
+            return None
+        if any(other.block_table is not step.block_table for other in by_layer.values()):
+            return None  # layers of several kinds, with blocks of their own
+        starts = step.query_start_loc.numpy()
+        if starts[-1] != len(input_ids):
+            return None
+        blocks = step.block_table.numpy()
+        found = distinct_rows(input_ids.numpy(), positions.numpy(), starts, blocks, self._block_size)
+        return Rows(*(torch.from_numpy(part) for part in found)) if found else None
+
+    def _attending(self, attend: Forward) -> Forward:
+        def attend_all(query: Tensor, key: Tensor, value: Tensor, *shape: Any, **more: Any) -> Tensor:
+            rows = self._rows
+            if rows is None:
+                return attend(query, key, value, *shape, **more)
+            assert not shape and not more, "the output would have the shape of fewer rows"
+            return attend(query[rows.whole], key[rows.whole], value[rows.whole])[rows.kept]
+
+        return attend_all
