@@ -68,14 +68,17 @@ class RepeatedRows:
             attention.forward = self._attending(attention.forward)
 
     def _forward(
-        self, input_ids: Tensor | None, positions: Tensor, intermediate_tensors: Any = None, inputs_embeds: Any = None
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Any = None,
+        **of_images: Any,
     ) -> Any:
-        rows = None
-        if input_ids is not None and inputs_embeds is None and intermediate_tensors is None:
-            rows = self._rows_of(input_ids, positions)
-        if rows is None:
-            return self._decode(input_ids, positions, intermediate_tensors, inputs_embeds)
-        assert input_ids is not None
+        is_text = inputs_embeds is None and intermediate_tensors is None and not of_images
+        rows = self._rows_of(input_ids, positions) if is_text and input_ids is not None else None
+        if rows is None or input_ids is None:
+            return self._decode(input_ids, positions, intermediate_tensors, inputs_embeds, **of_images)
         self._rows = rows
         try:
             hidden = self._decode(input_ids[rows.kept], positions[rows.kept], None, None)

@@ -116,6 +116,18 @@ def test_a_step_in_which_all_sequences_decode_is_left_alone() -> None:
     assert decoded([([3], 9, [8, 9, 10]), ([3], 9, [8, 9, 11])], is_installed=True)[1:] == (2, 0)
 
 
+def test_a_step_with_images_reaches_the_decoder_as_it_is() -> None:
+    given: list[tuple[Any, ...]] = []
+    decoder = SimpleNamespace(forward=lambda *positional, **named: given.append((positional, named)))
+    RepeatedRows(decoder, [], lambda: pytest.fail("nobody asks about such a step"), BLOCK)
+    decoder.forward(None, "positions", inputs_embeds="features", deepstack="more")
+    decoder.forward(input_ids="ids", positions="positions", intermediate_tensors="a stage")
+    assert given == [
+        ((None, "positions", None, "features"), {"deepstack": "more"}),
+        (("ids", "positions", "a stage", None), {}),
+    ]
+
+
 def test_layers_with_blocks_of_their_own_are_left_alone() -> None:
     ids, positions, starts, blocks = (torch.from_numpy(part) for part in step(FIRST, SECOND))
     decoder = Decoder(starts.tolist())
