@@ -68,6 +68,8 @@ class TrainerSettings(Section):
     """AdamW's."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Clips the gradient."""
+    dither_weights: bool = True
+    """bfloat16: master weights begin between its numbers (docs/algorithm.md)."""
     max_staleness: int = Field(0, ge=0)
     """Batches sampling may run ahead; 0 = on policy."""
     borrow_cores: bool = True

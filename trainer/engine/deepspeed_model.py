@@ -29,6 +29,7 @@ from model.vision import VisionLayout, freeze_tower, with_vision
 from trainer.engine.build_locks import no_endless_wait_for_builds
 from trainer.engine.deepspeed_config import Optimized, backend, deepspeed_config
 from trainer.engine.exported import Exported, parameters
+from trainer.engine.off_grid import leave_the_grid
 from trainer.engine.optimizer import adamw, parameter_groups, scheduler
 
 ToHost = Callable[[str, Tensor], Tensor]  # (name, tensor on its device) -> on a CPU
@@ -115,6 +116,8 @@ class DeepSpeedModel:
                 lr_scheduler=None if "scheduler" in ds_config else scheduler(config, optimized),
                 config=ds_config,
             )
+        if config.trainer.dither_weights:
+            leave_the_grid(model, self.stage)
         self.ds.clip_fp32_gradients = self._clip  # used by ZeRO 0 in float32 only; DeepSpeed's forgets the norm
         self._clipped_norm = math.nan
         self._not_finite = torch.zeros((), dtype=torch.bool, device=self.device)
