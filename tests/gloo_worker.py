@@ -216,6 +216,13 @@ class Worker:
             "progress": progress,
         }
 
+    def begin(self, stage: int) -> None:
+        """bfloat16, before the first step: what the optimizer steps, and the model."""
+        name = f"begin{stage}"
+        engine = self.trainer(settings(self.folder, name, stage, model={"dtype": "bfloat16"}), group).engine
+        self.write(f"{name}/masters", master_weights(engine))
+        self.write(f"{name}/model", dict(engine.full_parameters(lambda _: True)))
+
     def half(self, stage: int, kind: str = "half", **sections: dict[str, Any]) -> None:
         """bfloat16: a checkpoint after the first of two steps."""
         name = f"{kind}{stage}"
@@ -236,6 +243,17 @@ class Worker:
             trainer = {"prompts_per_step": 32, "groups_per_micro_batch": at_once, "logprob_chunk_size": 1024}
             name = f"sum_{accumulation}_{stage}_{count}"
             self.one_batch(name, 1, group, model={"dtype": "bfloat16"}, trainer=trainer, deepspeed=deepspeed)
+
+    def halves(self) -> None:
+        """All of bfloat16 but the critic's."""
+        for stage in (0, 1, 2):
+            self.skip(stage, "nan_half", poisoned, "bfloat16")
+        for stage in STAGES:
+            self.begin(stage)
+        for stage in (1, 2, 3):
+            self.half(stage)
+        for stage, accumulation in SUMS:
+            self.accumulate(stage, accumulation)
 
     def warm_up(self) -> None:
         """Two batches of two updates; in the first three updates only the critic learns."""
@@ -398,12 +416,7 @@ def main(folder: Path, start: str) -> None:
             worker.one_batch(handling, 1, half_dead, algorithm={"dead_groups": handling})
         worker.references()
         worker.one_batch("all_dead", 1, dead, algorithm={"dead_groups": "resample", "beta": 0.0})
-        for stage in (0, 1, 2):
-            worker.skip(stage, "nan_half", poisoned, "bfloat16")
-        for stage in (1, 2, 3):
-            worker.half(stage)
-        for stage, accumulation in SUMS:
-            worker.accumulate(stage, accumulation)
+        worker.halves()
         worker.end()
     else:
         worker.seen["weights_only"] = watch_loading()

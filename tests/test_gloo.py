@@ -604,6 +604,23 @@ def test_a_resumed_run_with_a_critic_is_bit_identical_too(runs: Runs, ranks: int
         assert "critic/model.safetensors differs" in run["said"][0]
 
 
+@every_layout
+def test_masters_of_a_bfloat16_model_begin_between_its_numbers_the_same_on_any_ranks(
+    runs: Runs, ranks: int, stage: int
+) -> None:
+    masters, model = (runs.tensors(ranks, f"begin{stage}/{part}") for part in ("masters", "model"))
+    expected = runs.tensors(1, "begin1/masters")
+    assert model.keys() <= masters.keys() == expected.keys()
+    for name, halves in model.items():
+        assert masters[name].dtype == torch.float32
+        assert torch.equal(masters[name].bfloat16(), halves), name
+        assert torch.equal(masters[name], expected[name]), name
+    between = [
+        (masters[name] != weights.float()).float().mean() for name, weights in model.items() if weights.dim() > 1
+    ]
+    assert min(between) > 0.9
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_bfloat16_gradient_does_not_depend_on_the_number_of_micro_batches(runs: Runs, ranks: int, stage: int) -> None:

@@ -14,6 +14,9 @@ Their Effect on Quantization Noise).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,25 +34,41 @@ def off_the_grid(weights: Tensor, generator: torch.Generator) -> Tensor:
     return torch.where(candidates.bfloat16() == weights, candidates, exact)
 
 
-def leave_the_grid(model: torch.nn.Module, stage: int) -> None:
+def leave_the_grid(model: torch.nn.Module, optimizer: Any, stage: int) -> None:
     """Moves DeepSpeed's float32 masters of the model's bfloat16 parameters, once, before the first step.
 
-    stage: of ZeRO. Every rank calls it; the masters are the same with any number of ranks. Masters of another dtype,
-    which the user's DeepSpeed settings may ask for, stay.
+    optimizer, stage: DeepSpeed's and ZeRO's. Every rank calls it; the masters are the same with any number of ranks and
+    in every stage. Masters of another dtype, which the user's DeepSpeed settings may ask for, stay.
     """
     import deepspeed
-    from deepspeed.utils import safe_get_local_fp32_param, safe_set_full_fp32_param, safe_set_local_fp32_param
 
+    own = dict(_masters_without_zero(optimizer)) if stage == 0 else {}
     for index, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
         if parameter.dtype != torch.bfloat16:
             continue
         generator = torch.Generator(parameter.device).manual_seed(index)
         with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
             masters = off_the_grid(parameter.detach(), generator)
-        if stage < 3:
-            safe_set_full_fp32_param(parameter, masters)  # each rank its part
-            continue
-        part = safe_get_local_fp32_param(parameter)
-        begin = torch.distributed.get_rank() * part.numel()
-        own = masters.flatten()[begin : begin + part.numel()]
-        safe_set_local_fp32_param(parameter, torch.nn.functional.pad(own, (0, part.numel() - len(own))))
+        if stage == 3:
+            _set_partition(parameter, masters)
+        elif stage > 0:
+            deepspeed.utils.safe_set_full_fp32_param(parameter, masters)  # each rank its part
+        elif parameter in own:
+            own[parameter].data.copy_(masters)
+
+
+def _masters_without_zero(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """(parameter, master) of DeepSpeed's optimizer in stage 0; none of a float32 model, or where they lie flat."""
+    if hasattr(optimizer, "fp32_groups"):
+        for halves, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            yield from zip(halves, masters, strict=True)
+
+
+def _set_partition(parameter: Tensor, masters: Tensor) -> None:
+    """This rank's part in stage 3, which ends with zeros where the ranks do not divide the parameter."""
+    from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
+
+    size = safe_get_local_fp32_param(parameter).numel()
+    begin = torch.distributed.get_rank() * size
+    own = masters.flatten()[begin : begin + size]
+    safe_set_local_fp32_param(parameter, torch.nn.functional.pad(own, (0, size - len(own))))
