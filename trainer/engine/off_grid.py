@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 _SIGNIFICANT_BITS = 8  # of bfloat16, the hidden one included
+_AT_ONCE = 1 << 24  # numbers, 0.4 GB on their way; an embedding is no larger then than its masters
 
 
 def off_the_grid(weights: Tensor, generator: torch.Generator) -> Tensor:
@@ -28,10 +29,12 @@ def off_the_grid(weights: Tensor, generator: torch.Generator) -> Tensor:
 
     A power of two has closer neighbours on one side; where its number would be theirs, and at 0, it is the weight.
     """
-    exact = weights.float()
-    u = torch.rand(exact.shape, generator=generator, device=exact.device) - 0.5
-    candidates = exact + torch.ldexp(u, torch.frexp(exact).exponent - _SIGNIFICANT_BITS)
-    return torch.where(candidates.bfloat16() == weights, candidates, exact)
+    masters = weights.float().contiguous()
+    for w in masters.view(-1).split(_AT_ONCE):
+        u = torch.rand(w.shape, generator=generator, device=w.device) - 0.5
+        candidates = w + torch.ldexp(u, torch.frexp(w).exponent - _SIGNIFICANT_BITS)
+        w.copy_(torch.where(candidates.bfloat16() == w, candidates, w))
+    return masters
 
 
 def leave_the_grid(model: torch.nn.Module, optimizer: Any, stage: int) -> None:
