@@ -73,8 +73,7 @@ class Engine:
             raise UserError(f"vllm: vLLM refuses these engine arguments: {error.errors()[0]['msg']}") from error
         self._engine = self._llm.llm_engine
         if self.on_cpu:
-            self._llm.collective_rpc("report_layers")
-            self._llm.collective_rpc("compute_rows_once")
+            self._watch_layers()
         self._vocab_size: int = self._engine.model_config.get_vocab_size()
         self._ignore_eos = config.sampler.ignore_eos
         self._stop_token_ids = [] if self._ignore_eos else stop_token_ids(config)
@@ -89,6 +88,14 @@ class Engine:
         self._proven_base: Mapping[str, Expected] | None = None
         self._adapter: Any = None  # of the present version, on top of the base weights
         self.version: int | None = None
+
+    def _watch_layers(self) -> None:
+        """On a CPU: every layer reports progress, and sees each of a step's equal rows once."""
+        from vllm.forward_context import get_forward_context
+        from vllm.model_executor.layers.attention import Attention
+
+        self._llm.collective_rpc("report_layers")
+        self._llm.collective_rpc("compute_rows_once", args=(Attention, get_forward_context))
 
     @property
     def num_running(self) -> int:

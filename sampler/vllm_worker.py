@@ -33,21 +33,17 @@ class WeightExtension:
         for layer in getattr(language.model, "layers", ()):
             layer.register_forward_pre_hook(lambda *_: report_progress("generating"))
 
-    def compute_rows_once(self) -> None:
-        """From now on: repeated_rows.py. On a CPU, where every row counts and looking at them costs nothing."""
-        from vllm.forward_context import get_forward_context
-        from vllm.model_executor.layers.attention import Attention
+    def compute_rows_once(self, attention: type, context: Callable[[], Any]) -> None:
+        """From now on: repeated_rows.py. On a CPU, where every row counts and looking at them costs nothing.
 
+        attention, context: vllm's Attention and get_forward_context.
+        """
         settings = self.model_runner.vllm_config
         _, language = language_model(self.model_runner.model)
         if settings.lora_config is None and settings.parallel_config.pipeline_parallel_size == 1:
-            attentions = [module for module in language.modules() if isinstance(module, Attention)]
-            self.repeated_rows = RepeatedRows(
-                language.model,
-                attentions,
-                lambda: get_forward_context().attn_metadata,
-                settings.cache_config.block_size,
-            )
+            attentions = [module for module in language.modules() if isinstance(module, attention)]
+            block_size = settings.cache_config.block_size
+            self.repeated_rows = RepeatedRows(language.model, attentions, lambda: context().attn_metadata, block_size)
 
     def num_spared_rows(self) -> int:
         """So far, by `compute_rows_once`."""

@@ -117,7 +117,7 @@ class DeepSpeedModel:
                 config=ds_config,
             )
         if config.trainer.dither_weights:
-            leave_the_grid(model, self.optimizer, self.stage)
+            leave_the_grid(deepspeed, model, self.optimizer, self.stage)
         self.ds.clip_fp32_gradients = self._clip  # used by ZeRO 0 in float32 only; DeepSpeed's forgets the norm
         self._clipped_norm = math.nan
         self._not_finite = torch.zeros((), dtype=torch.bool, device=self.device)

@@ -37,14 +37,12 @@ def off_the_grid(weights: Tensor, generator: torch.Generator) -> Tensor:
     return masters
 
 
-def leave_the_grid(model: torch.nn.Module, optimizer: Any, stage: int) -> None:
+def leave_the_grid(deepspeed: Any, model: torch.nn.Module, optimizer: Any, stage: int) -> None:
     """Moves DeepSpeed's float32 masters of the model's bfloat16 parameters, once, before the first step.
 
-    optimizer, stage: DeepSpeed's and ZeRO's. Every rank calls it; the masters are the same with any number of ranks and
-    in every stage. Masters of another dtype, which the user's DeepSpeed settings may ask for, stay.
+    deepspeed: the library. optimizer, stage: its own and ZeRO's. Every rank calls it; the masters are the same with any
+    number of ranks and in every stage.
     """
-    import deepspeed
-
     own = dict(_masters_without_zero(optimizer)) if stage == 0 else {}
     for index, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
         if parameter.dtype != torch.bfloat16:
@@ -53,7 +51,7 @@ def leave_the_grid(model: torch.nn.Module, optimizer: Any, stage: int) -> None:
         with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
             masters = off_the_grid(parameter.detach(), generator)
         if stage == 3:
-            _set_partition(parameter, masters)
+            _set_partition(deepspeed.utils, parameter, masters)
         elif stage > 0:
             deepspeed.utils.safe_set_full_fp32_param(parameter, masters)  # each rank its part
         elif parameter in own:
@@ -67,11 +65,9 @@ def _masters_without_zero(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
             yield from zip(halves, masters, strict=True)
 
 
-def _set_partition(parameter: Tensor, masters: Tensor) -> None:
+def _set_partition(utils: Any, parameter: Tensor, masters: Tensor) -> None:
     """This rank's part in stage 3, which ends with zeros where the ranks do not divide the parameter."""
-    from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
-
-    size = safe_get_local_fp32_param(parameter).numel()
+    size = utils.safe_get_local_fp32_param(parameter).numel()
     begin = torch.distributed.get_rank() * size
     own = masters.flatten()[begin : begin + size]
-    safe_set_local_fp32_param(parameter, torch.nn.functional.pad(own, (0, size - len(own))))
+    utils.safe_set_local_fp32_param(parameter, torch.nn.functional.pad(own, (0, size - len(own))))
