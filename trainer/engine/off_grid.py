@@ -2,8 +2,8 @@
 
 A checkpoint in bfloat16 makes float32 master weights that are all numbers of bfloat16. The model is its masters
 rounded, so a weight stays where it is until its master has gone half of the way to the next number. At 0.1 that is
-2.4e-4: 240 steps of AdamW with a learning rate of 1e-6. After one step of 2e-5 SmolLM2-135M had moved by 5 % of what
-its masters had, after ten by 33 %. So each master gets a random place among the numbers that are rounded to its weight:
+2.4e-4: 240 steps of AdamW with a learning rate of 1e-6. Of a step of 2e-5 on each weight of SmolLM2-135M 5 % show, of
+ten such steps 33 %. So each master gets a random place among the numbers that are rounded to its weight:
 
     m_i = w_i + u_i · spacing(w_i)      u_i uniform in (−½, ½)      round(m_i) = w_i
 
@@ -24,11 +24,12 @@ _SIGNIFICANT_BITS = 8  # of bfloat16, the hidden one included
 _AT_ONCE = 1 << 24  # numbers, 0.4 GB on their way; an embedding is no larger then than its masters
 
 
-def off_the_grid(weights: Tensor, generator: torch.Generator) -> Tensor:
-    """float32 numbers of any shape that bfloat16 rounds to these bfloat16 weights. generator: on their device.
+def off_the_grid(weights: Tensor, seed: int) -> Tensor:
+    """float32 numbers that bfloat16 rounds to these bfloat16 weights of any shape.
 
     A power of two has closer neighbours on one side; where its number would be theirs, and at 0, it is the weight.
     """
+    generator = torch.Generator(weights.device).manual_seed(seed)
     masters = weights.float().contiguous()
     for w in masters.view(-1).split(_AT_ONCE):
         u = torch.rand(w.shape, generator=generator, device=w.device) - 0.5
@@ -47,9 +48,8 @@ def leave_the_grid(deepspeed: Any, model: torch.nn.Module, optimizer: Any, stage
     for index, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
         if parameter.dtype != torch.bfloat16:
             continue
-        generator = torch.Generator(parameter.device).manual_seed(index)
         with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
-            masters = off_the_grid(parameter.detach(), generator)
+            masters = off_the_grid(parameter.detach(), seed=index)
         if stage == 3:
             _set_partition(deepspeed.utils, parameter, masters)
         elif stage > 0:
