@@ -72,6 +72,8 @@ class Engine:
         except ValidationError as error:
             raise UserError(f"vllm: vLLM refuses these engine arguments: {error.errors()[0]['msg']}") from error
         self._engine = self._llm.llm_engine
+        if self._has_workers:
+            self._llm.collective_rpc("end_with_engine")
         if self.on_cpu:
             self._watch_layers()
         self._vocab_size: int = self._engine.model_config.get_vocab_size()
@@ -88,6 +90,11 @@ class Engine:
         self._proven_base: Mapping[str, Expected] | None = None
         self._adapter: Any = None  # of the present version, on top of the base weights
         self.version: int | None = None
+
+    @property
+    def _has_workers(self) -> bool:
+        """vLLM's, in processes of their own: with a single one it runs here."""
+        return self._engine.vllm_config.parallel_config.world_size > 1
 
     def _watch_layers(self) -> None:
         """On a CPU: every layer reports progress, and sees each of a step's equal rows once."""
@@ -219,7 +226,7 @@ class Engine:
             self._load_adapter(folder)
             reports = self._compared_adapter(expected) if expected else [Proof()]
         else:
-            here = tensors if self._engine.vllm_config.parallel_config.world_size == 1 else None
+            here = None if self._has_workers else tensors
             reports = self._llm.collective_rpc("load_weights_from", args=(str(folder), expected, here))
         if self._in_flight:
             self._in_flight.begin(version)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from common.exits import die_with_parent
 from common.watchdog import report_progress
 from sampler.base_weights import prove_base
 from sampler.engine_tensors import Packed, Part, layout, packed_of, prove, prove_adapters
@@ -32,6 +33,11 @@ class WeightExtension:
         _, language = language_model(self.model_runner.model)
         for layer in getattr(language.model, "layers", ()):
             layer.register_forward_pre_hook(lambda *_: report_progress("generating"))
+
+    def end_with_engine(self) -> None:
+        """In a worker that is a process of its own. When its engine is killed vLLM's ends by itself, unless it is stopped,
+        or waits for ever while it tells its own reader (SpinCondition.cancel): then it would keep its GPU."""
+        die_with_parent()
 
     def compute_rows_once(self, attention: type, context: Callable[[], Any]) -> None:
         """From now on: repeated_rows.py. On a CPU, where every row counts and looking at them costs nothing.

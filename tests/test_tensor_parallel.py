@@ -34,7 +34,8 @@ def test_two_workers_have_the_log_probs_of_one_also_after_a_reload_and_no_kill_l
         found = json.loads(said)
         assert max(found.values()) <= 1e-5, found
         workers = psutil.Process(engine.pid).children(recursive=True)
-        assert len(workers) >= 2
+        [stuck] = [worker for worker in workers if "Worker_TP1" in "".join(worker.cmdline())]
+        stuck.suspend()  # as one that waits for ever in vLLM's own way out
     finally:
         engine.kill()
         engine.wait()
