@@ -35,8 +35,9 @@ class WeightExtension:
             layer.register_forward_pre_hook(lambda *_: report_progress("generating"))
 
     def end_with_engine(self) -> None:
-        """In a worker that is a process of its own. When its engine is killed vLLM's ends by itself, unless it is stopped,
-        or waits for ever while it tells its own reader (SpinCondition.cancel): then it would keep its GPU."""
+        """In a worker that is a process of its own. When its engine is killed vLLM's ends by itself, unless it is
+        stopped, or waits for ever while it tells its own reader (SpinCondition.cancel): then it would keep its GPU.
+        """
         die_with_parent()
 
     def compute_rows_once(self, attention: type, context: Callable[[], Any]) -> None:
