@@ -26,6 +26,7 @@ from trainer.batch_training import BatchTraining, Models
 from trainer.data.micro_batches import Budget, plan, work
 from trainer.data.mini_batches import steps
 from trainer.data.tensors import MicroBatch
+from trainer.engine.cores import lent_cores
 from trainer.save.checkpoint import Progress
 
 pytestmark = pytest.mark.fast
@@ -63,7 +64,7 @@ class Run:
         self.events: list[tuple[str, list[int]]] = []
         self.batches: list[MicroBatch] = []
         policy = SimpleNamespace(dims=MODEL)
-        exchange = SimpleNamespace(dp_rank=rank, dp_size=ranks, add_over_dp=list, agree=bool)
+        exchange: Any = SimpleNamespace(dp_rank=rank, dp_size=ranks, world_size=ranks, add_over_dp=list, agree=bool)
         policy.backward, policy.score = self.backward, lambda row, _: row.target_ids / -100
 
         def take(ids: Sequence[int]) -> list[Group | Tombstone]:
@@ -71,10 +72,12 @@ class Run:
             return [make(g) for g in ids]
 
         rest = iter(samplers_rest)
-        source = SimpleNamespace(take=take, refill=lambda _: None, samplers_rest=lambda: next(rest))
+        lent = lent_cores(of, exchange, lambda: next(rest), lambda: False)
+        source = SimpleNamespace(take=take, refill=lambda _: None)
         models: Any = SimpleNamespace(policy=policy, reference=scorer, critic=None)
         assert {*vars(models)} == {*Models.__dataclass_fields__}
-        self.of, self.training = of, BatchTraining(of, models, exchange, START, source, lambda *_: None)  # type: ignore[arg-type]
+        self.of = of
+        self.training = BatchTraining(of, models, exchange, START, source, lambda *_: None, lent)  # type: ignore[arg-type]
 
     def backward(self, batch: MicroBatch, version: int) -> Tensor:
         self.events.append(("train", list(batch.tokens_of)))

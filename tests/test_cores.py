@@ -1,4 +1,4 @@
-"""Which micro-batches compute with the samplers' cores: those that are left when the samplers rest."""
+"""What the trainer computes with the samplers' cores: what is left when the samplers rest."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tests.test_batch_training import Run, config
-from trainer.engine.cores import LENT_CORES, Cores
+from trainer.engine.cores import LENT_CORES, Cores, LentCores, lent_cores
 from trainer.group_receiver import GroupReceiver
 
 pytestmark = pytest.mark.fast
@@ -44,16 +46,81 @@ def test_a_rank_gets_its_part_of_the_threads_that_the_launcher_lends(
     assert Cores.of(environ) == Cores(frozenset({min(NOW)}), 1, frozenset(lent), more_threads)
 
 
-@pytest.mark.parametrize(
-    ("more_threads", "with_lent", "threads"), [(2, True, 3), (2, False, 1), (0, True, 1), (0, False, 1)]
-)
-def test_lent_cores_are_used_with_more_threads_and_given_back(more_threads: int, with_lent: bool, threads: int) -> None:
-    cores = Cores(frozenset({min(NOW)}), 1, frozenset(NOW), more_threads)
-    with pytest.raises(ZeroDivisionError), cores.used(with_lent):
-        assert torch.get_num_threads() == threads
-        assert os.sched_getaffinity(0) == (NOW if threads > 1 else {min(NOW)})
+def all_of_them() -> Cores:
+    return Cores(frozenset({min(NOW)}), 1, frozenset(NOW), more_threads=2)
+
+
+def borrowing(rest: list[bool], ranks: int = 1, said: bool | None = None) -> LentCores:
+    """rest: the answers to every question. said: what rank 0 says, if this is another."""
+    answers = iter(rest)
+    exchange: Any = SimpleNamespace(world_size=ranks, agree=lambda own: own if said is None else said)
+    return LentCores(all_of_them(), exchange, lambda: next(answers))
+
+
+def using() -> tuple[int, set[int]]:
+    return torch.get_num_threads(), os.sched_getaffinity(0)
+
+
+OWN, ALL = (1, {min(NOW)}), (3, NOW)
+
+
+@pytest.mark.parametrize(("rests", "expected"), [(True, ALL), (False, OWN)])
+def test_lent_cores_are_used_with_more_threads_and_given_back(rests: bool, expected: tuple[int, set[int]]) -> None:
+    with pytest.raises(ZeroDivisionError), borrowing([rests]).borrowed():
+        assert using() == expected
         raise ZeroDivisionError
-    assert torch.get_num_threads() == 1 and os.sched_getaffinity(0) == {min(NOW)}
+    assert using() == OWN
+
+
+def test_rank_0_answers_for_every_rank() -> None:
+    with borrowing([False], ranks=2, said=True).borrowed():
+        assert using() == ALL
+
+
+class Noted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, noted: list[int]) -> Tensor:
+        ctx.noted = noted
+        noted.append(torch.get_num_threads())
+        return hidden * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.noted.append(torch.get_num_threads())
+        return gradient * 2, None
+
+
+class Layer(GradientCheckpointingLayer):
+    """Notes the threads of its forward and of its backward."""
+
+    def __init__(self, noted: list[int]) -> None:
+        super().__init__()
+        self.noted = noted
+
+    def forward(self, hidden: Tensor) -> Any:
+        return Noted.apply(hidden, self.noted)
+
+
+def threads_of_layers(lent: LentCores) -> list[int]:
+    """Of three layers' forward and backward: the first forward is of the first layer, the last backward, too."""
+    noted: list[int] = []
+    model = torch.nn.Sequential(*(Layer(noted) for _ in range(3)))
+    lent.watch(SimpleNamespace(model=model))  # type: ignore[arg-type]
+    with lent.borrowed():
+        model(torch.ones(2, requires_grad=True)).sum().backward()
+    assert using() == OWN
+    model(torch.ones(2, requires_grad=True)).sum().backward()  # outside nobody asks
+    assert noted[6:] == [1] * 6
+    return noted[:6]
+
+
+def test_a_single_rank_asks_again_before_every_layer_and_gives_the_cores_back_when_they_are_wanted() -> None:
+    begin, forward, backward = [False], [False, True, True], [False, True, False]
+    assert threads_of_layers(borrowing(begin + forward + backward)) == [1, 3, 3, 3, 1, 3]
+
+
+def test_several_ranks_ask_once() -> None:
+    assert threads_of_layers(borrowing([True], ranks=2)) == [3] * 6
 
 
 def threads_of(monkeypatch: pytest.MonkeyPatch, rest: list[bool], **trainer: Any) -> list[int]:
@@ -84,16 +151,20 @@ def test_on_policy_or_where_the_user_forbids_it_nobody_asks_whether_samplers_res
     assert threads_of(monkeypatch, [], **trainer) == [1, 1, 1, 1]
 
 
+def test_samplers_are_about_to_begin_while_a_version_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LENT_CORES, ",".join(map(str, NOW)))
+    exchange: Any = SimpleNamespace(world_size=1, agree=bool)
+    writing = iter([True, False])
+    lent = lent_cores(config(4, max_staleness=1), exchange, lambda: True, lambda: next(writing))
+    with lent.borrowed():
+        assert torch.get_num_threads() == 1
+    with lent.borrowed():
+        assert torch.get_num_threads() == 1 + len(NOW)
+
+
 @pytest.mark.parametrize(("recorder", "expected"), [(None, True), (object(), False)], ids=["", "recorded"])
-def test_every_rank_hears_whether_samplers_rest_and_a_recorded_run_never_borrows(recorder: Any, expected: bool) -> None:
-    asked: list[bool] = []
-
-    def agree(value: bool) -> bool:
-        asked.append(value)
-        return value
-
-    exchange: Any = SimpleNamespace(agree=agree)
+def test_a_recorded_run_never_borrows(recorder: Any, expected: bool) -> None:
+    exchange: Any = SimpleNamespace()
     first: Any = SimpleNamespace(recorder=recorder, source=SimpleNamespace(samplers_rest=lambda: True))
     assert GroupReceiver(first, exchange).samplers_rest() is expected
-    GroupReceiver(None, exchange).samplers_rest()  # another rank: it takes part, and rank 0's answer counts
-    assert asked == [expected, False]
+    assert GroupReceiver(None, exchange).samplers_rest() is False  # another rank

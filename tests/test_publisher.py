@@ -90,11 +90,14 @@ def test_the_next_step_changes_the_weights_while_a_version_is_written_and_the_ve
 
     monkeypatch.setattr(weights, "commit", slow)
     before = bench.parameters()
+    assert not bench.publisher.is_writing()
     bench.publish(1, "v1")
+    assert bench.publisher.is_writing()
     bench.policy.disturb(1)  # the next optimizer step
     assert bench.rank_zero.credited == [(0, 0, None)], "nobody hears of a version that is not whole"
     may_commit.set()
     bench.publisher.finish()
+    assert not bench.publisher.is_writing()
     assert bench.rank_zero.credited[1:] == [(8, 1, "v1")]
     written = bench.written()
     assert written.keys() == before.keys() and all(torch.equal(written[k], before[k]) for k in before)

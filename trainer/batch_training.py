@@ -11,7 +11,6 @@ contents alone, and every rank has all groups: all find the same.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from trainer.data.mini_batches import Step, TrainedStep, corrects_later_steps, n
 from trainer.data.slots import Slots, Source, fill
 from trainer.data.tensors import MicroBatch, micro_batch, num_trained_tokens, policy_row, step_denominator
 from trainer.engine.actor_critic import ActorCritic
-from trainer.engine.cores import Cores
+from trainer.engine.cores import LentCores
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.save.checkpoint import Progress
@@ -57,6 +56,7 @@ class BatchTraining:
         progress: Progress,
         source: Source,
         record_seconds: RecordSeconds,
+        lent_cores: LentCores,
     ):
         self.config = config
         self.beta = config.algorithm.beta if progress.kl_beta is None else progress.kl_beta  # of this batch
@@ -64,9 +64,7 @@ class BatchTraining:
         self._source, self.slots = source, Slots(config, progress.cursor, self.beta)
         self._settings = AdvantageSettings.of(config, self.beta)
         self._budget, self._dims = Budget.of(config.trainer), models.policy.dims
-        self._cores = Cores.of(os.environ)
-        may_borrow = config.trainer.borrow_cores and config.trainer.max_staleness > 0
-        self._borrows = may_borrow and exchange.agree(bool(self._cores.lent))
+        self._lent_cores = lent_cores
         self._rounds: dict[tuple[int, ...], list[Round]] = {}  # by places: the same in every pass
         self._is_scored = False  # as a whole, where that is needed
 
@@ -198,7 +196,7 @@ class BatchTraining:
 
     def _train(self, found: Round, step: Step) -> None:
         """This rank's part of one round of a step."""
-        with self._cores.used(with_lent=self._borrows and self._source.samplers_rest()):
+        with self._lent_cores.borrowed():
             batch = None if self.critic_only else self._micro_batch(found, step.places)
             report_progress(f"training a micro-batch of step {self._progress.step + 1}")
             start = time.monotonic()

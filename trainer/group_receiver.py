@@ -39,6 +39,6 @@ class GroupReceiver:
             self._rank_zero.source.refill(count)
 
     def samplers_rest(self) -> bool:
-        """Rank 0's answer; never while groups are recorded: what follows from it is not in the recording."""
-        rest = self._rank_zero and self._rank_zero.recorder is None and self._rank_zero.source.samplers_rest()
-        return self._exchange.agree(bool(rest))
+        """On rank 0; never while groups are recorded: what follows from it is not in the recording."""
+        first = self._rank_zero
+        return first is not None and first.recorder is None and first.source.samplers_rest()

@@ -30,6 +30,7 @@ from report.model_card import write_model_card
 from trainer.batch_training import BatchTraining, Models
 from trainer.data.mini_batches import Step, steps
 from trainer.engine.actor_critic import ActorCritic
+from trainer.engine.cores import lent_cores
 from trainer.engine.critic import Critic
 from trainer.engine.deepspeed_model import StepResult
 from trainer.engine.policy import PolicyEngine
@@ -76,6 +77,8 @@ class Trainer:
         self.publisher = Publisher(
             config, engine, exchange, self.disk, rank_zero.source if rank_zero else None, self.record_seconds
         )
+        self.lent_cores = lent_cores(config, exchange, self.receiver.samplers_rest, self.publisher.is_writing)
+        self.lent_cores.watch(engine, *([critic] if critic else []))
         self.saver = Saver(
             config,
             engine,
@@ -138,7 +141,7 @@ class Trainer:
     def train_batch(self) -> None:
         """num_iterations passes over the next batch of rollouts, with an optimizer step on each of its mini-batches."""
         self.batch = BatchTraining(
-            self.config, self.models, self.exchange, self.progress, self.receiver, self.record_seconds
+            self.config, self.models, self.exchange, self.progress, self.receiver, self.record_seconds, self.lent_cores
         )
         for step in steps(self.config, self.progress.batch):
             started, waited_s = time.monotonic(), self.receiver.waited_s
@@ -158,7 +161,8 @@ class Trainer:
         report_progress(f"making optimizer step {self.progress.step + 1}")
         start = time.monotonic()
         sums = self.exchange.add_named(self.engine.sums.take())
-        result = self.actor_critic.step(self.batch.critic_only) if self.actor_critic else self.engine.step()
+        with self.lent_cores.borrowed():
+            result = self.actor_critic.step(self.batch.critic_only) if self.actor_critic else self.engine.step()
         failpoint("trainer.stepped")
         self.record_seconds("timing/step_s", time.monotonic() - start)
         return result, sums
@@ -222,7 +226,8 @@ class Trainer:
         if evaluate:
             self._evaluated_version = p.policy_version
         eval_id = f"v{p.policy_version}" if evaluate and num_problems else None
-        self.publisher.publish(p.policy_version, p.run_id, len(self.tokenizer), p.cursor, eval_id, num_problems)
+        with self.lent_cores.borrowed():
+            self.publisher.publish(p.policy_version, p.run_id, len(self.tokenizer), p.cursor, eval_id, num_problems)
 
     def _evaluates_at_start(self) -> bool:
         """A checkpoint is saved while its version, or after an interrupt the one before, is still being evaluated.

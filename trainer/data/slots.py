@@ -30,9 +30,6 @@ class Source(Protocol):
     def refill(self, count: int, /) -> None:
         """As many more groups will be taken, beyond the batch."""
 
-    def samplers_rest(self) -> bool:
-        """Whether no sampler has anything to do until the next weights, as every rank hears it."""
-
 
 def fill(slots: Slots, count: int, at_once: int, source: Source) -> None:
     """Takes the next groups until `count` slots are filled, at most at_once at a time."""

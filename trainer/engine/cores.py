@@ -1,21 +1,33 @@
-"""The samplers' cores while they rest: the micro-batches that are left then compute with more threads.
+"""The samplers' cores while they rest: whatever the trainer computes then, it computes with more threads.
 
     sampler  ████████████░░░░░░░░      █ at work   ░ rests: every group that it may make is here
-    trainer  11111111111122222222      threads of its micro-batches
+    trainer  11111111111122222222      threads of its layers, of the optimizer and of a snapshot
 
 Only with trainer.max_staleness > 0: on policy both processes have all cores anyway, and work in turn. A sum that is
 divided among two threads is rounded otherwise than one thread would, and how far a sampler is, is a matter of time: a
 run that is recorded or replayed keeps to its own threads (trainer/group_receiver.py).
+
+A micro-batch of a large model takes seconds. So a single rank asks before every layer, forward and backward, and gives
+the cores back as soon as they are wanted. Several ranks must hear the same answer, and ask before a micro-batch alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+
+from common.config import Config
+
+if TYPE_CHECKING:
+    from trainer.engine.deepspeed_model import DeepSpeedModel
+    from trainer.engine.ranks import Exchange
 
 LENT_CORES = "TANDEM_LENT_CORES"  # numbers of the samplers' cores: "0,1"; set by the launcher
 
@@ -35,16 +47,62 @@ class Cores:
         more_threads = len(lent) // int(environ.get("LOCAL_SIZE", "1"))
         return Cores(frozenset(os.sched_getaffinity(0)), torch.get_num_threads(), lent, more_threads)
 
+    def use(self, with_lent: bool) -> None:
+        os.sched_setaffinity(0, self.own | self.lent if with_lent else self.own)  # threads that are started inherit it
+        torch.set_num_threads(self.threads + self.more_threads if with_lent else self.threads)
+
+
+class LentCores:
+    """samplers_rest: asked on every rank; rank 0's answer counts. Nobody asks if it is None."""
+
+    def __init__(self, cores: Cores, exchange: Exchange, samplers_rest: Callable[[], bool] | None):
+        self._cores, self._exchange, self._samplers_rest = cores, exchange, samplers_rest
+        self._may_borrow = self._borrows = False
+
     @contextlib.contextmanager
-    def used(self, with_lent: bool) -> Iterator[None]:
-        """Around a micro-batch."""
-        if not with_lent or not self.more_threads:
-            yield
-            return
-        os.sched_setaffinity(0, self.own | self.lent)  # what threads are started from here on inherit
-        torch.set_num_threads(self.threads + self.more_threads)
+    def borrowed(self) -> Iterator[None]:
+        """Around a computation, as far as the samplers rest meanwhile."""
+        self._may_borrow = True
         try:
+            self._ask()
             yield
         finally:
-            torch.set_num_threads(self.threads)
-            os.sched_setaffinity(0, self.own)
+            self._may_borrow = False
+            self._borrow(False)
+
+    def watch(self, *trained: DeepSpeedModel) -> None:
+        """From now on every layer of these transformers models asks again, where there is one rank."""
+        if self._samplers_rest is None or self._exchange.world_size > 1:
+            return
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        for module in itertools.chain.from_iterable(one.model.modules() for one in trained):
+            if isinstance(module, GradientCheckpointingLayer):
+                module.register_forward_pre_hook(self._before_layer)
+
+    def _before_layer(self, _: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._ask()
+        if inputs and isinstance(inputs[0], Tensor) and inputs[0].requires_grad:
+            inputs[0].register_hook(lambda _: self._ask())  # the backward of the layer before it comes next
+
+    def _ask(self) -> None:
+        if self._samplers_rest is not None and self._may_borrow:
+            self._borrow(self._exchange.agree(self._samplers_rest()))
+
+    def _borrow(self, borrows: bool) -> None:
+        if borrows is not self._borrows:
+            self._cores.use(with_lent=borrows)
+            self._borrows = borrows
+
+
+def lent_cores(
+    config: Config, exchange: Exchange, samplers_rest: Callable[[], bool], is_writing: Callable[[], bool]
+) -> LentCores:
+    """Those that this run may borrow: none, if rank 0 was told of none. Every rank calls it.
+
+    is_writing: whether a version is on its way, with which resting samplers are about to begin.
+    """
+    cores = Cores.of(os.environ)
+    may_borrow = config.trainer.borrow_cores and config.trainer.max_staleness > 0
+    is_lent = may_borrow and exchange.agree(bool(cores.lent))
+    return LentCores(cores, exchange, (lambda: samplers_rest() and not is_writing()) if is_lent else None)

@@ -70,6 +70,10 @@ class Publisher:
     def disk_retries(self) -> int:
         return self.disk.retries + (self._disk_behind.retries if self._disk_behind else 0)
 
+    def is_writing(self) -> bool:
+        """A version, behind the training on groups that are wanted already."""
+        return self._thread is not None and self._thread.is_alive()
+
     def publish(
         self, version: int, run_id: str, vocab_size: int, cursor: int, eval_id: str | None, num_problems: int
     ) -> None:
