@@ -46,15 +46,12 @@ def test_a_rank_gets_its_part_of_the_threads_that_the_launcher_lends(
     assert Cores.of(environ) == Cores(frozenset({min(NOW)}), 1, frozenset(lent), more_threads)
 
 
-def all_of_them() -> Cores:
-    return Cores(frozenset({min(NOW)}), 1, frozenset(NOW), more_threads=2)
-
-
-def borrowing(rest: list[bool], ranks: int = 1, said: bool | None = None) -> LentCores:
+def borrowing(rest: list[bool], ranks: int = 1, said: bool | None = None, more_threads: int = 2) -> LentCores:
     """rest: the answers to every question. said: what rank 0 says, if this is another."""
     answers = iter(rest)
     exchange: Any = SimpleNamespace(world_size=ranks, agree=lambda own: own if said is None else said)
-    return LentCores(all_of_them(), exchange, lambda: next(answers))
+    cores = Cores(frozenset({min(NOW)}), 1, frozenset(NOW), more_threads)
+    return LentCores(cores, exchange, lambda: next(answers))
 
 
 def using() -> tuple[int, set[int]]:
@@ -64,9 +61,14 @@ def using() -> tuple[int, set[int]]:
 OWN, ALL = (1, {min(NOW)}), (3, NOW)
 
 
-@pytest.mark.parametrize(("rests", "expected"), [(True, ALL), (False, OWN)])
-def test_lent_cores_are_used_with_more_threads_and_given_back(rests: bool, expected: tuple[int, set[int]]) -> None:
-    with pytest.raises(ZeroDivisionError), borrowing([rests]).borrowed():
+@pytest.mark.parametrize(
+    ("more_threads", "rests", "expected"), [(2, True, ALL), (2, False, OWN), (0, True, OWN), (0, False, OWN)]
+)
+def test_lent_cores_are_used_with_more_threads_and_given_back(
+    more_threads: int, rests: bool, expected: tuple[int, set[int]]
+) -> None:
+    """A rank without a part of them, (0, True), stays on its own."""
+    with pytest.raises(ZeroDivisionError), borrowing([rests], more_threads=more_threads).borrowed():
         assert using() == expected
         raise ZeroDivisionError
     assert using() == OWN

@@ -8,7 +8,8 @@ divided among two threads is rounded otherwise than one thread would, and how fa
 run that is recorded or replayed keeps to its own threads (trainer/group_receiver.py).
 
 A micro-batch of a large model takes seconds. So a single rank asks before every layer, forward and backward, and gives
-the cores back as soon as they are wanted. Several ranks must hear the same answer, and ask before a micro-batch alone.
+the cores back as soon as they are wanted. Several ranks must hear the same answer, and ask when a micro-batch, an
+optimizer step or a snapshot begins.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class LentCores:
             self._borrow(self._exchange.agree(self._samplers_rest()))
 
     def _borrow(self, borrows: bool) -> None:
-        if borrows is not self._borrows:
+        if borrows is not self._borrows and self._cores.more_threads:
             self._cores.use(with_lent=borrows)
             self._borrows = borrows
 
