@@ -60,7 +60,7 @@ pick_backend() {
 }
 
 fingerprint() { # fingerprint <backend>: of everything that an installation depends on
-  { cat requirements.txt requirements-cpu.lock requirements-gpu.lock; .venv/bin/python -VV; echo "$1 $root"; } | sha256sum
+  { cat requirements.txt tools/locks/cpu.lock tools/locks/gpu.lock; .venv/bin/python -VV; echo "$1 $root"; } | sha256sum
 }
 
 is_installed() { [[ -x .venv/bin/python && -e $stamp && $(<"$stamp") == "$(fingerprint "$1")" ]]; }
@@ -120,8 +120,8 @@ print("python%d.%d-dev" % sys.version_info[:2])'), or PYTHON= of an interpreter 
 pip_install() { .venv/bin/python -m pip install --disable-pip-version-check --no-input --progress-bar off "$@"; }
 
 install_torch_cpu() { # your own index first; the PyTorch one serves this single package and is not asked for any other
-  pip_install --no-deps "$(grep '^torch==' requirements-cpu.lock)" ||
-    pip_install --no-deps "$(grep '^torch==' requirements-cpu.lock)" --index-url "$pytorch_cpu_index"
+  pip_install --no-deps "$(grep '^torch==' tools/locks/cpu.lock)" ||
+    pip_install --no-deps "$(grep '^torch==' tools/locks/cpu.lock)" --index-url "$pytorch_cpu_index"
 }
 
 drop_half_installed() { # RECORD is the last file that pip writes; without it pip would still take a package for whole
@@ -164,10 +164,10 @@ setup() {
   drop_half_installed
   if [[ $backend == cpu ]]; then
     step "torch" install_torch_cpu
-    step "vLLM, DeepSpeed and the rest" pip_install --no-deps -r requirements-cpu.lock
+    step "vLLM, DeepSpeed and the rest" pip_install --no-deps -r tools/locks/cpu.lock
     step "compiling DeepSpeed's CPU op" build_cpu_op
   else
-    step "torch, vLLM, DeepSpeed and the rest" pip_install -r requirements.txt -c requirements-gpu.lock
+    step "torch, vLLM, DeepSpeed and the rest" pip_install -r requirements.txt -c tools/locks/gpu.lock
   fi
   step "first import" .venv/bin/python -c 'import torch, vllm, deepspeed'
   fingerprint "$backend" >"$stamp" # last: without it the next start goes through all of this again
@@ -210,7 +210,7 @@ case $command in
   eval)
     setup
     from_here "$@"
-    exec .venv/bin/python -m evaluation.main ${words[@]+"${words[@]}"}
+    exec .venv/bin/python -m launcher.evaluation.main ${words[@]+"${words[@]}"}
     ;;
   test)
     setup
@@ -224,7 +224,7 @@ case $command in
     setup
     program=bench
     if [[ ${1:-} == objectives ]]; then program=objectives && shift; fi
-    exec .venv/bin/python "benchmarks/$program.py" "$@"
+    exec .venv/bin/python "tools/benchmarks/$program.py" "$@"
     ;;
   report | samples | push)
     setup
@@ -237,7 +237,7 @@ case $command in
   check)
     setup
     from_here "$@"
-    exec .venv/bin/python -m sampler.check_rewards ${words[@]+"${words[@]}"}
+    exec .venv/bin/python -m launcher.check_rewards ${words[@]+"${words[@]}"}
     ;;
   gpu-check)
     setup

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.cells import make_model
 from gpu_check.finding import Finding, judged
 from model.logprobs import load_causal_lm, score_row
 from model.packing import pack
+from tools.benchmarks.cells import make_model
 
 _PROMPT, _COMPLETIONS = list(range(3, 40)), [list(range(40, 90)), list(range(90, 100)), list(range(100, 164))]
 _FLOAT32 = 1e-4  # of the gradient's norm; TF32 products would give 1e-3

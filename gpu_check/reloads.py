@@ -45,9 +45,9 @@ class Pair:
     def __init__(self, shape: str, dtype: str, scratch: Path, **vllm: Any) -> None:
         import torch
 
-        from benchmarks.handover import UntrainedPolicy, settings
         from common import weights
         from sampler.engine import Engine
+        from tools.benchmarks.handover import UntrainedPolicy, settings
 
         self.config = settings(shape, dtype, 0, scratch)
         assert self.config.run.output_dir == scratch / RUN, "or what a killed part leaves in memory would stay"
@@ -61,7 +61,7 @@ class Pair:
 
     def published(self, version: int) -> Any:
         """The policy's present weights, as a version."""
-        from benchmarks.handover import OneRank
+        from tools.benchmarks.handover import OneRank
         from trainer.save.write_version import write_version
 
         policy: Any = self.policy

@@ -42,10 +42,10 @@ def findings(on_gpu: bool, scratch: Path) -> Iterator[Finding]:
 def measured(
     scratch: Path, launcher: Sequence[str] = (sys.executable,), env: Mapping[str, str] | None = None, **options: Any
 ) -> dict[str, Any]:
-    """The record of benchmarks/trainer_step.py, which runs the trainer's own engine."""
+    """The record of tools/benchmarks/trainer_step.py, which runs the trainer's own engine."""
     out = scratch / "step.jsonl"
     words = [word for name, value in options.items() for word in _words(name, value)]
-    program = str(ROOT / "benchmarks" / "trainer_step.py")
+    program = str(ROOT / "tools" / "benchmarks" / "trainer_step.py")
     run([*launcher, program, "--no-publish", "--out", str(out), *words], env)
     return dict(json.loads(out.read_text().splitlines()[-1]))
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import yaml
 
-from benchmarks.cells import Cell, prepare, tandem_config
 from gpu_check.finding import Finding, judged
 from gpu_check.running import RUN, run
 from report.run_log import read_jsonl
+from tools.benchmarks.cells import Cell, prepare, tandem_config
 
 _FIRST_STEP_S = 60
 

@@ -20,7 +20,7 @@ from launcher.machine import ROOT, count_gpus, is_cpu_build
 def packages() -> Check:
     """Every package of the lock, at its version."""
     try:
-        lock = ROOT / ("requirements-cpu.lock" if is_cpu_build() else "requirements-gpu.lock")
+        lock = ROOT / ("tools/locks/cpu.lock" if is_cpu_build() else "tools/locks/gpu.lock")
         pins = read_lock(lock.read_text())
     except (metadata.PackageNotFoundError, ModuleNotFoundError):
         return Check(False, "packages: not installed", "bash launch.sh setup")

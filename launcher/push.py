@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from common import exits
 from common.errors import Retryable, UserError
 from common.run_folder import BEST, CHECKPOINTS, COMMIT, FINAL, checkpoints
-from evaluation.target import is_run
+from launcher.evaluation.target import is_run
 from report.escape import strip_escapes
 from report.model_card import ADAPTERS, FILE, model_card, trained
 

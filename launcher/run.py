@@ -43,7 +43,12 @@ from report.sinks import require_packages
 from trainer.algorithm.user_functions import require_user_functions
 
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
-BUILDERS = ("quickstart", "quickstart_tools", "quickstart_vlm", "smollm2")
+BUILDERS = {
+    "quickstart": "examples.quickstart",
+    "quickstart_tools": "examples.calculator",
+    "quickstart_vlm": "examples.drawings",
+    "smollm2": "examples.smollm2",
+}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -129,7 +134,7 @@ def _evaluate(config: Config, path: Path, overrides: Sequence[str]) -> int:
         raise no_checkpoint(folder)
     model = str(checkpoints(folder)[-1]) if config.run.resume else config.model.path
     output = folder / "evaluations" / Path(model).name
-    return _program("evaluation.main", model, "--config", str(path), "--output", str(output), *overrides)
+    return _program("launcher.evaluation.main", model, "--config", str(path), "--output", str(output), *overrides)
 
 
 def to_resume(path: Path, overrides: Sequence[str], hostfile: Path | None) -> str:
@@ -210,7 +215,7 @@ def parse(arguments: Sequence[str]) -> tuple[Path, list[str]]:
 def built_by(config: Config) -> str | None:
     """The room whose `python -m` builds the config's model below .cache, as quickstart for quickstart.yaml."""
     model = ROOT / config.model.path
-    return next((room for room in BUILDERS if model.is_relative_to(ROOT / ".cache" / room)), None)
+    return next((room for name, room in BUILDERS.items() if model.is_relative_to(ROOT / ".cache" / name)), None)
 
 
 def require_built(config: Config) -> None:

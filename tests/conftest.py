@@ -1,8 +1,6 @@
 """For all tests: figures for RELIABILITY.md, time limits that follow the machine's speed, order and number of workers.
 
-`figure("R6", "10,000 groups, growth 3 MiB")` puts a measured figure into RELIABILITY.md. Each promise's row ends in a
-cell for the last run. A test owns its part of the cell, marked by its name in a comment; its parameters share one part
-if they say the same. Without TANDEM_WRITE_FIGURES=1 the figure is only printed: ordinary runs leave the page alone.
+`figure("R6", "10,000 groups, growth 3 MiB")` prints what RELIABILITY.md may say of the last run (pytest -s shows it).
 
 `--shuffle SEED` runs files, and the tests of each file, in a random order. Otherwise the longest files come first, so
 that no worker is left alone with one of them at the end.
@@ -13,7 +11,6 @@ from __future__ import annotations
 import gc
 import os
 import random
-import re
 import sys
 from collections.abc import Callable, Iterator
 from itertools import groupby
@@ -26,8 +23,7 @@ import pytest
 import pytest_timeout
 from hypothesis.internal.conjecture import providers
 
-from common.durable import write_file
-from tests.speed import limit, slowness
+from tests.support.speed import limit, slowness
 
 LONGEST_FIRST = (
     *("test_soak", "test_stories", "test_gloo", "test_endings", "test_exact_resume", "test_uneven_ranks"),
@@ -45,11 +41,9 @@ TOGETHER = {  # files that share what costs a process seconds; each group is the
     "the hub": ("model_card", "push"),
     "our sources": ("docs", "imports", "metrics_page", "reliability_page"),
 }
-_GROUP_OF = {f"tests/test_{name}.py": group for group, names in TOGETHER.items() for name in names}
-MARKS = ("fast", "processes", "gloo", "vllm", "e2e")
-_TIER_OF_FILE = re.compile(rf"^pytestmark = .*?pytest\.mark\.({'|'.join(MARKS)})\b", re.MULTILINE)
+_GROUP_OF = {f"tests/unit/test_{name}.py": group for group, names in TOGETHER.items() for name in names}
+UNIT = Path(__file__).resolve().parent / "unit"
 WORKER_BYTES = 8 << 30  # an engine and a trainer of a worker's test
-PAGE = Path(__file__).resolve().parents[1] / "RELIABILITY.md"
 # No verdict on the machine's speed, and none by chance: the examples of a test are the same each time; others come with
 # --hypothesis-profile default. Our modules are not searched for constants: which are imported differs between workers,
 # and reading them all costs each worker seconds.
@@ -58,53 +52,12 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("tandem")
 providers.is_local_module_file = lambda path: False
-_figures: list[tuple[str, str, str]] = []  # promise, test, text
-_PART = re.compile(r"<!-- (\S+) -->(.*?)(?: · (?=<!-- )|$)")
-
-
-def with_figure(page: str, promise: str, test: str, text: str) -> str:
-    """The page with this test's figure in the promise's row. Raises LookupError if there is no such row.
-
-    | R1 | … | … | <!-- a --> 1 kill · <!-- b --> 2 kills |
-    """
-    lines = page.split("\n")
-    for number, line in enumerate(lines):
-        if line.startswith(f"| {promise} |"):
-            *cells, cell = line.removesuffix("|").rsplit("|", 1)
-            name, shown = test.replace(" ", "_"), text.replace("|", "/")
-            parts = {key: part for key, part in _PART.findall(cell.strip()) if not _replaces(name, key)}
-            parts[name] = f" {shown}"
-            joined = " · ".join(f"<!-- {key} -->{parts[key].rstrip()}" for key in sorted(parts))
-            lines[number] = f"{cells[0]}| {joined} |"
-            return "\n".join(lines)
-    raise LookupError(f"RELIABILITY.md has no row that begins with | {promise} |")
-
-
-def folded(figures: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
-    """One figure for a test that says the same with all its parameters.
-
-    [("R2", "a[1]", "whole"), ("R2", "a[2]", "whole"), ("R2", "b", "2 s")] → [("R2", "a", "whole"), ("R2", "b", "2 s")]
-    """
-    said: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for promise, test, text in figures:
-        said.setdefault((promise, test.split("[")[0]), []).append((test, text))
-    found = []
-    for (promise, name), parts in said.items():
-        alike = len(parts) > 1 and len({text for _, text in parts}) == 1
-        found += [(promise, name, parts[0][1])] if alike else [(promise, test, text) for test, text in parts]
-    return found
-
-
-def _replaces(test: str, earlier: str) -> bool:
-    """The test's own earlier figure, or one from when it had other parameters: "a" replaces "a[1]"."""
-    return test == earlier or (("[" in test) != ("[" in earlier) and test.split("[")[0] == earlier.split("[")[0])
 
 
 @pytest.fixture
 def figure(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     def write(promise: str, text: str) -> None:
-        print(f"\n{promise}: {text}")
-        request.node.user_properties.append(("figure", (promise, request.node.name, text)))
+        print(f"\n{promise}: {request.node.name}: {text}")
 
     return write
 
@@ -112,7 +65,7 @@ def figure(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """Its name leaves room for that of a socket."""
-    from tests.protocol_helpers import short_folder
+    from tests.support.protocol_helpers import short_folder
 
     with short_folder() as path:
         yield path
@@ -126,23 +79,6 @@ def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(html_page, "svg_plots", lambda *_: [])
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Where the session is kept together; a worker's reports arrive here, too."""
-    if report.when == "teardown":
-        _figures.extend(value for name, value in report.user_properties if name == "figure")
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """At the end, when no test replaces file operations any more."""
-    if hasattr(session.config, "workerinput"):
-        return
-    if os.environ.get("TANDEM_WRITE_FIGURES") == "1" and _figures:
-        page = PAGE.read_text()
-        for promise, test, text in folded(_figures):
-            page = with_figure(page, promise, test, text)
-        write_file(PAGE, page.encode())
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Any:
     """Limits of tests, too, are seconds of the reference machine."""
@@ -153,7 +89,7 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Any:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """-n auto: as many as there are cores and memory for; of the fast tests one more, for some only wait."""
     num_cores = len(os.sched_getaffinity(0))
-    if config.option.markexpr == "fast":
+    if _unit_only(config):
         return num_cores + 1
     return max(1, min(num_cores, psutil.virtual_memory().total // WORKER_BYTES))
 
@@ -176,28 +112,31 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log) if config.option.dist == "loadfile" else None
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With -m and a tier, files that are wholly of another one are not even imported."""
-    if config.option.markexpr not in MARKS or collection_path.suffix != ".py":
-        return None
-    tier = _TIER_OF_FILE.search(collection_path.read_text())
-    return True if tier and tier[1] != config.option.markexpr else None
+def _unit_only(config: pytest.Config) -> bool:
+    return bool(config.args) and all(UNIT in [at := Path(arg).resolve(), *at.parents] for arg in config.args)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle", type=int, metavar="SEED", help="files, and tests within each, in a random order")
+    parser.addoption("--all", action="store_true", help="the full counts, layouts and stories, too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test file is imported, in every worker: tests.support.tier reads it."""
+    if config.getoption("--all"):
+        os.environ["TANDEM_TEST_ALL"] = "1"
 
 
 def _share_the_machine(config: pytest.Config) -> None:
     """Each worker of the fast tests has its cores. Other tiers start processes, which decide for themselves."""
     worker, torch = getattr(config, "workerinput", None), sys.modules.get("torch")
-    if worker and torch and config.option.markexpr == "fast":
+    if worker and torch and _unit_only(config):
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // worker["workercount"]))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("fast"):
+    if UNIT in item.path.parents:
         _seed()
         _allow_threads()
     _quicken()
@@ -239,9 +178,9 @@ def pytest_collection(session: pytest.Session) -> Any:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _share_the_machine(config)
-    for item in items:
-        if not any(mark.name in MARKS for mark in item.iter_markers()):
-            item.add_marker(pytest.mark.fast)
+    if not config.getoption("--all"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
     files = [list(tests) for _, tests in groupby(items, key=lambda item: item.path)]
     seed = config.getoption("shuffle")
     if seed is None:

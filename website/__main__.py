@@ -1,4 +1,4 @@
-"""The pages as a static site in .cache/website/site: `.venv/bin/python -m website`, with requirements-dev.txt there.
+"""The pages as a static site in .cache/website/site: `.venv/bin/python -m website`, with tools/locks/dev.txt there.
 
 It needs no network and stops at the first link or heading that does not exist; a reader's browser fetches nothing, and
 search works without a server. The pages are those of the repository, in the order of docs/README.md, in the folders

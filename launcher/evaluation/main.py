@@ -1,0 +1,213 @@
+"""Evaluates a model, without a trainer:  bash launch.sh eval CHECKPOINT [DATA] [n=8] [temperature=0.6] [key=value …]
+
+CHECKPOINT is a run folder (its final/, else its newest checkpoint), a checkpoint of one, or any model with --config;
+a folder of LoRA adapters counts as one, on the base model of the config.
+Prompts, rewards and lengths are those of the run's own config.json; DATA is data.eval unless given; k=1,8 chooses the
+k of pass@k. Prints a table and writes eval.json and completions.jsonl. Left out: several models at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from common import durable, exits
+from common.config import Config, load
+from common.errors import UserError
+from common.redact import redacted
+from launcher.evaluation.target import Target, find_target
+from model.gguf import with_folders
+from report.escape import strip_escapes
+
+if TYPE_CHECKING:
+    from common.types import Prompt
+    from rewards.pool import RewardPool
+    from sampler.engine import Engine
+    from sampler.episodes import Episodes, Sampled, SingleTurns
+
+_SHORT = {"n": "eval.num_generations", "temperature": "eval.temperature"}
+_OVERRIDE = re.compile(r"[a-z_]+(\.[A-Za-z_]+)*=")
+_SAYS_EVERY_S = 10.0
+Decode = Callable[[list[list[int]]], list[str]]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="launch.sh eval", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("arguments", nargs="+", metavar="CHECKPOINT [DATA] [key=value …]")
+    parser.add_argument("--config", help="settings of the prompts and rewards, for a model that no run folder holds")
+    parser.add_argument("--output", help="folder of the results")
+    given = parser.parse_intermixed_args(arguments)
+    plain = [argument for argument in given.arguments if not _OVERRIDE.match(argument)]
+    if not 1 <= len(plain) <= 2:
+        raise UserError(f"expected CHECKPOINT and perhaps DATA, got {' '.join(plain) or 'neither'}")
+    overrides = [argument for argument in given.arguments if _OVERRIDE.match(argument)]
+    ks = [value for key, _, value in (word.partition("=") for word in overrides) if key == "k"]
+    overrides = [_long(word) for word in overrides if not word.startswith("k=")]
+    target = find_target(plain[0], given.config)
+    overrides += target.overrides()
+    overrides += [f"data.eval={json.dumps(plain[1])}"] if len(plain) > 1 else []
+    if Path(target.model).is_dir() and not target.rank:
+        overrides.append("model.revision=null")
+    config = load(target.config, [*overrides, "eval.val_only=false"])
+    config = with_folders(config)
+    if config.data.eval is None:
+        raise UserError("no held-out data: name it after the checkpoint, for example openai/gsm8k:main@test")
+    run(config, _sizes(config, ks), target, Path(given.output) if given.output else None)
+
+
+def _long(word: str) -> str:
+    key, equals, value = word.partition("=")
+    return _SHORT.get(key, key) + equals + value
+
+
+def _sizes(config: Config, given: Sequence[str]) -> list[int]:
+    from launcher.evaluation.pass_at_k import sizes
+
+    n = config.eval.num_generations
+    if n > 1 and config.eval.temperature == 0:
+        raise UserError(f"n={n} completions at temperature 0 are {n} times the same; set temperature=0.6, or n=1")
+    if not given:
+        return sizes(n)
+    numbers = sorted({int(word) for word in re.findall(r"\d+", given[-1])} | {1})
+    if not 1 <= numbers[0] <= numbers[-1] <= n:
+        raise UserError(f"pass@{numbers[-1]} needs as many completions per problem and n is {n}; set n={numbers[-1]}")
+    return numbers
+
+
+def run(config: Config, ks: Sequence[int], target: Target, output: Path | None) -> None:
+    from launcher.evaluation.results import report, table
+    from model.tokenizer import load_tokenizer
+    from rewards.pool import RewardPool
+    from sampler.dataset import load_data
+    from sampler.episodes import SingleTurns
+    from sampler.multi_turn import opened
+    from sampler.start import prompts_of
+
+    problems = load_data("data.eval", config.data.eval or "", config.data, config.rewards.reward_funcs)
+    columns = problems[0].columns
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(RewardPool(config.rewards, columns=columns, max_steps=config.trainer.max_steps))
+        tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
+        multi_turn = stack.enter_context(opened(config, tokenizer, problems[0], columns))
+        tools = multi_turn.pool.tools if multi_turn else None
+        prompts = prompts_of("data.eval", problems, tokenizer, config, tools)[: config.data.eval_size]
+        model = f"{config.model.path} with the adapters {target.model}" if target.rank else target.model
+        _say(f"{len(prompts)} problems × {config.eval.num_generations} completions of {model}")
+        begun = time.monotonic()
+        import torch
+
+        from sampler.engine import Engine
+
+        engine = Engine(config, torch.cuda.device_count())
+        if target.rank:
+            _load_adapters(engine, Path(target.model))
+        decode: Decode = functools.partial(tokenizer.batch_decode, skip_special_tokens=True)
+        turns = multi_turn.episodes(engine, decode) if multi_turn else SingleTurns(engine)
+        samples, failures = sample(config, prompts, pool, decode, turns)
+    if not samples:
+        raise UserError(f"none of the {len(prompts)} problems could be scored; the first: {failures[0]}")
+    result = report(samples, len(failures), ks, config.rewards)
+    folder = output or target.output / _label(config, target.model)
+    _write(folder, config, model, samples, result | {"seconds": time.monotonic() - begun})
+    for reason in failures[:3]:
+        _say(f"left out, a reward failed: {reason}")
+    print(table(result))
+    print(f"{folder}/eval.json  {folder}/completions.jsonl", flush=True)
+
+
+def _load_adapters(engine: Engine, folder: Path) -> None:
+    try:
+        engine.load(folder.absolute())
+    except (ValueError, RuntimeError, OSError) as error:
+        raise UserError(f"{folder}: these adapters do not fit the model: {str(error)[:300]}") from error
+
+
+def _label(config: Config, model: str) -> str:
+    """ "step_000040-test-n8-t0.6" """
+    data = config.data.eval if isinstance(config.data.eval, str) else "data"
+    label = f"{Path(model).name}-{Path(data or '').stem}-n{config.eval.num_generations}-t{config.eval.temperature:g}"
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", label)
+
+
+def _write(folder: Path, config: Config, model: str, samples: Sequence[dict[str, Any]], result: dict[str, Any]) -> None:
+    settings = config.eval.model_dump(mode="json") | {"model": model, "data": config.data.eval}
+    durable.make_dir(folder)
+    record = json.dumps({"settings": redacted(settings)} | result, indent=1, ensure_ascii=False)
+    durable.write_file(folder / "eval.json", record.encode(errors="replace"))
+    lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
+    durable.write_file(folder / "completions.jsonl", lines.encode(errors="replace"))
+
+
+def sample(
+    config: Config, prompts: Sequence[Prompt], pool: RewardPool, decode: Decode, turns: SingleTurns | Episodes
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """One record per completion of every problem whose rewards and environments did not fail, and why the others did.
+
+    Rewards run beside the engine. Problems keep their seeds: the same as in the evaluations of a run.
+    """
+    from rewards.pool import RewardFailure
+    from sampler.episodes import submit_rewards, too_few
+    from sampler.task import held_out_params
+
+    finished: dict[int, Sampled] = {}
+    samples: dict[int, list[dict[str, Any]]] = {}
+    failures: list[str] = []
+    last_report = time.monotonic()
+    for i, prompt in enumerate(prompts):
+        turns.start(i, prompt, held_out_params(config, i))
+    while turns.num_running or pool.pending:
+        for i, sampled in turns.step() if turns.num_running else []:
+            finished[i] = sampled
+            if (reason := too_few(i, sampled, config)) is None:
+                submit_rewards(pool, i, sampled, decode)
+            else:
+                failures.append(reason)
+        for key, scores in pool.ready(timeout_s=0.0 if turns.num_running else 0.5):
+            i = cast(int, key)
+            if isinstance(scores, RewardFailure):
+                failures.append(scores.reason)
+            else:
+                samples[i] = _records(finished.pop(i), decode, scores)
+        if time.monotonic() - last_report > _SAYS_EVERY_S:
+            last_report = time.monotonic()
+            _say(f"{len(samples) + len(failures)} of {len(prompts)} problems are scored")
+    return [record for i in sorted(samples) for record in samples[i]], failures
+
+
+def _records(sampled: Sampled, decode: Decode, scores: Any) -> list[dict[str, Any]]:
+    prompt, texts = sampled.prompt, decode([c.token_ids.tolist() for c in sampled.completions])
+    return [
+        {
+            "problem_index": prompt.problem.index,
+            "prompt": prompt.text,
+            "completion": text,
+            "rewards": {name: None if value != value else value for name, value in rewards.items()},
+            "reward": reward,
+            "num_tokens": completion.num_sampled,
+            "finish_reason": completion.finish_reason,
+        }
+        for completion, text, (rewards, reward) in zip(sampled.completions, texts, scores, strict=True)
+    ]
+
+
+def _say(text: str) -> None:
+    print(f"tandem: {strip_escapes(text)}", file=sys.stderr, flush=True)
+
+
+def _start() -> None:
+    if os.environ.get("TANDEM_SUPERVISED"):
+        exits.die_with_parent()
+    main()
+
+
+if __name__ == "__main__":
+    exits.leave(exits.run("eval", _start))

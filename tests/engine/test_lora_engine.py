@@ -1,0 +1,229 @@
+"""The real engine with adapters on a tiny model: versions, what it refuses, and that each one's outputs are its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common import weights
+from common.config import Config
+from common.weights import BadWeights, Published
+from model import lora
+from sampler.completions import SamplingParams
+from sampler.engine import Engine
+from sampler.reload import reload
+from tests.engine.test_vllm_engine import complete, edit, greedy, repoint
+from tests.support.plain_policy import AdaptedPolicy, OneRank, PlainPolicy
+from tests.support.speed import limit
+from tests.support.tiny import tiny_model
+from trainer.save.write_version import write_version
+
+pytestmark = pytest.mark.timeout(300)
+
+PROMPT = [5, 9, 17, 33, 8, 21] * 12
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def config(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"output_dir": str(tmp_path_factory.mktemp("run"))},
+            "model": {"path": str(folder), "dtype": "float32"},
+            "lora": {"r": 4, "alpha": 12},
+            "data": {"train": "none.jsonl", "max_prompt_length": 450},
+            "sampler": {"num_generations": 4, "max_completion_length": 24},
+            "trainer": {"prompts_per_step": 4},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(config: Config) -> Engine:
+    return Engine(config, num_gpus=0)
+
+
+@pytest.fixture
+def policy(config: Config) -> AdaptedPolicy:
+    return AdaptedPolicy(config)
+
+
+Publish = Callable[[int], Published]
+
+
+@pytest.fixture
+def version(policy: AdaptedPolicy, tmp_path: Path) -> Publish:
+    """A function that publishes the policy's adapters as a version: the trainer's real code."""
+    return lambda number: policy.publish(tmp_path / "weights", number)
+
+
+def score(engine: Engine, sequence: list[int]) -> np.ndarray:
+    return engine.score([sequence])[0]
+
+
+def test_version_0_is_the_base_model(engine: Engine, config: Config, version: Publish) -> None:
+    assert reload(engine, version(0), config).canary_max_diff < 1e-4
+    base = PlainPolicy(Path(config.model.path))
+    assert np.abs(score(engine, PROMPT[:40]) - base.logprobs(PROMPT[:1], PROMPT[1:40], 1.0)).max() < 1e-4
+
+
+def test_every_version_has_the_trainers_log_probs_and_no_cached_prefix_of_another(
+    engine: Engine, config: Config, policy: AdaptedPolicy, version: Publish, figure: Callable[[str, str], None]
+) -> None:
+    prompt, seen = [7 + i % 50 for i in range(400)], []
+    for number in (1, 2, 3):
+        policy.disturb(number)
+        reloaded = reload(engine, version(number), config)
+        assert engine.version == number
+        assert reloaded.canary_max_diff < 1e-4
+        tokens = greedy(engine, prompt)
+        assert tokens == greedy(engine, prompt)  # of the cache
+        expected = policy.logprobs(prompt[:1], [*prompt[1:], *tokens], 1.0)
+        assert np.abs(score(engine, [*prompt, *tokens]) - expected).max() < 1e-4
+        [sampled, *_] = complete(engine, SamplingParams(0.7, 24, 4, 7), prompt)
+        theirs = policy.logprobs(prompt, sampled.token_ids.tolist(), 0.7)
+        assert np.abs(sampled.logprobs - theirs).max() < 1e-4
+        seen.append(tokens)
+    assert len({tuple(tokens) for tokens in seen}) == 3
+    figure("R5", "3 adapter versions after 400 cached tokens of another: the trainer's log-probs")
+
+
+def test_the_prefix_cache_tells_adapters_apart_even_when_it_is_not_reset(
+    engine: Engine, config: Config, policy: AdaptedPolicy, version: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = [11 + i % 60 for i in range(400)]
+    monkeypatch.setattr(engine._llm, "reset_prefix_cache", lambda: True)
+    for number in (4, 5):
+        policy.disturb(10 * number)
+        reload(engine, version(number), config)
+        [sampled, *_] = complete(engine, SamplingParams(1.0, 24, 4, 7), prompt)
+        expected = policy.logprobs(prompt, sampled.token_ids.tolist(), 1.0)
+        assert np.abs(sampled.logprobs - expected).max() < 1e-4
+
+
+A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+BAD_ADAPTERS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
+    "missing": (lambda t: t.pop(A), "adapters missing"),
+    "renamed": (lambda t: t.__setitem__(A.replace("q_proj", "z_proj"), t.pop(A)), "adapters missing"),
+    "extra": (lambda t: t.__setitem__("base_model.model.lm_head.weight", torch.zeros(2)), "not expected"),
+    "of another rank": (lambda t: t.__setitem__(A, t[A][:-1].clone()), "this run's settings make"),
+    "of another dtype": (lambda t: t.__setitem__(A, t[A].bfloat16()), "this run's settings make"),
+    "not finite": (lambda t: t[A].__setitem__(0, float("nan")), "not finite"),
+}
+
+
+def test_wrong_adapters_are_refused_before_the_engine_is_touched(
+    engine: Engine, config: Config, policy: AdaptedPolicy, version: Publish, figure: Callable[[str, str], None]
+) -> None:
+    reload(engine, version(6), config)
+    before, refused = greedy(engine), []
+    policy.disturb(6)
+    published = version(7)
+    shard = Path(published.weights_dir) / lora.WEIGHTS
+    settings = shard.with_name(lora.SETTINGS)
+    whole, given = shard.read_bytes(), settings.read_bytes()
+
+    def refuse(kind: str, announced: Published, words: str) -> None:
+        with pytest.raises(BadWeights, match=words):
+            reload(engine, announced, config)
+        assert engine.version == 6 and greedy(engine) == before, kind
+        refused.append(kind)
+
+    for kind, (change, words) in BAD_ADAPTERS.items():
+        shard.write_bytes(whole)
+        edit(shard, change)
+        refuse(kind, announce(published, shard), words)
+    shard.write_bytes(whole)
+    announce(published, shard)
+    settings.write_text(json.dumps(json.loads(given) | {"lora_alpha": 24}))
+    refuse("of another alpha", announce(published, settings), "lora_alpha 24, this run's settings make 12")
+    settings.write_bytes(given)
+    shard.write_bytes(whole[:-100])
+    refuse("truncated", published, "SHA-256|bytes")
+    shard.write_bytes(whole)
+    assert reload(engine, announce(published, settings), config).canary_max_diff < 1e-4
+    assert greedy(engine) != before
+    figure("R4", f"{len(refused)} of {len(refused)} wrong adapters refused, outputs unchanged")
+
+
+def announce(published: Published, file: Path) -> Published:
+    """What a trainer with a fault would announce: a manifest that agrees with the changed file."""
+    tensors = weights.tensor_infos(Path(published.weights_dir) / lora.WEIGHTS)
+    path = Path(published.weights_dir) / weights.MANIFEST
+    manifest = json.loads(path.read_text())
+    manifest["tensors"] = {name: {"dtype": t.dtype, "shape": t.shape} for name, t in tensors.items()}
+    path.write_text(json.dumps(manifest))
+    return repoint(published, file)
+
+
+def test_whole_weights_are_refused_by_an_engine_of_adapters(engine: Engine, config: Config, tmp_path: Path) -> None:
+    whole = PlainPolicy(Path(config.model.path))
+    given = write_version(whole, OneRank(), tmp_path, "run", "life", 9, whole.model.config.vocab_size)  # type: ignore[arg-type]
+    before = greedy(engine)
+    with pytest.raises(BadWeights, match="adapters missing"):
+        reload(engine, given, config)
+    assert greedy(engine) == before
+
+
+def test_vllm_allows_the_ranks_that_we_take_it_to_allow() -> None:
+    from typing import get_args
+
+    from vllm.config.lora import MaxLoRARanks
+
+    assert get_args(MaxLoRARanks) == lora._LEGAL_RANKS
+
+
+FRESH = """
+import sys
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+base, folder = sys.argv[1:]
+llm = LLM(base, dtype="float32", enable_lora=True, max_lora_rank=8, max_model_len=128, block_size=32)
+params = SamplingParams(temperature=0.0, max_tokens=12)
+prompt = {"prompt_token_ids": [5, 9, 17, 33, 8, 21] * 4}
+[output] = llm.generate([prompt], params, lora_request=LoRARequest("final", 1, folder), use_tqdm=False)
+print("ids", *output.outputs[0].token_ids)
+"""
+
+
+def test_a_saved_folder_loads_in_a_fresh_vllm_and_in_transformers(
+    engine: Engine, config: Config, policy: AdaptedPolicy, version: Publish, tmp_path: Path
+) -> None:
+    """By vLLM's and peft's documentation, with nothing of ours in the process."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from model.tokenizer import load_tokenizer
+    from trainer.save.checkpoint import _write_adapters
+
+    policy.disturb(8)
+    reload(engine, version(8), config)
+    final = tmp_path / "final"
+    final.mkdir()
+    tensors = dict(policy.full_parameters(lambda _: True))
+    _write_adapters(final, tensors, policy.published_settings, load_tokenizer(config.model.path))
+    expected = greedy(engine, PROMPT[:24], 12)
+    command = [sys.executable, "-c", FRESH, config.model.path, str(final)]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=limit(200), check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    [ids] = [line.split()[1:] for line in ran.stdout.splitlines() if line.startswith("ids ")]
+    assert [int(i) for i in ids] == expected
+    base = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(final)
+    model = PeftModel.from_pretrained(base, final)
+    found = model.generate(torch.tensor([PROMPT[:24]]), max_new_tokens=12, do_sample=False, eos_token_id=[])
+    assert found[0, 24:].tolist() == expected
+    assert len(tokenizer) == len(load_tokenizer(config.model.path))

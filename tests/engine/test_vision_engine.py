@@ -1,0 +1,225 @@
+"""The real engine on tiny models that see: log-probs of transformers, the prompt of the trainer, proven reloads."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from common.config import Config
+from common.types import EncodedImage
+from model.checksum import checksum
+from model.images import Vision, canary_image, encode_image, read_vision
+from model.logprobs import load_causal_lm, score_logprobs
+from model.packing import pack
+from model.vision import layout_of, with_vision
+from sampler.completions import Completion, SamplingParams
+from sampler.engine import Engine
+from sampler.proof import Expected, Proof
+from tests.support.tiny_vision import (
+    IMAGE_TOKEN,
+    VIDEO_TOKEN,
+    VISION_END,
+    VISION_START,
+    VOCAB_SIZE,
+    dense_vision_logprobs,
+    tiny_vision_model,
+)
+from tests.support.vision import END, PAD, START, picture, write_tokenizer
+
+pytestmark = pytest.mark.timeout(300)
+
+PARAMS = SamplingParams(1.0, 16, 2, 7)
+
+
+class Eye:
+    """An engine, the same model in transformers, and prompts with images."""
+
+    def __init__(self, family: str, folder: Path, tied: bool = True, **sections: Any):
+        from transformers import AutoModelForImageTextToText
+
+        self.folder = tiny_vision_model(folder / "model", family, tied)
+        special = {IMAGE_TOKEN: PAD, VISION_START: START, VISION_END: END, VIDEO_TOKEN: "<|video_pad|>"}
+        write_tokenizer(self.folder, VOCAB_SIZE, special)
+        data = {"train": "x", "image_key": "images", "limit_images": 2, "max_prompt_length": 64, "min_pixels": 784}
+        settings = {
+            "run": {"output_dir": str(folder / "run")},
+            "model": {"path": str(self.folder), "dtype": "float32"},
+            "data": data | {"max_pixels": 20_000},
+            "sampler": {"num_generations": 2, "max_completion_length": 16},
+            "trainer": {"prompts_per_step": 4},
+        }
+        self.config = Config.model_validate(settings | sections)
+        self.vision = read_vision(str(self.folder))
+        self.model = AutoModelForImageTextToText.from_pretrained(self.folder, dtype="float32").eval()
+        self.engine = Engine(self.config, num_gpus=0)
+        self.reloads = 0
+
+    def prompt(self, *images: EncodedImage) -> list[int]:
+        short = [5, 9] + [token for _ in images for token in (VISION_START, IMAGE_TOKEN, VISION_END)] + [17, 33]
+        return self.vision.expanded(short, images).tolist()
+
+    def sample(self, *images: EncodedImage, behind: Sequence[int] = ()) -> list[Completion]:
+        """behind: what stands between the prompt and the completion, such as an earlier turn."""
+        self.engine.submit("key", [*self.prompt(*images), *behind], PARAMS, images)
+        finished: list[Any] = []
+        while self.engine.num_running:
+            finished += self.engine.step()
+        [(_, completions)] = finished
+        return completions
+
+    def distance(self, completions: list[Completion], *images: EncodedImage) -> float:
+        """Largest difference of a sampled log-prob from transformers' own, which is shown these images.
+
+        Up to the first mark of an image, which a random model samples and transformers takes for an image.
+        """
+        largest, compared = 0.0, 0
+        for completion in completions:
+            ids = list(itertools.takewhile(lambda token: token < IMAGE_TOKEN, completion.token_ids.tolist()))
+            if ids:
+                with torch.no_grad():
+                    dense = dense_vision_logprobs(self.model, self.folder, self.prompt(*images), ids, images)
+                largest = max(largest, float(np.abs(dense.numpy() - completion.logprobs[: len(ids)]).max()))
+            compared += len(ids)
+        assert compared > 10
+        return largest
+
+    def change(self, seed: int) -> None:
+        """Every parameter of the trainer's model, the tower's too."""
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(0.1 * parameter.std(correction=0) * torch.randn_like(parameter))
+
+    def load(self, folder: Path) -> Proof:
+        """As the trainer publishes: the names of named_parameters, no tied head."""
+        tensors = {name: p.detach().contiguous() for name, p in self.model.named_parameters()}
+        folder.mkdir()
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return self.engine.load(folder, {n: Expected("F32", list(t.shape), checksum(t)) for n, t in tensors.items()})
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
+def eye(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Eye:
+    return Eye(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def images_for(vision: Vision) -> tuple[EncodedImage, EncodedImage, EncodedImage]:
+    first, second, third = (picture(112, 84, seed) for seed in range(3))
+    sized = [encode_image(p, vision.form, 784, 20_000) for p in (first, second.resize((56, 56)), third)]
+    return sized[0], sized[1], sized[2]
+
+
+def test_log_probs_are_transformers_with_the_same_image_and_not_with_another(eye: Eye) -> None:
+    first, second, other = images_for(eye.vision)
+    completions = eye.sample(first)
+    assert eye.distance(completions, first) < 1e-5
+    assert eye.distance(completions, other) > 0.5  # the control
+    assert eye.distance(eye.sample(first), first) < 1e-5  # by the prefix cache
+    assert eye.distance(eye.sample(first, second), first, second) < 1e-5
+    assert eye.distance(eye.sample()) < 1e-5
+
+
+def test_the_trainers_packed_rows_give_the_engines_log_probs_and_not_with_another_image(eye: Eye) -> None:
+    """Both groups in one row, and every sampled token, marks of images among them."""
+    first, second, other = images_for(eye.vision)
+    model = load_causal_lm(str(eye.folder), "float32", None, trust_remote_code=False)
+    model.load_state_dict(eye.model.state_dict())
+    layout = layout_of(model.config, str(eye.folder), None)
+    shown = [(first,), (first, second)]
+    sampled = [eye.sample(*images) for images in shown]
+    groups = [
+        (eye.prompt(*images), [c.token_ids.tolist() for c in completions])
+        for images, completions in zip(shown, sampled, strict=True)
+    ]
+
+    def distance(images: list[tuple[EncodedImage, ...]]) -> float:
+        with torch.no_grad():
+            found = score_logprobs(model, with_vision(pack(groups, images=images), layout), 1.0, 64)
+        theirs = np.concatenate([c.logprobs for completions in sampled for c in completions])
+        return float(np.abs(found.numpy() - theirs).max())
+
+    assert distance(shown) < 1e-5
+    assert distance([(other,), (other, second)]) > 0.5
+
+
+def test_a_later_turn_sees_the_image_whatever_marks_the_turns_before_it_hold(eye: Eye) -> None:
+    """What the model or a tool wrote is text, even where it is an image's token."""
+    first, _, other = images_for(eye.vision)
+    model = load_causal_lm(str(eye.folder), "float32", None, trust_remote_code=False)
+    model.load_state_dict(eye.model.state_dict())
+    layout = layout_of(model.config, str(eye.folder), None)
+
+    def distance(said: list[int], image: EncodedImage) -> float:
+        sampled = eye.sample(first, behind=said)
+        group = (eye.prompt(first), [said + c.token_ids.tolist() for c in sampled])
+        with torch.no_grad():
+            found = score_logprobs(model, with_vision(pack([group], images=[(image,)]), layout), 1.0, 64)
+        parts = zip(found.split([len(ids) for ids in group[1]]), sampled, strict=True)
+        return max(float(np.abs(part[len(said) :].numpy() - c.logprobs).max()) for part, c in parts)
+
+    plain, marked = [40, 41, 42], [40, IMAGE_TOKEN, 41, VISION_START, IMAGE_TOKEN, VISION_END, 42]
+    assert distance(plain, first) < 1e-5
+    assert distance(marked, first) < 1e-5
+    assert distance(plain, other) > 0.1  # the control
+
+
+def test_another_prompt_than_the_trainer_s_is_refused(eye: Eye) -> None:
+    first, second, _ = images_for(eye.vision)
+    eye.engine.submit("key", eye.prompt(second), PARAMS, [first])
+    with pytest.raises(RuntimeError, match="it would train on another prompt"):
+        while eye.engine.num_running:
+            eye.engine.step()
+    eye.engine.abort_all()
+
+
+def test_a_reload_is_proven_tensor_by_tensor_and_the_next_image_is_seen_with_the_new_tower(
+    eye: Eye, tmp_path: Path
+) -> None:
+    first, _, _ = images_for(eye.vision)
+    eye.sample(first)  # its features are in the encoder's cache now
+    for number in (1, 2):
+        eye.change(number)
+        proof = eye.load(tmp_path / str(number))
+        assert (proof.wrong, proof.unproven) == ([], {})
+        assert proof.proven == {name for name, _ in eye.model.named_parameters()}
+        assert eye.distance(eye.sample(first), first) < 1e-5
+
+
+def test_a_head_of_its_own_is_reloaded_too(tmp_path: Path) -> None:
+    """Qwen2.5-VL-7B has one; the others of this file share it with the embedding."""
+    eye = Eye("qwen2_5_vl", tmp_path, tied=False)
+    first, _, _ = images_for(eye.vision)
+    for number in (1, 2):
+        eye.change(number)
+        proof = eye.load(tmp_path / str(number))
+        assert (proof.wrong, proof.unproven) == ([], {}) and "lm_head.weight" in proof.proven
+        assert eye.distance(eye.sample(first), first) < 1e-5
+
+
+def test_the_canary_s_image_is_scored_as_transformers_score_it(eye: Eye) -> None:
+    image = canary_image(eye.vision.form)
+    prompt, completions = eye.prompt(image), [[4, 8, 15, 16, 23, 42], [3] * 9]
+    scores = eye.engine.score([prompt + completion for completion in completions], [image])
+    for score, completion in zip(scores, completions, strict=True):
+        with torch.no_grad():
+            dense = dense_vision_logprobs(eye.model, eye.folder, prompt, completion, [image])
+        assert np.abs(score[len(prompt) - 1 :] - dense.numpy()).max() < 1e-5
+
+
+def test_a_tower_that_was_not_published_is_found(eye: Eye, tmp_path: Path) -> None:
+    kept = {name: p.detach().clone() for name, p in eye.model.named_parameters()}
+    folder = tmp_path / "wrong"
+    folder.mkdir()
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    name = next(name for name in kept if "visual" in name and name.endswith("qkv.weight"))
+    expected = {n: Expected("F32", list(t.shape), checksum(t if n != name else t + 1)) for n, t in kept.items()}
+    proof = eye.engine.load(folder, expected)
+    assert len(proof.wrong) == 1
+    assert f"does not hold the published {name}" in proof.wrong[0]

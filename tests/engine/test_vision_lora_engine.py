@@ -1,0 +1,69 @@
+"""The real engine with adapters of a model that sees: each version has the trainer's log-probs of an image."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from common.types import EncodedImage
+from model.packing import PackedRow, pack
+from model.vision import layout_of, with_vision
+from sampler.reload import reload
+from tests.engine.test_vision_engine import Eye, images_for
+from tests.support.plain_policy import AdaptedPolicy
+from trainer.engine.exported import exported
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class SeeingPolicy(AdaptedPolicy):
+    """Its canary shows an image, and it publishes as lora.sync says."""
+
+    def __init__(self, eye: Eye):
+        super().__init__(eye.config)
+        self.config = eye.config
+        self.layout: Any = layout_of(self.model.config, str(eye.folder), None)
+        if not eye.config.lora.publishes_adapters:
+            self.published_settings = None
+
+    def score(self, row: PackedRow, temperature: float) -> Tensor:
+        found: Tensor = super().score(with_vision(row, self.layout), temperature)
+        return found
+
+    def parameter_names(self) -> list[tuple[str, int]]:
+        return [(t.name, t.size) for t in exported(self.model, self.config.lora)]
+
+    def full_parameters(self, wanted: Any, to_host: Any = None) -> Any:
+        return ((t.name, t.make()) for t in exported(self.model, self.config.lora) if wanted(t.name))
+
+
+@pytest.fixture(scope="module", params=["adapter", "merged"])
+def eye(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Eye:
+    lora = {"r": 4, "alpha": 12, "sync": request.param}
+    return Eye("qwen2_5_vl", tmp_path_factory.mktemp(request.param), lora=lora)
+
+
+def distance(
+    eye: Eye, policy: SeeingPolicy, images: tuple[EncodedImage, ...], scored: tuple[EncodedImage, ...]
+) -> float:
+    """Largest difference of a log-prob sampled with `images` from the trainer's with `scored`."""
+    completions = eye.sample(*images)
+    row = pack([(eye.prompt(*images), [c.token_ids.tolist() for c in completions])], images=[scored])
+    theirs = np.concatenate([c.logprobs for c in completions])
+    return float(np.abs(policy.score(row, 1.0).numpy() - theirs).max())
+
+
+def test_every_version_of_adapters_has_the_trainers_log_probs_of_images(eye: Eye, tmp_path: Path) -> None:
+    first, second, other = images_for(eye.vision)
+    policy = SeeingPolicy(eye)
+    for number in (1, 2):
+        policy.disturb(number)
+        reloaded = reload(eye.engine, policy.publish(tmp_path / "weights", number), eye.config)
+        assert reloaded.canary_max_diff < 1e-5 and reloaded.unproven == {}
+        for images in ((first,), (first, second), ()):
+            assert distance(eye, policy, images, images) < 1e-5
+        assert distance(eye, policy, (first,), (other,)) > 0.5  # the control

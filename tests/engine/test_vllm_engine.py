@@ -1,0 +1,353 @@
+"""The real engine on a tiny model: log-probs, seeds, stop tokens, the verified reload and all that it refuses."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common import weights
+from common.config import Config
+from common.watchdog import progress_heard_by
+from common.weights import BadWeights, Published
+from model.logprobs import load_causal_lm, score_row
+from model.packing import pack
+from model.reference import Reference
+from sampler.completions import SamplingParams
+from sampler.engine import Engine
+from sampler.reload import reload
+from tests.support.plain_policy import PlainPolicy
+from tests.support.tiny import tiny_model
+
+pytestmark = pytest.mark.timeout(300)
+
+PROMPT = [5, 9, 17, 33, 8, 21] * 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model(folder)
+    # what Qwen2.5-Instruct ships: none of it may reach the sampling params
+    path = folder / "generation_config.json"
+    given = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(given | {"do_sample": True, "temperature": 0.1, "top_k": 3, "repetition_penalty": 1.3}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config(folder, tmp_path_factory) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"output_dir": str(tmp_path_factory.mktemp("run"))},
+            "model": {"path": str(folder), "dtype": "float32"},
+            "data": {"train": "none.jsonl", "max_prompt_length": 450},
+            "sampler": {
+                "num_generations": 4,
+                "max_completion_length": 24,
+                "temperature": 0.7,
+                "top_k": 12,  # allows params that return what they kept; each test gives its own
+                "return_sampling_mask": True,
+            },
+            "trainer": {"prompts_per_step": 4},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(config) -> Engine:
+    import torch._dynamo  # noqa: F401  read its settings before the engine sets them
+
+    return Engine(config, num_gpus=0)
+
+
+@pytest.fixture
+def policy(folder) -> PlainPolicy:
+    return PlainPolicy(folder)
+
+
+@pytest.fixture
+def version(policy, tmp_path):
+    """A function that publishes the policy as a version: the trainer's real code."""
+    return lambda number: policy.publish(tmp_path / "weights", number)
+
+
+def test_every_layer_of_a_step_reports_progress(engine, config, version):
+    reload(engine, version(0), config)
+    engine.submit("a", [5] * 40, SamplingParams(1.0, 1, 1, 0))
+    heard: list[str] = []
+    with progress_heard_by(heard.append):
+        while engine.num_running:
+            engine.step()
+    num_layers = json.loads((Path(config.model.path) / "config.json").read_text())["num_hidden_layers"]
+    assert len(heard) >= num_layers and set(heard) == {"generating"}
+
+
+def test_nothing_is_compiled_though_torch_dynamo_was_there_before_the_engine(engine, config, version):
+    """As with a reference model, which is loaded first. The first canary would take 5 to 20 s."""
+    from torch._dynamo.utils import counters
+
+    reload(engine, version(1), config)
+    complete(engine, SamplingParams(1.0, 8, 2, 3))
+    assert counters["frames"]["total"] == 0
+
+
+def complete(engine: Engine, params: SamplingParams, prompt=PROMPT):
+    engine.submit("key", prompt, params)
+    finished = []
+    while engine.num_running:
+        finished += engine.step()
+    [(key, completions)] = finished
+    assert key == "key"
+    return completions
+
+
+def greedy(engine: Engine, prompt=PROMPT, length: int = 16) -> list[int]:
+    return complete(engine, SamplingParams(0.0, length, 1, None), prompt)[0].token_ids.tolist()
+
+
+def test_old_logprobs_are_those_of_the_full_softmax_at_the_sampling_temperature(engine, config, policy, version):
+    reload(engine, version(1), config)
+    for temperature in (0.7, 1.0):
+        for completion in complete(engine, SamplingParams(temperature, 24, 4, 7)):
+            expected = policy.logprobs(PROMPT, completion.token_ids.tolist(), temperature)
+            assert np.abs(completion.logprobs - expected).max() < 1e-4
+
+
+def test_completions_of_a_group_compute_its_prompt_once_and_their_logprobs_are_those_of_a_dense_forward(
+    engine, config, policy, version
+):
+    reload(engine, version(0), config)
+    [before] = engine._llm.collective_rpc("num_spared_rows")
+    prompts = [PROMPT[: 2 * 32 + 7], PROMPT[1 : 2 * 32 + 1], PROMPT[:20]]  # behind whole blocks: 7 tokens, a block, all
+    for index, prompt in enumerate(prompts):
+        engine.submit(index, prompt, SamplingParams(0.7, 4, 3, 1))
+    done = {}
+    while len(done) < len(prompts):
+        done |= dict(engine.step())
+    [after] = engine._llm.collective_rpc("num_spared_rows")
+    assert after - before == 2 * (7 + 32 + 20)  # of three completions each the first computes them
+    for index, prompt in enumerate(prompts):
+        for completion in done[index]:
+            ids = [*prompt, *completion.token_ids.tolist()]
+            expected = dense_logprobs(policy, ids, 0.7)[len(prompt) - 1 :]
+            found = completion.logprobs
+            chosen = expected[np.arange(len(found)), completion.token_ids]
+            np.testing.assert_allclose(found, chosen, atol=1e-5)
+
+
+def test_no_rank_is_counted_that_nobody_reads(engine, config, version):
+    reload(engine, version(0), config)
+    engine.submit("a", PROMPT, SamplingParams(1.0, 3, 1, 0))
+    finished = []
+    while not finished:
+        finished = engine._finished()
+    [(_, output)] = finished
+    assert output.outputs[0].logprobs.ranks == [0, 0, 0]
+
+
+def test_a_seed_gives_the_same_completions_again_and_siblings_differ(engine, config, version):
+    reload(engine, version(1), config)  # an earlier test may have left weights that always say the same
+    first, second = (complete(engine, SamplingParams(1.0, 24, 4, 11)) for _ in range(2))
+    assert [c.token_ids.tolist() for c in first] == [c.token_ids.tolist() for c in second]
+    assert len({tuple(c.token_ids.tolist()) for c in first}) == 4
+    other = complete(engine, SamplingParams(1.0, 24, 4, 12))
+    assert [c.token_ids.tolist() for c in other] != [c.token_ids.tolist() for c in first]
+
+
+def test_a_completion_that_ends_keeps_its_stop_token_and_its_logprob(engine, config, policy, version):
+    stop = engine._stop_token_ids[0]
+    with torch.no_grad():  # the embedding is tied: a long row makes its token likely, whatever comes before
+        policy.model.get_input_embeddings().weight[stop] *= 40
+    reload(engine, version(2), config)
+    ended = [c for c in complete(engine, SamplingParams(1.0, 24, 16, 5)) if c.finish_reason == "stop"]
+    assert ended, "no completion ended: the test's weights do not make the stop token likely enough"
+    for completion in ended:
+        assert completion.token_ids[-1] == stop
+        assert stop not in completion.token_ids[:-1]
+        assert len(completion.logprobs) == len(completion.token_ids)
+
+
+def test_a_reload_changes_the_whole_model_tied_head_included(engine, config, policy, version):
+    policy.disturb(3)
+    reloaded = reload(engine, version(3), config)
+    assert engine.version == 3
+    assert reloaded.canary_max_diff <= 1e-4
+    sequence = PROMPT[:40]
+    assert np.abs(engine.score([sequence])[0] - policy.logprobs(sequence[:1], sequence[1:], 1.0)).max() < 1e-4
+
+
+def test_no_cached_prefix_survives_a_reload(engine, config, policy, version, figure):
+    long_prompt = [7 + i % 50 for i in range(400)]
+    reload(engine, version(4), config)
+    before = greedy(engine, long_prompt)
+    assert before == greedy(engine, long_prompt)
+    policy.disturb(4)
+    reload(engine, version(5), config)
+    tokens = greedy(engine, long_prompt)
+    ids = torch.tensor([long_prompt + tokens])
+    plain = load_causal_lm(config.model.path, "float32", None, False)
+    plain.load_state_dict(policy.model.state_dict())
+    expected = []
+    for i in range(len(tokens)):  # greedy by transformers, fed with the engine's own tokens
+        with torch.no_grad():
+            row = pack([(ids[0, : 400 + i].tolist(), [[0]])])
+            hidden = plain.get_decoder()(
+                input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
+            ).last_hidden_state[0]
+            expected.append(int(plain.get_output_embeddings()(hidden[399 + i]).argmax()))
+    assert tokens == expected
+    assert tokens != before
+    figure("R5", f"{len(tokens)} tokens after a reload with 400 cached before: a fresh model's")
+
+
+def test_more_seeded_prompts_than_fit_one_engine_step_are_all_sampled(engine):
+    params = SamplingParams(1.0, 4, 1, seed=1)
+    prompts = {i: [3 + (i + j) % 200 for j in range(430)] for i in range(40)}  # 17,200 tokens; a step takes 8,192
+    for i, prompt in prompts.items():
+        engine.submit(i, prompt, params)
+    finished = {}
+    while engine.num_running:
+        finished |= dict(engine.step())
+    assert sorted(finished) == sorted(prompts) and all(len(c) == 1 for c in finished.values())
+
+
+def edit(shard: Path, change) -> None:
+    tensors = load_file(shard)
+    change(tensors)
+    save_file(tensors, shard, metadata={"format": "pt"})
+
+
+def repoint(published: Published, shard: Path, tensors_too: bool = True) -> Published:
+    """What a trainer with a fault would announce: a manifest that agrees with the damaged file."""
+    import hashlib
+
+    folder = Path(published.weights_dir)
+    manifest = json.loads((folder / weights.MANIFEST).read_text())
+    info = weights.file_info(shard)
+    manifest["files"][shard.name] = {"size": info.size, "blake3": info.blake3}
+    data = json.dumps(manifest).encode()
+    (folder / weights.MANIFEST).write_bytes(data)
+    return Published(published.version, published.weights_dir, hashlib.sha256(data).hexdigest())
+
+
+NORM = "model.norm.weight"
+BAD_TENSORS = {
+    "missing": (lambda t: t.pop(NORM), "missing"),
+    "renamed": (lambda t: t.__setitem__("model.norm.w", t.pop(NORM)), "missing"),
+    "extra": (lambda t: t.__setitem__("model.extra", torch.zeros(2)), "not expected"),
+    "reshaped": (lambda t: t.__setitem__(NORM, t[NORM][:-1].clone()), "expected"),
+    "not finite": (lambda t: t[NORM].__setitem__(0, float("nan")), "not finite"),
+}
+
+
+def test_seven_kinds_of_bad_weights_are_refused_before_the_engine_is_touched(engine, config, policy, version, figure):
+    good = version(6)
+    reload(engine, good, config)
+    before = greedy(engine)
+    policy.disturb(6)
+    published = version(7)
+    shard = Path(published.weights_dir) / weights.shard_name(0, 1)
+    whole, refused = shard.read_bytes(), []
+
+    def refuse(kind: str, announced: Published, words: str) -> None:
+        with pytest.raises(BadWeights, match=words):
+            reload(engine, announced, config)
+        assert engine.version == 6 and greedy(engine) == before, kind
+        refused.append(kind)
+
+    shard.write_bytes(whole[:-100])
+    refuse("truncated", published, "bytes")
+    for kind, (change, words) in BAD_TENSORS.items():
+        shard.write_bytes(whole)
+        edit(shard, change)
+        refuse(kind, repoint(published, shard), words)
+    shutil.copy(Path(good.weights_dir) / weights.MANIFEST, Path(published.weights_dir) / weights.MANIFEST)
+    refuse("stale manifest", published, "SHA-256")
+    assert len(refused) == 7
+    figure("R4", f"7 of 7 bad versions refused ({', '.join(refused)}), outputs unchanged")
+
+
+def test_the_reference_gives_the_logprobs_of_a_dense_forward(config, policy):
+    reference = Reference(config, torch.device("cpu"))
+    completions = [np.array(ids, np.int32) for ids in ([4, 5, 6], [9], [3, 3, 8, 1, 2])]
+    for found, ids in zip(reference.logprobs(np.array(PROMPT, np.int32), completions), completions, strict=True):
+        row_ids = torch.tensor([PROMPT + ids.tolist()])
+        from transformers import AutoModelForCausalLM
+
+        dense = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+        with torch.no_grad():
+            logits = dense(row_ids).logits[0, len(PROMPT) - 1 : -1] / config.sampler.temperature
+        expected = torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids, dtype=torch.int64)[:, None])[:, 0]
+        assert np.abs(found - expected.numpy()).max() < 1e-5
+
+
+def test_an_evaluation_scores_every_problem_with_the_seeds_of_a_runs_own_evaluation(engine, config, policy, version):
+    from common.types import Problem, Prompt
+    from launcher.evaluation.main import sample
+    from launcher.evaluation.results import report
+    from rewards.pool import RewardPool
+    from sampler.episodes import SingleTurns
+    from sampler.task import held_out_params
+
+    reload(engine, version(10), config)
+    evaluation = {"num_generations": 3, "temperature": 1.0, "max_completion_length": 8}
+    given = config.model_copy(update={"eval": config.eval.model_copy(update=evaluation)})
+    problems = [Problem(i, {"question": "?", "answer": "1"}) for i in (0, 4, 9)]
+    prompts = [Prompt(p, "?", "?", np.array(PROMPT[: 20 + p.index], np.int32)) for p in problems]
+    with RewardPool(given.rewards, columns=problems[0].columns) as pool:
+        turns = SingleTurns(engine)
+        samples, failures = sample(given, prompts, pool, lambda ids: [" ".join(map(str, x)) for x in ids], turns)
+    assert failures == [] and [s["problem_index"] for s in samples] == [0] * 3 + [4] * 3 + [9] * 3
+    params = held_out_params(given, 1)
+    assert (params.num_completions, params.max_tokens, params.temperature) == (3, 8, 1.0)
+    again = [" ".join(map(str, c.token_ids)) for c in complete(engine, params, PROMPT[:24])]
+    assert again == [s["completion"] for s in samples if s["problem_index"] == 4]
+    assert all(s["rewards"]["format"] == -1.0 and s["num_tokens"] <= 8 for s in samples)
+    result = report(samples, 0, [1, 3], given.rewards)
+    assert result["functions"]["format"]["pass"]["3"]["value"] == 0.0
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.7}, {"min_p": 0.1}, {"top_p": 0.8, "min_p": 0.02}, {}], ids=str)
+def test_truncated_samples_come_with_the_kept_tokens_and_the_log_probs_of_the_law_on_them(
+    cut, engine, config, policy, version
+):
+    with torch.no_grad():  # a random model is nearly uniform: nothing would be left out
+        policy.model.get_input_embeddings().weight *= 2
+    reload(engine, version(3), config)
+    params = SamplingParams(0.7, 24, 4, 7, top_k=12, returns_sampling_mask=True, **cut)
+    sizes = set()
+    for completion in complete(engine, params):
+        ids, sets = completion.token_ids.tolist(), completion.sampling_mask
+        assert completion.incomplete_support == 0
+        row = pack([(PROMPT, [ids])]).with_sampling_mask([sets])
+        restricted, _ = score_row(policy.model, row, 0.7, 64)
+        assert np.abs(completion.logprobs - restricted.detach().numpy()).max() < 1e-4
+        whole = np.exp(dense_logprobs(policy, [*PROMPT, *ids], 0.7)[len(PROMPT) - 1 : -1])
+        for probs, kept in zip(whole, sets, strict=True):
+            expected = kept_by_definition(probs, top_k=12, **cut)
+            assert set(kept[kept >= 0].tolist()) == expected
+            sizes.add(len(expected))
+    assert len(sizes) > 1 if cut else sizes == {12}
+
+
+def dense_logprobs(policy, ids: list[int], temperature: float) -> np.ndarray:
+    """[T, vocabulary]"""
+    ids = torch.tensor([ids])
+    row = pack([(ids[0].tolist()[:1], [ids[0].tolist()[1:]])])
+    with torch.no_grad():
+        hidden = policy.model.get_decoder()(
+            input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
+        ).last_hidden_state[0]
+        return torch.log_softmax(policy.model.get_output_embeddings()(hidden).double() / temperature, -1).numpy()
+
+
+def kept_by_definition(probs: np.ndarray, top_k: int, top_p: float = 1.0, min_p: float = 0.0) -> set[int]:
+    """min_p of the most likely, then the top_k of those, then the fewest of these that hold top_p of their sum."""
+    order = [v for v in np.argsort(-probs) if probs[v] >= min_p * probs.max()][:top_k]
+    share = probs[order] / probs[order].sum()
+    fewest = int(np.searchsorted(np.cumsum(share), top_p)) + 1 if top_p < 1 else len(order)
+    return {int(v) for v in order[:fewest]}

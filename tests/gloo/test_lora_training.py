@@ -1,0 +1,208 @@
+"""Adapters trained by real DeepSpeed ranks over gloo, ZeRO 0 to 3, against peft under plain torch.
+
+The yardstick is peft's own model in float64 on one process: dense forwards, the oracle's loss, torch's AdamW.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from common import run_folder, weights
+from common.verified_copy import take_verified
+from model import lora
+from tests.support.gloo_data import NUM_STEPS, STAGES
+from tests.support.launch_worker import launch
+from tests.support.lora_worker import LORA, RESUMED_LIKE_ZERO_1, VARIANTS
+from tests.support.plain_training import PlainTraining
+from tests.support.tiny import VOCAB_SIZE, dense_logprobs, difference, tiny_model
+
+BETA1 = 0.9  # of Adam: after one step exp_avg is (1 − beta1) · gradient
+RUNS = [(ranks, f"zero{stage}") for ranks in (1, 2) for stage in STAGES] + [(2, name) for name in VARIANTS]
+OTHER_NUMBERS = ("half", "dropout", "two_modules", "critic")  # all others train what plain peft trains
+
+every_run = pytest.mark.parametrize(("ranks", "name"), RUNS)
+every_exact_run = pytest.mark.parametrize(("ranks", "name"), [run for run in RUNS if run[1] not in OTHER_NUMBERS])
+
+
+class Runs:
+    """One start per number of ranks, when a test first asks for it."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.model = tiny_model(folder / "model", vocab=VOCAB_SIZE)
+
+    def of(self, ranks: int) -> Path:
+        return self.folder / f"{ranks}-ranks"
+
+    @cache  # noqa: B019
+    def seen(self, ranks: int) -> list[dict[str, Any]]:
+        """What each rank saw."""
+        self.of(ranks).mkdir()
+        (self.of(ranks) / "model").symlink_to(self.model)
+        return launch("tests.support.lora_worker", self.of(ranks), ranks, "first")
+
+    def tensors(self, ranks: int, name: str) -> dict[str, Tensor]:
+        self.seen(ranks)
+        return load_file(self.of(ranks) / f"{name}.safetensors")
+
+    def checkpoint(self, ranks: int, name: str) -> Path:
+        self.seen(ranks)
+        return run_folder.step_dir(self.of(ranks) / name / "checkpoints", NUM_STEPS)
+
+    def published(self, ranks: int, name: str) -> weights.Published:
+        return weights.Published(**self.seen(ranks)[0][name]["published"])
+
+
+class PeftTraining(PlainTraining):
+    """peft as its documentation shows it, with its own random start under the run's seed."""
+
+    def load(self, model: Path) -> Any:
+        from peft import LoraConfig, get_peft_model
+
+        base = super().load(model)
+        torch.manual_seed(0)
+        given = LoraConfig(r=LORA["r"], lora_alpha=LORA["alpha"], target_modules="all-linear", task_type="CAUSAL_LM")
+        return get_peft_model(base, given)
+
+    def adapters(self, of: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Under the names of peft's file."""
+        from peft import get_peft_model_state_dict
+
+        state = None if of is None else {name: t.clone() for name, t in of.items()}
+        found = get_peft_model_state_dict(self.model, state_dict=state, save_embedding_layers=False)
+        return {name: tensor.detach() for name, tensor in found.items()}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("lora"))
+
+
+@pytest.fixture(scope="module")
+def plain(runs: Runs) -> PeftTraining:
+    return PeftTraining(runs.model)
+
+
+@every_exact_run
+def test_the_gradient_of_the_adapters_equals_pefts(runs: Runs, plain: PeftTraining, ranks: int, name: str) -> None:
+    found = {key: t / (1 - BETA1) for key, t in runs.tensors(ranks, f"{name}/gradient").items()}
+    expected = plain.adapters(plain.gradient)
+    assert all(t.any() for key, t in expected.items() if "lora_B" in key)
+    assert difference(found, expected) < 2e-6
+
+
+@every_exact_run
+def test_three_steps_give_pefts_losses_norms_and_adapters(
+    runs: Runs, plain: PeftTraining, ranks: int, name: str
+) -> None:
+    for found, expected in zip(runs.seen(ranks)[0][name]["steps"], plain.steps, strict=True):
+        for key, value in expected.items():
+            assert found[key] == pytest.approx(value, rel=2e-5), key
+    found, expected = runs.tensors(ranks, f"{name}/adapters"), plain.adapters()
+    assert difference(found, expected) < 1e-5
+    assert all(t.any() for t in found.values())
+
+
+@every_run
+def test_the_base_weights_stay_bit_for_bit(runs: Runs, ranks: int, name: str) -> None:
+    for seen in runs.seen(ranks):
+        before, after = seen[name]["base"]
+        assert before == after == seen.get(f"{name}/resumed", seen[name] | {"base": after})["base"]
+
+
+@every_run
+def test_without_its_adapters_the_trained_model_scores_as_a_separate_reference(
+    runs: Runs, ranks: int, name: str
+) -> None:
+    assert all(seen[name]["reference_is_base"] for seen in runs.seen(ranks))
+
+
+@pytest.mark.parametrize(("ranks", "name"), [run for run in RUNS if run[1] not in RESUMED_LIKE_ZERO_1])
+def test_a_resumed_run_is_bit_identical_to_one_that_was_never_stopped(runs: Runs, ranks: int, name: str) -> None:
+    for seen in runs.seen(ranks):
+        straight, resumed = seen[name], seen[f"{name}/resumed"]
+        assert resumed["hashes"] == straight["hashes"][NUM_STEPS - 2 :]
+        assert resumed["steps"] == straight["steps"][-1:]
+        assert len(set(straight["hashes"])) == NUM_STEPS
+
+
+def test_dropout_changes_the_training(runs: Runs) -> None:
+    assert runs.seen(2)[0]["dropout"]["steps"] != runs.seen(2)[0]["zero1"]["steps"]
+
+
+def test_only_the_layers_that_are_named_get_adapters(runs: Runs) -> None:
+    layers = {name.rsplit(".lora_", 1)[0].rsplit(".", 1)[-1] for name in runs.tensors(2, "two_modules/adapters")}
+    assert layers == {"q_proj", "down_proj"}
+
+
+@every_run
+def test_a_checkpoint_loads_in_peft_with_its_tokenizer_and_holds_no_base_weights(
+    runs: Runs, ranks: int, name: str
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = runs.checkpoint(ranks, name)
+    base = AutoModelForCausalLM.from_pretrained(runs.model, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, folder)
+    found = {n.replace(".default", ""): p.detach() for n, p in model.named_parameters() if "lora_" in n}
+    expected = runs.tensors(ranks, f"{name}/adapters")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[n], expected[n].to(found[n].dtype)) for n in expected)
+    assert len(AutoTokenizer.from_pretrained(folder)) == VOCAB_SIZE
+    trained = sum(t.numel() for t in expected.values())
+    state = sum(path.stat().st_size for path in (folder / "trainer" / "state").iterdir())
+    assert state < 24 * trained + ranks * 40_000, "beside the adapters, their copies and moments, only names"
+
+
+@pytest.mark.parametrize(("ranks", "name"), [run for run in RUNS if "merged" not in run[1]])
+def test_a_published_version_is_a_peft_folder_of_the_trained_adapters(
+    runs: Runs, tmp_path: Path, ranks: int, name: str
+) -> None:
+    version = runs.published(ranks, name)
+    manifest = weights.read_manifest(version)
+    take_verified(version, manifest, tmp_path / "private")
+    assert sorted(manifest.files) == [lora.SETTINGS, lora.WEIGHTS]
+    found, expected = load_file(tmp_path / "private" / lora.WEIGHTS), runs.tensors(ranks, f"{name}/adapters")
+    assert found.keys() == expected.keys() == manifest.tensors.keys()
+    assert all(torch.equal(found[n], expected[n]) for n in expected)
+
+
+@pytest.mark.parametrize("name", ["merged", "merged3"])
+def test_a_merged_version_is_what_peft_merges(runs: Runs, name: str) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    version = runs.published(2, name)
+    files = [Path(version.weights_dir) / name for name in weights.read_manifest(version).files]
+    found = {key: t for file in files for key, t in load_file(file).items()}
+    base = AutoModelForCausalLM.from_pretrained(runs.model, dtype=torch.float32)
+    untouched = {key: p.detach().clone() for key, p in base.named_parameters()}
+    expected = PeftModel.from_pretrained(base, runs.checkpoint(2, name)).merge_and_unload()
+    named = {key: p.detach() for key, p in expected.named_parameters()}
+    assert found.keys() == named.keys()
+    assert difference(found, named) < 1e-7
+    assert difference(named, untouched) > 1e-4
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(1, "zero1"), (2, "zero3"), (2, "merged")])
+def test_the_canary_is_pefts_log_probs_under_the_published_adapters(runs: Runs, ranks: int, name: str) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(runs.model, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, runs.checkpoint(ranks, name))
+    canary = weights.read_manifest(runs.published(ranks, name)).canary
+    for ids, logprobs in zip(canary.token_ids, canary.logprobs, strict=True):
+        prompt, completion = ids[: canary.prompt_length], ids[canary.prompt_length :]
+        with torch.no_grad():
+            expected = dense_logprobs(model, prompt, completion)
+        assert np.abs(np.array(logprobs) - expected.numpy()).max() < 1e-5

@@ -1,0 +1,175 @@
+"""Two hosts: network namespaces joined by a cable, each with a rank of the trainer, started over a stand-in for ssh."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from common.config import load
+from launcher.slurm import sbatch
+from report.run_log import read_jsonl
+from tests.support import namespaces
+from tests.support.gloo_data import settings
+from tests.support.namespaces import two_hosts
+from tests.support.replay_worker import ENVIRONMENT, Stack, sha256_of_run, stack
+from tests.support.speed import limit, until
+from tests.support.ssh_server import ssh_server
+
+pytestmark = pytest.mark.timeout(900)
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 12
+TRAINER = {"max_steps": STEPS, "save_steps": 1, "save_limit": STEPS, "lr_scheduler_type": "constant"}
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[str, str]]:
+    yield from two_hosts()
+
+
+@pytest.fixture(scope="module")
+def trainers() -> Stack:
+    return stack()
+
+
+def written(trainers: Stack, name: str) -> Path:
+    """A config of a run from the recording."""
+    run = {"output_dir": str(trainers.folder / name), "replay": str(trainers.folder / "groups"), "report_to": []}
+    config = settings(trainers.folder, name, 1, run=run, trainer=TRAINER)
+    path = trainers.folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
+    return path
+
+
+def start(
+    trainers: Stack,
+    hosts: tuple[str, str],
+    name: str,
+    ssh: str = namespaces.ENVIRONMENT["TANDEM_SSH"],
+    inside: Sequence[str] = (),
+) -> subprocess.Popen[bytes]:
+    """`run --hosts` of one rank on each. inside: words that start it on the first host, if it is not started here."""
+    path, hostfile = written(trainers, name), trainers.folder / f"{name}.hosts"
+    hostfile.write_text("".join(f"{host} slots=1\n" for host in hosts))
+    env: dict[str, Any] = os.environ | ENVIRONMENT | namespaces.ENVIRONMENT | {"TANDEM_SSH": ssh}
+    command = [*inside, sys.executable, "-m", "tests.support.hosts_worker", str(path), str(hostfile)]
+    log = open(trainers.folder / f"{name}.log", "wb")  # noqa: SIM115 the process has it
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
+
+
+def ended(trainers: Stack, process: subprocess.Popen[bytes], name: str) -> str:
+    try:
+        code = process.wait(limit(300))
+    finally:
+        process.kill()
+    said = (trainers.folder / f"{name}.log").read_text()
+    logs = [path.read_text()[-3000:] for path in (trainers.folder / name / "logs" / "hosts").glob("*.log")]
+    assert code == 0, "\n".join([said[-3000:], *logs])
+    return said
+
+
+@pytest.fixture(scope="module")
+def expected(trainers: Stack) -> dict[str, str]:
+    """Of two ranks on one host."""
+    life = trainers.run("one-host", 2, 1, {}, trainer=TRAINER)
+    assert life.codes == [0, 0], life.logs[0][-3000:]
+    return sha256_of_run(trainers.folder / "one-host")
+
+
+def test_two_hosts_train_the_weights_of_one_bit_for_bit(
+    trainers: Stack, hosts: tuple[str, str], expected: dict[str, str]
+) -> None:
+    ended(trainers, start(trainers, hosts, "two-hosts"), "two-hosts")
+    assert sha256_of_run(trainers.folder / "two-hosts") == expected
+    logs = {path.name for path in (trainers.folder / "two-hosts" / "logs" / "hosts").iterdir()}
+    assert logs == {f"{host}-trainer.log" for host in hosts}
+
+
+def test_a_first_host_that_reaches_the_second_by_a_real_ssh_trains_the_same_weights(
+    trainers: Stack, hosts: tuple[str, str], expected: dict[str, str], tmp_path: Path
+) -> None:
+    first, second = (("ip", "netns", "exec", host) for host in hosts)
+    with ssh_server(tmp_path / "sshd", hosts[1], 2222, inside=second) as (ssh, _):
+        ended(trainers, start(trainers, hosts, "by-ssh", ssh, inside=first), "by-ssh")
+    assert sha256_of_run(trainers.folder / "by-ssh") == expected
+
+
+def test_the_batch_script_trains_the_same_weights_over_its_nodes(
+    trainers: Stack, hosts: tuple[str, str], expected: dict[str, str], tmp_path: Path
+) -> None:
+    """What `launch.sh slurm` writes, with stand-ins: launch.sh run CONFIG --hosts FILE, scontrol, and srun, which gives
+    a task its variables."""
+    path, script, launch = written(trainers, "sbatch"), tmp_path / "job.sbatch", tmp_path / "launch.sh"
+    script.write_text(sbatch(tmp_path, load(path, []), [str(path)], 2, 0, "1:00:00"))
+    launch.write_text(f'cd {ROOT} && exec {sys.executable} -m tests.support.hosts_worker "$2" "$4"\n')
+    task = "SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=1 SLURM_STEP_NUM_TASKS=1"
+    programs = {"scontrol": "printf '%s\\n' " + " ".join(hosts)}
+    programs["srun"] = f'until [ "$1" = --nodelist ]; do shift; done; shift; exec env {task} ip netns exec "$@"'
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "node-[1-2]"}
+    job["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    env = os.environ | ENVIRONMENT | namespaces.ENVIRONMENT | job
+    with open(trainers.folder / "sbatch.log", "wb") as log:
+        process = subprocess.Popen(["bash", str(script)], env=env, stdout=log, stderr=subprocess.STDOUT)
+    ended(trainers, process, "sbatch")
+    assert (trainers.folder / "sbatch" / "nodes").read_text() == (
+        f"{hosts[0]} slots=1 samplers=0\n{hosts[1]} slots=1 samplers=1\n"
+    )
+    assert sha256_of_run(trainers.folder / "sbatch") == expected
+
+
+def test_ranks_that_srun_starts_train_the_same_weights(
+    trainers: Stack, hosts: tuple[str, str], expected: dict[str, str]
+) -> None:
+    """Its variables are set by hand."""
+    path, ranks = written(trainers, "srun"), []
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}
+    job |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0", "MASTER_ADDR": hosts[0]}
+    for number, host in enumerate(hosts):
+        env = os.environ | ENVIRONMENT | namespaces.ENVIRONMENT | job | {"SLURM_PROCID": str(number)}
+        command = ["ip", "netns", "exec", host, sys.executable, "training_worker.py", "--config", str(path)]
+        log = open(trainers.folder / f"srun-{number}.log", "wb")  # noqa: SIM115 the process has it
+        ranks.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        codes = [rank.wait(limit(200)) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert codes == [0, 0], (trainers.folder / "srun-0.log").read_text()[-3000:]
+    assert sha256_of_run(trainers.folder / "srun") == expected
+
+
+def test_a_host_whose_processes_are_killed_resumes_by_itself_and_exactly(
+    trainers: Stack, hosts: tuple[str, str], expected: dict[str, str]
+) -> None:
+    process, folder = start(trainers, hosts, "killed-host"), trainers.folder / "killed-host"
+    until(lambda: len(read_jsonl(folder / "metrics.jsonl")) >= 3 or process.poll() is not None, 200)
+    killed = [p for p in psutil.process_iter(["cmdline"]) if is_of(p, hosts[1], folder)]
+    assert killed
+    for one in killed:
+        one.send_signal(signal.SIGKILL)
+    said = ended(trainers, process, "killed-host")
+    assert "restart 1 of 5" in said
+    assert sha256_of_run(folder) == expected
+    until(lambda: not [p for p in psutil.process_iter(["cmdline"]) if is_of(p, hosts[1], folder)])
+
+
+def is_of(process: psutil.Process, host: str, folder: Path) -> bool:
+    """Whether it is a rank of that run on that host, or what started it there."""
+    words = " ".join(process.info["cmdline"] or [])
+    try:
+        here = os.stat(f"/proc/{process.pid}/ns/net").st_ino == os.stat(f"/run/netns/{host}").st_ino
+    except OSError:
+        return False
+    return here and (folder.name in words or "launcher.on_host" in words)

@@ -1,0 +1,166 @@
+"""Images on some ranks and none on others, on real DeepSpeed ranks: the gradient of one process, and exact resuming."""
+
+from __future__ import annotations
+
+import json
+import signal
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+
+from common.run_folder import step_dir
+from model.logprobs import load_causal_lm
+from tests.gloo.test_exact_resume import history, sha256_of_tree, steps_saved
+from tests.support.gloo_data import GROUP_PPO
+from tests.support.replay_worker import Life, Stack, stack
+from tests.support.tiny import difference
+from tests.support.tiny_vision import tiny_vision_model, write_tokenizer
+from tests.support.vision_worker import CASES, VISION, Case, stream
+from trainer.link.recording import Recorder
+
+pytestmark = pytest.mark.timeout(600)
+
+WITHIN_S = 400.0
+
+
+@pytest.fixture(scope="module")
+def trainers() -> Stack:
+    return stack()
+
+
+def write_model(folder: Path, family: str) -> None:
+    tiny_vision_model(folder / "model", family)
+    write_tokenizer(folder / "model")
+
+
+@cache
+def seen(
+    trainers: Stack, ranks: int, family: str = "qwen2_5_vl"
+) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+    """What every rank saw, as the first tells it, and the gradients by case."""
+    folder = trainers.folder / f"{family}-{ranks}"
+    write_model(folder, family)
+    life = trainers.call("tests.support.vision_worker", folder.name, ranks, WITHIN_S)
+    assert life.codes == [0] * ranks, "\n".join(life.logs)[-6000:]
+    told = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+    assert all(rank == told[0] for rank in told)
+    gradients = {}
+    for name in told[0]:
+        files = sorted((folder / name).glob("*gradient.safetensors"))
+        gradients[name] = {f"{file.stem}/{key}": t for file in files for key, t in load_file(file).items()}
+    return told[0], gradients
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}-zero{case.stage}")
+def test_ranks_with_and_without_images_have_the_gradient_of_one_process(trainers: Stack, case: Case) -> None:
+    alone, gradients_alone = seen(trainers, 1)
+    several, gradients = seen(trainers, 2)
+    name, one = f"{case.name}{case.stage}", f"{case.name}{3 if case.name == 'recomputed' else 1}"
+    assert (
+        several[name]["steps"][0]["applied"] and several[name]["steps"][0]["tokens"] == alone[one]["steps"][0]["tokens"]
+    )
+    assert difference(gradients[name], gradients_alone[one]) < 1e-6
+    tower = {key: t for key, t in gradients[name].items() if ".visual." in key and key.startswith("gradient/")}
+    if case.name in ("frozen", "lora"):
+        assert not tower and several[name]["moved"]
+        assert not any(".visual." in key for key in several[name]["moved"] + several[name]["with_gradient"])
+    else:
+        assert len(tower) == 42 and all(t.any() == bool(case.with_images) for t in tower.values())
+
+
+def test_one_rank_has_the_same_gradient_under_every_stage(trainers: Stack) -> None:
+    _, gradients = seen(trainers, 1)
+    for stage in (0, 2, 3):
+        assert gradients[f"mixed{stage}"].keys() == gradients["mixed1"].keys()
+        assert difference(gradients[f"mixed{stage}"], gradients["mixed1"]) < 1e-6
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+def test_ranks_of_the_other_families_have_the_gradient_of_one_process(trainers: Stack, family: str) -> None:
+    alone, several = seen(trainers, 1, family)[1], seen(trainers, 2, family)[1]
+    for stage in (1, 3):
+        assert several[f"mixed{stage}"].keys() == alone["mixed1"].keys()
+        assert difference(several[f"mixed{stage}"], alone["mixed1"]) < 1e-6
+        tower = [t for name, t in several[f"mixed{stage}"].items() if ".visual." in name]
+        assert tower and all(t.any() for t in tower)
+
+
+def test_a_frozen_tower_leaves_the_language_models_gradient_as_it_is_and_recomputing_too(trainers: Stack) -> None:
+    _, gradients = seen(trainers, 1)
+    language = {key: t for key, t in gradients["mixed1"].items() if ".visual." not in key}
+    assert difference(gradients["frozen1"], language) < 1e-6
+    assert difference(gradients["recomputed3"], gradients["mixed1"]) < 1e-6
+
+
+def test_without_the_images_the_gradient_is_another_so_that_equal_means_something(trainers: Stack) -> None:
+    _, gradients = seen(trainers, 1)
+    assert difference(gradients["text1"], gradients["mixed1"]) > 0.1
+
+
+# ---- resuming
+
+STEPS, RANKS = 10, 2
+# with the log-probs of a reference, values and score norms: every forward there is
+SECTIONS: dict[str, Any] = {
+    "data": VISION,
+    "reference": {"on": "trainer"},
+    "algorithm": GROUP_PPO["algorithm"] | {"num_iterations": 2, "kl_in_reward": False},
+    "critic": {"learning_rate": 2e-3},
+    "trainer": {"max_steps": STEPS, "save_steps": 1, "save_limit": STEPS},
+}
+
+
+@cache
+def task(trainers: Stack, family: str) -> Path:
+    """A folder with a model and a recording of groups, of which every third has images."""
+    folder = trainers.folder / f"{family}-task"
+    write_model(folder, family)
+    recorder = Recorder(folder / "groups", cursor=0)
+    at = stream(folder, Case("resume", 1, with_images=tuple(range(0, 64, 3)), alive=tuple(range(64))))
+    recorder.append([at(group_id) for group_id in range(64)])
+    recorder.close()
+    return folder
+
+
+def train(trainers: Stack, name: str, family: str, armed: dict[int, str], frozen: bool) -> Life:
+    run = {"replay": str(task(trainers, family) / "groups"), "resume": bool(steps_saved(trainers.folder / name))}
+    model = {"path": str(task(trainers, family) / "model"), "freeze_vision_tower": frozen}
+    environment = {rank: {"TANDEM_FAILPOINT": point} for rank, point in armed.items()}
+    return trainers.run(name, RANKS, 3 if frozen else 2, environment, run=run, model=model, **SECTIONS)
+
+
+@pytest.mark.parametrize(
+    ("family", "frozen"),
+    [("qwen2_5_vl", False), ("qwen2_5_vl", True), ("qwen2_vl", False), ("qwen3_vl", False)],
+    ids=lambda value: value if isinstance(value, str) else "frozen" if value else "trained",
+)
+def test_a_run_with_images_interrupted_at_two_points_equals_a_straight_one(
+    trainers: Stack, family: str, frozen: bool
+) -> None:
+    straight, broken = f"{family}-straight-{frozen}", f"{family}-broken-{frozen}"
+    life = train(trainers, straight, family, {}, frozen)
+    assert life.codes == [0] * RANKS, life.logs[0][-3000:]
+    for armed in ({1: "trainer.micro_batch:6:kill"}, {0: "checkpoint.committed:2:kill"}, {}):
+        life = train(trainers, broken, family, armed, frozen)
+        assert (-signal.SIGKILL in life.codes) == bool(armed), f"{armed}: {life.codes}\n{life.logs[0][-3000:]}"
+    found, expected = trainers.folder / broken, trainers.folder / straight
+    for step in steps_saved(expected):
+        trees = [sha256_of_tree(step_dir(run / "checkpoints", step)) for run in (found, expected)]
+        assert trees[0] == trees[1], f"step {step}"
+    assert sha256_of_tree(found / "final") == sha256_of_tree(expected / "final")
+    assert history(found / "metrics.jsonl") == history(expected / "metrics.jsonl")
+    assert (found / "final" / "preprocessor_config.json").read_bytes() == (
+        task(trainers, family) / "model" / "preprocessor_config.json"
+    ).read_bytes()
+    before, after = (
+        dict(load_causal_lm(str(path), "float32", None, False).named_parameters())
+        for path in (task(trainers, family) / "model", found / "final")
+    )
+    moved = {name for name in before if not before[name].equal(after[name])}
+    tower = {name for name in before if ".visual." in name}
+    assert tower.isdisjoint(moved) if frozen else tower <= moved
+    assert any("language_model" in name for name in moved)

@@ -1,0 +1,75 @@
+"""R13: nobody waits for ever and nothing is left behind, whoever is killed, stopped, interrupted, absent or stuck.
+
+The supervisor alone, with programs that know nothing of the protocol, is in test_supervisor.py.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ending_processes import NUM_STEPS
+from tests.support.endings import Scenario, scenarios
+
+pytestmark = pytest.mark.timeout(0)  # each scenario has a limit of its own
+
+ROOT = Path(__file__).resolve().parents[2]
+SCENARIOS = list(scenarios())
+
+
+@pytest.fixture(scope="module")
+def endings() -> dict[str, dict[str, Any]]:
+    """All of them, by name."""
+    begun = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", "tests.support.endings"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = {ending["name"]: ending for ending in map(json.loads, done.stdout.splitlines())}
+    return found | {"seconds": {"all": time.monotonic() - begun}}
+
+
+def test_there_are_at_least_50_of_them_with_names_of_their_own() -> None:
+    assert len({scenario.name for scenario in SCENARIOS}) == len(SCENARIOS) >= 50
+
+
+def verdict(scenario: Scenario, ending: dict[str, Any]) -> str:
+    """What is wrong with how it ended; "" if nothing."""
+    if ending["code"] is None:
+        return f"still running after {ending['seconds']} s"
+    if ending["code"] not in (scenario.code, scenario.or_code):
+        return f"exit code {ending['code']}, expected {scenario.code}"
+    if ending["is_late"]:
+        return f"took {ending['seconds']} s, {scenario.within_s} would be in time on the reference machine"
+    if ending["left"]:
+        return f"left behind: {ending['left']}"
+    if scenario.is_saved and ending["saved"] != ending["steps"]:
+        return f"{ending['steps']} steps were made and {ending['saved']} saved"
+    if scenario.code == 0 and ending["steps"] != NUM_STEPS:
+        return f"{ending['steps']} steps in metrics.jsonl, expected {NUM_STEPS}"
+    return ""
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_it_ends_in_time_with_its_code_and_leaves_nothing(
+    scenario: Scenario, endings: dict[str, dict[str, Any]]
+) -> None:
+    ending = endings[scenario.name]
+    problem = verdict(scenario, ending)
+    assert not problem, f"{problem}\n{ending['log']}"
+
+
+def test_all_of_them_in_one_figure(endings: dict[str, dict[str, Any]], figure: Callable[[str, str], None]) -> None:
+    good = sum(not verdict(scenario, endings[scenario.name]) for scenario in SCENARIOS)
+    clean = [endings[s.name]["seconds"] for s in SCENARIOS if s.code == 130 and "frozen" not in s.name]
+    figure(
+        "R13",
+        f"{good} of {len(SCENARIOS)} endings right and clean in {endings['seconds']['all']:.0f} s; "
+        f"after an interrupt at most {max(clean):.1f} s",
+    )
+    assert good == len(SCENARIOS)

@@ -1,0 +1,108 @@
+"""Exit codes: what a supervisor is told, and what a person reads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.speed import limit
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAD = """
+import os, signal, sys, time; from common import errors, exits; from common.errors import UserError
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits SIGINT ignored
+"""
+
+
+def run(body: str) -> subprocess.CompletedProcess[str]:
+    code = HEAD + f"def main():\n    {body}\nexits.leave(exits.run('sampler', main))"
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=limit(60))
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [
+        ("pass", 0, ""),
+        ("raise UserError('model.path m: no such folder')", 2, "tandem: sampler: model.path m: no such folder\n"),
+        ("raise errors.Retryable('silent for 9 s')", 75, "tandem: sampler: silent for 9 s\n"),
+        ("raise errors.PeerEnded('done', 0)", 0, "tandem: sampler: done\n"),
+        ("raise errors.PeerEnded('bad config', 2)", 2, "tandem: sampler: the peer ended: bad config\n"),
+        ("raise KeyboardInterrupt", 130, "tandem: sampler: interrupted\n"),
+        ("os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", 130, "tandem: sampler: interrupted\n"),
+        ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)", 130, "tandem: sampler: interrupted\n"),
+        ("sys.exit(2)", 2, ""),  # argparse
+    ],
+)
+def test_every_ending_has_its_code_and_one_line(body: str, code: int, said: str) -> None:
+    result = run(body)
+    assert (result.returncode, result.stderr) == (code, said)
+
+
+def test_a_bug_shows_its_traceback_and_exits_1() -> None:
+    result = run("1 / 0")
+    assert result.returncode == 1
+    assert "ZeroDivisionError" in result.stderr
+    assert result.stderr.endswith("tandem: sampler: failed, see the traceback above\n")
+
+
+def test_sigterm_runs_the_finally_blocks() -> None:
+    result = run("\n    try: os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)\n    finally: print('goodbye said')")
+    assert (result.returncode, result.stdout) == (130, "goodbye said\n")
+
+
+def test_a_thread_that_never_ends_cannot_keep_the_process() -> None:
+    body = "import threading; threading.Thread(target=time.sleep, args=(600,)).start()"
+    assert run(body).returncode == 0
+
+
+def test_the_exit_code_survives_a_reader_that_closed_our_output() -> None:
+    code = HEAD + "exits.leave(exits.run('sampler', lambda: print('still in the buffer')))"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, stdout=writing, stderr=subprocess.PIPE)
+    finally:
+        os.close(writing)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
+def test_a_process_that_asked_for_it_dies_with_its_killed_parent() -> None:
+    child = HEAD + "exits.die_with_parent(); print(os.getpid(), flush=True); time.sleep(600)"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+    )
+    orphan = psutil.Process(int(parent.stdout.readline()))
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    orphan.wait(timeout=limit(10))
+    parent.stdout.close()
+    assert not orphan.is_running()
+
+
+@pytest.mark.parametrize(("code", "rank", "waits"), [(1, 1, True), (1, 0, False), (75, 1, False), (0, 1, False)])
+def test_another_rank_that_breaks_lets_the_launcher_see_rank_0_first(code: int, rank: int, waits: bool) -> None:
+    body = f"exits.time.sleep = lambda s: print(s, flush=True); exits.leave_rank({code}, {rank})"
+    done = subprocess.run([sys.executable, "-c", HEAD + body], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, "3.0\n" if waits else "")
+
+
+def test_a_rank_that_waits_for_the_launcher_ends_at_its_sigterm() -> None:
+    waits = "sleep = exits.time.sleep; exits.time.sleep = lambda s: (print('up', flush=True), sleep(s))\n"
+    body = waits + "exits._LAUNCHER_LOOKS_S = 60.0; signal.signal(15, exits._interrupt)\n"
+    process = subprocess.Popen(
+        [sys.executable, "-c", HEAD + body + "exits.leave_rank(1, 1)"], cwd=ROOT, stdout=subprocess.PIPE
+    )
+    assert process.stdout.readline() == b"up\n"
+    process.send_signal(signal.SIGTERM)
+    process.stdout.close()
+    assert process.wait(timeout=limit(20)) == 1

@@ -1,0 +1,197 @@
+"""The parts of a run with tools together: data, chat template, real environment processes, and a scripted engine."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.config import Config
+from common.errors import UserError
+from common.types import Problem
+from examples.quickstart.tokenizer import byte_level
+from model.images import Vision
+from sampler.completions import Completion
+from sampler.episode import Played
+from sampler.multi_turn import opened
+from sampler.prompts import make_prompt
+from sampler.task import held_out_params
+from tests.support.vision import END, PAD, PLAIN, START, byte_tokenizer, file_of, picture, write_vision_settings
+
+ROOT = Path(__file__).resolve().parents[2]
+TEMPLATES = ROOT / "configs" / "templates"
+TOOL = f"{ROOT}/quickstart_tools/calculator.py:calculator"
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "417*382"}}\n</tool_call>'
+PROBLEM = Problem(3, {"question": "417*382?", "answer": "#### 159294"})
+
+
+@functools.cache
+def tokenizer() -> Any:
+    return byte_level(["What is 417*382? tool_call name calculator"], 400, 512, (), "")
+
+
+def config(folder: Path, template: str = "hermes_tools", **rollout: Any) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"output_dir": str(folder)},
+            "model": {"path": "none"},
+            "data": {"train": "none.jsonl", "max_prompt_length": 600},
+            "prompt": {"chat_template": str(TEMPLATES / f"{template}.jinja")},
+            "sampler": {"num_generations": 2, "max_completion_length": 400},
+            "eval": {"num_generations": 2},
+            "rollout": {"tools": [TOOL], **rollout} if "environment" not in rollout else rollout,
+        }
+    )
+
+
+class Scripted:
+    """An engine that writes these turns, whatever it is asked: for each rollout its own."""
+
+    def __init__(self, *scripts: list[str]) -> None:
+        self._scripts = [deque(script) for script in scripts]
+        self._running: dict[Any, list[int]] = {}
+        self.asked: list[tuple[int, str]] = []
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def submit(self, key: Any, ids: Any, params: Any, images: Any) -> None:
+        self._running[key] = list(ids)
+        self.asked.append((key[1], tokenizer().decode(list(ids))))
+
+    def step(self) -> list[tuple[Any, list[Completion]]]:
+        running, self._running = self._running, {}
+        out = []
+        for key in running:
+            text = self._scripts[key[1]].popleft()
+            ids = [*tokenizer()(text, add_special_tokens=False)["input_ids"], tokenizer().eos_token_id]
+            out.append((key, [Completion(np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), "stop")]))
+        return out
+
+
+def played(given: Config, engine: Any) -> Any:
+    with opened(given, tokenizer(), PROBLEM, PROBLEM.columns) as multi_turn:
+        assert multi_turn is not None
+        tools = multi_turn.pool.tools
+        prompt = make_prompt(PROBLEM, tokenizer(), given.data, given.prompt, tools=tools)
+        episodes = multi_turn.episodes(engine, functools.partial(tokenizer().batch_decode, skip_special_tokens=True))
+        episodes.start("key", prompt, held_out_params(given, 0))
+        over: list[Any] = []
+        while episodes.num_running:
+            over += episodes.step()
+        [(_, sampled)] = over
+        return sampled
+
+
+def test_a_call_is_answered_by_the_tool_and_the_model_goes_on_behind_the_answer(tmp_path: Path) -> None:
+    engine = Scripted([CALL, "<answer>159294</answer>"], ["<answer>7</answer>"])
+    sampled = played(config(tmp_path), engine)
+    called, direct = sampled.completions
+    assert isinstance(called, Played)
+    assert (called.turns, called.tool_calls, called.tool_errors, direct.turns) == (2, 1, 0, 1)
+    asked = [text for rollout, text in engine.asked if rollout == 0]
+    assert '"name": "calculator"' in asked[0], "the template offers the tool"
+    assert asked[1] == (
+        f"{asked[0]}{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\n159294\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    [(start, end)] = called.observed
+    assert tokenizer().decode(called.token_ids[start:end]).strip().startswith("<|im_start|>user\n<tool_response>")
+    assert [m["role"] for m in called.messages] == ["assistant", "tool", "assistant"]
+    assert called.messages[1]["content"] == "159294"
+    assert sampled.prompt.for_rewards == [{"role": "user", "content": "417*382?"}]
+
+
+def test_a_call_that_cannot_be_read_is_counted_and_the_model_may_try_again(tmp_path: Path) -> None:
+    broken = "<tool_call>\n417*382\n</tool_call>"
+    sampled = played(config(tmp_path), Scripted([broken, CALL, "done"], ["done"]))
+    first = sampled.completions[0]
+    assert (first.turns, first.tool_calls, first.tool_errors, first.finish_reason) == (3, 2, 1, "stop")
+
+
+def test_an_environment_gives_the_prompt_the_answers_and_the_reward(tmp_path: Path) -> None:
+    (tmp_path / "guess.py").write_text(
+        "from environments import Done\n"
+        "class Guess:\n"
+        "    def reset(self, answer, **row):\n"
+        "        return [{'role': 'user', 'content': 'Guess.'}]\n"
+        "    def step(self, completion):\n"
+        "        return Done(0.75) if completion == '3' else 'Higher.'\n"
+    )
+    engine = Scripted(["1", "3"], ["3"])
+    sampled = played(config(tmp_path, "chatml", environment=f"{tmp_path}/guess.py:Guess"), engine)
+    assert [c.environment_reward for c in sampled.completions] == [0.75, 0.75]
+    start = "<|im_start|>user\nGuess.<|im_end|>\n<|im_start|>assistant\n"
+    assert engine.asked[0] == (0, start)
+    assert engine.asked[-1][1] == f"{start}1<|im_end|>\n<|im_start|>user\nHigher.<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer().decode(sampled.prompt.token_ids) == start, "what the trainer gets"
+
+
+@pytest.mark.parametrize("template", ["chatml", "think_answer"])
+def test_a_template_without_a_place_for_tools_is_refused(template: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="chat template"), opened(config(tmp_path, template), tokenizer(), PROBLEM, []):
+        pass
+
+
+def test_a_template_that_rewrites_history_ends_the_sampler_before_vllm_is_imported(tmp_path: Path) -> None:
+    """Exit code 2 and the remedy, from the process itself."""
+    from tests.support.tiny import tiny_model
+
+    model = tiny_model(tmp_path / "model")
+    (tmp_path / "data.jsonl").write_text('{"question": "2+2?", "answer": "#### 4"}\n')
+    (tmp_path / "guess.py").write_text(
+        "class Guess:\n    def reset(self): pass\n    def step(self, completion): return 'Higher.'\n"
+    )
+    (tmp_path / "run.yaml").write_text(
+        f"run: {{output_dir: {tmp_path}/run}}\nmodel: {{path: {model}}}\ndata: {{train: {tmp_path}/data.jsonl}}\n"
+        f"prompt: {{chat_template: {ROOT}/tests/support/templates/qwen3.jinja}}\nalgorithm: {{beta: 0.0}}\n"
+        f"rollout: {{environment: '{tmp_path}/guess.py:Guess'}}\n"
+    )
+    code = (
+        "import sys; from common import exits; import sampling\n"
+        "sys.argv = ['sampling.py', '--config', sys.argv[1]]\n"
+        "code = exits.run('sampler', sampling.main); print(code, 'vllm' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "run.yaml")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.strip().endswith("2 False"), done.stdout + done.stderr[-3000:]
+    assert "rewrites earlier turns" in done.stderr and "hermes_tools.jinja" in done.stderr
+
+
+def test_check_shows_text_ids_and_mask_of_a_rollout(tmp_path: Path) -> None:
+    from launcher.check_turns import rollout_lines
+
+    lines = rollout_lines(config(tmp_path), PROBLEM, tokenizer(), colour=False)
+    assert [line.split()[0] for line in lines] == ["prompt", "sampled", "observed", "sampled", "2"]
+    assert [line.split()[2] for line in lines[:4]] == ["0", "1", "0", "1"]
+    assert (
+        "1+1" in lines[1] and "<tool_response>\\n2\\n</tool_response>" in lines[2] and "'Done.<|im_end|>'" in lines[3]
+    )
+    last = tokenizer()("Done.<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert lines[3].endswith(str(last)) and "2 turns, 1 calls, 0 errors, stop" in lines[4]
+    coloured = rollout_lines(config(tmp_path), PROBLEM, tokenizer(), colour=True)
+    assert coloured[1].startswith("\x1b[32msampled") and coloured[2].startswith("\x1b[2mobserved")
+
+
+def test_check_shows_a_rollout_of_a_row_with_an_image(tmp_path: Path) -> None:
+    from launcher.check_turns import rollout_lines
+
+    marks = byte_tokenizer("<|im_start|>", "<|im_end|>", START, PAD, END)
+    vision = Vision(PLAIN, *marks.convert_tokens_to_ids([START, PAD, END]))
+    write_vision_settings(tmp_path / "model", vision)
+    given = config(tmp_path).model_dump() | {"model": {"path": str(tmp_path / "model")}}
+    given["data"] |= {"image_key": "images", "min_pixels": 784, "max_pixels": 10_000, "max_prompt_length": 2000}
+    problem = replace(PROBLEM, images=(file_of(picture(84, 56)),))
+    prompt, sampled, *_ = rollout_lines(Config.model_validate(given), problem, marks, colour=False)
+    assert f"user\\n{START}{PAD}{END}417*382?" in prompt, "one mark for six tokens"
+    blind = rollout_lines(config(tmp_path), PROBLEM, marks, colour=False)[0]
+    assert int(prompt.split()[4]) - int(blind.split()[4]) == 6 + 2
+    assert sampled.startswith("sampled   mask 1")

@@ -1,0 +1,352 @@
+"""The supervisor, with small Python programs in the place of vLLM and DeepSpeed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launcher.machine import ROOT
+from tests.support.speed import limit, until
+
+DRIVER = """
+import json, os, signal, sys
+from pathlib import Path
+from launcher.processes import Child
+from launcher.supervisor import Rules, Supervisor
+spec = json.loads(sys.argv[1])
+if not spec.get("under_nohup"):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may be
+folder = Path(spec["folder"])
+def child(name, **more):
+    return Child(name, (sys.executable, "-u", "-c", spec[name]), dict(os.environ), folder / f"{name}.log", **more)
+def count(name):
+    return len(list(folder.glob(name)))
+trainer = child(
+    "trainer",
+    echo=True,
+    launcher_depth=spec.get("launcher_depth", 0),
+    scratch=(str(folder / "shm_*"),),
+    kill_report=folder / "killed.json" if spec.get("on_another_host") else None,
+)
+rules = Rules(
+    restart_trainer=lambda code: trainer if code == 75 or count("checkpoint") else "no checkpoint",
+    progress=lambda: count("step*"),
+    finished=lambda: not spec.get("needs_final") or count("final") > 0,
+    max_restarts=spec.get("max_restarts", 5),
+    backoff_s=0.05,
+    grace_s=spec.get("grace_s", 60.0),
+    batch_s=lambda: spec.get("batch_s", 0.0),
+)
+sys.exit(Supervisor([child(name) for name in spec if name.startswith("sampler")], trainer, rules).run())
+"""
+WAITS = "import time; print('waiting'); time.sleep(60)"
+STUBBORN = "import signal; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; " + WAITS
+# Left behind on purpose: a process in a session of its own, which outlives its parent and ignores SIGTERM.
+LEAVES_FILES = "import os; [open(os.environ['FOLDER'] + f'/shm_{i}', 'w').close() for i in range(2)]; "
+LEAVES_ONE = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {STUBBORN!r}], start_new_session=True); "
+
+TERMINAL = r"import os; print(os.isatty(1), '\x1b[1mbold\x1b[0m')"
+
+
+class Run:
+    """A supervisor in a process of its own. Everything it starts carries a tag, so that leftovers can be counted."""
+
+    def __init__(self, folder: Path, sampler: str, trainer: str, nohup: bool = False, **options: object) -> None:
+        self.folder, self.tag = folder, uuid.uuid4().hex
+        spec = {"folder": str(folder), "sampler": sampler, "trainer": trainer, "under_nohup": nohup, **options}
+        environment = {**os.environ, "TANDEM_TEST_TAG": self.tag, "FOLDER": str(folder)}
+        self.process = subprocess.Popen(
+            [*(["nohup"] if nohup else []), sys.executable, "-c", DRIVER, json.dumps(spec)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=limit(30))
+        return self.process.returncode, out, err
+
+    def log(self, name: str) -> list[str]:
+        """Lines, because the first one holds the whole program, and with it every text that it could print."""
+        path = self.folder / f"{name}.log"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def alive(self) -> list[int]:
+        tagged = [p for p in psutil.process_iter(["environ", "status"]) if p.info["environ"]]
+        return [
+            p.pid
+            for p in tagged
+            if p.info["environ"].get("TANDEM_TEST_TAG") == self.tag and p.info["status"] != psutil.STATUS_ZOMBIE
+        ]
+
+    def both_wait(self) -> None:
+        until(lambda: "waiting" in self.log("sampler") and "waiting" in self.log("trainer"))
+
+
+def first_time(name: str, then: str, later: str) -> str:
+    """A program that does `then` on its first start and `later` on every other."""
+    return (
+        f"import os, sys, time; flag = os.path.join(os.environ['FOLDER'], {name!r})\n"
+        f"if not os.path.exists(flag):\n    open(flag, 'w').close()\n    {then}\nelse:\n    {later}"
+    )
+
+
+def test_a_trainer_that_exits_0_ends_the_run_with_0_and_the_sampler_is_asked_to_leave(tmp_path):
+    run = Run(tmp_path, WAITS, "import time; time.sleep(0.5)", grace_s=0.5)
+    assert run.end()[0] == 0
+    assert run.alive() == []
+
+
+def test_a_sampler_that_leaves_by_itself_after_the_trainer_is_not_signalled(tmp_path):
+    run = Run(tmp_path, "import time; time.sleep(1); print('left by myself')", "pass", grace_s=limit(20))
+    assert run.end()[0] == 0
+    assert "left by myself" in run.log("sampler")
+
+
+def test_exit_75_then_0_restarts_the_trainer_and_ends_with_0(tmp_path):
+    run = Run(tmp_path, WAITS, first_time("first", "sys.exit(75)", "print('second life')"), grace_s=0.2)
+    code, out, err = run.end()
+    assert code == 0
+    assert "trainer ended with exit code 75 (retryable); restart 1 of 5" in err
+    assert "second life" in out
+    attempts = [line[:22] for line in run.log("trainer") if line.startswith("===")]
+    assert attempts == ["=== trainer, attempt 1", "=== trainer, attempt 2"]
+
+
+def test_a_sampler_that_crashes_is_restarted_because_it_holds_no_state(tmp_path):
+    sampler = first_time("crashed", "os.kill(os.getpid(), 9)", "time.sleep(60)")
+    trainer = (
+        "import os, time\nwhile 'attempt 2' not in open(os.environ['FOLDER'] + '/sampler.log').read(): time.sleep(0.02)"
+    )
+    run = Run(tmp_path, sampler, trainer, grace_s=0.2)
+    code, _, err = run.end()
+    assert code == 0
+    assert "sampler was killed by SIGKILL; restart 1 of 5" in err
+
+
+def test_of_several_samplers_only_the_one_that_ended_is_started_again_and_all_are_asked_to_leave(tmp_path):
+    """sampler.1 is killed; the mark of sampler.10 begins with the same letters."""
+    killed = first_time("crashed", "os.kill(os.getpid(), 9)", "print('waiting'); time.sleep(60)")
+    trainer = (
+        "import os, time\n"
+        "def log(name): return open(os.environ['FOLDER'] + '/' + name + '.log').read().splitlines()\n"
+        "while not all('waiting' in log(n) for n in ('sampler', 'sampler.1', 'sampler.10')): time.sleep(0.02)"
+    )
+    run = Run(tmp_path, WAITS, trainer, grace_s=0.2, **{"sampler.1": killed, "sampler.10": WAITS})
+    code, _, err = run.end()
+    assert code == 0
+    assert err.count("restart 1 of 5") == 1 and "sampler.1 was killed by SIGKILL; restart 1 of 5" in err
+    assert sum(line.startswith("=== sampler.10,") for line in run.log("sampler.10")) == 1
+    assert run.alive() == []
+
+
+def test_a_user_error_of_one_sampler_stops_all_and_exits_2(tmp_path):
+    wrong = "import sys; print('bad value', file=sys.stderr); sys.exit(2)"
+    run = Run(tmp_path, WAITS, WAITS, **{"sampler.1": wrong})
+    code, _, err = run.end()
+    assert code == 2
+    assert "sampler.1" in err and "    bad value" in err
+    assert run.alive() == []
+
+
+def test_a_user_error_of_the_trainer_stops_both_and_exits_2(tmp_path):
+    run = Run(tmp_path, WAITS, "import sys; print('bad value', file=sys.stderr); sys.exit(2)")
+    code, _, err = run.end()
+    assert code == 2
+    assert "    bad value" in err and f"full log: {tmp_path}/trainer.log" in err
+    assert run.alive() == []
+
+
+def test_a_user_error_of_the_sampler_stops_both_and_exits_2(tmp_path):
+    run = Run(tmp_path, "import sys; sys.exit(2)", WAITS)
+    assert run.end()[0] == 2
+    assert run.alive() == []
+
+
+def test_a_crash_of_the_trainer_without_a_checkpoint_ends_the_run_with_1_and_shows_15_lines(tmp_path):
+    run = Run(tmp_path, WAITS, "import sys\nfor i in range(40): print('line', i)\nsys.exit(1)")
+    code, _, err = run.end()
+    assert code == 1
+    shown = [line for line in err.splitlines() if line.startswith("    line")]
+    assert shown == [f"    line {i}" for i in range(25, 40)]
+    assert "not started again: no checkpoint" in err
+
+
+def test_a_crash_of_the_trainer_with_a_checkpoint_restarts_it(tmp_path):
+    run = Run(tmp_path, WAITS, first_time("checkpoint", "sys.exit(-9)", "pass"), grace_s=0.2)
+    code, _, err = run.end()
+    assert code == 0
+    assert "ended with exit code 247 (a rank was killed by SIGKILL); restart 1 of 5" in err
+
+
+def test_exit_0_without_final_weights_is_a_crash_because_a_killed_launcher_also_gives_0(tmp_path):
+    code, _, err = Run(tmp_path, WAITS, "pass", needs_final=True).end()
+    assert code == 1
+    assert "exit 0 without a final checkpoint" in err
+
+
+def test_restarts_without_progress_are_limited(tmp_path):
+    run = Run(tmp_path, "import sys; sys.exit(75)", WAITS, max_restarts=2)
+    code, _, err = run.end()
+    assert code == 75
+    assert "2 restarts in a row without a new step" in err
+    assert len([line for line in run.log("sampler") if line.startswith("=== sampler, attempt")]) == 3
+
+
+def test_a_new_step_between_two_restarts_resets_their_count(tmp_path):
+    sampler = (
+        "import os, sys, time\n"
+        "n = len([f for f in os.listdir(os.environ['FOLDER']) if f.startswith('step')])\n"
+        "if n == 4: time.sleep(60)\n"
+        "open(f\"{os.environ['FOLDER']}/step{n}\", 'w').close(); sys.exit(75)"
+    )
+    trainer = (
+        "import os, time\nwhile 'attempt 5' not in open(os.environ['FOLDER'] + '/sampler.log').read(): time.sleep(0.02)"
+    )
+    code, _, err = Run(tmp_path, sampler, trainer, max_restarts=1, grace_s=0.2).end()
+    assert code == 0
+    assert err.count("sampler ended with exit code 75 (retryable); restart 1 of 1") == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_both_and_exits_130(tmp_path, number):
+    run = Run(tmp_path, WAITS, WAITS)
+    run.both_wait()
+    run.process.send_signal(number)
+    assert run.end()[0] == 130
+    assert run.alive() == []
+
+
+def test_children_that_ignore_signals_are_killed_after_the_grace_period(tmp_path):
+    run = Run(tmp_path, STUBBORN, STUBBORN, grace_s=1.0)
+    run.both_wait()
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] == 130
+    assert run.alive() == []
+
+
+def test_a_batch_that_takes_longer_than_the_grace_period_is_finished_and_saved(tmp_path):
+    saves = (
+        "import os, signal, sys, time\n"
+        "def end(*_): time.sleep(2); open(os.environ['FOLDER'] + '/saved', 'w').close(); sys.exit(130)\n"
+        "signal.signal(signal.SIGINT, end)\n"
+    )
+    run = Run(tmp_path, WAITS, saves + WAITS, grace_s=0.2, batch_s=limit(20))
+    run.both_wait()
+    run.process.send_signal(signal.SIGINT)
+    code, _, err = run.end()
+    assert code == 130 and (tmp_path / "saved").exists()
+    assert "killed" not in err
+
+
+def test_who_is_killed_before_it_has_ended_is_said(tmp_path):
+    run = Run(tmp_path, WAITS, STUBBORN, grace_s=1.0)
+    run.both_wait()
+    run.process.send_signal(signal.SIGINT)
+    code, _, err = run.end()
+    assert code == 130 and "trainer did not end within 1 s, and is killed" in err
+    assert "sampler did not" not in err
+
+
+def test_nohup_keeps_a_run_over_the_end_of_its_terminal(tmp_path):
+    run = Run(tmp_path, WAITS, WAITS, nohup=True)
+    run.both_wait()
+    run.process.send_signal(signal.SIGHUP)
+    time.sleep(1)
+    assert run.process.poll() is None
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] == 130
+
+
+def test_a_second_ctrl_c_does_not_wait(tmp_path):
+    run = Run(tmp_path, STUBBORN, STUBBORN, grace_s=600.0)
+    run.both_wait()
+    run.process.send_signal(signal.SIGINT)
+    assert "stopping both" in run.process.stderr.readline()  # two that come at once may be one
+    time.sleep(0.5)
+    assert run.process.poll() is None
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] == 130
+    assert run.alive() == []
+
+
+def test_what_a_child_left_in_a_session_of_its_own_is_swept(tmp_path):
+    run = Run(tmp_path, LEAVES_ONE + WAITS, LEAVES_ONE + "import time; time.sleep(0.5)", grace_s=0.5)
+    assert run.end()[0] == 0
+    assert run.alive() == []
+
+
+def test_files_that_the_trainer_never_deletes_are_removed_when_it_has_ended(tmp_path):
+    run = Run(tmp_path, WAITS, LEAVES_FILES + "os.kill(os.getpid(), 9)")
+    assert run.end()[0] == 1
+    assert list(tmp_path.glob("shm_*")) == []
+
+
+def test_what_a_sampler_makes_anew_after_the_trainer_has_ended_does_not_stay_either(tmp_path):
+    """Who looks for a trainer makes the socket's folder, and this one looks while the trainer's files are removed."""
+    looks = "import os, time\nwhile True:\n    open(os.environ['FOLDER'] + '/shm_0', 'w').close(); time.sleep(0.001)"
+    waits = "import os, time\nwhile not os.path.exists(os.environ['FOLDER'] + '/shm_0'): time.sleep(0.01)"
+    assert Run(tmp_path, looks, waits, grace_s=0.3).end()[0] == 0
+    assert list(tmp_path.glob("shm_*")) == []
+
+
+def test_sigkill_of_the_supervisor_leaves_nothing_after_two_seconds(tmp_path):
+    run = Run(tmp_path, LEAVES_ONE + WAITS, LEAVES_ONE + LEAVES_FILES + STUBBORN)
+    run.both_wait()
+    assert len(run.alive()) >= 5  # supervisor, guard, sampler, trainer and what they left
+    assert len(list(tmp_path.glob("shm_*"))) == 2
+    run.process.kill()
+    until(lambda: run.alive() == [], seconds=2.0)
+    run.end()
+    assert list(tmp_path.glob("shm_*")) == []
+
+
+def test_only_the_ranks_get_the_interrupt_and_the_launcher_above_reports_their_exit_code(tmp_path):
+    rank = "import sys, time\ntry:\n    print('waiting'); time.sleep(60)\nexcept KeyboardInterrupt:\n    print('saved')"
+    launcher = (
+        "import signal, subprocess, sys; signal.signal(2, lambda *_: print('launcher interrupted')); "
+        f"subprocess.run([sys.executable, '-u', '-c', {rank!r}])"
+    )
+    run = Run(tmp_path, WAITS, launcher, launcher_depth=1)
+    run.both_wait()
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] == 130
+    assert "saved" in run.log("trainer") and "launcher interrupted" not in run.log("trainer")
+
+
+def test_the_terminal_shows_the_trainer_and_only_marked_lines_of_the_sampler(tmp_path):
+    sampler = (
+        "import os, sys, time; print('noise'); print('tandem: model loaded', file=sys.stderr)\n"
+        "open(os.environ['FOLDER'] + '/loaded', 'w').close(); time.sleep(60)"
+    )
+    trainer = (
+        "import os, time; print('step 1')\nwhile not os.path.exists(os.environ['FOLDER'] + '/loaded'): time.sleep(0.02)"
+    )
+    _, out, _ = Run(tmp_path, sampler, trainer, grace_s=0.2).end()
+    assert out.splitlines() == ["step 1", "tandem: model loaded"] or out.splitlines() == [
+        "tandem: model loaded",
+        "step 1",
+    ]
+
+
+def test_the_trainer_has_a_terminal_when_we_have_one_and_the_log_has_no_escape_sequences(tmp_path):
+    spec = {"folder": str(tmp_path), "sampler": "pass", "trainer": TERMINAL}
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-c", DRIVER, json.dumps(spec)], cwd=ROOT, stdout=theirs)
+    assert process.wait(timeout=limit(20)) == 0
+    os.close(theirs)
+    assert b"True \x1b[1mbold" in os.read(ours, 4096)
+    os.close(ours)
+    assert "True bold\n" in (tmp_path / "trainer.log").read_text()

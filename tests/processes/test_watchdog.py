@@ -1,0 +1,261 @@
+"""A process that is stuck ends itself with its stacks; one that moves, waits lawfully or still starts does not."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.config import Config
+from common.errors import Interrupted
+from common.transcript import last_lines
+from tests.support.protocol_helpers import FakeSampler, hurried_config, make_group, make_inbox, published
+from tests.support.speed import limit, overdue, until
+from tests.unit.test_link_and_inbox import changed, train
+
+pytestmark = pytest.mark.timeout(60)
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 0.6
+PATIENT_S = 1.5  # where it must not end: a busy machine may stop a process for a second
+HEAD = """
+import sys, tempfile, threading, time
+from pathlib import Path
+from common import exits
+from common.errors import Interrupted, Retryable
+from common.watchdog import Watchdog, report_progress
+from tests.support.protocol_helpers import make_config, make_inbox, published
+log, limit_s, startup_s = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+def main():
+    with Watchdog("trainer rank 1", timeout_s=limit_s, startup_s=startup_s, peer_log=log):
+"""
+
+
+def run(log: Path, body: str, startup_s: float = 0.0, limit_s: float = LIMIT_S) -> tuple[int, str, float]:
+    """(exit code, stderr, seconds) of a process with this body under a watchdog of `limit_s`."""
+    limit_s = max(limit_s, limit(limit_s / 3))
+    code = HEAD + "".join(f"        {line}\n" for line in body.splitlines()) + "exits.leave(exits.run('trainer', main))"
+    begun = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(log), str(limit_s), str(limit(startup_s))],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=limit(60),
+    )
+    return done.returncode, done.stderr, time.monotonic() - begun
+
+
+STUCK = "def stuck_in_a_collective(): threading.Lock().acquire(); time.sleep(60)\n"
+
+
+def test_a_stuck_process_ends_with_75_its_stacks_what_it_did_and_the_peers_last_lines(tmp_path: Path) -> None:
+    log = tmp_path / "sampler.log"
+    log.write_text("early\n" * 9 + "vllm: \x1b[31mout of memory\n")
+    body = STUCK + "report_progress('making optimizer step 7')\nstuck_in_a_collective()"
+    code, said, seconds = run(log, body)
+    assert code == 75
+    assert re.search(r"trainer rank 1: no progress for \d+ s while making optimizer step 7", said)
+    assert "stuck_in_a_collective" in said and "all threads" in said
+    assert f"Last lines of {log}:" in said and "vllm: [31mout of memory" in said
+    assert said.count("early") == 4  # five lines
+    assert not overdue(seconds, 5)
+
+
+def test_all_threads_are_shown(tmp_path: Path) -> None:
+    body = "def waits_for_ever(): time.sleep(60)\nthreading.Thread(target=waits_for_ever, daemon=True).start()\n"
+    _, said, _ = run(tmp_path / "none", body + "time.sleep(60)")
+    assert "waits_for_ever" in said
+    assert "Last lines of" not in said  # a run by hand has no log of its peer
+
+
+def test_a_process_that_reports_progress_goes_on(tmp_path: Path) -> None:
+    body = "for _ in range(10): report_progress('sampling'); time.sleep(limit_s / 4)"
+    code, said, seconds = run(tmp_path / "none", body, limit_s=PATIENT_S)
+    assert (code, said) == (0, "")
+    assert seconds > 2.5 * PATIENT_S
+
+
+def test_a_start_may_take_longer_than_a_step(tmp_path: Path) -> None:
+    code, said, _ = run(tmp_path / "none", "time.sleep(2 * limit_s)\nreport_progress('stepping')", startup_s=4.0)
+    assert (code, said) == (0, "")
+    code, said, _ = run(tmp_path / "none", "time.sleep(60)", startup_s=0.5)
+    assert code == 75 and "while starting" in said
+
+
+def test_after_the_start_the_ordinary_limit_holds(tmp_path: Path) -> None:
+    code, said, seconds = run(tmp_path / "none", "report_progress('stepping')\ntime.sleep(60)", startup_s=50.0)
+    assert code == 75 and "while stepping" in said
+    assert not overdue(seconds, 5)
+
+
+def test_a_wall_clock_that_jumps_ends_nothing(tmp_path: Path) -> None:
+    jumps = "real = time.time\ntime.time = lambda: real() + 3600 * (1 if time.monotonic() % 0.2 < 0.1 else -1)\n"
+    body = jumps + "for _ in range(6): report_progress('sampling'); time.sleep(limit_s / 4)"
+    code, said, _ = run(tmp_path / "none", body, limit_s=PATIENT_S)
+    assert (code, said) == (0, "")
+
+
+def test_progress_without_a_watchdog_does_nothing() -> None:
+    code = "from common.watchdog import report_progress; report_progress('testing')"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize("entry", ["sampler", "trainer"])
+def test_sigusr1_shows_the_stacks_and_the_process_goes_on(entry: str) -> None:
+    code = (
+        "import sys; from common import exits\n"
+        "def samples_for_ever():\n    print('up', flush=True); sys.stdin.readline()\n"
+        f"exits.leave(exits.run({entry!r}, samples_for_ever))"
+    )
+    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")} | {"text": True}
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipes)
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGUSR1)
+    _, said = process.communicate("\n", timeout=limit(20))
+    assert process.returncode == 0
+    assert "samples_for_ever" in said
+
+
+# ---- the trainer's wait for groups, under a watchdog of the same length --------------------------------------
+
+
+def test_a_wait_with_a_deadline_of_its_own_is_not_ended_by_the_watchdog(tmp_path: Path) -> None:
+    body = """
+with make_inbox(make_config(Path(tempfile.mkdtemp()), channel={"stall_timeout_s": 2 * limit_s})) as inbox:
+    inbox.commit(0, published(0))
+    report_progress("training")
+    try:
+        inbox.take([0])
+    except Retryable as error:
+        print(str(error).split(";")[0], file=sys.stderr)
+"""
+    # the wait looks twice a second and is twice as long as the watchdog's limit: each look must count
+    code, said, _ = run(tmp_path / "none", body.strip(), limit_s=PATIENT_S)
+    assert code == 0, said
+    assert re.fullmatch(r"waited \d+ s for groups 0…0 \(have 0 of 1\)", said.splitlines()[-1])
+
+
+# ---- a sampler that beats and does not work ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
+    yield from hurried_config(monkeypatch)
+
+
+def test_a_sampler_that_beats_without_progress_is_sent_away_and_its_work_goes_to_another(config: Config) -> None:
+    said: list[str] = []
+    (config.run.output_dir / "logs").mkdir(parents=True)
+    (config.run.output_dir / "logs" / "sampler.log").write_text("vllm: step 4711\n")
+    long_wait = changed(config, channel={"stall_timeout_s": limit(0.3)})
+    with make_inbox(long_wait, say=said.append) as inbox:
+        with FakeSampler(config, "stuck", make=lambda g, v: make_group(60, v)) as stuck:
+            inbox.commit(0, published(0))
+            until(lambda: stuck.ended)
+            assert stuck.ended.exit_code == 75  # its supervisor starts it again
+            assert re.search(r"its work has not moved for \d+ s \(phase: sampling\)", str(stuck.ended))
+        inbox.config = inbox.thread.config = config  # the one that works is given time
+        with FakeSampler(config, "s0"):
+            assert train(inbox, 5) == list(range(10))
+    [line] = [line for line in said if "sent away" in line]
+    assert "its 4 unfinished groups are reassigned" in line and "vllm: step 4711" in line
+
+
+def test_a_sampler_whose_progress_grows_or_that_has_nothing_to_do_is_left_alone(config: Config) -> None:
+    said: list[str] = []
+
+    class Slow(FakeSampler):
+        def work(self) -> None:  # one group of the batch, and then only steps of the engine
+            if not self.produced:
+                super().work()
+            self.link.beat("sampling", int(time.monotonic() * 10), 0, {}, now=False)
+
+    stall_s = max(PATIENT_S, limit(0.3))
+    with make_inbox(
+        changed(config, channel={"stall_timeout_s": stall_s, "lost_after_s": stall_s}), say=said.append
+    ) as inbox:
+        with FakeSampler(config, "s0") as idle:
+            inbox.commit(0, published(0))
+            until(lambda: len(inbox.state.ledger.held) == 4)
+            time.sleep(1.5 * stall_s)  # the trainer trains; there is nothing to do
+            assert not idle.ended
+        with Slow(config, "s1", make=lambda g, v: make_group(60, v)) as slow:
+            inbox.commit(4, published(2))
+            until(lambda: slow.produced)
+            time.sleep(1.5 * stall_s)
+            assert not slow.ended
+    assert not [line for line in said if "sent away" in line]
+
+
+# ---- a deferred interrupt ---------------------------------------------------------------------------------------
+
+
+DEFERS = """
+import os, signal, sys, time
+from common import exits
+from common.errors import Interrupted
+def main():
+    exits.defer_interrupts(decides={decides}, note="stopping after this step")
+    {body}
+exits.leave(exits.run("trainer", main))
+"""
+SIGINT, SIGTERM = "os.kill(os.getpid(), signal.SIGINT)", "os.kill(os.getpid(), signal.SIGTERM)"
+
+
+@pytest.mark.parametrize(
+    ("decides", "body", "code"),
+    [
+        (True, f"{SIGINT}; assert exits.interrupted()", 0),
+        (True, f"{SIGTERM}; assert exits.interrupted()", 0),
+        (True, f"{SIGINT}; {SIGTERM}; assert exits.interrupted()", 0),  # DeepSpeed's launcher adds the SIGTERM
+        (True, f"{SIGINT}; time.sleep(1.1); {SIGINT}; time.sleep(9)", 130),
+        (True, f"{SIGTERM}; time.sleep(1.1); {SIGTERM}; time.sleep(9)", 130),
+        (True, f"{SIGINT}; raise Interrupted", 130),
+        (False, f"{SIGINT}; time.sleep(1.1); {SIGINT}", 0),  # rank 0 decides
+        (False, f"{SIGINT}; {SIGTERM}", 0),
+        (False, f"{SIGTERM}; time.sleep(9)", 130),  # the launcher takes down the rest
+        (False, f"{SIGINT}; time.sleep(1.1); {SIGTERM}; time.sleep(9)", 130),
+        (True, "assert not exits.interrupted()", 0),
+    ],
+)
+def test_the_first_interrupt_waits_for_the_step_and_another_one_does_not(decides: bool, body: str, code: int) -> None:
+    text = DEFERS.format(decides=decides, body=body)
+    done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, timeout=limit(30))
+    assert done.returncode == code, done.stderr
+    assert ("stopping after this step" in done.stderr) == (decides and "kill" in body)
+
+
+def test_an_interrupt_ends_the_wait_for_groups_at_once(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeSampler(config, make=lambda g, v: make_group(60, v)) as sampler:
+        with pytest.raises(Interrupted), make_inbox(config) as inbox:
+            inbox.commit(0, published(0))
+            until(lambda: sampler.link.credit)
+            monkeypatch.setattr("trainer.link.inbox.interrupted", lambda: True)
+            inbox.take([0])
+        until(lambda: sampler.ended)
+        assert sampler.ended.exit_code == 130
+
+
+def test_what_is_already_here_is_taken_although_somebody_asked_for_the_end(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_inbox(config) as inbox, FakeSampler(config):
+        inbox.commit(0, published(0))
+        until(lambda: len(inbox.state.ledger.held) == 4)
+        monkeypatch.setattr("trainer.link.inbox.interrupted", lambda: True)
+        assert [group.group_id for group in inbox.take([0, 1])] == [0, 1]
+
+
+def test_last_lines_are_the_last_lines_that_are_not_empty(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert last_lines(log) == ""
+    log.write_text("one\n\ntwo\n\n" + os.linesep)
+    assert last_lines(log, count=1) == f" Last lines of {log}:\n  two"

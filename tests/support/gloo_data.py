@@ -1,0 +1,202 @@
+"""The hand-made groups and settings of the gloo tests: the same on every rank and in the test's own process."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common.config import Config
+from common.types import Group, Tombstone
+from tests.support.tiny import VOCAB_SIZE, in_turns, random_group
+
+OWN = Path(__file__).with_name("own_functions.py")
+STAGES = (0, 1, 2, 3)
+TURN_STAGES = (1, 3)  # of rollouts of several turns
+BETA = 0.04
+GROUPS_PER_STEP = 4
+NUM_GENERATIONS = 3
+TEMPERATURE = 0.9
+NUM_STEPS = 3
+TRAINER = {
+    "dist_backend": "gloo",
+    "max_steps": NUM_STEPS,
+    "prompts_per_step": GROUPS_PER_STEP,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 1,
+    "weight_decay": 0.1,
+    "max_grad_norm": 4.1,  # between the norms of the three steps: the first and the last are clipped
+    "save_steps": 1,
+    "logprob_chunk_size": 16,  # smaller than a micro-batch, so that chunks are recomputed
+}
+REWARDS = ([1.0, 0.0, 0.5], [0.0, 2.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 3.0])
+DEAD = [0.1] * NUM_GENERATIONS
+NAN = [math.nan, 1.0, 0.0]
+Item = Group | Tombstone
+Stream = Callable[[int], Item]
+
+
+# PPO with a critic: what every layout trains, and what the plain loop computes a second time
+GAE: dict[str, Any] = {
+    "algorithm": {"adv_estimator": "gae", "kl_in_reward": True, "gamma": 0.95, "lam": 0.9},
+    "critic": {"path": "critic", "learning_rate": 2e-3, "cliprange_value": 0.01},
+}
+# GROUP PPO, with a threshold that cuts some of these completions and moves between steps
+GROUP_PARAMS = {"group_variance_threshold": 0.7, "group_max_size": 5, "group_epsilon": 1e-12, "threshold_lr": 0.5}
+GROUP_PPO = GAE | {"algorithm": GAE["algorithm"] | {"adv_estimator": "group_ppo", "group_params": GROUP_PARAMS}}
+# of a bfloat16 model: ZeRO stage and the dtype in which the gradients of 1, 4 or 16 micro-batches add up
+SUMS = ((1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"))
+MICRO_BATCHES = (1, 4, 16)
+CONSTANT_RATE = {"lr_scheduler_type": "constant", "warmup_steps": 0}
+# reference.on trainer at a ZeRO stage, each with another packing, larger micro-batches included
+REFERENCES: dict[int, dict[str, Any]] = {
+    0: {"trainer": {"packing": "flat"}},
+    1: {"trainer": {"packing": "shared", "groups_per_micro_batch": 2}},
+    2: {"trainer": {"packing": "off"}},
+    3: {"trainer": {"packing": "shared"}},
+}
+REFERENCE_TWICE = {
+    "algorithm": {"num_iterations": 2, "steps_per_generation": 2},
+    "trainer": CONSTANT_RATE | {"max_steps": 4},
+}
+# settings of one more step each, by name: what differs from the others
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dapo": {"algorithm": {"loss_type": "dapo"}},
+    "dr_grpo": {"algorithm": {"loss_type": "dr_grpo"}},
+    "cispo": {"algorithm": {"loss_type": "cispo", "epsilon_high": 1.5}},
+    "sequence": {
+        "algorithm": {"importance_sampling_level": "sequence", "delta": 1.3, "kl_estimator": "k2", "loss_type": "bnpo"}
+    },
+    "batch_scale": {"algorithm": {"scale_rewards": "batch"}},
+    "whitened": {"algorithm": {"adv_estimator": "reinforce_plus_plus", "kl_in_reward": True}},
+    "entropy": {"algorithm": {"entropy_coef": 0.5}},
+    "own": {"algorithm": {"adv_estimator": f"{OWN}:above_the_mean", "loss": f"{OWN}:clipped"}},
+    "twice": {"algorithm": {"num_iterations": 2}, "trainer": CONSTANT_RATE | {"max_steps": 4}},
+    "corrected": {
+        "algorithm": {
+            "num_iterations": 2,
+            "vllm_importance_sampling_mode": "token_mask",
+            "vllm_importance_sampling_clip_max": 1.5,
+        },
+        "trainer": CONSTANT_RATE | {"max_steps": 4},
+    },
+    "adaptive": {"algorithm": {"kl_in_reward": True, "kl_controller": "adaptive", "kl_target": 0.5, "kl_horizon": 100}},
+    # batches of rollouts of eight groups: two mini-batches of four
+    "in_order": {"algorithm": {"steps_per_generation": 2}, "trainer": CONSTANT_RATE | {"max_steps": 4}},
+    "in_order_twice": {
+        "algorithm": {"steps_per_generation": 2, "num_iterations": 2, "loss_type": "dapo", "scale_rewards": "batch"},
+        "trainer": CONSTANT_RATE | {"max_steps": 4},
+    },
+    "shuffled": {
+        "algorithm": {
+            "steps_per_generation": 2,
+            "num_iterations": 2,
+            "shuffle_mini_batches": True,
+            "vllm_importance_sampling_mode": "token_mask",
+            "vllm_importance_sampling_clip_max": 1.5,
+        },
+        "trainer": CONSTANT_RATE | {"max_steps": 4},
+    },
+    "critic_shuffled": {
+        "algorithm": {**GAE["algorithm"], "steps_per_generation": 2, "num_iterations": 2, "shuffle_mini_batches": True},
+        "critic": GAE["critic"],
+        "trainer": CONSTANT_RATE | {"max_steps": 4},
+    },
+    "recomputed": {"model": {"gradient_checkpointing": True}, "trainer": {"groups_per_micro_batch": 2}},
+    "recomputed3": {
+        "model": {"gradient_checkpointing": True},
+        "trainer": {"groups_per_micro_batch": 2},
+        "deepspeed": {"zero_optimization": {"stage": 3}},
+    },
+}
+
+
+def group_ppo(**params: Any) -> dict[str, dict[str, Any]]:
+    """GROUP_PPO with other group_params."""
+    return GROUP_PPO | {"algorithm": GROUP_PPO["algorithm"] | {"group_params": params}}
+
+
+def settings(folder: Path, name: str, stage: int, **sections: dict[str, Any]) -> Config:
+    """The common settings, with the given ones over them, section by section."""
+    common = {
+        "run": {"output_dir": folder / name},
+        "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "reference": {},
+        "lora": {},
+        "data": {"train": "unused.jsonl"},
+        "sampler": {"num_generations": NUM_GENERATIONS, "temperature": TEMPERATURE, "max_completion_length": 12},
+        "algorithm": {"beta": BETA},
+        "critic": {},
+        "eval": {},
+        "trainer": TRAINER,
+        "channel": {},
+        "weights": {"dir": folder / name / "weights"},
+        "deepspeed": {"zero_optimization": {"stage": stage}},
+    }
+    chosen = {key: value | sections.get(key, {}) for key, value in common.items()}
+    if "path" in chosen["critic"]:
+        chosen["critic"] |= {"path": str(folder / chosen["critic"]["path"])}
+    return Config.model_validate(chosen)
+
+
+def group(group_id: int, beta: float = BETA) -> Group:
+    """Group `group_id` of the run."""
+    return random_group(group_id, VOCAB_SIZE, REWARDS[group_id % len(REWARDS)], beta=beta)
+
+
+def turns(group_id: int) -> Group:
+    """The same tokens in several turns."""
+    return in_turns(group(group_id))
+
+
+def uneven(group_id: int) -> Item:
+    """Without KL, only the first group has work; all others are dead or tombstones, so of 2 ranks one has nothing."""
+    if group_id == 3:
+        return Tombstone(group_id, 0, "reward timed out")
+    return random_group(group_id, VOCAB_SIZE, DEAD if group_id else REWARDS[group_id])
+
+
+def dead(group_id: int) -> Item:
+    return random_group(group_id, VOCAB_SIZE, DEAD)
+
+
+def half_dead(group_id: int) -> Item:
+    """Odd groups are dead."""
+    return random_group(group_id, VOCAB_SIZE, DEAD, beta=BETA) if group_id % 2 else group(group_id)
+
+
+def poisoned(group_id: int) -> Item:
+    """The first step has a NaN reward, and so NaN advantages, in one group; with two ranks it falls to one of them."""
+    if group_id == 1:
+        return random_group(group_id, VOCAB_SIZE, NAN, beta=BETA)
+    return group(group_id if group_id < GROUPS_PER_STEP else group_id - GROUPS_PER_STEP)
+
+
+def infinite_loss(group_id: int) -> Item:
+    """As `poisoned`, but by a reference log-prob of −inf: the loss is infinite and every gradient finite."""
+    good = poisoned(group_id if group_id >= GROUPS_PER_STEP else group_id + GROUPS_PER_STEP)
+    assert isinstance(good, Group)
+    if group_id != 1:
+        return good
+    first = good.rollouts[0]
+    refs = first.ref_logprobs.copy()
+    refs[0] = -math.inf
+    return dataclasses.replace(good, rollouts=(dataclasses.replace(first, ref_logprobs=refs), *good.rollouts[1:]))
+
+
+def enormous(group_id: int) -> Item:
+    """As `poisoned`, but by a reward whose square float32 cannot hold: the critic's loss is infinite, no other."""
+    good = poisoned(group_id if group_id >= GROUPS_PER_STEP else group_id + GROUPS_PER_STEP)
+    assert isinstance(good, Group)
+    if group_id != 1:
+        return good
+    first = dataclasses.replace(good.rollouts[0], reward=1e30)
+    return dataclasses.replace(good, rollouts=(first, *good.rollouts[1:]))
+
+
+def batch(step: int) -> list[Group]:
+    """The groups of the run's step: 0, 1, …"""
+    return [group(g) for g in range(step * GROUPS_PER_STEP, (step + 1) * GROUPS_PER_STEP)]

@@ -1,0 +1,29 @@
+"""`launch.sh run --hosts` from a recording:  python -m tests.support.hosts_worker CONFIG HOSTFILE [key=value …]
+
+As launcher.run starts it, without what needs a sampler, in whose place a process sleeps.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from common.config import load
+from common.run_folder import FINAL
+from launcher.hosts import HostCommands, placement_over, read_hosts
+from launcher.processes import Child
+from launcher.supervisor import Rules, Supervisor
+
+
+def main(path: Path, hostfile: Path, overrides: list[str]) -> int:
+    config, hosts = load(path, overrides), read_hosts(hostfile)
+    commands = HostCommands(path, overrides, config, placement_over(hosts, config), hosts)
+    folder = config.run.output_dir
+    idle = Child("sampler", ("sleep", "1000"), {}, folder / "logs" / "sampler.log")
+    finished = (folder / FINAL).is_dir
+    rules = Rules(commands.restart_trainer, commands.steps, finished, grace_s=5.0)
+    return Supervisor([idle], commands.trainer(), rules).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))

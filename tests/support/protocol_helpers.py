@@ -1,0 +1,178 @@
+"""Around the real protocol: a config, groups, an Inbox with its Ledger, and a sampler that fakes only its engine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common import channel, wire
+from common.config import Config
+from common.errors import PeerEnded
+from common.group_limits import Limits
+from common.transport import Transport
+from common.types import EvalRequest, EvalResult, EvalSample, Group, Rollout
+from common.weights import Published
+from sampler import link as link_module
+from sampler.link import Link
+from tests.support.speed import limit
+from trainer.link.inbox import Inbox
+from trainer.link.ledger import Ledger
+
+LIMITS = Limits(
+    vocab_size=100,
+    num_generations=2,
+    max_prompt_length=8,
+    max_completion_length=8,
+    needs_ref_logprobs=False,
+    reward_funcs=("answer",),
+)
+HELLO = wire.Hello(1, "data", "tokenizer", 100, 10)
+
+
+def make_config(folder: Path, **sections: dict[str, Any]) -> Config:
+    """Two groups a step, window 4, lost after 2 s of the reference machine, a socket in `folder`."""
+    settings: dict[str, dict[str, Any]] = {
+        "run": {"output_dir": folder / "run"},
+        "model": {"path": "model"},
+        "data": {"train": "train.jsonl"},
+        "rewards": {"reward_funcs": ["answer"]},
+        "sampler": {"num_generations": 2},
+        "trainer": {"prompts_per_step": 2, "max_staleness": 1, "max_steps": 50},
+        "channel": {"endpoint": f"ipc://{folder}/inbox", "lost_after_s": limit(2), "stall_timeout_s": limit(20)},
+    }
+    for name, section in sections.items():
+        settings[name] = settings.get(name, {}) | section
+    return Config.model_validate(settings)
+
+
+def make_rollout(tokens: Sequence[int] = (3, 4), **changes: Any) -> Rollout:
+    values: dict[str, Any] = {
+        "completion_ids": np.array(tokens, np.int32),
+        "old_logprobs": np.full(len(tokens), -0.5, np.float32),
+        "ref_logprobs": None,
+        "rewards": {"answer": 1.0},
+        "reward": 1.0,
+        "finish_reason": "stop",
+    }
+    return Rollout(**values | changes)
+
+
+def of_two_turns(**changes: Any) -> Rollout:
+    """It calls with 3 4, observes 60 61, and answers 5."""
+    old = np.array([-0.5, -0.5, 0, 0, -0.5], np.float32)
+    values: dict[str, Any] = {"old_logprobs": old, "observed": ((2, 4),), "turns": 2, "tool_calls": 1}
+    return make_rollout((3, 4, 60, 61, 5), **values | {"environment_s": 0.25} | changes)
+
+
+def make_group(group_id: int, version: int = 0, *rollouts: Rollout) -> Group:
+    return Group(
+        group_id, version, group_id, np.array([1, 2], np.int32), rollouts or (make_rollout(), make_rollout((5,)))
+    )
+
+
+def make_eval_result(request: EvalRequest, version: int, **changes: Any) -> EvalResult:
+    samples = tuple(EvalSample(i, f"text {i}", {"answer": 1.0}, 3, "stop") for i in request.problem_indexes)
+    return dataclasses.replace(EvalResult(request.eval_id, request.chunk, version, samples), **changes)
+
+
+def published(version: int) -> Published:
+    return Published(version, f"/weights/{version}", "0" * 64)
+
+
+def hurry(monkeypatch: pytest.MonkeyPatch, beat_s: float = 0.02) -> None:
+    """Beats and resends many times a second, so that a test of a lost message takes no seconds."""
+    monkeypatch.setattr(channel, "BEAT_S", beat_s)
+    monkeypatch.setattr(link_module, "_RESEND_AFTER_S", 2 * beat_s)
+
+
+def hurried_config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
+    """For a fixture."""
+    hurry(monkeypatch)
+    with short_folder() as folder:
+        yield make_config(folder)
+
+
+@contextlib.contextmanager
+def short_folder() -> Iterator[Path]:
+    """A temporary folder whose name leaves room for a socket's."""
+    with tempfile.TemporaryDirectory(prefix="tandem-test-") as folder:
+        yield Path(folder)
+
+
+def make_inbox(
+    config: Config,
+    total: int = 100,
+    incarnation: str = "start-1",
+    say: Callable[[str], None] = print,
+    transport: Transport | None = None,
+) -> Inbox:
+    return Inbox(config, "run", incarnation, LIMITS, Ledger(total, config.window), say, transport)
+
+
+class FakeSampler(threading.Thread):
+    """The sampling loop around a real Link: `make(group_id, version)` is the engine, `order` the order of sending."""
+
+    def __init__(
+        self,
+        config: Config,
+        name: str = "s0",
+        make: Callable[[int, int], Any] = make_group,
+        order: Callable[[list[int]], list[int]] = sorted,
+        link_class: type[Link] = Link,
+        hello: wire.Hello = HELLO,
+        transport: Transport | None = None,
+    ):
+        super().__init__(daemon=True)
+        self.link = link_class(config, name, hello, transport)
+        self.make, self.order = make, order
+        self.stopped = threading.Event()
+        self.goodbye: tuple[str, int] | None = None  # said at the end
+        self.ended: PeerEnded | None = None
+        self.make_eval: Callable[[EvalRequest, int], EvalResult] = make_eval_result
+        self.produced: list[int] = []
+        self.stats = {"total/generate_s": 1.0}
+        self.num_trainers = 0
+
+    def run(self) -> None:
+        try:
+            while not self.stopped.is_set():
+                self.num_trainers += self.link.receive(0.02)
+                self.work()
+                self.link.beat("sampling", 0, 0, self.stats, now=False)
+            if self.goodbye:
+                self.link.say_goodbye(*self.goodbye)
+        except PeerEnded as ended:
+            self.ended = ended
+        finally:
+            self.link.close()
+
+    def work(self) -> None:
+        credit = self.link.credit
+        if credit is None:
+            return
+        for group_id in self.order([g for g in credit.lease if not self.link.has_result(g)]):
+            self.produced.append(group_id)
+            self.link.send_result(self.make(group_id, credit.version))
+        for request in credit.evals:
+            self.link.send_eval(self.make_eval(request, credit.version))
+
+    def leave(self, reason: str, exit_code: int) -> None:
+        self.goodbye = reason, exit_code
+        self.stopped.set()
+
+    def __enter__(self) -> FakeSampler:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stopped.set()
+        self.join(timeout=limit(5))
+        assert not self.is_alive(), "the fake sampler does not end"

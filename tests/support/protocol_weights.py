@@ -1,0 +1,32 @@
+"""Published weights that are one number, another one for every version and every life of the trainer."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from common import weights
+from common.failpoints import failpoint
+from common.weights import Canary, Manifest, Published
+from tests.support.protocol_helpers import LIMITS
+
+
+def number(incarnation: str, version: int) -> int:
+    return zlib.crc32(f"{incarnation} {version}".encode()) % LIMITS.vocab_size
+
+
+def publish(folder: Path, version: int, incarnation: str) -> Published:
+    temporary = weights.temporary_dir(folder, version, incarnation)
+    temporary.mkdir()
+    shard = weights.shard_name(0, 1)
+    save_file({"number": np.array([number(incarnation, version)])}, temporary / shard)
+    failpoint("weights.shard")
+    infos = weights.tensor_infos(temporary / shard)
+    files = {shard: weights.file_info(temporary / shard)}
+    manifest = Manifest(
+        "run", incarnation, version, False, files, infos, Canary(1, [], []), dict.fromkeys(infos, "0" * 32)
+    )
+    return weights.commit(temporary, weights.version_dir(folder, version, incarnation), manifest)

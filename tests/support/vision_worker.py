@@ -1,0 +1,125 @@
+"""What a rank of test_vision_ranks.py does: one step of every case, on groups of which few have images.
+
+One start runs every case, because a start costs more than all of them. The trainer and its engine are the real ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.types import Group
+from model.images import image_format
+from tests.support.gloo_data import CONSTANT_RATE, DEAD, GAE, REWARDS, Item, Stream, settings
+from tests.support.gloo_worker import Worker, stage_0_parameters
+from tests.support.tiny import random_group
+from tests.support.tiny_vision import WORDS, image_prompt, random_image
+
+HANGS_AFTER_S = 400
+VISION = {"image_key": "image"}
+GROUPS = 4  # of a step
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step. with_images: ids of the groups that have some; alive: of those that train."""
+
+    name: str
+    stage: int
+    with_images: tuple[int, ...] = (2,)
+    alive: tuple[int, ...] = (0, 1, 2, 3)
+    sections: dict[str, Any] = field(default_factory=dict)
+
+
+FROZEN = {"model": {"freeze_vision_tower": True}}
+CRITIC = {"algorithm": GAE["algorithm"] | {"kl_in_reward": False}, "critic": {"learning_rate": 2e-3}}
+LORA = {"lora": {"r": 4}}
+CASES = (
+    *(Case("mixed", stage) for stage in (0, 1, 2, 3)),
+    *(Case("frozen", stage, sections=FROZEN) for stage in (0, 1, 2, 3)),
+    *(Case("idle", stage, (2,), (2,)) for stage in (1, 3)),  # the other rank has nothing to train
+    *(Case("text", stage, ()) for stage in (1, 3)),
+    *(Case("critic", stage, sections=CRITIC) for stage in (1, 3)),
+    *(Case("lora", stage, sections=LORA) for stage in (1, 3)),
+    Case("recomputed", 3, sections={"model": {"gradient_checkpointing": True}, "trainer": {"packing": "flat"}}),
+)
+OTHER_FAMILIES = (Case("mixed", 1), Case("mixed", 3))  # what a family decides is in the model, not in the engine
+
+
+def cases_of(family: str) -> tuple[Case, ...]:
+    return CASES if family == "qwen2_5_vl" else OTHER_FAMILIES
+
+
+def stream(folder: Path, case: Case) -> Stream:
+    """Image tokens among the words: a group that has images has none too few and none too many."""
+    form = image_format(str(folder / "model"))
+
+    def at(group_id: int) -> Item:
+        rewards = REWARDS[group_id % len(REWARDS)] if group_id in case.alive else DEAD
+        made = random_group(group_id, WORDS, rewards)
+        assert isinstance(made, Group)
+        if group_id not in case.with_images:
+            return made
+        rng = np.random.default_rng(group_id)
+        images = (random_image(rng, form, 2, 3), random_image(rng, form, 1, 2))
+        return dataclasses.replace(
+            made, prompt_ids=np.array(image_prompt(rng, images, form, 4), np.int32), images=images
+        )
+
+    return at
+
+
+class VisionWorker(Worker):
+    def step(self, case: Case) -> None:
+        sections = {"algorithm": {}, "data": {}, "trainer": {}, "model": {}} | case.sections
+        trainer = CONSTANT_RATE | {"prompts_per_step": GROUPS, "max_grad_norm": 1e9} | sections["trainer"]
+        config = settings(
+            self.folder,
+            f"{case.name}{case.stage}",
+            case.stage,
+            **sections | {"trainer": trainer, "data": VISION, "algorithm": {"beta": 0.0} | sections["algorithm"]},
+        )
+        trained = self.trainer(config, stream(self.folder, case))
+        before = {name: t.clone() for name, t in trained.engine.full_parameters(lambda _: True)}
+        trained.train_batch()
+        after = dict(trained.engine.full_parameters(lambda _: True))
+        self.write(f"{case.name}{case.stage}/gradient", gradients(trained.engine))
+        if trained.critic:
+            self.write(f"{case.name}{case.stage}/value_gradient", gradients(trained.critic))
+        self.seen[f"{case.name}{case.stage}"] = {
+            "steps": trained.results,
+            "moved": sorted(name for name in before if not before[name].equal(after[name])),
+            "with_gradient": sorted(n for n, p in trained.engine.model.named_parameters() if p.requires_grad),
+        }
+
+
+def gradients(engine: Any) -> dict[str, Any]:
+    """(1 − beta1) · gradient of what is trained."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    if engine.stage == 0:
+        state = engine.ds.basic_optimizer.state
+        named = stage_0_parameters(engine).items()
+        return {name: state[p]["exp_avg"] for name, p in named if p in state}
+    if engine.stage in (1, 2):
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    named = engine.model.named_parameters()
+    return {name: safe_get_full_optimizer_state(p, "exp_avg") for name, p in named if p.requires_grad}
+
+
+def work(folder: Path) -> int:
+    faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)  # a deadlock ends with every rank's stack
+    worker = VisionWorker(folder)
+    for case in cases_of(json.loads((folder / "model" / "config.json").read_text())["model_type"]):
+        if worker.exchange.world_size > 1 or case.stage == 1 or case.name in ("mixed", "recomputed"):
+            worker.step(case)
+    (folder / f"rank{worker.exchange.rank}.json").write_text(json.dumps(worker.seen))
+    worker.exchange.barrier()
+    return 0

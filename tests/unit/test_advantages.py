@@ -1,0 +1,258 @@
+"""Advantages against numbers worked out on paper and against the plain-loop oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.config import Config
+from common.errors import UserError
+from common.types import Group, Tombstone
+from tests.support import oracle
+from tests.support.configs import config_of
+from tests.support.tiny import random_group
+from trainer.algorithm.advantages import (
+    AdvantageSettings,
+    RewardSettings,
+    group_advantages,
+    is_dead,
+    moves,
+    normalized_sum,
+    shaped_rewards,
+    soft_overlong_punishment,
+    step_advantages,
+    whiten,
+)
+
+rewards_lists = st.lists(st.floats(-10, 10), min_size=2, max_size=16)
+
+
+def settings(longest: int = 12, rewards: dict[str, Any] | None = None, **algorithm: Any) -> Config:
+    rewards = rewards or {"reward_funcs": ["answer"]}
+    return config_of(sampler={"max_completion_length": longest}, rewards=rewards, algorithm=algorithm)
+
+
+def test_two_right_of_four_are_0_866_above_the_mean() -> None:
+    # mean 1/2, squares 4 · 1/4 = 1, std = sqrt(1/3) = 0.57735
+    expected = 0.5 / (math.sqrt(1 / 3) + 1e-4)
+    advantages = group_advantages(np.array([1.0, 0.0, 0.0, 1.0]), "group")
+    assert advantages.tolist() == pytest.approx([expected, -expected, -expected, expected], abs=1e-15)
+    assert round(expected, 3) == 0.866
+
+
+def test_without_scaling_only_the_mean_is_subtracted() -> None:
+    assert group_advantages(np.array([1.0, 0.0, 0.0, 1.0]), "none").tolist() == [0.5, -0.5, -0.5, 0.5]
+
+
+def test_one_right_of_four_pays_it_three_times_what_a_wrong_one_loses() -> None:
+    # mean 1/4, squares 9/16 + 3/16 = 3/4, std = 1/2
+    advantages = group_advantages(np.array([1.0, 0.0, 0.0, 0.0]), "group")
+    assert advantages.tolist() == pytest.approx([0.75 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001])
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -2.5, 1e6])
+def test_equal_rewards_are_a_dead_group_with_advantage_zero(value: float) -> None:
+    rewards = np.full(8, value)
+    assert is_dead(rewards)
+    assert group_advantages(rewards, "group").tolist() == [0.0] * 8
+
+
+def test_eight_rewards_of_a_tenth_from_float32_are_dead_although_their_float32_std_is_not_zero() -> None:
+    rewards = torch.full((8,), 0.1)
+    assert rewards.std() > 0  # what a test by standard deviation would see
+    assert is_dead(rewards.double().numpy())
+    assert group_advantages(rewards.double().numpy(), "group").tolist() == [0.0] * 8
+
+
+def test_sums_of_the_same_parts_in_another_order_are_dead() -> None:
+    rewards = np.array([0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1])
+    assert rewards[0] != rewards[1]
+    assert is_dead(rewards)
+    assert group_advantages(rewards, "group").tolist() == [0.0, 0.0]
+
+
+def test_a_small_but_real_difference_is_not_dead() -> None:
+    # mean 5e-4, std = 1e-3 / sqrt(2)
+    advantages = group_advantages(np.array([0.0, 1e-3]), "group")
+    expected = 5e-4 / (1e-3 / math.sqrt(2) + 1e-4)
+    assert advantages.tolist() == pytest.approx([-expected, expected])
+
+
+@given(rewards_lists, st.sampled_from(["group", "none"]))
+def test_advantages_equal_the_oracle(rewards: list[float], scale: str) -> None:
+    advantages = group_advantages(np.array(rewards), scale)
+    assert advantages.tolist() == pytest.approx(oracle.group_advantages(rewards, scale), rel=1e-9, abs=1e-9)
+
+
+@given(rewards_lists, st.randoms(use_true_random=False))
+def test_advantages_move_with_their_completions(rewards: list[float], random) -> None:
+    order = list(range(len(rewards)))
+    random.shuffle(order)
+    straight = group_advantages(np.array(rewards), "group")
+    shuffled = group_advantages(np.array([rewards[i] for i in order]), "group")
+    assert shuffled == pytest.approx(straight[order], rel=1e-9, abs=1e-9)
+
+
+@given(rewards_lists)
+def test_advantages_of_a_group_sum_to_zero(rewards: list[float]) -> None:
+    assert group_advantages(np.array(rewards), "group").sum() == pytest.approx(0, abs=1e-6)
+
+
+ONE_OF_FOUR = np.array([1.0, 0.0, 0.0, 0.0])
+
+
+def test_rloo_subtracts_the_mean_of_the_others() -> None:
+    # the right one: 1 − 0; a wrong one: 0 − 1/3
+    found = group_advantages(ONE_OF_FOUR, "none", "rloo").tolist()
+    assert found == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
+
+
+def test_dr_grpo_and_the_baseline_form_of_reinforce_subtract_the_mean_only() -> None:
+    for name in ("dr_grpo", "reinforce_plus_plus_baseline"):
+        assert group_advantages(ONE_OF_FOUR, "none", name).tolist() == [0.75, -0.25, -0.25, -0.25]
+
+
+def test_reinforce_plus_plus_has_no_baseline_and_so_no_dead_groups() -> None:
+    assert group_advantages(np.ones(4), "none", "reinforce_plus_plus").tolist() == [1.0] * 4
+
+
+def test_the_deviation_of_the_step_is_over_all_its_rewards() -> None:
+    # rewards 1, 0 and 5, 3: mean 9/4, squares 25/16 + 81/16 + 121/16 + 9/16 = 59/4, std = sqrt(59/12)
+    groups = [random_group(0, 50, [1.0, 0.0]), random_group(1, 50, [5.0, 3.0])]
+    found = step_advantages(groups, AdvantageSettings.of(settings(scale_rewards="batch")))
+    std = math.sqrt(59 / 12) + 1e-4
+    assert found[0].tolist() == pytest.approx([0.5 / std, -0.5 / std])
+    assert found[1].tolist() == pytest.approx([1 / std, -1 / std])
+
+
+def test_whitening_counts_a_completion_as_often_as_it_is_told() -> None:
+    # 2 once and 0 three times: mean 1/2, squares 9/4 + 3/4 = 3, std = sqrt(3/3) = 1
+    found = whiten([np.array([2.0]), np.array([0.0])], [np.array([1.0]), np.array([3.0])])
+    assert np.concatenate(found).tolist() == pytest.approx([1.5 / 1.0001, -0.5 / 1.0001])
+
+
+def test_reinforce_plus_plus_is_whitened_over_tokens_and_whiten_advantages_over_completions() -> None:
+    group = random_group(4, 50, [2.0, 0.0])
+    lengths = [3, 1]
+    rollouts = tuple(
+        dataclasses.replace(r, completion_ids=np.arange(n, dtype=np.int32), old_logprobs=np.zeros(n, np.float32))
+        for r, n in zip(group.rollouts, lengths, strict=True)
+    )
+    group = dataclasses.replace(group, rollouts=rollouts)
+    # tokens 2, 2, 2, 0: mean 3/2, squares 3 · 1/4 + 9/4 = 3, std 1
+    by_token = step_advantages([group], AdvantageSettings.of(settings(adv_estimator="reinforce_plus_plus")))[4]
+    assert by_token.tolist() == pytest.approx([0.5 / 1.0001, -1.5 / 1.0001])
+    # completions 1 and −1 around 0: std sqrt(2)
+    by_completion = step_advantages(
+        [group], AdvantageSettings.of(settings(adv_estimator="dr_grpo", whiten_advantages=True))
+    )[4]
+    assert by_completion.tolist() == pytest.approx([1 / (math.sqrt(2) + 1e-4), -1 / (math.sqrt(2) + 1e-4)])
+
+
+def test_masked_completions_do_not_enter_the_whitening() -> None:
+    group = random_group(0, 50, [4.0, 2.0, 0.0])
+    cut = dataclasses.replace(group.rollouts[0], finish_reason="length")
+    group = dataclasses.replace(group, rollouts=(cut, *group.rollouts[1:]))
+    config = settings(adv_estimator="dr_grpo", whiten_advantages=True, mask_truncated_completions=True)
+    # advantages 2, 0, −2; of the two that train the mean is −1 and the std sqrt(2)
+    found = step_advantages([group], AdvantageSettings.of(config))[0]
+    assert found[1:].tolist() == pytest.approx([1 / (math.sqrt(2) + 1e-4), -1 / (math.sqrt(2) + 1e-4)])
+
+
+def test_normalised_per_function_a_large_scale_does_not_drown_a_small_one() -> None:
+    # each function alone: ±1/sqrt(2) of its own std, whatever its scale
+    unit = 0.5 / (math.sqrt(0.5) + 1e-4)
+    large = 50 / (math.sqrt(5000) + 1e-4)
+    found = normalized_sum([np.array([1.0, 0.0]), np.array([0.0, 100.0])], [1.0, 0.5])
+    assert found.tolist() == pytest.approx([unit - 0.5 * large, -unit + 0.5 * large])
+
+
+def test_a_function_that_does_not_apply_is_left_out_of_mean_std_and_sum() -> None:
+    found = normalized_sum([np.array([1.0, 0.0, math.nan]), np.array([7.0, 7.0, 7.0])], [1.0, 1.0])
+    unit = 0.5 / (math.sqrt(0.5) + 1e-4)
+    assert found.tolist() == pytest.approx([unit, -unit, 0.0])
+    assert normalized_sum([np.array([1.0, math.nan])], [1.0]).tolist() == [0.0, 0.0]  # one score is no group
+
+
+def test_functions_and_weights_come_from_the_rewards_section() -> None:
+    group = random_group(0, 50, [0.0, 0.0])
+    scores = [{"answer": 1.0, "format": 0.0}, {"answer": 0.0, "format": 10.0}]
+    rollouts = tuple(dataclasses.replace(r, rewards=s) for r, s in zip(group.rollouts, scores, strict=True))
+    rewards = {"reward_funcs": ["answer", "format"], "reward_weights": [1.0, 3.0]}
+    config = settings(rewards=rewards, multi_objective_aggregation="normalize_then_sum")
+    (found,) = step_advantages([dataclasses.replace(group, rollouts=rollouts)], AdvantageSettings.of(config)).values()
+    unit, ten = 0.5 / (math.sqrt(0.5) + 1e-4), 5 / (math.sqrt(50) + 1e-4)
+    assert found.tolist() == pytest.approx([unit - 3 * ten, -unit + 3 * ten])
+
+
+def test_the_soft_overlong_punishment_falls_evenly_to_minus_one() -> None:
+    # L_max = 10, cache 4: free up to 6, then −1/4 per token
+    found = soft_overlong_punishment(np.array([1, 6, 7, 8, 10, 12]), 10, 4)
+    assert found.tolist() == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+
+
+def test_rewards_are_shaped_by_kl_and_length() -> None:
+    group = random_group(0, 50, [1.0, 2.0], beta=0.5)
+    first = dataclasses.replace(
+        group.rollouts[0],
+        completion_ids=np.arange(4, dtype=np.int32),
+        old_logprobs=np.array([-1, -1, -2, -1], np.float32),
+        ref_logprobs=np.array([-2, -1, -1, -3], np.float32),  # Σ (old − ref) = 1 + 0 − 1 + 2 = 2
+    )
+    group = dataclasses.replace(group, rollouts=(first, group.rollouts[1]))
+    config = settings(longest=12, beta=0.5, kl_in_reward=True, soft_punish_cache=12)
+    assert shaped_rewards(group, RewardSettings.of(config))[0] == pytest.approx(1.0 - 0.5 * 2 - 4 / 12)
+    assert shaped_rewards(group, RewardSettings.of(settings(beta=0.5))).tolist() == [1.0, 2.0]
+
+
+def test_a_tombstone_has_no_advantages_and_nan_counts_as_moving() -> None:
+    assert (
+        step_advantages([Tombstone(0, 0, "reward timed out")], AdvantageSettings.of(settings(whiten_advantages=True)))
+        == {}
+    )
+    assert moves(np.array([math.nan, 0.0]))
+    assert not moves(np.array([1e-12, 0.0]))
+
+
+CHOICES: list[dict[str, Any]] = [
+    {},
+    {"scale_rewards": "batch"},
+    {"scale_rewards": "none"},
+    {"adv_estimator": "dr_grpo"},
+    {"adv_estimator": "rloo"},
+    {"adv_estimator": "rloo", "whiten_advantages": True},
+    {"whiten_advantages": True},
+    {"adv_estimator": "reinforce_plus_plus"},
+    {"adv_estimator": "reinforce_plus_plus_baseline"},
+]
+steps = st.lists(st.lists(st.integers(-3, 3).map(float), min_size=3, max_size=3), min_size=1, max_size=5)
+
+
+@given(steps, st.sampled_from(CHOICES), st.randoms(use_true_random=False))
+def test_every_estimator_equals_the_oracle_and_does_not_depend_on_the_order_of_groups(
+    rewards: list[list[float]], choice: dict[str, Any], random
+) -> None:
+    groups = [random_group(i, 50, r) for i, r in enumerate(rewards)]
+    config = settings(**choice)
+    found = step_advantages(groups, AdvantageSettings.of(config))
+    tokens = [[len(r.completion_ids) for r in g.rollouts] for g in groups]
+    a = config.algorithm
+    expected = oracle.step_advantages(rewards, tokens, a.adv_estimator, a.reward_scale, a.whiten_advantages)
+    for group in groups:
+        assert found[group.group_id].tolist() == pytest.approx(expected[group.group_id], rel=1e-9, abs=1e-9)
+    shuffled: list[Group | Tombstone] = random.sample(groups, len(groups))
+    again = step_advantages(shuffled, AdvantageSettings.of(config))
+    for group_id, advantages in found.items():
+        assert again[group_id] == pytest.approx(advantages, rel=1e-9, abs=1e-9)
+
+
+def test_an_unknown_estimator_is_an_error_and_never_another_one() -> None:
+    with pytest.raises(UserError, match="'dr_grpoo' is not built in"):
+        group_advantages(ONE_OF_FOUR, "none", "dr_grpoo")

@@ -1,0 +1,287 @@
+"""Shared-prompt attention against the same stock model run densely, one sequence at a time."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from common.errors import UserError
+from model import attention
+from model.attention import pad_index, unpad_index
+from model.logprobs import load_causal_lm, score_row
+from model.packing import Packing, Span, pack
+from tests.support.tiny import dense_logprobs, randomise_vectors
+
+VOCAB = 61
+# (prompt length, completion lengths): unequal, several in a row, a prompt of one token, a single completion
+SHAPES = [(5, (3, 1, 4)), (1, (2, 2)), (7, (6,)), (4, (1, 1, 1, 9))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> Iterator[None]:
+    attention.register()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make_model(family: str, **changes: Any) -> Any:
+    """A random stock model with two query heads to a key head."""
+    import transformers
+
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+    }
+    config = getattr(transformers, f"{family}Config")(**settings | changes)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    randomise_vectors(model)
+    return model
+
+
+def exact(model: Any) -> Any:
+    """The model in float64 all through: stock norms compute in float32 whatever they are given."""
+
+    def forward(self: Any, hidden: Tensor) -> Tensor:
+        return self.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.forward = types.MethodType(forward, module)
+    return model.double()
+
+
+def shared(model: Any) -> Any:
+    """The same weights, attending over packed rows."""
+    twin = copy.deepcopy(model)
+    twin.set_attn_implementation(attention.NAME)
+    return twin
+
+
+def random_groups() -> list[tuple[list[int], list[list[int]]]]:
+    rng = np.random.default_rng(0)
+    return [
+        (rng.integers(0, VOCAB, prompt).tolist(), [rng.integers(0, VOCAB, n).tolist() for n in lengths])
+        for prompt, lengths in SHAPES
+    ]
+
+
+def packed_logits(model: Any, groups: list[tuple[list[int], list[list[int]]]], packing: Packing = "shared") -> Tensor:
+    """Logits that predict each target, in the model's own precision: [N, V]."""
+    row = pack(groups, packing)
+    hidden = model.get_decoder()(
+        input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
+    ).last_hidden_state.flatten(0, 1)
+    return model.lm_head(hidden[row.source_index])
+
+
+def dense_logits(model: Any, groups: list[tuple[list[int], list[list[int]]]]) -> Tensor:
+    parts = []
+    for prompt, completions in groups:
+        for completion in completions:
+            logits = model(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0]
+            parts.append(logits[len(prompt) - 1 : -1])
+    return torch.cat(parts)
+
+
+def gradients(model: Any, scalar: Tensor) -> Tensor:
+    return torch.cat([g.flatten() for g in torch.autograd.grad(scalar, list(model.parameters()))])
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def test_pad_index_repeats_the_last_token_of_a_shorter_row() -> None:
+    assert pad_index((2, 1)).tolist() == [[0, 1], [2, 2]]
+    assert pad_index((1, 3, 2)).tolist() == [[0, 0, 0], [1, 2, 3], [4, 5, 5]]
+
+
+def test_unpad_index_finds_the_real_tokens() -> None:
+    assert unpad_index((2, 1)).tolist() == [0, 1, 2]
+    assert unpad_index((1, 2)).tolist() == [0, 2, 3]
+
+
+def test_unpadding_padded_rows_gives_the_tokens_back() -> None:
+    lengths = (3, 1, 2)
+    assert pad_index(lengths).flatten()[unpad_index(lengths)].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama"])
+@pytest.mark.parametrize("packing", ["shared", "flat", "off"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)], ids=["f64", "f32"])
+def test_logits_and_gradients_equal_one_dense_forward_per_sequence(
+    family: str, packing: Packing, checkpointing: bool, dtype: torch.dtype, tolerance: float
+) -> None:
+    dense = exact(make_model(family)) if dtype == torch.float64 else make_model(family)
+    packed = shared(dense)
+    if checkpointing:
+        packed.gradient_checkpointing_enable({"use_reentrant": False})
+    packed.train()
+    groups = random_groups()
+    found, expected = packed_logits(packed, groups, packing), dense_logits(dense, groups)
+    assert relative(found, expected) < tolerance
+    direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    gradient = gradients(packed, (found * direction).sum())
+    assert relative(gradient, gradients(dense, (expected * direction).sum())) < tolerance
+
+
+@pytest.mark.parametrize("heads", [2, 4], ids=["grouped", "plain"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)], ids=["f64", "f32"])
+def test_what_a_gpu_is_asked_for_instead_of_a_mask_gives_the_same_logits_and_gradients(
+    monkeypatch: pytest.MonkeyPatch, heads: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    monkeypatch.setattr(attention, "_has_flash_attention", lambda _: True)
+    monkeypatch.setattr(attention, "_mask", lambda *_: pytest.fail("a mask keeps flash attention away"))
+    dense = make_model("Qwen2", num_key_value_heads=heads)
+    dense = exact(dense) if dtype == torch.float64 else dense
+    packed, groups = shared(dense), random_groups()
+    found, expected = packed_logits(packed, groups), dense_logits(dense, groups)
+    assert relative(found, expected) < tolerance
+    direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    gradient = gradients(packed, (found * direction).sum())
+    assert relative(gradient, gradients(dense, (expected * direction).sum())) < tolerance
+
+
+def test_a_gpu_gets_no_mask_and_a_cpu_the_lower_right_triangle() -> None:
+    from torch.nn.attention.bias import CausalBias, CausalVariant
+
+    asked = attention._past(2, 5, torch.device("cuda"))
+    assert isinstance(asked, CausalBias) and asked.variant == CausalVariant.LOWER_RIGHT
+    assert (asked.seq_len_q, asked.seq_len_kv) == (2, 5)
+    assert attention._past(2, 5, torch.device("cpu")).tolist() == [[True] * 4 + [False], [True] * 5]
+
+
+@pytest.mark.parametrize("spans", [(Span(0, 3, (2, 1)),), ()], ids=["packed", "one sequence"])
+def test_attention_of_a_bfloat16_model_is_float32s_rounded_on_a_cpu_without_amx(
+    monkeypatch: pytest.MonkeyPatch, spans: tuple[Span, ...]
+) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 6, 8).bfloat16().requires_grad_() for heads in (4, 2, 2))
+    wide = [x.detach().float().requires_grad_() for x in (query, key, value)]
+    monkeypatch.setattr(attention, "_multiplies_tiles", lambda: False)
+    found, _ = attention._attention(torch.nn.Module(), query, key, value, None, spans=spans)
+    expected, _ = attention._attention(torch.nn.Module(), *wide, None, spans=spans)
+    assert found.dtype == torch.bfloat16
+    assert found.tolist() == expected.bfloat16().tolist()
+    found.backward(torch.ones_like(found))
+    expected.backward(torch.ones_like(expected))
+    for narrow, exact in zip((query, key, value), wide, strict=True):
+        # each rounded to 8 bits, and the prompt's a second time, where those of its completions are added
+        torch.testing.assert_close(narrow.grad.float(), exact.grad, rtol=2**-7, atol=2**-8)
+    monkeypatch.setattr(attention, "_multiplies_tiles", lambda: True)
+    by_torch, _ = attention._attention(torch.nn.Module(), query, key, value, None, spans=spans)
+    assert by_torch.flatten().tolist() == pytest.approx(expected.flatten().tolist(), abs=0.03)
+
+
+def test_cudnns_attention_which_plans_every_new_shape_is_switched_off() -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    attention.register()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_without_grouped_queries_the_logits_are_equal_too() -> None:
+    dense = exact(make_model("Qwen2", num_key_value_heads=4))
+    groups = random_groups()
+    assert relative(packed_logits(shared(dense), groups), dense_logits(dense, groups)) < 1e-9
+
+
+def test_scored_rows_equal_dense_log_probs_at_a_temperature() -> None:
+    dense = make_model("Qwen2")
+    groups = random_groups()
+    expected = torch.cat([dense_logprobs(dense, p, c, temperature=0.7) for p, cs in groups for c in cs])
+    found, _ = score_row(shared(dense), pack(groups), temperature=0.7, chunk_size=5)
+    assert (found - expected).abs().max().item() < 1e-5
+
+
+def test_a_completion_does_not_see_another_one() -> None:
+    model = shared(exact(make_model("Qwen2")))
+    prompt, completions = [3, 1, 4, 1, 5], [[9, 2, 6], [5, 3], [5, 8, 9, 7]]
+    changed = [completions[0], [11, 12], completions[2]]
+    before = packed_logits(model, [(prompt, completions)]).split([3, 2, 4])
+    after = packed_logits(model, [(prompt, changed)]).split([3, 2, 4])
+    assert (after[0] - before[0]).abs().max().item() < 1e-12
+    assert (after[2] - before[2]).abs().max().item() < 1e-12
+    assert (after[1][1] - before[1][1]).abs().max().item() > 1e-3  # the change itself is visible
+
+
+def test_a_group_does_not_see_another_one() -> None:
+    model = shared(exact(make_model("Qwen2")))
+    first, second = random_groups()[:2]
+    alone = packed_logits(model, [second])
+    behind = packed_logits(model, [first, second])
+    assert (behind[-len(alone) :] - alone).abs().max().item() < 1e-12
+
+
+def test_tokens_see_no_later_token_of_their_own_completion() -> None:
+    model = shared(exact(make_model("Qwen2")))
+    before = packed_logits(model, [([1, 2, 3], [[4, 5, 6, 7]])])
+    after = packed_logits(model, [([1, 2, 3], [[4, 5, 8, 9]])])
+    assert (after[:3] - before[:3]).abs().max().item() < 1e-12
+    assert (after[3] - before[3]).abs().max().item() > 1e-3
+
+
+def test_calling_the_model_without_spans_is_refused() -> None:
+    model = shared(make_model("Qwen2"))
+    with pytest.raises(ValueError, match="needs spans"):
+        model(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False)
+
+
+def test_a_sliding_window_shorter_than_a_sequence_is_refused() -> None:
+    model = shared(make_model("Qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=0))
+    with pytest.raises(UserError, match="sliding window of 4"):
+        packed_logits(model, [([1, 2, 3], [[4, 5]])])
+
+
+def test_a_sliding_window_that_holds_every_sequence_changes_nothing() -> None:
+    dense = exact(make_model("Qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=0))
+    groups = random_groups()
+    assert relative(packed_logits(shared(dense), groups), dense_logits(dense, groups)) < 1e-9
+
+
+def test_a_model_with_logit_soft_capping_in_its_attention_is_refused() -> None:
+    model = shared(make_model("Gemma2", sliding_window=64))
+    with pytest.raises(UserError, match="softcap"):
+        packed_logits(model, [([1, 2, 3], [[4, 5]])])
+
+
+def test_a_recurrent_model_is_refused_when_it_is_loaded(tmp_path: Any) -> None:
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=0,
+        layer_types=["linear_attention", "full_attention"],
+    )
+    Qwen3NextForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="recurrent"):
+        load_causal_lm(str(tmp_path), "float32", None, False)

@@ -1,0 +1,218 @@
+"""The way of a batch from its source to the backward of each rank, with models that only write down what they get."""
+
+from __future__ import annotations
+
+import graphlib
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from common.config import Config
+from common.types import Group, Tombstone
+from model.dims import ModelDims
+from tests.support.configs import config_of
+from tests.support.tiny import random_group
+from tests.unit.test_tensors import share as loss_and_gradient
+from trainer.batch_training import BatchTraining, Models
+from trainer.data.micro_batches import Budget, plan, work
+from trainer.data.mini_batches import steps
+from trainer.data.tensors import MicroBatch
+from trainer.engine.cores import lent_cores
+from trainer.save.checkpoint import Progress
+
+MODEL = ModelDims(hidden=8, intermediate=16, layers=2, heads=2, kv_heads=1, head_dim=4, vocab=100, tied=True)
+START = Progress("run", 0, 0, 0, 0, 0, 0, {})
+
+
+def config(prompts: int, algorithm: dict[str, Any] | None = None, **trainer: Any) -> Config:
+    sampler = {"num_generations": 3, "max_completion_length": 12}
+    trainer = {"prompts_per_step": prompts, "max_steps": 4} | trainer
+    return config_of(sampler=sampler, trainer=trainer, algorithm=algorithm or {})
+
+
+def group(group_id: int) -> Group:
+    return random_group(group_id, 50, [1.0, 0.0, float(group_id % 3)], beta=0.1)
+
+
+def unscored(group_id: int) -> Group:
+    return random_group(group_id, 50, [1.0, 0.0, 0.5])
+
+
+class Run:
+    """One rank of a batch. `events`: ids that were taken, and groups of each backward, in the order they happened."""
+
+    def __init__(
+        self,
+        of: Config,
+        ranks: int = 1,
+        rank: int = 0,
+        make: Callable[[int], Any] = group,
+        scorer: Any = None,
+        samplers_rest: Sequence[bool] = (),
+    ):
+        self.events: list[tuple[str, list[int]]] = []
+        self.batches: list[MicroBatch] = []
+        policy = SimpleNamespace(dims=MODEL)
+        exchange: Any = SimpleNamespace(dp_rank=rank, dp_size=ranks, world_size=ranks, add_over_dp=list, agree=bool)
+        policy.backward, policy.score = self.backward, lambda row, _: row.target_ids / -100
+
+        def take(ids: Sequence[int]) -> list[Group | Tombstone]:
+            self.events.append(("take", list(ids)))
+            return [make(g) for g in ids]
+
+        rest = iter(samplers_rest)
+        lent = lent_cores(of, exchange, lambda: next(rest), lambda: False)
+        source = SimpleNamespace(take=take, refill=lambda _: None)
+        models: Any = SimpleNamespace(policy=policy, reference=scorer, critic=None)
+        assert {*vars(models)} == {*Models.__dataclass_fields__}
+        self.of = of
+        self.training = BatchTraining(of, models, exchange, START, source, lambda *_: None, lent)  # type: ignore[arg-type]
+
+    def backward(self, batch: MicroBatch, version: int) -> Tensor:
+        self.events.append(("train", list(batch.tokens_of)))
+        self.batches.append(batch)
+        return batch.row.target_ids / -10 - version
+
+    def step(self, index: int = 0, progress: Progress = START) -> list[tuple[str, list[int]]]:
+        before = len(self.events)
+        self.training.backward(steps(self.of, 0)[index], progress)
+        return self.events[before:]
+
+
+def test_groups_train_as_they_come_and_no_round_waits_for_more_than_it_holds() -> None:
+    of_ranks = [Run(config(8, groups_per_micro_batch=2), ranks=2, rank=rank).step() for rank in (0, 1)]
+    first, second = of_ranks
+    assert [what for what, _ in first] == [what for what, _ in second] == ["take", "train", "take", "train"]
+    assert [ids for what, ids in first if what == "take"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert sorted(first[1][1] + second[1][1]) == [0, 1, 2, 3]
+    assert sorted(first[3][1] + second[3][1]) == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("algorithm", [{"loss_type": "dapo"}, {"scale_rewards": "batch"}])
+def test_where_a_step_waits_for_its_groups_one_plan_over_all_of_them_is_trained(algorithm: dict[str, Any]) -> None:
+    works = [
+        work(len(g.prompt_ids), [len(r.completion_ids) for r in g.rollouts], "shared", MODEL)
+        for g in map(group, range(8))
+    ]
+    expected = plan(works, 1, Budget(1, 60))
+    events = Run(config(8, algorithm, max_tokens_per_micro_batch=60)).step()
+    assert events[:8] == [("take", [g]) for g in range(8)]
+    assert events[8:] == [("train", list(mine)) for (mine,) in expected]
+    streamed = Run(config(8, max_tokens_per_micro_batch=60)).step()
+    assert [ids for what, ids in streamed if what == "train"] != [list(mine) for (mine,) in expected]
+
+
+def test_a_later_pass_repeats_the_rounds_of_the_first_and_takes_nothing() -> None:
+    run = Run(config(8, {"num_iterations": 2}, max_tokens_per_micro_batch=60))
+    first = [event for event in run.step(0) if event[0] == "train"]
+    assert run.step(1) == first
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        *({}, {"loss_type": "dapo"}, {"scale_rewards": "batch"}, {"beta": 0.1}),
+        {"steps_per_generation": 2, "vllm_importance_sampling_mode": "token_mask"},
+    ],
+)
+def test_no_file_on_the_way_of_a_batch_calls_back_into_one_that_called_it(algorithm: dict[str, Any]) -> None:
+    """Neither by a function that was handed over nor by a generator that is pulled: the data path has one direction."""
+    called: dict[str, set[str]] = {}  # file -> the trainer's files that call it
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        caller, callee = (f.f_globals.get("__name__", "") if f else "" for f in (frame.f_back, frame))
+        if event == "call" and caller != callee and caller.startswith("trainer.") and callee.startswith("trainer."):
+            called.setdefault(callee, set()).add(caller)
+
+    scorer = SimpleNamespace(score=lambda row: row.target_ids / -7) if "beta" in algorithm else None
+    run = Run(config(4, algorithm), make=unscored if scorer else group, scorer=scorer)
+    sys.setprofile(note)
+    try:
+        run.step()
+    finally:
+        sys.setprofile(None)
+    order = list(graphlib.TopologicalSorter(called).static_order())  # raises CycleError
+    assert order[0] == "trainer.batch_training" and {"trainer.data.slots", "trainer.data.tensors"} < {*order}
+
+
+def test_dead_groups_tombstones_and_masked_completions_take_no_room() -> None:
+    def make(group_id: int) -> Group | Tombstone:
+        if group_id == 1:
+            return Tombstone(group_id, 0, "reward timed out")
+        return random_group(group_id, 50, [0.1] * 3) if group_id == 2 else group(group_id)
+
+    of_ranks = [Run(config(4), 2, rank, make).step() for rank in (0, 1)]
+    assert sorted(ids for events in of_ranks for what, ids in events if what == "train") == [[0], [3]]
+
+
+def test_log_probs_of_the_first_pass_are_in_the_second_where_the_correction_needs_them() -> None:
+    """Of a group that the present version sampled they also tell numerics from staleness, later."""
+    algorithm = {"num_iterations": 2, "vllm_importance_sampling_mode": "token_mask"}
+    run = Run(config(1, algorithm))
+    run.step(0)
+    run.step(1, Progress("run", 0, 0, 1, 1, 0, 0, {}))
+    first, second = run.batches
+    assert first.proximal_logprobs is first.sampled_logprobs is None
+    expected = (first.row.target_ids / -10).tolist()
+    assert second.proximal_logprobs is not None and second.proximal_logprobs.tolist() == expected
+    assert second.sampled_logprobs is not None and second.sampled_logprobs.tolist() == expected
+
+
+def test_with_mini_batches_the_correction_keeps_to_log_probs_of_the_whole_batch_from_before_its_first_step() -> None:
+    algorithm = {"steps_per_generation": 2, "vllm_importance_sampling_mode": "token_mask"}
+    run = Run(config(1, algorithm))
+    assert run.step(0) == [("take", [0]), ("take", [1]), ("train", [0])]
+    assert run.step(1, Progress("run", 0, 0, 1, 1, 0, 0, {})) == [("train", [1])]
+    for batch in run.batches:
+        assert batch.proximal_logprobs is not None
+        assert torch.equal(batch.proximal_logprobs, (batch.row.target_ids / -100).float())
+
+
+def test_the_reference_scores_a_micro_batch_once_for_all_passes() -> None:
+    scored = []
+    scorer = SimpleNamespace(score=lambda row: scored.append(row) or row.target_ids / -7)
+    run = Run(config(2, {"beta": 0.1, "num_iterations": 2}), make=unscored, scorer=scorer)
+    run.step(0)
+    run.step(1)
+    assert len(scored) == 2
+    for batch in run.batches:
+        assert batch.ref_logprobs is not None
+        assert torch.equal(batch.ref_logprobs, batch.row.target_ids / -7)
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.one_of(
+        st.fixed_dictionaries({"groups_per_micro_batch": st.integers(1, 4)}),
+        st.fixed_dictionaries({"max_tokens_per_micro_batch": st.integers(1, 120)}),
+    ),
+    st.sampled_from([{}, {"beta": 0.1, "loss_type": "dapo"}, {"scale_rewards": "batch"}]),
+)
+@hypothesis_settings(max_examples=60)
+def test_no_plan_changes_loss_or_gradient(
+    prompts: int, ranks: int, trainer: dict[str, int], algorithm: dict[str, Any]
+) -> None:
+    settings = config(prompts, algorithm, **trainer)
+    step = [group(g) for g in range(prompts)]
+    whole_loss, whole = loss_and_gradient(step, step, settings)
+    total, gradient = 0.0, dict.fromkeys(whole, 0.0)
+    of_ranks = [Run(settings, ranks, rank).step() for rank in range(ranks)]
+    for what, mine in itertools.chain(*of_ranks):
+        if what == "train" and mine:
+            part, by_token = loss_and_gradient([step[place] for place in mine], step, settings)
+            total += part
+            for token, value in by_token.items():
+                gradient[token] = value
+    assert total == pytest.approx(whole_loss, rel=1e-6, abs=1e-7)
+    for token, value in whole.items():
+        assert gradient[token] == pytest.approx(value, rel=1e-6, abs=1e-8)

@@ -1,0 +1,293 @@
+"""The best policy by a held-out metric, and the early stop: decided by rank 0, counted from the surviving history."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common.config import Config
+from common.types import EvalResult, EvalSample
+from common.weights import Published
+from report.run_log import MetricsLog, read_jsonl
+from tests.support.configs import config_of
+from tests.support.plain_policy import OneRank, PlainPolicy
+from tests.support.tiny import dense_logprobs, tiny_model
+from trainer import loop
+from trainer.loop import Trainer
+from trainer.record.rank_zero import RankZero
+from trainer.save import best as best_module
+from trainer.save import publisher
+from trainer.save.best import Best, BestSoFar, best_so_far, metric_of
+from trainer.save.checkpoint import Progress
+from trainer.save.write_version import write_version
+
+
+def config_for(output_dir: Path, max_steps: int = 9, **evaluation: Any) -> Config:
+    evaluation = {"steps": 1, "metric_for_best_model": "answer/accuracy"} | evaluation
+    run, trainer = {"output_dir": output_dir}, {"max_steps": max_steps}
+    return config_of(run=run, data={"eval": "e"}, trainer=trainer, eval=evaluation)
+
+
+def record(version: int, right: int, n: int = 10, **mean: float) -> dict[str, Any]:
+    return {"step": version, "eval_id": f"v{version}", "n": n, "full_marks": {"answer": right}, "mean": mean}
+
+
+def test_the_best_is_the_first_of_equals_and_what_follows_is_counted() -> None:
+    settings = config_for(Path("r")).eval
+    records = [record(0, 2), record(20, 5), record(40, 5), record(60, 4)]
+    assert best_so_far(records, settings) == BestSoFar(20, 0.5, 2)
+    assert best_so_far([], settings) == BestSoFar(None, None, 0)
+
+
+def test_a_gain_within_the_threshold_is_none() -> None:
+    settings = config_for(Path("r"), early_stopping_threshold=0.15).eval
+    assert best_so_far([record(0, 2), record(20, 3), record(40, 4)], settings) == BestSoFar(40, 0.4, 0)
+    assert best_so_far([record(0, 2), record(20, 3)], settings) == BestSoFar(0, 0.2, 1)
+
+
+def test_less_may_be_better() -> None:
+    settings = config_for(Path("r"), metric_for_best_model="answer/mean", greater_is_better=False).eval
+    assert best_so_far([record(0, 0, answer=1.5), record(1, 0, answer=-0.5)], settings) == BestSoFar(1, -0.5, 0)
+
+
+def test_an_evaluation_without_samples_counts_as_nothing() -> None:
+    settings = config_for(Path("r")).eval
+    empty = {"step": 20, "n": 0, "full_marks": {}, "mean": {}}
+    assert metric_of(empty, "answer/accuracy") is None and metric_of(empty, "answer/mean") is None
+    assert best_so_far([record(0, 2), empty], settings) == BestSoFar(0, 0.2, 0)
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "words"),
+    [
+        ({"metric_for_best_model": "anwser/accuracy"}, "set eval.metric_for_best_model=answer/accuracy"),
+        ({"metric_for_best_model": None, "early_stopping_patience": 2}, "early_stopping_patience needs a metric"),
+        ({"metric_for_best_model": None, "load_best_model_at_end": True}, "load_best_model_at_end needs a metric"),
+        ({"steps": None, "early_stopping_patience": 2}, "set eval.steps=20"),
+    ],
+)
+def test_a_best_without_a_meaning_is_refused_with_the_remedy(evaluation: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        config_for(Path("r"), **evaluation)
+
+
+def test_a_best_needs_held_out_problems() -> None:
+    with pytest.raises(ValueError, match=r"eval\.metric_for_best_model needs held-out problems; set data\.eval="):
+        config_of(eval={"metric_for_best_model": "answer/mean"})
+
+
+class Disk:
+    """A healthy one."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def persist(self, _what: str, attempt: Any, _temporary: Any = None) -> Any:
+        return attempt()
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+class Rank(OneRank):
+    """One rank of two: rank 0 writes down its decisions, and rank 1 reads them in the same order."""
+
+    def __init__(self, rank: int, decisions: list[bool]):
+        self.rank, self.decisions = rank, decisions  # type: ignore[misc]
+
+    def agree(self, value: bool) -> bool:
+        if self.rank == 0:
+            self.decisions.append(value)
+            return value
+        return self.decisions.pop(0)
+
+
+def alone(config: Config, records: list[dict[str, Any]]) -> Best:
+    return Best(config, Rank(0, []), Disk(), lambda: records)  # type: ignore[arg-type]
+
+
+def test_best_is_the_version_that_was_scored_and_loads_in_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, sequence = tiny_model(tmp_path / "model"), ([5, 9, 17], [4, 8, 2])
+    policy, tokenizer = PlainPolicy(model), AutoTokenizer.from_pretrained(model)
+    best = alone(config_for(tmp_path, load_best_model_at_end=True), [])
+
+    def evaluate(version: int, right: int) -> Any:
+        vocabulary = policy.model.config.vocab_size
+        published = write_version(policy, OneRank(), tmp_path / "weights", "run", "ab", version, vocabulary)  # type: ignore[arg-type]
+        expected = policy.logprobs(*sequence, 1.0)
+        policy.disturb(version + 1)  # the engine trains on while the version is evaluated
+        best.update(record(version, right), published, policy, tokenizer)
+        return expected
+
+    def loaded(folder: Path) -> np.ndarray:
+        with torch.no_grad():
+            plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            return dense_logprobs(plain, *sequence).numpy()
+
+    evaluate(0, 2)
+    expected = evaluate(1, 5)
+    evaluate(2, 4)
+    assert np.abs(loaded(tmp_path / "best") - expected).max() < 1e-5
+    commit = json.loads((tmp_path / "best" / "commit.json").read_text())
+    assert (commit["policy_version"], commit["metric"], commit["value"]) == (1, "answer/accuracy", 0.5)
+    assert set(commit["files"]) == {p.name for p in (tmp_path / "best").iterdir()} - {"commit.json"}
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "best")) == len(tokenizer)
+    assert best.commit_as_final()
+    assert np.abs(loaded(tmp_path / "final") - expected).max() < 1e-5
+    assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def with_best(output_dir: Path, version: int, metric: str, value: float) -> Path:
+    folder = output_dir / "best"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_text(f"version {version}")
+    (folder / "commit.json").write_text(json.dumps({"policy_version": version, "metric": metric, "value": value}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("version", "metric", "value"),
+    [(40, "answer/accuracy", 0.9), (20, "answer/accuracy", 0.6), (20, "answer/mean", 0.5)],
+    ids=["of steps that are made again", "of another try of them", "by another metric"],
+)
+def test_a_best_that_no_evaluation_of_this_history_names_is_set_aside_and_said(
+    tmp_path: Path, version: int, metric: str, value: float
+) -> None:
+    folder = with_best(tmp_path, version, metric, value)
+    best = alone(config_for(tmp_path, load_best_model_at_end=True), [record(0, 2), record(20, 5)])
+    assert not folder.exists() and not best.commit_as_final()
+    assert (tmp_path / f"best-v{version}" / "model.safetensors").read_text() == f"version {version}"
+    assert f"was version {version} by {metric}" in best.disk.said[0]  # type: ignore[attr-defined]
+
+
+def test_the_best_of_this_history_stays_over_a_resume(tmp_path: Path) -> None:
+    folder = with_best(tmp_path, 20, "answer/accuracy", 0.5)
+    best = alone(config_for(tmp_path, load_best_model_at_end=True), [record(0, 2), record(20, 5), record(40, 4)])
+    assert folder.is_dir() and best.commit_as_final()
+    assert best.disk.said == []  # type: ignore[attr-defined]
+
+
+def test_without_the_wish_final_is_not_the_best(tmp_path: Path) -> None:
+    folder = with_best(tmp_path, 20, "answer/accuracy", 0.5)
+    assert not alone(config_for(tmp_path), [record(20, 5)]).commit_as_final()
+    assert folder.is_dir()
+
+
+def test_all_ranks_stop_together_and_a_resumed_run_keeps_the_count(tmp_path: Path) -> None:
+    config, decisions = config_for(tmp_path, early_stopping_patience=2), []  # type: ignore[var-annotated]
+    disks = Disk(), Disk()
+    earlier = [record(0, 5), record(1, 5)]  # one without improvement, before the resume
+    ranks = [
+        Best(config, Rank(rank, decisions), disks[rank], lambda rank=rank: list(earlier) if rank == 0 else [])  # type: ignore[arg-type,misc]
+        for rank in (0, 1)
+    ]
+    assert [rank.stops_early for rank in ranks] == [False, False]
+    for rank, best in enumerate(ranks):
+        best.update(None if rank else record(2, 4), Published(2, "nowhere", ""), None, None)
+    assert [rank.stops_early for rank in ranks] == [True, True] and decisions == []
+    assert "answer/accuracy has not been better than 0.5 of version 0 in 2 evaluations" in disks[0].said[0]
+    assert disks[1].said == []
+
+
+def samples(right: int, n: int = 10) -> tuple[EvalSample, ...]:
+    return tuple(EvalSample(i, "text", {"answer": 1.0 if i < right else -1.0}, 3, "stop") for i in range(n))
+
+
+def trained_until(output_dir: Path, monkeypatch: pytest.MonkeyPatch, right: list[int], patience: int) -> list[int]:
+    """Policy versions that a run of at most 9 steps publishes whose evaluations find so many right answers."""
+    published: list[int] = []
+    wanted: list[int] = []  # as the real source, this one gives each evaluation once
+
+    def finish_eval() -> list[EvalResult]:
+        versions, wanted[:] = list(wanted), []
+        return [EvalResult(f"v{v}", 0, v, samples(right[v])) for v in versions]
+
+    source = SimpleNamespace(
+        incarnation="ab",
+        wait_for_sampler=lambda: SimpleNamespace(num_eval_problems=10, dataset_fingerprint="", tokenizer_hash=""),
+        commit=lambda *_: None,
+        versions_in_use=list,
+        finish_eval=finish_eval,
+    )
+    exchange = SimpleNamespace(rank=0, world_size=1, text=lambda text: text, agree=lambda value: value)
+    log = MetricsLog(output_dir)
+    display = SimpleNamespace(note=print, evaluation=lambda _: None)
+    rank_zero = RankZero(source, None, log, display)  # type: ignore[arg-type]
+
+    def advance(trainer: Trainer) -> None:
+        p = trainer.progress
+        trainer.progress = Progress(p.run_id, p.batch + 1, p.cursor + 8, p.policy_version + 1, p.step + 1, 0, 0, {})
+
+    def publish_nothing(_engine: Any, _exchange: Any, name: Any, _vocab_size: int, copies: bool, memory: Any) -> Any:
+        published.append(name.version)
+        wanted.append(name.version)
+        return SimpleNamespace(write=lambda _: Published(name.version, "w", ""))
+
+    monkeypatch.setattr(Trainer, "train_batch", advance)
+    monkeypatch.setattr(publisher, "snapshot", publish_nothing)
+    monkeypatch.setattr(loop.checkpoint, "commit_final", lambda *_: None)
+    monkeypatch.setattr(Best, "_keep", lambda *_: None)
+    config = config_for(output_dir, early_stopping_patience=patience).model_copy()
+    config = config.model_copy(
+        update={"trainer": config.trainer.model_copy(update={"save_steps": None, "save_minutes": None})}
+    )
+    Trainer(config, None, exchange, "tokenizer", Progress("run", 0, 0, 0, 0, 0, 0, {}), rank_zero).run()  # type: ignore[arg-type]
+    log.close()
+    return published
+
+
+def test_training_ends_when_patience_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Version 2 is the best; 3, 4 and 5 are not better: version 6, trained meanwhile, is not published any more."""
+    assert trained_until(tmp_path, monkeypatch, [1, 2, 6, 5, 6, 4, 9, 9, 9, 9], 3) == [0, 1, 2, 3, 4, 5]
+    assert [r["step"] for r in read_jsonl(tmp_path / "eval.jsonl")] == [0, 1, 2, 3, 4, 5]
+
+
+def test_training_goes_on_while_the_metric_rises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert trained_until(tmp_path, monkeypatch, list(range(10)), 1) == list(range(10))
+
+
+def test_a_full_disk_is_waited_for_and_the_earlier_best_stays_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoTokenizer
+
+    from trainer.save import disk as trainer_disk
+
+    model = tiny_model(tmp_path / "model")
+    policy, tokenizer = PlainPolicy(model), AutoTokenizer.from_pretrained(model)
+    ranks: Any = Rank(0, [])
+    disk = trainer_disk.Disk(ranks, 60.0, lambda _: None)
+    best = Best(config_for(tmp_path), ranks, disk, list)
+
+    def judge(version: int, right: int) -> None:
+        vocabulary = policy.model.config.vocab_size
+        published = write_version(policy, ranks, tmp_path / "weights", "run", "ab", version, vocabulary)
+        best.update(record(version, right), published, policy, tokenizer)
+
+    def version() -> int:
+        return json.loads((tmp_path / "best" / "commit.json").read_text())["policy_version"]
+
+    judge(0, 2)
+    copy, seen = best_module.shutil.copyfile, []
+
+    def full_once(source: Path, target: Path) -> None:
+        if not seen:
+            seen.append(version())
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+        copy(source, target)
+
+    monkeypatch.setattr(best_module.shutil, "copyfile", full_once)
+    monkeypatch.setattr(trainer_disk.time, "sleep", lambda _: None)
+    judge(1, 5)
+    assert (seen, version(), disk.retries) == ([0], 1, 1)
+    assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]

@@ -1,0 +1,365 @@
+"""A checkpoint is whole or invisible, whichever file operation is the last one or fails.
+
+Two searches after SQLite's manner. One lets the n-th file operation of a save fail, for n = 1, 2, 3 … until a save is
+clean. The other cuts the power before every operation and keeps only what was fsynced by then. DeepSpeed and the model
+are stand-ins that write small files as the real ones do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from common import durable, failpoints, run_folder
+from common.errors import UserError
+from tests.support.configs import config_of
+from trainer.save import checkpoint, disk, resume
+from trainer.save.checkpoint import Progress
+from trainer.save.disk import Disk
+
+KEEP = 2
+ONE_RANK: Any = SimpleNamespace(rank=0, world_size=1)
+CLEAN, SURVIVED = 0, 3  # what a save met: no fault; one, and it went on
+
+
+class SmallEngine:
+    """Saves its one number as DeepSpeed and transformers save a model: through the hooks, and behind our back."""
+
+    def __init__(self, number: int):
+        self.number, self.stage, self.tied_embeddings = number, 1, False
+        self.dtype = "float32"
+        self.ds = SimpleNamespace(checkpoint_engine=SimpleNamespace(), save_checkpoint=self._save_state)
+        self.adapter_settings, self.layout = None, None
+        weights = [torch.nn.Parameter(torch.tensor([float(number)]))]
+        self.model = SimpleNamespace(save_pretrained=self._save_pretrained, parameters=lambda: weights)
+
+    def parameter_names(self) -> list[tuple[str, int]]:
+        return [("number", 4)]
+
+    def full_parameters(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "number", torch.tensor([self.number])
+
+    def _save_state(self, folder: str, tag: str, save_latest: bool, exclude_frozen_parameters: bool) -> None:
+        assert not save_latest and not exclude_frozen_parameters
+        hooks = self.ds.checkpoint_engine
+        for name in ("model_states.pt", "optim_states.pt"):
+            hooks.makedirs(f"{folder}/{tag}", exist_ok=True)
+            hooks.save({"number": torch.full((50,), self.number)}, f"{folder}/{tag}/{name}")
+
+    def _save_pretrained(self, folder: Path, state_dict: dict[str, torch.Tensor]) -> None:
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_text(str(state_dict["number"].item()) * 100)
+
+
+def tokenizer() -> Any:
+    return SimpleNamespace(save_pretrained=lambda folder: (folder / "tokenizer.json").write_text("[]"))
+
+
+def progress(step: int) -> Progress:
+    return Progress("run", step, 4 * step, step, step, 100 * step, 0, {})
+
+
+def save(checkpoints: Path, step: int, say: Callable[[str], None] = print, patience_s: float = 1000.0) -> Disk:
+    patience = Disk(ONE_RANK, patience_s, say)
+    checkpoint.save(SmallEngine(step), ONE_RANK, tokenizer(), checkpoints, progress(step), KEEP, patience)
+    return patience
+
+
+def resumed_step(output_dir: Path) -> int:
+    """What a trainer that is started again would do: the step that it finds, whose every file must be of that step."""
+    found = Path(resume.find_checkpoint(config_of(run={"output_dir": output_dir, "resume": True})))
+    read = resume.read_progress(found, 1, 1, {})
+    assert read == progress(read.step)
+    assert (found / "model.safetensors").read_text() == str(read.step) * 100
+    for path in (found / "trainer" / "state").iterdir():
+        assert torch.load(path, weights_only=True)["number"].tolist() == [read.step] * 50
+    return read.step
+
+
+def leftovers(checkpoints: Path) -> list[str]:
+    return [path.name for path in checkpoints.iterdir() if path.name.startswith(".")]
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """In memory where that is possible: thousands of folders are made and removed, for which a disk takes its time."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed process loses nothing that it wrote, synced or not; the power cuts have an fsync of their own."""
+    monkeypatch.setattr(disk, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Path:
+    """A run folder with the checkpoints 1 and 2, and a damaged 3 that a resumed run skips and saves again."""
+    for step in (1, 2, 3):
+        save(tmp_path / "start" / "checkpoints", step)
+    save(tmp_path / "other" / "checkpoints", 1)
+    shutil.copytree(tmp_path / "other/checkpoints/step_000001", tmp_path / "start/checkpoints/step_000001")
+    damaged = tmp_path / "start/checkpoints/step_000003/model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert resumed_step(tmp_path / "start") == 2
+    return tmp_path / "start"
+
+
+def save_with_fault(checkpoints: Path, step: int, fault: str) -> int:
+    """Saves with this fault armed: CLEAN or SURVIVED."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TANDEM_FAULT", fault)
+        patch.setattr(failpoints, "_operations", 0)
+        save(checkpoints, step, say=lambda _: None)
+        return CLEAN if failpoints._operations < int(fault.partition(":")[0]) else SURVIVED
+
+
+def save_in_a_child(checkpoints: Path, step: int, fault: str) -> int:
+    """Exit code of a child that saves with this fault armed; negative if a signal ended it."""
+    if pid := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    code = 1
+    with contextlib.suppress(Exception), open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+        code = save_with_fault(checkpoints, step, fault)
+    os._exit(code)
+
+
+@pytest.mark.parametrize("action", ["kill", "torn", "enospc", "eio"])
+def test_whichever_file_operation_fails_there_is_a_whole_checkpoint_and_the_next_save_is_clean(
+    tmp_path: Path, start: Path, figure: Callable[[str, str], None], action: str
+) -> None:
+    dies = action in ("kill", "torn")
+    save_once = save_in_a_child if dies else save_with_fault
+    steps_found = set()
+    for n in itertools.count(1):
+        run = tmp_path / f"{action}-{n}"
+        shutil.copytree(start, run)
+        code = save_once(run / "checkpoints", 3, f"{n}:{action}")
+        if code == CLEAN:
+            break
+        assert code == (-signal.SIGKILL if dies else SURVIVED), f"operation {n}"
+        found = resumed_step(run)
+        steps_found.add(found)
+        assert found == 3 or (found == 2 and dies), f"operation {n}: the newest whole checkpoint is {found}"
+        save(run / "checkpoints", found + 1)
+        assert resumed_step(run) == found + 1
+        assert [p.name for p in run_folder.step_dirs(run / "checkpoints")] == [
+            f"step_{step:06d}" for step in (found, found + 1)
+        ]
+        assert leftovers(run / "checkpoints") == []
+        shutil.rmtree(run)
+    assert n > 30, "a save has more operations than that"
+    assert steps_found == ({2, 3} if dies else {3})
+    figure("R2", f"each of {n - 1} file operations killed, torn, or failed by EIO or ENOSPC: 0 checkpoints lost")
+
+
+def test_a_fault_leaves_nothing_to_resume_only_before_the_first_checkpoint_and_that_is_said(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    assert save_in_a_child(checkpoints, 1, "30:kill") == -signal.SIGKILL
+    with pytest.raises(UserError, match="holds no valid checkpoint"):
+        resumed_step(tmp_path)
+    save(checkpoints, 1)
+    assert resumed_step(tmp_path) == 1
+
+
+# ---- power cuts --------------------------------------------------------------------------------------------
+
+
+class Platter:
+    """What a power cut leaves of a folder: for each inode what its last fsync wrote, however it is called by now."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch):
+        self.root = root
+        self.contents: dict[int, bytes] = {}  # of files, by inode
+        self.entries: dict[int, dict[str, Path]] = {}  # of folders, by inode; a name leads to /proc/self/fd/n
+        self._opened: dict[int, Path] = {}  # keeps every inode alive, so that no number is used twice
+        monkeypatch.setattr(os, "fsync", lambda descriptor: self.fsync(Path(f"/proc/self/fd/{descriptor}")))
+        self.fsync(root)
+
+    def fsync(self, path: Path) -> None:
+        number = path.stat().st_ino
+        if path.is_dir():
+            self.entries[number] = {child.name: self._open(child) for child in path.iterdir()}
+        else:
+            self.contents[number] = path.read_bytes()
+
+    def _open(self, path: Path) -> Path:
+        number = path.stat().st_ino
+        if number not in self._opened:
+            self._opened[number] = Path(f"/proc/self/fd/{os.open(path, os.O_RDONLY)}")
+        return self._opened[number]
+
+    def after_a_cut(self, source: Path, target: Path, choose: Callable[[Any, Any], Any]) -> None:
+        """Builds in `target` what is left of `source`. choose(synced, current) decides what the disk kept."""
+        number = source.stat().st_ino
+        if not source.is_dir():
+            target.write_bytes(choose(self.contents.get(number, b""), source.read_bytes()))
+            return
+        target.mkdir()
+        synced = self.entries.get(number, {})
+        current = {child.name: self._open(child) for child in source.iterdir()}
+        for name in sorted(synced.keys() | current.keys()):
+            child = choose(synced.get(name), current.get(name))
+            if child is not None:
+                self.after_a_cut(child, target / name, choose)
+
+    def close(self) -> None:
+        for path in self._opened.values():
+            os.close(int(path.name))
+
+
+def synced_only(synced: Any, current: Any) -> Any:
+    return synced
+
+
+def names_reach_the_disk_first(synced: Any, current: Any) -> Any:
+    """As file systems do that journal names but not contents: a renamed file may be empty."""
+    return synced if isinstance(current, bytes) else current
+
+
+def at_random(seed: int) -> Callable[[Any, Any], Any]:
+    rng = random.Random(seed)
+
+    def choose(synced: Any, current: Any) -> Any:
+        if synced == current:
+            return current
+        half = current[: len(current) // 2] if isinstance(current, bytes) else current
+        return rng.choice([synced, current, half])
+
+    return choose
+
+
+def is_a_loss(returned: int, found: int | None) -> bool:
+    return (found or 0) < returned
+
+
+def power_cuts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, until_a_loss: bool = False
+) -> list[tuple[int, int | None]]:
+    """(last step whose save had returned, step found after the cut) for a cut before each file operation."""
+    run, returned, found = folder / "run", 0, list[tuple[int, int | None]]()
+    run.mkdir()
+    platter = Platter(run, monkeypatch)
+
+    def cut(name: str, path: Path) -> bool:
+        if until_a_loss and any(is_a_loss(*pair) for pair in found):
+            return False
+        for choose in (synced_only, names_reach_the_disk_first, *map(at_random, range(3))):
+            remains = folder / "remains"
+            platter.after_a_cut(run, remains, choose)
+            whole = resume.newest_valid(remains / "checkpoints", lambda _: None)
+            found.append((returned, int(whole.name.removeprefix("step_")) if whole else None))
+            shutil.rmtree(remains)
+        return False
+
+    monkeypatch.setattr(durable, "file_operation", cut)
+    for step in (1, 2, 3, 4):
+        save(run / "checkpoints", step)
+        returned = step
+    cut("the end", run)
+    platter.close()
+    return found
+
+
+def test_a_power_cut_before_any_file_operation_never_costs_a_checkpoint_that_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figure: Callable[[str, str], None]
+) -> None:
+    cuts = power_cuts(tmp_path, monkeypatch)
+    wrong = [(returned, found) for returned, found in cuts if (found or 0) not in (returned, returned + 1)]
+    assert wrong == []
+    assert len(cuts) > 4 * 30 * 5
+    figure("R2", f"{len(cuts)} power cuts, unsynced data lost: 0 saved checkpoints lost")
+
+
+@pytest.mark.parametrize("forgotten", ["contents", "folders"])
+def test_the_power_cuts_find_a_forgotten_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: str) -> None:
+    fsync_path = durable.fsync_path
+
+    def forgetful(path: Path) -> None:
+        if path.is_dir() == (forgotten == "contents"):
+            fsync_path(path)
+
+    monkeypatch.setattr(durable, "fsync_path", forgetful)
+    assert any(is_a_loss(*pair) for pair in power_cuts(tmp_path, monkeypatch, until_a_loss=True))
+
+
+# ---- what a resume believes --------------------------------------------------------------------------------
+
+
+def test_any_flipped_bit_of_the_commit_record_is_noticed(tmp_path: Path) -> None:
+    save(tmp_path, 7)
+    path = tmp_path / "step_000007" / run_folder.COMMIT
+    whole = path.read_bytes()
+    said: list[str] = []
+    for position in range(len(whole)):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+        assert resume.newest_valid(tmp_path, said.append) is None, f"byte {position}"
+    assert len(said) == len(whole)
+    path.write_bytes(whole)
+    assert resume.newest_valid(tmp_path, said.append) == tmp_path / "step_000007"
+
+
+@pytest.mark.parametrize("record", [b"", b"[]", b"{}", b"null", b"\xff", b'{"blake3": "", "files": []}'])
+def test_a_commit_record_that_is_none_is_skipped_with_a_reason(tmp_path: Path, record: bytes) -> None:
+    save(tmp_path, 7)
+    (tmp_path / "step_000007" / run_folder.COMMIT).write_bytes(record)
+    said: list[str] = []
+    assert resume.newest_valid(tmp_path, said.append) is None
+    assert "step_000007 is skipped: commit.json" in said[0]
+
+
+def test_a_file_that_cannot_be_read_is_a_reason_to_skip_not_to_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    broken = tmp_path / "step_000002" / "model.safetensors"
+    file_info = resume.weights.file_info
+
+    def failing(path: Path) -> Any:
+        if path == broken:
+            raise OSError(5, "Input/output error", str(path))
+        return file_info(path)
+
+    monkeypatch.setattr(resume.weights, "file_info", failing)
+    said: list[str] = []
+    assert resume.newest_valid(tmp_path, said.append) == tmp_path / "step_000001"
+    assert "model.safetensors cannot be read" in said[0]
+
+
+def test_pruning_never_prefers_a_damaged_checkpoint_of_an_abandoned_future(tmp_path: Path) -> None:
+    """Resumed at 1, because 5 and 6 are damaged: the two that stay must be 1 and 2."""
+    for step in (1, 5, 6):
+        save(tmp_path, step)
+    for step in (5, 6):
+        (tmp_path / f"step_{step:06d}" / "config.json").unlink()
+    save(tmp_path / "again", 1)
+    os.rename(tmp_path / "again" / "step_000001", tmp_path / "step_000001")
+    save(tmp_path, 2)
+    assert [p.name for p in run_folder.step_dirs(tmp_path)] == ["step_000001", "step_000002"]
+
+
+def test_checkpoints_are_ordered_by_number_not_by_name(tmp_path: Path) -> None:
+    for step in (999_999, 1_000_000, 1_000_001):
+        save(tmp_path, step)
+    (tmp_path / "step_of_mine").mkdir()
+    assert [p.name for p in run_folder.step_dirs(tmp_path)] == ["step_1000000", "step_1000001"]
+    newest = resume.newest_valid(tmp_path, print)
+    assert newest is not None
+    assert json.loads((newest / run_folder.COMMIT).read_text())["step"] == 1_000_001

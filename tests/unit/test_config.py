@@ -1,0 +1,478 @@
+"""Settings: everything wrong is said at once, with file, line and what to write instead."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.config import Algorithm, Config, GroupParams, Section, load
+from common.config.reference_page import meanings
+from common.errors import UserError
+from tests.support.speed import overdue
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD = "model:\n  path: m\ndata:\n  train: t.jsonl\n"
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def problem(folder: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load(write(folder, text), overrides)
+    return str(caught.value)
+
+
+def test_a_minimal_file_takes_every_default(tmp_path: Path) -> None:
+    config = load(write(tmp_path, GOOD))
+    assert config.model.path == "m"
+    assert config.sampler.num_generations == 8
+    assert config.rewards.weights == [1.0, 1.0]
+    assert config.rewards.full_mark("format") == 1.25
+    assert config.rewards.full_mark("answer") == 1.0
+
+
+def test_every_mistake_is_named_at_once_with_its_line(tmp_path: Path) -> None:
+    text = GOOD + "sampler:\n  num_generatoins: 4\n  temperature: -1\ntrainer:\n  max_steps: many\n"
+    message = problem(tmp_path, text)
+    path = tmp_path / "run.yaml"
+    assert f"{path}:6: sampler.num_generatoins: no such option. Did you mean sampler.num_generations?" in message
+    assert f"{path}:7: sampler.temperature: Input should be greater than or equal to 0.01, got -1" in message
+    assert f"{path}:9: trainer.max_steps: Input should be a valid integer" in message
+    assert len(message.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("trainer.learning_rat", "trainer.learning_rate"),
+        ("sampler.max_completion_len", "sampler.max_completion_length"),
+        ("trainer.beta", "algorithm.beta"),  # right name, wrong section
+        ("rewardz", "rewards"),
+        ("algorithm.group_params.max_size", "algorithm.group_params.group_max_size"),
+        ("algorithm.segment_rule", "algorithm.group_params.segment_rule"),
+    ],
+)
+def test_an_unknown_option_names_the_one_that_was_meant(tmp_path: Path, key: str, meant: str) -> None:
+    assert f"{key}: no such option. Did you mean {meant}?" in problem(tmp_path, GOOD, f"{key}=1")
+
+
+def test_required_settings_are_all_named_with_the_way_to_give_them(tmp_path: Path) -> None:
+    message = problem(tmp_path, "run:\n  seed: 1\n")
+    assert "model is required" in message
+    assert "data is required" in message
+    assert "data.train is required; add it to the file or give data.train=…" in problem(
+        tmp_path, "model:\n  path: m\ndata:\n  eval: e.jsonl\n"
+    )
+
+
+def test_overrides_have_the_type_that_yaml_gives_them(tmp_path: Path) -> None:
+    overrides = [
+        "trainer.learning_rate=1e-6",
+        "trainer.max_steps=20",
+        "run.resume=true",
+        "data.eval=null",
+        "rewards.reward_funcs=[answer, my.py:length]",
+        "rewards.reward_weights=[1, 0.5]",
+        "vllm.max_model_len=4096",
+        "deepspeed.optimizer.params.lr=1e-6",
+        "model.path=a=b",
+    ]
+    config = load(write(tmp_path, GOOD), overrides)
+    assert config.trainer.learning_rate == 1e-6
+    assert config.trainer.max_steps == 20
+    assert config.run.resume is True
+    assert config.data.eval is None
+    assert config.rewards.reward_funcs == ["answer", "my.py:length"]
+    assert config.rewards.weights == [1.0, 0.5]
+    assert config.vllm == {"max_model_len": 4096}
+    assert config.deepspeed == {"optimizer": {"params": {"lr": 1e-6}}}  # a number where no field converts it
+    assert config.model.path == "a=b"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("max_steps", "is not key=value"),
+        ("=3", "is not key=value"),
+        ("model.path.x=1", "model.path is not a section"),
+        ("vllm.a=[", "not valid YAML"),
+    ],
+)
+def test_a_malformed_override_is_quoted_back(tmp_path: Path, override: str, said: str) -> None:
+    message = problem(tmp_path, GOOD, override)
+    assert repr(override) in message
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["rollout.tools=[a.py:f]", "rollout.environment=a.py:C"], "environment and tools are both given"),
+        (["rollout.tools=[a.py:f, b.py:f]"], "two functions named 'f'"),
+        (["rollout.environment_kwargs={n: 1}"], "set rollout.environment=my.py:Class"),
+        (["rollout.max_turns=3"], "rollout.max_turns does nothing without an environment or tools"),
+        (["rewards.reward_funcs=[environment]"], "reward 'environment' needs one"),
+        (["rollout.tools=[a.py:f]", "rewards.reward_funcs=[environment]"], "rollout.tools give no reward"),
+        (["rollout.tools=[a.py:f]", "rollout.max_environments=4"], "set rollout.max_environments=8"),
+        (["rollout.tools=[a.py:f]", "rollout.min_rollouts=9"], "set it to at most 8"),
+        (["rollout.tools=[a.py:f]", "rollout.max_turn_length=257"], "at most sampler.max_completion_length 256"),
+    ],
+)
+def test_contradictions_about_rollouts_of_several_turns_are_refused(tmp_path: Path, overrides, said: str) -> None:
+    assert said in problem(tmp_path, GOOD, *overrides)
+
+
+def test_an_environment_or_a_tool_makes_rollouts_multi_turn(tmp_path: Path) -> None:
+    assert not load(write(tmp_path, GOOD)).rollout.is_multi_turn
+    assert load(write(tmp_path, GOOD), ["rollout.tools=[a.py:f]"]).rollout.is_multi_turn
+    mine = load(write(tmp_path, GOOD), ["rollout.environment=a.py:C", "rewards.reward_funcs=[environment]"])
+    assert mine.rollout.is_multi_turn and mine.rewards.names == ["environment"]
+
+
+def test_an_empty_section_keeps_its_defaults(tmp_path: Path) -> None:
+    config = load(write(tmp_path, GOOD + "eval:\n  # steps: 5\n"), ["eval.steps=7"])
+    assert config.eval.steps == 7
+    assert load(write(tmp_path, GOOD + "eval:\n")).eval.before is True
+
+
+def test_a_key_given_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
+    message = problem(tmp_path, GOOD + "trainer:\n  max_steps: 5\ntrainer:\n  save_steps: 5\n")
+    assert message.startswith(f"{tmp_path / 'run.yaml'}:7: trainer ")
+    assert "line 5" in message
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "model: [", "just words", "a: !!python/object/apply:os.getpid []"])
+def test_a_file_that_is_no_settings_file_is_refused(tmp_path: Path, text: str) -> None:
+    assert str(tmp_path / "run.yaml") in problem(tmp_path, text)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(b"\xff\xfe\x00model")
+    with pytest.raises(UserError, match=r"run\.yaml.*not text"):
+        load(path)
+
+
+def test_a_missing_file_names_the_one_beside_it(tmp_path: Path) -> None:
+    write(tmp_path, GOOD)
+    with pytest.raises(UserError, match=r"rnu\.yaml: No such file.*Did you mean .*run\.yaml"):
+        load(tmp_path / "rnu.yaml")
+    with pytest.raises(UserError, match="No such file"):
+        load(tmp_path / "nowhere" / "run.yaml")
+
+
+def test_as_many_weights_as_reward_functions(tmp_path: Path) -> None:
+    message = problem(tmp_path, GOOD, "rewards.reward_weights=[1.0]")
+    assert "reward_weights has 1 numbers for 2 reward_funcs; write [1.0, 1.0]" in message
+    assert "reward_funcs is empty" in problem(tmp_path, GOOD, "rewards.reward_funcs=[]")
+
+
+def test_on_is_a_name_in_a_file_and_off_is_still_false(tmp_path: Path) -> None:
+    given = load(write(tmp_path, GOOD + "reference:\n  on: trainer\nvllm: {enforce_eager: off}\n"))
+    assert (given.reference.on, given.vllm) == ("trainer", {"enforce_eager": False})
+
+
+def test_text_that_only_begins_like_a_number_or_off_is_text(tmp_path: Path) -> None:
+    block = "deepspeed:\n  zero_optimization:\n    stage: 3\n    offload_optimizer: {device: cpu}\n"
+    given = load(
+        write(tmp_path, GOOD + block),
+        ["model.revision=3e8a91c0d1", "data.train=offline.jsonl", "run.output_dir=1e-6_sweep", "trainer.packing=off"],
+    )
+    assert given.deepspeed == {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+    assert (given.model.revision, given.data.train) == ("3e8a91c0d1", "offline.jsonl")
+    assert (str(given.run.output_dir), given.trainer.packing) == ("1e-6_sweep", "off")
+
+
+def test_a_folder_below_the_home_folder_is_found_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    given = load(write(tmp_path, GOOD), ["run.output_dir=~/runs/a", "weights.dir=~/weights"])
+    assert (str(given.run.output_dir), str(given.weights.dir)) == ("/home/me/runs/a", "/home/me/weights")
+
+
+def test_an_override_changes_no_section_that_is_an_alias_of_the_same(tmp_path: Path) -> None:
+    text = GOOD + "reference: &start {path: a, dtype: bfloat16}\ncritic: *start\n"
+    given = load(write(tmp_path, text), ["critic.path=b", "algorithm.adv_estimator=gae"])
+    assert (given.reference.path, given.critic.path, given.critic.dtype) == ("a", "b", "bfloat16")
+
+
+def test_devices_overlap_only_where_both_processes_share_one_gpu(tmp_path: Path) -> None:
+    assert load(write(tmp_path, GOOD), ["sampler.devices=[1]", "trainer.devices=[1]"]).trainer.devices == [1]
+    message = problem(tmp_path, GOOD, "sampler.devices=[0, 1]", "trainer.devices=[1, 2]")
+    assert "GPU 1 is in sampler.devices [0, 1] and in trainer.devices [1, 2]" in message
+
+
+def test_two_reward_functions_with_one_metric_name_are_refused(tmp_path: Path) -> None:
+    message = problem(tmp_path, GOOD, "rewards.reward_funcs=[answer, mine.py:answer]")
+    assert "two functions named 'answer'" in message
+
+
+def test_a_cache_that_sleeps_needs_a_trainer_that_works_alone(tmp_path: Path) -> None:
+    asleep = "vllm.enable_sleep_mode=true"
+    assert "set trainer.max_staleness=0" in problem(tmp_path, GOOD, asleep, "trainer.max_staleness=1")
+    assert load(write(tmp_path, GOOD), [asleep, "trainer.max_staleness=0"]).vllm == {"enable_sleep_mode": True}
+
+
+def test_weights_inside_a_batch_need_steps_inside_it_and_a_sampler_that_runs_ahead(tmp_path: Path) -> None:
+    inside = "weights.publish_every=step"
+    assert "set algorithm.steps_per_generation=4" in problem(tmp_path, GOOD, inside, "trainer.max_staleness=1")
+    assert "set trainer.max_staleness=1" in problem(tmp_path, GOOD, inside, "algorithm.num_iterations=2")
+    settings = [inside, "algorithm.num_iterations=2", "trainer.max_staleness=1", "trainer.max_steps=8"]
+    assert load(write(tmp_path, GOOD), settings).weights.publish_every == "step"
+
+
+def test_the_horizon_of_beta_is_longer_than_a_batch_with_all_that_may_be_resampled(tmp_path: Path) -> None:
+    """8 prompts × 8 completions × (1 + 9 tries): at 5 times the horizon beta would be 0, and then negative."""
+    adaptive = ["algorithm.beta=0.05", "algorithm.kl_in_reward=true", "algorithm.kl_controller=adaptive"]
+    sizes = ["trainer.prompts_per_step=8", "sampler.num_generations=8", "algorithm.kl_target=1"]
+    resampled = ["algorithm.dead_groups=resample", "algorithm.max_resamples=9"]
+    message = problem(tmp_path, GOOD, *adaptive, *sizes, *resampled, "algorithm.kl_horizon=64")
+    assert "kl_horizon 64 is shorter than a batch of 640 completions" in message
+    assert load(write(tmp_path, GOOD), [*adaptive, *sizes, "algorithm.kl_horizon=64"]).algorithm.kl_horizon == 64
+
+
+def test_a_reference_in_the_trainer_and_a_kl_in_the_reward_are_refused(tmp_path: Path) -> None:
+    settings = ["reference.on=trainer", "algorithm.beta=0.1", "algorithm.kl_in_reward=true"]
+    assert "set reference.on=sampler" in problem(tmp_path, GOOD, *settings)
+
+
+def test_a_process_started_by_hand_cannot_decide_where_the_reference_is(tmp_path: Path) -> None:
+    undecided = load(write(tmp_path, GOOD), ["reference.on=auto", "algorithm.beta=0.1"])
+    with pytest.raises(UserError, match=r"reference.on=sampler or reference.on=trainer"):
+        undecided.require_reference_side()
+    without = load(write(tmp_path, GOOD), ["reference.on=auto", "algorithm.beta=0"])
+    without.require_reference_side()
+    assert without.reference_on is None
+    assert load(write(tmp_path, GOOD), ["reference.on=trainer", "algorithm.beta=0.1"]).reference_on == "trainer"
+
+
+def test_a_kl_horizon_shorter_than_a_batch_is_refused(tmp_path: Path) -> None:
+    adaptive = [f"algorithm.{s}" for s in ("kl_controller=adaptive", "kl_in_reward=true", "beta=0.1", "kl_target=6")]
+    sizes = ["trainer.prompts_per_step=4", "sampler.num_generations=8"]
+    message = problem(tmp_path, GOOD, *adaptive, *sizes, "algorithm.kl_horizon=31")
+    assert "kl_horizon 31 is shorter than a batch of 32 completions" in message
+    assert "set algorithm.kl_horizon=320" in message
+    assert load(write(tmp_path, GOOD), [*adaptive, *sizes, "algorithm.kl_horizon=32"]).algorithm.kl_horizon == 32
+
+
+def test_steps_divide_by_the_steps_of_a_batch(tmp_path: Path) -> None:
+    message = problem(tmp_path, GOOD, "trainer.max_steps=10", "algorithm.num_iterations=4")
+    assert "trainer.max_steps=12" in message
+    assert load(write(tmp_path, GOOD), ["trainer.max_steps=12", "algorithm.num_iterations=4"]).num_batches == 3
+    twice = ["algorithm.num_iterations=2", "algorithm.steps_per_generation=4"]
+    assert "trainer.max_steps=16" in problem(tmp_path, GOOD, "trainer.max_steps=12", *twice)
+    assert load(write(tmp_path, GOOD), ["trainer.max_steps=16", *twice]).num_batches == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["loss_type=cispo"], "set algorithm.epsilon_high=5.0"),
+        (["adv_estimator=grop"], "'grop' is not built in. Did you mean grpo? Built in: grpo, dr_grpo, rloo"),
+        (["adv_estimator=mine.py"], "which function of the file? Write mine.py:function"),
+        (["adv_estimator=mine.py:f", "scale_rewards=batch"], "adv_estimator mine.py:f divides by no deviation"),
+        (["adv_estimator=mine.py:f", "lam=0.9"], "adv_estimator mine.py:f has no gamma and no lam"),
+        (["loss=dapo"], "loss is for a function of your own; set algorithm.loss_type=dapo, and remove loss"),
+        (["loss=mine.py:f", "loss_type=cispo", "epsilon_high=5"], "set algorithm.loss_type=dapo, the same mean over"),
+        (["loss_type=dappo"], "algorithm.loss_type"),
+        (["max_resamples=3"], "set algorithm.dead_groups=resample, or remove max_resamples"),
+        (["adv_estimator=reinforce_plus_plus", "dead_groups=skip"], "set algorithm.dead_groups=keep"),
+        (["kl_controller=adaptive", "kl_target=6", "beta=0.1"], "set algorithm.kl_in_reward=true"),
+        (["kl_controller=adaptive", "kl_in_reward=true", "beta=0.1"], "set algorithm.kl_target=6.0"),
+        (["kl_target=6"], "set algorithm.kl_controller=adaptive"),
+        (["kl_horizon=100"], "set algorithm.kl_controller=adaptive"),
+        (["shuffle_mini_batches=true"], "set algorithm.steps_per_generation=4, or remove it"),
+        (["loss_type=cispo", "epsilon_high=0.28"], "set algorithm.epsilon_high=5.0"),
+        (
+            ["loss_type=cispo", "epsilon_high=5", "importance_sampling_level=sequence"],
+            "importance_sampling_level=token",
+        ),
+        (["loss_type=cispo", "epsilon_high=5", "delta=6"], "set algorithm.delta=null"),
+        (["loss_type=cispo", "epsilon_high=5", "epsilon=0.1"], "remove algorithm.epsilon"),
+        (["delta=1.2"], "delta 1.2 must be above 1 + epsilon_high = 1.2"),
+        (["delta=1.25", "epsilon_high=0.28"], "delta 1.25 must be above 1 + epsilon_high = 1.28"),
+        (["kl_estimator=k2"], "kl_estimator without beta does nothing"),
+        (["kl_in_reward=true"], "kl_in_reward without beta does nothing"),
+        (["kl_in_reward=true", "beta=0.1", "kl_estimator=k2"], "remove algorithm.kl_estimator"),
+        (["adv_estimator=rloo", "scale_rewards=group"], "adv_estimator rloo divides by no deviation"),
+        (["adv_estimator=reinforce_plus_plus", "whiten_advantages=true"], "reinforce_plus_plus whitens already"),
+        (["multi_objective_aggregation=normalize_then_sum", "adv_estimator=rloo"], "set algorithm.adv_estimator=grpo"),
+        (["multi_objective_aggregation=normalize_then_sum", "soft_punish_cache=9"], "normalize_then_sum does not form"),
+        (["vllm_importance_sampling_clip_max=2"], "does nothing without algorithm.vllm_importance_sampling_mode"),
+        (["adv_estimator=gae", "scale_rewards=group"], "adv_estimator gae divides by no deviation"),
+        (["adv_estimator=gae", "multi_objective_aggregation=normalize_then_sum"], "set algorithm.adv_estimator=grpo"),
+        (["gamma=0.9"], "adv_estimator grpo has no gamma and no lam"),
+        (["lam=0.95", "adv_estimator=rloo"], "remove them, or set adv_estimator=gae"),
+        (["soft_punish_cache=257"], "set it to at most sampler.max_completion_length 256"),
+    ],
+)
+def test_options_of_the_objective_that_contradict_each_other_are_refused(
+    tmp_path: Path, settings: list[str], said: str
+) -> None:
+    assert said in problem(tmp_path, GOOD, *(f"algorithm.{s}" for s in settings))
+
+
+def test_log_probs_of_another_law_than_the_sampled_one_are_refused(tmp_path: Path) -> None:
+    message = problem(tmp_path, GOOD, "vllm.logprobs_mode=raw_logprobs")
+    assert "vllm.logprobs_mode 'raw_logprobs'" in message and "remove it" in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["critic.learning_rate=1e-4"], "does nothing with algorithm.adv_estimator grpo"),
+        (["critic.critic_warmup_steps=5"], "remove it, or set algorithm.adv_estimator=gae"),
+        (["algorithm.adv_estimator=gae", "critic.critic_warmup_steps=200"], "leaves the policy none of trainer.max_st"),
+        (["algorithm.adv_estimator=gae", "critic.revision=main"], "set critic.path, or remove revision"),
+        (["algorithm.adv_estimator=gae", "critic.cliprange_value=0"], "critic.cliprange_value"),
+        (["algorithm.adv_estimator=gae", "algorithm.gamma=1.5"], "algorithm.gamma"),
+    ],
+)
+def test_a_critic_that_nobody_asks_or_that_has_no_time_is_refused(
+    tmp_path: Path, settings: list[str], said: str
+) -> None:
+    assert said in problem(tmp_path, GOOD, *settings)
+
+
+def test_advantages_of_gae_are_whitened_unless_that_is_refused_and_those_of_grpo_only_on_demand() -> None:
+    for estimator, expected in (("gae", [True, True, False]), ("grpo", [False, True, False])):
+        found = [Algorithm(adv_estimator=estimator, whiten_advantages=choice).whitens for choice in (None, True, False)]
+        assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["segment_rule=literal"], "set adaptive_threshold=false"),
+        (["adaptive_threshold=false", "threshold_lr=0.1"], "threshold_lr does nothing without adaptive_threshold"),
+        (["group_variance_threshold=20"], "group_variance_threshold 20.0 is outside min_threshold 0.1"),
+    ],
+)
+def test_settings_of_segments_that_contradict_each_other_are_refused(
+    tmp_path: Path, settings: list[str], said: str
+) -> None:
+    overrides = [f"algorithm.group_params.{s}" for s in settings]
+    assert said in problem(tmp_path, GOOD, "algorithm.adv_estimator=group_ppo", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["adv_estimator=gae", "group_params.group_max_size=8"], "group_params does nothing with adv_estimator gae"),
+        (["adv_estimator=group_ppo", "loss_type=dr_grpo"], "segment_loss=segment"),
+        (["adv_estimator=group_ppo", "importance_sampling_level=sequence"], "segment_loss=segment"),
+        (["adv_estimator=group_ppo", "vllm_importance_sampling_mode=sequence_mask"], "use token_…"),
+    ],
+)
+def test_what_segment_ends_alone_cannot_give_is_refused(tmp_path: Path, settings: list[str], said: str) -> None:
+    assert said in problem(tmp_path, GOOD, *(f"algorithm.{s}" for s in settings))
+
+
+def test_group_ppo_and_gae_differ_by_one_word(tmp_path: Path) -> None:
+    for estimator in ("gae", "group_ppo"):
+        overrides = [f"algorithm.adv_estimator={estimator}", "critic.learning_rate=1e-4", "algorithm.lam=0.95"]
+        assert load(write(tmp_path, GOOD), overrides).algorithm.needs_critic
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "10.0.0.1:5555",
+        "tcp://10.0.0.1",
+        "tcp://:5555",
+        "tcp://host:0",
+        "tcp://host:99999",
+        "tcp://host:port",
+        "tcp://*:5555",
+        "tcp://0.0.0.0:5555",
+        "tcp://10.0.0.1:5555/path",
+        "udp://10.0.0.1:5555",
+        "ipc://",
+        "inproc://x",
+        "ipc:///tmp/" + "x" * 200,
+    ],
+)
+def test_an_address_that_one_side_cannot_use_is_refused_with_one_that_both_can(tmp_path: Path, address: str) -> None:
+    message = problem(tmp_path, GOOD + f"channel:\n  endpoint: '{address}'\n")
+    assert message.startswith(f"{tmp_path / 'run.yaml'}:6: channel.endpoint: not an address that both sides can use")
+    assert message.endswith(f"write tcp://10.0.0.1:5555, or null on one host, got '{address}'")
+
+
+@pytest.mark.parametrize("address", ["tcp://10.0.0.1:5555", "tcp://node-7:5555", "ipc:///run/user/me/inbox"])
+def test_addresses_that_both_sides_can_use(tmp_path: Path, address: str) -> None:
+    assert load(write(tmp_path, GOOD), [f"channel.endpoint={address}"]).channel.endpoint == address
+
+
+def counted(tmp_path: Path, prompts: int, micro: int) -> Config:
+    settings = [f"trainer.prompts_per_step={prompts}", f"trainer.groups_per_micro_batch={micro}"]
+    return load(write(tmp_path, GOOD), settings)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "ranks", "says"),
+    [
+        (8, 3, "train 3 groups a step, the others 2 and then wait. Even would be trainer.prompts_per_step=6 or 9"),
+        (1, 3, "train 1 groups a step, the others 0 and then wait. Even would be trainer.prompts_per_step=3"),
+    ],
+)
+def test_ranks_that_will_wait_are_announced_with_the_nearest_even_numbers(
+    tmp_path: Path, prompts: int, ranks: int, says: str
+) -> None:
+    assert (counted(tmp_path, prompts, 1).uneven_work(ranks) or "").endswith(says)
+
+
+def test_groups_that_divide_by_the_ranks_need_no_word_whatever_the_micro_batches(tmp_path: Path) -> None:
+    assert [counted(tmp_path, 10, 4).uneven_work(ranks) for ranks in (1, 2, 5)] == [None] * 3
+
+
+@pytest.mark.parametrize(("prompts", "micro", "ranks", "expected"), [(24, 3, 2, 4), (10, 4, 2, 2), (1, 1, 4, 1)])
+def test_micro_batches_per_rank(tmp_path: Path, prompts: int, micro: int, ranks: int, expected: int) -> None:
+    assert counted(tmp_path, prompts, micro).micro_batches(ranks) == expected  # 24 groups, 2 ranks, 3 each: 24 / 6
+
+
+def test_loading_takes_under_a_second_and_no_torch() -> None:
+    code = (
+        "import time; t = time.perf_counter(); from common.config import load; load('configs/quickstart.yaml');"
+        "print(time.perf_counter() - t); import sys;"
+        "print([m for m in ('torch', 'numpy', 'transformers', 'vllm', 'deepspeed', 'zmq') if m in sys.modules])"
+    )
+    seconds, heavy = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert heavy == "[]"
+    assert not overdue(float(seconds), 1.0)
+
+
+def test_every_option_says_what_it_means() -> None:
+    sections = {name: field.annotation for name, field in Config.model_fields.items()} | {"group_params": GroupParams}
+    silent = [
+        f"{name}.{option}"
+        for name, section in sections.items()
+        if isinstance(section, type) and issubclass(section, Section)
+        for option, meaning in meanings(section).items()
+        if not meaning
+    ]
+    assert silent == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_every_file_we_ship_is_valid(path: Path) -> None:
+    load(path)
+
+
+def test_prompts_and_completions_that_do_not_fit_the_engine_name_the_length_that_does(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model:\n  path: m\ndata:\n  train: x.jsonl\n  max_prompt_length: 500\nvllm:\n  max_model_len: 700\n"
+    )
+    with pytest.raises(
+        UserError, match=r"500 \+ max_completion_length 256 = 756 tokens > vllm.max_model_len 700; set vllm"
+    ):
+        load(path)
+    assert load(path, ["vllm.max_model_len=756"]).vllm == {"max_model_len": 756}

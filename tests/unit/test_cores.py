@@ -1,0 +1,170 @@
+"""What the trainer computes with the samplers' cores: what is left when the samplers rest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from tests.unit.test_batch_training import Run, config
+from trainer.engine.cores import LENT_CORES, Cores, LentCores, lent_cores
+from trainer.group_receiver import GroupReceiver
+
+NOW = os.sched_getaffinity(0)
+
+
+@pytest.fixture(autouse=True)
+def one_thread_on_one_core() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    os.sched_setaffinity(0, {min(NOW)})
+    yield
+    torch.set_num_threads(threads)
+    os.sched_setaffinity(0, NOW)
+
+
+@pytest.mark.parametrize(
+    ("environ", "lent", "more_threads"),
+    [
+        ({}, (), 0),
+        ({LENT_CORES: ""}, (), 0),
+        ({LENT_CORES: "0,1,2"}, (0, 1, 2), 3),
+        ({LENT_CORES: "0,1,2", "LOCAL_SIZE": "2"}, (0, 1, 2), 1),
+    ],
+)
+def test_a_rank_gets_its_part_of_the_threads_that_the_launcher_lends(
+    environ: dict[str, str], lent: tuple[int, ...], more_threads: int
+) -> None:
+    assert Cores.of(environ) == Cores(frozenset({min(NOW)}), 1, frozenset(lent), more_threads)
+
+
+def borrowing(rest: list[bool], ranks: int = 1, said: bool | None = None, more_threads: int = 2) -> LentCores:
+    """rest: the answers to every question. said: what rank 0 says, if this is another."""
+    answers = iter(rest)
+    exchange: Any = SimpleNamespace(world_size=ranks, agree=lambda own: own if said is None else said)
+    cores = Cores(frozenset({min(NOW)}), 1, frozenset(NOW), more_threads)
+    return LentCores(cores, exchange, lambda: next(answers))
+
+
+def using() -> tuple[int, set[int]]:
+    return torch.get_num_threads(), os.sched_getaffinity(0)
+
+
+OWN, ALL = (1, {min(NOW)}), (3, NOW)
+
+
+@pytest.mark.parametrize(
+    ("more_threads", "rests", "expected"), [(2, True, ALL), (2, False, OWN), (0, True, OWN), (0, False, OWN)]
+)
+def test_lent_cores_are_used_with_more_threads_and_given_back(
+    more_threads: int, rests: bool, expected: tuple[int, set[int]]
+) -> None:
+    """A rank without a part of them, (0, True), stays on its own."""
+    with pytest.raises(ZeroDivisionError), borrowing([rests], more_threads=more_threads).borrowed():
+        assert using() == expected
+        raise ZeroDivisionError
+    assert using() == OWN
+
+
+def test_rank_0_answers_for_every_rank() -> None:
+    with borrowing([False], ranks=2, said=True).borrowed():
+        assert using() == ALL
+
+
+class Noted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, noted: list[int]) -> Tensor:
+        ctx.noted = noted
+        noted.append(torch.get_num_threads())
+        return hidden * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.noted.append(torch.get_num_threads())
+        return gradient * 2, None
+
+
+class Layer(GradientCheckpointingLayer):
+    """Notes the threads of its forward and of its backward."""
+
+    def __init__(self, noted: list[int]) -> None:
+        super().__init__()
+        self.noted = noted
+
+    def forward(self, hidden: Tensor) -> Any:
+        return Noted.apply(hidden, self.noted)
+
+
+def threads_of_layers(lent: LentCores) -> list[int]:
+    """Of three layers' forward and backward: the first forward is of the first layer, the last backward, too."""
+    noted: list[int] = []
+    model = torch.nn.Sequential(*(Layer(noted) for _ in range(3)))
+    lent.watch(SimpleNamespace(model=model))  # type: ignore[arg-type]
+    with lent.borrowed():
+        model(torch.ones(2, requires_grad=True)).sum().backward()
+    assert using() == OWN
+    model(torch.ones(2, requires_grad=True)).sum().backward()  # outside nobody asks
+    assert noted[6:] == [1] * 6
+    return noted[:6]
+
+
+def test_a_single_rank_asks_again_before_every_layer_and_gives_the_cores_back_when_they_are_wanted() -> None:
+    begin, forward, backward = [False], [False, True, True], [False, True, False]
+    assert threads_of_layers(borrowing(begin + forward + backward)) == [1, 3, 3, 3, 1, 3]
+
+
+def test_several_ranks_ask_once() -> None:
+    assert threads_of_layers(borrowing([True], ranks=2)) == [3] * 6
+
+
+def threads_of(monkeypatch: pytest.MonkeyPatch, rest: list[bool], **trainer: Any) -> list[int]:
+    """Threads in each of a step's four micro-batches, of which `rest` says before which the samplers rest."""
+    monkeypatch.setenv(LENT_CORES, ",".join(map(str, NOW)))
+    run, threads = Run(config(4, **trainer), samplers_rest=rest), list[int]()
+    policy: Any = run.training._models.policy
+    backward = policy.backward
+
+    def noted(*given: Any) -> torch.Tensor:
+        threads.append(torch.get_num_threads())
+        return backward(*given)
+
+    policy.backward = noted
+    run.step(0)
+    return threads
+
+
+def test_what_is_left_when_the_samplers_rest_trains_on_their_cores_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    more = 1 + len(NOW)
+    assert threads_of(monkeypatch, [False, False, True, True], max_staleness=1) == [1, 1, more, more]
+
+
+@pytest.mark.parametrize("trainer", [{"max_staleness": 0}, {"max_staleness": 1, "borrow_cores": False}])
+def test_on_policy_or_where_the_user_forbids_it_nobody_asks_whether_samplers_rest(
+    monkeypatch: pytest.MonkeyPatch, trainer: dict[str, Any]
+) -> None:
+    assert threads_of(monkeypatch, [], **trainer) == [1, 1, 1, 1]
+
+
+def test_samplers_are_about_to_begin_while_a_version_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LENT_CORES, ",".join(map(str, NOW)))
+    exchange: Any = SimpleNamespace(world_size=1, agree=bool)
+    writing = iter([True, False])
+    lent = lent_cores(config(4, max_staleness=1), exchange, lambda: True, lambda: next(writing))
+    with lent.borrowed():
+        assert torch.get_num_threads() == 1
+    with lent.borrowed():
+        assert torch.get_num_threads() == 1 + len(NOW)
+
+
+@pytest.mark.parametrize(("recorder", "expected"), [(None, True), (object(), False)], ids=["", "recorded"])
+def test_a_recorded_run_never_borrows(recorder: Any, expected: bool) -> None:
+    exchange: Any = SimpleNamespace()
+    first: Any = SimpleNamespace(recorder=recorder, source=SimpleNamespace(samplers_rest=lambda: True))
+    assert GroupReceiver(first, exchange).samplers_rest() is expected
+    assert GroupReceiver(None, exchange).samplers_rest() is False  # another rank

@@ -1,0 +1,198 @@
+"""What the critic's values become: by hand, against the oracle, and whatever the order, packing and sharding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.config import Config
+from common.types import Group, Rollout, Tombstone
+from tests.support import oracle
+from tests.support.configs import config_of
+from tests.support.tiny import random_group
+from tests.unit.test_tensors import steps
+from trainer.algorithm import critic_advantages
+from trainer.algorithm.advantages import RewardSettings
+from trainer.algorithm.critic_advantages import ByGroup, Estimates, value_metrics
+from trainer.algorithm.losses import Denominator, ObjectiveSettings, loss, token_objective, value_errors
+from trainer.data.experience import Experience, with_estimates
+from trainer.data.tensors import micro_batch, num_tokens, unmasked_completions, value_batch, value_row
+
+
+def settings(**algorithm: Any) -> Config:
+    return config_of(sampler={"max_completion_length": 12}, algorithm={"adv_estimator": "gae"} | algorithm)
+
+
+def rollout(ids: list[int], reward: float, finish_reason: Any = "stop") -> Rollout:
+    logprobs = np.full(len(ids), -1.0, np.float32)
+    return Rollout(np.array(ids, np.int32), logprobs, logprobs, {"answer": reward}, reward, finish_reason)
+
+
+def group(*rollouts: Rollout, group_id: int = 0) -> Group:
+    return Group(group_id, 0, 0, np.array([5, 6], np.int32), rollouts)
+
+
+def known(groups: Sequence[Group | Tombstone], estimates: Estimates) -> list[Experience]:
+    return with_estimates([Experience(g) for g in groups], estimates)
+
+
+def estimate(groups: Sequence[Group | Tombstone], values: ByGroup, config: Config) -> Estimates:
+    return critic_advantages.estimate(groups, values, RewardSettings.of(config), config.algorithm)
+
+
+def test_a_group_by_hand() -> None:
+    g = group(rollout([1, 2], 1.0), rollout([3], 0.0))
+    found = estimate([g], {0: [np.array([0.25, 0.5]), np.array([0.5])]}, settings(whiten_advantages=False, lam=0.5))
+    # δ = (.5 − .25, 1 − .5) = (.25, .5), A = (.25 + .5 · .5, .5); the other completion: A = 0 − .5
+    assert [a.tolist() for a in found.advantages[0]] == [[0.5, 0.5], [-0.5]]
+    assert [r.tolist() for r in found.returns[0]] == [[0.75, 1.0], [0.0]]
+
+
+def test_advantages_are_whitened_over_tokens_and_returns_are_not() -> None:
+    g = group(rollout([1, 2], 1.0), rollout([3], 0.0))
+    values = {0: [np.array([0.25, 0.5]), np.array([0.5])]}
+    found = estimate([g], values, settings(lam=0.5))
+    # .5, .5, −.5: mean 1/6, std sqrt(1/3)
+    std = math.sqrt(1 / 3) + 1e-4
+    assert np.concatenate(found.advantages[0]).tolist() == pytest.approx([1 / 3 / std, 1 / 3 / std, -2 / 3 / std])
+    assert np.concatenate(found.returns[0]).tolist() == [0.75, 1.0, 0.0]
+
+
+def test_equal_rewards_train_policy_and_critic_because_there_is_no_group_baseline() -> None:
+    config = settings(whiten_advantages=False)
+    g = group(rollout([1], 1.0), rollout([2], 1.0))
+    found = estimate([g, Tombstone(1, 0, "timeout")], {0: [np.zeros(1), np.full(1, 0.75)]}, config)
+    batch = micro_batch(known([g], found), Denominator("grpo", 2, 2, 12), config.algorithm)
+    assert batch.advantages.tolist() == [1.0, 0.25]
+    of_values = value_batch(known([g], found), 2, config.algorithm)
+    assert of_values.returns.tolist() == [1.0, 1.0]
+    assert of_values.old_values.tolist() == [0.0, 0.75]
+    assert of_values.weights.tolist() == [0.5, 0.5]
+
+
+def test_a_masked_completion_counts_nowhere() -> None:
+    config = settings(mask_truncated_completions=True)
+    g = group(rollout([1, 2], 1.0), rollout([3, 4, 5], 7.0, "length"), rollout([6], 0.0))
+    values = {0: [np.zeros(2), np.zeros(3), np.zeros(1)]}
+    found = estimate([g], values, config)
+    whitened = np.concatenate([found.advantages[0][0], found.advantages[0][2]])
+    assert whitened.mean() == pytest.approx(0.0, abs=1e-12)
+    assert value_batch(known([g], found), 3, config.algorithm).returns.tolist() == [1.0, 1.0, 0.0]
+    assert value_row([Experience(g)], config.algorithm, "shared").target_ids.tolist() == [1, 2, 6]
+    assert value_metrics([g], found, config)["returns/mean"] == pytest.approx(2 / 3)
+
+
+def test_explained_variance_is_1_for_a_perfect_critic_0_for_a_constant_one_and_negative_for_a_bad_one() -> None:
+    config = settings()
+    g = group(rollout([1], 1.0), rollout([2], 0.0))
+
+    def explained_variance(*values: float) -> float:
+        found = estimate([g], {0: [np.array([v]) for v in values]}, config)
+        return value_metrics([g], found, config)["explained_variance"]
+
+    assert explained_variance(1.0, 0.0) == 1.0
+    assert explained_variance(0.3, 0.3) == pytest.approx(0.0)
+    assert explained_variance(0.0, 1.0) == -3.0  # var of (1, −1) is four times that of (1, 0)
+
+
+def test_without_groups_there_is_a_filler_of_weight_zero_and_no_metric() -> None:
+    config = settings()
+    step = [Tombstone(0, 0, "timeout")]
+    found = estimate(step, {}, config)
+    assert value_metrics(step, found, config) == {}
+    batch = value_batch(known(step, found), 1, config.algorithm)
+    assert batch.weights.tolist() == [0.0]
+    assert (
+        batch.row.input_ids.tolist()
+        == value_row(known(step, found), config.algorithm, "shared").input_ids.tolist()
+        == [[0, 0]]
+    )
+
+
+CHOICES: list[dict[str, Any]] = [
+    {},
+    {"gamma": 0.9, "lam": 0.8, "beta": 0.1, "kl_in_reward": True, "loss_type": "dapo"},
+    {"lam": 0.95, "whiten_advantages": False, "mask_truncated_completions": True},
+    {"lam": 0.9, "loss_type": "cispo", "epsilon_high": 1.5, "soft_punish_cache": 9, "beta": 0.1},
+    {"lam": 0.0, "importance_sampling_level": "sequence", "loss_type": "dr_grpo", "entropy_coef": 0.1},
+]
+
+
+def values_of(g: Group) -> list[np.ndarray]:
+    """The same for the same token, wherever it stands."""
+    return [np.sin(r.old_logprobs.astype(np.float64) * 1e3) for r in g.rollouts]
+
+
+def share(mine: Sequence[Group], step: Sequence[Group], config: Config) -> tuple[list[float], dict[int, list[float]]]:
+    """Losses of policy and critic on a rank's part of the step, and their gradients by a key of the token."""
+    a = config.algorithm
+    total = max(1, num_tokens([Experience(g) for g in step], a))
+    found = estimate(step, {g.group_id: values_of(g) for g in step}, config)
+    over = Denominator(a.loss_type, sum(len(g.rollouts) for g in step), total, 12)
+    batch = micro_batch(known(mine, found), over, a)
+    logprobs = (batch.old_logprobs.double() + (batch.old_logprobs * 1e4).sin() * 0.5).requires_grad_()
+    objective, _ = token_objective(
+        logprobs,
+        batch.old_logprobs.double(),
+        None if batch.ref_logprobs is None else batch.ref_logprobs.double(),
+        batch.advantages.double(),
+        batch.row.lengths,
+        ObjectiveSettings.of(a),
+        entropy=logprobs.exp(),
+    )
+    of_values = value_batch(known(mine, found), total, a)
+    values = (of_values.old_values.double() + (of_values.returns * 1e4).sin() * 0.5).requires_grad_()
+    errors, _ = value_errors(values, of_values.old_values.double(), of_values.returns.double(), 0.2)
+    losses = [loss(objective, batch.weights.double()), (of_values.weights.double() * errors).sum()]
+    slopes = [torch.autograd.grad(part, x)[0] for part, x in zip(losses, (logprobs, values), strict=True)]
+    keys = [k for g in mine for i in unmasked_completions(g, a) for k in g.rollouts[i].old_logprobs.tolist()]
+    pairs = zip(*[s.tolist() for s in slopes], strict=True)
+    return [x.item() for x in losses], dict(zip(keys, map(list, pairs), strict=False))
+
+
+@given(steps(max_groups=5), st.sampled_from(CHOICES))
+def test_neither_order_nor_packing_nor_micro_batches_nor_ranks_change_losses_and_gradients(
+    dealt: tuple[list[Group], list[list[Group]]], choice: dict[str, Any]
+) -> None:
+    (step, parts), config = dealt, settings(**choice)
+    whole, gradients = share(step, step, config)
+    shares = [share(part, [g for p in parts for g in p], config) for part in parts]
+    for which in (0, 1):
+        assert sum(losses[which] for losses, _ in shares) == pytest.approx(whole[which], rel=1e-6, abs=1e-6)
+    found = {token: slopes for _, part in shares for token, slopes in part.items()}
+    assert found.keys() == gradients.keys()
+    for token, slopes in gradients.items():
+        assert found[token] == pytest.approx(slopes, rel=1e-6, abs=1e-7)
+
+
+@given(
+    st.lists(st.lists(st.floats(-2, 2), min_size=2, max_size=3), min_size=1, max_size=4),
+    st.floats(0.5, 1),
+    st.floats(0, 1),
+)
+def test_advantages_and_returns_of_a_step_equal_the_oracle(
+    rewards: list[list[float]], gamma: float, lam: float
+) -> None:
+    config = settings(gamma=gamma, lam=lam, beta=0.1, kl_in_reward=True)
+    step = [random_group(i, 50, of_group, beta=0.1) for i, of_group in enumerate(rewards)]
+    values: ByGroup = {g.group_id: values_of(g) for g in step}
+    found = estimate(step, values, config)
+    advantages, returns = [], []
+    for g in step:
+        for r, v in zip(g.rollouts, values[g.group_id], strict=True):
+            per_token = [-0.1 * (o - f) for o, f in zip(r.old_logprobs.tolist(), r.ref_logprobs.tolist(), strict=True)]
+            per_token[-1] += r.reward
+            a, y = oracle.gae(per_token, v.tolist(), gamma, lam)
+            advantages += a
+            returns += y
+    mean, std = math.fsum(advantages) / len(advantages), oracle.std(advantages)
+    flat = [np.concatenate([x for g in step for x in of[g.group_id]]) for of in (found.advantages, found.returns)]
+    assert flat[0].tolist() == pytest.approx([(a - mean) / (std + 1e-4) for a in advantages], rel=1e-6, abs=1e-9)
+    assert flat[1].tolist() == pytest.approx(returns, rel=1e-6, abs=1e-9)

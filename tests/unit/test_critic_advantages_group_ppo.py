@@ -1,0 +1,201 @@
+"""What GROUP PPO hands to policy and critic: positions, denominators, and the row that the head sees."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.config import Config
+from common.types import Group, Tombstone
+from tests.support import oracle
+from tests.support.configs import config_of
+from tests.support.tiny import random_group
+from trainer.algorithm.advantages import RewardSettings
+from trainer.algorithm.critic_advantages import ByGroup, Estimates, estimate, estimate_segments
+from trainer.algorithm.losses import Denominator
+from trainer.batch_training import BatchTraining
+from trainer.data.experience import Experience, with_estimates
+from trainer.data.tensors import (
+    MicroBatch,
+    ValueBatch,
+    micro_batch,
+    num_tokens,
+    num_trained_tokens,
+    num_value_tokens,
+    policy_row,
+    value_batch,
+)
+
+GROUPS: list[Group | Tombstone] = [
+    random_group(0, 50, [1.0, 0.0, 0.5]),
+    Tombstone(1, 0, "gone"),
+    random_group(2, 50, [0.0, 2.0, 0.0]),
+]
+EXPERIENCES = [Experience(g) for g in GROUPS]
+
+
+def settings(adv_estimator: str = "group_ppo", loss_type: str = "dapo", **params: Any) -> Config:
+    algorithm: dict[str, Any] = {"adv_estimator": adv_estimator, "gamma": 0.9, "lam": 0.8, "loss_type": loss_type}
+    if params:
+        algorithm["group_params"] = {"adaptive_threshold": False} | params
+    return config_of(algorithm=algorithm)
+
+
+def alive() -> list[Group]:
+    return [g for g in GROUPS if isinstance(g, Group)]
+
+
+def random_values(seed: int = 0) -> ByGroup:
+    rng = np.random.default_rng(seed)
+    return {g.group_id: [rng.normal(size=len(r.completion_ids)) for r in g.rollouts] for g in alive()}
+
+
+def batches(config: Config, found: Estimates) -> tuple[MicroBatch, ValueBatch]:
+    algorithm, known = config.algorithm, with_estimates(EXPERIENCES, found)
+    denominator = Denominator(algorithm.loss_type, 9, num_tokens(known, algorithm), 12)
+    learned = num_value_tokens(known, algorithm)
+    return micro_batch(known, denominator, algorithm), value_batch(known, learned, algorithm)
+
+
+def segments(config: Config, values: ByGroup, threshold: float = 0.7) -> Estimates:
+    return estimate_segments(GROUPS, values, None, threshold, RewardSettings.of(config), config.algorithm)
+
+
+def equal_tensors(first: Any, second: Any) -> bool:
+    return all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        for a, b in zip(vars(first).values(), vars(second).values(), strict=True)
+        if not hasattr(a, "__dataclass_fields__")
+    )
+
+
+@pytest.mark.parametrize("params", [{"group_max_size": 1}, {"segment_rule": "literal"}])
+@pytest.mark.parametrize("segment_loss", ["endpoint", "segment"])
+def test_segments_of_one_token_give_the_batches_of_gae_to_the_last_bit(params: Any, segment_loss: str) -> None:
+    values = random_values()
+    config = settings(segment_loss=segment_loss, **params)
+    gae_config = settings("gae")
+    found = segments(config, values, threshold=1.0)
+    pairs = zip(
+        batches(config, found),
+        batches(gae_config, estimate(GROUPS, values, RewardSettings.of(gae_config), gae_config.algorithm)),
+        strict=True,
+    )
+    for mine, of_gae in pairs:
+        assert equal_tensors(mine, of_gae) and equal_tensors(mine.row, of_gae.row)
+
+
+def test_the_head_sees_segment_ends_and_the_critic_segment_starts() -> None:
+    config = settings(group_max_size=4, group_variance_threshold=0.7)
+    values = random_values()
+    found = segments(config, values)
+    cuts = [
+        oracle.cut(
+            [0.0] * (len(r.completion_ids) - 1) + [r.reward],
+            values[g.group_id][i].tolist(),
+            [(1 - np.exp(float(lp))) ** 2 for lp in r.old_logprobs],
+            0.7, 0.9, 0.8, 4, 1e-6, "grow",
+        )
+        for g in alive()
+        for i, r in enumerate(g.rollouts)
+    ]  # fmt: skip
+    rollouts = [r for g in alive() for r in g.rollouts]
+    policy, critic = batches(config, found)
+    ends = [[last for _, last in c.segments] for c in cuts]
+    starts = [[first for first, _ in c.segments] for c in cuts]
+    assert any(len(c.segments) < len(r.completion_ids) for c, r in zip(cuts, rollouts, strict=True))
+    for row, positions in ((policy.row, ends), (critic.row, starts)):
+        assert row.lengths == tuple(map(len, positions))
+        expected = [int(r.completion_ids[t]) for r, of in zip(rollouts, positions, strict=True) for t in of]
+        assert row.target_ids.tolist() == expected
+        assert row.input_ids.shape == (
+            1,
+            sum(len(g.prompt_ids) for g in alive()) + num_tokens(EXPERIENCES, config.algorithm),
+        )
+    old = [float(r.old_logprobs[t]) for r, of in zip(rollouts, ends, strict=True) for t in of]
+    assert policy.old_logprobs.tolist() == old
+    assert critic.returns.tolist() == pytest.approx([y for c in cuts for y in c.returns], abs=1e-6)
+    assert found.segments is not None
+    assert found.segments.r_ppo == pytest.approx(sum(c.r_ppo for c in cuts))
+    assert found.segments.r_grpo == pytest.approx(sum(c.r_grpo for c in cuts))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+@pytest.mark.parametrize("segment_loss", ["endpoint", "segment"])
+def test_the_weights_of_a_step_sum_to_what_they_do_in_ppo(loss_type: str, segment_loss: str) -> None:
+    config = settings(loss_type=loss_type, segment_loss=segment_loss)
+    policy, critic = batches(config, segments(config, random_values()))
+    # grpo counts the tombstone's three completions among nine
+    assert policy.weights.sum().item() == pytest.approx(6 / 9 if loss_type == "grpo" else 1.0)
+    assert critic.weights.sum().item() == pytest.approx(1.0)
+
+
+def test_with_segment_loss_every_token_carries_its_segments_advantage() -> None:
+    values = random_values()
+    whole, ends = (segments(settings(segment_loss=loss, group_max_size=3), values) for loss in ("segment", "endpoint"))
+    policy, critic = batches(settings(segment_loss="segment", group_max_size=3), whole)
+    assert len(policy.advantages) == num_tokens(EXPERIENCES, settings().algorithm)
+    assert len(critic.returns) == sum(len(a) for of in ends.advantages.values() for a in of)
+    for g in alive():
+        for tokens, starts in zip(whole.advantages[g.group_id], whole.value_positions[g.group_id], strict=True):  # type: ignore[index]
+            bounds = [*starts.tolist(), len(tokens)]
+            assert all(len(set(tokens[a:b])) == 1 for a, b in itertools.pairwise(bounds))
+
+
+@given(st.integers(0, 1000), st.sampled_from(["endpoint", "segment"]))
+def test_whitened_advantages_have_mean_0_and_deviation_1_over_what_trains(seed: int, segment_loss: str) -> None:
+    found = segments(settings(segment_loss=segment_loss), random_values(seed))
+    flat = np.concatenate([a for of in found.advantages.values() for a in of])
+    assert flat.mean() == pytest.approx(0, abs=1e-9)
+    assert flat.std(ddof=1) == pytest.approx(1, abs=1e-2)
+
+
+def test_given_scores_replace_the_sampled_ones() -> None:
+    values = random_values()
+    certain = {g.group_id: [np.zeros(len(r.completion_ids)) for r in g.rollouts] for g in alive()}
+    config = settings(group_max_size=None)
+    found = estimate_segments(GROUPS, values, certain, 0.01, RewardSettings.of(config), config.algorithm)
+    assert found.segments is not None
+    assert (found.segments.r_ppo, found.segments.r_grpo, found.segments.segments) == (0.0, 0.0, 6)  # one each
+
+
+def test_reference_log_probs_that_the_trainer_scores_are_those_of_the_endpoints_alone() -> None:
+    config = settings()
+    algorithm = config.algorithm.model_copy(update={"beta": 0.04})
+    known = with_estimates(EXPERIENCES, segments(config, random_values()))
+    row = policy_row(known, algorithm, "shared")
+    lengths = [num_trained_tokens(e, algorithm) for e in known]
+    assert sum(lengths) == len(row.target_ids) < num_tokens(EXPERIENCES, algorithm)
+    scored = torch.arange(sum(lengths)).float()  # as a reference would, of the row's targets
+    known = [dataclasses.replace(e, ref_logprobs=x) for e, x in zip(known, scored.split(lengths), strict=True)]
+    batch = micro_batch(known, Denominator("dapo", 9, 1, 12), algorithm)
+    assert batch.ref_logprobs is not None and torch.equal(batch.ref_logprobs, scored)
+    assert torch.equal(batch.row.target_ids, row.target_ids)
+    assert {g: x.tolist() for g, x in batch.by_group(scored).items()} == {
+        0: scored[: lengths[0]].tolist(), 2: scored[lengths[0] :].tolist()
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("is_adaptive", "used"), [(True, 0.7), (False, 3.0)])
+def test_a_fixed_threshold_is_that_of_the_settings_also_after_a_resume(is_adaptive: bool, used: float) -> None:
+    """The checkpoint has 0.7, the settings now say 3."""
+    seen = list[float]()
+    training = SimpleNamespace(
+        config=settings(group_variance_threshold=3.0, adaptive_threshold=is_adaptive),
+        slots=SimpleNamespace(size=0, training=list, replace=lambda _: None),
+        _progress=SimpleNamespace(threshold=0.7),
+        _settings=SimpleNamespace(rewards=None),
+        _plan=lambda _: [],
+        _record_seconds=lambda *_: None,
+    )
+    critic = SimpleNamespace(score=lambda *given: seen.append(given[-1]))
+    BatchTraining._score_values(training, critic)  # type: ignore[arg-type]
+    assert seen == [used]

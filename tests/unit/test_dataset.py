@@ -1,0 +1,384 @@
+"""Every notation of data.train, the messages for what can go wrong with it, and the order of the run's groups."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.config import Data
+from common.errors import UserError
+from common.types import Problem
+from sampler.dataset import load_data, load_problems, look_up, permutation, problem_index, sampling_seed
+from sampler.sources import read_rows
+from tests.support.speed import limit
+
+ROWS = [{"question": f"{i}+1?", "answer": f"#### {i + 1}", "level": i % 3} for i in range(10)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def private_cache(tmp_path_factory):
+    """`datasets` converts local files into a cache; keep it out of the user's."""
+    import datasets.config
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
+    patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    yield
+    patch.undo()
+
+
+def write_jsonl(path, rows=ROWS):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def write_parquet(path, rows=ROWS):
+    import pyarrow
+    import pyarrow.parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+@pytest.fixture
+def hub_clone(tmp_path):
+    """A clone of a hub repository with two subsets, as `git clone` of openai/gsm8k gives."""
+    for subset, n in (("main", 7), ("socratic", 3)):
+        write_parquet(tmp_path / "gsm8k" / subset / "train.parquet", ROWS[:n])
+        write_parquet(tmp_path / "gsm8k" / subset / "test.parquet", ROWS[:2])
+    subsets = "".join(
+        f"- config_name: {subset}\n  data_files:\n"
+        + "".join(f"  - split: {split}\n    path: {subset}/{split}.parquet\n" for split in ("train", "test"))
+        for subset in ("main", "socratic")
+    )
+    (tmp_path / "gsm8k" / "README.md").write_text(f"---\nconfigs:\n{subsets}---\n")
+    return str(tmp_path / "gsm8k")
+
+
+def questions(spec, **keys):
+    return [problem.columns["question"] for problem in load_problems(spec, **keys)]
+
+
+def message(spec, **keys):
+    with pytest.raises(UserError) as error:
+        load_problems(spec, **keys)
+    return str(error.value)
+
+
+def test_a_problem_holds_its_place_and_its_whole_row(tmp_path):
+    problems = load_problems(write_jsonl(tmp_path / "x.jsonl"))
+    assert problems[4] == Problem(4, {"question": "4+1?", "answer": "#### 5", "level": 1})
+    assert len(problems) == 10
+
+
+def test_jsonl_json_and_parquet_files_hold_the_same_problems(tmp_path):
+    (tmp_path / "x.json").write_text(json.dumps(ROWS))
+    expected = [row["question"] for row in ROWS]
+    assert questions(write_jsonl(tmp_path / "x.jsonl")) == expected
+    assert questions(str(tmp_path / "x.json")) == expected
+    assert questions(write_parquet(tmp_path / "x.parquet")) == expected
+
+
+def test_slices_take_what_they_say(tmp_path):
+    path = write_jsonl(tmp_path / "x.jsonl")
+    for split, wanted in {
+        "train[:3]": [0, 1, 2],
+        "train[7:]": [7, 8, 9],
+        "train[-2:]": [8, 9],
+        "train[:20%]": [0, 1],
+        "train[:512]": range(10),
+        "train[:1]+train[-1:]": [0, 9],
+        "train": range(10),
+    }.items():
+        assert questions(f"{path}@{split}") == [f"{i}+1?" for i in wanted]
+
+
+def test_the_split_is_what_follows_the_last_at_sign(tmp_path):
+    path = write_jsonl(tmp_path / "me@host" / "x.jsonl")
+    assert len(load_problems(path)) == 10
+    assert len(load_problems(f"{path}@train[:4]")) == 4
+
+
+def test_a_folder_has_the_splits_its_files_are_named_for(tmp_path):
+    write_jsonl(tmp_path / "data" / "train.jsonl")
+    write_jsonl(tmp_path / "data" / "test.jsonl", ROWS[:2])
+    assert len(load_problems(f"{tmp_path}/data@train")) == 10
+    assert len(load_problems(f"{tmp_path}/data@test")) == 2
+    assert len(load_problems(f"{tmp_path}/data")) == 10
+
+
+def test_a_folder_of_two_formats_is_refused_because_one_would_be_ignored(tmp_path):
+    write_jsonl(tmp_path / "data" / "train.jsonl")
+    write_parquet(tmp_path / "data" / "test.parquet")
+    assert ".jsonl and .parquet" in message(f"{tmp_path}/data")
+
+
+def test_save_to_disk_folders_load_with_and_without_splits(tmp_path):
+    from datasets import Dataset, DatasetDict
+
+    rows = Dataset.from_list(ROWS)
+    rows.save_to_disk(str(tmp_path / "one"))
+    DatasetDict({"train": rows, "test": rows.select(range(2))}).save_to_disk(str(tmp_path / "two"))
+    assert len(load_problems(f"{tmp_path}/one")) == 10
+    assert len(load_problems(f"{tmp_path}/one@train[:3]")) == 3
+    assert len(load_problems(f"{tmp_path}/two@test")) == 2
+
+
+def test_a_subset_follows_the_colon(hub_clone):
+    assert len(load_problems(f"{hub_clone}:main@train")) == 7
+    assert len(load_problems(f"{hub_clone}:socratic@train[:2]")) == 2
+
+
+def test_a_missing_subset_lists_those_there_and_what_to_write(hub_clone):
+    assert f"{hub_clone} has subsets main, socratic. Write {hub_clone}:main@train" in message(f"{hub_clone}@train")
+    wrong = message(f"{hub_clone}:socratix@train")
+    assert "no subset 'socratix'" in wrong and f"Write {hub_clone}:socratic@train" in wrong
+
+
+def test_a_wrong_split_lists_those_there_with_their_sizes(hub_clone):
+    words = f'split "validation" is not in {hub_clone}:main; it has train (7), test (2)'
+    assert message(f"{hub_clone}:main@validation") == words
+
+
+def test_without_a_train_split_the_split_must_be_named(tmp_path):
+    from datasets import Dataset, DatasetDict
+
+    rows = Dataset.from_list(ROWS)
+    DatasetDict({"easy": rows, "hard": rows}).save_to_disk(str(tmp_path / "two"))
+    assert f"has splits easy (10), hard (10); write for example {tmp_path}/two@easy" in message(f"{tmp_path}/two")
+
+
+def test_a_malformed_slice_shows_what_a_slice_looks_like(tmp_path):
+    path = write_jsonl(tmp_path / "x.jsonl")
+    assert "train[:512]" in message(f"{path}@train[:x]")
+
+
+def test_a_missing_column_lists_the_columns_and_suggests_one(tmp_path):
+    path = write_jsonl(tmp_path / "x.jsonl")
+    for key, near in (("problem", "question"), ("questions", "question"), ("xyz", "<one of them>")):
+        words = f'data.prompt_key "{key}" not found in {path}; columns are question, answer, level'
+        assert message(path, prompt_key=key) == f"{words}. Set data.prompt_key: {near}"
+    no_answer = message(path, answer_key="solution")
+    assert no_answer.endswith("Set data.answer_key: answer, or null when no reward needs one")
+
+
+def test_another_answer_key_is_there_as_answer_too(tmp_path):
+    path = write_jsonl(tmp_path / "x.jsonl", [{"problem": "1+1?", "solution": "2"}])
+    [problem] = load_problems(path, prompt_key="problem", answer_key="solution")
+    assert problem.columns == {"problem": "1+1?", "solution": "2", "answer": "2"}
+
+
+def test_columns_are_renamed_before_anything_else_looks_at_them(tmp_path):
+    path = write_jsonl(tmp_path / "x.jsonl", [{"problem": "1+1?", "solution": "so 2", "answer": "2"}])
+    [problem] = load_problems(path, rename={"problem": "question", "solution": "working"})
+    assert problem.columns == {"question": "1+1?", "working": "so 2", "answer": "2"}
+    [swapped] = load_problems(path, "problem", rename={"answer": "solution", "solution": "answer"})
+    assert swapped.columns == {"problem": "1+1?", "solution": "2", "answer": "so 2"}
+
+
+def test_the_old_name_of_a_renamed_answer_still_means_it(tmp_path):
+    path = write_jsonl(tmp_path / "x.jsonl", [{"question": "1+1?", "answer": "2"}])
+    [problem] = load_problems(path, rename={"answer": "solution"})
+    assert problem.columns == {"question": "1+1?", "solution": "2", "answer": "2"}
+
+
+def test_a_rename_that_names_no_column_or_hides_one_is_refused(tmp_path):
+    path = write_jsonl(tmp_path / "x.jsonl", [{"problem": "1+1?", "answer": "2"}])
+    assert message(path, rename={"porblem": "question"}).endswith("Write data.rename: {problem: <its new name>}")
+    assert "has a column 'answer' already" in message(path, rename={"problem": "answer"})
+
+
+def test_a_dotted_key_looks_inside_a_column_unless_a_column_has_that_name():
+    row = {"a": [{"b": 3}], "c.d": 1, "c": {"d": 2}}
+    assert look_up(row, "a.0.b") == 3
+    assert look_up(row, "c.d") == 1
+    assert look_up(row, "a.1.b", "none") == look_up(row, "a.0.b.x", "none") == look_up(row, "x", "none") == "none"
+
+
+def test_rows_of_verl_are_read_through_dotted_keys(tmp_path):
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "2+2?"}],
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"index": 0, "split": "train"},
+    }
+    path = write_parquet(tmp_path / "train.parquet", [row])
+    [problem] = load_problems(path, "prompt", "reward_model.ground_truth")
+    assert problem.columns == {**row, "answer": "4"}
+    [problem] = load_problems(path, "prompt", "ground_truth", {"reward_model.ground_truth": "ground_truth"})
+    assert problem.columns["ground_truth"] == problem.columns["answer"] == "4"
+    assert message(path, prompt_key="prompt").endswith(
+        "Set data.answer_key: reward_model.ground_truth, or null when no reward needs one"
+    )
+
+
+def test_rows_of_orz_which_are_lists_become_a_conversation(tmp_path):
+    rows = [
+        [{"from": "human", "value": f"{i}+1?"}, {"from": "assistant", "ground_truth": {"value": str(i + 1)}}]
+        for i in range(3)
+    ]
+    (tmp_path / "orz.json").write_text(json.dumps(rows, indent=1))
+    problems = load_problems(str(tmp_path / "orz.json"), "conversation", "conversation.1.ground_truth.value")
+    assert [p.columns["answer"] for p in problems] == ["1", "2", "3"]
+    assert [p.columns["conversation"][0]["value"] for p in problems] == ["0+1?", "1+1?", "2+1?"]
+    flat = load_problems(f"{tmp_path}/orz.json@train[:2]", rename={"conversation.0.value": "question"}, answer_key=None)
+    assert [p.columns["question"] for p in flat] == ["0+1?", "1+1?"]
+
+
+def test_a_json_file_is_read_as_it_is(tmp_path):
+    """`datasets` would give a datetime, 1.2345678901234568e+22 and 9007199254740992.0."""
+    answers = ["2021-05-03", 12345678901234567890123, 9007199254740993, 0.5, "a\u2028b", ["2021-05-03"], {"a": None}]
+    for file, text in (
+        ("rows.jsonl", "\n".join(json.dumps({"q": "", "a": a}, ensure_ascii=False) for a in answers) + "\n\n"),
+        ("rows.json", json.dumps([{"q": "", "a": a} for a in answers], indent=1)),
+        ("bom.jsonl", "\ufeff" + "\n".join(json.dumps({"q": "", "a": a}) for a in answers)),
+    ):
+        (tmp_path / file).write_text(text, encoding="utf-8")
+        assert [row["a"] for row in read_rows(str(tmp_path / file))] == answers
+    assert [row["a"] for row in read_rows(f"{tmp_path}/rows.jsonl@train[1:3]")] == answers[1:3]
+
+
+def test_a_row_has_the_columns_of_all_in_the_order_of_the_file(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"b": 1}\n{"a": 2, "b": 3}\n')
+    assert [list(row.items()) for row in read_rows(str(tmp_path / "rows.jsonl"))] == [
+        [("b", 1), ("a", None)],
+        [("b", 3), ("a", 2)],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"a": 1}\n{"a": \n', "rows.jsonl, line 2, cannot be read: Expecting value.*one object per line"),
+        ('{"a": 1}\n"text"\n', "rows.jsonl: row 2 is 'text', not an object"),
+        ("[1, 2]", "rows.jsonl: row 1 is 1, not an object"),
+    ],
+)
+def test_a_line_that_is_no_row_is_named(tmp_path, text, said):
+    (tmp_path / "rows.jsonl").write_text(text)
+    with pytest.raises(UserError, match=said):
+        read_rows(str(tmp_path / "rows.jsonl"))
+
+
+def test_text_that_the_library_takes_for_dates_is_refused_where_the_file_is_not_ours_to_read(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text('{"q": "next day?", "a": "2021-05-03"}\n' * 3)
+    with pytest.raises(UserError, match=r"column a of .*/data holds text that is read as dates.*name its \.jsonl file"):
+        read_rows(str(tmp_path / "data"))
+
+
+def test_rows_of_deepscaler_and_math12k_need_one_key(tmp_path):
+    deepscaler = {"problem": "Half of $\\frac12$?", "answer": "\\frac14", "solution": "It is $\\boxed{\\frac14}$."}
+    (tmp_path / "deepscaler.json").write_text(json.dumps([deepscaler]))
+    [problem] = load_problems(str(tmp_path / "deepscaler.json"), "problem")
+    assert problem.columns == deepscaler
+    math12k = write_parquet(tmp_path / "math12k.parquet", [{"problem": "1+1?", "answer": "2"}])
+    assert load_problems(math12k, "problem")[0].columns == {"problem": "1+1?", "answer": "2"}
+
+
+def test_several_data_sets_are_one_after_the_other_with_the_columns_of_all(tmp_path):
+    a = write_jsonl(tmp_path / "a.jsonl", [{"question": "1", "answer": "1", "level": 3}])
+    b = write_jsonl(tmp_path / "b.jsonl", [{"question": "2", "answer": "2", "topic": "sums"}])
+    assert [(p.index, dict(p.columns)) for p in load_problems([a, b])] == [
+        (0, {"question": "1", "answer": "1", "level": 3, "topic": None}),
+        (1, {"question": "2", "answer": "2", "level": None, "topic": "sums"}),
+    ]
+    assert f"no file or folder {tmp_path}/c.jsonl" in message([a, f"{tmp_path}/c.jsonl"])
+    assert "empty list" in message([])
+
+
+def test_without_an_answer_key_no_answer_is_needed(tmp_path):
+    path = write_jsonl(tmp_path / "x.jsonl", [{"prompt": "Write a haiku."}])
+    data = Data(train=path, prompt_key="prompt", answer_key=None)
+    assert [p.columns for p in load_data("data.train", path, data)] == [{"prompt": "Write a haiku."}]
+
+
+def test_rows_with_an_empty_answer_are_left_out_and_counted(tmp_path, capsys):
+    golds = ["4", "", None, "  ", "0"]
+    path = write_jsonl(tmp_path / "x.jsonl", [{"question": "2+2?", "answer": gold} for gold in golds])
+    data = Data(train=path)
+    assert [p.index for p in load_data("data.train", path, data)] == [0, 4]
+    said = capsys.readouterr().err
+    assert said == "tandem: data.train: 3 of 5 rows have an empty 'answer' and are left out: row 1, 2, 3\n"
+    with pytest.raises(UserError, match=r"data\.eval: each of the 3 rows has an empty 'answer'\. Set data\.answer_key"):
+        load_data("data.eval", f"{path}@train[1:4]", data)
+
+
+def test_numbers_and_false_are_answers(tmp_path):
+    golds = [0, 0.0]
+    path = write_jsonl(tmp_path / "x.jsonl", [{"question": "0?", "answer": gold} for gold in golds])
+    assert len(load_data("data.train", path, Data(train=path))) == 2
+
+
+def test_empty_unreadable_and_unknown_files_are_user_errors(tmp_path):
+    (tmp_path / "bad.jsonl").write_text("{not json\n")
+    (tmp_path / "x.csv").write_text("question,answer\n1,2\n")
+    assert "cannot be read" in message(str(tmp_path / "bad.jsonl"))
+    assert ".jsonl, .json, .parquet" in message(str(tmp_path / "x.csv"))
+    assert "has no rows" in message(f"{write_jsonl(tmp_path / 'x.jsonl')}@train[:0]")
+
+
+def test_a_missing_path_is_reported_before_datasets_is_imported(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl")
+    code = (
+        "import sys\nfrom common.errors import UserError\nfrom sampler.dataset import load_problems\n"
+        f"for spec in ['{tmp_path}/trian.jsonl@train[:3]', './nothing', 'nothing.parquet', '~/no/such', 'a/b/c']:\n"
+        "    try: load_problems(spec)\n"
+        "    except UserError as error: print(error)\n"
+        "assert not {'datasets', 'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=limit(60))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("no file or folder") == 5
+    assert f"Did you mean {tmp_path}/train.jsonl?" in result.stdout
+
+
+def test_a_hub_data_set_that_cannot_be_had_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    said = message("openai/gsm8k:main@train")
+    for words in (
+        "'openai/gsm8k'",
+        "HF_HUB_OFFLINE=1",
+        f"HF_HOME={tmp_path}",
+        "hf download --repo-type dataset",
+        "HF_ENDPOINT",
+    ):
+        assert words in said
+
+
+def test_every_epoch_asks_every_problem_once_in_an_order_of_its_own():
+    epochs = [[problem_index(epoch * 10 + i, seed=3, num_problems=10) for i in range(10)] for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_the_order_is_a_function_of_seed_and_epoch_alone():
+    expected = np.random.Generator(np.random.PCG64(np.random.SeedSequence([5, 2]))).permutation(100)
+    assert permutation(5, 2, 100).tolist() == expected.tolist()
+    assert problem_index(2 * 100 + 7, seed=5, num_problems=100) == expected[7]
+    assert permutation(-1, 0, 100).tolist() != permutation(1, 0, 100).tolist()
+
+
+def test_without_shuffling_groups_follow_the_file():
+    assert [problem_index(g, seed=1, num_problems=4, shuffle=False) for g in range(6)] == [0, 1, 2, 3, 0, 1]
+
+
+def test_a_cached_order_cannot_be_changed():
+    with pytest.raises(ValueError, match="read-only"):
+        permutation(0, 0, 5)[0] = 1
+
+
+def test_sampling_seeds_are_31_bits_of_blake2b_and_differ_by_seed_and_group():
+    # printf '%s' 0:7 | b2sum -l 64
+    assert sampling_seed(0, 7) == 0x1815CBE0CBAF29DC & 0x7FFFFFFF
+    seeds = {sampling_seed(seed, group) for seed in (-1, 0, 1) for group in range(1000)}
+    assert len(seeds) == 3000
+    assert all(0 <= seed < 2**31 for seed in seeds)

@@ -1,0 +1,313 @@
+"""What a person sees: every expected line is written by hand."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+
+from common.config import Config
+from report.display import StepDisplay, wants_live
+from report.escape import strip_escapes
+from report.step_text import clock, eval_line, panel_rows, sparkline, step_line
+from tests.support.configs import config_of
+
+VALUES = {
+    "reward": 1.42,
+    "reward_std": 0.31,
+    "frac_reward_zero_std": 0.12,
+    "rewards/answer/mean": 0.22,
+    "rewards/answer/accuracy": 0.61,
+    "rewards/format/mean": 0.93,
+    "completions/mean_length": 23.4,
+    "completions/clipped_ratio": 0.02,
+    "kl": 0.004,
+    "tokens_per_second": 1830.2,
+    "step_time": 1.1,
+    "wait/trainer_s": 0.231,
+    "wait/sampler_s": 0.033,
+    "policy_version": 12,
+    "staleness/mean": 0.0,
+    "tombstones": 0,
+}
+LINE = (
+    "step 12/60  reward 1.42 ±0.31  answer 0.61  format 0.93  kl 0.004  len 23  dead 12%  1830 tok/s  1.1 s  "
+    "trainer waited 21%  v12 (0 behind)  ETA 0:54"
+)
+EVALUATION = {"step": 40, "n": 512, "full_marks": {"answer": 300, "format": 500}}
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def config(max_steps: int = 60) -> Config:
+    return config_of(run={"output_dir": "runs/x"}, trainer={"max_steps": max_steps})
+
+
+@pytest.fixture
+def terminal(monkeypatch) -> Terminal:
+    for name, value in {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.delenv("CI", raising=False)
+    return Terminal()
+
+
+def last_panel(terminal: Terminal) -> str:
+    lines = [strip_escapes(line) for line in terminal.getvalue().split("\n")]
+    start = max(number for number, line in enumerate(lines) if "╭" in line)
+    return "\n".join(lines[start:])
+
+
+def test_a_step_is_one_line_with_every_fact():
+    assert step_line(12, 60, VALUES, 54.0) == LINE
+
+
+def test_a_step_line_leaves_out_what_was_not_measured():
+    assert step_line(1, 2, {"reward": -0.5, "kl": None}, None) == "step 1/2  reward -0.50"
+
+
+def test_a_step_line_shows_trouble_when_there_is_some():
+    values = {"reward": math.nan, "kl": 0.000012, "tombstones": 2, "wait/sampler_s": 3.0, "wait/trainer_s": 1.0}
+    expected = "step 3/9  reward nan  kl 1.2e-05  tombstones 2  4.0 s  sampler waited 75%  v3 (1.5 behind)  ETA 1:00:01"
+    assert step_line(3, 9, values | {"step_time": 4.0, "policy_version": 3, "staleness/mean": 1.5}, 3601.4) == expected
+
+
+def test_rollouts_of_several_turns_show_turns_calls_and_how_many_failed():
+    values = {"rollout/turns": 2.04, "rollout/tool_calls": 1.25, "rollout/tool_errors": 0.1, "rollout/failures": 3.0}
+    assert step_line(1, 2, values, None) == "step 1/2  turns 2.0  calls 1.25 (8% failed)  3 failed rollouts"
+    values |= {"rollout/observed_tokens": 40.2, "rollout/environment_s": 0.125}
+    assert panel_rows([values], "", "") == [
+        ("turns", "turns 2.0 · calls 1.25 (8% failed) · 3 failed rollouts · 40 tokens observed · 0.12 s in tools")
+    ]
+
+
+def test_a_step_line_is_one_line_without_escapes_whatever_a_reward_function_is_called():
+    assert step_line(1, 2, {"rewards/\x1b[31mred\x1b[0m\nname/mean": 1.0}, None) == "step 1/2  red name 1.00"
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([], ""),
+        ([0, 1, 2, 3, 4, 5, 6, 7], "▁▂▃▄▅▆▇█"),
+        ([0, 7, math.nan, 3.5], "▁█ ▅"),
+        ([2.0, 2.0, 2.0], "▄▄▄"),
+        ([-1, 1], "▁█"),
+        ([math.inf], " "),
+        ([9.0] * 10 + [0.0] * 39 + [1.0], "▁" * 39 + "█"),
+    ],
+)
+def test_a_sparkline_spans_its_own_minimum_and_maximum_over_the_last_40_values(values, expected):
+    assert sparkline(values) == expected
+
+
+def test_clock_writes_minutes_and_hours():
+    assert [clock(s) for s in (0, 9.4, 54, 59.6, 3599, 3754, 90_000)] == [
+        "0:00",
+        "0:09",
+        "0:54",
+        "1:00",
+        "59:59",
+        "1:02:34",
+        "25:00:00",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("plain √ 答案", "plain √ 答案"),
+        ("\x1b[1;31mred\x1b[0m\nline", "red line"),
+        ("\x1b]0;title\x07shown", "shown"),
+        ("\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "link"),
+        ("\x9b2Jgone", "gone"),
+        ("a\x1bcb\x08\r\x00", "ab   "),
+        ("user\u202egnp.exe", "user gnp.exe"),
+    ],
+)
+def test_strip_escapes_leaves_one_printable_line(text, expected):
+    assert strip_escapes(text) == expected
+
+
+def test_a_live_panel_needs_a_capable_terminal_and_a_person_who_did_not_refuse_it():
+    assert wants_live(True, {"TERM": "xterm", "NO_COLOR": "", "CI": ""})
+    assert not wants_live(False, {"TERM": "xterm"})
+    for environ in ({"TERM": "dumb"}, {}, {"TERM": "xterm", "NO_COLOR": "1"}, {"TERM": "xterm", "CI": "true"}):
+        assert not wants_live(True, environ)
+
+
+def test_panel_rows_name_each_fact_once_and_say_who_waits_for_whom():
+    earlier = VALUES | {"reward": 0.71, "rewards/answer/accuracy": 0.3}
+    assert panel_rows([earlier, VALUES], "answer 58.6%", "waiting 3 s for groups") == [
+        ("reward", "1.42 ±0.31   ▁█"),
+        ("answer", "0.61         ▁█"),
+        ("format", "0.93         ▄▄"),
+        ("batch", "23 tokens long · 2% cut off · 12% dead groups · kl 0.004"),
+        ("speed", "1830 tok/s · 1.1 s per step"),
+        ("waits", "trainer 21% of the step for the sampler · sampler 3% of the step for the trainer"),
+        ("policy", "v12 · rollouts 0 behind"),
+        ("held-out", "answer 58.6%"),
+        ("now", "waiting 3 s for groups"),
+    ]
+    assert panel_rows([], "", "") == []
+
+
+def test_an_evaluation_is_shown_as_shares_of_full_marks():
+    assert eval_line(EVALUATION) == "answer 58.6%  format 97.7%  (v40, n = 512)"
+    assert eval_line({"step": 0, "n": 0, "full_marks": {"answer": 0}}) == "(v0, n = 0)"
+
+
+def test_plain_mode_prints_one_line_per_step_note_and_evaluation_and_estimates_the_end_from_the_pace():
+    stream, now = io.StringIO(), Clock()
+    display = StepDisplay(config(), stream, now)
+    display.note("resumed at step 9")
+    display.step(10, VALUES)  # the only pace known is step_time: 50 · 1.1 s
+    now.seconds += 2.25
+    display.step(12, VALUES)  # 2 steps in 2.25 s, 48 steps left
+    display.evaluation(EVALUATION)
+    display.close()
+    first = LINE.replace("step 12", "step 10").replace("ETA 0:54", "ETA 0:55")
+    held_out = "held-out  answer 58.6%  format 97.7%  (v40, n = 512)"
+    assert stream.getvalue().split("\n") == ["resumed at step 9", first, LINE, held_out, ""]
+
+
+def test_plain_mode_prints_at_most_one_waiting_line_every_10_seconds():
+    stream, now = io.StringIO(), Clock()
+    display = StepDisplay(config(), stream, now)
+    for second in range(25):
+        now.seconds = 100.0 + second
+        display.waiting(f"waiting {second} s\x1b[2J")
+    assert stream.getvalue().split("\n") == ["waiting 0 s", "waiting 10 s", "waiting 20 s", ""]
+
+
+def test_plain_mode_replaces_what_the_stream_cannot_encode():
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    StepDisplay(config(), stream).step(12, VALUES)
+    assert b"reward 1.42 ?0.31  answer 0.61" in raw.getvalue()
+
+
+def test_a_closed_stream_ends_the_display_and_not_the_run():
+    stream = io.StringIO()
+    display = StepDisplay(config(), stream)
+    stream.close()
+    display.step(1, VALUES)
+    display.waiting("waiting 1 s")
+    display.note("still here")
+    display.close()
+
+
+def test_the_live_panel_shows_progress_rewards_waits_and_the_last_evaluation(terminal):
+    now = Clock()
+    display = StepDisplay(config(), terminal, now)
+    display.evaluation(EVALUATION)
+    display.step(11, VALUES)
+    now.seconds += 1.125
+    display.step(12, VALUES)
+    display.waiting("waiting 3 s for groups: have 3 of 8 \x1b]0;owned\x07– normal")
+    panel = last_panel(terminal)
+    for text in ("runs/x · step 12/60 · ETA 0:54", "1.42 ±0.31   ▄▄", "0.61         ▄▄", "12% dead groups"):
+        assert text in panel
+    assert "trainer 21% of the step for the sampler" in panel
+    assert "answer 58.6%  format 97.7%  (v40, n = 512)" in panel
+    assert "waiting 3 s for groups: have 3 of 8 – normal" in panel
+    assert "owned" not in terminal.getvalue()
+    display.step(13, VALUES)
+    assert "waiting" not in last_panel(terminal)
+    display.close()
+    display.close()
+
+
+def test_the_live_panel_takes_evaluations_from_the_step_values_too(terminal):
+    display = StepDisplay(config(), terminal)
+    display.step(12, VALUES | {"eval/answer/mean": 0.5, "eval/format/mean": 1.1})
+    display.step(13, VALUES)
+    display.close()
+    assert "answer 0.50  format 1.10  (step 12)" in last_panel(terminal)
+
+
+def test_a_note_stays_above_the_live_panel_and_closing_gives_the_cursor_back(terminal):
+    display = StepDisplay(config(), terminal)
+    display.note("checkpoint [bold]30[/bold] saved\x1b[2J")
+    display.step(1, VALUES)
+    display.close()
+    output = terminal.getvalue()
+    assert "checkpoint [bold]30[/bold] saved" in output and "\x1b[2J" not in output
+    assert output.rfind("\x1b[?25h") > output.rfind("\x1b[?25l") >= 0  # cursor shown after it was hidden
+
+
+def test_advice_is_said_once_per_cause_and_counted_in_every_step_while_it_holds():
+    stream = io.StringIO()
+    display = StepDisplay(config(), stream)
+    cut, whole = {"completions/clipped_ratio": 0.9}, {"completions/clipped_ratio": 0.0}
+    found = [
+        display.advice(step, values) for step, values in enumerate([*[cut] * 6, *[whole] * 5, *[cut] * 5], start=1)
+    ]
+    expected = [step in (5, 6, 7, 8, 14, 15, 16) for step in range(1, 17)]  # 3 of 5 steps at 0.9 are a mean of 0.54
+    assert [values == {"advice/truncated": 1.0} for values in found] == expected
+    assert stream.getvalue().count("advice: ") == 1
+    assert stream.getvalue().startswith("advice: 90% of completions reach max_completion_length 256")
+    assert ("advice", "truncated") in panel_rows([{"advice/truncated": 1.0}], "", "")
+
+
+def test_advice_after_a_resume_goes_on_where_it_was():
+    values = {"completions/clipped_ratio": 0.9, "policy_version": 1}
+    display = StepDisplay(config(), io.StringIO())
+    display.recall([{"step": step, **values} for step in range(1, 5)], [{**EVALUATION, "step": 0}])
+    assert display.advice(5, values) == {"advice/truncated": 1.0}
+
+
+def test_an_evaluation_alone_may_show_what_is_wrong():
+    stream = io.StringIO()
+    display = StepDisplay(config(), stream)
+    for version, accuracy in ((0, 0.4), (10, 0.9)):
+        for step in range(version + 1, version + 11):
+            display.advice(step, {"rewards/answer/accuracy": accuracy})
+        display.evaluation({"step": version, "n": 512, "full_marks": {"answer": 205}})
+    assert "advice: answer rose by 50 points on training problems and by 0 on held-out ones" in stream.getvalue()
+
+
+def own_reward(**rewards: object) -> Config:
+    return config_of(rewards={"reward_funcs": ["a.py:mine", "answer"], **rewards})
+
+
+OWN = {
+    "rewards/mine/mean": 0.31,
+    "rewards/mine/accuracy": 0.0,
+    "rewards/answer/mean": 0.5,
+    "rewards/answer/accuracy": 0.0,
+}
+
+
+def shown(settings: Config, *steps: dict[str, float], record: dict | None = None) -> list[str]:
+    stream = io.StringIO()
+    display = StepDisplay(settings, stream, Clock())
+    for number, values in enumerate(steps, 1):
+        display.step(number, values)
+    if record:
+        display.evaluation(record)
+    return stream.getvalue().splitlines()
+
+
+def test_a_reward_of_ones_own_that_nothing_has_earned_in_full_is_shown_by_its_mean_until_something_does():
+    lines = shown(own_reward(), OWN, OWN | {"rewards/mine/accuracy": 0.25}, OWN)
+    assert ["mine 0.31  answer 0.00" in lines[0], "mine 0.25" in lines[1], "mine 0.00" in lines[2]] == [True] * 3
+    assert "mine 0.00" in shown(own_reward(full_marks={"mine": 2.0}), OWN)[0], "its full marks are known"
+    record = {"step": 2, "n": 8, "full_marks": {"mine": 0, "answer": 0}, "mean": {"mine": 0.31, "answer": 0.5}}
+    assert "answer 0.0%  mine 0.31  (v2, n = 8)" in shown(own_reward(), record=record)[0]
+    record["full_marks"]["mine"] = 1
+    assert "mine 12.5%  answer 0.0%  (v2, n = 8)" in shown(own_reward(), record=record)[0]

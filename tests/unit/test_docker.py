@@ -1,0 +1,93 @@
+"""The two Dockerfiles against what they are made of. There is no Docker here: what they build is not built."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ["tools/docker/Dockerfile", "tools/docker/Dockerfile.gpu"]
+FILES = pytest.mark.parametrize(("name", "backend"), list(zip(NAMES, ("cpu", "gpu"), strict=True)))
+
+
+def instructions(name: str) -> list[tuple[str, str]]:
+    """[("FROM", "python:3.11…"), …], continued lines joined."""
+    text = re.sub(r"\\\n\s*", "", (ROOT / name).read_text())
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return [(word, rest) for word, _, rest in (line.partition(" ") for line in lines)]
+
+
+def ignored(path: str) -> bool:
+    patterns = (ROOT / "tools" / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
+    return any(fnmatch.fnmatch(part, pattern.removeprefix("**/")) for part in path.split("/") for pattern in patterns)
+
+
+@FILES
+def test_what_is_copied_is_there_and_suffices_for_the_setup(name: str, backend: str, tmp_path: Path) -> None:
+    """The files of the first layer, alone in a folder: all that launch.sh setup reads, and its Python lines import."""
+    before_setup = instructions(name)[: instructions(name).index(("RUN", "bash launch.sh setup"))]
+    for _, rest in [found for found in before_setup if found[0] == "COPY"]:
+        *sources, target = shlex.split(rest)
+        (tmp_path / target).mkdir(parents=True, exist_ok=True)
+        for source in sources:
+            assert not ignored(source)
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, tmp_path / target, dirs_exist_ok=True)
+            else:
+                shutil.copy(ROOT / source, tmp_path / target)
+    setup = (ROOT / "launch.sh").read_text().partition("\nsetup() {")[0]
+    assert set(re.findall(r"requirements\.txt|tools/locks/\w+\.lock", setup)) <= {
+        str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")
+    }
+    imports = re.findall(r"^from trainer.*$", setup, re.MULTILINE)
+    assert imports
+    done = subprocess.run([sys.executable, "-c", "\n".join(imports)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@FILES
+def test_packages_are_those_of_the_locks_and_the_interpreter_one_that_launch_sh_takes(name: str, backend: str) -> None:
+    steps = instructions(name)
+    (base,) = [rest for word, rest in steps if word == "FROM"]
+    version = re.fullmatch(r"python:(3\.\d+)-slim-bookworm", base)
+    assert version and f"python{version[1]}" in (ROOT / "launch.sh").read_text()
+    runs = [rest for word, rest in steps if word == "RUN"]
+    assert runs[1:] == ["bash launch.sh setup"], "nothing is installed beside launch.sh and apt"
+    assert "g++" in runs[0].split()
+    environment = dict(pair.split("=") for word, rest in steps if word == "ENV" for pair in rest.split())
+    assert environment["BACKEND"] == backend
+    assert steps[-2:] == [("COPY", ". ."), ("ENTRYPOINT", '["bash", "launch.sh"]')]
+
+
+def test_nothing_that_was_made_here_goes_into_an_image() -> None:
+    made = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split() if line.endswith("/")]
+    assert [name for name in made if not ignored(name)] == [] and ignored(".git") and ignored("common/__pycache__")
+    kept = [
+        "launch.sh",
+        "common/config/__init__.py",
+        "configs/quickstart.yaml",
+        "docs/README.md",
+        "tests/conftest.py",
+    ]
+    assert [path for path in kept if ignored(path)] == []
+
+
+def test_the_commands_of_the_page_build_these_files_and_run_commands_of_launch_sh() -> None:
+    page = (ROOT / "docs" / "install.md").read_text().replace("\\\n", " ")
+    builds = [shlex.split(line, comments=True) for line in re.findall(r"^docker build.*$", page, re.MULTILINE)]
+    named = [words[words.index("-f") + 1] for words in builds]
+    tags = [words[words.index("-t") + 1] for words in builds]
+    assert named == NAMES and all(words[-1] == "." for words in builds)
+    for tag, line in zip(tags, re.findall(r"^docker run.*$", page, re.MULTILINE), strict=True):
+        words = shlex.split(line, comments=True)
+        after = words[words.index(tag) + 1 :]
+        assert after in ([], ["run", "configs/gsm8k_qwen2.5_1.5b.yaml"])
+        (workdir,) = [rest for word, rest in instructions(named[tags.index(tag)]) if word == "WORKDIR"]
+        assert f"/runs:{workdir}/runs" in line, "what a run makes stays on the host"

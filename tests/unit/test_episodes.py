@@ -1,0 +1,284 @@
+"""Rollouts of several turns around an engine and environments that answer when the test says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.types import Problem, Prompt, Rollout
+from environments import Done, Failed, Turn
+from sampler.completions import Completion, SamplingParams
+from sampler.dataset import sampling_seed
+from sampler.episode import Episode, EpisodeLimits, Played, as_rollout
+from sampler.episodes import Episodes, Sampled, too_few
+from sampler.task import EvalKey, GroupKey
+from tests.support.protocol_helpers import make_config
+
+END = 2
+PARAMS = SamplingParams(1.0, 20, 2, seed=100)
+KEY = GroupKey(7, 0, 0)
+
+
+def turn(*ids: int, mask: Any = None, reason: Any = "stop") -> Completion:
+    return Completion(np.array(ids, np.int32), -np.arange(1, len(ids) + 1, dtype=np.float32), reason, mask)
+
+
+def seen(text: str = "408", **counts: int) -> Turn:
+    return Turn([{"role": "tool", "content": text}], num_calls=1, seconds=0.5, **counts)
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.asked: dict[Any, tuple[list[int], SamplingParams]] = {}
+        self.finished: list[tuple[Any, list[Completion]]] = []
+
+    @property
+    def num_running(self) -> int:
+        return len(self.asked)
+
+    def submit(self, key: Any, ids: Any, params: SamplingParams, images: Any) -> None:
+        assert key not in self.asked
+        self.asked[key] = (list(ids), params)
+
+    def step(self) -> list[tuple[Any, list[Completion]]]:
+        finished, self.finished = self.finished, []
+        for key, _ in finished:
+            del self.asked[key]
+        return finished
+
+    def abort(self, keys: Any) -> None:
+        self.asked = {key: what for key, what in self.asked.items() if key not in keys}
+
+    def abort_all(self) -> None:
+        self.asked.clear()
+
+
+class Pool:
+    def __init__(self) -> None:
+        self.owed: dict[Any, tuple[str, Any]] = {}
+        self.replies: list[tuple[Any, Any]] = []
+        self.closed: list[Any] = []
+
+    @property
+    def pending(self) -> int:
+        return len(self.owed)
+
+    def start(self, key: Any, columns: Any, seed: int | None) -> None:
+        self.owed[key] = ("start", columns)
+
+    def step(self, key: Any, text: str) -> None:
+        self.owed[key] = ("step", text)
+
+    def finish(self, key: Any) -> None:
+        self.owed[key] = ("finish", None)
+
+    def close(self, key: Any) -> None:
+        self.closed.append(key)
+
+    def close_all(self) -> None:
+        self.owed.clear()
+
+    def reply(self, key: Any, what: Any) -> None:
+        del self.owed[key]
+        self.replies.append((key, what))
+
+    def ready(self, timeout_s: float) -> list[tuple[Any, Any]]:
+        replies, self.replies = self.replies, []
+        return replies
+
+
+class Played2:
+    """Episodes of one group of two rollouts, whose prompt is [10, 11]; what an observation says is [50, 51, 52]."""
+
+    def __init__(self, folder: Path, **rollout: Any) -> None:
+        self.engine, self.pool = Engine(), Pool()
+        config = make_config(folder, rollout={"tools": ["my.py:tool"], "max_turns": 3, **rollout})
+        template = SimpleNamespace(continuation=lambda last, messages: np.array([50, 51, 52], np.int32))
+        parts: list[Any] = [self.engine, self.pool, template, lambda ids: [" ".join(map(str, i)) for i in ids]]
+        self.episodes = Episodes(config, *parts, lambda prompt: [{"role": "user", "content": "?"}], self._asked_with)
+        self.config, self.out = config, dict[Any, Sampled]()
+        prompt = Prompt(Problem(0, {"question": "?"}), "?", "?", np.array([10, 11], np.int32))
+        self.episodes.start(KEY, prompt, PARAMS)
+
+    def _asked_with(self, prompt: Prompt, messages: Any) -> Prompt:
+        return Prompt(prompt.problem, prompt.for_rewards, "", np.array([len(messages[0]["content"])], np.int32))
+
+    def reply(self, rollout: int, what: Any) -> None:
+        self.pool.reply((KEY, rollout), what)
+        self.out |= dict(self.episodes.step())
+
+    def sampled(self, rollout: int, completion: Completion) -> None:
+        self.engine.finished.append(((KEY, rollout), [completion]))
+        self.out |= dict(self.episodes.step())
+
+    def begin(self) -> None:
+        self.reply(0, Turn())
+        self.reply(1, Turn())
+
+    def asked(self, rollout: int) -> tuple[list[int], int, int | None]:
+        ids, params = self.engine.asked[KEY, rollout]
+        assert params.num_completions == 1
+        return ids, params.max_tokens, params.seed
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Played2:
+    return Played2(tmp_path)
+
+
+def test_the_first_turns_have_the_seeds_of_a_run_of_single_turns_and_start_together(play: Played2) -> None:
+    play.reply(1, Turn())
+    assert play.engine.num_running == 0, "rollout 0 may still be given another prompt"
+    play.reply(0, Turn())
+    assert [play.asked(0), play.asked(1)] == [([10, 11], 20, 100), ([10, 11], 20, 101)]
+
+
+def test_the_next_turn_follows_exactly_the_ids_that_were_sampled_and_observed(play: Played2) -> None:
+    play.begin()
+    play.sampled(1, turn(30, 31, END))
+    assert play.pool.owed == {(KEY, 1): ("step", "30 31")}, "text without the end of the turn"
+    play.reply(1, seen())
+    ids, room, seed = play.asked(1)
+    assert ids == [10, 11, 30, 31, END, 50, 51, 52]
+    assert room == 20 - 6 and seed == sampling_seed(101, 1)
+    assert play.asked(0)[0] == [10, 11], "the other rollout decodes on"
+
+
+def test_a_rollout_of_two_turns_becomes_one_completion_with_its_observed_span(play: Played2) -> None:
+    play.begin()
+    for rollout in (0, 1):
+        play.sampled(rollout, turn(30, END))
+        play.reply(rollout, seen(num_call_errors=rollout))
+        play.sampled(rollout, turn(40, 41, END))
+        assert play.out == {}
+        play.reply(rollout, Done(0.25, seconds=0.25, state={"left": 3}))
+    first, second = play.out[KEY].completions
+    assert isinstance(first, Played) and isinstance(second, Played)
+    assert first.token_ids.tolist() == [30, END, 50, 51, 52, 40, 41, END]
+    assert first.logprobs.tolist() == [-1, -2, 0, 0, 0, -1, -2, -3]
+    assert first.observed == ((2, 5),) and first.num_sampled == 5
+    assert (first.turns, first.tool_calls, first.tool_errors, first.environment_s) == (2, 1, 0, 0.75)
+    assert (first.environment_reward, first.environment_state, first.finish_reason) == (0.25, {"left": 3}, "stop")
+    assert [m["role"] for m in first.messages] == ["assistant", "tool", "assistant"]
+    assert second.tool_errors == 1
+    assert play.episodes.num_running == 0
+
+
+def test_tokens_of_all_turns_and_observations_share_one_budget(play: Played2) -> None:
+    """20 tokens: after 17 sampled ones the three observed leave no room for a turn."""
+    play.begin()
+    play.sampled(0, turn(*range(30, 45), END))  # 16 + 3 = 19: one token is left
+    play.reply(0, seen())
+    assert play.asked(0)[1] == 1
+    play.sampled(1, turn(*range(30, 46), END))
+    play.reply(1, seen())
+    assert play.pool.owed == {(KEY, 1): ("finish", None)}
+    play.reply(1, Done(None))
+    play.sampled(0, turn(99, reason="length"))
+    assert play.pool.owed == {(KEY, 0): ("finish", None)}, "a turn that was cut is not for the environment"
+    play.reply(0, Done(1.0))
+    cut, short = play.out[KEY].completions
+    assert (len(cut.token_ids), cut.finish_reason) == (20, "length")
+    assert (len(short.token_ids), short.finish_reason, short.observed) == (17, "length", ())  # type: ignore[attr-defined]
+
+
+def test_a_rollout_that_needs_more_turns_than_allowed_is_truncated(tmp_path: Path) -> None:
+    play = Played2(tmp_path, max_turns=1, max_turn_length=4)
+    play.begin()
+    assert play.asked(0)[1] == 4, "tokens of one turn"
+    for rollout in (0, 1):
+        play.sampled(rollout, turn(30, END))
+        play.reply(rollout, seen())
+        play.reply(rollout, Done(0.0))
+    assert [c.finish_reason for c in play.out[KEY].completions] == ["length"] * 2
+    assert [c.token_ids.tolist() for c in play.out[KEY].completions] == [[30, END]] * 2
+
+
+def test_a_failed_environment_costs_its_rollout_and_not_the_group(play: Played2) -> None:
+    play.begin()
+    play.sampled(0, turn(30, END))
+    play.reply(0, Failed("timeout", "no answer within 30 s, killed"))
+    play.sampled(1, turn(31, END))
+    play.reply(1, Done(1.0))
+    sampled = play.out[KEY]
+    assert sampled.failures == ("no answer within 30 s, killed",)
+    assert [c.token_ids.tolist() for c in sampled.completions] == [[31, END]]
+    assert "no answer within 30 s" in str(too_few(KEY, sampled, play.config)), "one rollout has no baseline"
+    two = Sampled(sampled.prompt, [*sampled.completions] * 2, sampled.failures)
+    assert too_few(KEY, two, play.config) is None
+    assert too_few(EvalKey("v0", 0, 0, 0, 0), two, play.config) is not None, "a mean over all, or none"
+
+
+def test_a_prompt_from_reset_is_asked_and_every_rollout_must_get_the_same(play: Played2) -> None:
+    play.reply(0, Turn([{"role": "user", "content": "longer"}]))
+    play.reply(1, Turn([{"role": "user", "content": "another"}]))
+    assert play.asked(0)[0] == [6] and (KEY, 1) not in play.engine.asked
+    play.sampled(0, turn(30, END))
+    play.reply(0, Done(1.0))
+    [reason] = play.out[KEY].failures
+    assert "make it a function of the row" in reason and play.pool.closed == [(KEY, 1)]
+    assert play.out[KEY].prompt.for_rewards == [{"role": "user", "content": "longer"}]
+
+
+def test_messages_of_reset_that_the_template_refuses_end_the_group_and_not_the_sampler(
+    play: Played2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jinja raises TypeError for content that is a list, and a strict template what it likes."""
+
+    def refuse(*_: Any) -> Prompt:
+        raise TypeError("can only concatenate str")
+
+    monkeypatch.setattr(play.episodes, "_reprompt", refuse)
+    for rollout in (0, 1):
+        play.reply(rollout, Turn([{"role": "user", "content": "other"}]))
+    assert set(play.out[KEY].failures) == {"can only concatenate str"}
+
+
+def test_when_every_reset_fails_the_group_is_over_without_a_token(play: Played2) -> None:
+    play.reply(0, Failed("crash", "its process died"))
+    play.reply(1, Failed("crash", "its process died"))
+    assert play.out[KEY].completions == [] and len(play.out[KEY].failures) == 2
+
+
+def test_sets_of_kept_tokens_are_joined_and_an_observed_token_could_have_been_no_other(play: Played2) -> None:
+    wide, narrow = np.array([[30, 31, 33], [2, -1, -1]], np.int32), np.array([[40], [2]], np.int32)
+    episode = Episode(EpisodeLimits(3, 20, 20)).sampled(turn(30, END, mask=wide), "").answered(seen())
+    episode = episode.observed(np.array([50], np.int32)).sampled(turn(40, END, mask=narrow), "").answered(Done(None))
+    mask = episode.played().sampling_mask
+    assert mask is not None
+    assert mask.tolist() == [[30, 31, 33], [2, -1, -1], [50, -1, -1], [40, -1, -1], [2, -1, -1]]
+
+
+def test_what_is_sent_has_no_reference_where_it_was_observed() -> None:
+    played = Played(np.arange(4, dtype=np.int32), np.zeros(4, np.float32), "stop", observed=((1, 3),), turns=2)
+    rollout = as_rollout(played, np.full(4, -0.5, np.float32), {"a": 1.0}, 1.0)
+    assert isinstance(rollout, Rollout) and rollout.ref_logprobs is not None
+    assert rollout.ref_logprobs.tolist() == [-0.5, 0, 0, -0.5]
+    assert (rollout.observed, rollout.turns) == (((1, 3),), 2)
+
+
+def test_a_new_trainer_ends_every_environment(play: Played2) -> None:
+    play.begin()
+    play.sampled(0, turn(30, END))
+    play.episodes.abort_all()
+    assert (play.episodes.num_running, play.pool.owed, play.engine.num_running) == (0, {}, 0)
+
+
+def test_a_group_that_another_sampler_delivered_ends_its_environments_and_the_others_go_on(play: Played2) -> None:
+    play.begin()
+    prompt = Prompt(Problem(1, {}), "?", "?", np.array([12], np.int32))
+    other = GroupKey(8, 0, 0)
+    play.episodes.start(other, prompt, PARAMS)
+    play.episodes.abort([KEY])
+    assert play.engine.num_running == 0 and sorted(play.pool.closed) == [(KEY, 0), (KEY, 1)]
+    assert play.episodes.num_running == 1 and (other, 0) in play.pool.owed
+
+
+def test_while_nothing_decodes_it_says_what_it_waits_for(play: Played2) -> None:
+    assert play.episodes.phase == "waiting for 2 environments of 1 prompts, each at most 30 s (rollout.timeout_s)"
+    play.begin()
+    assert play.episodes.phase == "generating 2 turns of 1 prompts"

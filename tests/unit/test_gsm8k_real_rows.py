@@ -1,0 +1,108 @@
+"""The shipped GSM8K run against the real rows and the real Qwen2.5 tokenizer."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from common.config import load
+from model.tokenizer import load_tokenizer
+from rewards.format import format
+from rewards.gsm8k import answer
+from sampler.dataset import load_problems
+from sampler.prompts import make_prompts
+
+SHARED = Path(__file__).resolve().parents[3] / "shared"
+GSM8K = SHARED / "data" / "gsm8k"
+QWEN = SHARED / "models" / "qwen2.5-tokenizer"
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gsm8k_qwen2.5_1.5b.yaml"
+SIZES = {"train": 7473, "test": 1319}
+
+needs_rows = pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K rows are not in ../shared/data/gsm8k")
+needs_tokenizer = pytest.mark.skipif(
+    not QWEN.is_dir(), reason="the Qwen2.5 tokenizer is not in ../shared/models/qwen2.5-tokenizer"
+)
+
+
+@pytest.fixture(scope="module")
+def config():
+    return load(CONFIG)
+
+
+def gold_answers(split):
+    """(answer column, gold as an int) read without the code under test: every gold of GSM8K is an integer."""
+    for line in (GSM8K / f"{split}.jsonl").read_text().splitlines():
+        column = json.loads(line)["answer"]
+        yield column, int(column[column.index("####") + 4 :].replace(",", ""))
+
+
+def write(thought, result):
+    return f"<think>{thought}</think>\n<answer>{result}</answer><|im_end|>"
+
+
+@needs_rows
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_every_gold_answer_earns_both_rewards_in_every_notation(split):
+    columns, golds = zip(*gold_answers(split), strict=True)
+    assert len(columns) == SIZES[split]
+    for notation in ("{}", "{:,}", "${:,}.", "{}.00", " **{}** dollars"):
+        results = [notation.format(gold).replace("$-", "-$") for gold in golds]
+        completions = [write(column, result) for column, result in zip(columns, results, strict=True)]
+        assert set(answer(completions=completions, answer=columns)) == {1.0}
+        assert set(format(completions=completions)) == {1.25}
+
+
+@needs_rows
+def test_a_solution_of_the_data_set_itself_is_right_but_unformatted():
+    columns = [column for column, _ in gold_answers("test")]
+    assert set(answer(completions=columns, answer=columns)) == {1.0}
+    assert set(format(completions=columns)) == {-1.0}
+
+
+@needs_rows
+def test_a_gold_answer_that_is_off_by_one_or_has_the_other_sign_earns_nothing():
+    columns, golds = zip(*gold_answers("test"), strict=True)
+    for wrong in ([gold + 1 for gold in golds], [-gold - 1 for gold in golds], [f"{gold}.01" for gold in golds]):
+        completions = [write("so", result) for result in wrong]
+        assert set(answer(completions=completions, answer=columns)) == {-1.0}
+
+
+@needs_rows
+@needs_tokenizer
+def test_every_prompt_of_the_shipped_run_fits_and_has_the_tokens_of_the_chat_template(config):
+    tokenizer = load_tokenizer(str(QWEN))
+    longest = 0
+    for split, size in SIZES.items():
+        problems = load_problems(f"{GSM8K}@{split}", config.data.prompt_key, config.data.answer_key)
+        prompts, num_filtered = make_prompts(problems, tokenizer, config.data, config.prompt)
+        assert (len(prompts), num_filtered) == (size, 0)
+        longest = max(longest, *(len(prompt.token_ids) for prompt in prompts))
+        for prompt in prompts[::50]:
+            messages = [
+                {"role": "system", "content": config.prompt.system},
+                {"role": "user", "content": prompt.problem.columns["question"]},
+            ]
+            encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
+            assert prompt.token_ids.tolist() == list(encoded["input_ids"])
+    assert longest == int(re.search(r"longest problem has (\d+) tokens", CONFIG.read_text())[1])
+
+
+def test_the_batches_of_the_shipped_run_divide_by_its_two_ranks(config):
+    ranks = len(config.trainer.devices)
+    assert ranks == 2
+    # 16 problems / (2 ranks × 1 group) = 8 micro-batches a step; 200 steps × 16 problems fit in one epoch of 7,473
+    assert config.micro_batches(ranks) == 8
+    assert config.num_batches == 200
+    assert config.num_batches * config.trainer.prompts_per_step == 3200 < SIZES["train"]
+
+
+def test_the_shipped_run_is_the_documented_one(config):
+    assert (config.model.path, config.reference.path) == ("Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-3B-Instruct")
+    assert (config.data.train, config.data.eval) == ("openai/gsm8k:main@train", "openai/gsm8k:main@test")
+    assert (config.trainer.devices, config.sampler.devices, config.trainer.dist_backend) == ([0, 1], [2], "gloo")
+    assert (config.algorithm.beta, config.algorithm.epsilon, config.trainer.learning_rate) == (0.04, 0.2, 1e-6)
+    assert config.deepspeed["zero_optimization"]["stage"] == 1
+    room = config.data.max_prompt_length + config.sampler.max_completion_length
+    assert config.vllm["max_model_len"] == room
+    assert all(tag in config.prompt.system for tag in ("<think>", "</think>", "<answer>", "</answer>"))

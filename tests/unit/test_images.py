@@ -1,0 +1,150 @@
+"""Images: sizes, PNG and patches are those of transformers' own image processor, bit for bit."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageDraw
+
+from common.errors import UserError
+from common.types import EncodedImage
+from model.images import ImageFormat, canary_image, decode_patches, encode_image, image_format, resized_size
+
+PLAIN = ImageFormat()
+QWEN3 = ImageFormat(patch_size=16, mean=(0.5,) * 3, std=(0.5,) * 3)
+
+
+def picture(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
+    """Smooth in places and noisy in others, so that resizing and rounding have something to do."""
+    noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    noise[: height // 2] = np.linspace(0, 255, width, dtype=np.uint8)[None, :, None]
+    return Image.fromarray(noise).convert(mode)
+
+
+def processor(form: ImageFormat, min_pixels: int, max_pixels: int) -> object:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil(
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
+        patch_size=form.patch_size,
+        image_mean=list(form.mean),
+        image_std=list(form.std),
+    )
+
+
+@pytest.mark.parametrize("form", [PLAIN, QWEN3])
+@pytest.mark.parametrize(("width", "height"), [(84, 84), (300, 200), (31, 500), (640, 481)])
+def test_patches_of_the_png_are_those_of_transformers_processor_bit_for_bit(
+    form: ImageFormat, width: int, height: int
+) -> None:
+    limits = (3136, 100_352)
+    image = picture(width, height)
+    expected = processor(form, *limits)(images=[image], return_tensors="np")  # type: ignore[operator]
+    encoded = encode_image(image, form, *limits)
+    found = decode_patches(encoded, form)
+    assert list(encoded.grid_thw) == expected["image_grid_thw"][0].tolist()
+    assert found.dtype == np.float32
+    assert found.tobytes() == expected["pixel_values"].tobytes()
+
+
+@settings(max_examples=300, derandomize=True)
+@given(st.integers(1, 5000), st.integers(1, 5000), st.sampled_from([28, 32]))
+def test_sizes_are_those_of_smart_resize(height: int, width: int, factor: int) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    limits = (262_144, 2_097_152)
+    try:
+        expected = smart_resize(height, width, factor, *limits)
+    except ValueError:
+        with pytest.raises(ValueError, match="200 times"):
+            resized_size(height, width, *limits, factor)
+        return
+    assert resized_size(height, width, *limits, factor) == expected
+
+
+def test_an_image_that_was_resized_stays_as_it_is() -> None:
+    first = encode_image(picture(300, 200), PLAIN, 3136, 50_176)
+    again = encode_image(Image.open(io.BytesIO(first.png)), PLAIN, 3136, 50_176)
+    assert again == first
+
+
+def test_84_pixels_square_are_nine_tokens() -> None:
+    encoded = encode_image(picture(84, 84), PLAIN, 784, 10_000)
+    assert (encoded.grid_thw, PLAIN.num_tokens(encoded)) == ((1, 6, 6), 9)
+
+
+@pytest.mark.parametrize(("width", "height"), [(200, 150), (350, 260), (600, 450), (1000, 800)])
+def test_a_diagram_takes_less_than_60_kib_at_the_limits_of_geometry3k_s_source(width: int, height: int) -> None:
+    diagram = Image.new("RGB", (width, height), "white")
+    pen = ImageDraw.Draw(diagram)
+    corners = [(int(x * width), int(y * height)) for x, y in ((0.1, 0.9), (0.9, 0.8), (0.6, 0.1), (0.2, 0.3))]
+    pen.line([*corners, corners[0]], fill="black", width=2)
+    pen.ellipse((width // 4, height // 4, 3 * width // 4, 3 * height // 4), outline="black", width=2)
+    for corner, letter in zip(corners, "ABCD", strict=True):
+        pen.text(corner, letter, fill="black")
+    encoded = encode_image(diagram, PLAIN, 262_144, 2_097_152)
+    assert 262_144 <= 14 * 14 * encoded.grid_thw[1] * encoded.grid_thw[2] <= 2_097_152
+    assert len(encoded.png) <= 60 << 10
+
+
+@pytest.mark.parametrize("form", [PLAIN, QWEN3])
+def test_the_canary_s_image_is_four_different_tokens(form: ImageFormat) -> None:
+    image = canary_image(form)
+    patches = decode_patches(image, form)
+    assert (form.num_tokens(image), len(np.unique(patches, axis=0))) == (4, 16)
+
+
+def test_what_is_transparent_is_white_and_metadata_stay_behind() -> None:
+    image = Image.new("RGBA", (56, 56), (0, 0, 0, 0))
+    image.info["comment"] = "not for the model"
+    encoded = encode_image(image, PLAIN, 784, 10_000)
+    assert b"not for" not in encoded.png
+    assert np.asarray(Image.open(io.BytesIO(encoded.png))).min() == 255
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "1", "CMYK", "LA", "I;16"])
+def test_every_kind_of_picture_becomes_rgb(mode: str) -> None:
+    image = picture(60, 60).convert("L").convert(mode) if mode != "I;16" else Image.new("I;16", (60, 60))
+    encoded = encode_image(image, PLAIN, 784, 10_000)
+    assert Image.open(io.BytesIO(encoded.png)).mode == "RGB"
+    assert decode_patches(encoded, PLAIN).shape == (16, 1176)
+
+
+@pytest.mark.parametrize(("width", "height"), [(2010, 10), (4000, 21)])
+def test_a_strip_is_refused(width: int, height: int) -> None:
+    with pytest.raises(ValueError, match=f"{width} × {height} pixels"):
+        resized_size(height, width, 784, 10_000, 28)
+
+
+def test_a_grid_that_is_not_the_png_s_is_refused() -> None:
+    encoded = encode_image(picture(84, 84), PLAIN, 784, 10_000)
+    with pytest.raises(ValueError, match="84 × 84 pixels is no grid of 6 × 8"):
+        decode_patches(EncodedImage(encoded.png, (1, 6, 8)), PLAIN)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_format_is_read_from_the_model_s_folder(tmp_path: Path, nested: bool) -> None:
+    given = {"patch_size": 16, "merge_size": 2, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+    name = "processor_config.json" if nested else "preprocessor_config.json"
+    (tmp_path / name).write_text(json.dumps({"image_processor": given} if nested else given))
+    assert image_format(str(tmp_path)) == QWEN3
+
+
+def test_a_text_model_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a text model sees no images"):
+        image_format(str(tmp_path))
+
+
+def test_text_only_runs_import_neither_pillow_nor_torch() -> None:
+    code = "import sys, model.images, sampler.dataset, common.wire; print({'PIL', 'torch'} & {*sys.modules})"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"

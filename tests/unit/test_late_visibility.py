@@ -1,0 +1,188 @@
+"""A shared file system that shows a published version late: the sampler waits, says for what, and never uses a part."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from common.config import Config
+from common.errors import Retryable
+from common.weights import MANIFEST, Published
+from sampler import loop
+from sampler.link import Link
+from sampler.loop import Sampler
+from sampler.proof import Proof
+from tests.support.protocol_helpers import HELLO, hurry, make_config, make_inbox
+from tests.support.speed import limit
+from tests.unit.test_reload import Engine
+from tests.unit.test_weights import SHARDS, publish
+
+VERSION = 8
+
+
+class IdleEngine(Engine):
+    """What the sampling loop asks of an engine that has nothing to do; notes what each load found."""
+
+    num_running, on_cpu = 0, True
+
+    def __init__(self) -> None:
+        super().__init__(score=-0.5)  # what the canary of `publish` expects
+        self.found: list[list[str]] = []
+
+    def abort_all(self) -> None:
+        self.version = None
+
+    def load(self, folder: Path, expected: Any, tensors: Any, version: int) -> Proof:
+        self.found.append(sorted(path.name for path in folder.iterdir()))
+        return super().load(folder, expected, tensors, version)
+
+
+class SlowShare:
+    """A clock, and a published version that others see in parts as its time passes."""
+
+    def __init__(self, published: Published, monkeypatch: pytest.MonkeyPatch):
+        self.now_s, self.folder = 0.0, Path(published.weights_dir)
+        self.whole = self.folder.with_name("on-the-server")
+        self.folder.rename(self.whole)
+        self.parts: list[tuple[float, Callable[[], object]]] = []
+        monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.sleep))
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        while self.parts and self.now_s >= self.parts[0][0]:
+            self.parts.pop(0)[1]()
+
+    def show(self, name: str, part: float = 1.0) -> None:
+        self.folder.mkdir(exist_ok=True)
+        shutil.copy(self.whole / name, self.folder)
+        os.truncate(self.folder / name, int(part * (self.whole / name).stat().st_size))
+
+
+@pytest.fixture
+def config(folder: Path) -> Config:
+    return make_config(folder, model={"path": "m", "dtype": "float32"})
+
+
+@pytest.fixture
+def published(folder: Path) -> Published:
+    return publish(folder / "weights", VERSION)
+
+
+def sampler_with(config: Config, published: Published, link: Any = None) -> Sampler:
+    """The real loop, credited with the version."""
+    if link is None:
+        credit = SimpleNamespace(version=VERSION, weights_dir=published.weights_dir)
+        credit.manifest_sha256 = published.manifest_sha256
+        link = SimpleNamespace(credit=credit, beat=lambda *_, now: None, beat_at_work=lambda *_: None)
+    engine: Any = IdleEngine()
+    pool: Any = SimpleNamespace(pending=0)
+    return Sampler(config, loop.Task([], [], str), engine, link, pool, None)
+
+
+def test_a_version_that_appears_in_parts_within_90_s_is_waited_for_by_name_and_used_only_whole(
+    config: Config, published: Published, monkeypatch: pytest.MonkeyPatch, figure: Callable[[str, str], None]
+) -> None:
+    share, sampler = SlowShare(published, monkeypatch), sampler_with(config, published)
+    share.parts = [
+        (15.0, lambda: share.show(MANIFEST, 0.0)),
+        (30.0, lambda: share.show(MANIFEST, 0.6)),
+        (45.0, lambda: share.show(MANIFEST)),
+        (60.0, lambda: share.show(SHARDS[0])),
+        (75.0, lambda: share.show(SHARDS[1], 0.5)),
+        (90.0, lambda: share.show(SHARDS[1])),
+    ]
+    said: dict[str, None] = {}
+    while sampler.engine.version != VERSION:
+        assert sampler.engine.num_loads == 0, "the engine was touched"
+        sampler.reload_if_credited()
+        said[sampler.phase.rpartition(f"{VERSION}: ")[2]] = None
+    assert 90.0 <= share.now_s < 91.0
+    path = share.folder
+    waits = [text for text in said if text.startswith(str(path)) or "cannot copy" in text]
+    assert [os.strerror(errno.ENOENT) in text for text in waits] == [True, False, False, True, True, False], waits
+    assert [text.split()[0].rpartition("/")[2].rstrip(":") for text in waits] == [MANIFEST] * 3 + [*SHARDS, SHARDS[1]]
+    assert sampler.engine.found == [list(SHARDS)]
+    assert sampler._invisible_since is None, "the next version has the whole time again"
+    figure("R14", f"a version seen in {len(waits) + 1} stages over 90 s: 0 loads of a part")
+
+
+@pytest.mark.parametrize("lie", [errno.ENOENT, errno.ESTALE, errno.EIO])
+def test_a_stat_that_lies_for_90_s_is_waited_out(
+    config: Config, published: Published, monkeypatch: pytest.MonkeyPatch, lie: int
+) -> None:
+    share, sampler, truth = SlowShare(published, monkeypatch), sampler_with(config, published), Path.read_bytes
+    share.whole.rename(share.folder)  # it is all there; only the answers are wrong
+
+    def lying(path: Path) -> bytes:
+        if share.now_s < 90.0:
+            raise OSError(lie, os.strerror(lie), str(path))
+        return truth(path)
+
+    monkeypatch.setattr(Path, "read_bytes", lying)
+    while sampler.engine.version != VERSION:
+        sampler.reload_if_credited()
+        assert share.now_s >= 90.0 or os.strerror(lie) in sampler.phase
+    assert share.now_s < 91.0
+
+
+def test_a_version_that_never_appears_ends_the_sampler_retryable_with_the_path(
+    config: Config, published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share, sampler = SlowShare(published, monkeypatch), sampler_with(config, published)
+    with pytest.raises(Retryable) as ended:
+        while True:
+            sampler.reload_if_credited()
+    assert 90.0 < loop._VISIBLE_WITHIN_S < share.now_s < loop._VISIBLE_WITHIN_S + 1
+    assert f"version {VERSION}: {share.folder / MANIFEST}: No such file or directory. Is weights.dir" in str(
+        ended.value
+    )
+    assert "on a file system that both hosts share?" in str(ended.value)
+    assert sampler.engine.num_loads == 0
+
+
+def test_each_try_reads_the_folder_above_which_makes_nfs_look_again(
+    config: Config, published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share, sampler, read = SlowShare(published, monkeypatch), sampler_with(config, published), []
+    monkeypatch.setattr("common.weights.os.listdir", read.append)
+    for _ in range(3):
+        sampler.reload_if_credited()
+    assert read == [share.folder.parent] * 3
+
+
+def test_meanwhile_the_trainer_hears_why_and_loses_nobody(
+    config: Config, published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a real link and a real clock, for twice as long as silence may last."""
+    hurry(monkeypatch)
+    config = make_config(config.run.output_dir.parent, channel={"lost_after_s": max(1.5, limit(0.2))})
+    folder, said = Path(published.weights_dir), []
+
+    def heard(phases: set[str]) -> bool:
+        waits = re.compile(rf"waiting [1-9]\d* s for the file system to show version {VERSION}: {folder}")
+        return any(map(waits.search, phases))
+
+    folder.rename(hidden := folder.with_name("on-the-server"))
+    with make_inbox(config, say=said.append) as inbox:
+        sampler = sampler_with(config, published, Link(config, "s0", HELLO))
+        inbox.commit(0, published)
+        phases, start = set[str](), time.monotonic()
+        while sampler.engine.version != VERSION and time.monotonic() < start + limit(20):
+            if hidden.exists() and time.monotonic() > start + 2 * config.channel.lost_after_s and heard(phases):
+                hidden.rename(folder)
+            sampler.wait_for_credit_or_work()
+            sampler.reload_if_credited()
+            sampler.link.beat(sampler.phase, sampler.progress, sampler.engine.version, {}, now=False)
+            phases |= {peer.phase for peer in inbox.state.peers.values()}
+        sampler.link.close()
+    assert sampler.engine.version == VERSION and heard(phases)
+    assert not [text for text in said if "lost" in text], said

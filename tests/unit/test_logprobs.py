@@ -1,0 +1,313 @@
+"""Log-probs in chunks against one log_softmax over everything, and the memory that the chunks are for."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from model import attention
+from model.logprobs import _hidden_states, score_norms, score_row, score_terms, token_terms
+from model.packing import pack, select
+from model.stopwatch import Stopwatch
+from tests.support import oracle
+from trainer.engine.critic import ValueModel
+
+QWEN_VOCAB = 151_936
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returns, forward and backward."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.num_elements = max(self.num_elements, *sizes, 0)
+        return result
+
+
+def problem(n: int, dim: int, vocab: int) -> tuple[Tensor, Tensor, torch.nn.Linear]:
+    """Hidden states with gradient, targets, and a head: random, the same each time."""
+    generator = torch.Generator().manual_seed(0)
+    head = torch.nn.Linear(dim, vocab, bias=False)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(vocab, dim, generator=generator))
+    hidden = torch.randn(n, dim, generator=generator).requires_grad_()
+    return hidden, torch.randint(0, vocab, (n,), generator=generator), head
+
+
+def whole(hidden: Tensor, targets: Tensor, head: torch.nn.Linear, temperature: float) -> tuple[Tensor, Tensor]:
+    logprobs = torch.log_softmax(head(hidden).double() / temperature, -1)
+    return logprobs[torch.arange(len(targets)), targets], -(logprobs.exp() * logprobs).sum(-1)
+
+
+def token_logprobs(*given: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """(log-probs, entropies) under the whole softmax."""
+    logprobs, entropy, log_mass = token_terms(*given, **options)
+    assert not log_mass.any()
+    return logprobs, entropy
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 10, 64])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+def test_chunks_equal_one_log_softmax(chunk_size: int, temperature: float) -> None:
+    hidden, targets, head = problem(n=10, dim=6, vocab=97)
+    logprobs, entropy = token_logprobs(hidden, targets, head, temperature, chunk_size)
+    expected_logprobs, expected_entropy = whole(hidden, targets, head, temperature)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    assert logprobs.tolist() == pytest.approx(expected_logprobs.tolist(), rel=1e-6, abs=1e-6)
+    assert entropy.tolist() == pytest.approx(expected_entropy.tolist(), rel=1e-5, abs=1e-5)
+
+
+def test_a_certain_and_a_fair_token_by_hand() -> None:
+    # logits (ln 3, 0) at temperature 1: p = (3/4, 1/4). Logits (0, 0): p = (1/2, 1/2)
+    hidden = torch.tensor([[math.log(3), 0.0], [0.0, 0.0]])
+    logprobs, entropy = token_logprobs(hidden, torch.tensor([1, 0]), torch.nn.Identity(), 1.0, 8)
+    assert logprobs.tolist() == pytest.approx([math.log(1 / 4), math.log(1 / 2)])
+    expected = -(3 / 4) * math.log(3 / 4) - (1 / 4) * math.log(1 / 4)
+    assert entropy.tolist() == pytest.approx([expected, math.log(2)])
+
+
+def test_temperature_two_takes_the_square_root_of_the_odds() -> None:
+    logprobs, _ = token_logprobs(
+        torch.tensor([[math.log(9), 0.0]]), torch.tensor([0]), torch.nn.Identity(), temperature=2.0, chunk_size=8
+    )
+    assert logprobs.item() == pytest.approx(math.log(3 / 4))  # odds 9 : 1 become 3 : 1
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 10])
+def test_the_gradient_does_not_depend_on_the_chunk_size(chunk_size: int) -> None:
+    def gradients(function: Any) -> list[Tensor]:
+        hidden, targets, head = problem(n=10, dim=6, vocab=97)
+        logprobs, _ = function(hidden, targets, head)
+        return list(torch.autograd.grad((logprobs * torch.arange(10)).sum(), [hidden, head.weight]))
+
+    found = gradients(lambda h, t, head: token_logprobs(h, t, head, 0.7, chunk_size))
+    expected = gradients(lambda h, t, head: whole(h, t, head, 0.7))
+    for one, other in zip(found, expected, strict=True):
+        assert ((one - other).norm() / other.norm()).item() < 1e-6
+
+
+def test_the_gradient_of_a_log_prob_is_one_hot_minus_the_probabilities() -> None:
+    logits = torch.tensor([[math.log(3), 0.0]], requires_grad=True)
+    logprobs, entropy = token_logprobs(logits, torch.tensor([0]), torch.nn.Identity(), 1.0, 8)
+    assert not entropy.requires_grad
+    logprobs.sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.flatten().tolist() == pytest.approx([1 / 4, -1 / 4])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_gradient_of_an_entropy_equals_the_oracle(temperature: float) -> None:
+    values = [math.log(3), 0.0, -1.5]
+    logits = torch.tensor([values], requires_grad=True)
+    _, entropy = token_logprobs(logits, torch.tensor([0]), torch.nn.Identity(), temperature, 8, entropy_gradient=True)
+    entropy.sum().backward()
+    expected, gradient = oracle.entropy_and_gradient(values, temperature)
+    assert logits.grad is not None
+    assert entropy.item() == pytest.approx(expected, rel=1e-6)
+    assert logits.grad[0].tolist() == pytest.approx(gradient, rel=1e-5, abs=1e-7)
+    numeric = oracle.numeric_gradient(
+        lambda x: oracle.entropy_and_gradient([x, *values[1:]], temperature)[0], values[0]
+    )
+    assert numeric == pytest.approx(gradient[0], rel=1e-6)
+
+
+def test_the_entropy_of_two_tokens_by_hand_falls_as_the_likelier_one_grows() -> None:
+    # p = (3/4, 1/4): H = ln 4 − (3/4) ln 3; dH/dz_0 = −(3/4)(1/4) ln 3
+    logits = torch.tensor([[math.log(3), 0.0]], requires_grad=True)
+    _, entropy = token_logprobs(logits, torch.tensor([1]), torch.nn.Identity(), 1.0, 8, entropy_gradient=True)
+    entropy.sum().backward()
+    assert entropy.item() == pytest.approx(math.log(4) - 0.75 * math.log(3))
+    assert logits.grad is not None
+    assert logits.grad.flatten().tolist() == pytest.approx([-3 / 16 * math.log(3), 3 / 16 * math.log(3)])
+
+
+@pytest.mark.parametrize("chunk_size", [3, 64])
+def test_gradients_of_entropies_in_chunks_equal_those_of_one_log_softmax(chunk_size: int) -> None:
+    def gradients(function: Any) -> list[Tensor]:
+        hidden, targets, head = problem(n=10, dim=6, vocab=97)
+        logprobs, entropy = function(hidden, targets, head)
+        return list(torch.autograd.grad((logprobs + entropy * torch.arange(10)).sum(), [hidden, head.weight]))
+
+    found = gradients(lambda h, t, head: token_logprobs(h, t, head, 0.7, chunk_size, entropy_gradient=True))
+    expected = gradients(lambda h, t, head: whole(h, t, head, 0.7))
+    for one, other in zip(found, expected, strict=True):
+        assert ((one - other).norm() / other.norm()).item() < 1e-6
+
+
+@pytest.mark.parametrize("with_entropy", [True, False], ids=["entropy", "logprobs"])
+@pytest.mark.parametrize("with_gradient", [True, False], ids=["gradient", "no_grad"])
+def test_no_tensor_is_larger_than_one_chunk_of_logits_with_the_real_vocabulary(
+    with_gradient: bool, with_entropy: bool
+) -> None:
+    hidden, targets, head = problem(n=40, dim=4, vocab=QWEN_VOCAB)
+    with LargestTensor() as meter, torch.set_grad_enabled(with_gradient):
+        logprobs, entropy = token_logprobs(hidden, targets, head, 1.0, chunk_size=8, entropy_gradient=with_entropy)
+        assert entropy.requires_grad is (with_gradient and with_entropy)
+        if with_gradient:
+            (logprobs + entropy).sum().backward()
+    assert meter.num_elements == 8 * QWEN_VOCAB
+    expected, _ = whole(hidden, targets, head, 1.0)
+    assert logprobs.tolist() == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-5)
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations on tensors of at least `size` elements."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.size, self.seen = size, set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(x, Tensor) and x.numel() >= self.size for x in args):
+            self.seen.add(func.__name__.partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_pass_over_the_logits_for_a_temperature_of_1_or_an_entropy_that_nobody_asks_for() -> None:
+    hidden, targets, head = problem(n=4, dim=3, vocab=500)
+
+    def passes(temperature: float, with_entropy: bool) -> set[str]:
+        with Operations(4 * 500) as operations, torch.no_grad():
+            token_terms(hidden, targets, head, temperature, 8, with_entropy=with_entropy)
+        return operations.seen
+
+    least = passes(1.0, with_entropy=False)
+    assert least <= {"logsumexp", "gather", "_to_copy"}
+    assert passes(0.7, with_entropy=False) == least | {"div"}
+    assert passes(1.0, with_entropy=True) == least | {"_softmax", "mul_", "sum"}
+
+
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_several_chunks_keep_no_logits_for_backward(with_entropy: bool) -> None:
+    hidden, targets, head = problem(n=40, dim=4, vocab=QWEN_VOCAB)
+    kept: dict[int, int] = {}  # elements by storage
+
+    def keep(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        token_logprobs(hidden, targets, head, 1.0, chunk_size=8, entropy_gradient=with_entropy)
+    assert sum(kept.values()) < QWEN_VOCAB  # less than one token's logits
+
+
+def one_layer_model() -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    attention.register()
+    config = Qwen2Config(
+        vocab_size=11,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        attn_implementation=attention.NAME,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def test_the_head_is_called_once_however_many_chunks_there_are() -> None:
+    # under ZeRO-3 every call of a module is a collective, and ranks have different numbers of chunks
+    model = one_layer_model()
+    calls = []
+    model.lm_head.register_forward_pre_hook(lambda *_: calls.append("head"))
+    logprobs, _ = score_row(model, pack([([1, 2], [[3, 4, 5, 6], [7]])]), temperature=1.0, chunk_size=2)
+    logprobs.sum().backward()
+    assert calls == ["head"]
+    assert model.lm_head(torch.zeros(1, 16)).shape == (1, 11)  # the head is itself again
+
+
+@pytest.mark.parametrize("chunk_size", [1, 64])
+def test_the_head_runs_on_selected_targets_only_and_gives_them_the_same_log_probs(chunk_size: int) -> None:
+    model = one_layer_model()
+    rows: list[int] = []
+    model.lm_head.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    row = pack([([1, 2], [[3, 4, 5, 6], [7]])])
+    with torch.no_grad():
+        whole_row, _ = score_row(model, row, 1.0, chunk_size)
+        ends, _ = score_row(model, select(row, [[1, 3], [0]]), 1.0, chunk_size)
+    assert rows == [5, 3]
+    assert ends.tolist() == pytest.approx(whole_row[[1, 3, 4]].tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize("chunk_size", [2, 64])
+def test_seconds_of_the_head_are_counted_forward_and_backward(chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = itertools.count()
+    monkeypatch.setattr("model.stopwatch.time.perf_counter", lambda: float(next(looks)))
+    watch = Stopwatch(torch.device("cpu"))
+    model, row = one_layer_model(), pack([([1, 2], [[3, 4, 5, 6], [7]])])
+    with torch.no_grad():
+        score_terms(model, row, 1.0, chunk_size, head_time=watch)
+    assert watch.take() == 1.0  # one look at the clock before, one after
+    logprobs, _, _ = score_terms(model, row, 1.0, chunk_size, head_time=watch)
+    logprobs.sum().backward()
+    assert watch.take() == 2.0
+
+
+def test_bfloat16_logits_are_normalised_in_float32() -> None:
+    hidden, targets, head = problem(n=10, dim=6, vocab=97)
+    logprobs, _ = token_logprobs(hidden.bfloat16(), targets, head.bfloat16(), 1.0, 4)
+    expected = torch.log_softmax(head(hidden.bfloat16()).double(), -1)[torch.arange(10), targets]
+    assert logprobs.tolist() == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 64])
+def test_the_squared_norm_of_a_score_is_that_of_autograd(chunk_size: int) -> None:
+    hidden, targets, head = problem(n=10, dim=6, vocab=97)
+    logits = (head(hidden).detach().double() / 0.7).requires_grad_()
+    torch.log_softmax(logits, -1).gather(-1, targets[:, None]).sum().backward()
+    found = score_norms(hidden, targets, head, 0.7, chunk_size)
+    assert found.dtype == torch.float32 and not found.requires_grad
+    assert logits.grad is not None
+    assert found.tolist() == pytest.approx(logits.grad.square().sum(-1).tolist(), rel=1e-5, abs=1e-6)
+
+
+def test_the_norm_of_a_fair_a_certain_and_an_unlikely_token_by_hand() -> None:
+    # (1/2, 1/2): 1 − 1 + 1/2. Certain: 1 − 2 + 1. p = 1/10 against 9/10: 1 − .2 + .82
+    logits = torch.tensor([[0.0, 0.0], [90.0, 0.0], [0.0, math.log(9)]])
+    found = score_norms(logits, torch.tensor([1, 0, 0]), torch.nn.Identity(), 1.0, 8)
+    assert found.tolist() == pytest.approx([0.5, 0.0, 1.62], abs=1e-6)
+
+
+@pytest.mark.parametrize("reader", ["policy", "critic"])
+def test_two_threads_give_the_gradient_of_one_however_many_completions_share_a_token(reader: str) -> None:
+    """All completions of a group are predicted from the same last token of the prompt. Threads that add to it in the
+    order of their arrival would round differently each time."""
+    row = pack([(list(range(100)), [list(range(62))] * 8)])
+    hidden = torch.randn(1, row.input_ids.numel(), 576, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    given = torch.randn(len(row.target_ids), 576, generator=torch.Generator().manual_seed(1))
+
+    def decoder(**_: Any) -> Any:
+        return SimpleNamespace(last_hidden_state=hidden)
+
+    def gradient() -> Tensor:
+        hidden.grad = None
+        if reader == "policy":
+            _hidden_states(SimpleNamespace(get_decoder=lambda: decoder), row).backward(given)
+        else:
+            scored = SimpleNamespace(base_model=decoder, score=lambda h: (h * given).sum(-1, keepdim=True))
+            ValueModel(scored)(row).sum().backward()
+        assert hidden.grad is not None
+        return hidden.grad
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        wanted = gradient()
+        torch.set_num_threads(2)
+        assert all(torch.equal(gradient(), wanted) for _ in range(30))
+    finally:
+        torch.set_num_threads(threads)

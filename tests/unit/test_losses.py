@@ -1,0 +1,495 @@
+"""The clipped objective against numbers worked out on paper and against the plain-loop oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from common.config import Algorithm
+from tests.support import oracle
+from tests.support.oracle import Objective, ScoredCompletion
+from trainer.algorithm.losses import (
+    Denominator,
+    ObjectiveSettings,
+    TokenTerms,
+    importance_ratio,
+    kl_estimate,
+    loss,
+    token_objective,
+    token_weights,
+    value_errors,
+)
+
+MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+LOSS_TYPES = ["grpo", "dapo", "dr_grpo", "bnpo"]
+
+
+def logs(*probs: float) -> torch.Tensor:
+    return torch.tensor(probs, dtype=torch.float64).log()
+
+
+def one_token(
+    *, prob: float, old: float, advantage: float, ref: float | None = None, **settings: Any
+) -> tuple[float, float, TokenTerms]:
+    """Objective of a single token, its derivative by the log-prob, and the terms for metrics. In probabilities."""
+    logprobs = logs(prob).requires_grad_()
+    ref_logprobs = None if ref is None else logs(ref)
+    advantages = torch.tensor([advantage], dtype=torch.float64)
+    objective, terms = token_objective(
+        logprobs, logs(old), ref_logprobs, advantages, [1], ObjectiveSettings.of(Algorithm(**settings))
+    )
+    (gradient,) = torch.autograd.grad(objective.sum(), logprobs)
+    return objective.item(), gradient.item(), terms
+
+
+def denominator(loss_type: str, lengths: list[int], longest: int = 8) -> Denominator:
+    return Denominator(loss_type, len(lengths), sum(lengths), longest)
+
+
+def test_the_worked_vector_of_two_completions_of_two_tokens() -> None:
+    # ratios .5/.25 = 2, .5/.5 = 1; .3/.3 = 1, .25/.5 = .5. A = 1: min(2, 1.2) = 1.2 (clipped), 1.
+    # A = −1: −1, min(−.5, −.8) = −.8 (clipped). Sequence means 1.1 and −.9, their mean .1, negated: −.1
+    logprobs = torch.tensor([0.5, 0.5, 0.3, 0.25], dtype=torch.float64).log().requires_grad_()
+    old = torch.tensor([0.25, 0.5, 0.3, 0.5], dtype=torch.float64).log()
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
+    weights = token_weights([2, 2], denominator("grpo", [2, 2]))
+    objective, terms = token_objective(
+        logprobs, old, logprobs.detach(), advantages, [2, 2], ObjectiveSettings.of(Algorithm(beta=0.04))
+    )
+    total = loss(objective, weights)
+    total.backward()
+    assert total.item() == pytest.approx(-0.1, abs=1e-12)
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([0.0, -0.25, 0.25, 0.0], abs=1e-12)
+    assert terms.is_clipped.tolist() == [True, False, False, True]
+    assert terms.ratio.tolist() == pytest.approx([2.0, 1.0, 1.0, 0.5])
+    assert terms.kl.tolist() == pytest.approx([0.0] * 4, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("prob", "advantage", "expected", "is_clipped"),
+    [
+        pytest.param(0.6, 2.0, 1.2 * 2, True, id="the ratio is high and the advantage positive: clipped"),  # 1.5
+        pytest.param(0.6, -2.0, -3.0, False, id="the ratio is high and the advantage negative: not clipped"),
+        pytest.param(0.2, -2.0, -1.6, True, id="the ratio is low and the advantage negative: clipped"),  # 0.5
+        pytest.param(0.2, 2.0, 1.0, False, id="the ratio is low and the advantage positive: not clipped"),
+    ],
+)
+def test_a_clip_stops_the_gradient(prob: float, advantage: float, expected: float, is_clipped: bool) -> None:
+    objective, gradient, terms = one_token(prob=prob, old=0.4, advantage=advantage)
+    assert objective == pytest.approx(expected)
+    assert gradient == (0.0 if is_clipped else pytest.approx(expected))
+    assert terms.is_clipped.item() == is_clipped
+
+
+def test_epsilon_high_widens_only_the_upper_side() -> None:
+    clipped = one_token(prob=0.5, old=0.4, advantage=1.0, epsilon_high=0.2)  # ratio 1.25
+    free = one_token(prob=0.5, old=0.4, advantage=1.0, epsilon_high=0.28)
+    low = one_token(prob=0.3, old=0.4, advantage=-1.0, epsilon_high=0.28)  # ratio 0.75 < 1 − 0.2
+    assert clipped[:2] == (pytest.approx(1.2), 0.0)
+    assert free[:2] == (pytest.approx(1.25), pytest.approx(1.25))
+    assert low[:2] == (pytest.approx(-0.8), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("prob", "ref", "k3", "slope"),
+    [
+        # log(ref/π) = ln 2: k3 = 2 − ln 2 − 1; d k3 / d log π = 1 − ref/π = −1; upwards, towards the reference
+        pytest.param(0.2, 0.4, 1 - math.log(2), 0.5, id="twice as likely under the reference"),
+        pytest.param(0.4, 0.2, 0.5 + math.log(2) - 1, -0.25, id="half as likely under the reference"),
+    ],
+)
+def test_k3_of_a_token(prob: float, ref: float, k3: float, slope: float) -> None:
+    objective, gradient, terms = one_token(prob=prob, old=prob, ref=ref, advantage=0.0, beta=0.5)
+    assert terms.kl.item() == pytest.approx(k3)
+    assert objective == pytest.approx(-0.5 * k3)
+    assert gradient == pytest.approx(slope)
+
+
+def test_the_kl_term_acts_on_a_clipped_token_too() -> None:
+    _, gradient, terms = one_token(prob=0.6, old=0.4, ref=0.3, advantage=1.0, beta=0.1)
+    assert terms.is_clipped.item()
+    assert gradient == pytest.approx(-0.1 * (1 - 0.3 / 0.6))
+
+
+def test_k1_and_k2_of_a_token_twice_as_likely_under_the_reference() -> None:
+    # log(ref/π) = ln 2: k1 = −ln 2, slope 1; k2 = ln² 2 / 2, slope −ln 2
+    ln2 = math.log(2)
+    k1, slope1, terms1 = one_token(prob=0.2, old=0.2, ref=0.4, advantage=0.0, beta=0.5, kl_estimator="k1")
+    assert (terms1.kl.item(), k1, slope1) == (pytest.approx(-ln2), pytest.approx(0.5 * ln2), pytest.approx(-0.5))
+    k2, slope2, terms2 = one_token(prob=0.2, old=0.2, ref=0.4, advantage=0.0, beta=0.5, kl_estimator="k2")
+    assert terms2.kl.item() == pytest.approx(ln2**2 / 2)
+    assert (k2, slope2) == (pytest.approx(-(ln2**2) / 4), pytest.approx(0.5 * ln2))
+
+
+def test_the_expected_gradient_of_k2_and_k3_points_to_the_reference_and_that_of_k1_is_zero() -> None:
+    # over all tokens of π = (.5, .3, .2): Σ_v π_v · (d kl_v / d log π_v) · (one-hot − π), by autograd on the logits
+    pi, ref = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
+
+    def expected_gradient(estimator: str) -> torch.Tensor:
+        logits = pi.log().requires_grad_()
+        logprobs = torch.log_softmax(logits, -1)
+        (gradient,) = torch.autograd.grad((pi * kl_estimate(logprobs, ref.log(), estimator)).sum(), logits)
+        return gradient
+
+    logits = pi.log().requires_grad_()
+    logprobs = torch.log_softmax(logits, -1)
+    (true_gradient,) = torch.autograd.grad((logprobs.exp() * (logprobs - ref.log())).sum(), logits)
+    assert expected_gradient("k1").tolist() == pytest.approx([0.0] * 3, abs=1e-12)
+    assert expected_gradient("k2").tolist() == pytest.approx(true_gradient.tolist(), abs=1e-12)
+    # k3 is unbiased as a value; its gradient is that of the other direction, KL(π_ref ‖ π): π − π_ref
+    assert expected_gradient("k3").tolist() == pytest.approx((pi - ref).tolist(), abs=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_a_kl_weighed_by_the_ratio_has_the_exact_expected_gradient_on_and_off_policy(estimator: str) -> None:
+    # over all tokens: Σ_v π_old_v · ratio_v · kl_v, which the objective has with sign − and weight beta = 1
+    ref, algorithm = logs(0.2, 0.2, 0.6), Algorithm(beta=1, kl_estimator=estimator, use_bias_correction_kl=True)  # type: ignore[arg-type]
+    for old in (logs(0.5, 0.3, 0.2), logs(0.1, 0.1, 0.8)):
+        logits = logs(0.5, 0.3, 0.2).requires_grad_()
+        logprobs = torch.log_softmax(logits, -1)
+        objective, _ = token_objective(logprobs, old, ref, torch.zeros(3), [1, 1, 1], ObjectiveSettings.of(algorithm))
+        (expected,) = torch.autograd.grad(-(old.exp() * objective).sum(), logits, retain_graph=True)
+        (true_gradient,) = torch.autograd.grad((logprobs.exp() * (logprobs - ref)).sum(), logits)
+        assert expected.tolist() == pytest.approx(true_gradient.tolist(), abs=1e-12)
+
+
+def test_a_kl_that_is_in_the_reward_is_measured_but_not_subtracted_again() -> None:
+    objective, gradient, terms = one_token(prob=0.2, old=0.2, ref=0.4, advantage=1.0, beta=0.5, kl_in_reward=True)
+    assert (objective, gradient) == (pytest.approx(1.0), pytest.approx(1.0))
+    assert terms.kl.item() == pytest.approx(1 - math.log(2))
+
+
+def test_delta_bounds_the_loss_of_a_negative_advantage_and_stops_its_gradient() -> None:
+    objective, gradient, terms = one_token(prob=0.8, old=0.2, advantage=-2.0, delta=3.0)  # ratio 4
+    assert (objective, gradient) == (pytest.approx(-6.0), 0.0)
+    assert terms.is_clipped.item()
+    below = one_token(prob=0.5, old=0.2, advantage=-2.0, delta=3.0)  # ratio 2.5
+    assert below[:2] == (pytest.approx(-5.0), pytest.approx(-5.0))
+    assert not below[2].is_clipped.item()
+    without = one_token(prob=0.8, old=0.2, advantage=-2.0)
+    assert without[:2] == (pytest.approx(-8.0), pytest.approx(-8.0))
+
+
+def test_delta_leaves_positive_advantages_and_low_ratios_as_they_are() -> None:
+    for prob, advantage in ((0.8, 2.0), (0.1, -2.0), (0.1, 2.0)):
+        with_delta = one_token(prob=prob, old=0.2, advantage=advantage, delta=3.0)
+        assert with_delta[:2] == one_token(prob=prob, old=0.2, advantage=advantage)[:2]
+
+
+def sequence_of(probs: list[float], old: list[float], advantage: float) -> tuple[list[float], list[float], TokenTerms]:
+    logprobs = logs(*probs).requires_grad_()
+    advantages = torch.full((len(probs),), advantage, dtype=torch.float64)
+    algorithm = Algorithm(importance_sampling_level="sequence")
+    objective, terms = token_objective(
+        logprobs, logs(*old), None, advantages, [len(probs)], ObjectiveSettings.of(algorithm)
+    )
+    (gradient,) = torch.autograd.grad(objective.sum(), logprobs)
+    return objective.tolist(), gradient.tolist(), terms
+
+
+def test_a_sequence_ratio_is_the_geometric_mean_and_its_gradient_reaches_every_token() -> None:
+    # token ratios .5/.4 = 1.25 and .2/.25 = .8: their product is 1, although the first token alone would be clipped
+    objective, gradient, terms = sequence_of([0.5, 0.2], [0.4, 0.25], advantage=3.0)
+    assert objective == pytest.approx([3.0, 3.0])
+    assert gradient == pytest.approx([3.0, 3.0])
+    assert not terms.is_clipped.any()
+
+
+def test_a_clipped_sequence_has_no_gradient_at_any_of_its_tokens() -> None:
+    # token ratios 2 and 1.125: sqrt(2.25) = 1.5 > 1.2, although the second token alone would not be clipped
+    objective, gradient, terms = sequence_of([0.4, 0.45], [0.2, 0.4], advantage=1.0)
+    assert objective == pytest.approx([1.2, 1.2])
+    assert gradient == [0.0, 0.0]
+    assert terms.is_clipped.all()
+    assert terms.ratio.tolist() == pytest.approx([1.5, 1.5])
+
+
+def test_sequences_of_a_row_do_not_mix_and_one_of_one_token_equals_the_token_ratio() -> None:
+    ratio = importance_ratio(logs(2.0, 0.5, 3.0), [2, 1], "sequence")
+    assert ratio.tolist() == pytest.approx([1.0, 1.0, 3.0])
+    assert importance_ratio(logs(2.0, 0.5, 3.0), [2, 1], "token").tolist() == pytest.approx([2.0, 0.5, 3.0])
+
+
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+def test_cispo_weighs_the_log_prob_by_the_ratio_and_caps_it_without_dropping_the_token(advantage: float) -> None:
+    free, free_gradient, free_terms = one_token(
+        prob=0.6, old=0.4, advantage=advantage, loss_type="cispo", epsilon_high=2.0
+    )
+    assert (free, free_gradient) == (pytest.approx(1.5 * advantage * math.log(0.6)), pytest.approx(1.5 * advantage))
+    assert not free_terms.is_clipped.item()
+    capped, gradient, terms = one_token(prob=0.8, old=0.2, advantage=advantage, loss_type="cispo", epsilon_high=2.0)
+    assert (capped, gradient) == (pytest.approx(2 * advantage * math.log(0.8)), pytest.approx(2 * advantage))
+    assert terms.is_clipped.item()
+
+
+def test_cispo_has_no_lower_clip() -> None:
+    _, gradient, terms = one_token(prob=0.04, old=0.4, advantage=-1.0, loss_type="cispo", epsilon_high=2.0)
+    assert gradient == pytest.approx(-0.1)
+    assert not terms.is_clipped.item()
+
+
+def corrected(mode: str, own: list[float] | None = None) -> tuple[list[float], list[float], TokenTerms]:
+    """Completions of two tokens and one, advantage 2; trainer / engine = 2, 1.5 and 0.5."""
+    logprobs, old = logs(0.6, 0.3, 0.2).requires_grad_(), logs(0.3, 0.2, 0.4)
+    algorithm = Algorithm(vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_max=1.8)
+    advantages = torch.full((3,), 2.0, dtype=torch.float64)
+    proximal_logprobs = None if own is None else logs(*own)
+    objective, terms = token_objective(
+        logprobs, old, None, advantages, [2, 1], ObjectiveSettings.of(algorithm), proximal_logprobs=proximal_logprobs
+    )
+    (gradient,) = torch.autograd.grad(objective.sum(), logprobs)
+    return objective.tolist(), gradient.tolist(), terms
+
+
+@pytest.mark.parametrize(
+    ("mode", "weights", "hit"),
+    [
+        ("token_truncate", [1.8, 1.5, 0.5], [True, False, False]),
+        ("token_mask", [0.0, 1.5, 0.5], [True, False, False]),
+        ("sequence_truncate", [1.8, 1.8, 0.5], [True, True, False]),  # 2 · 1.5 = 3
+        ("sequence_mask", [0.0, 0.0, 0.5], [True, True, False]),
+    ],
+)
+def test_a_correction_weighs_on_policy_tokens_whose_ratio_is_then_one(
+    mode: str, weights: list[float], hit: list[bool]
+) -> None:
+    objective, gradient, terms = corrected(mode)
+    assert terms.ratio.tolist() == [1.0] * 3
+    assert terms.correction.tolist() == pytest.approx(weights)
+    assert terms.is_corrected.tolist() == hit
+    assert objective == pytest.approx([2 * w for w in weights])
+    assert gradient == pytest.approx([2 * w for w in weights])  # none through the weight itself
+
+
+def test_in_later_iterations_the_ratio_is_to_the_trainers_own_first_log_probs() -> None:
+    # own 0.5, 0.25, 0.25: ratios 1.2 (not above 1 + ε), 1.2, 0.8; weights .5/.3, .25/.2, .25/.4
+    _, gradient, terms = corrected("token_truncate", own=[0.5, 0.25, 0.25])
+    assert terms.ratio.tolist() == pytest.approx([1.2, 1.2, 0.8])
+    assert terms.correction.tolist() == pytest.approx([5 / 3, 1.25, 0.625])
+    assert gradient[2] == pytest.approx(2 * 0.8 * 0.625)
+
+
+def test_without_a_mode_nothing_is_corrected() -> None:
+    _, _, terms = one_token(prob=0.6, old=0.4, advantage=1.0)
+    assert (terms.correction.item(), terms.is_corrected.item(), terms.ratio.item()) == (1.0, False, pytest.approx(1.5))
+
+
+def test_the_entropy_bonus_is_added_with_its_gradient_also_where_the_clip_stops_the_rest() -> None:
+    logprobs, entropy = logs(0.6, 0.3), torch.tensor([2.0, 1.0], dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    algorithm = Algorithm(entropy_coef=0.25)
+    objective, _ = token_objective(
+        logprobs, logs(0.4, 0.3), None, advantages, [2], ObjectiveSettings.of(algorithm), entropy
+    )
+    assert objective.tolist() == pytest.approx([1.2 + 0.5, 0.25])
+    (gradient,) = torch.autograd.grad(objective.sum(), entropy)
+    assert gradient.tolist() == [0.25, 0.25]
+    without, _ = token_objective(
+        logprobs, logs(0.4, 0.3), None, advantages, [2], ObjectiveSettings.of(Algorithm()), entropy
+    )
+    assert without.tolist() == pytest.approx([1.2, 0.0])
+
+
+def test_without_a_reference_beta_has_no_effect() -> None:
+    assert one_token(prob=0.5, old=0.5, advantage=1.0, beta=9.0)[0] == pytest.approx(1.0)
+
+
+def test_grpo_weights_are_the_mean_of_sequence_means() -> None:
+    weights = token_weights([2, 1], denominator("grpo", [2, 1]))
+    assert weights.tolist() == pytest.approx([0.25, 0.25, 0.5])
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "bnpo", "cispo"])
+def test_token_mean_weights_are_equal_for_every_token_of_the_step(loss_type: str) -> None:
+    weights = token_weights([2, 1], denominator(loss_type, [2, 1, 5]))  # the third completion is on another rank
+    assert weights.tolist() == pytest.approx([1 / 8] * 3)
+
+
+def test_dr_grpo_weights_divide_by_completions_times_longest_possible() -> None:
+    weights = token_weights([2, 1], denominator("dr_grpo", [2, 1], longest=10))
+    assert weights.tolist() == pytest.approx([1 / 20] * 3)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=32), st.sampled_from(["grpo", "dapo"]))
+def test_weights_of_the_whole_step_sum_to_one(lengths: list[int], loss_type: str) -> None:
+    assert token_weights(lengths, denominator(loss_type, lengths)).sum().item() == pytest.approx(1, abs=1e-5)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[list[ScoredCompletion]], Objective]:
+    """Groups of completions with log-probs that stay off the two kinks, where the derivative is not unique."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    beta = draw(st.sampled_from([0.0, 0.04]))
+    is_cispo = draw(st.integers(0, 3)) == 0
+    objective = Objective(
+        epsilon=0.2 if is_cispo else draw(st.sampled_from([0.1, 0.2])),
+        epsilon_high=1.1 if is_cispo else draw(st.sampled_from([0.2, 0.28])),
+        beta=beta,
+        loss_type="cispo" if is_cispo else draw(st.sampled_from(LOSS_TYPES)),
+        max_completion_length=9,
+        delta=None if is_cispo else draw(st.sampled_from([None, 1.4])),
+        importance_sampling_level="token" if is_cispo else draw(st.sampled_from(["token", "sequence"])),
+        vllm_importance_sampling_mode=draw(st.sampled_from([None, *MODES])),
+        vllm_importance_sampling_clip_max=1.2,
+        kl_estimator=draw(st.sampled_from(["k1", "k2", "k3"])) if beta > 0 else "k3",
+    )
+    groups = []
+    for _ in range(draw(st.integers(1, 4))):
+        rewards = rng.integers(0, 3, draw(st.integers(2, 5))).astype(float).tolist()
+        group = []
+        for advantage in oracle.group_advantages(rewards, "group"):
+            n = int(rng.integers(1, 10))
+            old = -rng.exponential(2, n)
+            new = old + rng.normal(0, 0.3, n)
+            ref = (old + rng.normal(0, 0.5, n))[: n if beta > 0 else 0]
+            own = old + rng.normal(0, 0.2, n)
+            completion = ScoredCompletion(advantage, new.tolist(), old.tolist(), ref.tolist(), own.tolist())
+            ratios = np.array(oracle.ratios(completion, objective))
+            kinks = np.array([1 - objective.epsilon, 1 + objective.epsilon_high, objective.delta or 0.0])
+            assume(np.abs(ratios[:, None] - kinks).min() > 1e-6)
+            group.append(completion)
+        groups.append(group)
+    return groups, objective
+
+
+@pytest.fixture(autouse=True, scope="module")
+def double_precision() -> Iterator[None]:
+    """Weights and losses are exact to 1e-16 here, so that the oracle can be held to 1e-9."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def torch_loss(
+    completions: list[ScoredCompletion], o: Objective, whole_step: list[ScoredCompletion]
+) -> tuple[float, list[list[float]]]:
+    """The trainer's loss of some completions of a step, and its gradient per completion."""
+
+    def flat(rows: list) -> torch.Tensor:
+        return torch.tensor([x for row in rows for x in row], dtype=torch.float64)
+
+    lengths = [len(c.logprobs) for c in completions]
+    d = Denominator(o.loss_type, len(whole_step), sum(len(c.logprobs) for c in whole_step), o.max_completion_length)
+    weights = token_weights(lengths, d)
+    logprobs = flat([c.logprobs for c in completions]).requires_grad_()
+    ref = flat([c.ref_logprobs for c in completions]) if o.beta > 0 else None
+    advantages = flat([[c.advantage] * len(c.logprobs) for c in completions])
+    old = flat([c.old_logprobs for c in completions])
+    own = flat([c.proximal_logprobs for c in completions])
+    if o.vllm_importance_sampling_mode is None:
+        o = dataclasses.replace(o, vllm_importance_sampling_clip_max=3.0)
+    settings = {k: v for k, v in dataclasses.asdict(o).items() if k != "max_completion_length"}
+    objective, _ = token_objective(
+        logprobs, old, ref, advantages, lengths, ObjectiveSettings.of(Algorithm(**settings)), proximal_logprobs=own
+    )
+    total = loss(objective, weights)
+    total.backward()
+    assert logprobs.grad is not None
+    return total.item(), [part.tolist() for part in logprobs.grad.split(lengths)]
+
+
+@given(steps())
+def test_loss_and_gradient_equal_the_oracle(step: tuple[list[list[ScoredCompletion]], Objective]) -> None:
+    groups, objective = step
+    completions = [c for group in groups for c in group]
+    expected_loss, expected_gradient = oracle.loss_and_gradient(completions, objective)
+    found_loss, found_gradient = torch_loss(completions, objective, completions)
+    assert found_loss == pytest.approx(expected_loss, rel=1e-9, abs=1e-9)
+    for found, expected in zip(found_gradient, expected_gradient, strict=True):
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@given(steps())
+@settings(max_examples=30)
+def test_the_oracle_derivative_equals_central_differences(step: tuple[list[list[ScoredCompletion]], Objective]) -> None:
+    groups, o = step
+    assume(o.loss_type != "cispo")  # a stopped gradient is not the derivative of the value
+    for c in groups[0]:
+        _, (by_hand,) = oracle.loss_and_gradient([c], o)
+        for t in range(len(c.logprobs)):
+
+            def loss_at(x: float, c: ScoredCompletion = c, t: int = t) -> float:
+                moved = dataclasses.replace(c, logprobs=[*c.logprobs[:t], x, *c.logprobs[t + 1 :]])
+                return oracle.loss_and_gradient([moved], o)[0]
+
+            # a difference across a kink would be neither side's derivative; the steps keep 1e-6 away from all
+            numeric = oracle.numeric_gradient(loss_at, c.logprobs[t], step=1e-7)
+            assert numeric == pytest.approx(by_hand[t], rel=1e-4, abs=1e-6)
+
+
+@given(steps(), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_neither_order_nor_micro_batches_nor_ranks_change_the_step(
+    step: tuple[list[list[ScoredCompletion]], Objective], parts: int, random
+) -> None:
+    groups, objective = step
+    whole = [c for group in groups for c in group]
+    loss_at_once, gradient_at_once = torch_loss(whole, objective, whole)
+    order = list(range(len(groups)))
+    random.shuffle(order)
+    pieces = [[groups[i] for i in order[part::parts]] for part in range(parts)]
+    total, gradients = 0.0, {}
+    for piece in pieces:
+        completions = [c for group in piece for c in random.sample(group, len(group))]
+        if completions:
+            share, gradient = torch_loss(completions, objective, whole)
+            total += share
+            gradients |= {id(c): g for c, g in zip(completions, gradient, strict=True)}
+    assert total == pytest.approx(loss_at_once, rel=1e-9, abs=1e-12)
+    for completion, expected in zip(whole, gradient_at_once, strict=True):
+        assert gradients[id(completion)] == pytest.approx(expected, rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "target", "error", "slope", "clipped"),
+    [
+        (0.6, 0.5, 1.0, 0.08, -0.4, False),  # within ±0.2 of old: ½ · 0.4²
+        (0.9, 0.5, 1.0, 0.045, 0.0, True),  # rose towards its return, to 0.7 and no further: ½ · 0.3²
+        (0.9, 0.5, 0.0, 0.405, 0.9, False),  # rose away from its return: ½ · 0.9², and it may come back
+        (0.1, 0.5, 0.0, 0.045, 0.0, True),  # fell towards its return, to 0.3
+        (0.1, 0.5, 1.0, 0.405, -0.9, False),  # fell away from it
+        (1.4, 0.5, 1.0, 0.08, 0.4, False),  # beyond its return: 0.4 away, more than the 0.3 of 0.7
+    ],
+)
+def test_each_side_of_the_value_clip_by_hand(
+    value: float, old: float, target: float, error: float, slope: float, clipped: bool
+) -> None:
+    values = torch.tensor([value], dtype=torch.float64, requires_grad=True)
+    others = [torch.tensor([x], dtype=torch.float64) for x in (old, target)]
+    found, is_clipped = value_errors(values, *others, cliprange=0.2)
+    (gradient,) = torch.autograd.grad(found.sum(), values)
+    assert (found.item(), gradient.item()) == pytest.approx((error, slope))
+    assert is_clipped.tolist() == [clipped]
+    free, is_clipped = value_errors(values.detach(), *others, cliprange=None)
+    assert free.item() == pytest.approx((value - target) ** 2 / 2)
+    assert is_clipped.tolist() == [False]
+
+
+numbers = st.floats(-3, 3).map(lambda x: round(x, 3))
+
+
+@given(numbers, numbers, numbers, st.none() | st.floats(0.01, 2))
+def test_value_errors_and_their_gradients_equal_the_oracle(
+    value: float, old: float, target: float, cliprange: float | None
+) -> None:
+    error, slope = oracle.value_error(value, old, target, cliprange)
+    if cliprange is not None:  # no derivative where the two squares meet, or at the edge of the clip
+        assume(abs(abs(value - old) - cliprange) > 1e-6)
+        edge = old + cliprange if value > old else old - cliprange
+        assume(abs(abs(value - target) - abs(edge - target)) > 1e-6)
+    values = torch.tensor([value], dtype=torch.float64, requires_grad=True)
+    others = [torch.tensor([x], dtype=torch.float64) for x in (old, target)]
+    found, _ = value_errors(values, *others, cliprange)
+    (gradient,) = torch.autograd.grad(found.sum(), values)
+    assert (found.item(), gradient.item()) == pytest.approx((error, slope), rel=1e-6, abs=1e-9)
+    assert slope == pytest.approx(
+        oracle.numeric_gradient(lambda x: oracle.value_error(x, old, target, cliprange)[0], value), abs=1e-4
+    ) or (cliprange is not None and slope == 0.0)

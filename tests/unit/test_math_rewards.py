@@ -1,0 +1,250 @@
+r"""\boxed{} answers, the named verifiers that use them, and the rewards that shape others."""
+
+import math
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.config import Rewards
+from common.errors import UserError
+from rewards.boxed import acc, base_acc, boxed, boxed_format, golds, is_right, strict_format
+from rewards.find import BUILT_IN, check_signature, resolve
+from rewards.latex import last_boxed, normalized, number, same_answer
+from rewards.shaped import cosine_length, gated_format, linear_length
+from tests.support.speed import cpu_overdue
+
+
+@pytest.mark.parametrize(
+    ("text", "held"),
+    [
+        (r"so \boxed{72}.", "72"),
+        (r"\boxed{1}, no, \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{ x \right.}", r"\left\{ x \right."),
+        (r"\fbox{a}", "a"),
+        (r"\boxed{\boxed{5}}", "5"),
+        (r"\boxed{}", ""),
+        (r"\boxed{1} and \boxed{\frac{1}{2", None),
+        ("72", None),
+        ("", None),
+    ],
+)
+def test_the_last_box_is_read_by_balanced_braces(text, held):
+    assert last_boxed(text) == held
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1,234.50", Fraction(2469, 2)),
+        (r"\$18.00", Fraction(18)),
+        (r"-\dfrac{2}{3}", Fraction(-2, 3)),
+        (r"\frac{-2}{3}", Fraction(-2, 3)),
+        (r"\frac12", Fraction(1, 2)),
+        (r"\frac1{72}", Fraction(1, 72)),
+        (r"\frac{1}2", Fraction(1, 2)),
+        ("-3/4", Fraction(-3, 4)),
+        (r"1\frac{1}{2}", Fraction(3, 2)),
+        (r"-1\frac{1}{2}", Fraction(-3, 2)),
+        (r"1.2 \times 10^{3}", Fraction(1200)),
+        (r"5 \cdot 10^{-2}", Fraction(1, 20)),
+        (r"x = 5", Fraction(5)),
+        (r"5\text{ cm}^2", Fraction(5)),
+        (r"\text{5}", Fraction(5)),
+        (r"30^\circ", Fraction(30)),
+        (r"30^{\circ}", Fraction(30)),
+        (r"50\%", Fraction(50)),
+        (r"10{,}000", Fraction(10000)),
+        (r"10,\!000", Fraction(10000)),
+        ("−7.", Fraction(-7)),
+        ("(3)", Fraction(3)),
+        ("1/0", None),
+        (r"\frac{1}{0}", None),
+        ("1*10^{999}", None),
+        (r"\pi", None),
+        ("1,23", None),
+        ("9" * 500, None),
+        ("", None),
+    ],
+)
+def test_notations_of_a_number_have_one_value(text, value):
+    assert number(normalized(text)) == value
+
+
+@pytest.mark.parametrize(
+    ("prediction", "gold"),
+    [
+        ("0.5", r"\frac{1}{2}"),
+        (r"$\sqrt2$", r"\sqrt{2}"),
+        (r"\left(1, \frac{1}{2}\right)", "(1,0.5)"),
+        (r"\{2, 1\}", r"\{1,2\}"),
+        ("2, 1", "1,2"),
+        ("[1, 2)", "[1,2)"),
+        (r"\text{(B)}", "B"),
+        ("b", "B"),
+        (r"\text{Evelyn}", "evelyn"),
+        (r"x \leq 3", r"x\le 3"),
+        ("x+1", "x + 1"),
+        (r"\begin{pmatrix} 1 & 2 \end{pmatrix}", r"\begin{pmatrix}1&2\end{pmatrix}"),
+    ],
+)
+def test_answers_that_mean_the_same_are_equal(prediction, gold):
+    assert same_answer(prediction, gold)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "gold"),
+    [
+        ("0.3333", r"\frac{1}{3}"),
+        ("3.14", r"\pi"),
+        ("(2,1)", "(1,2)"),
+        ("[1,2]", "(1,2)"),
+        ("1,2,3", "1,2"),
+        ("1,1", "1,2"),
+        ("-5", "5"),
+        ("AB", "B"),
+        ("", ""),
+        ("x", ""),
+        ("5", "x=6"),
+    ],
+)
+def test_answers_that_differ_are_not_equal(prediction, gold):
+    assert not same_answer(prediction, gold)
+
+
+@given(st.text(alphabet="0123456789,.{}()[]\\frac boxed$-/*^=x"), st.text(alphabet="0123456789,.{}()\\frac"))
+def test_no_text_breaks_the_comparison_and_every_answer_equals_itself(a, b):
+    same_answer(a, b)
+    assert same_answer(a, a) or not normalized(a)
+    assert boxed(completions=[a], answer=[b])[0] in (0.0, 1.0, None)
+
+
+def test_a_hostile_completion_costs_milliseconds():
+    texts = [r"\boxed{" * 100_000, "{" * 500_000 + r"\boxed{" + "{" * 500_000, r"\boxed{" + "(1," * 200_000 + "}"]
+    texts += [r"\boxed{" + r"\frac{1}" * 50_000 + "}", r"\boxed{" + "[[" * 100 + "1,2" * 30 + "}"]
+    start = time.process_time()
+    assert boxed(completions=texts, answer=["(1,2,3)"] * 5) == [0.0] * 5
+    assert not cpu_overdue(time.process_time() - start, 3)
+
+
+def test_gold_is_read_from_every_notation_of_a_data_set():
+    # GSM8K, MATH's solution, DeepScaleR's answer, numbers, several right answers, none
+    assert golds("6 * 12 = <<6*12=72>>72\n#### 72") == ["72"]
+    assert golds(r"Thus $x = \boxed{\frac{1}{2}}$.") == [r"\frac{1}{2}"]
+    assert golds(r"-\frac{2}{3}") == [r"-\frac{2}{3}"]
+    assert golds(72) == ["72"] and golds(["1", 2]) == ["1", "2"]
+    assert golds(None) == golds("") == golds(" ") == golds(math.nan) == golds([]) == []
+
+
+def test_boxed_and_acc_have_the_values_of_their_tables():
+    completions = [r"\boxed{0.5}", r"\boxed{2}", r"it is \frac{1}{2}", "0.5"]
+    assert boxed(completions=completions, answer=[r"\frac12"] * 4) == [1.0, 0.0, 0.0, 0.0]
+    assert acc(completions=completions, answer=[r"\frac12"] * 4) == [1.0, -0.5, -1.0, -1.0]
+    assert boxed(completions=["x"], answer=[""]) == acc(completions=["x"], answer=[None]) == [None]
+    chat = [[{"role": "assistant", "content": r"\boxed{2}"}]]
+    assert boxed(completions=chat, answer=["2"]) == acc(completions=chat, answer=["2"]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "verdict"),
+    [
+        (r"so \boxed{72}", True),
+        ("<think>71</think><answer>72</answer>", True),
+        ("<answer>It is 72 clips.</answer>", True),
+        ("It is 71, no, 72.", True),
+        (r"\boxed{72} so <answer>71</answer>", False),
+        (r"<answer>72, that is \boxed{71}</answer>", False),
+        ("72 or 71", False),
+        ("", False),
+    ],
+)
+def test_the_final_answer_is_the_box_else_the_tag_else_the_last_number(completion, verdict):
+    assert is_right(completion, "#### 72") is verdict
+    assert base_acc(completions=[completion], answer=["#### 72"]) == [float(verdict)]
+
+
+def test_without_a_gold_answer_there_is_no_verdict():
+    assert is_right("72", "") is None
+    assert base_acc(completions=["72"], answer=[""]) == gated_format(completions=["72"], answer=[None]) == [None]
+
+
+@pytest.mark.parametrize(
+    ("completion", "strict", "loose"),
+    [
+        (r"<think>a</think><answer>\boxed{1}</answer>", 1.0, 1.0),
+        (r"<think>a</think> <answer>It is \boxed{1}.</answer><|im_end|>", 1.0, 1.0),
+        (r"<think>a</think> It is \boxed{1}.", -0.5, 1.0),
+        (r"<think>\boxed{1}</think><answer>1</answer>", -0.5, 0.0),
+        (r"<think>\boxed{2}</think><answer>\boxed{1}</answer>", -0.5, 1.0),
+        (r"<answer>\boxed{1}</answer><think>a</think>", -0.5, 0.0),
+        (r"well <think>a</think><answer>\boxed{1}</answer>", -0.5, 0.0),
+        (r"<think>a</think><answer>\boxed{1</answer>", -0.5, 0.0),
+        ("", -0.5, 0.0),
+    ],
+)
+def test_strict_format_wants_each_part_once_and_boxed_format_a_thought_then_a_box(completion, strict, loose):
+    assert strict_format(completions=[completion]) == [strict]
+    assert boxed_format(completions=[completion]) == [loose]
+
+
+def test_a_gated_format_never_lets_a_wrong_answer_outrank_a_right_one():
+    right, wrong = "<think>a</think><answer>72</answer>", "<think>a</think><answer>71</answer>"
+    completions = [right, "72", wrong, "71"]
+    gated = gated_format(completions=completions, answer=["72"] * 4)
+    assert gated == [1.0, 0.0, 0.0, 0.0]
+    answers = resolve("answer")(completions=completions, answer=["72"] * 4)
+    totals = [a + g for a, g in zip(answers, gated, strict=True)]
+    assert totals == [2.0, 1.0, -1.0, -1.0]
+    # the two rewards of the seed let it: −1 + 1.25 > 1 − 1
+    formats = resolve("format")(completions=completions)
+    assert answers[2] + formats[2] == 0.25 > answers[1] + formats[1] == 0.0
+
+
+def test_the_cosine_falls_for_right_answers_and_rises_for_wrong_ones():
+    lengths = [0, 50, 100, 400]
+    arguments = {"completion_ids": [[1] * n for n in lengths], "answer": ["7"] * 4, "max_len": 100}
+    # ½ (1 + cos) is 1 at 0, ½ half way, 0 at the end and beyond
+    assert cosine_length(completions=["7"] * 4, **arguments) == pytest.approx([1.0, 0.75, 0.5, 0.5])
+    assert cosine_length(completions=["8"] * 4, **arguments) == pytest.approx([-1.0, -0.75, -0.5, -0.5])
+    twice = cosine_length(completions=["7"] * 4, **arguments, max_value_correct=2.0, min_value_correct=1.0)
+    assert twice == pytest.approx([2.0, 1.5, 1.0, 1.0])
+    assert cosine_length(completions=["7"], completion_ids=[[1]], answer=[""], max_len=9) == [None]
+
+
+def test_the_linear_length_reward_ranks_within_the_group():
+    ids = [[1] * n for n in (10, 20, 30)]
+    # λ = ½ − (n − 10) / 20 = ½, 0, −½
+    assert linear_length(completions=["7"] * 3, answer=["7"] * 3, completion_ids=ids) == [0.5, 0.0, -0.5]
+    assert linear_length(completions=["8"] * 3, answer=["7"] * 3, completion_ids=ids) == [0.0, 0.0, -0.5]
+    assert linear_length(completions=["7"] * 2, answer=["7"] * 2, completion_ids=ids[:1] * 2) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", sorted(set(BUILT_IN) - {"math_verify"}))
+def test_every_built_in_reward_is_found_and_takes_the_columns_of_gsm8k(name):
+    function = resolve(name)
+    if name == "cosine_length":
+        with pytest.raises(UserError, match=r"rewards\.reward_kwargs: \{cosine_length: \{max_len: …\}\}"):
+            check_signature(function, ["question", "answer"], name)
+    else:
+        check_signature(function, ["question", "answer"], name)
+
+
+def test_full_marks_of_built_in_rewards_can_be_reached():
+    rewards = Rewards(reward_funcs=["format", "cosine_length", "acc"], reward_kwargs={"cosine_length": {"max_len": 10}})
+    assert [rewards.full_mark(name) for name in rewards.names] == [1.25, 0.5, 1.0]
+
+
+def test_math_verify_says_what_to_install_or_compares_symbolically():
+    try:
+        import math_verify  # noqa: F401
+    except ImportError:
+        with pytest.raises(UserError, match=r"optional package is missing: pip install 'math-verify\[antlr4_13_2\]'"):
+            resolve("math_verify")
+        return
+    score = resolve("math_verify")
+    completions = [r"\boxed{1+x}", r"\boxed{x}", r"so $\boxed{\sqrt{12}}$", "nothing"]
+    assert score(completions=completions, answer=["x+1", "x+1", r"2\sqrt{3}", "4"]) == [1.0, 0.0, 1.0, 0.0]
+    assert score(completions=["4"], answer=[""]) == [None]

@@ -1,0 +1,180 @@
+"""Micro-batches: what a group costs, who trains it and with whom. Each group once, within the budget, evenly spread."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.dims import ModelDims
+from trainer.data.micro_batches import NOTHING, Budget, Planner, Round, Work, plan, plan_metrics, warning, work
+
+MODEL = ModelDims(hidden=8, intermediate=16, layers=2, heads=2, kv_heads=1, head_dim=4, vocab=100, tied=True)
+QWEN = ModelDims(1536, 8960, 28, 12, 2, 128, 151936, tied=True, bias=True)  # Qwen2.5-1.5B
+
+
+@pytest.mark.parametrize(
+    ("packing", "tokens", "pairs"),
+    [
+        ("shared", 3 + 2 + 1, 4.5 + (6 + 2) + (3 + 0.5)),
+        ("flat", 2 * 3 + 2 + 1, 2 * 4.5 + (6 + 2) + (3 + 0.5)),
+        ("off", 2 * (3 + 2), 2 * 4.5 + 2 * (6 + 2)),
+    ],
+)
+def test_a_group_costs_its_tokens_as_packed_and_what_they_attend_to(packing: Any, tokens: int, pairs: float) -> None:
+    """Per token 2 · 2 layers · 592 parameters, per pair 4 · 2 layers · 2 heads · 4, per target 2 · 100 · 8."""
+    assert MODEL.layer_parameters == 592
+    assert work(3, [2, 1], packing, MODEL) == Work(tokens, 2368.0 * tokens + 64 * pairs + 1600 * 3)
+    assert work(3, [2, 1], packing, None) == Work(tokens, float(tokens))
+    assert work(3, [], packing, MODEL) == NOTHING
+
+
+def test_attention_makes_a_long_completion_dearer_than_short_ones_of_as_many_tokens() -> None:
+    """28 layers · 12 heads · 128 · 4 = 172,032 operations a pair; 16384²/2 pairs against 8 · 2048²/2."""
+    long, short = (work(512, lengths, "shared", QWEN) for lengths in ([16384], [2048] * 8))
+    assert long.tokens == short.tokens
+    assert long.cost - short.cost == pytest.approx(172_032 * (16384**2 / 2 - 8 * 2048**2 / 2))
+    assert long.cost > 1.3 * short.cost
+
+
+def of_tokens(*tokens: int) -> list[Work]:
+    return [Work(n, float(n)) for n in tokens]
+
+
+def test_the_example_in_the_docstring() -> None:
+    assert plan(of_tokens(60, 50, 40, 30, 20), 2, Budget(1, 100)) == [((0, 3), (1, 2)), ((4,), ())]
+
+
+def test_a_group_above_the_budget_trains_alone() -> None:
+    assert plan(of_tokens(10, 250, 20), 1, Budget(1, 100)) == [((1,),), ((0, 2),)]
+
+
+def test_groups_of_a_budget_in_groups_are_spread_by_cost() -> None:
+    # 90 against 80 and 40 · rank 1 has its two, so 30 goes to rank 0
+    assert plan(of_tokens(30, 90, 40, 80), 2, Budget(2)) == [((0, 1), (2, 3))]
+    # of one rank: 90 + 20 and 80 + 30, instead of both long ones at once
+    assert plan(of_tokens(20, 90, 30, 80), 1, Budget(2)) == [((0, 1),), ((2, 3),)]
+
+
+def test_a_step_with_nothing_to_train_is_one_round_of_fillers() -> None:
+    assert plan([NOTHING, NOTHING], 3, Budget(1, 100)) == [((), (), ())]
+    assert streamed([NOTHING, NOTHING], 3, Budget(1)) == [(2, ((), (), ()))]
+
+
+def streamed(works: Sequence[Work], ranks: int, budget: Budget) -> list[tuple[int, Round]]:
+    """Every round of a planner that gets one group at a time, with how many it had then."""
+    planner = Planner(ranks, budget)
+    rounds = [(i + 1, found) for i, work in enumerate(works) for found in planner.add({i: work})]
+    rounds += [(len(works), found) for found in planner.finish()]
+    assert planner.rounds == [found for _, found in rounds]
+    return rounds
+
+
+def test_groups_that_are_coming_in_give_a_round_as_soon_as_it_is_full_and_what_had_no_room_waits() -> None:
+    assert streamed(of_tokens(50, 60, 50, 40, 10), 1, Budget(1, 100)) == [
+        (2, ((1,),)),  # 50 is half of 100, 50 and 60 on average are more: full at two. 60 + 50 do not fit
+        (3, ((0, 2),)),
+        (5, ((3, 4),)),
+    ]
+
+
+def test_a_round_of_a_budget_in_groups_takes_exactly_as_many() -> None:
+    rounds = streamed([Work(5, 5.0)] * 7, 2, Budget(2))
+    assert [(had, [len(mine) for mine in found]) for had, found in rounds] == [(4, [2, 2]), (7, [2, 1])]
+
+
+def test_groups_that_come_several_at_a_time_give_the_rounds_of_one_at_a_time_by_their_own_keys() -> None:
+    works, planner = of_tokens(50, 60, 50, 40, 10), Planner(1, Budget(1, 100))
+    assert planner.add({10 * i: work for i, work in enumerate(works)}) == [((10,),), ((0, 20),)]
+    assert planner.finish() == [((30, 40),)]
+
+
+def test_a_rank_that_got_a_long_group_gets_less_in_later_rounds() -> None:
+    (_, first), (_, second) = streamed(of_tokens(90, 10, 50, 40), 2, Budget(1))
+    assert first == ((0,), (1,))
+    assert second == ((3,), (2,))  # the longer one to rank 1, which has done less
+
+
+SIZES = st.lists(st.integers(0, 120), min_size=1, max_size=40)
+BUDGETS = st.one_of(st.integers(1, 5).map(Budget), st.integers(30, 400).map(lambda tokens: Budget(1, tokens)))
+
+
+def works_of(tokens: Sequence[int]) -> list[Work]:
+    """With attention, so that cost is not tokens."""
+    return [Work(n, n + n * n / 50) if n else NOTHING for n in tokens]
+
+
+def check(rounds: list[Round], works: Sequence[Work], ranks: int, budget: Budget) -> None:
+    assert rounds and all(len(found) == ranks for found in rounds)  # as many micro-batches on every rank
+    trained = sorted(i for found in rounds for mine in found for i in mine)
+    assert trained == [i for i, one in enumerate(works) if one.tokens]
+    for mine in itertools.chain(*rounds):
+        assert list(mine) == sorted(mine)
+        if budget.tokens is None:
+            assert len(mine) <= budget.groups
+        else:
+            assert len(mine) == 1 or sum(works[i].tokens for i in mine) <= budget.tokens
+    assert all(any(found) for found in rounds) or not trained
+
+
+def loads_of(rounds: Sequence[Round], works: Sequence[Work], ranks: int) -> list[float]:
+    return [sum(works[i].cost for found in rounds for i in found[rank]) for rank in range(ranks)]
+
+
+@given(SIZES, st.integers(1, 8), BUDGETS)
+def test_every_group_trains_once_within_the_budget_in_equally_many_micro_batches(
+    tokens: list[int], ranks: int, budget: Budget
+) -> None:
+    works = works_of(tokens)
+    rounds = plan(works, ranks, budget)
+    check(rounds, works, ranks, budget)
+    assert rounds == plan(works, ranks, budget)
+    check([found for _, found in streamed(works, ranks, budget)], works, ranks, budget)
+    if budget.tokens is None:
+        assert len(rounds) == max(1, -(-sum(n > 0 for n in tokens) // (ranks * budget.groups)))
+
+
+@given(SIZES, st.integers(1, 8), st.integers(30, 400))
+def test_no_rank_is_behind_another_by_more_than_the_costliest_group(tokens: list[int], ranks: int, budget: int) -> None:
+    works = works_of(tokens)
+    loads = loads_of(plan(works, ranks, Budget(1, budget)), works, ranks)
+    assert max(loads) - min(loads) <= max(one.cost for one in works) + 1e-9
+
+
+@given(st.lists(st.integers(1, 120), min_size=1, max_size=7), st.integers(2, 3))
+def test_the_busiest_rank_is_within_grahams_bound_of_the_best_there_is(tokens: list[int], ranks: int) -> None:
+    works = works_of(tokens)
+    every = itertools.product(range(ranks), repeat=len(works))
+    best = min(max(sum(w.cost for w, r in zip(works, of, strict=True) if r == k) for k in range(ranks)) for of in every)
+    found = max(loads_of(plan(works, ranks, Budget(1, 10**6)), works, ranks))
+    assert found <= (4 / 3 - 1 / (3 * ranks)) * best + 1e-9
+
+
+@given(SIZES, st.integers(1, 4), BUDGETS, st.data())
+def test_a_round_does_not_depend_on_what_comes_after_it(
+    tokens: list[int], ranks: int, budget: Budget, data: st.DataObject
+) -> None:
+    works = works_of(tokens)
+    seen = streamed(works, ranks, budget)
+    at, _ = data.draw(st.sampled_from(seen))
+    before = [(had, found) for had, found in seen if had <= at and had < len(works)]
+    others = works[:at] + works_of(data.draw(SIZES))
+    assert streamed(others, ranks, budget)[: len(before)] == before
+
+
+def test_the_metrics_of_a_plan_by_hand() -> None:
+    works = dict(enumerate(of_tokens(60, 50, 40, 30, 20)))
+    rounds = plan(list(works.values()), 2, Budget(1, 100))  # (60 30) (50 40), then (20) ()
+    assert plan_metrics(rounds, works, Budget(1, 100)) == {
+        "micro_batches": 2.0,
+        "rank_imbalance": pytest.approx(110 / 100 - 1),
+        "oversized_groups": 0.0,
+    }
+    assert plan_metrics(rounds, works, Budget(1, 45))["oversized_groups"] == 2
+    assert plan_metrics([((0,),)], {0: Work(60, 60.0)}, Budget(1)) == {"micro_batches": 1.0}
+    assert "a group of 60 tokens is above trainer.max_tokens_per_micro_batch 45" in warning(works, Budget(1, 45))
+    assert warning(works, Budget(1, 60)) == warning(works, Budget(1)) == ""

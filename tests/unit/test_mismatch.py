@@ -1,0 +1,104 @@
+"""The mismatch of sampler and trainer: split by cause, and corrected. Small distributions, summed over all tokens."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from common.config import Algorithm
+from common.types import Group, Rollout
+from trainer.algorithm import mismatch
+from trainer.algorithm.losses import Denominator, ObjectiveSettings, token_objective
+from trainer.algorithm.sums import TOKEN_SUMS, Sums
+from trainer.data.experience import Experience
+from trainer.data.tensors import micro_batch
+
+
+def logs(*probs: float) -> torch.Tensor:
+    return torch.tensor(probs, dtype=torch.float64).log()
+
+
+def summed(tokens: float, *parts: dict[str, torch.Tensor]) -> dict[str, float]:
+    sums = Sums(TOKEN_SUMS, torch.device("cpu"))
+    for part in parts:
+        sums.add(part)
+    return sums.take() | {"tokens": tokens}
+
+
+def test_a_log_ratio_is_split_where_the_trainer_knows_the_sampled_version() -> None:
+    # token 1: engine .5, trainer then .4, trainer now .8; token 2 of an older version: engine .2, trainer now .3
+    logprobs, old, own = logs(0.8, 0.3), logs(0.5, 0.2), logs(0.4, math.nan)
+    sums = summed(2, mismatch.by_cause(logprobs, old, own))
+    found = mismatch.cause_metrics(sums)
+    x, y, z = math.log(0.4 / 0.5), math.log(0.8 / 0.4), math.log(0.3 / 0.2)
+    assert found == {
+        "mismatch/numerics/mean_log_ratio": pytest.approx(x),
+        "mismatch/numerics/mean_abs_prob_diff": pytest.approx(0.1),
+        "mismatch/numerics/mean_exp_abs_log_ratio": pytest.approx(0.5 / 0.4),
+        "mismatch/numerics/k3": pytest.approx(0.4 / 0.5 - x - 1),
+        "mismatch/numerics/sampled_ratio": 0.5,
+        "mismatch/staleness/mean_log_ratio": pytest.approx((y + z) / 2),
+        "mismatch/staleness/mean_abs_prob_diff": pytest.approx((0.4 + 0.1) / 2),
+        "mismatch/staleness/mean_exp_abs_log_ratio": pytest.approx((2 + 1.5) / 2),
+        "mismatch/staleness/k3": pytest.approx((2 - y - 1 + 1.5 - z - 1) / 2),
+    }
+
+
+def test_the_parts_add_up_to_the_whole_log_ratio_over_any_split_in_micro_batches() -> None:
+    random = torch.Generator().manual_seed(0)
+    logprobs, old, own = (-torch.rand(40, generator=random, dtype=torch.float64) for _ in range(3))
+    own[torch.rand(40, generator=random) < 0.4] = math.nan
+    parts = [mismatch.by_cause(*(t[rows] for t in (logprobs, old, own))) for rows in torch.arange(40).split(7)]
+    found = mismatch.cause_metrics(summed(40, *parts))
+    share = found["mismatch/numerics/sampled_ratio"]
+    whole = share * found["mismatch/numerics/mean_log_ratio"] + found["mismatch/staleness/mean_log_ratio"]
+    assert whole == pytest.approx((logprobs - old).mean().item(), rel=1e-12)
+
+
+def test_in_the_first_pass_on_policy_all_is_numerics_and_of_older_groups_all_is_staleness() -> None:
+    now, old = logs(0.5, 0.4), logs(0.4, 0.5)
+    fresh = mismatch.cause_metrics(summed(2, mismatch.by_cause(now, old, now)))
+    assert fresh["mismatch/staleness/k3"] == 0
+    assert fresh["mismatch/numerics/k3"] == pytest.approx((5 / 4 + 4 / 5) / 2 - 1)
+    aged = mismatch.cause_metrics(summed(2, mismatch.by_cause(now, old, logs(math.nan, math.nan))))
+    assert aged["mismatch/staleness/k3"] == fresh["mismatch/numerics/k3"]
+    assert aged["mismatch/numerics/sampled_ratio"] == 0
+    assert "mismatch/numerics/k3" not in aged, "no token measured it"
+
+
+def test_a_step_without_tokens_measures_nothing() -> None:
+    assert mismatch.cause_metrics(summed(0)) == {}
+
+
+def test_every_token_of_a_micro_batch_carries_the_version_that_sampled_it() -> None:
+    def group(group_id: int, version: int, *lengths: int) -> Group:
+        def rollout(n: int) -> Rollout:
+            zeros = np.zeros(n, np.float32)
+            return Rollout(zeros.astype(np.int32), zeros, None, {}, 0.0, "stop")
+
+        return Group(group_id, version, 0, np.zeros(1, np.int32), tuple(rollout(n) for n in lengths))
+
+    known = [Experience(g, advantages=np.array([1.0, -1.0])) for g in (group(0, 4, 2, 1), group(1, 5, 1, 2))]
+    batch = micro_batch(known, Denominator("grpo", 4, 6, 2), Algorithm())
+    assert batch.policy_versions.tolist() == [4, 4, 4, 5, 5, 5]
+
+
+def test_the_correction_gives_the_true_gradient_whether_engine_and_trainer_differ_by_numerics_or_by_staleness() -> None:
+    # sampled from μ, trained first at π: Σ_v μ_v · w_v · ratio_v · A_v with w = π / μ below its cap
+    advantages, mu = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64), logs(0.2, 0.3, 0.5)
+    logits = logs(0.5, 0.3, 0.2).requires_grad_()
+    logprobs = torch.log_softmax(logits, -1)
+    (true_gradient,) = torch.autograd.grad((logprobs.exp() * advantages).sum(), logits, retain_graph=True)
+
+    def expected(**settings: object) -> list[float]:
+        objective, _ = token_objective(
+            logprobs, mu, None, advantages, [1, 1, 1], ObjectiveSettings.of(Algorithm(**settings))
+        )  # type: ignore[arg-type]
+        return torch.autograd.grad((mu.exp() * objective).sum(), logits, retain_graph=True)[0].tolist()
+
+    corrected = expected(vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=3.0)
+    assert corrected == pytest.approx(true_gradient.tolist(), abs=1e-12)
+    assert expected() != pytest.approx(true_gradient.tolist(), abs=1e-2), "the clip acts on what no update did"

@@ -1,0 +1,349 @@
+"""The README.md of a trained model: what the run left, in the hub's format, and nothing that it did not."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub  # ModelCard is imported when it is used: that takes half a second
+import pytest
+import torch
+import yaml
+
+from common import failpoints
+from common.config import Config, load
+from common.redact import redacted
+from report import environment
+from report.model_card import write_model_card
+from report.public_settings import hub_id, public_settings
+from report.run_log import MetricsLog
+from tests.unit.test_checkpoint_faults import ONE_RANK, SmallEngine, tokenizer
+from trainer.save import checkpoint, disk
+from trainer.save.best import Best
+from trainer.save.disk import Disk
+
+ENVIRONMENT = {
+    "packages": {"torch": "2.13.0", "vllm": "0.32.0", "deepspeed": "0.19.8", "transformers": "5.19.0", "peft": None},
+    "python": "3.11.9",
+    "commit": "0123456789abcdef with changes",
+    "device": "NVIDIA H100",
+    "ranks": 2,
+}
+SETTINGS: dict[str, Any] = {
+    "model": {"path": "Qwen/Qwen2.5-0.5B-Instruct"},
+    "data": {"train": "openai/gsm8k:main@train[:512]", "eval": "openai/gsm8k:main@test"},
+    "algorithm": {"beta": 0.04},
+    "trainer": {"max_steps": 60},
+    "rewards": {"reward_funcs": ["answer", "format"], "reward_weights": [1.0, 0.5]},
+}
+
+
+def evaluation(version: int, answer: int, formatted: int, n: int = 512) -> dict[str, Any]:
+    marks, means = {"answer": answer, "format": formatted}, {"answer": 0.25, "format": 1.0}
+    return {"step": version, "eval_id": f"v{version}", "n": n, "problems": n, "full_marks": marks, "mean": means}
+
+
+def run_folder(folder: Path, *evaluations: dict[str, Any], **settings: Any) -> Path:
+    """A finished run of 60 steps in folder/my_run."""
+    run = folder / "my_run"
+    config = Config.model_validate(SETTINGS | settings)
+    log = MetricsLog(run)
+    for step in (1, 60):
+        log.log(step, {"policy_version": step, "num_tokens": 4096 * step, "timing/all_s": 30.0, "step_time": 30.0})
+    for record in evaluations:
+        log.log_eval(record)
+    log.close()
+    (run / "config.json").write_text(json.dumps(redacted(config.model_dump(mode="json"))))
+    (run / environment.FILE).write_text(json.dumps(ENVIRONMENT))
+    return run
+
+
+def card_of(run: Path, version: int = 60) -> huggingface_hub.ModelCard:
+    write_model_card(run, run, version)
+    return huggingface_hub.ModelCard.load(run / "README.md")
+
+
+def test_the_front_matter_is_what_the_hub_reads(tmp_path: Path) -> None:
+    card = card_of(run_folder(tmp_path, evaluation(0, 128, 256), evaluation(20, 200, 300), evaluation(60, 384, 512)))
+    data = card.data.to_dict()
+    assert data["base_model"] == "Qwen/Qwen2.5-0.5B-Instruct" and data["base_model_relation"] == "finetune"
+    assert data["datasets"] == ["openai/gsm8k"] and data["library_name"] == "transformers"
+    assert data["tags"] == ["tandem", "reinforcement-learning", "grpo"] and data["pipeline_tag"] == "text-generation"
+    assert "license" not in data  # the base model's card is not on this machine
+    answer, formatted = card.data.eval_results
+    assert card.data.model_name == "my_run"
+    assert (answer.dataset_type, answer.dataset_config, answer.dataset_split) == ("openai/gsm8k", "main", "test")
+    assert (answer.metric_type, answer.metric_value, formatted.metric_value) == ("accuracy", 0.75, 1.0)
+    assert answer.metric_name == "answer: accuracy, 95 % interval [0.711, 0.786], n = 512"
+
+
+def test_before_and_after_stand_side_by_side_with_intervals(tmp_path: Path) -> None:
+    """By hand: 128 of 512 is 25 %, and Wilson's interval there (z = 1.96) is 25.37 ± 3.74, so 21.4 to 28.9."""
+    text = str(card_of(run_folder(tmp_path, evaluation(0, 128, 256), evaluation(60, 384, 512))))
+    line = next(line for line in text.splitlines() if line.startswith("| answer"))
+    assert line == "| answer (full mark 1) | 25.0 % [21.4, 28.9] | 75.0 % [71.1, 78.6] | 0.25 | 0.25 |"
+    assert "on `openai/gsm8k:main@test`: 512 completions of 512 problems, temperature 0" in text
+    assert "Before: version 0. After: version 60, the one in this folder." in text
+
+
+def test_the_training_is_told_in_full(tmp_path: Path) -> None:
+    text = str(card_of(run_folder(tmp_path)))
+    for line in (
+        "| Base model | `Qwen/Qwen2.5-0.5B-Instruct`, bfloat16 |",
+        "| Data | `openai/gsm8k:main@train[:512]` |",
+        "| Rewards | `answer` × 1, `format` × 0.5 |",
+        "| Advantages | `grpo`, scaled by group |",
+        "| Loss | `grpo`, token ratios clipped to [0.8, 1.2] |",
+        "| KL | beta 0.04, k3, in the loss, to the base model |",
+        "| Batch | 8 problems × 8 completions a step, on policy |",
+        "| Trained | 60 of 60 optimizer steps, 245,760 completion tokens, 1:00 |",
+        "| Hardware | trainer: 2 ranks, NVIDIA H100 |",
+        "| Software | Tandem at commit 0123456789abcdef with changes, torch 2.13.0, vllm 0.32.0, deepspeed 0.19.8, "
+        "transformers 5.19.0, Python 3.11.9 |",
+    ):
+        assert line in text
+    assert "git checkout 0123456789abcdef\nbash launch.sh run settings.yaml" in text
+
+
+def test_what_answered_the_model_between_its_turns_is_named(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path, rollout={"tools": ["/home/me/tools.py:calculator"], "max_turns": 4})
+    assert "| Turns | up to 4 in a completion, answered by `…/tools.py:calculator` |" in str(card_of(folder))
+
+
+def test_a_run_without_evaluations_has_no_number_of_them(tmp_path: Path) -> None:
+    card = card_of(run_folder(tmp_path))
+    assert "the run made no held-out evaluation of it" in str(card)
+    assert "model-index" not in card.data.to_dict() and "%" not in str(card).split("## Training")[0]
+
+
+def test_a_version_that_was_not_evaluated_does_not_borrow_from_another(tmp_path: Path) -> None:
+    run = run_folder(tmp_path, evaluation(0, 128, 256), evaluation(20, 300, 400), evaluation(60, 384, 512))
+    card = card_of(run, version=40)
+    assert "| answer (full mark 1) | 25.0 % [21.4, 28.9] | – | 0.25 | – |" in str(card)
+    assert "Version 40 itself was not evaluated." in str(card) and "model-index" not in card.data.to_dict()
+
+
+def test_with_an_evaluation_at_the_end_alone_nothing_is_before(tmp_path: Path) -> None:
+    card = card_of(run_folder(tmp_path, evaluation(60, 384, 512)))
+    assert "| answer (full mark 1) | – | 75.0 % [71.1, 78.6] | – | 0.25 |" in str(card)
+    assert "Before:" not in str(card) and len(card.data.eval_results) == 2
+
+
+def test_a_reward_of_ones_own_that_never_has_full_marks_is_given_as_a_mean_as_in_the_report(tmp_path: Path) -> None:
+    """Those of a built-in reward are known: nothing had them, so 0 % is what was measured."""
+    records = [evaluation(version, 9, 0) for version in (0, 60)]
+    for record, mean in zip(records, (0.125, 0.375), strict=True):
+        record["full_marks"]["style"], record["mean"]["style"] = 0, mean
+    own = {"reward_funcs": ["answer", "format", "my_task/style.py:style"]}
+    card = card_of(run_folder(tmp_path, *records, rewards=own))
+    answer, formatted, style = card.data.eval_results
+    assert (answer.metric_type, formatted.metric_type, formatted.metric_value) == ("accuracy", "accuracy", 0.0)
+    assert (style.metric_type, style.metric_value, style.metric_name) == ("mean", 0.375, "style: mean score, n = 512")
+    assert "| style | – | – | 0.125 | 0.375 |" in str(card)
+
+
+def test_a_reward_of_ones_own_that_once_had_full_marks_has_an_accuracy(tmp_path: Path) -> None:
+    before, after = evaluation(0, 9, 9), evaluation(60, 9, 9)
+    before["full_marks"]["style"], after["full_marks"]["style"] = 0, 128
+    before["mean"]["style"] = after["mean"]["style"] = 0.5
+    own = {"reward_funcs": ["answer", "format", "my_task/style.py:style"]}
+    *_, style = card_of(run_folder(tmp_path, before, after, rewards=own)).data.eval_results
+    assert (style.metric_type, style.metric_value) == ("accuracy", 0.25)
+
+
+def test_the_settings_in_the_card_start_the_same_run(tmp_path: Path) -> None:
+    prompt = {"system": "Think.\n```\ncode\n```", "chat_template_kwargs": {"enable_thinking": False}}
+    run = run_folder(tmp_path, run={"seed": 3, "output_dir": "runs/x"}, prompt=prompt)
+    text = str(card_of(run))
+    fence = "````"  # one more than the longest inside
+    settings = text.split(f"{fence}yaml\n")[1].split(f"\n{fence}")[0]
+    (tmp_path / "settings.yaml").write_text(settings)
+    again = load(tmp_path / "settings.yaml", [])
+    original = Config.model_validate(json.loads((run / "config.json").read_text()))
+    assert again.model_copy(update={"run": again.run.model_copy(update={"output_dir": Path("runs/x")})}) == original
+
+
+def test_neither_secrets_nor_folders_of_this_machine_are_published(tmp_path: Path) -> None:
+    run = run_folder(
+        tmp_path,
+        evaluation(60, 1, 1),
+        model={"path": "/home/somebody/models/qwen"},
+        data={"train": ["/home/somebody/data/a.jsonl", "https://me:word@host/b"], "eval": "/home/somebody/b.jsonl"},
+        channel={"endpoint": "tcp://10.1.2.3:5555"},
+        vllm={"hf_token": "hf_verysecret"},
+    )
+    card = card_of(run)
+    for secret in ("somebody", "hf_verysecret", "me:word", "10.1.2.3", str(tmp_path)):
+        assert secret not in str(card)
+    assert "…/qwen" in str(card) and "…/a.jsonl" in str(card) and "hf_token: '***'" in str(card)
+    assert "base_model" not in card.data.to_dict() and card.data.eval_results[0].dataset_type == "custom"
+
+
+def test_the_license_is_that_of_the_base_models_own_card(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: [en]\ntags: [chat]\n---\n# Base\n")
+    run = run_folder(tmp_path, model={"path": str(base)})
+    data = card_of(run).data.to_dict()
+    assert (data["license"], data["language"]) == ("apache-2.0", ["en"]) and "chat" not in data["tags"]
+    (base / "README.md").write_text("---\nlicense: [unclosed\n---\n")
+    assert "license" not in card_of(run).data.to_dict()
+
+
+def test_a_converted_gguf_file_is_named_by_its_contents(tmp_path: Path) -> None:
+    base = tmp_path / "b179c9-float32"
+    base.mkdir()
+    (base / "source.json").write_text('{"file": "SmolLM2-135M.Q8_0.gguf", "sha256": "b179c9"}')
+    text = str(card_of(run_folder(tmp_path, model={"path": str(base)})))
+    assert "| Base model | `SmolLM2-135M.Q8_0.gguf, sha256 b179c9`, bfloat16 |" in text
+
+
+def test_adapters_belong_to_peft(tmp_path: Path) -> None:
+    run = run_folder(tmp_path, lora={"r": 16})
+    (run / "adapter_config.json").write_text("{}")
+    card = card_of(run)
+    assert card.data.library_name == "peft" and card.data.to_dict()["base_model_relation"] == "adapter"
+    assert "lora" in card.data.tags and "AutoPeftModelForCausalLM" in str(card)
+    assert "| Adapters | LoRA of rank 16, alpha 32, on `all-linear` |" in str(card)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "line"),
+    [
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, "| Loss | `cispo`, ratios capped at 5 |"),
+        ({"loss": "my_task/loss.py:reinforce"}, "| Loss | `grpo`, own objective `my_task/loss.py:reinforce` |"),
+        ({"delta": 4.0, "epsilon_high": 0.28}, "| Loss | `grpo`, token ratios clipped to [0.8, 1.28], dual clip 4 |"),
+        ({"beta": 0.0}, "| KL | none (beta 0) |"),
+        ({"beta": 0.1, "kl_in_reward": True}, "| KL | beta 0.1, k3, subtracted from the reward, to the base model |"),
+        ({"adv_estimator": "gae", "lam": 0.95}, "| Critic | learning rate 1e-05, gamma 1, lambda 0.95 |"),
+    ],
+)
+def test_every_objective_has_its_own_words(tmp_path: Path, algorithm: dict[str, Any], line: str) -> None:
+    assert line in str(card_of(run_folder(tmp_path, algorithm=algorithm)))
+
+
+def test_hub_ids_are_told_from_files_and_folders(tmp_path: Path) -> None:
+    assert hub_id("openai/gsm8k:main@train[:512]") == "openai/gsm8k" and hub_id("Qwen/Qwen2.5-0.5B") is not None
+    assert hub_id("owner/repo:weights.Q8_0.gguf") == "owner/repo"
+    for local in (
+        "data/a.jsonl",
+        "./a",
+        "~/a",
+        "/a/b",
+        str(tmp_path),
+        "a/b/c",
+        "model.gguf",
+        ".cache/quickstart/model",
+    ):
+        assert hub_id(local) is None, local
+
+
+def test_what_only_concerned_one_machine_is_in_no_settings() -> None:
+    config = Config.model_validate(SETTINGS | {"weights": {"dir": "/fast", "keep": 3}, "channel": {"lost_after_s": 5}})
+    assert "weights:\n  keep: 3" in public_settings(config)
+    assert set(yaml.safe_load(public_settings(config))) == {*SETTINGS, "weights"}
+
+
+def test_a_card_that_cannot_be_made_costs_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_folder(tmp_path)
+    (run / "config.json").write_text("{}")
+    write_model_card(run, tmp_path, 60)
+    assert not (tmp_path / "README.md").exists()
+    assert "gets no model card: ValidationError" in capsys.readouterr().err
+
+
+def commit_final(run: Path, number: int, version: int) -> None:
+    def describe(folder: Path) -> None:
+        write_model_card(run, folder, version)
+
+    engine: Any = SmallEngine(number)
+    checkpoint.commit_final(engine, ONE_RANK, tokenizer(), run, Disk(ONE_RANK, 60.0, print), describe=describe)
+
+
+def test_whichever_file_operation_is_the_last_one_final_is_whole_with_its_card_or_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    run, found = run_folder(tmp_path, evaluation(0, 128, 256), evaluation(60, 384, 512)), set()
+    for n in itertools.count(1):
+        commit_final(run, 1, version=0)
+        if (pid := os.fork()) == 0:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            os.environ["TANDEM_FAULT"], failpoints._operations = f"{n}:kill", 0
+            commit_final(run, 2, version=60)
+            os._exit(0)
+        was_killed = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        final = run / "final"
+        if final.exists():
+            number, card = (
+                (final / "model.safetensors").read_text()[0],
+                huggingface_hub.ModelCard.load(final / "README.md"),
+            )
+            found.add((number, card.data.eval_results[0].metric_value))
+            assert sorted(path.name for path in final.iterdir()) == [
+                "README.md",
+                "config.json",
+                "model.safetensors",
+                "tokenizer.json",
+            ]
+        if not was_killed:
+            break
+    assert n > 10 and found == {("1", 0.25), ("2", 0.75)}
+
+
+def test_a_full_disk_is_waited_for_with_the_card_as_with_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_folder(tmp_path)
+    monkeypatch.setattr(disk, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(failpoints, "_operations", 0)
+    monkeypatch.setenv("TANDEM_FAULT", "1-12:enospc")
+    commit_final(run, 1, version=60)
+    assert (run / "final" / "README.md").is_file()
+
+
+def test_the_best_version_is_described_and_not_the_last_one(tmp_path: Path) -> None:
+    evaluations = [evaluation(0, 128, 256), evaluation(20, 384, 512), evaluation(60, 256, 512)]
+    run = run_folder(tmp_path, *evaluations)
+    (run / "best").mkdir()
+    (run / "best" / "commit.json").write_text('{"policy_version": 20, "metric": "answer/accuracy", "value": 0.75}')
+    config = Config.model_validate(
+        SETTINGS
+        | {
+            "run": {"output_dir": run},
+            "eval": {"metric_for_best_model": "answer/accuracy", "load_best_model_at_end": True},
+        }
+    )
+    ranks: Any = SimpleNamespace(rank=0, world_size=1, agree=lambda value: value)
+    assert Best(config, ranks, Disk(ranks, 60.0, print), lambda: evaluations).commit_as_final(
+        partial(write_model_card, run)
+    )
+    card = huggingface_hub.ModelCard.load(run / "final" / "README.md")
+    assert card.data.eval_results[0].metric_value == 0.75 and "This is version 20 of the policy" in str(card)
+
+
+def test_the_environment_is_what_is_installed_here(tmp_path: Path) -> None:
+    environment.write_environment(tmp_path, ranks=2, device="")
+    found = environment.read_environment(tmp_path)
+    assert found["packages"]["torch"] == torch.__version__ and found["packages"]["vllm"]
+    assert found["device"].rstrip("s").endswith(" core") and found["ranks"] == 2
+    assert environment.read_environment(tmp_path / "nothing") == {}
+
+
+def test_a_commit_is_that_of_this_folder_and_says_whether_files_differ(tmp_path: Path) -> None:
+    assert environment.git_commit(tmp_path) is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "file").write_text("1")
+    for words in (["init", "-q"], ["add", "file"], ["commit", "-q", "-m", "one"]):
+        subprocess.run([*git, *words], check=True)
+    head = environment.git_commit(tmp_path)
+    assert head is not None and len(head) == 40
+    (tmp_path / "file").write_text("2")
+    assert environment.git_commit(tmp_path) == f"{head} with changes"

@@ -1,0 +1,116 @@
+"""AdamW and its learning rate: what the settings ask for, and what a resumed run takes from where."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, get_args
+
+import pytest
+import torch
+from transformers.trainer_utils import SchedulerType
+
+from common.config import Config
+from common.config.training import LrSchedule
+from common.errors import UserError
+from tests.support.configs import config_of
+from trainer.engine.deepspeed_config import policy_of
+from trainer.engine.optimizer import adamw, keeping_settings, parameter_groups, scheduler
+
+KWARGS: dict[str, dict[str, Any]] = {
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
+    "warmup_stable_decay": {"num_decay_steps": 4},
+}
+
+
+def settings(**trainer: Any) -> Config:
+    return config_of({"dtype": "float32"}, trainer={"max_steps": 10, "warmup_steps": 0, "learning_rate": 0.1} | trainer)
+
+
+def made(config: Config) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = adamw(config, policy_of(config))(parameter_groups(model, config.trainer.weight_decay))
+    return model, optimizer, scheduler(config, policy_of(config))(optimizer)
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, steps: int) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.tensor([1.0, 2.0, step])).square().sum().backward()
+        optimizer.step()
+        schedule.step()
+
+
+def test_adamw_is_one_pass_over_the_memory_with_the_settings_of_the_trainer() -> None:
+    config = settings(learning_rate=3e-6, adam_beta1=0.8, adam_beta2=0.9)
+    optimizer = adamw(config, policy_of(config))([torch.nn.Parameter(torch.ones(2))])
+    assert type(optimizer) is torch.optim.AdamW
+    group = optimizer.param_groups[0]
+    assert (group["fused"], group["lr"], group["betas"], group["eps"]) == (True, 3e-6, (0.8, 0.9), 1e-8)
+
+
+@pytest.mark.parametrize("name", get_args(LrSchedule))
+def test_every_schedule_that_is_offered_begins_near_the_peak_and_takes_all_steps(name: str) -> None:
+    model, optimizer, schedule = made(settings(lr_scheduler_type=name, lr_scheduler_kwargs=KWARGS.get(name, {})))
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1, rel=0.03)
+    train(model, optimizer, schedule, 10)
+
+
+def test_every_schedule_of_transformers_that_needs_no_metric_is_offered() -> None:
+    assert {kind.value for kind in SchedulerType} - set(get_args(LrSchedule)) == {"reduce_lr_on_plateau", "greedy"}
+
+
+def test_the_kwargs_reach_the_schedule() -> None:
+    """cos(π) = −1 at the end, so what is left is the least rate: 0.1 · 0.25."""
+    kwargs = {"min_lr_rate": 0.25}
+    model, optimizer, schedule = made(settings(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs=kwargs))
+    train(model, optimizer, schedule, 10)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "message"),
+    [
+        ("warmup_stable_decay", {}, "num_decay_steps"),
+        ("cosine_with_min_lr", {}, "min_lr or min_lr_rate"),
+        ("linear", {"least": 1}, "least"),
+    ],
+)
+def test_kwargs_that_the_schedule_does_not_take_are_refused(name: str, kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=rf"trainer.lr_scheduler_type {name}: .*{message}.*; see trainer.lr_scheduler_"):
+        made(settings(lr_scheduler_type=name, lr_scheduler_kwargs=kwargs))
+
+
+def test_a_resumed_optimizer_has_its_own_settings_and_the_moments_and_steps_of_the_one_before() -> None:
+    """Compared with the optimizer of before, whose settings are changed by hand."""
+    model, optimizer, schedule = made(settings(lr_scheduler_type="linear"))
+    train(model, optimizer, schedule, 4)
+    states = [copy.deepcopy(state) for state in (model.state_dict(), optimizer.state_dict(), schedule.state_dict())]
+
+    changed = {"learning_rate": 0.02, "adam_beta1": 0.5, "adam_beta2": 0.6, "weight_decay": 0.3}
+    resumed = made(settings(lr_scheduler_type="linear", **changed))
+    with keeping_settings(resumed[1], resumed[2]):
+        for of, state in zip(resumed, states, strict=True):
+            of.load_state_dict(state)
+    rate = 0.02 * 6 / 10  # linear: four of ten steps are made
+    assert [group["lr"] for group in resumed[1].param_groups] == pytest.approx([rate, rate])
+
+    schedule.base_lrs = [0.02, 0.02]
+    for group, decay in zip(optimizer.param_groups, (0.3, 0.0), strict=True):  # matrices, and vectors
+        group |= {"lr": rate, "betas": (0.5, 0.6), "weight_decay": decay}
+    for of in ((model, optimizer, schedule), resumed):
+        train(*of, steps=3)
+    torch.testing.assert_close(resumed[0].state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+def test_with_the_same_settings_it_is_the_one_before_bit_for_bit() -> None:
+    config = settings(lr_scheduler_type="cosine", weight_decay=0.1)
+    model, optimizer, schedule = made(config)
+    train(model, optimizer, schedule, 3)
+    resumed = made(config)
+    with keeping_settings(resumed[1], resumed[2]):
+        resumed[1].load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        resumed[2].load_state_dict(copy.deepcopy(schedule.state_dict()))
+    assert resumed[1].state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+    assert (resumed[2].base_lrs, resumed[2].last_epoch) == (schedule.base_lrs, schedule.last_epoch)

@@ -1,0 +1,378 @@
+"""Rows with images: every form of column, where images stand in a prompt, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.config import Config, Data, PromptTemplate
+from common.errors import UserError
+from common.png import check_png
+from common.types import Problem, Prompt
+from model.folder import require_downloaded, require_models
+from model.images import Vision, encode_image, read_vision
+from sampler.dataset import fingerprint, load_data
+from sampler.pictures import check_images, encode_problem, open_picture, require_sendable, sources
+from sampler.prompts import make_prompt, make_prompts
+from tests.support.configs import config_of
+from tests.support.vision import END, PAD, PLAIN, START, byte_tokenizer, file_of, picture, write_vision_settings
+
+ROOT = Path(__file__).resolve().parents[2]
+CHAT = PromptTemplate(chat_template=ROOT / "configs" / "templates" / "chatml.jinja")
+DATA = Data(train="x.jsonl", image_key="images", limit_images=2, min_pixels=784, max_pixels=10_000)
+RED, BLUE = file_of(picture(84, 56)), file_of(picture(56, 56, seed=1), "JPEG")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """With the marks of turns and images."""
+    return byte_tokenizer("<|im_start|>", "<|im_end|>", START, PAD, END)
+
+
+@pytest.fixture(scope="module")
+def vision(tokenizer: Any) -> Vision:
+    return Vision(PLAIN, *tokenizer.convert_tokens_to_ids([START, PAD, END]))
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets.config
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def problem(text: Any, *images: bytes, index: int = 0) -> Problem:
+    return Problem(index, {"question": text, "answer": "4"}, images)
+
+
+def made(given: Problem, tokenizer: Any, vision: Vision, template: PromptTemplate = CHAT) -> Prompt:
+    return make_prompt(given, tokenizer, DATA, template, vision, encode_problem(given, vision.form, DATA))
+
+
+# ---- columns ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, ()),
+        ([], ()),
+        (RED, (RED,)),
+        ([RED, BLUE], (RED, BLUE)),
+        ({"bytes": RED, "path": "gone.png"}, (RED,)),
+        ([{"bytes": None, "path": "blue.jpg"}], (BLUE,)),
+        ("blue.jpg", (BLUE,)),
+    ],
+)
+def test_a_column_is_one_image_or_a_list_of_them_in_any_form(tmp_path: Path, value: Any, expected: Any) -> None:
+    (tmp_path / "blue.jpg").write_bytes(BLUE)
+    assert sources(value, tmp_path) == expected
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "CMYK", "YCbCr", "F"])
+def test_a_pil_image_becomes_a_file_with_the_same_pixels(mode: str) -> None:
+    given = picture(84, 56).convert("L").convert(mode) if mode == "F" else picture(84, 56).convert(mode)
+    (found,) = sources(given, Path())
+    assert np.array_equal(np.asarray(open_picture(found).convert("RGB")), np.asarray(given.convert("RGB")))
+
+
+@pytest.mark.parametrize("value", [3, [b"x", 3], {"url": "x"}, ["https://a.b/c.png"], "gone.png", "/dev"])
+def test_what_is_no_image_is_refused(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(ValueError, match=r"no image|No such file|Is a directory"):
+        sources(value, tmp_path)
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_paths_in_a_file_count_from_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "red.png").write_bytes(RED)
+    rows = [{"question": "?", "answer": "4", "images": "pictures/red.png"}]
+    (found,) = load_data("data.train", write_rows(tmp_path / "x.jsonl", rows), DATA)
+    assert found.images == (RED,)
+    assert found.columns == {"question": "?", "answer": "4"}
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("saved", [False, True])
+def test_images_of_datasets_are_the_bytes_of_their_files(tmp_path: Path, several: bool, saved: bool) -> None:
+    import datasets
+
+    feature = datasets.List(datasets.Image()) if several else datasets.Image()
+    features = datasets.Features({"question": datasets.Value("string"), "answer": datasets.Value("string")})
+    row: dict[str, Any] = {"question": "?", "answer": "4", "images": {"bytes": BLUE}}
+    row |= {"images": [row["images"]] * 2} if several else {}
+    rows = datasets.Dataset.from_list([row], features=datasets.Features(features | {"images": feature}))
+    if saved:
+        rows.save_to_disk(str(tmp_path / "rows"))
+    else:
+        rows.to_parquet(str(tmp_path / "rows.parquet"))
+    (found,) = load_data("data.train", str(tmp_path / ("rows" if saved else "rows.parquet")), DATA)
+    assert found.images == (BLUE,) * (1 + several)
+
+
+def load(tmp_path: Path, *images: list[str], **changes: Any) -> list[Problem]:
+    (tmp_path / "red.png").write_bytes(RED)
+    (tmp_path / "torn.png").write_bytes(RED[:10])
+    rows = [{"question": "?", "answer": "4", "images": names} for names in images]
+    return load_data("data.train", write_rows(tmp_path / "x.jsonl", rows), DATA.model_copy(update=changes))
+
+
+def refusal(tmp_path: Path, *images: list[str], **changes: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, *images, **changes)
+    return str(caught.value)
+
+
+def test_more_images_than_allowed_are_refused_with_the_number_to_set(tmp_path: Path) -> None:
+    message = refusal(tmp_path, ["red.png"], ["red.png"] * 3, ["red.png"] * 4)
+    assert message == (
+        "data.train: 2 of 3 rows have more images than data.limit_images 2, first row 1; the most is 4. "
+        "Set data.limit_images: 4"
+    )
+
+
+def test_an_image_that_cannot_be_read_is_refused_by_row_and_place(tmp_path: Path) -> None:
+    assert "row 1: image 2 cannot be read" in refusal(tmp_path, ["red.png"], ["red.png", "torn.png"])
+    assert "x.jsonl, row 0: data.image_key 'images'" in refusal(tmp_path, ["gone.png"])
+    assert "gone.png: No such file or directory" in refusal(tmp_path, ["gone.png"])
+
+
+def test_a_file_that_is_torn_behind_its_header_is_refused_when_it_is_decoded() -> None:
+    with pytest.raises(UserError, match="row 7: image 1 cannot be read"):
+        encode_problem(problem("?", RED[:-200], index=7), PLAIN, DATA)
+
+
+def test_a_strip_is_refused_by_row() -> None:
+    with pytest.raises(UserError, match="row 0: image 1 cannot be read: 3000 × 10 pixels"):
+        encode_problem(problem("?", file_of(picture(3000, 10))), PLAIN, DATA)
+
+
+def test_a_small_file_that_unpacks_to_gigabytes_is_refused_by_its_header() -> None:
+    size = struct.pack(">II5B", 40_000, 40_000, 8, 2, 0, 0, 0)
+    header = struct.pack(">I", 13) + b"IHDR" + size + struct.pack(">I", zlib.crc32(b"IHDR" + size))
+    with pytest.raises(ValueError, match=r"40000 × 40000 pixels|decompression bomb"):
+        open_picture(b"\x89PNG\r\n\x1a\n" + header + RED[33:])
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
+@pytest.mark.filterwarnings("ignore")  # of PIL, about damaged files
+def test_a_damaged_file_is_seen_or_refused_by_row_and_raises_nothing_else(kind: str) -> None:
+    rng, whole, refused = random.Random(kind), file_of(picture(84, 56), kind), 0
+    for _ in range(60):
+        damaged = bytearray(whole[: rng.choice([len(whole), rng.randrange(len(whole))])])
+        for _ in range(rng.choice([1, 2, 8])):
+            if damaged:
+                damaged[rng.randrange(min(len(damaged), 200))] = rng.randrange(256)
+        try:
+            check_images("data.train", [problem("?", bytes(damaged), index=7)], DATA)
+            (image,) = encode_problem(problem("?", bytes(damaged), index=7), PLAIN, DATA)
+            assert check_png(image.png, DATA.max_pixels)
+        except UserError as error:
+            assert "row 7: image 1 cannot be read" in str(error)
+            refused += 1
+    assert refused > 5
+
+
+def test_no_image_in_any_row_is_refused_and_in_some_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "data.image_key 'images' is empty in each of the 2 rows" in refusal(tmp_path, [], [])
+    assert [len(p.images) for p in load(tmp_path, ["red.png"], [])] == [1, 0]
+    assert "data.train: 1 of 2 rows have no image" in capsys.readouterr().err
+
+
+def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
+    message = refusal(tmp_path, ["red.png"], image_key="image")
+    assert 'data.image_key "image" not found in' in message
+    assert "Set data.image_key: images" in message
+
+
+def test_rewards_get_images_only_if_one_names_them(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def sees(completions, images): ...\ndef blind(completions, **columns): ...\n")
+    (tmp_path / "red.png").write_bytes(RED)
+    path = write_rows(tmp_path / "x.jsonl", [{"question": "?", "answer": "4", "images": "red.png"}])
+    (seen,) = load_data("data.train", path, DATA, ["answer", f"{tmp_path}/mine.py:sees"])
+    (unseen,) = load_data("data.train", path, DATA, ["answer", f"{tmp_path}/mine.py:blind"])
+    assert seen.columns["images"] == [RED]
+    assert "images" not in unseen.columns
+
+
+# ---- prompts ----------------------------------------------------------------------------------------------------
+
+
+def test_images_stand_first_unless_the_text_places_them(tokenizer: Any, vision: Vision) -> None:
+    first, placed = (
+        made(problem("How many?", RED), tokenizer, vision),
+        made(problem("A <image>?", RED), tokenizer, vision),
+    )
+    shown = f"{START}{PAD}{END}"
+    assert first.text == f"<|im_start|>user\n{shown}How many?<|im_end|>\n<|im_start|>assistant\n"
+    assert placed.text == f"<|im_start|>user\nA {shown}?<|im_end|>\n<|im_start|>assistant\n"
+    assert first.for_rewards == "How many?"
+    assert placed.for_rewards == "A <image>?"
+
+
+def test_a_prompt_has_one_token_for_each_merged_patch_and_the_short_one_is_the_tokenizer_s(
+    tokenizer: Any, vision: Vision
+) -> None:
+    prompt = made(problem("<image> or <image>?", RED, BLUE), tokenizer, vision)
+    assert [image.grid_thw for image in prompt.images] == [(1, 4, 6), (1, 4, 4)]
+    ids = prompt.token_ids.tolist()
+    begins = [i for i, token in enumerate(ids) if token == vision.start]
+    assert [ids[i + 1 : i + n + 2] for i, n in zip(begins, (6, 4), strict=True)] == [
+        [vision.image] * 6 + [vision.end],
+        [vision.image] * 4 + [vision.end],
+    ]
+    assert vision.shortened(ids, prompt.images) == tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
+
+
+def test_a_row_s_chat_may_hold_its_image_as_a_part(tokenizer: Any, vision: Vision) -> None:
+    chat = [
+        {"role": "system", "content": "See."},
+        {"role": "user", "content": [{"type": "text", "text": "A "}, {"type": "image"}, {"type": "text", "text": "?"}]},
+    ]
+    prompt = made(problem(chat, RED), tokenizer, vision)
+    assert f"user\nA {START}{PAD}{END}?<|im_end|>" in prompt.text
+    assert prompt.for_rewards == [{"role": "system", "content": "See."}, {"role": "user", "content": "A <image>?"}]
+
+
+def test_worked_examples_and_a_system_message_show_no_image_of_the_row(tokenizer: Any, vision: Vision) -> None:
+    template = CHAT.model_copy(update={"system": "An <image>.", "examples": [{"user": "<image>", "assistant": "4"}]})
+    text = made(problem("How many?", RED), tokenizer, vision, template).text
+    assert text.count("<image>") == 2
+    assert f"user\n{START}{PAD}{END}How many?" in text
+
+
+def test_a_format_prompt_may_place_the_image(tmp_path: Path, tokenizer: Any, vision: Vision) -> None:
+    (tmp_path / "f.jinja").write_text("<image>Look: {{ content }}")
+    template = CHAT.model_copy(update={"format_prompt": tmp_path / "f.jinja"})
+    assert f"user\n{START}{PAD}{END}Look: ?" in made(problem("?", RED), tokenizer, vision, template).text
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (problem("<image> <image>", RED), "row 0: 2 × <image> in the text, and 1 images"),
+        (problem("<image>"), "row 0: 1 × <image> in the text, and 0 images"),
+        (problem(f"{PAD}?", RED), "row 0: the rendered prompt has 2 image tokens for 1 images"),
+        (problem(f"{PAD}?"), "row 0: the rendered prompt has 1 image tokens for 0 images"),
+    ],
+)
+def test_other_numbers_of_places_and_images_are_refused(
+    tokenizer: Any, vision: Vision, given: Problem, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        made(given, tokenizer, vision)
+
+
+def test_long_prompts_are_counted_with_their_image_tokens(tokenizer: Any, vision: Vision) -> None:
+    rows = [problem("?", RED), problem("?", BLUE), problem("?")]
+    lengths = [len(made(row, tokenizer, vision).token_ids) for row in rows]
+    assert lengths[0] - lengths[2] == 6 + 2
+    prompts, num_filtered = make_prompts(
+        rows, tokenizer, DATA.model_copy(update={"max_prompt_length": lengths[1]}), CHAT, vision
+    )
+    assert (len(prompts), num_filtered) == (2, 1)
+    assert [len(prompt.images) for prompt in prompts] == [1, 0]
+
+
+def test_the_fingerprint_sees_every_pixel_of_an_image(tokenizer: Any, vision: Vision) -> None:
+    changed = picture(84, 56)
+    changed.putpixel((0, 0), (1, 2, 3))
+    rows = [problem("?", RED), problem("?", file_of(changed)), problem("?", BLUE), problem("?")]
+    prompts = [made(row, tokenizer, vision) for row in rows]
+    assert len({fingerprint([prompt]) for prompt in prompts}) == 4
+    again = file_of(open_picture(RED), "BMP")
+    assert fingerprint([made(problem("?", again), tokenizer, vision)]) == fingerprint([prompts[0]])
+
+
+def test_images_that_fit_no_message_are_refused_before_anything_is_sampled(tokenizer: Any, vision: Vision) -> None:
+    prompts = [made(problem("?", RED), tokenizer, vision)]
+    large = dataclasses.replace(prompts[0].images[0], png=bytes(3 << 20))
+    prompts.append(dataclasses.replace(prompts[0], images=(large,), problem=problem("?", RED, index=5)))
+    require_sendable("data.train", prompts, 6)
+    with pytest.raises(UserError, match=r"row 5 are PNGs of 3\.0 MiB.* Lower data\.max_pixels, or set .*_mib: 10"):
+        require_sendable("data.train", prompts, 5)
+
+
+# ---- models -----------------------------------------------------------------------------------------------------
+
+
+def config_for(model: Path, **data: Any) -> Config:
+    return config_of({"path": str(model)}, data)
+
+
+def test_a_text_model_is_refused_for_images_and_a_vision_model_without_them(tmp_path: Path, vision: Vision) -> None:
+    write_vision_settings(tmp_path / "sees", vision)
+    (tmp_path / "blind").mkdir()
+    (tmp_path / "blind" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    assert read_vision(str(tmp_path / "sees")) == vision
+    with pytest.raises(UserError, match=r"a text model; set data.image_key: null"):
+        require_models(config_for(tmp_path / "blind", image_key="images"))
+    with pytest.raises(UserError, match=r"names no column with images; set data.image_key: images"):
+        require_models(config_for(tmp_path / "sees"))
+    require_models(config_for(tmp_path / "sees", image_key="images"))
+    require_models(config_for(tmp_path / "sees", limit_images=0))
+    require_models(config_for(tmp_path / "blind"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "data", "message"),
+    [
+        ({}, {}, r"me/model is a vision model, and data.image_key names no column"),
+        ({"vision_config": None}, {"image_key": "images"}, "gives images to me/model, a text model"),
+        ({"model_type": "gemma3"}, {"image_key": "images"}, "model 'me/model' is a gemma3"),
+    ],
+)
+def test_so_are_those_of_the_hub_as_soon_as_their_config_json_is_here(
+    tmp_path: Path, vision: Vision, monkeypatch: pytest.MonkeyPatch, changes: Any, data: Any, message: str
+) -> None:
+    from huggingface_hub import constants
+
+    def download(*_: Any) -> None:
+        """As the hub's client lays it down."""
+        (cache / "refs").mkdir(parents=True)
+        (cache / "refs" / "main").write_text("1a2b")
+        write_vision_settings(cache / "snapshots" / "1a2b", vision, **changes)
+        if "vision_config" in changes:
+            (cache / "snapshots" / "1a2b" / "config.json").write_text('{"model_type": "qwen2"}')
+
+    cache = tmp_path / "models--me--model"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("model.folder.model_json", download)
+    given = config_of({"path": "me/model"}, data)
+    require_models(given)
+    with pytest.raises(UserError, match=message):
+        require_downloaded(given)
+    with pytest.raises(UserError, match=message):
+        require_models(given)
+
+
+def test_contradictions_of_the_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"min_pixels 900 is above max_pixels 800; set data.min_pixels=800"):
+        Data(train="x", min_pixels=900, max_pixels=800)
+    with pytest.raises(ValueError, match="limit_images 0 allows none"):
+        Data(train="x", image_key="images", limit_images=0)
+
+
+def test_a_model_with_other_tokens_for_images_is_refused(tmp_path: Path, vision: Vision) -> None:
+    write_vision_settings(tmp_path, vision, image_token_id=None)
+    with pytest.raises(UserError, match=r"config.json has no image_token_id"):
+        read_vision(str(tmp_path))
+
+
+def test_images_are_resized_once(vision: Vision) -> None:
+    (encoded,) = encode_problem(problem("?", file_of(picture(300, 200))), PLAIN, DATA)
+    again = encode_image(open_picture(encoded.png), PLAIN, DATA.min_pixels, DATA.max_pixels)
+    assert again == encoded

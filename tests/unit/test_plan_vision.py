@@ -1,0 +1,191 @@
+"""What `plan` says of images: parameters as transformers counts them, operations as torch counts them, memory."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.config import Config
+from launcher import plan
+from launcher.fit import _images
+from launcher.memory import tower_activations, trainer_memory
+from launcher.workload import Workload, workload_of
+from model.dims import ModelDims, model_dims
+from model.images import Vision
+from model.vision_dims import VisionDims
+from tests.support.tiny import bytes_kept
+from tests.support.tiny_vision import FAMILIES, vision_config
+from tests.support.vision import PLAIN, picture, write_vision_settings
+from trainer.data.micro_batches import work
+
+ROOT = Path(__file__).resolve().parents[2]
+# config.json of Qwen/Qwen2.5-VL-3B-Instruct, which has the language model's settings beside the tower's
+TOWER = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 2048, "num_heads": 16}
+TOWER |= {"patch_size": 14, "spatial_merge_size": 2, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
+QWEN = {"model_type": "qwen2_5_vl", "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36}
+QWEN |= {"num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True}
+PIXELS = 2_097_152  # EasyR1's max_pixels
+
+
+def qwen() -> ModelDims:
+    found = model_dims(QWEN | {"vision_config": TOWER})
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_equal_those_of_transformers(family: str, tied: bool) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    config = vision_config(family, tied)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    dims = model_dims(config.to_dict())
+    assert dims is not None and dims.vision is not None
+    assert dims.parameters == sum(p.numel() for p in model.parameters())
+    assert dims.vision.parameters == sum(p.numel() for p in model.model.visual.parameters())
+
+
+def test_parameters_of_the_3b_model_by_hand() -> None:
+    # a block: two norms, query to output, a gated MLP; then patch embedding and merger
+    block = 2 * 1280 + 4 * (1280**2 + 1280) + 3 * 1280 * 3420 + 2 * 3420 + 1280
+    tower = 32 * block + 3 * 2 * 14**2 * 1280 + 1280 + (5120 * 5120 + 5120) + (5120 * 2048 + 2048)
+    assert tower == 668_684_288 and qwen().vision is not None
+    assert qwen().parameters == 3_085_938_688 + tower == 3_754_622_976
+    assert qwen().flops(1) == 2 * 3_085_938_688  # the tower sees no token
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(2, 2), (6, 8)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_operations_of_the_tower_are_those_that_torch_counts(family: str, rows: int, columns: int) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoModelForImageTextToText
+
+    config = vision_config(family)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+    dims = model_dims(config.to_dict())
+    assert dims is not None and dims.vision is not None
+    patches = 4 * rows * columns
+    pixels = torch.zeros(patches, 3 * dims.vision.temporal * dims.vision.patch**2)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.model.get_image_features(pixels, torch.tensor([[1, 2 * rows, 2 * columns]]))
+    # biases and norms are no products: a few per cent of a tower as small as this one
+    assert dims.vision.flops(patches) == pytest.approx(counter.get_total_flops(), rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activations_of_the_tower_are_those_that_torch_keeps(family: str, dtype: str) -> None:
+    """By hooks on every tensor that autograd saves; the difference of two depths is that of a block."""
+    from transformers import AutoModelForImageTextToText
+
+    wide = {"embed_dim": 128} if family == "qwen2_vl" else {"hidden_size": 128, "intermediate_size": 352}
+
+    def saved(depth: int) -> tuple[int, VisionDims]:
+        config = vision_config(family)
+        for name, value in (wide | {"depth": depth, "fullatt_block_indexes": list(range(depth))}).items():
+            setattr(config.vision_config, name, value)
+        tower = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").model.visual
+        tower = tower.to(getattr(torch, dtype))
+        found = model_dims(config.to_dict())
+        assert found is not None and found.vision is not None
+        pixels = torch.zeros(256, 6 * found.vision.patch**2)
+        kept = bytes_kept(tower, lambda: tower(pixels.to(tower.dtype), grid_thw=torch.tensor([[1, 16, 16]])))
+        return kept, found.vision
+
+    (four, tower), (three, shallower) = saved(4), saved(3)
+    load = Workload(qwen(), dtype, 1, 0, 512, 64, 2, 1, 1, images=1, patches=256, on_gpu=False)
+    estimate = tower_activations(load, tower) - tower_activations(load, shallower)
+    assert four - three == pytest.approx(estimate, rel=0.1)
+
+
+def config(**sections: Any) -> Config:
+    given = {"model": {"path": "m"}, "data": {"train": "t", "max_prompt_length": 4096}, "algorithm": {"beta": 0.0}}
+    given["data"] |= {"image_key": "images", "max_pixels": PIXELS}
+    return Config.model_validate({name: given.get(name, {}) | sections.get(name, {}) for name in given | sections})
+
+
+def test_the_workload_has_the_largest_image_and_the_plan_says_so() -> None:
+    load = workload_of(config(), 8, qwen())
+    assert (load.images, load.patches) == (1, 4 * 2674)  # tokens of 28 × 28 pixels
+    (_, size), (_, tower) = _images(load)
+    assert size == "1 in a prompt, each of at most 2,674 tokens, 10,696 patches"
+    assert tower.startswith("vision tower of 668,684,288 parameters; ") and "TFLOP to look at one" in tower
+    short = workload_of(config(data={"max_prompt_length": 1000}), 8, qwen())
+    assert short.patches == 4000  # no larger image fits into a prompt
+    assert _images(workload_of(config(data={"image_key": None, "limit_images": 0}), 8, qwen())) == []
+
+
+def test_a_frozen_tower_has_weights_and_neither_gradients_nor_an_optimizer() -> None:
+    trained = workload_of(config(), 1, qwen(), on_gpu=False)
+    frozen = workload_of(config(model={"freeze_vision_tower": True}), 1, qwen(), on_gpu=False)
+    before, after = trainer_memory(trained), trainer_memory(frozen)
+    assert before.weights == after.weights == 2 * 3_754_622_976
+    assert before.optimizer - after.optimizer == 12 * 668_684_288
+    assert after.activations < before.activations
+    assert ", frozen; " in _images(frozen)[1][1]
+
+
+def test_checkpointing_keeps_the_inputs_of_the_towers_blocks_alone() -> None:
+    load = workload_of(config(), 1, qwen())
+    recomputed = 10_696 * (12 * 2 * 196 + 28 * 1280 + 8 * 3420 + 32 * 2 * 1280)
+    assert tower_activations(replace(load, checkpointing=True), load.model.vision) == recomputed
+    assert tower_activations(load, load.model.vision) == 10_696 * (12 * 2 * 196 + 32 * (28 * 1280 + 8 * 3420))
+
+
+def test_a_group_with_images_costs_what_the_tower_does() -> None:
+    dims = qwen()
+    assert dims.vision is not None
+    plain, seeing = work(300, [50, 60], "shared", dims), work(300, [50, 60], "shared", dims, [1024, 256])
+    assert seeing.tokens == plain.tokens
+    assert seeing.cost - plain.cost == pytest.approx(dims.vision.flops(1024) + dims.vision.flops(256))
+
+
+# ---- the command
+
+
+def write_3b(folder: Path) -> None:
+    """Qwen2.5-VL-3B-Instruct without weights: its sizes and its chat, with a smaller tokenizer and that one's ids."""
+    from examples.drawings import drawings
+    from examples.drawings.model import IMAGE, PLACES, train_tokenizer
+
+    tokenizer = train_tokenizer(drawings.split("train", 8, seed=0), 400, 4096)
+    start, end, image = (tokenizer.convert_tokens_to_ids(place) for place in (*PLACES[:2], IMAGE))
+    rope = {"type": "mrope", "mrope_section": [16, 24, 24]}
+    changes = QWEN | {"vision_config": TOWER, "rope_scaling": rope, "max_position_embeddings": 128_000}
+    write_vision_settings(folder, Vision(PLAIN, start, image, end), **changes)
+    tokenizer.save_pretrained(folder)
+
+
+def test_the_plan_of_geometry3k_prints_its_sources_arithmetic(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """2,100 rows, 256 × 6 = 1,536, 192 on a GPU, 4 mini-batches of 48, 24 accumulation steps, 8 steps an epoch."""
+    write_3b(tmp_path / "model")
+    picture(600, 450).save(tmp_path / "diagram.png")
+    row = {"images": ["diagram.png"], "problem": "<image>Find x.", "answer": "3"}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row | {"problem": f"<image>Find x in {i}."}) + "\n" for i in range(2100)))
+    given = [f"model.path={tmp_path / 'model'}", f"data.train={rows}", "data.eval=null"]
+    config = str(ROOT / "configs" / "geometry3k_qwen2.5_vl_3b.yaml")
+    assert plan.main([config, *given, "--gpus", "9x80"]) == 0
+    said = capsys.readouterr().out
+    for words in (
+        "256 × 6 = 1,536 in a batch; 192 per rank of 8",
+        "4 of 64 prompts: one optimizer step each, 48 sequences per rank",
+        "with 2 sequences at a time: 24 accumulation steps",
+        "2,100 rows = 8.203 batches of rollouts",
+        "drop the rest: 8 steps an epoch",
+        "120 batches of rollouts, 480 optimizer steps, 14.6 epochs",
+        "vision tower of 668,684,288 parameters",
+        "image         588 × 448 pixels, 336 tokens",  # 600 × 450 in whole tokens of 28 × 28: 21 × 16
+    ):
+        assert words in said, said
+    small = said.split("336 tokens")[1].splitlines()[1:12]  # 28 × 21 pixels
+    assert all(len(line) == 16 + 28 and set(line) <= set("█▓▒░ ") for line in small)

@@ -1,0 +1,264 @@
+"""A version that is written behind the next step holds the weights of its own, and crashes or pauses like any other."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common import durable, failpoints, weights
+from common.config import Config
+from tests.support.gloo_data import TRAINER
+from tests.support.plain_policy import OneRank, PlainPolicy
+from tests.support.protocol_helpers import make_config
+from tests.support.replay_worker import Life, Stack, sha256_of_run, stack
+from tests.support.tiny import tiny_model
+from trainer.save import disk as disk_module
+from trainer.save import publisher as publisher_module
+from trainer.save.disk import Disk
+from trainer.save.publisher import Publisher, writes_behind
+
+
+class RankZero:
+    """What a publisher wants of a GroupSource; `credited` are (cursor, version, eval_id)."""
+
+    incarnation = "ab12"
+
+    def __init__(self) -> None:
+        self.credited: list[tuple[int, int, str | None]] = []
+
+    def commit(self, cursor: int, published: weights.Published, eval_id: str | None, _: int) -> None:
+        self.credited.append((cursor, published.version, eval_id))
+
+    def versions_in_use(self) -> list[int]:
+        return []
+
+
+class Alone(OneRank):
+    def text(self, value: str | None) -> str:
+        return value or ""
+
+
+class Bench:
+    """A publisher of a plain policy in `folder`, and all that it says and counts."""
+
+    def __init__(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, vllm: dict[str, Any] | None = None, **trainer: Any
+    ) -> None:
+        monkeypatch.setattr(publisher_module, "Exchange", lambda _: Alone())
+        config = make_config(folder, trainer=trainer, weights={"dir": folder / "weights"}, vllm=vllm or {})
+        self.policy: Any = PlainPolicy(tiny_model(folder / "model"))
+        self.policy.device = torch.device("cpu")
+        self.rank_zero, self.said, self.seconds = RankZero(), [], {}
+        ranks: Any = Alone()
+        rank_zero: Any = self.rank_zero
+        disk = Disk(ranks, 20.0, self.said.append)
+        self.publisher = Publisher(config, self.policy, ranks, disk, rank_zero, self.seconds.__setitem__)
+        self.publish(0)
+
+    def publish(self, version: int, eval_id: str | None = None) -> None:
+        self.publisher.publish(version, "run", 300, 8 * version, eval_id, 4)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in self.policy.model.named_parameters()}
+
+    def written(self) -> dict[str, torch.Tensor]:
+        return load_file(Path(self.publisher.published.weights_dir) / "model-00001-of-00001.safetensors")
+
+
+def test_the_next_step_changes_the_weights_while_a_version_is_written_and_the_version_does_not_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path, monkeypatch, max_staleness=1)
+    assert bench.rank_zero.credited == [(0, 0, None)], "the first version of a life is waited for"
+    may_commit, commit = threading.Event(), weights.commit
+
+    def slow(*arguments: Any) -> weights.Published:
+        assert may_commit.wait(20)
+        return commit(*arguments)
+
+    monkeypatch.setattr(weights, "commit", slow)
+    before = bench.parameters()
+    assert not bench.publisher.is_writing()
+    bench.publish(1, "v1")
+    assert bench.publisher.is_writing()
+    bench.policy.disturb(1)  # the next optimizer step
+    assert bench.rank_zero.credited == [(0, 0, None)], "nobody hears of a version that is not whole"
+    may_commit.set()
+    bench.publisher.finish()
+    assert not bench.publisher.is_writing()
+    assert bench.rank_zero.credited[1:] == [(8, 1, "v1")]
+    written = bench.written()
+    assert written.keys() == before.keys() and all(torch.equal(written[k], before[k]) for k in before)
+    assert not torch.equal(before["model.norm.weight"], bench.parameters()["model.norm.weight"])
+    assert bench.seconds.keys() == {"sync/snapshot_s", "sync/write_s", "sync/publish_s"}
+
+
+def test_on_policy_a_version_is_out_when_publish_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(tmp_path, monkeypatch, max_staleness=0)
+    bench.publish(1)
+    assert bench.rank_zero.credited[1:] == [(8, 1, None)]
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_memory_that_nobody_uses_is_given_back_before_the_sampler_that_slept_hears_of_a_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeps: bool
+) -> None:
+    bench = Bench(tmp_path, monkeypatch, {"enable_sleep_mode": sleeps}, max_staleness=0)
+    credited: list[int] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: credited.append(len(bench.rank_zero.credited)))
+    bench.publish(1)
+    bench.publish(1)  # after a step that was skipped
+    assert credited == ([1, 2] if sleeps else [])
+    assert len(bench.rank_zero.credited) == 3
+
+
+def test_a_version_after_a_skipped_step_is_credited_again_and_not_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path, monkeypatch, max_staleness=1)
+    bench.publisher.publish(0, "run", 300, 8, None, 4)
+    bench.publisher.finish()
+    assert bench.rank_zero.credited == [(0, 0, None), (8, 0, None)]
+
+
+def test_what_ends_the_writing_is_raised_where_the_trainer_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path, monkeypatch, max_staleness=1)
+
+    def forbidden(*_: Any) -> None:
+        raise PermissionError("weights.dir is gone")
+
+    monkeypatch.setattr(weights, "commit", forbidden)
+    bench.publish(1)
+    with pytest.raises(PermissionError, match=r"weights\.dir is gone"):
+        bench.publish(2)
+    assert bench.rank_zero.credited == [(0, 0, None)]
+
+
+def test_a_full_disk_behind_a_step_is_waited_for_by_name_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path, monkeypatch, max_staleness=1)
+    monkeypatch.setattr(disk_module, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(failpoints, "_hits", {})
+    monkeypatch.setenv("TANDEM_FAILPOINT", "weights.shard:1:enospc")
+    bench.publish(1)
+    bench.publisher.finish()
+    (line,) = bench.said
+    assert line.startswith("publishing version 1 waits for the disk: rank 0: ") and "No space left" in line
+    assert bench.publisher.disk_retries == 1
+    assert bench.rank_zero.credited[1:] == [(8, 1, None)]
+    assert [path.name for path in (tmp_path / "weights").rglob(".tmp-*")] == []
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_old_version_that_the_disk_does_not_let_go_stays_and_is_named_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
+) -> None:
+    bench = Bench(tmp_path, monkeypatch, max_staleness=staleness)
+    working = durable.file_operation
+
+    def failing(name: str, path: Path) -> bool:
+        if path.name.startswith(f"{durable.TRASH}0"):  # a version on its way out
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return working(name, path)
+
+    monkeypatch.setattr(durable, "file_operation", failing)
+    for version in (1, 2, 3):
+        bench.publish(version)
+    bench.publisher.finish()
+    assert [version for _, version, _ in bench.rank_zero.credited] == [0, 1, 2, 3]
+    first, second = bench.said
+    assert first.startswith("an old version of the weights stays for now: ") and "Input/output error" in first
+    assert second.startswith("an old version of the weights stays for now: ")
+    monkeypatch.setattr(durable, "file_operation", working)
+    bench.publish(4)
+    bench.publisher.finish()
+    assert sorted(path.name[:8] for path in bench.publisher.dir.iterdir()) == ["00000003", "00000004"]
+
+
+def test_a_folder_of_versions_that_must_not_be_changed_still_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path, monkeypatch, max_staleness=0)
+
+    def forbidden(*_: Any) -> list[int]:
+        raise PermissionError(errno.EACCES, "weights.dir is another user's")
+
+    monkeypatch.setattr(weights, "prune", forbidden)
+    with pytest.raises(PermissionError, match="another user's"):
+        bench.publish(1)
+
+
+def test_only_a_sampler_that_runs_ahead_leaves_time_to_write_behind_a_step(tmp_path: Path) -> None:
+    def config(algorithm: dict[str, Any], **sections: Any) -> Config:
+        return make_config(tmp_path, algorithm=algorithm, **sections)
+
+    ahead, on_policy = {"trainer": {"max_staleness": 1}}, {"trainer": {"max_staleness": 0}}
+    assert writes_behind(config({}, **ahead))
+    assert not writes_behind(config({}, **on_policy))
+    assert not writes_behind(config({"dead_groups": "resample"}, **ahead)), "refills belong to the cursor"
+    assert not writes_behind(config({"num_iterations": 2}, weights={"publish_every": "step"}, **ahead))
+
+
+# ---- two DeepSpeed ranks -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trainers() -> Stack:
+    return stack()
+
+
+def train(trainers: Stack, name: str, armed: dict[int, str], staleness: int = 1, **sections: Any) -> Life:
+    environment = {rank: {"TANDEM_FAILPOINT": point} for rank, point in armed.items()}
+    trainer = TRAINER | {"save_steps": 1, "max_staleness": staleness}
+    return trainers.run(name, 2, 2, environment, trainer=trainer, **sections)
+
+
+@cache
+def on_policy(trainers: Stack) -> dict[str, str]:
+    assert train(trainers, "publisher-on-policy", {}, staleness=0).codes == [0, 0]
+    return sha256_of_run(trainers.folder / "publisher-on-policy")
+
+
+@pytest.mark.gloo
+def test_writing_behind_the_steps_changes_no_bit_of_them(trainers: Stack) -> None:
+    assert train(trainers, "behind", {}).codes == [0, 0]
+    assert sha256_of_run(trainers.folder / "behind") == on_policy(trainers)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_room_behind_a_step_pauses_both_and_changes_nothing(
+    trainers: Stack, rank: int, figure: Callable[[str, str], None]
+) -> None:
+    life = train(trainers, f"behind-full-{rank}", {rank: "weights.shard:2:enospc"})
+    assert life.codes == [0, 0], life.logs[rank][-3000:]
+    (line,) = [line for line in life.logs[0].splitlines() if "waits for the disk" in line]
+    assert line.startswith(f"publishing version 1 waits for the disk: rank {rank}: ")
+    assert sha256_of_run(trainers.folder / f"behind-full-{rank}") == on_policy(trainers)
+    figure("R14", "either rank without room behind a step: waited for, weights equal")
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("rank", "point"), [(0, "weights.shard:3:kill"), (1, "weights.shard:3:kill"), (0, "weights.manifest:3:kill")]
+)
+def test_a_run_killed_while_a_version_is_written_behind_a_step_resumes_exactly(
+    trainers: Stack, rank: int, point: str
+) -> None:
+    name = f"behind-killed-{rank}-{point.replace(':', '-')}"
+    assert -9 in train(trainers, name, {rank: point}).codes
+    life = train(trainers, name, {}, run={"resume": True})  # version 2 died behind step 3: step 1 at least is saved
+    assert life.codes == [0, 0], life.logs[0][-3000:]
+    assert sha256_of_run(trainers.folder / name) == on_policy(trainers)

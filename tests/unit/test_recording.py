@@ -1,0 +1,189 @@
+"""A recording gives back the groups that were trained, bit for bit, or says what is wrong with it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.errors import UserError
+from common.types import Group, Tombstone
+from tests.support.gloo_data import group
+from tests.support.tiny import random_group
+from trainer.link import recording
+from trainer.link.recording import Recorder, Replay
+
+Item = Group | Tombstone
+ITEMS: list[Item] = [group(0), Tombstone(1, 0, "the reward timed out"), *(group(g) for g in range(2, 6))]
+
+
+def record(path: Path, items: list[Item], cursor: int = 0) -> None:
+    recorder = Recorder(path, cursor)
+    recorder.append(items)
+    recorder.close()
+
+
+def ids(path: Path) -> list[int]:
+    return [item.group_id for item, _ in recording.read(path)]
+
+
+def ends(path: Path) -> list[int]:
+    """Offsets behind each record."""
+    return [end for _, end in recording.read(path)]
+
+
+def require_same(found: Item, expected: Item) -> None:
+    assert type(found) is type(expected)
+    if isinstance(found, Tombstone) or isinstance(expected, Tombstone):
+        assert found == expected
+        return
+    assert (found.group_id, found.policy_version, found.problem_index) == (expected.group_id, 0, expected.problem_index)
+    np.testing.assert_array_equal(found.prompt_ids, expected.prompt_ids)
+    for a, b in zip(found.rollouts, expected.rollouts, strict=True):
+        assert (a.rewards, a.reward, a.finish_reason) == (b.rewards, b.reward, b.finish_reason)
+        for name in ("completion_ids", "old_logprobs", "ref_logprobs"):
+            left, right = getattr(a, name), getattr(b, name)
+            if left is None or right is None:
+                assert left is right is None
+                continue
+            assert (left.dtype, left.tobytes()) == (right.dtype, right.tobytes())
+
+
+def test_a_replay_gives_the_recorded_groups_back_bit_for_bit(tmp_path: Path) -> None:
+    record(tmp_path / "groups", ITEMS)
+    replay = Replay(tmp_path / "groups", "life")
+    for found, expected in zip(replay.take(range(6)), ITEMS, strict=True):
+        require_same(found, expected)
+    require_same(replay.take([4])[0], ITEMS[4])
+
+
+@pytest.mark.parametrize("cut", [1, 10, 15, 16, 17, 100])
+def test_a_torn_last_record_is_ignored_and_the_next_life_writes_over_it(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "groups"
+    record(path, ITEMS)
+    whole, before_last = path.read_bytes(), ends(path)[-2]
+    os.truncate(path, before_last + cut)
+    assert ids(path) == [0, 1, 2, 3, 4]
+    record(path, ITEMS[5:], cursor=5)
+    assert path.read_bytes() == whole
+
+
+def test_a_flipped_bit_anywhere_but_in_the_end_is_an_error_and_never_a_shorter_recording(tmp_path: Path) -> None:
+    path = tmp_path / "groups"
+    short: list[Item] = [random_group(g, 10, [1.0], beta=0.1, longest=2) for g in (0, 2)]
+    record(path, [short[0], ITEMS[1], short[1]])
+    whole = path.read_bytes()
+    for position in range(len(whole)):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x10]) + whole[position + 1 :])
+        with pytest.raises(UserError, match=r"groups is damaged in the record at byte \d+"):
+            ids(path)
+    path.write_bytes(whole)
+    assert ids(path) == [0, 1, 2]
+
+
+def test_the_error_of_a_damaged_recording_gives_the_command_that_keeps_what_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "groups"
+    record(path, ITEMS)
+    data = bytearray(path.read_bytes())
+    data[ends(path)[2] + 40] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError) as caught:
+        Replay(path, "life")
+    advice = re.search(r"truncate -s (\d+) (\S+)$", str(caught.value))
+    assert advice and advice[2] == str(path)
+    os.truncate(path, int(advice[1]))
+    assert ids(path) == [0, 1, 2]
+
+
+def test_a_resumed_run_cuts_off_what_it_will_train_again(tmp_path: Path) -> None:
+    path = tmp_path / "groups"
+    record(path, ITEMS)
+    whole = path.read_bytes()
+    Recorder(path, cursor=4).close()
+    assert ids(path) == [0, 1, 2, 3]
+    record(path, ITEMS[4:], cursor=4)
+    assert path.read_bytes() == whole
+
+
+def test_a_fresh_start_in_a_folder_with_a_recording_begins_an_empty_one(tmp_path: Path) -> None:
+    record(tmp_path / "groups", ITEMS)
+    Recorder(tmp_path / "groups", cursor=0).close()
+    assert (tmp_path / "groups").read_bytes() == b""
+
+
+def test_damage_behind_the_cursor_does_not_stop_a_resume_that_cuts_it_off(tmp_path: Path) -> None:
+    """A power cut may leave anything behind the last fsync, and a checkpoint is saved only after one."""
+    path = tmp_path / "groups"
+    record(path, ITEMS)
+    end = ends(path)[3]
+    os.truncate(path, end)
+    with open(path, "ab") as file:
+        file.write(bytes(500))
+    Recorder(path, cursor=4).close()
+    assert (ids(path), path.stat().st_size) == ([0, 1, 2, 3], end)
+
+
+def test_a_group_that_is_not_in_the_recording_is_the_users_to_fix(tmp_path: Path) -> None:
+    record(tmp_path / "groups", ITEMS[:4])
+    replay = Replay(tmp_path / "groups", "life")
+    with pytest.raises(UserError, match=r"ends before group 4 \(it has 4\); lower trainer.max_steps"):
+        replay.take([3, 4, 5])
+
+
+def test_a_recording_that_does_not_exist_is_the_users_to_fix(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere: No such file or directory; make one with run\.record=true"):
+        Replay(tmp_path / "nowhere", "life")
+
+
+def test_a_recording_without_reference_log_probs_is_refused_where_they_are_needed(tmp_path: Path) -> None:
+    record(tmp_path / "scored", ITEMS)
+    Replay(tmp_path / "scored", "life", needs_reference=True)
+    record(tmp_path / "unscored", [*ITEMS, group(6, beta=0.0)])
+    Replay(tmp_path / "unscored", "life")
+    with pytest.raises(UserError, match=r"without reference log-probs.*set reference.on=trainer"):
+        Replay(tmp_path / "unscored", "life", needs_reference=True)
+
+
+def test_a_full_disk_loses_no_record_and_leaves_none_in_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The disk takes 10 bytes of the second group, then nothing, then everything again."""
+    record(tmp_path / "expected", ITEMS)
+    recorder, pwrite, room = Recorder(tmp_path / "groups", cursor=0), os.pwrite, 0
+
+    def limited(descriptor: int, data: bytes, offset: int) -> int:
+        nonlocal room
+        if room == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = min(room, len(data))
+        room -= taken
+        return pwrite(descriptor, bytes(data[:taken]), offset)
+
+    recorder.append(ITEMS[:1])
+    monkeypatch.setattr(os, "pwrite", limited)
+    room = 10
+    recorder.append(ITEMS[1:3])
+    recorder.append(ITEMS[3:4])
+    assert ids(tmp_path / "groups") == [0]
+    with pytest.raises(OSError, match="No space left"):
+        recorder.sync()
+    room = 10**9
+    recorder.append(ITEMS[4:])
+    recorder.close()
+    assert (tmp_path / "groups").read_bytes() == (tmp_path / "expected").read_bytes()
+    assert capsys.readouterr().err.count("records wait in memory") == 1
+
+
+def test_an_error_that_waiting_does_not_cure_is_raised_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(tmp_path / "groups", cursor=0)
+
+    def refused(*_: object) -> int:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr(os, "pwrite", refused)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        recorder.append(ITEMS[:1])

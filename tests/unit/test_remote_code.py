@@ -1,0 +1,58 @@
+"""A model that comes with Python code: with model.trust_remote_code every reader of it may run that code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from common.config import Config
+from model.folder import load_config
+from model.tokenizer import load_tokenizer
+from sampler.engine_arguments import cpu_cache_gib, stop_token_ids
+from tests.support.tiny import tiny_model
+
+CONFIGURATION = """
+from transformers import PretrainedConfig
+
+class OwnConfig(PretrainedConfig):
+    model_type = "own"
+    num_hidden_layers, num_attention_heads, num_key_value_heads, hidden_size, head_dim = 1024, 8, 8, 1024, 128
+"""
+TOKENIZER = """
+from transformers import PreTrainedTokenizerFast
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """Of a model with a configuration and a tokenizer of its own, and no generation_config.json."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    folder = tiny_model(tmp_path / "own")
+    (folder / "generation_config.json").unlink()
+    (folder / "configuration_own.py").write_text(CONFIGURATION)
+    (folder / "tokenization_own.py").write_text(TOKENIZER)
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    (folder / "config.json").write_text(json.dumps(own))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "OwnTokenizer"}
+    settings |= {"auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    model = {"path": str(folder), "trust_remote_code": True}
+    return Config.model_validate({"model": model, "data": {"train": "t"}})
+
+
+def test_the_end_of_a_completion_is_found_with_the_models_own_tokenizer(config: Config) -> None:
+    expected = load_tokenizer(config.model.path, trust_remote_code=True).eos_token_id
+    assert expected is not None and stop_token_ids(config) == [expected]
+
+
+def test_the_cache_is_sized_by_the_models_own_configuration(config: Config) -> None:
+    """64 sequences · 768 tokens · 2 · 1024 layers · 8 heads · 128 · 4 bytes = 384 GiB: the most that is taken is 16."""
+    assert cpu_cache_gib(config) == 16
+    assert type(load_config(config.model)).__name__ == "OwnConfig"

@@ -1,0 +1,136 @@
+"""Rows of a step that are equal: found by hand, and computed once in a decoder that mixes nothing but in attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sampler.repeated_rows import RepeatedRows, distinct_rows
+
+BLOCK = 4
+OfStep = tuple[list[int], int, list[int]]  # tokens of this step, position of the first, blocks
+
+
+def step(*sequences: OfStep) -> tuple[Any, ...]:
+    """ids, positions, starts, blocks as a step of vLLM has them."""
+    ids = np.array([token for tokens, _, _ in sequences for token in tokens], np.int32)
+    positions = np.concatenate([np.arange(first, first + len(tokens)) for tokens, first, _ in sequences])
+    starts = np.cumsum([0] + [len(tokens) for tokens, _, _ in sequences], dtype=np.int32)
+    blocks = np.zeros((len(sequences), 4), np.int32)
+    for row, (_, _, own) in zip(blocks, sequences, strict=True):
+        row[: len(own)] = own
+    return ids, positions, starts, blocks
+
+
+def found(*sequences: OfStep) -> tuple[list[int], list[int]] | None:
+    rows = distinct_rows(*step(*sequences), BLOCK)
+    return None if rows is None else (rows[0].tolist(), rows[1].tolist())
+
+
+PROMPT = [5, 6, 7, 8, 9, 9]  # one whole block and two tokens
+FIRST, SECOND = (PROMPT, 0, [1, 2]), (PROMPT[4:], 4, [1, 3])
+
+
+def test_what_is_behind_the_whole_blocks_is_computed_by_the_first_completion() -> None:
+    assert found(FIRST, SECOND, SECOND) == ([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 4, 5, 4, 5])
+
+
+def test_a_prompt_that_was_known_before_is_computed_by_its_first_completion() -> None:
+    assert found(SECOND, (PROMPT[4:], 4, [1, 4])) == ([0, 1], [0, 1, 0, 1])
+
+
+def test_prompts_without_a_whole_block_are_compared_from_their_first_token() -> None:
+    assert found(([5, 6], 0, [1]), ([5, 7], 0, [2]), ([5, 6], 0, [3])) == ([0, 1, 2, 3], [0, 1, 2, 3, 0, 1])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param((PROMPT[4:], 4, [7, 3]), id="another past"),
+        pytest.param(([9, 8], 4, [1, 3]), id="other tokens"),
+        pytest.param(([9, 9, 9], 4, [1, 3]), id="more tokens"),
+        pytest.param(([9, 9], 8, [1, 3, 4]), id="another place"),
+        pytest.param(([9, 9], 5, [1, 3]), id="not at the beginning of a block"),
+        pytest.param(([9], 5, [1, 3]), id="decoding"),
+    ],
+)
+def test_rows_that_differ_in_anything_are_all_computed(other: OfStep) -> None:
+    assert found(FIRST, other) is None
+
+
+def test_a_block_that_was_given_back_is_no_past() -> None:
+    assert found((PROMPT[4:], 4, [0, 2]), (PROMPT[4:], 4, [0, 3])) is None
+
+
+class Decoder:
+    """One layer: hidden + attention, where a token attends to all tokens of its sequence in this step up to itself."""
+
+    def __init__(self, starts: Sequence[int]) -> None:
+        self.seen = 0
+        self.attention = SimpleNamespace(forward=self._attend)
+        self._starts = list(starts)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, stages: None, embeds: None) -> Tensor:
+        self.seen = len(input_ids)
+        hidden = torch.stack([input_ids.float(), positions.float()], 1)
+        return hidden + self.attention.forward(hidden, hidden * 2, hidden * 3)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        assert len(query) == len(key) == len(value) == self._starts[-1], "attention has every row"
+        pairs = zip(self._starts, self._starts[1:], strict=False)
+        return torch.cat([(query[a:b] + key[a:b]) * value[a:b].cumsum(0) for a, b in pairs])
+
+
+def decoded(sequences: Sequence[OfStep], is_installed: bool) -> tuple[Tensor, int, int]:
+    """(hidden states, rows that the layers saw, rows that were spared)."""
+    ids, positions, starts, blocks = (torch.from_numpy(part) for part in step(*sequences))
+    decoder, spared = Decoder(starts.tolist()), 0
+    longest = int(starts.diff().max())
+    metadata = SimpleNamespace(max_query_len=longest, query_start_loc=starts, block_table=blocks)
+    if is_installed:
+        rows = RepeatedRows(decoder, [decoder.attention], lambda: {"layer": metadata}, BLOCK)
+    hidden = decoder.forward(ids, positions, None, None)
+    if is_installed:
+        spared = rows.spared
+    return hidden, decoder.seen, spared
+
+
+def test_every_row_comes_back_as_if_it_had_been_computed() -> None:
+    # without a past in this step: what a decoder of one step can show
+    group = [(PROMPT, 0, [1, 2]), (PROMPT, 0, [3, 4]), ([4, 4], 0, [5]), (PROMPT, 0, [6, 7]), ([3], 9, [8, 9, 10])]
+    expected, all_rows, _ = decoded(group, is_installed=False)
+    hidden, computed, spared = decoded(group, is_installed=True)
+    assert hidden.tolist() == expected.tolist()
+    assert (all_rows, computed, spared) == (21, 9, 12)
+
+
+def test_a_step_in_which_all_sequences_decode_is_left_alone() -> None:
+    assert decoded([([3], 9, [8, 9, 10]), ([3], 9, [8, 9, 11])], is_installed=True)[1:] == (2, 0)
+
+
+def test_a_step_with_images_reaches_the_decoder_as_it_is() -> None:
+    given: list[tuple[Any, ...]] = []
+    decoder = SimpleNamespace(forward=lambda *positional, **named: given.append((positional, named)))
+    RepeatedRows(decoder, [], lambda: pytest.fail("nobody asks about such a step"), BLOCK)
+    decoder.forward(None, "positions", inputs_embeds="features", deepstack="more")
+    decoder.forward(input_ids="ids", positions="positions", intermediate_tensors="a stage")
+    assert given == [
+        ((None, "positions", None, "features"), {"deepstack": "more"}),
+        (("ids", "positions", "a stage", None), {}),
+    ]
+
+
+def test_layers_with_blocks_of_their_own_are_left_alone() -> None:
+    ids, positions, starts, blocks = (torch.from_numpy(part) for part in step(FIRST, SECOND))
+    decoder = Decoder(starts.tolist())
+    one = SimpleNamespace(max_query_len=6, query_start_loc=starts, block_table=blocks)
+    window = SimpleNamespace(max_query_len=6, query_start_loc=starts, block_table=blocks.clone())
+    rows = RepeatedRows(decoder, [decoder.attention], lambda: {"full": one, "window": window}, BLOCK)
+    decoder.forward(ids, positions, None, None)
+    assert (decoder.seen, rows.spared) == (8, 0)

@@ -1,0 +1,190 @@
+"""The lines and the picture a run leaves. Pictures are checked by their size and by what the axes were given."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+
+from common.errors import UserError
+from report.curves import centered_mean, share_of_full_marks, write_curves
+from report.html_page import write_report
+from report.main import final_summary, main
+from report.run_log import MetricsLog
+
+
+def evaluation(step: int, answer: int, n: int = 512, problems: int | None = None) -> dict:
+    marks = {"answer": answer, "format": n}
+    means = {"answer": answer / n, "format": 1.0}
+    sizes = {"n": n, "problems": n if problems is None else problems}
+    return {"step": step, "eval_id": f"v{step}", **sizes, "full_marks": marks, "mean": means, "mean_length": 20.0}
+
+
+def write_run(folder, steps: int, evaluations: tuple[dict, ...] = (), **extra: float):
+    log = MetricsLog(folder)
+    for step in range(1, steps + 1):
+        values = {"rewards/answer/mean": 0.1, "rewards/answer/accuracy": step / 100, "reward": step, **extra}
+        log.log(step, values | {"completions/mean_length": 20.0, "frac_reward_zero_std": 0.5})
+    for record in evaluations:
+        log.log_eval(record)
+    log.close()
+    return folder
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> dict[str, list]:
+    """What every plot is given: titles, words, lines and held-out points, in the order of drawing."""
+    import matplotlib.axes
+
+    calls: dict[str, list] = {}
+    for name in ("set_title", "text", "plot", "errorbar"):
+        real = getattr(matplotlib.axes.Axes, name)
+
+        def record(self, *args, _name=name, _real=real, **kwargs):
+            calls.setdefault(_name, []).append((args, kwargs))
+            return _real(self, *args, **kwargs)
+
+        monkeypatch.setattr(matplotlib.axes.Axes, name, record)
+    return calls
+
+
+@pytest.fixture
+def unarranged(monkeypatch):
+    """Plots where they fall: to measure every label costs half of the drawing, and one test does it."""
+    monkeypatch.setattr("matplotlib.layout_engine.ConstrainedLayoutEngine.execute", lambda *_: None)
+
+
+def size_of_png(path) -> tuple[int, int]:
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n" and data[12:16] == b"IHDR"
+    return struct.unpack(">II", data[16:24])
+
+
+def test_centered_mean_averages_neighbours_without_lag_and_fewer_of_them_at_the_ends():
+    assert centered_mean([1, 2, 3, 4, 9], 3) == pytest.approx([1.5, 2, 3, 16 / 3, 6.5])
+    assert centered_mean([1, 2, 3], 1) == [1, 2, 3]
+    assert centered_mean([4.0], 7) == [4.0]
+    assert centered_mean([], 3) == []
+
+
+def test_the_summary_compares_the_first_and_the_last_evaluation_with_intervals(tmp_path):
+    write_run(tmp_path, 1, (evaluation(0, 210), evaluation(20, 300), evaluation(40, 370)))
+    # 210/512 and 370/512 by hand: p = 0.41016, (p + 0.003752) / 1.007503 ± 1.96·√(p·q/512 + 0.00000366) / 1.007503
+    assert final_summary(tmp_path).splitlines() == [
+        "held-out answer: 41.0 % → 72.3 %  (n = 512; 95 % intervals [36.8, 45.3] → [68.2, 76.0])",
+        "held-out format: 100.0 % → 100.0 %  (n = 512; 95 % intervals [99.3, 100.0] → [99.3, 100.0])",
+    ]
+
+
+def test_the_summary_counts_an_evaluation_repeated_after_a_resume_once_and_in_order_of_its_version(tmp_path):
+    write_run(tmp_path, 1, (evaluation(40, 1), evaluation(0, 210), evaluation(40, 370)))
+    assert final_summary(tmp_path).startswith("held-out answer: 41.0 % → 72.3 %")
+
+
+def test_the_summary_of_a_single_evaluation_has_one_share(tmp_path):
+    write_run(tmp_path, 1, (evaluation(0, 210),))
+    assert final_summary(tmp_path).splitlines()[0] == "held-out answer: 41.0 %  (n = 512; 95 % interval [36.8, 45.3])"
+
+
+def test_the_summary_tells_how_long_it_took_and_who_waited(tmp_path):
+    pace = {"timing/all_s": 10.0, "wait/trainer_s": 5.0, "wait/sampler_s": 4.0, "tokens_per_second": 4762.0}
+    write_run(tmp_path, 8, **pace)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"step": 1,', '"step": 1, "timing/first_step_s": 41.2,', 1))
+    expected = "8 steps in 1:20, the first 41 s after the start; 4,762 tok/s; the trainer waited 50%, the sampler 40%"
+    assert final_summary(tmp_path).splitlines()[-1] == expected.replace("the sampler", "the sampler waited")
+
+
+def test_the_summary_says_that_nothing_was_held_out(tmp_path):
+    nothing = "no held-out evaluation was made; set data.eval to measure one"
+    assert final_summary(write_run(tmp_path / "none", 1)) == nothing
+    assert final_summary(write_run(tmp_path / "empty", 1, (evaluation(0, 0) | {"n": 0, "problems": 0},))) == nothing
+
+
+def test_intervals_count_problems_because_completions_of_one_problem_are_not_independent(tmp_path):
+    share, low, high = share_of_full_marks(evaluation(0, 512 * 2, n=512 * 4, problems=512), "answer")
+    # Wilson at p = ½ is ½ ± ½·z/√(n + z²), here with n = 512
+    half = 0.5 * 1.96 / (512 + 1.96**2) ** 0.5
+    assert (share, low, high) == pytest.approx((0.5, 0.5 - half, 0.5 + half))
+    write_run(tmp_path, 1, (evaluation(0, 1024, n=2048, problems=512),))
+    assert "(n = 2048 completions of 512 problems; 95 % interval [45.7, 54.3])" in final_summary(tmp_path)
+
+
+def test_names_from_data_cannot_steer_the_terminal(tmp_path):
+    record = evaluation(0, 210) | {"full_marks": {"\x1b[2Janswer\n": 210}}
+    write_run(tmp_path, 1, (record,))
+    assert final_summary(tmp_path).startswith("held-out answer : 41.0 %")
+
+
+def test_curves_show_training_and_held_out_accuracy_with_intervals(tmp_path, drawn):
+    values = {"kl": 0.01, "rewards/style/mean": 0.25}
+    path = write_curves(write_run(tmp_path, 30, (evaluation(0, 210), evaluation(30, 370)), **values))
+    assert path == tmp_path / "curves.png" and size_of_png(path)[0] > 1200
+    titles = [args[0] for args, _ in drawn["set_title"]]
+    accuracies = ["answer accuracy", "style reward", "format accuracy"]
+    assert titles == [*accuracies, "reward", "KL to the reference", "response length", "dead groups"]
+    (steps, accuracy, *_), _ = drawn["plot"][0]
+    assert list(steps) == list(range(1, 31)) and accuracy == pytest.approx([step / 100 for step in steps])
+    smooth = drawn["plot"][1][0][1]
+    assert smooth[10] == pytest.approx(0.11)  # mean of 3 steps of a straight line: the line itself
+    (step, share), bars = drawn["errorbar"][0]
+    assert (step, share) == (0, 210 / 512)
+    assert [share - bars["yerr"][0][0], share + bars["yerr"][1][0]] == pytest.approx([0.36838, 0.45321], abs=1e-4)
+    assert [args[2] for args, _ in drawn["text"]] == ["not measured in training"]  # format, which has no steps here
+    assert f"curves: {path}" in final_summary(tmp_path)
+
+
+def test_curves_say_what_was_not_measured(tmp_path, drawn, unarranged):
+    write_curves(write_run(tmp_path, 3))
+    assert [args[2] for args, _ in drawn["text"]] == ["not measured (beta 0)"]
+
+
+def test_curves_of_one_step_of_evaluations_alone_and_of_null_values_are_drawn(tmp_path, unarranged):
+    for name, steps, evaluations, extra in (  # the last one has more functions than there are colours
+        ("one", 1, (), {}),
+        ("before", 0, (evaluation(0, 512),), {}),
+        ("null", 2, (evaluation(0, 0),), {"kl": float("nan")}),
+        ("$x_{$ \x1b[2J", 2, (), {"rewards/$\\frac{$/mean": 1.0, **{f"rewards/f{i}/mean": 1.0 for i in range(5)}}),
+    ):
+        width, height = size_of_png(write_curves(write_run(tmp_path / name, steps, evaluations, **extra)))
+        assert width > 1200 and height > 700
+        assert not list((tmp_path / name).glob(".tmp-*"))
+
+
+def test_curves_without_a_run_name_what_is_missing(tmp_path):
+    with pytest.raises(UserError, match=r"no metrics\.jsonl and no eval\.jsonl"):
+        write_curves(tmp_path)
+
+
+def test_the_command_draws_prints_and_exits_2_for_a_wrong_folder(tmp_path, capsys, unarranged, without_plots):
+    assert main([str(write_run(tmp_path / "run", 2, (evaluation(0, 210), evaluation(2, 370))))]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("held-out answer: 41.0 % → 72.3 %")
+    *_, curves, report = output.splitlines()
+    assert curves == f"curves: {tmp_path / 'run' / 'curves.png'}"
+    assert report == f"report: {tmp_path / 'run' / 'report.html'}"
+    assert (tmp_path / "run" / "report.html").exists()
+    assert main([str(tmp_path / "nothing")]) == 2
+    assert "no metrics.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("right", "line"),
+    [
+        ((0, 0), "held-out mine: mean 0.10 → 0.30  (n = 512; for an accuracy set rewards.full_marks={mine: …})"),
+        ((0, 512), "held-out mine: 0.0 % → 100.0 %  (n = 512; 95 % intervals [0.0, 0.7] → [99.3, 100.0])"),
+    ],
+)
+def test_a_reward_of_ones_own_is_compared_by_its_mean_if_nothing_ever_earned_its_full_marks(
+    tmp_path, without_plots, right, line
+):
+    records = [
+        {"step": step, "n": 512, "problems": 512, "full_marks": {"mine": marks}, "mean": {"mine": mean}}
+        for step, marks, mean in zip((0, 20), right, (0.1, 0.3), strict=True)
+    ]
+    folder = write_run(tmp_path, 2, tuple(records), **{"rewards/mine/mean": 0.2, "rewards/mine/accuracy": 0.0})
+    (folder / "config.json").write_text(json.dumps({"rewards": {"reward_funcs": ["a.py:mine"], "full_marks": {}}}))
+    assert line in final_summary(folder).splitlines()
+    page = write_report(folder).read_text()
+    assert "0.10 → 0.30" in page and ("100.0 %" in page) == (right[1] > 0)

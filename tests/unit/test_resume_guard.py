@@ -1,0 +1,314 @@
+"""A resumed run asks the problems that the interrupted one would have asked, or it does not start."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common import run_folder
+from common.config import Config, Data, PromptTemplate
+from common.errors import UserError
+from common.types import Problem, Prompt
+from common.weights import BaseTensor
+from sampler.dataset import fingerprint
+from tests.support.configs import config_in
+from trainer.loop import Trainer
+from trainer.save import checkpoint, resume
+from trainer.save.checkpoint import Progress
+
+CANARY = "canary-5f1e"
+
+
+def saved(config: Config, **changed: Any) -> Path:
+    """A checkpoint of this run, whose record alone is read here. changed: other values in the record, None = absent."""
+    folder = run_folder.step_dir(config.run.output_dir / run_folder.CHECKPOINTS, 40)
+    folder.mkdir(parents=True, exist_ok=True)
+    progress = Progress("run", 40, 320, 40, 40, 9, 0, resume.stream_settings(config), dataset_fingerprint="a" * 32)
+    record = asdict(progress) | {"world_size": 1, "zero_stage": 1, "files": {}} | changed
+    record = {name: value for name, value in record.items() if value is not None}
+    (folder / run_folder.COMMIT).write_text(json.dumps(record | {"blake3": checkpoint.digest(record)}))
+    return folder
+
+
+def resumed(folder: Path, config: Config) -> Progress:
+    return resume.read_progress(folder, 1, 1, resume.stream_settings(config))
+
+
+TEMPLATE = "{{ content }}"
+# Another value of every field of both sections; a new field needs one here.
+OTHER_VALUES: dict[str, dict[str, Any]] = {
+    "data": {
+        "train": "u",
+        "eval": "e",
+        "prompt_key": "problem",
+        "answer_key": None,
+        "rename": {"a": "b"},
+        "max_prompt_length": 9,
+        "eval_size": 3,
+        "shuffle": False,
+        "image_key": "images",
+        "limit_images": 2,
+        "min_pixels": 784,
+        "max_pixels": 300_000,
+    },
+    "prompt": {
+        "system": "Think.",
+        "examples": [{"user": "1+1?", "assistant": "2"}],
+        "format_prompt": TEMPLATE,
+        "chat_template": TEMPLATE,
+        "chat_template_kwargs": {"enable_thinking": False},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("section", "field"), [(section, field) for section, fields in OTHER_VALUES.items() for field in fields]
+)
+def test_every_setting_of_data_and_prompt_is_guarded_but_those_of_the_evaluation(
+    tmp_path: Path, section: str, field: str
+) -> None:
+    folder, value = saved(config_in(tmp_path)), OTHER_VALUES[section][field]
+    if value == TEMPLATE:
+        value = tmp_path / "template.jinja"
+        value.write_text(TEMPLATE)
+    changed = config_in(tmp_path, **{section: {field: value}})
+    if (section, field) in (("data", "eval"), ("data", "eval_size")):
+        assert resumed(folder, changed).step == 40
+        return
+    with pytest.raises(UserError, match=rf"may not change on resume: {section}\.{field}=.* \(was "):
+        resumed(folder, changed)
+
+
+def test_the_list_above_has_every_field() -> None:
+    assert OTHER_VALUES["data"].keys() == Data.model_fields.keys()
+    assert OTHER_VALUES["prompt"].keys() == PromptTemplate.model_fields.keys()
+
+
+@pytest.mark.parametrize("name", ["chat_template", "format_prompt"])
+def test_a_template_file_counts_by_its_contents_wherever_it_lies(tmp_path: Path, name: str) -> None:
+    first, second = tmp_path / "first.jinja", tmp_path / "second.jinja"
+    first.write_text(TEMPLATE)
+    second.write_text(TEMPLATE)
+    folder = saved(config_in(tmp_path, prompt={name: first}))
+    assert resumed(folder, config_in(tmp_path, prompt={name: second})).step == 40
+    first.write_text("Solve: " + TEMPLATE)
+    with pytest.raises(UserError, match=rf"prompt\.{name}='a file with BLAKE3 [0-9a-f]{{16}}' \(was 'a file with"):
+        resumed(folder, config_in(tmp_path, prompt={name: first}))
+
+
+def test_a_template_file_that_is_gone_is_another_one(tmp_path: Path) -> None:
+    template = tmp_path / "first.jinja"
+    template.write_text(TEMPLATE)
+    config = config_in(tmp_path, prompt={"format_prompt": template})
+    folder = saved(config)
+    template.unlink()
+    with pytest.raises(UserError, match=r"prompt\.format_prompt='a file that is not here' \(was 'a file with BLAKE3"):
+        resumed(folder, config)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"sampler": {"temperature": 0.7}, "rewards": {"reward_funcs": ["answer"]}, "eval": {"temperature": 0.5}},
+        {"trainer": {"learning_rate": 1e-3, "max_steps": 77}, "vllm": {"max_model_len": 4096}},
+        {"model": {"path": "elsewhere"}},  # the weights are the checkpoint's, and the hello tells the tokenizer
+    ],
+)
+def test_what_decides_no_problem_may_change(tmp_path: Path, sections: dict[str, Any]) -> None:
+    assert resumed(saved(config_in(tmp_path)), config_in(tmp_path, **sections)).step == 40
+
+
+@pytest.mark.parametrize(
+    ("setting", "sections"),
+    [
+        ("algorithm.adv_estimator", {"algorithm": {"adv_estimator": "FILE:f"}}),
+        ("algorithm.loss", {"algorithm": {"loss": "FILE:f"}}),
+        ("rewards.reward_funcs", {"rewards": {"reward_funcs": ["answer", "FILE:f"]}}),
+        ("rollout.environment", {"rollout": {"environment": "FILE:f"}}),
+        ("rollout.tools", {"rollout": {"tools": ["FILE:f"]}}),
+    ],
+)
+def test_a_file_of_your_own_that_was_edited_is_said_once_and_the_run_goes_on(
+    tmp_path: Path, setting: str, sections: dict[str, Any]
+) -> None:
+    file, said = tmp_path / "mine.py", list[str]()
+    file.write_text("def f(rewards, logprobs, completions): ...")
+    sections = json.loads(json.dumps(sections).replace("FILE", str(file)))
+    config = config_in(tmp_path, run={"output_dir": tmp_path / "run", "resume": True}, **sections)
+    folder = saved(config)
+    assert resume.find_checkpoint(config, said.append) == str(folder) and said == []
+    file.write_text("def f(rewards, logprobs, completions): return rewards")
+    assert resume.find_checkpoint(config, said.append) == str(folder)
+    assert said == [f"{setting} {file}:f has changed since {folder} was saved; the run goes on with what it is now"]
+    saved(config, stream=resumed(folder, config).stream)
+    assert resume.find_checkpoint(config, said.append) == str(folder) and len(said) == 1
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{"model": {"path": "elsewhere"}}, {"model": {"path": "m", "revision": "b"}}, {"reference": {"path": "other"}}],
+)
+def test_another_reference_of_the_kl_term_is_said(tmp_path: Path, sections: dict[str, Any]) -> None:
+    """The weights are the checkpoint's; what they are held to is not."""
+    said = list[str]()
+    common = {"run": {"output_dir": tmp_path / "run", "resume": True}, "model": {"path": "m"}}
+    folder = saved(config_in(tmp_path, **common, algorithm={"beta": 0.1}))
+    resume.find_checkpoint(config_in(tmp_path, **common, algorithm={"beta": 0.1}), said.append)
+    assert said == []
+    resume.find_checkpoint(config_in(tmp_path, **common | sections, algorithm={"beta": 0.1}), said.append)
+    assert said == [f"the reference model has changed since {folder} was saved; the run goes on with what it is now"]
+
+
+def test_an_own_function_that_is_named_only_now_is_no_edited_one(tmp_path: Path) -> None:
+    folder, said = saved(config_in(tmp_path)), list[str]()
+    (tmp_path / "mine.py").write_text("def f(rewards): ...")
+    run, algorithm = {"output_dir": tmp_path / "run", "resume": True}, {"adv_estimator": f"{tmp_path}/mine.py:f"}
+    assert resume.find_checkpoint(config_in(tmp_path, run=run, algorithm=algorithm), said.append) == str(folder)
+    assert said == []
+
+
+def test_no_secret_of_a_setting_is_in_the_checkpoint_or_in_the_message(tmp_path: Path) -> None:
+    data = {"train": f"https://me:{CANARY}@host/a"}
+    config = config_in(tmp_path, data=data, prompt={"chat_template_kwargs": {"api_key": CANARY}})
+    folder = saved(config)
+    assert CANARY not in (folder / run_folder.COMMIT).read_text()
+    with pytest.raises(UserError, match=r"data\.train='t' \(was 'https://\*\*\*@host/a'\)") as caught:
+        resumed(folder, config_in(tmp_path, data={"train": "t"}))
+    assert CANARY not in str(caught.value)
+
+
+def test_a_checkpoint_that_says_its_secrets_is_resumed_with_the_same_ones(tmp_path: Path) -> None:
+    """Those that were saved before secrets were hidden."""
+    config = config_in(tmp_path, data={"train": f"https://me:{CANARY}@host/a"})
+    stream = resume.stream_settings(config) | {"data.train": f"https://me:{CANARY}@host/a"}
+    assert resumed(saved(config, stream=stream), config).step == 40
+
+
+def test_a_checkpoint_of_before_is_resumed_and_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
+    config = config_in(tmp_path, data={"answer_key": "solution"})
+    stream = {k: v for k, v in resume.stream_settings(config).items() if not k.startswith("prompt.")}
+    del stream["data.answer_key"]
+    folder = saved(config, stream=stream, dataset_fingerprint=None, tokenizer_hash=None)
+    resuming = config.model_copy(update={"run": config.run.model_copy(update={"resume": True})})
+    said: list[str] = []
+    assert resume.find_checkpoint(resuming, said.append) == str(folder)
+    assert said == [
+        f"{folder} does not record data.answer_key, prompt.system, prompt.examples, prompt.format_prompt, "
+        "prompt.chat_template, prompt.chat_template_kwargs, dataset_fingerprint, tokenizer_hash: nobody can check that "
+        "these are as they were"
+    ]
+    assert resumed(folder, resuming).dataset_fingerprint == ""
+
+
+def test_a_complete_checkpoint_is_found_without_a_word(tmp_path: Path) -> None:
+    config = config_in(tmp_path, run={"output_dir": tmp_path / "run", "resume": True})
+    folder, said = saved(config), list[str]()
+    assert resume.find_checkpoint(config, said.append) == str(folder)
+    assert said == []
+
+
+def test_a_folder_with_checkpoints_is_never_overwritten_and_an_empty_one_never_resumed(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    assert resume.find_checkpoint(config) == ""
+    folder = saved(config)
+    with pytest.raises(UserError, match=r"already holds checkpoints\. Continue it with run\.resume=true, or start"):
+        resume.find_checkpoint(config)
+    (folder / run_folder.COMMIT).unlink()
+    resuming = config_in(tmp_path, run={"output_dir": tmp_path / "run", "resume": True})
+    with pytest.raises(
+        UserError, match=r"no valid checkpoint; set run\.output_dir=.*/run-2 and leave run\.resume out to"
+    ):
+        resume.find_checkpoint(resuming, lambda _: None)
+
+
+# ---- the rows themselves -----------------------------------------------------------------------------------
+
+
+def progress(rows: str = "", tokenizer: str = "") -> Progress:
+    return Progress("run", 40, 320, 40, 40, 9, 0, {}, dataset_fingerprint=rows, tokenizer_hash=tokenizer)
+
+
+def found(rows: str, tokenizer: str = "", base: str = "") -> dict[str, str]:
+    return {"dataset_fingerprint": rows, "tokenizer_hash": tokenizer, "base_fingerprint": base}
+
+
+def test_the_first_hello_of_a_run_gives_the_fingerprints_that_its_checkpoints_keep() -> None:
+    known = progress("b" * 32, "c" * 16)
+    assert resume.with_fingerprints(progress(), found("b" * 32, "c" * 16), Path("runs/a")) == known
+    assert resume.with_fingerprints(known, found("b" * 32, "c" * 16), Path("runs/a")) == known
+
+
+def test_a_replay_has_no_sampler_and_keeps_what_is_known() -> None:
+    known = progress("b" * 32, "c" * 16)
+    assert resume.with_fingerprints(known, found(""), Path("runs/a")) == known
+
+
+def test_another_tokenizer_is_refused() -> None:
+    with pytest.raises(UserError, match=r"tokenizer_hash c+, now it is d+: model\.path has another tokenizer"):
+        resume.with_fingerprints(progress("b" * 32, "c" * 16), found("b" * 32, "d" * 16), Path("runs/a"))
+
+
+def test_adapters_do_not_go_on_over_other_frozen_weights() -> None:
+    known = resume.with_fingerprints(progress(), found("", base="e" * 32), Path("runs/a"))
+    with pytest.raises(UserError, match=r"base_fingerprint e+, now it is f+: model\.path, model\.revision or"):
+        resume.with_fingerprints(known, found("", base="f" * 32), Path("runs/a"))
+
+
+def test_another_checksum_of_a_frozen_tensor_gives_another_fingerprint() -> None:
+    def fingerprint_of(**checksums: str) -> str:
+        tensors = {name: BaseTensor("F32", [2], checksum) for name, checksum in checksums.items()}
+        return resume.base_fingerprint(SimpleNamespace(base_tensors=lambda: tensors))  # type: ignore[arg-type]
+
+    assert fingerprint_of(a="1", b="2") == fingerprint_of(b="2", a="1") != fingerprint_of(a="1", b="3")
+
+
+def test_a_resumed_run_with_an_edited_train_file_ends_at_the_first_found(tmp_path: Path) -> None:
+    trainer: Any = object.__new__(Trainer)
+    trainer.config, trainer.progress = config_in(tmp_path), progress("a" * 32)
+    hello = SimpleNamespace(dataset_fingerprint="b" * 32, tokenizer_hash="", num_eval_problems=0)
+    trainer.rank_zero = SimpleNamespace(source=SimpleNamespace(wait_for_sampler=lambda: hello))
+    with pytest.raises(UserError) as caught:
+        trainer.run()
+    assert str(caught.value) == (
+        f"the checkpoint of step 40 was trained with the dataset_fingerprint {'a' * 32}, now it is {'b' * 32}: "
+        "rows of data.train have changed, or more of them are too long or have no answer. Bring the old one back; or "
+        f"start a new run from its weights: model.path={tmp_path}/run/checkpoints/step_000040 run.resume=false "
+        f"run.output_dir={tmp_path}/run-2"
+    )
+
+
+def prompt(columns: dict[str, Any], *token_ids: int) -> Prompt:
+    return Prompt(Problem(0, columns), "", "", np.array(token_ids, np.int32))
+
+
+def test_the_fingerprint_sees_values_columns_and_order() -> None:
+    a, b = prompt({"question": "1", "answer": "2"}, 1, 2), prompt({"question": "3", "answer": "4"}, 3)
+    others = (
+        [b, a],
+        [a],  # b is too long now
+        [prompt({"question": "1", "answer": "5"}, 1, 2), b],
+        [prompt({"question": "1", "solution": "2"}, 1, 2), b],
+        [prompt({"question": "1", "answer": "2", "level": 1}, 1, 2), b],
+    )
+    assert len({fingerprint(prompts) for prompts in [[a, b], *others]}) == 6
+
+
+def test_the_fingerprint_does_not_see_the_order_of_columns_nor_tokens() -> None:
+    """A chat template may write the date: those of tomorrow are other tokens."""
+    today = prompt({"question": "1", "answer": "2"}, 1, 2)
+    assert fingerprint([today]) == fingerprint([prompt({"answer": "2", "question": "1"}, 1, 3)])
+
+
+def test_the_fingerprint_of_objects_does_not_depend_on_where_they_lie_in_memory() -> None:
+    class Picture:
+        pass
+
+    first, second = Picture(), Picture()
+    assert repr(first) != repr(second)
+    assert fingerprint([prompt({"image": first}, 1)]) == fingerprint([prompt({"image": second}, 1)])

@@ -1,0 +1,358 @@
+"""A reward that hangs, dies, forks, prints or raises costs its group and nothing else."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+
+from common.config import Rewards
+from common.errors import UserError
+from rewards.pool import RewardFailure, RewardPool
+from tests.support.speed import limit, overdue, until
+
+pytestmark = pytest.mark.timeout(60)
+
+ROOT = Path(__file__).resolve().parents[2]
+COLUMNS = {"question": "2+2?", "answer": "#### 4"}
+# Does what the completion says.
+REWARD = """
+import os, signal, subprocess, sys, time
+
+def act(prompts, completions, question, **columns):
+    for completion in completions:
+        text = completion if isinstance(completion, str) else completion[0]["content"]
+        exec(text)
+    return [float(len(completions))] * len(completions)
+
+def returns(completions, **columns):
+    return eval(completions[0])
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "mine.py"
+    path.write_text(REWARD)
+    return path
+
+
+@pytest.fixture(scope="module")
+def limit_s():
+    return limit(0.5)
+
+
+@pytest.fixture(scope="module")
+def pool(file):
+    """For what needs no deadline: a busy machine may stop a good reward for a second."""
+    with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=limit(10)), columns=COLUMNS) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def returning(file):
+    """Returns what the first completion says."""
+    with RewardPool(Rewards(reward_funcs=[f"{file}:returns"])) as pool:
+        yield pool
+
+
+def submit(pool, key, *completions, prompt="2+2?", columns=COLUMNS):
+    pool.submit(key, prompt, completions, [[1]] * len(completions), columns)
+
+
+def one(pool):
+    [(key, result)] = pool.ready(timeout_s=limit(20))
+    return key, result
+
+
+def results_and_seconds(pool, completion):
+    """What a bad job gives, and a good one behind it in the same process."""
+    start = time.monotonic()
+    submit(pool, "bad", completion)
+    submit(pool, "good", "pass")
+    results = {}
+    while pool.pending:
+        results.update(pool.ready(timeout_s=limit(20)))
+    return results, time.monotonic() - start
+
+
+SPINS = "while True: pass"
+NEVER_END = {
+    "time.sleep(60)": " s, killed. First completion: 'time.sleep(60)'",
+    SPINS: "killed",
+    "9 ** 9 ** 9": "killed",
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)": "killed",
+    "subprocess.run(['sleep', '60'])": "killed",
+}
+
+
+@pytest.fixture(scope="module")
+def never_ending(file, limit_s, tmp_path_factory):
+    """All that waits for a timeout, three at once: results of each bad job, what its child was, what was counted."""
+    pid = tmp_path_factory.mktemp("forked") / "pid"
+
+    def one_by_one():
+        with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=limit_s), columns=COLUMNS) as pool:
+            return {completion: results_and_seconds(pool, completion) for completion in NEVER_END}
+
+    def forks():
+        code = f"p = subprocess.Popen(['sleep', '61']); open({str(pid)!r}, 'w').write(str(p.pid)); time.sleep(60)"
+        with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=limit_s)) as pool:
+            submit(pool, 1, code)
+            return one(pool)[1]
+
+    def counted():
+        with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=limit_s)) as pool:
+            for completion in ("time.sleep(1000)", "os._exit(1)", "os._exit(1)", "1/0", "1/0", "1/0", "pass"):
+                submit(pool, completion, completion)
+            while pool.pending:
+                pool.ready(timeout_s=limit(5))
+            return pool.num_timeouts, pool.num_crashes, pool.num_errors
+
+    with ThreadPoolExecutor(3) as threads:
+        forked, counts, of_each = (threads.submit(work) for work in (forks, counted, one_by_one))
+        results = {"of_each": of_each.result(), "forked": forked.result(), "counts": counts.result()}
+    return SimpleNamespace(**results, pid=int(pid.read_text()))
+
+
+def test_jobs_come_back_with_their_keys_and_scores():
+    with RewardPool(Rewards(reward_weights=[1.0, 0.5]), columns=COLUMNS) as pool:
+        assert pool.ready() == []
+        good = "<think>a</think><answer>4</answer>"
+        pool.submit(("group", 7), "2+2?", [good, "5"], [np.array([1], np.int32)] * 2, COLUMNS)
+        assert pool.pending == 1
+        key, scores = one(pool)
+        assert pool.pending == 0
+    assert key == ("group", 7)
+    assert scores == [({"answer": 1.0, "format": 1.25}, 1.625), ({"answer": -1.0, "format": -1.0}, -1.5)]
+
+
+@pytest.mark.parametrize(
+    ("completion", "kind", "words"),
+    [
+        *((completion, "timeout", words) for completion, words in NEVER_END.items()),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "crash", "died of signal 11"),
+        ("os._exit(3)", "crash", "ended with exit code 3"),
+        ("os.closerange(0, 100)", "crash", "the reward process"),
+        ("os.fork() and os.kill(os.getpid(), 9) or time.sleep(60)", "crash", "died of signal 9"),
+        ("raise ValueError('bad value')", "error", "act raised ValueError: bad value"),
+        ("sys.exit(0)", "error", "act raised SystemExit"),
+        ("f = lambda g: g(g)\nf(f)", "error", "RecursionError"),
+        ("b'x' * 10**10", "error", "MemoryError"),
+        ("bytearray(10**10)", "error", "MemoryError"),
+    ],
+)
+def test_a_bad_reward_is_reported_in_time_and_the_next_job_is_scored(
+    request, pool, limit_s, figure, completion, kind, words
+):
+    """Reported by the deadline, if not at once, and a good job behind it within one second of that."""
+    if completion in NEVER_END:
+        results, seconds = request.getfixturevalue("never_ending").of_each[completion]
+        assert not overdue(seconds - limit_s, 1.0)
+    else:
+        results, seconds = results_and_seconds(pool, completion)
+        assert not overdue(seconds, 1.2)
+    assert results["bad"].kind == kind
+    assert words in results["bad"].reason
+    assert results["good"][0][1] == 1.0
+    if completion == SPINS:
+        figure("R12", f"a reward that spins, deadline {limit_s:.1f} s: the next group is scored after {seconds:.2f} s")
+
+
+def test_an_end_of_its_own_is_named_however_late_the_machine_tells_of_it(pool, monkeypatch):
+    monkeypatch.setattr("rewards.process.has_exited", lambda process: False)  # its pipes are closed, and no more
+    submit(pool, 1, "os._exit(3)")
+    assert "the reward process ended with exit code 3" in one(pool)[1].reason
+
+
+def test_failures_are_counted_by_kind(never_ending):
+    assert never_ending.counts == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("[1.0] * 7", "returned 7 values for 2 completions. First completion: '[1.0] * 7'"),
+        ("[1.0, float('nan')]", "returned nan"),
+        ("['1', '2']", "returned '1'"),
+        ("[None, None]", "is None"),
+        ("{}", "returned {}"),
+    ],
+)
+def test_a_wrong_return_value_is_an_error_with_the_value(returning, value, words):
+    submit(returning, 1, value, "x")
+    _, failure = one(returning)
+    assert failure.kind == "error" and words in failure.reason
+
+
+def test_a_fork_that_returns_twice_gives_one_answer(pool, file):
+    submit(pool, 1, "os.fork()")
+    assert one(pool)[1][0][1] == 1.0
+    submit(pool, 2, "pass", "pass")
+    assert one(pool) == (2, [({"act": 2.0}, 2.0)] * 2)
+
+
+def test_nothing_that_a_reward_forked_outlives_its_timeout(never_ending):
+    assert never_ending.forked.kind == "timeout"
+    assert_gone(never_ending.pid)
+
+
+def assert_gone(pid):
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, 2.0)
+
+
+def test_prints_go_to_stderr_and_never_into_the_protocol(file, capfd):
+    with RewardPool(Rewards(reward_funcs=[f"{file}:act"])) as pool:
+        submit(pool, 1, "print('hello'); os.write(1, b'raw'); subprocess.run(['echo', 'child']); input")
+        assert one(pool)[1][0][1] == 1.0
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert all(word in err for word in ("hello", "raw", "child"))
+
+
+def test_a_process_killed_while_idle_is_replaced_without_failing_a_job(pool):
+    submit(pool, 1, "pass")
+    one(pool)
+    pid = pool._processes[0]._process.pid
+    os.kill(pid, signal.SIGKILL)
+    assert_gone(pid)
+    submit(pool, 2, "pass")
+    assert not isinstance(one(pool)[1], RewardFailure)
+
+
+def test_completions_are_strings_for_text_prompts_and_messages_for_chat_prompts(file):
+    chat = [{"role": "user", "content": "2+2?"}]
+    with RewardPool(Rewards(reward_funcs=[f"{file}:returns", f"{file}:act"])) as pool:
+        submit(pool, 1, "[float(type(completions[0]) is str)]")
+        assert one(pool)[1][0][0] == {"returns": 1.0, "act": 1.0}
+    with RewardPool(Rewards(reward_funcs=[f"{file}:act"])) as pool:
+        asserts = "assert completions == [[dict(role='assistant', content=text)]]"
+        submit(pool, 1, f"{asserts} and prompts == [{chat!r}]", prompt=chat)
+        assert one(pool)[1][0][1] == 1.0
+
+
+def test_columns_arrive_once_per_completion_and_what_cannot_be_sent_is_an_error(returning):
+    row = {"levels": np.array([1, 2]), "when": None}
+    seen = {"levels": [[1, 2]], "when": [None], "prompts": ["2+2?"], "completion_ids": [[1]]}
+    submit(returning, 1, f"[float({seen!r}.items() <= columns.items())]", columns=row)
+    assert one(returning)[1][0][1] == 1.0
+    submit(returning, 2, "[1.0]", columns={"image": object()})
+    assert "object cannot be sent" in one(returning)[1].reason
+    submit(returning, 3, "\ud800")
+    assert "surrogates not allowed" in one(returning)[1].reason
+    submit(returning, 4, "[1.0]")
+    assert one(returning)[1][0][1] == 1.0
+
+
+def test_a_job_larger_than_a_pipe_passes(returning):
+    submit(returning, 1, "[1.0] * 2 #", "x" * 3_000_000)
+    assert one(returning)[1][1][1] == 1.0
+
+
+def waits_for(path):
+    return f"while not os.path.exists({str(path)!r}): time.sleep(0.01)"
+
+
+def test_two_workers_run_two_slow_rewards_at_once(file, tmp_path):
+    """Each ends when the other has begun: one after the other, both would be killed at the deadline."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=limit(10)), num_workers=2) as pool:
+        for mine, its in ((one, other), (other, one)):
+            submit(pool, mine.name, f"open({str(mine)!r}, 'w').close()\n{waits_for(its)}")
+        results = {}
+        while pool.pending:
+            results.update(pool.ready(timeout_s=limit(5)))
+    assert not any(isinstance(result, RewardFailure) for result in results.values())
+
+
+def test_ready_does_not_wait_unless_asked_and_never_longer(file, tmp_path):
+    with RewardPool(Rewards(reward_funcs=[f"{file}:act"])) as pool:
+        submit(pool, 1, waits_for(tmp_path / "go"))
+        looks = []
+        for _ in range(5):  # the machine may stop one of them for a moment
+            start = time.monotonic()
+            assert pool.ready() == []
+            looks.append(time.monotonic() - start)
+        assert not overdue(min(looks), 0.05)
+        assert pool.ready(timeout_s=0.05) == []
+        (tmp_path / "go").touch()
+        assert one(pool)[0] == 1
+
+
+def test_what_the_user_can_fix_stops_the_start(file, tmp_path):
+    (tmp_path / "dies.py").write_text("import os\nos.kill(os.getpid(), 11)\n")
+    for names, words in (
+        (["anser"], "Did you mean answer?"),
+        ([f"{file}:act"], "wants 'question'"),
+        ([f"{tmp_path}/dies.py:f"], "died of signal 11"),
+    ):
+        with pytest.raises(UserError) as error, RewardPool(Rewards(reward_funcs=names), columns=["answer"]):
+            pass
+        assert words in str(error.value)
+
+
+def test_leaving_the_pool_kills_a_busy_reward_at_once(file):
+    with RewardPool(Rewards(reward_funcs=[f"{file}:act"])) as pool:
+        submit(pool, 1, "time.sleep(60)")
+        time.sleep(0.1)
+        pid = pool._processes[0]._process.pid
+        start = time.monotonic()
+    assert not overdue(time.monotonic() - start, 1.0)
+    assert_gone(pid)
+
+
+def start_parent(file, code):
+    """A Python process with a pool whose worker spins; prints the worker's id."""
+    script = f"""
+        import signal, sys, time
+        from common.config import Rewards
+        from rewards.pool import RewardPool
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits SIGINT ignored
+        with RewardPool(Rewards(reward_funcs=["{file}:act"])) as pool:
+            try:
+                pool.submit(1, "", [{code!r}], [[1]], {{"question": ""}})
+                time.sleep(0.1)
+                print(pool._processes[0]._process.pid, flush=True)
+                time.sleep(60)
+            except KeyboardInterrupt:
+                sys.exit(130)
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    return parent, int(parent.stdout.readline())
+
+
+@pytest.mark.parametrize("code", ["while True: pass", "pass"])
+def test_a_worker_dies_with_its_parent_even_inside_a_reward(file, code):
+    parent, worker = start_parent(file, code)
+    parent.kill()
+    parent.communicate()
+    assert_gone(worker)
+
+
+def test_ctrl_c_ends_the_parent_without_a_word_from_the_worker(file):
+    parent, worker = start_parent(file, "time.sleep(60)")
+    os.killpg(parent.pid, signal.SIGINT)
+    _, err = parent.communicate(timeout=limit(10))
+    assert parent.returncode == 130
+    assert err == ""
+    assert_gone(worker)
+
+
+def test_the_worker_imports_neither_torch_nor_vllm_and_is_up_fast(file):
+    code = "bad = {'torch', 'vllm', 'transformers', 'numpy', 'datasets'} & set(sys.modules); assert not bad, bad"
+    start = time.monotonic()
+    with RewardPool(Rewards(reward_funcs=["answer", "format", f"{file}:act"])) as pool:
+        assert not overdue(time.monotonic() - start, 2.0)
+        submit(pool, 1, code)
+        assert not isinstance(result := one(pool)[1], RewardFailure), result

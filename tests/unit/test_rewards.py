@@ -1,0 +1,297 @@
+"""Built-in rewards, finding and checking reward functions, and the weighted sum."""
+
+import math
+import time
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from common.errors import UserError
+from rewards import RewardError, score_completions
+from rewards.find import check_signature, resolve
+from rewards.format import is_formatted
+from rewards.gsm8k import answer, last_number
+from tests.support.speed import cpu_overdue
+from tests.support.texts import CHARACTERS
+
+NATALIA = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nNatalia sold 48+24 = <<48+24=72>>72 clips.\n#### 72"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("72", Fraction(72)),
+        ("It is 71 or 72.", Fraction(72)),
+        ("18.00", Fraction(18)),
+        ("$18.", Fraction(18)),
+        ("$1,234,567.50 in total", Fraction(2469135, 2)),
+        ("-7", Fraction(-7)),
+        ("−7", Fraction(-7)),
+        ("-$5", Fraction(-5)),
+        ("$-5", Fraction(-5)),
+        ("-\\$5", Fraction(-5)),
+        ("x=-.5", Fraction(-1, 2)),
+        ("50%", Fraction(50)),
+        ("3/4", Fraction(3, 4)),
+        ("-3/4 of it", Fraction(-3, 4)),
+        ("\\boxed{72}", Fraction(72)),
+        ("**72**", Fraction(72)),
+        ("48-24=24", Fraction(24)),
+        ("10-5", Fraction(5)),
+        ("covid-19", Fraction(19)),
+        ("1,2,3", Fraction(3)),
+        ("1234,567", Fraction(567)),
+        ("9" * 90, Fraction(10**90 - 1)),
+        ("0.1", Fraction(1, 10)),
+        ("5/0", None),
+        ("9" * 101, None),
+        ("," + ",111" * 60, None),
+        ("no number", None),
+        ("", None),
+        ("٧٢ ７２ ⁷²", None),
+        ("__import__('os').system('true')", None),
+    ],
+)
+def test_the_last_number_of_a_text_is_read_exactly(text, value):
+    assert last_number(text) == value
+
+
+@given(st.integers(-(10**12), 10**12), st.integers(0, 99), st.sampled_from(["", "$", "about ", "= ", "(", "\n"]))
+def test_any_decimal_number_is_read_back_whatever_its_notation(whole, cents, before):
+    value = Fraction(whole) + (Fraction(cents, 100) if whole >= 0 else -Fraction(cents, 100))
+    for notation in (f"{whole}.{cents:02d}", f"{whole:,}.{cents:02d}"):
+        assert last_number(f"7 apples, {before}{notation} in all.") == value
+
+
+@given(st.text(CHARACTERS))
+@example("<answer>" * 3)
+@example("</answer><answer>1")
+def test_no_text_breaks_a_built_in_reward(text):
+    assert answer(completions=[text], answer=["#### 5"])[0] in (1.0, -1.0)
+    assert resolve("format")(completions=[text])[0] in (1.25, -1.0)
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("<think>48/2=24</think><answer>72</answer>", 1.0),
+        ("<think>48/2=24</think><answer>$72.00</answer>", 1.0),
+        ("Natalia sold 72 clips.", 1.0),
+        ("<answer>71</answer> so 72", -1.0),
+        ("<answer>71</answer><answer>72</answer>", 1.0),
+        ("72 <answer>seventy-two</answer>", -1.0),
+        ("72 <answer></answer>", -1.0),
+        ("<answer>72", 1.0),
+        ("72</answer>", 1.0),
+        ("<answer><answer>72</answer></answer>", 1.0),
+        ("<answer>-72</answer>", -1.0),
+        ("", -1.0),
+    ],
+)
+def test_the_answer_reward_reads_the_last_answer_tag_or_else_the_last_number(completion, reward):
+    assert answer(completions=[completion], answer=[NATALIA]) == [reward]
+
+
+def test_gold_may_be_text_without_marks_or_a_number_and_is_none_without_one():
+    completions = ["it is 0.5", "it is 0.5", "72", "0.00001", "72", "72", "1"]
+    golds = ["0.50", 0.5, 72, 1e-05, "#### unknown", math.nan, True]
+    assert answer(completions=completions, answer=golds) == [1.0, 1.0, 1.0, 1.0, None, None, None]
+
+
+def test_built_in_rewards_accept_chat_messages():
+    completions = [[{"role": "assistant", "content": "<think>a</think>\n<answer>72</answer>"}]]
+    assert answer(completions=completions, answer=[NATALIA]) == [1.0]
+    assert resolve("format")(completions=completions) == [1.25]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_right"),
+    [
+        ("<think>a</think><answer>4</answer>", True),
+        (" \n<think>a\nb</think> \n <answer> 4 </answer>\n", True),
+        ("<think>a</think><answer>4</answer><|im_end|>", True),
+        ("<think>a</think><answer>4</answer> <|endoftext|>\n", True),
+        ("<think>a</think><answer>4</answer><|im_end|><|im_end|>", False),
+        ("<think>a</think><answer>4</answer> done", False),
+        ("well <think>a</think><answer>4</answer>", False),
+        ("<think>a</think> so <answer>4</answer>", False),
+        ("<think> </think><answer>4</answer>", False),
+        ("<think>a</think><answer> </answer>", False),
+        ("<think></think><answer></answer>", False),
+        ("<think>a<answer>4</answer></think>", False),
+        ("<answer>4</answer><think>a</think>", False),
+        ("<think>a</think><answer>4</answer><answer>4</answer>", False),
+        ("<think><think>a</think><answer>4</answer>", False),
+        ("<think>a</think><answer>4", False),
+        ("<THINK>a</THINK><answer>4</answer>", False),
+        ("<think>a</answer>", False),
+        ("<think>a</think></answer>", False),
+        ("", False),
+    ],
+)
+def test_the_format_is_one_thought_then_one_answer_and_nothing_else(text, is_right):
+    assert is_formatted(text) is is_right
+
+
+def test_a_megabyte_of_hostile_text_is_scored_within_50_ms():
+    pieces = ["1", "1,", "1/", "-", "a", " ", "<answer>", "</answer>", "<think>", "<think>a</think>", "111,", ".", "$-"]
+    for piece in [*pieces, "<think>" + "9" * 99, "١", "\n####"]:
+        text = piece * (1_000_000 // len(piece))
+        start = time.process_time()
+        answer(completions=[text], answer=[text])
+        resolve("format")(completions=[text])
+        assert not cpu_overdue(time.process_time() - start, 0.05), piece
+
+
+def test_functions_are_found_by_name_by_module_and_by_file(tmp_path):
+    (tmp_path / "mine.py").write_text("def short(completions, **columns):\n    return [1.0 for c in completions]\n")
+    assert resolve("answer") is answer
+    assert resolve("rewards.gsm8k.answer") is answer
+    assert resolve(f"{tmp_path}/mine.py:short")(completions=["a", "b"]) == [1.0, 1.0]
+
+
+def test_two_files_of_one_name_are_two_modules(tmp_path):
+    for value in ("1", "2"):
+        (tmp_path / value).mkdir()
+        (tmp_path / value / "mine.py").write_text(f"def f(completions):\n    return [{value}]\n")
+    assert [resolve(f"{tmp_path}/{value}/mine.py:f")(completions=["a"]) for value in ("1", "2")] == [[1], [2]]
+
+
+def test_every_way_to_misname_a_function_says_how_to_name_it(tmp_path):
+    (tmp_path / "mine.py").write_text("import os\nlimit = 3\ndef short(completions):\n    return []\n")
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
+    (tmp_path / "typo.py").write_text("def f(:\n")
+    for name, words in {
+        "anser": ["Did you mean answer?", "answer, format", "path/file.py:function"],
+        f"{tmp_path}/mine.py": ["which function", f"{tmp_path}/mine.py:function"],
+        f"{tmp_path}/min.py:short": ["no file", f"Did you mean {tmp_path}/mine.py?"],
+        f"{tmp_path}/mine.py:shot": ["no function 'shot'", "Did you mean short?"],
+        f"{tmp_path}/mine.py:xyzzy": ["no function 'xyzzy'", "Functions there: short"],
+        f"{tmp_path}/mine.py:limit": ["no function 'limit'"],
+        f"{tmp_path}/broken.py:f": ["cannot be imported", "No module named 'nothing_of_this_name'", "broken.py:1"],
+        f"{tmp_path}/typo.py:f": ["cannot be imported", "SyntaxError", "typo.py, line 1"],
+        "nothing_of_this_name.f": ["no module 'nothing_of_this_name'", "path/file.py:function"],
+        "rewards.gsm8k.anser": ["no function 'anser'", "Did you mean answer?"],
+    }.items():
+        with pytest.raises(UserError) as error:
+            resolve(name)
+        for word in words:
+            assert word in str(error.value)
+
+
+def test_a_parameter_that_is_no_column_is_refused_by_name_with_the_columns_there():
+    def needs_solution(completions, solution, **columns):
+        return [0.0] * len(completions)
+
+    with pytest.raises(UserError) as error:
+        check_signature(needs_solution, ["question", "answer"])
+    for words in ("needs_solution wants 'solution'", "question, answer", "add **kwargs", "{answer: solution}"):
+        assert words in str(error.value)
+    check_signature(needs_solution, ["question", "solution"])
+
+
+def test_signatures_that_cannot_be_called_by_keyword_are_refused():
+    def positional(completions, /, **columns): ...
+
+    def blind(prompts): ...
+
+    for function, words in ((positional, "positional only"), (blind, "takes no completions")):
+        with pytest.raises(UserError, match=words):
+            check_signature(function, ["question"])
+    check_signature(lambda prompts, completions, completion_ids, question, level=3: [], ["question"])
+    check_signature(lambda **everything: [], [])
+    for name in ("answer", "format"):
+        check_signature(resolve(name), ["question", "answer"])
+
+
+def run(function, completions=("a", "b"), **columns):
+    ids = [[1]] * len(completions)
+    return score_completions([("fn", function, 1.0)], ["p"] * len(completions), list(completions), columns, ids)
+
+
+def test_the_weighted_sum_leaves_out_rewards_that_do_not_apply():
+    first = ("first", lambda completions, **_: [1.0, None, 0.25], 1.0)
+    second = ("second", lambda completions, **_: [-1, 2.0, np.float32(0.5)], 0.5)
+    scores = score_completions([first, second], ["p"] * 3, ["a", "b", "c"], {}, [[1]] * 3)
+    assert [total for _, total in scores] == [0.5, 1.0, 0.5]
+    assert scores[0][0] == {"first": 1.0, "second": -1.0}
+    assert math.isnan(scores[1][0]["first"]) and scores[1][0]["second"] == 2.0
+
+
+def test_functions_get_what_they_name_by_keyword_and_everything_with_double_star():
+    seen = {}
+
+    def everything(**arguments):
+        seen.update(arguments)
+        return [0.0, 0.0]
+
+    run(everything, answer=["3", "4"], level=[1, 2])
+    assert {name: value for name, value in seen.items() if isinstance(value, list)} == {
+        "prompts": ["p", "p"],
+        "completions": ["a", "b"],
+        "completion_ids": [[1], [1]],
+        "completions_ids": [[1], [1]],
+        "answer": ["3", "4"],
+        "level": [1, 2],
+    }
+    assert [total for _, total in run(lambda completions, level: level, answer=["3", "4"], level=[1, 2])] == [1.0, 2.0]
+
+
+def test_a_function_that_changes_its_arguments_does_not_mislead_the_next():
+    def vandal(completions, **columns):
+        completions.reverse()
+        return [0.0] * len(completions)
+
+    def judge(completions):
+        return [float(c == "a") for c in completions]
+
+    scores = score_completions([("v", vandal, 1.0), ("j", judge, 1.0)], ["p"] * 2, ["a", "b"], {}, [[1]] * 2)
+    assert [rewards["j"] for rewards, _ in scores] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ([1.0], "fn returned 1 values for 2 completions. First completion: 'a'"),
+        ([1.0, math.nan], "fn returned nan, expected a finite number or None. Completion: 'b'"),
+        ([math.inf, 1.0], "fn returned inf"),
+        (["1", 1.0], "fn returned '1'"),
+        ([10**400, 1.0], "fn returned 1000000"),
+        ([10**5000, 1.0], "fn returned a value of type int"),
+        ([1j, 1.0], "fn returned 1j"),
+        (1.0, "fn returned 1.0, expected a list of 2 numbers"),
+        (None, "fn returned None, expected a list"),
+        ("ab", "fn returned 'ab', expected a list"),
+        ([None, 1.0], "every reward is None for a completion: fn. Completion: 'a'"),
+    ],
+)
+def test_anything_but_one_finite_number_per_completion_is_an_error_that_shows_it(value, words):
+    with pytest.raises(RewardError) as error:
+        run(lambda completions: value)
+    assert words in str(error.value)
+
+
+def test_a_weighted_sum_that_overflows_is_an_error():
+    with pytest.raises(RewardError, match="not finite"):
+        score_completions([("fn", lambda completions: [1e308], 10.0)], ["p"], ["a"], {}, [[1]])
+
+
+def test_an_exception_becomes_an_error_with_its_line_and_the_completion():
+    def fails(completions, **columns):
+        raise KeyError("reward_model")
+
+    def leaves(completions, **columns):
+        raise SystemExit(3)
+
+    with pytest.raises(RewardError, match=r"fn raised KeyError: 'reward_model' \(test_rewards.py:\d+\). First .*'a'"):
+        run(fails)
+    with pytest.raises(RewardError, match="fn raised SystemExit: 3"):
+        run(leaves)
+
+
+def test_bools_integers_and_arrays_are_numbers():
+    assert [t for _, t in run(lambda completions: [True, False])] == [1.0, 0.0]
+    assert [t for _, t in run(lambda completions: np.array([1, 2]))] == [1.0, 2.0]

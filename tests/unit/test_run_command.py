@@ -1,0 +1,203 @@
+"""`launch.sh run` before and after its two processes: the run folder, the commands, the report."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from common.config import Config, load
+from common.errors import UserError
+from common.run_folder import checkpoints
+from launcher import run as launcher_run
+from launcher.commands import Commands
+from launcher.machine import ROOT
+from launcher.output_dir import LOCK, check_folder, move_aside
+from launcher.placement import placement
+from launcher.run import built_by, main, parse, to_resume
+from report.run_log import MetricsLog
+from tests.support.configs import config_of
+from tests.support.speed import overdue
+
+
+def config(folder: Path, resume: bool = False) -> Config:
+    return config_of(run={"output_dir": folder, "resume": resume})
+
+
+@pytest.mark.processes
+def test_a_typo_ends_with_2_in_less_than_two_seconds_and_starts_nothing(tmp_path):
+    begun = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, "-m", "launcher.run", f"run.output_dir={tmp_path}/x", "trainer.max_step=3"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2
+    assert "Did you mean trainer.max_steps?" in result.stderr
+    assert not overdue(time.monotonic() - begun, 2.0)
+    assert not (tmp_path / "x").exists()
+
+
+def test_without_a_config_the_quick_start_runs():
+    assert parse([]) == (Path("configs/quickstart.yaml"), [])
+    assert parse(["trainer.max_steps=2"]) == (Path("configs/quickstart.yaml"), ["trainer.max_steps=2"])
+    assert parse(["a.yaml", "x.y=1"]) == (Path("a.yaml"), ["x.y=1"])
+
+
+def test_a_run_goes_on_with_what_was_typed_and_not_with_what_was_chosen_for_it():
+    typed = ["trainer.max_steps=2", "run.resume=false", "vllm.hf_token=abc"]
+    assert to_resume(Path("my configs/a.yaml"), typed, Path("hosts")) == (
+        "bash launch.sh run 'my configs/a.yaml' trainer.max_steps=2 'vllm.hf_token=***' run.resume=true --hosts hosts"
+    )
+    assert to_resume(Path("a.yaml"), ["run.resume=true"], None) == "bash launch.sh run a.yaml run.resume=true"
+
+
+def test_an_earlier_run_moves_aside_to_the_first_free_number(tmp_path):
+    folder = tmp_path / "quickstart"
+    assert move_aside(folder) is None
+    for expected in ("quickstart-1", "quickstart-2"):
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text(expected)
+        moved = move_aside(folder)
+        assert moved is not None and moved.name == expected
+        assert (moved / "metrics.jsonl").read_text() == expected and not folder.exists()
+    folder.mkdir()
+    (folder / LOCK).touch()
+    assert move_aside(folder) is None  # nothing was run in it
+
+
+@pytest.mark.processes
+def test_a_report_to_a_terminal_that_is_gone_does_not_change_how_the_run_ended(tmp_path):
+    code = (
+        "import sys, report.main as report; from pathlib import Path; from launcher import run\n"
+        "report.main = lambda _: print('held-out answer')\n"
+        "run._say('continue with'); run._report(Path('.')); sys.exit(130)"
+    )
+    ends = [os.pipe() for _ in range(2)]
+    for reading, _ in ends:
+        os.close(reading)
+    out, err = (writing for _, writing in ends)
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=out, stderr=err).returncode == 130
+
+
+def test_the_time_to_stop_is_that_of_the_last_batches_and_their_checkpoints(tmp_path):
+    """2 · (2 steps of a batch · 40 s + 6 s)"""
+    given = config_of(run={"output_dir": tmp_path}, algorithm={"num_iterations": 2}, trainer={"max_steps": 4})
+    commands = Commands(tmp_path / "c.yaml", [], given, SimpleNamespace(num_ranks=1))
+    assert commands.batch_s() == 0.0
+    rows = [{"step": 1, "step_time": 40.0}, {"step": 2, "step_time": 3.0, "timing/checkpoint_s": 6.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert commands.batch_s() == 172.0
+
+
+def test_a_folder_with_steps_is_refused_unless_resumed(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    anew = rf"run\.output_dir={tmp_path}-2"  # and not each the other's remedy
+    with pytest.raises(UserError, match=rf"already holds a run of 2 steps, without a checkpoint .*: start .* {anew}$"):
+        check_folder(config(tmp_path))
+    with pytest.raises(UserError, match=rf"no checkpoint; set {anew} and leave run\.resume out"):
+        check_folder(config(tmp_path, resume=True))
+    (tmp_path / "checkpoints" / "step_000002").mkdir(parents=True)
+    check_folder(config(tmp_path, resume=True))
+    with pytest.raises(UserError, match=r"already holds a run of 2 steps\. Continue it with run\.resume=true"):
+        check_folder(config(tmp_path))
+    assert [path.name for path in checkpoints(tmp_path)] == ["step_000002"]
+    with pytest.raises(UserError, match=r"no checkpoint; leave run\.resume out to start anew"):
+        check_folder(config(tmp_path / "empty", resume=True))
+
+
+def test_a_folder_in_use_is_refused(tmp_path, capsys):
+    import fcntl
+
+    yaml = tmp_path / "c.yaml"
+    yaml.write_text(f"run: {{output_dir: {tmp_path}/run}}\nmodel: {{path: m}}\ndata: {{train: t.jsonl}}\n")
+    (tmp_path / "run").mkdir()
+    with open(tmp_path / "run" / LOCK, "w") as held:
+        held.write("pid 7")
+        held.flush()
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert main([str(yaml)]) == 2
+    assert "belongs to a run that is going on (pid 7)" in capsys.readouterr().err
+
+
+@pytest.fixture
+def undrawn(monkeypatch, without_plots):
+    """Pictures that nobody looks at are empty."""
+    png = "matplotlib.backends.backend_agg.FigureCanvasAgg.print_png"
+    monkeypatch.setattr(png, lambda canvas, file, metadata: file.write(b"PNG"))
+
+
+@pytest.mark.parametrize("code", [0, 1, 130])
+def test_a_run_that_made_steps_leaves_a_report_however_it_ends(tmp_path, monkeypatch, capsys, undrawn, code):
+    folder = tmp_path / "run"
+    log = MetricsLog(folder)
+    log.log(1, {"reward": 1.0})
+    log.close()
+    monkeypatch.setattr(launcher_run, "Supervisor", lambda *_: SimpleNamespace(run=lambda: code))
+    settings = config(folder)
+    command = Commands(tmp_path / "c.yaml", (), settings, placement(settings, (), (0, 1)))
+    assert launcher_run._run(command, "bash launch.sh run c.yaml") == code
+    assert (folder / "report.html").exists() and (folder / "curves.png").exists()
+    assert f"report: {folder / 'report.html'}" in capsys.readouterr().out
+
+
+def test_a_report_that_fails_does_not_change_how_the_run_ended(tmp_path, capsys, undrawn):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "report.html").mkdir()  # in the way
+    launcher_run._report(tmp_path)
+    assert "no report: IsADirectoryError" in capsys.readouterr().err
+
+
+def test_val_only_evaluates_without_a_trainer(tmp_path, monkeypatch):
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(launcher_run.subprocess, "run", run)
+    path, folder = tmp_path / "a.yaml", tmp_path / "run"
+    path.write_text(f"model: {{path: start}}\ndata: {{train: t, eval: e}}\nrun: {{output_dir: {folder}}}\n")
+    words = [str(path), "eval.val_only=true", "eval.temperature=0.5"]
+    assert launcher_run.main(words) == 0
+    assert asked[0][1:6] == ["-m", "launcher.evaluation.main", "start", "--config", str(path)]
+    assert asked[0][6:] == ["--output", str(folder / "evaluations" / "start"), *words[1:]]
+    assert launcher_run.main([*words, "run.resume=true"]) == 2  # nothing to resume
+    for step in ("step_000020", "step_000100"):
+        (folder / "checkpoints" / step).mkdir(parents=True)
+    assert launcher_run.main([*words, "run.resume=true"]) == 0
+    assert asked[1][3] == str(folder / "checkpoints" / "step_000100")
+    assert len(asked) == 2 and not (folder / "logs").exists()
+
+
+def test_ppo_gae_starts_from_the_quick_starts_model_and_differs_in_the_estimator_alone() -> None:
+    names = ("quickstart.yaml", "ppo_gae.yaml", "gsm8k_qwen2.5_1.5b.yaml")
+    quickstart, ppo, gsm8k = (load(ROOT / "configs" / name) for name in names)
+    assert [built_by(config) for config in (quickstart, ppo, gsm8k)] == [
+        "examples.quickstart",
+        "examples.quickstart",
+        None,
+    ]
+    assert ppo.algorithm.adv_estimator == "gae"
+    same = {"run": quickstart.run, "algorithm": quickstart.algorithm, "critic": quickstart.critic}
+    assert ppo.model_copy(update=same) == quickstart
+    assert ppo.algorithm.model_copy(update={"adv_estimator": "grpo", "lam": 1.0}) == quickstart.algorithm
+
+
+def test_after_a_kill_for_memory_the_estimate_of_plan_stands_beside_what_needs_less(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "intermediate_size": 128, '
+        '"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}'
+    )
+    settings = config_of({"path": str(tmp_path)})
+    monkeypatch.setattr(launcher_run, "visible_gpus", lambda _: ())
+    said = launcher_run._less_memory(settings, placement(settings, (), (0, 1)), "trainer")
+    assert said.startswith("plan estimates ") and " GiB per rank: weights" in said
+    assert "model.gradient_checkpointing=true" in said and "bash launch.sh plan" in said

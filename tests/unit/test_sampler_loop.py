@@ -1,0 +1,387 @@
+"""The sampling loop around an engine, a link and rewards that answer when the test says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common import wire
+from common.types import EncodedImage, EvalFailure, EvalRequest, EvalResult, Group, Problem, Prompt, Tombstone
+from launcher.evaluation.main import sample
+from rewards.pool import RewardFailure
+from sampler.completions import Completion
+from sampler.episode import Played
+from sampler.episodes import Sampled, SingleTurns
+from sampler.loop import Sampler, Task
+from sampler.task import GroupKey
+from tests.support.protocol_helpers import make_config
+
+SCORED = [({"answer": 1.0}, 1.0)]  # of the one completion of a held-out problem
+
+
+class OneStepEngine:
+    """Finishes the first `at_once` prompts in one step, or everything: completions of one token."""
+
+    version = 0
+
+    def __init__(self, on_cpu: bool = True, at_once: int | None = None) -> None:
+        self.on_cpu, self._at_once = on_cpu, at_once
+        self.running: dict[Any, int] = {}
+        self.shown: dict[Any, Any] = {}  # the images of each prompt
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    def submit(self, key: Any, _ids: Any, params: Any, images: Any) -> None:
+        self.running[key] = params.num_completions
+        self.shown[key] = images
+
+    def abort(self, keys: Any) -> None:
+        self.running = {key: n for key, n in self.running.items() if key not in keys}
+
+    def step(self) -> list[tuple[Any, list[Completion]]]:
+        finished = dict(list(self.running.items())[: self._at_once])
+        self.running = {key: n for key, n in self.running.items() if key not in finished}
+        one = Completion(np.array([3], np.int32), np.array([-0.5], np.float32), "stop")
+        return [(key, [one] * count) for key, count in finished.items()]
+
+
+class Pool:
+    """Holds what was submitted until `answer` says what it scored."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Any] = []
+        self.answers: list[tuple[Any, Any]] = []
+        self.logged: dict[str, float] = {}
+
+    @property
+    def pending(self) -> int:
+        return len(self.waiting) + len(self.answers)
+
+    def submit(self, key: Any, *_: Any, **__: Any) -> None:
+        self.waiting.append(key)
+
+    def ready(self, timeout_s: float) -> list[tuple[Any, Any]]:
+        answers, self.answers = self.answers, []
+        return answers
+
+    def answer(self, key: Any, scores: Any) -> None:
+        self.waiting.remove(key)
+        self.answers.append((key, scores))
+
+
+class Loop:
+    """A Sampler, what it waits for, and what it sent."""
+
+    def __init__(self, folder: Path, engine: OneStepEngine | None = None, images: Any = (), **sections: Any) -> None:
+        self.sent: list[Any] = []
+        self.pool, self.engine = Pool(), engine or OneStepEngine()
+        prompts = [Prompt(Problem(i, {}), "?", "?", np.array([1], np.int32), images) for i in range(4)]
+        self.link = SimpleNamespace(
+            credit=None,
+            receive=lambda timeout_s: False,
+            has_result=lambda group_id: False,
+            send_result=self.sent.append,
+            send_eval=self.sent.append,
+            beat=lambda *_, now: None,
+        )
+        task = Task(prompts, prompts, lambda ids: ["text" for _ in ids])
+        parts: list[Any] = [self.engine, self.link, self.pool]
+        self.sampler = Sampler(make_config(folder, **sections), task, *parts, None)
+
+    def credited(self, version: int, lease: list[int], *evals: EvalRequest) -> None:
+        self.engine.version = version
+        self.link.credit = wire.Credit(0, lease, list(evals), version, "", "", version)
+        self.turn()
+
+    def turn(self) -> None:
+        self.sampler.wait_for_credit_or_work()
+        self.sampler.abort_unleased_work()
+        self.sampler.start_leased_work()
+        self.sampler.start_evaluation()
+        self.sampler.generate()
+        self.sampler.rest_if_done()
+        self.sampler.send_scored()
+
+    def answer_all(self, scores: Any = SCORED) -> None:
+        for key in list(self.pool.waiting):
+            self.pool.answer(key, scores)
+        self.turn()
+
+
+def test_a_reward_of_an_earlier_evaluation_that_returns_in_a_later_one_is_dropped(tmp_path: Path) -> None:
+    """Another sampler answered the chunk meanwhile, so the trainer went on without this one."""
+    loop = Loop(tmp_path)
+    loop.credited(0, [], EvalRequest("v0", 0, (0, 1)))
+    [scored, failed] = loop.pool.waiting
+    loop.credited(1, [], EvalRequest("v1", 0, (2, 3)))
+    loop.pool.answer(scored, SCORED)
+    loop.pool.answer(failed, RewardFailure("timeout", "no reward within 10 s, killed"))
+    loop.turn()
+    assert loop.sent == []
+    loop.answer_all()
+    [result] = loop.sent
+    assert (result.eval_id, [s.problem_index for s in result.samples]) == ("v1", [2, 3])
+
+
+def test_a_failed_reward_costs_one_held_out_problem_and_not_its_chunk(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    request = EvalRequest("v0", 0, (0, 1, 2))
+    loop.credited(0, [], request)
+    loop.pool.answer(loop.pool.waiting[1], RewardFailure("timeout", "no reward within 10 s, killed"))
+    loop.turn()
+    assert loop.sent == [], "the others are still being scored"
+    loop.answer_all()
+    [result] = loop.sent
+    assert isinstance(result, EvalResult)
+    assert [s.problem_index for s in result.samples] == [0, 2]
+    assert result.failures == (EvalFailure(1, "no reward within 10 s, killed"),)
+    loop.credited(0, [], request)
+    assert loop.sent == [result, result], "asked for again, so it was lost: the same answer, failures included"
+
+
+def test_a_failed_reward_of_a_group_is_a_tombstone(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.credited(0, [0, 1])
+    loop.pool.answer(loop.pool.waiting[0], RewardFailure("crash", "its process died"))
+    loop.answer_all(SCORED * 2)
+    tombstone, group = loop.sent
+    assert tombstone == Tombstone(0, 0, "its process died")
+    assert isinstance(group, Group) and group.group_id == 1
+
+
+def test_the_images_of_a_prompt_go_to_the_engine_and_with_the_group(tmp_path: Path) -> None:
+    images = (EncodedImage(b"png", (1, 2, 2)),)
+    loop = Loop(tmp_path, images=images)
+    loop.credited(0, [0], EvalRequest("v0", 0, (1,)))
+    loop.turn()
+    assert list(loop.engine.shown.values()) == [images, images]
+    for key in list(loop.pool.waiting):
+        loop.pool.answer(key, SCORED * (2 if isinstance(key, GroupKey) else 1))
+    loop.turn()
+    groups = [sent for sent in loop.sent if isinstance(sent, Group)]
+    assert [group.images for group in groups] == [images]
+
+
+def test_the_reference_scores_with_the_images_of_the_prompt(tmp_path: Path) -> None:
+    images, given = (EncodedImage(b"png", (1, 2, 2)),), []
+
+    def logprobs(prompt_ids: Any, ids: Any, masks: Any, shown: Any) -> list[Any]:
+        given.append(shown)
+        return [np.full(len(completion), -0.5, np.float32) for completion in ids]
+
+    loop = Loop(tmp_path, images=images)
+    reference: Any = SimpleNamespace(logprobs=logprobs)
+    loop.sampler.reference = reference
+    loop.credited(0, [0])
+    loop.answer_all(SCORED * 2)
+    assert given == [images] and [group.images for group in loop.sent if isinstance(group, Group)] == [images]
+
+
+def test_an_evaluation_without_a_trainer_shows_the_images_too(tmp_path: Path) -> None:
+    images = (EncodedImage(b"png", (1, 2, 2)),)
+    prompts = [Prompt(Problem(i, {}), "?", "?", np.array([1], np.int32), images[:i]) for i in (0, 1)]
+    engine, pool = OneStepEngine(), Pool()
+    pool.submit = lambda key, *_: pool.answers.append((key, SCORED))  # type: ignore[method-assign]
+    parts: list[Any] = [pool, lambda ids: ["text" for _ in ids], SingleTurns(engine)]  # type: ignore[arg-type]
+    samples, failures = sample(make_config(tmp_path), prompts, *parts)
+    assert engine.shown == {0: (), 1: images}
+    assert ([record["problem_index"] for record in samples], failures) == ([0, 1], [])
+
+
+def in_the_engine(loop: Loop) -> list[int | str]:
+    """Numbers of groups and names of held-out problems, in their order."""
+    return [key.group_id if isinstance(key, GroupKey) else f"e{key.problem}" for key in loop.engine.running]
+
+
+def test_on_a_cpu_the_evaluation_starts_when_the_groups_that_the_trainer_waits_for_are_sampled(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, OneStepEngine(at_once=1))
+    loop.credited(0, [0, 1], EvalRequest("v0", 0, (0, 1)))
+    assert in_the_engine(loop) == [1], "group 0 is done, no held-out problem has begun"
+    loop.turn()
+    assert in_the_engine(loop) == []
+    loop.turn()
+    assert in_the_engine(loop) == ["e1"], "e0 is done: they came in their order, and of the same weights"
+    loop.turn()
+    assert [key.policy_version for key in loop.pool.waiting] == [0] * 4
+
+
+def test_on_a_gpu_it_queues_behind_them_at_once_and_fills_the_engine_twice(tmp_path: Path) -> None:
+    """max_num_seqs 3, groups of 2 completions: the two groups leave room for 2 × 3 − 2 × 2 = 2 held-out problems."""
+    loop = Loop(tmp_path, OneStepEngine(on_cpu=False, at_once=1), vllm={"max_num_seqs": 3})
+    loop.credited(0, [0, 1], EvalRequest("v0", 0, (0, 1, 2, 3)))
+    assert in_the_engine(loop) == [1, "e0", "e1"]
+    loop.turn()
+    assert in_the_engine(loop) == ["e0", "e1", "e2", "e3"]
+
+
+def test_groups_that_are_leased_meanwhile_do_not_queue_behind_the_whole_evaluation(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, OneStepEngine(at_once=1), vllm={"max_num_seqs": 2})
+    problems = EvalRequest("v0", 0, (0, 1, 2, 3))
+    loop.credited(0, [], problems)
+    assert in_the_engine(loop) == ["e1"]
+    loop.credited(0, [0], problems)
+    assert in_the_engine(loop) == [0], "a batch took one more group: e1 is done, e2 waits for the group"
+    loop.turn()
+    loop.turn()
+    assert in_the_engine(loop) == ["e3"]
+
+
+def test_what_waits_of_an_evaluation_that_another_sampler_finished_is_never_sampled(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, OneStepEngine(at_once=1), vllm={"max_num_seqs": 1})
+    loop.credited(0, [], EvalRequest("v0", 0, (0, 1, 2)))
+    loop.credited(1, [])
+    assert in_the_engine(loop) == []
+    loop.credited(1, [], EvalRequest("v1", 0, (3,)))
+    loop.answer_all()
+    loop.turn()
+    assert [(result.eval_id, [s.problem_index for s in result.samples]) for result in loop.sent] == [("v1", [3])]
+
+
+def test_groups_that_leave_the_lease_are_aborted_and_counted_unless_they_are_being_scored(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, OneStepEngine(at_once=1))
+    loop.credited(0, [0, 1, 2, 3])
+    assert in_the_engine(loop) == [1, 2, 3], "group 0 is being scored"
+    loop.credited(0, [2])
+    assert loop.engine.running == {}, "2 is done too"
+    assert loop.sampler.stats["total/aborted"] == 2
+    loop.answer_all(SCORED * 2)
+    assert [group.group_id for group in loop.sent] == [0, 2]
+    loop.credited(0, [1])  # its copy was lost with another sampler
+    loop.answer_all(SCORED * 2)
+    assert [group.group_id for group in loop.sent] == [0, 2, 1]
+
+
+SLEEPING: dict[str, Any] = {"vllm": {"enable_sleep_mode": True}, "trainer": {"max_staleness": 0}}
+
+
+class RestingEngine(OneStepEngine):
+    """Writes down what it does, into `events`."""
+
+    def __init__(self, on_cpu: bool, at_once: int | None = None) -> None:
+        super().__init__(on_cpu, at_once)
+        self.events: list[Any] = []
+
+    def submit(self, key: Any, *given: Any) -> None:
+        self.events.append("submit")
+        super().submit(key, *given)
+
+    def rest(self) -> None:
+        self.events.append("rest")
+
+
+def test_the_cache_sleeps_when_the_last_group_is_sampled_and_before_it_is_sent(tmp_path: Path) -> None:
+    engine = RestingEngine(on_cpu=False, at_once=1)
+    loop = Loop(tmp_path, engine, **SLEEPING)
+    loop.link.send_result = lambda result: engine.events.append(f"sent {result.group_id}")
+    loop.credited(0, [0, 1])
+    assert engine.events == ["submit", "submit"], "group 1 decodes"
+    loop.answer_all(SCORED * 2)
+    assert engine.events[2:] == ["rest", "sent 0"]
+    loop.answer_all(SCORED * 2)
+    assert engine.events[4:] == ["rest", "sent 1"]
+
+
+def test_the_cache_stays_awake_while_held_out_problems_wait_and_without_the_setting(tmp_path: Path) -> None:
+    engine = RestingEngine(on_cpu=True)
+    loop = Loop(tmp_path, engine, **SLEEPING)
+    loop.credited(0, [0], EvalRequest("e", 0, (0,)))  # on a CPU an evaluation begins behind the groups
+    assert engine.events == ["submit"], "the evaluation waits for the engine"
+    loop.turn()
+    assert engine.events == ["submit", "submit", "rest"]
+    engine = RestingEngine(on_cpu=True)
+    Loop(tmp_path, engine).credited(0, [0])
+    assert engine.events == ["submit"]
+
+
+def test_what_another_sampler_delivered_is_aborted_before_a_new_version_is_loaded(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, OneStepEngine(at_once=0))
+    loop.credited(0, [0, 1])
+    loop.link.credit = wire.Credit(2, [2], [], 1, "", "", 1)
+    loop.sampler.abort_unleased_work()
+    assert loop.engine.num_running == 0, "or the reload would wait for work that nobody wants"
+
+
+class Turns:
+    """Rollouts of several turns: a group is running until the test says what became of it."""
+
+    phase, num_events = "waiting for 2 environments", 1
+
+    def __init__(self) -> None:
+        self.running: list[Any] = []
+        self.over: dict[Any, Sampled] = {}
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    def start(self, key: Any, prompt: Prompt, params: Any) -> None:
+        self.running.append(key)
+
+    def step(self) -> list[tuple[Any, Sampled]]:
+        over, self.over = list(self.over.items()), {}
+        for key, _ in over:
+            self.running.remove(key)
+        return over
+
+
+def in_turns(tmp_path: Path) -> tuple[Loop, Turns]:
+    loop, turns = Loop(tmp_path, rollout={"tools": ["my.py:tool"]}), Turns()
+    loop.sampler.turns = turns  # type: ignore[assignment]
+    return loop, turns
+
+
+def test_weights_are_not_loaded_while_an_environment_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is idle then, and the next turn must come from the version that wrote the first."""
+    loop, turns = in_turns(tmp_path)
+    loop.credited(0, [0])
+    fetched: list[int] = []
+    monkeypatch.setattr(loop.sampler._fetcher, "start", lambda published: fetched.append(published.version))
+    monkeypatch.setattr("sampler.loop.reload", lambda *_: pytest.fail("reloaded between two turns"))
+    loop.link.credit = wire.Credit(0, [0, 1], [], 1, "", "", 1)
+    assert (loop.engine.num_running, turns.num_running) == (0, 1)
+    loop.sampler.reload_if_credited()
+    assert fetched == [1], "its files may come meanwhile"
+    loop.turn()
+    assert loop.sampler.phase == "waiting for 2 environments" and turns.num_running == 1, "group 1 waits for version 1"
+
+
+def test_rewards_get_the_conversation_and_what_the_environment_said(tmp_path: Path) -> None:
+    loop, turns = in_turns(tmp_path)
+    loop.credited(0, [0])
+    jobs: list[Any] = []
+    loop.pool.submit = lambda key, *job, **more: jobs.append((job, more))  # type: ignore[method-assign]
+    said = [{"role": "assistant", "content": "call"}, {"role": "tool", "content": "4"}]
+    ids, zeros = np.array([3, 60, 2], np.int32), np.zeros(3, np.float32)
+    ended = {"environment_reward": 0.5, "environment_state": {"left": 3}}
+    played = Played(ids, zeros, "stop", observed=((1, 2),), turns=2, messages=tuple(said), **ended)
+    prompt = Prompt(Problem(0, {}), [{"role": "user", "content": "2+2?"}], "?", np.array([1], np.int32))
+    [key] = turns.running
+    turns.over[key] = Sampled(prompt, [played] * 2)
+    loop.turn()
+    [((shown, completions, token_ids, _, version), more)] = jobs
+    assert (shown, completions, version) == (prompt.for_rewards, [said] * 2, 0)
+    assert token_ids == [[3, 60, 2]] * 2 and more == {
+        "environment_rewards": [0.5, 0.5],
+        "environments": [{"left": 3}] * 2,
+    }
+    assert loop.sampler.stats["total/completion_tokens"] == 4, "what was observed was not generated"
+
+
+def test_failures_travel_with_the_group_and_too_many_make_it_a_tombstone(tmp_path: Path) -> None:
+    loop, turns = in_turns(tmp_path)
+    loop.credited(0, [0, 1])
+    played = Played(np.array([3], np.int32), np.zeros(1, np.float32), "stop", messages=({},))
+    prompt = Prompt(Problem(0, {}), "?", "?", np.array([1], np.int32))
+    first, second = turns.running
+    turns.over[first] = Sampled(prompt, [played] * 2, ("killed at 30 s",))
+    turns.over[second] = Sampled(prompt, [played], ("killed at 30 s",))
+    loop.turn()
+    assert loop.sent == [Tombstone(1, 0, "1 environments failed; the first: killed at 30 s")]
+    loop.answer_all(SCORED * 2)
+    assert loop.sent[1].failures == ("killed at 30 s",) and len(loop.sent[1].rollouts) == 2

@@ -1,0 +1,99 @@
+"""What `launch.sh samples` prints, and that a completion can not steer the terminal it is printed on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from report.run_log import MetricsLog
+from report.samples import main
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Steps 1 to 3, two completions each: rewards −1, 1; −2, 2; −3, 3."""
+    log = MetricsLog(tmp_path)
+    for step in (1, 2, 3):
+        for which, sign in (("worst", -1), ("best", 1)):
+            ids = {"step": step, "group_id": 10 * step, "policy_version": step - 1, "which": which}
+            texts = {"prompt": f"question {step}\n", "completion": f"{which} {step}", "finish_reason": "stop"}
+            rewards = {"rewards": {"answer": float(sign), "style": float("nan")}, "reward": float(sign * step)}
+            log.log_samples([ids | texts | rewards])
+    log.close()
+    return tmp_path
+
+
+def heads(run: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    assert main([str(run), *arguments]) == 0
+    return [line.split(" (")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("reward")]
+
+
+def test_a_sample_shows_all_its_rewards_and_where_it_comes_from(run, capsys):
+    assert main([str(run), "--worst", "-n", "1"]) == 0
+    assert capsys.readouterr().out == (
+        "reward -3.00 (answer -1.00, style does not apply) · step 3 · group 30 · v2\n"
+        "  prompt │ question 3\n"
+        "  prompt │ \n"
+        "  model  │ worst 3\n\n"
+    )
+
+
+def test_what_its_tools_wrote_stands_apart_from_what_the_model_wrote(tmp_path, capsys):
+    log = MetricsLog(tmp_path)
+    ids = {"step": 1, "group_id": 0, "policy_version": 0, "finish_reason": "stop", "rewards": {}, "reward": 1.0}
+    parts = [("model", "call(48/2)"), ("environment", "24\n\x1b[2J"), ("model", "It is 24")]
+    turns = [{"by": by, "text": text} for by, text in parts]
+    log.log_samples([{**ids, "prompt": "p", "completion": "".join(text for _, text in parts), "turns": turns}])
+    log.close()
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1:6] == [
+        "  prompt │ p",
+        "  model  │ call(48/2)",
+        "  tool   │ 24",
+        "  tool   │ ␛[2J",
+        "  model  │ It is 24",
+    ]
+
+
+def test_the_newest_step_a_given_one_or_the_extremes_of_the_run(run, capsys):
+    assert heads(run, capsys) == ["reward -3.00", "reward 3.00"]
+    assert heads(run, capsys, "--step", "2") == ["reward -2.00", "reward 2.00"]
+    assert heads(run, capsys, "--step", "2", "--best") == ["reward 2.00", "reward -2.00"]
+    assert heads(run, capsys, "--best", "-n", "2") == ["reward 3.00", "reward 2.00"]
+    assert heads(run, capsys, "--worst") == [f"reward {r:.2f}" for r in (-3, -2, -1, 1, 2)]
+
+
+def test_a_completion_cannot_steer_the_terminal_or_fake_a_line_of_ours(tmp_path, capsys):
+    hostile = "\x1b[2J\x1b]0;title\x07\x9b31m\r\u202ereward 9.00\ud800\nreward 9.00 (answer 9.00)"
+    log = MetricsLog(tmp_path)
+    ids = {"step": 1, "group_id": 0, "policy_version": 0, "finish_reason": "length"}
+    log.log_samples([{**ids, "prompt": "p", "completion": hostile, "rewards": {"\x1b[2J\n": 1.0}, "reward": 1.0}])
+    log.close()
+    assert main([str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert not [char for char in output if not char.isprintable() and char != "\n"]
+    assert "␛[2J␛]0;title␇⟨U+009B⟩31m␍⟨U+202E⟩reward 9.00⟨U+D800⟩" in output and "cut off" in output
+    assert [line for line in output.splitlines() if line.startswith("reward")] == output.splitlines()[:1]
+
+
+def test_a_text_of_a_megabyte_is_cut_and_counted_unless_it_is_asked_for(tmp_path, capsys):
+    log = MetricsLog(tmp_path)
+    ids = {"step": 1, "group_id": 0, "policy_version": 0, "finish_reason": "stop", "rewards": {}, "reward": None}
+    log.log_samples([{**ids, "prompt": "p", "completion": "x" * 1_000_000}])
+    log.close()
+    assert main([str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert "… and 998,000 more characters; show them with --full" in output and len(output) < 3000
+    assert main([str(tmp_path), "--full"]) == 0
+    assert capsys.readouterr().out.count("x") == 1_000_000
+
+
+def test_what_is_not_there_is_told_with_what_is(run, tmp_path, capsys):
+    assert main([str(run), "--step", "9"]) == 2
+    assert "no step 9, but 1 to 3; nearest: --step 3" in capsys.readouterr().err
+    assert main([str(tmp_path / "nowhere")]) == 2
+    assert "samples.jsonl does not exist; name a run folder" in capsys.readouterr().err
+    MetricsLog(tmp_path / "new").close()
+    assert main([str(tmp_path / "new")]) == 2
+    assert "run.log_samples" in capsys.readouterr().err

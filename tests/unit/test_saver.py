@@ -1,0 +1,121 @@
+"""When a checkpoint is written, and that it makes no difference to what is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from common import exits
+from common.errors import Interrupted, OutOfTime
+from tests.support.configs import config_of
+from trainer.loop import Trainer
+from trainer.save import saver as saver_module
+from trainer.save.checkpoint import Progress
+from trainer.save.saver import Saver
+
+
+class Clock:
+    """Minutes that go by when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Run:
+    """A Saver of one rank that notes the steps that it saves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, agree: Any = lambda value: value, **trainer: Any) -> None:
+        self.clock, self.saved = Clock(), list[int]()
+        monkeypatch.setattr(saver_module.time, "monotonic", self.clock.monotonic)
+        monkeypatch.setattr(saver_module.checkpoint, "save", lambda *given: self.saved.append(given[4].step))
+        config = config_of(trainer=trainer)
+        exchange: Any = SimpleNamespace(rank=0, world_size=1, agree=agree)
+        disk: Any = SimpleNamespace(persist=lambda _what, attempt: attempt(), say=print)
+        engine: Any = None
+        self.saver = Saver(config, engine, None, exchange, None, disk, lambda: None, lambda *_: None, step=0)
+
+    def batch_of_minutes(self, minutes: float, step: int) -> None:
+        self.clock.now += 60 * minutes
+        self.saver.save_if_due(Progress("run", 0, 0, step, step, 0, 0, {}))
+
+
+def test_the_first_batch_that_ends_ten_minutes_after_the_last_checkpoint_is_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Batches of 4 minutes end after 4, 8, 12 …: the third, the sixth and the ninth are saved."""
+    run = Run(monkeypatch)
+    for step in range(1, 10):
+        run.batch_of_minutes(4, step)
+    assert run.saved == [3, 6, 9]
+
+
+def test_a_checkpoint_for_its_step_starts_the_minutes_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 2 is saved after 12 minutes, step 5 for its number, and ten minutes later step 8."""
+    run = Run(monkeypatch, save_steps=5)
+    for step in range(1, 9):
+        run.batch_of_minutes(6 if step < 3 else 4, step)
+    assert run.saved == [2, 5, 8]
+
+
+def test_without_minutes_the_clock_saves_nothing_and_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: bool) -> bool:
+        raise AssertionError("a collective that is not needed")
+
+    run = Run(monkeypatch, agree=refuse, save_minutes=None, save_steps=3)
+    for step in range(1, 7):
+        run.batch_of_minutes(1000, step)
+    assert run.saved == [3, 6]
+
+
+def test_rank_0s_clock_decides_for_a_rank_whose_own_clock_says_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    decisions = [True, False]
+    run = Run(monkeypatch, agree=lambda _mine: decisions.pop(0), save_steps=None)
+    run.batch_of_minutes(1, 1)
+    run.batch_of_minutes(1000, 2)
+    assert run.saved == [1]
+
+
+def test_without_any_checkpoints_an_interrupt_saves_none_and_with_one_kind_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for trainer, saved in (
+        ({"save_steps": None, "save_minutes": None}, []),
+        ({"save_steps": None}, [7]),
+        ({"save_minutes": None}, [7]),
+    ):
+        run = Run(monkeypatch, **trainer)
+        run.saver.save_before_the_end(Progress("run", 0, 0, 7, 7, 0, 0, {}), is_between_batches=True)
+        assert run.saved == saved, trainer
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_run_that_is_out_of_time_saves_and_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, is_over: bool) -> None:
+    run = Run(monkeypatch, agree=lambda _: is_over, max_hours=0.5)
+    trainer: Any = object.__new__(Trainer)
+    trainer.config, trainer.exchange, trainer.saver = run.saver.config, run.saver.exchange, run.saver
+    trainer.progress, trainer._is_between_batches = Progress("run", 0, 0, 7, 7, 0, 0, {}), True
+    with pytest.raises(Interrupted) as ended:
+        trainer.save_and_end()
+    assert run.saved == [7]
+    said = "trainer.max_hours 0.5 is over: step 7 is saved, go on with run.resume=true" if is_over else ""
+    assert (isinstance(ended.value, OutOfTime), str(ended.value)) == (is_over, said)
+
+
+def test_time_is_counted_from_the_start_of_launch_sh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A trainer that the supervisor starts again after 59 of 60 minutes has one minute left."""
+    clock = Clock()
+    monkeypatch.setattr(exits.time, "monotonic", clock.monotonic)
+    monkeypatch.setattr(exits, "_end_at", exits._end_at)
+    monkeypatch.setenv(exits.STARTED_AT, str(clock.now - 59 * 60))
+    exits.limit_time(1.0)
+    assert not exits.interrupted()
+    clock.now += 61
+    assert exits.interrupted() and exits.out_of_time()
+    monkeypatch.setattr(exits, "_interrupted_at", clock.now)
+    assert exits.interrupted() and not exits.out_of_time(), "somebody asked for the end: that is what it is called"

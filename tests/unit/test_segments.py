@@ -1,0 +1,268 @@
+"""GROUP PPO: segments worked out on paper, against the oracle's search, and against autograd."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.config import GroupParams
+from model.logprobs import score_norms
+from tests.support import oracle
+from tests.support.tiny import tiny_model
+from trainer.algorithm.advantages import Floats
+from trainer.algorithm.gae import gae
+from trainer.algorithm.segments import (
+    SegmentSums,
+    next_threshold,
+    sampled_scores,
+    segment,
+    segment_ends,
+    sums_of,
+    token_group_metrics,
+)
+
+finite = st.floats(-5, 5)
+tokens = st.lists(st.tuples(finite, finite, st.floats(0, 1)), min_size=1, max_size=40)
+rules = st.sampled_from(["grow", "literal"])
+sizes = st.sampled_from([None, 1, 2, 5, 16])
+
+
+def fixed(**keys: Any) -> GroupParams:
+    return GroupParams.model_validate({"adaptive_threshold": False} | keys)
+
+
+def columns(rows: list[tuple[float, float, float]]) -> tuple[Floats, Floats, Floats]:
+    """rewards, values, scores"""
+    rewards, values, scores = np.array(rows).T
+    return rewards, values, scores
+
+
+def advantages_as_rewards(advantages: list[float]) -> tuple[Floats, Floats]:
+    """Rewards and values whose token advantages at λ = 0, γ = 1 are these: no value anywhere, so δ = r."""
+    return np.array(advantages), np.zeros(len(advantages))
+
+
+def test_four_tokens_on_paper() -> None:
+    # q = 1 each, τ = 1. (1, 1): 2 ≤ 2 · 2, joins. (1, 1, 3): r_grpo = 9 · 3 = 27, r_ppo = 11, 27 ≤ 3 · 11, joins.
+    # (1, 1, 3, 8): 64 · 4 = 256, r_ppo = 75, 256 ≤ 4 · 75 = 300, joins. At τ = 0.8: 27 > 0.8 · 33 = 26.4, a boundary;
+    # then (3, 8): 64 · 2 = 128, r_ppo = 73, 128 > 0.8 · 146 = 116.8, a boundary.
+    advantages, q = np.array([1.0, 1.0, 3.0, 8.0]), np.ones(4)
+    assert segment_ends(advantages, q, 1.0, fixed()).tolist() == [3]
+    assert segment_ends(advantages, q, 0.8, fixed()).tolist() == [1, 2, 3]
+
+
+def test_a_segment_pools_rewards_and_bootstraps_from_the_next_ones_first_value() -> None:
+    # segments (0, 1) and (2, 3) by size. R = (0, 1), V at starts = (.5, .25), γ = 1, λ = .5:
+    # A_1 = 1 − .25 = .75, A_0 = (0 + .25 − .5) + .5 · .75 = .125; returns (.625, 1)
+    rewards, values = np.array([0.0, 0.0, 0.0, 1.0]), np.array([0.5, 9.0, 0.25, -9.0])
+    found = segment(rewards, values, np.zeros(4), 1.0, 1.0, 0.5, fixed(group_max_size=2))
+    assert found.starts.tolist() == [0, 2]
+    assert found.ends.tolist() == [1, 3]
+    assert found.sizes.tolist() == [2, 2]
+    assert found.advantages.tolist() == [0.125, 0.75]
+    assert found.returns.tolist() == [0.625, 1.0]
+    assert found.token_advantages.tolist() == [0.125, 0.125, 0.75, 0.75]
+
+
+def test_both_variances_on_paper() -> None:
+    # one segment, Â = (1, 2), q = (.5, .25): r_ppo = .5 + 1 = 1.5, r_grpo = 4 · .75 = 3 ≤ τ · 2 · 1.5
+    rewards, values = advantages_as_rewards([1.0, 2.0])
+    found = segment(rewards, values, np.array([0.5, 0.25]), 1.0, 1.0, 0.0, fixed(group_epsilon=1e-12))
+    assert found.ends.tolist() == [1]
+    assert (found.r_ppo, found.r_grpo) == (1.5, 3.0)
+
+
+def test_scores_of_a_certain_a_fair_and_an_unlikely_token() -> None:
+    probs = np.array([1.0, 0.5, 0.1], np.float32)
+    assert sampled_scores(np.log(probs)).tolist() == pytest.approx([0.0, 0.25, 0.81], abs=1e-7)
+
+
+@given(tokens, st.floats(0.05, 20), st.floats(0, 1), st.floats(0, 1), sizes, rules)
+def test_segments_are_those_of_a_search_that_computes_everything_anew(
+    rows: list[tuple[float, float, float]], tau: float, gamma: float, lam: float, longest: int | None, rule: str
+) -> None:
+    rewards, values, scores = columns(rows)
+    params = fixed(segment_rule=rule, group_max_size=longest)
+    found = segment(rewards, values, scores, tau, gamma, lam, params)
+    expected = oracle.cut(
+        rewards.tolist(), values.tolist(), scores.tolist(), tau, gamma, lam, longest, params.group_epsilon, rule
+    )
+    assert list(zip(found.starts.tolist(), found.ends.tolist(), strict=True)) == expected.segments
+    assert found.advantages.tolist() == pytest.approx(expected.advantages, abs=1e-10)
+    assert found.returns.tolist() == pytest.approx(expected.returns, abs=1e-10)
+    assert found.r_ppo == pytest.approx(expected.r_ppo, rel=1e-9, abs=1e-12)
+    assert found.r_grpo == pytest.approx(expected.r_grpo, rel=1e-9, abs=1e-12)
+
+
+@given(tokens, st.floats(0.01, 100), st.floats(0, 1), st.floats(0, 1), sizes, rules)
+def test_segments_tile_the_completion_and_keep_to_the_limit(
+    rows: list[tuple[float, float, float]], tau: float, gamma: float, lam: float, longest: int | None, rule: str
+) -> None:
+    found = segment(*columns(rows), tau, gamma, lam, fixed(segment_rule=rule, group_max_size=longest))
+    covered = [t for a, b in zip(found.starts.tolist(), found.ends.tolist(), strict=True) for t in range(a, b + 1)]
+    assert covered == list(range(len(rows)))
+    assert found.sizes.max() <= (longest or len(rows))
+    assert len(found.token_advantages) == len(rows)
+
+
+@given(tokens, st.floats(0, 1), st.floats(0, 1), st.floats(0.01, 100), rules)
+def test_size_1_is_gae_to_the_last_bit(
+    rows: list[tuple[float, float, float]], gamma: float, lam: float, tau: float, rule: str
+) -> None:
+    rewards, values, scores = columns(rows)
+    found = segment(rewards, values, scores, tau, gamma, lam, fixed(group_max_size=1, segment_rule=rule))
+    assert_is_gae(found, rewards, values, gamma, lam)
+    assert found.r_grpo == found.r_ppo
+
+
+@given(tokens, st.floats(0, 1), st.floats(0, 1), st.floats(1, 100), sizes)
+def test_the_literal_rule_is_gae_for_every_threshold_of_1_or_more(
+    rows: list[tuple[float, float, float]], gamma: float, lam: float, tau: float, longest: int | None
+) -> None:
+    rewards, values, scores = columns(rows)
+    params = fixed(group_max_size=longest, segment_rule="literal")
+    assert_is_gae(segment(rewards, values, scores, tau, gamma, lam, params), rewards, values, gamma, lam)
+
+
+def assert_is_gae(found: Any, rewards: Floats, values: Floats, gamma: float, lam: float) -> None:
+    advantages, returns = gae(rewards, values, gamma, lam)
+    assert found.starts.tolist() == found.ends.tolist() == list(range(len(rewards)))
+    assert found.token_advantages.tobytes() == found.advantages.tobytes() == advantages.tobytes()
+    assert found.returns.tobytes() == returns.tobytes()
+
+
+def test_the_literal_rule_below_1_waits_until_sharing_pays() -> None:
+    # Â = 1, q = 1 everywhere: r_grpo / r_ppo = 1 ≤ .3 · n from n = 4 on
+    assert segment_ends(np.ones(9), np.ones(9), 0.3, fixed(segment_rule="literal")).tolist() == [3, 7, 8]
+
+
+@given(tokens, st.floats(0, 1), st.floats(0, 1))
+def test_without_limits_a_completion_is_one_segment(
+    rows: list[tuple[float, float, float]], gamma: float, lam: float
+) -> None:
+    rewards, values, scores = columns(rows)
+    found = segment(rewards, values, scores, math.inf, gamma, lam, fixed(group_max_size=None))
+    assert found.ends.tolist() == [len(rows) - 1]
+    assert found.advantages.tolist() == pytest.approx([math.fsum(rewards) - values[0]], abs=1e-10)
+    assert found.returns.tolist() == pytest.approx([math.fsum(rewards)], abs=1e-10)
+
+
+@given(st.integers(1, 30), st.integers(1, 20), st.floats(0.1, 2), st.sampled_from([-1.0, 1.0]))
+def test_a_planted_jump_of_the_advantage_puts_a_boundary_exactly_there(
+    before: int, after: int, level: float, sign: float
+) -> None:
+    # q = 1: the (n + 1)th token, J times as large, joins while (n + 1) J² ≤ τ (n + 1) (n + J²); at τ = .5 while J² ≤ n
+    jump = 4 * math.sqrt(before + 1)
+    advantages = sign * level * np.array([1.0] * before + [jump] * after)
+    ends = segment_ends(advantages, np.ones(before + after), 0.5, fixed(group_max_size=None, group_epsilon=1e-12))
+    assert ends.tolist() == [before - 1, before + after - 1]
+
+
+@given(st.lists(finite, min_size=1, max_size=30), st.floats(1, 100))
+def test_with_equal_scores_nothing_ends_a_segment_from_a_threshold_of_1_on(advantages: list[float], tau: float) -> None:
+    # Â_t² n q ≤ τ n q Σ Â_k², for Â_t² is one term of the sum
+    ends = segment_ends(np.array(advantages), np.ones(len(advantages)), tau, fixed(group_max_size=None))
+    assert ends.tolist() == [len(advantages) - 1]
+
+
+def test_where_no_token_has_an_advantage_segments_reach_their_full_size() -> None:
+    assert segment_ends(np.zeros(10), np.ones(10), 1.0, fixed(group_max_size=4)).tolist() == [3, 7, 9]
+
+
+def test_a_nan_reward_stays_visible_and_ends() -> None:
+    found = segment(np.array([0.0, math.nan]), np.zeros(2), np.ones(2), 1.0, 1.0, 1.0, fixed())
+    sums = sums_of([found])
+    assert found.ends[-1] == 1
+    assert np.isnan(found.advantages).all()
+    assert next_threshold(2.0, sums, GroupParams()) == 2.0
+
+
+def variance(r_ppo: float, r_grpo: float) -> SegmentSums:
+    return SegmentSums(tokens=8, segments=4, r_ppo=r_ppo, r_grpo=r_grpo)
+
+
+def test_the_threshold_moves_by_its_rate_times_the_excess_of_variance() -> None:
+    params = GroupParams(threshold_lr=0.1)
+    assert next_threshold(2.0, variance(10.0, 15.0), params) == pytest.approx(2 * math.exp(-0.05))
+    assert next_threshold(2.0, variance(10.0, 5.0), params) == pytest.approx(2 * math.exp(0.05))
+    assert next_threshold(2.0, variance(10.0, 1e9), params) == pytest.approx(0.1)
+    assert next_threshold(9.9, variance(10.0, 0.0), GroupParams(threshold_lr=5.0)) == pytest.approx(10.0)
+    assert next_threshold(2.0, variance(0.0, 0.0), params) == 2.0
+    assert next_threshold(2.0, variance(10.0, 15.0), fixed()) == 2.0
+
+
+@pytest.mark.parametrize("start", [0.1, 10.0])
+def test_the_adaptive_threshold_converges_to_equal_variance(start: float) -> None:
+    rng = np.random.default_rng(0)
+    params = GroupParams(threshold_lr=0.05, group_max_size=None, group_epsilon=1e-12)
+    threshold, ratios = start, []
+    for _ in range(300):
+        batch = []
+        for _ in range(4):
+            rewards = np.zeros(48)
+            rewards[-1] = rng.integers(2)
+            q = rng.uniform(0, 1, 48)
+            batch.append(segment(rewards, rng.normal(0.5, 0.2, 48), q, threshold, 1.0, 0.9, params))
+        sums = sums_of(batch)
+        ratios.append(sums.r_grpo / sums.r_ppo)
+        threshold = next_threshold(threshold, sums, params)
+    assert (ratios[0] - 1) * (start - 1) > 0.1  # far too short segments to begin with, or far too long ones
+    assert np.mean(ratios[-100:]) == pytest.approx(1.0, abs=0.05)
+    assert 0.1 < threshold < 10.0
+
+
+def test_scores_of_different_positions_are_orthogonal_in_the_logits_of_a_real_model(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path), dtype=torch.float64)
+    rng = np.random.default_rng(1)
+    ids = torch.from_numpy(rng.integers(0, model.config.vocab_size, (1, 9)))
+    logits = model(input_ids=ids, use_cache=False).logits[0, 2:-1]  # a prompt of three tokens, a completion of six
+    actions, advantages = ids[0, 3:], torch.from_numpy(rng.normal(size=6))
+    logprobs = torch.log_softmax(logits, -1)
+    chosen = logprobs[torch.arange(6), actions]
+    q = score_norms(logits.detach(), actions, torch.nn.Identity(), 1.0, 4).double().numpy()
+
+    def gradient(objective: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(objective, logits, retain_graph=True)[0].flatten()
+
+    scores = torch.stack([gradient(score) for score in chosen])  # [6, 6 · V]
+    products = scores @ scores.T
+    assert (products - torch.diag(products.diag())).abs().max() < 1e-14
+    assert products.diag().tolist() == pytest.approx(q.tolist(), abs=1e-6)
+    shared = torch.full((6,), float(advantages[-1]), dtype=torch.float64)
+    expected = oracle.variances(advantages.tolist(), products.diag().tolist(), 0, 5)
+    for weights, variance in zip((advantages, shared), expected, strict=True):
+        assert gradient((weights * chosen).sum()).square().sum().item() == pytest.approx(variance, rel=1e-10)
+    assert (sampled_scores(chosen.detach().numpy()) <= q + 1e-6).all()
+
+
+def test_metrics_of_ten_tokens_in_four_segments() -> None:
+    sums = SegmentSums(tokens=10, segments=4, r_ppo=2.0, r_grpo=3.0)
+    values = token_group_metrics(sums, threshold=1.5, segment_loss="endpoint")
+    assert values == {
+        "token_group/total_tokens": 10,
+        "token_group/advantage_positions": 4,
+        "token_group/compression_ratio": 0.6,
+        "token_group/speedup_factor": 2.5,
+        "token_group/mean_segment_length": 2.5,
+        "token_group/variance_ratio": 1.5,
+        "token_group/threshold": 1.5,
+    }
+    every_token = token_group_metrics(sums, threshold=1.5, segment_loss="segment")
+    assert every_token["token_group/advantage_positions"] == 10
+    assert every_token["token_group/compression_ratio"] == 0.0
+    assert every_token["token_group/mean_segment_length"] == 2.5
+
+
+def test_a_step_without_tokens_has_metrics_too() -> None:
+    values = token_group_metrics(sums_of([]), 1.0, "endpoint")
+    assert values["token_group/compression_ratio"] == 0.0
+    assert values["token_group/speedup_factor"] == 1.0

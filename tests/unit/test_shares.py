@@ -1,0 +1,176 @@
+"""One GPU for both processes: the size of vLLM's cache by hand, what is refused, and what both processes are told."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from common.config import Config
+from common.errors import UserError
+from launcher import run as launcher_run
+from launcher import shares
+from launcher.compute_time import Device, trainer_seconds
+from launcher.fit import fit, reference_side
+from launcher.machine import GIB, Machine
+from launcher.memory import sampler_memory, trainer_memory
+from launcher.placement import placement
+from launcher.workload import Workload
+from model.dims import ModelDims
+from tests.support.configs import config_of
+
+SMALL = ModelDims(896, 4864, 24, 14, 2, 64, 151936, tied=True, bias=True)  # Qwen2.5-0.5B
+CARD = Machine(1, 24564 * 2**20, "NVIDIA GeForce RTX 4090", 64 * GIB, 8)
+PER_TOKEN = 2 * 24 * 2 * 64 * 2  # keys and values, layers, key-value heads, size, bytes
+PLACE = placement(config_of(), [0], [0, 1])
+
+
+def work_of(**changes: Any) -> Workload:
+    work = Workload(SMALL, "bfloat16", 1, 1, 384, 512, 8, 1, 16, checkpointing=True, max_num_seqs=128)
+    return replace(work, **changes)
+
+
+def short(**sections: Any) -> Config:
+    return config_of(data={"max_prompt_length": 384}, **{"sampler": {"max_completion_length": 512}} | sections)
+
+
+def test_a_large_card_gives_the_cache_every_sequence_of_a_batch_and_no_more() -> None:
+    found = shares.shares(work_of(), CARD, 896)
+    assert found.cache == 128 * 896 * PER_TOKEN  # 896 is 56 whole blocks of 16
+    assert (found.sequences, found.wanted) == (128, 128)
+    assert found.settings[0] == f"vllm.kv_cache_memory_bytes={128 * 896 * PER_TOKEN}"
+
+
+def test_sequences_are_counted_in_whole_blocks() -> None:
+    found = shares.shares(work_of(prompt=385), CARD, 897)
+    assert found.cache == 128 * 912 * PER_TOKEN  # 57 blocks
+
+
+def test_a_small_card_gives_the_cache_what_trainer_and_weights_leave() -> None:
+    work = work_of()
+    needed = trainer_memory(work).total + sampler_memory(work).weights + sampler_memory(work).overhead
+    machine = replace(CARD, gpu_bytes=(needed + 2e8) / 0.96)
+    found = shares.shares(work, machine, 896)
+    assert found.cache == pytest.approx(2e8, abs=2)
+    assert found.sequences == int(2e8 / (896 * PER_TOKEN)) == 18
+    assert found.trainer + found.sampler + found.cache <= machine.gpu_bytes
+
+
+def test_the_engine_asks_at_its_start_for_weights_and_cache_alone() -> None:
+    """The reference is loaded before it, and the trainer may have started too: both are no longer free."""
+    found = shares.shares(work_of(reference=SMALL), CARD, 896)
+    share = (2 * SMALL.parameters + found.cache) / CARD.gpu_bytes
+    assert found.settings[1] == f"vllm.gpu_memory_utilization={int(100 * share) / 100:.2f}"
+
+
+def test_no_room_for_one_sequence_names_settings_that_make_it() -> None:
+    work = work_of(checkpointing=False)
+    machine = replace(CARD, gpu_bytes=20 * GIB)
+    found = shares.shares(work, machine, 896)
+    assert found.cache == 0
+    said = shares.problem(work, found, sampler_memory(work))
+    assert re.search(r"one GPU of 20\.0 GiB for both: a trainer rank needs about .*set model\.gradient_check", said)
+    assert "use lora.r=16" in shares.problem(work, replace(found, total=4 * GIB), sampler_memory(work))
+
+
+def test_the_reference_counts_on_the_one_gpu_whichever_process_holds_it() -> None:
+    without = shares.shares(work_of(), CARD, 896)
+    for side, logits in (("sampler", 18 * 151936 * 1024), ("trainer", 0)):  # the trainer has room for a chunk anyway
+        found = shares.shares(work_of(reference=SMALL, reference_on=side), CARD, 896)
+        more = found.trainer + found.sampler - without.trainer - without.sampler
+        assert more == pytest.approx(2 * SMALL.parameters + logits)
+
+
+def test_each_rank_on_the_one_gpu_counts() -> None:
+    work = work_of(ranks=2, ranks_per_gpu=2)
+    of_one, fixed = trainer_memory(work).total, sampler_memory(work).weights + sampler_memory(work).overhead
+    card = replace(CARD, gpu_bytes=(2 * of_one + fixed + 2e8) / 0.96)
+    found = shares.shares(work, card, 896)
+    assert found.trainer == 2 * of_one
+    assert found.cache == pytest.approx(2e8, abs=2)
+    place = replace(PLACE, num_ranks=2, trainer_gpus=(0, 0))
+    assert "per rank, 2 ranks on one GPU" in dict(fit(short(), work, place, card).lines)["trainer"]
+    (problem,) = fit(short(), work, place, replace(CARD, gpu_bytes=8 * GIB)).problems
+    assert f"2 trainer ranks on it need about {2 * of_one / GIB:.1f} GiB" in problem
+
+
+def test_two_ranks_on_one_gpu_are_no_faster_than_one() -> None:
+    card = Device("card", 100e12, 1e12)
+    one, two = (trainer_seconds(work_of(ranks=n, ranks_per_gpu=n), card) for n in (1, 2))
+    assert one == two == 2 * trainer_seconds(work_of(ranks=2), card)
+
+
+def test_what_is_set_by_hand_stays() -> None:
+    for name, value in {"gpu_memory_utilization": 0.4, "kv_cache_memory_bytes": GIB}.items():
+        assert shares.settings(short(vllm={name: value}), work_of(), PLACE, CARD) == []
+        assert not shares.are_chosen(short(vllm={name: value}), PLACE, CARD)
+    apart = placement(short(), [0, 1], [0, 1])
+    assert shares.settings(short(), work_of(), apart, replace(CARD, gpus=2)) == []
+
+
+def test_a_gpu_of_unknown_size_is_not_divided() -> None:
+    with pytest.raises(UserError, match=r"does not say how large it is; .*add vllm\.gpu_memory_utilization=0\.4"):
+        shares.settings(short(), work_of(), PLACE, replace(CARD, gpu_bytes=0))
+
+
+def test_what_does_not_fit_is_refused_with_both_ways_out() -> None:
+    with pytest.raises(UserError, match=r"one GPU of 8\.0 GiB for both.*by hand add vllm\.gpu_memory_utilization"):
+        shares.settings(short(), work_of(), PLACE, replace(CARD, gpu_bytes=8 * GIB))
+
+
+def test_the_plan_shows_the_same_settings_that_a_run_is_started_with() -> None:
+    lines = dict(fit(short(), work_of(), PLACE, CARD).lines)
+    assert lines["one GPU"].endswith(" ".join(shares.settings(short(), work_of(), PLACE, CARD)))
+    assert "128 of 128 decode at once" in lines["sampler"]
+    (problem,) = fit(short(), work_of(), PLACE, replace(CARD, gpu_bytes=8 * GIB)).problems
+    assert problem.startswith("one GPU of 8.0 GiB for both")
+
+
+def test_a_cache_given_in_bytes_is_what_the_plan_counts() -> None:
+    given = short(vllm={"kv_cache_memory_bytes": 10 * 896 * PER_TOKEN})
+    assert "10 of 128 decode at once" in dict(fit(given, work_of(), PLACE, CARD).lines)["sampler"]
+    too_much = short(vllm={"kv_cache_memory_bytes": 20 * GIB})
+    assert any("beside the sampler" in problem for problem in fit(too_much, work_of(), PLACE, CARD).problems)
+
+
+def test_on_one_gpu_the_side_of_the_reference_is_still_decided() -> None:
+    work = work_of(reference=SMALL)
+    assert reference_side(short(algorithm={"beta": 0.1}), work, PLACE, CARD) in ("sampler", "trainer")
+
+
+def test_launch_adds_the_settings_and_says_so(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
+    """`launch.sh run` on a machine with one faked GPU, up to the start of both processes."""
+    config = tmp_path / "one.yaml"
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(
+        '{"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, '
+        '"num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": true}'
+    )
+    config.write_text(
+        f"model: {{path: {tmp_path}/model, gradient_checkpointing: true}}\n"
+        f"data: {{train: t.jsonl, max_prompt_length: 384}}\nrun: {{output_dir: {tmp_path}/run}}\n"
+        "sampler: {max_completion_length: 512}\ntrainer: {prompts_per_step: 16}\n"
+    )
+    started = []
+
+    class Stopped:
+        def __init__(self, samplers: Any, *_: Any) -> None:
+            started.extend(samplers)
+
+        def run(self) -> int:
+            return 0
+
+    monkeypatch.setattr(launcher_run, "visible_gpus", lambda _: (0,))
+    monkeypatch.setattr(launcher_run, "this_machine", lambda _: CARD)
+    monkeypatch.setattr(launcher_run, "require_models", lambda _: None)
+    monkeypatch.setattr(launcher_run, "Supervisor", Stopped)
+    monkeypatch.setattr(launcher_run.Commands, "trainer", lambda _: SimpleNamespace())
+    assert launcher_run.main([str(config)]) == 0
+    (sampler,) = started
+    assert f"vllm.kv_cache_memory_bytes={128 * 896 * PER_TOKEN}" in sampler.argv
+    said = capsys.readouterr().err
+    assert "one GPU for both: vLLM's cache takes 1.3 GiB of it" in said and "shared with the sampler" in said

@@ -1,0 +1,193 @@
+"""Sinks, with packages made here that write down every call: what they are given, and what a resume continues."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import UserError
+from report.run_log import MetricsLog
+from report.sinks import OWN, require_packages
+
+# A module whose every attribute is a function that records its call, and an object for `run`.
+FAKE = """
+import json, os
+from types import SimpleNamespace
+
+def _called(name, answer=None):
+    def call(*args, **kwargs):
+        if os.environ.get("FAILS") == name:
+            raise RuntimeError("no network")
+        with open({calls!r}, "a") as file:
+            file.write(json.dumps([name, list(args), kwargs]) + "\\n")
+        return answer
+    return call
+
+_run = SimpleNamespace(log=_called("run.log"), finish=_called("run.finish"), define_metric=_called("define_metric"))
+_run.info = SimpleNamespace(run_id="mlflow-made-this")
+init, start_run = _called("init", _run), _called("start_run", _run)
+log, finish, end_run = _called("log"), _called("finish"), _called("end_run")
+set_experiment, log_dict, log_metrics = _called("set_experiment"), _called("log_dict"), _called("log_metrics")
+"""
+SETTINGS = {"trainer": {"max_steps": 3}}
+EVALUATION = {"step": 0, "n": 4, "full_marks": {"answer": 3}, "mean": {"answer": 0.5}}
+
+
+class Sink:
+    def __init__(self, folder: Path, name: str) -> None:
+        self.name, self.run, self._calls = name, folder / "my-run", folder / "calls"
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(FAKE.format(calls=str(self._calls)))
+        self.run.mkdir()
+        (self.run / "config.json").write_text(json.dumps(SETTINGS))
+
+    def log(self, *steps: int, resume_step: int | None = None, evaluation: bool = False) -> list[list[Any]]:
+        """The calls that a process makes which logs these steps, without the `finish` at the end."""
+        self._calls.write_text("")
+        log = MetricsLog(self.run, [self.name], resume_step)
+        for step in steps:
+            log.log(step, {"reward": step / 2, "kl": None})
+        if evaluation:
+            log.log_eval(EVALUATION)
+        log.close()
+        *calls, last = self.calls()
+        assert last[0] in ("finish", "run.finish", "end_run")
+        return calls
+
+    def calls(self) -> list[list[Any]]:
+        return [json.loads(line) for line in self._calls.read_text().splitlines()]
+
+
+@pytest.fixture
+def sink(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, request.param, raising=False)
+    yield Sink(tmp_path, request.param)
+    sys.modules.pop(request.param, None)
+
+
+@pytest.mark.parametrize("sink", ["wandb"], indirect=True)
+def test_wandb_gets_the_step_as_a_value_because_its_own_counter_drops_what_comes_late(sink: Sink):
+    (_, _, init), *rest = sink.log(1, 2, evaluation=True)
+    identity = json.loads((sink.run / "sinks.json").read_text())["id"]
+    assert init == {
+        "project": "tandem",
+        "id": identity,
+        "name": f"my-run-{identity[:6]}",
+        "resume": "allow",
+        "dir": str(sink.run),
+        "config": SETTINGS,
+        "save_code": False,
+    }
+    assert rest == [
+        ["define_metric", ["step"], {}],
+        ["define_metric", ["*"], {"step_metric": "step"}],
+        ["run.log", [{"reward": 0.5, "step": 1}], {}],
+        ["run.log", [{"reward": 1.0, "step": 2}], {}],
+        ["run.log", [{"eval/answer/accuracy": 0.75, "eval/answer/mean": 0.5, "step": 0}], {}],
+    ]
+    resumed = sink.log(2, 3, resume_step=1)
+    assert resumed[0] == ["init", [], init] and resumed[-1] == ["run.log", [{"reward": 1.5, "step": 3}], {}]
+
+
+@pytest.mark.parametrize("sink", ["trackio", "swanlab"], indirect=True)
+def test_trackio_and_swanlab_get_each_step_and_continue_the_same_run(sink: Sink):
+    (_, _, init), *rest = sink.log(1, evaluation=True)
+    assert rest == [
+        ["log", [{"reward": 0.5}], {"step": 1}],
+        ["log", [{"eval/answer/accuracy": 0.75, "eval/answer/mean": 0.5}], {"step": 0}],
+    ]
+    assert (init["project"], init["resume"], init["config"]) == ("tandem", "allow", SETTINGS)
+    if sink.name == "swanlab":  # older versions take an id of 21 lower-case letters and digits, and no other
+        assert len(init["id"]) == 21 and init["id"].isalnum() and init["id"].islower()
+    assert sink.log(2, resume_step=1) == [["init", [], init], ["log", [{"reward": 1.0}], {"step": 2}]]
+
+
+@pytest.mark.parametrize("sink", ["mlflow"], indirect=True)
+def test_mlflow_continues_the_run_that_it_named_itself_and_gets_the_settings_once(sink: Sink):
+    experiment, start, settings, metrics = sink.log(1)
+    assert experiment == ["set_experiment", ["tandem"], {}]
+    assert start[2]["run_id"] is None and start[2]["run_name"].startswith("my-run-")
+    assert settings == ["log_dict", [SETTINGS, "config.json"], {}]
+    assert metrics == ["log_metrics", [{"reward": 0.5}], {"step": 1}]
+    _, resumed, metrics = sink.log(2, resume_step=1)
+    assert resumed == ["start_run", [], {"run_id": "mlflow-made-this", "run_name": None}]
+    assert metrics == ["log_metrics", [{"reward": 1.0}], {"step": 2}]
+
+
+@pytest.mark.parametrize("sink", ["trackio"], indirect=True)
+def test_a_new_run_in_a_folder_gets_a_name_of_its_own(sink: Sink):
+    names = [sink.log(evaluation=True)[0][2]["name"] for _ in range(2)]  # neither made a step: the second starts anew
+    assert names[0] != names[1]
+
+
+@pytest.mark.parametrize("sink", ["wandb"], indirect=True)
+def test_a_sink_that_fails_is_dropped_with_one_line_and_training_goes_on(sink: Sink, monkeypatch, capsys):
+    monkeypatch.setenv("FAILS", "run.log")
+    log = MetricsLog(sink.run, ["wandb"])
+    for step in (1, 2, 3):
+        log.log(step, {"reward": 1.0})
+    log.close()
+    assert len((sink.run / "metrics.jsonl").read_text().splitlines()) == 3
+    assert capsys.readouterr().err.count("wandb failed (RuntimeError: no network)") == 1
+    assert [name for name, *_ in sink.calls()] == ["init", "define_metric", "define_metric"]
+
+
+@pytest.mark.parametrize("sink", ["swanlab"], indirect=True)
+def test_a_sink_that_does_not_start_is_the_users_to_fix(sink: Sink, monkeypatch):
+    monkeypatch.setenv("FAILS", "init")
+    with pytest.raises(UserError, match=r"swanlab does not start: RuntimeError: no network; log in .* or leave"):
+        MetricsLog(sink.run, ["swanlab"])
+
+
+def own_sink(folder: Path, *lines: str) -> str:
+    (folder / "mine.py").write_text("\n".join(lines) + "\n")
+    return f"{folder}/mine.py:sink"
+
+
+def test_a_sink_of_a_file_gets_the_folder_the_settings_and_every_number(tmp_path: Path) -> None:
+    spec = own_sink(
+        tmp_path,
+        "calls = []",
+        "def sink(folder, config):",
+        "    calls.append((folder.name, config))",
+        "    return lambda step, values: calls.append((step, values)), lambda: calls.append('closed')",
+    )
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(json.dumps(SETTINGS))
+    log = MetricsLog(tmp_path / "run", [spec])
+    log.log(1, {"reward": 0.5})
+    log.close()
+    calls = OWN.load(spec).function.__globals__["calls"]
+    first, (step, values), last = calls
+    assert (first, step, values["reward"], last) == (("run", SETTINGS), 1, 0.5, "closed")
+
+
+def test_a_sink_of_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"run.report_to '.*mine.py:sink' wants 'key'; it gets folder, config"):
+        require_packages([own_sink(tmp_path, "def sink(key): ...")])
+    with pytest.raises(UserError, match=r"no file .*/absent.py"):
+        require_packages([f"{tmp_path}/absent.py:sink"])
+    with pytest.raises(
+        UserError, match=r"mine.py:sink' returned NoneType; return two functions: write\(step, values\)"
+    ):
+        MetricsLog(tmp_path, [own_sink(tmp_path, "def sink(): ...")])
+
+
+def test_a_missing_package_is_told_with_the_pip_line_and_a_folder_of_logs_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "some_sink").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("no_such_sink", "some_sink"):
+        with pytest.raises(UserError, match=rf"python -m pip install {name}, or .* run\.report_to=\[tensorboard\]"):
+            require_packages(["tensorboard", name])
+
+
+def test_a_sink_that_is_not_asked_for_is_not_imported(tmp_path):
+    before = set(sys.modules)
+    MetricsLog(tmp_path).close()
+    assert not {"wandb", "trackio", "swanlab", "mlflow"} & (set(sys.modules) - before)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["eval.jsonl", "metrics.jsonl", "samples.jsonl"]

@@ -1,0 +1,71 @@
+"""Steps that are not finite are counted, also across a restart; too many in a row stop the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from common.errors import Retryable
+from model.checksum import all_finite
+from tests.support.protocol_helpers import make_config
+from tests.unit.test_checkpoint_faults import KEEP, ONE_RANK, SmallEngine, tokenizer
+from trainer.engine.deepspeed_model import StepResult
+from trainer.loop import Trainer
+from trainer.save import checkpoint, resume
+from trainer.save.checkpoint import Progress
+from trainer.save.disk import Disk
+
+
+def trainer(folder: Path, progress: Progress | None = None) -> Any:
+    progress = progress or Progress("run", 0, 0, 0, 0, 0, 0, {})
+    nothing = SimpleNamespace(slots=SimpleNamespace(groups=[], num_taken=0), next_beta=lambda: progress.kl_beta)
+    return SimpleNamespace(config=make_config(folder), progress=progress, batch=nothing, actor_critic=None)
+
+
+def advance(of: Any, applied: bool) -> None:
+    norm = 1.0 if applied else math.nan
+    Trainer._advance(of, StepResult(applied, norm, 1e-6), {"loss": norm, "tokens": 0.0}, last=True)
+
+
+def test_three_in_a_row_stop_the_run_with_loss_norm_and_version(
+    tmp_path: Path, figure: Callable[[str, str], None]
+) -> None:
+    run = trainer(tmp_path)
+    assert run.config.trainer.max_skipped_steps == 3
+    for applied in (True, False, False, True, False, False):
+        advance(run, applied)
+    with pytest.raises(Retryable, match=r"^3 steps in a row .*\(loss nan, gradient norm nan\) .*version 2"):
+        advance(run, False)
+    done = run.progress
+    assert (done.step, done.policy_version) == (7, 2)
+    figure("R11", f"{done.step} steps, {done.step - done.policy_version} not finite: stopped by the third in a row")
+
+
+def test_the_count_goes_on_after_a_restart(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    advance(run, False)
+    advance(run, False)
+    disk = Disk(ONE_RANK, 1.0, print)
+    checkpoint.save(SmallEngine(2), ONE_RANK, tokenizer(), tmp_path / "checkpoints", run.progress, KEEP, disk)
+    found = resume.newest_valid(tmp_path / "checkpoints", print)
+    assert found is not None
+    resumed = resume.read_progress(found, 1, 1, {})
+    assert resumed == dataclasses.replace(run.progress, skipped_in_a_row=2)
+    with pytest.raises(Retryable, match="3 steps in a row"):
+        advance(trainer(tmp_path, resumed), False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "max", "min"])
+def test_one_number_in_a_tensor_that_is_not_finite_is_seen_and_the_largest_ones_are_finite(value, dtype) -> None:
+    largest = torch.finfo(dtype)
+    tensor = torch.full((3, 1001), largest.max, dtype=dtype)  # their sum and their norm overflow
+    tensor[1, 77] = getattr(largest, value) if isinstance(value, str) else value
+    assert bool(all_finite(tensor)) is isinstance(value, str)

@@ -1,0 +1,164 @@
+"""How the slots of a batch fill from the stream, and what each handling of dead groups leaves to train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.config import Config
+from common.types import Group, Tombstone
+from tests.support.configs import config_of
+from tests.support.protocol_helpers import make_group, make_rollout
+from trainer.algorithm.advantages import AdvantageSettings
+from trainer.data.experience import score_rewards
+from trainer.data.mini_batches import steps
+from trainer.data.slots import Slots, fill
+
+FIRST = 10  # the cursor: where the batch begins in the stream
+
+
+def config(size: int, **algorithm: Any) -> Config:
+    return config_of(sampler={"num_generations": 2}, trainer={"prompts_per_step": size}, algorithm=algorithm)
+
+
+def alive(group_id: int) -> Group:
+    return make_group(group_id, 0, make_rollout(reward=1.0), make_rollout(reward=0.0))
+
+
+def dead(group_id: int) -> Group:
+    return make_group(group_id, 0, make_rollout(reward=0.1), make_rollout(reward=0.1))
+
+
+def stream(kinds: str) -> Callable[[int], Group | Tombstone]:
+    """ "aD!" = an alive group, a dead one, a tombstone; what comes behind is alive."""
+
+    def at(group_id: int) -> Group | Tombstone:
+        kind = kinds[group_id - FIRST] if group_id - FIRST < len(kinds) else "a"
+        return Tombstone(group_id, 0, "killed") if kind == "!" else {"a": alive, "D": dead}[kind](group_id)
+
+    return at
+
+
+class Source:
+    """A stream that gives what was asked for, as far as it was admitted."""
+
+    def __init__(self, kinds: str, size: int):
+        self.admitted, self.received, self._at = FIRST + size, list[int](), stream(kinds)
+
+    def take(self, ids: Sequence[int]) -> list[Group | Tombstone]:
+        assert max(ids) < self.admitted, "nobody was asked for this group"
+        self.received += ids
+        return [self._at(g) for g in ids]
+
+    def refill(self, count: int) -> None:
+        assert count > 0
+        self.admitted += count
+
+
+def filled(config: Config, kinds: str) -> Slots:
+    slots = Slots(config, FIRST)
+    fill(slots, slots.size, at_once=2, source=Source(kinds, slots.size))
+    return slots
+
+
+def ids(slots: Slots) -> list[list[int]]:
+    return [[e.group.group_id for e in slots.at([place])] for place in range(slots.num_filled)]
+
+
+def trained(slots: Slots) -> list[Group | Tombstone]:
+    return [e.group for e in slots.training()]
+
+
+def dead_ids(slots: Slots) -> set[int]:
+    return {e.group.group_id for e in slots.at(range(slots.num_filled)) if e.is_dead}
+
+
+def test_the_example_in_the_docstring() -> None:
+    assert ids(filled(config(3), "aDaDa")) == [[10], [11], [12]]
+    resampled = filled(config(3, dead_groups="resample"), "aDaDa")
+    assert ids(resampled) == [[10], [11, 12], [13, 14]]
+    assert (resampled.num_taken, resampled.num_refilled, resampled.num_empty) == (5, 2, 0)
+    assert [g.group_id for g in trained(resampled)] == [10, 12, 14]
+
+
+@pytest.mark.parametrize(
+    ("handling", "expected"), [("keep", [10, 11, 12, 13]), ("skip", [10, 12, 13]), ("resample", [10, 12, 14, 15])]
+)
+def test_a_dead_group_is_kept_or_left_out_or_replaced_and_a_tombstone_too_when_resampling(
+    handling: str, expected: list[int]
+) -> None:
+    slots = filled(config(4, dead_groups=handling), "aDa!")
+    found = trained(slots)
+    assert [g.group_id for g in found if not (handling == "resample" and isinstance(g, Tombstone))] == expected
+    assert dead_ids(slots) == {11}
+
+
+def test_at_the_bound_the_last_slots_stay_empty_and_what_was_taken_is_still_counted() -> None:
+    slots = filled(config(3, dead_groups="resample", max_resamples=1), "DDaD!Da")
+    assert ids(slots) == [[10, 11, 12], [13, 14, 15], []]
+    assert (slots.num_taken, slots.num_refilled, slots.num_empty) == (6, 3, 2)
+    assert [g.group_id for g in slots.groups] == [10, 11, 12, 13, 14, 15]
+
+
+def test_metrics_count_the_dead_of_a_step_and_in_the_last_one_what_resampling_did() -> None:
+    settings = config(2, dead_groups="resample", steps_per_generation=2)
+    slots = filled(settings, "aDaDDDDD")
+    first, last = steps(settings, batch=0)
+    assert ids(slots) == [[10], [11, 12], [13, 14, 15, 16, 17], []]
+    assert slots.dead_group_metrics(first) == {"dead_groups": 1.0}
+    assert slots.dead_group_metrics(last) == {"dead_groups": 5.0, "resampled_groups": 4.0, "empty_slots": 2.0}
+    assert "2 of 4 slots of the batch stay empty: of 8 groups 6 were dead" in slots.warning()
+    assert filled(settings, "").warning() == ""
+
+
+def test_a_batch_of_dead_groups_ends_at_the_bound() -> None:
+    slots = filled(config(2, dead_groups="resample", max_resamples=2), "D" * 99)
+    assert (slots.num_taken, slots.num_empty) == (6, 2)
+    assert trained(slots) == []
+
+
+def test_batch_statistics_are_those_of_the_groups_that_train() -> None:
+    """Rewards (1, 0) twice, without the dead group: std 1/√3, and each reward is 1/2 from its group's mean."""
+    settings = config(3, dead_groups="skip", scale_rewards="batch")
+    first, last = score_rewards(filled(settings, "aDa").training(), AdvantageSettings.of(settings))
+    assert (first.group.group_id, last.group.group_id) == (10, 12)
+    assert list(first.advantages) == pytest.approx([0.5 / (3**-0.5 + 1e-4), -0.5 / (3**-0.5 + 1e-4)])  # type: ignore[arg-type]
+
+
+def test_equal_sums_of_unequal_rewards_are_alive_where_each_function_is_normalized() -> None:
+    """(1, 0) and (0, 1) add up to equal rewards; normalised with weights 1 and 3 they do not cancel."""
+    rewards = [{"answer": 1.0, "format": 0.0}, {"answer": 0.0, "format": 1.0}]
+    group = make_group(FIRST, 0, *(make_rollout(rewards=r, reward=1.0) for r in rewards))
+    found = {}
+    for how in ("sum_then_normalize", "normalize_then_sum"):
+        settings = config(1, multi_objective_aggregation=how).model_copy(
+            update={"rewards": config(1).rewards.model_copy(update={"reward_weights": [1.0, 3.0]})}
+        )
+        slots = Slots(settings, FIRST)
+        slots.add([group])
+        found[how] = dead_ids(slots)
+    assert found == {"sum_then_normalize": {FIRST}, "normalize_then_sum": set()}
+
+
+@given(st.text("aaD!", max_size=30), st.integers(1, 6), st.integers(1, 3), st.lists(st.integers(1, 6), min_size=1))
+def test_a_resampled_batch_is_the_next_alive_groups_however_they_are_taken(
+    kinds: str, size: int, resamples: int, amounts: list[int]
+) -> None:
+    expected, taken = [], 0  # by the definition: take one group after the other
+    while len(expected) < size and taken < size * (1 + resamples):
+        kind = kinds[taken] if taken < len(kinds) else "a"
+        expected += [FIRST + taken] if kind == "a" else []
+        taken += 1
+    slots, source = Slots(config(size, dead_groups="resample", max_resamples=resamples), FIRST), Source(kinds, size)
+    while slots.num_filled < size:
+        at_once = amounts[len(source.received) % len(amounts)]
+        fill(slots, min(size, slots.num_filled + at_once), at_once, source)
+    assert [g.group_id for g in trained(slots) if isinstance(g, Group)] == expected
+    assert source.received == list(range(FIRST, FIRST + taken)), "in order, each once"
+    assert (slots.num_taken, slots.num_empty) == (taken, size - len(expected))
+    assert source.admitted == FIRST + size + slots.num_refilled == max(FIRST + size, FIRST + taken)
+    assert [g.group_id for g in slots.groups] == source.received

@@ -1,0 +1,277 @@
+"""The numbers of one step, worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.config import Algorithm, Config
+from common.types import EvalFailure, EvalResult, EvalSample, Group, Rollout, Tombstone
+from report.curves import share_of_full_marks
+from report.full_marks import share
+from report.step_text import eval_line
+from tests.support.configs import config_of
+from trainer.algorithm.sums import TOKEN_SUMS
+from trainer.record.stats import (
+    correction_metrics,
+    eval_record,
+    rollout_metrics,
+    samples_records,
+    shaping_metrics,
+    token_metrics,
+    turn_metrics,
+)
+from trainer.save.best import metric_of
+
+
+def sums_of(**given: float) -> dict[str, float]:
+    return dict.fromkeys(TOKEN_SUMS, 0.0) | given
+
+
+TOMBSTONE = Tombstone(group_id=7, policy_version=3, reason="reward timed out")
+
+
+def full_mark(name: str) -> float:
+    return {"answer": 1.0, "format": 1.25}[name]
+
+
+def rollout(length: int, answer: float, layout: float, finish: str = "stop") -> Rollout:
+    return Rollout(
+        completion_ids=np.arange(length, dtype=np.int32),
+        old_logprobs=np.full(length, -1.0, np.float32),
+        ref_logprobs=None,
+        rewards={"answer": answer, "format": layout},
+        reward=answer + (0 if math.isnan(layout) else layout),
+        finish_reason=finish,  # type: ignore[arg-type]
+    )
+
+
+GROUPS = [
+    Group(
+        0,
+        3,
+        11,
+        np.arange(4, dtype=np.int32),
+        (rollout(2, 1.0, 1.25), rollout(4, -1.0, -1.0, "length"), rollout(3, 1.0, math.nan)),
+    ),
+    Group(
+        1,
+        2,
+        12,
+        np.arange(6, dtype=np.int32),
+        (rollout(1, 0.0, 1.0), rollout(1, 1.0, 0.0), rollout(1, -1.0, 2.0)),  # rewards 1, 1, 1: dead
+    ),
+]
+
+
+def in_two_turns(**changes: Any) -> Rollout:
+    """Of eight tokens it writes 0 1 2 and 6 7, and observes 3 4 5."""
+    known = {"observed": ((3, 6),), "turns": 2, "tool_calls": 1, "environment_s": 0.5}
+    return dataclasses.replace(rollout(8, 1.0, 1.0), **known | changes)
+
+
+def test_turn_metrics_by_hand() -> None:
+    looped = in_two_turns(turns=4, tool_calls=3, tool_errors=2, finish_reason="length", environment_s=1.0)
+    ended = in_two_turns(turns=4)
+    group = dataclasses.replace(GROUPS[0], rollouts=(in_two_turns(), looped, ended, rollout(3, 1.0, 1.0)))
+    assert turn_metrics([dataclasses.replace(group, failures=("timed out",)), TOMBSTONE], max_turns=4) == {
+        "rollout/failures": 1.0,
+        "rollout/turns": (2 + 4 + 4 + 1) / 4,
+        "rollout/max_turns_ratio": 0.25,
+        "rollout/tool_calls": (1 + 3 + 1) / 4,
+        "rollout/tool_errors": 0.5,
+        "rollout/observed_tokens": 9 / 4,
+        "rollout/environment_s": 0.5,
+    }
+    metrics = rollout_metrics([group], policy_version=3, full_mark=full_mark)
+    assert (metrics["completions/mean_length"], metrics["completions/max_length"]) == (18 / 4, 5)
+    assert metrics["completion_tokens"] == 18
+
+
+def test_turn_metrics_of_tombstones_alone_are_those_that_can_be_known() -> None:
+    assert turn_metrics([TOMBSTONE], max_turns=4) == {"rollout/failures": 0.0}
+
+
+def test_a_sample_of_several_turns_says_who_wrote_what() -> None:
+    group = dataclasses.replace(GROUPS[0], rollouts=(in_two_turns(), rollout(3, 0.0, 0.0)))
+    worst, best = samples_records([group], 1, 1, decode=lambda ids: " ".join(map(str, ids)))
+    assert "turns" not in worst
+    assert best["completion"] == "0 1 2 3 4 5 6 7"
+    assert best["turns"] == [
+        {"by": "model", "text": "0 1 2"},
+        {"by": "environment", "text": "3 4 5"},
+        {"by": "model", "text": "6 7"},
+    ]
+
+
+def test_rollout_metrics_by_hand() -> None:
+    metrics = rollout_metrics([*GROUPS, TOMBSTONE], policy_version=3, full_mark=full_mark)
+    assert metrics["tombstones"] == 1
+    # rewards 2.25, −2, 1 and 1, 1, 1
+    assert metrics["reward"] == pytest.approx((2.25 - 2 + 1 + 3) / 6)
+    mean = 1.25 / 3
+    std = math.sqrt(((2.25 - mean) ** 2 + (-2 - mean) ** 2 + (1 - mean) ** 2) / 2)
+    assert metrics["reward_std"] == pytest.approx(std / 2)
+    assert metrics["frac_reward_zero_std"] == 0.5
+    assert metrics["completions/mean_length"] == 2.0
+    assert (metrics["completions/min_length"], metrics["completions/max_length"]) == (1, 4)
+    assert metrics["completions/clipped_ratio"] == pytest.approx(1 / 6)
+    assert metrics["prompts/mean_length"] == 5.0
+    assert metrics["staleness/mean"] == 0.5
+    assert metrics["completion_tokens"] == 12
+    assert metrics["rewards/answer/mean"] == pytest.approx(1 / 6)
+    assert metrics["rewards/answer/accuracy"] == pytest.approx(3 / 6)
+
+
+def test_shaping_metrics_by_hand_and_only_where_something_is_shaped() -> None:
+    def settings(**algorithm: object) -> Config:
+        return config_of(sampler={"max_completion_length": 4}, algorithm=algorithm)
+
+    assert shaping_metrics(GROUPS, settings(), beta=0.0) == {}
+    assert shaping_metrics([TOMBSTONE], settings(soft_punish_cache=2), beta=0.0) == {}
+    # lengths 2, 4, 3 and 1, 1, 1 with L_max 4 and a cache of 2: punishments 0, −1, −½
+    shaped = shaping_metrics(
+        [*GROUPS, TOMBSTONE], settings(soft_punish_cache=2, mask_truncated_completions=True), beta=0.0
+    )
+    assert shaped == {
+        "reward_shaped": pytest.approx((2.25 - 2 + 1 + 3 - 1.5) / 6),
+        "completions/masked_ratio": pytest.approx(1 / 6),
+    }
+
+
+def test_a_reward_that_does_not_apply_is_left_out_of_its_mean() -> None:
+    metrics = rollout_metrics(GROUPS, policy_version=3, full_mark=full_mark)
+    assert metrics["rewards/format/mean"] == pytest.approx((1.25 - 1 + 1 + 0 + 2) / 5)
+    assert metrics["rewards/format/accuracy"] == pytest.approx(2 / 5)  # 1.25 and 2 reach 1.25
+
+
+def test_a_batch_of_tombstones_alone_still_has_its_count() -> None:
+    assert rollout_metrics([TOMBSTONE, TOMBSTONE], 3, full_mark) == {"tombstones": 2.0}
+
+
+def test_token_metrics_by_hand() -> None:
+    # two tokens with log-ratios ln 2 and −ln 2; old probabilities .25 and .5, new ones .5 and .25
+    ln2 = math.log(2)
+    sums = sums_of(
+        tokens=2,
+        loss=-0.1,
+        entropy=3.0,
+        kl=0.5,
+        ratio=2.2,  # of sequences: not what the mismatch is made of
+        token_ratio=2.5,
+        clipped=1,
+        log_ratio=0.0,
+        abs_log_ratio=2 * ln2,
+        abs_prob_diff=0.5,
+        exp_abs_log_ratio=4.0,
+    )
+    metrics = token_metrics(sums, beta=0.04)
+    assert metrics == {
+        "loss": -0.1,
+        "entropy": 1.5,
+        "kl": 0.25,
+        "ratio/mean": pytest.approx(1.1),
+        "clip_ratio/region_mean": 0.5,
+        "mismatch/mean_abs_log_ratio": pytest.approx(ln2),
+        "mismatch/mean_abs_prob_diff": 0.25,
+        "mismatch/mean_exp_abs_log_ratio": 2.0,
+        "mismatch/k3": pytest.approx(0.25),  # mean of (2 − ln 2 − 1) and (½ + ln 2 − 1)
+    }
+    assert "kl" not in token_metrics(sums, beta=0.0)
+
+
+def test_correction_metrics_by_hand_and_only_where_something_is_corrected() -> None:
+    sums = sums_of(tokens=4, correction=5.0, corrected=1)
+    corrected = Algorithm(vllm_importance_sampling_mode="token_truncate")
+    assert correction_metrics(sums, corrected) == {"mismatch/correction_mean": 1.25, "mismatch/corrected_ratio": 0.25}
+    assert correction_metrics(sums_of(), corrected)["mismatch/correction_mean"] == 1.0
+    assert correction_metrics(sums, Algorithm()) == {}
+
+
+def test_a_step_without_tokens_has_neutral_metrics() -> None:
+    metrics = token_metrics(sums_of(), beta=0.04)
+    assert (metrics["ratio/mean"], metrics["mismatch/k3"], metrics["entropy"]) == (1.0, 0.0, 0.0)
+
+
+def sample(problem: int, answer: float, layout: float, tokens: int, finish: str = "stop") -> EvalSample:
+    return EvalSample(problem, "text", {"answer": answer, "format": layout}, tokens, finish)  # type: ignore[arg-type]
+
+
+CHUNKS = [
+    EvalResult("v40", 0, 40, (sample(0, 1.0, 1.25, 10), sample(0, -1.0, 1.25, 20))),
+    EvalResult("v40", 1, 40, (sample(1, 1.0, math.nan, 30, "length"),)),
+]
+
+
+def test_an_evaluation_record_by_hand() -> None:
+    assert eval_record(CHUNKS, full_mark) == {
+        "step": 40,
+        "eval_id": "v40",
+        "n": 3,
+        "problems": 2,
+        "failed_problems": {},
+        "full_marks": {"answer": 2, "format": 2},
+        "mean": {"answer": pytest.approx(1 / 3), "format": 1.25},
+        "scored": {"format": [2, 1]},  # both of one problem; the third completion has None
+        "mean_length": 20.0,
+        "clipped_ratio": pytest.approx(1 / 3),
+    }
+
+
+def test_the_accuracy_of_a_function_is_of_the_completions_that_it_scored() -> None:
+    """Of 4 math and 4 code problems: all math is right, and the code function reads 3 of 4 as code, one of them right.
+
+    Wilson's interval for 4 of 4 problems, z = 1.96: low = 1 / (1 + z² / 4) = 0.5101.
+    """
+    none = math.nan
+    rewards = [{"math": 1.0, "code": none, "shell": none}] * 4 + [{"math": none, "code": none, "shell": none}]
+    rewards += [{"math": none, "code": score, "shell": none} for score in (1.0, 0.0, 0.0)]
+    samples = tuple(EvalSample(i, "text", scores, 3, "stop") for i, scores in enumerate(rewards))
+    record = eval_record([EvalResult("v4", 0, 4, samples)], lambda _: 1.0)
+    assert record["full_marks"] == {"math": 4, "code": 1} and record["scored"] == {"math": [4, 4], "code": [3, 3]}
+    assert share_of_full_marks(record, "math") == pytest.approx((1.0, 0.5101, 1.0), abs=1e-4)
+    assert share(record, "code") == pytest.approx(1 / 3)
+    assert eval_line(record) == "math 100.0%  code 33.3%  (v4, n = 8)"
+    assert metric_of(record, "math/accuracy") == 1.0 and metric_of(record, "shell/accuracy") is None
+
+
+FAILED = EvalResult("v40", 2, 40, (), (EvalFailure(7, "reward timed out"),))
+
+
+def test_a_problem_that_could_not_be_scored_is_named_and_left_out_of_n() -> None:
+    record = eval_record([FAILED, *CHUNKS], full_mark)
+    assert record == eval_record(CHUNKS, full_mark) | {"failed_problems": {7: "reward timed out"}}
+    assert (record["n"], record["problems"]) == (3, 2)
+
+
+def test_an_evaluation_of_which_nothing_could_be_scored_gives_a_record_without_means() -> None:
+    assert eval_record([FAILED], full_mark) == {
+        "step": 40,
+        "eval_id": "v40",
+        "n": 0,
+        "problems": 0,
+        "failed_problems": {7: "reward timed out"},
+        "full_marks": {},
+        "mean": {},
+    }
+
+
+def test_samples_hold_the_best_and_the_worst_completion_of_each_group() -> None:
+    records = samples_records([TOMBSTONE, *GROUPS], step=5, count=1, decode=lambda ids: " ".join(map(str, ids)))
+    assert [(r["which"], r["group_id"], r["reward"]) for r in records] == [("worst", 0, -2.0), ("best", 0, 2.25)]
+    assert records[1]["prompt"] == "0 1 2 3"
+    assert records[1]["completion"] == "0 1"
+    assert records[0]["finish_reason"] == "length"
+
+
+def test_a_score_that_float32_left_just_below_full_marks_counts_as_right_everywhere() -> None:
+    """`launch.sh check`, training and evaluation must agree on it."""
+    score = float(np.float32(0.1)) * 10 - 2e-7  # 0.9999998…
+    group = Group(0, 3, 11, np.arange(4, dtype=np.int32), (rollout(2, score, 1.25), rollout(2, 0.99, 1.25)))
+    assert rollout_metrics([group], 3, full_mark)["rewards/answer/accuracy"] == 0.5
+    samples = tuple(EvalSample(i, "text", {"answer": a}, 3, "stop") for i, a in enumerate((score, 0.99)))
+    assert eval_record([EvalResult("v3", 0, 3, samples)], full_mark)["full_marks"] == {"answer": 1}

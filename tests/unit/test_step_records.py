@@ -1,0 +1,49 @@
+"""What a step leaves on record: the numbers of a run with tools stand in its metrics, and only there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from report.run_log import MetricsLog, read_jsonl
+from tests.support.configs import config_of
+from tests.support.protocol_helpers import make_group, make_rollout, of_two_turns
+from trainer.algorithm.mismatch import CAUSES, MEASURES
+from trainer.algorithm.sums import TOKEN_SUMS
+from trainer.data.mini_batches import Step, TrainedStep
+from trainer.engine.deepspeed_model import StepResult
+from trainer.record.step_records import StepRecords
+
+
+def record_of(folder: Path, **rollout: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The line of one step on a rollout of a single turn and one of two, and its samples."""
+    config = config_of(rewards={"reward_funcs": ["answer"]}, rollout=rollout)
+    log, display = MetricsLog(folder), SimpleNamespace(advice=lambda *_: {}, step=lambda *_: None)
+    tokenizer: Any = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
+    trained = TrainedStep(
+        Step(0, 0, (0,), True), [make_group(0, 0, make_rollout(reward=0.0), of_two_turns())], 0.0, {}, {}, "", ""
+    )
+    sums = dict.fromkeys([*TOKEN_SUMS, *(f"{cause}_{measure}" for cause in CAUSES for measure in MEASURES)], 0.0)
+    more = {"step_time": 1.0, "policy_version": 1.0}
+    StepRecords(config, log, display, tokenizer, 0).write(1, 1, trained, StepResult(True, 1.0, 1e-6), sums, more, 1)
+    log.close()
+    (row,) = read_jsonl(folder / "metrics.jsonl")
+    return row, list(read_jsonl(folder / "samples.jsonl"))
+
+
+def test_turns_and_calls_are_metrics_of_a_run_with_tools_and_of_no_other(tmp_path: Path) -> None:
+    row, samples = record_of(tmp_path / "tools", tools=["tools.py:calculator"])
+    assert {key: row[key] for key in row if key.startswith("rollout/")} == {
+        "rollout/failures": 0,
+        "rollout/turns": 1.5,
+        "rollout/max_turns_ratio": 0,
+        "rollout/tool_calls": 0.5,
+        "rollout/tool_errors": 0,
+        "rollout/observed_tokens": 1,
+        "rollout/environment_s": 0.125,
+    }
+    assert row["completion_tokens"] == 2 + 3
+    assert [part["text"] for part in samples[1]["turns"]] == ["3 4", "60 61", "5"]
+    row, _ = record_of(tmp_path / "plain")
+    assert not [key for key in row if key.startswith("rollout/")]

@@ -1,0 +1,294 @@
+"""Groups -> tensors: which tokens train, with which weight."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.config import Algorithm, Config
+from common.types import Group, Rollout, Tombstone
+from tests.support.configs import config_of
+from tests.support.tiny import random_group
+from trainer.algorithm.advantages import AdvantageSettings
+from trainer.algorithm.losses import Denominator, ObjectiveSettings, loss, token_objective
+from trainer.data import tensors
+from trainer.data.experience import Experience, score_rewards
+from trainer.data.mini_batches import needs_batch_statistics, waits_for
+from trainer.data.tensors import MicroBatch
+
+EOS = 2
+TOMBSTONE = Tombstone(group_id=9, policy_version=0, reason="reward timed out")
+
+
+def rollout(ids: list[int], reward: float, old: float = -1.0, ref: float | None = None) -> Rollout:
+    n = len(ids)
+    return Rollout(
+        completion_ids=np.array(ids, np.int32),
+        old_logprobs=np.full(n, old, np.float32),
+        ref_logprobs=None if ref is None else np.full(n, ref, np.float32),
+        rewards={"answer": reward},
+        reward=reward,
+        finish_reason="stop",
+    )
+
+
+def group(*rollouts: Rollout, prompt: list[int] | None = None, group_id: int = 0) -> Group:
+    return Group(group_id, 0, 0, np.array(prompt or [5, 6], np.int32), rollouts)
+
+
+def micro_batch(
+    groups: Sequence[Group | Tombstone], over: Denominator, scale_rewards: str = "group", beta: float = 0.0, **more: Any
+) -> MicroBatch:
+    config = settings(scale_rewards=scale_rewards, beta=beta, **more)
+    return tensors.micro_batch(scored(groups, config), over, config.algorithm)
+
+
+def scored(groups: Sequence[Group | Tombstone], config: Config) -> list[Experience]:
+    return score_rewards([Experience(g) for g in groups], AdvantageSettings.of(config))
+
+
+def num_tokens(groups: Sequence[Group | Tombstone], algorithm: Algorithm) -> int:
+    return tensors.num_tokens([Experience(g) for g in groups], algorithm)
+
+
+def settings(**algorithm: Any) -> Config:
+    return config_of(algorithm=algorithm)
+
+
+def denominator(num_completions: int, num_tokens: int = 1) -> Denominator:
+    return Denominator("grpo", num_completions, num_tokens, 8)
+
+
+def test_a_group_by_hand() -> None:
+    batch = micro_batch(
+        [group(rollout([7, EOS], 1.0, old=-0.5), rollout([8], 0.0, old=-0.25))], denominator(2), "none", beta=0.0
+    )
+    assert batch.row.input_ids.tolist() == [[5, 6, 7, EOS, 8]]
+    assert batch.row.target_ids.tolist() == [7, EOS, 8]
+    assert batch.old_logprobs.tolist() == [-0.5, -0.5, -0.25]
+    assert batch.advantages.tolist() == [0.5, 0.5, -0.5]
+    assert batch.weights.tolist() == [0.25, 0.25, 0.5]
+    assert batch.ref_logprobs is None
+
+
+def test_groups_of_a_row_keep_their_own_means() -> None:
+    first = group(rollout([1], 1.0), rollout([1], 0.0))
+    second = group(rollout([1], 11.0), rollout([1], 10.0), group_id=1)
+    batch = micro_batch([first, second], denominator(4), "none", beta=0.0)
+    assert batch.advantages.tolist() == [0.5, -0.5, 0.5, -0.5]
+
+
+def test_every_token_counts_by_length_when_pad_and_eos_are_the_same_id() -> None:
+    # a mask guessed from the id would lose the last token of each, and the one in the middle
+    batch = micro_batch(
+        [group(rollout([EOS, 7, EOS], 1.0), rollout([EOS], 0.0), prompt=[EOS])], denominator(2), "none", 0.0
+    )
+    assert batch.row.target_ids.tolist() == [EOS, 7, EOS, EOS]
+    assert batch.weights.tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 6, 1 / 2])
+
+
+def test_dead_groups_are_left_out_without_kl_and_their_completions_still_count_in_the_mean() -> None:
+    dead = group(rollout([1, 2], 0.1), rollout([3], 0.1))
+    alive = group(rollout([4], 1.0), rollout([5], 0.0), group_id=1)
+    batch = micro_batch([dead, alive], denominator(4), "group", beta=0.0)
+    assert batch.row.target_ids.tolist() == [4, 5]
+    assert batch.weights.tolist() == [0.25, 0.25]
+
+
+def test_dead_groups_stay_when_the_kl_term_gives_them_a_gradient() -> None:
+    dead = group(rollout([1, 2], 0.1, ref=-2.0), rollout([3], 0.1, ref=-3.0))
+    batch = micro_batch([dead], denominator(2), "group", beta=0.04)
+    assert batch.row.target_ids.tolist() == [1, 2, 3]
+    assert batch.advantages.tolist() == [0.0, 0.0, 0.0]
+    assert batch.ref_logprobs is not None
+    assert batch.ref_logprobs.tolist() == [-2.0, -2.0, -3.0]
+
+
+def test_dead_groups_stay_when_the_entropy_bonus_gives_them_a_gradient() -> None:
+    dead = group(rollout([1, 2], 0.1), rollout([3], 0.1))
+    batch = micro_batch([dead], denominator(2), entropy_coef=0.01)
+    assert batch.row.target_ids.tolist() == [1, 2, 3]
+    assert batch.weights.tolist() == [0.25, 0.25, 0.5]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+def test_tombstones_train_nothing(beta: float) -> None:
+    alive = random_group(1, 50, [1.0, 0.0], beta=beta)
+    with_tombstone = micro_batch([TOMBSTONE, alive], denominator(4), "group", beta)
+    alone = micro_batch([alive], denominator(4), "group", beta)
+    assert torch.equal(with_tombstone.row.input_ids, alone.row.input_ids)
+    assert torch.equal(with_tombstone.weights, alone.weights)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize("logprob", [-0.1, -300.0], ids=["likely", "impossible"])
+def test_a_filler_has_no_weight_and_a_gradient_of_zero_whatever_the_model_says(beta: float, logprob: float) -> None:
+    dead = group(rollout([1], 0.0), rollout([3], 0.0))
+    batch = micro_batch([TOMBSTONE] if beta > 0 else [TOMBSTONE, dead], denominator(2), "group", beta)
+    assert batch.row.input_ids.numel() > 0  # something to run forward on
+    assert batch.weights.tolist() == [0.0]
+    logprobs = torch.full((1,), logprob, requires_grad=True)
+    objective, terms = token_objective(
+        logprobs,
+        batch.old_logprobs,
+        batch.ref_logprobs,
+        batch.advantages,
+        [1],
+        ObjectiveSettings.of(Algorithm(beta=beta)),
+    )
+    total = loss(objective, batch.weights)
+    total.backward()
+    assert total.item() == 0.0
+    assert logprobs.grad is not None and logprobs.grad.tolist() == [0.0]
+    assert torch.isfinite(terms.kl).all()
+
+
+def test_nothing_at_all_gives_a_filler() -> None:
+    assert micro_batch([], denominator(2), "group", 0.0).weights.tolist() == [0.0]
+
+
+def test_tensors_are_float32_and_follow_the_order_of_the_completions() -> None:
+    g = random_group(3, 50, [1.0, 0.0, 0.5], beta=0.1)
+    batch = micro_batch([g], denominator(3), "group", beta=0.1)
+    assert {t.dtype for t in (batch.old_logprobs, batch.ref_logprobs, batch.advantages, batch.weights)} == {
+        torch.float32
+    }
+    assert batch.row.lengths == tuple(len(r.completion_ids) for r in g.rollouts)
+    assert np.array_equal(batch.old_logprobs.numpy(), np.concatenate([r.old_logprobs for r in g.rollouts]))
+    assert np.array_equal(batch.ref_logprobs.numpy(), np.concatenate([r.ref_logprobs for r in g.rollouts]))
+
+
+def test_a_nan_reward_does_not_pass_as_a_dead_group() -> None:
+    g = random_group(3, 50, [1.0, 0.0])
+    broken = dataclasses.replace(g, rollouts=(dataclasses.replace(g.rollouts[0], reward=float("nan")), g.rollouts[1]))
+    batch = micro_batch([broken], denominator(2), "group", beta=0.0)
+    assert torch.isnan(batch.advantages).all()  # the engine sees it, skips the step and counts it
+
+
+def cut(r: Rollout) -> Rollout:
+    return dataclasses.replace(r, finish_reason="length")
+
+
+def test_masked_truncated_completions_keep_their_place_in_the_mean_but_do_not_train() -> None:
+    g = group(rollout([1, 2], 1.0), cut(rollout([3, 4, 5], 0.0)), rollout([6], 0.5))
+    batch = micro_batch([g], denominator(3), "none", mask_truncated_completions=True)
+    assert batch.row.target_ids.tolist() == [1, 2, 6]
+    assert batch.advantages.tolist() == [0.5, 0.5, 0.0]  # around the mean of all three
+    assert batch.weights.tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 3])
+    assert num_tokens([g, TOMBSTONE], Algorithm(mask_truncated_completions=True)) == 3
+    assert num_tokens([g, TOMBSTONE], Algorithm()) == 6
+
+
+def test_a_group_whose_completions_are_all_masked_gives_a_filler() -> None:
+    g = group(cut(rollout([1], 1.0)), cut(rollout([2], 0.0)))
+    assert micro_batch([g], denominator(2), mask_truncated_completions=True).weights.tolist() == [0.0]
+    assert micro_batch([g], denominator(2)).weights.tolist() == [0.5, 0.5]
+
+
+def test_a_group_of_equal_rewards_trains_where_there_is_no_group_baseline() -> None:
+    dead = group(rollout([1], 1.0), rollout([2], 1.0))
+    other = group(rollout([3], 0.0), rollout([4], 0.0), group_id=1)
+    batch = micro_batch([dead, other], denominator(4), "none", adv_estimator="reinforce_plus_plus")
+    # tokens 1, 1, 0, 0: mean 1/2, std sqrt(1/3)
+    unit = 0.5 / (3**-0.5 + 1e-4)
+    assert batch.advantages.tolist() == pytest.approx([unit, unit, -unit, -unit])
+
+
+def test_with_the_kl_in_the_reward_a_group_of_equal_rewards_trains_only_if_its_kl_differs() -> None:
+    same = group(rollout([1], 1.0, old=-1.0, ref=-2.0), rollout([2], 1.0, old=-1.0, ref=-2.0))
+    assert micro_batch([same], denominator(2), beta=0.1, kl_in_reward=True).weights.tolist() == [0.0]
+    differs = group(rollout([1], 1.0, old=-1.0, ref=-2.0), rollout([2], 1.0, old=-1.0, ref=-4.0))
+    batch = micro_batch([differs], denominator(2), "none", beta=0.1, kl_in_reward=True)
+    assert batch.advantages.tolist() == pytest.approx([0.1, -0.1])  # rewards 1 − 0.1 · 1 and 1 − 0.1 · 3
+
+
+@pytest.mark.parametrize(
+    ("choice", "waits"),
+    [
+        ({}, "micro_batch"),
+        ({"loss_type": "dr_grpo", "adv_estimator": "rloo"}, "micro_batch"),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "micro_batch"),
+        ({"steps_per_generation": 2, "num_iterations": 2}, "micro_batch"),
+        ({"vllm_importance_sampling_mode": "token_mask", "num_iterations": 2}, "micro_batch"),
+        ({"loss_type": "dapo"}, "mini_batch"),
+        ({"loss_type": "bnpo", "steps_per_generation": 2}, "mini_batch"),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, "mini_batch"),
+        ({"scale_rewards": "batch"}, "batch"),
+        ({"whiten_advantages": True}, "batch"),
+        ({"adv_estimator": "reinforce_plus_plus"}, "batch"),
+        ({"adv_estimator": "reinforce_plus_plus_baseline"}, "batch"),
+        ({"steps_per_generation": 2, "shuffle_mini_batches": True}, "batch"),
+        ({"vllm_importance_sampling_mode": "token_mask", "steps_per_generation": 2}, "batch"),
+    ],
+)
+def test_a_step_waits_for_no_more_groups_than_its_settings_need(choice: dict[str, Any], waits: str) -> None:
+    assert waits_for(Algorithm(**choice)) == waits
+
+
+CHOICES: list[dict[str, Any]] = [
+    {},
+    {"beta": 0.1, "kl_estimator": "k2", "loss_type": "dapo", "mask_truncated_completions": True},
+    {"importance_sampling_level": "sequence", "delta": 1.5, "scale_rewards": "batch"},
+    {"loss_type": "cispo", "epsilon_high": 1.5, "adv_estimator": "reinforce_plus_plus"},
+    {"loss_type": "bnpo", "adv_estimator": "rloo", "whiten_advantages": True, "mask_truncated_completions": True},
+    {"loss_type": "dr_grpo", "adv_estimator": "dr_grpo", "beta": 0.1, "kl_in_reward": True, "soft_punish_cache": 9},
+    {"adv_estimator": "reinforce_plus_plus_baseline", "beta": 0.1, "kl_estimator": "k1"},
+    {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_max": 1.2},
+    {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 1.2, "entropy_coef": 0.1},
+]
+
+
+def share(mine: Sequence[Group], step: Sequence[Group], config: Config) -> tuple[float, dict[int, float]]:
+    """Loss and gradient of a rank's part of the step; the gradient by a key of the token, not by its place."""
+    a = config.algorithm
+    known = {e.group.group_id: e for e in scored(step if needs_batch_statistics(a) else mine, config)}
+    over = Denominator(a.loss_type, sum(len(g.rollouts) for g in step), max(1, num_tokens(step, a)), 12)
+    batch = tensors.micro_batch([known[g.group_id] for g in mine], over, a)
+    shift = (batch.old_logprobs * 1e4).sin() * 0.5  # the same for the same token, wherever it stands
+    logprobs = (batch.old_logprobs.double() + shift).requires_grad_()
+    objective, _ = token_objective(
+        logprobs,
+        batch.old_logprobs.double(),
+        None if batch.ref_logprobs is None else batch.ref_logprobs.double(),
+        batch.advantages.double(),
+        batch.row.lengths,
+        ObjectiveSettings.of(a),
+        entropy=logprobs.exp(),  # some function of the token
+    )
+    total = loss(objective, batch.weights.double())
+    (gradient,) = torch.autograd.grad(total, logprobs)
+    return total.item(), dict(zip(batch.old_logprobs.tolist(), gradient.tolist(), strict=True))
+
+
+@st.composite
+def steps(draw: st.DrawFn, max_groups: int) -> tuple[list[Group], list[list[Group]]]:
+    """(groups of three whose first completion is cut off, the same shuffled and dealt to as many as four)."""
+    rewards = draw(st.lists(st.tuples(*[st.integers(-2, 2).map(float)] * 3), min_size=1, max_size=max_groups))
+    groups = [random_group(i, 50, of_group, beta=0.1) for i, of_group in enumerate(rewards)]
+    step = [dataclasses.replace(g, rollouts=(cut(g.rollouts[0]), *g.rollouts[1:])) for g in groups]
+    count, random = draw(st.integers(1, 4)), draw(st.randoms(use_true_random=False))
+    order = [
+        dataclasses.replace(g, rollouts=tuple(random.sample(g.rollouts, 3))) for g in random.sample(step, len(step))
+    ]
+    return step, [order[part::count] for part in range(count)]
+
+
+@given(steps(max_groups=6), st.sampled_from(CHOICES))
+def test_neither_order_nor_packing_nor_micro_batches_nor_ranks_change_loss_and_gradient(
+    dealt: tuple[list[Group], list[list[Group]]], choice: dict[str, Any]
+) -> None:
+    step, parts = dealt
+    config = config_of(sampler={"max_completion_length": 12}, algorithm=choice)
+    whole_loss, whole_gradient = share(step, step, config)
+    shares = [share(part, [g for p in parts for g in p], config) for part in parts]
+    assert sum(total for total, _ in shares) == pytest.approx(whole_loss, rel=1e-6, abs=1e-6)
+    gradient = {token: value for _, part in shares for token, value in part.items()}
+    for token, value in whole_gradient.items():
+        assert gradient.get(token, 0.0) == pytest.approx(value, rel=1e-6, abs=1e-7)

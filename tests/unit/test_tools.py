@@ -1,0 +1,273 @@
+"""Tools and TRL's environments: what the model writes becomes calls, and what goes wrong a message to the model."""
+
+import json
+import re
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from common.config import Rewards, Rollouts
+from common.errors import UserError
+from common.types import Problem
+from environments import Done, Turn, conversation, prompt_of
+from environments.contracts import Instance
+from environments.pool import EnvironmentPool
+from environments.tools import PARSERS, Call, Toolbox, parse_hermes, parse_llama3, require_template
+from rewards.gold_answers import check_gold
+from rewards.pool import RewardPool
+from rewards.trials import TrialRow
+from sampler.start import try_rewards
+from tests.support.configs import config_of
+from tests.support.speed import limit
+
+pytestmark = pytest.mark.timeout(120)
+
+# As in TRL's documentation of tools and of environment_factory, word for word.
+TRL = '''
+import asyncio
+
+def multiply(a: int, b: int) -> int:
+    """
+    Multiplies two integers.
+
+    Args:
+        a: The first integer.
+        b: The second integer.
+
+    Returns:
+        The product of the two integers.
+    """
+    return a * b
+
+async def async_add(a: int, b: int) -> int:
+    """
+    Asynchronously adds two integers.
+
+    Args:
+        a: The first integer.
+        b: The second integer.
+
+    Returns:
+        The sum of the two integers.
+    """
+    await asyncio.sleep(0)
+    return a + b
+
+class IncrementEnv:
+    def reset(self, **kwargs) -> str | None:
+        self.counter = 0
+        return " Count to " + kwargs["answer"] + "."
+
+    def increment(self, step: int) -> int:
+        """
+        Increment the internal counter.
+
+        Args:
+            step: Value to add to the counter.
+
+        Returns:
+            The updated counter value.
+        """
+        self.counter += step
+        return self.counter
+
+    def get_reward(self) -> float:
+        return float(self.counter == 4)
+
+def reward_func(environments, **kwargs):
+    return [environment.counter for environment in environments]
+'''
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("trl") / "trl_tools.py"
+    path.write_text(textwrap.dedent(TRL))
+    return path
+
+
+def call(name, **arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def test_calls_are_read_in_the_form_of_hermes():
+    text = f"I compute.\n{call('f', a=1)}\n{call('g')} Wait."
+    assert parse_hermes(text) == ("I compute.\n\n Wait.", [Call("f", {"a": 1}), Call("g", {})])
+    assert parse_hermes("It is 24.") == ("It is 24.", [])
+    assert parse_hermes('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}')[1] == [
+        Call("f", {"a": 1})
+    ]  # not closed
+
+
+def test_calls_are_read_in_the_form_of_llama():
+    assert parse_llama3(' {"name": "f", "parameters": {"a": 1}}') == ("", [Call("f", {"a": 1})])
+    assert parse_llama3('<|python_tag|>{"name": "f", "parameters": {}}') == ("", [Call("f", {})])
+    assert parse_llama3("It is {24}.") == ("It is {24}.", [])
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ('{"name": "f", "arguments": {"a": 1}', "the call is not valid JSON"),
+        ("", "the call is not valid JSON"),
+        ("[1]", "the call is not valid JSON: not a JSON object"),
+        ('{"arguments": {}}', 'the call has no "name"'),
+        ('{"name": 7}', 'the call has no "name"'),
+        ('{"name": "f", "arguments": [1]}', '"arguments" is not a JSON object'),
+        ('{"name": "f", "arguments": "a=1"}', "the call is not valid JSON"),
+        ("[" * 100_000, "the call is not valid JSON"),
+    ],
+)
+def test_a_call_that_cannot_be_read_says_why(body, problem):
+    [found] = parse_hermes(f"<tool_call>{body}</tool_call>")[1]
+    assert found.problem.startswith(problem)
+
+
+def double(x: int) -> int:
+    if x < 0:
+        raise ValueError("too small")
+    if x == 0:
+        raise SystemExit
+    return 2 * x
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (call("double", x=-1), '{"error": "ValueError: too small"}'),
+        (call("double", x=0), '{"error": "SystemExit: "}'),
+        (call("double", y=1), '{"error": "double: missing a required argument: \'x\'"}'),
+        (call("double", x=1, y=1), '{"error": "double: got an unexpected keyword argument \'y\'"}'),
+        (call("halve", x=1), '{"error": "Tool halve not found. There are: double."}'),
+        ("<tool_call>7</tool_call>", '{"error": "the call is not valid JSON: not a JSON object"}'),
+    ],
+)
+def test_what_goes_wrong_in_a_call_is_told_to_the_model_and_counted(text, content):
+    turn = Toolbox({"double": double}, "hermes").answer(f"{text}{call('double', x=2)}")
+    assert (turn.num_calls, turn.num_call_errors) == (2, 1)
+    assert [m["content"] for m in turn.messages] == [content, "4"]
+
+
+def test_a_turn_without_a_call_is_the_last_one():
+    assert Toolbox({"double": double}, "hermes").answer("It is 4.") is None
+
+
+def test_a_template_without_tools_or_with_another_form_is_refused_by_name():
+    require_template("{% if tools %}<tool_call>{% endif %}", "hermes")
+    for template, parser, words in (
+        ("{{ messages }}", "hermes", "has no place for tools"),
+        ('{{ tools }} {"name": …, "parameters": …}', "hermes", "set rollout.tool_parser=llama3_json"),
+        ("{{ tools }} [TOOL_CALLS]", "hermes", f"known are {', '.join(PARSERS)}"),
+    ):
+        with pytest.raises(UserError, match=words.replace(".", r"\.")):
+            require_template(template, parser)
+
+
+def one(pool):
+    [(_, reply)] = pool.ready(timeout_s=limit(60))
+    return reply
+
+
+@pytest.mark.processes  # what describes tools is in transformers
+def test_the_tools_of_trls_documentation_run_unchanged(file):
+    given = Rollouts(tools=[f"{file}:multiply", f"{file}:async_add"], timeout_s=limit(20))
+    with EnvironmentPool(given, columns=["prompt"]) as pool:
+        functions = [tool["function"] for tool in pool.tools]
+        assert [function["name"] for function in functions] == ["multiply", "async_add"]
+        integer = {"type": "integer", "description": "The first integer."}
+        assert functions[0]["description"] == "Multiplies two integers."
+        assert functions[0]["parameters"]["properties"]["a"] == integer
+        assert not pool.gives_rewards
+        pool.start("r", {"prompt": "6*4?"})
+        assert one(pool).messages == []  # the row's own prompt
+        pool.step("r", f"Let me see. {call('multiply', a=6, b=4)}{call('async_add', a=6, b=4)}{call('divide', a=6)}")
+        turn = one(pool)
+        assert (turn.num_calls, turn.num_call_errors) == (3, 1)
+        assert [(m["role"], m["name"]) for m in turn.messages] == [
+            ("tool", name) for name in ("multiply", "async_add", "divide")
+        ]
+        assert [m["content"] for m in turn.messages[:2]] == ["24", "10"]
+        assert turn.assistant["content"] == "Let me see."
+        assert turn.assistant["tool_calls"][0]["function"] == {"name": "multiply", "arguments": {"a": 6, "b": 4}}
+        pool.step("r", "It is 24.")
+        assert one(pool).reward is None
+
+
+@pytest.mark.processes  # what describes tools is in transformers
+def test_the_environment_of_trls_documentation_runs_unchanged_with_its_reward_function(file):
+    row, prompt = {"answer": "4"}, [{"role": "user", "content": "Start."}]
+    given = Rollouts(environment=f"{file}:IncrementEnv", timeout_s=limit(20))
+    with EnvironmentPool(given, columns=row) as pool:
+        assert [tool["function"]["name"] for tool in pool.tools] == ["increment"]
+        assert pool.gives_rewards
+        pool.start("r", row)
+        start = one(pool)
+        assert prompt_of(prompt, start) == [{"role": "user", "content": "Start. Count to 4."}]
+        turns: list[tuple[str, Turn | Done | None]] = []
+        for text in (call("increment", step=1), call("increment", step=3), "Done."):
+            pool.step("r", text)
+            turns.append((text, one(pool)))
+    done = turns[-1][1]
+    assert isinstance(done, Done) and (done.reward, done.state) == (1.0, {"counter": 4})
+    config = Rewards(reward_funcs=["environment", f"{file}:reward_func"], reward_weights=[1.0, 0.5])
+    with RewardPool(config, columns=row) as rewards:
+        words = [conversation(turns)]
+        rewards.submit(1, prompt, words, [[1]], row, environment_rewards=[done.reward], environments=[done.state])
+        [(_, [scores])] = rewards.ready(timeout_s=limit(20))
+    assert scores == ({"environment": 1.0, "reward_func": 4.0}, 3.0)
+
+
+def test_what_no_message_can_hold_is_left_out_of_an_environments_state():
+    mine = SimpleNamespace(counter=4, cells=[object()], huge=2**70, long="x" * 100_000, _hidden=1)
+    assert Instance(mine, None).state() == {"counter": 4}
+
+
+@pytest.mark.processes
+def test_a_reward_that_reads_environments_is_not_tried_without_one(file, tmp_path):
+    rewards = {"reward_funcs": [f"{file}:reward_func"]}
+    given = config_of(rewards=rewards, rollout={"environment": f"{file}:IncrementEnv", "max_turns": 3})
+    with RewardPool(given.rewards, columns={"answer": "4"}) as pool:
+        try_rewards(pool, [Problem(0, {"question": "?", "answer": "4"})], given)
+    findings = check_gold(given.rewards, [TrialRow(0, "?", {"answer": "4"})])
+    assert findings.problems == [] and "reward_func  what a rollout's environment says: not tried" in findings.lines[0]
+
+
+def page_block(name):
+    """A Python file of docs/environments.md, by the name in its first line."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "environments.md").read_text()
+    [block] = re.findall(rf"^```python\n# {re.escape(name)}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    return block
+
+
+def test_the_environment_of_the_page_runs_and_has_about_twenty_lines(tmp_path):
+    block = page_block("guess.py")
+    assert len(block.splitlines()) <= 20
+    (tmp_path / "guess.py").write_text(block)
+    row = {"question": "", "answer": "7"}
+    with EnvironmentPool(Rollouts(environment=f"{tmp_path}/guess.py:Guess", timeout_s=limit(20)), row) as pool:
+        for key in ("wins", "loses"):
+            pool.start(key, row)
+            assert one(pool).messages[0]["content"].startswith("Guess my number")
+        said = []
+        for key, words in (("wins", ["5", "9", "7"]), ("loses", ["1", "one", "2", "3"])):
+            for text in words:
+                pool.step(key, text)
+                said.append(one(pool))
+    assert [reply.messages[0]["content"] for reply in said if isinstance(reply, Turn)] == [
+        *("Higher.", "Lower."),
+        *("Higher.", "Higher.", "Higher."),
+    ]
+    assert [reply.reward for reply in said if isinstance(reply, Done)] == [1.0, 0.0]
+
+
+@pytest.mark.processes  # what describes tools is in transformers
+def test_the_tool_of_the_page_is_described_and_called(tmp_path):
+    (tmp_path / "tools.py").write_text(page_block("tools.py"))
+    with EnvironmentPool(Rollouts(tools=[f"{tmp_path}/tools.py:multiply"], timeout_s=limit(20))) as pool:
+        assert pool.tools[0]["function"]["name"] == "multiply"
+        pool.start(1, {})
+        one(pool)
+        pool.step(1, call("multiply", a=6, b=4))
+        assert one(pool).messages == [{"role": "tool", "name": "multiply", "content": "24"}]

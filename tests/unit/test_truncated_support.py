@@ -1,0 +1,284 @@
+"""Top-p, top-k and min-p: what the trainer does with the tokens that were kept, on laws small enough to sum over."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from common.config import Algorithm, Config, load
+from common.errors import UserError, WireError
+from common.group_limits import Limits, check_group
+from common.types import Group, Rollout
+from common.wire import Envelope, decode, encode
+from model.logprobs import token_terms
+from model.packing import pack
+from sampler.completions import kept_tokens
+from trainer.algorithm import mismatch
+from trainer.algorithm.losses import Denominator, ObjectiveSettings, token_objective
+from trainer.data.experience import Experience
+from trainer.data.tensors import micro_batch
+
+VOCAB = 4
+# positions of a tree of two tokens: 0 = the first, 1 + v = the second after v. Kept tokens of each.
+SUPPORT = torch.tensor([[0, 1, 3], [2, 0, -1], [1, 2, 3], [0, -1, -1], [3, 1, -1]])
+REWARD = torch.tensor([[1.0, -2.0, 0.5, 3.0], [0.0, 1.5, -1.0, 2.0], [1.0] * 4, [-1.0, 4.0, 0.3, 1.0]]).double()
+
+
+def tree(seed: int) -> Tensor:
+    """[5, VOCAB] logits of the five positions."""
+    return torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def answers() -> list[tuple[int, int]]:
+    """All that can be sampled on the support."""
+    kept = [[int(v) for v in row if v >= 0] for row in SUPPORT]
+    return [(a, b) for a in kept[0] for b in kept[1 + a]]
+
+
+def scored(logits: Tensor, answer: tuple[int, int], support: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(log-probs [2], log-masses [2]) of an answer's tokens, by the trainer's own code."""
+    rows = torch.tensor([0, 1 + answer[0]])
+    sets = None
+    if support is not None:  # as the engine sends them: the sampled token first
+        sets = torch.stack([_first(support[r], t) for r, t in zip(rows, answer, strict=True)])
+    # an identity head over float64 "hidden states" that are the logits; `.float()` inside costs 1e-7
+    logprobs, _, mass = token_terms(logits[rows], torch.tensor(answer), torch.nn.Identity(), 1.0, 1, False, sets)
+    return logprobs, mass
+
+
+def _first(row: Tensor, token: int) -> Tensor:
+    return torch.cat([torch.tensor([token]), torch.where(row == token, -1, row)])
+
+
+def truncated(logits: Tensor) -> Tensor:
+    """log μ [5, VOCAB], written another way: mask, then softmax."""
+    mask = torch.zeros(5, VOCAB, dtype=torch.bool)
+    for row, kept in zip(mask, SUPPORT, strict=True):
+        row[kept[kept >= 0]] = True
+    return torch.log_softmax(logits.masked_fill(~mask, -torch.inf), -1)
+
+
+def expected_reward_gradient(logits: Tensor) -> Tensor:
+    """d E_μ[R] / d logits, the sum over all answers differentiated by autograd."""
+    logits = logits.clone().requires_grad_()
+    log_mu = truncated(logits)
+    value = sum((log_mu[0, a] + log_mu[1 + a, b]).exp() * REWARD[a, b] for a, b in answers())
+    assert isinstance(value, Tensor)
+    (gradient,) = torch.autograd.grad(value, logits)
+    return gradient
+
+
+def estimator_mean(logits: Tensor, sampled_from: Tensor, baseline: float, level: str = "token") -> Tensor:
+    """Σ over answers of μ_old(answer) · gradient of the objective's sum, as the trainer computes it for that answer."""
+    algorithm = Algorithm(epsilon=0.99, epsilon_high=1e6)
+    if level == "sequence":  # the exact weight of a whole answer
+        algorithm = Algorithm(
+            vllm_importance_sampling_mode="sequence_truncate", vllm_importance_sampling_clip_max=1e6, epsilon=0.99
+        )
+    total, log_mu = torch.zeros_like(logits), truncated(sampled_from)
+    for a, b in answers():
+        leaf = logits.clone().requires_grad_()
+        logprobs, _ = scored(leaf, (a, b), SUPPORT)
+        old = torch.stack([log_mu[0, a], log_mu[1 + a, b]]).float()
+        advantages = torch.full((2,), REWARD[a, b].item() - baseline)
+        objective, _ = token_objective(logprobs, old, None, advantages, [2], ObjectiveSettings.of(algorithm))
+        (gradient,) = torch.autograd.grad(objective.sum(), leaf)
+        total += old.double().sum().exp() * gradient
+    return total
+
+
+@pytest.mark.parametrize("baseline", [0.0, 0.7])
+def test_on_policy_the_expected_gradient_is_that_of_the_reward_under_the_truncated_law(baseline: float) -> None:
+    logits = tree(0)
+    found, true = estimator_mean(logits, logits, baseline), expected_reward_gradient(logits)
+    assert true.abs().max() > 0.1
+    assert torch.allclose(found, true, atol=1e-6)
+
+
+def test_off_policy_it_is_too_with_the_sets_of_the_law_that_sampled() -> None:
+    logits, older = tree(0), tree(0) + 0.3 * tree(1)
+    found = estimator_mean(logits, older, 0.4, "sequence")
+    assert torch.allclose(found, expected_reward_gradient(logits), atol=1e-5)
+
+
+def test_without_the_sets_every_ratio_is_the_kept_probability_and_the_tail_is_missing() -> None:
+    # one token: Σ_v μ_v · ratio_v · A_v ∇log π_v with ratio = π / μ is the true gradient of E_π[A] less the tail
+    logits, kept = tree(3)[0].clone().requires_grad_(), [0, 1, 3]
+    advantages = torch.tensor([1.0, -0.5, 2.0, 0.8], dtype=torch.float64)
+    logprobs = torch.log_softmax(logits, -1)
+    mass = logprobs.detach().exp()[kept].sum()
+    log_mu = logprobs.detach() - mass.log()  # what vLLM reports of the kept tokens
+    algorithm = Algorithm(epsilon=0.9, epsilon_high=1e6)
+    objective, terms = token_objective(
+        logprobs[kept], log_mu[kept], None, advantages[kept], [1, 1, 1], ObjectiveSettings.of(algorithm)
+    )
+    assert terms.ratio.tolist() == pytest.approx([mass.item()] * 3)
+    (found,) = torch.autograd.grad((log_mu[kept].exp() * objective).sum(), logits, retain_graph=True)
+    (true,) = torch.autograd.grad((logprobs.exp() * advantages).sum(), logits, retain_graph=True)
+    (tail,) = torch.autograd.grad(logprobs[2].exp() * advantages[2], logits)
+    assert torch.allclose(found, true - tail, atol=1e-12)
+    assert (found - true).abs().max() > 0.05
+
+
+def test_a_token_outside_its_set_has_no_gradient_and_the_set_has_its_softmax() -> None:
+    logits = torch.tensor([[1.0, 2.0, 0.5, -1.0]]).requires_grad_()
+    support = torch.tensor([[2, 0, -1]])
+    logprobs, entropy, mass = token_terms(logits, torch.tensor([2]), torch.nn.Identity(), 0.5, 8, False, support)
+    z = [math.exp(x / 0.5) for x in (1.0, 2.0, 0.5, -1.0)]
+    assert logprobs.item() == pytest.approx(math.log(z[2] / (z[0] + z[2])), abs=1e-6)
+    assert mass.item() == pytest.approx(math.log((z[0] + z[2]) / sum(z)), abs=1e-6)
+    assert entropy.item() == pytest.approx(-sum(x / sum(z) * math.log(x / sum(z)) for x in z), abs=1e-6)
+    (gradient,) = torch.autograd.grad(logprobs.sum(), logits)
+    p = z[0] / (z[0] + z[2])
+    assert gradient[0].tolist() == pytest.approx([-2 * p, 0, 2 * p, 0], abs=1e-6)
+
+
+def test_chunks_and_sets_of_everything_change_nothing() -> None:
+    random = torch.Generator().manual_seed(0)
+    hidden, head = torch.randn(9, 5, generator=random), torch.nn.Linear(5, VOCAB)
+    targets = torch.randint(VOCAB, (9,), generator=random)
+    everything = torch.stack([_first(torch.arange(VOCAB), int(t)) for t in targets])
+    whole, _, _ = token_terms(hidden, targets, head, 0.7, 64)
+    for chunk_size in (2, 64):
+        logprobs, _, mass = token_terms(hidden, targets, head, 0.7, chunk_size, False, everything)
+        assert torch.allclose(logprobs, whole, atol=1e-6) and mass.abs().max() < 1e-6
+
+
+def test_the_mass_that_was_cut_away_is_the_third_part_of_the_log_ratio() -> None:
+    logits, older = tree(4), tree(5)
+    whole, log_mu = torch.log_softmax(logits, -1), truncated(older)
+    now, mass = scored(logits, (1, 2), SUPPORT)
+    old = torch.stack([log_mu[0, 1], log_mu[2, 2]])
+    parts = mismatch.by_cause(now, old, torch.stack([now[0], torch.tensor(math.nan)]), mass)
+    sums = {name: value.item() for name, value in parts.items()}
+    total = sum(sums[f"{cause}_log_ratio"] for cause in mismatch.CAUSES)
+    assert total == pytest.approx((whole[0, 1] + whole[2, 2] - old.sum()).item(), abs=1e-6)
+    assert sums["support_log_ratio"] == pytest.approx(mass.sum().item())
+    found = mismatch.cause_metrics(sums | {"tokens": 2.0})
+    assert found["mismatch/support/mean_exp_abs_log_ratio"] == pytest.approx((-mass).exp().mean().item(), abs=1e-6)
+
+
+def test_kept_tokens_are_those_with_a_finite_log_prob_the_sampled_one_first() -> None:
+    inf = math.inf
+    ids = np.array([[7, 3, 7, 5], [2, 2, 9, 4]], np.int32)
+    logprobs = np.log([[0.25, 0.75, 0.25, 1], [1, 1, 1, 1]]).astype(np.float32)
+    logprobs[0, 3], logprobs[1, 2:] = -inf, -inf
+    sampling_mask, incomplete = kept_tokens(ids, logprobs)
+    assert sampling_mask.tolist() == [[7, 3], [2, -1]]
+    assert incomplete == 0
+
+
+def test_kept_tokens_that_were_not_returned_are_counted() -> None:
+    ids = np.array([[7, 3, 5], [1, 1, 2]], np.int32)
+    logprobs = np.log([[0.2, 0.3, 0.3], [0.5, 0.5, 0.5]]).astype(np.float32)  # 0.2 of the first is missing
+    sampling_mask, incomplete = kept_tokens(ids, logprobs)
+    assert sampling_mask.tolist() == [[7, 3, 5], [1, 2, -1]]
+    assert incomplete == 1
+
+
+def group(*sets: list[list[int]] | None) -> Group:
+    """Completions of as many tokens as there are sets; a token is the first of its set."""
+    rollouts = []
+    for rows in sets:
+        ids = np.array(rows, np.int32) if rows is not None else None
+        tokens = np.array([1]) if ids is None else ids[:, 0]
+        zeros = np.zeros(len(tokens), np.float32)
+        rollouts.append(Rollout(tokens.astype(np.int32), zeros, None, {"answer": 1.0}, 1.0, "stop", ids))
+    return Group(3, 1, 0, np.array([5], np.int32), tuple(rollouts))
+
+
+def limits(max_sampling_mask: int) -> Limits:
+    return Limits(10, 2, 8, 8, False, ("answer",), max_sampling_mask)
+
+
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=2))
+def test_sets_of_different_width_cross_the_wire(widths: list[int]) -> None:
+    sent = group(*([list(range(w)), [9] + [-1] * (w - 1)] for w in widths))
+    _, received = decode(encode(Envelope("r", "i", "s"), sent))
+    assert isinstance(received, Group)
+    check_group(received, limits(4))
+    for before, after in zip(sent.rollouts, received.rollouts, strict=True):
+        assert before.sampling_mask is not None and after.sampling_mask is not None
+        for a, b in zip(before.sampling_mask, after.sampling_mask, strict=True):
+            assert [v for v in a if v >= 0] == [v for v in b if v >= 0]
+        assert after.old_logprobs.tolist() == before.old_logprobs.tolist()
+
+
+@pytest.mark.parametrize(
+    ("bad", "max_sampling_mask"),
+    [
+        (group(None, None), 4),
+        (group([[1, 2]], [[1, 2]]), 0),
+        (group([[1, 2, 3]], [[1, 2, 3]]), 2),
+        (group([[1, 10]], [[1, 2]]), 4),
+        (group([[1, -2]], [[1, 2]]), 4),
+        (group([[1, 2, 2]], [[1, 2, 3]]), 4),
+    ],
+    ids=["missing", "not asked for", "too wide", "outside the vocabulary", "below -1", "repeated"],
+)
+def test_sets_that_no_honest_sampler_sends_are_refused(bad: Group, max_sampling_mask: int) -> None:
+    with pytest.raises(WireError, match="sampling_mask"):
+        check_group(bad, limits(max_sampling_mask))
+
+
+def test_a_sampled_token_that_its_set_does_not_begin_with_is_refused() -> None:
+    honest = group([[1, 2]], [[2, 1]])
+    wrong = Rollout(**vars(honest.rollouts[0]) | {"completion_ids": np.array([2], np.int32)})
+    with pytest.raises(WireError, match="first of its set"):
+        check_group(Group(3, 1, 0, honest.prompt_ids, (wrong, honest.rollouts[1])), limits(4))
+
+
+def test_a_micro_batch_joins_sets_of_different_width() -> None:
+    g = group([[1, 2], [3, -1]], [[4, 5, 6]])
+    known = Experience(g, advantages=np.array([1.0, -1.0]))
+    batch = micro_batch([known], Denominator("grpo", 2, 3, 8), Algorithm())
+    assert batch.row.sampling_mask is not None
+    assert batch.row.sampling_mask.tolist() == [[1, 2, -1], [3, -1, -1], [4, 5, 6]]
+    assert batch.row.sampling_mask[:, 0].tolist() == batch.row.target_ids.tolist()
+    assert pack([([1], [[2]])]).with_sampling_mask([None]).sampling_mask is None
+
+
+def settings(*overrides: str) -> Config:
+    from tests.unit.test_config import ROOT
+
+    return load(ROOT / "configs" / "quickstart.yaml", list(overrides))
+
+
+@pytest.mark.parametrize("cut", ["top_p=0.9", "top_k=40", "min_p=0.05"])
+def test_truncated_sampling_is_refused_without_the_sets_and_says_why_and_what_to_set(cut: str) -> None:
+    with pytest.raises(UserError, match="truncated distribution") as refused:
+        settings(f"sampler.{cut}")
+    assert "too small by the probability that was cut away" in str(refused.value)
+    assert "sampler.return_sampling_mask=true" in str(refused.value)
+    fixed = settings(
+        f"sampler.{cut}", "sampler.return_sampling_mask=true", *["sampler.top_k=50"] * ("top_k" not in cut)
+    )
+    assert fixed.sampler.max_sampling_mask > 0
+
+
+@pytest.mark.parametrize("top_k", ["null", "-1", "0", "5000"])
+def test_sets_without_a_bound_on_their_size_are_refused(top_k: str) -> None:
+    with pytest.raises(UserError, match=r"sampler\.top_k=50"):
+        settings("sampler.top_p=0.9", f"sampler.top_k={top_k}", "sampler.return_sampling_mask=true")
+
+
+def test_groups_too_large_for_a_message_are_refused_at_start() -> None:
+    overrides = ["sampler.top_k=1000", "sampler.return_sampling_mask=true", "sampler.max_completion_length=8192"]
+    with pytest.raises(UserError, match=r"channel\.max_message_mib="):
+        settings(*overrides)
+    with pytest.raises(UserError, match=r"a group of 4194304 tokens takes 48 MiB; set channel\.max_message_mib=54; "):
+        settings("sampler.num_generations=128", "sampler.max_completion_length=32768", "channel.max_message_mib=32")
+
+
+def test_full_support_is_the_default_in_every_spelling_and_evaluation_may_truncate() -> None:
+    for top_k, top_p in itertools.product(["null", "0", "-1"], ["1", "1.0"]):
+        config = settings(f"sampler.top_k={top_k}", f"sampler.top_p={top_p}", "eval.top_p=0.9", "eval.top_k=20")
+        assert config.sampler.max_sampling_mask == 0
+        assert (config.eval.top_p, config.eval.top_k) == (0.9, 20)

@@ -1,0 +1,305 @@
+"""Rollouts of several turns in training: what the environment wrote is read by the model and trains nothing.
+
+The yardstick is plain_training.py: one dense forward for each rollout, the oracle's loss on the tokens that the model
+wrote, all in float64.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common.config import Config
+from common.types import Group, Rollout
+from model import logprobs as head
+from model.logprobs import load_causal_lm, score_terms
+from tests.support.configs import config_of
+from tests.support.gloo_data import BETA, GAE, GROUP_PPO, TEMPERATURE, settings, turns
+from tests.support.plain_training import PlainActorCritic, PlainGroupPpo, PlainTraining
+from tests.support.tiny import VOCAB_SIZE, tiny_model, tiny_reward_model
+from tests.unit.test_attention import exact
+from trainer.algorithm.advantages import AdvantageSettings, RewardSettings, shaped_rewards, step_advantages
+from trainer.algorithm.critic_advantages import ByGroup, Estimates, estimate, estimate_segments
+from trainer.algorithm.losses import ObjectiveSettings, importance_ratio, loss, token_objective
+from trainer.data import tensors
+from trainer.data.experience import Experience, score_rewards, with_estimates
+
+GROUPS = [turns(g) for g in range(2)]
+
+
+def rollout(length: int, observed: tuple[tuple[int, int], ...], reward: float, **changes: Any) -> Rollout:
+    """Tokens 10, 11, …; log π_old −1, −2, … and log π_ref −1.5, −2.5, … at the sampled ones."""
+    old = -np.arange(1, length + 1, dtype=np.float32)
+    ref = old - np.float32(0.5)
+    for start, end in observed:
+        old[start:end] = ref[start:end] = 0
+    ids = np.arange(10, 10 + length).astype(np.int32)
+    spans = {"observed": observed, "turns": len(observed) + 1}
+    return Rollout(ids, old, ref, {"answer": reward}, reward, "stop", **spans | changes)
+
+
+TWO_TURNS = rollout(6, ((2, 4),), 1.0)  # it writes 10 11, sees 12 13, and writes 14 15
+GROUP = Group(0, 0, 0, np.array([5, 6], np.int32), (TWO_TURNS, rollout(2, (), 0.0)))
+
+
+def config(**algorithm: Any) -> Config:
+    sampler = {"num_generations": 2, "max_completion_length": 8}
+    return config_of(sampler=sampler, algorithm=algorithm)
+
+
+def micro_batch(group: Group, of: Config) -> tensors.MicroBatch:
+    scored = score_rewards([Experience(group)], AdvantageSettings.of(of))
+    return tensors.micro_batch(scored, tensors.step_denominator(scored, 1, of), of.algorithm, of.trainer.packing)
+
+
+def test_a_rollout_of_two_turns_by_hand() -> None:
+    batch = micro_batch(GROUP, config(scale_rewards="none", beta=0.1))
+    assert batch.row.input_ids.tolist() == [[5, 6, 10, 11, 12, 13, 14, 15, 10, 11]]
+    assert batch.row.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 2, 3]]
+    assert batch.row.target_ids.tolist() == [10, 11, 14, 15, 10, 11]
+    assert batch.row.source_index.tolist() == [1, 2, 5, 6, 1, 8]  # 14 is read from the last observed token
+    assert batch.row.lengths == (4, 2)
+    assert batch.old_logprobs.tolist() == [-1, -2, -5, -6, -1, -2]
+    assert batch.ref_logprobs is not None and batch.ref_logprobs.tolist() == [-1.5, -2.5, -5.5, -6.5, -1.5, -2.5]
+    assert batch.advantages.tolist() == [0.5] * 4 + [-0.5] * 2
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "weights"),
+    [
+        ("grpo", [1 / 8] * 4 + [1 / 4] * 2),  # 1 / (B · |o|), |o| = 4 and 2
+        ("dapo", [1 / 6] * 6),
+        ("bnpo", [1 / 6] * 6),
+        ("cispo", [1 / 6] * 6),
+        ("dr_grpo", [1 / 16] * 6),  # 1 / (B · L_max)
+    ],
+)
+def test_token_means_count_sampled_tokens(loss_type: str, weights: list[float]) -> None:
+    cap = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
+    assert micro_batch(GROUP, config(loss_type=loss_type, **cap)).weights.tolist() == pytest.approx(weights)
+
+
+def test_the_importance_ratio_of_a_sequence_is_the_mean_over_what_it_wrote() -> None:
+    batch = micro_batch(GROUP, config())
+    now = batch.old_logprobs + torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.7])
+    ratio = importance_ratio(now - batch.old_logprobs, batch.row.lengths, "sequence")
+    assert ratio.log().tolist() == pytest.approx([0.25] * 4 + [0.6] * 2)
+
+
+def test_gae_steps_from_sampled_token_to_sampled_token() -> None:
+    of = config(adv_estimator="gae", gamma=1.0, lam=0.5, whiten_advantages=False)
+    values = {0: [np.array([0.5, 0.25, 0.75, 0.5]), np.array([0.0, 0.0])]}
+    found = estimate([GROUP], values, RewardSettings.of(of), of.algorithm)
+    # δ = (.25 − .5, .75 − .25, .5 − .75, 1 − .5) = (−.25, .5, −.25, .5)
+    # A = (−.25 + .5 · .5, .5 + .5 · 0, −.25 + .5 · .5, .5) = (0, .5, 0, .5)
+    assert found.advantages[0][0].tolist() == [0.0, 0.5, 0.0, 0.5]
+    assert found.returns[0][0].tolist() == [0.5, 0.75, 0.75, 1.0]
+    known = with_estimates([Experience(GROUP)], found)
+    learned = tensors.value_batch(known, tensors.num_value_tokens(known, of.algorithm), of.algorithm)
+    assert learned.row.source_index.tolist() == [1, 2, 5, 6, 1, 8]
+    assert learned.returns.tolist() == [0.5, 0.75, 0.75, 1.0, 0.0, 0.0]
+    assert learned.weights.tolist() == pytest.approx([1 / 6] * 6)
+
+
+def test_the_kl_in_the_reward_is_that_of_what_the_model_wrote() -> None:
+    # log π_old − log π_ref = .5 at each of 4 and of 2 tokens
+    found = shaped_rewards(GROUP, RewardSettings.of(config(beta=0.1, kl_in_reward=True)))
+    assert found.tolist() == pytest.approx([1 - 0.1 * 2, 0 - 0.1 * 1])
+
+
+def test_segments_run_over_sampled_tokens_from_one_turn_into_the_next() -> None:
+    params = {"group_variance_threshold": 1.0, "group_max_size": 3, "adaptive_threshold": False}
+    of = config(adv_estimator="group_ppo", gamma=1.0, lam=1.0, whiten_advantages=False, group_params=params)
+    values = {0: [np.zeros(4), np.zeros(2)]}
+    found = estimate_segments([GROUP], values, None, 1.0, RewardSettings.of(of), of.algorithm)
+    # token advantages are all 1, so sharing never costs: 3 tokens, the longest allowed, then 1
+    assert found.policy_positions is not None and found.value_positions is not None
+    assert [at.tolist() for at in found.policy_positions[0]] == [[2, 3], [1]]
+    assert [at.tolist() for at in found.value_positions[0]] == [[0, 3], [0]]
+    known = with_estimates([Experience(GROUP)], found)
+    over = tensors.step_denominator(known, 1, of)
+    batch = tensors.micro_batch(known, over, of.algorithm)
+    assert batch.row.target_ids.tolist() == [14, 15, 11]  # the third and fourth that it wrote
+    assert batch.row.source_index.tolist() == [5, 6, 8]
+    assert batch.old_logprobs.tolist() == [-5, -6, -2]
+    learned = tensors.value_batch(known, tensors.num_value_tokens(known, of.algorithm), of.algorithm)
+    assert learned.row.source_index.tolist() == [1, 6, 1]
+
+
+def test_whitening_counts_what_the_model_wrote() -> None:
+    found = step_advantages([GROUP], AdvantageSettings.of(config(adv_estimator="reinforce_plus_plus")))[0]
+    # 1 four times and 0 twice: mean 2/3, variance (4 · 1/9 + 2 · 4/9) / 5 = 4/15
+    std = (4 / 15) ** 0.5 + 1e-4
+    assert found.tolist() == pytest.approx([1 / 3 / std, -2 / 3 / std])
+
+
+def test_the_overlong_punishment_is_that_of_the_whole_rollout_because_so_is_the_limit() -> None:
+    # L_max 8, cache 4: 6 tokens are 2 beyond 4
+    found = shaped_rewards(GROUP, RewardSettings.of(config(soft_punish_cache=4)))
+    assert found.tolist() == [1 - 0.5, 0.0]
+
+
+def test_a_failed_rollout_is_in_nobodys_baseline_and_its_place_in_the_mean_stays() -> None:
+    of = Config.model_validate(config(scale_rewards="none").model_dump() | {"sampler": {"num_generations": 3}})
+    batch = micro_batch(dataclasses.replace(GROUP, failures=("timed out",)), of)
+    assert batch.advantages.tolist() == [0.5] * 4 + [-0.5] * 2
+    assert batch.weights.tolist() == pytest.approx([1 / 12] * 4 + [1 / 6] * 2)  # B = 3
+
+
+# ---- against dense float64 ---------------------------------------------------------------------------------
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "grpo, flat": {"packing": "flat"},
+    "grpo, off": {"packing": "off"},
+    "grpo, no KL": {"beta": 0.0},
+    "dapo": {"loss_type": "dapo", "kl_estimator": "k1"},
+    "bnpo, GSPO": {"loss_type": "bnpo", "importance_sampling_level": "sequence", "delta": 1.3, "kl_estimator": "k2"},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.5},
+    "dr_grpo": {"loss_type": "dr_grpo", "adv_estimator": "dr_grpo"},
+    "rloo": {"adv_estimator": "rloo"},
+    "reinforce++": {"adv_estimator": "reinforce_plus_plus", "kl_in_reward": True},
+    "reinforce++ baseline": {"adv_estimator": "reinforce_plus_plus_baseline"},
+    "batch": {"scale_rewards": "batch"},
+    "entropy": {"entropy_coef": 0.5},
+    "token correction": {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 1.5},
+    "sequence correction": {"vllm_importance_sampling_mode": "sequence_truncate"},
+}
+
+
+@cache
+def models(folder: Path) -> Any:
+    """The model that attends over packed rows. Its folder has a model and a critic for the plain loops, too."""
+    tiny_reward_model(folder / "critic", tiny_model(folder / "model", vocab=VOCAB_SIZE))
+    return exact(load_causal_lm(str(folder / "model"), "float64", None, False))
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(head, "_scaled", lambda logits, temperature: logits / temperature)  # float64 stays float64
+    models(tmp_path_factory.getbasetemp() / "turns")
+    return tmp_path_factory.getbasetemp() / "turns"
+
+
+def exact_loop(loop: type[PlainTraining], folder: Path, *critic: Path, **changes: Any) -> Any:
+    plain = loop(folder / "model", *critic, steps=0, **changes)
+    for model in (plain.model, getattr(plain, "critic", None)):
+        if model is not None:
+            exact(model)
+    return plain
+
+
+def gradient_of(model: Any, known: list[Experience], of: Config) -> dict[str, torch.Tensor]:
+    a = of.algorithm
+    batch = tensors.micro_batch(known, tensors.step_denominator(known, len(known), of), a, of.trainer.packing)
+    logprobs, entropy, _ = score_terms(model, batch.row, TEMPERATURE, 16, a.entropy_coef > 0)
+    old, advantages, weights = (x.double() for x in (batch.old_logprobs, batch.advantages, batch.weights))
+    ref = None if batch.ref_logprobs is None else batch.ref_logprobs.double()
+    terms = (batch.row.lengths, ObjectiveSettings.of(a), entropy)
+    objective, _ = token_objective(logprobs, old, ref, advantages, *terms)
+    model.zero_grad()
+    loss(objective, weights).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def relative(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    flat = [torch.cat([g[name].flatten() for name in sorted(g)]) for g in (found, expected)]
+    return ((flat[0] - flat[1]).norm() / flat[1].norm()).item()
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_the_gradient_is_that_of_a_dense_float64_loop(folder: Path, choice: str) -> None:
+    algorithm = dict(CHOICES[choice])
+    of = settings(folder, "run", 1, trainer={"packing": algorithm.pop("packing", "shared")}, algorithm=algorithm)
+    plain = exact_loop(PlainTraining, folder, **algorithm)
+    plain.backward(GROUPS)
+    known = score_rewards([Experience(g) for g in GROUPS], AdvantageSettings.of(of))
+    assert relative(gradient_of(models(folder), known, of), plain.gradients()) < 1e-6
+
+
+def test_the_control_that_trains_on_observed_tokens_is_far_away(folder: Path) -> None:
+    of = settings(folder, "run", 1)
+    plain = exact_loop(PlainTraining, folder)
+    plain.backward(GROUPS)
+    blind = [changed(g, lambda r: dataclasses.replace(r, observed=())) for g in GROUPS]
+    known = score_rewards([Experience(g) for g in blind], AdvantageSettings.of(of))
+    assert relative(gradient_of(models(folder), known, of), plain.gradients()) > 0.1
+
+
+@pytest.mark.parametrize(("given", "loop"), [(GAE, PlainActorCritic), (GROUP_PPO, PlainGroupPpo)], ids=["gae", "group"])
+def test_with_a_critic_the_gradient_is_that_of_a_dense_float64_loop(folder: Path, given: Any, loop: Any) -> None:
+    of = settings(folder, "run", 1, **given)
+    plain = exact_loop(loop, folder, folder / "critic")
+    values = {g.group_id: [v.detach().numpy() for v in plain.values(g)] for g in GROUPS}
+    plain.backward(GROUPS)
+    known = with_estimates([Experience(g) for g in GROUPS], estimated(GROUPS, values, of))
+    assert relative(gradient_of(models(folder), known, of), plain.gradients()) < 1e-6
+
+
+def estimated(groups: list[Group], values: ByGroup, of: Config) -> Estimates:
+    rewards, a = RewardSettings.of(of), of.algorithm
+    if a.adv_estimator == "gae":
+        return estimate(groups, values, rewards, a)
+    return estimate_segments(groups, values, None, a.group_params.group_variance_threshold, rewards, a)
+
+
+def changed(group: Group, change: Callable[[Rollout], Rollout]) -> Group:
+    return dataclasses.replace(group, rollouts=tuple(map(change, group.rollouts)))
+
+
+def test_the_logits_that_predict_observed_tokens_have_a_gradient_of_exactly_zero(folder: Path) -> None:
+    of = settings(folder, "run", 1, algorithm={"entropy_coef": 0.1, "beta": BETA})
+    model, group, seen = models(folder), GROUPS[0], list[torch.Tensor]()
+
+    def watch(*arguments: Any) -> None:
+        hidden = arguments[-1].last_hidden_state  # what the head turns into logits, position by position
+        hidden.retain_grad()
+        seen.append(hidden)
+
+    hook = model.get_decoder().register_forward_hook(watch)
+    gradient_of(model, score_rewards([Experience(group)], AdvantageSettings.of(of)), of)
+    hook.remove()
+    assert seen[0].grad is not None
+    moved = seen[0].grad[0].abs().sum(-1)
+    begin, sampled, observed = len(group.prompt_ids), set[int](), set[int]()
+    for r in group.rollouts:
+        for t in range(len(r.completion_ids)):
+            is_observed = any(a <= t < b for a, b in r.observed)
+            (observed if is_observed else sampled).add(begin + t - 1 if t else len(group.prompt_ids) - 1)
+        begin += len(r.completion_ids)
+    assert observed and not observed & sampled
+    assert not moved[sorted(observed)].any()
+    assert moved[sorted(sampled)].all()
+
+
+@pytest.mark.parametrize("given", [{}, GAE, GROUP_PPO, {"algorithm": {"kl_in_reward": True}}], ids=str)
+def test_log_probs_at_observed_tokens_are_never_read(tmp_path: Path, given: dict[str, Any]) -> None:
+    of = settings(tmp_path, "run", 1, **given)
+
+    def disturbed(r: Rollout) -> Rollout:
+        at = [t for a, b in r.observed for t in range(a, b)]
+        old, ref = r.old_logprobs.copy(), r.ref_logprobs.copy()
+        old[at], ref[at] = -7.0, -3.0
+        return dataclasses.replace(r, old_logprobs=old, ref_logprobs=ref)
+
+    def batch(group: Group) -> tensors.MicroBatch:
+        known = [Experience(group)]
+        values = {group.group_id: [np.linspace(-1, 1, r.num_sampled) for r in group.rollouts]}
+        if of.algorithm.needs_critic:
+            known = with_estimates(known, estimated([group], values, of))
+        else:
+            known = score_rewards(known, AdvantageSettings.of(of))
+        return tensors.micro_batch(known, tensors.step_denominator(known, 1, of), of.algorithm)
+
+    plain, other = batch(GROUPS[0]), batch(changed(GROUPS[0], disturbed))
+    for name in ("old_logprobs", "ref_logprobs", "advantages", "weights"):
+        one, two = getattr(plain, name), getattr(other, name)
+        assert (one is None and two is None) or torch.equal(one, two), name

@@ -1,0 +1,233 @@
+"""Estimators and losses from a user's file: what they get, what they give, and every way to get it wrong."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common.config import Algorithm, Config
+from common.config.estimators import ESTIMATORS as NAMES
+from common.errors import UserError
+from common.types import Tombstone
+from tests.support.configs import config_of
+from tests.support.tiny import random_group
+from trainer.algorithm.advantages import (
+    ESTIMATORS,
+    AdvantageSettings,
+    is_dead_group,
+    step_advantages,
+    try_own_estimator,
+)
+from trainer.algorithm.losses import (
+    WEIGHTS,
+    Denominator,
+    ObjectiveSettings,
+    token_objective,
+    token_weights,
+    try_own_objective,
+)
+from trainer.algorithm.user_functions import require_user_functions
+
+
+def write(folder: Path, *lines: str) -> str:
+    """A file of these lines; its name, to be followed by the function's."""
+    (folder / "mine.py").write_text("\n".join(lines) + "\n")
+    return f"{folder}/mine.py"
+
+
+def config(adv_estimator: str, **algorithm: Any) -> Config:
+    algorithm = {"adv_estimator": adv_estimator, **algorithm}
+    return config_of(rewards={"reward_funcs": ["answer"]}, algorithm=algorithm)
+
+
+def test_every_estimator_of_the_settings_has_a_formula_or_a_critic() -> None:
+    assert {name for name, estimator in NAMES.items() if not estimator.needs_critic} == ESTIMATORS.keys()
+
+
+def test_every_loss_type_has_its_own_weights_and_no_other_name_has_any() -> None:
+    assert list(WEIGHTS) == ["grpo", "dapo", "bnpo", "cispo", "dr_grpo"]
+    with pytest.raises(KeyError, match="dappo"):
+        token_weights([2], Denominator("dappo", 1, 2, 8))
+
+
+def test_an_estimator_of_a_file_gives_the_advantages_of_each_group(tmp_path: Path) -> None:
+    file = write(tmp_path, "def below_the_best(rewards):", "    return [r - max(rewards) for r in rewards]")
+    groups = [random_group(0, 50, [1.0, 0.0, 0.5]), random_group(1, 50, [2.0, 2.0, 3.0])]
+    found = step_advantages(
+        [*groups, Tombstone(2, 0, "killed")], AdvantageSettings.of(config(f"{file}:below_the_best"))
+    )
+    assert {key: value.tolist() for key, value in found.items()} == {0: [0.0, -1.0, -0.5], 1: [-1.0, -1.0, 0.0]}
+    assert found[0].dtype == np.float64
+
+
+def test_an_estimator_may_read_the_group_and_its_advantages_may_be_whitened(tmp_path: Path) -> None:
+    lengths_of = "[len(r.completion_ids) for r in group.rollouts]"
+    file = write(tmp_path, "def per_token(rewards, group):", f"    return rewards / {lengths_of}")
+    group = random_group(0, 50, [2.0, 6.0])
+    lengths = [len(r.completion_ids) for r in group.rollouts]
+    first, second = 2.0 / lengths[0], 6.0 / lengths[1]
+    (plain,) = step_advantages([group], AdvantageSettings.of(config(f"{file}:per_token"))).values()
+    assert plain.tolist() == pytest.approx([first, second])
+    whitened = step_advantages([group], AdvantageSettings.of(config(f"{file}:per_token", whiten_advantages=True)))[0]
+    half, std = (first - second) / 2, abs(first - second) / math.sqrt(2) + 1e-4
+    assert whitened.tolist() == pytest.approx([half / std, -half / std])
+
+
+def test_a_group_is_dead_if_the_estimator_gives_it_no_advantage(tmp_path: Path) -> None:
+    file = write(tmp_path, "def above_one(rewards): return (rewards > 1) * 1.0", "def plain(rewards): return rewards")
+    equal, low = random_group(0, 50, [2.0, 2.0]), random_group(1, 50, [1.0, 0.0])
+    for name, expected in (("above_one", [False, True]), ("plain", [False, False])):
+        settings = AdvantageSettings.of(config(f"{file}:{name}", dead_groups="skip"))
+        assert [is_dead_group(group, settings) for group in (equal, low)] == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return rewards[1:]", r"returned shape \[7\] for 8 rewards; return one number each"),
+        ("return rewards / 0", r"returned \[nan inf .* return finite numbers"),
+        ("return 'high'", "returned high, expected 8 numbers"),
+        ("return None", r"returned shape \[\]|returned None"),
+        ("return rewards.no", r"raised AttributeError: .* \(mine.py:2\)"),
+        ("return [r.rewards['answr'] for r in group.rollouts]", r"raised KeyError: 'answr' \(mine.py:2\)"),
+    ],
+)
+def test_an_estimator_that_gives_no_finite_number_each_is_refused_before_the_first_group(
+    tmp_path: Path, body: str, said: str
+) -> None:
+    file = write(tmp_path, "def estimator(rewards, group):", f"    {body}")
+    with (
+        np.errstate(all="ignore"),
+        pytest.raises(UserError, match=rf"algorithm.adv_estimator '.*mine.py:estimator' .*({said})"),
+    ):
+        try_own_estimator(config(f"{file}:estimator"))
+
+
+def test_an_estimator_that_works_passes_the_trial(tmp_path: Path) -> None:
+    file = write(tmp_path, "def f(rewards, group):", "    return [r.rewards['answer'] for r in group.rollouts]")
+    try_own_estimator(config(f"{file}:f"))
+    try_own_estimator(config("gae"))
+
+
+def logs(*probs: float) -> torch.Tensor:
+    return torch.tensor(probs, dtype=torch.float64).log()
+
+
+def objective(loss: str, **algorithm: Any) -> tuple[list[float], list[float]]:
+    """Objective and gradient of two tokens with π = .5, .25, π_old = .25, .25, π_ref = .5, .5 and A = 2, −1."""
+    logprobs = logs(0.5, 0.25).requires_grad_()
+    settings = ObjectiveSettings.of(Algorithm(loss=loss, **algorithm))
+    ref = logs(0.5, 0.5) if "beta" in algorithm else None
+    advantages = torch.tensor([2.0, -1.0], dtype=torch.float64)
+    found, terms = token_objective(logprobs, logs(0.25, 0.25), ref, advantages, [1, 1], settings)
+    (gradient,) = torch.autograd.grad(found.sum(), logprobs)
+    assert terms.ratio.tolist() == pytest.approx([2.0, 1.0])
+    return found.tolist(), gradient.tolist()
+
+
+def test_a_loss_of_a_file_takes_the_place_of_the_clipped_objective(tmp_path: Path) -> None:
+    file = write(tmp_path, "def plain(logprobs, advantages):", "    return advantages * logprobs")
+    found, gradient = objective(f"{file}:plain")
+    assert found == pytest.approx([2 * math.log(0.5), -math.log(0.25)])
+    assert gradient == [2.0, -1.0]
+
+
+def test_the_mismatch_weight_the_kl_and_the_entropy_are_added_to_it(tmp_path: Path) -> None:
+    body = "return (logprobs - old_logprobs).exp() * advantages"
+    file = write(tmp_path, "def ratio(logprobs, old_logprobs, advantages):", f"    {body}")
+    # k1 = log π − log π_ref = 0, −ln 2; the ratio is 2, 1
+    found, _ = objective(f"{file}:ratio", beta=0.5, kl_estimator="k1")
+    assert found == pytest.approx([4.0, -1.0 + 0.5 * math.log(2)])
+    # with a correction π_old is the trainer's own, the ratio 1, and the weight min(2, 1.5), 1
+    mode = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.5}
+    logprobs = logs(0.5, 0.25).requires_grad_()
+    settings = ObjectiveSettings.of(Algorithm(loss=f"{file}:ratio", entropy_coef=0.1, **mode))
+    advantages, entropy = torch.tensor([2.0, -1.0], dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+    corrected, _ = token_objective(logprobs, logs(0.25, 0.25), None, advantages, [1, 1], settings, entropy)
+    assert corrected.tolist() == pytest.approx([1.5 * 2 + 0.1, -1 + 0.1])
+
+
+def test_a_loss_that_takes_ref_logprobs_has_its_own_kl_term(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        "def mine(logprobs, ref_logprobs, advantages, settings):",
+        "    kl = 0 if ref_logprobs is None else (logprobs - ref_logprobs) ** 2",
+        "    return advantages * logprobs - settings.beta * kl",
+    )
+    found, _ = objective(f"{file}:mine", beta=0.5)
+    assert found == pytest.approx([2 * math.log(0.5), -math.log(0.25) - 0.5 * math.log(2) ** 2])
+    assert objective(f"{file}:mine")[0] == pytest.approx([2 * math.log(0.5), -math.log(0.25)])
+
+
+def test_a_filler_has_no_reference_and_the_loss_still_gets_numbers(tmp_path: Path) -> None:
+    file = write(tmp_path, "def mine(logprobs, ref_logprobs):", "    return logprobs - ref_logprobs")
+    settings = ObjectiveSettings.of(Algorithm(loss=f"{file}:mine", beta=0.5))
+    logprobs = logs(0.5).requires_grad_()
+    found, _ = token_objective(logprobs, logs(0.5), None, torch.zeros(1), [1], settings)
+    assert found.tolist() == [0.0]
+
+
+def test_groups_of_equal_rewards_are_trained_with_a_loss_that_may_have_a_gradient_without_advantage() -> None:
+    assert Algorithm(loss="mine.py:f").always_has_gradient and not Algorithm().always_has_gradient
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return (advantages * logprobs).mean()", r"returned \[\] for 3 tokens; return a tensor of one value each"),
+        ("return [1.0, 2.0, 3.0]", "returned list for 3 tokens"),
+        ("return advantages * logprobs.detach()", "has no gradient; form it from logprobs"),
+        ("return advantages * logprobs[:2]", r"raised RuntimeError: .*mine.py:2"),
+    ],
+)
+def test_a_loss_that_gives_no_value_with_a_gradient_per_token_is_refused_at_the_start(
+    tmp_path: Path, body: str, said: str
+) -> None:
+    file = write(tmp_path, "def objective(logprobs, advantages):", f"    {body}")
+    with pytest.raises(UserError, match=rf"algorithm.loss '.*mine.py:objective' {said}"):
+        try_own_objective(Algorithm(loss=f"{file}:objective"))
+
+
+def test_wrong_names_and_signatures_are_found_without_importing_anything(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        "raise RuntimeError('imported')",
+        "import functools",
+        "limit = 3",
+        "if limit:",
+        "    def short(rewards): ...",
+        "def positional(rewards, /): ...",
+        "def wants(rewards, answers): ...",
+        "def blind(*args): ...",
+        "def has_default(rewards, *, scale=2): ...",
+        "def everything(**more): ...",
+        "@functools.cache",
+        "def decorated(anything): ...",
+    )
+    for function in ("short", "has_default", "everything", "decorated", "limit"):
+        require_user_functions(Algorithm(adv_estimator=f"{file}:{function}"))
+    for name, words in {
+        f"{tmp_path}/min.py:short": f"no file {tmp_path}/min.py. Did you mean {tmp_path}/mine.py?",
+        f"{file}:shot": f"no function 'shot' in {file}. Did you mean short?",
+        f"{file}:xyzzy": "no function 'xyzzy'",
+        f"{file}:positional": "'rewards' is positional only; arguments are passed by keyword",
+        f"{file}:wants": "wants 'answers'; it gets rewards, group. Remove 'answers', or give it a default",
+        f"{file}:blind": "takes no rewards; write def estimator(rewards, group)",
+        "nothing_of_this_name.f": "no module 'nothing_of_this_name'. Install it, or write path/file.py:function",
+        "rewards.gsm8k.anser": "no function 'anser' in rewards.gsm8k. Did you mean answer?",
+    }.items():
+        with pytest.raises(UserError) as error:
+            require_user_functions(Algorithm(adv_estimator=name))
+        assert str(error.value).startswith(f"algorithm.adv_estimator {name!r}") and words in str(error.value)
+    with pytest.raises(UserError, match=r"algorithm.loss '.*' wants 'value'; it gets logprobs, old_logprobs, ref_logp"):
+        require_user_functions(Algorithm(loss="common.outcomes.shorten"))
+
+
+def test_a_file_with_a_typo_is_shown_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"mine.py cannot be imported: SyntaxError: .*mine.py, line 1"):
+        require_user_functions(Algorithm(loss=write(tmp_path, "def f(:") + ":f"))

@@ -1,0 +1,380 @@
+"""Groups whose tokens are of several versions: on the wire, in recordings, in the window, in micro-batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common import wire
+from common.errors import UserError, WireError
+from common.group_limits import check_group
+from common.types import Group, Rollout, Tombstone
+from common.weights import Published
+from common.wire import Envelope, decode, encode
+from sampler.completions import Completion
+from sampler.episode import as_rollout
+from sampler.in_flight import InFlightCounts, may_load, of_oldest, spans_of
+from sampler.task import EvalKey
+from tests.support.protocol_helpers import LIMITS, make_config, make_group, make_rollout
+from tests.unit.test_batch_training import Run
+from tests.unit.test_batch_training import config as batch_config
+from tests.unit.test_sampler_loop import SCORED, Loop, OneStepEngine
+from tests.unit.test_tensors import micro_batch
+from trainer.algorithm.losses import Denominator
+from trainer.engine.policy import PolicyEngine
+from trainer.link.ledger import Ledger
+from trainer.link.recording import Recorder, read
+from trainer.record.stats import in_flight_metrics, rollout_metrics
+from trainer.save.checkpoint import Progress
+
+ENVELOPE = Envelope("run", "life", "s0")
+IN_FLIGHT = dataclasses.replace(LIMITS, in_flight_updates=True)
+
+
+def mixed(*spans: tuple[int, int], tokens: tuple[int, ...] = (3, 4, 5), **changes: Any) -> Rollout:
+    return make_rollout(tokens, version_spans=spans, **changes)
+
+
+# ---- records, wire, recordings ----------------------------------------------------------------------------------
+
+
+def test_each_token_has_its_own_version() -> None:
+    assert mixed((0, 4), (1, 6)).token_versions(4).tolist() == [4, 6, 6]
+    assert mixed((0, 4), (1, 5), (2, 6)).token_versions(4).tolist() == [4, 5, 6]
+    assert mixed().token_versions(9).tolist() == [9, 9, 9]
+    assert make_group(0, 4, mixed(), mixed((0, 4), (1, 6))).newest_version == 6
+    assert make_group(0, 4).newest_version == 4
+
+
+def test_a_group_of_one_version_is_the_very_frame_that_it_was_before_there_were_spans(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "PROTO", 1)  # as it was when the digest below was taken
+    ref = np.full(2, -1, np.float32)
+    group = make_group(3, 1, make_rollout(ref_logprobs=ref), make_rollout((7, 8), ref_logprobs=ref))
+    found = hashlib.sha256(b"".join(encode(ENVELOPE, group))).hexdigest()
+    assert found == "15dd8b3d587c6598a87e726897711871c2c6697d5ad5a9595e4a3b2cbbfc08ba"
+
+
+def test_spans_come_back_from_a_recording_bit_for_bit(tmp_path: Path) -> None:
+    spans, file = ((0, 4), (2, 5)), tmp_path / "groups.recording"
+    for cursor in (0, 1):  # the second time the file is cut back and written again
+        recorder = Recorder(file, cursor)
+        recorder.append([make_group(cursor, 4, mixed(), mixed(*spans))])
+        recorder.close()
+    groups = [group for group, _ in read(file)]
+    assert [[r.version_spans for r in g.rollouts] for g in groups if isinstance(g, Group)] == [[(), spans]] * 2
+    assert [b"".join(encode(ENVELOPE, group)) for group in groups] == [
+        b"".join(encode(ENVELOPE, make_group(i, 4, mixed(), mixed(*spans)))) for i in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        ((1, 4), (2, 5)),  # does not begin at 0
+        ((0, 4), (0, 5)),  # a span without tokens
+        ((0, 4), (2, 5), (1, 6)),  # goes back
+        ((0, 4), (3, 5)),  # begins behind the last token
+        ((0, 4), (1, 4)),  # a version twice
+        ((0, 5), (1, 4)),  # an older one after a newer
+        ((-1, 4), (0, 5)),
+    ],
+)
+def test_spans_that_no_completion_has_are_refused(spans: tuple[tuple[int, int], ...]) -> None:
+    frames = encode(ENVELOPE, make_group(0, 4, mixed(), mixed(*spans)))
+    with pytest.raises(WireError, match="version spans") as caught:
+        decode(frames)
+    assert caught.value.reason == "malformed"
+
+
+def test_more_spans_than_rollouts_are_refused() -> None:
+    header, arrays, _ = encode(ENVELOPE, make_group(0, 4, mixed(), mixed((0, 4), (1, 5))))
+    longer = header.replace(b"\xadversion_spans\x92", b"\xadversion_spans\x93\x90")
+    assert longer != header
+    with pytest.raises(WireError, match="lists of different lengths"):
+        decode([longer, arrays, wire._digest(longer, arrays)])
+
+
+@pytest.mark.parametrize(
+    ("group", "said"),
+    [
+        (make_group(0, 3, mixed(), mixed((0, 4), (1, 5))), ""),  # the first rollout has tokens of 3
+        (make_group(0, 4, mixed((0, 5)), mixed((0, 4), (1, 5))), ""),
+        (make_group(0, 3, mixed((0, 5)), mixed((0, 4), (1, 5))), "its oldest token is of 4, it is of 3"),
+        (make_group(0, 4, mixed((0, 3), (1, 4)), mixed()), "its oldest token is of 3, it is of 4"),
+    ],
+)
+def test_a_group_is_as_old_as_its_oldest_token(group: Group, said: str) -> None:
+    if not said:
+        check_group(group, IN_FLIGHT)
+        return
+    with pytest.raises(WireError, match=said) as caught:
+        check_group(group, IN_FLIGHT)
+    assert caught.value.reason == "version_spans"
+
+
+def test_spans_are_refused_where_weights_do_not_change_under_sequences() -> None:
+    check_group(make_group(0, 4), IN_FLIGHT)
+    with pytest.raises(WireError, match="nobody asked for"):
+        check_group(make_group(0, 4, mixed(), mixed((0, 4), (1, 5))), LIMITS)
+
+
+# ---- the window -------------------------------------------------------------------------------------------------
+
+
+def test_oldest_and_newest_token_must_be_of_versions_that_may_have_sampled_it() -> None:
+    ledger = Ledger(total=10, window=4)
+    group = make_group(0, 4, mixed(), mixed((0, 4), (1, 6)))
+    assert ledger.refusal(group, range(4, 7)) is None
+    assert ledger.refusal(group, range(5, 7)) == "version"
+    assert ledger.refusal(group, range(4, 6)) == "version", "a token of a version that nobody has published"
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 3])
+def test_no_token_is_older_than_max_staleness_when_it_trains_however_long_its_sequence_decodes(
+    max_staleness: int,
+) -> None:
+    """A sampler whose groups take 1 to 60 ticks, and a trainer that steps as soon as a batch is in: the window alone
+    bounds the age of the oldest token, and a version that comes in flight only adds newer ones."""
+    batch, rng, versions_seen = 2, random.Random(max_staleness), set()
+    ledger, version, oldest = Ledger(total=200, window=batch * (1 + max_staleness)), 0, 0
+    running: dict[int, tuple[int, list[tuple[int, int]]]] = {}  # group -> ticks left, (start, version)
+    length: dict[int, int] = {}
+    while ledger.cursor < 200:
+        ledger.lease_out(["s"], 0.0)
+        for g in ledger.lease_of("s"):
+            if g not in running:
+                running[g], length[g] = (rng.choice([1, 2, 3, 60]), [(0, version)]), 0
+        for g, (left, spans) in list(running.items()):
+            if spans[-1][1] != version:  # a version was published: it is loaded under what decodes
+                spans.append((length[g], version))
+            length[g] += 1
+            running[g] = left - 1, spans
+            if left == 1:
+                del running[g]
+                tokens = tuple(range(length[g]))
+                group = make_group(g, spans[0][1], mixed(tokens=tokens), mixed(*spans, tokens=tokens))
+                assert ledger.refusal(group, range(max(0, version - max_staleness), version + 1)) is None
+                ledger.accept(decode(encode(ENVELOPE, group))[1], "s", 0.0)  # type: ignore[arg-type]
+                versions_seen.add(len(spans))
+        due = range(ledger.cursor, ledger.cursor + batch)
+        if all(g in ledger.held for g in due):
+            taken = [ledger.held[g] for g in due]
+            oldest = max(oldest, *(version - g.policy_version for g in taken))
+            assert all(
+                (version - r.token_versions(g.policy_version)).max() <= max_staleness
+                for g in taken
+                if isinstance(g, Group)
+                for r in g.rollouts
+            )
+            version += 1
+            ledger.advance(ledger.cursor + batch, 0.0)
+    assert oldest == max_staleness, "or the bound is not what was tested"
+    assert max(versions_seen) > 1
+
+
+# ---- the sampler ------------------------------------------------------------------------------------------------
+
+
+def test_the_groups_version_is_its_oldest_tokens_and_who_has_it_alone_needs_no_spans() -> None:
+    rollouts = (mixed((0, 5)), mixed((0, 4)), mixed((0, 4), (1, 5)))
+    version, found = of_oldest(9, rollouts)
+    assert (version, [r.version_spans for r in found]) == (4, [((0, 5),), (), ((0, 4), (1, 5))])
+    version, found = of_oldest(4, (mixed((0, 5)), mixed((0, 5))))
+    assert (version, [r.version_spans for r in found]) == (5, [(), ()]), "it waited until version 5 was there"
+    version, found = of_oldest(7, (mixed(), mixed()))
+    assert (version, [r.version_spans for r in found]) == (7, [(), ()])
+
+
+def test_spans_are_those_that_the_engine_counted_and_its_own_label_is_no_version() -> None:
+    def output(*labels: tuple[str, int]) -> Any:
+        return SimpleNamespace(weight_versions=[SimpleNamespace(version=v, start=start) for v, start in labels])
+
+    assert spans_of(output(("4", 0), ("5", 7))) == ((0, 4), (7, 5))
+    assert spans_of(output(("default", 0))) == ()
+    assert spans_of(SimpleNamespace(weight_versions=None)) == ()
+    completion = Completion(np.array([3, 4]), np.zeros(2, np.float32), "stop", version_spans=((0, 4), (1, 5)))
+    assert as_rollout(completion, None, {}, 0.0).version_spans == ((0, 4), (1, 5))
+
+
+class SlowEngine(OneStepEngine):
+    """Decodes until it is let go; then each completion has two tokens, the second of the newest version."""
+
+    interrupted = InFlightCounts(updates=1, sequences=4, tokens=20)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: dict[Any, int] = {}
+        self.may_finish = False
+
+    def submit(self, key: Any, ids: Any, params: Any, images: Any) -> None:
+        super().submit(key, ids, params, images)
+        self.begun[key] = self.version
+
+    def step(self) -> list[tuple[Any, list[Completion]]]:
+        if not self.may_finish:
+            return []
+        done = super().step()
+        return [(key, [self._made(key)] * len(completions)) for key, completions in done]
+
+    def _made(self, key: Any) -> Completion:
+        spans = dict.fromkeys([self.begun[key], self.version])
+        ids, logprobs = np.array([3, 4], np.int32), np.full(2, -0.5, np.float32)
+        return Completion(ids, logprobs, "stop", version_spans=tuple(enumerate(spans)))
+
+
+def in_flight_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **sections: Any) -> tuple[Loop, list[int]]:
+    """(a loop whose engine decodes until it is let go, versions that it loaded)"""
+    engine, loaded = SlowEngine(), list[int]()
+    loop = Loop(tmp_path, engine, sampler={"num_generations": 2, "in_flight_updates": True}, **sections)
+
+    def load(_: Any, published: Published, *__: Any) -> Any:
+        engine.version = published.version
+        loaded.append(published.version)
+        return SimpleNamespace(unproven={}, **dict.fromkeys(NUMBERS, 0.0))
+
+    loop.link.beat_at_work = lambda *_: None
+    monkeypatch.setattr("sampler.loop.reload", load)
+    return loop, loaded
+
+
+NUMBERS = ("seconds", "verify_s", "stall_s", "load_s", "canary_s", "prove_s", "canary_rms", "canary_max_diff")
+NUMBERS += ("canary_mean_abs_prob_diff", "canary_mean_exp_abs_log_ratio", "canary_k3")
+
+
+def announce(loop: Loop, version: int, lease: list[int], *, is_here: bool) -> None:
+    loop.link.credit = wire.Credit(0, lease, [], version, "", "", version)
+    loop.sampler._fetcher = SimpleNamespace(start=lambda _: None, has=lambda _: is_here)  # type: ignore[assignment]
+    loop.sampler.reload_if_credited()
+    loop.turn()
+
+
+def test_a_version_is_loaded_under_running_groups_once_it_is_here_and_new_groups_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, loaded = in_flight_loop(tmp_path, monkeypatch)
+    loop.credited(0, [0, 1])
+    announce(loop, 1, [0, 1, 2], is_here=False)
+    assert (loaded, loop.engine.num_running) == ([], 2), "it is being fetched; group 2 waits for it"
+    announce(loop, 1, [0, 1, 2], is_here=True)
+    assert (loaded, loop.engine.num_running) == ([1], 3)
+    assert loop.sampler.stats["total/in_flight_updates"] == 1
+    assert loop.sampler.stats["total/interrupted_sequences"] == 4
+    assert loop.sampler.stats["total/recomputed_tokens"] == 20
+    loop.engine.may_finish = True
+    loop.turn()
+    loop.answer_all(SCORED * 2)
+    assert [(g.policy_version, g.rollouts[0].version_spans) for g in loop.sent] == [
+        (0, ((0, 0), (1, 1))),
+        (0, ((0, 0), (1, 1))),
+        (1, ()),
+    ]
+
+
+def test_held_out_problems_keep_to_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, loaded = in_flight_loop(tmp_path, monkeypatch)
+    loop.credited(0, [])
+    loop.sampler._submit(EvalKey("v0", 0, 1, 0, 0))
+    announce(loop, 1, [], is_here=True)
+    assert loaded == []
+
+
+def test_nothing_is_loaded_under_running_groups_unless_it_is_asked_for(tmp_path: Path) -> None:
+    here: Any = SimpleNamespace(has=lambda _: True)
+    on = make_config(tmp_path, sampler={"in_flight_updates": True})
+    published = Published(1, "", "")
+    assert may_load(on, here, published, evaluates=False)
+    assert not may_load(on, here, published, evaluates=True)
+    assert not may_load(make_config(tmp_path), here, published, evaluates=False)
+
+
+# ---- the trainer ------------------------------------------------------------------------------------------------
+
+
+def test_a_micro_batch_has_the_version_of_every_token() -> None:
+    first = make_group(0, 4, mixed(reward=1.0), mixed((0, 4), (2, 6), reward=0.0))
+    second = make_group(1, 5, mixed(reward=0.0), mixed((0, 6), reward=1.0, tokens=(7, 8)))
+    batch = micro_batch([first, second], Denominator("grpo", 4, 1, 8), "none")
+    assert batch.policy_versions.tolist() == [4, 4, 4, 4, 4, 6, 5, 5, 5, 6, 6]
+    assert batch.policy_versions.dtype == torch.int64
+
+
+def test_numerics_are_known_of_the_present_versions_tokens_and_staleness_is_the_rest() -> None:
+    """log π_own − log π_old is measured on tokens of version 6 alone: which those are is told token by token."""
+    group = make_group(0, 4, mixed(reward=1.0), mixed((0, 4), (2, 6), reward=0.0))
+    batch = micro_batch([group], Denominator("grpo", 2, 1, 8), "none")
+    engine: Any = SimpleNamespace(_here=lambda x: x)
+    sampled, known = PolicyEngine._when_sampled(engine, batch, logprobs := torch.arange(6.0), 6)
+    assert known.tolist() == [False] * 5 + [True] and sampled is logprobs
+    earlier = torch.tensor([9.0, *[torch.nan] * 5])
+    sampled, known = PolicyEngine._when_sampled(
+        engine, dataclasses.replace(batch, sampled_logprobs=earlier), logprobs, 6
+    )
+    assert known.tolist() == [True] + [False] * 4 + [True]
+    assert sampled.tolist() == [9.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_later_passes_remember_the_log_probs_of_the_present_versions_tokens_alone() -> None:
+    """The proximal ones, which the decoupled objective keeps to, are of all tokens whatever version sampled them."""
+
+    def make(group_id: int) -> Group | Tombstone:
+        spans = ((0, 0), (1, 1))
+        return make_group(group_id, 0, mixed(reward=1.0), mixed(*spans, reward=0.0), mixed((0, 1), reward=0.5))
+
+    run = Run(batch_config(1, {"num_iterations": 2, "vllm_importance_sampling_mode": "token_mask"}), make=make)
+    run.step(0, at_version(1))
+    run.step(1, at_version(2))
+    first, second = run.batches
+    assert first.policy_versions.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1]
+    logprobs = (first.row.target_ids / -10 - 1).tolist()  # what the pass at version 1 found
+    assert second.proximal_logprobs is not None and second.proximal_logprobs.tolist() == logprobs
+    assert second.sampled_logprobs is not None
+    known = second.sampled_logprobs.isnan().logical_not()
+    assert known.tolist() == [False] * 4 + [True] * 5
+    assert second.sampled_logprobs[known].tolist() == logprobs[4:]
+
+
+def at_version(version: int) -> Progress:
+    return dataclasses.replace(Progress("run", 0, 0, 0, 0, 0, 0, {}), policy_version=version)
+
+
+def test_metrics_of_a_step_by_hand() -> None:
+    groups = [make_group(0, 4, mixed(), mixed((0, 4), (1, 5), (2, 6))), Tombstone(1, 4, "timed out")]
+    assert in_flight_metrics(groups, 6) == {
+        "in_flight/mixed_ratio": 0.5,
+        "in_flight/max_versions": 3.0,
+        "staleness/token_mean": (2 + 2 + 2 + 2 + 1 + 0) / 6,
+    }
+    assert in_flight_metrics(groups[1:], 6) == {}
+    assert rollout_metrics(groups, 6, lambda _: 1.0)["staleness/mean"] == 2.0, "of its oldest token"
+
+
+# ---- settings ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"trainer": {"max_staleness": 0}}, "trainer.max_staleness 0"),
+        ({"rollout": {"tools": ["my.py:tool"]}}, "several turns"),
+        ({"data": {"image_key": "image"}}, "images"),
+        ({"lora": {"r": 8}}, "adapters"),
+        ({"vllm": {"tensor_parallel_size": 2}}, "vllm.tensor_parallel_size is 2"),
+        ({"vllm": {"async_scheduling": True}}, "vllm.async_scheduling"),
+    ],
+)
+def test_what_weights_in_flight_do_not_take_yet_is_refused_by_name(
+    tmp_path: Path, sections: dict[str, dict[str, Any]], said: str
+) -> None:
+    make_config(tmp_path, **sections)
+    with pytest.raises((ValueError, UserError), match=said):
+        make_config(tmp_path, sampler={"in_flight_updates": True}, **sections)

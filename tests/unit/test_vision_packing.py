@@ -1,0 +1,239 @@
+"""Packed rows with images against transformers' own forward of each completion alone, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from common.types import EncodedImage
+from model.images import ImageFormat, image_format
+from model.logprobs import load_causal_lm, score_logprobs
+from model.packing import Packing, pack
+from model.vision import VisionLayout, axes, freeze_tower, layout_of, with_vision
+from tests.support.tiny import difference
+from tests.support.tiny_vision import (
+    FAMILIES,
+    IMAGE_TOKEN,
+    dense_vision_logprobs,
+    image_prompt,
+    random_image,
+    tiny_vision_model,
+    vision_config,
+    words,
+)
+
+Images = tuple[EncodedImage, ...]
+Groups = list[tuple[list[int], list[list[int]], Images]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made = tmp_path_factory.mktemp("vision")
+    return cache(lambda family, **text: tiny_vision_model(made / f"{family}{text}", family, **text))
+
+
+def groups_of(path: Path) -> Groups:
+    """One image of 3 × 4 tokens, a prompt of words alone, and two images."""
+    rng, form = np.random.default_rng(3), image_format(str(path))
+    one, two = (random_image(rng, form, 3, 4),), (random_image(rng, form, 1, 2), random_image(rng, form, 2, 2))
+    first = (image_prompt(rng, one, form, 5), [words(rng, n) for n in (5, 8, 1)], one)
+    second = (words(rng, 6), [words(rng, n) for n in (4, 2)], ())
+    return [first, second, (image_prompt(rng, two, form, 2), [words(rng, n) for n in (3, 6)], two)]
+
+
+def load(path: Path) -> Any:
+    return load_causal_lm(str(path), "float32", None, trust_remote_code=False)
+
+
+def transformers_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+
+
+def packed(model: Any, path: Path, groups: Groups, packing: Packing = "shared") -> Tensor:
+    row = pack([(prompt, completions) for prompt, completions, _ in groups], packing, [of for *_, of in groups])
+    return score_logprobs(model, with_vision(row, layout_of(model.config, str(path), None)), 1.0, 7)
+
+
+def dense(path: Path, groups: Groups) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probs and the gradient of their weighted sum, in float64."""
+    model = transformers_model(path, torch.float64)
+    found = torch.cat(
+        [dense_vision_logprobs(model, path, p, c, images) for p, completions, images in groups for c in completions]
+    )
+    return found.detach(), gradient(model, found)
+
+
+def gradient(model: Any, logprobs: Tensor) -> dict[str, Tensor]:
+    (logprobs * torch.linspace(-1, 1, len(logprobs)).to(logprobs)).sum().backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_and_gradient_of_packed_rows_with_images_are_the_dense_ones(folder: Any, family: str) -> None:
+    path = folder(family, initializer_range=0.04)  # larger weights round more, dense ones as well
+    groups = groups_of(path)
+    expected, expected_gradient = dense(path, groups)
+    tower = {name for name in expected_gradient if ".visual." in name}
+    assert all(expected_gradient[name].any() for name in tower)
+    packings: tuple[Packing, ...] = ("shared", "flat", "off")
+    for packing in packings:
+        model = load(path)
+        found = packed(model, path, groups, packing)
+        assert (found.double() - expected).abs().max() < 5e-6
+        found_gradient = gradient(model, found)
+        assert difference(found_gradient, expected_gradient) < 2e-6
+        assert difference(*({n: of[n] for n in tower} for of in (found_gradient, expected_gradient))) < 3e-6
+
+
+def test_gradient_checkpointing_changes_nothing(folder: Any) -> None:
+    path, groups = folder("qwen3_vl"), groups_of(folder("qwen3_vl"))
+    found = []
+    for checkpointing in (False, True):
+        model = load(path).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        logprobs = packed(model, path, groups)
+        found.append(gradient(model, logprobs) | {"logprobs": logprobs.detach()})
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_a_completion_may_have_sampled_the_image_token(folder: Any) -> None:
+    """For the sampler it is a word like any other, and so it is here."""
+    path = folder("qwen2_5_vl")
+    prompt, _, images = groups_of(path)[0]
+    groups: Groups = [(prompt, [[5, IMAGE_TOKEN, 6], [IMAGE_TOKEN, 7]], images)]
+    model = load(path)
+    alone = [packed(model, path, [(prompt, [completion], images)], "off") for completion in groups[0][1]]
+    assert packed(model, path, groups).tolist() == pytest.approx(torch.cat(alone).tolist(), abs=5e-6)
+    assert torch.isfinite(torch.cat(alone)).all()
+
+
+def test_another_image_and_other_places_give_other_log_probs(folder: Any) -> None:
+    """What the comparisons above could otherwise have missed."""
+    path = folder("qwen2_5_vl")
+    prompt, completions, (image,) = groups_of(path)[0]
+    model, layout = load(path), layout_of(load(path).config, str(path), None)
+    other = random_image(np.random.default_rng(9), image_format(str(path)), 3, 4)
+    plain = packed(model, path, [(prompt, completions, (image,))])
+    assert (packed(model, path, [(prompt, completions, (other,))]) - plain).abs().max() > 0.1
+    row = with_vision(pack([(prompt, completions)], images=[(image,)]), layout)
+    one_axis = replace(row, position_ids=pack([(prompt, completions)]).position_ids.expand(3, -1, -1))
+    assert (score_logprobs(model, one_axis, 1.0, 7) - plain).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("packing", ["shared", "flat", "off"])
+def test_the_tower_sees_each_image_once_and_a_row_without_images_a_blank_one(folder: Any, packing: Packing) -> None:
+    path = folder("qwen2_5_vl")
+    model = load(path)
+    seen: list[int] = []
+    model.model.visual.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
+    prompt, completions, images = groups_of(path)[0]
+    packed(model, path, [(prompt, completions, images)], packing)
+    assert seen == [3 * 4 * 4]  # patches of one image, for three completions
+    seen.clear()
+    text = packed(model, path, [(words(np.random.default_rng(0), 5), completions, ())], packing)
+    assert seen == [4]  # of one token
+    text.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.model.visual.parameters())
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_text_alone_scores_as_transformers_scores_it(folder: Any) -> None:
+    path = folder("qwen2_vl")
+    groups: Groups = [groups_of(path)[1]]
+    expected, _ = dense(path, groups)
+    for packing in ("shared", "off"):
+        assert (packed(load(path), path, groups, packing).double() - expected).abs().max() < 5e-6
+
+
+def test_a_frozen_tower_has_no_gradient_and_the_language_model_the_same(folder: Any) -> None:
+    path, groups = folder("qwen2_5_vl"), groups_of(folder("qwen2_5_vl"))
+    gradients = []
+    for frozen in (False, True):
+        model = load(path)
+        if frozen:
+            freeze_tower(model)
+        gradients.append(gradient(model, packed(model, path, groups)))
+    whole, frozen_tower = gradients
+    assert all((frozen_tower[name] is None) == (".visual." in name) for name in whole)
+    assert all(torch.equal(whole[name], g) for name, g in frozen_tower.items() if g is not None)
+
+
+def test_places_on_three_axes_are_those_of_the_documented_example() -> None:
+    # 5, six tokens of a 2 × 3 image, 6; then a completion goes on
+    assert axes(10, [1], [(2, 3)]).tolist() == [
+        [0, 1, 1, 1, 1, 1, 1, 4, 5, 6],
+        [0, 1, 1, 1, 2, 2, 2, 4, 5, 6],
+        [0, 1, 2, 3, 1, 2, 3, 4, 5, 6],
+    ]
+
+
+@given(
+    text=st.lists(st.integers(1, 4), min_size=2, max_size=4),
+    shapes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=3),
+)
+@settings(max_examples=25, deadline=None)
+def test_places_are_those_of_transformers(text: list[int], shapes: list[tuple[int, int]]) -> None:
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
+
+    begins, ids = [], list[int]()
+    for count, (rows, columns) in zip(text, shapes, strict=False):
+        ids += [5] * count
+        begins.append(len(ids))
+        ids += [IMAGE_TOKEN] * (rows * columns)
+    ids += [5] * text[-1]
+    row, shapes = torch.tensor([ids]), shapes[: len(begins)]
+    model = SimpleNamespace(config=vision_config("qwen2_5_vl"))
+    model.get_vision_position_ids = MethodType(Qwen2_5_VLModel.get_vision_position_ids, model)
+    grids = torch.tensor([[1, 2 * rows, 2 * columns] for rows, columns in shapes])
+    expected, _ = Qwen2_5_VLModel.get_rope_index(model, row, (row == IMAGE_TOKEN).int(), image_grid_thw=grids)
+    assert axes(len(ids), begins, shapes).tolist() == expected[:, 0].tolist()
+
+
+@pytest.mark.parametrize("ids", [[5, IMAGE_TOKEN, 6], [IMAGE_TOKEN, 5, IMAGE_TOKEN, 6]], ids=["too few", "apart"])
+def test_a_prompt_that_does_not_hold_its_images_tokens_is_refused(ids: list[int]) -> None:
+    image = random_image(np.random.default_rng(0), ImageFormat(), 1, 2)
+    with pytest.raises(ValueError, match=r"images of .2. tokens, but the prompt has"):
+        with_vision(pack([(ids, [[7]])], images=[(image,)]), VisionLayout(IMAGE_TOKEN, ImageFormat()))
+
+
+class Multiplications:
+    """Of the matrices of a model, its head aside, in every forward from now on."""
+
+    def __init__(self, model: Any):
+        self.count = 0
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear | torch.nn.Conv3d) and name != "lm_head":
+                module.register_forward_hook(self._add)
+
+    def _add(self, module: Any, given: tuple[Tensor, ...], result: Tensor) -> None:
+        rows = result.shape[:-1].numel() if isinstance(module, torch.nn.Linear) else len(result)
+        self.count += rows * module.weight.numel()
+
+
+def test_a_group_with_an_image_of_352_tokens_is_a_quarter_of_the_work_of_a_dense_batch(folder: Any) -> None:
+    """Multiplications of all matrices but the head: dense, every completion has its prompt and its image."""
+    path = folder("qwen2_5_vl")
+    rng, form = np.random.default_rng(1), image_format(str(path))
+    image = random_image(rng, form, 16, 22)
+    prompt, completions = image_prompt(rng, [image], form, 30), [words(rng, 64) for _ in range(8)]
+    assert prompt.count(IMAGE_TOKEN) == 352
+    with torch.no_grad():
+        model, plain = load(path), transformers_model(path)
+        of_packed, of_plain = Multiplications(model), Multiplications(plain)
+        shared = packed(model, path, [(prompt, completions, (image,))])
+        alone = dense_vision_logprobs(plain, path, prompt, completions[0], [image])
+    assert shared[:64].tolist() == pytest.approx(alone.tolist(), abs=1e-5)
+    assert len(completions) * of_plain.count > 4 * of_packed.count

@@ -1,0 +1,273 @@
+"""Side by side: TRL, the plain loop with one improvement after the other, and Tandem.  `bash launch.sh bench`
+
+    bash launch.sh bench                                     everything: hours
+    bash launch.sh bench --cells 1m-8x8-p256-c64             one cell
+    bash launch.sh bench --rows trl-stock streaming          some rows
+    bash launch.sh bench --table                             docs/performance.md again from the raw lines
+
+Rows of a cell run one after the other, forwards, then backwards (A B, B A), each in a fresh process on the same cores.
+Every step becomes a line of results/steps.jsonl, with the machine and the commit that last changed what it
+measures; medians and quartiles come from all steps but the warm-up. A row that is measured again on the same kind of
+machine replaces what it had there. The page has a table for each machine, for seconds of two machines do not compare.
+TRL is installed beside the project on first use. Nothing else should run on the machine meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from common.durable import write_file
+from report.environment import processor
+from report.run_log import read_jsonl
+from tools.benchmarks.cells import CELLS, ROOT, Cell, named
+from tools.benchmarks.objectives_page import svg
+from tools.benchmarks.work import measured_flops, step_work
+
+RESULTS = ROOT / "tools" / "benchmarks" / "results" / "steps.jsonl"
+PAGE = ROOT / "docs" / "performance.md"
+BEGIN, END = "<!-- written by tools/benchmarks/bench.py -->", "<!-- end of what tools/benchmarks/bench.py wrote -->"
+
+TRL_ROWS = {f"trl-{backend}": backend for backend in ("stock", "plain", "vllm")}
+LADDER = {f"ladder-{rung}": rung for rung in ("seed", "reuse", "flat", "shared", "completions", "onednn")}
+TANDEM = {
+    "streaming": ["trainer.max_staleness=0"],
+    "streaming-ref": ["trainer.max_staleness=0", "reference.on=trainer"],
+    "run-ahead": ["trainer.max_staleness=1"],
+    "run-ahead-ref": ["trainer.max_staleness=1", "reference.on=trainer"],
+    "run-ahead-bf16": ["trainer.max_staleness=1", "model.dtype=bfloat16"],
+}
+ROWS = [*TRL_ROWS, *LADDER, *TANDEM]
+SIDE_BY_SIDE = ("trl-plain", "streaming", "run-ahead")
+
+
+def command(row: str, cell: Cell, steps: int, out: Path) -> list[str]:
+    """What runs this row once: a process that appends `steps` lines to `out`."""
+    common = ["--cell", cell.name, "--steps", str(steps), "--out", str(out)]
+    here = ROOT / "benchmarks"
+    if row in TRL_ROWS:
+        from tools.benchmarks.trl_formulas import install, python
+
+        install()
+        return [str(python()), str(here / "trl_run.py"), *common, "--backend", TRL_ROWS[row]]
+    if row in LADDER:
+        return [sys.executable, str(here / "seed_loop.py"), *common, "--rung", LADDER[row]]
+    return [sys.executable, str(here / "tandem_run.py"), *common, "--row", row, "--", *TANDEM[row]]
+
+
+def machine() -> str:
+    """ "AMD EPYC (family 25, model 1), 2 cores": processors of several generations have the same name."""
+    number = re.compile(r"^(cpu family|model)\s*:\s*(\d+)$", re.MULTILINE)
+    parts = dict(number.findall(Path("/proc/cpuinfo").read_text()))
+    kind = f" (family {parts['cpu family']}, model {parts['model']})" if len(parts) == 2 else ""
+    return f"{processor()}{kind}, {len(os.sched_getaffinity(0))} cores"
+
+
+def without(records: Iterable[dict[str, Any]], on: str, cell: Cell, row: str) -> list[dict[str, Any]]:
+    """The records but for those of this row of this cell on this machine."""
+    return [r for r in records if (r["machine"], r["cell"], r["row"]) != (on, cell.name, row)]
+
+
+def _commit() -> str:
+    """The last commit that changed what Tandem's rows run, with "-dirty" if it is changed again; "" without git."""
+    code = ["common", "launcher", "model", "rewards", "sampler", "trainer"]
+    try:
+        last = subprocess.run(
+            ["git", "log", "-1", "--format=%h", "--", *code], cwd=ROOT, capture_output=True, text=True
+        )
+        changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", *code], cwd=ROOT, capture_output=True)
+    except FileNotFoundError:
+        return ""
+    return last.stdout.strip() + "-dirty" * (last.returncode == 0 and changed.returncode == 1)
+
+
+def measure(cells: Sequence[Cell], rows: Sequence[str], steps: int, warmup: int, repeats: int, out: Path) -> None:
+    """Adds lines to `out`. A row's earlier ones of this machine go when it has been measured again, and not before."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    here = machine()
+    common = {"commit": _commit(), "machine": here, "flops": measured_flops()}
+    earlier, measured = read_jsonl(out), list[dict[str, Any]]()
+    everything = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}  # one process has all cores
+    without_threads = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {"HF_HUB_OFFLINE": "1"}
+    for cell in cells:
+        for repeat in range(repeats):
+            for row in rows if repeat % 2 == 0 else rows[::-1]:
+                print(f"bench: {cell.name}: {row} ({repeat + 1} of {repeats})", flush=True)
+                fresh = out.with_suffix(".part")
+                fresh.unlink(missing_ok=True)
+                argv = command(row, cell, warmup + steps, fresh)
+                threads = {} if row in TANDEM else everything  # two processes share them as launch.sh says
+                environment = without_threads | threads
+                done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True)
+                if done.returncode:
+                    print(f"bench: {row} failed and is left out:\n{done.stderr[-2000:]}", file=sys.stderr, flush=True)
+                    continue
+                earlier = without(earlier, here, cell, row)
+                new = (record | {"repeat": repeat} | common for record in read_jsonl(fresh))
+                measured += [record for record in new if record["step"] > warmup]
+                write_file(out, "".join(json.dumps(record) + "\n" for record in earlier + measured).encode())
+                fresh.unlink()
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One row of one cell: seconds of a step and tokens trained per second, medians with quartiles."""
+
+    row: str
+    wall_s: float
+    q1: float
+    q3: float
+    tokens_per_s: float
+
+
+def summarise(records: Iterable[dict[str, Any]]) -> list[Summary]:
+    """Of one cell, in the order of ROWS."""
+    by_row: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        by_row.setdefault(record["row"], []).append(record)
+    return [_summary(row, by_row[row]) for row in ROWS if len(by_row.get(row, [])) > 1]
+
+
+def _summary(row: str, records: list[dict[str, Any]]) -> Summary:
+    walls = [r["wall_s"] for r in records]
+    q1, median, q3 = statistics.quantiles(walls, n=4, method="inclusive")
+    rate = statistics.median(r["completion_tokens"] / r["wall_s"] for r in records)
+    return Summary(row, median, q1, q3, rate)
+
+
+def table(by_cell: Sequence[tuple[Cell, Sequence[Summary]]], flops: float) -> str:
+    """Markdown: a line for each cell, with SIDE_BY_SIDE. A ratio is over the fastest TRL row of the same cell."""
+    lines = [
+        "| cell | GFLOP (padded) | floor, s | trl-plain, s | streaming, s | × TRL | run-ahead, s | × TRL |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for cell, rows in by_cell:
+        cells = [cell.name, "–", "–"]
+        if not cell.is_natural:
+            shared, padded = step_work(cell, dense=False), step_work(cell, dense=True)
+            cells[1:] = [f"{shared.total / 1e9:.1f} ({padded.total / 1e9:.1f})", f"{shared.total / flops / 2:.2f}"]
+        by_row = {r.row: r for r in rows}
+        for row in SIDE_BY_SIDE:
+            cells += [
+                _seconds(by_row[row]) if row in by_row else "–",
+                *([] if row in TRL_ROWS else [_times(rows, row)]),
+            ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def other_rows(by_cell: Sequence[tuple[Cell, Sequence[Summary]]]) -> str:
+    """Markdown: a list with the measured rows that `table` leaves out."""
+    lines = []
+    for cell, rows in by_cell:
+        rest = [r for r in rows if r.row not in SIDE_BY_SIDE]
+        said = "; ".join(f"{r.row} {_seconds(r)}, {_times(rows, r.row)} ×" for r in rest)
+        lines += [f"- **{cell.name}:** {said}"] if rest else []
+    return "\n".join(lines)
+
+
+def _seconds(row: Summary) -> str:
+    return f"{row.wall_s:.3f} ({row.q1:.3f}–{row.q3:.3f})"
+
+
+def _times(rows: Sequence[Summary], row: str) -> str:
+    return f"{ratio:.2f}" if (ratio := _ratio(rows, row)) else "–"
+
+
+def draw(by_cell: Sequence[tuple[Cell, Sequence[Summary]]]) -> bytes:
+    """SVG: for each cell how many times the tokens per second of its fastest TRL row Tandem trains."""
+    from matplotlib.figure import Figure
+
+    from report.curves import COLORS
+
+    figure = Figure(figsize=(9, 0.6 + 0.5 * len(by_cell)), layout="constrained", facecolor="white")
+    ax = figure.subplots()
+    for row, color, offset in (("run-ahead", COLORS[0], -0.2), ("streaming", COLORS[4], 0.2)):
+        ratios = [_ratio(rows, row) for _, rows in by_cell]
+        bars = ax.barh([i + offset for i in range(len(by_cell))], ratios, height=0.38, color=color, label=row)
+        ax.bar_label(bars, [f"{r:.1f}" if r else "" for r in ratios], padding=3, fontsize=9)
+    ax.axvline(1, color="#555555", linewidth=1)
+    ax.set(xlabel="completion tokens trained per second, fastest TRL row = 1", ylim=(len(by_cell) - 0.5, -0.5))
+    ax.set_yticks(range(len(by_cell)), [cell.name for cell, _ in by_cell])
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(frameon=False, loc="lower right")
+    return svg(figure)
+
+
+def _best_trl(rows: Sequence[Summary]) -> float | None:
+    """Completion tokens per second of the fastest TRL row; None where none was measured."""
+    return max((r.tokens_per_s for r in rows if r.row in TRL_ROWS), default=None)
+
+
+def _ratio(rows: Sequence[Summary], row: str) -> float:
+    """0 where the row, or any row of TRL, was not measured."""
+    best_trl = _best_trl(rows)
+    return next((r.tokens_per_s / best_trl for r in rows if best_trl and r.row == row), 0.0)
+
+
+def of_machine(records: Sequence[dict[str, Any]]) -> tuple[list[tuple[Cell, list[Summary]]], float]:
+    """(summaries by cell, operations per second of one core) of the records of one machine."""
+    measured = {r["cell"] for r in records}
+    cells = [c for c in CELLS if c.name in measured] + [named(n) for n in sorted(measured - {c.name for c in CELLS})]
+    by_cell = [(c, summarise(r for r in records if r["cell"] == c.name)) for c in cells]
+    return by_cell, statistics.median(r["flops"] for r in records)
+
+
+def by_machine(records: Sequence[dict[str, Any]]) -> dict[str, tuple[list[tuple[Cell, list[Summary]]], float]]:
+    """`of_machine` of each, in the order in which they were first measured."""
+    names = dict.fromkeys(r["machine"] for r in records)
+    return {name: of_machine([r for r in records if r["machine"] == name]) for name in names}
+
+
+def tables(records: Sequence[dict[str, Any]]) -> str:
+    """Markdown: the tables of every machine."""
+    parts = []
+    for name, (by_cell, flops) in by_machine(records).items():
+        parts += [
+            f"**{name}**; one core does {flops / 1e9:.0f} GFLOP/s in a float32 matrix product.",
+            table(by_cell, flops),
+        ]
+        if others := other_rows(by_cell):
+            parts += ["The other rows, in seconds, × TRL:", others]
+    return "\n\n".join(parts)
+
+
+def write_page(out: Path) -> None:
+    """The picture shows the machine with the most cells."""
+    records = read_jsonl(out)
+    text = tables(records)
+    drawn = max((by_cell for by_cell, _ in by_machine(records).values()), key=len)
+    before, rest = PAGE.read_text().split(BEGIN)
+    PAGE.with_suffix(".svg").write_bytes(draw(drawn))
+    PAGE.write_text(before + BEGIN + "\n\n" + text + "\n\n" + END + rest.split(END)[1])
+    print(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", type=named, nargs="+", default=CELLS)
+    parser.add_argument("--rows", choices=ROWS, nargs="+", default=ROWS)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--table", action="store_true", help="measure nothing")
+    arguments = parser.parse_args()
+    if not arguments.table:
+        measure(arguments.cells, arguments.rows, arguments.steps, arguments.warmup, arguments.repeats, arguments.out)
+    write_page(arguments.out)
+
+
+if __name__ == "__main__":
+    main()
