@@ -15,6 +15,7 @@ import yaml
 from common.ports import free_port
 from report.run_log import read_jsonl
 from tests.support.speed import limit, overdue
+from tests.support.tier import full
 from tests.unit.test_metrics_page import unexplained
 
 pytestmark = pytest.mark.timeout(600)
@@ -132,6 +133,7 @@ def check_proof_of_weights(run: Path, steps: int) -> list[dict]:
     return metrics
 
 
+@full
 @needs_shared
 @pytest.mark.parametrize(
     ("stage", "first", "changes"),
@@ -189,6 +191,7 @@ print(model.generate(**tokens, max_new_tokens=2, do_sample=False).shape[1] - tok
     assert done.returncode == 0 and done.stdout.strip().isdigit(), done.stderr[-2000:]
 
 
+@full
 @needs_shared
 def test_a_killed_sampler_and_a_killed_trainer_cost_time_and_no_group(task, tmp_path):
     """SIGKILL of the sampler in the middle, then of the trainer after its checkpoint; both are started again."""

@@ -17,6 +17,7 @@ from report.run_log import read_jsonl
 from tests.support import namespaces
 from tests.support.namespaces import two_hosts
 from tests.support.speed import limit
+from tests.support.tier import full
 from tests.support.tiny import tiny_model
 
 pytestmark = pytest.mark.timeout(600)
@@ -34,6 +35,7 @@ def hosts() -> Iterator[tuple[str, str]]:
     yield from two_hosts()
 
 
+@full
 def test_a_run_over_two_hosts_trains_publishes_and_ends_with_its_final_model(
     hosts: tuple[str, str], tmp_path: Path
 ) -> None:

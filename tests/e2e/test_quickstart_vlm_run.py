@@ -17,6 +17,7 @@ from examples.drawings.settings import QuickStartVlm, SeeingWarmStart
 from model.images import read_vision
 from report.run_log import read_jsonl
 from tests.support.speed import limit
+from tests.support.tier import full
 from tests.unit.test_metrics_page import unexplained
 from trainer.link import recording
 
@@ -41,7 +42,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("freeze", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("freeze", [False, pytest.param(True, marks=full)], ids=["trained", "frozen"])
 def test_three_steps_on_drawings_with_the_tower(freeze: bool, task: Path, tmp_path: Path) -> None:
     files = [f"model.path={task}/model", f"data.train={task}/train.jsonl", f"data.eval={task}/test.jsonl"]
     given = [f"run.output_dir={tmp_path / 'run'}", f"model.freeze_vision_tower={str(freeze).lower()}", *files]

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from common.config import load
 from report.run_log import read_jsonl
 from tests.support.speed import limit
+from tests.support.tier import full
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -21,6 +22,7 @@ CONFIG = "configs/smollm2_135m.yaml"
 SMALLER = ("trainer.max_steps=2", "trainer.prompts_per_step=2", "sampler.num_generations=4", "data.eval_size=4")
 
 
+@full
 @pytest.mark.skipif(
     not (ROOT / load(ROOT / CONFIG).model.path).is_file(),
     reason="fetches 93 MB: python -m examples.smollm2 does",

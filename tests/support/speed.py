@@ -16,6 +16,7 @@ from typing import Any
 
 REFERENCE_S = 0.1  # of wall clock, and of CPU
 _START = (sys.executable, "-c", "import numpy, pydantic, yaml, zmq")  # nothing of ours: that must not calibrate itself
+SLOWEST = 6.0  # what is slower is broken
 _KEEP_S = 60.0
 _FROM_PARENT = "TANDEM_TEST_SPEED"  # what a process measured is known to those that it starts
 _measured: tuple[float, float, float] | None = None  # when, slowness, CPU seconds over the reference
@@ -27,13 +28,13 @@ def slowness(fresh: bool = False) -> float:
 
 
 def limit(seconds: float) -> float:
-    """What takes at most `seconds` on the reference machine may take so long here."""
-    return seconds * slowness()
+    """What takes at most `seconds` on the reference machine may take so long here; a busy machine earns no hour."""
+    return seconds * min(slowness(), SLOWEST)
 
 
 def overdue(took_s: float, seconds: float) -> bool:
     """Whether `took_s` is more than a limit of `seconds` allows, however busy the machine is now."""
-    return took_s > limit(seconds) and took_s > seconds * slowness(fresh=True)
+    return took_s > limit(seconds) and took_s > seconds * min(slowness(fresh=True), SLOWEST)
 
 
 def cpu_overdue(took_s: float, seconds: float) -> bool:

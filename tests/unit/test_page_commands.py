@@ -18,12 +18,12 @@ from tests.support.page_commands import PAGES, ROOT, commands, without_comment
 from tests.support.page_desk import Desk, given, takes
 from tests.support.speed import limit
 
-README = "tests/e2e/stories/test_stories.py::test_the_task_of_the_readme_is_checked_and_trains_with_its_own_words"
+README = "tests/e2e/test_stories.py::test_the_task_of_the_readme_is_checked_and_trains_with_its_own_words"
 DATA = "tests/processes/test_data_and_rewards_docs.py::test_the_commands_of_the_page_run_from_an_empty_folder"
-ADAPTERS = "tests/e2e/stories/test_stories.py::test_adapters_alone_on_the_warm_started_model"
-BASE = "tests/e2e/stories/test_stories.py::test_a_base_model_without_a_chat_template_and_a_template_file"
-REWARDS = "tests/e2e/stories/test_stories.py::test_own_rows_and_an_own_reward_file"
-RESUMED = "tests/e2e/stories/test_stories.py::test_a_run_on_own_rows_is_resumed_and_begun_anew_from_its_weights"
+ADAPTERS = "tests/e2e/test_stories.py::test_adapters_alone_on_the_warm_started_model"
+BASE = "tests/e2e/test_stories.py::test_a_base_model_without_a_chat_template_and_a_template_file"
+REWARDS = "tests/e2e/test_stories.py::test_own_rows_and_an_own_reward_file"
+RESUMED = "tests/e2e/test_stories.py::test_a_run_on_own_rows_is_resumed_and_begun_anew_from_its_weights"
 JOB = "tests/unit/test_page_commands.py::test_the_job_of_the_page_hands_itself_in_again_until_it_is_done"
 
 # command → the test that executes it, and words of that test which show it

@@ -54,7 +54,7 @@ class Clone:
             if path.name != ".tandem-stamp":
                 (own / path.name).symlink_to(path)
         version = subprocess.run([own / "bin" / "python", "-VV"], capture_output=True, check=True).stdout
-        pins = [self.folder / f"requirements{name}" for name in (".txt", "-cpu.lock", "-gpu.lock")]
+        pins = [self.folder / name for name in ("requirements.txt", "tools/locks/cpu.lock", "tools/locks/gpu.lock")]
         installed = b"".join(path.read_bytes() for path in pins) + version + f"{BACKEND} {self.folder}\n".encode()
         digest = subprocess.run(["sha256sum"], input=installed, capture_output=True, check=True).stdout
         (own / ".tandem-stamp").write_bytes(digest)

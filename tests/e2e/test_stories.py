@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from common.config import Config, load
-from tests.stories.clone import ROOT, Clone, commands
+from tests.support.clone import ROOT, Clone, commands
 from tests.support.quickstart_model import build_once
+from tests.support.tier import full
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -105,6 +106,7 @@ def test_the_task_of_the_readme_is_checked_and_trains_with_its_own_words(clone: 
     assert all("rewards/right/mean" in step for step in metrics)
 
 
+@full
 def test_own_rows_and_an_own_reward_file(clone: Clone) -> None:
     """docs/rewards.md: rows, functions and config are written, checked, trained on; the model that comes out loads."""
     done = clone.run(commands("rewards.md", "One file, start to end"))
@@ -121,6 +123,7 @@ def test_own_rows_and_an_own_reward_file(clone: Clone) -> None:
     check_words(clone, WHOLE, final, final)
 
 
+@full
 def test_a_run_on_own_rows_is_resumed_and_begun_anew_from_its_weights(clone: Clone) -> None:
     """docs/data.md, then docs/running.md: four steps, four more from the checkpoint, a new run from the final model."""
     done = clone.run(commands("data.md", "One file, start to end"))
@@ -132,6 +135,7 @@ def test_a_run_on_own_rows_is_resumed_and_begun_anew_from_its_weights(clone: Clo
     check_run(clone, "runs/my_task_2", steps=4)
 
 
+@full
 def test_a_base_model_without_a_chat_template_and_a_template_file(clone: Clone) -> None:
     """docs/model.md: without the file it is refused with the key to set; with it the prompts are the file's."""
     script = commands("model.md", "A base model, start to end")
@@ -154,6 +158,7 @@ def test_a_base_model_without_a_chat_template_and_a_template_file(clone: Clone) 
     assert (clone.folder / "runs" / "my_base" / "final" / "chat_template.jinja").read_text() == template.read_text()
 
 
+@full
 def test_adapters_alone_on_the_warm_started_model(clone: Clone) -> None:
     """docs/lora.md: accuracy rises, each version proved, and what is left are adapters that peft and vLLM load."""
     done = clone.run(commands("lora.md", "One run, start to end"), timeout_s=400)
