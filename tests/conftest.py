@@ -1,8 +1,8 @@
 """For all tests: --all, figures for RELIABILITY.md, time limits that follow the machine's speed, order and workers.
 
-The tier of a test is its folder: unit, processes (our own commands, without vLLM and DeepSpeed), gloo (DeepSpeed ranks),
-engine (vLLM), e2e (both). `figure("R6", "10,000 groups, growth 3 MiB")` prints what RELIABILITY.md may say of the last
-run (pytest -s shows it). `--shuffle SEED` runs files, and the tests of each file, in a random order.
+The tier of a test is its folder: unit, processes (our own commands, without vLLM and DeepSpeed), gloo (DeepSpeed
+ranks), engine (vLLM), e2e (both). `figure("R6", "10,000 groups, growth 3 MiB")` prints what RELIABILITY.md may say of
+the last run (pytest -s shows it). `--shuffle SEED` runs files, and the tests of each file, in a random order.
 """
 
 from __future__ import annotations
