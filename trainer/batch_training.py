@@ -21,8 +21,6 @@ from torch import Tensor
 from common.config import Config
 from common.watchdog import report_progress
 from model.reference import Reference
-from trainer.algorithm.advantages import AdvantageSettings
-from trainer.algorithm.kl_controller import completion_kls, next_beta
 from trainer.data import micro_batches
 from trainer.data.experience import Experience, score_rewards
 from trainer.data.micro_batches import Budget, Planner, Round, Work, plan_metrics, plan_of, work_of
@@ -59,10 +57,8 @@ class BatchTraining:
         lent_cores: LentCores,
     ):
         self.config = config
-        self.beta = config.algorithm.beta if progress.kl_beta is None else progress.kl_beta  # of this batch
         self._models, self._exchange, self._progress, self._record_seconds = models, exchange, progress, record_seconds
-        self._source, self.slots = source, Slots(config, progress.cursor, self.beta)
-        self._settings = AdvantageSettings.of(config, self.beta)
+        self._source, self.slots = source, Slots(config, progress.cursor)
         self._budget, self._dims = Budget.of(config.trainer), models.policy.dims
         self._lent_cores = lent_cores
         self._rounds: dict[tuple[int, ...], list[Round]] = {}  # by places: the same in every pass
@@ -100,21 +96,12 @@ class BatchTraining:
         """Within critic_warmup_steps: the policy, and so its version, stays."""
         return self._progress.step < self.config.critic.critic_warmup_steps
 
-    def next_beta(self) -> float | None:
-        """That of the batch after this one; None = the configured one."""
-        algorithm = self.config.algorithm
-        if algorithm.kl_target is None:  # the controller is fixed
-            return None
-        kls = completion_kls(self.slots.groups)
-        return next_beta(self.beta, kls, algorithm.kl_target, algorithm.kl_horizon)
-
     def trained(self, step: Step) -> TrainedStep:
         """What the step trained on, for its records."""
         works = self._works(step.places)
         return TrainedStep(
             step=step,
             groups=[e.group for e in self.slots.at(step.places)],
-            beta=self.beta,
             dead_group_metrics=self.slots.dead_group_metrics(step),
             plan_metrics=plan_metrics(self._rounds[step.places], works, self._budget),
             empty_slots=self.slots.warning() if step.is_last else "",
@@ -127,14 +114,14 @@ class BatchTraining:
         """Advantages, as soon as what they depend on is in; then log-probs that must come before the first update."""
         algorithm, batch = self.config.algorithm, self.slots.training()
         if not needs_batch_statistics(algorithm):
-            self.slots.replace(score_rewards([e for e in batch if e.advantages is None], self._settings))
+            self.slots.replace(score_rewards([e for e in batch if e.advantages is None], self.config))
         if self._is_scored or self.slots.num_filled < self.slots.size:
             return
         self._is_scored = True
         if self._models.critic:
             self._score_values(self._models.critic)
         elif needs_batch_statistics(algorithm):
-            self.slots.replace(score_rewards(batch, self._settings))
+            self.slots.replace(score_rewards(batch, self.config))
         if corrects_later_steps(algorithm):
             self._score_proximal()
 
@@ -145,7 +132,7 @@ class BatchTraining:
         params = self.config.algorithm.group_params
         adapted = self._progress.threshold if params.adaptive_threshold else None
         threshold = adapted or params.group_variance_threshold
-        self.slots.replace(critic.score(self.slots.training(), shares, self._settings.rewards, threshold))
+        self.slots.replace(critic.score(self.slots.training(), shares, threshold))
         self._record_seconds("timing/values_s", time.monotonic() - start)
 
     def _score_proximal(self) -> None:

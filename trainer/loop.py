@@ -149,8 +149,6 @@ class Trainer:
             result, sums = self.optimizer_step()
             self._advance(result, sums, step.is_last)
             self.record(step, result, sums, time.monotonic() - started, self.receiver.waited_s - waited_s)
-            if self.config.weights.publish_every == "step" and not step.is_last:
-                self.publish_inside(step)
 
     def record_seconds(self, name: str, seconds: float) -> None:
         """Adds to a metric of the step that is recorded next. Every rank may; rank 0's are recorded."""
@@ -179,7 +177,6 @@ class Trainer:
             batch=p.batch + last,
             cursor=p.cursor + last * self.batch.slots.num_taken,
             tombstones=p.tombstones + last * sum(isinstance(g, Tombstone) for g in self.batch.slots.groups),
-            kl_beta=self.batch.next_beta() if last else p.kl_beta,
             skipped_in_a_row=0 if result.applied else p.skipped_in_a_row + 1,
             threshold=self.actor_critic.next_threshold() if self.actor_critic and last else p.threshold,
         )
@@ -211,14 +208,6 @@ class Trainer:
         more |= {f"link/{name}": float(n) for name, n in reported.counters.items()} | taken
         devices = num_devices(self.config, self.exchange.world_size, reported.num_samplers)
         self.records.write(p.step, p.batch, self.batch.trained(step), result, sums, more, devices)
-
-    def publish_inside(self, step: Step) -> None:
-        """Fresher weights for the groups that the sampler runs ahead with; the cursor waits for the batch's end."""
-        self.finish_evaluation()
-        self.publish(evaluate=False)
-        is_last_pass = step.iteration + 1 == self.config.algorithm.num_iterations
-        if self.rank_zero and is_last_pass:
-            self.rank_zero.source.mark_trained((step.mini_batch + 1) * self.config.trainer.prompts_per_step)
 
     def publish(self, evaluate: bool) -> None:
         """The present version, with an evaluation if one is due."""

@@ -56,12 +56,6 @@ class Algorithm(Section):
     """Form of KL."""
     kl_in_reward: bool = False
     """KL in rewards, not the loss."""
-    kl_controller: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: beta moves until KL is kl_target."""
-    kl_target: float | None = Field(None, gt=0)
-    """Nats per completion, such as 6.0."""
-    kl_horizon: int = Field(10000, gt=0)
-    """Completions that change beta by at most a fifth."""
     use_bias_correction_kl: bool = False
     """Multiply KL by the ratio."""
     epsilon: float = Field(0.2, gt=0)
@@ -134,11 +128,27 @@ class Algorithm(Section):
 
     @property
     def clip_high(self) -> float:
+        """With cispo the cap itself."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def beta_of_loss(self) -> float:
+        """Of the KL term in the loss; 0 = the KL is a metric, or in the reward."""
+        return 0.0 if self.kl_in_reward else self.beta
+
+    @property
+    def beta_of_rewards(self) -> float:
+        """Of the KL in the reward; 0 = it is not there."""
+        return self.beta if self.kl_in_reward else 0.0
 
     @property
     def reward_scale(self) -> str:
         return self.scale_rewards or self.estimator.reward_scale
+
+    @property
+    def sums_last(self) -> bool:
+        """Rewards of several functions are normalized one by one, and then summed."""
+        return self.multi_objective_aggregation == "normalize_then_sum"
 
     @property
     def whitens_tokens(self) -> bool:
@@ -161,7 +171,7 @@ class Algorithm(Section):
     @property
     def always_has_gradient(self) -> bool:
         """Also where the advantage is zero."""
-        return self.loss is not None or self.entropy_coef > 0 or (self.beta > 0 and not self.kl_in_reward)
+        return self.loss is not None or self.entropy_coef > 0 or self.beta_of_loss > 0
 
     @field_validator("adv_estimator")
     @classmethod
@@ -221,7 +231,7 @@ class Algorithm(Section):
     def _contradictions_of_kl(self) -> Iterator[str]:
         if self.beta == 0 and self.kl_estimator != "k3":
             yield "kl_estimator without beta does nothing; set algorithm.beta=0.04, or remove kl_estimator"
-        if self.use_bias_correction_kl and (self.beta == 0 or self.kl_in_reward):
+        if self.use_bias_correction_kl and self.beta_of_loss == 0:
             yield "use_bias_correction_kl without a KL term in the loss does nothing; remove it, or set algorithm.beta"
         if self.use_bias_correction_kl and self.importance_sampling_level == "sequence":
             yield "use_bias_correction_kl weighs a token's KL; set algorithm.importance_sampling_level=token"
@@ -229,13 +239,6 @@ class Algorithm(Section):
             yield "kl_in_reward without beta does nothing; set algorithm.beta=0.04"
         if self.kl_in_reward and self.kl_estimator != "k3":
             yield "kl_in_reward always sums log π_old − log π_ref; remove algorithm.kl_estimator, which is the loss's"
-        if self.kl_controller == "adaptive":
-            if not self.kl_in_reward:
-                yield "kl_controller adaptive moves the KL in the reward; set algorithm.kl_in_reward=true"
-            if self.kl_target is None:
-                yield "kl_controller adaptive needs a target; set algorithm.kl_target=6.0"
-        elif self.kl_target is not None or self.kl_horizon != 10000:
-            yield "kl_target and kl_horizon belong to the adaptive controller; set algorithm.kl_controller=adaptive"
 
     def _contradictions_of_advantages(self) -> Iterator[str]:
         if self.estimator.reward_scale == "none" and self.reward_scale != "none":
@@ -244,7 +247,7 @@ class Algorithm(Section):
             yield f"adv_estimator {self.adv_estimator} whitens already; set algorithm.whiten_advantages=false"
         if not self.needs_critic and (self.gamma != 1 or self.lam != 1):
             yield f"adv_estimator {self.adv_estimator} has no gamma and no lam; remove them, or set adv_estimator=gae"
-        if self.multi_objective_aggregation == "normalize_then_sum":
+        if self.sums_last:
             if self.adv_estimator != "grpo" or self.reward_scale != "group":
                 yield "normalize_then_sum scales by group; set algorithm.adv_estimator=grpo and scale_rewards=group"
             if self.kl_in_reward or self.soft_punish_cache:

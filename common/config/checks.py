@@ -15,7 +15,7 @@ class Config(Settings):
     """Settings whose sections agree."""
 
     def _contradictions(self) -> Iterator[str]:
-        of_rollouts = (_sampling, _in_flight, _sleeping, _rollouts, _batches, _kl, _publishing, _evaluation, _lengths)
+        of_rollouts = (_sampling, _in_flight, _sleeping, _rollouts, _batches, _kl, _evaluation, _lengths)
         for check in (_devices, _sequence_parallel, *of_rollouts, _critic, _lora):
             yield from check(self)
 
@@ -144,27 +144,6 @@ def _kl(config: Settings) -> Iterator[str]:
         yield (
             "algorithm.kl_in_reward changes the rewards that advantages are made of, before a trainer rank has "
             "scored its groups; set reference.on=sampler"
-        )
-    n = config.prompts_per_batch * config.sampler.num_generations * (1 + config.algorithm.resamples)
-    if config.algorithm.kl_controller == "adaptive" and config.algorithm.kl_horizon < n:
-        yield (
-            f"algorithm.kl_horizon {config.algorithm.kl_horizon} is shorter than a batch of {n} completions, which "
-            f"would move beta by more than a fifth at once; set algorithm.kl_horizon={10 * n}"
-        )
-
-
-def _publishing(config: Settings) -> Iterator[str]:
-    if config.weights.publish_every == "batch":
-        return
-    if config.algorithm.steps_per_batch == 1:
-        yield (
-            "weights.publish_every step differs from batch only where a batch has several steps; set "
-            "algorithm.steps_per_generation=4, or remove weights.publish_every"
-        )
-    elif config.trainer.max_staleness == 0:
-        yield (
-            "weights.publish_every step with trainer.max_staleness 0 publishes weights that sample nothing: the "
-            "next groups start when the batch is done; set trainer.max_staleness=1, or weights.publish_every=batch"
         )
 
 

@@ -240,7 +240,5 @@ class Weights(Section):
     """Published versions; null = /dev/shm on one host, else output_dir/weights."""
     keep: int = Field(2, ge=2)
     """Versions beside those in use."""
-    publish_every: Literal["batch", "step"] = "batch"
-    """step: every optimizer step; needs max_staleness above 0."""
     canary_tolerance: float | None = Field(None, gt=0)
     """Largest log-prob difference; null = 1e-3 in float32 (maximum; RMS a quarter), 0.15 in bfloat16 (RMS)."""

@@ -83,7 +83,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
         "trainer": CONSTANT_RATE | {"max_steps": 4},
     },
-    "adaptive": {"algorithm": {"kl_in_reward": True, "kl_controller": "adaptive", "kl_target": 0.5, "kl_horizon": 100}},
     # batches of rollouts of eight groups: two mini-batches of four
     "in_order": {"algorithm": {"steps_per_generation": 2}, "trainer": CONSTANT_RATE | {"max_steps": 4}},
     "in_order_twice": {

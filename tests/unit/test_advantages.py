@@ -19,8 +19,6 @@ from tests.support import oracle
 from tests.support.configs import config_of
 from tests.support.tiny import random_group
 from trainer.algorithm.advantages import (
-    AdvantageSettings,
-    RewardSettings,
     group_advantages,
     is_dead,
     moves,
@@ -126,7 +124,7 @@ def test_reinforce_plus_plus_has_no_baseline_and_so_no_dead_groups() -> None:
 def test_the_deviation_of_the_step_is_over_all_its_rewards() -> None:
     # rewards 1, 0 and 5, 3: mean 9/4, squares 25/16 + 81/16 + 121/16 + 9/16 = 59/4, std = sqrt(59/12)
     groups = [random_group(0, 50, [1.0, 0.0]), random_group(1, 50, [5.0, 3.0])]
-    found = step_advantages(groups, AdvantageSettings.of(settings(scale_rewards="batch")))
+    found = step_advantages(groups, settings(scale_rewards="batch"))
     std = math.sqrt(59 / 12) + 1e-4
     assert found[0].tolist() == pytest.approx([0.5 / std, -0.5 / std])
     assert found[1].tolist() == pytest.approx([1 / std, -1 / std])
@@ -147,12 +145,10 @@ def test_reinforce_plus_plus_is_whitened_over_tokens_and_whiten_advantages_over_
     )
     group = dataclasses.replace(group, rollouts=rollouts)
     # tokens 2, 2, 2, 0: mean 3/2, squares 3 · 1/4 + 9/4 = 3, std 1
-    by_token = step_advantages([group], AdvantageSettings.of(settings(adv_estimator="reinforce_plus_plus")))[4]
+    by_token = step_advantages([group], settings(adv_estimator="reinforce_plus_plus"))[4]
     assert by_token.tolist() == pytest.approx([0.5 / 1.0001, -1.5 / 1.0001])
     # completions 1 and −1 around 0: std sqrt(2)
-    by_completion = step_advantages(
-        [group], AdvantageSettings.of(settings(adv_estimator="dr_grpo", whiten_advantages=True))
-    )[4]
+    by_completion = step_advantages([group], settings(adv_estimator="dr_grpo", whiten_advantages=True))[4]
     assert by_completion.tolist() == pytest.approx([1 / (math.sqrt(2) + 1e-4), -1 / (math.sqrt(2) + 1e-4)])
 
 
@@ -162,7 +158,7 @@ def test_masked_completions_do_not_enter_the_whitening() -> None:
     group = dataclasses.replace(group, rollouts=(cut, *group.rollouts[1:]))
     config = settings(adv_estimator="dr_grpo", whiten_advantages=True, mask_truncated_completions=True)
     # advantages 2, 0, −2; of the two that train the mean is −1 and the std sqrt(2)
-    found = step_advantages([group], AdvantageSettings.of(config))[0]
+    found = step_advantages([group], config)[0]
     assert found[1:].tolist() == pytest.approx([1 / (math.sqrt(2) + 1e-4), -1 / (math.sqrt(2) + 1e-4)])
 
 
@@ -187,7 +183,7 @@ def test_functions_and_weights_come_from_the_rewards_section() -> None:
     rollouts = tuple(dataclasses.replace(r, rewards=s) for r, s in zip(group.rollouts, scores, strict=True))
     rewards = {"reward_funcs": ["answer", "format"], "reward_weights": [1.0, 3.0]}
     config = settings(rewards=rewards, multi_objective_aggregation="normalize_then_sum")
-    (found,) = step_advantages([dataclasses.replace(group, rollouts=rollouts)], AdvantageSettings.of(config)).values()
+    (found,) = step_advantages([dataclasses.replace(group, rollouts=rollouts)], config).values()
     unit, ten = 0.5 / (math.sqrt(0.5) + 1e-4), 5 / (math.sqrt(50) + 1e-4)
     assert found.tolist() == pytest.approx([unit - 3 * ten, -unit + 3 * ten])
 
@@ -208,15 +204,12 @@ def test_rewards_are_shaped_by_kl_and_length() -> None:
     )
     group = dataclasses.replace(group, rollouts=(first, group.rollouts[1]))
     config = settings(longest=12, beta=0.5, kl_in_reward=True, soft_punish_cache=12)
-    assert shaped_rewards(group, RewardSettings.of(config))[0] == pytest.approx(1.0 - 0.5 * 2 - 4 / 12)
-    assert shaped_rewards(group, RewardSettings.of(settings(beta=0.5))).tolist() == [1.0, 2.0]
+    assert shaped_rewards(group, config)[0] == pytest.approx(1.0 - 0.5 * 2 - 4 / 12)
+    assert shaped_rewards(group, settings(beta=0.5)).tolist() == [1.0, 2.0]
 
 
 def test_a_tombstone_has_no_advantages_and_nan_counts_as_moving() -> None:
-    assert (
-        step_advantages([Tombstone(0, 0, "reward timed out")], AdvantageSettings.of(settings(whiten_advantages=True)))
-        == {}
-    )
+    assert step_advantages([Tombstone(0, 0, "reward timed out")], settings(whiten_advantages=True)) == {}
     assert moves(np.array([math.nan, 0.0]))
     assert not moves(np.array([1e-12, 0.0]))
 
@@ -241,14 +234,14 @@ def test_every_estimator_equals_the_oracle_and_does_not_depend_on_the_order_of_g
 ) -> None:
     groups = [random_group(i, 50, r) for i, r in enumerate(rewards)]
     config = settings(**choice)
-    found = step_advantages(groups, AdvantageSettings.of(config))
+    found = step_advantages(groups, config)
     tokens = [[len(r.completion_ids) for r in g.rollouts] for g in groups]
     a = config.algorithm
     expected = oracle.step_advantages(rewards, tokens, a.adv_estimator, a.reward_scale, a.whiten_advantages)
     for group in groups:
         assert found[group.group_id].tolist() == pytest.approx(expected[group.group_id], rel=1e-9, abs=1e-9)
     shuffled: list[Group | Tombstone] = random.sample(groups, len(groups))
-    again = step_advantages(shuffled, AdvantageSettings.of(config))
+    again = step_advantages(shuffled, config)
     for group_id, advantages in found.items():
         assert again[group_id] == pytest.approx(advantages, rel=1e-9, abs=1e-9)
 

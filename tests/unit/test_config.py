@@ -219,24 +219,6 @@ def test_a_cache_that_sleeps_needs_a_trainer_that_works_alone(tmp_path: Path) ->
     assert load(write(tmp_path, GOOD), [asleep, "trainer.max_staleness=0"]).vllm == {"enable_sleep_mode": True}
 
 
-def test_weights_inside_a_batch_need_steps_inside_it_and_a_sampler_that_runs_ahead(tmp_path: Path) -> None:
-    inside = "weights.publish_every=step"
-    assert "set algorithm.steps_per_generation=4" in problem(tmp_path, GOOD, inside, "trainer.max_staleness=1")
-    assert "set trainer.max_staleness=1" in problem(tmp_path, GOOD, inside, "algorithm.num_iterations=2")
-    settings = [inside, "algorithm.num_iterations=2", "trainer.max_staleness=1", "trainer.max_steps=8"]
-    assert load(write(tmp_path, GOOD), settings).weights.publish_every == "step"
-
-
-def test_the_horizon_of_beta_is_longer_than_a_batch_with_all_that_may_be_resampled(tmp_path: Path) -> None:
-    """8 prompts × 8 completions × (1 + 9 tries): at 5 times the horizon beta would be 0, and then negative."""
-    adaptive = ["algorithm.beta=0.05", "algorithm.kl_in_reward=true", "algorithm.kl_controller=adaptive"]
-    sizes = ["trainer.prompts_per_step=8", "sampler.num_generations=8", "algorithm.kl_target=1"]
-    resampled = ["algorithm.dead_groups=resample", "algorithm.max_resamples=9"]
-    message = problem(tmp_path, GOOD, *adaptive, *sizes, *resampled, "algorithm.kl_horizon=64")
-    assert "kl_horizon 64 is shorter than a batch of 640 completions" in message
-    assert load(write(tmp_path, GOOD), [*adaptive, *sizes, "algorithm.kl_horizon=64"]).algorithm.kl_horizon == 64
-
-
 def test_a_reference_in_the_trainer_and_a_kl_in_the_reward_are_refused(tmp_path: Path) -> None:
     settings = ["reference.on=trainer", "algorithm.beta=0.1", "algorithm.kl_in_reward=true"]
     assert "set reference.on=sampler" in problem(tmp_path, GOOD, *settings)
@@ -250,15 +232,6 @@ def test_a_process_started_by_hand_cannot_decide_where_the_reference_is(tmp_path
     without.require_reference_side()
     assert without.reference_on is None
     assert load(write(tmp_path, GOOD), ["reference.on=trainer", "algorithm.beta=0.1"]).reference_on == "trainer"
-
-
-def test_a_kl_horizon_shorter_than_a_batch_is_refused(tmp_path: Path) -> None:
-    adaptive = [f"algorithm.{s}" for s in ("kl_controller=adaptive", "kl_in_reward=true", "beta=0.1", "kl_target=6")]
-    sizes = ["trainer.prompts_per_step=4", "sampler.num_generations=8"]
-    message = problem(tmp_path, GOOD, *adaptive, *sizes, "algorithm.kl_horizon=31")
-    assert "kl_horizon 31 is shorter than a batch of 32 completions" in message
-    assert "set algorithm.kl_horizon=320" in message
-    assert load(write(tmp_path, GOOD), [*adaptive, *sizes, "algorithm.kl_horizon=32"]).algorithm.kl_horizon == 32
 
 
 def test_steps_divide_by_the_steps_of_a_batch(tmp_path: Path) -> None:
@@ -283,10 +256,6 @@ def test_steps_divide_by_the_steps_of_a_batch(tmp_path: Path) -> None:
         (["loss_type=dappo"], "algorithm.loss_type"),
         (["max_resamples=3"], "set algorithm.dead_groups=resample, or remove max_resamples"),
         (["adv_estimator=reinforce_plus_plus", "dead_groups=skip"], "set algorithm.dead_groups=keep"),
-        (["kl_controller=adaptive", "kl_target=6", "beta=0.1"], "set algorithm.kl_in_reward=true"),
-        (["kl_controller=adaptive", "kl_in_reward=true", "beta=0.1"], "set algorithm.kl_target=6.0"),
-        (["kl_target=6"], "set algorithm.kl_controller=adaptive"),
-        (["kl_horizon=100"], "set algorithm.kl_controller=adaptive"),
         (["shuffle_mini_batches=true"], "set algorithm.steps_per_generation=4, or remove it"),
         (["loss_type=cispo", "epsilon_high=0.28"], "set algorithm.epsilon_high=5.0"),
         (

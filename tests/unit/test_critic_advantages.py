@@ -19,9 +19,8 @@ from tests.support.configs import config_of
 from tests.support.tiny import random_group
 from tests.unit.test_tensors import steps
 from trainer.algorithm import critic_advantages
-from trainer.algorithm.advantages import RewardSettings
 from trainer.algorithm.critic_advantages import ByGroup, Estimates, value_metrics
-from trainer.algorithm.losses import Denominator, ObjectiveSettings, loss, token_objective, value_errors
+from trainer.algorithm.losses import Denominator, loss, token_objective, value_errors
 from trainer.data.experience import Experience, with_estimates
 from trainer.data.tensors import micro_batch, num_tokens, unmasked_completions, value_batch, value_row
 
@@ -44,7 +43,7 @@ def known(groups: Sequence[Group | Tombstone], estimates: Estimates) -> list[Exp
 
 
 def estimate(groups: Sequence[Group | Tombstone], values: ByGroup, config: Config) -> Estimates:
-    return critic_advantages.estimate(groups, values, RewardSettings.of(config), config.algorithm)
+    return critic_advantages.estimate(groups, values, config)
 
 
 def test_a_group_by_hand() -> None:
@@ -144,7 +143,7 @@ def share(mine: Sequence[Group], step: Sequence[Group], config: Config) -> tuple
         None if batch.ref_logprobs is None else batch.ref_logprobs.double(),
         batch.advantages.double(),
         batch.row.lengths,
-        ObjectiveSettings.of(a),
+        a,
         entropy=logprobs.exp(),
     )
     of_values = value_batch(known(mine, found), total, a)

@@ -18,7 +18,6 @@ from common.types import Group, Tombstone
 from tests.support import oracle
 from tests.support.configs import config_of
 from tests.support.tiny import random_group
-from trainer.algorithm.advantages import RewardSettings
 from trainer.algorithm.critic_advantages import ByGroup, Estimates, estimate, estimate_segments
 from trainer.algorithm.losses import Denominator
 from trainer.batch_training import BatchTraining
@@ -66,7 +65,7 @@ def batches(config: Config, found: Estimates) -> tuple[MicroBatch, ValueBatch]:
 
 
 def segments(config: Config, values: ByGroup, threshold: float = 0.7) -> Estimates:
-    return estimate_segments(GROUPS, values, None, threshold, RewardSettings.of(config), config.algorithm)
+    return estimate_segments(GROUPS, values, None, threshold, config)
 
 
 def equal_tensors(first: Any, second: Any) -> bool:
@@ -86,7 +85,7 @@ def test_segments_of_one_token_give_the_batches_of_gae_to_the_last_bit(params: A
     found = segments(config, values, threshold=1.0)
     pairs = zip(
         batches(config, found),
-        batches(gae_config, estimate(GROUPS, values, RewardSettings.of(gae_config), gae_config.algorithm)),
+        batches(gae_config, estimate(GROUPS, values, gae_config)),
         strict=True,
     )
     for mine, of_gae in pairs:
@@ -162,7 +161,7 @@ def test_given_scores_replace_the_sampled_ones() -> None:
     values = random_values()
     certain = {g.group_id: [np.zeros(len(r.completion_ids)) for r in g.rollouts] for g in alive()}
     config = settings(group_max_size=None)
-    found = estimate_segments(GROUPS, values, certain, 0.01, RewardSettings.of(config), config.algorithm)
+    found = estimate_segments(GROUPS, values, certain, 0.01, config)
     assert found.segments is not None
     assert (found.segments.r_ppo, found.segments.r_grpo, found.segments.segments) == (0.0, 0.0, 6)  # one each
 

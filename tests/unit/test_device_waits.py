@@ -21,8 +21,7 @@ from tests.support.device_waits import DeviceWaits
 from tests.support.tiny import random_group
 from tests.unit.test_attention import VOCAB, make_model
 from tools.benchmarks.fake_cuda import OBJECTIVES
-from trainer.algorithm.advantages import AdvantageSettings
-from trainer.algorithm.losses import Denominator, ObjectiveSettings
+from trainer.algorithm.losses import Denominator
 from trainer.algorithm.mismatch import by_cause
 from trainer.algorithm.sums import TOKEN_SUMS, Sums
 from trainer.data.experience import Experience, score_rewards
@@ -62,7 +61,7 @@ def engine_of(config: Config, checkpointing: bool = False) -> PolicyEngine:
     engine = PolicyEngine.__new__(PolicyEngine)
     engine.config, engine.model, engine.world_size, engine._micro_batch = config, model, 2, 0
     engine.ds = PlainDeepSpeed(Policy(model, 4, config.algorithm.entropy_coef > 0))
-    engine.objective, engine.sums = ObjectiveSettings.of(config.algorithm), Sums(TOKEN_SUMS, engine.device)
+    engine.sums = Sums(TOKEN_SUMS, engine.device)
     engine.head_time = Stopwatch(engine.device)
     return engine
 
@@ -74,7 +73,7 @@ def group(group_id: int, version: int, beta: float) -> Group:
 def batch_of(config: Config, versions: Sequence[int]) -> MicroBatch:
     """One group of each of these versions."""
     groups = [Experience(group(i, version, config.algorithm.beta)) for i, version in enumerate(versions)]
-    scored = score_rewards(groups, AdvantageSettings.of(config))
+    scored = score_rewards(groups, config)
     return micro_batch(scored, Denominator(config.algorithm.loss_type, 6, 40, 12), config.algorithm)
 
 

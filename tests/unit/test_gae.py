@@ -11,7 +11,7 @@ from common.types import Rollout
 from tests.support import oracle
 from tests.support.configs import config_of
 from tests.support.tiny import random_group
-from trainer.algorithm.advantages import RewardSettings, shaped_rewards
+from trainer.algorithm.advantages import shaped_rewards
 from trainer.algorithm.gae import gae, group_token_rewards, token_rewards
 
 finite = st.floats(-5, 5)
@@ -73,8 +73,6 @@ def test_token_rewards_sum_to_the_shaped_reward_of_their_completion() -> None:
     algorithm = {"beta": 0.1, "kl_in_reward": True, "soft_punish_cache": 6}
     config = config_of(sampler={"max_completion_length": 8}, algorithm=algorithm)
     group = random_group(3, 50, [1.0, 0.0, 0.5], beta=0.1)
-    found = group_token_rewards(group, RewardSettings.of(config))
+    found = group_token_rewards(group, config)
     assert [len(r) for r in found] == [len(r.completion_ids) for r in group.rollouts]
-    assert [r.sum() for r in found] == pytest.approx(
-        shaped_rewards(group, RewardSettings.of(config)).tolist(), abs=1e-12
-    )
+    assert [r.sum() for r in found] == pytest.approx(shaped_rewards(group, config).tolist(), abs=1e-12)

@@ -160,18 +160,6 @@ def test_a_refilled_batch_admits_as_many_more_and_the_run_ends_as_much_later() -
     assert ledger.refusal(arrived(10), range(1)) == "not_admitted"
 
 
-def test_what_is_spent_inside_a_batch_moves_the_window_and_not_the_cursor() -> None:
-    ledger = Ledger(total=100, window=8)  # batches of 4 in mini-batches of 2, one batch ahead
-    ledger.mark_trained(2)
-    assert (ledger.cursor, ledger.admitted) == (0, range(10))
-    ledger.mark_trained(2)  # said again
-    assert ledger.admitted == range(10)
-    ledger.advance(0)  # weights alone
-    assert ledger.admitted == range(10)
-    ledger.advance(4)
-    assert ledger.admitted == range(4, 12)
-
-
 def test_it_is_complete_when_every_admitted_group_is_here() -> None:
     ledger = Ledger(total=6, window=4)
     assert not ledger.is_complete  # nobody was asked for anything yet
@@ -229,10 +217,9 @@ class AnyWalk(RuleBasedStateMachine):
 
     NAMES = st.sampled_from("abc")
 
-    @initialize(window=st.integers(1, 12), marks=st.booleans())
-    def begin(self, window: int, marks: bool) -> None:
+    @initialize(window=st.integers(1, 12))
+    def begin(self, window: int) -> None:
         self.ledger, self.now, self.live, self.trained = Ledger(total=40, window=window), 0.0, ["a"], list[int]()
-        self.marks = marks
 
     @rule(seconds=st.floats(0, 50))
     def time_passes(self, seconds: float) -> None:
@@ -289,10 +276,7 @@ class AnyWalk(RuleBasedStateMachine):
     @precondition(lambda self: self.ledger.total < 50)
     @rule(count=st.integers(1, 2))
     def refill(self, count: int) -> None:
-        if self.marks:
-            self.ledger.mark_trained(max(self.ledger.num_marked, min(count, self.ledger.window)))
-        else:
-            self.ledger.refill(count)
+        self.ledger.refill(count)
 
     @invariant()
     def promises(self) -> None:

@@ -34,7 +34,7 @@ from tests.support.protocol_helpers import (
     published,
 )
 from tests.support.speed import limit, overdue, until
-from trainer.algorithm.advantages import AdvantageSettings, is_dead_group
+from trainer.algorithm.advantages import is_dead_group
 from trainer.data.slots import Slots, fill
 from trainer.link.inbox import Inbox
 
@@ -195,34 +195,13 @@ def test_dead_groups_are_refilled_within_the_version_and_every_group_is_taken_on
             batch = Slots(config, len(taken))
             fill(batch, 4, at_once=2, source=inbox)
             trained = [e.group for e in batch.training() if isinstance(e.group, Group)]
-            assert [is_dead_group(g, AdvantageSettings.of(config)) for g in trained] == [False] * 4
+            assert [is_dead_group(g, config) for g in trained] == [False] * 4
             assert all(step - max_staleness <= g.policy_version <= step for g in batch.groups)
             taken += batch.groups
         assert [g.group_id for g in taken] == list(range(len(taken)))
         assert len(taken) > 24, "the run became longer than its slots"
         assert inbox.state.ledger.total == len(taken)
     assert sampler.produced == list(range(len(taken))), "each once, and none beyond the end"
-
-
-def test_weights_inside_a_batch_come_with_leases_for_what_is_spent_and_stay_within_the_same_staleness(
-    config: Config,
-) -> None:
-    config = changed(config, algorithm={"steps_per_generation": 2}, weights={"publish_every": "step"})
-    lags = []
-    with make_inbox(config) as inbox, FakeSampler(config) as sampler:
-        for batch in range(6):
-            for mini_batch in range(2):  # of two groups
-                version, cursor = 2 * batch + mini_batch, 4 * batch
-                inbox.commit(cursor, published(version))
-                inbox.mark_trained(2 * mini_batch)
-                until(lambda: inbox.state.ledger.held.keys() >= set(inbox.state.ledger.admitted))
-                assert sampler.produced == list(range(cursor + 2 * mini_batch + 8))
-                taken = inbox.take([cursor + 2 * mini_batch, cursor + 2 * mini_batch + 1])
-                lags += [version - g.policy_version for g in taken]
-    # the run's first eight are of version 0; from then on each pair is leased with a version of its own
-    assert lags[:8] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert set(lags[8:]) == {3}, "steps_per_batch · (1 + max_staleness) − 1"
-    assert not [name for name in inbox.state.counters if name.startswith("refused")]
 
 
 # ---- who may speak -----------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from tests.support import oracle
 from tests.support.oracle import Objective, ScoredCompletion
 from trainer.algorithm.losses import (
     Denominator,
-    ObjectiveSettings,
     TokenTerms,
     importance_ratio,
     kl_estimate,
@@ -43,9 +42,7 @@ def one_token(
     logprobs = logs(prob).requires_grad_()
     ref_logprobs = None if ref is None else logs(ref)
     advantages = torch.tensor([advantage], dtype=torch.float64)
-    objective, terms = token_objective(
-        logprobs, logs(old), ref_logprobs, advantages, [1], ObjectiveSettings.of(Algorithm(**settings))
-    )
+    objective, terms = token_objective(logprobs, logs(old), ref_logprobs, advantages, [1], Algorithm(**settings))
     (gradient,) = torch.autograd.grad(objective.sum(), logprobs)
     return objective.item(), gradient.item(), terms
 
@@ -61,9 +58,7 @@ def test_the_worked_vector_of_two_completions_of_two_tokens() -> None:
     old = torch.tensor([0.25, 0.5, 0.3, 0.5], dtype=torch.float64).log()
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
     weights = token_weights([2, 2], denominator("grpo", [2, 2]))
-    objective, terms = token_objective(
-        logprobs, old, logprobs.detach(), advantages, [2, 2], ObjectiveSettings.of(Algorithm(beta=0.04))
-    )
+    objective, terms = token_objective(logprobs, old, logprobs.detach(), advantages, [2, 2], Algorithm(beta=0.04))
     total = loss(objective, weights)
     total.backward()
     assert total.item() == pytest.approx(-0.1, abs=1e-12)
@@ -156,7 +151,7 @@ def test_a_kl_weighed_by_the_ratio_has_the_exact_expected_gradient_on_and_off_po
     for old in (logs(0.5, 0.3, 0.2), logs(0.1, 0.1, 0.8)):
         logits = logs(0.5, 0.3, 0.2).requires_grad_()
         logprobs = torch.log_softmax(logits, -1)
-        objective, _ = token_objective(logprobs, old, ref, torch.zeros(3), [1, 1, 1], ObjectiveSettings.of(algorithm))
+        objective, _ = token_objective(logprobs, old, ref, torch.zeros(3), [1, 1, 1], algorithm)
         (expected,) = torch.autograd.grad(-(old.exp() * objective).sum(), logits, retain_graph=True)
         (true_gradient,) = torch.autograd.grad((logprobs.exp() * (logprobs - ref)).sum(), logits)
         assert expected.tolist() == pytest.approx(true_gradient.tolist(), abs=1e-12)
@@ -189,9 +184,7 @@ def sequence_of(probs: list[float], old: list[float], advantage: float) -> tuple
     logprobs = logs(*probs).requires_grad_()
     advantages = torch.full((len(probs),), advantage, dtype=torch.float64)
     algorithm = Algorithm(importance_sampling_level="sequence")
-    objective, terms = token_objective(
-        logprobs, logs(*old), None, advantages, [len(probs)], ObjectiveSettings.of(algorithm)
-    )
+    objective, terms = token_objective(logprobs, logs(*old), None, advantages, [len(probs)], algorithm)
     (gradient,) = torch.autograd.grad(objective.sum(), logprobs)
     return objective.tolist(), gradient.tolist(), terms
 
@@ -244,7 +237,7 @@ def corrected(mode: str, own: list[float] | None = None) -> tuple[list[float], l
     advantages = torch.full((3,), 2.0, dtype=torch.float64)
     proximal_logprobs = None if own is None else logs(*own)
     objective, terms = token_objective(
-        logprobs, old, None, advantages, [2, 1], ObjectiveSettings.of(algorithm), proximal_logprobs=proximal_logprobs
+        logprobs, old, None, advantages, [2, 1], algorithm, proximal_logprobs=proximal_logprobs
     )
     (gradient,) = torch.autograd.grad(objective.sum(), logprobs)
     return objective.tolist(), gradient.tolist(), terms
@@ -287,15 +280,11 @@ def test_the_entropy_bonus_is_added_with_its_gradient_also_where_the_clip_stops_
     logprobs, entropy = logs(0.6, 0.3), torch.tensor([2.0, 1.0], dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor([1.0, 0.0], dtype=torch.float64)
     algorithm = Algorithm(entropy_coef=0.25)
-    objective, _ = token_objective(
-        logprobs, logs(0.4, 0.3), None, advantages, [2], ObjectiveSettings.of(algorithm), entropy
-    )
+    objective, _ = token_objective(logprobs, logs(0.4, 0.3), None, advantages, [2], algorithm, entropy)
     assert objective.tolist() == pytest.approx([1.2 + 0.5, 0.25])
     (gradient,) = torch.autograd.grad(objective.sum(), entropy)
     assert gradient.tolist() == [0.25, 0.25]
-    without, _ = token_objective(
-        logprobs, logs(0.4, 0.3), None, advantages, [2], ObjectiveSettings.of(Algorithm()), entropy
-    )
+    without, _ = token_objective(logprobs, logs(0.4, 0.3), None, advantages, [2], Algorithm(), entropy)
     assert without.tolist() == pytest.approx([1.2, 0.0])
 
 
@@ -389,7 +378,7 @@ def torch_loss(
         o = dataclasses.replace(o, vllm_importance_sampling_clip_max=3.0)
     settings = {k: v for k, v in dataclasses.asdict(o).items() if k != "max_completion_length"}
     objective, _ = token_objective(
-        logprobs, old, ref, advantages, lengths, ObjectiveSettings.of(Algorithm(**settings)), proximal_logprobs=own
+        logprobs, old, ref, advantages, lengths, Algorithm(**settings), proximal_logprobs=own
     )
     total = loss(objective, weights)
     total.backward()

@@ -11,7 +11,7 @@ import torch
 from common.config import Algorithm
 from common.types import Group, Rollout
 from trainer.algorithm import mismatch
-from trainer.algorithm.losses import Denominator, ObjectiveSettings, token_objective
+from trainer.algorithm.losses import Denominator, token_objective
 from trainer.algorithm.sums import TOKEN_SUMS, Sums
 from trainer.data.experience import Experience
 from trainer.data.tensors import micro_batch
@@ -94,9 +94,7 @@ def test_the_correction_gives_the_true_gradient_whether_engine_and_trainer_diffe
     (true_gradient,) = torch.autograd.grad((logprobs.exp() * advantages).sum(), logits, retain_graph=True)
 
     def expected(**settings: object) -> list[float]:
-        objective, _ = token_objective(
-            logprobs, mu, None, advantages, [1, 1, 1], ObjectiveSettings.of(Algorithm(**settings))
-        )  # type: ignore[arg-type]
+        objective, _ = token_objective(logprobs, mu, None, advantages, [1, 1, 1], Algorithm(**settings))  # type: ignore[arg-type]
         return torch.autograd.grad((mu.exp() * objective).sum(), logits, retain_graph=True)[0].tolist()
 
     corrected = expected(vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=3.0)

@@ -25,7 +25,7 @@ from trainer.save.disk import Disk
 
 def trainer(folder: Path, progress: Progress | None = None) -> Any:
     progress = progress or Progress("run", 0, 0, 0, 0, 0, 0, {})
-    nothing = SimpleNamespace(slots=SimpleNamespace(groups=[], num_taken=0), next_beta=lambda: progress.kl_beta)
+    nothing = SimpleNamespace(slots=SimpleNamespace(groups=[], num_taken=0))
     return SimpleNamespace(config=make_config(folder), progress=progress, batch=nothing, actor_critic=None)
 
 

@@ -13,7 +13,6 @@ from common.config import Config
 from common.types import Group, Tombstone
 from tests.support.configs import config_of
 from tests.support.protocol_helpers import make_group, make_rollout
-from trainer.algorithm.advantages import AdvantageSettings
 from trainer.data.experience import score_rewards
 from trainer.data.mini_batches import steps
 from trainer.data.slots import Slots, fill
@@ -124,7 +123,7 @@ def test_a_batch_of_dead_groups_ends_at_the_bound() -> None:
 def test_batch_statistics_are_those_of_the_groups_that_train() -> None:
     """Rewards (1, 0) twice, without the dead group: std 1/√3, and each reward is 1/2 from its group's mean."""
     settings = config(3, dead_groups="skip", scale_rewards="batch")
-    first, last = score_rewards(filled(settings, "aDa").training(), AdvantageSettings.of(settings))
+    first, last = score_rewards(filled(settings, "aDa").training(), settings)
     assert (first.group.group_id, last.group.group_id) == (10, 12)
     assert list(first.advantages) == pytest.approx([0.5 / (3**-0.5 + 1e-4), -0.5 / (3**-0.5 + 1e-4)])  # type: ignore[arg-type]
 

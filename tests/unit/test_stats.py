@@ -131,12 +131,10 @@ def test_shaping_metrics_by_hand_and_only_where_something_is_shaped() -> None:
     def settings(**algorithm: object) -> Config:
         return config_of(sampler={"max_completion_length": 4}, algorithm=algorithm)
 
-    assert shaping_metrics(GROUPS, settings(), beta=0.0) == {}
-    assert shaping_metrics([TOMBSTONE], settings(soft_punish_cache=2), beta=0.0) == {}
+    assert shaping_metrics(GROUPS, settings()) == {}
+    assert shaping_metrics([TOMBSTONE], settings(soft_punish_cache=2)) == {}
     # lengths 2, 4, 3 and 1, 1, 1 with L_max 4 and a cache of 2: punishments 0, −1, −½
-    shaped = shaping_metrics(
-        [*GROUPS, TOMBSTONE], settings(soft_punish_cache=2, mask_truncated_completions=True), beta=0.0
-    )
+    shaped = shaping_metrics([*GROUPS, TOMBSTONE], settings(soft_punish_cache=2, mask_truncated_completions=True))
     assert shaped == {
         "reward_shaped": pytest.approx((2.25 - 2 + 1 + 3 - 1.5) / 6),
         "completions/masked_ratio": pytest.approx(1 / 6),

@@ -16,8 +16,7 @@ from common.config import Algorithm, Config
 from common.types import Group, Rollout, Tombstone
 from tests.support.configs import config_of
 from tests.support.tiny import random_group
-from trainer.algorithm.advantages import AdvantageSettings
-from trainer.algorithm.losses import Denominator, ObjectiveSettings, loss, token_objective
+from trainer.algorithm.losses import Denominator, loss, token_objective
 from trainer.data import tensors
 from trainer.data.experience import Experience, score_rewards
 from trainer.data.mini_batches import needs_batch_statistics, waits_for
@@ -51,7 +50,7 @@ def micro_batch(
 
 
 def scored(groups: Sequence[Group | Tombstone], config: Config) -> list[Experience]:
-    return score_rewards([Experience(g) for g in groups], AdvantageSettings.of(config))
+    return score_rewards([Experience(g) for g in groups], config)
 
 
 def num_tokens(groups: Sequence[Group | Tombstone], algorithm: Algorithm) -> int:
@@ -141,7 +140,7 @@ def test_a_filler_has_no_weight_and_a_gradient_of_zero_whatever_the_model_says(b
         batch.ref_logprobs,
         batch.advantages,
         [1],
-        ObjectiveSettings.of(Algorithm(beta=beta)),
+        Algorithm(beta=beta),
     )
     total = loss(objective, batch.weights)
     total.backward()
@@ -259,7 +258,7 @@ def share(mine: Sequence[Group], step: Sequence[Group], config: Config) -> tuple
         None if batch.ref_logprobs is None else batch.ref_logprobs.double(),
         batch.advantages.double(),
         batch.row.lengths,
-        ObjectiveSettings.of(a),
+        a,
         entropy=logprobs.exp(),  # some function of the token
     )
     total = loss(objective, batch.weights.double())

@@ -21,7 +21,7 @@ from model.logprobs import token_terms
 from model.packing import pack
 from sampler.completions import kept_tokens
 from trainer.algorithm import mismatch
-from trainer.algorithm.losses import Denominator, ObjectiveSettings, token_objective
+from trainer.algorithm.losses import Denominator, token_objective
 from trainer.data.experience import Experience
 from trainer.data.tensors import micro_batch
 
@@ -88,7 +88,7 @@ def estimator_mean(logits: Tensor, sampled_from: Tensor, baseline: float, level:
         logprobs, _ = scored(leaf, (a, b), SUPPORT)
         old = torch.stack([log_mu[0, a], log_mu[1 + a, b]]).float()
         advantages = torch.full((2,), REWARD[a, b].item() - baseline)
-        objective, _ = token_objective(logprobs, old, None, advantages, [2], ObjectiveSettings.of(algorithm))
+        objective, _ = token_objective(logprobs, old, None, advantages, [2], algorithm)
         (gradient,) = torch.autograd.grad(objective.sum(), leaf)
         total += old.double().sum().exp() * gradient
     return total
@@ -116,9 +116,7 @@ def test_without_the_sets_every_ratio_is_the_kept_probability_and_the_tail_is_mi
     mass = logprobs.detach().exp()[kept].sum()
     log_mu = logprobs.detach() - mass.log()  # what vLLM reports of the kept tokens
     algorithm = Algorithm(epsilon=0.9, epsilon_high=1e6)
-    objective, terms = token_objective(
-        logprobs[kept], log_mu[kept], None, advantages[kept], [1, 1, 1], ObjectiveSettings.of(algorithm)
-    )
+    objective, terms = token_objective(logprobs[kept], log_mu[kept], None, advantages[kept], [1, 1, 1], algorithm)
     assert terms.ratio.tolist() == pytest.approx([mass.item()] * 3)
     (found,) = torch.autograd.grad((log_mu[kept].exp() * objective).sum(), logits, retain_graph=True)
     (true,) = torch.autograd.grad((logprobs.exp() * advantages).sum(), logits, retain_graph=True)

@@ -25,9 +25,9 @@ from tests.support.gloo_data import BETA, GAE, GROUP_PPO, TEMPERATURE, settings,
 from tests.support.plain_training import PlainActorCritic, PlainGroupPpo, PlainTraining
 from tests.support.tiny import VOCAB_SIZE, tiny_model, tiny_reward_model
 from tests.unit.test_attention import exact
-from trainer.algorithm.advantages import AdvantageSettings, RewardSettings, shaped_rewards, step_advantages
+from trainer.algorithm.advantages import shaped_rewards, step_advantages
 from trainer.algorithm.critic_advantages import ByGroup, Estimates, estimate, estimate_segments
-from trainer.algorithm.losses import ObjectiveSettings, importance_ratio, loss, token_objective
+from trainer.algorithm.losses import importance_ratio, loss, token_objective
 from trainer.data import tensors
 from trainer.data.experience import Experience, score_rewards, with_estimates
 
@@ -55,7 +55,7 @@ def config(**algorithm: Any) -> Config:
 
 
 def micro_batch(group: Group, of: Config) -> tensors.MicroBatch:
-    scored = score_rewards([Experience(group)], AdvantageSettings.of(of))
+    scored = score_rewards([Experience(group)], of)
     return tensors.micro_batch(scored, tensors.step_denominator(scored, 1, of), of.algorithm, of.trainer.packing)
 
 
@@ -96,7 +96,7 @@ def test_the_importance_ratio_of_a_sequence_is_the_mean_over_what_it_wrote() -> 
 def test_gae_steps_from_sampled_token_to_sampled_token() -> None:
     of = config(adv_estimator="gae", gamma=1.0, lam=0.5, whiten_advantages=False)
     values = {0: [np.array([0.5, 0.25, 0.75, 0.5]), np.array([0.0, 0.0])]}
-    found = estimate([GROUP], values, RewardSettings.of(of), of.algorithm)
+    found = estimate([GROUP], values, of)
     # δ = (.25 − .5, .75 − .25, .5 − .75, 1 − .5) = (−.25, .5, −.25, .5)
     # A = (−.25 + .5 · .5, .5 + .5 · 0, −.25 + .5 · .5, .5) = (0, .5, 0, .5)
     assert found.advantages[0][0].tolist() == [0.0, 0.5, 0.0, 0.5]
@@ -110,7 +110,7 @@ def test_gae_steps_from_sampled_token_to_sampled_token() -> None:
 
 def test_the_kl_in_the_reward_is_that_of_what_the_model_wrote() -> None:
     # log π_old − log π_ref = .5 at each of 4 and of 2 tokens
-    found = shaped_rewards(GROUP, RewardSettings.of(config(beta=0.1, kl_in_reward=True)))
+    found = shaped_rewards(GROUP, config(beta=0.1, kl_in_reward=True))
     assert found.tolist() == pytest.approx([1 - 0.1 * 2, 0 - 0.1 * 1])
 
 
@@ -118,7 +118,7 @@ def test_segments_run_over_sampled_tokens_from_one_turn_into_the_next() -> None:
     params = {"group_variance_threshold": 1.0, "group_max_size": 3, "adaptive_threshold": False}
     of = config(adv_estimator="group_ppo", gamma=1.0, lam=1.0, whiten_advantages=False, group_params=params)
     values = {0: [np.zeros(4), np.zeros(2)]}
-    found = estimate_segments([GROUP], values, None, 1.0, RewardSettings.of(of), of.algorithm)
+    found = estimate_segments([GROUP], values, None, 1.0, of)
     # token advantages are all 1, so sharing never costs: 3 tokens, the longest allowed, then 1
     assert found.policy_positions is not None and found.value_positions is not None
     assert [at.tolist() for at in found.policy_positions[0]] == [[2, 3], [1]]
@@ -134,7 +134,7 @@ def test_segments_run_over_sampled_tokens_from_one_turn_into_the_next() -> None:
 
 
 def test_whitening_counts_what_the_model_wrote() -> None:
-    found = step_advantages([GROUP], AdvantageSettings.of(config(adv_estimator="reinforce_plus_plus")))[0]
+    found = step_advantages([GROUP], config(adv_estimator="reinforce_plus_plus"))[0]
     # 1 four times and 0 twice: mean 2/3, variance (4 · 1/9 + 2 · 4/9) / 5 = 4/15
     std = (4 / 15) ** 0.5 + 1e-4
     assert found.tolist() == pytest.approx([1 / 3 / std, -2 / 3 / std])
@@ -142,7 +142,7 @@ def test_whitening_counts_what_the_model_wrote() -> None:
 
 def test_the_overlong_punishment_is_that_of_the_whole_rollout_because_so_is_the_limit() -> None:
     # L_max 8, cache 4: 6 tokens are 2 beyond 4
-    found = shaped_rewards(GROUP, RewardSettings.of(config(soft_punish_cache=4)))
+    found = shaped_rewards(GROUP, config(soft_punish_cache=4))
     assert found.tolist() == [1 - 0.5, 0.0]
 
 
@@ -202,7 +202,7 @@ def gradient_of(model: Any, known: list[Experience], of: Config) -> dict[str, to
     logprobs, entropy, _ = score_terms(model, batch.row, TEMPERATURE, 16, a.entropy_coef > 0)
     old, advantages, weights = (x.double() for x in (batch.old_logprobs, batch.advantages, batch.weights))
     ref = None if batch.ref_logprobs is None else batch.ref_logprobs.double()
-    terms = (batch.row.lengths, ObjectiveSettings.of(a), entropy)
+    terms = (batch.row.lengths, a, entropy)
     objective, _ = token_objective(logprobs, old, ref, advantages, *terms)
     model.zero_grad()
     loss(objective, weights).backward()
@@ -221,7 +221,7 @@ def test_the_gradient_is_that_of_a_dense_float64_loop(folder: Path, choice: str)
     of = settings(folder, "run", 1, trainer={"packing": algorithm.pop("packing", "shared")}, algorithm=algorithm)
     plain = exact_loop(PlainTraining, folder, **algorithm)
     plain.backward(GROUPS)
-    known = score_rewards([Experience(g) for g in GROUPS], AdvantageSettings.of(of))
+    known = score_rewards([Experience(g) for g in GROUPS], of)
     assert relative(gradient_of(models(folder), known, of), plain.gradients()) < 1e-6
 
 
@@ -230,7 +230,7 @@ def test_the_control_that_trains_on_observed_tokens_is_far_away(folder: Path) ->
     plain = exact_loop(PlainTraining, folder)
     plain.backward(GROUPS)
     blind = [changed(g, lambda r: dataclasses.replace(r, observed=())) for g in GROUPS]
-    known = score_rewards([Experience(g) for g in blind], AdvantageSettings.of(of))
+    known = score_rewards([Experience(g) for g in blind], of)
     assert relative(gradient_of(models(folder), known, of), plain.gradients()) > 0.1
 
 
@@ -245,10 +245,9 @@ def test_with_a_critic_the_gradient_is_that_of_a_dense_float64_loop(folder: Path
 
 
 def estimated(groups: list[Group], values: ByGroup, of: Config) -> Estimates:
-    rewards, a = RewardSettings.of(of), of.algorithm
-    if a.adv_estimator == "gae":
-        return estimate(groups, values, rewards, a)
-    return estimate_segments(groups, values, None, a.group_params.group_variance_threshold, rewards, a)
+    if of.algorithm.adv_estimator == "gae":
+        return estimate(groups, values, of)
+    return estimate_segments(groups, values, None, of.algorithm.group_params.group_variance_threshold, of)
 
 
 def changed(group: Group, change: Callable[[Rollout], Rollout]) -> Group:
@@ -265,7 +264,7 @@ def test_the_logits_that_predict_observed_tokens_have_a_gradient_of_exactly_zero
         seen.append(hidden)
 
     hook = model.get_decoder().register_forward_hook(watch)
-    gradient_of(model, score_rewards([Experience(group)], AdvantageSettings.of(of)), of)
+    gradient_of(model, score_rewards([Experience(group)], of), of)
     hook.remove()
     assert seen[0].grad is not None
     moved = seen[0].grad[0].abs().sum(-1)
@@ -296,7 +295,7 @@ def test_log_probs_at_observed_tokens_are_never_read(tmp_path: Path, given: dict
         if of.algorithm.needs_critic:
             known = with_estimates(known, estimated([group], values, of))
         else:
-            known = score_rewards(known, AdvantageSettings.of(of))
+            known = score_rewards(known, of)
         return tensors.micro_batch(known, tensors.step_denominator(known, 1, of), of.algorithm)
 
     plain, other = batch(GROUPS[0]), batch(changed(GROUPS[0], disturbed))

@@ -18,7 +18,6 @@ from tests.support.configs import config_of
 from tests.support.tiny import random_group
 from trainer.algorithm.advantages import (
     ESTIMATORS,
-    AdvantageSettings,
     is_dead_group,
     step_advantages,
     try_own_estimator,
@@ -26,7 +25,6 @@ from trainer.algorithm.advantages import (
 from trainer.algorithm.losses import (
     WEIGHTS,
     Denominator,
-    ObjectiveSettings,
     token_objective,
     token_weights,
     try_own_objective,
@@ -58,9 +56,7 @@ def test_every_loss_type_has_its_own_weights_and_no_other_name_has_any() -> None
 def test_an_estimator_of_a_file_gives_the_advantages_of_each_group(tmp_path: Path) -> None:
     file = write(tmp_path, "def below_the_best(rewards):", "    return [r - max(rewards) for r in rewards]")
     groups = [random_group(0, 50, [1.0, 0.0, 0.5]), random_group(1, 50, [2.0, 2.0, 3.0])]
-    found = step_advantages(
-        [*groups, Tombstone(2, 0, "killed")], AdvantageSettings.of(config(f"{file}:below_the_best"))
-    )
+    found = step_advantages([*groups, Tombstone(2, 0, "killed")], config(f"{file}:below_the_best"))
     assert {key: value.tolist() for key, value in found.items()} == {0: [0.0, -1.0, -0.5], 1: [-1.0, -1.0, 0.0]}
     assert found[0].dtype == np.float64
 
@@ -71,9 +67,9 @@ def test_an_estimator_may_read_the_group_and_its_advantages_may_be_whitened(tmp_
     group = random_group(0, 50, [2.0, 6.0])
     lengths = [len(r.completion_ids) for r in group.rollouts]
     first, second = 2.0 / lengths[0], 6.0 / lengths[1]
-    (plain,) = step_advantages([group], AdvantageSettings.of(config(f"{file}:per_token"))).values()
+    (plain,) = step_advantages([group], config(f"{file}:per_token")).values()
     assert plain.tolist() == pytest.approx([first, second])
-    whitened = step_advantages([group], AdvantageSettings.of(config(f"{file}:per_token", whiten_advantages=True)))[0]
+    whitened = step_advantages([group], config(f"{file}:per_token", whiten_advantages=True))[0]
     half, std = (first - second) / 2, abs(first - second) / math.sqrt(2) + 1e-4
     assert whitened.tolist() == pytest.approx([half / std, -half / std])
 
@@ -82,7 +78,7 @@ def test_a_group_is_dead_if_the_estimator_gives_it_no_advantage(tmp_path: Path) 
     file = write(tmp_path, "def above_one(rewards): return (rewards > 1) * 1.0", "def plain(rewards): return rewards")
     equal, low = random_group(0, 50, [2.0, 2.0]), random_group(1, 50, [1.0, 0.0])
     for name, expected in (("above_one", [False, True]), ("plain", [False, False])):
-        settings = AdvantageSettings.of(config(f"{file}:{name}", dead_groups="skip"))
+        settings = config(f"{file}:{name}", dead_groups="skip")
         assert [is_dead_group(group, settings) for group in (equal, low)] == expected
 
 
@@ -121,7 +117,7 @@ def logs(*probs: float) -> torch.Tensor:
 def objective(loss: str, **algorithm: Any) -> tuple[list[float], list[float]]:
     """Objective and gradient of two tokens with π = .5, .25, π_old = .25, .25, π_ref = .5, .5 and A = 2, −1."""
     logprobs = logs(0.5, 0.25).requires_grad_()
-    settings = ObjectiveSettings.of(Algorithm(loss=loss, **algorithm))
+    settings = Algorithm(loss=loss, **algorithm)
     ref = logs(0.5, 0.5) if "beta" in algorithm else None
     advantages = torch.tensor([2.0, -1.0], dtype=torch.float64)
     found, terms = token_objective(logprobs, logs(0.25, 0.25), ref, advantages, [1, 1], settings)
@@ -146,7 +142,7 @@ def test_the_mismatch_weight_the_kl_and_the_entropy_are_added_to_it(tmp_path: Pa
     # with a correction π_old is the trainer's own, the ratio 1, and the weight min(2, 1.5), 1
     mode = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.5}
     logprobs = logs(0.5, 0.25).requires_grad_()
-    settings = ObjectiveSettings.of(Algorithm(loss=f"{file}:ratio", entropy_coef=0.1, **mode))
+    settings = Algorithm(loss=f"{file}:ratio", entropy_coef=0.1, **mode)
     advantages, entropy = torch.tensor([2.0, -1.0], dtype=torch.float64), torch.ones(2, dtype=torch.float64)
     corrected, _ = token_objective(logprobs, logs(0.25, 0.25), None, advantages, [1, 1], settings, entropy)
     assert corrected.tolist() == pytest.approx([1.5 * 2 + 0.1, -1 + 0.1])
@@ -166,7 +162,7 @@ def test_a_loss_that_takes_ref_logprobs_has_its_own_kl_term(tmp_path: Path) -> N
 
 def test_a_filler_has_no_reference_and_the_loss_still_gets_numbers(tmp_path: Path) -> None:
     file = write(tmp_path, "def mine(logprobs, ref_logprobs):", "    return logprobs - ref_logprobs")
-    settings = ObjectiveSettings.of(Algorithm(loss=f"{file}:mine", beta=0.5))
+    settings = Algorithm(loss=f"{file}:mine", beta=0.5)
     logprobs = logs(0.5).requires_grad_()
     found, _ = token_objective(logprobs, logs(0.5), None, torch.zeros(1), [1], settings)
     assert found.tolist() == [0.0]

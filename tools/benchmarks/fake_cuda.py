@@ -41,8 +41,7 @@ from model import attention  # noqa: E402
 from model.checksum import device_sums, words_of  # noqa: E402
 from model.reference import Reference  # noqa: E402
 from model.stopwatch import Stopwatch  # noqa: E402
-from trainer.algorithm.advantages import AdvantageSettings  # noqa: E402
-from trainer.algorithm.losses import Denominator, ObjectiveSettings  # noqa: E402
+from trainer.algorithm.losses import Denominator  # noqa: E402
 from trainer.algorithm.sums import TOKEN_SUMS, VALUE_SUMS, Sums  # noqa: E402
 from trainer.data.experience import Experience, score_rewards  # noqa: E402
 from trainer.data.tensors import MicroBatch, ValueBatch, micro_batch  # noqa: E402
@@ -148,7 +147,7 @@ def group(group_id: int, version: int, beta: float) -> Group:
 def batch_of(config: Config, packing: Any) -> MicroBatch:
     """Two groups, one of the present version and one of the version before. On the host, with contents."""
     groups = [Experience(group(i, VERSION - i, config.algorithm.beta)) for i in (0, 1)]
-    scored = score_rewards(groups, AdvantageSettings.of(config))
+    scored = score_rewards(groups, config)
     with unset_fake_temporarily():
         return micro_batch(scored, Denominator(config.algorithm.loss_type, 6, 52, 16), config.algorithm, packing)
 
@@ -178,7 +177,7 @@ def policy_of(config: Config, device: torch.device) -> PolicyEngine:
     engine: Any = PolicyEngine.__new__(PolicyEngine)
     engine.config, engine.model, engine.world_size, engine._micro_batch = config, model, 2, 0
     engine.ds = Module(Policy(model, CHUNK, config.algorithm.entropy_coef > 0), device)
-    engine.objective, engine.sums = ObjectiveSettings.of(config.algorithm), Sums(TOKEN_SUMS, device)
+    engine.sums = Sums(TOKEN_SUMS, device)
     engine.head_time = Stopwatch(torch.device("cpu"))  # CUDA's events need a driver
     engine.ds.train()
     return engine

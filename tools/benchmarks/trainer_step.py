@@ -77,7 +77,6 @@ def make_groups(arguments: argparse.Namespace, step: int) -> list[Group]:
 def main() -> None:
     arguments = parse()
     take_device(os.environ)
-    from trainer.algorithm.advantages import AdvantageSettings
     from trainer.algorithm.losses import Denominator
     from trainer.data.experience import Experience, score_rewards
     from trainer.data.tensors import micro_batch
@@ -121,7 +120,7 @@ def main() -> None:
             start = time.perf_counter()
             for first in range(0, arguments.groups, size * exchange.world_size):
                 mine = groups[first + rank * size : first + (rank + 1) * size]
-                scored = score_rewards([Experience(group) for group in mine], AdvantageSettings.of(config))
+                scored = score_rewards([Experience(group) for group in mine], config)
                 engine.backward(micro_batch(scored, denominator, config.algorithm, arguments.packing))
             result = engine.step()
             _synchronise(on_gpu)

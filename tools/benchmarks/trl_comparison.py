@@ -24,8 +24,8 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from common.config import Config
 from common.types import Group, Rollout
-from trainer.algorithm.advantages import AdvantageSettings, step_advantages
-from trainer.algorithm.losses import Denominator, ObjectiveSettings, loss, token_objective, token_weights
+from trainer.algorithm.advantages import step_advantages
+from trainer.algorithm.losses import Denominator, loss, token_objective, token_weights
 
 SEEDS = range(5)
 GROUPS, G, L_MAX = 3, 4, 12
@@ -214,7 +214,7 @@ def _our_loss(batch: Batch, case: Case) -> tuple[float, Tensor]:
         batch.ref_logprobs if algorithm.beta else None,
         torch.repeat_interleave(batch.advantages, torch.tensor(batch.lengths)),
         batch.lengths,
-        ObjectiveSettings.of(algorithm),
+        algorithm,
         entropy,
         batch.old_logprobs if corrects else None,
     )
@@ -309,7 +309,7 @@ def _advantage_difference(case: Case, seed: int) -> float:
         ))
         for g in range(GROUPS)
     ]  # fmt: skip
-    ours = np.concatenate(list(step_advantages(groups, AdvantageSettings.of(config)).values()))
+    ours = np.concatenate(list(step_advantages(groups, config).values()))
 
     functions = [lambda scores=scores[0], **_: scores.tolist(), lambda scores=scores[1], **_: scores.tolist()]
     options = {

@@ -14,13 +14,12 @@ second column. Left out: anything that needs a critic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.config import Config
+from common.config import Algorithm, Config
 from common.config.estimators import ESTIMATORS as BUILT_IN
 from common.types import Group, Rollout, Tombstone
 from trainer.algorithm.user_functions import own_advantages
@@ -29,52 +28,6 @@ EPS = 1e-4
 DEAD_TOLERANCE = 1e-9
 
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class RewardSettings:
-    """What is added to the rewards of the functions."""
-
-    beta: float  # of the KL in the reward; 0 = it is not there
-    soft_punish_cache: int  # 0 = no punishment
-    max_completion_length: int
-
-    @classmethod
-    def of(cls, config: Config, beta: float | None = None) -> RewardSettings:
-        """beta: that of the adaptive controller; None = the configured one."""
-        algorithm = config.algorithm
-        weight = algorithm.beta if beta is None else beta
-        cache, limit = algorithm.soft_punish_cache, config.sampler.max_completion_length
-        return cls(weight if algorithm.kl_in_reward else 0.0, cache, limit)
-
-
-@dataclass(frozen=True)
-class AdvantageSettings:
-    """What makes advantages of the groups of a batch."""
-
-    rewards: RewardSettings
-    adv_estimator: str
-    has_group_baseline: bool
-    reward_scale: str  # group, batch, none
-    weights: Mapping[str, float] | None  # by function, with normalize_then_sum; None = the rewards are summed already
-    whitens: bool
-    whitens_tokens: bool
-    mask_truncated_completions: bool
-
-    @classmethod
-    def of(cls, config: Config, beta: float | None = None) -> AdvantageSettings:
-        algorithm, rewards = config.algorithm, config.rewards
-        sums_last = algorithm.multi_objective_aggregation == "normalize_then_sum"
-        return cls(
-            rewards=RewardSettings.of(config, beta),
-            adv_estimator=algorithm.adv_estimator,
-            has_group_baseline=algorithm.has_group_baseline,
-            reward_scale=algorithm.reward_scale,
-            weights=dict(zip(rewards.names, rewards.weights, strict=True)) if sums_last else None,
-            whitens=algorithm.whitens,
-            whitens_tokens=algorithm.whitens_tokens,
-            mask_truncated_completions=algorithm.mask_truncated_completions,
-        )
 
 
 def rewards_of(group: Group) -> Floats:
@@ -97,13 +50,14 @@ def trains(rollout: Rollout, mask_truncated_completions: bool) -> bool:
     return not (mask_truncated_completions and rollout.finish_reason == "length")
 
 
-def is_dead_group(group: Group | Tombstone, settings: AdvantageSettings) -> bool:
+def is_dead_group(group: Group | Tombstone, config: Config) -> bool:
     """No advantage is left when the group's baseline is gone, so only KL or entropy could train it."""
-    if isinstance(group, Tombstone) or not settings.has_group_baseline:
+    algorithm = config.algorithm
+    if isinstance(group, Tombstone) or not algorithm.has_group_baseline:
         return False
-    if settings.adv_estimator in ESTIMATORS and settings.weights is None:
-        return is_dead(shaped_rewards(group, settings.rewards))
-    return not moves(_advantages(group, settings))
+    if algorithm.adv_estimator in ESTIMATORS and not algorithm.sums_last:
+        return is_dead(shaped_rewards(group, config))
+    return not moves(_advantages(group, config))
 
 
 def centred(rewards: Floats) -> Floats:
@@ -170,24 +124,24 @@ def normalized_sum(rewards: Sequence[Floats], weights: Sequence[float]) -> Float
     return total
 
 
-def shaped_rewards(group: Group, settings: RewardSettings) -> Floats:
+def shaped_rewards(group: Group, config: Config) -> Floats:
     """[G].  r_i − β Σ_t (log π_old − log π_ref) + soft overlong punishment; each term only where it is switched on.
 
     The sum estimates the KL of the whole completion (k1): as a reward its expected gradient is the exact one.
     """
-    rewards = punished_rewards(group, settings)
-    if settings.beta:
-        rewards = rewards - settings.beta * np.array([r.ref_log_ratios().sum() for r in group.rollouts])
+    rewards, beta = punished_rewards(group, config), config.algorithm.beta_of_rewards
+    if beta:
+        rewards = rewards - beta * np.array([r.ref_log_ratios().sum() for r in group.rollouts])
     return rewards
 
 
-def punished_rewards(group: Group, settings: RewardSettings) -> Floats:
+def punished_rewards(group: Group, config: Config) -> Floats:
     """[G].  r_i + soft overlong punishment where it is switched on: what a whole completion is worth without any KL."""
-    if not settings.soft_punish_cache:
+    cache = config.algorithm.soft_punish_cache
+    if not cache:
         return rewards_of(group)
     lengths = np.array([len(r.completion_ids) for r in group.rollouts])
-    punishment = soft_overlong_punishment(lengths, settings.max_completion_length, settings.soft_punish_cache)
-    return rewards_of(group) + punishment
+    return rewards_of(group) + soft_overlong_punishment(lengths, config.sampler.max_completion_length, cache)
 
 
 def soft_overlong_punishment(lengths: NDArray[np.int64], max_completion_length: int, cache: int) -> Floats:
@@ -198,27 +152,27 @@ def soft_overlong_punishment(lengths: NDArray[np.int64], max_completion_length: 
     return np.clip((max_completion_length - cache - lengths) / cache, -1.0, 0.0)
 
 
-def step_advantages(groups: Sequence[Group | Tombstone], settings: AdvantageSettings) -> dict[int, Floats]:
+def step_advantages(groups: Sequence[Group | Tombstone], config: Config) -> dict[int, Floats]:
     """[G] by group id. Give it the whole batch of rollouts if `needs_batch_statistics`, else any groups."""
     alive = [g for g in groups if isinstance(g, Group)]
     if not alive:
         return {}
-    values = [_advantages(g, settings) for g in alive]
-    if settings.reward_scale == "batch":
-        scale = np.concatenate([shaped_rewards(g, settings.rewards) for g in alive]).std(ddof=1) + EPS
+    values = [_advantages(g, config) for g in alive]
+    if config.algorithm.reward_scale == "batch":
+        scale = np.concatenate([shaped_rewards(g, config) for g in alive]).std(ddof=1) + EPS
         values = [v / scale for v in values]
-    if settings.whitens:
-        values = whiten(values, [_counts(g, settings) for g in alive])
+    if config.algorithm.whitens:
+        values = whiten(values, [_counts(g, config.algorithm) for g in alive])
     return {g.group_id: v for g, v in zip(alive, values, strict=True)}
 
 
-def _advantages(group: Group, settings: AdvantageSettings) -> Floats:
+def _advantages(group: Group, config: Config) -> Floats:
     """[G], as far as they follow from the group alone."""
-    if settings.weights is not None:
-        by_function = [np.array([r.rewards[name] for r in group.rollouts], np.float64) for name in settings.weights]
-        return normalized_sum(by_function, list(settings.weights.values()))
-    rewards = shaped_rewards(group, settings.rewards)
-    return group_advantages(rewards, settings.reward_scale, settings.adv_estimator, group)
+    algorithm, functions = config.algorithm, config.rewards
+    if algorithm.sums_last:
+        by_function = [np.array([r.rewards[name] for r in group.rollouts], np.float64) for name in functions.names]
+        return normalized_sum(by_function, functions.weights)
+    return group_advantages(shaped_rewards(group, config), algorithm.reward_scale, algorithm.adv_estimator, group)
 
 
 def whiten(advantages: Sequence[Floats], counts: Sequence[Floats]) -> list[Floats]:
@@ -230,8 +184,8 @@ def whiten(advantages: Sequence[Floats], counts: Sequence[Floats]) -> list[Float
     return [(a - mean) / (std + EPS) for a in advantages]
 
 
-def _counts(group: Group, settings: AdvantageSettings) -> Floats:
+def _counts(group: Group, algorithm: Algorithm) -> Floats:
     """How often each completion counts: its sampled tokens, or once; not at all if it does not train."""
-    size = [r.num_sampled if settings.whitens_tokens else 1 for r in group.rollouts]
-    kept = [trains(r, settings.mask_truncated_completions) for r in group.rollouts]
+    size = [r.num_sampled if algorithm.whitens_tokens else 1 for r in group.rollouts]
+    kept = [trains(r, algorithm.mask_truncated_completions) for r in group.rollouts]
     return np.array([n * is_kept for n, is_kept in zip(size, kept, strict=True)], np.float64)

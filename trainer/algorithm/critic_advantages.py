@@ -18,7 +18,7 @@ import numpy as np
 
 from common.config import Algorithm, Config
 from common.types import Group, Tombstone
-from trainer.algorithm.advantages import Floats, RewardSettings, trains, whiten
+from trainer.algorithm.advantages import Floats, trains, whiten
 from trainer.algorithm.gae import gae, group_token_rewards
 from trainer.algorithm.segments import Positions, Segments, SegmentSums, sampled_scores, segment, sums_of
 
@@ -42,15 +42,14 @@ class Estimates:
     segments: SegmentSums | None = None
 
 
-def estimate(
-    groups: Sequence[Group | Tombstone], values: ByGroup, rewards: RewardSettings, algorithm: Algorithm
-) -> Estimates:
+def estimate(groups: Sequence[Group | Tombstone], values: ByGroup, config: Config) -> Estimates:
     """GAE. values: of every sampled token of every completion of the batch."""
+    algorithm = config.algorithm
     alive = [g for g in groups if isinstance(g, Group)]
     advantages: ByGroup = {}
     returns: ByGroup = {}
     for group in alive:
-        pairs = zip(group_token_rewards(group, rewards), values[group.group_id], strict=True)
+        pairs = zip(group_token_rewards(group, config), values[group.group_id], strict=True)
         found = [gae(r, v, algorithm.gamma, algorithm.lam) for r, v in pairs]
         advantages[group.group_id], returns[group.group_id] = [a for a, _ in found], [r for _, r in found]
     return Estimates(values, _whitened(alive, advantages, algorithm), returns)
@@ -61,15 +60,15 @@ def estimate_segments(
     values: ByGroup,
     scores: ByGroup | None,
     threshold: float,
-    rewards: RewardSettings,
-    algorithm: Algorithm,
+    config: Config,
 ) -> Estimates:
     """GROUP PPO. scores: q of every sampled token; None = (1 − p)² from the sampler's log-probs. threshold: τ."""
+    algorithm = config.algorithm
     alive = [g for g in groups if isinstance(g, Group)]
 
     def cut(group: Group) -> list[Segments]:
         q = scores[group.group_id] if scores else [sampled_scores(r.old_logprobs[r.sampled()]) for r in group.rollouts]
-        tokens = zip(group_token_rewards(group, rewards), values[group.group_id], q, strict=True)
+        tokens = zip(group_token_rewards(group, config), values[group.group_id], q, strict=True)
         return [segment(*token, threshold, algorithm.gamma, algorithm.lam, algorithm.group_params) for token in tokens]
 
     found = {g.group_id: cut(g) for g in alive}

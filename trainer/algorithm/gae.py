@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from common.config import Config
 from common.types import Group, Rollout
-from trainer.algorithm.advantages import Floats, RewardSettings, punished_rewards
+from trainer.algorithm.advantages import Floats, punished_rewards
 
 
 def gae(rewards: Floats, values: Floats, gamma: float, lam: float) -> tuple[Floats, Floats]:
@@ -34,12 +35,10 @@ def gae(rewards: Floats, values: Floats, gamma: float, lam: float) -> tuple[Floa
     return advantages, advantages + values
 
 
-def group_token_rewards(group: Group, settings: RewardSettings) -> list[Floats]:
+def group_token_rewards(group: Group, config: Config) -> list[Floats]:
     """[T] of each completion, with what the settings add to its reward; they sum to advantages.shaped_rewards."""
-    scalars = punished_rewards(group, settings).tolist()
-    return [
-        token_rewards(rollout, scalar, settings.beta) for rollout, scalar in zip(group.rollouts, scalars, strict=True)
-    ]
+    scalars, beta = punished_rewards(group, config).tolist(), config.algorithm.beta_of_rewards
+    return [token_rewards(rollout, scalar, beta) for rollout, scalar in zip(group.rollouts, scalars, strict=True)]
 
 
 def token_rewards(rollout: Rollout, reward: float, beta: float) -> Floats:

@@ -65,41 +65,6 @@ def token_weights(lengths: Sequence[int], denominator: Denominator) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ObjectiveSettings:
-    """The numbers of the objective, and which of its forms holds."""
-
-    loss: str | None  # a user's own objective; None = the clipped one, or that of cispo
-    is_cispo: bool
-    epsilon: float
-    epsilon_high: float  # with cispo the cap itself
-    delta: float | None
-    importance_sampling_level: str
-    beta: float  # of the KL in the loss; 0 = the KL is a metric, or in the reward
-    kl_estimator: str
-    use_bias_correction_kl: bool
-    entropy_coef: float
-    correction_mode: str | None
-    correction_cap: float
-
-    @classmethod
-    def of(cls, algorithm: Algorithm) -> ObjectiveSettings:
-        return cls(
-            loss=algorithm.loss,
-            is_cispo=algorithm.loss_type == "cispo",
-            epsilon=algorithm.epsilon,
-            epsilon_high=algorithm.clip_high,
-            delta=algorithm.delta,
-            importance_sampling_level=algorithm.importance_sampling_level,
-            beta=0.0 if algorithm.kl_in_reward else algorithm.beta,
-            kl_estimator=algorithm.kl_estimator,
-            use_bias_correction_kl=algorithm.use_bias_correction_kl,
-            entropy_coef=algorithm.entropy_coef,
-            correction_mode=algorithm.vllm_importance_sampling_mode,
-            correction_cap=algorithm.vllm_importance_sampling_clip_max,
-        )
-
-
-@dataclass(frozen=True)
 class TokenTerms:
     """Per token, detached, for metrics: [N] each."""
 
@@ -116,7 +81,7 @@ def token_objective(  # noqa: PLR0913 the equation has as many symbols
     ref_logprobs: Tensor | None,  # [N] log π_ref; None when beta is 0
     advantages: Tensor,  # [N]
     lengths: Sequence[int],  # of the completions, Σ lengths = N
-    settings: ObjectiveSettings,
+    algorithm: Algorithm,
     entropy: Tensor | None = None,  # [N] of the policy, with gradient where entropy_coef is not 0
     proximal_logprobs: Tensor | None = None,  # [N] the trainer's log π_own in its first pass over these; None = now
 ) -> tuple[Tensor, TokenTerms]:
@@ -129,33 +94,33 @@ def token_objective(  # noqa: PLR0913 the equation has as many symbols
     A user's own objective is the surrogate, and with ref_logprobs in its signature also the KL term.
     """
     correction, is_corrected = torch.ones_like(old_logprobs), torch.zeros_like(old_logprobs, dtype=torch.bool)
-    if settings.correction_mode is not None:
+    mode, cap = algorithm.vllm_importance_sampling_mode, algorithm.vllm_importance_sampling_clip_max
+    if mode is not None:
         own = logprobs.detach() if proximal_logprobs is None else proximal_logprobs
-        mode, cap = settings.correction_mode, settings.correction_cap
         correction, is_corrected = mismatch_correction(own - old_logprobs, lengths, mode, cap)
         old_logprobs = own
-    ratio = importance_ratio(logprobs - old_logprobs, lengths, settings.importance_sampling_level)
-    beta = settings.beta
-    if settings.loss is not None:
+    ratio = importance_ratio(logprobs - old_logprobs, lengths, algorithm.importance_sampling_level)
+    beta, epsilon_high = algorithm.beta_of_loss, algorithm.clip_high
+    if algorithm.loss is not None:
         ref = logprobs.detach() if ref_logprobs is None else ref_logprobs  # a filler has none, and weight 0
         tokens = {"old_logprobs": old_logprobs, "ref_logprobs": ref if beta else None, "advantages": advantages}
-        objective, has_kl = own_objective(settings.loss, logprobs, **tokens, lengths=list(lengths), settings=settings)
+        objective, has_kl = own_objective(algorithm.loss, logprobs, **tokens, lengths=list(lengths), settings=algorithm)
         is_clipped = torch.zeros_like(ratio, dtype=torch.bool)  # not known
         beta = 0.0 if has_kl else beta
-    elif settings.is_cispo:
-        objective, is_clipped = cispo_surrogate(logprobs, ratio, advantages, settings.epsilon_high)
+    elif algorithm.loss_type == "cispo":
+        objective, is_clipped = cispo_surrogate(logprobs, ratio, advantages, epsilon_high)
     else:
-        epsilon, epsilon_high, delta = settings.epsilon, settings.epsilon_high, settings.delta
+        epsilon, delta = algorithm.epsilon, algorithm.delta
         objective, is_clipped = clipped_surrogate(ratio, advantages, epsilon, epsilon_high, delta)
     objective = correction * objective
     kl = torch.zeros_like(ratio)
     if ref_logprobs is not None:
-        kl = kl_estimate(logprobs, ref_logprobs, settings.kl_estimator)
+        kl = kl_estimate(logprobs, ref_logprobs, algorithm.kl_estimator)
         if beta:
-            weighted = ratio * kl if settings.use_bias_correction_kl else kl  # DeepSeek-V3.2, arXiv 2512.02556
+            weighted = ratio * kl if algorithm.use_bias_correction_kl else kl  # DeepSeek-V3.2, arXiv 2512.02556
             objective = objective - beta * weighted
-    if entropy is not None and settings.entropy_coef:
-        objective = objective + settings.entropy_coef * entropy
+    if entropy is not None and algorithm.entropy_coef:
+        objective = objective + algorithm.entropy_coef * entropy
     return objective, TokenTerms(ratio.detach(), is_clipped, kl.detach(), correction, is_corrected)
 
 
@@ -164,7 +129,7 @@ def try_own_objective(algorithm: Algorithm) -> None:
     if algorithm.loss is not None:
         logprobs = torch.full((3,), -1.0, requires_grad=True)
         old, advantages = torch.full((3,), -1.5), torch.tensor([1.0, 1.0, -1.0])
-        token_objective(logprobs, old, None, advantages, [2, 1], ObjectiveSettings.of(algorithm))
+        token_objective(logprobs, old, None, advantages, [2, 1], algorithm)
 
 
 def importance_ratio(log_ratio: Tensor, lengths: Sequence[int], level: str) -> Tensor:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from common.config import Algorithm
+from common.config import Algorithm, Config
 from common.types import Group, Tombstone
-from trainer.algorithm.advantages import AdvantageSettings, Floats, step_advantages
+from trainer.algorithm.advantages import Floats, step_advantages
 from trainer.algorithm.critic_advantages import Estimates
 from trainer.algorithm.segments import Positions
 
@@ -52,9 +52,9 @@ def training(experiences: Iterable[Experience], algorithm: Algorithm) -> list[Ex
     return [e for e in experiences if algorithm.dead_groups == "keep" or not e.is_dead]
 
 
-def score_rewards(experiences: Sequence[Experience], settings: AdvantageSettings) -> list[Experience]:
+def score_rewards(experiences: Sequence[Experience], config: Config) -> list[Experience]:
     """With advantages from rewards alone. Give it all of the batch where advantages depend on all."""
-    return with_advantages(experiences, step_advantages([e.group for e in experiences], settings))
+    return with_advantages(experiences, step_advantages([e.group for e in experiences], config))
 
 
 def with_advantages(experiences: Sequence[Experience], advantages: Mapping[int, PerCompletion]) -> list[Experience]:

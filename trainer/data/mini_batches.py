@@ -39,7 +39,6 @@ class TrainedStep:
 
     step: Step
     groups: list[Group | Tombstone]
-    beta: float  # of its batch
     dead_group_metrics: dict[str, float]
     plan_metrics: dict[str, float]
     empty_slots: str  # what to say about them; "" = nothing

@@ -18,7 +18,7 @@ from typing import Protocol
 from common.config import Config
 from common.failpoints import failpoint
 from common.types import Group, Tombstone
-from trainer.algorithm.advantages import AdvantageSettings, is_dead_group
+from trainer.algorithm.advantages import is_dead_group
 from trainer.data.experience import Experience, training
 from trainer.data.mini_batches import Step
 
@@ -45,9 +45,9 @@ def fill(slots: Slots, count: int, at_once: int, source: Source) -> None:
 class Slots:
     """The slots of one batch, and the newest record of each group that was taken for them."""
 
-    def __init__(self, config: Config, first: int, beta: float | None = None):
-        """first: id of the batch's first group. beta: of the KL in the reward; None = the configured one."""
-        self._config, self._first, self._settings = config, first, AdvantageSettings.of(config, beta)
+    def __init__(self, config: Config, first: int):
+        """first: id of the batch's first group."""
+        self._config, self._first = config, first
         self._slots: list[list[int]] = []  # ids of what was taken for each; the last one of a slot stays there
         self._passed: list[int] = []  # taken for the slot that comes next
         self._experiences: dict[int, Experience] = {}  # by group id, in order
@@ -92,7 +92,7 @@ class Slots:
     def add(self, taken: Iterable[Group | Tombstone]) -> int:
         """Fills slots. Returns how many more groups than before will be taken beyond the batch."""
         for item in taken:
-            self._experiences[item.group_id] = Experience(item, is_dead_group(item, self._settings))
+            self._experiences[item.group_id] = Experience(item, is_dead_group(item, self._config))
             self._passed.append(item.group_id)
             if self._stays(item.group_id):
                 self._slots.append(self._passed)

@@ -17,7 +17,6 @@ from torch import Tensor
 from common.config import Config
 from common.types import Group
 from model.packing import PackedRow
-from trainer.algorithm.advantages import RewardSettings
 from trainer.algorithm.critic_advantages import ByGroup, estimate, estimate_segments, value_metrics
 from trainer.algorithm.segments import SegmentSums, next_threshold, token_group_metrics
 from trainer.data.experience import Experience, with_estimates
@@ -39,22 +38,20 @@ class ActorCritic:
         self._batch_metrics: dict[str, float] = {}
         self._step_metrics: dict[str, float] = {}
 
-    def score(
-        self, batch: Experiences, shares: Sequence[Experiences], rewards: RewardSettings, threshold: float
-    ) -> list[Experience]:
+    def score(self, batch: Experiences, shares: Sequence[Experiences], threshold: float) -> list[Experience]:
         """The batch with advantages, and with what the critic learns.
 
         shares: this rank's part of every micro-batch; as many on every rank, because ZeRO-3 gathers in each forward.
-        rewards: with the beta of this batch. threshold: τ of group_ppo for this batch.
+        threshold: τ of group_ppo for this batch.
         """
         algorithm, groups = self.config.algorithm, [e.group for e in batch]
         values = self._of_every_token(batch, shares, self.critic.score)
         if algorithm.adv_estimator == "gae":
-            estimates = estimate(groups, values, rewards, algorithm)
+            estimates = estimate(groups, values, self.config)
         else:
             exact = algorithm.group_params.score == "exact"
             scores = self._of_every_token(batch, shares, self.policy.score_norms) if exact else None
-            estimates = estimate_segments(groups, values, scores, threshold, rewards, algorithm)
+            estimates = estimate_segments(groups, values, scores, threshold, self.config)
         self._threshold, self._segments = threshold, estimates.segments
         self._batch_metrics = value_metrics(groups, estimates, self.config)
         if estimates.segments:

@@ -20,7 +20,7 @@ from model.logprobs import load_causal_lm, score_logprobs, score_norms_of_row, s
 from model.packing import PackedRow, SequenceGroup
 from model.stopwatch import Stopwatch
 from model.vision import layout_of
-from trainer.algorithm.losses import ObjectiveSettings, TokenTerms, loss, token_objective
+from trainer.algorithm.losses import TokenTerms, loss, token_objective
 from trainer.algorithm.mismatch import by_cause
 from trainer.algorithm.sums import TOKEN_SUMS, Sums
 from trainer.data.tensors import MicroBatch, filler_row
@@ -66,7 +66,6 @@ class PolicyEngine(DeepSpeedModel):
         policy = Policy(model, config.trainer.logprob_chunk_size, config.algorithm.entropy_coef > 0)
         super().__init__(config, world_size, policy_of(config), model, policy, sequence_group)
         self.layout = layout_of(model.config, config.model.path, config.model.revision)
-        self.objective = ObjectiveSettings.of(config.algorithm)
         self.sums = Sums(TOKEN_SUMS, self.device)
         self.head_time = Stopwatch(self.device)
         self._micro_batch = 0
@@ -127,7 +126,7 @@ class PolicyEngine(DeepSpeedModel):
             ref_logprobs,
             advantages,
             batch.row.lengths,
-            self.objective,
+            self.config.algorithm,
             entropy,
             proximal_logprobs,
         )

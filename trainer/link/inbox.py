@@ -84,12 +84,6 @@ class Inbox:
             self.state.progress += 1
         self.thread.wake()
 
-    def mark_trained(self, count: int) -> None:
-        with self.state.changed:
-            self.state.ledger.mark_trained(count)
-            self.state.progress += 1
-        self.thread.wake()
-
     def take(self, group_ids: Sequence[int]) -> list[Group | Tombstone]:
         """The groups, in this order, as soon as all of them are here. They stay held until `commit` passes them."""
 

@@ -6,7 +6,6 @@ exist outside the trainer, which bounds both memory and staleness by admission: 
     cursor=8, window=4:   trained 0…7 │ 8 held, 9 leased to a, 10 leased to b, 11 free │ 12… not admitted
 
 A batch that passes dead groups takes further ones: window and total grow by as many until the cursor moves (`refill`).
-Where weights are published inside a batch, the window also moves with the groups that are done in it (`mark_trained`).
 
 A free group goes to the sampler that will be done with it first, by the speed that was measured (pace.py):
 
@@ -40,7 +39,6 @@ class Ledger:
     window: int  # groups admitted from the cursor on
     cursor: int = 0
     refilled: int = 0  # groups that the batch at the cursor takes beyond its slots
-    num_marked: int = 0  # slots of the batch at the cursor that no later step trains
     leases: dict[int, list[str]] = field(default_factory=dict)  # group id -> samplers that produce it; a copy is 2nd
     held: dict[int, Group | Tombstone] = field(default_factory=dict)  # arrived, not trained
     paces: dict[str, Pace] = field(default_factory=dict)  # by sampler id
@@ -53,7 +51,7 @@ class Ledger:
 
     @property
     def admitted(self) -> range:
-        return range(self.cursor, min(self.cursor + self.window + self.refilled + self.num_marked, self.total))
+        return range(self.cursor, min(self.cursor + self.window + self.refilled, self.total))
 
     @property
     def is_complete(self) -> bool:
@@ -219,11 +217,6 @@ class Ledger:
         self.total += count
         self.is_due = True
 
-    def mark_trained(self, count: int) -> None:
-        """`count` slots of the batch at the cursor, in all, are done; they stay held, for a crash would need them."""
-        self.num_marked = count
-        self.is_due = True
-
     def advance(self, cursor: int, now: float = 0.0) -> None:
         """The groups below `cursor` are part of a finished step, and there is a new version."""
         assert self.cursor <= cursor <= self.total, f"cursor may not move from {self.cursor} to {cursor}"
@@ -232,7 +225,7 @@ class Ledger:
             for name in self.leases.pop(group_id, ()):
                 self._close(group_id, name, now)
         if cursor > self.cursor:
-            self.cursor, self.refilled, self.num_marked = cursor, 0, 0
+            self.cursor, self.refilled = cursor, 0
             self._served = set()
         for pace in self.paces.values():
             pace.halve(now)

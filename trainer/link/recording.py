@@ -154,9 +154,6 @@ class Replay:
     def refill(self, count: int) -> None:
         """Nobody is there to be asked for more."""
 
-    def mark_trained(self, count: int) -> None:
-        """Nobody is there to be asked for more."""
-
     def samplers_rest(self) -> bool:
         """There is none whose cores could be borrowed; the recorded run kept to its own."""
         return False

@@ -44,8 +44,7 @@ class SocketThread(threading.Thread):
         super().__init__(name="inbox", daemon=True)
         self.config, self.envelope, self.limits = config, envelope, limits
         self.state, self.transport, self.say = state, transport, say
-        batches_behind = config.trainer.max_staleness + (config.weights.publish_every == "step")
-        self._max_version_lag = config.algorithm.steps_per_batch * batches_behind
+        self._max_version_lag = config.algorithm.steps_per_batch * config.trainer.max_staleness
         self._ending = threading.Event()
         self._bye = wire.Bye("done")
         self._first_hello: wire.Hello | None = None  # all others must agree with it, also when it is gone

@@ -47,10 +47,6 @@ class GroupSource(Protocol):
         """The batch will take `count` more groups than it has slots: they are wanted at once, of the same weights."""
         ...
 
-    def mark_trained(self, count: int) -> None:
-        """`count` groups of the batch will not be trained again: as many more are wanted, of the newest weights."""
-        ...
-
     def take(self, group_ids: Sequence[int]) -> list[Group | Tombstone]:
         """The groups, in this order, as soon as all of them are here."""
         ...

@@ -12,8 +12,7 @@ import numpy as np
 from common.config import ROUNDING, Algorithm, Config
 from common.types import EvalResult, Group, Rollout, Tombstone
 from model.images import one_mark_an_image, sample_record
-from trainer.algorithm.advantages import RewardSettings, is_dead, rewards_of, shaped_rewards, trains
-from trainer.algorithm.kl_controller import completion_kls
+from trainer.algorithm.advantages import is_dead, rewards_of, shaped_rewards, trains
 
 FullMark = Callable[[str], float]  # reward function's name -> the score from which a completion counts as right
 
@@ -84,16 +83,14 @@ def in_flight_metrics(groups: Sequence[Group | Tombstone], policy_version: int) 
     }
 
 
-def shaping_metrics(groups: Sequence[Group | Tombstone], config: Config, beta: float) -> dict[str, float]:
+def shaping_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[str, float]:
     """What the trainer made of the rewards, where a setting changes them. `reward` stays the functions' own."""
     alive = [g for g in groups if isinstance(g, Group)]
     algorithm, metrics = config.algorithm, {}
     if alive and algorithm.kl_in_reward:
-        metrics["beta"] = beta
-        metrics["kl_per_completion"] = float(np.mean(completion_kls(alive)))
-    settings = RewardSettings.of(config, beta)
+        metrics["kl_per_completion"] = float(np.mean([r.ref_log_ratios().sum() for g in alive for r in g.rollouts]))
     if alive and (algorithm.kl_in_reward or algorithm.soft_punish_cache):
-        metrics["reward_shaped"] = float(np.concatenate([shaped_rewards(g, settings) for g in alive]).mean())
+        metrics["reward_shaped"] = float(np.concatenate([shaped_rewards(g, config) for g in alive]).mean())
     if alive and algorithm.mask_truncated_completions:
         masked = [not trains(r, algorithm.mask_truncated_completions) for g in alive for r in g.rollouts]
         metrics["completions/masked_ratio"] = float(np.mean(masked))

@@ -65,7 +65,7 @@ class StepRecords:
             values |= stats.turn_metrics(groups, self._config.rollout.max_turns)
         if self._config.sampler.in_flight_updates:
             values |= stats.in_flight_metrics(groups, version)
-        values |= stats.shaping_metrics(groups, self._config, trained.beta) | trained.dead_group_metrics
+        values |= stats.shaping_metrics(groups, self._config) | trained.dead_group_metrics
         if not result.critic_only:
             values |= stats.token_metrics(sums, algorithm.beta) | stats.correction_metrics(sums, algorithm)
             values |= mismatch.cause_metrics(sums)

@@ -51,7 +51,6 @@ class Progress:
     num_tokens: int  # completion tokens trained
     tombstones: int
     stream: dict[str, Any]  # settings that define the stream of groups; they may not change on resume
-    kl_beta: float | None = None  # of the adaptive KL controller; None = the configured beta
     skipped_in_a_row: int = 0  # of the steps tried, the last ones that were not finite
     skipped_steps: int = 0  # tried and not applied, because something was not finite
     threshold: float | None = None  # τ of group_ppo's next batch; None = group_variance_threshold

@@ -6,8 +6,8 @@
 
 Why the second is safe. Nothing is known to a sampler before CREDIT, which carries version and cursor as ever, so a
 crash in between is a crash before publishing. The thread owns a copy of the parameters, a process group of its own,
-and the ledger until `finish`: groups of batch n + 1 are admitted already, and what would move the ledger meanwhile,
-`refill` and `mark_trained`, keeps to the first way. Every rank calls `finish` at the same place, where what the thread
+and the ledger until `finish`: groups of batch n + 1 are admitted already, and `refill`, which would move the ledger
+meanwhile, keeps to the first way. Every rank calls `finish` at the same place, where what the thread
 raised is raised. Left out: more than one version in flight.
 """
 
@@ -36,8 +36,7 @@ _CLOSING_S = 10.0
 
 def writes_behind(config: Config) -> bool:
     """Whether the sampler has something to do while a version is written, and nothing else moves the ledger then."""
-    moves_ledger = config.algorithm.dead_groups == "resample" or config.weights.publish_every == "step"
-    return config.trainer.max_staleness > 0 and not moves_ledger
+    return config.trainer.max_staleness > 0 and config.algorithm.dead_groups != "resample"
 
 
 class Publisher:

@@ -46,7 +46,6 @@ _OTHERS = (
     "algorithm.num_iterations",
     "algorithm.dead_groups",
     "algorithm.max_resamples",
-    "algorithm.kl_controller",
     "algorithm.steps_per_generation",
     "algorithm.shuffle_mini_batches",
 )
