@@ -1,19 +1,12 @@
-"""How long a step takes with samplers of different speed: the real ledger, simulated samplers and time.
-
-With real engines: tools/benchmarks/slow_sampler.py, whose way to slow one down is tested here, too.
-"""
+"""How long a step takes with samplers of different speed: the real ledger, simulated samplers and time."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Mapping
 
-import psutil
 import pytest
 
 from common.types import Tombstone
-from tools.benchmarks.slow_sampler import SLOW, processes_of, slow_down
 from trainer.link.ledger import Ledger
 
 TICK_S = 0.25  # of simulated time; a group takes the fast sampler 1 s
@@ -27,7 +20,7 @@ def step_seconds(speeds: Mapping[str, float], prompts: int, staleness: int, at_o
     ledger, now, left = Ledger(10**6, prompts * (1 + staleness)), 0.0, {name: dict[int, float]() for name in speeds}
     ends: list[float] = []
     while len(ends) < steps:
-        ledger.lease_out(list(speeds), now)
+        ledger.lease_out(list(speeds))
         now += TICK_S
         for name, speed in speeds.items():
             lease = ledger.lease_of(name)
@@ -36,10 +29,10 @@ def step_seconds(speeds: Mapping[str, float], prompts: int, staleness: int, at_o
             for group_id in running:
                 work[group_id] -= TICK_S * speed / (1 + 0.5 * (len(running) - 1))
                 if work[group_id] <= 1e-9 and group_id not in ledger.held:
-                    ledger.accept(Tombstone(group_id, 0, ""), name, now)
+                    ledger.accept(Tombstone(group_id, 0, ""), name)
         batch = range(ledger.cursor, ledger.cursor + prompts)
         if all(g in ledger.held for g in batch):
-            ledger.advance(batch.stop, now)
+            ledger.advance(batch.stop)
             ends.append(now)
     return (ends[-1] - ends[-11]) / 10
 
@@ -77,23 +70,3 @@ def test_one_that_recovers_gets_its_share_again() -> None:
             return {"a": 1.0, "b": 0.1 if now[0] < 200 else 1.0}.items()
 
     assert step_seconds(Recovering({"a": 1.0, "b": 0.1}), 16, 0, steps=60) <= 1.15 * 8.0
-
-
-# ---- tools/benchmarks/slow_sampler.py
-
-
-def test_a_sampler_is_found_by_its_id_and_slowing_it_down_leaves_it_running() -> None:
-    code = "import sys, time; print(flush=True)\nwhile True: time.sleep(1)"
-    words = [sys.executable, "-c", code, "--id"]
-    both = [subprocess.Popen([*words, name], stdout=subprocess.PIPE) for name in ("sampler.0", SLOW)]
-    try:
-        assert all(one.stdout and one.stdout.readline() for one in both)
-        found = processes_of(psutil.Process(), SLOW)
-        assert [one.pid for one in found] == [both[1].pid]
-        slow_down(found, 0.9)
-        assert found[0].status() != psutil.STATUS_STOPPED
-    finally:
-        for one in both:
-            one.kill()
-            one.communicate()
-    assert processes_of(psutil.Process(), SLOW) == []

@@ -150,7 +150,7 @@ def test_no_token_is_older_than_max_staleness_when_it_trains_however_long_its_se
     running: dict[int, tuple[int, list[tuple[int, int]]]] = {}  # group -> ticks left, (start, version)
     length: dict[int, int] = {}
     while ledger.cursor < 200:
-        ledger.lease_out(["s"], 0.0)
+        ledger.lease_out(["s"])
         for g in ledger.lease_of("s"):
             if g not in running:
                 running[g], length[g] = (rng.choice([1, 2, 3, 60]), [(0, version)]), 0
@@ -164,7 +164,7 @@ def test_no_token_is_older_than_max_staleness_when_it_trains_however_long_its_se
                 tokens = tuple(range(length[g]))
                 group = make_group(g, spans[0][1], mixed(tokens=tokens), mixed(*spans, tokens=tokens))
                 assert ledger.refusal(group, range(max(0, version - max_staleness), version + 1)) is None
-                ledger.accept(decode(encode(ENVELOPE, group))[1], "s", 0.0)  # type: ignore[arg-type]
+                ledger.accept(decode(encode(ENVELOPE, group))[1], "s")  # type: ignore[arg-type]
                 versions_seen.add(len(spans))
         due = range(ledger.cursor, ledger.cursor + batch)
         if all(g in ledger.held for g in due):
@@ -177,7 +177,7 @@ def test_no_token_is_older_than_max_staleness_when_it_trains_however_long_its_se
                 for r in g.rollouts
             )
             version += 1
-            ledger.advance(ledger.cursor + batch, 0.0)
+            ledger.advance(ledger.cursor + batch)
     assert oldest == max_staleness, "or the bound is not what was tested"
     assert max(versions_seen) > 1
 

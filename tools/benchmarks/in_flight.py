@@ -106,7 +106,7 @@ class ClockTrainer:
 
     def _announce(self) -> None:
         ledger, published = self._ledger, self._versions[self._version]
-        ledger.lease_out(["s"], 0.0)
+        ledger.lease_out(["s"])
         at, sha, v = published.weights_dir, published.manifest_sha256, published.version
         self.credit = wire.Credit(ledger.cursor, ledger.lease_of("s"), [], v, at, sha, v)
 
@@ -126,7 +126,7 @@ class ClockTrainer:
         self._version += 1
         if self._version == len(self._versions):
             raise PeerEnded("done", 0)
-        self._ledger.advance(batch.stop, 0.0)
+        self._ledger.advance(batch.stop)
         self._announce()
         return False
 
@@ -139,7 +139,7 @@ class ClockTrainer:
         return group_id in self._ledger.held
 
     def send_result(self, group: Any) -> None:
-        self._ledger.accept(group, "s", 0.0)
+        self._ledger.accept(group, "s")
 
     def beat(self, *_: Any, now: bool) -> None: ...
 

@@ -70,7 +70,7 @@ class Inbox:
         """As GroupSource.commit. All of it becomes visible at once: no sampler sees a lease without its version."""
         with self.state.changed:
             assert self.state.evaluation is None or eval_id is None, "finish_eval comes before the next evaluation"
-            self.state.ledger.advance(cursor, time.monotonic())
+            self.state.ledger.advance(cursor)
             self.state.published = published
             self.state.progress += 1
             if eval_id is not None:

@@ -7,15 +7,13 @@ exist outside the trainer, which bounds both memory and staleness by admission: 
 
 A batch that passes dead groups takes further ones: window and total grow by as many until the cursor moves (`refill`).
 
-A free group goes to the sampler that will be done with it first, by the speed that was measured (pace.py):
+A free group goes to the sampler with the shortest lease. Once none is free, a sampler without work is given what others
+still hold, the oldest first, which is what the trainer waits for: so a slow or silent sampler costs nothing but its own
+work. A group has at most two holders. The first result is taken, the lease of the other one ends with it, and what
+comes after it is refused as a duplicate. A group's sampling seeds follow from its number, so it does not matter who
+made it.
 
-    speeds a 3, b 1 groups per second, 4 groups free:   0 → a at 0.33 s, 1 → a at 0.67 s, 2 → a at 1 s, 3 → b at 1 s
-
-Once none is free, a sampler without work gets copies of leases whose holders are slow or silent. A group has at most
-two holders: for a third, the one of the two that would be done later gives it up, but nobody ever the first group of
-its lease, so that every group is finished by somebody. The first result is taken, the lease of the other one ends with
-it, and what comes after it is refused as a duplicate. A group's sampling seeds follow from its number, so it does not
-matter who made it.
+    a and b, window 8:     a 0 2 4 6, b 1 3 5 7;  a is done, b has made 1:  a 3 5 7 too, and whoever is first counts
 
 After a crash the cursor comes back with the weights from the same checkpoint, so in the surviving history every
 group trains exactly once, in order.
@@ -24,13 +22,11 @@ group trains exactly once, in order.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.types import Group, Tombstone
-from trainer.link.pace import Pace, seconds_per_group
-
-_WORTH_A_COPY = 2.0  # times as long as a copy would take must the lease still last
 
 
 @dataclass
@@ -39,15 +35,13 @@ class Ledger:
     window: int  # groups admitted from the cursor on
     cursor: int = 0
     refilled: int = 0  # groups that the batch at the cursor takes beyond its slots
-    leases: dict[int, list[str]] = field(default_factory=dict)  # group id -> samplers that produce it; a copy is 2nd
+    leases: dict[int, list[str]] = field(default_factory=dict)  # group id -> samplers that produce it, one or two
     held: dict[int, Group | Tombstone] = field(default_factory=dict)  # arrived, not trained
-    paces: dict[str, Pace] = field(default_factory=dict)  # by sampler id
     news: set[str] = field(default_factory=set)  # samplers whose lease changed by more than what they delivered
     is_due: bool = True  # somebody may get a lease
     _open: dict[str, set[int]] = field(default_factory=dict)  # sampler id -> groups that it has leased
     _released: list[int] = field(default_factory=list)  # a heap: groups that a lost sampler had
     _next: int = 0  # from it on no group was ever leased
-    _served: set[str] = field(default_factory=set)  # samplers that got a lease since the cursor moved
 
     @property
     def admitted(self) -> range:
@@ -60,20 +54,24 @@ class Ledger:
 
     # ---- leases -------------------------------------------------------------------------------------------------
 
-    def lease_out(self, samplers: Sequence[str], now: float) -> None:
-        """Gives all free groups to these samplers, who are alive, then copies to those who have nothing to do."""
+    def lease_out(self, samplers: Sequence[str]) -> None:
+        """Gives all free groups to these samplers, who are alive, then what others hold to those without work."""
         self.is_due = False
         if not samplers:
             return
-        for name in samplers:
-            self.paces.setdefault(name, Pace())
-        fellows_s = seconds_per_group((self.paces[name] for name in samplers), now)
-        speeds = {name: self.paces[name].speed(fellows_s, now) for name in samplers}
-        if self._has_free():
-            self._lease_free(speeds, now)
-        idle = [name for name in samplers if not self._open.get(name)]
-        if idle and len(idle) < len(samplers):
-            self._copy(idle, speeds, now)
+        queue = [(len(self._open.get(name, ())), i, name) for i, name in enumerate(samplers)]
+        heapq.heapify(queue)
+        while self._has_free():
+            group_id = self._take_free()
+            if group_id in self.held or group_id < self.cursor:
+                continue  # a lost sampler's, which came after all
+            count, i, name = queue[0]
+            self._lease(group_id, name)
+            heapq.heapreplace(queue, (count + 1, i, name))
+        if idle := [name for name in samplers if not self._open.get(name)]:
+            once = sorted(group_id for group_id, names in self.leases.items() if len(names) == 1)
+            for group_id, name in zip(once, itertools.cycle(idle)):
+                self._lease(group_id, name)
 
     def lease_of(self, sampler: str) -> list[int]:
         """What it shall produce, in order."""
@@ -87,18 +85,15 @@ class Ledger:
         self.news.add(sampler)
         self.is_due = True
 
-    def release(self, sampler: str, now: float = 0.0) -> list[int]:
+    def release(self, sampler: str) -> list[int]:
         """Ends a lost sampler's leases. Returns those that nobody else has: others may get them."""
-        lost = self._open.pop(sampler, set())
         free = []
-        for group_id in sorted(lost):
+        for group_id in sorted(self._open.pop(sampler, ())):
             self.leases[group_id].remove(sampler)
             if not self.leases[group_id]:
                 del self.leases[group_id]
                 heapq.heappush(self._released, group_id)
                 free.append(group_id)
-        if sampler in self.paces:
-            self.paces[sampler].end(now)
         self.news.discard(sampler)
         self.is_due = True
         return free
@@ -106,77 +101,17 @@ class Ledger:
     def _has_free(self) -> bool:
         return bool(self._released) or max(self._next, self.cursor) < self.admitted.stop
 
-    def _lease_free(self, speeds: dict[str, float], now: float) -> None:
-        """Each to whoever will be done with it first: (groups it has + 1) / speed."""
-        queue = [
-            ((len(self._open.get(name, ())) + 1) / speed, i, name) for i, (name, speed) in enumerate(speeds.items())
-        ]
-        heapq.heapify(queue)
-        while self._has_free():
-            if self._released:
-                group_id = heapq.heappop(self._released)
-            else:
-                group_id = max(self._next, self.cursor)
-                self._next = group_id + 1
-            if group_id in self.held or group_id < self.cursor:
-                continue  # a lost sampler's, which came after all
-            _, i, name = queue[0]
-            self._lease(group_id, name, now)
-            heapq.heapreplace(queue, ((len(self._open[name]) + 1) / speeds[name], i, name))
+    def _take_free(self) -> int:
+        if self._released:
+            return heapq.heappop(self._released)
+        group_id = max(self._next, self.cursor)
+        self._next = group_id + 1
+        return group_id
 
-    def _copy(self, idle: list[str], speeds: dict[str, float], now: float) -> None:
-        """Of the leases that would last longest, while the copy would be done in less than half that time.
-
-        One that got nothing since the cursor moved gets a copy in any case: only so one sees that it became faster.
-        """
-        open_leases = self._remaining(speeds, now)
-        queue = [(1 / speeds[name], i, name) for i, name in enumerate(idle)]
-        heapq.heapify(queue)
-        while open_leases and open_leases[-1][0] > _WORTH_A_COPY * queue[0][0]:
-            _, i, name = queue[0]
-            _, group_id, given_up_by = open_leases.pop()
-            if given_up_by:
-                self._take_back(group_id, given_up_by, now)
-            self._lease(group_id, name, now)
-            heapq.heapreplace(queue, ((len(self._open[name]) + 1) / speeds[name], i, name))
-        alone = [group_id for _, group_id, given_up_by in open_leases if not given_up_by]
-        for name in idle:
-            if alone and name not in self._served:
-                self._lease(alone.pop(), name, now)
-
-    def _remaining(self, speeds: dict[str, float], now: float) -> list[tuple[float, int, str]]:
-        """(seconds that it will still take, group id, who gives it up for a copy: nobody who is alone with it).
-
-        Sorted, the longest last. A sampler works on its leases in order; who has been silent for long is expected to
-        stay so for as long.
-        """
-        done: dict[int, list[tuple[float, str, bool]]] = {}  # group id -> (in how many seconds, by whom, as its first)
-        for name, groups in self._open.items():
-            if name not in speeds:
-                continue
-            silent_s = self.paces[name].silent_s(now)
-            for i, group_id in enumerate(sorted(groups), start=1):
-                done.setdefault(group_id, []).append((max(i / speeds[name], silent_s), name, i == 1))
-        remaining = []
-        for group_id, holders in done.items():
-            may_give_up = [(seconds, name) for seconds, name, is_first in holders if not is_first]
-            if len(self.leases[group_id]) == 1:
-                remaining.append((min(holders)[0], group_id, ""))
-            elif may_give_up:
-                remaining.append((min(holders)[0], group_id, max(may_give_up)[1]))
-        return sorted(remaining)
-
-    def _take_back(self, group_id: int, name: str, now: float) -> None:
-        self.leases[group_id].remove(name)
-        self._close(group_id, name, now)
-        self.news.add(name)
-
-    def _lease(self, group_id: int, name: str, now: float) -> None:
+    def _lease(self, group_id: int, name: str) -> None:
         self.leases.setdefault(group_id, []).append(name)
         self._open.setdefault(name, set()).add(group_id)
-        self.paces[name].begin(now)
         self.news.add(name)
-        self._served.add(name)
 
     # ---- results ------------------------------------------------------------------------------------------------
 
@@ -193,21 +128,18 @@ class Ledger:
             return "version"
         return None
 
-    def accept(self, group: Group | Tombstone, sampler: str, now: float) -> None:
+    def accept(self, group: Group | Tombstone, sampler: str) -> None:
         """The first result of a group. Whoever else has it leased need not go on."""
         self.held[group.group_id] = group
-        if sampler in self.paces:
-            self.paces[sampler].deliver(now)
-        for name in self.leases.pop(group.group_id, ()):
-            self._close(group.group_id, name, now)
-            if name != sampler:
-                self.news.add(name)
+        self.news |= set(self._close(group.group_id)) - {sampler}
 
-    def _close(self, group_id: int, name: str, now: float) -> None:
-        self._open[name].discard(group_id)
-        if not self._open[name]:
-            self.paces[name].end(now)
-            self.is_due = True
+    def _close(self, group_id: int) -> list[str]:
+        """Ends its leases. Returns who had them."""
+        holders = self.leases.pop(group_id, [])
+        for name in holders:
+            self._open[name].discard(group_id)
+            self.is_due |= not self._open[name]
+        return holders
 
     # ---- the training loop --------------------------------------------------------------------------------------
 
@@ -217,16 +149,12 @@ class Ledger:
         self.total += count
         self.is_due = True
 
-    def advance(self, cursor: int, now: float = 0.0) -> None:
+    def advance(self, cursor: int) -> None:
         """The groups below `cursor` are part of a finished step, and there is a new version."""
         assert self.cursor <= cursor <= self.total, f"cursor may not move from {self.cursor} to {cursor}"
         for group_id in range(self.cursor, cursor):
             self.held.pop(group_id, None)
-            for name in self.leases.pop(group_id, ()):
-                self._close(group_id, name, now)
+            self._close(group_id)
         if cursor > self.cursor:
             self.cursor, self.refilled = cursor, 0
-            self._served = set()
-        for pace in self.paces.values():
-            pace.halve(now)
         self.is_due = True
