@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from common.config import Config, load
-from launcher import check_rewards, plan, push, slurm
+from launcher import check_rewards, plan, slurm
 from launcher import run as launcher_run
 from launcher.evaluation import main as evaluation_main
 from report import main as report_main
@@ -34,7 +34,7 @@ def takes(command: Command) -> bool:
     words = command.words
     if words[:2] == ["bash", "launch.sh"]:
         name = words[2] if len(words) > 2 else "run"
-        return name in PROGRAMS and (name != "push" or "--dry-run" in words)
+        return name in PROGRAMS
     return words[0] in FILES or (words[0] == "export" and "$" not in command.text)
 
 
@@ -132,7 +132,6 @@ PROGRAMS: dict[str, Callable[[Desk, Sequence[str]], None]] = {
     "slurm": ended(slurm.main),
     "samples": ended(samples.main),
     "report": ended(report_main.main),
-    "push": ended(push.main),
 }
 
 
