@@ -18,13 +18,12 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
 from common.exits import INTERRUPTED, SIGKILLED, STARTED_AT, USER_ERROR
-from launcher.killed import Resident
+from launcher.killed import oom_kills, why_killed
 from launcher.machine import ROOT
 from launcher.placement import visible_gpus
 from launcher.processes import Child, Guard, Running
@@ -44,14 +43,13 @@ def main() -> int:
         return USER_ERROR
     remove_stale_build_locks()
     with Guard() as guard:
+        kills_before = oom_kills()
         running = Running(child, guard.mark, order["attempt"])
         guard.watch(running)
-        resident = Resident(child.name, running.process.pid)
-        code = _watch(running, resident)
+        code = _watch(running)
         if code in SIGKILLED:
-            killed = resident.why_killed()
             with suppress(OSError):  # the code alone says most of it
-                replace(killed, who=f"{killed.who} on {order['host']}").write(Path(order["kill_report"]))
+                why_killed(f"{child.name} on {order['host']}", kills_before).write(Path(order["kill_report"]))
         return code % 256
 
 
@@ -105,13 +103,12 @@ def _child(order: Mapping[str, Any], environ: Mapping[str, str]) -> Child:
     )
 
 
-def _watch(running: Running, resident: Resident) -> int:
-    """The exit code of the process, whose memory is sampled meanwhile."""
+def _watch(running: Running) -> int:
+    """The exit code of the process. Output goes up, signals go down."""
     with selectors.DefaultSelector() as selector:
         for descriptor in (0, *running.streams):
             selector.register(descriptor, selectors.EVENT_READ)
         while running.process.poll() is None:
-            resident.sample()
             for key, _ in selector.select(0.1):
                 if key.fd != 0:
                     if not running.relay(key.fd, _show):

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from common.exits import DONE, INTERRUPTED, RETRYABLE, SIGKILLED, USER_ERROR, meaning
 from common.out_of_memory import less_memory
 from common.transcript import tail
-from launcher.killed import Killed, Resident, precise_gib
+from launcher.killed import Killed, oom_kills, why_killed
 from launcher.processes import Child, Guard, Running, remove
 
 TAIL_LINES = 15
@@ -57,7 +57,7 @@ class _Slot:
 
     child: Child
     running: Running | None = None
-    resident: Resident | None = None  # of the newest attempt
+    kills_before: int | None = None  # `oom_kills` at the start of the newest attempt
     killed_for_memory: bool = False  # since the last progress
     attempt: int = 0
     restarts: int = 0  # since the last progress
@@ -104,8 +104,6 @@ class Supervisor:
                 self._stop(signal.SIGINT)
                 return INTERRUPTED
             for name, slot in self._slots.items():
-                if slot.resident is not None:
-                    slot.resident.sample()
                 code = slot.running.process.poll() if slot.running is not None else None
                 if code is None and slot.end_by is not None and time.monotonic() >= slot.end_by:
                     self._say(f"{name} did not end within {self._rules.grace_s:g} s of the sampler, and is killed")
@@ -145,15 +143,12 @@ class Supervisor:
 
     def _explain_kill(self, name: str, code: int) -> bool:
         """Says who sent the SIGKILL. True if it was the kernel, for want of memory."""
-        slot, beside = self._slots[name], ""
-        assert slot.resident is not None
+        slot = self._slots[name]
         if slot.child.kill_report is not None and code > 0:  # passed on from its host; below 0 our end of it was killed
-            killed = Killed.read(slot.child.kill_report) or Killed(f"{name} on another host", None, 0, None)
+            killed = Killed.read(slot.child.kill_report) or Killed(f"{name} on another host", None)
         else:
-            killed = slot.resident.why_killed()
-            others = ((other, it.resident) for other, it in self._slots.items() if other != name and it.running)
-            beside = "".join(f", the {other} {precise_gib(resident.total)}" for other, resident in others if resident)
-        self._say(killed.text(beside, self._rules.less_memory("trainer" if name == "trainer" else "sampler")))
+            killed = why_killed(name, slot.kills_before)
+        self._say(killed.text(self._rules.less_memory("trainer" if name == "trainer" else "sampler")))
         return killed.for_memory is True
 
     def _retry(self, name: str, code: int, for_memory: bool) -> str | None:
@@ -195,8 +190,8 @@ class Supervisor:
         slot.attempt, slot.start_at, slot.end_by = slot.attempt + 1, None, None
         if slot.child.kill_report is not None:
             slot.child.kill_report.unlink(missing_ok=True)
+        slot.kills_before = oom_kills()
         slot.running = Running(slot.child, self._guard.mark, slot.attempt)
-        slot.resident = Resident(slot.child.name, slot.running.process.pid)
         self._guard.watch(slot.running)
         for descriptor in slot.running.streams:
             self._selector.register(descriptor, selectors.EVENT_READ, slot.running)
