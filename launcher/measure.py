@@ -105,7 +105,7 @@ def _weight(shapes: RunShape, rows: int, columns: int, of_vllm: bool = False) ->
     """A linear layer as the trainer has it, or through oneDNN as vLLM. Of zeros every page would be the same one."""
     import torch
 
-    from model.onednn import use_faster_linear, use_onednn
+    from model.cpu.linear import use_faster_linear, use_onednn
 
     layer = torch.nn.Linear(columns, rows, bias=False, device="meta", dtype=getattr(torch, shapes.dtype))
     layer.weight = torch.nn.Parameter(torch.full((rows, columns), 0.01, dtype=layer.weight.dtype))

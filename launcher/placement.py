@@ -17,19 +17,10 @@ from dataclasses import dataclass
 from common.config import Config
 from common.errors import UserError
 from launcher.machine import Gpu, is_cpu_build, listed_gpus
+from model import cpu
 from trainer.engine.deepspeed_config import backend
 from trainer.engine.rank_device import RANK_DEVICES
 
-# glibc would give the memory of every large tensor back to the kernel and fetch it again, page by page, for the next:
-# 5 % of a step at 28M parameters. Tensors of up to 1 GiB stay in the heap, and the heap keeps its end: gradients and
-# activations of 135M parameters are more than 1 GiB, and fetching those again took 4 s of each step.
-_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**40)}
-# A sampler's largest tensors are made anew at each reload, beside the old ones. Whatever small and lasting then takes a
-# place that an old one left makes the process as much larger. So from 64 MiB on they do go back to the kernel.
-SAMPLERS_MEMORY = _KEEP_MEMORY | {"MALLOC_MMAP_THRESHOLD_": str(2**26)}
-# Processes on the same cores. A thread that spins for long takes a core from the other process; one that sleeps after
-# every small operation wakes too late for the next. So it looks 10,000 times, some 0.2 ms, and sleeps then.
-_TAKING_TURNS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 # CUDA would number the fastest GPU 0; nvidia-smi, whose numbers we read and print, goes by the bus.
 _NUMBERED = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
@@ -111,25 +102,25 @@ def _on_cpu(config: Config, cores: Sequence[int]) -> Placement:
     sampler: list[int] = []  # not pinned
     trainer: list[int] = []
     sampler_threads = threads = 1
-    environment = dict(_KEEP_MEMORY)
+    takes_turns = config.trainer.max_staleness == 0 and len(cores) > ranks
     if len(cores) <= ranks:  # too few to give every process its own: the scheduler shares them better than we would
         pass
-    elif config.trainer.max_staleness == 0:  # mostly one process waits for the other, so each may use all cores
+    elif takes_turns:  # mostly one process waits for the other, so each may use all cores
         sampler_threads, threads = len(cores), len(cores) // ranks
-        environment |= _TAKING_TURNS
     else:
         threads = max(1, len(cores) // 2 // ranks)
         sampler, trainer = list(cores[: -ranks * threads]), list(cores[-ranks * threads :])
         sampler_threads = len(sampler)
-        if config.trainer.borrow_cores:
+        if cpu.is_on():
             lent = {"TANDEM_LENT_CORES": ",".join(map(str, sampler))}
-    samplers = _cpu_samplers(config.sampler.num_samplers, sampler, sampler_threads, environment | SAMPLERS_MEMORY)
+    of_sampler = cpu.environment(takes_turns, cpu.SAMPLERS_MEMORY)
+    samplers = _cpu_samplers(config.sampler.num_samplers, sampler, sampler_threads, of_sampler)
     ranks_text = f"{ranks} rank{'s' * (ranks > 1)} × {threads} thread{'s' * (threads > 1)}"
     return Placement(
         num_ranks=ranks,
         launcher_args=("--num_gpus", str(ranks)),
         sampler_env=samplers[0].env,
-        trainer_env=environment | lent | {"OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"},
+        trainer_env=cpu.environment(takes_turns) | lent | {"OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"},
         sampler_cores=samplers[0].cores,
         trainer_cores=tuple(trainer),
         sampler_place=_each(samplers) if sampler else f"CPU, {len(cores)} shared cores" + _count(len(samplers)),

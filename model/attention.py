@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import UserError
+from model.cpu.attention import in_fastest_dtype
 from model.packing import SequenceGroup, Span
 from model.sequence_parallel import heads_for_tokens, tokens_for_heads
 
@@ -73,17 +74,9 @@ def _attention(  # noqa: PLR0913 transformers', and what a packed row adds
 def _torch_attention(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
     """torch's, in the dtype that this device is fastest in; the result in that of the query."""
     dtype = query.dtype
-    if dtype == torch.bfloat16 and query.device.type == "cpu" and not _multiplies_tiles():
-        query, key, value = query.float(), key.float(), value.float()
+    query, key, value = in_fastest_dtype(query, key, value)
     gqa = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, enable_gqa=gqa, **how).to(dtype)
-
-
-@functools.cache
-def _multiplies_tiles() -> bool:
-    """Whether the processor has AMX. Without it the backward of torch's CPU kernel takes 1.7 times as long in bfloat16
-    as in float32, AVX-512-BF16 or not, and its forward just as long."""
-    return torch.cpu._is_amx_tile_supported()
 
 
 def _refuse_other_attention(spans: tuple[Span, ...], extra: dict[str, Any]) -> None:

@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from common.errors import UserError
 from model import attention, fused_head, vision
+from model.cpu.linear import use_faster_linear
 from model.folder import VISION_FAMILIES, causal_lm_class, check_model_folder
 from model.fused_head import FusedLogSoftmaxAt
 from model.log_softmax import LogSoftmaxAt
-from model.onednn import use_faster_linear
 from model.packing import PackedRow
 from model.sequence_parallel import gather
 from model.stopwatch import Stopwatch

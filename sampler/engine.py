@@ -22,6 +22,8 @@ from common.config import TIES, Config
 from common.errors import UserError
 from common.types import EncodedImage
 from common.watchdog import report_progress
+from model import cpu
+from model.cpu.row_blocks import use_row_blocks
 from model.images import vision_of
 from sampler import vllm_images
 from sampler.cache_sleep import CacheSleep
@@ -29,8 +31,6 @@ from sampler.completions import Completion, SamplingParams, completions_of
 from sampler.engine_arguments import engine_arguments, set_environment, stop_token_ids
 from sampler.in_flight import InFlight, InFlightCounts
 from sampler.proof import Expected, Proof, of_parts, of_ranks
-from sampler.row_blocks import use_row_blocks
-from sampler.token_ranks import count_no_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,12 +53,10 @@ class Engine:
         set_environment(config, self.on_cpu)
         import vllm
 
-        if self.on_cpu:
+        if self.on_cpu and cpu.is_on():
             from vllm import _custom_ops
-            from vllm.v1.sample import sampler as vllm_sampler
 
             use_row_blocks(_custom_ops)
-            count_no_ranks(vllm_sampler)
         self._vllm = vllm
         self._vision = vision_of(config)
         if vllm_images.has_tower(config):
@@ -102,7 +100,8 @@ class Engine:
         from vllm.model_executor.layers.attention import Attention
 
         self._llm.collective_rpc("report_layers")
-        self._llm.collective_rpc("compute_rows_once", args=(Attention, get_forward_context))
+        if cpu.is_on():
+            self._llm.collective_rpc("compute_rows_once", args=(Attention, get_forward_context))
 
     @property
     def num_running(self) -> int:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from common.exits import die_with_parent
 from common.watchdog import report_progress
+from model.cpu.repeated_rows import RepeatedRows
 from sampler.base_weights import prove_base
 from sampler.engine_tensors import Packed, Part, layout, packed_of, prove, prove_adapters
 from sampler.proof import Expected, Proof
-from sampler.repeated_rows import RepeatedRows
 
 if TYPE_CHECKING:
     from torch import Tensor

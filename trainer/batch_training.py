@@ -20,6 +20,7 @@ from torch import Tensor
 
 from common.config import Config
 from common.watchdog import report_progress
+from model.cpu.cores import LentCores
 from model.reference import Reference
 from trainer.data import micro_batches
 from trainer.data.experience import Experience, score_rewards
@@ -28,7 +29,6 @@ from trainer.data.mini_batches import Step, TrainedStep, corrects_later_steps, n
 from trainer.data.slots import Slots, Source, fill
 from trainer.data.tensors import MicroBatch, micro_batch, num_trained_tokens, policy_row, step_denominator
 from trainer.engine.actor_critic import ActorCritic
-from trainer.engine.cores import LentCores
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.save.checkpoint import Progress

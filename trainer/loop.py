@@ -25,12 +25,12 @@ from common.exits import interrupted, out_of_time
 from common.failpoints import failpoint
 from common.types import EvalResult, Tombstone
 from common.watchdog import report_progress
+from model.cpu.cores import lent_cores
 from model.reference import Reference
 from report.model_card import write_model_card
 from trainer.batch_training import BatchTraining, Models
 from trainer.data.mini_batches import Step, steps
 from trainer.engine.actor_critic import ActorCritic
-from trainer.engine.cores import lent_cores
 from trainer.engine.critic import Critic
 from trainer.engine.deepspeed_model import StepResult
 from trainer.engine.policy import PolicyEngine

@@ -72,8 +72,6 @@ class TrainerSettings(Section):
     """bfloat16: master weights begin between its numbers (docs/algorithm.md)."""
     max_staleness: int = Field(0, ge=0)
     """Batches sampling may run ahead; 0 = on policy."""
-    borrow_cores: bool = True
-    """Also train on the sampler's cores while it rests (CPU, max_staleness > 0)."""
     save_steps: int | None = Field(100, gt=0)
     """Checkpoint every n steps."""
     save_minutes: float | None = Field(10.0, gt=0)

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from examples.quickstart.settings import WarmStart
-from model.onednn import use_faster_linear
+from model.cpu.linear import use_faster_linear
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 BatchLoss = Callable[[float, float], torch.Tensor]

@@ -139,16 +139,6 @@ def test_completions_of_a_group_compute_its_prompt_once_and_their_logprobs_are_t
             np.testing.assert_allclose(found, chosen, atol=1e-5)
 
 
-def test_no_rank_is_counted_that_nobody_reads(engine, config, version):
-    reload(engine, version(0), config)
-    engine.submit("a", PROMPT, SamplingParams(1.0, 3, 1, 0))
-    finished = []
-    while not finished:
-        finished = engine._finished()
-    [(_, output)] = finished
-    assert output.outputs[0].logprobs.ranks == [0, 0, 0]
-
-
 def test_a_seed_gives_the_same_completions_again_and_siblings_differ(engine, config, version):
     reload(engine, version(1), config)  # an earlier test may have left weights that always say the same
     first, second = (complete(engine, SamplingParams(1.0, 24, 4, 11)) for _ in range(2))

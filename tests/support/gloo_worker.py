@@ -27,6 +27,7 @@ from torch import Tensor
 from common import exits
 from common.config import Config
 from common.errors import PeerEnded, UserError
+from model.cpu.cores import LENT_CORES
 from model.tokenizer import load_tokenizer
 from tests.support.gloo_data import (
     CONSTANT_RATE,
@@ -53,7 +54,6 @@ from tests.support.gloo_data import (
     turns,
     uneven,
 )
-from trainer.engine.cores import LENT_CORES
 from trainer.link.source import Statistics
 
 HANGS_AFTER_S = 120

@@ -177,7 +177,7 @@ def test_attention_of_a_bfloat16_model_is_float32s_rounded_on_a_cpu_without_amx(
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, 6, 8).bfloat16().requires_grad_() for heads in (4, 2, 2))
     wide = [x.detach().float().requires_grad_() for x in (query, key, value)]
-    monkeypatch.setattr(attention, "_multiplies_tiles", lambda: False)
+    monkeypatch.setattr("model.cpu.attention._multiplies_tiles", lambda: False)
     found, _ = attention._attention(torch.nn.Module(), query, key, value, None, spans=spans)
     expected, _ = attention._attention(torch.nn.Module(), *wide, None, spans=spans)
     assert found.dtype == torch.bfloat16
@@ -187,7 +187,7 @@ def test_attention_of_a_bfloat16_model_is_float32s_rounded_on_a_cpu_without_amx(
     for narrow, exact in zip((query, key, value), wide, strict=True):
         # each rounded to 8 bits, and the prompt's a second time, where those of its completions are added
         torch.testing.assert_close(narrow.grad.float(), exact.grad, rtol=2**-7, atol=2**-8)
-    monkeypatch.setattr(attention, "_multiplies_tiles", lambda: True)
+    monkeypatch.setattr("model.cpu.attention._multiplies_tiles", lambda: True)
     by_torch, _ = attention._attention(torch.nn.Module(), query, key, value, None, spans=spans)
     assert by_torch.flatten().tolist() == pytest.approx(expected.flatten().tolist(), abs=0.03)
 

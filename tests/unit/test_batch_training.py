@@ -18,6 +18,7 @@ from torch import Tensor
 
 from common.config import Config
 from common.types import Group, Tombstone
+from model.cpu.cores import lent_cores
 from model.dims import ModelDims
 from tests.support.configs import config_of
 from tests.support.tiny import random_group
@@ -26,7 +27,6 @@ from trainer.batch_training import BatchTraining, Models
 from trainer.data.micro_batches import Budget, plan, work
 from trainer.data.mini_batches import steps
 from trainer.data.tensors import MicroBatch
-from trainer.engine.cores import lent_cores
 from trainer.save.checkpoint import Progress
 
 MODEL = ModelDims(hidden=8, intermediate=16, layers=2, heads=2, kv_heads=1, head_dim=4, vocab=100, tied=True)

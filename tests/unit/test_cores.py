@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from model.cpu.cores import LENT_CORES, Cores, LentCores, lent_cores
 from tests.unit.test_batch_training import Run, config
-from trainer.engine.cores import LENT_CORES, Cores, LentCores, lent_cores
 from trainer.group_receiver import GroupReceiver
 
 NOW = os.sched_getaffinity(0)
@@ -144,11 +144,12 @@ def test_what_is_left_when_the_samplers_rest_trains_on_their_cores_too(monkeypat
     assert threads_of(monkeypatch, [False, False, True, True], max_staleness=1) == [1, 1, more, more]
 
 
-@pytest.mark.parametrize("trainer", [{"max_staleness": 0}, {"max_staleness": 1, "borrow_cores": False}])
+@pytest.mark.parametrize(("max_staleness", "tricks"), [(0, "1"), (1, "0")])
 def test_on_policy_or_where_the_user_forbids_it_nobody_asks_whether_samplers_rest(
-    monkeypatch: pytest.MonkeyPatch, trainer: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, max_staleness: int, tricks: str
 ) -> None:
-    assert threads_of(monkeypatch, [], **trainer) == [1, 1, 1, 1]
+    monkeypatch.setenv("TANDEM_CPU_TRICKS", tricks)
+    assert threads_of(monkeypatch, [], max_staleness=max_staleness) == [1, 1, 1, 1]
 
 
 def test_samplers_are_about_to_begin_while_a_version_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,10 +19,10 @@ from common.errors import UserError
 from launcher import doctor_config, doctor_gpu, doctor_machine, doctor_packages, machine
 from launcher.commands import Commands
 from launcher.placement import Placement, placement, visible_gpus
+from model.cpu.cores import LENT_CORES
 from tests.support.configs import config_of
 from tests.support.syntax import called, tree, walk
 from tests.support.tiny import tiny_model
-from trainer.engine.cores import LENT_CORES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -388,13 +388,21 @@ def test_two_cores_give_one_to_each_process_where_both_work_at_once():
 
 @pytest.mark.parametrize(
     ("trainer", "lent"),
-    [(AHEAD, "0,1"), (AHEAD | {"borrow_cores": False}, None), ({"max_staleness": 0}, None)],
-    ids=["one batch ahead", "not wanted", "on policy"],
+    [(AHEAD, "0,1"), ({"max_staleness": 0}, None)],
+    ids=["one batch ahead", "on policy"],
 )
 def test_a_trainer_that_works_beside_the_sampler_hears_which_cores_are_lent(trainer, lent):
     place = placement(config_of(trainer=trainer | {"num_ranks": 2}), [], cores=[0, 1, 2, 3])
     assert place.trainer_env.get(LENT_CORES) == lent
     assert lent is None or cores_and_threads(place) == ((0, 1), "2", (2, 3), "1")
+
+
+@pytest.mark.parametrize("trainer", [AHEAD, {"max_staleness": 0}])
+def test_without_tricks_processes_get_cores_and_threads_alone(trainer, monkeypatch):
+    monkeypatch.setenv("TANDEM_CPU_TRICKS", "0")
+    place = placement(config_of(trainer=trainer), [], cores=[0, 1, 2, 3])
+    for env in (place.sampler_env, place.trainer_env):
+        assert not {LENT_CORES, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "MALLOC_TRIM_THRESHOLD_"} & set(env)
 
 
 def test_all_samplers_cores_are_lent():

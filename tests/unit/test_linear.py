@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from model import onednn
+from model.cpu import linear
+from model.cpu.linear import OneDnnLinear, use_onednn
 from model.logprobs import load_causal_lm
-from model.onednn import OneDnnLinear, use_onednn
 from tests.support.tiny import tiny_model
 from tools.benchmarks.seed_loop import use_torch
 
@@ -83,7 +83,7 @@ def test_transposed_inputs_and_gradients_are_read_as_what_they_are() -> None:
 def test_a_gradient_that_repeats_one_number_reaches_onednn_as_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of a sum has strides of 0, for which oneDNN has no fast kernel."""
     strides: list[tuple[int, ...]] = []
-    product = onednn._product
+    product = linear._product
 
     def recorded(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         strides.extend([x.stride(), weight.stride()])
@@ -92,7 +92,7 @@ def test_a_gradient_that_repeats_one_number_reaches_onednn_as_whole_rows(monkeyp
     made = layer(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), None)
     x = torch.tensor([[10.0, 1.0], [20.0, 2.0]], requires_grad=True)
     y = made(x).sum()
-    monkeypatch.setattr(onednn, "_product", recorded)
+    monkeypatch.setattr(linear, "_product", recorded)
     y.backward()
     assert len(strides) == 4 and all(min(stride) == 1 and max(stride) == 2 for stride in strides)
     assert x.grad is not None and x.grad.tolist() == [[4.0, 6.0], [4.0, 6.0]]  # 1·(1 2) + 1·(3 4)
@@ -117,13 +117,13 @@ def test_a_frozen_weight_and_a_frozen_input_get_no_gradient() -> None:
 
 
 def test_rows_of_any_number_reach_onednn_in_a_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    product, shapes = onednn._product, set()
+    product, shapes = linear._product, set()
 
     def recorded(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         shapes.add((*x.shape, *weight.shape))
         return product(x, weight, bias)
 
-    monkeypatch.setattr(onednn, "_product", recorded)
+    monkeypatch.setattr(linear, "_product", recorded)
     made = layer(torch.ones(3, 5), None)
     for rows in range(1, 65):
         made(torch.ones(rows, 5, requires_grad=True)).sum().backward()
@@ -144,7 +144,7 @@ def linear_layers(folder: Path) -> tuple[torch.nn.Module, list[torch.nn.Linear]]
 def test_every_linear_layer_of_a_loaded_model_uses_it_under_its_old_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(onednn, "_suits_mkl", lambda: False)
+    monkeypatch.setattr(linear, "_suits_mkl", lambda: False)
     model, layers = linear_layers(tmp_path)
     assert {type(m) for m in layers} == {OneDnnLinear}
     names = set(model.state_dict())
@@ -153,8 +153,28 @@ def test_every_linear_layer_of_a_loaded_model_uses_it_under_its_old_name(
     assert set(model.state_dict()) == names
 
 
+@pytest.mark.parametrize("differs", ["y", "dx", "dw", "off"])
+def test_layers_stay_with_torch_where_a_product_differs_or_the_user_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, differs: str
+) -> None:
+    """y = x Wᵀ + b is the one product with a bias or 33 rows, ∂W the one by `_outer`."""
+    product, outer = linear._product, linear._outer
+
+    def wrong(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        is_y = weight.is_contiguous()
+        return product(x, weight, bias) * (1.01 if is_y == (differs == "y") else 1)
+
+    monkeypatch.setattr(linear, "_suits_mkl", lambda: False)
+    if differs == "off":
+        monkeypatch.setenv("TANDEM_CPU_TRICKS", "0")
+    else:
+        monkeypatch.setattr(linear, "_outer", (lambda *given: outer(*given) * 1.01) if differs == "dw" else outer)
+        monkeypatch.setattr(linear, "_product", product if differs == "dw" else wrong)
+    assert {type(m) for m in linear_layers(tmp_path)[1]} == {torch.nn.Linear}
+
+
 def test_on_a_processor_that_mkl_knows_the_layers_stay_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onednn, "_suits_mkl", lambda: True)
+    monkeypatch.setattr(linear, "_suits_mkl", lambda: True)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     assert {type(m) for m in linear_layers(tmp_path / "a")[1]} == {torch.nn.Linear}
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
@@ -175,6 +195,6 @@ def test_mkl_suits_intel_and_amd_processors_without_avx512(
     tmp_path: Path, vendor: str, flags: str, suits_mkl: bool
 ) -> None:
     cpuinfo = tmp_path / "cpuinfo"
-    assert not onednn._suits_mkl(cpuinfo)  # not Linux
+    assert not linear._suits_mkl(cpuinfo)  # not Linux
     cpuinfo.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: fpu {flags} sha_ni\n")
-    assert onednn._suits_mkl(cpuinfo) == suits_mkl
+    assert linear._suits_mkl(cpuinfo) == suits_mkl

@@ -175,7 +175,7 @@ def test_the_loss_depends_on_what_is_drawn():
 
     from examples.drawings.model import random_model, train_tokenizer
     from examples.drawings.warm_start import loss_of, prompt_ids, seen_by_model
-    from model.onednn import use_faster_linear
+    from model.cpu.linear import use_faster_linear
 
     rows = drawings.split("train", 16, seed=0)
     tokenizer = train_tokenizer(rows, 400, 256)

@@ -47,8 +47,8 @@ def train(folder: str, through_onednn: bool) -> None:
     """Steps on one group each, of so many tokens in all: a prompt and eight completions of unequal length."""
     import torch
 
+    from model.cpu.linear import use_onednn
     from model.logprobs import load_causal_lm, score_row
-    from model.onednn import use_onednn
     from model.packing import pack
 
     torch.set_num_threads(1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sampler.row_blocks import in_row_blocks, padded_rows, use_row_blocks
+from model.cpu.row_blocks import in_row_blocks, padded_rows, use_row_blocks
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,11 @@ class Product:
 )
 def test_the_rows_that_were_asked_for_come_back(shape: tuple[int, ...], seen: tuple[int, ...]) -> None:
     product, x, bias = Product(), torch.randn(shape), torch.tensor([1.0, 2.0, 3.0, 4.0])
-    found = in_row_blocks(product)("handler", x, bias)
-    assert product.seen == [seen]
+    padded = in_row_blocks(product)
+    padded("handler", torch.zeros(33, 3), bias)  # the first time it compares
+    assert product.seen == [(36, 3), (33, 3)]
+    found = padded("handler", x, bias)
+    assert product.seen[2:] == [seen]
     assert torch.equal(found, torch.nn.functional.linear(x, product.weight, bias))
     assert found.is_contiguous()
 
@@ -55,3 +58,12 @@ def test_a_second_engine_pads_nothing_twice() -> None:
     padded = ops.onednn_mm
     use_row_blocks(ops)
     assert ops.onednn_mm is padded
+
+
+def test_a_product_that_rows_of_zeros_change_keeps_its_own_rows() -> None:
+    def product(handler: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        return x * len(x)
+
+    padded, x = in_row_blocks(product), torch.ones(33, 3)
+    for _ in range(2):
+        assert torch.equal(padded("handler", x, None), x * 33)

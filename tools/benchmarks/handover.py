@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from launcher.placement import SAMPLERS_MEMORY
+from model.cpu import SAMPLERS_MEMORY
 from tools.benchmarks.cells import ROOT, SHAPES, make_model
 
 PARTS = ("snapshot_s", "write_s", "verify_s", "load_s", "prove_s", "canary_s", "stall_s")

@@ -27,8 +27,8 @@ def measure(tokens: int, dtype: str, way: str) -> dict[str, object]:
     """In this process, once: a peak is never forgotten."""
     import torch
 
+    from model.cpu.linear import use_faster_linear
     from model.logprobs import token_terms
-    from model.onednn import use_faster_linear
 
     torch.manual_seed(0)
     head = torch.nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=getattr(torch, dtype))

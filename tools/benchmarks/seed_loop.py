@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from common.config import Config
+from model.cpu.linear import OneDnnLinear
 from model.logprobs import load_causal_lm, score_row
-from model.onednn import OneDnnLinear
 from model.packing import PackedRow, Packing, pack
 from model.tokenizer import load_tokenizer
 from tools.benchmarks.cells import (

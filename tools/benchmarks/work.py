@@ -67,7 +67,7 @@ def measured_flops(seconds: float = 1.0) -> float:
     """Operations per second of one core in a float32 matrix product that fits its cache: what to divide by."""
     import torch
 
-    from model.onednn import use_faster_linear
+    from model.cpu.linear import use_faster_linear
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -19,18 +19,28 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from common.config import Config
-
-if TYPE_CHECKING:
-    from trainer.engine.deepspeed_model import DeepSpeedModel
-    from trainer.engine.ranks import Exchange
+from model import cpu
 
 LENT_CORES = "TANDEM_LENT_CORES"  # numbers of the samplers' cores: "0,1"; set by the launcher
+
+
+class AllRanks(Protocol):
+    """Of the trainer."""
+
+    world_size: int
+
+    def agree(self, mine: bool, /) -> bool:
+        """Rank 0's answer, on every rank."""
+
+
+class TrainedModel(Protocol):
+    model: Any  # transformers'
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,7 @@ class Cores:
 class LentCores:
     """samplers_rest: asked on every rank; rank 0's answer counts. Nobody asks if it is None."""
 
-    def __init__(self, cores: Cores, exchange: Exchange, samplers_rest: Callable[[], bool] | None):
+    def __init__(self, cores: Cores, exchange: AllRanks, samplers_rest: Callable[[], bool] | None):
         self._cores, self._exchange, self._samplers_rest = cores, exchange, samplers_rest
         self._may_borrow = self._borrows = False
 
@@ -71,7 +81,7 @@ class LentCores:
             self._may_borrow = False
             self._borrow(False)
 
-    def watch(self, *trained: DeepSpeedModel) -> None:
+    def watch(self, *trained: TrainedModel) -> None:
         """From now on every layer of these transformers models asks again, where there is one rank."""
         if self._samplers_rest is None or self._exchange.world_size > 1:
             return
@@ -97,13 +107,13 @@ class LentCores:
 
 
 def lent_cores(
-    config: Config, exchange: Exchange, samplers_rest: Callable[[], bool], is_writing: Callable[[], bool]
+    config: Config, exchange: AllRanks, samplers_rest: Callable[[], bool], is_writing: Callable[[], bool]
 ) -> LentCores:
     """Those that this run may borrow: none, if rank 0 was told of none. Every rank calls it.
 
     is_writing: whether a version is on its way, with which resting samplers are about to begin.
     """
     cores = Cores.of(os.environ)
-    may_borrow = config.trainer.borrow_cores and config.trainer.max_staleness > 0
+    may_borrow = cpu.is_on() and config.trainer.max_staleness > 0
     is_lent = may_borrow and exchange.agree(bool(cores.lent))
     return LentCores(cores, exchange, (lambda: samplers_rest() and not is_writing()) if is_lent else None)

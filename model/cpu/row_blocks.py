@@ -14,6 +14,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from model.cpu.equal import is_equal
+
 Product = Callable[[Any, Tensor, Tensor | None], Tensor]  # (handler, x [..., K], bias) -> [..., N]
 
 
@@ -24,15 +26,22 @@ def padded_rows(rows: int) -> int:
 
 
 def in_row_blocks(product: Product) -> Product:
-    """The same product, which oneDNN sees with padded_rows(rows of x) rows."""
+    """The same product, which oneDNN sees with padded_rows(rows of x) rows, unless the first one shows a difference."""
+    equal: bool | None = None
 
     def padded(handler: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        nonlocal equal
         rows = x.shape[:-1].numel()
         missing = padded_rows(rows) - rows if rows else 0
-        if not missing:
+        if not missing or equal is False:
             return product(handler, x, bias)
         whole = product(handler, F.pad(x.reshape(rows, -1), (0, 0, 0, missing)), bias)
-        return whole[:rows].view(*x.shape[:-1], -1)
+        found = whole[:rows].view(*x.shape[:-1], -1)
+        if equal is None:
+            plain = product(handler, x, bias)
+            equal = is_equal(found, plain)
+            return plain
+        return found
 
     return padded
 

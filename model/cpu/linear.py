@@ -17,12 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model import cpu
+from model.cpu.equal import is_equal
+
 _BLOCK = 32  # rows; a multiple costs a twentieth at 360 tokens, and leaves a handful of shapes
 
 
 def use_faster_linear(model: torch.nn.Module) -> None:
     """Every torch.nn.Linear of the model through the library that is faster on this processor, in place."""
-    if not (torch.backends.mkl.is_available() and _suits_mkl()):
+    if cpu.is_on() and not (torch.backends.mkl.is_available() and _suits_mkl()):
         use_onednn(model)
 
 
@@ -33,12 +36,39 @@ def _suits_mkl(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def use_onednn(model: torch.nn.Module) -> None:
-    """Every torch.nn.Linear of the model, in place. Their weights and names stay. No-op if torch lacks oneDNN."""
+    """Every torch.nn.Linear of the model whose products are equal, in place. Their weights and names stay.
+
+    No-op if torch lacks oneDNN.
+    """
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return
+    equal: dict[tuple[int, int, bool], bool] = {}
     for module in model.modules():
         if type(module) is torch.nn.Linear:
-            module.__class__ = OneDnnLinear
+            shape = (module.out_features, module.in_features, module.bias is not None)
+            if shape not in equal:
+                equal[shape] = _computes_the_same(module)
+            if equal[shape]:
+                module.__class__ = OneDnnLinear
+
+
+def _computes_the_same(layer: torch.nn.Linear) -> bool:
+    """Whether a few rows through the first outputs of this layer give what torch gives, and so do the gradients."""
+    if layer.weight.device.type != "cpu":
+        return True  # nothing of it will be computed here
+    weight = layer.weight.detach()[:_BLOCK].float()
+    bias = None if layer.bias is None else layer.bias.detach()[:_BLOCK].float()
+    random = torch.Generator().manual_seed(0)  # not the run's: its numbers stay what they are
+    x, dy = (torch.randn(_BLOCK + 1, size, generator=random) for size in (weight.shape[1], len(weight)))
+    found, plain = (_value_and_gradients(product, x, weight, bias, dy) for product in (_Linear.apply, F.linear))
+    return all(map(is_equal, found, plain))
+
+
+def _value_and_gradients(product: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor) -> list[Tensor]:
+    given = [part.clone().requires_grad_() for part in (x, weight, bias) if part is not None]
+    with torch.enable_grad():
+        y = product(*given, *([None] if bias is None else []))
+        return [y.detach(), *torch.autograd.grad(y, given, dy)]
 
 
 class OneDnnLinear(torch.nn.Linear):

@@ -1,0 +1,40 @@
+"""What makes a CPU fast, for people without a GPU: nothing here is needed, and TANDEM_CPU_TRICKS=0 switches it all off.
+
+    linear.py           float32 products by oneDNN where MKL leaves AVX-512 alone      12 % of a step of 1M parameters
+    cores.py            the trainer computes on a resting sampler's cores              30 % of a step of 135M
+    repeated_rows.py    a group's prompt is computed once, to its last token           64 % of the rows of a prefill
+    attention.py        in float32 where bfloat16 is slow                               7 % of a group of 135M
+    row_blocks.py       vLLM's products with a handful of row counts                   for memory: 0.7 GiB in 40 steps
+    here                a heap that keeps its end; threads that spin for a moment       8 and 17 % of a step
+
+Figures: docs/log.md. A trick that computes otherwise compares itself with the plain computation, once for each process
+or layer, and steps aside where the two are not equal.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+# glibc would give the memory of every large tensor back to the kernel and fetch it again, page by page, for the next:
+# 5 % of a step at 28M parameters. Tensors of up to 1 GiB stay in the heap, and the heap keeps its end: gradients and
+# activations of 135M parameters are more than 1 GiB, and fetching those again took 4 s of each step.
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+# A sampler's largest tensors are made anew at each reload, beside the old ones. Whatever small and lasting then takes a
+# place that an old one left makes the process as much larger. So from 64 MiB on they do go back to the kernel.
+SAMPLERS_MEMORY = KEEP_MEMORY | {"MALLOC_MMAP_THRESHOLD_": str(2**26)}
+# Processes on the same cores. A thread that spins for long takes a core from the other process; one that sleeps after
+# every small operation wakes too late for the next. So it looks 10,000 times, some 0.2 ms, and sleeps then.
+TAKING_TURNS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
+
+
+def is_on() -> bool:
+    """Asked when a model is loaded, and when processes are placed."""
+    return os.environ.get("TANDEM_CPU_TRICKS", "1") != "0"
+
+
+def environment(takes_turns: bool, memory: Mapping[str, str] = KEEP_MEMORY) -> dict[str, str]:
+    """Of a process. takes_turns: with another one on the same cores."""
+    if not is_on():
+        return {}
+    return {**memory, **(TAKING_TURNS if takes_turns else {})}
