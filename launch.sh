@@ -8,7 +8,6 @@
 #   bash launch.sh eval CHECKPOINT [DATA] [key=value …]   pass@k, maj@k, format and length of a model, without a trainer
 #   bash launch.sh check config.yaml [completions.jsonl] [key=value …]   try the rewards before any GPU time is spent
 #   bash launch.sh setup | test [pytest arguments] | doctor [--imports] [--config FILE] | bench [--cells … --rows …]
-#   bash launch.sh bench objectives [--seeds … --steps …]   GRPO, PPO and GROUP PPO side by side on the quick start
 #   bash launch.sh report RUN_FOLDER | samples RUN_FOLDER [--step N] [--worst | --best]
 #   bash launch.sh push RUN_FOLDER owner/name [--checkpoint step_N] [--private] [--dry-run]   to the Hugging Face hub
 #   bash launch.sh gpu-check [--cpu] [--only PART,…]   minutes, offline, that say what this GPU does: docs/gpu.md
@@ -193,7 +192,7 @@ command=run
 case ${1:-} in
   run | plan | check | eval | setup | test | doctor | bench) command=$1; shift ;;
   report | samples | push | gpu-check | slurm) command=$1; shift ;;
-  -h | --help | help) sed -n '2,17s/^# \{0,1\}//p' launch.sh; exit ;;
+  -h | --help | help) sed -n '2,16s/^# \{0,1\}//p' launch.sh; exit ;;
 esac
 
 case $command in
@@ -222,9 +221,7 @@ case $command in
     ;;
   bench)
     setup
-    program=bench
-    if [[ ${1:-} == objectives ]]; then program=objectives && shift; fi
-    exec .venv/bin/python "tools/benchmarks/$program.py" "$@"
+    exec .venv/bin/python tools/benchmarks/bench.py "$@"
     ;;
   report | samples | push)
     setup

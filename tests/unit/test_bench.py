@@ -13,7 +13,7 @@ import pytest
 
 from tools.benchmarks import bench, cells, handover
 from tools.benchmarks.bench import Summary, other_rows, summarise, table
-from tools.benchmarks.cells import CELLS, Cell, named
+from tools.benchmarks.cells import CELLS, ROOT, Cell, named
 from tools.benchmarks.work import step_work
 
 # two layers of width 4 with one head: projections 4 · 4 · 2 · (1 + 1) = 64, feed-forward 3 · 4 · 8 = 96, vocabulary 10
@@ -89,15 +89,12 @@ def test_steps_of_two_machines_are_never_put_together() -> None:
     assert "; one core does 1 GFLOP/s" in second and " 3.00 |" in second and "2.000 (2.000–2.000)" not in second
 
 
-def test_a_row_that_is_measured_again_replaces_what_the_same_machine_measured_once_it_has_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_steps_after_the_warm_up_are_added_to_the_file_and_to_no_page_and_a_row_that_fails_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two steps of 7 s after one of warm-up; the second row fails."""
-    cell, out = CELLS[0], tmp_path / "steps.jsonl"
-    kept = [
-        step_on("b", "streaming", 1), step_on("a", "run-ahead", 1), step_on("a", "streaming", 1, cell=CELLS[1].name),
-    ]  # fmt: skip
-    out.write_text("".join(json.dumps(line) + "\n" for line in [step_on("a", "streaming", 1), *kept]))
+    cell, out = CELLS[0], tmp_path / "bench.jsonl"
+    out.write_text(json.dumps(step_on("b", "streaming", 1)) + "\n")
 
     def command(row: str, cell: Cell, steps: int, out: Path) -> list[str]:
         lines = [step_on("?", row, 7.0, cell=cell.name) | {"step": i} for i in range(1, steps + 1)]
@@ -107,26 +104,27 @@ def test_a_row_that_is_measured_again_replaces_what_the_same_machine_measured_on
 
     for name, stand_in in (("command", command), ("machine", lambda: "a"), ("measured_flops", lambda: 2e9)):
         monkeypatch.setattr(bench, name, stand_in)
-    bench.measure([cell], ["streaming", "run-ahead"], steps=2, warmup=1, repeats=1, out=out)
-    *old, first, second = map(json.loads, out.read_text().splitlines())
-    assert old == kept and [first["step"], second["step"]] == [2, 3]
+    given = f"bench --cells {cell.name} --rows streaming run-ahead --steps 2 --warmup 1 --repeats 1 --out {out}"
+    monkeypatch.setattr(sys, "argv", given.split())
+    bench.main()
+    old, first, second = map(json.loads, out.read_text().splitlines())
+    assert old["machine"] == "b" and [first["step"], second["step"]] == [2, 3]
     assert {(r["machine"], r["wall_s"], r["flops"]) for r in (first, second)} == {("a", 7.0, 2e9)}
+    assert "7.000 (7.000–7.000)" in capsys.readouterr().out and [*tmp_path.iterdir()] == [out]
+
+
+@pytest.mark.parametrize(("row", "program"), [("ladder-seed", "seed_loop"), ("run-ahead", "tandem_run")])
+def test_a_row_is_a_program_of_this_folder(row: str, program: str, tmp_path: Path) -> None:
+    assert Path(bench.command(row, CELLS[0], 1, tmp_path)[1]) == Path(bench.__file__).with_name(f"{program}.py")
+    assert Path(bench.__file__).with_name(f"{program}.py").is_file()
 
 
 def test_a_machine_is_named_with_its_processor_and_cores() -> None:
     assert re.fullmatch(rf".+, {len(os.sched_getaffinity(0))} cores", bench.machine())
 
 
-def test_the_picture_names_every_cell_and_shows_ratios_over_the_best_trl_row() -> None:
-    rows = [Summary(n, 1, 1, 1, rate) for n, rate in (("trl-stock", 50), ("trl-plain", 80), ("run-ahead", 216))]
-    picture = bench.draw([(CELLS[0], rows), (CELLS[1], rows[:2])]).decode()
-    assert picture.count("<!-- 2.7 -->") == 1
-    assert CELLS[0].name in picture and CELLS[1].name in picture
-    assert bench.draw([(CELLS[0], rows), (CELLS[1], rows[:2])]).decode() == picture
-
-
 def test_every_row_of_the_page_has_a_command() -> None:
-    page = bench.PAGE.read_text()
+    page = (ROOT / "docs" / "performance.md").read_text()
     assert [row for row in bench.ROWS if f"| {row} |" not in page] == []
 
 

@@ -20,16 +20,24 @@ from tests.support.configs import config_of
 from tests.support.device_waits import DeviceWaits
 from tests.support.tiny import random_group
 from tests.unit.test_attention import VOCAB, make_model
-from tools.benchmarks.fake_cuda import OBJECTIVES
 from trainer.algorithm.losses import Denominator
 from trainer.algorithm.mismatch import by_cause
-from trainer.algorithm.sums import TOKEN_SUMS, Sums
+from trainer.algorithm.sums import TOKEN_SUMS, VALUE_SUMS, Sums
 from trainer.data.experience import Experience, score_rewards
-from trainer.data.tensors import MicroBatch, micro_batch
+from trainer.data.tensors import MicroBatch, ValueBatch, micro_batch
 from trainer.engine import policy
+from trainer.engine.critic import Critic, ValueModel
 from trainer.engine.policy import Policy, PolicyEngine
 
 VERSION = 3  # the present one
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "grpo with a reference": {"beta": 0.1},
+    "entropy": {"entropy_coef": 0.1},
+    "sequence ratios, dual clip": {"importance_sampling_level": "sequence", "delta": 2.0},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
+    "mismatch correction": {"num_iterations": 2, "vllm_importance_sampling_mode": "token_mask"},
+}
 
 
 class PlainDeepSpeed:
@@ -37,7 +45,7 @@ class PlainDeepSpeed:
 
     device, global_steps = torch.device("cpu"), 0
 
-    def __init__(self, module: Policy):
+    def __init__(self, module: torch.nn.Module):
         self.module = module
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
@@ -91,6 +99,25 @@ def test_a_micro_batch_asks_the_device_for_no_value(name: str, checkpointing: bo
         sums = engine.sums.take()
     assert set(waits.counts) <= {"aten::_local_scalar_dense"}  # tolist of one tensor: one transfer
     assert sums["tokens"] == 2 * len(batch.old_logprobs)
+
+
+def test_a_micro_batch_of_the_critic_asks_the_device_for_no_value() -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    attention.register()
+    config = settings(adv_estimator="gae")
+    shape = make_model("Qwen2").config
+    shape.num_labels = 1
+    model = AutoModelForSequenceClassification.from_config(shape, attn_implementation=attention.NAME)
+    critic = Critic.__new__(Critic)
+    critic.config, critic.model, critic.world_size = config, model, 2
+    critic.ds, critic.sums = PlainDeepSpeed(ValueModel(model)), Sums(VALUE_SUMS, torch.device("cpu"))
+    batch = batch_of(settings(), [VERSION, VERSION - 1])
+    values = ValueBatch(batch.row, *[batch.weights] * 3)
+    critic.backward(values)  # what depends on lengths alone is made once, on the CPU
+    with DeviceWaits() as waits:
+        critic.backward(values)
+    assert waits.counts == {}
 
 
 def test_tokens_known_from_an_earlier_pass_and_those_of_other_versions_need_no_wait_either() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.config import Config, load
+from common.config.loading import parse
 from report.run_log import read_jsonl
 from tests.support.speed import limit
 from tests.support.tiny import model_of_shape, tiny_model
@@ -148,3 +149,11 @@ def test_two_steps_of_a_recipe_with_a_tiny_model(name: str, tmp_path: Path) -> N
     assert [m["step"] for m in metrics] == [1, 2]
     assert all(m["grad_norm"] > 0 for m in metrics)
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
+
+
+def test_the_two_configs_with_a_critic_differ_in_the_estimator_alone() -> None:
+    gae, group_ppo = (parse((ROOT / "configs" / name).read_text()) for name in ("ppo_gae.yaml", "group_ppo.yaml"))
+    assert {of["algorithm"].pop("adv_estimator") for of in (gae, group_ppo)} == {"gae", "group_ppo"}
+    assert group_ppo["algorithm"].pop("group_params")
+    assert gae["run"].pop("output_dir") != group_ppo["run"].pop("output_dir")
+    assert gae == group_ppo

@@ -3,13 +3,12 @@
     bash launch.sh bench                                     everything: hours
     bash launch.sh bench --cells 1m-8x8-p256-c64             one cell
     bash launch.sh bench --rows trl-stock streaming          some rows
-    bash launch.sh bench --table                             docs/performance.md again from the raw lines
+    bash launch.sh bench --table --out FILE                  the tables of an earlier FILE
 
 Rows of a cell run one after the other, forwards, then backwards (A B, B A), each in a fresh process on the same cores.
-Every step becomes a line of results/steps.jsonl, with the machine and the commit that last changed what it
-measures; medians and quartiles come from all steps but the warm-up. A row that is measured again on the same kind of
-machine replaces what it had there. The page has a table for each machine, for seconds of two machines do not compare.
-TRL is installed beside the project on first use. Nothing else should run on the machine meanwhile.
+Every step becomes a line of --out, with the machine and the commit that last changed what it measures, and is added to
+what the file has. Medians and quartiles come from all steps but the warm-up. Seconds of two machines do not compare:
+each has tables of its own. TRL is installed beside the project on first use. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -28,16 +27,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.durable import write_file
 from report.environment import processor
 from report.run_log import read_jsonl
 from tools.benchmarks.cells import CELLS, ROOT, Cell, named
-from tools.benchmarks.objectives_page import svg
 from tools.benchmarks.work import measured_flops, step_work
 
-RESULTS = ROOT / "tools" / "benchmarks" / "results" / "steps.jsonl"
-PAGE = ROOT / "docs" / "performance.md"
-BEGIN, END = "<!-- written by tools/benchmarks/bench.py -->", "<!-- end of what tools/benchmarks/bench.py wrote -->"
+RESULTS = ROOT / "runs" / "bench.jsonl"
 
 TRL_ROWS = {f"trl-{backend}": backend for backend in ("stock", "plain", "vllm")}
 LADDER = {f"ladder-{rung}": rung for rung in ("seed", "reuse", "flat", "shared", "completions", "onednn")}
@@ -55,7 +50,7 @@ SIDE_BY_SIDE = ("trl-plain", "streaming", "run-ahead")
 def command(row: str, cell: Cell, steps: int, out: Path) -> list[str]:
     """What runs this row once: a process that appends `steps` lines to `out`."""
     common = ["--cell", cell.name, "--steps", str(steps), "--out", str(out)]
-    here = ROOT / "benchmarks"
+    here = ROOT / "tools" / "benchmarks"
     if row in TRL_ROWS:
         from tools.benchmarks.trl_formulas import install, python
 
@@ -74,11 +69,6 @@ def machine() -> str:
     return f"{processor()}{kind}, {len(os.sched_getaffinity(0))} cores"
 
 
-def without(records: Iterable[dict[str, Any]], on: str, cell: Cell, row: str) -> list[dict[str, Any]]:
-    """The records but for those of this row of this cell on this machine."""
-    return [r for r in records if (r["machine"], r["cell"], r["row"]) != (on, cell.name, row)]
-
-
 def _commit() -> str:
     """The last commit that changed what Tandem's rows run, with "-dirty" if it is changed again; "" without git."""
     code = ["common", "launcher", "model", "rewards", "sampler", "trainer"]
@@ -93,31 +83,31 @@ def _commit() -> str:
 
 
 def measure(cells: Sequence[Cell], rows: Sequence[str], steps: int, warmup: int, repeats: int, out: Path) -> None:
-    """Adds lines to `out`. A row's earlier ones of this machine go when it has been measured again, and not before."""
+    """Adds a line to `out` for each step of each row. A row that fails is left out."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    here = machine()
-    common = {"commit": _commit(), "machine": here, "flops": measured_flops()}
-    earlier, measured = read_jsonl(out), list[dict[str, Any]]()
-    everything = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}  # one process has all cores
-    without_threads = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {"HF_HUB_OFFLINE": "1"}
+    common = {"commit": _commit(), "machine": machine(), "flops": measured_flops()}
+    fresh = out.with_suffix(".part")
     for cell in cells:
         for repeat in range(repeats):
             for row in rows if repeat % 2 == 0 else rows[::-1]:
                 print(f"bench: {cell.name}: {row} ({repeat + 1} of {repeats})", flush=True)
-                fresh = out.with_suffix(".part")
                 fresh.unlink(missing_ok=True)
-                argv = command(row, cell, warmup + steps, fresh)
-                threads = {} if row in TANDEM else everything  # two processes share them as launch.sh says
-                environment = without_threads | threads
-                done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True)
+                done = _run(row, command(row, cell, warmup + steps, fresh))
                 if done.returncode:
                     print(f"bench: {row} failed and is left out:\n{done.stderr[-2000:]}", file=sys.stderr, flush=True)
                     continue
-                earlier = without(earlier, here, cell, row)
-                new = (record | {"repeat": repeat} | common for record in read_jsonl(fresh))
-                measured += [record for record in new if record["step"] > warmup]
-                write_file(out, "".join(json.dumps(record) + "\n" for record in earlier + measured).encode())
-                fresh.unlink()
+                records = [record | {"repeat": repeat} | common for record in read_jsonl(fresh)]
+                with open(out, "a") as file:
+                    file.writelines(json.dumps(record) + "\n" for record in records if record["step"] > warmup)
+    fresh.unlink(missing_ok=True)
+
+
+def _run(row: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """One process of a row. TRL and the plain loop have all cores; Tandem's processes share them as launch.sh says."""
+    threads = {} if row in TANDEM else {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment = inherited | {"HF_HUB_OFFLINE": "1"} | threads
+    return subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 @dataclass(frozen=True)
@@ -146,31 +136,31 @@ def _summary(row: str, records: list[dict[str, Any]]) -> Summary:
     return Summary(row, median, q1, q3, rate)
 
 
-def table(by_cell: Sequence[tuple[Cell, Sequence[Summary]]], flops: float) -> str:
+def table(cells: Sequence[tuple[Cell, Sequence[Summary]]], flops: float) -> str:
     """Markdown: a line for each cell, with SIDE_BY_SIDE. A ratio is over the fastest TRL row of the same cell."""
     lines = [
         "| cell | GFLOP (padded) | floor, s | trl-plain, s | streaming, s | × TRL | run-ahead, s | × TRL |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for cell, rows in by_cell:
-        cells = [cell.name, "–", "–"]
+    for cell, rows in cells:
+        line = [cell.name, "–", "–"]
         if not cell.is_natural:
             shared, padded = step_work(cell, dense=False), step_work(cell, dense=True)
-            cells[1:] = [f"{shared.total / 1e9:.1f} ({padded.total / 1e9:.1f})", f"{shared.total / flops / 2:.2f}"]
+            line[1:] = [f"{shared.total / 1e9:.1f} ({padded.total / 1e9:.1f})", f"{shared.total / flops / 2:.2f}"]
         by_row = {r.row: r for r in rows}
         for row in SIDE_BY_SIDE:
-            cells += [
+            line += [
                 _seconds(by_row[row]) if row in by_row else "–",
                 *([] if row in TRL_ROWS else [_times(rows, row)]),
             ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join(line)} |")
     return "\n".join(lines)
 
 
-def other_rows(by_cell: Sequence[tuple[Cell, Sequence[Summary]]]) -> str:
+def other_rows(cells: Sequence[tuple[Cell, Sequence[Summary]]]) -> str:
     """Markdown: a list with the measured rows that `table` leaves out."""
     lines = []
-    for cell, rows in by_cell:
+    for cell, rows in cells:
         rest = [r for r in rows if r.row not in SIDE_BY_SIDE]
         said = "; ".join(f"{r.row} {_seconds(r)}, {_times(rows, r.row)} ×" for r in rest)
         lines += [f"- **{cell.name}:** {said}"] if rest else []
@@ -185,26 +175,6 @@ def _times(rows: Sequence[Summary], row: str) -> str:
     return f"{ratio:.2f}" if (ratio := _ratio(rows, row)) else "–"
 
 
-def draw(by_cell: Sequence[tuple[Cell, Sequence[Summary]]]) -> bytes:
-    """SVG: for each cell how many times the tokens per second of its fastest TRL row Tandem trains."""
-    from matplotlib.figure import Figure
-
-    from report.curves import COLORS
-
-    figure = Figure(figsize=(9, 0.6 + 0.5 * len(by_cell)), layout="constrained", facecolor="white")
-    ax = figure.subplots()
-    for row, color, offset in (("run-ahead", COLORS[0], -0.2), ("streaming", COLORS[4], 0.2)):
-        ratios = [_ratio(rows, row) for _, rows in by_cell]
-        bars = ax.barh([i + offset for i in range(len(by_cell))], ratios, height=0.38, color=color, label=row)
-        ax.bar_label(bars, [f"{r:.1f}" if r else "" for r in ratios], padding=3, fontsize=9)
-    ax.axvline(1, color="#555555", linewidth=1)
-    ax.set(xlabel="completion tokens trained per second, fastest TRL row = 1", ylim=(len(by_cell) - 0.5, -0.5))
-    ax.set_yticks(range(len(by_cell)), [cell.name for cell, _ in by_cell])
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(frameon=False, loc="lower right")
-    return svg(figure)
-
-
 def _best_trl(rows: Sequence[Summary]) -> float | None:
     """Completion tokens per second of the fastest TRL row; None where none was measured."""
     return max((r.tokens_per_s for r in rows if r.row in TRL_ROWS), default=None)
@@ -216,42 +186,25 @@ def _ratio(rows: Sequence[Summary], row: str) -> float:
     return next((r.tokens_per_s / best_trl for r in rows if best_trl and r.row == row), 0.0)
 
 
-def of_machine(records: Sequence[dict[str, Any]]) -> tuple[list[tuple[Cell, list[Summary]]], float]:
-    """(summaries by cell, operations per second of one core) of the records of one machine."""
+def by_cell(records: Sequence[dict[str, Any]]) -> list[tuple[Cell, list[Summary]]]:
     measured = {r["cell"] for r in records}
     cells = [c for c in CELLS if c.name in measured] + [named(n) for n in sorted(measured - {c.name for c in CELLS})]
-    by_cell = [(c, summarise(r for r in records if r["cell"] == c.name)) for c in cells]
-    return by_cell, statistics.median(r["flops"] for r in records)
-
-
-def by_machine(records: Sequence[dict[str, Any]]) -> dict[str, tuple[list[tuple[Cell, list[Summary]]], float]]:
-    """`of_machine` of each, in the order in which they were first measured."""
-    names = dict.fromkeys(r["machine"] for r in records)
-    return {name: of_machine([r for r in records if r["machine"] == name]) for name in names}
+    return [(cell, summarise(r for r in records if r["cell"] == cell.name)) for cell in cells]
 
 
 def tables(records: Sequence[dict[str, Any]]) -> str:
-    """Markdown: the tables of every machine."""
+    """Markdown: the tables of every machine, in the order in which they were first measured."""
     parts = []
-    for name, (by_cell, flops) in by_machine(records).items():
+    for name in dict.fromkeys(r["machine"] for r in records):
+        own = [r for r in records if r["machine"] == name]
+        cells, flops = by_cell(own), statistics.median(r["flops"] for r in own)
         parts += [
             f"**{name}**; one core does {flops / 1e9:.0f} GFLOP/s in a float32 matrix product.",
-            table(by_cell, flops),
+            table(cells, flops),
         ]
-        if others := other_rows(by_cell):
+        if others := other_rows(cells):
             parts += ["The other rows, in seconds, × TRL:", others]
     return "\n\n".join(parts)
-
-
-def write_page(out: Path) -> None:
-    """The picture shows the machine with the most cells."""
-    records = read_jsonl(out)
-    text = tables(records)
-    drawn = max((by_cell for by_cell, _ in by_machine(records).values()), key=len)
-    before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.with_suffix(".svg").write_bytes(draw(drawn))
-    PAGE.write_text(before + BEGIN + "\n\n" + text + "\n\n" + END + rest.split(END)[1])
-    print(text)
 
 
 def main() -> None:
@@ -261,12 +214,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--table", action="store_true", help="measure nothing")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where each step is a line; default: %(default)s")
+    parser.add_argument("--table", action="store_true", help="measure nothing, print the tables of --out")
     arguments = parser.parse_args()
     if not arguments.table:
         measure(arguments.cells, arguments.rows, arguments.steps, arguments.warmup, arguments.repeats, arguments.out)
-    write_page(arguments.out)
+    print(tables(read_jsonl(arguments.out)))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
     python tools/benchmarks/control_plane.py run --samplers 64 --rate 1000  groups a second, CPU, bytes
     python tools/benchmarks/control_plane.py run --samplers 64 --rate 1000 --kills 20  samplers killed and started again
-    python tools/benchmarks/control_plane.py slow  one of two at a tenth of the speed
     python tools/benchmarks/control_plane.py restart --samplers 1000  a trainer that is killed and comes back
 
 A sampler is a real Link; a group takes it a log-normal time (σ 0.5) and has completions of log-normal lengths. Many
@@ -126,10 +125,10 @@ def _group(rng: random.Random) -> tuple[Any, Any]:
     return np.full(100, 5, np.int32), rollouts
 
 
-def sample(folder: Path, first: int, last: int, prompts: int, seconds: list[float], kills_per_s: float) -> None:
+def sample(folder: Path, first: int, last: int, prompts: int, seconds: float, kills_per_s: float) -> None:
     """Samplers first … last − 1, until the process is ended."""
     config = make_config(folder, prompts)
-    samplers = [Synthetic(config, f"s{i}", seconds[i % len(seconds)]) for i in range(first, last)]
+    samplers = [Synthetic(config, f"s{i}", seconds) for i in range(first, last)]
     rng, now = random.Random(first), time.monotonic()
     calls = [(now + rng.random(), i) for i in range(len(samplers))]  # beats are spread over the second
     heapq.heapify(calls)
@@ -160,7 +159,7 @@ def sample(folder: Path, first: int, last: int, prompts: int, seconds: list[floa
 class Samplers:
     """`with Samplers(…):` processes of synthetic samplers."""
 
-    def __init__(self, folder: Path, count: int, prompts: int, seconds: list[float], kills_per_s: float = 0.0):
+    def __init__(self, folder: Path, count: int, prompts: int, seconds: float, kills_per_s: float = 0.0):
         parts = [(at, min(at + PER_PROCESS, count)) for at in range(0, count, PER_PROCESS)]
         rates = [kills_per_s * (last - first) / count for first, last in parts]
         self._commands = [
@@ -258,7 +257,7 @@ def run(samplers: int, rate: float, seconds: float, kills: int) -> dict[str, Any
     with tempfile.TemporaryDirectory(prefix="tandem-plane-") as name:
         config = prepared(Path(name), prompts)
         rank = TrainerStandIn(config, "start-1")
-        with rank.inbox, Samplers(Path(name), samplers, prompts, [samplers / rate], kills / seconds):
+        with rank.inbox, Samplers(Path(name), samplers, prompts, samplers / rate, kills / seconds):
             rank.wait_for(samplers)
             rank.train(3)
             begun, (link, total), first = time.monotonic(), rank.cpu_s(), rank.cursor
@@ -282,28 +281,13 @@ def run(samplers: int, rate: float, seconds: float, kills: int) -> dict[str, Any
     }
 
 
-def slow(groups: int = 16, group_s: float = 0.05, steps: int = 8) -> dict[str, Any]:
-    """Median step of a fast sampler alone, and beside one at a tenth of its speed."""
-    found: dict[str, Any] = {}
-    for what, seconds in (("alone", [group_s]), ("with_slow", [group_s, 10 * group_s])):
-        with tempfile.TemporaryDirectory(prefix="tandem-plane-") as name:
-            config = prepared(Path(name), groups)
-            rank = TrainerStandIn(config, "start-1")
-            with rank.inbox, Samplers(Path(name), len(seconds), groups, seconds):
-                rank.wait_for(len(seconds))
-                rank.train(3)
-                found[what] = float(np.median(rank.train(steps)))
-                found[f"{what}_counters"] = dict(rank.inbox.state.counters)
-    return found | {"ratio": round(found["with_slow"] / found["alone"], 3)}
-
-
 def restart(samplers: int, rate: float) -> dict[str, Any]:
     """Seconds from a trainer's second start until all samplers are known, and until a batch is there."""
     prompts = max(8, int(rate))
     with tempfile.TemporaryDirectory(prefix="tandem-plane-") as name:
         config = prepared(Path(name), prompts)
         rank = TrainerStandIn(config, "start-1")
-        with Samplers(Path(name), samplers, prompts, [samplers / rate]):
+        with Samplers(Path(name), samplers, prompts, samplers / rate):
             with rank.inbox:
                 begun = time.monotonic()
                 rank.inbox.commit(0, Published(0, "/weights/0", "0" * 64))
@@ -324,7 +308,7 @@ def restart(samplers: int, rate: float) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["run", "slow", "restart", "samplers"])
+    parser.add_argument("what", choices=["run", "restart", "samplers"])
     parser.add_argument("own", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--samplers", type=int, default=64)
     parser.add_argument("--rate", type=float, default=1000.0, help="groups per second of all samplers together")
@@ -335,8 +319,6 @@ def main() -> None:
         sample(Path(given.own[0]), *json.loads(given.own[1]))
     elif given.what == "run":
         print(json.dumps(run(given.samplers, given.rate, given.seconds, given.kills)))
-    elif given.what == "slow":
-        print(json.dumps(slow()))
     else:
         print(json.dumps(restart(given.samplers, given.rate)))
 

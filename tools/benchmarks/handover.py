@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="hand over adapters alone")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=ROOT / "tools" / "benchmarks" / "results" / "handover.jsonl")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "handover.jsonl")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as scratch:
         config = settings(arguments.shape, arguments.dtype, arguments.lora, Path(scratch))

@@ -1,7 +1,8 @@
 """The same random tensors through TRL's GRPOTrainer and through this trainer's own code: how far are they apart?
 
-    python tools/benchmarks/trl_formulas.py            installs TRL beside the project, compares, rewrites "Against TRL"
-    python tools/benchmarks/trl_formulas.py --check    compares only; exit code 1 if a row that must agree does not
+    python tools/benchmarks/trl_formulas.py    installs TRL beside the project, prints the tables of docs/algorithm.md
+
+The exit code is 1 if a row that must agree does not.
 
 TRL is no dependency. It gets a virtual environment of its own under .cache/, which sees the project's packages through
 a .pth file, so that both sides run on the same torch and little is downloaded. TRL's side is its own code path,
@@ -22,18 +23,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TRL = "1.16.0"
 ENVIRONMENT = ROOT / ".cache" / f"trl-{TRL}"
-PAGE = ROOT / "docs" / "algorithm.md"
-BEGIN, END = (
-    "<!-- written by tools/benchmarks/trl_formulas.py -->",
-    "<!-- end of what tools/benchmarks/trl_formulas.py wrote -->",
-)
 TOLERANCE = 1e-6
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    arguments = parser.parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     if Path(sys.prefix).resolve() != ENVIRONMENT.resolve():
         install()
         os.environ["HF_HUB_OFFLINE"] = "1"
@@ -42,13 +36,7 @@ def main() -> None:
     from tools.benchmarks.trl_comparison import agrees, compare, table
 
     rows = compare()
-    text = table(rows, TOLERANCE)
-    print(text)
-    if not arguments.check:
-        page = PAGE.read_text()
-        before, rest = page.split(BEGIN)
-        PAGE.write_text(before + BEGIN + "\n\n" + text + "\n" + END + rest.split(END)[1])
-        print(f"written into {PAGE.relative_to(ROOT)}")
+    print(table(rows, TOLERANCE))
     if not all(agrees(row, TOLERANCE) for row in rows):
         sys.exit(f"tandem: a row that must agree differs by more than {TOLERANCE:g}")
 
