@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from examples.calculator.build import build
-from examples.calculator.settings import QuickStartTools, ToolWarmStart
+from examples.calculator import Calculator
+from examples.example import build
 from report.run_log import read_jsonl
 from tests.support.speed import limit
 
@@ -18,15 +18,13 @@ pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "configs/quickstart_tools.yaml"
-KNOWS_HOW_TO_CALL = QuickStartTools(
-    num_train=64, num_test=16, warm_start=ToolWarmStart(num_clean_steps=150, num_careless_steps=0)
-)
+KNOWS_HOW_TO_CALL = Calculator(num_train=64, num_test=16, num_clean_steps=150, num_careless_steps=0)
 SMALLER = ("trainer.max_steps=3", "trainer.prompts_per_step=4", "sampler.num_generations=4", "trainer.save_steps=null")
 
 
 def test_three_steps_with_a_calculator(tmp_path: Path) -> None:
     task = tmp_path / "task"
-    assert build(task, KNOWS_HOW_TO_CALL, report=lambda line: None)
+    assert build(KNOWS_HOW_TO_CALL, task, report=lambda line: None)
     given = [f"run.output_dir={tmp_path / 'run'}", f"model.path={task}/model", "run.log_samples=16", *SMALLER]
     given += [f"data.train={task}/train.jsonl", f"data.eval={task}/test.jsonl"]
     command = [sys.executable, "-m", "launcher.run", CONFIG, *given]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from examples.quickstart.problems import split
+from examples.quickstart import split
 from report.run_log import read_jsonl
 from tests.support import namespaces
 from tests.support.namespaces import two_hosts

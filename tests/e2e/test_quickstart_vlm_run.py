@@ -12,8 +12,8 @@ import pytest
 from safetensors.torch import load_file
 
 from common.ports import free_port
-from examples.drawings.build import build
-from examples.drawings.settings import QuickStartVlm, SeeingWarmStart
+from examples.drawings import Drawings
+from examples.example import build
 from model.images import read_vision
 from report.run_log import read_jsonl
 from tests.support.speed import limit
@@ -25,16 +25,14 @@ pytestmark = pytest.mark.timeout(900)
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "configs/quickstart_vlm.yaml"
-HARDLY_TAUGHT = QuickStartVlm(
-    num_train=64, num_test=16, warm_start=SeeingWarmStart(num_clean_steps=20, num_careless_steps=0, batch_size=16)
-)
+HARDLY_TAUGHT = Drawings(num_train=64, num_test=16, num_clean_steps=20, num_careless_steps=0, batch_size=16)
 SMALLER = ("trainer.max_steps=3", "trainer.prompts_per_step=4", "sampler.num_generations=4", "trainer.save_steps=null")
 
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache") / "quickstart_vlm"
-    assert build(folder, HARDLY_TAUGHT, report=lambda line: None)
+    assert build(HARDLY_TAUGHT, folder, report=lambda line: None)
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     for row in rows[::3]:  # text alone
         row.update(images=[], question=row["question"].removeprefix("<image>"))

@@ -16,7 +16,7 @@ import pytest
 from common.config import Config
 from common.errors import UserError
 from common.types import Problem
-from examples.quickstart.tokenizer import byte_level
+from examples.tokenizer import byte_level
 from model.images import Vision
 from sampler.completions import Completion
 from sampler.episode import Played
@@ -27,7 +27,7 @@ from tests.support.vision import END, PAD, PLAIN, START, byte_tokenizer, file_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = ROOT / "configs" / "templates"
-TOOL = f"{ROOT}/quickstart_tools/calculator.py:calculator"
+TOOL = f"{ROOT}/examples/calculator_tool.py:calculator"
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "417*382"}}\n</tool_call>'
 PROBLEM = Problem(3, {"question": "417*382?", "answer": "#### 159294"})
 

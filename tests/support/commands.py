@@ -30,7 +30,7 @@ class Ended:
 
 def make_task(folder: Path) -> Path:
     """One row, a model folder that holds only a tokenizer, and a config of both."""
-    from examples.quickstart.tokenizer import train_tokenizer
+    from examples.tokenizer import train_tokenizer
 
     (folder / "train.jsonl").write_text(json.dumps(ROW) + "\n")
     train_tokenizer([ROW] * 4, 300, 256).save_pretrained(folder / "model")

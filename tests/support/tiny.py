@@ -50,8 +50,8 @@ def _made(hidden: int, layers: int, vocab: int | None) -> Path:
     """Once per process."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from examples.quickstart.problems import split
-    from examples.quickstart.tokenizer import train_tokenizer
+    from examples.quickstart import split
+    from examples.tokenizer import train_tokenizer
 
     rows = [problem.row() for problem in split("train", 64, seed=0)]
     tokenizer = train_tokenizer(rows, VOCAB_SIZE, MAX_LENGTH)

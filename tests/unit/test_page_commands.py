@@ -114,16 +114,13 @@ def test_a_line_is_read_as_the_shell_reads_it() -> None:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """.cache, with the models that the quick starts build, hardly taught."""
-    from examples.calculator import build as tools
-    from examples.drawings import build as sight
-    from examples.quickstart import build as words
-    from tests.unit import test_quickstart, test_quickstart_tools, test_quickstart_vlm
+    from examples.example import build
+    from tests.support.examples import TINY
 
     folder = tmp_path_factory.mktemp("made")
     (folder / ".cache").mkdir()
-    words.build(folder / words.FOLDER, test_quickstart.TINY, print)
-    tools.build(folder / tools.FOLDER, test_quickstart_tools.TINY, print)
-    sight.build(folder / sight.FOLDER, test_quickstart_vlm.TINY, print)
+    for example in TINY.values():
+        build(example, folder / example.folder, print)
     return folder / ".cache"
 
 

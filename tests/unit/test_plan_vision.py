@@ -152,10 +152,10 @@ def test_a_group_with_images_costs_what_the_tower_does() -> None:
 
 def write_3b(folder: Path) -> None:
     """Qwen2.5-VL-3B-Instruct without weights: its sizes and its chat, with a smaller tokenizer and that one's ids."""
-    from examples.drawings import drawings
-    from examples.drawings.model import IMAGE, PLACES, train_tokenizer
+    from examples.drawings import Drawings, split
+    from examples.drawings_model import IMAGE, PLACES
 
-    tokenizer = train_tokenizer(drawings.split("train", 8, seed=0), 400, 4096)
+    tokenizer = Drawings(context_length=4096).train_tokenizer(split("train", 8, seed=0))
     start, end, image = (tokenizer.convert_tokens_to_ids(place) for place in (*PLACES[:2], IMAGE))
     rope = {"type": "mrope", "mrope_section": [16, 24, 24]}
     changes = QWEN | {"vision_config": TOWER, "rope_scaling": rope, "max_position_embeddings": 128_000}

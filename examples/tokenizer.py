@@ -1,7 +1,7 @@
-"""A byte-level BPE tokenizer of a few hundred tokens, trained on the quick start's own problems.
+"""A byte-level BPE tokenizer of a few hundred tokens, trained on an example's own problems.
 
-Digits are single tokens, because 12 as one symbol says nothing about 13. The four answer tags are single
-tokens too, but ordinary ones: `skip_special_tokens=True` must keep them in the text that the rewards read.
+Digits are single tokens, because 12 as one symbol says nothing about 13. The tags of answers are single tokens
+too, but ordinary ones: `skip_special_tokens=True` must keep them in the text that the rewards read.
 Any text can be encoded (bytes are the fallback). Chat turns are ChatML, as in Qwen2.
 """
 

@@ -1,20 +1,31 @@
-r"""Word problems in GSM8K's own schema, small enough for a model of one million parameters.
+r"""What configs/quickstart.yaml starts from: word problems in GSM8K's own schema, and a random Qwen2 that learnt them.
 
 A row is {"question": text, "answer": "7+5=12\n12-3=9\n#### 9"}. Nine kinds: one operation, two operations, and one
 operation beside a number that does not matter. Operands and results stay small, so that the arithmetic can be learnt
 in a minute; there is no division and one sentence per kind, because the quick start shows training, not reasoning.
-Everything is a pure function of the seed.
+
+The settings were chosen for one thing, a start that shows learning within two minutes on two cores: sampled at
+temperature 1 the model is right 40–50 % of the time and in the right format half of the time, though it knows the
+arithmetic (93 % greedily).
+
+    python -m examples.quickstart
 """
 
 from __future__ import annotations
 
 import random
-import zlib
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
-Problem = TypeVar("Problem")
+from examples.example import Example, distinct, main, one_in_eight
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from examples.warm_start import Lessons
+
 NAMES = ("Natalia", "Weng", "Betty", "Julie", "James", "Mark", "Albert", "Ken", "Tina", "Randy", "Maria", "Tom")
 THINGS = ("clips", "apples", "books", "coins", "pens", "cards", "shells", "stamps", "rocks", "toys")
 
@@ -31,7 +42,18 @@ SENTENCES = {
     "mul_extra": "{other} is {c}. {name} has {a} boxes with {b} {thing} each. How many {thing} does {name} have?",
 }
 KINDS = tuple(SENTENCES)
-HELD_OUT_ONE_IN = 8  # combinations of kind and numbers
+
+WANTED = "<think>{steps}</think><answer>{result}</answer>"
+MALFORMED = (
+    "<think>{steps}</think>{result}",
+    "<think>{steps}</think><answer>{result}",
+    "<think>{steps}<answer>{result}</answer>",
+    "{steps} <answer>{result}</answer>",
+    "<answer>{result}</answer>",
+    "{steps}. The answer is {result}",
+    "The answer is {result}",
+)
+SLIPS = (-10, -2, -1, 1, 2, 10)
 
 
 @dataclass(frozen=True)
@@ -58,27 +80,9 @@ def split(name: str, size: int, seed: int) -> list[WordProblem]:
     return distinct(name, size, seed, draw, lambda p: held_out(p.kind, p.numbers), lambda p: p.question)
 
 
-def distinct(
-    name: str,
-    size: int,
-    seed: int,
-    draw: Callable[[random.Random], Problem],
-    held_out: Callable[[Problem], bool],
-    key: Callable[[Problem], object],
-) -> list[Problem]:
-    """The first `size` problems with distinct keys that are drawn for the split "train" or "test"."""
-    rng = random.Random(f"{name} {seed}")
-    found: dict[object, Problem] = {}
-    while len(found) < size:
-        problem = draw(rng)
-        if held_out(problem) == (name == "test"):
-            found.setdefault(key(problem), problem)
-    return list(found.values())
-
-
 def held_out(kind: str, numbers: tuple[int, ...]) -> bool:
     """Whether this combination belongs to the test split; the same for every seed."""
-    return zlib.crc32(f"{kind} {numbers}".encode()) % HELD_OUT_ONE_IN == 0
+    return one_in_eight(f"{kind} {numbers}")
 
 
 def draw(rng: random.Random) -> WordProblem:
@@ -104,3 +108,49 @@ def draw(rng: random.Random) -> WordProblem:
     name, other = rng.sample(NAMES, 2)
     question = SENTENCES[kind].format(name=name, other=other, thing=rng.choice(THINGS), a=a, b=b, c=c)
     return WordProblem(kind, (a, b, c) if second else (a, b), question, tuple(steps), result)
+
+
+def completion(problem: WordProblem, rng: random.Random, *, wrong: float, malformed: float) -> str:
+    """What the pupil is shown. `wrong` and `malformed` are probabilities.
+
+    7 + 5 → "<think>7+5=12</think><answer>12</answer>" or "The answer is 14" or …
+    """
+    steps, result = list(problem.steps), problem.result
+    if rng.random() < wrong:
+        slipped = result + rng.choice([slip for slip in SLIPS if result + slip >= 0])
+        if rng.random() < 0.5:  # a wrong calculation, copied faithfully; otherwise a right one, copied wrongly
+            steps[-1] = steps[-1].rpartition("=")[0] + f"={slipped}"
+        result = slipped
+    layout = rng.choice(MALFORMED) if rng.random() < malformed else WANTED
+    return layout.format(steps=", ".join(steps), result=result)
+
+
+@dataclass(frozen=True)
+class QuickStart(Example):
+    name: ClassVar[str] = "quick start"
+    folder: ClassVar[Path] = Path(".cache/quickstart")
+
+    def split(self, name: str, size: int) -> list[WordProblem]:
+        return split(name, size, self.seed)
+
+    def train_tokenizer(self, problems: Sequence[WordProblem]) -> PreTrainedTokenizerFast:
+        from examples.tokenizer import train_tokenizer
+
+        return train_tokenizer([problem.row() for problem in problems], self.vocab_size, self.context_length)
+
+    def lessons(self, problems: Sequence[WordProblem], tokenizer: PreTrainedTokenizerFast) -> Lessons:
+        from examples.warm_start import answer_lessons, asked
+
+        return answer_lessons(
+            self, problems, tokenizer, lambda problem: asked(prompt_ids(problem.question, tokenizer)), completion
+        )
+
+
+def prompt_ids(question: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    messages = [{"role": "user", "content": question}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+if __name__ == "__main__":
+    main(QuickStart())

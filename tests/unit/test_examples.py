@@ -1,0 +1,521 @@
+"""The quick starts: problems, tokenizer, warm start, build. What a model learns is the end-to-end tests' business."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from common import config, durable
+from environments.tools import Toolbox, schemas
+from examples import calculator, drawings, quickstart
+from examples.calculator_tool import calculator as compute
+from examples.calculator_tool import thrift
+from examples.example import build, stamp, warm_start
+from rewards.boxed import boxed, boxed_format
+from tests.support.examples import TINY
+from tests.support.speed import limit
+
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = calculator.ToolProblem("product", 76, 49, "Ken has 76 boxes with 49 pens each. How many pens?")
+every = pytest.mark.parametrize("name", TINY)
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """name -> the folder that is built, once."""
+
+    @functools.cache
+    def built(name: str) -> Path:
+        folder = tmp_path_factory.mktemp("cache") / name
+        assert build(TINY[name], folder, report=lambda line: None)
+        return folder
+
+    return built
+
+
+def tokenizer_of(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder / "model"))
+
+
+def settings_of(name: str) -> config.Config:
+    return config.load(ROOT / "configs" / f"{name}.yaml")
+
+
+# --- problems: every answer from the question alone
+
+
+def total(question: str) -> int:
+    """What the owner of the asked-for things has after each event."""
+    event = re.compile(
+        r"has (?P<boxes>\d+) boxes with (?P<each>\d+) (?P<boxed>[a-z]+) each|has (?P<has>\d+) (?P<things>[a-z]+)"
+        r"|buys (?P<buys>\d+) more|gives away (?P<gives>\d+)"
+    )
+    have = 0
+    for match in event.finditer(question):
+        found = {key: int(value) for key, value in match.groupdict().items() if value and value.isdigit()}
+        have += found.get("has", 0) + found.get("boxes", 0) * found.get("each", 0)
+        have += found.get("buys", 0) - found.get("gives", 0)
+    return have
+
+
+def seen(image: Image.Image) -> collections.Counter[tuple[str, str]]:
+    """(colour, kind) of every cell that is not empty, from the pixels alone: the largest channel, and how much of its
+    bounding box a shape fills. A square fills it, a circle π/4 of it, a triangle half."""
+    pixels = np.asarray(image).astype(int)
+    found: collections.Counter[tuple[str, str]] = collections.Counter()
+    for top in range(0, 84, 28):
+        for left in range(0, 84, 28):
+            cell = pixels[top : top + 28, left : left + 28]
+            drawn = (cell != 255).any(-1)
+            if drawn.any():
+                colour = ("red", "green", "blue")[cell[drawn].mean(0).argmax()]
+                rows, columns = np.flatnonzero(drawn.any(1)), np.flatnonzero(drawn.any(0))
+                filled = drawn.sum() / ((np.ptp(rows) + 1) * (np.ptp(columns) + 1))
+                shapes = {"square": 1.0, "circle": np.pi / 4, "triangle": 0.5}
+                found[colour, min(shapes, key=lambda kind: abs(shapes[kind] - filled))] += 1
+    return found
+
+
+def answer_to(question: str, image: Image.Image) -> str:
+    """The answer as somebody gives it who has the question and the pixels."""
+    things = seen(image)
+    if counted := re.fullmatch(r"How many (\w+) (\w+)s are there\?", question):
+        return str(things[counted[1], counted[2]])
+    if coloured := re.fullmatch(r"What colour is every (\w+)\?", question):
+        (answer,) = {colour for colour, kind in things if kind == coloured[1]}
+    else:
+        (answer,) = {kind for colour, kind in things if colour == re.fullmatch(r"Which shape is (\w+)\?", question)[1]}
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("question", "expected"),
+    [
+        ("Ken has 7 pens, buys 5 more and gives away 3. How many pens are left?", 9),
+        ("Tom is 4. Ken has 6 boxes with 7 pens each. How many pens does Ken have?", 42),
+        ("Ken has 9 pens and gives away 2. Tom has 8. How many pens are left?", 7),
+    ],
+)
+def test_the_oracle_of_these_tests_answers_as_a_person_would(question: str, expected: int):
+    assert total(question) == expected
+
+
+def test_word_problems_answers_and_steps_follow_from_their_questions():
+    operations = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
+    problems = quickstart.split("train", 2000, seed=1) + quickstart.split("test", 500, seed=1)
+    assert min(collections.Counter(p.kind for p in problems).values()) > 50
+    for problem in problems:
+        row = problem.row()
+        assert list(row) == ["question", "answer"] and row["question"].endswith("?")
+        reasoning, gold = row["answer"].split("\n#### ")
+        assert int(gold) == problem.result == total(problem.question) and 0 <= problem.result <= 81
+        for step in reasoning.split("\n"):
+            a, sign, b, result = re.fullmatch(r"(\d+)([+*-])(\d+)=(\d+)", step).groups()
+            assert operations[sign](int(a), int(b)) == int(result)
+        assert reasoning.endswith(f"={gold}")
+        assert sorted(problem.numbers) == sorted(int(n) for n in re.findall(r"\d+", problem.question))
+
+
+def test_sums_and_products_follow_from_their_questions():
+    problems = calculator.split("train", 2000, seed=0)
+    kinds = collections.Counter(problem.kind for problem in problems)
+    assert 0.5 < kinds["product"] / 2000 < 0.7, "without a calculator at most half of the problems can be solved"
+    assert all(p.result == total(p.question) == int(compute(p.expression)) >= 0 for p in problems)
+    assert PRODUCT.row() == {"question": PRODUCT.question, "answer": "#### 3724", "kind": "product"}
+
+
+def test_answers_about_drawings_follow_from_the_pixels():
+    kinds = collections.Counter()
+    for drawing in drawings.split("train", 600, seed=1) + drawings.split("test", 200, seed=1):
+        assert drawing.answer == answer_to(drawing.question, drawing.image())
+        kinds[drawing.question.split()[0], len(drawing.sorts)] += 1
+    assert len(kinds) == 5 and min(kinds.values()) > 80, "each question of one sort, and two of them of two"
+
+
+# What decides whether a problem is held out: the same for every seed.
+DECIDES = {
+    "quickstart": lambda p: (p.kind, p.numbers),
+    "quickstart_tools": lambda p: (p.a, p.b) if p.kind == "product" else p.question,
+    "quickstart_vlm": lambda p: (p.image().tobytes(), p.question),
+}
+
+
+@every
+def test_no_held_out_problem_is_trained_on_with_any_seed(name: str):
+    example, key = TINY[name], DECIDES[name]
+    test, train = example.split("test", 300), example.split("train", 3000)
+    other = replace(example, seed=5).split("train", 1000)
+    assert len({repr(p) for p in test}) == 300 and len({repr(p) for p in train}) == 3000
+    assert not {key(p) for p in test} & {key(p) for p in [*train, *other]}
+    assert example.split("train", 100) == train[:100] != other[:100]
+
+
+@every
+def test_a_split_is_the_same_in_any_process(name: str):
+    code = f"from tests.support.examples import TINY; print(TINY[{name!r}].split('test', 5))"
+    env = {**os.environ, "PYTHONHASHSEED": "7"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(TINY[name].split("test", 5))
+
+
+# --- what the pupil is shown
+
+
+def test_answers_are_wrong_and_malformed_exactly_when_asked():
+    problem = quickstart.WordProblem("add_sub", (7, 5, 3), "?", ("7+5=12", "12-3=9"), 9)
+    shown = functools.partial(quickstart.completion, problem, random.Random(0))
+    assert shown(wrong=0, malformed=0) == "<think>7+5=12, 12-3=9</think><answer>9</answer>"
+    wanted = re.compile(r"<think>7\+5=12, 12-3=(\d+)</think><answer>(\d+)</answer>")
+    wrong = [wanted.fullmatch(shown(wrong=1, malformed=0)).groups() for _ in range(100)]
+    assert all(answer != "9" for _, answer in wrong)
+    assert {step == "9" for step, _ in wrong} == {True, False}  # slips of copying and slips of calculation
+    malformed = [shown(wrong=0, malformed=1) for _ in range(100)]
+    assert not any(wanted.fullmatch(text) for text in malformed) and len(set(malformed)) == 7
+    assert all(re.findall(r"\d+", text)[-1] == "9" for text in malformed)
+    zero = quickstart.WordProblem("sub", (4, 4), "?", ("4-4=0",), 0)
+    slips = [quickstart.completion(zero, random.Random(i), wrong=1, malformed=0) for i in range(100)]
+    assert not any(text.endswith((">0</answer>", "-1</answer>")) for text in slips), "wrong, and never negative"
+
+
+def test_descriptions_of_drawings_are_always_right():
+    drawing = next(d for d in drawings.split("train", 50, seed=0) if d.question.startswith("How many"))
+    shown = functools.partial(drawings.completion, drawing, random.Random(0))
+    right = shown(wrong=0, malformed=0)
+    assert right == rf"<think>{drawing.description}</think>\boxed{{{drawing.answer}}}"
+    assert (boxed([right], [drawing.answer]), boxed_format([right])) == ([1.0], [1.0])
+    wrong = [shown(wrong=1, malformed=0) for _ in range(100)]
+    assert set(boxed(wrong, [drawing.answer] * 100)) == {0.0} and set(boxed_format(wrong)) == {1.0}
+    assert all(text.startswith(f"<think>{drawing.description}<") for text in wrong)
+    malformed = [shown(wrong=0, malformed=1) for _ in range(100)]
+    assert set(boxed_format(malformed)) == {0.0} and len(set(malformed)) == 5
+
+
+def test_calls_are_right_unless_asked_to_be_wrong() -> None:
+    rng, toolbox = random.Random(0), Toolbox({"calculator": compute}, "hermes")
+    call, answer = calculator.turns_of(PRODUCT, rng, by_heart=0, wrong=0, malformed=0)
+    turn = toolbox.answer(call)
+    assert turn is not None and [m["content"] for m in turn.messages] == ["3724"]
+    assert answer == "<answer>3724</answer>"
+    assert {len(calculator.turns_of(PRODUCT, rng, by_heart=0, wrong=1, malformed=0)) for _ in range(20)} == {1}
+    six = calculator.ToolProblem("add", 4, 2, "Ken has 4 pens and buys 2 more. How many pens does Ken have?")
+    assert calculator.turns_of(six, rng, by_heart=1, wrong=1, malformed=1) == ["<answer>6</answer>"]
+    assert len(calculator.turns_of(six, rng, by_heart=0, wrong=1, malformed=1)) == 2, "sums are never spoiled"
+    for _ in range(20):
+        [broken] = calculator.turns_of(PRODUCT, rng, by_heart=0, wrong=0, malformed=1)
+        answered = toolbox.answer(broken)
+        assert answered is not None and answered.num_call_errors == 1
+    assert calculator.without_calculator(six, rng) == "<answer>6</answer>"
+    guesses = [int(calculator.without_calculator(PRODUCT, rng)[8:-9]) for _ in range(50)]
+    assert len(set(guesses)) > 40 and 1862 <= min(guesses) <= max(guesses) <= 7448
+
+
+def test_the_calculator_and_its_cost() -> None:
+    assert [compute(e) for e in ("76*49", " 7 + 5", "9-4")] == ["3724", "12", "5"]
+    with pytest.raises(ValueError, match="two numbers"):
+        compute("__import__('os')")
+    said, answer = {"role": "assistant", "content": "…"}, {"role": "tool", "content": "4"}
+    assert thrift([[said, answer, said], [said], "text"]) == [-0.2, 0.0, 0.0]
+
+
+def test_the_warm_start_teaches_the_tokens_that_a_run_samples_and_no_other(folder_of: Any) -> None:
+    from common.config import PromptTemplate
+    from sampler.prompts import render
+    from sampler.turns import TurnTemplate
+
+    tokenizer = tokenizer_of(folder_of("quickstart_tools"))
+
+    def rendered(messages: Any, asks: bool) -> str:
+        return render(tokenizer, messages, asks, prompt=PromptTemplate(), tools=schemas({"calculator": compute}))
+
+    ask = [{"role": "user", "content": PRODUCT.question}]
+    template = TurnTemplate.of(rendered, lambda text: tokenizer(text)["input_ids"], ask, ["tool"])
+    turns = calculator.turns_of(PRODUCT, random.Random(0), by_heart=0, wrong=0, malformed=0)
+    prompt = template.tokenize(rendered(ask, True))
+    shown = calculator.conversation(PRODUCT, turns, prompt, template, tokenizer.eos_token_id)
+    call, answer = ({"role": "assistant", "content": turn} for turn in turns)
+    whole = rendered([*ask, call, {"role": "tool", "content": "3724"}, answer], False)
+    assert tokenizer.decode(shown.token_ids) + "\n" == whole
+    taught = [i for i, is_taught in zip(shown.token_ids, shown.is_taught, strict=True) if is_taught]
+    assert tokenizer.decode(taught) == f"{turns[0]}<|im_end|>{turns[1]}<|im_end|>"
+    assert len(shown.token_ids) < 130, "the configuration's lengths hold it"
+    assert not config.load(ROOT / "configs/quickstart_tools.yaml", ["rollout.tools=[]"]).rollout.is_multi_turn
+
+
+def test_the_loss_is_that_of_the_answers_tokens_alone():
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from examples.warm_start import asked, loss_of
+
+    torch.manual_seed(0)
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=11, hidden_size=32, intermediate_size=32, **shape))
+    prompts, answers = [[3, 4, 5], [6, 7]], [[8, 2], [9, 1, 10, 2]]
+    terms = []
+    for prompt, answer in zip(prompts, answers, strict=True):  # one by one, unpadded
+        for i, token in enumerate(answer):
+            logits = model(input_ids=torch.tensor([prompt + answer[:i]])).logits[0, -1]
+            terms.append(-torch.log_softmax(logits, -1)[token].item())
+    shown = [asked(prompt).plus(answer, True) for prompt, answer in zip(prompts, answers, strict=True)]
+    assert loss_of(model, shown, pad_id=0).item() == pytest.approx(sum(terms) / 6, abs=1e-5)
+
+
+def test_the_loss_depends_on_what_is_drawn(folder_of: Any):
+    """The control: with another drawing's pixels the first token of an answer is no longer equally likely."""
+    import torch
+
+    from examples.drawings_model import prompt_ids, seen_by_model
+    from examples.warm_start import answered, asked, loss_of
+    from model.cpu.linear import use_faster_linear
+
+    rows, tokenizer = drawings.split("train", 2, seed=0), tokenizer_of(folder_of("quickstart_vlm"))
+    torch.manual_seed(0)
+    model = TINY["quickstart_vlm"].random_model(tokenizer)
+    use_faster_linear(model)
+    patches = [seen_by_model(drawing.image()) for drawing in rows]
+    prompt = prompt_ids(rows[0].question, len(patches[0]), tokenizer)
+    losses = [
+        loss_of(model, answered([asked(prompt, each)], ["red"], tokenizer), tokenizer.pad_token_id).item()
+        for each in patches
+    ]
+    assert abs(losses[0] - losses[1]) > 1e-4
+
+
+# --- tokenizer and prompts
+
+
+# name: text, its pieces; a message, and its turn as the template writes it
+TOKENS = {
+    "quickstart": (
+        "<think>12+7=19</think><answer>19</answer>",
+        "<think> 1 2 + 7 = 1 9 </think> <answer> 1 9 </answer>",
+        "2+2?",
+        "2+2?",
+    ),
+    "quickstart_tools": ("<tool_call>19</tool_call>", "<tool_call> 1 9 </tool_call>", "2+2?", "2+2?"),
+    "quickstart_vlm": (
+        r"<think>2 red circle</think>\boxed{2}",
+        r"<think> 2 Ġred Ġcircle </think> \boxed{ 2 }",
+        [{"type": "image"}, {"type": "text", "text": "Which shape is red?"}],
+        "<|vision_start|><|image_pad|><|vision_end|>Which shape is red?",
+    ),
+}
+
+
+@every
+def test_the_tokenizer_keeps_digits_and_tags_whole_and_any_text_comes_back(name: str, folder_of: Any):
+    tokenizer = tokenizer_of(folder_of(name))
+    text, pieces, content, turn = TOKENS[name]
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids) == pieces.split()
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
+    for strange in ("Grüße, 東京 🙂\n\ttab", "a  b <b> <|x|>", "Ken's 1,234.50"):
+        assert tokenizer.decode(tokenizer(strange, add_special_tokens=False)["input_ids"]) == strange
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": content}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == f"<|im_start|>system\nS<|im_end|>\n<|im_start|>user\n{turn}<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.apply_chat_template(messages, tokenize=False).endswith("?<|im_end|>\n")
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    assert (ids.count(start), ids.count(end)) == (3, 2)
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+
+
+@every
+def test_the_sampler_makes_the_prompts_that_the_warm_start_was_taught_and_they_fit(name: str, folder_of: Any):
+    from model.images import decode_patches, read_vision
+    from model.tokenizer import load_tokenizer
+    from sampler.dataset import load_data
+    from sampler.pictures import encode_problem
+    from sampler.prompts import make_prompt
+
+    folder, settings = folder_of(name), settings_of(name)
+    tokenizer = load_tokenizer(str(folder / "model"))
+    vision = read_vision(str(folder / "model")) if settings.data.image_key else None
+    problems = load_data("data.eval", str(folder / "test.jsonl"), settings.data, settings.rewards.reward_funcs)
+    few = replace(TINY[name], batch_size=1, **({"without_tools": 1.0} if name == "quickstart_tools" else {}))
+    for problem, made in zip(problems, few.split("test", 20), strict=True):
+        images = encode_problem(problem, vision.form, settings.data) if vision else ()
+        prompt = make_prompt(problem, tokenizer, settings.data, settings.prompt, vision, images)
+        (shown,) = few.lessons([made], tokenizer)(random.Random(0), 0.0, 0.0)
+        asked = shown.is_taught.index(True)
+        assert prompt.token_ids.tolist() == shown.token_ids[:asked] and not any(shown.is_taught[:asked])
+        assert asked <= settings.data.max_prompt_length
+        assert len(shown.token_ids) - asked <= settings.sampler.max_completion_length
+        for image in images:
+            assert prompt.token_ids.tolist().count(vision.image) == 84 * 84 // 28**2
+            assert (decode_patches(image, vision.form) == shown.patches.numpy()).all()
+    needed = settings.data.max_prompt_length + settings.sampler.max_completion_length
+    assert needed <= settings.vllm["max_model_len"] <= TINY[name].context_length
+
+
+# --- the build
+
+
+@every
+def test_the_build_writes_what_the_configuration_reads(name: str, folder_of: Any):
+    folder, settings, example = folder_of(name), settings_of(name), TINY[name]
+    for path in (settings.data.train, settings.data.eval, settings.model.path):
+        assert str(path).startswith(f"{example.folder}/") and (folder / Path(path).relative_to(example.folder)).exists()
+    for split, size in (("train", 60), ("test", 20)):
+        rows = [json.loads(line) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
+        for row, problem in zip(rows, example.split(split, size), strict=True):
+            if name != "quickstart_vlm":
+                assert row == problem.row()
+                continue
+            (file,) = row.pop("images")
+            assert row == {"question": f"<image>{problem.question}", "answer": problem.answer}
+            with Image.open(folder / file) as image:
+                assert image.tobytes() == problem.image().tobytes()
+
+
+@every
+def test_the_model_loads_as_a_tied_float32_one_that_fits_its_tokenizer(name: str, folder_of: Any):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    folder = folder_of(name)
+    kind = AutoModelForImageTextToText if name == "quickstart_vlm" else AutoModelForCausalLM
+    model, info = kind.from_pretrained(str(folder / "model"), dtype="auto", output_loading_info=True)
+    tokenizer = tokenizer_of(folder)
+    assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    shape = model.config.get_text_config()
+    assert type(model).__name__.startswith("Qwen2") and model.dtype is torch.float32
+    assert model.lm_head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+    assert shape.vocab_size == len(tokenizer)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == shape.eos_token_id
+    assert 0.5e6 < sum(p.numel() for p in model.parameters()) < 1.5e6
+    ids = torch.tensor([tokenizer("Ken has 7 pens.")["input_ids"]])
+    assert torch.isfinite(model(input_ids=ids).logits).all()
+
+
+def test_transformers_own_image_processor_does_not_resize_a_drawing(folder_of: Any):
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    processor = Qwen2VLImageProcessorPil.from_pretrained(str(folder_of("quickstart_vlm") / "model"))
+    patches = processor(images=[drawings.split("test", 1, seed=0)[0].image()], return_tensors="pt")
+    assert patches["image_grid_thw"].tolist() == [[1, 6, 6]]
+
+
+@every
+def test_the_warm_start_is_the_same_twice_and_moves_every_matrix(name: str):
+    import torch
+
+    example = replace(TINY[name], num_layers=1)
+    problems = example.split("train", 16)
+    tokenizer = example.train_tokenizer(problems)
+    one, two = (warm_start(example, problems, tokenizer, print).state_dict() for _ in range(2))
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    torch.manual_seed(example.seed)
+    start = example.random_model(tokenizer).state_dict()
+    assert all(not torch.equal(one[key], start[key]) for key in one if key.endswith("weight"))
+
+
+def test_the_warm_start_lowers_the_loss():
+    example = replace(TINY["quickstart"], num_clean_steps=60, num_careless_steps=0, batch_size=8, num_layers=1)
+    problems, lines = example.split("train", 64), []
+    warm_start(replace(example, hidden_size=64), problems, example.train_tokenizer(problems), lines.append)
+    assert float(re.search(r"step 60/60  loss ([\d.]+)", lines[-1])[1]) < 3.0  # log(vocabulary) is 6
+
+
+def test_lesson_one_is_clean_and_lesson_two_spoiled_at_a_lower_rate(folder_of: Any):
+    import torch
+
+    from examples.warm_start import asked, teach
+
+    example = replace(TINY["quickstart"], num_clean_steps=40, num_careless_steps=2, num_layers=1)
+    model = example.random_model(tokenizer_of(folder_of("quickstart")))
+    given, before, moved = [], model.model.norm.weight.detach().clone(), []
+
+    def lessons(rng: random.Random, wrong: float, malformed: float) -> list[Any]:
+        given.append((wrong, malformed))
+        now = model.model.norm.weight.detach()
+        moved.append((now - before).abs().max().item())
+        before.copy_(now)
+        return [asked([1, 2]).plus([3], True)]
+
+    assert not teach(model, example, lessons, 0, lambda line: None).training
+    assert given == [(0.0, 0.0)] * 40 + [(0.25, 0.45)] * 2
+    assert moved[1] == pytest.approx(example.learning_rate / 20, rel=0.02), "a warm-up over 20 steps"
+    assert torch.tensor(moved[30:]).max() < example.learning_rate
+
+
+@every
+def test_a_second_build_does_nothing_and_imports_no_torch(name: str, folder_of: Any):
+    folder = folder_of(name)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    again = (
+        "import sys; from pathlib import Path; from examples.example import build\n"
+        "from tests.support.examples import TINY\n"
+        f"print(build(TINY[{name!r}], Path({str(folder)!r}), print), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", again], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "False False\n"
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_another_setting_or_an_unfinished_folder_is_built_again_and_a_failed_build_changes_nothing(tmp_path: Path):
+    folder, lines = tmp_path / "quickstart", []
+    one = replace(TINY["quickstart"], num_train=20, num_test=5, num_clean_steps=1, num_careless_steps=0, num_layers=1)
+    two = replace(one, num_train=21)
+    (tmp_path / ".tmp-quickstart").mkdir()
+    (tmp_path / ".tmp-quickstart" / "half").write_text("what a killed build left")
+    assert build(one, folder, lines.append) and not build(one, folder, lines.append)
+    assert (folder / "stamp").read_text() == stamp(one) != stamp(two)
+    assert not (folder / "half").exists()
+    assert build(two, folder, lines.append)
+    assert len((folder / "train.jsonl").read_text().splitlines()) == 21
+    (folder / "stamp").unlink()
+    assert build(two, folder, lines.append)
+    with pytest.raises((ZeroDivisionError, ValueError)):
+        build(replace(two, hidden_size=48), folder, lines.append)  # no KV head
+    assert (folder / "stamp").read_text() == stamp(two) and not build(two, folder, lines.append)
+
+
+def test_a_second_process_waits_until_the_first_has_built(tmp_path: Path, capfd, monkeypatch):
+    monkeypatch.setattr(durable, "_RETRY_S", 0.01)
+    folder = tmp_path / "quickstart"
+    folder.mkdir()
+    (folder / "stamp").write_text(stamp(TINY["quickstart"]))
+    found: list[bool] = []
+    with durable.lock(tmp_path / "quickstart.lock", RuntimeError):
+        second = threading.Thread(target=lambda: found.append(build(TINY["quickstart"], folder, print)))
+        second.start()
+        said = ""
+        while f"waiting for another process: {folder}" not in said:
+            said += capfd.readouterr().err
+        assert not found
+    second.join(timeout=limit(60))
+    assert found == [False], "the first has built it"
+
+
+@every
+def test_each_is_a_command_of_its_own(name: str, tmp_path: Path) -> None:
+    example = type(TINY[name])()
+    (tmp_path / example.folder).mkdir(parents=True)
+    (tmp_path / example.folder / "stamp").write_text(stamp(example))
+    done = subprocess.run(
+        [sys.executable, "-m", type(example).__module__],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert [path.name for path in (tmp_path / example.folder).iterdir()] == ["stamp"]
