@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import UserError
+from model import devices
 from model.cpu.attention import in_fastest_dtype
 from model.packing import SequenceGroup, Span
 from model.sequence_parallel import heads_for_tokens, tokens_for_heads
@@ -31,12 +32,11 @@ NAME = "shared_prompt"
 def register() -> None:
     """Makes `attn_implementation="shared_prompt"` known to transformers. Call before from_pretrained.
 
-    Takes cuDNN's attention out of torch's choice in this process: it plans every new shape for a few hundred
-    milliseconds, and nearly every group is one.
+    Takes cuDNN's attention out of torch's choice in this process.
     """
     from transformers import AttentionInterface
 
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    devices.switch_off_planned_attention()
     # without a mask of this name transformers makes none, and asks the device for nothing to make one of
     AttentionInterface.register(NAME, _attention)
 
@@ -123,11 +123,7 @@ def _past(queries: int, keys: int, device: torch.device) -> Tensor:
     On a GPU a description that torch hands to flash attention, which reads grouped heads as they are; given a mask,
     flash attention refuses, and the kernel that is left writes out every score. On a CPU a mask.
     """
-    return _described_past(queries, keys) if _has_flash_attention(device) else _mask(queries, keys)
-
-
-def _has_flash_attention(device: torch.device) -> bool:
-    return device.type == "cuda"
+    return _described_past(queries, keys) if devices.is_accelerator(device) else _mask(queries, keys)
 
 
 def _described_past(queries: int, keys: int) -> Tensor:

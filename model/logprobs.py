@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from common.errors import UserError
-from model import attention, fused_head, vision
+from model import attention, vision
 from model.cpu.linear import use_faster_linear
 from model.folder import VISION_FAMILIES, causal_lm_class, check_model_folder
-from model.fused_head import FusedLogSoftmaxAt
-from model.log_softmax import LogSoftmaxAt
+from model.log_softmax import LogSoftmaxAt, on_support, scaled
 from model.packing import PackedRow
 from model.sequence_parallel import gather
 from model.stopwatch import Stopwatch
@@ -134,47 +133,22 @@ def token_terms(  # noqa: PLR0913 as score_terms
 
         log μ(target) = z_target − log Σ_{v ∈ S} exp z_v        log_mass = log Σ_{v ∈ S} π(v)
 
-    Returns float32 (logprobs [N], of μ if there is one; entropy [N] of π, or zeros; log_mass [N], 0 without sets). The
-    entropy is H = −Σ_v p_v · (z_v − log Z) of the whole softmax: the same as log Z − Σ_v p_v · z_v, whose gradient
-    would lose two bits more where logits are large.
+    Returns float32 (logprobs [N], of μ if there is one; entropy [N] of π, or zeros; log_mass [N], 0 without sets).
     """
 
-    def chunk(h: Tensor, target: Tensor, support: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        plain = head(h)
-        if sampling_mask is None and not entropy_gradient and fused_head.suits(plain):
-            logprobs, log_normaliser, entropy = FusedLogSoftmaxAt.apply(plain, target, temperature, with_entropy)
-            return logprobs, entropy, torch.zeros_like(log_normaliser)
-        logits = _scaled(plain, temperature)
-        if sampling_mask is None and not entropy_gradient:
-            logprobs, log_normaliser, entropy = LogSoftmaxAt.apply(logits, target, with_entropy)
-            return logprobs, entropy, torch.zeros_like(log_normaliser)
-        log_normaliser = logits.logsumexp(-1)
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            if with_entropy:
-                entropy = -(torch.softmax(logits, -1) * (logits - log_normaliser[:, None])).sum(-1)
-            else:
-                entropy = torch.zeros_like(log_normaliser)
-        if sampling_mask is None:
-            log_support = log_normaliser
-        else:
-            kept = logits.gather(-1, support.clamp(min=0)).masked_fill(support < 0, -torch.inf)
-            log_support = kept.logsumexp(-1)
-        logprobs = logits.gather(-1, target[:, None])[:, 0] - log_support
-        return logprobs, entropy, (log_support - log_normaliser).detach()
+    def chunk(h: Tensor, target: Tensor, sets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        return LogSoftmaxAt.apply(head(h), target, sets, temperature, with_entropy, entropy_gradient)
 
-    supports = targets[:, None] if sampling_mask is None else sampling_mask
-    recompute = torch.is_grad_enabled() and len(targets) > chunk_size
-    parts = [
-        checkpoint(chunk, *given, use_reentrant=False, preserve_rng_state=False) if recompute else chunk(*given)
-        for given in zip(*(x.split(chunk_size) for x in (hidden, targets, supports)), strict=True)
-    ]
+    parts = []
+    for begin in range(0, max(1, len(targets)), chunk_size):  # without targets one chunk of none
+        rows = slice(begin, begin + chunk_size)
+        given = hidden[rows], targets[rows], None if sampling_mask is None else sampling_mask[rows]
+        if torch.is_grad_enabled() and len(targets) > chunk_size:
+            parts.append(checkpoint(chunk, *given, use_reentrant=False, preserve_rng_state=False))
+        else:
+            parts.append(chunk(*given))
     logprobs, entropies, log_masses = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies), torch.cat(log_masses)
-
-
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """In float32. Division by 1 would change nothing and write all of them a second time."""
-    return logits.float() if temperature == 1.0 else logits.float() / temperature
 
 
 @torch.no_grad()
@@ -195,10 +169,10 @@ def score_norms(
     """
 
     def chunk(h: Tensor, target: Tensor, support: Tensor) -> Tensor:
-        logits = _scaled(head(h), temperature)
+        logits = scaled(head(h), temperature)
         chosen = logits.gather(-1, target[:, None])
         if sampling_mask is not None:
-            logits = logits.gather(-1, support.clamp(min=0)).masked_fill(support < 0, -torch.inf)
+            logits = on_support(logits, support)
         log_normaliser = logits.logsumexp(-1, keepdim=True)
         p = (chosen - log_normaliser)[:, 0].exp()
         return 1 - 2 * p + (logits - log_normaliser).exp().square().sum(-1)

@@ -1,4 +1,4 @@
-"""Seconds of one part of a forward and backward, on the CPU or as a CUDA device sees them."""
+"""Seconds of one part of a forward and backward, on the CPU or as a GPU sees them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model import devices
+
 
 class Stopwatch:
     """Adds up the time between `start` and `stop`. On a GPU it reads event timestamps, and waits only in `take`."""
 
     def __init__(self, device: torch.device):
-        self._uses_events = device.type == "cuda"
+        self._device, self._uses_events = device, devices.is_accelerator(device)
         self._begun: Any = None
         self._seconds = 0.0
         self._events: list[tuple[Any, Any]] = []
@@ -44,8 +46,4 @@ class Stopwatch:
         return seconds
 
     def _now(self) -> Any:
-        if not self._uses_events:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return devices.timed_event(self._device) if self._uses_events else time.perf_counter()

@@ -98,8 +98,7 @@ def _run(config: Config, sampler_id: str) -> None:
 def _sample(
     config: Config, task: Task, link: Link, pool: RewardPool, multi_turn: MultiTurn | None, vocabulary_size: int
 ) -> None:
-    import torch
-
+    from model import devices
     from model.reference import Reference
     from sampler.engine import Engine
     from sampler.fetch import remove_stale_scratch
@@ -107,10 +106,10 @@ def _sample(
 
     remove_stale_scratch(config)
     remove_orphans()  # of an engine that was killed
-    num_gpus = torch.cuda.device_count()
+    num_gpus = devices.count()
     reference = None
     if config.reference_on == "sampler":  # before the engine, which takes its share of the memory that is left
-        reference = Reference(config, torch.device("cuda" if num_gpus else "cpu"))
+        reference = Reference(config, devices.first())
         reference.check_vocabulary(vocabulary_size)
     engine = Engine(config, num_gpus)
     turns = multi_turn.episodes(engine, task.decode) if multi_turn else None

@@ -131,8 +131,9 @@ def _note_devices(config: Config, rank_zero: RankZero, engine: PolicyEngine) -> 
     """What is known once the model is where it trains: the machine, for the record, and whether gloo will be slow."""
     import torch
 
-    gpu = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else ""
-    write_environment(config.run.output_dir, engine.world_size, gpu)
+    from model import devices
+
+    write_environment(config.run.output_dir, engine.world_size, devices.name(engine.device))
     if slow := gloo_warning(config, engine.world_size, torch.distributed.get_backend(), engine.num_trained):
         rank_zero.display.note(slow)
 

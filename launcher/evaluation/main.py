@@ -103,11 +103,10 @@ def run(config: Config, ks: Sequence[int], target: Target, output: Path | None) 
         model = f"{config.model.path} with the adapters {target.model}" if target.rank else target.model
         _say(f"{len(prompts)} problems × {config.eval.num_generations} completions of {model}")
         begun = time.monotonic()
-        import torch
-
+        from model import devices
         from sampler.engine import Engine
 
-        engine = Engine(config, torch.cuda.device_count())
+        engine = Engine(config, devices.count())
         if target.rank:
             _load_adapters(engine, Path(target.model))
         decode: Decode = functools.partial(tokenizer.batch_decode, skip_special_tokens=True)

@@ -182,6 +182,22 @@ def offences(name: str, tree: ast.AST) -> Iterator[str]:
             yield f"{at}: allow_pickle"
 
 
+def test_one_file_knows_devices() -> None:
+    """Elsewhere no vendor is named, so that another one is a name in that file. The GPU check and the benchmarks tell
+    of the machine that they run on."""
+    rooms = ("common", "model", "sampler", "trainer", "launcher", "report", "rewards", "environments")
+    found = [
+        f"{name}:{node.lineno}"
+        for name, tree in trees().items()
+        if name.startswith(rooms) and name != "model/devices.py"
+        for node in walk(tree)
+        if (isinstance(node, ast.Attribute) and ast.unparse(node).startswith(("torch.cuda", "torch.backends.cuda")))
+        or (isinstance(node, ast.Constant) and node.value == "cuda")
+        or (isinstance(node, ast.Import | ast.ImportFrom) and "torch.cuda" in ast.unparse(node))
+    ]
+    assert found == []
+
+
 def test_nothing_unpickles_evaluates_text_or_starts_a_shell() -> None:
     assert [offence for name, tree in trees().items() for offence in offences(name, tree)] == []
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from common import durable, failpoints, weights
 from common.config import Config
+from model import devices
 from tests.support.gloo_data import TRAINER
 from tests.support.plain_policy import OneRank, PlainPolicy
 from tests.support.protocol_helpers import make_config
@@ -114,7 +115,7 @@ def test_memory_that_nobody_uses_is_given_back_before_the_sampler_that_slept_hea
 ) -> None:
     bench = Bench(tmp_path, monkeypatch, {"enable_sleep_mode": sleeps}, max_staleness=0)
     credited: list[int] = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: credited.append(len(bench.rank_zero.credited)))
+    monkeypatch.setattr(devices, "release_cache", lambda: credited.append(len(bench.rank_zero.credited)))
     bench.publish(1)
     bench.publish(1)  # after a step that was skipped
     assert credited == ([1, 2] if sleeps else [])

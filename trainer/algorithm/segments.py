@@ -55,7 +55,7 @@ class Segments:
 def sampled_scores(old_logprobs: NDArray[np.float32]) -> Floats:
     """[T] -> [T].  (1 − p_t)² ≤ q_t: what the sampled token alone contributes, from log-probs every rollout has.
 
-    The whole of q_t is common.logprobs.score_norms.
+    The whole of q_t is model.logprobs.score_norms.
     """
     return (1.0 - np.exp(old_logprobs.astype(np.float64))) ** 2
 

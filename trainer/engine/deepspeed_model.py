@@ -22,12 +22,13 @@ from torch import Tensor
 
 from common.config import Config
 from common.ports import free_port
+from model import devices
 from model.checksum import all_finite
 from model.packing import PackedRow, SequenceGroup
 from model.sequence_parallel import shard
 from model.vision import VisionLayout, freeze_tower, with_vision
 from trainer.engine.build_locks import no_endless_wait_for_builds
-from trainer.engine.deepspeed_config import Optimized, backend, deepspeed_config
+from trainer.engine.deepspeed_config import Optimized, deepspeed_config
 from trainer.engine.exported import Exported, parameters
 from trainer.engine.off_grid import leave_the_grid
 from trainer.engine.optimizer import adamw, parameter_groups, scheduler
@@ -58,12 +59,11 @@ def init_distributed(config: Config) -> None:
         os.environ.setdefault(name, value)
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(free_port())
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    chosen = backend(config, torch.cuda.is_available())
+    devices.use(int(os.environ["LOCAL_RANK"]))
+    chosen = devices.collectives() if config.trainer.dist_backend == "auto" else config.trainer.dist_backend
     with no_endless_wait_for_builds():  # on CPUs it loads a compiled op
         deepspeed.init_distributed(dist_backend=chosen, timeout=_COLLECTIVE_TIMEOUT, verbose=False)
-    if not torch.cuda.is_available():
+    if not devices.count():
         _unlink_shared_buffer()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.config import Config
 from common.weights import BaseTensor
-from model import lora
+from model import devices, lora
 from model.dims import ModelDims, model_dims
 from model.logprobs import load_causal_lm, score_logprobs, score_norms_of_row, score_terms
 from model.packing import PackedRow, SequenceGroup
@@ -169,7 +169,7 @@ class PolicyEngine(DeepSpeedModel):
             return
         place = self.config.run.seed, torch.distributed.get_rank(), self.ds.global_steps, self._micro_batch
         self._micro_batch += 1
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+        with devices.forked_random(self.device):
             torch.manual_seed(random.Random(repr(place)).getrandbits(63))
             yield
 

@@ -18,12 +18,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from common import weights
 from common.config import Config
 from common.watchdog import report_progress
 from common.weights import Published
+from model import devices
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.link.source import GroupSource
@@ -84,7 +83,7 @@ class Publisher:
         start = time.monotonic()
         report_progress(f"publishing version {version}")
         if self.config.vllm.get("enable_sleep_mode"):  # vLLM's cache wakes for this version, where our free blocks are
-            torch.cuda.empty_cache()
+            devices.release_cache()
         is_first = self.published.version < 0  # behind it there is nothing to train yet
         behind = self._disk_behind is not None and not is_first
         write = self._writer(VersionName(self.dir, run_id, self.incarnation, version), vocab_size, behind)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from common import durable
 from common.weights import FileInfo
+from model import devices
 
 Bytes = bytes | memoryview
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -37,7 +38,7 @@ class HostCopies:
 
     def copy(self, name: str, tensor: Tensor) -> Tensor:
         """Overwrites the copy of this name."""
-        on_gpu, into = tensor.device.type == "cuda", self._of.get(name)
+        on_gpu, into = devices.is_accelerator(tensor.device), self._of.get(name)
         self._is_pinned |= on_gpu
         if into is None or (into.shape, into.dtype) != (tensor.shape, tensor.dtype):
             into = self._of[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
@@ -45,7 +46,7 @@ class HostCopies:
 
     def wait(self) -> None:
         if self._is_pinned:
-            torch.cuda.synchronize()
+            devices.synchronize()
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> FileInfo:

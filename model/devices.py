@@ -1,0 +1,78 @@
+"""The one file that knows devices: torch's accelerator, whatever its vendor, or the CPU where there is none.
+
+torch.accelerator has what every vendor's back end has; what is left, a name and a collective library, comes from the
+module of the device's type. tests/unit/test_imports.py keeps torch.cuda and its like out of all other rooms.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+_COLLECTIVES = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "mlu": "cncl"}
+
+
+def count() -> int:
+    """Accelerators that this process sees."""
+    return torch.accelerator.device_count()
+
+
+def first() -> torch.device:
+    """The first accelerator, or the CPU."""
+    return _accelerator() or torch.device("cpu")
+
+
+def is_accelerator(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
+def use(index: int) -> None:
+    """For everything that this process puts on an accelerator from now on; nothing without one."""
+    if count():
+        torch.accelerator.set_device_index(index)
+
+
+def collectives() -> str:
+    """torch.distributed's back end for what lies on these devices: "nccl" on CUDA and ROCm, "gloo" on CPUs."""
+    device = _accelerator()
+    return "gloo" if device is None else _COLLECTIVES.get(device.type, "gloo")
+
+
+def name(device: torch.device) -> str:
+    """As its vendor calls it, "NVIDIA H100 80GB HBM3"; "" for the CPU."""
+    return torch.get_device_module(device).get_device_name(device) if is_accelerator(device) else ""
+
+
+def synchronize() -> None:
+    """Waits for everything that was started."""
+    if count():
+        torch.accelerator.synchronize()
+
+
+def release_cache() -> None:
+    """Gives free blocks of torch's allocator back to the device."""
+    if count():
+        torch.accelerator.empty_cache()
+
+
+def timed_event(device: torch.device) -> Any:
+    """An event of this device that has just been recorded; `a.elapsed_time(b)` are milliseconds."""
+    event = torch.Event(device=device, enable_timing=True)
+    event.record()
+    return event
+
+
+def forked_random(device: torch.device) -> AbstractContextManager[None]:
+    """What torch draws inside, on the CPU and on this device, changes nothing that is drawn after it."""
+    return torch.random.fork_rng([device] if is_accelerator(device) else [], device_type=device.type)
+
+
+def switch_off_planned_attention() -> None:
+    """cuDNN's attention plans every new shape for a few hundred milliseconds, and nearly every group is one."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def _accelerator() -> torch.device | None:
+    return torch.accelerator.current_accelerator() if count() else None
