@@ -1,4 +1,4 @@
-"""The numbers that follow from a batch's settings, also as settings of the frameworks people come from. Pure.
+"""The numbers that follow from a batch's settings. Pure.
 
 One batch of rollouts is `mini_batches` optimizer steps in one pass, each of them `accumulation` forward and backward
 passes on every rank. Rows are whole prompts here and whole sequences where a framework counts sequences. Where the
@@ -18,7 +18,7 @@ from common.config import Config
 @dataclass(frozen=True)
 class BatchPlan:
     """EasyR1's Geometry3K example: BatchPlan(256, 6, ranks=8, mini_batches=4, micro_sequences=2, num_rows=2100) has
-    1,536 sequences, 192 per rank; an update of 48 per rank in 24 micro-batches; 8 batches an epoch."""
+    1,536 sequences, 192 per rank; an update of 48 per rank in 24 micro-batches."""
 
     prompts: int  # in a batch of rollouts, over all ranks
     num_generations: int
@@ -56,11 +56,6 @@ class BatchPlan:
     def updates_per_batch(self) -> int:
         return self.mini_batches * self.num_iterations
 
-    @property
-    def batches_per_epoch(self) -> int | None:
-        """Whole ones: other frameworks drop the rest, here the next epoch's first rows complete the batch."""
-        return None if self.num_rows is None else self.num_rows // self.prompts
-
 
 def batch_plan(config: Config, ranks: int, num_rows: int | None = None) -> BatchPlan:
     mini_batches = config.algorithm.steps_per_generation
@@ -88,81 +83,31 @@ def one_line(plan: BatchPlan) -> str:
     return f"{batch}{per_rank}; {updates} of {micro}{budget}"
 
 
-def lines(plan: BatchPlan) -> Iterator[tuple[str, str, str]]:
-    """(what, its value, the same in TRL's, verl's, EasyR1's and MindSpeed-RL's settings)."""
-    p, per_generation = plan, plan.accumulation * plan.mini_batches
-    yield (
-        "prompts",
-        f"{p.prompts:,} in a batch of rollouts, each a group of {p.num_generations} completions",
-        f"verl data.train_batch_size {p.prompts} · EasyR1 data.rollout_batch_size {p.prompts} · "
-        f"MindSpeed-RL global_batch_size {p.prompts}",
-    )
-    yield (
-        "sequences",
-        f"{p.prompts:,} × {p.num_generations} = {p.sequences:,} in a batch; {p.sequences_per_rank:,} per rank "
-        f"of {p.ranks}",
-        f"TRL generation_batch_size {p.sequences}, num_generations {p.num_generations} · verl and EasyR1 rollout.n "
-        f"{p.num_generations} · MindSpeed-RL n_samples_per_prompt {p.num_generations}",
-    )
-    yield (
-        "mini-batches",
-        f"{p.mini_batches} of {p.prompts_per_update:,} prompts: one optimizer step each, "
-        f"{p.sequences_per_update_and_rank:,} sequences per rank",
-        f"verl ppo_mini_batch_size {p.prompts_per_update} · EasyR1 actor.global_batch_size {p.prompts_per_update} · "
-        f"MindSpeed-RL mini_batch_size {p.prompts_per_update}",
-    )
-    yield _micro_batches(p, per_generation)
-    if p.sp_size > 1:
-        yield (
-            "long sequences",
-            f"{p.ranks} data-parallel × {p.sp_size} sequence-parallel ranks: {p.sp_size} share every micro-batch, and "
-            f'"rank" above means {p.sp_size} of them',
-            f"verl ulysses_sequence_parallel_size {p.sp_size} · DeepSpeed sequence_parallel_size {p.sp_size}",
-        )
-    if p.num_iterations > 1:
-        yield (
-            "passes",
-            f"{p.num_iterations} over every batch: {p.updates_per_batch} optimizer steps a batch",
-            f"TRL num_iterations {p.num_iterations} · verl and EasyR1 ppo_epochs {p.num_iterations}",
-        )
-    if p.num_rows is not None:
-        exact = p.num_rows / p.prompts
-        whole = p.batches_per_epoch or 0
-        yield (
-            "epoch",
-            f"{p.num_rows:,} rows = {exact:.4g} batches of rollouts"
-            + (f", {exact * p.updates_per_batch:.4g} optimizer steps" if p.updates_per_batch > 1 else ""),
-            f"verl, EasyR1 and MindSpeed-RL drop the rest: {_count(whole, 'step')} an epoch",
-        )
-
-
-def _micro_batches(p: BatchPlan, per_generation: int) -> tuple[str, str, str]:
+def lines(plan: BatchPlan) -> Iterator[tuple[str, str]]:
+    """(what, its value) for people."""
+    p = plan
+    yield "prompts", f"{p.prompts:,} in a batch of rollouts, each a group of {p.num_generations} completions"
+    per_rank = f"{p.sequences_per_rank:,} per rank of {p.ranks}"
+    yield "sequences", f"{p.prompts:,} × {p.num_generations} = {p.sequences:,} in a batch; {per_rank}"
+    each = f"one optimizer step each, {p.sequences_per_update_and_rank:,} sequences per rank"
+    yield "mini-batches", f"{p.mini_batches} of {p.prompts_per_update:,} prompts: {each}"
+    steps = _count(p.accumulation, "accumulation step")
     if p.max_tokens is not None and p.longest_group is not None:
         alone = ", and then trains alone" if p.longest_group > p.max_tokens else ""
-        return (
-            "micro-batches",
-            f"whole groups up to {p.max_tokens:,} tokens in one forward of one rank; the longest group has "
-            f"{p.longest_group:,}{alone}; at most about {_count(p.accumulation, 'accumulation step')}",
-            f"verl use_dynamic_bsz True, ppo_max_token_len_per_gpu {p.max_tokens} · MindSpeed-RL use_dynamic_bsz true, "
-            f"max_packing_token_size {p.max_tokens} (both count a prompt once per completion) · TRL and EasyR1 count "
-            "sequences",
-        )
-    return (
-        "micro-batches",
-        f"{p.micro_sequences} sequences in one forward of one rank; {_count(p.accumulation, 'accumulation step')}",
-        f"TRL per_device_train_batch_size {p.micro_sequences}, gradient_accumulation_steps {p.accumulation}, "
-        f"steps_per_generation {per_generation} · verl ppo_micro_batch_size_per_gpu {p.micro_sequences} · EasyR1 "
-        f"micro_batch_size_per_device_for_update {p.micro_sequences} · MindSpeed-RL micro_batch_size "
-        f"{p.micro_sequences}{_in_pairs(p)}",
-    )
-
-
-def _in_pairs(p: BatchPlan) -> str:
-    """The same optimizer step in micro-batches smaller than ours can be: a group is never split here."""
-    if p.micro_sequences <= 2:
-        return ""
-    steps = math.ceil(p.sequences_per_update_and_rank / 2)
-    return f" · all of them with 2 sequences at a time: {_count(steps, 'accumulation step')}"
+        longest = f"the longest group has {p.longest_group:,}{alone}; at most about {steps}"
+        yield "micro-batches", f"whole groups up to {p.max_tokens:,} tokens in one forward of one rank; {longest}"
+    else:
+        yield "micro-batches", f"{p.micro_sequences} sequences in one forward of one rank; {steps}"
+    if p.sp_size > 1:
+        kinds = f"{p.ranks} data-parallel × {p.sp_size} sequence-parallel ranks"
+        shared = f'{p.sp_size} share every micro-batch, and "rank" above means {p.sp_size} of them'
+        yield "long sequences", f"{kinds}: {shared}"
+    if p.num_iterations > 1:
+        yield "passes", f"{p.num_iterations} over every batch: {p.updates_per_batch} optimizer steps a batch"
+    if p.num_rows is not None:
+        batches = p.num_rows / p.prompts
+        steps = f", {batches * p.updates_per_batch:.4g} optimizer steps" if p.updates_per_batch > 1 else ""
+        yield "epoch", f"{p.num_rows:,} rows = {batches:.4g} batches of rollouts{steps}"
 
 
 def epochs(plan: BatchPlan, max_steps: int) -> float | None:

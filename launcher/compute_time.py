@@ -1,6 +1,6 @@
-"""How long a batch of rollouts will take on GPUs, from the workload and a device's data sheet. Estimates. Pure.
+"""How long a batch of rollouts takes on GPUs and which side waits, from the workload and data sheets. Estimates. Pure.
 
-The letters are those of workload.py. Left out: overlap of the two processes.
+The letters are those of workload.py. Left out: overlap of the two processes, and CPUs.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ DEVICES = (
     Device("RTX 4090", 165e12, 1.01e12),
     Device("RTX 3090", 71e12, 0.94e12),
 )
+UNKNOWN = Device("unknown", 100e12, 1e12)
 
 
 def known_device(name: str) -> Device | None:
@@ -83,3 +84,26 @@ def sampler_seconds(work: Workload, device: Device, devices: int = 1, at_once: i
     scored = frozen.flops(work.groups_per_batch * work.tokens_of_group) if frozen else 0.0
     scored += work.groups_per_batch * work.tower_flops(frozen)
     return (decode + prefill) / devices + scored / (device.flops * _MFU)
+
+
+def who_waits(work: Workload, gpu_name: str, devices: int, samplers: int, at_once: int | None) -> str:
+    """Both sides' seconds and who waits for whom, in words. Of each of so many samplers with so many devices, at_once
+    sequences decode together; None = as many as there are."""
+    known = known_device(gpu_name)
+    device = known or UNKNOWN
+    sampling = sampler_seconds(work, device, devices, at_once) / samplers
+    training = trainer_seconds(work, device)
+    slower, waiting = ("sampling", "trainer") if sampling > training else ("training", "sampler")
+    share = 1 - min(sampling, training) / max(sampling, training)
+    waits = f"{slower} takes longer, the {waiting} will wait about {100 * share:.0f} % of the time"
+    if share < 0.2:
+        waits = "both sides are about even"
+    unknown = "" if known else f" ({gpu_name or 'this GPU'} is not known: 100 TFLOP/s taken)"
+    return (
+        f"a batch of longest completions: sampling ≈ {_seconds(sampling)}, training ≈ {_seconds(training)}; {waits}. "
+        f"A rough estimate from operations and bandwidth{unknown}"
+    )
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value < 10 else f"{value:.0f} s"

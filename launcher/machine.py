@@ -6,14 +6,9 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from launcher.cpu_time import Measured
 
 ROOT = Path(__file__).resolve().parents[1]  # of the repository
 GIB = 2**30
@@ -28,7 +23,6 @@ class Machine:
     gpu_name: str
     memory: float  # bytes of the host
     cores: int
-    measured: Mapping[int, Measured] | None = None  # without GPUs, by number of threads; see measure.py
 
 
 def gib(size: float) -> str:

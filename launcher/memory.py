@@ -7,8 +7,9 @@ resident memory of a process. Left out: fragmentation; NCCL's buffers and the CU
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from launcher.machine import GIB
 from launcher.workload import BYTES, Workload
@@ -214,46 +215,41 @@ def smaller(work: Workload, budget: float) -> tuple[list[str], Workload] | None:
 
     Only settings without which it would not fit are kept.
     """
-    one_group = "trainer.groups_per_micro_batch=1"
-    if work.has_token_budget:
-        one_group = f"trainer.max_tokens_per_micro_batch={work.tokens_of_group}"
-    options: list[tuple[str, dict[str, int | bool]]] = [
-        ("model.gradient_checkpointing=true", {"checkpointing": True}),
-        (one_group, {"groups_per_micro_batch": 1}),
-        ("trainer.logprob_chunk_size=256", {"chunk": 256}),
-        ("deepspeed.zero_optimization.stage=2", {"zero_stage": 2}),
-        ("deepspeed.zero_optimization.stage=3", {"zero_stage": 3}),
-        ("trainer.sequence_parallel_size=2", {"sp_size": 2}),
-        ("sampler.max_completion_length=" + str(max(1, work.completion // 2)), {"completion": work.completion // 2}),
-    ]
-    chosen: list[tuple[str, dict[str, int | bool]]] = []
-    for setting, change in options:
-        if all(getattr(work, name) == value for name, value in change.items()) or _cannot(work, change):
+    chosen: dict[str, dict[str, Any]] = {}
+    for setting, change in _options(work):
+        chosen[setting] = change
+        if _total(work, chosen) > budget:
             continue
-        chosen.append((setting, change))
-        if _total(work, chosen) <= budget:
-            for one in list(chosen):
-                rest = [other for other in chosen if other is not one]
-                if _total(work, rest) <= budget:
-                    chosen = rest
-            return [setting for setting, _ in chosen], _changed(work, chosen)
+        for name in list(chosen):
+            others = {other: chosen[other] for other in chosen if other != name}
+            if _total(work, others) <= budget:
+                chosen = others
+        return list(chosen), _changed(work, chosen)
     return None
 
 
-def _cannot(work: Workload, change: Mapping[str, int | bool]) -> bool:
-    """Whether a change needs more ranks, or a model and rows of another kind."""
-    if "zero_stage" in change:
-        return work.ranks == 1 or work.zero_stage >= change["zero_stage"]
-    heads = [m.heads for m in (work.model, work.critic) if m]
-    odd = any(n % 2 for n in (work.ranks, *heads))
-    return "sp_size" in change and (work.sp_size > 1 or odd or work.images > 0 or not work.shares_prompt)
+def _options(work: Workload) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(setting, what it changes) of all that make a rank smaller; those that are set already change nothing."""
+    yield "model.gradient_checkpointing=true", {"checkpointing": True}
+    if work.has_token_budget:
+        yield f"trainer.max_tokens_per_micro_batch={work.tokens_of_group}", {"groups_per_micro_batch": 1}
+    else:
+        yield "trainer.groups_per_micro_batch=1", {"groups_per_micro_batch": 1}
+    yield "trainer.logprob_chunk_size=256", {"chunk": min(256, work.chunk)}
+    for stage in range(max(2, work.zero_stage + 1), 4 if work.ranks > 1 else 0):
+        yield f"deepspeed.zero_optimization.stage={stage}", {"zero_stage": stage}
+    are_even = all(n % 2 == 0 for n in (work.ranks, *(m.heads for m in (work.model, work.critic) if m)))
+    if work.sp_size == 1 and are_even and not work.images and work.shares_prompt:
+        yield "trainer.sequence_parallel_size=2", {"sp_size": 2}
+    half = max(1, work.completion // 2)
+    yield f"sampler.max_completion_length={half}", {"completion": half}
 
 
-def _changed(work: Workload, changes: list[tuple[str, dict[str, int | bool]]]) -> Workload:
-    for _, change in changes:
-        work = replace(work, **change)  # type: ignore[arg-type]
+def _changed(work: Workload, changes: Mapping[str, Mapping[str, Any]]) -> Workload:
+    for change in changes.values():
+        work = replace(work, **change)
     return work
 
 
-def _total(work: Workload, changes: list[tuple[str, dict[str, int | bool]]]) -> float:
+def _total(work: Workload, changes: Mapping[str, Mapping[str, Any]]) -> float:
     return trainer_memory(_changed(work, changes)).total

@@ -1,8 +1,8 @@
 """Everything that follows from a config, before anything starts:  bash launch.sh plan [config.yaml] [key=value …]
 
-Batches in the settings of TRL, verl, EasyR1 and MindSpeed-RL, devices, memory, the expected bottleneck, the first
-prompt as the model sees it, and one call of the rewards on real rows. Loads no weights. Exit 1, with the nearest
-working settings, if the run does not fit; 2 for a user error.  --gpus 3x32 plans for another machine.
+Batches, devices, memory, with GPUs the expected bottleneck, the first prompt as the model sees it, and one call of the
+rewards on real rows. Loads no weights. Exit 1, with the nearest working settings, if the run does not fit; 2 for a user
+error.  --gpus 3x32 plans for another machine.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from common.errors import UserError
 from common.terminal_picture import lines_of
 from common.types import Prompt
 from launcher.batch_plan import BatchPlan, batch_plan, epochs, lines
-from launcher.fit import fit, reference_side
+from launcher.fit import fit
 from launcher.machine import GIB, Machine, this_machine
-from launcher.measure import with_measured
 from launcher.placement import Placement, placement, visible_gpus
 from launcher.run import parse, require_built
 from launcher.workload import workload_of
@@ -77,15 +76,12 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
         _print("memory", [("", f"{config.model.path} is no Llama, Qwen2, Qwen3, Mistral or Qwen-VL: no estimate")])
         troubles: tuple[str, ...] = ()
     else:
-        on = config.reference.on
         work = workload_of(config, place.num_ranks, model, machine.gpus > 0, place.ranks_per_gpu)
-        machine = with_measured(machine, work, place)
         if slow := gloo_warning(config, place.num_ranks, backend(config, machine.gpus > 0), work.trained):
             print(f"tandem: {slow}", file=sys.stderr)
-        side = reference_side(config, work, place, machine) if on == "auto" else on
-        result = fit(config, replace(work, reference_on=side), place, machine)
+        result = fit(config, work, place, machine)
         troubles = result.problems
-        where = [("reference", f"scored by the {side} (reference.on={on})")] if work.reference else []
+        where = [("reference", f"scored by the {work.reference_on} (reference.on)")] if work.reference else []
         _print("memory and time, estimated", [*result.lines, *where])
     _print(*_preview(config, problems))
     for trouble in troubles:
@@ -94,9 +90,7 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
 
 
 def _batch_lines(config: Config, plan: BatchPlan) -> Iterator[tuple[str, str]]:
-    for what, value, elsewhere in lines(plan):
-        yield what, value
-        yield "", f"  = {elsewhere}"
+    yield from lines(plan)
     steps, count = config.trainer.max_steps, epochs(plan, config.trainer.max_steps)
     batches = f"{steps // plan.updates_per_batch:,} batches of rollouts, "
     yield "run", f"{batches}{steps:,} optimizer steps" + (f", {count:.3g} epochs" if count else "")

@@ -28,10 +28,9 @@ from common.run_folder import FINAL, checkpoints, no_checkpoint
 from launcher import shares
 from launcher.batch_plan import batch_plan, one_line
 from launcher.commands import Commands
-from launcher.fit import fit, reference_side, takes_turns
+from launcher.fit import fit
 from launcher.hosts import HostCommands, placement_over, read_hosts, settings_over
-from launcher.machine import ROOT, this_machine
-from launcher.measure import with_measured
+from launcher.machine import ROOT, Machine, this_machine
 from launcher.output_dir import LOCK, check_folder, in_use, move_aside
 from launcher.placement import Placement, placement, visible_gpus
 from launcher.supervisor import Rules, Supervisor
@@ -81,11 +80,9 @@ def main(arguments: Sequence[str]) -> int:
                 overrides = [*overrides, *as_overrides(folders)]
                 config = load(path, overrides)
             require_models(config)
-            if config.reference.on == "auto" and config.algorithm.beta > 0:
-                overrides = [*overrides, f"reference.on={_reference_side(config, place)}"]
-                config = load(path, overrides)
-            if chosen := _shares(config, place):
-                overrides = [*overrides, *chosen]
+            if shares.is_undivided(config, place):
+                model, machine = read_dims(config.model.path, config.model.revision), _machine()
+                overrides = [*overrides, *shares.settings(config, model, place, machine)]
                 config = load(path, overrides)
             if hosts:
                 return _run(HostCommands(path, overrides, config, place, hosts), again)
@@ -95,32 +92,13 @@ def main(arguments: Sequence[str]) -> int:
         return USER_ERROR
 
 
-def _reference_side(config: Config, place: Placement) -> str:
-    """What reference.on=auto means here."""
-    model = read_dims(config.model.path, config.model.revision)
-    if model is None:  # no estimate for it
-        return "sampler"
-    machine = this_machine(len(visible_gpus(os.environ)))
-    work = workload_of(config, place.num_ranks, model, machine.gpus > 0, place.ranks_per_gpu)
-    if not takes_turns(config, place):
-        machine = with_measured(machine, work, place)
-    return reference_side(config, work, place, machine)
-
-
-def _shares(config: Config, place: Placement) -> list[str]:
-    """vLLM's part of a GPU that it shares with the trainer, as settings."""
-    if not place.shares_gpu or any(name in config.vllm for name in shares.BY_HAND):
-        return []
-    model = read_dims(config.model.path, config.model.revision)
-    if model is None:
-        raise shares.no_estimate(config)
-    work = workload_of(config, place.num_ranks, model, ranks_per_gpu=place.ranks_per_gpu)
-    return shares.settings(config, work, place, this_machine(len(visible_gpus(os.environ))))
+def _machine() -> Machine:
+    return this_machine(len(visible_gpus(os.environ)))
 
 
 def _less_memory(config: Config, place: Placement, name: str) -> str:
     """For a "sampler" or "trainer" that was killed for memory of the host: what plan estimates, and what needs less."""
-    machine, model = this_machine(len(visible_gpus(os.environ))), read_dims(config.model.path, config.model.revision)
+    machine, model = _machine(), read_dims(config.model.path, config.model.revision)
     if machine.gpus or model is None:
         return less_memory(name, is_host_of_gpus=bool(machine.gpus))
     lines = dict(fit(config, workload_of(config, place.num_ranks, model, on_gpu=False), place, machine).lines)

@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from common.config import Config
 from common.errors import UserError
 from launcher.machine import Machine, gib
-from launcher.memory import SamplerMemory, sampler_memory, smaller, trainer_memory
+from launcher.memory import sampler_memory, smaller, trainer_memory
 from launcher.placement import Placement
-from launcher.workload import Workload
+from launcher.workload import Workload, workload_of
+from model.dims import ModelDims
 
-_RESERVE = (
-    0.04  # of the GPU: what neither estimate counts, such as the driver's own and blocks that do not fit together
-)
+# Of the GPU: what neither estimate counts, such as the driver's own and blocks that do not fit together.
+_RESERVE = 0.04
 _BLOCK = 16  # tokens of a block of vLLM's cache
-BY_HAND = ("kv_cache_memory_bytes", "gpu_memory_utilization")
+_BY_HAND = "to divide it by hand add vllm.gpu_memory_utilization=0.4"
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,14 @@ class Shares:
         return [f"vllm.kv_cache_memory_bytes={self.cache}", f"vllm.gpu_memory_utilization={share:.2f}"]
 
 
+def is_undivided(config: Config, place: Placement) -> bool:
+    """Whether both processes are on one GPU and nobody has divided it by hand."""
+    return place.shares_gpu and config.vllm.keys().isdisjoint({"kv_cache_memory_bytes", "gpu_memory_utilization"})
+
+
 def are_chosen(config: Config, place: Placement, machine: Machine) -> bool:
-    """Whether both processes are on one GPU of known size and nobody has divided it by hand."""
-    return place.shares_gpu and machine.gpu_bytes > 0 and not any(name in config.vllm for name in BY_HAND)
+    """Whether a run chooses the shares: it has to, and the size of the GPU is known."""
+    return is_undivided(config, place) and machine.gpu_bytes > 0
 
 
 def shares(work: Workload, machine: Machine, longest: int) -> Shares:
@@ -66,21 +71,15 @@ def shares(work: Workload, machine: Machine, longest: int) -> Shares:
     return Shares(trainer, fixed, sampler.weights, cache, int(cache // per_sequence), wanted, machine.gpu_bytes)
 
 
-def problem(work: Workload, found: Shares, sampler: SamplerMemory) -> str:
+def problem(work: Workload, found: Shares) -> str:
     """Why the two do not fit on the GPU and what to change; empty where they do."""
     if found.cache:
         return ""
-    budget = (1 - _RESERVE) * found.total - found.sampler - sampler.cache_per_sequence
-    head = (
+    budget = (1 - _RESERVE) * found.total - found.sampler - sampler_memory(work).cache_per_sequence
+    return (
         f"one GPU of {gib(found.total)} for both: {ranks_need(work, found.trainer)}, the sampler "
-        f"{gib(found.sampler)} and a cache"
+        f"{gib(found.sampler)} and a cache; {way_out(work, budget)}"
     )
-    change = smaller(work, budget / work.ranks_per_gpu) if budget > 0 else None
-    if change is None:
-        return f"{head}; nothing here makes them small enough: use lora.r=16, a smaller model, or a larger GPU"
-    settings, changed = change
-    needed = gib(work.ranks_per_gpu * trainer_memory(changed).total)
-    return f"{head}; set {' '.join(settings)}, with which the trainer needs {needed}"
 
 
 def ranks_need(work: Workload, of_all: float) -> str:
@@ -90,6 +89,16 @@ def ranks_need(work: Workload, of_all: float) -> str:
     return f"{work.ranks_per_gpu} trainer ranks on it need about {gib(of_all)}"
 
 
+def way_out(work: Workload, budget: float) -> str:
+    """What makes the ranks of one GPU fit into so many bytes, in words."""
+    change = smaller(work, budget / work.ranks_per_gpu)
+    if change is None:
+        return "nothing here makes it small enough: set lora.r=16, or use more or larger GPUs or a smaller model"
+    settings, changed = change
+    needed = gib(work.ranks_per_gpu * trainer_memory(changed).total)
+    return f"set {' '.join(settings)}, with which the trainer needs {needed}"
+
+
 def said(config: Config) -> str:
     """One line for people, of a run on one GPU."""
     if cache := config.vllm.get("kv_cache_memory_bytes"):
@@ -97,28 +106,20 @@ def said(config: Config) -> str:
     return f"one GPU for both: vLLM takes {config.vllm['gpu_memory_utilization']} of it, the trainer may have the rest"
 
 
-def settings(config: Config, work: Workload, place: Placement, machine: Machine) -> list[str]:
-    """What launch.sh adds to the settings of both processes; nothing unless they share a GPU that nobody divided.
+def settings(config: Config, model: ModelDims | None, place: Placement, machine: Machine) -> list[str]:
+    """What launch.sh adds to the settings of both processes, where they share a GPU that nobody divided.
 
-    Raises UserError where they do not fit, or where the size of the GPU is not known.
+    Raises UserError where they do not fit, where the size of the GPU is not known, or the model's (None).
     """
-    if not place.shares_gpu or any(name in config.vllm for name in BY_HAND):
-        return []
-    by_hand = "to divide it by hand add vllm.gpu_memory_utilization=0.4"
+    if model is None:
+        raise UserError(f"one GPU for both processes, and no estimate for {config.model.path}; {_BY_HAND}")
     if not machine.gpu_bytes:
-        raise UserError(f"one GPU for both processes, and nvidia-smi does not say how large it is; {by_hand}")
+        raise UserError(f"one GPU for both processes, and nvidia-smi does not say how large it is; {_BY_HAND}")
+    work = workload_of(config, place.num_ranks, model, ranks_per_gpu=place.ranks_per_gpu)
     found = shares(work, machine, longest_sequence(config))
-    if trouble := problem(work, found, sampler_memory(work)):
-        raise UserError(f"{trouble}; {by_hand}")
+    if trouble := problem(work, found):
+        raise UserError(f"{trouble}; {_BY_HAND}")
     return found.settings
-
-
-def no_estimate(config: Config) -> UserError:
-    """For a model whose sizes model/dims.py cannot tell."""
-    return UserError(
-        f"one GPU for both processes, and {config.model.path} is no Llama, Qwen2, Qwen3 or Mistral: no estimate says "
-        "how to divide it; add vllm.gpu_memory_utilization=0.4"
-    )
 
 
 def longest_sequence(config: Config) -> int:

@@ -119,7 +119,7 @@ def workload_of(
         critic=_dims_or(model, critic.path, critic.revision) if config.algorithm.needs_critic else None,
         reference=_dims_or(model, reference.path, reference.revision) if config.algorithm.beta > 0 else None,
         reference_is_base=config.reference_is_base and int(zero["stage"]) < 3,
-        reference_on="trainer" if config.reference.on == "trainer" else "sampler",
+        reference_on=config.reference_on or "sampler",
         max_num_seqs=int(config.vllm.get("max_num_seqs", max_num_seqs(config))),
         on_gpu=on_gpu,
         sums_in_fp32=config.model.dtype == "bfloat16" and sums == "fp32",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.config import Algorithm, ReferenceSettings, Rollouts, Run, SamplerSettings, Section, TrainerSettings
+from common.config.settings import default_reference_side
 
 Row = Mapping[str, Any]
 EARLY = LATE = 10  # steps that a trend compares: the first ones of the run with the newest ones
@@ -51,6 +52,7 @@ class AdviceSettings:
             given = (config.get(section) or {}).get(field)
             return _SECTIONS[section].model_fields[field].default if given is None else given
 
+        in_reward, ahead = value("algorithm.kl_in_reward"), value("trainer.max_staleness")
         steps_per_batch = value("algorithm.num_iterations") * value("algorithm.steps_per_generation")
         return AdviceSettings(
             output_dir=str(value("run.output_dir")),
@@ -59,13 +61,13 @@ class AdviceSettings:
             max_grad_norm=value("trainer.max_grad_norm"),
             learning_rate=value("trainer.learning_rate"),
             beta=value("algorithm.beta"),
-            reference_on="" if value("algorithm.kl_in_reward") else value("reference.on"),
-            max_staleness=value("trainer.max_staleness"),
+            reference_on="" if in_reward else value("reference.on") or default_reference_side(in_reward, ahead),
+            max_staleness=ahead,
             groups_per_micro_batch=value("trainer.groups_per_micro_batch"),
             max_tokens_per_micro_batch=value("trainer.max_tokens_per_micro_batch"),
             max_turns=value("rollout.max_turns"),
             has_tools=bool(value("rollout.tools")),
-            is_on_policy=steps_per_batch == 1 and value("trainer.max_staleness") == 0,
+            is_on_policy=steps_per_batch == 1 and ahead == 0,
         )
 
 

@@ -39,7 +39,6 @@ _START_PATIENCE_S = 120.0  # a reward process that died is started again, and im
 def run(config: Config, sampler_id: str) -> None:
     """Samples until the trainer says goodbye. Raises UserError, Retryable or PeerEnded."""
     config.require_training()
-    config.require_reference_side()
     config = with_folders(config)
     require_models(config)
     limits, log = config.channel, config.run.output_dir / "logs" / "trainer.log"

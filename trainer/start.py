@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 def run(config: Config) -> None:
     """Trains to the end. Raises UserError, Retryable or PeerEnded."""
     config.require_training()
-    config.require_reference_side()
     config = with_folders(config)
     require_models(config)
     rank, limits = int(os.environ.get("RANK", "0")), config.channel

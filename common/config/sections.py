@@ -92,8 +92,8 @@ class ReferenceSettings(Section):
     """As model.revision."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """null = the policy's."""
-    on: Literal["sampler", "trainer", "auto"] = "sampler"
-    """Who scores it; auto: the faster side."""
+    on: Literal["sampler", "trainer"] | None = None
+    """Who scores it; null: the trainer, or with kl_in_reward or trainer.max_staleness the sampler."""
 
 
 class Lora(Section):

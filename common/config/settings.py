@@ -15,6 +15,12 @@ from common.config.training import CriticSettings, TrainerSettings
 from common.errors import UserError
 
 
+def default_reference_side(kl_in_reward: bool, max_staleness: int) -> Literal["sampler", "trainer"]:
+    """Where nobody chose. On policy the trainer waits for the groups, so it has the time; one batch ahead both compute
+    all the time, and the trainer is mostly the slower one. A KL in the reward is needed before a group is trained."""
+    return "sampler" if kl_in_reward or max_staleness > 0 else "trainer"
+
+
 class Settings(Section):
     run: Run = Run()
     model: Model
@@ -38,10 +44,10 @@ class Settings(Section):
 
     @property
     def reference_on(self) -> Literal["sampler", "trainer"] | None:
-        """The process that loads the reference model; None at beta 0. `auto` must be decided."""
+        """The process that loads the reference model; None at beta 0."""
         if self.algorithm.beta == 0:
             return None
-        return "trainer" if self.reference.on == "trainer" else "sampler"
+        return self.reference.on or default_reference_side(self.algorithm.kl_in_reward, self.trainer.max_staleness)
 
     @property
     def reference_is_base(self) -> bool:
@@ -59,14 +65,6 @@ class Settings(Section):
             raise UserError(
                 "eval.val_only evaluates without a trainer: bash launch.sh run CONFIG eval.val_only=true, or "
                 "bash launch.sh eval CHECKPOINT"
-            )
-
-    def require_reference_side(self) -> None:
-        """Raises UserError while reference.on is auto: two processes started by hand could decide differently."""
-        if self.reference.on == "auto" and self.algorithm.beta > 0:
-            raise UserError(
-                "reference.on is auto, which launch.sh decides for both processes; where they are started one by one "
-                "give both the same: reference.on=sampler or reference.on=trainer (bash launch.sh plan names one)"
             )
 
     @property

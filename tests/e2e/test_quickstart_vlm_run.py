@@ -50,7 +50,7 @@ def test_three_steps_on_drawings_with_the_tower(freeze: bool, task: Path, tmp_pa
     )
     given.append(f"rewards.reward_funcs=[boxed, {tmp_path}/reward.py:few_letters]")
     given += ["run.record=true", "run.log_samples=4", *SMALLER]
-    given += [] if freeze else ["algorithm.beta=0.01"]  # with a reference in the sampler
+    given += [] if freeze else ["algorithm.beta=0.01", "reference.on=sampler"]
     command = [sys.executable, "-m", "launcher.run", CONFIG, *given]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(400))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]

@@ -123,7 +123,7 @@ def settings(folder: Path, name: str, stage: int, **sections: dict[str, Any]) ->
     common = {
         "run": {"output_dir": folder / name},
         "model": {"path": str(folder / "model"), "dtype": "float32"},
-        "reference": {},
+        "reference": {"on": "sampler"},
         "lora": {},
         "data": {"train": "unused.jsonl"},
         "sampler": {"num_generations": NUM_GENERATIONS, "temperature": TEMPERATURE, "max_completion_length": 12},

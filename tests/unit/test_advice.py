@@ -94,9 +94,9 @@ def test_the_side_that_waits_is_offered_the_reference_where_it_can_move():
     def words(who: str, **settings: Any) -> str:
         return advise(12, settings_with(**settings), **{f"wait__{who}_s": 1.9, "timing__all_s": 2.0})[f"{who}_waits"]
 
-    assert "reference.on=trainer" in words("trainer", beta=0.1)
+    assert "reference.on=trainer" in words("trainer", beta=0.1, reference_on="sampler")
     assert "reference.on=sampler" in words("sampler", beta=0.1, reference_on="trainer")
-    for nothing in (words("trainer"), words("trainer", beta=0.1, reference_on="trainer"), words("sampler", beta=0.1)):
+    for nothing in (words("trainer"), words("trainer", beta=0.1), words("sampler", beta=0.1, reference_on="sampler")):
         assert "reference" not in nothing
     in_reward = AdviceSettings.of(config_of(algorithm={"beta": 0.1, "kl_in_reward": True}).model_dump())
     assert (in_reward.beta, in_reward.reference_on) == (0.1, "")
@@ -204,7 +204,9 @@ def test_advice_does_not_grow_with_the_run():
 
 def test_settings_come_from_a_config_or_from_its_json_and_a_strange_one_gives_defaults():
     given = config_of(sampler={"max_completion_length": 99}, trainer={"max_staleness": 1}, run={"output_dir": "runs/x"})
-    expected = settings_with(output_dir="runs/x", max_completion_length=99, max_staleness=1, is_on_policy=False)
+    expected = settings_with(
+        output_dir="runs/x", max_completion_length=99, max_staleness=1, reference_on="sampler", is_on_policy=False
+    )
     assert AdviceSettings.of(given.model_dump()) == AdviceSettings.of(given.model_dump(mode="json")) == expected
     assert AdviceSettings.of({}) == AdviceSettings.of(config_of().model_dump())
     assert AdviceSettings.of({"sampler": {"learning_rate": 1.0}, "trainer": None}) == AdviceSettings.of({})

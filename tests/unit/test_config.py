@@ -224,14 +224,22 @@ def test_a_reference_in_the_trainer_and_a_kl_in_the_reward_are_refused(tmp_path:
     assert "set reference.on=sampler" in problem(tmp_path, GOOD, *settings)
 
 
-def test_a_process_started_by_hand_cannot_decide_where_the_reference_is(tmp_path: Path) -> None:
-    undecided = load(write(tmp_path, GOOD), ["reference.on=auto", "algorithm.beta=0.1"])
-    with pytest.raises(UserError, match=r"reference.on=sampler or reference.on=trainer"):
-        undecided.require_reference_side()
-    without = load(write(tmp_path, GOOD), ["reference.on=auto", "algorithm.beta=0"])
-    without.require_reference_side()
-    assert without.reference_on is None
-    assert load(write(tmp_path, GOOD), ["reference.on=trainer", "algorithm.beta=0.1"]).reference_on == "trainer"
+@pytest.mark.parametrize(
+    ("settings", "side"),
+    [
+        (["algorithm.beta=0"], None),
+        (["algorithm.beta=0.1"], "trainer"),
+        (["algorithm.beta=0.1", "trainer.max_staleness=1"], "sampler"),
+        (["algorithm.beta=0.1", "algorithm.kl_in_reward=true"], "sampler"),
+        (["algorithm.beta=0.1", "trainer.max_staleness=1", "reference.on=trainer"], "trainer"),
+        (["algorithm.beta=0.1", "reference.on=sampler"], "sampler"),
+    ],
+    ids=str,
+)
+def test_the_trainer_scores_the_reference_unless_both_compute_all_the_time_or_rewards_need_it(
+    tmp_path: Path, settings: list[str], side: str | None
+) -> None:
+    assert load(write(tmp_path, GOOD), settings).reference_on == side
 
 
 def test_steps_divide_by_the_steps_of_a_batch(tmp_path: Path) -> None:

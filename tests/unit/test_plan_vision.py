@@ -166,7 +166,7 @@ def write_3b(folder: Path) -> None:
 def test_the_plan_of_geometry3k_prints_its_sources_arithmetic(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """2,100 rows, 256 × 6 = 1,536, 192 on a GPU, 4 mini-batches of 48, 24 accumulation steps, 8 steps an epoch."""
+    """2,100 rows, 256 × 6 = 1,536, 192 on a GPU, 4 mini-batches of 48."""
     write_3b(tmp_path / "model")
     picture(600, 450).save(tmp_path / "diagram.png")
     row = {"images": ["diagram.png"], "problem": "<image>Find x.", "answer": "3"}
@@ -179,9 +179,7 @@ def test_the_plan_of_geometry3k_prints_its_sources_arithmetic(
     for words in (
         "256 × 6 = 1,536 in a batch; 192 per rank of 8",
         "4 of 64 prompts: one optimizer step each, 48 sequences per rank",
-        "with 2 sequences at a time: 24 accumulation steps",
         "2,100 rows = 8.203 batches of rollouts",
-        "drop the rest: 8 steps an epoch",
         "120 batches of rollouts, 480 optimizer steps, 14.6 epochs",
         "vision tower of 668,684,288 parameters",
         "image         588 × 448 pixels, 336 tokens",  # 600 × 450 in whole tokens of 28 × 28: 21 × 16

@@ -1,23 +1,19 @@
-"""The whole recipes of configs/recipes: what each takes from its paper, `plan` at true shapes, two real steps."""
+"""Recipes, and configs for one 24 GB card: what each takes from its source, and `plan` at true shapes."""
 
 from __future__ import annotations
 
-import json
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from common.config import Config, load
 from common.config.loading import parse
-from report.run_log import read_jsonl
-from tests.support.speed import limit
-from tests.support.tiny import model_of_shape, tiny_model
+from launcher import plan
+from tests.support.recipes import NAMES, RECIPES, local
+from tests.support.tiny import model_of_shape
 
-ROOT = Path(__file__).resolve().parents[2]
-RECIPES = ROOT / "configs" / "recipes"
+CONFIGS = RECIPES.parent
 QWEN_7B: dict[str, object] = {
     "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
     "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
@@ -46,7 +42,7 @@ def recipe(name: str) -> Config:
 
 
 def test_every_recipe_is_tested() -> None:
-    assert sorted(path.stem for path in RECIPES.glob("*.yaml")) == sorted(SHAPES)
+    assert sorted(SHAPES) == NAMES
 
 
 def test_dapo_has_the_four_parts_of_its_paper_and_its_batch() -> None:
@@ -95,64 +91,57 @@ def test_the_rule_of_dapos_data_reads_the_last_answer_line() -> None:
     assert answer_line(texts, [34, "35", "34", "34"]) == [1.0, 1.0, -1.0, 1.0]
 
 
-def local(task: Path) -> list[str]:
-    """A tiny model and rows of every recipe's columns in the place of those on the hub."""
-    row = {
-        "question": "What is 2+2?", "problem": "What is 2+2?", "prompt": [{"role": "user", "content": "What is 2+2?"}],
-        "answer": "#### 4", "solution": "It is \\boxed{4}.", "reward_model": {"ground_truth": "4"},
-    }  # fmt: skip
-    (task / "rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
-    return [f"model.path={task}/model", f"data.train={task}/rows.jsonl", f"data.eval={task}/rows.jsonl"]
+def fits(capsys: pytest.CaptureFixture[str], folder: Path, shape: dict[str, object], *arguments: str) -> str:
+    """What `plan` prints of a run that fits."""
+    model_of_shape(folder / "model", {"max_position_embeddings": 32768} | shape)
+    code, said = plan.main([*arguments, *local(folder)]), capsys.readouterr()
+    assert code == 0, said.out + said.err
+    return said.out
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_recipe_fits_where_its_first_lines_say(name: str, tmp_path: Path) -> None:
-    model_of_shape(tmp_path / "model", {"max_position_embeddings": 32768} | SHAPES[name])
+def test_a_recipe_fits_where_its_first_lines_say(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (said,) = [line for line in (RECIPES / f"{name}.yaml").read_text().splitlines() if "--gpus" in line]
-    command = [sys.executable, "-m", "launcher.plan", *said.split("plan ")[1].split(), *local(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(120))
-    assert done.returncode == 0, done.stdout + done.stderr
+    fits(capsys, tmp_path, SHAPES[name], *said.split("plan ")[1].split())
 
 
-SMALL = (
-    "model.dtype=float32", "sampler.devices=[]", "sampler.num_generations=4", "sampler.max_completion_length=16",
-    "trainer.devices=[]", "trainer.prompts_per_step=2", "trainer.max_steps=2", "trainer.warmup_steps=0",
-    "trainer.save_steps=null", "data.max_prompt_length=256", "eval.steps=null", "eval.num_generations=1",
-    "vllm={}",
-)  # fmt: skip
-TELLS_APART = """
-def few_letters(completions, **columns):
-    return [-len(c if isinstance(c, str) else c[0]["content"]) / 100 for c in completions]
-"""
+# ---- one card of 24 GB for both processes
+
+HALF_B: dict[str, object] = {
+    "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+}  # fmt: skip
+ON_ONE_CARD = {
+    "gsm8k_qwen2.5_0.5b_one_gpu": HALF_B,
+    "gsm8k_qwen2.5_1.5b_lora_one_gpu": SHAPES["rloo_qwen2.5_1.5b"],
+    "group_ppo_one_gpu": HALF_B,
+}
 
 
-@pytest.mark.e2e
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", SHAPES)
-def test_two_steps_of_a_recipe_with_a_tiny_model(name: str, tmp_path: Path) -> None:
-    tiny_model(tmp_path / "model")
-    (tmp_path / "reward.py").write_text(TELLS_APART)  # random weights earn nothing from the recipe's own rule
-    config = recipe(name)
-    changes = [*local(tmp_path), *SMALL, f"run.output_dir={tmp_path}/run"]
-    changes.append(
-        f"rewards.reward_funcs={json.dumps([*config.rewards.reward_funcs, f'{tmp_path}/reward.py:few_letters'])}"
-    )
-    if config.algorithm.soft_punish_cache:
-        changes.append("algorithm.soft_punish_cache=4")
-    if config.algorithm.steps_per_generation > 1:
-        changes.append("algorithm.steps_per_generation=2")
-    command = [sys.executable, "-m", "launcher.run", f"configs/recipes/{name}.yaml", *changes]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(400))
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    metrics = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert [m["step"] for m in metrics] == [1, 2]
-    assert all(m["grad_norm"] > 0 for m in metrics)
-    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
+@pytest.mark.parametrize("name", ON_ONE_CARD)
+def test_a_config_for_one_card_fits_on_24_gib(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(CONFIGS / f"{name}.yaml"), "--gpus", "1x24:NVIDIA L4", "data.max_prompt_length=384"]
+    said = fits(capsys, tmp_path, ON_ONE_CARD[name], *arguments)
+    assert "vllm.kv_cache_memory_bytes=" in said
+    assert "trainer       GPU 0, 1 rank, shared with the sampler" in said
+
+
+def test_group_ppo_on_one_gpu_has_the_settings_of_its_source() -> None:
+    config = load(CONFIGS / "group_ppo_one_gpu.yaml")
+    assert (config.prompts_per_batch, config.trainer.prompts_per_step) == (8, 4)
+    group = config.algorithm.group_params
+    assert (group.group_variance_threshold, group.group_max_size, group.adaptive_threshold) == (0.8, 8, False)
+    assert config.algorithm.beta == 0.001
+    assert (config.trainer.learning_rate, config.critic.learning_rate) == (1e-6, 1e-5)
+
+
+def test_adapters_on_one_gpu_need_no_second_copy_of_their_base() -> None:
+    config = load(CONFIGS / "gsm8k_qwen2.5_1.5b_lora_one_gpu.yaml")
+    assert config.reference_on == "trainer" and config.reference_is_base
 
 
 def test_the_two_configs_with_a_critic_differ_in_the_estimator_alone() -> None:
-    gae, group_ppo = (parse((ROOT / "configs" / name).read_text()) for name in ("ppo_gae.yaml", "group_ppo.yaml"))
+    gae, group_ppo = (parse((CONFIGS / name).read_text()) for name in ("ppo_gae.yaml", "group_ppo.yaml"))
     assert {of["algorithm"].pop("adv_estimator") for of in (gae, group_ppo)} == {"gae", "group_ppo"}
     assert group_ppo["algorithm"].pop("group_params")
     assert gae["run"].pop("output_dir") != group_ppo["run"].pop("output_dir")

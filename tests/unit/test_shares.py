@@ -14,12 +14,11 @@ from common.config import Config
 from common.errors import UserError
 from launcher import run as launcher_run
 from launcher import shares
-from launcher.compute_time import Device, trainer_seconds
-from launcher.fit import fit, reference_side
+from launcher.fit import fit
 from launcher.machine import GIB, Machine
 from launcher.memory import sampler_memory, trainer_memory
 from launcher.placement import placement
-from launcher.workload import Workload
+from launcher.workload import Workload, workload_of
 from model.dims import ModelDims
 from tests.support.configs import config_of
 
@@ -72,9 +71,9 @@ def test_no_room_for_one_sequence_names_settings_that_make_it() -> None:
     machine = replace(CARD, gpu_bytes=20 * GIB)
     found = shares.shares(work, machine, 896)
     assert found.cache == 0
-    said = shares.problem(work, found, sampler_memory(work))
+    said = shares.problem(work, found)
     assert re.search(r"one GPU of 20\.0 GiB for both: a trainer rank needs about .*set model\.gradient_check", said)
-    assert "use lora.r=16" in shares.problem(work, replace(found, total=4 * GIB), sampler_memory(work))
+    assert "set lora.r=16" in shares.problem(work, replace(found, total=4 * GIB))
 
 
 def test_the_reference_counts_on_the_one_gpu_whichever_process_holds_it() -> None:
@@ -98,35 +97,36 @@ def test_each_rank_on_the_one_gpu_counts() -> None:
     assert f"2 trainer ranks on it need about {2 * of_one / GIB:.1f} GiB" in problem
 
 
-def test_two_ranks_on_one_gpu_are_no_faster_than_one() -> None:
-    card = Device("card", 100e12, 1e12)
-    one, two = (trainer_seconds(work_of(ranks=n, ranks_per_gpu=n), card) for n in (1, 2))
-    assert one == two == 2 * trainer_seconds(work_of(ranks=2), card)
-
-
-def test_what_is_set_by_hand_stays() -> None:
+def test_a_gpu_that_nobody_divided_is_divided_by_the_run() -> None:
+    assert shares.is_undivided(short(), PLACE) and shares.are_chosen(short(), PLACE, CARD)
+    assert not shares.are_chosen(short(), PLACE, replace(CARD, gpu_bytes=0))
     for name, value in {"gpu_memory_utilization": 0.4, "kv_cache_memory_bytes": GIB}.items():
-        assert shares.settings(short(vllm={name: value}), work_of(), PLACE, CARD) == []
-        assert not shares.are_chosen(short(vllm={name: value}), PLACE, CARD)
-    apart = placement(short(), [0, 1], [0, 1])
-    assert shares.settings(short(), work_of(), apart, replace(CARD, gpus=2)) == []
+        assert not shares.is_undivided(short(vllm={name: value}), PLACE)
+    assert not shares.is_undivided(short(), placement(short(), [0, 1], [0, 1]))
 
 
-def test_a_gpu_of_unknown_size_is_not_divided() -> None:
-    with pytest.raises(UserError, match=r"does not say how large it is; .*add vllm\.gpu_memory_utilization=0\.4"):
-        shares.settings(short(), work_of(), PLACE, replace(CARD, gpu_bytes=0))
-
-
-def test_what_does_not_fit_is_refused_with_both_ways_out() -> None:
-    with pytest.raises(UserError, match=r"one GPU of 8\.0 GiB for both.*by hand add vllm\.gpu_memory_utilization"):
-        shares.settings(short(), work_of(), PLACE, replace(CARD, gpu_bytes=8 * GIB))
+@pytest.mark.parametrize(
+    ("model", "gib", "words"),
+    [
+        (SMALL, 0, "does not say how large it is"),
+        (None, 24, "no estimate for m"),
+        (SMALL, 8, "one GPU of 8.0 GiB for both"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_with_how_to_do_it_by_hand(
+    model: ModelDims | None, gib: float, words: str
+) -> None:
+    with pytest.raises(UserError, match=rf"{words}.*add vllm\.gpu_memory_utilization=0\.4"):
+        shares.settings(short(), model, PLACE, replace(CARD, gpu_bytes=gib * GIB))
 
 
 def test_the_plan_shows_the_same_settings_that_a_run_is_started_with() -> None:
-    lines = dict(fit(short(), work_of(), PLACE, CARD).lines)
-    assert lines["one GPU"].endswith(" ".join(shares.settings(short(), work_of(), PLACE, CARD)))
-    assert "128 of 128 decode at once" in lines["sampler"]
-    (problem,) = fit(short(), work_of(), PLACE, replace(CARD, gpu_bytes=8 * GIB)).problems
+    config = short(model={"path": "m", "gradient_checkpointing": True}, trainer={"prompts_per_step": 16})
+    work = workload_of(config, 1, SMALL)
+    lines = dict(fit(config, work, PLACE, CARD).lines)
+    assert lines["one GPU"].endswith(" ".join(shares.settings(config, SMALL, PLACE, CARD)))
+    assert "128 of 128 decode at once" in lines["sampler"] and "sampling ≈ " in lines["time"]
+    (problem,) = fit(config, work, PLACE, replace(CARD, gpu_bytes=8 * GIB)).problems
     assert problem.startswith("one GPU of 8.0 GiB for both")
 
 
@@ -135,11 +135,6 @@ def test_a_cache_given_in_bytes_is_what_the_plan_counts() -> None:
     assert "10 of 128 decode at once" in dict(fit(given, work_of(), PLACE, CARD).lines)["sampler"]
     too_much = short(vllm={"kv_cache_memory_bytes": 20 * GIB})
     assert any("beside the sampler" in problem for problem in fit(too_much, work_of(), PLACE, CARD).problems)
-
-
-def test_on_one_gpu_the_side_of_the_reference_is_still_decided() -> None:
-    work = work_of(reference=SMALL)
-    assert reference_side(short(algorithm={"beta": 0.1}), work, PLACE, CARD) in ("sampler", "trainer")
 
 
 def test_launch_adds_the_settings_and_says_so(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:

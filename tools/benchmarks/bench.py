@@ -37,7 +37,7 @@ RESULTS = ROOT / "runs" / "bench.jsonl"
 TRL_ROWS = {f"trl-{backend}": backend for backend in ("stock", "plain", "vllm")}
 LADDER = {f"ladder-{rung}": rung for rung in ("seed", "reuse", "flat", "shared", "completions", "onednn")}
 TANDEM = {
-    "streaming": ["trainer.max_staleness=0"],
+    "streaming": ["trainer.max_staleness=0", "reference.on=sampler"],
     "streaming-ref": ["trainer.max_staleness=0", "reference.on=trainer"],
     "run-ahead": ["trainer.max_staleness=1"],
     "run-ahead-ref": ["trainer.max_staleness=1", "reference.on=trainer"],

@@ -1,0 +1,469 @@
+"""Memory and time by hand: parameters, a trainer rank, the sampler, what fits, and the tables of the pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.config import load
+from launcher import run, workload
+from launcher.compute_time import Device, known_device, sampler_seconds, trainer_seconds, who_waits
+from launcher.fit import Fit, fit
+from launcher.machine import GIB, Machine
+from launcher.memory import (
+    layer_activations,
+    published_versions,
+    resident_sampler,
+    sampler_memory,
+    smaller,
+    states,
+    trainer_memory,
+)
+from launcher.placement import placement
+from launcher.workload import Workload, workload_of
+from model.dims import ModelDims, model_dims
+from tests.support.configs import config_of
+from tests.support.tiny import bytes_kept
+
+ROOT = Path(__file__).resolve().parents[2]
+QWEN = ModelDims(1536, 8960, 28, 12, 2, 128, 151936, tied=True, bias=True)  # Qwen2.5-1.5B
+QWEN_3B = ModelDims(2048, 11008, 36, 16, 2, 128, 151936, tied=True, bias=True)
+N = 1_543_714_304
+ADAPTERS = 18_464_768  # of rank 16
+TOKENS = 384 + 8 * 512
+LAYER = TOKENS * (2 * 8 * 1536 + 2 * (1536 + 4 * 8960)) + 2 * (2 * 1536 * TOKENS + 2 * 256 * 8 * (384 + 512))
+CHUNK = 18 * 151936 * 1024  # logits in bfloat16, and four times in float32
+HEAD = 4 * 151936 * 1536  # two gradients in bfloat16
+DEVICE = Device("x", flops=1e12, bandwidth=1e10)
+
+
+def load_of(**changes: Any) -> Workload:
+    load = Workload(
+        model=QWEN,
+        dtype="bfloat16",
+        ranks=2,
+        zero_stage=2,
+        prompt=384,
+        completion=512,
+        num_generations=8,
+        groups_per_micro_batch=1,
+        groups_per_batch=16,
+        max_num_seqs=128,
+    )
+    return replace(load, **changes)
+
+
+# ---- parameters
+
+
+def test_parameters_of_qwen_by_hand() -> None:
+    attention = 1536 * 1536 * 2 + 2 * 1536 * 256 + (1536 + 512)  # query and output, key and value, three biases
+    layer = attention + 3 * 1536 * 8960 + 2 * 1536
+    assert QWEN.layer_parameters == layer == 46_797_824
+    assert QWEN.parameters == 151936 * 1536 + 28 * layer + 1536 == N
+    assert QWEN.kv_values_per_token == 2 * 28 * 2 * 128 == 14_336
+    per_layer = (1536 + 1536) + 2 * (1536 + 256) + (1536 + 1536) + 3 * (1536 + 8960)
+    assert QWEN.adapter_parameters(16) == 28 * 16 * per_layer == ADAPTERS
+    assert QWEN.adapter_parameters(16, {"q_proj", "down_proj"}) == 28 * 16 * (1536 + 1536 + 1536 + 8960)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model_type": "qwen2", "tie_word_embeddings": True},
+        {"model_type": "llama", "attention_bias": False},
+        {"model_type": "llama", "attention_bias": False, "head_dim": 48},
+        {"model_type": "qwen3", "head_dim": 32},
+        {"model_type": "mistral"},
+    ],
+    ids=str,
+)
+def test_parameters_equal_those_of_transformers(settings: dict[str, Any]) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 320,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 500,
+    }
+    given = {"tie_word_embeddings": False} | sizes | settings
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**given))
+    dims = model_dims(given)
+    assert dims is not None and dims.parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("settings", [{"model_type": "mamba"}, {"model_type": "qwen2", "num_experts": 8}])
+def test_other_layers_have_no_estimate(settings: dict[str, Any]) -> None:
+    assert model_dims(settings) is None
+
+
+# ---- a trainer rank
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ranks", "stage", "per_parameter"),
+    [
+        ("bfloat16", 1, 0, (2, 2, 12)),
+        ("bfloat16", 4, 1, (2, 2, 3)),
+        ("bfloat16", 4, 2, (2, 0.5, 3)),
+        ("bfloat16", 4, 3, (0.5, 0.5, 3)),
+        ("float32", 4, 0, (4, 4, 8)),
+        ("float32", 4, 1, (4, 4, 3)),
+    ],
+)
+def test_zero_divides_optimizer_then_gradients_then_weights(
+    dtype: str, ranks: int, stage: int, per_parameter: tuple[float, ...]
+) -> None:
+    assert states(1000, dtype, ranks, stage) == tuple(1000 * b for b in per_parameter)
+
+
+def test_memory_of_a_trainer_rank_by_hand() -> None:
+    memory = trainer_memory(load_of(checkpointing=True))
+    assert (memory.weights, memory.gradients, memory.optimizer) == (2 * N, N, 6 * N)
+    assert memory.logits == CHUNK + HEAD
+    assert layer_activations(load_of(), QWEN) == LAYER
+    assert memory.activations == LAYER + 28 * 2 * 1536 * TOKENS
+    assert trainer_memory(load_of()).activations == 28 * LAYER
+    buckets = 2 * 2 * 500_000_000  # and its flattened copy
+    assert memory.total == pytest.approx(sum([9 * N, memory.logits, memory.activations, buckets, 1.5 * GIB]))
+
+
+@pytest.mark.parametrize(("ranks", "stage", "buckets"), [(1, 1, 0), (2, 1, 0), (2, 2, 4 * 5e8), (7, 2, 4 * 5e8)])
+def test_gradients_summed_in_float32_by_hand(ranks: int, stage: int, buckets: float) -> None:
+    memory = trainer_memory(load_of(ranks=ranks, zero_stage=stage, sums_in_fp32=True, checkpointing=True))
+    gradients = 4 * N / (ranks if stage == 2 else 1)
+    backward = LAYER + 28 * 2 * 1536 * TOKENS + CHUNK + HEAD + buckets
+    assert memory.total == pytest.approx(2 * N + gradients + 12 * N / ranks + backward + 1.5 * GIB)
+    assert memory.reducing == (2 * N if ranks > 1 and stage == 1 else 0)  # a copy in bfloat16 to send
+
+
+def test_adapters_alone_have_gradients_and_optimizer_state() -> None:
+    memory = trainer_memory(load_of(adapters=ADAPTERS))
+    assert (memory.weights, memory.gradients, memory.optimizer) == (2 * (N + ADAPTERS), ADAPTERS, 6 * ADAPTERS)
+    assert memory.logits == CHUNK  # the head has no gradient
+
+
+def test_a_critic_brings_its_own_states() -> None:
+    assert trainer_memory(load_of(critic=QWEN)).critic == 9 * N
+
+
+def test_a_prompt_that_is_not_shared_is_computed_for_each_completion() -> None:
+    assert load_of().tokens_of_group == TOKENS
+    assert load_of(shares_prompt=False).tokens_of_group == 8 * (384 + 512)
+
+
+def test_what_a_step_needs_by_turns_is_not_added_up() -> None:
+    """ZeRO 1 in float32, one rank: backward 2·GiB of activations … against bucket 4·5e8 and the rank's part 4·N."""
+    memory = trainer_memory(load_of(checkpointing=True, ranks=1, zero_stage=1, dtype="float32"))
+    assert memory.reducing == 4 * 5e8 + 4 * N
+    assert memory.peak == max(memory.reducing, memory.activations + memory.logits + memory.buckets)
+    assert memory.total == pytest.approx(4 * N + 4 * N + 12 * N + memory.peak + 1.5 * GIB)
+
+
+def test_attention_in_float32_on_a_gpu_keeps_its_scores() -> None:
+    on_gpu, on_cpu = (
+        trainer_memory(load_of(checkpointing=True, dtype="float32", on_gpu=on_gpu)) for on_gpu in (True, False)
+    )
+    assert on_gpu.activations - on_cpu.activations == 8 * 12 * (384**2 + 8 * 512 * (384 + 512))
+
+
+def test_a_reference_stands_where_it_is_scored_and_with_a_chunk_of_its_logits_in_the_sampler() -> None:
+    here, there = load_of(reference=QWEN, reference_on="trainer"), load_of(reference=QWEN, reference_on="sampler")
+    assert (trainer_memory(here).reference, sampler_memory(here).reference) == (2 * N, 0)
+    assert (trainer_memory(there).reference, sampler_memory(there).reference) == (0, 2 * N + CHUNK)
+    assert trainer_memory(here).total - trainer_memory(there).total == pytest.approx(2 * N)
+    base = replace(here, adapters=ADAPTERS, reference_is_base=True)  # the policy with its adapters switched off
+    assert trainer_memory(base).reference == 0
+    assert sampler_memory(replace(base, reference_on="sampler")).reference == 2 * N + CHUNK
+
+
+def test_ranks_that_share_a_micro_batch_share_its_activations_and_repeat_keys_where_heads_are_few() -> None:
+    work = load_of()
+    alone, keys = layer_activations(work, QWEN), 2 * 2 * 128 * work.num_generations * (work.prompt + work.completion)
+    assert QWEN.kv_heads == 2
+    assert layer_activations(replace(work, sp_size=2), QWEN) == alone / 2
+    repeated = work.groups_per_micro_batch * work.bytes_per_value * keys
+    assert layer_activations(replace(work, sp_size=4), QWEN) == (alone + repeated) / 4
+    for one in (work, replace(work, checkpointing=True)):
+        assert trainer_memory(replace(one, sp_size=2)).activations == trainer_memory(one).activations / 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("prompt", [16, 128])
+def test_activations_are_those_that_torch_keeps(dtype: str, prompt: int) -> None:
+    """Measured by hooks on every tensor that autograd saves; the difference of two depths is that of a layer."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from model import attention
+    from model.packing import pack
+
+    attention.register()
+    dims = ModelDims(256, 640, 2, 4, 2, 64, 64, tied=True, bias=True)
+    completion, completions = 48, 4
+
+    def saved(layers: int) -> int:
+        config = Qwen2Config(
+            vocab_size=64,
+            hidden_size=256,
+            intermediate_size=640,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            attn_implementation=attention.NAME,
+        )
+        model = Qwen2ForCausalLM(config).to(getattr(torch, dtype))
+        row = pack([([1] * prompt, [[2] * completion] * completions)])
+        given = {"input_ids": row.input_ids, "position_ids": row.position_ids, "spans": row.spans}
+        return bytes_kept(model, lambda: model.get_decoder()(use_cache=False, **given))
+
+    changes = {"dtype": dtype, "prompt": prompt, "completion": completion, "num_generations": completions}
+    changes |= {"on_gpu": False}  # where torch's kernel keeps no scores in float32 either
+    estimate = layer_activations(load_of(model=dims, **changes), dims)
+    assert (saved(3) - saved(1)) / 2 == pytest.approx(estimate, rel=0.1)
+
+
+def test_memory_of_the_sampler_by_hand() -> None:
+    memory = sampler_memory(load_of())
+    assert memory.weights == 2 * N
+    assert memory.cache_per_sequence == 2 * 14_336 * (384 + 512)
+    assert memory.overhead == 1.5 * GIB + 8 * 151936 * 128
+    halves = sampler_memory(load_of(), tensor_parallel=2)
+    assert (halves.weights, halves.cache_per_sequence) == (N, memory.cache_per_sequence / 2)
+    budget = memory.weights + memory.overhead + 10.5 * memory.cache_per_sequence
+    assert memory.sequences_that_fit(budget) == 10
+    assert memory.sequences_that_fit(memory.weights) == 0
+
+
+# ---- resident memory without a GPU
+
+SMOL = ModelDims(576, 1536, 30, 9, 3, 64, 49152, tied=True)
+ON_CPU = Workload(SMOL, "float32", 1, 0, 128, 64, 8, 1, 8, max_num_seqs=64, on_gpu=False, writes_behind=True)
+
+
+def test_resident_memory_of_a_trainer_by_hand() -> None:
+    """N = 134,515,008. All the time 4·N weights, 4·N gradients, 8·N AdamW, 8·N copies, 0.5 GiB; then one of two."""
+    n, memory = SMOL.parameters, trainer_memory(ON_CPU)
+    tokens = 128 + 8 * 64
+    layer = tokens * (2 * 12 * 576 + 4 * (576 + 4 * 1536)) + 4 * (2 * 576 * tokens + 2 * 192 * 8 * 192)
+    logits = 20 * 49152 * 512 + 2 * 4 * 49152 * 576
+    assert (memory.activations, memory.logits) == (30 * layer, logits)
+    assert memory.reducing == 4 * n  # a flat copy of the gradients
+    assert memory.total == 24 * n + 1.25 * (30 * layer + logits) + 0.5 * GIB  # a quarter for holes in the heap
+    sharded = trainer_memory(replace(ON_CPU, zero_stage=1))  # a master copy, and bucket and own part of gradients
+    assert sharded.reducing == 8 * n
+    assert sharded.total == memory.total + 4 * n
+
+
+def test_resident_memory_of_a_sampler_by_hand() -> None:
+    """64 sequences of 192 tokens · 46,080 bytes are 0.53 GiB of cache, so 1 GiB; and 4 versions of 4·N in /dev/shm."""
+    n, memory = SMOL.parameters, sampler_memory(ON_CPU)
+    assert resident_sampler(ON_CPU, memory) == 16 * n + 8 * 49152 * 64 + 0.75 * GIB + GIB
+    cache_of_three = replace(ON_CPU, max_num_seqs=256)  # 2.1 GiB
+    assert resident_sampler(cache_of_three, memory) == resident_sampler(ON_CPU, memory) + 2 * GIB
+    assert published_versions(ON_CPU) == 16 * n
+
+
+def test_a_process_that_was_killed_for_memory_is_told_what_is_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program's 512 MiB, not the 1.5 GiB of a GPU's context."""
+    monkeypatch.setattr(run, "read_dims", lambda path, revision: SMOL)
+    monkeypatch.setattr(run, "this_machine", lambda gpus: Machine(0, 0, "", 64 * GIB, 2))
+    config = config_of(vllm={"max_num_seqs": 8})
+    assert "context 0.5 GiB" in run._less_memory(config, placement(config, (), (0, 1)), "trainer")
+
+
+# ---- time on GPUs
+
+
+def test_times_by_hand() -> None:
+    load, tokens = load_of(), 16 * TOKENS
+    assert trainer_seconds(load, DEVICE) == pytest.approx(6 * N * tokens / (2 * 0.4e12))
+    assert trainer_seconds(replace(load, checkpointing=True), DEVICE) == pytest.approx(8 * N * tokens / 0.8e12)
+    assert trainer_seconds(replace(load, adapters=1), DEVICE) == pytest.approx(4 * N * tokens / 0.8e12)
+    assert trainer_seconds(replace(load, critic=QWEN), DEVICE) == pytest.approx(12 * N * tokens / 0.8e12)
+    prefill = 16 * 2 * N * 384 / 0.4e12
+    compute, read = 2 * N * 128 / 0.4e12, (2 * N + 128 * 2 * 14_336 * 640) / 0.6e10
+    assert sampler_seconds(load, DEVICE) == pytest.approx(prefill + 512 * max(compute, read))
+    waves = 512 * 2 * (2 * N + 64 * 2 * 14_336 * 640) / 0.6e10
+    assert sampler_seconds(load, DEVICE, devices=2, at_once=64) == pytest.approx((prefill + waves) / 2)
+
+
+def test_a_reference_costs_time_where_it_is_scored() -> None:
+    """Once for both passes, and by two ranks."""
+    here = load_of(reference=QWEN, reference_on="trainer")
+    there, twice = replace(here, reference_on="sampler"), replace(here, passes=2)
+    scoring = 2 * N * 16 * TOKENS / 0.4e12
+    assert trainer_seconds(twice, DEVICE) - 2 * trainer_seconds(there, DEVICE) == pytest.approx(scoring / 2)
+    assert sampler_seconds(there, DEVICE) - sampler_seconds(here, DEVICE) == pytest.approx(scoring)
+
+
+def test_two_ranks_on_one_gpu_are_no_faster_than_one() -> None:
+    one, two = (trainer_seconds(load_of(ranks=n, ranks_per_gpu=n), DEVICE) for n in (1, 2))
+    assert one == two == 2 * trainer_seconds(load_of(ranks=2), DEVICE)
+
+
+def test_a_gpu_is_known_by_the_longest_name() -> None:
+    names = {"NVIDIA L40S": "L40S", "NVIDIA L4": "L4", "NVIDIA A100-SXM4-80GB": "A100", "NVIDIA H200": "H200"}
+    assert {name: known_device(name).name for name in names} == names  # type: ignore[union-attr]
+    assert known_device("GeForce GTX 1080") is None
+
+
+def test_the_slower_side_makes_the_other_wait() -> None:
+    """On A100s a batch samples for 2.5 s, and trains for 2.6 s on two ranks."""
+    assert "both sides are about even" in who_waits(load_of(), "NVIDIA A100", 1, 1, None)
+    assert "sampling takes longer, the trainer will wait about 9" in who_waits(load_of(ranks=64), "A100", 1, 1, None)
+    assert "training takes longer, the sampler will wait about 7" in who_waits(load_of(), "A100", 1, 4, None)
+
+
+# ---- does it fit
+
+
+def test_what_does_not_fit_gets_the_smallest_change_that_makes_it_fit() -> None:
+    def settings(work: Workload, fitting: Workload) -> list[str]:
+        found = smaller(work, trainer_memory(fitting).total + 1)
+        assert found is not None and trainer_memory(found[1]).total <= trainer_memory(fitting).total + 1
+        return found[0]
+
+    work = load_of(ranks=8, zero_stage=1, groups_per_micro_batch=2, chunk=2048)
+    assert settings(work, replace(work, checkpointing=True)) == ["model.gradient_checkpointing=true"]
+    work = replace(work, checkpointing=True)
+    assert settings(work, replace(work, groups_per_micro_batch=1)) == ["trainer.groups_per_micro_batch=1"]
+    budget = f"trainer.max_tokens_per_micro_batch={TOKENS}"
+    assert settings(replace(work, has_token_budget=True), replace(work, groups_per_micro_batch=1)) == [budget]
+    work = replace(work, groups_per_micro_batch=1)
+    assert settings(work, replace(work, chunk=256)) == ["trainer.logprob_chunk_size=256"]
+    work = replace(work, chunk=256, completion=1)
+    assert settings(work, replace(work, zero_stage=3)) == ["deepspeed.zero_optimization.stage=3"]
+    sharded = load_of(ranks=8, checkpointing=True, chunk=256, zero_stage=3)
+    assert settings(sharded, replace(sharded, sp_size=2)) == ["trainer.sequence_parallel_size=2"]
+    for change in ({"ranks": 7}, {"images": 1}, {"shares_prompt": False}, {"sp_size": 2}):
+        other = replace(sharded, **change)
+        halved = replace(other, completion=256)
+        assert settings(other, halved) == ["sampler.max_completion_length=256"]
+    assert smaller(load_of(), GIB) is None
+
+
+def fitted(gpus: int, gib: float, load: Workload, **sections: Any) -> Fit:
+    config = config_of(**sections)
+    machine = Machine(gpus, gib * GIB, "NVIDIA A100", 64 * GIB, 8)
+    return fit(config, load, placement(config, range(gpus), range(8)), machine)
+
+
+def test_a_fitting_run_has_no_problems_and_says_who_waits() -> None:
+    result = fitted(3, 80, load_of())
+    assert result.problems == ()
+    assert "128 of 128 decode at once" in dict(result.lines)["sampler"]
+    assert "both sides are about even" in dict(result.lines)["time"]
+
+
+@pytest.mark.parametrize(
+    ("gib", "changes", "share", "words"),
+    [
+        (24, {}, 0.92, ["a trainer rank needs about", "set model.gradient_checkpointing=true"]),
+        (40, {"reference": QWEN}, 0.92, ["the reference model needs 5.5 GiB", "gpu_memory_utilization=0.86"]),
+        (24, {}, 0.1, ["need 0.19 of 24.0 GiB; set vllm.gpu_memory_utilization=0.24"]),
+        (4, {}, 0.92, ["need 1.1", "set vllm.tensor_parallel_size=2, with as many sampler.devices"]),
+    ],
+)
+def test_a_problem_says_what_is_needed_and_what_to_set(
+    gib: int, changes: dict[str, Any], share: float, words: Sequence[str]
+) -> None:
+    work = load_of(checkpointing=gib != 24 or share < 0.5, **changes)
+    problems = fitted(3, gib, work, vllm={"gpu_memory_utilization": share}).problems
+    assert any(all(word in problem for word in words) for problem in problems), problems
+
+
+def test_without_a_gpu_all_processes_share_the_hosts_memory() -> None:
+    config = config_of(sampler={"num_samplers": 2})
+    place = placement(config, (), (0, 1))
+    taken = 2 * resident_sampler(ON_CPU, sampler_memory(ON_CPU)) + published_versions(ON_CPU)
+    needed = taken + trainer_memory(ON_CPU).total
+    assert fit(config, ON_CPU, place, Machine(0, 0, "", needed, 2)).problems == ()
+    (problem,) = fit(config, ON_CPU, place, Machine(0, 0, "", needed - 1e6, 2)).problems
+    assert "per rank beside the samplers; set model.gradient_checkpointing=true" in problem
+
+
+# ---- the published config, and the tables of the pages
+
+CONFIG = ROOT / "configs" / "gsm8k_qwen2.5_1.5b.yaml"
+ONE_RANK = "reference.path=null"  # of the policy's own start, which two small cards have room for
+ON = {  # a machine of the page's table, and what the config needs to run there
+    "1x24": (
+        ONE_RANK,
+        "algorithm.beta=0",
+        "vllm.gpu_memory_utilization=0.4",
+        "sampler.devices=[0]",
+        "trainer.devices=[0]",
+    ),
+    "2x24": (ONE_RANK, "sampler.devices=[1]", "trainer.devices=[0]"),
+    "3x32": (),
+    "8x80": ("trainer.prompts_per_step=14", "sampler.devices=[7]", f"trainer.devices={list(range(7))}"),
+}
+
+
+def cells(page: str, first: Sequence[str]) -> list[list[str]]:
+    """Of the rows of a page's tables that begin with one of these."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in (ROOT / page).read_text().splitlines()]
+    return [row for row in rows if row[0] in first and len(row) > 1]
+
+
+ROWS = cells("docs/plan.md", list(ON))
+
+
+def test_the_page_has_every_machine() -> None:
+    assert [row[0] for row in ROWS] == ["1x24", "1x24", "2x24", "3x32", "8x80"]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} {row[1].partition(',')[0]}")
+def test_an_estimate_is_the_sum_by_hand_on_the_page(row: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts once more from N, T and R: a row of the page has each in GiB."""
+    machine, what, ranks, *parts, by_hand, estimate, fits = row
+    r, adapters = int(ranks), ADAPTERS * what.startswith("LoRA")
+    trained = adapters or N
+    sums = [2 * (N + adapters), 4 * trained, 12 * trained / r, LAYER + 28 * 2 * 1536 * TOKENS]
+    sums += [CHUNK + (0 if adapters else HEAD), 1.5 * GIB]
+    assert [float(part) for part in parts] == pytest.approx([one / GIB for one in sums], abs=0.006)
+    assert float(by_hand) == pytest.approx(sum(sums) / GIB, abs=0.051)
+    monkeypatch.setattr(workload, "read_dims", lambda path, revision: QWEN_3B)
+    gpus, gib = map(int, machine.split("x"))
+    config = load(CONFIG, [*ON[machine], *(["lora.r=16"] if adapters else [])])
+    place, work = placement(config, range(gpus), range(8)), workload_of(config, r, QWEN)
+    assert place.num_ranks == r
+    found = trainer_memory(work).total / GIB
+    assert found == pytest.approx(float(by_hand), rel=0.1)
+    assert f"{found:.1f}" == estimate
+    problems = fit(config, work, place, Machine(gpus, gib * GIB, "", 64 * GIB, 8)).problems
+    assert (not problems) == (fits == "yes")
+    assert fits == "yes" or fits.removeprefix("no: ").strip("`") in problems[0]
+
+
+SIZES = {
+    "0.5B": ModelDims(896, 4864, 24, 14, 2, 64, 151936, tied=True, bias=True),
+    "1.5B": QWEN,
+    "3B": QWEN_3B,
+    "7B": ModelDims(3584, 18944, 28, 28, 4, 128, 152064, tied=False, bias=True),
+}
+LENGTHS = ["data.max_prompt_length=512", "sampler.max_completion_length=1024", "vllm.max_model_len=1536"]
+WAYS = [[f"deepspeed.zero_optimization.stage={stage}"] for stage in range(4)] + [["lora.r=16"]]
+RANKS, CARDS = (1, 2, 4, 8), (24, 40, 80)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_tables_of_memory_are_what_the_estimates_say(size: str) -> None:
+    """GiB of a rank for each way and number of ranks; and the fewest of so many GPUs, of which 92 % can be used."""
+    gib_row, gpus_row = (row[1:] for row in cells("docs/memory.md", [size]))
+    for way, gib, gpus in zip(WAYS, gib_row, gpus_row, strict=True):
+        works = [workload_of(load(CONFIG, [*way, *LENGTHS, "algorithm.beta=0"]), ranks, SIZES[size]) for ranks in RANKS]
+        found = [trainer_memory(work).total / GIB for work in works]
+        shown = [f"{one:.1f}" for one in found]
+        assert gib == (shown[0] if len(set(shown)) == 1 else ", ".join(shown))
+        fewest = [next((r for r, one in zip(RANKS, found, strict=True) if one <= 0.92 * card), "–") for card in CARDS]
+        assert gpus == ", ".join(map(str, fewest))
