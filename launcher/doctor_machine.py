@@ -36,10 +36,11 @@ def python_version(version: tuple[int, ...]) -> Check:
     return Check(False, f"{text}; needs 3.11 or 3.12", "PYTHON=python3.11 bash launch.sh setup")
 
 
-def memory() -> Check:
+def memory(needed_gib: float = 8) -> Check:
     """8 GiB: vLLM and one rank, each with torch, and the quick start's model take about 5."""
     total = memory_bytes()
-    return Check(total >= 8 * GIB, f"memory: {total / GIB:.0f} GiB", "needs 8 GiB; use a larger machine")
+    fix = f"needs {needed_gib} GiB; use a larger machine"
+    return Check(total >= needed_gib * GIB, f"memory: {total / GIB:.1f} GiB", fix)
 
 
 def shared_memory() -> Check:
@@ -51,11 +52,11 @@ def shared_memory() -> Check:
     return Check(free >= GIB, f"/dev/shm: {free / GIB:.1f} GiB free", fix)
 
 
-def disk() -> Check:
+def disk(needed_gib: int = 2) -> Check:
+    """2 GiB: for a run."""
     free = shutil.disk_usage(ROOT).free
-    return Check(
-        free >= 2 * GIB, f"disk: {free / GIB:.0f} GiB free in {ROOT}", "needs 2 GiB for a run; free some space"
-    )
+    fix = f"needs {needed_gib} GiB; free some space"
+    return Check(free >= needed_gib * GIB, f"disk: {free / GIB:.1f} GiB free in {ROOT}", fix)
 
 
 def build_locks() -> Check:

@@ -68,8 +68,7 @@ def compilers_and_gpus() -> Iterator[Check]:
     except metadata.PackageNotFoundError:
         for_cpu = not gpus
     if for_cpu:
-        path = shutil.which("g++")
-        yield Check(path is not None, f"g++: {path or 'not found'}", "apt-get install g++")
+        yield cpp_compiler()
         text = f"GPUs: {gpus}, and the CPU build of torch" if gpus else "GPUs: none; CPU build"
         yield Check(gpus == 0 or os.environ.get("BACKEND") == "cpu", text, "BACKEND=gpu bash launch.sh setup")
         return
@@ -81,6 +80,12 @@ def compilers_and_gpus() -> Iterator[Check]:
     text = f"GPUs: the driver lists {gpus}, torch (CUDA {cuda}) sees {seen or 'none'}"
     fix = "update the NVIDIA driver (CUDA 13 needs 580 or newer; see nvidia-smi), or BACKEND=cpu bash launch.sh setup"
     yield Check(gpus > 0 and re.fullmatch("[1-9][0-9]*", seen) is not None, text, fix)
+
+
+def cpp_compiler() -> Check:
+    """DeepSpeed compiles a small CPU helper."""
+    path = shutil.which("g++")
+    return Check(path is not None, f"g++: {path or 'not found'}", "apt-get install g++")
 
 
 def imports(name: str) -> Check:

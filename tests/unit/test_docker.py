@@ -41,15 +41,17 @@ def test_what_is_copied_is_there_and_suffices_for_the_setup(name: str, backend: 
             if (ROOT / source).is_dir():
                 shutil.copytree(ROOT / source, tmp_path / target, dirs_exist_ok=True)
             else:
-                shutil.copy(ROOT / source, tmp_path / target)
+                assert [shutil.copy(path, tmp_path / target) for path in ROOT.glob(source)]
     setup = (ROOT / "launch.sh").read_text().partition("\nsetup() {")[0]
     assert set(re.findall(r"requirements\.txt|tools/locks/\w+\.lock", setup)) <= {
         str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")
     }
     imports = re.findall(r"^from trainer.*$", setup, re.MULTILINE)
     assert imports
-    done = subprocess.run([sys.executable, "-c", "\n".join(imports)], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    asked = [["-c", "\n".join(imports)], ["-m", "launcher", "--known", "setup"], ["-m", "launcher.doctor", "--help"]]
+    for words in asked:
+        done = subprocess.run([sys.executable, "-S", *words], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 @FILES

@@ -30,8 +30,8 @@ JOB = "tests/unit/test_page_commands.py::test_the_job_of_the_page_hands_itself_i
 HELD: dict[str, tuple[str, str]] = {
     "bash launch.sh setup": ("tests/unit/test_launch.py::test_setup_installs_once_and_then_starts_at_once", '"setup"'),
     "bash launch.sh test": (
-        "tests/unit/test_launch.py::test_test_passes_its_arguments_to_pytest_and_starts_workers_unless_tests_are_named",
-        'launch("test"',
+        "tests/unit/test_launch.py::test_each_command_starts_its_program_with_the_callers_paths",
+        '"test --all"',
     ),
     "bash launch.sh check my.yaml": (README, '"README.md"'),
     "bash launch.sh plan my.yaml": (README, '"README.md"'),

@@ -1,0 +1,74 @@
+"""Every command of launch.sh:  python -m launcher [NAME] [words …]
+
+    python -m launcher plan my.yaml a.b=1      becomes      python -m launcher.plan /where/it/was/typed/my.yaml a.b=1
+
+launch.sh installs what is missing, and comes here with the words as they were typed. Standard library only, for
+`--known NAME` asks before anything is installed whether there is such a command.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+COMMANDS = {  # name → what Python is started with
+    "run": ("-m", "launcher.run"),
+    "plan": ("-m", "launcher.plan"),
+    "check": ("-m", "launcher.check_rewards"),
+    "eval": ("-m", "launcher.evaluation.main"),
+    "convert": ("-m", "model.gguf"),
+    "slurm": ("-m", "launcher.slurm"),
+    "report": ("-m", "report.main"),
+    "samples": ("-m", "report.samples"),
+    "doctor": ("-m", "launcher.doctor"),
+    "setup": ("-c", "print('tandem: ready; start with: bash launch.sh')"),
+    "test": ("-m", "pytest"),
+    "gpu-check": ("-m", "gpu_check"),
+    "bench": ("tools/benchmarks/bench.py",),
+}
+CALLED_FROM = "TANDEM_CALLED_FROM"  # environment variable: the folder in which launch.sh was called
+_WORKERS = ("-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder")  # in which order: tests/conftest.py
+
+
+def main(words: Sequence[str]) -> int:
+    """Replaces this process by that of the command. Returns an exit code if it does not: 2 for an unknown command."""
+    is_question = list(words[:1]) == ["--known"]
+    folder = Path(os.environ.get(CALLED_FROM, "."))
+    name, rest = command(words[is_question:], folder)
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else "bash launch.sh help lists all"
+        print(f"tandem: unknown command {name}; {hint}", file=sys.stderr)
+        return 2
+    if is_question:
+        return 0
+    os.execv(sys.executable, [sys.executable, *program(name, rest, folder)])
+
+
+def command(words: Sequence[str], folder: Path) -> tuple[str, list[str]]:
+    """(name, the other words). A config or a setting in the first place stands for `run`, the default."""
+    first = words[0] if words else ""
+    is_config = first.endswith((".yaml", ".yml")) or (folder / first).is_file()
+    if first not in COMMANDS and (not first or is_config or "=" in first or first.startswith("-")):
+        return "run", list(words)
+    return first, list(words[1:])
+
+
+def program(name: str, words: Sequence[str], folder: Path) -> list[str]:
+    """What Python is started with.  ("test", ["-x"]) → ["-m", "pytest", "-n", "auto", …, "-x"]"""
+    few = any(word.startswith(("-k", "--pdb", "tests/")) for word in words)  # they start sooner without workers
+    workers = _WORKERS if name == "test" and not few else ()  # a later -n N wins
+    return [*COMMANDS[name], *workers, *(from_caller(word, folder) for word in words)]
+
+
+def from_caller(word: str, folder: Path) -> str:
+    """What is named from the caller's folder keeps its meaning in ours, to which launch.sh has changed."""
+    is_path = word != "" and not word.startswith(("/", "-")) and "=" not in word
+    return str(folder / word) if is_path and folder.resolve() != Path.cwd() and (folder / word).exists() else word
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
