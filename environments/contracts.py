@@ -89,10 +89,6 @@ class Instance:
     def __init__(self, mine: Any, toolbox: Toolbox | None) -> None:
         self.mine, self.toolbox = mine, toolbox
 
-    @property
-    def gives_rewards(self) -> bool:
-        return self.mine is not None and (self.toolbox is None or hasattr(self.mine, "get_reward"))
-
     def reset(self, row: Mapping[str, Any]) -> Turn:
         if self.mine is None:
             return Turn()

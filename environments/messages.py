@@ -1,4 +1,4 @@
-"""What the pool, the fork server and the instances say to each other."""
+"""What the pool and an environment's process say to each other."""
 
 from __future__ import annotations
 
@@ -9,39 +9,19 @@ import msgspec
 from environments import Done, Failed, Reply, Turn
 
 MAX_ANSWER_BYTES = 1 << 20  # many times what a rollout has tokens for
-CONTROL_BYTES = 1 << 16
 
 
 class EnvironmentSetup(msgspec.Struct, frozen=True):
-    """To the fork server, first. One of environment and tools is given."""
+    """One of environment and tools is given."""
 
     environment: str | None
     tools: list[str]
     arguments: dict[str, Any] = {}  # rollout.environment_kwargs
     parser: str = "hermes"
     columns: list[str] | None = None  # null: the signature of reset is not checked
-    max_memory: int = 0  # bytes; 0 = no limit
-    confine_signals: bool = True
-
-
-class Order(msgspec.Struct, frozen=True):
-    """To the fork server. fork: with the instance's end of a socket. kill: the instance, and all that it started."""
-
-    kind: Literal["fork", "kill"]
-    number: int
-
-
-class News(msgspec.Struct, frozen=True):
-    """From the fork server. ready: the user's file is imported. refused: it cannot be. forked, ended: an instance."""
-
-    kind: Literal["ready", "refused", "forked", "ended"]
-    number: int = 0
-    reason: str = ""
 
 
 class Request(msgspec.Struct, frozen=True):
-    """To an instance."""
-
     kind: Literal["describe", "reset", "step", "finish"]
     completion: str = ""
     columns: dict[str, Any] = {}
@@ -49,7 +29,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """From an instance, one for each Request."""
+    """One for each Request."""
 
     kind: Literal["turn", "done", "failed", "described"]
     messages: list[dict[str, Any]] = []
@@ -62,7 +42,6 @@ class Answer(msgspec.Struct, frozen=True):
     state: dict[str, Any] = {}  # of done
     reason: str = ""  # of failed
     tools: list[dict[str, Any]] = []  # of described
-    gives_rewards: bool = False
 
     @classmethod
     def of(cls, reply: Turn | Done) -> Answer:

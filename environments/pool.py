@@ -1,7 +1,7 @@
 """Environments in processes that can be killed: none can stop, stall or crash the run, or another rollout.
 
-One thread owns a fork server, and through it one process per rollout. Deadlines hold while the sampler's own thread is
-inside the engine. A request that exceeds its deadline, kills its process or raises becomes `Failed`, is counted once,
+A rollout has a worker of its own (common/worker), and a thread that asks it. Deadlines hold while the sampler's own
+thread is inside the engine. A request that exceeds its deadline, kills its process or raises becomes `Failed`, once,
 and its process is killed with all that it started; no other rollout notices. Of an environment that has ended, `close`
 is called if it has one. Nothing is pickled. Left out: whoever kills the fork server itself, where the kernel cannot
 forbid it (`rollout.confine_signals`), fails the rollouts of that moment; the server is started again.
@@ -11,15 +11,32 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import threading
+import time
 from collections.abc import Hashable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+import msgspec
 
 from common.config import Rollouts
 from common.errors import UserError
+from common.outcomes import shorten
+from common.worker import encode
+from common.worker.owner import START_TIMEOUT_S, LostError, StartError, Worker, Workers
 from environments import Failed, Reply, Turn
-from environments.keeper import Keeper
-from environments.messages import EnvironmentSetup, Request
+from environments.messages import MAX_ANSWER_BYTES, Answer, EnvironmentSetup, Request
+
+_BUSY_PATIENCE_S = 1.0  # of one that is closed while it works
+
+
+class _Rollout:
+    """One key from its start until it is over. worker: None before its process exists."""
+
+    def __init__(self, key: Hashable) -> None:
+        self.key = key
+        self.requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()  # None: it is closed
+        self.is_closed = False
+        self.worker: Worker | None = None
 
 
 class EnvironmentPool:
@@ -39,71 +56,88 @@ class EnvironmentPool:
 
     def __init__(self, config: Rollouts, columns: Iterable[str] | None = None) -> None:
         self.tools: list[dict[str, Any]] = []  # JSON schemas for the chat template; empty: it has no tools
-        self.gives_rewards = False  # whether Done may come with a reward
-        self.num_timeouts = self.num_crashes = self.num_errors = 0
         names = None if columns is None else list(columns)
-        arguments, memory = config.environment_kwargs, int(config.max_memory_gib * 2**30)
-        setup = EnvironmentSetup(
-            config.environment, config.tools, arguments, config.tool_parser, names, memory, config.confine_signals
+        setup = EnvironmentSetup(config.environment, config.tools, config.environment_kwargs, config.tool_parser, names)
+        self._workers = Workers(
+            "environments.service:EnvironmentService",
+            setup,
+            title="environments",
+            max_memory=int(config.max_memory_gib * 2**30),
+            confine_signals=config.confine_signals,
         )
-        self._numbers: dict[Hashable, int] = {}  # of the keys in use
+        self._timeout_s = config.timeout_s
+        self._threads = ThreadPoolExecutor(config.max_environments)  # they also start the fork server
+        self._rollouts: dict[Hashable, _Rollout] = {}  # of the keys in use
         self._owed: set[Hashable] = set()
-        self._last_number = 0
-        self._keeper = Keeper(setup, config.timeout_s, config.max_environments)
-        self._thread = threading.Thread(target=self._keeper.run, daemon=True)
+        self._replies: queue.SimpleQueue[tuple[_Rollout, Reply]] = queue.SimpleQueue()
 
     def __enter__(self) -> EnvironmentPool:
-        self._thread.start()
         try:
-            first = self._keeper.first.get()
-            if isinstance(first, str):
-                raise UserError(first)
-            self.tools, self.gives_rewards = first.tools, first.gives_rewards
+            self.tools = self._threads.submit(self._describe).result()
         except BaseException:  # Ctrl-C during the start included: __exit__ is not called when __enter__ raises
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._keeper.stop()
-        self._thread.join(timeout=10.0)
+        self.close_all()
+        self._workers.close()
+        self._threads.shutdown(cancel_futures=True)
+
+    def _describe(self) -> list[dict[str, Any]]:
+        """The tools of a first instance. Raises UserError."""
+        try:
+            worker = self._workers.fork()
+            answer = self._ask(worker, Request("describe"), START_TIMEOUT_S)
+        except StartError as error:
+            raise UserError(str(error)) from None
+        except LostError as error:
+            raise UserError(f"the environment {error}") from None
+        self._threads.submit(worker.close, self._timeout_s)
+        if answer.kind == "failed":
+            raise UserError(answer.reason)
+        return answer.tools
 
     @property
     def pending(self) -> int:
         """Answers owed."""
         return len(self._owed)
 
-    @property
-    def live(self) -> int:
-        """Keys that were started and have neither ended nor been closed."""
-        return len(self._numbers)
-
     def start(self, key: Hashable, columns: Mapping[str, Any], seed: int | None = None) -> None:
         """A fresh instance and its reset → Turn or Failed. Beyond rollout.max_environments it waits for a place.
 
         columns: one data set row. seed: of `random` and of numpy in the instance; None = another one each time.
         """
-        assert key not in self._numbers, f"{key!r} is in use"
-        self._last_number += 1
-        self._numbers[key] = self._last_number
-        self._ask(key, Request("reset", columns=dict(columns), seed=seed))
+        assert key not in self._rollouts, f"{key!r} is in use"
+        rollout = self._rollouts[key] = _Rollout(key)
+        self._request(key, Request("reset", columns=dict(columns), seed=seed))
+        self._threads.submit(self._live, rollout)
 
     def step(self, key: Hashable, completion: str) -> None:
         """What the model wrote in this turn → Turn, Done or Failed."""
-        self._ask(key, Request("step", completion))
+        self._request(key, Request("step", completion))
 
     def finish(self, key: Hashable) -> None:
         """The rollout ended by a limit, not by its environment → Done or Failed."""
-        self._ask(key, Request("finish"))
+        self._request(key, Request("finish"))
+
+    def _request(self, key: Hashable, request: Request) -> None:
+        assert key not in self._owed, f"{key!r} has not answered yet"
+        self._owed.add(key)
+        self._rollouts[key].requests.put(request)
 
     def close(self, key: Hashable) -> None:
         """The rollout is not wanted any more; an answer under way is dropped. A key that is not in use is no error."""
+        is_busy = key in self._owed
         self._owed.discard(key)
-        if (number := self._numbers.pop(key, None)) is not None:
-            self._keeper.close(number)
+        if (rollout := self._rollouts.pop(key, None)) is not None:
+            rollout.is_closed = True
+            rollout.requests.put(None)
+            if is_busy and rollout.worker is not None:
+                rollout.worker.cancel()
 
     def close_all(self) -> None:
-        for key in list(self._numbers):
+        for key in list(self._rollouts):
             self.close(key)
 
     def ready(self, timeout_s: float = 0.0) -> list[tuple[Hashable, Reply]]:
@@ -112,24 +146,54 @@ class EnvironmentPool:
         wait_s = timeout_s if self._owed else 0.0
         with contextlib.suppress(queue.Empty):
             while True:
-                key, number, reply = self._keeper.replies.get(block=wait_s > 0, timeout=wait_s or None)
-                if self._numbers.get(key) != number:
+                rollout, reply = self._replies.get(block=wait_s > 0, timeout=wait_s or None)
+                if self._rollouts.get(rollout.key) is not rollout:
                     continue  # closed meanwhile
-                self._owed.discard(key)
+                self._owed.discard(rollout.key)
                 if not isinstance(reply, Turn):
-                    del self._numbers[key]
-                self._count(reply)
-                answered.append((key, reply))
+                    del self._rollouts[rollout.key]
+                answered.append((rollout.key, reply))
                 wait_s = 0.0
         return answered
 
-    def _ask(self, key: Hashable, request: Request) -> None:
-        assert key not in self._owed, f"{key!r} has not answered yet"
-        self._owed.add(key)
-        self._keeper.ask(key, self._numbers[key], request)
+    # ---- in the thread of a rollout ----
 
-    def _count(self, reply: Reply) -> None:
-        if isinstance(reply, Failed):
-            self.num_timeouts += reply.kind == "timeout"
-            self.num_crashes += reply.kind == "crash"
-            self.num_errors += reply.kind == "error"
+    def _live(self, rollout: _Rollout) -> None:
+        """From its reset to the end of its process, which frees its place. Every request gets one reply."""
+        patience_s = self._timeout_s  # for cleaning up
+        while (request := rollout.requests.get()) is not None and not rollout.is_closed:
+            reply = self._reply(rollout, request)
+            self._replies.put((rollout, reply))
+            if not isinstance(reply, Turn):
+                is_lost = isinstance(reply, Failed) and reply.kind != "error"
+                patience_s = 0.0 if is_lost else self._timeout_s
+                break
+        if rollout.worker is not None:
+            rollout.worker.close(_BUSY_PATIENCE_S if rollout.worker.is_cancelled else patience_s)
+
+    def _reply(self, rollout: _Rollout, request: Request) -> Reply:
+        about = f" Completion: {shorten(request.completion)}" if request.kind == "step" else ""
+        begun = time.monotonic()
+        try:
+            if rollout.worker is None:
+                rollout.worker = self._workers.fork()
+                begun = time.monotonic()
+            return self._ask(rollout.worker, request, self._timeout_s).reply()
+        except StartError as error:
+            return Failed("crash", str(error))
+        except LostError as error:
+            what = f"no answer from {request.kind} within {self._timeout_s:g} s, killed"
+            reason = what if error.timed_out else f"the environment {error}"
+            return Failed("timeout" if error.timed_out else "crash", f"{reason}.{about}", time.monotonic() - begun)
+        except (TypeError, ValueError, OverflowError) as error:
+            return Failed("error", f"the row cannot be sent to the environment: {error}.{about}")
+        except Exception as error:  # a reply is owed whatever happens: without it the sampler waits for ever
+            return Failed("crash", f"the environment is lost: {type(error).__name__}: {error}.{about}")
+
+    def _ask(self, worker: Worker, request: Request, timeout_s: float) -> Answer:
+        """Raises LostError, and TypeError, ValueError or OverflowError for a request that cannot be sent."""
+        answer = worker.ask(encode(request), timeout_s, MAX_ANSWER_BYTES)
+        try:
+            return msgspec.msgpack.decode(answer, type=Answer)
+        except msgspec.MsgspecError as error:
+            raise LostError(f"broke the protocol ({error})") from None

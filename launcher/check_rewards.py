@@ -24,9 +24,8 @@ from rewards.format import END_OF_TURN, without_end_of_turn
 from rewards.gold_answers import check_gold
 from rewards.rescore import rescore
 from rewards.trials import Findings, TrialRow
-from sampler.dataset import load_data
-from sampler.pictures import describe_images, first_image
-from sampler.prompts import as_messages, shown_to_rewards
+from sampler.dataset import load_data, whole_row
+from sampler.prompts import shown_to_rewards
 
 FAILED = 1
 
@@ -44,13 +43,10 @@ def main() -> None:
     config = settings.load(arguments.config, [item for item in arguments.rest if "=" in item])
     records = read_completions(files[0]) if files else []
 
-    problems = load_data("data.train", config.data.train, config.data, config.rewards.reward_funcs)
+    problems = load_data("data.train", config.data.train, config.data)
     chosen = problems[:: -(-len(problems) // arguments.rows)]
     steps = config.trainer.max_steps
     print(f"tandem: gold answers: {len(chosen)} of {len(problems)} rows of {config.data.train}", flush=True)
-    if config.data.image_key is not None:
-        shown = first_image(problems, sys.stdout.isatty())
-        print("\n".join([f"tandem: {describe_images(problems)}", *(f"  {line}" for line in shown)]), flush=True)
     of_gold = check_gold(config.rewards, [_row(problem, config) for problem in chosen], steps)
     _print(of_gold)
     num_problems = len(of_gold.problems)
@@ -77,8 +73,8 @@ def _print(findings: Findings) -> None:
 
 
 def _row(problem: Problem, config: Config) -> TrialRow:
-    as_a_run_does = as_messages if config.rollout.is_multi_turn else shown_to_rewards
-    return TrialRow(problem.index, as_a_run_does(problem, config.data, config.prompt), problem.columns)
+    columns = whole_row(problem, config.data.image_key)
+    return TrialRow(problem.index, shown_to_rewards(problem, config), columns)
 
 
 def read_completions(path: Path) -> list[dict[str, Any]]:

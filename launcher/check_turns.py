@@ -58,7 +58,7 @@ def rollout_lines(config: Config, problem: Problem, tokenizer: Any, colour: bool
         engine: Any = Scripted(tokenizer, turns)
         vision = vision_of(config)
         images = encode_problem(problem, vision.form, config.data) if vision else ()
-        prompt = make_prompt(problem, tokenizer, config.data, config.prompt, vision, images, multi_turn.pool.tools)
+        prompt = make_prompt(problem, tokenizer, config, vision, images, multi_turn.pool.tools)
         decode = functools.partial(tokenizer.batch_decode, skip_special_tokens=True)
         episodes = multi_turn.episodes(engine, decode)
         episodes.start("check", prompt, SamplingParams(1.0, config.sampler.max_completion_length, 1, config.run.seed))

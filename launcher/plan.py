@@ -64,7 +64,7 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
     deepspeed_config(config, place.num_ranks)  # here, so that settings that contradict each other come before the data
     model = read_dims(config.model.path, config.model.revision)
     require_settings(config)  # again, for a hub id's config.json may be here only now
-    problems = load_data("data.train", config.data.train, config.data, config.rewards.reward_funcs)
+    problems = load_data("data.train", config.data.train, config.data)
     plan = batch_plan(config, place.num_ranks, len(problems))
     _print("batch", _batch_lines(config, plan))
     if uneven := config.uneven_work(place.num_ranks):
@@ -99,30 +99,26 @@ def _batch_lines(config: Config, plan: BatchPlan) -> Iterator[tuple[str, str]]:
 def _preview(config: Config, problems: Sequence[Any]) -> tuple[str, list[tuple[str, str]]]:
     """The first prompt, and the rewards of the first rows' own answers against those of an empty completion."""
     from model.tokenizer import load_tokenizer
-    from rewards.find import needs_rollout
     from rewards.pool import RewardFailure, RewardPool
+    from sampler.dataset import whole_row
     from sampler.pictures import encode_problem
-    from sampler.prompts import as_messages, make_prompt
+    from sampler.prompts import make_prompt
 
-    weights = dict(zip(config.rewards.reward_funcs, config.rewards.weights, strict=True))
-    weights = {s: w for s, w in weights.items() if not needs_rollout(s)} or {"rewards.probes.neutral": 1.0}
-    tried = config.rewards.model_copy(update={"reward_funcs": [*weights], "reward_weights": [*weights.values()]})
-    with RewardPool(tried, columns=problems[0].columns, max_steps=config.trainer.max_steps) as pool:
+    names, weights = [*config.rewards.reward_funcs, "rewards.probes.neutral"], [*config.rewards.weights, 1.0]
+    beside_neutral = config.rewards.model_copy(update={"reward_funcs": names, "reward_weights": weights})
+    steps, image_key = config.trainer.max_steps, config.data.image_key
+    with RewardPool(beside_neutral, problems[0].columns, steps, image_key, has_rollouts=False) as pool:
         tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
         vision = vision_of(config)
         images = [encode_problem(p, vision.form, config.data) if vision else () for p in problems[:_ROWS]]
         prompts = [
-            make_prompt(problem, tokenizer, config.data, config.prompt, vision, its)
-            for problem, its in zip(problems, images, strict=False)
+            make_prompt(problem, tokenizer, config, vision, its) for problem, its in zip(problems, images, strict=False)
         ]
         first = prompts[0]
         for i, prompt in enumerate(prompts):
             texts = [str(prompt.problem.columns.get("answer", "")), ""]
             ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-            asked = prompt.for_rewards
-            if config.rollout.is_multi_turn:
-                asked = as_messages(prompt.problem, config.data, config.prompt)
-            pool.submit(i, asked, texts, ids, prompt.problem.columns)
+            pool.submit(i, prompt.for_rewards, texts, ids, whole_row(prompt.problem, image_key))
         scored: dict[Any, Any] = {}
         while pool.pending:
             scored |= dict(pool.ready(timeout_s=1.0))
@@ -132,7 +128,8 @@ def _preview(config: Config, problems: Sequence[Any]) -> tuple[str, list[tuple[s
     failures = [result.reason for result in scored.values() if isinstance(result, RewardFailure)]
     if failures:
         raise UserError(f"a reward fails on real rows: {failures[0]}")
-    return "first prompt, and the rewards on real rows", shown + _reward_lines(config, tried.names, scored)
+    shown += _reward_lines(config, pool.wanted.needs_rollout, scored)
+    return "first prompt, and the rewards on real rows", shown
 
 
 def _image_lines(prompt: Prompt, vision: Vision | None) -> Iterator[tuple[str, str]]:
@@ -145,10 +142,9 @@ def _image_lines(prompt: Prompt, vision: Vision | None) -> Iterator[tuple[str, s
         yield from (("", line) for line in lines_of(as_picture(image), sys.stdout.isatty()))
 
 
-def _reward_lines(config: Config, tried: Sequence[str], scored: dict[Any, Any]) -> list[tuple[str, str]]:
-    untried = [name for name in config.rewards.names if name not in tried]
+def _reward_lines(config: Config, untried: Sequence[str], scored: dict[Any, Any]) -> list[tuple[str, str]]:
     out, tells_apart = [(name, "what a rollout's environment says: not tried here") for name in untried], False
-    for name in [name for name in config.rewards.names if name in tried]:
+    for name in [name for name in config.rewards.names if name not in untried]:
         of_answers, of_nothing = ([scored[i][which][0][name] for i in sorted(scored)] for which in (0, 1))
         tells_apart |= any(a > n for a, n in zip(of_answers, of_nothing, strict=True))
         pairs = ", ".join(f"{a:g} / {n:g}" for a, n in zip(of_answers, of_nothing, strict=True))

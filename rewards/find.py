@@ -1,15 +1,20 @@
-"""Finding reward functions by name, and checking at the start that a run can call them.
+"""Finding reward functions by name, checking that a run can call them, and what they want of a row.
 
 Names are built-in (`answer`), `package.module.function` or `path/file.py:function`. A signature is compared with what
-a run on this data set offers, so that a misspelt argument is found before anything is sampled.
+a run on this data set offers, so that a misspelt argument is found before anything is sampled. The process of the
+rewards does this; nobody else imports a user's functions.
 """
 
 from __future__ import annotations
 
 import difflib
+import dis
 import functools
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from common import functions
 from common.errors import UserError
@@ -30,22 +35,46 @@ BUILT_IN = {
     "linear_length": "rewards.shaped.linear_length",
     "environment": "rewards.environment.environment",
 }
+_SEES_ALL_LOCALS = {"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"}
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What functions ask for in their signatures."""
+
+    names: list[str] = []  # of arguments, columns among them
+    rest: bool = True  # whether a function reads the other columns from its **columns
+    needs_rollout: list[str] = []  # functions that score what an environment says or holds
+
+
+def wanted_by(named_functions: Sequence[tuple[str, RewardFunction]]) -> Wanted:
+    names, rest, needs_rollout = set[str](), False, []
+    for name, function in named_functions:
+        parameters = parameters_of(function)
+        names |= {parameter.name for parameter in parameters or []}
+        rest |= parameters is None or _reads_its_rest(function, parameters)
+        if name == "environment" or "environments" in {parameter.name for parameter in parameters or []}:
+            needs_rollout.append(name)
+    return Wanted(sorted(names), rest, needs_rollout)
+
+
+def _reads_its_rest(function: RewardFunction, parameters: Iterable[inspect.Parameter]) -> bool:
+    """Whether it looks into its `**columns`. Most functions take them because the contract says so, and never look."""
+    rest = next((parameter.name for parameter in parameters if parameter.kind is parameter.VAR_KEYWORD), None)
+    if rest is None:
+        return False
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not inspect.isfunction(function) or hasattr(function, "__wrapped__"):
+        return True
+    code = function.__code__
+    loaded = [i.argval for i in dis.get_instructions(code)]  # since Python 3.13 two names in one instruction, too
+    is_read = any(rest == name or (isinstance(name, tuple) and rest in name) for name in loaded)
+    return is_read or rest in code.co_cellvars or not _SEES_ALL_LOCALS.isdisjoint(code.co_names)
 
 
 def resolve(name: str) -> RewardFunction:
     """The function called `answer`, `package.module.function` or `path/file.py:function`. Raises UserError."""
     return functions.find(f"reward {name!r}", BUILT_IN.get(name, name), BUILT_IN)
-
-
-def takes(names: Iterable[str], argument: str) -> bool:
-    """Whether one of the functions names this argument in its signature. Imports none of them. Raises UserError."""
-    parameters = (functions.read_parameters(f"reward {n!r}", BUILT_IN.get(n, n), BUILT_IN) or [] for n in names)
-    return any(parameter.name == argument for given in parameters for parameter in given)
-
-
-def needs_rollout(name: str) -> bool:
-    """Whether it scores what an environment says or holds, which nobody knows before a rollout. Raises UserError."""
-    return name == "environment" or takes([name], "environments")
 
 
 def bind(function: RewardFunction, arguments: Mapping[str, Any], name: str) -> RewardFunction:

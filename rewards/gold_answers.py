@@ -11,9 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from common.config import ROUNDING, Rewards
-from common.functions import short_name
 from rewards import shorten
-from rewards.find import needs_rollout
 from rewards.probes import EMPTY, FORMS, Probe, probes
 from rewards.trials import SHOWN, Findings, Trial, TrialRow, distribution, note_failures, try_each
 
@@ -23,17 +21,18 @@ def check_gold(config: Rewards, rows: Sequence[TrialRow], max_steps: int = 0) ->
     by_row = [probes(row.columns.get("answer")) for row in rows]
     findings = Findings()
     has_gold = any(len(of_row) > 1 for of_row in by_row)
-    trials = try_each(config, rows, lambda row: [p.text for p in probes(row.columns.get("answer"))], max_steps)
+    tried = try_each(config, rows, lambda row: [p.text for p in probes(row.columns.get("answer"))], max_steps)
+    trials = [one for one in tried if not one.needs_rollout]
     for one in trials:
         findings.lines += [f"{one.name}  (weight {one.weight:g}, full marks {one.full_mark:g})"]
         note_failures(one, rows, findings)
         if has_gold:
             _verdicts(one, rows, by_row, findings)
         findings.lines += [f"  slowest call: {one.slowest[0]:.3f} s"]
-    untried = [short_name(spec) for spec in config.reward_funcs if needs_rollout(spec)]
-    for name in untried:
-        findings.lines += [f"{name}  what a rollout's environment says: not tried here, and no sum without it"]
-    if has_gold and not untried:
+    for one in tried:
+        if one.needs_rollout:
+            findings.lines += [f"{one.name}  what a rollout's environment says: not tried here, and no sum without it"]
+    if has_gold and trials == tried:
         _check_sum(trials, rows, by_row, findings)
     return findings
 

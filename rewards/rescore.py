@@ -17,7 +17,7 @@ from rewards.trials import SHOWN, Findings, Trial, TrialRow, distribution, note_
 def rescore(config: Rewards, groups: Sequence[TrialRow], verifiers: Sequence[str] = (), max_steps: int = 0) -> Findings:
     """Scores, failures, disagreements. groups: the completions of one prompt each, with what the run recorded."""
     findings = Findings()
-    trials = try_each(config, groups, lambda row: row.texts, max_steps)
+    trials = [one for one in try_each(config, groups, lambda row: row.texts, max_steps) if not one.needs_rollout]
     for one in trials:
         scores = [s for values in one.scores.values() for s in values]
         marks = sum(s >= one.full_mark - ROUNDING for s in scores)

@@ -16,7 +16,6 @@ from typing import Any
 
 from common.config import Rewards
 from common.functions import short_name
-from rewards.find import needs_rollout
 from rewards.pool import RewardFailure, RewardPool
 
 SLOW_S = 1.0
@@ -44,19 +43,16 @@ class Trial:
     scores: dict[int, list[float]] = field(default_factory=dict)  # by place in the list of rows
     failures: dict[int, str] = field(default_factory=dict)
     slowest: tuple[float, int] = (0.0, -1)  # seconds, place
+    needs_rollout: bool = False  # of an environment: it is not tried
 
 
 def try_each(
     config: Rewards, rows: Sequence[TrialRow], texts_of: Callable[[TrialRow], Sequence[str]], max_steps: int = 0
 ) -> list[Trial]:
-    """Every function on every row, but for those that need a rollout.
-
-    Raises UserError for a function that cannot be found or called at all.
-    """
+    """Every function on every row. Raises UserError for a function that cannot be found or called at all."""
     return [
         _try_one(config, spec, weight, rows, texts_of, max_steps)
         for spec, weight in zip(config.reward_funcs, config.weights, strict=True)
-        if not needs_rollout(spec)
     ]
 
 
@@ -71,8 +67,9 @@ def _try_one(
     name = short_name(spec)
     alone = {"reward_funcs": [spec, "rewards.probes.neutral"], "reward_weights": None}
     trial = Trial(name, weight, config.full_mark(name))
-    with RewardPool(config.model_copy(update=alone), columns=rows[0].columns, max_steps=steps) as pool:
-        for place, row in enumerate(rows):
+    with RewardPool(config.model_copy(update=alone), rows[0].columns, steps, has_rollouts=False) as pool:
+        trial.needs_rollout = bool(pool.wanted.needs_rollout)
+        for place, row in enumerate([] if trial.needs_rollout else rows):
             texts = texts_of(row)
             start = time.monotonic()
             pool.submit(place, row.prompt, texts, [list(range(len(text.split()))) for text in texts], row.columns)

@@ -13,7 +13,6 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from numpy.typing import NDArray
 from common.config import Data
 from common.errors import UserError
 from common.types import Problem, Prompt
-from rewards.find import takes
 from sampler.pictures import check_images, sources
 from sampler.sources import check_there, folder_of, read_rows
 
@@ -37,17 +35,15 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 Row = dict[str, Any]
 
 
-def load_data(option: str, spec: str | Sequence[str], data: Data, reward_funcs: Sequence[str] = ()) -> list[Problem]:
+def load_data(option: str, spec: str | Sequence[str], data: Data) -> list[Problem]:
     """The problems of one data set of the config; `option` is data.train or data.eval. Says what it leaves out.
 
     A row with an empty answer is left out, because it cannot be scored. Raises UserError, also when no row has one.
-    Images are no column, so that they do not go to the reward processes, unless one of reward_funcs takes them by name.
+    Images are no column: see `whole_row`.
     """
     problems = load_problems(spec, data.prompt_key, data.answer_key, data.rename, data.image_key)
     if data.image_key is not None:
         check_images(option, problems, data)
-        if takes(reward_funcs, data.image_key):
-            problems = [replace(p, columns={**p.columns, data.image_key: list(p.images)}) for p in problems]
     if data.answer_key is None:
         return problems
     empty = [problem.index for problem in problems if is_empty(problem.columns["answer"])]
@@ -99,6 +95,11 @@ def load_problems(
     columns = dict.fromkeys(name for table in tables for name in table[0])
     rows = (row for table in tables for row in table)
     return [Problem(i, {**columns, **row}, found) for i, (row, found) in enumerate(zip(rows, images, strict=True))]
+
+
+def whole_row(problem: Problem, image_key: str | None) -> Mapping[str, Any]:
+    """Its columns, with the files of its images under image_key: what reward functions choose from."""
+    return problem.columns if image_key is None else {**problem.columns, image_key: list(problem.images)}
 
 
 def _images(rows: list[Row], spec: str, image_key: str) -> Iterator[tuple[bytes, ...]]:

@@ -18,9 +18,10 @@ from common.config import Config
 from common.types import Prompt
 from environments import Failed, Message, Reply, Turn, prompt_of
 from sampler.completions import Completion, SamplingParams
+from sampler.dataset import whole_row
 from sampler.engine import Engine
 from sampler.episode import Episode, EpisodeLimits, Played
-from sampler.task import GroupKey
+from sampler.task import Decode, GroupKey
 from sampler.turns import TurnTemplate
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ _PATIENCE_S = 0.05  # for an answer, while nothing decodes
 _MAX_REASON = 500  # characters, as on the wire
 
 Reprompt = Callable[[Prompt, Sequence[Message]], Prompt]
-Decode = Callable[[list[list[int]]], list[str]]
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class _Group:
 
 
 class Episodes:
-    """Completions of several turns. messages_of: a prompt's own messages; reprompt: the prompt with others."""
+    """Completions of several turns. reprompt: a prompt with the messages that an environment's reset gave."""
 
     def __init__(
         self,
@@ -111,11 +111,10 @@ class Episodes:
         pool: EnvironmentPool,
         template: TurnTemplate,
         decode: Decode,
-        messages_of: Callable[[Prompt], Sequence[Message]],
         reprompt: Reprompt,
     ):
         self._config, self._engine, self._pool, self._template = config, engine, pool, template
-        self._decode, self._messages_of, self._reprompt = decode, messages_of, reprompt
+        self._decode, self._reprompt = decode, reprompt
         self._groups: dict[Any, _Group] = {}
         self.num_events = 0
 
@@ -211,7 +210,8 @@ class Episodes:
         group.resets[i] = reply if isinstance(reply, Turn | Failed) else Failed("error", "reset ended the rollout")
         if len(group.resets) < group.params.num_completions:
             return
-        own, messages = self._messages_of(group.prompt), None
+        own, messages = group.prompt.for_rewards, None
+        assert not isinstance(own, str), "of several turns, rewards get messages"
         for j, reset in sorted(group.resets.items()):
             try:
                 if isinstance(reset, Failed):
@@ -250,7 +250,7 @@ def submit_rewards(pool: RewardPool, key: Hashable, sampled: Sampled, decode: De
     """Rewards get the text of a completion of one turn, and the messages of several."""
     prompt, completions = sampled.prompt, sampled.completions
     ids = [c.token_ids.tolist() for c in completions]
-    columns = prompt.problem.columns
+    columns = whole_row(prompt.problem, pool.image_key)
     played = [c for c in completions if isinstance(c, Played)]
     if not played:
         pool.submit(key, prompt.for_rewards, decode(ids), ids, columns, policy_version)

@@ -15,8 +15,9 @@ from common.config import Config
 from common.types import Problem, Prompt
 from environments import Message
 from sampler.engine import Engine
-from sampler.episodes import Decode, Episodes
+from sampler.episodes import Episodes
 from sampler.prompts import as_messages, read_template, render
+from sampler.task import Decode
 from sampler.turns import TurnTemplate
 
 if TYPE_CHECKING:
@@ -48,10 +49,7 @@ class MultiTurn:
         return cls(config, tokenizer, pool, TurnTemplate.of(rendered, tokenize, asked, [role]))
 
     def episodes(self, engine: Engine, decode: Decode) -> Episodes:
-        return Episodes(self.config, engine, self.pool, self.template, decode, self._messages_of, self._asked_with)
-
-    def _messages_of(self, prompt: Prompt) -> list[Message]:
-        return [dict(message) for message in as_messages(prompt.problem, self.config.data, self.config.prompt)]
+        return Episodes(self.config, engine, self.pool, self.template, decode, self._asked_with)
 
     def _asked_with(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
         """The prompt with the messages of reset. Raises ValueError for one that is too long, or has images."""

@@ -7,7 +7,6 @@ a file has is read from its header first: a small file may unpack to gigabytes.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import sys
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from common.config import Data
 from common.errors import UserError
-from common.terminal_picture import lines_of
 from common.types import EncodedImage, Problem, Prompt
 from common.watchdog import report_progress
 from model.images import ImageFormat, encode_image
@@ -119,35 +117,6 @@ def check_images(option: str, problems: Sequence[Problem], data: Data) -> None:
                 open_picture(source)
             except ValueError as error:
                 raise unreadable(problem.index, place, error) from None
-
-
-def describe_images(problems: Sequence[Problem]) -> str:
-    """How many there are, their sizes in pixels, and the first. Reads headers alone."""
-    shown = [(problem.index, source) for problem in problems for source in problem.images]
-    rows = sum(bool(problem.images) for problem in problems)
-    if not shown:
-        return f"images: none in {len(problems)} rows"
-    sizes = [open_picture(source).size for _, source in shown]
-    ordered = sorted(sizes, key=lambda size: size[0] * size[1])
-    least, most, first = (f"{width} × {height}" for width, height in (ordered[0], ordered[-1], sizes[0]))
-    digest = hashlib.blake2b(shown[0][1], digest_size=4).hexdigest()
-    return (
-        f"images: {len(shown)} in {rows} of {len(problems)} rows, from {least} to {most} pixels; the first, of row "
-        f"{shown[0][0]}, has {first} pixels and {len(shown[0][1]):,} bytes, {digest}"
-    )
-
-
-def first_image(problems: Sequence[Problem], coloured: bool) -> list[str]:
-    """Lines that show it in a terminal; none where there is none. Raises UserError if it cannot be decoded."""
-    for problem in problems:
-        if problem.images:
-            from PIL import ImageOps
-
-            try:
-                return lines_of(ImageOps.exif_transpose(open_picture(problem.images[0])), coloured)
-            except Exception as error:  # PIL's decoders raise what they like
-                raise unreadable(problem.index, 0, error) from error
-    return []
 
 
 def unreadable(row: int, place: int, error: Exception) -> UserError:

@@ -17,9 +17,10 @@ import numpy as np
 from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from common.config import Data, PromptTemplate
+from common.config import Config, Data, PromptTemplate
 from common.errors import UserError
 from common.types import EncodedImage, Problem, Prompt
+from environments import Message
 from model.folder import NO_CHAT_TEMPLATE
 from sampler.pictures import encode_all
 
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from model.images import Vision
-
-Message = dict[str, str]
 
 IMAGE = "<image>"  # in the text of a row with images
 
@@ -39,8 +38,7 @@ _TURN: tuple[Literal["user", "assistant"], ...] = ("user", "assistant")
 def make_prompts(
     problems: Sequence[Problem],
     tokenizer: PreTrainedTokenizerBase,
-    data: Data,
-    prompt: PromptTemplate,
+    config: Config,
     vision: Vision | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[list[Prompt], int]:
@@ -49,17 +47,18 @@ def make_prompts(
     vision: of the model, where data.image_key is given. tools: JSON schemas that the chat template shows. Raises
     UserError when none is left.
     """
-    images = encode_all(problems, vision.form, data) if vision else itertools.repeat(())
+    images = encode_all(problems, vision.form, config.data) if vision else itertools.repeat(())
     prompts = [
-        make_prompt(problem, tokenizer, data, prompt, vision, its, tools)
+        make_prompt(problem, tokenizer, config, vision, its, tools)
         for problem, its in zip(problems, images, strict=False)
     ]
-    short = [p for p in prompts if len(p.token_ids) <= data.max_prompt_length]
+    limit = config.data.max_prompt_length
+    short = [p for p in prompts if len(p.token_ids) <= limit]
     if not short:
         longest = max((len(p.token_ids) for p in prompts), default=0)
         raise UserError(
-            f"no prompt left: all {len(prompts)} are longer than data.max_prompt_length {data.max_prompt_length} "
-            f"tokens. The longest has {longest}; set data.max_prompt_length: {longest}"
+            f"no prompt left: all {len(prompts)} are longer than data.max_prompt_length {limit} tokens. "
+            f"The longest has {longest}; set data.max_prompt_length: {longest}"
         )
     return short, len(prompts) - len(short)
 
@@ -67,20 +66,21 @@ def make_prompts(
 def make_prompt(
     problem: Problem,
     tokenizer: PreTrainedTokenizerBase,
-    data: Data,
-    prompt: PromptTemplate,
+    config: Config,
     vision: Vision | None = None,
     images: tuple[EncodedImage, ...] = (),
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> Prompt:
-    """The prompt of one problem and its encoded images. for_rewards: the row's string, or the whole message list.
+    """The prompt of one problem and its encoded images.
 
     Raises UserError for a tokenizer without a chat template, for a row that is neither text nor chat messages, and for
     one with more or fewer images than places for them.
     """
+    prompt = config.prompt
     if read_template(prompt.chat_template) is None and not getattr(tokenizer, "chat_template", None):
         raise UserError(NO_CHAT_TEMPLATE)
-    messages = as_messages(problem, data, prompt)
+    messages = as_messages(problem, config.data, prompt)
+    for_rewards = _for_rewards(problem, config, messages)
     is_prefilled = messages[-1]["role"] == "assistant"  # the row begins the answer: continue that message
     if vision:
         messages = _with_places(messages, problem, tokenizer, prompt, vision, len(images))
@@ -94,7 +94,7 @@ def make_prompt(
                 f"row {problem.index}: the rendered prompt has {error}; its text or the chat template holds the token "
                 f"{tokenizer.convert_ids_to_tokens(vision.image)!r} itself. Write <image> where an image stands"
             ) from None
-    return Prompt(problem, shown_to_rewards(problem, data, prompt), text, token_ids, images)
+    return Prompt(problem, for_rewards, text, token_ids, images)
 
 
 def _with_places(
@@ -132,10 +132,15 @@ def as_messages(problem: Problem, data: Data, prompt: PromptTemplate) -> list[Me
     return [*(own_system or given_system), *turns, *messages[len(own_system) :]]
 
 
-def shown_to_rewards(problem: Problem, data: Data, prompt: PromptTemplate) -> str | list[Message]:
-    """What reward functions get as `prompts`: the row's string as it is, or the whole message list."""
-    raw = problem.columns[data.prompt_key]
-    return raw if isinstance(raw, str) else as_messages(problem, data, prompt)
+def shown_to_rewards(problem: Problem, config: Config) -> str | list[Message]:
+    """What reward functions get as `prompts`."""
+    return _for_rewards(problem, config, as_messages(problem, config.data, config.prompt))
+
+
+def _for_rewards(problem: Problem, config: Config, messages: list[Message]) -> str | list[Message]:
+    """The row's string as it is; of a message list, and for rollouts of several turns, all messages."""
+    raw = problem.columns[config.data.prompt_key]
+    return raw if isinstance(raw, str) and not config.rollout.is_multi_turn else messages
 
 
 def _formatted(messages: list[Message], problem: Problem, path: Path) -> list[Message]:

@@ -21,7 +21,7 @@ from common.paths import did_you_mean
 if TYPE_CHECKING:
     from datasets import Dataset
 
-Rows: TypeAlias = "list[dict[str, Any]] | Dataset"
+Table: TypeAlias = "list[dict[str, Any]] | Dataset"
 
 _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _SPLIT = re.compile(r"[\w.]+(\[[^\]]*\])?(\([\w]+\))?(\+[\w.]+(\[[^\]]*\])?(\([\w]+\))?)*")
@@ -80,7 +80,7 @@ def _path_and_subset(source: str) -> tuple[Path, str]:
     return Path(name).expanduser(), subset
 
 
-def _splits(source: str) -> Mapping[str, Rows]:
+def _splits(source: str) -> Mapping[str, Table]:
     """All splits of the data set. Raises UserError."""
     check_there(source)
     path, subset = _path_and_subset(source)
@@ -103,7 +103,7 @@ def _splits(source: str) -> Mapping[str, Rows]:
         raise UserError(_explain(error, str(path), subset, is_local=path.exists())) from error
 
 
-def _undecoded(rows: Rows) -> Rows:
+def _undecoded(rows: Table) -> Table:
     if isinstance(rows, list):
         return rows
     import datasets
@@ -175,7 +175,7 @@ def _explain(error: Exception, name: str, subset: str, is_local: bool) -> str:
     )
 
 
-def _take(splits: Mapping[str, Rows], split: str | None, source: str) -> list[Rows]:
+def _take(splits: Mapping[str, Table], split: str | None, source: str) -> list[Table]:
     """The rows of `train`, `train[:512]`, `train[10%:20%]` or `train+test`, part by part. Raises UserError."""
     sizes = {str(name): len(rows) for name, rows in splits.items()}
     there = ", ".join(f"{name} ({n})" for name, n in sizes.items())
@@ -199,11 +199,11 @@ def _take(splits: Mapping[str, Rows], split: str | None, source: str) -> list[Ro
     return [_slice(_checked(splits[p.splitname], source), p.from_, max(p.from_, p.to)) for p in pieces]
 
 
-def _slice(rows: Rows, start: int, end: int) -> Rows:
+def _slice(rows: Table, start: int, end: int) -> Table:
     return rows[start:end] if isinstance(rows, list) else rows.select(range(start, end))
 
 
-def _checked(rows: Rows, source: str) -> Rows:
+def _checked(rows: Table, source: str) -> Table:
     """Raises UserError for a column of text in JSON that `datasets` took for dates."""
     if not isinstance(rows, list) and rows.info.builder_name == "json":
         for name, feature in rows.features.items():

@@ -22,14 +22,13 @@ from model.folder import require_downloaded, require_models
 from model.gguf import with_folders
 from model.images import vision_of
 from model.tokenizer import load_tokenizer
-from rewards.find import takes
 from rewards.pool import RewardFailure, RewardPool
 from rewards.probes import probes
-from sampler.dataset import fingerprint, load_data
+from sampler.dataset import fingerprint, load_data, whole_row
 from sampler.link import Link, hello
 from sampler.multi_turn import MultiTurn, opened
 from sampler.pictures import require_sendable
-from sampler.prompts import as_messages, make_prompts, shown_to_rewards
+from sampler.prompts import make_prompts, shown_to_rewards
 from sampler.task import Task
 
 _ROWS_TRIED = 4
@@ -63,12 +62,12 @@ def _taken(sampler_id: str) -> Callable[[str], UserError]:
 
 
 def _run(config: Config, sampler_id: str) -> None:
-    wanted = config.rewards.reward_funcs
-    problems = load_data("data.train", config.data.train, config.data, wanted)
-    held_out = load_data("data.eval", config.data.eval, config.data, wanted) if config.data.eval else []
+    problems = load_data("data.train", config.data.train, config.data)
+    held_out = load_data("data.eval", config.data.eval, config.data) if config.data.eval else []
     columns = [name for name in problems[0].columns if not held_out or name in held_out[0].columns]
     with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(RewardPool(config.rewards, columns=columns, max_steps=config.trainer.max_steps))
+        steps, image_key = config.trainer.max_steps, config.data.image_key
+        pool = stack.enter_context(RewardPool(config.rewards, columns, steps, image_key))
         try_rewards(pool, problems, config)
         tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
         require_downloaded(config)
@@ -122,7 +121,7 @@ def try_rewards(pool: RewardPool, problems: list[Problem], config: Config) -> No
     when a right, a wrong and an empty completion all score the same. Functions that read what an environment holds
     cannot be called without one.
     """
-    if takes(config.rewards.reward_funcs, "environments"):
+    if "environments" in pool.wanted.names:
         return
     tried, reason = problems[:: max(1, len(problems) // _ROWS_TRIED)][:_ROWS_TRIED], ""
     for problem in tried:
@@ -147,12 +146,12 @@ def try_rewards(pool: RewardPool, problems: list[Problem], config: Config) -> No
 
 
 def _submit_trial(pool: RewardPool, problem: Problem, config: Config, texts: list[str], ids: list[list[int]]) -> None:
-    """In the shapes of the run: messages, and an environment that likes every second one, for several turns."""
+    """In the shapes of the run; of several turns with an environment that likes every second one."""
+    shown = shown_to_rewards(problem, config)
+    said: dict[str, Any] = {}
     if config.rollout.is_multi_turn:
-        shown, said = as_messages(problem, config.data, config.prompt), [float(i % 2) for i in range(len(texts))]
-        pool.submit("trial", shown, texts, ids, problem.columns, environment_rewards=said)
-    else:
-        pool.submit("trial", shown_to_rewards(problem, config.data, config.prompt), texts, ids, problem.columns)
+        said["environment_rewards"] = [float(i % 2) for i in range(len(texts))]
+    pool.submit("trial", shown, texts, ids, whole_row(problem, config.data.image_key), **said)
 
 
 def prompts_of(
@@ -161,7 +160,7 @@ def prompts_of(
     """Problems as prompts, with the JSON schemas of tools; says how many were too long."""
     if not problems:
         return []
-    prompts, num_filtered = make_prompts(problems, tokenizer, config.data, config.prompt, vision_of(config), tools)
+    prompts, num_filtered = make_prompts(problems, tokenizer, config, vision_of(config), tools)
     if num_filtered:
         limit = config.data.max_prompt_length
         print(

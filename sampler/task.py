@@ -14,6 +14,7 @@ from common.types import Prompt
 from sampler.completions import SamplingParams
 from sampler.dataset import problem_index, sampling_seed
 
+Decode = Callable[[list[list[int]]], list[str]]  # token ids -> text, without special tokens
 _EVAL_SEED_OFFSET = 1_000_003  # held-out samples must not share seeds with training groups
 
 
@@ -42,7 +43,7 @@ class Task:
 
     train: list[Prompt]
     held_out: list[Prompt]
-    decode: Callable[[list[list[int]]], list[str]]
+    decode: Decode
 
     def prompt(self, key: Key, config: Config) -> Prompt:
         if isinstance(key, EvalKey):

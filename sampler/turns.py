@@ -10,16 +10,15 @@ turns alone. `TurnTemplate.of` proves it on the one in use, and refuses one that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import UserError
+from environments import Message
 
-Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message], bool], str]  # (messages, add_generation_prompt) -> text
 Tokenize = Callable[[str], list[int]]  # text with its special tokens, nothing added
 

@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from rewards.pool import RewardPool
     from sampler.engine import Engine
     from sampler.episodes import Episodes, Sampled, SingleTurns
+    from sampler.task import Decode
 
 _SHORT = {"n": "eval.num_generations", "temperature": "eval.temperature"}
 _OVERRIDE = re.compile(r"[a-z_]+(\.[A-Za-z_]+)*=")
 _SAYS_EVERY_S = 10.0
-Decode = Callable[[list[list[int]]], list[str]]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -92,10 +92,11 @@ def run(config: Config, ks: Sequence[int], target: Target, output: Path | None) 
     from sampler.multi_turn import opened
     from sampler.start import prompts_of
 
-    problems = load_data("data.eval", config.data.eval or "", config.data, config.rewards.reward_funcs)
+    problems = load_data("data.eval", config.data.eval or "", config.data)
     columns = problems[0].columns
     with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(RewardPool(config.rewards, columns=columns, max_steps=config.trainer.max_steps))
+        steps, image_key = config.trainer.max_steps, config.data.image_key
+        pool = stack.enter_context(RewardPool(config.rewards, columns, steps, image_key))
         tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
         multi_turn = stack.enter_context(opened(config, tokenizer, problems[0], columns))
         tools = multi_turn.pool.tools if multi_turn else None

@@ -81,7 +81,7 @@ def played(given: Config, engine: Any) -> Any:
     with opened(given, tokenizer(), PROBLEM, PROBLEM.columns) as multi_turn:
         assert multi_turn is not None
         tools = multi_turn.pool.tools
-        prompt = make_prompt(PROBLEM, tokenizer(), given.data, given.prompt, tools=tools)
+        prompt = make_prompt(PROBLEM, tokenizer(), given, tools=tools)
         episodes = multi_turn.episodes(engine, functools.partial(tokenizer().batch_decode, skip_special_tokens=True))
         episodes.start("key", prompt, held_out_params(given, 0))
         over: list[Any] = []

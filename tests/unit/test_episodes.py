@@ -99,9 +99,10 @@ class Played2:
         config = make_config(folder, rollout={"tools": ["my.py:tool"], "max_turns": 3, **rollout})
         template = SimpleNamespace(continuation=lambda last, messages: np.array([50, 51, 52], np.int32))
         parts: list[Any] = [self.engine, self.pool, template, lambda ids: [" ".join(map(str, i)) for i in ids]]
-        self.episodes = Episodes(config, *parts, lambda prompt: [{"role": "user", "content": "?"}], self._asked_with)
+        self.episodes = Episodes(config, *parts, self._asked_with)
         self.config, self.out = config, dict[Any, Sampled]()
-        prompt = Prompt(Problem(0, {"question": "?"}), "?", "?", np.array([10, 11], np.int32))
+        asked = [{"role": "user", "content": "?"}]
+        prompt = Prompt(Problem(0, {"question": "?"}), asked, "?", np.array([10, 11], np.int32))
         self.episodes.start(KEY, prompt, PARAMS)
 
     def _asked_with(self, prompt: Prompt, messages: Any) -> Prompt:

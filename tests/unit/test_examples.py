@@ -348,11 +348,11 @@ def test_the_sampler_makes_the_prompts_that_the_warm_start_was_taught_and_they_f
     folder, settings = folder_of(name), settings_of(name)
     tokenizer = load_tokenizer(str(folder / "model"))
     vision = read_vision(str(folder / "model")) if settings.data.image_key else None
-    problems = load_data("data.eval", str(folder / "test.jsonl"), settings.data, settings.rewards.reward_funcs)
+    problems = load_data("data.eval", str(folder / "test.jsonl"), settings.data)
     few = replace(TINY[name], batch_size=1, **({"without_tools": 1.0} if name == "quickstart_tools" else {}))
     for problem, made in zip(problems, few.split("test", 20), strict=True):
         images = encode_problem(problem, vision.form, settings.data) if vision else ()
-        prompt = make_prompt(problem, tokenizer, settings.data, settings.prompt, vision, images)
+        prompt = make_prompt(problem, tokenizer, settings, vision, images)
         (shown,) = few.lessons([made], tokenizer)(random.Random(0), 0.0, 0.0)
         asked = shown.is_taught.index(True)
         assert prompt.token_ids.tolist() == shown.token_ids[:asked] and not any(shown.is_taught[:asked])

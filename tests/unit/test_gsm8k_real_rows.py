@@ -75,7 +75,7 @@ def test_every_prompt_of_the_shipped_run_fits_and_has_the_tokens_of_the_chat_tem
     longest = 0
     for split, size in SIZES.items():
         problems = load_problems(f"{GSM8K}@{split}", config.data.prompt_key, config.data.answer_key)
-        prompts, num_filtered = make_prompts(problems, tokenizer, config.data, config.prompt)
+        prompts, num_filtered = make_prompts(problems, tokenizer, config)
         assert (len(prompts), num_filtered) == (size, 0)
         longest = max(longest, *(len(prompt.token_ids) for prompt in prompts))
         for prompt in prompts[::50]:

@@ -234,8 +234,14 @@ def test_every_failpoint_in_the_list_is_in_the_code_and_every_one_in_the_code_is
     ("modules", "heavy"),
     [
         ("trainer.link.inbox, sampler.link", ("torch", "transformers", "vllm", "deepspeed", "datasets")),
-        ("rewards.worker", ("numpy", "pydantic", "yaml", "asyncio")),  # it is killed and started again
-        ("environments.worker", ("numpy", "pydantic", "yaml", "asyncio", "transformers")),  # and every fork shares it
+        (
+            "common.worker.server, rewards.service",
+            ("numpy", "pydantic", "yaml", "asyncio"),
+        ),  # it is killed and started again
+        (
+            "common.worker.server, environments.service",
+            ("numpy", "pydantic", "yaml", "asyncio", "transformers"),
+        ),  # and every fork shares it
     ],
 )
 def test_what_must_start_quickly_imports_nothing_heavy(modules: str, heavy: tuple[str, ...]) -> None:

@@ -13,16 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.config import Config, Data, PromptTemplate
+from common.config import Config, Data, PromptTemplate, Rewards
 from common.errors import UserError
 from common.png import check_png
 from common.types import Problem, Prompt
 from model.folder import require_downloaded, require_models
 from model.images import Vision, encode_image, read_vision
-from sampler.dataset import fingerprint, load_data
+from rewards.pool import RewardPool
+from sampler.dataset import fingerprint, load_data, whole_row
 from sampler.pictures import check_images, encode_problem, open_picture, require_sendable, sources
 from sampler.prompts import make_prompt, make_prompts
 from tests.support.configs import config_of
+from tests.support.speed import limit
 from tests.support.vision import END, PAD, PLAIN, START, byte_tokenizer, file_of, picture, write_vision_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +56,8 @@ def problem(text: Any, *images: bytes, index: int = 0) -> Problem:
 
 
 def made(given: Problem, tokenizer: Any, vision: Vision, template: PromptTemplate = CHAT) -> Prompt:
-    return make_prompt(given, tokenizer, DATA, template, vision, encode_problem(given, vision.form, DATA))
+    config = config_of(data=DATA.model_dump(), prompt=template.model_dump())
+    return make_prompt(given, tokenizer, config, vision, encode_problem(given, vision.form, DATA))
 
 
 # ---- columns ----------------------------------------------------------------------------------------------------
@@ -198,13 +201,20 @@ def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_rewards_get_images_only_if_one_names_them(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def sees(completions, images): ...\ndef blind(completions, **columns): ...\n")
+    (tmp_path / "mine.py").write_text(
+        "def sees(completions, images): return [len(files[0]) for files in images]\n"
+        "def reads(completions, **columns): return [sum(n in columns for n in ('question', 'answer', 'images'))]\n"
+    )
     (tmp_path / "red.png").write_bytes(RED)
     path = write_rows(tmp_path / "x.jsonl", [{"question": "?", "answer": "4", "images": "red.png"}])
-    (seen,) = load_data("data.train", path, DATA, ["answer", f"{tmp_path}/mine.py:sees"])
-    (unseen,) = load_data("data.train", path, DATA, ["answer", f"{tmp_path}/mine.py:blind"])
-    assert seen.columns["images"] == [RED]
-    assert "images" not in unseen.columns
+    (row,) = load_data("data.train", path, DATA)
+    assert "images" not in row.columns
+    for function, seen in (("sees", [RED]), ("reads", None)):
+        rewards = Rewards(reward_funcs=[f"{tmp_path}/mine.py:{function}"])
+        with RewardPool(rewards, row.columns, image_key="images") as pool:
+            pool.submit(0, "?", ["4"], [[1]], whole_row(row, "images"))
+            [(_, scores)] = pool.ready(timeout_s=limit(20))
+        assert scores == [({function: float(len(RED) if seen else 2)}, float(len(RED) if seen else 2))]
 
 
 # ---- prompts ----------------------------------------------------------------------------------------------------
@@ -279,9 +289,8 @@ def test_long_prompts_are_counted_with_their_image_tokens(tokenizer: Any, vision
     rows = [problem("?", RED), problem("?", BLUE), problem("?")]
     lengths = [len(made(row, tokenizer, vision).token_ids) for row in rows]
     assert lengths[0] - lengths[2] == 6 + 2
-    prompts, num_filtered = make_prompts(
-        rows, tokenizer, DATA.model_copy(update={"max_prompt_length": lengths[1]}), CHAT, vision
-    )
+    data = DATA.model_dump() | {"max_prompt_length": lengths[1]}
+    prompts, num_filtered = make_prompts(rows, tokenizer, config_of(data=data, prompt=CHAT.model_dump()), vision)
     assert (len(prompts), num_filtered) == (2, 1)
     assert [len(prompt.images) for prompt in prompts] == [1, 0]
 

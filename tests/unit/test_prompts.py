@@ -7,18 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.config import Data, PromptTemplate
+from common.config import PromptTemplate
 from common.errors import UserError
 from common.types import Problem
 from model.tokenizer import load_tokenizer
 from sampler.prompts import make_prompt, make_prompts
+from tests.support.configs import config_of
 from tests.support.speed import limit
 from tests.support.vision import byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 CHATML = ROOT / "configs" / "templates" / "chatml.jinja"
-DATA = Data(train="x.jsonl")
-CHAT = PromptTemplate(chat_template=CHATML)
 
 
 @pytest.fixture(scope="module")
@@ -31,15 +30,21 @@ def problem(question, **columns):
     return Problem(0, {"question": question, "answer": "#### 4", **columns})
 
 
+def made(tokenizer, question, columns=None, chat_template=CHATML, **template):
+    """The prompt of a row, through prompt.… of these settings."""
+    config = config_of(prompt={"chat_template": chat_template, **template})
+    return make_prompt(problem(question, **(columns or {})), tokenizer, config)
+
+
 def test_system_and_question_become_turns_and_the_assistant_is_next(tokenizer):
-    prompt = make_prompt(problem("2+2?"), tokenizer, DATA, PromptTemplate(system="Add.", chat_template=CHATML))
+    prompt = made(tokenizer, "2+2?", system="Add.")
     assert prompt.text == (
         "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
 def test_token_ids_are_the_text_one_to_one_without_added_tokens(tokenizer):
-    prompt = make_prompt(problem("2+2?"), tokenizer, DATA, CHAT)
+    prompt = made(tokenizer, "2+2?")
     # user + newline, four letters of the question, newline, assistant + newline, and three marks
     assert len(prompt.token_ids) == 5 + 4 + 1 + 10 + 3
     assert prompt.token_ids.dtype == np.int32
@@ -47,23 +52,25 @@ def test_token_ids_are_the_text_one_to_one_without_added_tokens(tokenizer):
 
 
 def test_rewards_get_the_string_of_the_row_or_all_messages(tokenizer):
-    with_system = PromptTemplate(system="Add.", chat_template=CHATML)
-    assert make_prompt(problem("2+2?"), tokenizer, DATA, with_system).for_rewards == "2+2?"
+    assert made(tokenizer, "2+2?", system="Add.").for_rewards == "2+2?"
     chat = [{"role": "user", "content": "2+2?"}]
     system = {"role": "system", "content": "Add."}
-    assert make_prompt(problem(chat), tokenizer, DATA, with_system).for_rewards == [system, *chat]
+    assert made(tokenizer, chat, system="Add.").for_rewards == [system, *chat]
+    template, answer = {"chat_template": CHATML, "system": "Add."}, {"reward_funcs": ["answer"]}
+    several_turns = config_of(prompt=template, rollout={"tools": ["my.py:f"]}, rewards=answer)
+    assert make_prompt(problem("2+2?"), tokenizer, several_turns).for_rewards == [system, *chat]
 
 
 def test_a_string_and_the_same_question_as_messages_are_one_prompt(tokenizer):
-    text = make_prompt(problem("2+2?"), tokenizer, DATA, CHAT).text
-    assert make_prompt(problem([{"role": "user", "content": "2+2?"}]), tokenizer, DATA, CHAT).text == text
+    text = made(tokenizer, "2+2?").text
+    assert made(tokenizer, [{"role": "user", "content": "2+2?"}]).text == text
 
 
 EXAMPLE = {"user": "1+1?", "assistant": "#### 2"}
 
 
 def test_worked_examples_are_turns_between_the_system_message_and_the_problem(tokenizer):
-    template = PromptTemplate(system="Add.", examples=[EXAMPLE, {"assistant": "#### 6", "user": "3+3?"}])
+    given = {"system": "Add.", "examples": [EXAMPLE, {"assistant": "#### 6", "user": "3+3?"}]}
     shots = (
         "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n#### 2<|im_end|>\n"
         "<|im_start|>user\n3+3?<|im_end|>\n<|im_start|>assistant\n#### 6<|im_end|>\n"
@@ -71,12 +78,9 @@ def test_worked_examples_are_turns_between_the_system_message_and_the_problem(to
     problem_turn = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
     chat = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "2+2?"}]
     for row, system in (("2+2?", "Add."), (chat, "Mine.")):
-        prompt = make_prompt(problem(row), tokenizer, DATA, template.model_copy(update={"chat_template": CHATML}))
+        prompt = made(tokenizer, row, **given)
         assert prompt.text == f"<|im_start|>system\n{system}<|im_end|>\n" + shots + problem_turn
-    assert (
-        make_prompt(problem("2+2?"), tokenizer, DATA, template.model_copy(update={"chat_template": CHATML})).for_rewards
-        == "2+2?"
-    )
+    assert made(tokenizer, "2+2?", **given).for_rewards == "2+2?"
 
 
 def test_half_an_example_is_refused():
@@ -86,28 +90,27 @@ def test_half_an_example_is_refused():
 
 def test_a_row_with_its_own_system_message_keeps_it(tokenizer):
     chat = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "2+2?"}]
-    prompt = make_prompt(problem(chat), tokenizer, DATA, PromptTemplate(system="Add.", chat_template=CHATML))
+    prompt = made(tokenizer, chat, system="Add.")
     assert prompt.for_rewards == chat and "Add." not in prompt.text
 
 
 def test_a_row_that_ends_in_an_assistant_turn_is_continued_not_closed(tokenizer):
     chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "<think>"}]
-    assert make_prompt(problem(chat), tokenizer, DATA, CHAT).text.endswith("<|im_start|>assistant\n<think>")
+    assert made(tokenizer, chat).text.endswith("<|im_start|>assistant\n<think>")
 
 
 def test_the_prompt_column_and_template_arguments_come_from_the_config(tokenizer, tmp_path):
     path = tmp_path / "t.jinja"
     path.write_text("{{ messages[0].content }}{{ mood }}")
-    template = PromptTemplate(chat_template=path, chat_template_kwargs={"mood": "!"})
+    template = {"chat_template": path, "chat_template_kwargs": {"mood": "!"}}
     row = Problem(0, {"ask": "2+2", "answer": "4"})
-    assert make_prompt(row, tokenizer, Data(train="x.jsonl", prompt_key="ask"), template).text == "2+2!"
+    assert make_prompt(row, tokenizer, config_of(data={"prompt_key": "ask"}, prompt=template)).text == "2+2!"
 
 
 def test_a_format_prompt_writes_the_users_message_and_rewards_still_get_the_row(tokenizer, tmp_path):
     path = tmp_path / "format.jinja"
     path.write_text("{{ content | trim }} ({{ level }}) Use \\boxed{}.\n")
-    template = PromptTemplate(chat_template=CHATML, format_prompt=path, system="Add.")
-    prompt = make_prompt(problem(" 2+2? ", level="easy"), tokenizer, DATA, template)
+    prompt = made(tokenizer, " 2+2? ", {"level": "easy"}, format_prompt=path, system="Add.")
     assert prompt.text == (
         "<|im_start|>system\nAdd.<|im_end|>\n"
         "<|im_start|>user\n2+2? (easy) Use \\boxed{}.<|im_end|>\n<|im_start|>assistant\n"
@@ -119,26 +122,22 @@ def test_a_format_prompt_rewrites_only_the_last_user_turn(tokenizer, tmp_path):
     path = tmp_path / "format.jinja"
     path.write_text("<{{ content }}>")
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    text = make_prompt(problem(chat), tokenizer, DATA, PromptTemplate(chat_template=CHATML, format_prompt=path)).text
+    text = made(tokenizer, chat, format_prompt=path).text
     assert "user\na<" in text and "assistant\nb<" in text and "user\n<c><" in text
 
 
 def test_a_format_prompt_that_names_no_column_lists_those_there(tokenizer, tmp_path):
     path = tmp_path / "format.jinja"
     path.write_text("{{ problem }}")
-    with pytest.raises(
-        UserError, match=r"format\.jinja fails on row 0: 'problem' is undefined; it may use content, qu"
-    ):
-        make_prompt(problem("2+2?"), tokenizer, DATA, PromptTemplate(chat_template=CHATML, format_prompt=path))
+    with pytest.raises(UserError, match=r"format\.jinja fails on row 0: 'problem' is undefined; .* content, question"):
+        made(tokenizer, "2+2?", format_prompt=path)
     with pytest.raises(UserError, match=r"prompt\.format_prompt .*no\.jinja: No such file"):
-        make_prompt(
-            problem("2+2?"), tokenizer, DATA, PromptTemplate(chat_template=CHATML, format_prompt=tmp_path / "no.jinja")
-        )
+        made(tokenizer, "2+2?", format_prompt=tmp_path / "no.jinja")
 
 
 def test_sharegpt_messages_are_read_and_the_answer_they_hold_is_left_off(tokenizer):
     chat = [{"from": "system", "value": "Add."}, {"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
-    prompt = make_prompt(problem(chat), tokenizer, DATA, CHAT)
+    prompt = made(tokenizer, chat)
     assert prompt.for_rewards == [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2?"}]
 
 
@@ -148,7 +147,7 @@ def test_an_assistant_turn_without_text_is_where_the_model_answers(tokenizer):
         {"from": "human", "value": "2+2?", "ground_truth": None},
         {"from": "assistant", "value": None, "ground_truth": {"value": "4"}},
     ]
-    assert make_prompt(problem(chat), tokenizer, DATA, CHAT).for_rewards == [{"role": "user", "content": "2+2?"}]
+    assert made(tokenizer, chat).for_rewards == [{"role": "user", "content": "2+2?"}]
 
 
 @pytest.mark.parametrize(
@@ -156,46 +155,48 @@ def test_an_assistant_turn_without_text_is_where_the_model_answers(tokenizer):
     [("think_answer", ("<think>", "<answer>")), ("qwen_r1", ("<think>", "<answer>", "\\boxed{}")), ("chatml", ())],
 )
 def test_the_shipped_chat_templates_give_a_base_model_its_task(tokenizer, name, words):
-    template = PromptTemplate(chat_template=ROOT / f"configs/templates/{name}.jinja")
-    text = make_prompt(problem("2+2?"), tokenizer, DATA, template).text
+    template = {"chat_template": ROOT / f"configs/templates/{name}.jinja"}
+    text = made(tokenizer, "2+2?", **template).text
     assert all(word in text for word in words)
     assert text.endswith("<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n")
-    own = make_prompt(problem("2+2?"), tokenizer, DATA, template.model_copy(update={"system": "Mine."})).text
+    own = made(tokenizer, "2+2?", **template, system="Mine.").text
     assert own.startswith("<|im_start|>system\nMine.<|im_end|>\n<|im_start|>user") and own.count("system") == 1
 
 
 def test_the_shipped_format_prompt_asks_for_a_box(tokenizer):
-    template = PromptTemplate(chat_template=CHATML, format_prompt=ROOT / "configs/templates/boxed_prompt.jinja")
-    text = make_prompt(problem("2+2?"), tokenizer, DATA, template).text
+    text = made(tokenizer, "2+2?", format_prompt=ROOT / "configs/templates/boxed_prompt.jinja").text
     assert "<|im_start|>user\n2+2?\n\nReason" in text and "\\boxed{}.<|im_end|>" in text
 
 
 def test_a_tokenizer_without_chat_template_says_what_to_set(tokenizer):
     with pytest.raises(UserError) as error:
-        make_prompt(problem("2+2?"), tokenizer, DATA, PromptTemplate())
+        made(tokenizer, "2+2?", chat_template=None)
     assert "set prompt.chat_template: configs/templates/chatml.jinja" in str(error.value)
     assert (ROOT / "configs/templates/chatml.jinja").is_file()
 
 
 def test_a_template_that_is_absent_or_fails_is_named(tokenizer, tmp_path):
     with pytest.raises(UserError, match=r"absent\.jinja: No such file"):
-        make_prompt(problem("2+2?"), tokenizer, DATA, PromptTemplate(chat_template=tmp_path / "absent.jinja"))
+        made(tokenizer, "2+2?", chat_template=tmp_path / "absent.jinja")
     (tmp_path / "bad.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(UserError, match=r"bad.jinja\) fails on a prompt: roles must alternate"):
-        make_prompt(problem("2+2?"), tokenizer, DATA, PromptTemplate(chat_template=tmp_path / "bad.jinja"))
+        made(tokenizer, "2+2?", chat_template=tmp_path / "bad.jinja")
 
 
 @pytest.mark.parametrize("raw", [None, 3, [], {}, [{"role": "user"}], ["2+2?"], [{"role": "user", "content": [1]}]])
 def test_a_row_that_is_neither_text_nor_messages_is_named(tokenizer, raw):
     with pytest.raises(UserError, match=r"row 0: data\.prompt_key 'question' holds .*, expected text"):
-        make_prompt(problem(raw), tokenizer, DATA, CHAT)
+        made(tokenizer, raw)
+
+
+def limited(max_prompt_length):
+    return config_of(data={"max_prompt_length": max_prompt_length}, prompt={"chat_template": CHATML})
 
 
 def test_prompts_longer_than_the_limit_are_filtered_and_counted(tokenizer):
     # 19 tokens besides the question
     problems = [Problem(i, {"question": "x" * n, "answer": "4"}) for i, n in enumerate((1, 11, 12, 3, 50))]
-    data = Data(train="x.jsonl", max_prompt_length=30)
-    prompts, num_filtered = make_prompts(problems, tokenizer, data, CHAT)
+    prompts, num_filtered = make_prompts(problems, tokenizer, limited(30))
     assert [prompt.problem.index for prompt in prompts] == [0, 1, 3]
     assert [len(prompt.token_ids) for prompt in prompts] == [20, 30, 22]
     assert num_filtered == 2
@@ -203,7 +204,7 @@ def test_prompts_longer_than_the_limit_are_filtered_and_counted(tokenizer):
 
 def test_no_prompt_left_says_which_limit_would_keep_all(tokenizer):
     with pytest.raises(UserError) as error:
-        make_prompts([problem("x"), problem("xxx")], tokenizer, Data(train="x.jsonl", max_prompt_length=5), CHAT)
+        make_prompts([problem("x"), problem("xxx")], tokenizer, limited(5))
     assert "all 2 are longer than data.max_prompt_length 5" in str(error.value)
     assert str(error.value).endswith("set data.max_prompt_length: 22")
 
@@ -212,8 +213,8 @@ def test_a_saved_tokenizer_loads_and_renders_with_its_own_template(tokenizer, tm
     tokenizer.save_pretrained(tmp_path)
     loaded = load_tokenizer(str(tmp_path))
     loaded.chat_template = CHATML.read_text()
-    expected = make_prompt(problem("2+2?"), tokenizer, DATA, CHAT)
-    prompt = make_prompt(problem("2+2?"), loaded, DATA, PromptTemplate())
+    expected = made(tokenizer, "2+2?")
+    prompt = made(loaded, "2+2?", chat_template=None)
     assert prompt.text == expected.text and prompt.token_ids.tolist() == expected.token_ids.tolist()
 
 

@@ -96,31 +96,22 @@ NEVER_END = {
 
 @pytest.fixture(scope="module")
 def never_ending(file, limit_s, tmp_path_factory):
-    """All that waits for a timeout, three at once: results of each bad job, what its child was, what was counted."""
-    pid = tmp_path_factory.mktemp("forked") / "pid"
+    """All that waits for a timeout, two at once: results of each bad job, and what the children of one were."""
+    pids = tmp_path_factory.mktemp("forked") / "pids"
 
     def one_by_one():
         with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=limit_s), columns=COLUMNS) as pool:
             return {completion: results_and_seconds(pool, completion) for completion in NEVER_END}
 
     def forks():
-        code = f"p = subprocess.Popen(['sleep', '61']); open({str(pid)!r}, 'w').write(str(p.pid)); time.sleep(60)"
+        children = "[subprocess.Popen(['sleep', '61'], start_new_session=new).pid for new in (False, True)]"
         with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=limit_s)) as pool:
-            submit(pool, 1, code)
+            submit(pool, 1, f"open({str(pids)!r}, 'w').write(repr({children})); time.sleep(60)")
             return one(pool)[1]
 
-    def counted():
-        with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=limit_s)) as pool:
-            for completion in ("time.sleep(1000)", "os._exit(1)", "os._exit(1)", "1/0", "1/0", "1/0", "pass"):
-                submit(pool, completion, completion)
-            while pool.pending:
-                pool.ready(timeout_s=limit(5))
-            return pool.num_timeouts, pool.num_crashes, pool.num_errors
-
-    with ThreadPoolExecutor(3) as threads:
-        forked, counts, of_each = (threads.submit(work) for work in (forks, counted, one_by_one))
-        results = {"of_each": of_each.result(), "forked": forked.result(), "counts": counts.result()}
-    return SimpleNamespace(**results, pid=int(pid.read_text()))
+    with ThreadPoolExecutor(2) as threads:
+        forked, of_each = threads.submit(forks), threads.submit(one_by_one)
+        return SimpleNamespace(of_each=of_each.result(), forked=forked.result(), pids=eval(pids.read_text()))
 
 
 def test_jobs_come_back_with_their_keys_and_scores():
@@ -167,14 +158,12 @@ def test_a_bad_reward_is_reported_in_time_and_the_next_job_is_scored(
         figure("R12", f"a reward that spins, deadline {limit_s:.1f} s: the next group is scored after {seconds:.2f} s")
 
 
-def test_an_end_of_its_own_is_named_however_late_the_machine_tells_of_it(pool, monkeypatch):
-    monkeypatch.setattr("rewards.process.has_exited", lambda process: False)  # its pipes are closed, and no more
-    submit(pool, 1, "os._exit(3)")
+def test_an_end_of_its_own_is_named_however_late_the_machine_tells_of_it(pool):
+    server = pool._workers.server_pid
+    submit(pool, 1, f"os.kill({server}, signal.SIGSTOP); os._exit(3)")  # its channel is closed, and nobody says why
+    time.sleep(0.2)
+    os.kill(server, signal.SIGCONT)
     assert "the reward process ended with exit code 3" in one(pool)[1].reason
-
-
-def test_failures_are_counted_by_kind(never_ending):
-    assert never_ending.counts == (1, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +191,8 @@ def test_a_fork_that_returns_twice_gives_one_answer(pool, file):
 
 def test_nothing_that_a_reward_forked_outlives_its_timeout(never_ending):
     assert never_ending.forked.kind == "timeout"
-    assert_gone(never_ending.pid)
+    for pid in never_ending.pids:
+        assert_gone(pid)
 
 
 def assert_gone(pid):
@@ -218,14 +208,16 @@ def test_prints_go_to_stderr_and_never_into_the_protocol(file, capfd):
     assert all(word in err for word in ("hello", "raw", "child"))
 
 
-def test_a_process_killed_while_idle_is_replaced_without_failing_a_job(pool):
-    submit(pool, 1, "pass")
-    one(pool)
-    pid = pool._processes[0]._process.pid
-    os.kill(pid, signal.SIGKILL)
-    assert_gone(pid)
-    submit(pool, 2, "pass")
-    assert not isinstance(one(pool)[1], RewardFailure)
+def pid_of(pool):
+    submit(pool, "pid", "[float(os.getpid())]")
+    return int(one(pool)[1][0][1])
+
+
+def test_a_process_killed_while_idle_is_replaced_without_failing_a_job(returning):
+    for victim in (pid_of(returning), returning._workers.server_pid):
+        os.kill(victim, signal.SIGKILL)
+        assert_gone(victim)
+        assert pid_of(returning) != victim
 
 
 def test_completions_are_strings_for_text_prompts_and_messages_for_chat_prompts(file):
@@ -257,25 +249,9 @@ def test_a_job_larger_than_a_pipe_passes(returning):
     assert one(returning)[1][1][1] == 1.0
 
 
-def waits_for(path):
-    return f"while not os.path.exists({str(path)!r}): time.sleep(0.01)"
-
-
-def test_two_workers_run_two_slow_rewards_at_once(file, tmp_path):
-    """Each ends when the other has begun: one after the other, both would be killed at the deadline."""
-    one, other = tmp_path / "one", tmp_path / "other"
-    with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=limit(10)), num_workers=2) as pool:
-        for mine, its in ((one, other), (other, one)):
-            submit(pool, mine.name, f"open({str(mine)!r}, 'w').close()\n{waits_for(its)}")
-        results = {}
-        while pool.pending:
-            results.update(pool.ready(timeout_s=limit(5)))
-    assert not any(isinstance(result, RewardFailure) for result in results.values())
-
-
 def test_ready_does_not_wait_unless_asked_and_never_longer(file, tmp_path):
     with RewardPool(Rewards(reward_funcs=[f"{file}:act"])) as pool:
-        submit(pool, 1, waits_for(tmp_path / "go"))
+        submit(pool, 1, f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)")
         looks = []
         for _ in range(5):  # the machine may stop one of them for a moment
             start = time.monotonic()
@@ -300,19 +276,20 @@ def test_what_the_user_can_fix_stops_the_start(file, tmp_path):
 
 
 def test_leaving_the_pool_kills_a_busy_reward_at_once(file):
-    with RewardPool(Rewards(reward_funcs=[f"{file}:act"])) as pool:
+    with RewardPool(Rewards(reward_funcs=[f"{file}:returns"])) as pool:
+        worker, server = pid_of(pool), pool._workers.server_pid
         submit(pool, 1, "time.sleep(60)")
         time.sleep(0.1)
-        pid = pool._processes[0]._process.pid
         start = time.monotonic()
     assert not overdue(time.monotonic() - start, 1.0)
-    assert_gone(pid)
+    assert_gone(worker)
+    assert_gone(server)
 
 
 def start_parent(file, code):
-    """A Python process with a pool whose worker spins; prints the worker's id."""
+    """A Python process with a pool whose worker acts; the ids of the fork server and the worker."""
     script = f"""
-        import signal, sys, time
+        import psutil, signal, sys, time
         from common.config import Rewards
         from rewards.pool import RewardPool
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits SIGINT ignored
@@ -320,7 +297,8 @@ def start_parent(file, code):
             try:
                 pool.submit(1, "", [{code!r}], [[1]], {{"question": ""}})
                 time.sleep(0.1)
-                print(pool._processes[0]._process.pid, flush=True)
+                server = psutil.Process(pool._workers.server_pid)
+                print(server.pid, *[worker.pid for worker in server.children()], flush=True)
                 time.sleep(60)
             except KeyboardInterrupt:
                 sys.exit(130)
@@ -329,24 +307,27 @@ def start_parent(file, code):
         [sys.executable, "-c", textwrap.dedent(script)],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    return parent, int(parent.stdout.readline())
+    return parent, [int(pid) for pid in parent.stdout.readline().split()]
 
 
 @pytest.mark.parametrize("code", ["while True: pass", "pass"])
 def test_a_worker_dies_with_its_parent_even_inside_a_reward(file, code):
-    parent, worker = start_parent(file, code)
+    parent, started = start_parent(file, code)
     parent.kill()
     parent.communicate()
-    assert_gone(worker)
+    assert len(started) == 2
+    for pid in started:
+        assert_gone(pid)
 
 
 def test_ctrl_c_ends_the_parent_without_a_word_from_the_worker(file):
-    parent, worker = start_parent(file, "time.sleep(60)")
+    parent, started = start_parent(file, "time.sleep(60)")
     os.killpg(parent.pid, signal.SIGINT)
     _, err = parent.communicate(timeout=limit(10))
     assert parent.returncode == 130
     assert err == ""
-    assert_gone(worker)
+    for pid in started:
+        assert_gone(pid)
 
 
 def test_the_worker_imports_neither_torch_nor_vllm_and_is_up_fast(file):

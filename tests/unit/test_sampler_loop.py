@@ -54,6 +54,8 @@ class OneStepEngine:
 class Pool:
     """Holds what was submitted until `answer` says what it scored."""
 
+    image_key = None
+
     def __init__(self) -> None:
         self.waiting: list[Any] = []
         self.answers: list[tuple[Any, Any]] = []

@@ -13,18 +13,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from common.errors import UserError
 from common.png import check_png
 from common.terminal_picture import lines_of
-from common.types import EncodedImage, Problem
+from common.types import EncodedImage
 from model.images import digest, encode_image
 from report.html_page import content_of, write_report
 from report.images import caption, data_uri
 from report.run_log import MetricsLog
 from report.samples import main
-from sampler.pictures import describe_images, first_image
 from tests.support.protocol_helpers import make_group
-from tests.support.vision import PLAIN, file_of, picture
+from tests.support.vision import PLAIN, picture
 from trainer.record.stats import samples_records
 
 pytestmark = pytest.mark.usefixtures("without_plots")
@@ -129,23 +127,3 @@ def test_what_is_embedded_is_the_plain_png_and_nothing_else() -> None:
     assert data_uri(image) == "data:image/png;base64," + image["png"]
     assert data_uri(image | {"png": image["png"] + "\n"}) is None
     assert caption(image) == f"504 × 252 pixels, {digest(large())}"
-
-
-def test_check_shows_the_first_image_and_says_whose_cannot_be_decoded() -> None:
-    shown = file_of(Image.new("RGB", (56, 28), "black"))
-    problems = [Problem(0, {}), Problem(7, {}, (shown,))]
-    assert first_image(problems, coloured=False) == ["█" * 28] * 7
-    assert first_image(problems[:1], coloured=False) == []
-    torn = Problem(3, {}, (file_of(picture(60, 60))[:-200],))
-    with pytest.raises(UserError, match="row 3: image 1 cannot be read"):
-        first_image([torn], coloured=False)
-
-
-def test_check_tells_how_many_images_there_are_and_their_sizes() -> None:
-    small, large = file_of(picture(30, 20)), file_of(picture(90, 60), "JPEG")
-    problems = [Problem(0, {}), Problem(1, {}, (large, small)), Problem(2, {}, (small,))]
-    text = describe_images(problems)
-    assert text.startswith(
-        "images: 3 in 2 of 3 rows, from 30 × 20 to 90 × 60 pixels; the first, of row 1, has 90 × 60 "
-    )
-    assert describe_images(problems[:1]) == "images: none in 1 rows"

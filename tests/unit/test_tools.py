@@ -179,7 +179,6 @@ def test_the_tools_of_trls_documentation_run_unchanged(file):
         integer = {"type": "integer", "description": "The first integer."}
         assert functions[0]["description"] == "Multiplies two integers."
         assert functions[0]["parameters"]["properties"]["a"] == integer
-        assert not pool.gives_rewards
         pool.start("r", {"prompt": "6*4?"})
         assert one(pool).messages == []  # the row's own prompt
         pool.step("r", f"Let me see. {call('multiply', a=6, b=4)}{call('async_add', a=6, b=4)}{call('divide', a=6)}")
@@ -201,7 +200,6 @@ def test_the_environment_of_trls_documentation_runs_unchanged_with_its_reward_fu
     given = Rollouts(environment=f"{file}:IncrementEnv", timeout_s=limit(20))
     with EnvironmentPool(given, columns=row) as pool:
         assert [tool["function"]["name"] for tool in pool.tools] == ["increment"]
-        assert pool.gives_rewards
         pool.start("r", row)
         start = one(pool)
         assert prompt_of(prompt, start) == [{"role": "user", "content": "Start. Count to 4."}]

@@ -1,0 +1,59 @@
+"""A killable worker: a process that runs a user's code, is asked under deadlines, and ends with all that it started.
+
+    owner ──fork──► fork server ──os.fork──► worker: a Service, which runs the user's code
+      │                 │                       ▲
+      ├──── lifeline ───┘                       │    closed by the owner: kill; by the server: it has ended, of what
+      └──── channel: requests and answers ──────┘
+
+Rewards and environments are its two users. A new worker costs a fork of some milliseconds. It leads its own session;
+when it ends, its group is killed, and so is every process that detached itself from it. This is isolation against
+accidents (crash, hang, flood of output), not a sandbox. Nothing here imports more than the standard library and
+msgspec, so that a fork server is up in 0.2 s.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Protocol
+
+import msgspec
+
+HEADER = struct.Struct("<II")  # of a request and of its answer: bytes that follow, and the request's number
+MAX_BYTES = 1 << 28  # of a request, or of an answer
+FORKED = b"forked"  # the server's first word on a lifeline; its last is what the worker died of
+READY = b"ready"  # its word on the control socket; anything else says why it cannot be
+
+
+class Service(Protocol):
+    """What workers run. Made once in the fork server, and copied into each worker by the fork."""
+
+    def __init__(self, setup: bytes) -> None:
+        """Imports what all workers share. Raises UserError."""
+
+    def answer(self, request: bytes) -> bytes: ...
+
+    def close(self) -> None:
+        """The owner needs this worker no longer."""
+
+
+class WorkerSetup(msgspec.Struct, frozen=True):
+    """To the fork server, on its standard input."""
+
+    service: str  # "package.module:Class"
+    setup: bytes  # for the service
+    max_memory: int = 0  # bytes of a worker and of each process that it starts; 0 = no limit
+    confine_signals: bool = False  # workers can signal nobody else, where the kernel can forbid it
+
+
+def encode(record: Any, limit: int = MAX_BYTES) -> bytes:
+    """A record as msgpack. Raises TypeError, ValueError or OverflowError for what it cannot hold, or for too much."""
+    body = msgspec.msgpack.encode(record, enc_hook=_plain)
+    if len(body) > limit:
+        raise ValueError(f"{len(body)} bytes, more than {limit}")
+    return body
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):  # numpy arrays and scalars
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} cannot be sent to the process")

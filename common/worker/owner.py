@@ -1,0 +1,260 @@
+"""Workers as their owner sees them: forked when needed, asked under a deadline, killed. Any thread may use them.
+
+PR_SET_PDEATHSIG ends a child with the *thread* that started it: the threads that fork must live as long as the owner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from common.exits import kill_group
+from common.worker import FORKED, HEADER, MAX_BYTES, READY, WorkerSetup, encode
+from common.worker.server import cause
+
+START_TIMEOUT_S = 120.0  # imports of the user's file included
+_FORK_TIMEOUT_S = 120.0  # hundreds may be forked in a row
+_CAUSE_PATIENCE_S = 0.5  # a channel closes a moment before its process counts as dead
+_EXIT_PATIENCE_S = 3.0  # of a fork server that has something to kill first
+_EXIT_PATIENCE_S = 3.0  # of a fork server that has something to kill first
+_KILL_PATIENCE_S = 30.0  # of a fork server that does not report the end of what it should kill
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class StartError(Exception):
+    """There is no worker: what it runs cannot be found or imported, or there are no more processes."""
+
+
+class LostError(Exception):
+    """The worker died, broke the protocol, or did not answer in time. It can only be closed."""
+
+    def __init__(self, reason: str, *, timed_out: bool = False) -> None:
+        super().__init__(reason)
+        self.timed_out = timed_out
+
+
+class Workers:
+    """Forks workers of one service.
+
+    service: "package.module:Class". setup: for it. title: of its server in messages, as in "the process that rewards
+    are forked from". Nothing is started before the first `fork`.
+    """
+
+    def __init__(
+        self, service: str, setup: msgspec.Struct, *, title: str, max_memory: int = 0, confine_signals: bool = False
+    ) -> None:
+        self._setup = WorkerSetup(service, encode(setup), max_memory, confine_signals)
+        self._title = title
+        self._server: _Server | None = None
+        self._closed = False
+        self._starting, self._closing = threading.Lock(), threading.Lock()
+
+    def fork(self) -> Worker:
+        """A fresh one. Raises StartError."""
+        server = self._running_server()
+        channel, its_channel = socket.socketpair()
+        lifeline, its_lifeline = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with its_channel, its_lifeline:
+            try:
+                socket.send_fds(server.control, [b"fork"], [its_channel.fileno(), its_lifeline.fileno()])
+            except OSError:
+                server.kill()  # stuck, or on its way out: the lifeline says so
+        worker = Worker(channel, lifeline, server)
+        if trouble := worker.wait_until_forked():
+            worker.close()
+            raise StartError(f"a process for {self._title} {trouble}")
+        return worker
+
+    def _running_server(self) -> _Server:
+        with self._starting:
+            if self._server is None or self._server.has_exited:
+                with self._closing:
+                    if self._closed:
+                        raise StartError(f"the process that {self._title} are forked from is closed")
+                    self._server = _Server(self._setup, self._title)
+                self._server.wait_until_ready()
+            return self._server
+
+    def close(self) -> None:
+        """End the server, and every worker with all that it started, and start no other."""
+        with self._closing:
+            self._closed = True
+        if self._server is not None:
+            self._server.close()
+
+    @property
+    def server_pid(self) -> int | None:
+        return self._server.pid if self._server is not None else None
+
+
+class _Server:
+    """`python -m common.worker.server`, in a session of its own: Ctrl-C in the terminal does not reach it."""
+
+    def __init__(self, setup: WorkerSetup, title: str) -> None:
+        """Raises StartError when the system has no more processes."""
+        self._name = f"the process that {title} are forked from"
+        self._killing = threading.Lock()  # its id must not be reaped, and given to another, while it gets a signal
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.control.settimeout(START_TIMEOUT_S)
+        path = [str(_ROOT), *(entry or os.getcwd() for entry in sys.path)]  # "path/file.py" must mean the same in both
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "common.worker.server", str(os.getpid()), str(theirs.fileno())],
+                    stdin=subprocess.PIPE,
+                    start_new_session=True,
+                    pass_fds=[theirs.fileno()],
+                    env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(path)},
+                )
+            except OSError as error:
+                self.control.close()
+                raise StartError(f"{self._name} cannot start: {error}") from error
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError), self._process.stdin as stdin:  # if it has died, the control socket says so
+            stdin.write(msgspec.msgpack.encode(setup))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def has_exited(self) -> bool:
+        with self._killing:
+            return self._process.poll() is not None
+
+    def wait_until_ready(self) -> None:
+        """Raises StartError."""
+        try:
+            word = self.control.recv(1 << 16)
+        except TimeoutError:
+            self.kill()
+            raise StartError(f"{self._name} was not ready after {START_TIMEOUT_S:g} s of importing") from None
+        except OSError:  # closed by another thread
+            word = b""
+        if word != READY:
+            ended = self.kill()
+            raise StartError(word.decode(errors="replace") or f"{self._name} {ended}")
+
+    def kill(self, patience_s: float = _CAUSE_PATIENCE_S) -> str:
+        """End it by force, unless it ends by itself within patience_s. What it died of."""
+        with self._killing:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(patience_s)
+            if self._process.returncode is None:
+                kill_group(self._process.pid)
+                with contextlib.suppress(subprocess.TimeoutExpired):  # in an uninterruptible system call: leave it
+                    self._process.wait(5.0)
+            return cause(self._process.returncode)
+
+    def death(self) -> str:
+        """How its end is the end of a worker."""
+        return f"is lost: {self._name} {self.kill()}"
+
+    def close(self) -> None:
+        """It kills its workers and ends, or is killed."""
+        with contextlib.suppress(OSError):
+            self.control.shutdown(socket.SHUT_RDWR)  # and not closed: another thread may wait for it
+        self.kill(_EXIT_PATIENCE_S)
+
+
+class Worker:
+    """One process that runs a user's code."""
+
+    def __init__(self, channel: socket.socket, lifeline: socket.socket, server: _Server) -> None:
+        self._channel, self._lifeline, self._server = channel, lifeline, server
+        self._channel.setblocking(False)
+        self._number = 0  # of its last request
+        self.is_cancelled = False  # by `cancel`
+        self._ended = select.poll()  # not select.select: an engine may hold more than 1024 descriptors
+        self._ended.register(lifeline, select.POLLIN)
+        self._either = select.poll()
+        self._either.register(lifeline, select.POLLIN)
+        self._either.register(channel, select.POLLIN)
+
+    def wait_until_forked(self) -> str:
+        """Why it cannot be; "" when it is there."""
+        if not self.has_ended(_FORK_TIMEOUT_S):
+            self._server.kill()
+        word = self._last_word()
+        return "" if word == FORKED.decode() else word
+
+    def has_ended(self, patience_s: float = 0.0) -> bool:
+        """Whether it ends within patience_s."""
+        return bool(self._ended.poll(1000 * patience_s))
+
+    def ask(self, request: bytes, timeout_s: float, max_answer: int = MAX_BYTES) -> bytes:
+        """Its answer. Raises LostError."""
+        self._number += 1
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._send(HEADER.pack(len(request), self._number) + request, deadline)
+            size, number = HEADER.unpack(self._receive(HEADER.size, deadline))
+            if number != self._number or size > max_answer:
+                raise ValueError(f"an answer of {size} bytes to request {number}")
+            return self._receive(size, deadline)
+        except TimeoutError:
+            raise LostError(f"gave no answer within {timeout_s:g} s, killed", timed_out=True) from None
+        except ValueError as error:
+            raise LostError(f"broke the protocol ({error})") from None
+        except OSError:
+            if self.is_cancelled or not self.has_ended(_CAUSE_PATIENCE_S):
+                raise LostError("closed its connection") from None
+            raise LostError(self._last_word()) from None
+
+    def _send(self, frame: bytes, deadline: float) -> None:
+        view = memoryview(frame)
+        while view:
+            self._wait_for_channel(select.POLLOUT, deadline)
+            view = view[self._channel.send(view) :]
+
+    def _receive(self, size: int, deadline: float) -> bytes:
+        """Raises OSError when it has ended, and TimeoutError at the deadline."""
+        body = bytearray()
+        while len(body) < size:
+            self._wait_for_channel(select.POLLIN, deadline)
+            if not (part := self._channel.recv(min(size - len(body), 1 << 20))):
+                raise ConnectionResetError
+            body += part
+        return bytes(body)
+
+    def _wait_for_channel(self, event: int, deadline: float) -> None:
+        """What it wrote before it ended is still read: a copy that it forked may keep the channel open, too."""
+        self._either.modify(self._channel, event)
+        left_ms = math.ceil(1000 * max(0.0, deadline - time.monotonic()))
+        ready = {descriptor for descriptor, _ in self._either.poll(left_ms)}
+        if not ready:
+            raise TimeoutError
+        if self._channel.fileno() not in ready:
+            raise ConnectionResetError
+
+    def _last_word(self) -> str:
+        with contextlib.suppress(OSError):
+            if word := self._lifeline.recv(1 << 16, socket.MSG_DONTWAIT):
+                return word.decode(errors="replace")
+        return self._server.death()
+
+    def cancel(self) -> None:
+        """From another thread: an `ask` under way raises LostError."""
+        self.is_cancelled = True
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)
+
+    def close(self, patience_s: float = 0.0) -> None:
+        """Its service is closed and it ends within patience_s, or it is killed with all that it started."""
+        self._channel.close()
+        if not self.has_ended(patience_s):
+            with contextlib.suppress(OSError):
+                self._lifeline.shutdown(socket.SHUT_WR)
+            if not self.has_ended(_KILL_PATIENCE_S):
+                self._server.kill()
+        self._lifeline.close()

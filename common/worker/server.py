@@ -1,0 +1,241 @@
+"""The process that workers are forked from, and their main loop.
+
+It imports what its service shares once, and then runs none of the user's code. It adopts orphans
+(PR_SET_CHILD_SUBREAPER), and kills those that left the session of the worker that started them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import random  # noqa: F401 - before any fork, for services that seed it
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from common.errors import UserError
+from common.exits import die_with_parent, kill_group
+from common.worker import FORKED, HEADER, READY, Service, WorkerSetup
+from common.worker.confine import confine_signals
+
+_PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
+_MAX_REASON = 1 << 14
+
+
+class ForkServer:
+    """Forks, kills and reaps, until the owner closes the control socket."""
+
+    def __init__(self, control: socket.socket, service: Service, setup: WorkerSetup) -> None:
+        self._control, self._service, self._setup = control, service, setup
+        self._lifelines: dict[int, socket.socket] = {}  # of the workers that are not reaped, by process id
+        self._wake, self._wakes = os.pipe()
+        for descriptor in (self._wake, self._wakes):
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._poller = select.poll()
+        for watched in (self._wake, self._control.fileno()):
+            self._poller.register(watched, select.POLLIN)
+
+    def run(self) -> None:
+        while True:
+            for descriptor, _ in self._poller.poll():
+                if descriptor == self._wake:
+                    os.read(self._wake, 4096)
+                elif descriptor != self._control.fileno():
+                    self._let_go(descriptor)
+                elif not self._fork_one():
+                    return
+            self._reap()
+
+    def _fork_one(self) -> bool:
+        """What the owner orders with the worker's end of a channel and ours of a lifeline. False at the end."""
+        try:
+            order, descriptors, _, _ = socket.recv_fds(self._control, 16, 2)
+        except ConnectionResetError:
+            return False
+        if not order:
+            return False
+        channel, lifeline = (socket.socket(fileno=descriptor) for descriptor in descriptors)
+        lifeline.setblocking(False)
+        parent = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            _tell(lifeline, f"cannot start: {error}".encode())
+            lifeline.close()
+            return True
+        finally:
+            if os.getpid() == parent:
+                channel.close()
+        if pid == 0:
+            try:
+                self._become_worker(parent, channel, lifeline)
+            finally:
+                os._exit(1)
+        self._lifelines[pid] = lifeline
+        self._poller.register(lifeline, select.POLLIN)
+        _tell(lifeline, FORKED)
+        return True
+
+    def _become_worker(self, parent: int, channel: socket.socket, lifeline: socket.socket) -> None:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        for not_its_own in (self._control, lifeline, *self._lifelines.values()):
+            not_its_own.close()
+        os.close(self._wake)
+        os.close(self._wakes)
+        os.setsid()
+        _die_with(parent)
+        if self._setup.max_memory and sys.platform == "linux":  # what the worker starts inherits it
+            resource.setrlimit(resource.RLIMIT_DATA, (self._setup.max_memory, self._setup.max_memory))
+        if self._setup.confine_signals:
+            confine_signals()
+        _serve(channel, self._service)
+
+    def _let_go(self, descriptor: int) -> None:
+        """The owner has closed a lifeline: its worker is killed. It is reaped, and the lifeline closed, as others."""
+        self._poller.unregister(descriptor)
+        _kill(next(pid for pid, lifeline in self._lifelines.items() if lifeline.fileno() == descriptor))
+
+    def _reap(self) -> None:
+        """Every child that has ended: with its group, before its id can be another's."""
+        while (ended := _next_ended()) is not None:
+            kill_group(ended)
+            _, status = os.waitpid(ended, 0)
+            if (lifeline := self._lifelines.pop(ended, None)) is not None:
+                with contextlib.suppress(KeyError):  # let go
+                    self._poller.unregister(lifeline)
+                _tell(lifeline, cause(os.waitstatus_to_exitcode(status)).encode())
+                lifeline.close()
+        self._kill_detached()
+
+    def _kill_detached(self) -> None:
+        """Orphans that left the session of the worker that started them."""
+        live = set(self._lifelines)
+        for pid in _children() - live:
+            with contextlib.suppress(ProcessLookupError):
+                if os.getsid(pid) not in live | {os.getpid()}:  # the last: what the user's file started when imported
+                    os.kill(pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kill all, and whatever these leave behind."""
+        for pid in self._lifelines:
+            _kill(pid)
+        until = time.monotonic() + 2.0
+        while _children() and time.monotonic() < until:
+            self._reap()
+            time.sleep(0.005)
+
+
+def cause(returncode: int | None) -> str:
+    """died of signal 11 (Segmentation fault)"""
+    if returncode is not None and returncode < 0:
+        return f"died of signal {-returncode} ({signal.strsignal(-returncode)})"
+    return f"ended with exit code {returncode}"
+
+
+def _serve(channel: socket.socket, service: Service) -> NoReturn:
+    """Answers requests until the owner closes the channel."""
+    pid, requests = os.getpid(), channel.makefile("rb")
+    while len(header := requests.read(HEADER.size)) == HEADER.size:
+        size, number = HEADER.unpack(header)
+        answer = service.answer(requests.read(size))
+        _flush()
+        if os.getpid() != pid:  # the user's code forked and both copies returned
+            os._exit(1)
+        channel.sendall(HEADER.pack(len(answer), number) + answer)
+    service.close()
+    _flush()
+    os._exit(0)
+
+
+def _flush() -> None:
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # the user's code may have closed or replaced it
+        sys.stdout.flush()
+
+
+def _tell(lifeline: socket.socket, word: bytes) -> None:
+    with contextlib.suppress(OSError):  # the owner has closed it
+        lifeline.send(word)
+
+
+def _kill(pid: int) -> None:
+    """A worker that is not reaped, and its group, which it may not lead yet."""
+    kill_group(pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _next_ended() -> int | None:
+    """The id of a child that has ended, which stays its own until it is reaped."""
+    try:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    return None if ended is None else ended.si_pid
+
+
+def _children() -> set[int]:
+    """Of this process, which has one thread that forks; those that have ended too."""
+    with contextlib.suppress(OSError):
+        return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+    return set()
+
+
+def _die_with(parent_pid: int) -> None:
+    """End when the parent does, even inside a call that never returns, and before it when memory runs out."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle
+    die_with_parent()
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    if os.getppid() != parent_pid:  # it died before prctl
+        sys.exit(1)
+
+
+def _close_standard_streams() -> None:
+    """0 reads nothing and 1 is stderr, so that a print never goes where the run's own lines go."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+
+
+def main(parent_pid: int, descriptor: int) -> None:
+    _die_with(parent_pid)  # while the user's file is imported; afterwards SIGTERM, for there is something to clean up
+    setup = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=WorkerSetup)
+    _close_standard_streams()
+    control = socket.socket(fileno=descriptor)
+    module, _, name = setup.service.partition(":")
+    try:
+        service = getattr(importlib.import_module(module), name)(setup.setup)
+    except UserError as error:
+        control.send(str(error)[:_MAX_REASON].encode(errors="replace"))
+        sys.exit(2)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    die_with_parent(signal.SIGTERM)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    gc.freeze()  # a collection in a worker would copy every page that all of them share
+    server = ForkServer(control, service, setup)
+    control.send(READY)
+    try:
+        server.run()
+    finally:
+        server.end()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,68 @@
+"""Inside the worker of one rollout: the user's environment between requests and answers."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import time
+
+import msgspec
+
+from common.errors import UserError
+from common.worker import encode
+from environments import Done, Turn
+from environments.contracts import BrokenEnvironment, Found, Instance
+from environments.messages import MAX_ANSWER_BYTES, Answer, EnvironmentSetup, Request
+from environments.tools import schemas
+
+
+class EnvironmentService:
+    """The user's file is imported once, in the fork server, and the instance is made in the worker."""
+
+    def __init__(self, setup: bytes) -> None:
+        self._found = Found(msgspec.msgpack.decode(setup, type=EnvironmentSetup))
+        self._instance: Instance | None = None
+
+    def answer(self, request: bytes) -> bytes:
+        begun = time.monotonic()
+        answer = self._answer(msgspec.msgpack.decode(request, type=Request))
+        answer = msgspec.structs.replace(answer, seconds=time.monotonic() - begun)
+        try:
+            return encode(answer, MAX_ANSWER_BYTES)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            return encode(Answer("failed", reason=f"the answer cannot be sent: {error}", seconds=answer.seconds))
+
+    def close(self) -> None:
+        if self._instance is not None:
+            with contextlib.suppress(BrokenEnvironment):
+                self._instance.close()
+
+    def _answer(self, request: Request) -> Answer:
+        try:
+            if request.kind == "describe":
+                instance = self._instance = self._found.checked()
+                return Answer("described", tools=schemas(instance.toolbox.tools) if instance.toolbox else [])
+            if request.kind == "reset":
+                _seed(request.seed)
+                self._instance = self._found.instance()
+            assert self._instance is not None, "the first request is a reset"
+            given = self._asked(self._instance, request)
+            state = self._instance.state() if isinstance(given, Done) else {}
+            return msgspec.structs.replace(Answer.of(given), state=state)
+        except (UserError, BrokenEnvironment) as error:
+            return Answer("failed", reason=str(error))
+        except Exception as error:  # an object that the environment returned may raise when it is read
+            return Answer("failed", reason=f"{type(error).__name__}: {error}")
+
+    def _asked(self, instance: Instance, request: Request) -> Turn | Done:
+        if request.kind == "reset":
+            return instance.reset(request.columns)
+        return instance.step(request.completion) if request.kind == "step" else instance.finish()
+
+
+def _seed(seed: int | None) -> None:
+    """Processes that were forked from one have the same state of numpy's generator."""
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(random.getrandbits(32))

@@ -1,0 +1,95 @@
+"""Inside the worker of the rewards: finds the functions, then scores one job after the other.
+
+The user's modules are imported here and not in the fork server, for they may start threads or touch a GPU, which do not
+live through a fork. Nothing here imports torch, vllm or pydantic: killing and replacing a worker is cheap.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from common.errors import UserError
+from common.functions import short_name
+from common.worker import encode
+from rewards import Logged, RewardError, RewardFunction, Scores, TrainerState, score_completions
+from rewards.find import Wanted, bind, check_signature, resolve, wanted_by
+
+
+class RewardSetup(msgspec.Struct, frozen=True):
+    names: list[str]
+    weights: list[float]
+    columns: list[str] | None  # null: signatures are not checked
+    arguments: dict[str, dict[str, Any]] = {}  # rewards.reward_kwargs
+    max_steps: int = 0  # for trainer_state
+    has_rollouts: bool = True  # false: functions that need one are found, and not called
+
+
+class Job(msgspec.Struct, frozen=True):
+    """The completions of one prompt."""
+
+    prompt: str | list[dict[str, Any]]
+    completions: list[str | list[dict[str, Any]]]  # texts, or conversations of several turns
+    completion_ids: list[list[int]]
+    columns: dict[str, Any]  # of one data set row
+    policy_version: int = 0  # for trainer_state
+    environment_rewards: list[float | None] | None = None  # one per completion; null: no environment
+    environments: list[dict[str, Any]] | None = None  # their public attributes, one per completion
+
+
+class JobReply(msgspec.Struct, frozen=True):
+    scores: Scores = []
+    reason: str = ""  # not empty: failed, and why
+    logged: dict[str, float] = {}  # by log_metric
+    wanted: Wanted | None = None  # answers the empty request, which finds the functions
+
+
+class RewardService:
+    def __init__(self, setup: bytes) -> None:
+        self._setup = msgspec.msgpack.decode(setup, type=RewardSetup)
+        self._functions: list[tuple[str, RewardFunction, float]] = []
+
+    def answer(self, request: bytes) -> bytes:
+        return encode(self._score(msgspec.msgpack.decode(request, type=Job)) if request else self._find())
+
+    def close(self) -> None:
+        pass
+
+    def _find(self) -> JobReply:
+        setup = self._setup
+        try:
+            for spec, weight in zip(setup.names, setup.weights, strict=True):
+                name = short_name(spec)
+                function = bind(resolve(spec), setup.arguments.get(name, {}), name)
+                if setup.columns is not None:
+                    check_signature(function, setup.columns, name)
+                self._functions.append((name, function, weight))
+        except UserError as error:
+            return JobReply(reason=str(error))
+        wanted = wanted_by([(name, function) for name, function, _ in self._functions])
+        if not setup.has_rollouts:
+            self._functions = [found for found in self._functions if found[0] not in wanted.needs_rollout]
+        return JobReply(wanted=wanted)
+
+    def _score(self, job: Job) -> JobReply:
+        """In TRL's shapes: message completions for message prompts, else strings."""
+        n = len(job.completions)
+        completions: list[Any] = job.completions
+        if not isinstance(job.prompt, str):
+            completions = [[{"role": "assistant", "content": c}] if isinstance(c, str) else c for c in completions]
+        columns: dict[str, list[Any]] = {name: [value] * n for name, value in job.columns.items()}
+        columns["environment_rewards"] = list(job.environment_rewards or [None] * n)
+        columns["environments"] = [SimpleNamespace(**state) for state in job.environments or [{}] * n]
+        state, logged = TrainerState(job.policy_version, self._setup.max_steps), Logged()
+        prompts = [job.prompt] * n
+        try:
+            scores = score_completions(
+                self._functions, prompts, completions, columns, job.completion_ids, state, logged
+            )
+            return JobReply(scores, logged=logged.means())
+        except RewardError as error:
+            return JobReply(reason=str(error))
+        except Exception as error:  # an object that a reward returned may raise when it is read
+            return JobReply(reason=f"{type(error).__name__}: {error}")
