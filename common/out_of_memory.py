@@ -21,7 +21,7 @@ _SETTINGS = {
     "vllm.max_model_len needs less",
 }
 _HOST_OF_GPUS = (
-    "Published weights in /dev/shm count as memory: weights.dir on a disk or a smaller weights.keep, and no offload in "
+    "Published weights in /dev/shm count as memory: weights.dir on a disk, and no offload in "
     "deepspeed.zero_optimization need less of the host's"
 )
 _PLAN = "bash launch.sh plan CONFIG shows what needs how much"

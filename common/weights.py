@@ -29,6 +29,8 @@ from common.failpoints import failpoint
 MANIFEST = "manifest.json"
 _VERSION_NAME = re.compile(r"([0-9]{8,})-[0-9a-f]+")  # what version_dir makes
 
+KEEP = 2  # versions beside those in use
+
 
 class BadWeights(Exception):
     """A published version that must not be used. Says which check failed, with the expected and the actual value."""
@@ -195,7 +197,7 @@ def _versions(weights_dir: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in named if match and (path / MANIFEST).is_file())
 
 
-def prune(weights_dir: Path, in_use: Iterable[int], keep: int) -> list[int]:
+def prune(weights_dir: Path, in_use: Iterable[int], keep: int = KEEP) -> list[int]:
     """Deletes versions that no live sampler uses, beside the newest `keep`. Returns the versions deleted."""
     versions = _versions(weights_dir)
     spared = {version for version, _ in versions[-keep:]} | set(in_use)

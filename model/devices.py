@@ -6,7 +6,6 @@ module of the device's type. tests/unit/test_imports.py keeps torch.cuda and its
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -62,11 +61,6 @@ def timed_event(device: torch.device) -> Any:
     event = torch.Event(device=device, enable_timing=True)
     event.record()
     return event
-
-
-def forked_random(device: torch.device) -> AbstractContextManager[None]:
-    """What torch draws inside, on the CPU and on this device, changes nothing that is drawn after it."""
-    return torch.random.fork_rng([device] if is_accelerator(device) else [], device_type=device.type)
 
 
 def switch_off_planned_attention() -> None:

@@ -36,7 +36,7 @@ def require_models(config: Config) -> None:
     """
     require_model(config.model.path, config.model.revision)
     if config.algorithm.beta > 0 and config.reference.path is not None:
-        require_model(config.reference.path, config.reference.revision)
+        require_model(*config.start_of(config.reference))
     template, folder = config.prompt.chat_template, Path(config.model.path).expanduser()
     if template is not None and not template.is_file():
         raise UserError(f"prompt.chat_template {template}: no such file. Templates of ours: configs/templates/")
@@ -73,7 +73,7 @@ def _require_shared_rows(config: Config, policy: dict[str, Any]) -> None:
         )
     others: list[CriticSettings | ReferenceSettings] = [config.critic] if config.algorithm.needs_critic else []
     others += [config.reference] if config.reference_on == "trainer" else []
-    for settings in (policy, *(_settings(other.path, other.revision) for other in others if other.path)):
+    for settings in (policy, *(_settings(other.path, None) for other in others if other.path)):
         if (heads := settings.get("num_attention_heads", size)) % size:
             raise UserError(uneven_heads(heads, size))
 
@@ -95,7 +95,7 @@ def _require_same_sight(config: Config, policy: dict[str, Any]) -> None:
     others |= {"critic": config.critic} if config.algorithm.needs_critic else {}
     for section, other in others.items():
         path = other.path
-        found = _settings(path, other.revision) if path else {}
+        found = _settings(path, None) if path else {}
         kinds = policy.get("model_type"), found.get("model_type")
         if policy and found and kinds[0] != kinds[1] and not set(kinds).isdisjoint(VISION_FAMILIES):
             raise UserError(

@@ -39,26 +39,27 @@ def with_folders(config: Config) -> Config:
     """The config with folders in place of GGUF files, which are converted if they are not yet. Raises UserError."""
     folders = converted(config)
     changed = {
-        section: getattr(config, section).model_copy(update={"path": str(folder), "revision": None})
+        section: getattr(config, section).model_copy(update={"path": str(folder)})
         for section, folder in folders.items()
     }
+    if "model" in changed:
+        changed["model"] = changed["model"].model_copy(update={"revision": None})
     return config.model_copy(update=changed)
 
 
 def as_overrides(folders: dict[str, Path]) -> list[str]:
     """What gives another process the same folders."""
-    return [word for name, path in folders.items() for word in (f"{name}.path={path}", f"{name}.revision=null")]
+    return [f"{name}.path={path}" for name, path in folders.items()] + ["model.revision=null"] * ("model" in folders)
 
 
 def converted(config: Config) -> dict[str, Path]:
     """The folder for each section of a config (model, reference, critic) that names a GGUF file and is in use."""
-    policy, reference, critic = config.model, config.reference, config.critic
-    named = [("model", policy.path, policy.revision, policy.dtype)]
-    if config.algorithm.beta > 0 and reference.path is not None:
-        named.append(("reference", reference.path, reference.revision, reference.dtype or policy.dtype))
-    if config.algorithm.needs_critic and critic.path is not None:
-        named.append(("critic", critic.path, critic.revision, critic.dtype or policy.dtype))
-    return {name: folder_of(path, revision, dtype) for name, path, revision, dtype in named if is_gguf(path)}
+    named = [("model", config.model.path, config.model.revision)]
+    if config.algorithm.beta > 0 and config.reference.path is not None:
+        named.append(("reference", *config.start_of(config.reference)))
+    if config.algorithm.needs_critic and config.critic.path is not None:
+        named.append(("critic", *config.start_of(config.critic)))
+    return {name: folder_of(path, revision, config.model.dtype) for name, path, revision in named if is_gguf(path)}
 
 
 def folder_of(path: str, revision: str | None, dtype: str) -> Path:

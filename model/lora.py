@@ -56,7 +56,6 @@ def add_adapters(model: Any, config: Config) -> Any:
     settings = LoraConfig(
         r=lora.r,
         lora_alpha=lora.scale,
-        lora_dropout=lora.dropout,
         target_modules=lora.target_modules,
         exclude_modules=_TOWER if sees else None,
         task_type="CAUSAL_LM",

@@ -50,8 +50,7 @@ class Reference:
     @staticmethod
     def _load(config: Config, device: torch.device) -> Any:
         path, revision = config.start_of(config.reference)
-        dtype = config.reference.dtype or config.model.dtype
-        model = load_causal_lm(path, dtype, revision, config.model.trust_remote_code).to(device).eval()
+        model = load_causal_lm(path, config.model.dtype, revision, config.model.trust_remote_code).to(device).eval()
         for layer in getattr(model.get_decoder(), "layers", ()):  # a long group is many seconds on a CPU
             layer.register_forward_hook(lambda *_: report_progress("scoring with the reference"))
         return model

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rewards.pool import RewardPool
 
 _PATIENCE_S = 0.05  # for an answer, while nothing decodes
+MIN_ROLLOUTS = 2  # of a group, or it has no deviation and trains nothing
 _MAX_REASON = 500  # characters, as on the wire
 
 Reprompt = Callable[[Prompt, Sequence[Message]], Prompt]
@@ -241,7 +242,7 @@ def too_few(key: Hashable, sampled: Sampled, config: Config) -> str | None:
     """Why environments left too few rollouts to be scored, if they did: each number of an evaluation is of all."""
     if not sampled.failures:
         return None
-    if isinstance(key, GroupKey) and len(sampled.completions) >= config.rollout.min_rollouts:
+    if isinstance(key, GroupKey) and len(sampled.completions) >= MIN_ROLLOUTS:
         return None
     return f"{len(sampled.failures)} environments failed; the first: {sampled.failures[0]}"
 

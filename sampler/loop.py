@@ -211,7 +211,7 @@ class Sampler:
             finished = self.turns.step()
         for key, sampled in finished:
             self._working[key] = sampled
-            if self.config.sampler.return_sampling_mask:
+            if self.config.sampler.truncates:
                 self.stats["total/incomplete_support"] += sum(c.incomplete_support for c in sampled.completions)
             self.stats["total/completion_tokens"] += sum(c.num_sampled for c in sampled.completions)
             failpoint("sampler.generated")

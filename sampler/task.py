@@ -60,9 +60,7 @@ def held_out_params(config: Config, problem: int) -> SamplingParams:
     length = config.eval.max_completion_length or config.sampler.max_completion_length
     seed = sampling_seed(config.run.seed + _EVAL_SEED_OFFSET, problem)
     top_k = max(0, config.eval.top_k or 0)
-    return SamplingParams(
-        config.eval.temperature, length, config.eval.num_generations, seed, config.eval.top_p, top_k, config.eval.min_p
-    )
+    return SamplingParams(config.eval.temperature, length, config.eval.num_generations, seed, config.eval.top_p, top_k)
 
 
 def _group_params(config: Config, group_id: int) -> SamplingParams:
@@ -75,5 +73,5 @@ def _group_params(config: Config, group_id: int) -> SamplingParams:
         sampler.top_p,
         max(0, sampler.top_k or 0),
         sampler.min_p,
-        sampler.return_sampling_mask,
+        sampler.truncates,
     )

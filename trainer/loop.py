@@ -48,6 +48,8 @@ from trainer.save.publisher import Publisher
 from trainer.save.resume import base_fingerprint, with_fingerprints
 from trainer.save.saver import Saver
 
+_MAX_SKIPPED_STEPS = 3  # not finite, in a row
+
 
 class Trainer:
     def __init__(  # noqa: PLR0913 three models, and all around them
@@ -181,7 +183,7 @@ class Trainer:
             threshold=self.actor_critic.next_threshold() if self.actor_critic and last else p.threshold,
         )
         self._is_between_batches = last
-        if self.progress.skipped_in_a_row >= self.config.trainer.max_skipped_steps:
+        if self.progress.skipped_in_a_row >= _MAX_SKIPPED_STEPS:
             raise Retryable(
                 f"{self.progress.skipped_in_a_row} steps in a row were not finite (loss {sums['loss']}, gradient norm "
                 f"{result.grad_norm}) and were skipped; the weights are those of version {self.progress.policy_version}"
@@ -239,7 +241,7 @@ class Trainer:
         """Whether versions passed a multiple of eval.steps since that one; a batch may step over it."""
         every, version = self.config.eval.steps, self.progress.policy_version
         due = every is not None and version // every > since // every
-        return due or (self.config.eval.after and self.progress.batch == self.config.num_batches)
+        return due or self.progress.batch == self.config.num_batches
 
     def finish_evaluation(self) -> None:
         """Waits for the evaluation of the published version, if there is one, before that version is replaced."""

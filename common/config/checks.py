@@ -120,8 +120,6 @@ def _rollouts(config: Settings) -> Iterator[str]:
             f"rollout.max_environments {given.max_environments} is less than a group of sampler.num_generations "
             f"{count}, whose rollouts start together; set rollout.max_environments={count}"
         )
-    if given.min_rollouts > count:
-        yield f"rollout.min_rollouts {given.min_rollouts} is more than a group has; set it to at most {count}"
     if (longest := given.max_turn_length) is not None and longest > config.sampler.max_completion_length:
         yield (
             f"rollout.max_turn_length {longest} is longer than all turns together; set it to at most "
@@ -174,8 +172,6 @@ def _critic(config: Settings) -> Iterator[str]:
             f"the section critic does nothing with algorithm.adv_estimator {config.algorithm.adv_estimator}; "
             "remove it, or set algorithm.adv_estimator=gae"
         )
-    if config.critic.revision is not None and config.critic.path is None:
-        yield "critic.revision without critic.path names nothing; set critic.path, or remove revision"
     if config.critic.critic_warmup_steps >= config.trainer.max_steps:
         yield (
             f"critic.critic_warmup_steps {config.critic.critic_warmup_steps} leaves the policy none of "

@@ -31,8 +31,6 @@ class Rollouts(Section):
     """Beyond it a MemoryError; Linux only."""
     max_environments: int = Field(256, ge=1)
     """Alive at once."""
-    min_rollouts: int = Field(2, ge=2)
-    """Groups with fewer successful rollouts train nothing."""
     confine_signals: bool = True
     """Environments signal only their own processes (Linux 6.12); sudo fails."""
 

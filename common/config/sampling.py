@@ -20,13 +20,11 @@ class SamplerSettings(Section):
     temperature: float = Field(1.0, ge=0.01)
     """In vLLM and trainer."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Below 1 needs return_sampling_mask."""
+    """Below 1 needs top_k."""
     top_k: int | None = Field(None, ge=-1)
-    """Above 0 needs return_sampling_mask."""
+    """Above 0 the trainer's softmax is over the kept tokens, too."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Above 0 needs return_sampling_mask."""
-    return_sampling_mask: bool = False
-    """The trainer's softmax is over the kept tokens. Needs top_k."""
+    """Above 0 needs top_k."""
     max_completion_length: int = Field(256, gt=0)
     """Tokens, end-of-sequence included."""
     ignore_eos: bool = False
@@ -39,48 +37,44 @@ class SamplerSettings(Section):
     """vLLM engines of launch.sh."""
 
     @property
+    def truncates(self) -> bool:
+        """Kept tokens travel with every sample, and the trainer's softmax is over them alone."""
+        return (self.top_k or 0) > 0
+
+    @property
     def max_sampling_mask(self) -> int:
         """Most tokens that one sample may be drawn from; 0 = the whole vocabulary."""
-        return (self.top_k or 0) + TIES if self.return_sampling_mask else 0
+        return (self.top_k or 0) + TIES if self.truncates else 0
 
     @model_validator(mode="after")
     def _check_sampling_mask(self) -> SamplerSettings:
-        k = self.top_k or 0
-        if self.return_sampling_mask:
-            if not 0 < k <= MAX_TOP_K:
-                raise ValueError(
-                    f"return_sampling_mask sends up to top_k tokens with every sample, and top_k is {self.top_k}; set "
-                    f"sampler.top_k=50 (at most {MAX_TOP_K}), or for all tokens sampler.return_sampling_mask=false"
-                )
-            return self
-        cuts = {"top_p": self.top_p if self.top_p < 1 else None, "top_k": k if k > 0 else None}
-        cuts["min_p"] = self.min_p if self.min_p > 0 else None
-        if cut := [f"{name} {value}" for name, value in cuts.items() if value is not None]:
-            top_k = "" if k > 0 else " sampler.top_k=50"
+        """The trainer needs the kept tokens, or every ratio would be too small by the probability that was cut away."""
+        if (self.top_k or 0) > MAX_TOP_K:
             raise ValueError(
-                f"{', '.join(cut)} samples from a truncated distribution: its log-probs are renormalised over the kept "
-                "tokens, while the trainer's softmax is over all: every ratio would be too small by the probability "
-                f"that was cut away. Set sampler.return_sampling_mask=true{top_k}, so that both use them, or "
-                "sample at full support: sampler.top_p=1 sampler.top_k=-1 sampler.min_p=0"
+                f"top_k {self.top_k} tokens would travel with every sample; set sampler.top_k=50 (at most "
+                f"{MAX_TOP_K}), or for all tokens sampler.top_k=-1"
+            )
+        cuts = {"top_p": self.top_p if self.top_p < 1 else None, "min_p": self.min_p if self.min_p > 0 else None}
+        if not self.truncates and (cut := [f"{name} {value}" for name, value in cuts.items() if value is not None]):
+            raise ValueError(
+                f"{', '.join(cut)} samples from a truncated distribution, and top_k does not bound how many tokens "
+                "are kept, which travel with every sample: set sampler.top_k=50, or sample at full support: "
+                "sampler.top_p=1 sampler.min_p=0"
             )
         return self
 
 
 class Eval(Section):
     steps: int | None = Field(None, gt=0)
-    """Every n policy versions; null = before and after."""
+    """Every n policy versions; null = before and after training."""
     before: bool = True
     """The initial policy."""
-    after: bool = True
-    """The final policy."""
     temperature: float = Field(0.0, ge=0)
     """0 = greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """As in sampler; needs no mask."""
+    """As in sampler."""
     top_k: int | None = Field(None, ge=-1)
-    """Likewise."""
-    min_p: float = Field(0.0, ge=0, le=1)
-    """Likewise."""
+    """As in sampler; top_p does without."""
     num_generations: int = Field(1, ge=1)
     """Completions per problem."""
     max_completion_length: int | None = Field(None, gt=0)
@@ -91,8 +85,6 @@ class Eval(Section):
     """Of that metric."""
     early_stopping_patience: int | None = Field(None, gt=0)
     """Stop after n without a better one."""
-    early_stopping_threshold: float = Field(0.0, ge=0)
-    """By more than this."""
     load_best_model_at_end: bool = False
     """final/ is the best policy."""
     val_only: bool = False
@@ -100,7 +92,7 @@ class Eval(Section):
 
     @model_validator(mode="after")
     def _check_metric(self) -> Eval:
-        for name in ("early_stopping_patience", "early_stopping_threshold", "load_best_model_at_end"):
+        for name in ("early_stopping_patience", "load_best_model_at_end"):
             if getattr(self, name) and self.metric_for_best_model is None:
                 raise ValueError(f"{name} needs a metric; set eval.metric_for_best_model=answer/accuracy")
         if self.early_stopping_patience is not None and self.steps is None:

@@ -88,10 +88,6 @@ class Model(Section):
 class ReferenceSettings(Section):
     path: str | None = None
     """For the KL, same tokenizer; null = the initial policy."""
-    revision: str | None = None
-    """As model.revision."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """null = the policy's."""
     on: Literal["sampler", "trainer"] | None = None
     """Who scores it; null: the trainer, or with kl_in_reward or trainer.max_staleness the sampler."""
 
@@ -103,8 +99,6 @@ class Lora(Section):
     """Rank; 0 = off."""
     alpha: int | None = Field(None, gt=0)
     """The scale is alpha/r; null = 2r."""
-    dropout: float = Field(0.0, ge=0, lt=1)
-    """Leave at 0: vLLM applies none."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """Or [q_proj, v_proj]; the output head has none."""
     sync: Literal["adapter", "merged"] = "adapter"
@@ -238,7 +232,5 @@ class Channel(Section):
 class Weights(Section):
     dir: Path | None = None
     """Published versions; null = /dev/shm on one host, else output_dir/weights."""
-    keep: int = Field(2, ge=2)
-    """Versions beside those in use."""
     canary_tolerance: float | None = Field(None, gt=0)
     """Largest log-prob difference; null = 1e-3 in float32 (maximum; RMS a quarter), 0.15 in bfloat16 (RMS)."""

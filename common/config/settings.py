@@ -52,12 +52,11 @@ class Settings(Section):
     @property
     def reference_is_base(self) -> bool:
         """Whether the reference is what the policy is without its adapters, so that a trainer rank holds it already."""
-        given = self.reference
-        return self.lora.r > 0 and given.path is None and given.dtype in (None, self.model.dtype)
+        return self.lora.r > 0 and self.reference.path is None
 
     def start_of(self, given: ReferenceSettings | CriticSettings) -> tuple[str, str | None]:
         """(path, revision) that the reference or the critic is loaded from: its own, or the policy's."""
-        return (given.path, given.revision) if given.path else (self.model.path, self.model.revision)
+        return (given.path, None) if given.path else (self.model.path, self.model.revision)
 
     def require_training(self) -> None:
         """Raises UserError where there is nothing to train."""

@@ -27,14 +27,8 @@ class CriticSettings(Section):
 
     path: str | None = None
     """Causal or one-label reward model; null = the initial policy."""
-    revision: str | None = None
-    """As model.revision."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """null = the policy's."""
     learning_rate: float = Field(1e-5, gt=0)
     """AdamW's peak."""
-    warmup_steps: int = Field(0, ge=0)
-    """As trainer.warmup_steps."""
     cliprange_value: float | None = Field(0.5, gt=0)
     """PPO value clip."""
     critic_warmup_steps: int = Field(0, ge=0)
@@ -68,8 +62,6 @@ class TrainerSettings(Section):
     """AdamW's."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Clips the gradient."""
-    dither_weights: bool = True
-    """bfloat16: master weights begin between its numbers (docs/algorithm.md)."""
     max_staleness: int = Field(0, ge=0)
     """Batches sampling may run ahead; 0 = on policy."""
     save_steps: int | None = Field(100, gt=0)
@@ -88,8 +80,6 @@ class TrainerSettings(Section):
     """auto: nccl on GPUs, else gloo."""
     logprob_chunk_size: int = Field(1024, gt=0)
     """Tokens whose logits exist at once."""
-    max_skipped_steps: int = Field(3, ge=1)
-    """Non-finite steps in a row that stop the run."""
     max_hours: float | None = Field(None, gt=0)
     """Then save and exit with code 75."""
 

@@ -50,7 +50,6 @@ def config(folder, tmp_path_factory) -> Config:
                 "max_completion_length": 24,
                 "temperature": 0.7,
                 "top_k": 12,  # allows params that return what they kept; each test gives its own
-                "return_sampling_mask": True,
             },
             "trainer": {"prompts_per_step": 4},
         }

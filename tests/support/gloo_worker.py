@@ -262,7 +262,7 @@ class Worker:
             "critic": GAE["critic"] | {"critic_warmup_steps": 3},
             "trainer": CONSTANT_RATE | {"max_steps": 4},
             "data": {"eval": "unused.jsonl"},
-            "eval": {"steps": 1, "after": False},
+            "eval": {"steps": 1},
         }
         trainer = self.trainer(settings(self.folder, "warm_up", 1, **sections), group)
         hashes = [[state_hash(m, has_moments=False) for m in (trainer.engine, trainer.critic)]]

@@ -32,7 +32,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recomputed": {"model": {"gradient_checkpointing": True}},
     "recomputed3": {"model": {"gradient_checkpointing": True}, "deepspeed": {"zero_optimization": {"stage": 3}}},
     "half": {"model": {"dtype": "bfloat16"}},
-    "dropout": {"lora": LORA | {"dropout": 0.5}},
     "two_modules": {"lora": LORA | {"target_modules": ["q_proj", "down_proj"]}},
     "critic": {"algorithm": {"adv_estimator": "group_ppo"}},
     "merged": {"lora": LORA | {"sync": "merged"}},

@@ -47,12 +47,6 @@ def test_the_best_is_the_first_of_equals_and_what_follows_is_counted() -> None:
     assert best_so_far([], settings) == BestSoFar(None, None, 0)
 
 
-def test_a_gain_within_the_threshold_is_none() -> None:
-    settings = config_for(Path("r"), early_stopping_threshold=0.15).eval
-    assert best_so_far([record(0, 2), record(20, 3), record(40, 4)], settings) == BestSoFar(40, 0.4, 0)
-    assert best_so_far([record(0, 2), record(20, 3)], settings) == BestSoFar(0, 0.2, 1)
-
-
 def test_less_may_be_better() -> None:
     settings = config_for(Path("r"), metric_for_best_model="answer/mean", greater_is_better=False).eval
     assert best_so_far([record(0, 0, answer=1.5), record(1, 0, answer=-0.5)], settings) == BestSoFar(1, -0.5, 0)

@@ -41,13 +41,3 @@ def test_another_vendor_is_a_name(monkeypatch: pytest.MonkeyPatch, vendor: str, 
     assert asked == [("set_device_index", 1), ("synchronize",), ("empty_cache",)]
     assert (devices.first(), devices.is_accelerator(device), devices.name(device)) == (device, True, f"A {vendor}")
     assert devices.collectives() == collectives
-
-
-def test_what_is_drawn_inside_changes_nothing_that_is_drawn_after_it() -> None:
-    torch.manual_seed(3)
-    expected = torch.rand(2)
-    torch.manual_seed(3)
-    with devices.forked_random(torch.device("cpu")):
-        torch.manual_seed(4)
-        torch.rand(5)
-    assert torch.equal(torch.rand(2), expected)

@@ -221,11 +221,11 @@ def test_a_second_process_waits_for_the_first_and_says_so(
 def test_reference_and_critic_may_be_gguf_files_if_they_are_used(folder: Path, cache: Path, tmp_path: Path):
     write_gguf(tmp_path / "tiny.gguf", folder)
     path = str(tmp_path / "tiny.gguf")
-    others = {"reference": {"path": path, "dtype": "bfloat16"}, "critic": {"path": path}}
+    others = {"reference": {"path": path}, "critic": {"path": path}}
     used = a_config(str(folder), algorithm={"beta": 0.1, "adv_estimator": "gae"}, **others)
     changed = gguf_models.with_folders(used)
     assert changed.model == used.model
-    assert changed.reference.path.endswith("-bfloat16") and changed.critic.path.endswith("-float32")
+    assert changed.reference.path.endswith("-float32") and changed.critic.path.endswith("-float32")
     unused = a_config(str(folder), reference={"path": "absent.gguf"})
     assert gguf_models.with_folders(unused) == unused
 

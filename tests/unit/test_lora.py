@@ -62,7 +62,6 @@ def problem(tmp_path: Path, *overrides: str) -> str:
         (["lora.alpha=16"], "alpha does nothing without adapters; set lora.r=16"),
         (["lora.sync=merged"], "sync does nothing without adapters; set lora.r=16"),
         (["lora.r=-1"], "lora.r: Input should be greater than or equal to 0, got -1"),
-        (["lora.r=8", "lora.dropout=1"], "lora.dropout: Input should be less than 1"),
         (["lora.r=8", "lora.target_modules=[]"], "write target_modules: all-linear"),
         (["lora.r=8", "lora.target_modules=[q_proj, lm_head]"], "target_modules lm_head: embedding and output head"),
         (["lora.r=8", "lora.target_modules=[model.embed_tokens]"], "target_modules model.embed_tokens: embedding and"),
@@ -170,7 +169,6 @@ def test_a_reference_without_adapters_is_a_separate_copy_to_the_bit(model: Path,
 def test_the_base_is_the_reference_unless_another_is_named(model: Path, tmp_path: Path) -> None:
     assert config_for(model, tmp_path).reference_is_base
     assert not config_for(model, tmp_path, reference={"path": "other"}).reference_is_base
-    assert not config_for(model, tmp_path, reference={"dtype": "bfloat16"}).reference_is_base
     assert not config_for(model, tmp_path, lora={"r": 0}).reference_is_base
 
 

@@ -246,8 +246,10 @@ def test_hub_ids_are_told_from_files_and_folders(tmp_path: Path) -> None:
 
 
 def test_what_only_concerned_one_machine_is_in_no_settings() -> None:
-    config = Config.model_validate(SETTINGS | {"weights": {"dir": "/fast", "keep": 3}, "channel": {"lost_after_s": 5}})
-    assert "weights:\n  keep: 3" in public_settings(config)
+    config = Config.model_validate(
+        SETTINGS | {"weights": {"dir": "/fast", "canary_tolerance": 0.5}, "channel": {"lost_after_s": 5}}
+    )
+    assert "weights:\n  canary_tolerance: 0.5" in public_settings(config)
     assert set(yaml.safe_load(public_settings(config))) == {*SETTINGS, "weights"}
 
 

@@ -249,26 +249,22 @@ def settings(*overrides: str) -> Config:
     return load(ROOT / "configs" / "quickstart.yaml", list(overrides))
 
 
-@pytest.mark.parametrize("cut", ["top_p=0.9", "top_k=40", "min_p=0.05"])
-def test_truncated_sampling_is_refused_without_the_sets_and_says_why_and_what_to_set(cut: str) -> None:
-    with pytest.raises(UserError, match="truncated distribution") as refused:
-        settings(f"sampler.{cut}")
-    assert "too small by the probability that was cut away" in str(refused.value)
-    assert "sampler.return_sampling_mask=true" in str(refused.value)
-    fixed = settings(
-        f"sampler.{cut}", "sampler.return_sampling_mask=true", *["sampler.top_k=50"] * ("top_k" not in cut)
-    )
-    assert fixed.sampler.max_sampling_mask > 0
+@pytest.mark.parametrize("cut", ["top_p=0.9", "min_p=0.05"])
+@pytest.mark.parametrize("top_k", ["null", "-1", "0"])
+def test_sets_without_a_bound_on_their_size_are_refused(cut: str, top_k: str) -> None:
+    with pytest.raises(UserError, match=r"truncated distribution.*sampler\.top_k=50"):
+        settings(f"sampler.{cut}", f"sampler.top_k={top_k}")
+    assert settings(f"sampler.{cut}", "sampler.top_k=50").sampler.max_sampling_mask == 66
 
 
-@pytest.mark.parametrize("top_k", ["null", "-1", "0", "5000"])
-def test_sets_without_a_bound_on_their_size_are_refused(top_k: str) -> None:
-    with pytest.raises(UserError, match=r"sampler\.top_k=50"):
-        settings("sampler.top_p=0.9", f"sampler.top_k={top_k}", "sampler.return_sampling_mask=true")
+def test_top_k_alone_truncates_up_to_what_can_travel() -> None:
+    assert settings("sampler.top_k=40").sampler.truncates
+    with pytest.raises(UserError, match=r"top_k 1025 .*sampler\.top_k=50"):
+        settings("sampler.top_k=1025")
 
 
 def test_groups_too_large_for_a_message_are_refused_at_start() -> None:
-    overrides = ["sampler.top_k=1000", "sampler.return_sampling_mask=true", "sampler.max_completion_length=8192"]
+    overrides = ["sampler.top_k=1000", "sampler.max_completion_length=8192"]
     with pytest.raises(UserError, match=r"channel\.max_message_mib="):
         settings(*overrides)
     with pytest.raises(UserError, match=r"a group of 4194304 tokens takes 48 MiB; set channel\.max_message_mib=54; "):

@@ -93,7 +93,7 @@ def load_value_model(config: Config) -> Any:
     Raises UserError if the checkpoint has another number of labels, or lacks weights other than the head.
     """
     path, revision = config.start_of(config.critic)
-    dtype = config.critic.dtype or config.model.dtype
+    dtype = config.model.dtype
     try:
         model, missing = load_packed(_value_class, path, dtype, revision, config.model.trust_remote_code, num_labels=1)
     except RuntimeError as error:  # transformers names every weight of another shape

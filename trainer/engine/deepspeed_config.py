@@ -21,11 +21,8 @@ _AUTO = "auto"
 class Optimized:
     """What policy and critic have of their own; everything else is the same for both."""
 
-    section: str  # of the configuration, where learning_rate and warmup_steps stand
-    dtype: str
-    dtype_key: str
+    section: str  # of the configuration, where learning_rate stands
     learning_rate: float
-    warmup_steps: int
     num_steps: int  # optimizer steps in the whole run
 
 
@@ -33,14 +30,11 @@ def policy_of(config: Config) -> Optimized:
     """It rests while only the critic learns."""
     trainer = config.trainer
     num_steps = trainer.max_steps - config.critic.critic_warmup_steps
-    dtype = config.model.dtype
-    return Optimized("trainer", dtype, "model.dtype", trainer.learning_rate, trainer.warmup_steps, num_steps)
+    return Optimized("trainer", trainer.learning_rate, num_steps)
 
 
 def critic_of(config: Config) -> Optimized:
-    critic, dtype = config.critic, config.critic.dtype or config.model.dtype
-    num_steps = config.trainer.max_steps
-    return Optimized("critic", dtype, "critic.dtype", critic.learning_rate, critic.warmup_steps, num_steps)
+    return Optimized("critic", config.critic.learning_rate, config.trainer.max_steps)
 
 
 def all_optimized(config: Config) -> list[Optimized]:
@@ -68,13 +62,13 @@ def deepspeed_config(config: Config, world_size: int, optimized: Optimized | Non
             "managed_gradient_accumulation": (False, "the training loop"),
         },
     )
-    _agree(_section(given, "bf16"), "deepspeed.bf16", {"enabled": (optimized.dtype == "bfloat16", optimized.dtype_key)})
+    _agree(_section(given, "bf16"), "deepspeed.bf16", {"enabled": (config.model.dtype == "bfloat16", "model.dtype")})
     if _section(given, "fp16").get("enabled", _AUTO) not in (_AUTO, False):
         raise UserError("deepspeed.fp16 is enabled: its loss scaling hides overflows; set model.dtype=bfloat16 instead")
     given["fp16"]["enabled"] = False
-    is_whole = world_size == 1 and all(o.dtype == "float32" for o in all_optimized(config))
+    is_whole = world_size == 1 and config.model.dtype == "float32"
     _fill_zero(_section(given, "zero_optimization"), default=0 if is_whole else 1)
-    _fill_accumulation(given, world_size, optimized)
+    _fill_accumulation(given, world_size, config.model.dtype)
     _fill_optimizer(config, given, optimized)
     given.setdefault("steps_per_print", 10**9)
     # by default DeepSpeed waits for the GPU in every micro-batch, to time what it would print
@@ -154,13 +148,13 @@ def _fill_zero(zero: dict[str, Any], default: int) -> None:
         zero["overlap_comm"] = False
 
 
-def _fill_accumulation(given: dict[str, Any], world_size: int, optimized: Optimized) -> None:
+def _fill_accumulation(given: dict[str, Any], world_size: int, dtype: str) -> None:
     """bfloat16: micro-batches add their gradients up in float32, where DeepSpeed's own default is bfloat16.
 
     Sums of 8 bits would depend on the number of micro-batches. ZeRO 0 has no other: DeepSpeed refuses the two together.
     """
     stage = given["zero_optimization"]["stage"]
-    if optimized.dtype != "bfloat16" or stage == 0:
+    if dtype != "bfloat16" or stage == 0:
         return
     types = _section(given, "data_types")
     if types.get("grad_accum_dtype", _AUTO) == _AUTO:
@@ -185,7 +179,7 @@ def _fill_optimizer(config: Config, given: dict[str, Any], optimized: Optimized)
         params = _section(_section(given, "scheduler"), "params")
         named = {
             "warmup_max_lr": rate,
-            "warmup_num_steps": (optimized.warmup_steps, f"{optimized.section}.warmup_steps"),
+            "warmup_num_steps": (trainer.warmup_steps, "trainer.warmup_steps"),
             "total_num_steps": (optimized.num_steps, "trainer.max_steps"),
         }
         # schedulers differ in what they take: only what is there is filled in
@@ -193,10 +187,9 @@ def _fill_optimizer(config: Config, given: dict[str, Any], optimized: Optimized)
         if params.get("warmup_min_lr") == _AUTO:
             params["warmup_min_lr"] = 0.0
         if params.get("warmup_num_steps") == 0:
-            key = f"{optimized.section}.warmup_steps"
             raise UserError(
-                f"deepspeed.scheduler.params.warmup_num_steps is 0 by {key}, which DeepSpeed refuses: set {key}=1, or "
-                "leave deepspeed.scheduler out"
+                "deepspeed.scheduler.params.warmup_num_steps is 0 by trainer.warmup_steps, which DeepSpeed refuses: "
+                "set trainer.warmup_steps=1, or leave deepspeed.scheduler out"
             )
 
 

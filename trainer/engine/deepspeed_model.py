@@ -100,7 +100,7 @@ class DeepSpeedModel:
         assert sp_size == config.trainer.sequence_parallel_size, "rows would be split otherwise than micro-batches"
         self.config, self.world_size, self.model, self.sequence_group = config, world_size, model, sequence_group
         ds_config = deepspeed_config(config, world_size, optimized)
-        self.dtype = optimized.dtype
+        self.dtype = config.model.dtype
         self.stage: int = ds_config["zero_optimization"]["stage"]
         _disable_dropout(model)
         pickle_the_stage_by_value()
@@ -116,8 +116,7 @@ class DeepSpeedModel:
                 lr_scheduler=None if "scheduler" in ds_config else scheduler(config, optimized),
                 config=ds_config,
             )
-        if config.trainer.dither_weights:
-            leave_the_grid(deepspeed, model, self.optimizer, self.stage)
+        leave_the_grid(deepspeed, model, self.optimizer, self.stage)
         self.ds.clip_fp32_gradients = self._clip  # used by ZeRO 0 in float32 only; DeepSpeed's forgets the norm
         self._clipped_norm = math.nan
         self._not_finite = torch.zeros((), dtype=torch.bool, device=self.device)
@@ -247,7 +246,7 @@ def pickle_the_stage_by_value() -> None:
 
 
 def _disable_dropout(model: torch.nn.Module) -> None:
-    """The sampler has none; with it here the ratio would compare two different networks. lora.dropout is asked for."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Dropout) and ".lora_dropout." not in name:
+    """The sampler has none; with it here the ratio would compare two different networks."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
             module.p = 0.0

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +11,7 @@ from torch import Tensor
 
 from common.config import Config
 from common.weights import BaseTensor
-from model import devices, lora
+from model import lora
 from model.dims import ModelDims, model_dims
 from model.logprobs import load_causal_lm, score_logprobs, score_norms_of_row, score_terms
 from model.packing import PackedRow, SequenceGroup
@@ -25,7 +22,7 @@ from trainer.algorithm.mismatch import by_cause
 from trainer.algorithm.sums import TOKEN_SUMS, Sums
 from trainer.data.tensors import MicroBatch, filler_row
 from trainer.engine.deepspeed_config import policy_of
-from trainer.engine.deepspeed_model import DeepSpeedModel, StepResult
+from trainer.engine.deepspeed_model import DeepSpeedModel
 from trainer.engine.exported import Exported, adapters, base, base_tensor, exported
 
 
@@ -68,7 +65,6 @@ class PolicyEngine(DeepSpeedModel):
         self.layout = layout_of(model.config, config.model.path, config.model.revision)
         self.sums = Sums(TOKEN_SUMS, self.device)
         self.head_time = Stopwatch(self.device)
-        self._micro_batch = 0
         self._base: dict[str, BaseTensor] | None = None
 
     @property
@@ -107,8 +103,7 @@ class PolicyEngine(DeepSpeedModel):
         ones they serve to measure and correct the mismatch only. Returns the log-probs [N], detached.
         """
         row = self.here(batch.row)
-        with self._dropout_masks():
-            logprobs, entropy, log_mass = self.ds(row, self.config.sampler.temperature, self.head_time)
+        logprobs, entropy, log_mass = self.ds(row, self.config.sampler.temperature, self.head_time)
         old_logprobs, advantages, weights = (
             self._here(x) for x in (batch.old_logprobs, batch.advantages, batch.weights)
         )
@@ -156,22 +151,6 @@ class PolicyEngine(DeepSpeedModel):
         is_earlier = ~np.isnan(batch.sampled_logprobs.numpy())
         sampled = torch.where(self._here(torch.from_numpy(is_earlier)), self._here(batch.sampled_logprobs), logprobs)
         return sampled, is_earlier | is_present
-
-    def step(self) -> StepResult:
-        self._micro_batch = 0
-        return super().step()
-
-    @contextlib.contextmanager
-    def _dropout_masks(self) -> Iterator[None]:
-        """A function of where the run is: a resumed run drops what an uninterrupted one does."""
-        if not self.config.lora.dropout:
-            yield
-            return
-        place = self.config.run.seed, torch.distributed.get_rank(), self.ds.global_steps, self._micro_batch
-        self._micro_batch += 1
-        with devices.forked_random(self.device):
-            torch.manual_seed(random.Random(repr(place)).getrandbits(63))
-            yield
 
     @torch.no_grad()
     def score(self, row: PackedRow, temperature: float) -> Tensor:

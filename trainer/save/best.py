@@ -61,7 +61,7 @@ def best_so_far(records: Sequence[Record], settings: Eval) -> BestSoFar:
         value = metric_of(record, settings.metric_for_best_model)
         if value is None:
             continue
-        if now.value is None or sign * (value - now.value) > settings.early_stopping_threshold:
+        if now.value is None or sign * (value - now.value) > 0:
             now = BestSoFar(record["step"], value, 0)
         else:
             now = BestSoFar(now.version, now.value, now.without_improvement + 1)

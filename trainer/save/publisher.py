@@ -95,7 +95,7 @@ class Publisher:
             if self.source is not None:
                 self.source.commit(cursor, self.published, eval_id, num_problems)
                 with self.disk.may_keep("an old version of the weights"):
-                    weights.prune(self.dir, self.source.versions_in_use(), self.config.weights.keep)
+                    weights.prune(self.dir, self.source.versions_in_use())
             self._write_s = time.monotonic() - begun
 
         if behind:
