@@ -2,11 +2,11 @@
 
     weights/00000040-9f3c/  model-00001-of-00002.safetensors  …  manifest.json     (committed by one rename)
 
-A version is never overwritten, because engines map its files. The manifest lists every file with size and digest,
-every tensor with dtype, shape and a checksum of the trainer's own memory, which the engine's memory must have after
-loading (model/checksum.py), and a canary: fixed token sequences with the trainer's log-probs under these weights, which
-the engine must reproduce. Its SHA-256 travels in CREDIT, so the folder alone proves nothing. Left out: delta and
-compressed formats.
+A version is never overwritten, because engines map its files. The manifest lists every file with its size, every tensor
+with dtype, shape and a checksum of the trainer's own memory (model/checksum.py), which the file must have before an
+engine is touched and the engine's memory afterwards, and a canary: fixed token sequences with the trainer's log-probs
+under these weights, which the engine must reproduce. Its SHA-256 travels in CREDIT, so the folder alone proves nothing.
+Left out: delta and compressed formats.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-import blake3
 
 from common import durable
 from common.config import Config
@@ -53,23 +51,9 @@ class Canary:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    dtype: str  # as in the safetensors header: "F32", "BF16"
+    dtype: str  # torch's name: "float32", "bfloat16"
     shape: list[int]
-
-
-@dataclass(frozen=True)
-class BaseTensor:
-    """A frozen tensor of the trainer, which is not published."""
-
-    dtype: str
-    shape: list[int]
-    checksum: str  # of the tensor + 0, which has no negative zero
-
-
-@dataclass(frozen=True)
-class FileInfo:
-    size: int
-    blake3: str
+    checksum: str  # of the trainer's own memory
 
 
 @dataclass(frozen=True)
@@ -78,11 +62,10 @@ class Manifest:
     incarnation: str
     version: int
     tied_embeddings: bool
-    files: dict[str, FileInfo]
+    files: dict[str, int]  # size in bytes
     tensors: dict[str, TensorInfo]
     canary: Canary
-    checksums: dict[str, str] = field(default_factory=dict)  # of each tensor, where it was in the trainer
-    base: dict[str, BaseTensor] = field(default_factory=dict)  # what published adapters stand on; else empty
+    base: dict[str, TensorInfo] = field(default_factory=dict)  # the trainer's frozen weights under published adapters
 
 
 @dataclass(frozen=True)
@@ -117,37 +100,6 @@ def temporary_dir(weights_dir: Path, version: int, incarnation: str) -> Path:
     return weights_dir / f"{durable.TEMPORARY}{version:08d}-{incarnation}"
 
 
-def tensor_infos(path: Path) -> dict[str, TensorInfo]:
-    """Names, dtypes and shapes from a safetensors header. Raises BadWeights if the file is not one."""
-    return {name: info for name, (info, _) in tensor_places(path).items()}
-
-
-def tensor_places(path: Path) -> dict[str, tuple[TensorInfo, slice]]:
-    """As tensor_infos, with where in the file the tensor's bytes are."""
-    try:
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > 100_000_000:
-                raise ValueError(f"header of {length} bytes")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        begin, end = 8 + length, max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        if begin + end != path.stat().st_size:
-            raise ValueError(f"{path.stat().st_size} bytes where the header says {begin + end}")
-        return {
-            name: (TensorInfo(v["dtype"], v["shape"]), slice(*(begin + offset for offset in v["data_offsets"])))
-            for name, v in header.items()
-        }
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise BadWeights(f"{path.name} is not a whole safetensors file: {error}") from None
-
-
-def file_info(path: Path) -> FileInfo:
-    hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
-    hasher.update_mmap(path)
-    return FileInfo(path.stat().st_size, hasher.hexdigest())
-
-
 def commit(temporary: Path, final: Path, manifest: Manifest) -> Published:
     """Writes the manifest last, makes the version visible and returns its address. Rank 0 only."""
     data = json.dumps(asdict(manifest), separators=(",", ":")).encode()
@@ -175,11 +127,10 @@ def read_manifest(published: Published) -> Manifest:
         raw["incarnation"],
         raw["version"],
         raw["tied_embeddings"],
-        {name: FileInfo(**info) for name, info in raw["files"].items()},
+        raw["files"],
         {name: TensorInfo(**info) for name, info in raw["tensors"].items()},
         Canary(**raw["canary"]),
-        raw["checksums"],
-        {name: BaseTensor(**tensor) for name, tensor in raw["base"].items()},
+        {name: TensorInfo(**info) for name, info in raw["base"].items()},
     )
 
 

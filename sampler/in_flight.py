@@ -29,10 +29,10 @@ _FIRST = -1  # priority of what need not queue; everything else has 0
 
 @dataclass(frozen=True)
 class InFlightCounts:
-    """What updates found decoding so far."""
+    """What updates found decoding so far, as far as it is finished."""
 
     updates: int = 0  # that came while anything was
-    sequences: int = 0
+    sequences: int = 0  # once for each update that one met after its first token
     tokens: int = 0  # whose keys and values were computed again; a shared prompt counts in each of its sequences
 
 
@@ -50,19 +50,18 @@ class InFlight:
 
     def begin(self, version: int) -> None:
         """The engine holds other weights since its last step: nothing that the old ones computed is used again."""
-        lengths = [
-            (state.prompt_len, state.detokenizer.num_output_tokens())
-            for state in self._engine.output_processor.request_states.values()
-            if state.detokenizer is not None
-        ]
-        begun = [prompt + sampled - 1 for prompt, sampled in lengths if sampled]  # the newest token had none yet
+        is_decoding = self._engine.has_unfinished_requests()
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not reset its prefix cache: keys and values of the old weights are in it")
         self._label(version)
-        past = self.interrupted
-        self.interrupted = InFlightCounts(
-            past.updates + bool(begun), past.sequences + len(begun), past.tokens + sum(begun)
-        )
+        self.interrupted = replace(self.interrupted, updates=self.interrupted.updates + is_decoding)
+
+    def count(self, output: Any) -> None:
+        """What versions that came while it decoded cost a prompt that is finished. output: vLLM's RequestOutput."""
+        prompt, past = len(output.prompt_token_ids), self.interrupted
+        # of `start` tokens sampled before a version the newest had no keys and values yet
+        again = [prompt + start - 1 for c in output.outputs for start, _ in spans_of(c)[1:]]
+        self.interrupted = replace(past, sequences=past.sequences + len(again), tokens=past.tokens + sum(again))
 
     def request(self, prompt: Any, is_canary: bool) -> Mapping[str, Any]:
         """More arguments of add_request. A canary is scored before what waits, and beside nothing that is cached."""

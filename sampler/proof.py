@@ -3,17 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-
-
-@dataclass(frozen=True)
-class Expected:
-    """A published tensor."""
-
-    dtype: str  # "F32", "BF16"
-    shape: list[int]
-    checksum: str
-    is_base: bool = False  # stands under adapters: not published, and the checksum is that of the tensor + 0
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -34,8 +24,3 @@ def of_ranks(proofs: Sequence[Proof]) -> Proof:
         [text for p in proofs for text in p.wrong],
         max(p.seconds for p in proofs),
     )
-
-
-def of_parts(one: Proof, other: Proof) -> Proof:
-    """Of two parts of what an engine holds, compared one after the other."""
-    return replace(of_ranks([one, other]), seconds=one.seconds + other.seconds)

@@ -1,8 +1,8 @@
 """From an announced version to an engine that provably uses it.
 
-verify (manifest digest, files, tensors, finite?) → engine.load → the engine's checksums → canary
-└──── a failure here keeps the old weights ──────┘   └────── a failure here ends the process ──────┘
-└─ fetch.py, in a thread while the engine decodes┘   └──── the engine is idle, and stands still ───┘
+verify (manifest digest, files, tensors, finite?) → weights.load → the engine's checksums → canary
+└──── a failure here keeps the old weights ──────┘   └────── a failure here ends the process ───────┘
+└─ fetch.py, in a thread while the engine decodes┘   └──── the engine is idle, and stands still ────┘
                                                            (or has sequences: in_flight.py)
 
 The checksums are those that the trainer took of its own memory (model/checksum.py), so they prove the whole way from
@@ -26,9 +26,9 @@ from common.config import Config
 from common.errors import Retryable
 from common.failpoints import failpoint
 from common.types import EncodedImage
-from common.weights import BadWeights, Manifest, Published
+from common.weights import Manifest, Published, TensorInfo
 from sampler.fetch import Fetched, Fetcher, fetch
-from sampler.proof import Expected, Proof
+from sampler.proof import Proof
 
 if TYPE_CHECKING:
     from sampler.engine import Engine
@@ -73,7 +73,9 @@ def reload(engine: Engine, published: Published, config: Config, fetcher: Fetche
     fetched = fetcher.take(published) if fetcher else fetch(published, config)
     begun = time.monotonic()
     try:
-        proof = engine.load(fetched.folder, expected_tensors(fetched, config), fetched.tensors, published.version)
+        proof = engine.weights.load(
+            fetched.folder, expected_tensors(fetched, config), fetched.tensors, published.version
+        )
         loaded = time.monotonic()
         _require_proof(proof, published.version)
         theirs, ours = _canary_logprobs(engine, fetched.manifest)
@@ -105,22 +107,16 @@ def reload(engine: Engine, published: Published, config: Config, fetcher: Fetche
     )
 
 
-def expected_tensors(fetched: Fetched, config: Config) -> dict[str, Expected]:
+def expected_tensors(fetched: Fetched, config: Config) -> dict[str, TensorInfo]:
     """What the engine must hold, under adapters too. vLLM multiplies an adapter's B by alpha / r as it loads it."""
     manifest = fetched.manifest
-    found = {n: Expected(t.dtype, t.shape, manifest.checksums[n]) for n, t in manifest.tensors.items()}
-    if not config.lora.publishes_adapters:
-        return found
-    from model.checksum import checksum
+    scale = config.lora.scale / config.lora.r if config.lora.publishes_adapters else 1
+    if scale == 1:
+        return manifest.tensors | manifest.base
+    from model.checksum import describe
 
-    scale = config.lora.scale / config.lora.r
-    for name, info in found.items():
-        tensor = fetched.tensors[name]
-        if checksum(tensor, info.checksum) != info.checksum:
-            raise BadWeights(f"tensor {name} of version {manifest.version} has another checksum in its file")
-        if ".lora_B." in name and scale != 1:
-            found[name] = Expected(info.dtype, info.shape, checksum(tensor * scale, info.checksum))
-    return found | {n: Expected(t.dtype, t.shape, t.checksum, is_base=True) for n, t in manifest.base.items()}
+    scaled = {name: describe(t * scale) for name, t in fetched.tensors.items() if ".lora_B." in name}
+    return manifest.tensors | scaled | manifest.base
 
 
 def _require_proof(proof: Proof, version: int) -> None:

@@ -126,7 +126,7 @@ def run(config: Config, ks: Sequence[int], target: Target, output: Path | None) 
 
 def _load_adapters(engine: Engine, folder: Path) -> None:
     try:
-        engine.load(folder.absolute())
+        engine.weights.load(folder.absolute())
     except (ValueError, RuntimeError, OSError) as error:
         raise UserError(f"{folder}: these adapters do not fit the model: {str(error)[:300]}") from error
 

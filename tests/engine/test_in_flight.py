@@ -228,9 +228,9 @@ def test_checksums_and_canary_are_asked_at_each_load_under_sequences(
     reload(engine, good, config)
     submit(engine, ["a"])
     steps(engine, 4)
-    load, wanted = engine.load, versions.publish(17)
+    load, wanted = engine.weights.load, versions.publish(17)
     stale = Path(good.weights_dir)
-    monkeypatch.setattr(engine, "load", lambda _, expected, __, version: load(stale, expected, None, version))
+    monkeypatch.setattr(engine.weights, "load", lambda _, expected, __, version: load(stale, expected, None, version))
     with pytest.raises(Retryable, match="does not hold version 17"):
         reload(engine, wanted, config)
     monkeypatch.undo()

@@ -6,17 +6,20 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from common import weights
 from common.config import Config
 from common.weights import BadWeights, Published
 from model import lora
+from model.checksum import describe
 from sampler.completions import SamplingParams
 from sampler.engine import Engine
 from sampler.reload import reload
@@ -161,10 +164,10 @@ def test_wrong_adapters_are_refused_before_the_engine_is_touched(
 
 def announce(published: Published, file: Path) -> Published:
     """What a trainer with a fault would announce: a manifest that agrees with the changed file."""
-    tensors = weights.tensor_infos(Path(published.weights_dir) / lora.WEIGHTS)
+    tensors = load_file(Path(published.weights_dir) / lora.WEIGHTS)
     path = Path(published.weights_dir) / weights.MANIFEST
     manifest = json.loads(path.read_text())
-    manifest["tensors"] = {name: {"dtype": t.dtype, "shape": t.shape} for name, t in tensors.items()}
+    manifest["tensors"] = {name: asdict(describe(tensor)) for name, tensor in tensors.items()}
     path.write_text(json.dumps(manifest))
     return repoint(published, file)
 

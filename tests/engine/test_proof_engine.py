@@ -19,6 +19,7 @@ from model.logprobs import load_causal_lm
 from sampler.engine import Engine
 from sampler.reload import reload
 from tests.support.plain_policy import Float32Weights, PlainPolicy
+from tests.support.tier import count
 from tests.support.tiny import tiny_model
 
 pytestmark = pytest.mark.timeout(600)
@@ -80,7 +81,7 @@ def publish(policy: Policy, tmp_path: Path) -> Iterator[Callable[[int], Publishe
     shutil.rmtree(tmp_path / "weights")
 
 
-def test_200_good_reloads_are_accepted_and_20_stale_ones_refused_at_a_learning_rate_of_1e_6(
+def test_good_reloads_are_accepted_and_stale_ones_refused_at_a_learning_rate_of_1e_6(
     engine: Engine,
     config: Config,
     policy: Policy,
@@ -89,12 +90,12 @@ def test_200_good_reloads_are_accepted_and_20_stale_ones_refused_at_a_learning_r
     figure: Callable[[str, str], None],
 ) -> None:
     """A stale engine loads the version before: what it then holds is whole, finite, and one step old."""
-    accepted, refused, largest_rms = 0, 0, 0.0
+    accepted, refused, largest_rms, reloads = 0, 0, 0.0, count(20, 200)
     rpc, before = engine._llm.collective_rpc, publish(0)
-    for number in range(1, 201):
+    for number in range(1, reloads + 1):
         policy.step()
         newest = publish(number)
-        if number % 10 == 0:
+        if number % 4 == 0:
             with monkeypatch.context() as patch:
                 patch.setattr(engine._llm, "collective_rpc", given(rpc, before.weights_dir))
                 with pytest.raises(Retryable, match="the engine does not hold version"):
@@ -102,12 +103,12 @@ def test_200_good_reloads_are_accepted_and_20_stale_ones_refused_at_a_learning_r
             refused += 1
             assert engine.version == number - 1
         found = reload(engine, newest, config)
-        assert engine.version == number and not found.unproven
+        assert engine.version == number
         largest_rms = max(largest_rms, found.canary_rms)
         accepted += 1
         shutil.rmtree(before.weights_dir)
         before = newest
-    assert (accepted, refused) == (200, 20)
+    assert (accepted, refused) == (reloads, reloads // 4)
     assert largest_rms < 0.05
     figure(
         "R4",
@@ -127,14 +128,22 @@ def swap(a: str, b: str) -> Callable[[dict[str, torch.Tensor]], None]:
 
 
 Q, UP = "model.layers.{}.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"
-SPOILED: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
-    "two layers swapped": swap(Q.format(0), Q.format(1)),
-    "gate and up swapped": swap("model.layers.0.mlp.gate_proj.weight", UP),
-    "two norms swapped": swap("model.layers.0.input_layernorm.weight", "model.norm.weight"),
-    "two rows swapped": lambda t: t.update({UP: t[UP][[1, 0, *range(2, len(t[UP]))]].clone()}),
-    "one bit of one bias": lambda t: t["model.layers.1.self_attn.v_proj.bias"].view(torch.int16)[3].bitwise_xor_(1),
-    "one bit of the embedding": lambda t: t["model.embed_tokens.weight"].view(torch.int16)[300, 63].bitwise_xor_(1),
-    "half of the layers": lambda t: [t.pop(name) for name in list(t) if "layers.1." in name],
+SPOILED: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
+    "two norms swapped": (
+        swap("model.layers.0.input_layernorm.weight", "model.norm.weight"),
+        "does not hold version 2",
+    ),
+    "one bit of one bias": (
+        lambda t: t["model.layers.1.self_attn.v_proj.bias"].view(torch.int16)[3].bitwise_xor_(1),
+        "does not hold version 2",
+    ),
+    "one bit of the embedding": (
+        lambda t: t["model.embed_tokens.weight"].view(torch.int16)[300, 63].bitwise_xor_(1),
+        "does not hold version 2",
+    ),
+    "half of the layers": (lambda t: [t.pop(name) for name in list(t) if "layers.1." in name], "version 2"),
+    "two layers swapped": (swap(Q.format(0), Q.format(1)), "canary"),  # of matrices that a CPU packs
+    "gate and up swapped": (swap("model.layers.0.mlp.gate_proj.weight", UP), "canary"),
 }
 
 
@@ -148,18 +157,23 @@ def test_an_engine_that_was_given_other_weights_than_the_published_ones_is_refus
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """As if the files had changed between the check and the load, or vLLM had put a tensor in another's place."""
+    """As if the files had changed between the check and the load, or vLLM had put a tensor in another's place.
+
+    The weights are large, so that the canary tells matrices apart.
+    """
+    spoil, said = SPOILED[kind]
+    policy.disturb(1)
     reload(engine, publish(1), config)
     policy.step()
     newest, rpc = publish(2), engine._llm.collective_rpc
     tensors = load_file(Path(newest.weights_dir) / weights.shard_name(0, 1))
-    SPOILED[kind](tensors)
+    spoil(tensors)
     other = tmp_path / "other"
     other.mkdir()
     save_file(tensors, other / weights.shard_name(0, 1), metadata={"format": "pt"})
     with monkeypatch.context() as patch:
         patch.setattr(engine._llm, "collective_rpc", given(rpc, str(other)))
-        with pytest.raises(Retryable, match="the engine does not hold version 2"):
+        with pytest.raises(Retryable, match=said):
             reload(engine, newest, config)
     assert engine.version == 1
     reload(engine, newest, config)
@@ -176,9 +190,10 @@ def test_a_reload_that_does_nothing_and_a_head_that_is_not_packed_again_are_refu
         with pytest.raises(Retryable, match="does not hold version 2"):
             reload(engine, publish(2), config)
     if policy.tied_embeddings:
+        policy.disturb(1)
         with monkeypatch.context() as patch:
-            patch.setattr("sampler.vllm_worker._tie_again", lambda _: None)
-            with pytest.raises(Retryable, match=r"lm_head.weight was not packed anew"):
+            patch.setattr("sampler.vllm_worker.tie_again", lambda _: None)
+            with pytest.raises(Retryable, match=r"lm_head|canary"):
                 reload(engine, publish(3), config)
     reload(engine, publish(4), config)
 
@@ -193,28 +208,5 @@ def test_an_engine_whose_workers_are_processes_of_their_own_reads_the_folder(
     monkeypatch.setattr(
         engine._llm, "collective_rpc", lambda name, args: (calls.append(args[2]), rpc(name, args=args))[1]
     )
-    assert not reload(engine, newest, config).unproven
+    reload(engine, newest, config)
     assert calls == [None]
-
-
-def test_what_is_summed_while_it_is_packed_is_what_the_engine_multiplies_by(
-    engine: Engine, config: Config, policy: Policy, publish: Callable[[int], Published]
-) -> None:
-    """Products with the rows of the identity give the matrix back, bit by bit."""
-    reload(engine, publish(1), config)
-    policy.step()
-    reload(engine, publish(2), config)
-    model = engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
-    published = dict(policy.model.named_parameters())
-    layer = model.model.layers[1]
-    attention, mlp = (f"model.layers.1.{part}" for part in ("self_attn", "mlp"))
-    for module, names in (
-        (layer.self_attn.qkv_proj, [f"{attention}.{name}_proj.weight" for name in "qkv"]),
-        (layer.self_attn.o_proj, [f"{attention}.o_proj.weight"]),
-        (layer.mlp.gate_up_proj, [f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"]),
-        (model.lm_head, ["model.embed_tokens.weight" if policy.tied_embeddings else "lm_head.weight"]),
-    ):
-        expected = torch.cat([published[name].detach() for name in names])
-        one = torch.eye(expected.shape[1], dtype=torch.bfloat16)
-        found = module.cpu_linear(one, module.weight, None).T[: len(expected)]
-        assert torch.equal(found, expected), names

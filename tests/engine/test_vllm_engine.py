@@ -13,6 +13,7 @@ from common import weights
 from common.config import Config
 from common.watchdog import progress_heard_by
 from common.weights import BadWeights, Published
+from model.checksum import describe
 from model.logprobs import load_causal_lm, score_row
 from model.packing import pack
 from model.reference import Reference
@@ -210,14 +211,16 @@ def edit(shard: Path, change) -> None:
     save_file(tensors, shard, metadata={"format": "pt"})
 
 
-def repoint(published: Published, shard: Path, tensors_too: bool = True) -> Published:
+def repoint(published: Published, shard: Path) -> Published:
     """What a trainer with a fault would announce: a manifest that agrees with the damaged file."""
     import hashlib
 
     folder = Path(published.weights_dir)
     manifest = json.loads((folder / weights.MANIFEST).read_text())
-    info = weights.file_info(shard)
-    manifest["files"][shard.name] = {"size": info.size, "blake3": info.blake3}
+    manifest["files"][shard.name] = shard.stat().st_size
+    if shard.suffix == ".safetensors":  # whose names and shapes stay as they were
+        found = {name: describe(t).checksum for name, t in load_file(shard).items()}
+        manifest["tensors"] = {n: t | {"checksum": found.get(n, "")} for n, t in manifest["tensors"].items()}
     data = json.dumps(manifest).encode()
     (folder / weights.MANIFEST).write_bytes(data)
     return Published(published.version, published.weights_dir, hashlib.sha256(data).hexdigest())

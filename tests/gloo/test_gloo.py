@@ -19,7 +19,8 @@ from torch import Tensor
 
 from common import exits, weights
 from common.types import Group
-from common.verified_copy import take_verified
+from sampler.verify import checked_tensors, take_files
+from tests.support.configs import config_of
 from tests.support.gloo_data import (
     GROUPS_PER_STEP,
     MICRO_BATCHES,
@@ -520,7 +521,8 @@ def test_a_published_version_verifies_and_holds_the_trained_weights(
 ) -> None:
     version = published(runs, ranks, stage)
     manifest = weights.read_manifest(version)
-    take_verified(version, manifest, tmp_path / "private")
+    take_files(version, manifest, tmp_path / "private")
+    checked_tensors(tmp_path / "private", manifest, config_of())
     assert len(manifest.files) == ranks
     found: dict[str, Tensor] = {}
     for name in manifest.files:

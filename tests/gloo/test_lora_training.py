@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common import run_folder, weights
-from common.verified_copy import take_verified
 from model import lora
+from sampler.verify import take_files
 from tests.support.gloo_data import NUM_STEPS, STAGES
 from tests.support.launch_worker import launch
 from tests.support.lora_worker import LORA, RESUMED_LIKE_ZERO_1, VARIANTS
@@ -165,7 +165,7 @@ def test_a_published_version_is_a_peft_folder_of_the_trained_adapters(
 ) -> None:
     version = runs.published(ranks, name)
     manifest = weights.read_manifest(version)
-    take_verified(version, manifest, tmp_path / "private")
+    take_files(version, manifest, tmp_path / "private")
     assert sorted(manifest.files) == [lora.SETTINGS, lora.WEIGHTS]
     found, expected = load_file(tmp_path / "private" / lora.WEIGHTS), runs.tensors(ranks, f"{name}/adapters")
     assert found.keys() == expected.keys() == manifest.tensors.keys()

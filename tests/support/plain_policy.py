@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from common.config import Config
-from common.weights import BaseTensor, Published
+from common.weights import Published, TensorInfo
 from model import lora
+from model.checksum import describe
 from model.logprobs import load_causal_lm, score_row
 from model.packing import pack
-from trainer.engine.exported import adapters, base, base_tensor
+from trainer.engine.exported import adapters, base
 from trainer.save.write_version import write_version
 
 
@@ -24,6 +25,12 @@ class OneRank:
     rank, world_size = 0, 1
 
     def barrier(self) -> None: ...
+
+    def gather(self, text: str) -> list[str]:
+        return [text]
+
+    def agree(self, value: bool) -> bool:
+        return value
 
 
 class Float32Weights:
@@ -93,8 +100,8 @@ class AdaptedPolicy(PlainPolicy):
     def full_parameters(self, wanted: Callable[[str], bool], to_host: Any = None) -> Any:
         return ((t.name, t.make()) for t in adapters(self.model) if wanted(t.name))
 
-    def base_tensors(self) -> dict[str, BaseTensor]:
-        return {t.name: base_tensor(t.make()) for t in base(self.model)}
+    def base_tensors(self) -> dict[str, TensorInfo]:
+        return {t.name: describe(t.make()) for t in base(self.model)}
 
     def disturb(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -38,11 +38,11 @@ from common.config import Config
 from common.failpoints import failpoint
 from common.group_limits import ImageLimits
 from common.types import EncodedImage, Group
-from common.verified_copy import take_verified
 from common.weights import Published
 from model.images import ImageFormat, encode_image
 from sampler import link as link_module
 from sampler.link import Link
+from sampler.verify import take_files
 from tests.support.lossy_proxy import LossyProxy
 from tests.support.protocol_helpers import HELLO, LIMITS, make_config, make_eval_result, make_rollout, of_two_turns
 from tests.support.protocol_weights import number, publish
@@ -175,7 +175,7 @@ def reload(published: Published) -> int:
     failpoint("sampler.reloading")
     with tempfile.TemporaryDirectory(dir=Path(published.weights_dir).parents[1]) as scratch:
         manifest = weights.read_manifest(published)
-        take_verified(published, manifest, Path(scratch) / "version")
+        take_files(published, manifest, Path(scratch) / "version")
         loaded = load_file(Path(scratch) / "version" / weights.shard_name(0, 1))
     failpoint("sampler.reloaded")
     return int(loaded["number"][0])

@@ -32,23 +32,17 @@ class FakeLLM:
     def __init__(self, leftover: int = 0, problem: Exception | None = None, wakes: bool = True):
         self.asked: list[Any] = []
         self._leftover, self._problem, self._wakes = leftover, problem, wakes
-        scheduler = SimpleNamespace(has_requests=lambda: self._leftover > 1)
-        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=self), step=self._step)
-        self.scheduler = scheduler
-
-    @property
-    def batch_queue(self) -> list[int]:
-        return [0] * (self._leftover > 0)
+        self.llm_engine = SimpleNamespace(step=self._step)
 
     def _step(self) -> list[Any]:
         self._leftover -= 1
-        self.asked.append("step")
         return []
 
     def sleep(self, level: int, mode: str) -> None:
         self.asked.append(("pause", level, mode))
 
     def release_kv_cache_memory(self) -> None:
+        assert self._leftover <= 0, "requires a completed pause first"
         self.asked.append("release")
 
     def wake_up(self, tags: list[str]) -> bool:
@@ -59,16 +53,16 @@ class FakeLLM:
 
 
 def test_what_is_left_of_finished_requests_is_stepped_away_before_the_cache_sleeps_once() -> None:
-    llm = FakeLLM(leftover=2)
+    llm = FakeLLM(leftover=3)
     cache = CacheSleep(llm)
     cache.wake()
     assert llm.asked == [], "it is awake"
     cache.rest()
     cache.rest()
-    assert llm.asked == ["step", "step", ("pause", 0, "keep"), "release"]
+    assert llm.asked == [("pause", 0, "keep"), "release"]
     cache.wake()
     cache.wake()
-    assert llm.asked[4:] == [("wake", "kv_cache")]
+    assert llm.asked[2:] == [("wake", "kv_cache")]
 
 
 @pytest.mark.parametrize(
@@ -131,10 +125,10 @@ def test_new_weights_are_loaded_and_proven_while_the_cache_sleeps_and_it_wakes_f
     policy = PlainPolicy(Path(config.model.path))
     policy.disturb(1)
     engine.rest()
-    load = engine.load
-    monkeypatch.setattr(engine, "load", lambda *given: [load(*given), asked.append("loaded")][0])
+    load = engine.weights.load
+    monkeypatch.setattr(engine.weights, "load", lambda *given: [load(*given), asked.append("loaded")][0])
     found = reload(engine, policy.publish(tmp_path / "weights", 3), config)
-    assert found.unproven == {} and found.canary_max_diff < 1e-3
+    assert found.canary_max_diff < 1e-3
     assert asked == ["discard kv_cache", "loaded", "wake kv_cache"]
     [(ids, logprobs), *_] = sampled(engine)
     assert np.abs(policy.logprobs(PROMPT, ids, 1.0) - np.array(logprobs)).max() < 1e-4

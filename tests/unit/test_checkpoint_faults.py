@@ -31,7 +31,7 @@ from trainer.save.checkpoint import Progress
 from trainer.save.disk import Disk
 
 KEEP = 2
-ONE_RANK: Any = SimpleNamespace(rank=0, world_size=1)
+ONE_RANK: Any = SimpleNamespace(rank=0, world_size=1, agree=lambda value: value)
 CLEAN, SURVIVED = 0, 3  # what a save met: no fault; one, and it went on
 
 
@@ -330,14 +330,14 @@ def test_a_file_that_cannot_be_read_is_a_reason_to_skip_not_to_crash(
     for step in (1, 2):
         save(tmp_path, step)
     broken = tmp_path / "step_000002" / "model.safetensors"
-    file_info = resume.weights.file_info
+    file_record = resume.file_record
 
     def failing(path: Path) -> Any:
         if path == broken:
             raise OSError(5, "Input/output error", str(path))
-        return file_info(path)
+        return file_record(path)
 
-    monkeypatch.setattr(resume.weights, "file_info", failing)
+    monkeypatch.setattr(resume, "file_record", failing)
     said: list[str] = []
     assert resume.newest_valid(tmp_path, said.append) == tmp_path / "step_000001"
     assert "model.safetensors cannot be read" in said[0]

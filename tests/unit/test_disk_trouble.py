@@ -230,7 +230,10 @@ class ThreadRanks:
             self.barrier.wait()
             return total
 
-        return SimpleNamespace(rank=rank, world_size=len(self.parts), add=add)
+        def agree(value: bool) -> bool:
+            return bool(add([float(value and rank == 0)])[0])
+
+        return SimpleNamespace(rank=rank, world_size=len(self.parts), add=add, agree=agree)
 
 
 def test_when_one_rank_meets_a_full_disk_all_of_them_retry_together_and_rank_0_says_whose_it_is(

@@ -23,8 +23,8 @@ from sampler.loop import Sampler
 from sampler.proof import Proof
 from tests.support.protocol_helpers import HELLO, hurry, make_config, make_inbox
 from tests.support.speed import limit
+from tests.support.versions import SHARDS, publish
 from tests.unit.test_reload import Engine
-from tests.unit.test_weights import SHARDS, publish
 
 VERSION = 8
 

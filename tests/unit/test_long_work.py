@@ -24,8 +24,8 @@ from sampler.proof import Proof
 from tests.support.memory_transport import TRAINER, MemoryNetwork
 from tests.support.protocol_helpers import HELLO, make_config, make_inbox, short_folder
 from tests.support.speed import until
+from tests.support.versions import publish
 from tests.unit.test_late_visibility import IdleEngine
-from tests.unit.test_weights import publish
 from trainer.link import socket_thread
 
 LOST_AFTER_S, WORK_S, PIECE_S = 10.0, 30.0, 0.5

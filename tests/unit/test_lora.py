@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from safetensors.torch import load_file
 from common import weights
 from common.config import Config, load
 from common.errors import UserError
-from common.verified_copy import take_verified
 from common.weights import BadWeights, Published
 from model import lora
 from model.folder import require_model
@@ -21,6 +21,7 @@ from model.logprobs import load_causal_lm, score_row
 from model.packing import pack
 from model.reference import Reference
 from sampler.reload import reload
+from sampler.verify import checked_tensors, take_files
 from tests.support.plain_policy import AdaptedPolicy, OneRank
 from tests.support.tiny import tiny_model
 from tests.support.tiny_vision import tiny_vision_model
@@ -122,7 +123,7 @@ def test_names_shapes_and_settings_are_pefts_own(model: Path, tmp_path: Path, mo
     peft = get_peft_model(base, LoraConfig(r=4, lora_alpha=12, target_modules=modules, task_type="CAUSAL_LM"))
     state = get_peft_model_state_dict(peft, save_embedding_layers=False)
     tensors, settings = lora.expected(config)
-    assert {name: info.shape for name, info in tensors.items()} == {name: list(t.shape) for name, t in state.items()}
+    assert tensors == {name: list(t.shape) for name, t in state.items()}
     assert {t.name for t in adapters(base)} == state.keys()
     peft.peft_config["default"].save_pretrained(tmp_path)
     saved = json.loads((tmp_path / lora.SETTINGS).read_text())
@@ -183,15 +184,19 @@ def test_a_version_lists_both_files_and_every_adapter(model: Path, tmp_path: Pat
     published = version(policy, tmp_path / "weights", 3)
     manifest = weights.read_manifest(published)
     assert manifest.files.keys() == {lora.WEIGHTS, lora.SETTINGS}
-    assert manifest.tensors == lora.expected(config)[0]
-    take_verified(published, manifest, tmp_path / "private")
-    found = load_file(tmp_path / "private" / lora.WEIGHTS)
+    assert {name: info.shape for name, info in manifest.tensors.items()} == lora.expected(config)[0]
+    assert manifest.base.keys() == load_file(model / "model.safetensors").keys()
+    take_files(published, manifest, tmp_path / "private")
+    found = checked_tensors(tmp_path / "private", manifest, config)
     expected = dict(policy.full_parameters(lambda _: True))
     assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
-    settings = Path(published.weights_dir) / lora.SETTINGS
+    settings = tmp_path / "private" / lora.SETTINGS
     settings.write_text(settings.read_text().replace('"r": 4', '"r": 8'))
-    with pytest.raises(BadWeights, match=f"{lora.SETTINGS} has BLAKE3"):
-        take_verified(published, manifest, tmp_path / "again")
+    with pytest.raises(BadWeights, match="has r 8, this run's settings make 4"):
+        checked_tensors(tmp_path / "private", manifest, config)
+    with pytest.raises(BadWeights, match="no checksums of what they stand on"):
+        settings.write_bytes(Path(published.weights_dir, lora.SETTINGS).read_bytes())
+        checked_tensors(tmp_path / "private", replace(manifest, base={}), config)
 
 
 class Untouchable:
@@ -204,7 +209,7 @@ class Untouchable:
     ("here", "words"),
     [
         ({}, "has adapters, and lora.r is 0 here"),
-        ({"r": 8, "alpha": 12}, "this run's settings make TensorInfo"),
+        ({"r": 8, "alpha": 12}, "this run's settings make float32"),
         ({"r": 4, "alpha": 4}, "lora_alpha 12, this run's settings make 4"),
         ({"r": 4, "alpha": 12, "target_modules": ["q_proj"]}, "adapters missing .* or not expected"),
     ],

@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common import weights
 from common.config import Config
 from common.errors import Retryable
-from common.weights import BadWeights, Published
+from common.weights import BadWeights, Canary, Published
 from sampler.fetch import Fetcher, scratch_dir
 from sampler.proof import Proof
 from sampler.reload import CanaryBounds, _require_canary, reload
 from tests.support.protocol_helpers import make_config
-from tests.support.protocol_weights import publish
 from tests.support.speed import limit
+from tests.support.versions import SHARDS, publish
+
+CANARY = Canary(1, [[1, 2, 3]], [[-1.0, -1.0]])
 
 
 class Engine:
@@ -28,6 +29,7 @@ class Engine:
     def __init__(self, error: Exception | None = None, score: float = -1.0):
         self.error, self.canary_score, self.wrong = error, score, list[str]()
         self.version: int | None = 7
+        self.weights = self  # its own loader
         self.num_loads = 0
 
     def load(self, folder: Path, expected: Any, tensors: Any, version: int) -> Proof:
@@ -46,12 +48,9 @@ def config(folder: Path) -> Config:
 
 
 @pytest.fixture
-def version(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Published:
+def version(folder: Path) -> Published:
     """Version 8, whose trainer gave a log-prob of -1 to every token of its canary."""
-    canary = weights.Canary(1, [[1, 2, 3]], [[-1.0, -1.0]])
-    monkeypatch.setattr("tests.support.protocol_weights.Canary", lambda *_: canary)
-    (folder / "weights").mkdir()
-    return publish(folder / "weights", 8, "life")
+    return publish(folder / "weights", 8, canary=CANARY)
 
 
 def test_a_good_version_is_used(config: Config, version: Published) -> None:
@@ -174,7 +173,7 @@ def test_a_version_is_here_once_its_fetch_has_ended_well_or_not_and_until_it_is_
 def test_a_version_that_was_overtaken_leaves_nothing_and_the_newer_one_is_used(
     config: Config, version: Published, folder: Path
 ) -> None:
-    newer = publish(folder / "weights", 9, "life")
+    newer = publish(folder / "weights", 9, canary=CANARY)
     fetcher = Fetcher(config)
     fetcher.start(version)
     fetcher.start(newer)
@@ -188,7 +187,7 @@ def test_a_version_that_was_overtaken_leaves_nothing_and_the_newer_one_is_used(
 def test_a_bad_version_fetched_ahead_is_refused_when_it_is_wanted_and_tried_anew_then(
     config: Config, version: Published
 ) -> None:
-    shard = Path(version.weights_dir) / weights.shard_name(0, 1)
+    shard = Path(version.weights_dir) / SHARDS[0]
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1])
     engine, fetcher = Engine(), Fetcher(config)
@@ -201,7 +200,7 @@ def test_a_bad_version_fetched_ahead_is_refused_when_it_is_wanted_and_tried_anew
 
 
 def test_bad_files_are_found_before_the_engine_is_touched(config: Config, version: Published) -> None:
-    shard = Path(version.weights_dir) / weights.shard_name(0, 1)
+    shard = Path(version.weights_dir) / SHARDS[0]
     shard.write_bytes(shard.read_bytes()[:-1])
     engine = Engine()
     with pytest.raises(BadWeights, match="bytes, the manifest says"):

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import json
 import math
-import multiprocessing
 import os
-import signal
-import time
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,36 +13,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+import torch
+from safetensors.torch import load_file, save_file
 
-from common import durable, weights
-from common.verified_copy import take_verified
+from common import weights
 from common.weights import BadWeights, Canary, Manifest, NotVisible, Published
+from model import lora
+from model.checksum import describe
+from sampler.verify import checked_tensors, take_files
+from tests.support.configs import config_of
+from tests.support.versions import SHARDS, Change, publish
 
-ROOT = Path(__file__).resolve().parents[2]
-SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-
-Change = Callable[[Path, Manifest], Manifest | None]  # spoils a version before it is committed
-
-
-def publish(folder: Path, version: int = 3, change: Change | None = None, incarnation: str = "ab12") -> Published:
-    """Two shards whose every number is the version."""
-    temporary = weights.temporary_dir(folder, version, incarnation)
-    temporary.mkdir(parents=True)
-    for shard, name in zip(SHARDS, ("embed", "head"), strict=True):
-        save_file({name: np.full((4, 8), version, np.float32)}, temporary / shard)
-    files = {shard: weights.file_info(temporary / shard) for shard in SHARDS}
-    tensors = {k: v for shard in SHARDS for k, v in weights.tensor_infos(temporary / shard).items()}
-    checksums = dict.fromkeys(tensors, "of the trainer's memory")
-    canary = Canary(1, [[1, 2]], [[-0.5]])
-    manifest = Manifest("run", incarnation, version, True, files, tensors, canary, checksums)
-    manifest = (change(temporary, manifest) if change else None) or manifest
-    return weights.commit(temporary, weights.version_dir(folder, version, incarnation), manifest)
+CONFIG = config_of()
 
 
 def receive(published: Published, private: Path) -> Manifest:
     manifest = weights.read_manifest(published)
-    take_verified(published, manifest, private)
+    take_files(published, manifest, private)
+    checked_tensors(private, manifest, CONFIG)
     return manifest
 
 
@@ -84,7 +68,12 @@ def swap_for_pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-TENSOR = weights.TensorInfo("F32", [4, 8])
+def save(path: Path, tensor: torch.Tensor) -> None:
+    save_file({"embed": tensor}, path)
+
+
+def of_head(**fields: Any) -> Change:
+    return in_manifest(tensors=lambda t: t | {"head": dataclasses.replace(t["head"], **fields)})
 
 
 @pytest.mark.parametrize(
@@ -92,12 +81,13 @@ TENSOR = weights.TensorInfo("F32", [4, 8])
     [
         (first_shard(Path.unlink), rf"{SHARDS[0]}.*No such file"),
         (first_shard(lambda p: os.truncate(p, 100)), rf"{SHARDS[0]} has 100 bytes, the manifest says \d+"),
-        (first_shard(flip_last_byte), rf"{SHARDS[0]} has BLAKE3 \w+, the manifest says \w+"),
-        (first_shard(swap_for_link), rf"{SHARDS[0]}.*symbolic links"),
-        (in_manifest(tensors=lambda t: t | {"extra": TENSOR}), r"tensors missing \['extra'\]"),
+        (first_shard(flip_last_byte), r"tensor embed is .*float32.*expected"),
+        (first_shard(swap_for_link), rf"{SHARDS[0]} is not a plain file"),
+        (in_manifest(tensors=lambda t: t | {"extra": t["head"]}), r"tensors missing \['extra'\]"),
         (in_manifest(tensors=lambda t: {"embed": t["embed"]}), r"not expected \['head'\]"),
-        (in_manifest(tensors=lambda t: t | {"head": weights.TensorInfo("F32", [8, 4])}), r"tensor head is .*\[4, 8\]"),
-        (in_manifest(tensors=lambda t: t | {"head": weights.TensorInfo("BF16", [4, 8])}), r"tensor head is .*F32"),
+        (of_head(shape=[8, 4]), r"tensor head is .*\[4, 8\]"),
+        (of_head(dtype="bfloat16"), r"tensor head is .*float32"),
+        (of_head(checksum="0" * 32), r"tensor head is .*expected"),
         (in_manifest(files=lambda f: {"../evil": f[SHARDS[0]]}), r"'\.\./evil' in the manifest is not allowed"),
         (in_manifest(files=lambda f: {"/etc/passwd": f[SHARDS[0]]}), "'/etc/passwd' in the manifest is not allowed"),
         (in_manifest(files=lambda f: {".hidden": f[SHARDS[0]]}), r"'\.hidden' in the manifest is not allowed"),
@@ -114,7 +104,7 @@ def test_bad_weights_are_refused_with_what_is_wrong(tmp_path: Path, change: Chan
 def test_a_pipe_in_place_of_a_shard_cannot_stop_the_sampler(tmp_path: Path) -> None:
     published = publish(tmp_path)
     swap_for_pipe(Path(published.weights_dir) / SHARDS[0])
-    with pytest.raises(BadWeights, match="has 0 bytes"):
+    with pytest.raises(BadWeights, match="is not a plain file"):
         receive(published, tmp_path / "private")
 
 
@@ -170,8 +160,46 @@ def test_a_whole_manifest_of_another_digest_will_not_become_right(tmp_path: Path
 )
 def test_a_file_that_is_not_safetensors_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "x.safetensors").write_bytes(data)
+    manifest = Manifest("run", "ab", 1, True, {"x.safetensors": len(data)}, {}, Canary(1, [], []))
     with pytest.raises(BadWeights, match=r"x\.safetensors is not a whole safetensors file"):
-        weights.tensor_infos(tmp_path / "x.safetensors")
+        checked_tensors(tmp_path, manifest, CONFIG)
+
+
+def test_adapters_and_whole_weights_are_refused_in_each_others_place(tmp_path: Path) -> None:
+    published = publish(tmp_path / "weights", change=in_manifest(files=lambda f: f | {lora.SETTINGS: 0}))
+    (Path(published.weights_dir) / lora.SETTINGS).touch()
+    with pytest.raises(BadWeights, match=r"has adapters, and lora\.r is 0 here"):
+        receive(published, tmp_path / "private")
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_numbers_that_are_not_finite_are_refused_though_the_manifest_names_them(tmp_path: Path, number: float) -> None:
+    spoiled = torch.ones(4, 8)
+    spoiled[3, 7] = number
+    change = in_manifest(tensors=lambda t: t | {"embed": describe(spoiled)})
+
+    def both(folder: Path, manifest: Manifest) -> Manifest | None:
+        save(folder / SHARDS[0], spoiled)
+        return change(folder, manifest)
+
+    with pytest.raises(BadWeights, match="tensor embed of version 3 is not finite"):
+        receive(publish(tmp_path / "weights", change=both), tmp_path / "private")
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_what_is_loaded_is_linked_or_copied_and_outlives_the_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    if not links:
+        monkeypatch.setattr("sampler.verify.os.link", lambda *_, **__: (_ for _ in ()).throw(OSError))
+    published = publish(tmp_path / "weights")
+    manifest = weights.read_manifest(published)
+    take_files(published, manifest, tmp_path / "private")
+    tensors = checked_tensors(tmp_path / "private", manifest, CONFIG)
+    assert ((tmp_path / "private" / SHARDS[0]).stat().st_nlink == 2) == links
+    shutil.rmtree(published.weights_dir)
+    shutil.rmtree(tmp_path / "private")
+    assert (tensors["embed"] == 3).all() and tensors["head"].shape == (4, 8)
 
 
 def test_a_version_is_never_overwritten(tmp_path: Path) -> None:
@@ -213,66 +241,6 @@ def test_at_the_end_the_folder_is_gone(tmp_path: Path) -> None:
     weights.remove_versions(tmp_path / "weights")
     assert versions(tmp_path) == []
     weights.remove_versions(tmp_path / "weights")
-
-
-def write_until_killed(folder: Path, first: int, armed: str) -> None:
-    """In a process of its own, which the failpoint ends."""
-    os.environ["TANDEM_FAILPOINT"] = armed
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    durable.remove_leftovers(folder / "weights")
-    for version in itertools.count(first):
-        published = publish(folder / "weights", version)
-        durable.write_file(folder / "announced", json.dumps(dataclasses.asdict(published)).encode())
-        weights.prune(folder / "weights", [], keep=2)
-
-
-POINTS = ("weights.manifest", "file.written", "file.synced", "file.renamed", "dir.synced", "dir.renamed", "dir.trashed")
-
-
-@pytest.mark.processes
-def test_a_reader_never_sees_a_part_while_the_writer_is_killed_60_times(
-    tmp_path: Path, figure: Callable[[str, str], None]
-) -> None:
-    (tmp_path / "weights").mkdir()
-    forks = multiprocessing.get_context("forkserver")  # a writer's life costs no imports
-    forks.set_forkserver_preload(["tests.unit.test_weights"])
-    reads, kills, seen = 0, 0, set()
-    first = 1
-    for round_number in range(60):
-        armed = f"{POINTS[round_number % len(POINTS)]}:{7 + round_number % 20}:kill"
-        writer = forks.Process(target=write_until_killed, args=(tmp_path, first, armed))
-        writer.start()
-        while writer.is_alive() or reads < 20 * round_number:  # what a killed writer left is read, too
-            number = read_newest(tmp_path, reads)
-            if number is not None:
-                reads += 1
-                seen.add(number)
-        assert writer.exitcode == -signal.SIGKILL
-        kills += 1
-        first = max(int(p.name[:8]) for p in (tmp_path / "weights").glob("0*-*")) + 1
-    assert kills == 60
-    assert reads >= 1000
-    figure("R4", f"{kills} kills of the writer, {reads:,} reads of {len(seen)} versions, 0 in part")
-    assert len(seen) > 5, "the reader must have met many versions"
-
-
-def read_newest(folder: Path, count: int) -> int | None:
-    """The version that all numbers of the announced version agree on; None if it was pruned meanwhile."""
-    try:
-        announced = Published(**json.loads((folder / "announced").read_bytes()))
-        private = folder / f"private-{count}-{time.monotonic_ns()}"
-        manifest = weights.read_manifest(announced)
-        take_verified(announced, manifest, private)
-    except FileNotFoundError:
-        return None
-    except BadWeights as error:
-        assert "No such file" in str(error), error
-        return None
-    numbers = np.concatenate(
-        [load_file(private / shard)[name] for shard, name in zip(SHARDS, ("embed", "head"), strict=True)]
-    )
-    assert (numbers == announced.version).all()
-    return announced.version
 
 
 @pytest.mark.parametrize("scores", [[-0.5, math.nan], [math.nan, -0.5]])

@@ -37,6 +37,9 @@ class OneRank:
 
     rank, world_size = 0, 1
 
+    def gather(self, text: str) -> list[str]:
+        return [text]
+
 
 class UntrainedPolicy:
     """What trainer.publish needs of a PolicyEngine, around a transformers model without an optimizer."""
@@ -70,9 +73,10 @@ class UntrainedPolicy:
         return ((t.name, to_host(t.name, t.make())) for t in self._tensors() if wanted(t.name))
 
     def base_tensors(self) -> Any:
-        from trainer.engine.exported import base, base_tensor
+        from model.checksum import describe
+        from trainer.engine.exported import base
 
-        return {tensor.name: base_tensor(tensor.make()) for tensor in base(self.model)}
+        return {tensor.name: describe(tensor.make()) for tensor in base(self.model)}
 
     def _tensors(self) -> Any:
         from trainer.engine.exported import exported
@@ -111,7 +115,7 @@ def measure(config: Any, repeats: int) -> list[dict[str, float]]:
     from common import weights
     from sampler.engine import Engine
     from sampler.reload import reload
-    from trainer.save.shard_file import HostCopies
+    from trainer.save.host_copies import HostCopies
     from trainer.save.write_version import VersionName, snapshot
 
     engine, policy, ranks = Engine(config, num_gpus=0), UntrainedPolicy(config), OneRank()

@@ -64,7 +64,7 @@ class Loop:
 
     def load_weights(self, folder: Path) -> None:
         self.policy.save_pretrained(folder)
-        self.engine.load(folder)
+        self.engine.weights.load(folder)
 
     def generate(self, prompts: list[list[int]], seed: int) -> list[list[Any]]:
         """The completions of every prompt, in order."""

@@ -15,11 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from common.config import Lora
-from common.weights import BaseTensor
-from model.checksum import checksum
 from model.lora import published_name
-
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 @dataclass(frozen=True)
@@ -59,10 +55,6 @@ def base(model: Any) -> list[Exported]:
     """The frozen parameters under adapters, under the names of the base model."""
     named = [(name.replace(".base_layer.", "."), p) for name, p in model.named_parameters() if not published_name(name)]
     return [_as_it_is(name, p) for name, p in named]
-
-
-def base_tensor(tensor: Tensor) -> BaseTensor:
-    return BaseTensor(_DTYPES[tensor.dtype], list(tensor.shape), checksum(tensor.detach() + 0))
 
 
 def merged(model: Any) -> list[Exported]:

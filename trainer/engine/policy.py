@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.config import Config
-from common.weights import BaseTensor
+from common.weights import TensorInfo
 from model import lora
+from model.checksum import describe
 from model.dims import ModelDims, model_dims
 from model.logprobs import load_causal_lm, score_logprobs, score_norms_of_row, score_terms
 from model.packing import PackedRow, SequenceGroup
@@ -23,7 +24,7 @@ from trainer.algorithm.sums import TOKEN_SUMS, Sums
 from trainer.data.tensors import MicroBatch, filler_row
 from trainer.engine.deepspeed_config import policy_of
 from trainer.engine.deepspeed_model import DeepSpeedModel
-from trainer.engine.exported import Exported, adapters, base, base_tensor, exported
+from trainer.engine.exported import Exported, adapters, base, exported
 
 
 class Policy(torch.nn.Module):
@@ -65,7 +66,7 @@ class PolicyEngine(DeepSpeedModel):
         self.layout = layout_of(model.config, config.model.path, config.model.revision)
         self.sums = Sums(TOKEN_SUMS, self.device)
         self.head_time = Stopwatch(self.device)
-        self._base: dict[str, BaseTensor] | None = None
+        self._base: dict[str, TensorInfo] | None = None
 
     @property
     def published_settings(self) -> bytes | None:
@@ -78,7 +79,7 @@ class PolicyEngine(DeepSpeedModel):
     def adapters(self) -> list[Exported]:
         return adapters(self.model)
 
-    def base_tensors(self) -> dict[str, BaseTensor]:
+    def base_tensors(self) -> dict[str, TensorInfo]:
         """Of the frozen weights, summed once, where they are. Every rank calls it; the result is rank 0's."""
         if self._base is None:
             self._base = {}
@@ -89,7 +90,7 @@ class PolicyEngine(DeepSpeedModel):
 
     def _sum_up(self, name: str, tensor: Tensor) -> Tensor:
         assert self._base is not None, "base_tensors made it"
-        self._base[name] = base_tensor(tensor)
+        self._base[name] = describe(tensor.detach())
         return tensor.new_empty(0, device="cpu")
 
     @property

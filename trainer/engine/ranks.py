@@ -82,6 +82,17 @@ class Exchange:
         data = torch.frombuffer(bytearray((value or "").encode() + b"\0"), dtype=torch.uint8)
         return self._broadcast(data).numpy().tobytes()[:-1].decode()
 
+    def gather(self, text: str) -> list[str]:
+        """The texts of all ranks, in their order, on rank 0; on others nothing."""
+        if self.world_size == 1:
+            return [text]
+        data = text.encode()
+        lengths = [int(length) for length in self.add([len(data) * (r == self.rank) for r in range(self.world_size)])]
+        own = torch.frombuffer(bytearray(data.ljust(max(lengths) + 1, b"\0")), dtype=torch.uint8)
+        parts = [torch.empty_like(own) for _ in lengths] if self.rank == 0 else None
+        dist.gather(own, parts, group=self._group, group_dst=0)
+        return [p[:n].numpy().tobytes().decode() for p, n in zip(parts or [], lengths, strict=False)]
+
     def add(self, values: Sequence[float]) -> list[float]:
         """Elementwise sums over ranks, in float64."""
         tensor = torch.tensor(values, dtype=torch.float64)

@@ -16,17 +16,17 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import durable, weights
+from common import durable
 from common.config import Config, Eval
 from common.run_folder import BEST, COMMIT, FINAL
 from common.weights import Published
 from model import lora
 from model.tokenizer import save_tokenizer
-from trainer.save.disk import Disk, on_rank_0, require_room
+from trainer.save.disk import Disk
 
 Record = dict[str, Any]  # a line of eval.jsonl
 
@@ -106,10 +106,12 @@ class Best:
         self.records += [record] if record else []
         now = best_so_far(self.records, self.config.eval)
         if self.exchange.agree(record is not None and now.version == record["step"]):
-            self.disk.persist(
+            shards = weights_of(Path(published.weights_dir))
+            self.disk.write_folder(
                 "the best model",
-                lambda: on_rank_0(self.exchange, lambda: self._keep(published, engine, tokenizer, now)),
-                self._temporary(BEST),
+                self.folder,
+                lambda folder: self._keep(folder, shards, published, engine, tokenizer, now),
+                size=lambda: size_of(shards),
             )
         self._look_at_patience()
 
@@ -118,17 +120,15 @@ class Best:
 
         describe: adds a model card of this version to the folder.
         """
-        final = self.config.run.output_dir / FINAL
 
-        def copy() -> None:
-            self._start(self._temporary(FINAL), weights_of(self.folder))
-            shutil.copytree(self.folder, self._temporary(FINAL), dirs_exist_ok=True)
-            describe(self._temporary(FINAL), self._kept()["policy_version"])
-            durable.replace_dir(self._temporary(FINAL), final)
+        def copy(folder: Path) -> None:
+            shutil.copytree(self.folder, folder, dirs_exist_ok=True)
+            describe(folder, self._kept()["policy_version"])
 
         if not self.exchange.agree(self.config.eval.load_best_model_at_end and self.folder.is_dir()):
             return False
-        self.disk.persist("the final model", lambda: on_rank_0(self.exchange, copy), self._temporary(FINAL))
+        final = self.config.run.output_dir / FINAL
+        self.disk.write_folder("the final model", final, copy, size=lambda: size_of(weights_of(self.folder)))
         return True
 
     def _look_at_patience(self) -> None:
@@ -143,42 +143,43 @@ class Best:
                 f"version {now.version} in {now.without_improvement} evaluations (eval.early_stopping_patience)"
             )
 
-    def _keep(self, published: Published, engine: Any, tokenizer: Any, now: BestSoFar) -> None:
-        source, temporary = Path(published.weights_dir), self._temporary(BEST)
-        shards = weights_of(source)
-        self._start(temporary, shards)
+    def _keep(
+        self,
+        folder: Path,
+        shards: Sequence[Path],
+        published: Published,
+        engine: Any,
+        tokenizer: Any,
+        now: BestSoFar,
+    ) -> None:
         for shard in shards:
-            shutil.copyfile(shard, temporary / shard.name)
+            shutil.copyfile(shard, folder / shard.name)
         if engine.published_settings is not None:
-            shutil.copyfile(source / lora.SETTINGS, temporary / lora.SETTINGS)
+            shutil.copyfile(Path(published.weights_dir) / lora.SETTINGS, folder / lora.SETTINGS)
         else:
-            (temporary / "model.safetensors.index.json").write_text(json.dumps(index(shards), indent=1))
-            engine.model.config.save_pretrained(temporary)
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index(shards), indent=1))
+            engine.model.config.save_pretrained(folder)
             if getattr(engine.model, "generation_config", None) is not None:
-                engine.model.generation_config.save_pretrained(temporary)
-        save_tokenizer(tokenizer, engine.layout, temporary)
-        durable.write_file(temporary / COMMIT, self._commit_record(temporary, published, now))
-        durable.replace_dir(temporary, self.folder)
-
-    def _commit_record(self, folder: Path, published: Published, now: BestSoFar) -> bytes:
-        files = {p.name: asdict(weights.file_info(p)) for p in sorted(folder.iterdir()) if p.name != COMMIT}
+                engine.model.generation_config.save_pretrained(folder)
+        save_tokenizer(tokenizer, engine.layout, folder)
         scored = {"policy_version": published.version, "metric": self._metric, "value": now.value}
-        return json.dumps(scored | {"files": files}, indent=1).encode()
-
-    def _temporary(self, name: str) -> Path:
-        return self.config.run.output_dir / f"{durable.TEMPORARY}{name}"
-
-    def _start(self, temporary: Path, files: Sequence[Path]) -> None:
-        durable.remove_dir(temporary)
-        require_room(temporary.parent, sum(file.stat().st_size for file in files))
-        durable.make_dir(temporary)
+        durable.write_file(folder / COMMIT, json.dumps(scored, indent=1).encode())
 
 
 def weights_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
+def size_of(files: Sequence[Path]) -> int:
+    return sum(file.stat().st_size for file in files)
+
+
 def index(shards: Sequence[Path]) -> dict[str, Any]:
     """Which shard holds which tensor, as transformers and vLLM read it."""
-    names = {name: shard.name for shard in shards for name in weights.tensor_infos(shard)}
-    return {"metadata": {"total_size": sum(s.stat().st_size for s in shards)}, "weight_map": names}
+    from safetensors import safe_open
+
+    names: dict[str, str] = {}
+    for shard in shards:
+        with safe_open(shard, framework="pt") as file:
+            names |= dict.fromkeys(file.keys(), shard.name)
+    return {"metadata": {"total_size": size_of(shards)}, "weight_map": names}

@@ -22,7 +22,7 @@ import blake3
 import torch
 from torch import Tensor
 
-from common import durable, weights
+from common import durable
 from common.errors import UserError
 from common.failpoints import failpoint
 from common.run_folder import COMMIT, FINAL, step_dir, step_dirs
@@ -33,7 +33,7 @@ from trainer.engine.deepspeed_model import DeepSpeedModel
 from trainer.engine.optimizer import keeping_settings
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
-from trainer.save.disk import Disk, on_rank_0, require_room, together
+from trainer.save.disk import Disk, on_rank_0, together
 
 CRITIC = "critic"
 _STATE_TAG = "state"
@@ -71,31 +71,26 @@ def save(  # noqa: PLR0913 two models, and all that a checkpoint is made of
 ) -> None:
     """Every rank calls it. When it returns, the checkpoint survives a crash. A disk in trouble is waited for."""
     final = step_dir(checkpoints, progress.step)
-    temporary = checkpoints / f"{durable.TEMPORARY}{final.name}"
 
-    def prepare() -> None:
-        durable.make_dir(checkpoints)
-        durable.remove_leftovers(checkpoints)
-        require_room(checkpoints, _size(engine) + (_size(critic) if critic else 0))
-        durable.make_dir(temporary)
-        failpoint("checkpoint.started")
-
-    def commit() -> None:
-        durable.write_file(temporary / COMMIT, _commit_record(engine, exchange, temporary, progress))
-        durable.replace_dir(temporary, final)  # one may be there: damaged, or its name alone did not reach the disk
-        failpoint("checkpoint.committed")
-
-    def attempt() -> None:
-        on_rank_0(exchange, prepare)
-        _save_state(engine, exchange, temporary / "trainer")
+    def fill(folder: Path) -> None:
+        if exchange.rank == 0:
+            failpoint("checkpoint.started")
+        _save_state(engine, exchange, folder / "trainer")
         if critic:
-            _save_state(critic, exchange, temporary / CRITIC / "trainer")
+            _save_state(critic, exchange, folder / CRITIC / "trainer")
         failpoint("checkpoint.engine")
-        save_models(engine, critic, exchange, tokenizer, temporary)
-        on_rank_0(exchange, commit)
+        save_models(engine, critic, exchange, tokenizer, folder)
 
-    disk.persist(f"checkpoint {final.name}", attempt, temporary)
+    disk.write_folder(  # where one is, it is damaged, or its name alone did not reach the disk
+        f"checkpoint {final.name}",
+        final,
+        lambda folder: durable.write_file(folder / COMMIT, _commit_record(engine, exchange, folder, progress)),
+        fill,
+        lambda: _size(engine) + (_size(critic) if critic else 0),
+        is_ours_alone=True,
+    )
     if exchange.rank == 0:
+        failpoint("checkpoint.committed")
         with disk.may_keep("an old checkpoint"):
             _prune(checkpoints, progress.step, keep)
 
@@ -148,9 +143,15 @@ def _without_base(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _commit_record(engine: PolicyEngine, exchange: Exchange, folder: Path, progress: Progress) -> bytes:
-    files = {str(p.relative_to(folder)): asdict(weights.file_info(p)) for p in _files(folder)}
+    files = {str(p.relative_to(folder)): file_record(p) for p in _files(folder)}
     record = asdict(progress) | {"files": files, "world_size": exchange.world_size, "zero_stage": engine.stage}
     return json.dumps(record | {"blake3": digest(record)}, indent=1).encode()
+
+
+def file_record(path: Path) -> dict[str, Any]:
+    """What a checkpoint remembers of a file. Raises OSError."""
+    hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
+    return {"size": path.stat().st_size, "blake3": hasher.update_mmap(path).hexdigest()}
 
 
 def digest(record: dict[str, Any]) -> str:
@@ -212,22 +213,12 @@ def commit_final(
     describe: Callable[[Path], None] = lambda _: None,
 ) -> None:
     """The trained model as output_dir/final, replaced as a whole. describe: adds a model card to the folder."""
-    temporary, final = output_dir / f"{durable.TEMPORARY}{FINAL}", output_dir / FINAL
-
-    def prepare() -> None:
-        durable.remove_dir(temporary)
-        durable.make_dir(temporary)
-
-    def commit() -> None:
-        describe(temporary)
-        durable.replace_dir(temporary, final)
-
-    def attempt() -> None:
-        on_rank_0(exchange, prepare)
-        save_models(engine, critic, exchange, tokenizer, temporary)
-        on_rank_0(exchange, commit)
-
-    disk.persist("the final model", attempt, temporary)
+    disk.write_folder(
+        "the final model",
+        output_dir / FINAL,
+        describe,
+        lambda folder: save_models(engine, critic, exchange, tokenizer, folder),
+    )
 
 
 def restore(engine: PolicyEngine, folder: Path, critic: Critic | None = None) -> None:

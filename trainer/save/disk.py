@@ -1,16 +1,15 @@
 """A full or failing disk pauses the run on every rank together; only a deadline ends it, with the reason.
 
 Ranks write different files and call the same collectives, so one rank may not leave alone: `together` turns any
-rank's trouble into the same DiskTrouble on all of them, and `Disk.persist` starts the whole save again. Everything is
-written under a temporary name, so a failed attempt leaves nothing that a reader could see. Left out: errors that
-waiting does not cure, such as a missing permission; they are raised as they are.
+rank's trouble into the same DiskTrouble on all of them, and `Disk.persist` starts the whole save again. Folders are
+filled under a temporary name (`Disk.write_folder`), so a failed attempt leaves nothing that a reader could see. Left
+out: errors that waiting does not cure, such as a missing permission; they are raised as they are.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 import shutil
 import time
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from common.durable import disk_trouble, remove_dir
+from common import durable
 from common.errors import Interrupted, Retryable
 from common.exits import interrupted
 from common.watchdog import report_progress
@@ -39,6 +38,8 @@ class Ranks(Protocol):
 
     def add(self, values: list[float]) -> list[float]: ...
 
+    def agree(self, value: bool) -> bool: ...
+
 
 def together(ranks: Ranks, work: Callable[[], None]) -> None:
     """Runs this rank's part. Raises DiskTrouble on every rank if the disk failed any of them. Also a barrier."""
@@ -46,7 +47,7 @@ def together(ranks: Ranks, work: Callable[[], None]) -> None:
     try:
         work()
     except Exception as error:
-        code = disk_trouble(error)
+        code = durable.disk_trouble(error)
         if code is None:
             raise
         codes[ranks.rank], reason = float(code), str(error)
@@ -83,13 +84,64 @@ class Disk:
 
         Every rank calls it; rank 0 decides. Raises Retryable with the reason after timeout_s, or Interrupted.
         """
-        started = time.monotonic()
-        for number in itertools.count():
+        started, pause_s = time.monotonic(), _FIRST_PAUSE_S
+        while True:
             try:
                 return attempt()
-            except DiskTrouble as trouble:
-                self._pause(what, str(trouble), temporary, number, time.monotonic() - started)
-        raise AssertionError("unreachable")
+            except DiskTrouble as error:
+                trouble = str(error)
+            self.retries += 1
+            if self.ranks.rank == 0 and temporary is not None:
+                with contextlib.suppress(OSError):  # the next attempt tries again
+                    durable.remove_dir(temporary)
+            waited_s = time.monotonic() - started
+            if self.ranks.agree(interrupted()):
+                raise Interrupted
+            if self.ranks.agree(waited_s + pause_s > self.timeout_s):
+                raise Retryable(
+                    f"{what} failed for {waited_s:.0f} s: {trouble}. Make room or repair the disk, then start again; "
+                    "channel.stall_timeout_s is how long this is waited for"
+                )
+            self.say(f"{what} waits for the disk: {trouble}; trying again in {pause_s:.0f} s")
+            report_progress(f"waiting for the disk with {what}")
+            time.sleep(pause_s)
+            pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+
+    def write_folder(
+        self,
+        what: str,
+        final: Path,
+        finish: Callable[[Path], object],
+        fill: Callable[[Path], object] = lambda _: None,
+        size: Callable[[], int] = lambda: 0,
+        is_ours_alone: bool = False,
+    ) -> None:
+        """Makes the folder `final`, or puts a new one in its place, as a whole. When it returns it survives a crash.
+
+        fill, finish: write into the temporary folder that they are given, the first on every rank, the other on rank 0
+        and last. size: bytes that rank 0 looks for first. is_ours_alone: nobody else writes beside `final`, so that
+        what crashes left there is removed. Raises as `persist`.
+        """
+        temporary = final.with_name(f"{durable.TEMPORARY}{final.name}")
+
+        def prepare() -> None:
+            durable.make_dir(final.parent)
+            if is_ours_alone:
+                durable.remove_leftovers(final.parent)
+            durable.remove_dir(temporary)
+            require_room(final.parent, size())
+            durable.make_dir(temporary)
+
+        def commit() -> None:
+            finish(temporary)
+            durable.replace_dir(temporary, final)
+
+        def attempt() -> None:
+            on_rank_0(self.ranks, prepare)
+            fill(temporary)
+            on_rank_0(self.ranks, commit)
+
+        self.persist(what, attempt, temporary)
 
     @contextlib.contextmanager
     def may_keep(self, what: str) -> Iterator[None]:
@@ -100,29 +152,6 @@ class Disk:
         try:
             yield
         except OSError as error:
-            if disk_trouble(error) is None:
+            if durable.disk_trouble(error) is None:
                 raise
             self.say(f"{what} stays for now: {error}")
-
-    def _pause(self, what: str, trouble: str, temporary: Path | None, number: int, waited_s: float) -> None:
-        self.retries += 1
-        if self.ranks.rank == 0 and temporary is not None:
-            with contextlib.suppress(OSError):  # the next attempt tries again
-                remove_dir(temporary)
-        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**number)
-        is_over, is_interrupted = self._decide(waited_s + pause_s > self.timeout_s, interrupted())
-        if is_interrupted:
-            raise Interrupted
-        if is_over:
-            raise Retryable(
-                f"{what} failed for {waited_s:.0f} s: {trouble}. Make room or repair the disk, then start again; "
-                "channel.stall_timeout_s is how long this is waited for"
-            )
-        self.say(f"{what} waits for the disk: {trouble}; trying again in {pause_s:.0f} s")
-        report_progress(f"waiting for the disk with {what}")
-        time.sleep(pause_s)
-
-    def _decide(self, *questions: bool) -> list[bool]:
-        """Rank 0's answers, on every rank."""
-        answers = [float(q) if self.ranks.rank == 0 else 0.0 for q in questions]
-        return [bool(a) for a in (self.ranks.add(answers) if self.ranks.world_size > 1 else answers)]

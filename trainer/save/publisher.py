@@ -27,7 +27,7 @@ from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.link.source import GroupSource
 from trainer.save.disk import Disk
-from trainer.save.shard_file import HostCopies
+from trainer.save.host_copies import HostCopies
 from trainer.save.write_version import VersionName, snapshot
 
 _CLOSING_S = 10.0

@@ -17,19 +17,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import blake3
 
-from common import weights
 from common.config import Config
 from common.errors import UserError
 from common.redact import redacted
 from common.run_folder import CHECKPOINTS, COMMIT, earlier_run, no_checkpoint, step_dir, step_dirs
 from trainer.engine.policy import PolicyEngine
-from trainer.save.checkpoint import Progress, digest
+from trainer.save.checkpoint import Progress, digest, file_record
 
 _FINGERPRINTS = {
     "dataset_fingerprint": "rows of data.train have changed, or more of them are too long or have no answer",
@@ -145,7 +144,7 @@ def _problem(folder: Path) -> str | None:
         return f"{COMMIT} differs from what was committed"
     for name, info in expected.items():
         try:
-            if asdict(weights.file_info(folder / name)) != info:
+            if file_record(folder / name) != info:
                 return f"{name} differs from what was committed"
         except FileNotFoundError:
             return f"{name} is missing"

@@ -2,8 +2,7 @@
 
 Ranks write their own contiguous slice of the model, of about equal bytes, side by side; rank 0 adds the manifest and
 commits with one rename. The canary is scored by the trainer itself under the very weights that are written, and every
-tensor's checksum is taken where the tensor is: on a GPU before it is copied to the host, on a CPU while its file is
-written.
+tensor's checksum is taken where the tensor is: on a GPU before it is copied to the host.
 """
 
 from __future__ import annotations
@@ -12,24 +11,25 @@ import base64
 import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from safetensors.torch import save_file
 from torch import Tensor
 
 from common import durable, weights
 from common.failpoints import failpoint
-from common.weights import BaseTensor, Canary, FileInfo, Manifest, Published, TensorInfo
+from common.weights import Canary, Manifest, Published, TensorInfo
 from model import lora
-from model.checksum import checksum
+from model.checksum import describe
 from model.images import canary_image
 from model.packing import pack
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.save.disk import on_rank_0, together
-from trainer.save.shard_file import HostCopies, write_shard
+from trainer.save.host_copies import HostCopies
 
 _CANARY_SEQUENCES, _CANARY_LENGTH, _CANARY_PROMPT = 2, 32, 4
 
@@ -93,14 +93,13 @@ class Snapshot:
     """A version in memory, on one rank: its slice of the parameters, and what the manifest says besides."""
 
     name: VersionName
-    files: Sequence[str]  # of all ranks
     file: str | None  # this rank's; None if it has no slice
     tensors: Mapping[str, Tensor]  # of this rank's file, on the host
-    on_device: dict[str, str]  # checksums of those that came from a GPU
+    on_device: Mapping[str, TensorInfo]  # of those that came from a GPU, as they were there
     canary: Canary
     tied_embeddings: bool
     adapter_settings: bytes | None  # peft's; None for a whole model
-    base: dict[str, BaseTensor]  # what adapters stand on; else empty
+    base: dict[str, TensorInfo]  # what adapters stand on; else empty
 
     def write(self, ranks: Exchange) -> Published:
         """Writes and commits, as often as needed. Every rank calls it; rank 0 has the result.
@@ -108,13 +107,15 @@ class Snapshot:
         Raises DiskTrouble on every rank.
         """
         published = Published(self.name.version, str(self.name.final), "")
+        own: dict[str, Any] = {"files": {}, "tensors": {}}
 
         def commit() -> None:
             nonlocal published
-            published = self._commit()
+            published = self._commit([json.loads(text) for text in of_ranks])
 
         on_rank_0(ranks, self._prepare)
-        together(ranks, self._write_own)
+        together(ranks, lambda: own.update(self._write_own()))
+        of_ranks = ranks.gather(json.dumps(own))
         on_rank_0(ranks, commit)
         return published
 
@@ -122,17 +123,28 @@ class Snapshot:
         durable.remove_dir(self.name.temporary)  # of an attempt that the disk did not take
         self.name.temporary.mkdir(parents=True, mode=0o700)
 
-    def _write_own(self) -> None:
-        if self.file is not None:
-            _write_shard(self.name.temporary / self.file, self.tensors, self.on_device)
+    def _write_own(self) -> dict[str, Any]:
+        """This rank's file, to the disk. What the manifest says of it."""
+        if self.file is None:
+            return {}
+        path = self.name.temporary / self.file
+        save_file(dict(self.tensors), path, metadata={"format": "pt"})
+        failpoint("weights.shard")
+        durable.fsync_path(path)
+        infos = {name: self.on_device.get(name) or describe(tensor) for name, tensor in self.tensors.items()}
+        return {
+            "files": {self.file: path.stat().st_size},
+            "tensors": {name: asdict(info) for name, info in infos.items()},
+        }
 
-    def _commit(self) -> Published:
+    def _commit(self, of_ranks: Sequence[dict[str, Any]]) -> Published:
         name, folder = self.name, self.name.temporary
-        files, infos, checksums = _collect(folder, self.files)
+        files = {file: size for own in of_ranks for file, size in own["files"].items()}
+        tensors = {tensor: TensorInfo(**info) for own in of_ranks for tensor, info in own["tensors"].items()}
         if self.adapter_settings is not None:
             durable.write_file(folder / lora.SETTINGS, self.adapter_settings)
-            files[lora.SETTINGS] = weights.file_info(folder / lora.SETTINGS)
-        what = files, infos, self.canary, checksums, self.base
+            files[lora.SETTINGS] = len(self.adapter_settings)
+        what = files, tensors, self.canary, self.base
         return weights.commit(
             folder, name.final, Manifest(name.run_id, name.incarnation, name.version, self.tied_embeddings, *what)
         )
@@ -178,48 +190,22 @@ def snapshot(
     file = files[rank] if rank < len(files) else None
     wanted = {names[i][0] for i in shares[file]} if file is not None else set()
     tensors, on_device = _on_host(engine, wanted, copies, memory or HostCopies())
-    return Snapshot(name, files, file, tensors, on_device, scored, engine.tied_embeddings, settings, base)
+    return Snapshot(name, file, tensors, on_device, scored, engine.tied_embeddings, settings, base)
 
 
 def _on_host(
     engine: PolicyEngine, wanted: Collection[str], copies: bool, host: HostCopies
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The wanted parameters, and the checksums of those that had to be copied from a GPU. Every rank takes part."""
-    on_device: dict[str, str] = {}
+) -> tuple[dict[str, Tensor], dict[str, TensorInfo]]:
+    """The wanted parameters, and what those that had to be copied from a GPU were there. Every rank takes part."""
+    on_device: dict[str, TensorInfo] = {}
 
     def to_host(key: str, tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu":
             return tensor
-        on_device[key] = checksum(tensor)
+        on_device[key] = describe(tensor)
         return host.copy(key, tensor)
 
     found = engine.full_parameters(lambda name: name in wanted, to_host)
     tensors = {key: host.copy(key, t) if copies and key not in on_device else t.contiguous() for key, t in found}
     host.wait()
     return tensors, on_device
-
-
-def _write_shard(shard: Path, tensors: Mapping[str, Tensor], on_device: dict[str, str]) -> None:
-    """The file, and beside it for rank 0 its size, its digest, and the tensors' checksums, those on a CPU."""
-    with ThreadPoolExecutor(1) as pool:
-        others = {name: tensor for name, tensor in tensors.items() if name not in on_device}
-        summed = pool.submit(lambda: {name: checksum(tensor) for name, tensor in others.items()})
-        info = write_shard(shard, tensors)
-        failpoint("weights.shard")
-        found = asdict(info) | {"checksums": on_device | summed.result()}
-    durable.write_file(shard.with_name(f"{shard.name}.digest"), json.dumps(found).encode())
-
-
-def _collect(folder: Path, shards: Sequence[str]) -> tuple[dict[str, FileInfo], dict[str, TensorInfo], dict[str, str]]:
-    """Digests by file, shapes and checksums by tensor, of all ranks' shards. Removes the files that carried them."""
-    files: dict[str, FileInfo] = {}
-    infos: dict[str, TensorInfo] = {}
-    checksums: dict[str, str] = {}
-    for name in shards:
-        sidecar = folder / f"{name}.digest"
-        found = json.loads(sidecar.read_text())
-        checksums |= found.pop("checksums")
-        files[name] = FileInfo(**found)
-        infos.update(weights.tensor_infos(folder / name))
-        sidecar.unlink()
-    return files, infos, checksums

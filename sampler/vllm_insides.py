@@ -1,0 +1,156 @@
+"""What of vLLM's insides the sampler reads or replaces, all of it, as it is in vLLM 0.32.
+
+Everything else that the sampler calls is documented API: LLM, LLMEngine, SamplingParams, LoRARequest, extensions of the
+worker. tests/engine/test_vllm_insides.py names what an upgrade took away. What makes a CPU faster is elsewhere:
+row_blocks.py, token_ranks.py, repeated_rows.py.
+
+    read        model_runner.model; a model's packed_modules_mapping and hf_to_vllm_mapper, which it declares for its
+                loader; quant_method, tp_size and output_partition_sizes of its layers; stacked adapters of LoRA layers
+    replaced    the LM head of a tied model after a reload on a CPU (`tie_again`); the processors of Qwen's models that
+                see (`show_images_alone`)
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+_NEEDS_TORCHVISION = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
+_PIL = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
+_SLOT = 0  # of the only adapter
+
+
+def model_of(worker: Any) -> Any:
+    return worker.model_runner.model
+
+
+def language_model(model: Any) -> Any:
+    """The part with embedding and head: a vision model has it one level down."""
+    return getattr(model, "language_model", model)
+
+
+def layers_of(model: Any) -> list[Any]:
+    """The decoder's layers, which run one after the other."""
+    return list(getattr(language_model(model).model, "layers", ()))
+
+
+def tie_again(model: Any) -> None:
+    """After a reload: vLLM on a CPU keeps the *old* LM head where it is tied to the embedding.
+
+    Each has a packed copy of its own for products, and the head, for which nothing is loaded, is not packed again:
+    log-probs are off by more than 1, in silence. Of the embedding, which multiplies nothing, it is: so that one is for
+    both, which also spares the memory of the other.
+    """
+    language = language_model(model)
+    if not getattr(language.config, "tie_word_embeddings", False):
+        return
+    embedding, head = language.model.embed_tokens, language.lm_head
+    head.weight = embedding.weight
+    if hasattr(embedding, "cpu_linear"):
+        head.cpu_linear = embedding.cpu_linear
+
+
+def fused_layers(model: Any) -> dict[str, tuple[str, int]]:
+    """{published layer: (the engine's layer that it is a part of, which part)}, such as k_proj: (qkv_proj, 1).
+
+    vLLM's Qwen2-VL has only its language model say so.
+    """
+    declared = getattr(model, "packed_modules_mapping", None) or getattr(
+        language_model(model), "packed_modules_mapping", None
+    )
+    joined = {whole: parts for whole, parts in (declared or {}).items() if len(parts) > 1}
+    return {part: (whole, i) for whole, parts in joined.items() for i, part in enumerate(parts)}
+
+
+def rows_of_parts(layer: Any) -> list[int]:
+    """Of each part of a fused layer on this rank."""
+    return list(layer.output_partition_sizes)
+
+
+def engine_names(model: Any, published: str) -> list[str]:
+    """What a published parameter may be called here."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    renamed = mapper.map_name(published) if mapper else None
+    return [published] if renamed is None else [renamed, published]
+
+
+def adapter_names(model: Any) -> Callable[[str], str]:
+    """What a layer of an adapter is called here: parts of fused layers keep their own names."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    return mapper.get_rename_mapper().map_name if mapper else str
+
+
+def quantised_by(layer: Any) -> str:
+    """The class of what transforms a layer's matrix; "" if it stays as it was loaded."""
+    method = type(getattr(layer, "quant_method", None)).__name__
+    return "" if method == "NoneType" or method.startswith("Unquantized") else method
+
+
+def tensor_parallel_size(layer: Any) -> int:
+    return getattr(layer, "tp_size", 1)
+
+
+def adapter_stacks(model: Any) -> dict[str, Mapping[str, tuple[Tensor, ...]]]:
+    """{layer: {"lora_A": …, "lora_B": …}}: for each part of a layer that adapters may stand on, [rows, columns].
+
+    Of the adapter that was loaded, up to vLLM's largest rank. A LoRA layer stacks them [adapters, 1, rows, columns].
+    """
+
+    def parts(stacked: Any) -> tuple[Tensor, ...]:
+        return tuple(stack[_SLOT, 0] for stack in (stacked if isinstance(stacked, tuple) else (stacked,)))
+
+    return {
+        path: {"lora_A": parts(layer.lora_a_stacked), "lora_B": parts(layer.lora_b_stacked)}
+        for path, layer in model.named_modules()
+        if hasattr(layer, "lora_a_stacked")
+    }
+
+
+def show_images_alone() -> None:
+    """Qwen2-VL, Qwen2.5-VL and Qwen3-VL without torchvision. Before vllm.LLM loads a vision model; once in a process.
+
+    transformers' processors of these models want a video processor, and vLLM's model files import one whose first line
+    imports torchvision, which PyPI has for CUDA alone. No video is ever shown, so both get what is in transformers for
+    PIL and numpy instead: one path for CPU and GPU, and the pixels that the trainer makes of the same PNG
+    (model/images.py).
+    """
+    if sys.modules.get(_NEEDS_TORCHVISION) is not None and sys.modules[_NEEDS_TORCHVISION].__name__ == _PIL:
+        return
+    pil = importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    pil.Qwen2VLImageProcessor = pil.Qwen2VLImageProcessorPil  # type: ignore[attr-defined]
+    sys.modules[_NEEDS_TORCHVISION] = pil
+
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLProcessor, Qwen3VLProcessor
+    from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_vl, registry
+
+    registry._run_in_subprocess = lambda fn: fn()  # where vLLM looks at model classes nothing is replaced
+    _without_videos(qwen2_vl.Qwen2VLProcessingInfo, Qwen2VLProcessor)
+    _without_videos(qwen2_5_vl.Qwen2_5_VLProcessingInfo, Qwen2_5_VLProcessor)
+    third: Any = qwen3_vl.Qwen3VLProcessingInfo
+    _without_videos(third, Qwen3VLProcessor)
+    third.get_video_processor = third.get_image_processor  # asked for a video's size even where none is allowed
+    third.get_supported_mm_processor_kwargs = qwen2_vl.Qwen2VLProcessingInfo.get_supported_mm_processor_kwargs
+
+
+def _without_videos(info: Any, kind: Any) -> None:
+    """vLLM's account of a model family, with a processor that has no video processor."""
+    from transformers.processing_utils import ProcessorMixin
+
+    def start(  # transformers reads from the names which parts to load
+        self: Any, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **_: Any
+    ) -> None:
+        for name in ("image", "video"):
+            setattr(self, f"{name}_token", f"<|{name}_pad|>")
+            setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(f"<|{name}_pad|>"))
+        for name in ("vision_start", "vision_end"):  # Qwen3-VL asks for these, too
+            setattr(self, f"{name}_token", f"<|{name}|>")
+            setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(f"<|{name}|>"))
+        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+    processor = type("ImageTextProcessor", (kind,), {"__init__": start, "__module__": kind.__module__})
+    info.get_hf_processor = lambda self, **options: self.ctx.get_hf_processor(processor, **options)
+    info.get_supported_mm_limits = lambda self: {"image": None}

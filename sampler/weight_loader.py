@@ -1,0 +1,83 @@
+"""Puts the weights of a version, or its adapter, into a vLLM engine, and compares what it then holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.config import Config
+from common.weights import TensorInfo
+from model.lora import is_adapter
+from sampler.in_flight import InFlight
+from sampler.proof import Proof, of_ranks
+from sampler.vllm_images import has_tower
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class WeightLoader:
+    """llm: vllm.LLM, its engine in this process. `adapter` is what its requests are to name."""
+
+    def __init__(self, llm: Any, config: Config, in_flight: InFlight | None):
+        self._llm, self._in_flight = llm, in_flight
+        self._engine = llm.llm_engine
+        self._sees = has_tower(config)
+        self._applies_adapters = config.lora.publishes_adapters
+        self._num_adapters = 0  # loaded so far
+        self._proven_base: Mapping[str, TensorInfo] | None = None
+        self.adapter: Any = None  # of the present version, on top of the base weights
+
+    def load(
+        self,
+        folder: Path,
+        expected: Mapping[str, TensorInfo] | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
+        version: int = 0,
+    ) -> Proof:
+        """Replaces the weights, or the adapter where the run publishes adapters, and compares them with `expected`.
+
+        The folder must have been verified: a failure inside, or anything wrong in the proof, leaves the engine
+        unusable. It is not read again later. Without `expected` nothing is compared. tensors: what is in the
+        folder, if it is in this process's memory; vLLM's workers that are processes of their own read the folder.
+        version: what later tokens are said to be of, with sampler.in_flight_updates; then sequences may be decoding.
+        """
+        is_idle = not self._engine.has_unfinished_requests()
+        assert self._in_flight or is_idle, "a group is sampled by one policy version: reload only between groups"
+        if self._applies_adapters:
+            self._load_adapter(folder)
+            proof = self._compared_adapter(expected) if expected else Proof()
+        else:
+            here = None if self._engine.vllm_config.parallel_config.world_size > 1 else tensors
+            proof = of_ranks(self._llm.collective_rpc("load_weights_from", args=(str(folder), expected, here)))
+        if self._in_flight:
+            self._in_flight.begin(version)
+        elif not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: keys and values of the old weights are in it")
+        if self._sees:
+            self._engine.reset_encoder_cache()  # the old tower's features of images
+        return proof
+
+    def _load_adapter(self, folder: Path) -> None:
+        """Under a number and a name that no adapter had before: vLLM knows weights and cached prefixes by them."""
+        from vllm.lora.request import LoRARequest
+
+        if self.adapter is not None:
+            self._engine.remove_lora(self.adapter.lora_int_id)
+        self._num_adapters += 1
+        self.adapter = LoRARequest(f"adapter-{self._num_adapters}", self._num_adapters, str(folder))
+        self._engine.add_lora(self.adapter)
+        if (loaded := self._engine.list_loras()) != {self._num_adapters}:
+            raise RuntimeError(f"vLLM holds the adapters {loaded} instead of {self._num_adapters} alone")
+
+    def _compared_adapter(self, expected: Mapping[str, TensorInfo]) -> Proof:
+        """Of the adapter that was loaded last and, unless it is proven already, of the base that it stands on."""
+        base = {name: info for name, info in expected.items() if not is_adapter(name)}
+        adapter = {name: info for name, info in expected.items() if is_adapter(name)}
+        proofs = self._llm.collective_rpc("compare_adapter", args=(adapter,))
+        if base != self._proven_base:
+            of_base = self._llm.collective_rpc("compare_base", args=(base,))
+            proofs += of_base
+            self._proven_base = None if of_ranks(of_base).wrong else base
+        return of_ranks(proofs)

@@ -1,0 +1,105 @@
+"""What an upgrade of vLLM or transformers took away of what sampler/vllm_insides.py reads or replaces, by name."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config import Config
+from sampler import vllm_insides
+from sampler.engine import Engine
+from tests.support.tiny import tiny_model
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module", params=[0, 4], ids=["whole", "adapters"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    settings = {
+        "run": {"output_dir": str(tmp_path_factory.mktemp("run"))},
+        "model": {"path": str(tiny_model(tmp_path_factory.mktemp("model"))), "dtype": "float32"},
+        "lora": {"r": request.param},
+        "data": {"train": "none.jsonl", "max_prompt_length": 64},
+    }
+    engine = Engine(Config.model_validate(settings), num_gpus=0)
+    [found] = engine._llm.collective_rpc(lambda worker: vllm_insides.model_of(worker))
+    return found
+
+
+def test_a_models_layers_its_fused_ones_and_their_parts_are_found(model: Any) -> None:
+    layers = vllm_insides.layers_of(model)
+    assert len(layers) == 2
+    assert vllm_insides.fused_layers(model) == {
+        "q_proj": ("qkv_proj", 0),
+        "k_proj": ("qkv_proj", 1),
+        "v_proj": ("qkv_proj", 2),
+        "gate_proj": ("gate_up_proj", 0),
+        "up_proj": ("gate_up_proj", 1),
+    }
+    fused = layers[0].mlp.gate_up_proj
+    fused = getattr(fused, "base_layer", fused)
+    assert len(set(vllm_insides.rows_of_parts(fused))) == 1 and len(vllm_insides.rows_of_parts(fused)) == 2
+    assert vllm_insides.tensor_parallel_size(fused) == fused.tp_size == 1
+    assert hasattr(fused, "quant_method") and vllm_insides.quantised_by(fused) == ""
+    assert "model.norm.weight" in vllm_insides.engine_names(model, "model.norm.weight")
+    assert vllm_insides.adapter_names(model)("model.layers.0.mlp.up_proj") == "model.layers.0.mlp.up_proj"
+
+
+def test_a_tied_head_and_the_embedding_have_a_packed_copy_each_on_a_cpu(model: Any) -> None:
+    """What `tie_again` puts in the place of the head's."""
+    language = vllm_insides.language_model(model)
+    assert language.config.tie_word_embeddings
+    assert callable(language.model.embed_tokens.cpu_linear) and callable(language.lm_head.cpu_linear)
+
+
+def test_adapters_are_stacked_by_the_parts_of_a_layer(model: Any) -> None:
+    stacks = vllm_insides.adapter_stacks(model)
+    if not stacks:
+        assert not any(hasattr(module, "base_layer") for module in model.modules())
+        return
+    of_layer = stacks["model.layers.0.self_attn.qkv_proj"]
+    assert len(of_layer["lora_A"]) == len(of_layer["lora_B"]) == 3
+    assert of_layer["lora_A"][0].ndim == 2
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("vllm.model_executor.models.registry", ["_run_in_subprocess"]),
+        ("vllm.model_executor.models.qwen2_vl", ["Qwen2VLProcessingInfo.get_supported_mm_processor_kwargs"]),
+        ("vllm.model_executor.models.qwen2_5_vl", ["Qwen2_5_VLProcessingInfo.get_hf_processor"]),
+        (
+            "vllm.model_executor.models.qwen3_vl",
+            [
+                "Qwen3VLProcessingInfo.get_video_processor",
+                "Qwen3VLProcessingInfo.get_image_processor",
+                "Qwen3VLProcessingInfo.get_supported_mm_limits",
+            ],
+        ),
+        ("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl", ["Qwen2VLImageProcessorPil"]),
+    ],
+)
+def test_what_the_processors_of_models_that_see_are_patched_into_is_still_there(module: str, names: list[str]) -> None:
+    vllm_insides.show_images_alone()
+    for name in names:
+        found = importlib.import_module(module)
+        for part in name.split("."):
+            assert hasattr(found, part), f"{module} has no {name}"
+            found = getattr(found, part)
+
+
+def test_nothing_else_of_the_sampler_knows_them() -> None:
+    """Names that vLLM does not document stand in one file."""
+    inside = {"packed_modules_mapping", "hf_to_vllm_mapper", "quant_method", "output_partition_sizes", "cpu_linear"}
+    inside |= {"lora_a_stacked", "lora_b_stacked", "engine_core", "output_processor", "lora_manager"}
+    room = Path(inspect.getfile(vllm_insides)).parent
+    for file in room.glob("*.py"):
+        if file.name != "vllm_insides.py":
+            tree = ast.parse(file.read_text())
+            used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+            assert not used & inside, file.name

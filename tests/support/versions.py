@@ -1,0 +1,34 @@
+"""Published versions of two small tensors, whose every number is the version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from common import weights
+from common.weights import Canary, Manifest, Published
+from model.checksum import describe
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+CANARY = Canary(1, [[1, 2]], [[-0.5]])
+
+Change = Callable[[Path, Manifest], Manifest | None]  # spoils a version before it is committed
+
+
+def publish(
+    folder: Path, version: int = 3, change: Change | None = None, incarnation: str = "ab12", canary: Canary = CANARY
+) -> Published:
+    temporary = weights.temporary_dir(folder, version, incarnation)
+    temporary.mkdir(parents=True)
+    numbers = torch.full((4, 8), version, dtype=torch.float32)
+    for shard, name in zip(SHARDS, ("embed", "head"), strict=True):
+        save_file({name: numbers}, temporary / shard)
+    files = {shard: (temporary / shard).stat().st_size for shard in SHARDS}
+    manifest = Manifest(
+        "run", incarnation, version, True, files, dict.fromkeys(("embed", "head"), describe(numbers)), canary
+    )
+    manifest = (change(temporary, manifest) if change else None) or manifest
+    return weights.commit(temporary, weights.version_dir(folder, version, incarnation), manifest)
