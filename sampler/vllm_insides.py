@@ -2,7 +2,7 @@
 
 Everything else that the sampler calls is documented API: LLM, LLMEngine, SamplingParams, LoRARequest, extensions of the
 worker. tests/engine/test_vllm_insides.py names what an upgrade took away. What makes a CPU faster is elsewhere:
-row_blocks.py, token_ranks.py, repeated_rows.py.
+model/cpu.
 
     read        model_runner.model; a model's packed_modules_mapping and hf_to_vllm_mapper, which it declares for its
                 loader; quant_method, tp_size and output_partition_sizes of its layers; stacked adapters of LoRA layers
