@@ -153,9 +153,9 @@ def require_expected(folder: Path, tensors: dict[str, TensorInfo], config: Confi
             f"adapters missing {missing[:3]} or not expected {extra[:3]}: the lora section of both differs"
         )
     for name, shape in wanted.items():
-        if ((found := tensors[name]).dtype, found.shape) != (config.model.dtype, shape):
-            made = f"this run's settings make {config.model.dtype} {shape}"
-            raise BadWeights(f"adapter {name} is {found.dtype} {found.shape}, {made}")
+        found, made = (tensors[name].dtype, tensors[name].shape), (config.model.dtype, shape)
+        if found != made:
+            raise BadWeights(f"adapter {name} is {found}, this run's settings make {made}")
     try:
         given = json.loads((folder / SETTINGS).read_text())
     except (OSError, ValueError) as error:

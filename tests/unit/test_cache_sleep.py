@@ -1,29 +1,15 @@
-"""vLLM's cache sleeps: who asks for it when, and vLLM's real engine around it, whose worker is stood in for."""
+"""vLLM's cache sleeps: what vLLM is asked for, and when."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from common.config import Config
 from common.errors import Retryable
-from gpu_check.sleep import sleeping
 from sampler.cache_sleep import CacheSleep
-from sampler.completions import SamplingParams
-from sampler.engine import Engine
-from sampler.reload import reload
-from tests.support.plain_policy import PlainPolicy
-from tests.support.tiny import tiny_model
-
-VLLM = pytest.mark.vllm
-
-PROMPT = [5, 9, 17, 33, 8, 21] * 12  # two blocks of 32 that a second request would find in the cache
 
 
 class FakeLLM:
@@ -73,81 +59,3 @@ def test_a_cache_that_cannot_wake_ends_the_process_and_names_the_setting(llm: Fa
     cache.rest()
     with pytest.raises(Retryable, match=re.escape("set vllm.enable_sleep_mode=false")):
         cache.wake()
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"output_dir": str(tmp_path_factory.mktemp("run"))},
-            "model": {"path": str(tiny_model(tmp_path_factory.mktemp("model"))), "dtype": "float32"},
-            "data": {"train": "none.jsonl", "max_prompt_length": 100},
-            "sampler": {"num_generations": 4, "max_completion_length": 24},
-        }
-    )
-
-
-@pytest.fixture(scope="module")
-def engine(config: Config) -> Engine:
-    return Engine(config, num_gpus=0)
-
-
-@pytest.fixture
-def asked(engine: Engine) -> Iterator[list[str]]:
-    """With it the engine's cache sleeps, and loses what it holds, as it would on a GPU."""
-    with sleeping(engine) as asked:
-        yield asked
-
-
-def sampled(engine: Engine) -> list[tuple[list[int], list[float]]]:
-    engine.submit("a", PROMPT, SamplingParams(1.0, 24, 4, 7))
-    while not (finished := engine.step()):
-        pass
-    [(_, completions)] = finished
-    return [(c.token_ids.tolist(), c.logprobs.tolist()) for c in completions]
-
-
-@VLLM
-@pytest.mark.timeout(300)
-def test_the_real_engine_samples_the_same_after_its_cache_lost_everything(engine: Engine, asked: list[str]) -> None:
-    before = sampled(engine)
-    engine.rest()
-    assert asked == ["discard kv_cache"]
-    assert sampled(engine) == before, "prefixes of the prompt were taken from a cache that is empty"
-    assert asked == ["discard kv_cache", "wake kv_cache"]
-
-
-@VLLM
-@pytest.mark.timeout(300)
-def test_new_weights_are_loaded_and_proven_while_the_cache_sleeps_and_it_wakes_for_the_canary(
-    engine: Engine, config: Config, asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = PlainPolicy(Path(config.model.path))
-    policy.disturb(1)
-    engine.rest()
-    load = engine.weights.load
-    monkeypatch.setattr(engine.weights, "load", lambda *given: [load(*given), asked.append("loaded")][0])
-    found = reload(engine, policy.publish(tmp_path / "weights", 3), config)
-    assert found.canary_max_diff < 1e-3
-    assert asked == ["discard kv_cache", "loaded", "wake kv_cache"]
-    [(ids, logprobs), *_] = sampled(engine)
-    assert np.abs(policy.logprobs(PROMPT, ids, 1.0) - np.array(logprobs)).max() < 1e-4
-
-
-@VLLM
-@pytest.mark.timeout(300)
-def test_aborted_sequences_do_not_keep_the_cache_awake(engine: Engine, asked: list[str]) -> None:
-    engine.submit("a", PROMPT, SamplingParams(1.0, 24, 4, 7))
-    engine.step()
-    engine.abort_all()
-    engine.rest()
-    assert asked == ["discard kv_cache"]
-
-
-@VLLM
-def test_without_a_gpu_vllm_refuses_it_by_name(config: Config) -> None:
-    from common.errors import UserError
-
-    sleeps = config.model_copy(update={"vllm": {"enable_sleep_mode": True}})
-    with pytest.raises(UserError, match="Sleep mode is not supported"):
-        Engine(sleeps, num_gpus=0)

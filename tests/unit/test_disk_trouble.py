@@ -1,6 +1,6 @@
 """A disk in trouble pauses a run with the reason and never corrupts it; only a deadline ends it.
 
-The fast tests use the stand-ins of the checkpoint tests, the others two real DeepSpeed ranks.
+With the stand-ins of the checkpoint tests; tests/gloo/test_disk_trouble.py has real DeepSpeed ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +21,9 @@ import pytest
 
 from common import durable, exits, failpoints
 from common.errors import Interrupted, Retryable
-from tests.support.gloo_data import TRAINER
-from tests.support.replay_worker import ROOT, Life, Stack, sha256_of_run, stack
 from tests.support.speed import limit
 from tests.unit.test_checkpoint_faults import ONE_RANK, leftovers, resumed_step, save
-from trainer.save import disk, resume
+from trainer.save import disk
 from trainer.save.disk import Disk, DiskTrouble, together
 
 
@@ -38,6 +35,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---- one rank ----------------------------------------------------------------------------------------------
 
+ROOT = Path(__file__).resolve().parents[2]
 REASONS = {
     "enospc": "No space left on device",
     "edquot": "Disk quota exceeded",
@@ -259,65 +257,3 @@ def test_when_one_rank_meets_a_full_disk_all_of_them_retry_together_and_rank_0_s
         thread.join(timeout=limit(20))
     assert tried == [3, 3, 3]
     assert said == ["it waits for the disk: rank 2: No space left on device; trying again in 0 s"] * 2
-
-
-@pytest.fixture(scope="module")
-def trainers() -> Stack:
-    return stack()
-
-
-def train(trainers: Stack, name: str, faults: dict[int, str], **sections: Any) -> Life:
-    """Three steps on two ranks. faults: TANDEM_FAULT by rank."""
-    environment = {rank: {"TANDEM_FAULT": fault} for rank, fault in faults.items()}
-    return trainers.run(name, 2, 2, environment, trainer={**TRAINER, "save_steps": 1}, **sections)
-
-
-@cache
-def undisturbed(trainers: Stack) -> dict[str, str]:
-    assert train(trainers, "undisturbed", {}).codes == [0, 0]
-    return sha256_of_run(trainers.folder / "undisturbed")
-
-
-FULL = [  # rank, its file operations without room, what it is doing then
-    (0, "15-35:enospc", "publishing version 0"),
-    (0, "55-95:enospc", "checkpoint step_000001"),
-    (1, "3-6:enospc", "publishing version 0"),
-    (1, "14-17:enospc", "checkpoint step_000001"),
-]
-
-
-@pytest.mark.gloo
-def test_a_full_disk_on_either_rank_delays_publishing_and_checkpoints_and_changes_nothing(
-    trainers: Stack, figure: Callable[[str, str], None]
-) -> None:
-    for rank, fault, what in FULL:
-        name = f"full-{rank}-{fault.partition('-')[0]}"
-        life = train(trainers, name, {rank: fault})
-        assert life.codes == [0, 0], life.logs[rank][-3000:]
-        waits = [line for line in life.logs[0].splitlines() if "waits for the disk" in line]
-        assert waits, f"no pause at file operations {fault} of rank {rank}"
-        for line in waits:
-            assert line.startswith(f"{what} waits for the disk: rank {rank}: ") and REASONS["enospc"] in line
-        assert sha256_of_run(trainers.folder / name) == undisturbed(trainers)
-    figure(
-        "R14",
-        f"{len(FULL)} of {len(FULL)} full disks of a rank while publishing or saving: both ranks pause, final state as "
-        "undisturbed",
-    )
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_disk_that_stays_full_ends_both_ranks_retryable_and_the_run_resumes_when_there_is_room(
-    trainers: Stack, rank: int
-) -> None:
-    name, first = f"stays-full-{rank}", (110, 26)[rank]  # in the second checkpoint
-    life = train(trainers, name, {rank: f"{first}-1000000:enospc"}, channel={"stall_timeout_s": limit(2)})
-    assert life.codes == [exits.RETRYABLE] * 2, life.logs
-    for log in life.logs:
-        assert "Make room or repair the disk, then start again" in log
-        assert f"rank {rank}: " in log and "No space left on device" in log
-    checkpoints = trainers.folder / name / "checkpoints"
-    assert resume.newest_valid(checkpoints, print) == checkpoints / "step_000001"
-    assert train(trainers, name, {}, run={"resume": True}).codes == [0, 0]
-    assert sha256_of_run(trainers.folder / name) == undisturbed(trainers)

@@ -209,7 +209,7 @@ class Untouchable:
     ("here", "words"),
     [
         ({}, "has adapters, and lora.r is 0 here"),
-        ({"r": 8, "alpha": 12}, "this run's settings make float32"),
+        ({"r": 8, "alpha": 12}, "this run's settings make"),
         ({"r": 4, "alpha": 4}, "lora_alpha 12, this run's settings make 4"),
         ({"r": 4, "alpha": 12, "target_modules": ["q_proj"]}, "adapters missing .* or not expected"),
     ],

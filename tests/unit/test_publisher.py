@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,8 @@ from safetensors.torch import load_file
 from common import durable, failpoints, weights
 from common.config import Config
 from model import devices
-from tests.support.gloo_data import TRAINER
 from tests.support.plain_policy import OneRank, PlainPolicy
 from tests.support.protocol_helpers import make_config
-from tests.support.replay_worker import Life, Stack, sha256_of_run, stack
 from tests.support.tiny import tiny_model
 from trainer.save import disk as disk_module
 from trainer.save import publisher as publisher_module
@@ -209,56 +205,3 @@ def test_only_a_sampler_that_runs_ahead_leaves_time_to_write_behind_a_step(tmp_p
     assert writes_behind(config({}, **ahead))
     assert not writes_behind(config({}, **on_policy))
     assert not writes_behind(config({"dead_groups": "resample"}, **ahead)), "refills belong to the cursor"
-
-
-# ---- two DeepSpeed ranks -----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def trainers() -> Stack:
-    return stack()
-
-
-def train(trainers: Stack, name: str, armed: dict[int, str], staleness: int = 1, **sections: Any) -> Life:
-    environment = {rank: {"TANDEM_FAILPOINT": point} for rank, point in armed.items()}
-    trainer = TRAINER | {"save_steps": 1, "max_staleness": staleness}
-    return trainers.run(name, 2, 2, environment, trainer=trainer, **sections)
-
-
-@cache
-def on_policy(trainers: Stack) -> dict[str, str]:
-    assert train(trainers, "publisher-on-policy", {}, staleness=0).codes == [0, 0]
-    return sha256_of_run(trainers.folder / "publisher-on-policy")
-
-
-@pytest.mark.gloo
-def test_writing_behind_the_steps_changes_no_bit_of_them(trainers: Stack) -> None:
-    assert train(trainers, "behind", {}).codes == [0, 0]
-    assert sha256_of_run(trainers.folder / "behind") == on_policy(trainers)
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_without_room_behind_a_step_pauses_both_and_changes_nothing(
-    trainers: Stack, rank: int, figure: Callable[[str, str], None]
-) -> None:
-    life = train(trainers, f"behind-full-{rank}", {rank: "weights.shard:2:enospc"})
-    assert life.codes == [0, 0], life.logs[rank][-3000:]
-    (line,) = [line for line in life.logs[0].splitlines() if "waits for the disk" in line]
-    assert line.startswith(f"publishing version 1 waits for the disk: rank {rank}: ")
-    assert sha256_of_run(trainers.folder / f"behind-full-{rank}") == on_policy(trainers)
-    figure("R14", "either rank without room behind a step: waited for, weights equal")
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize(
-    ("rank", "point"), [(0, "weights.shard:3:kill"), (1, "weights.shard:3:kill"), (0, "weights.manifest:3:kill")]
-)
-def test_a_run_killed_while_a_version_is_written_behind_a_step_resumes_exactly(
-    trainers: Stack, rank: int, point: str
-) -> None:
-    name = f"behind-killed-{rank}-{point.replace(':', '-')}"
-    assert -9 in train(trainers, name, {rank: point}).codes
-    life = train(trainers, name, {}, run={"resume": True})  # version 2 died behind step 3: step 1 at least is saved
-    assert life.codes == [0, 0], life.logs[0][-3000:]
-    assert sha256_of_run(trainers.folder / name) == on_policy(trainers)

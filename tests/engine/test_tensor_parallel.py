@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -15,11 +14,12 @@ import pytest
 from common.shared_memory import PATTERN, remove_orphans
 from launcher.machine import ROOT
 from tests.support.speed import until
+from tests.support.tier import full
 
 SHARED = Path("/dev/shm")
 
 
-@pytest.mark.vllm
+@full
 @pytest.mark.timeout(600)
 def test_two_workers_have_the_log_probs_of_one_also_after_a_reload_and_no_kill_leaves_any(tmp_path: Path) -> None:
     before = set(SHARED.glob(PATTERN))
@@ -49,21 +49,3 @@ def _runs(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
-
-
-def test_only_buffers_that_no_process_has_mapped_are_deleted(tmp_path: Path) -> None:
-    shared, processes = tmp_path / "shm", tmp_path / "proc"
-    shared.mkdir()
-    for name in ("vllm_dist_aa-tp-[0-1]-cpushm0", "vllm_dist_bb-tp-[0-1]-cpushm0", "psm_other"):
-        (shared / name).touch()
-    (processes / "17").mkdir(parents=True)
-    (processes / "17" / "maps").write_text("7f00-7f01 rw-s 0 00:1a 5  /dev/shm/vllm_dist_bb-tp-[0-1]-cpushm0\n")
-    (processes / "self").mkdir()
-    assert remove_orphans(shared, processes) == ["vllm_dist_aa-tp-[0-1]-cpushm0"]
-    assert sorted(path.name for path in shared.iterdir()) == ["psm_other", "vllm_dist_bb-tp-[0-1]-cpushm0"]
-
-
-def test_without_such_buffers_no_process_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[Callable[..., object]] = []
-    monkeypatch.setattr(Path, "read_text", looked.append)
-    assert remove_orphans(tmp_path) == [] and looked == []

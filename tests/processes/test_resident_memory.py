@@ -22,7 +22,10 @@ import pytest
 
 from common.config import Config
 from launcher.placement import placement
+from tests.support.tier import full
 from tests.support.tiny import tiny_model
+
+pytestmark = full
 
 ROOT = Path(__file__).resolve().parents[2]
 GROWTH = 0.02  # of resident memory, from the end of the grid on
@@ -122,7 +125,7 @@ def grown(call: str, folder: Path, side: str) -> float:
     """By which fraction the process grew that makes this call."""
     place = placement(config_of("m", str(folder)), gpus=(), cores=(0,))
     environment = getattr(place, f"{side}_env") | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    code = f"from tests.unit.test_resident_memory import replace_heads, sample, train; {call}"
+    code = f"from tests.processes.test_resident_memory import replace_heads, sample, train; {call}"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True
     )
@@ -131,17 +134,14 @@ def grown(call: str, folder: Path, side: str) -> float:
     return (after - before) / before
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("through_onednn", [True, False], ids=["oneDNN", "this processor's library"])
 def test_a_trainer_on_completions_of_every_length_does_not_grow(tmp_path: Path, through_onednn: bool) -> None:
     assert grown(f"train({str(tmp_path)!r}, {through_onednn})", tmp_path, "trainer") < GROWTH
 
 
-@pytest.mark.vllm
 def test_a_sampler_on_prompts_of_every_length_does_not_grow(tmp_path: Path) -> None:
     assert grown(f"sample({str(tmp_path)!r})", tmp_path, "sampler") < GROWTH
 
 
-@pytest.mark.processes
 def test_a_sampler_whose_reloads_make_large_tensors_anew_does_not_grow(tmp_path: Path) -> None:
     assert grown("replace_heads()", tmp_path, "sampler") < GROWTH
