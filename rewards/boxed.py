@@ -1,4 +1,5 @@
-r"""Rewards for answers in \boxed{}: `boxed`, `boxed_format`, and MindSpeed-RL's `acc`, `base_acc`, `strict_format`.
+r"""Rewards for mathematical answers: `boxed`, `boxed_format`, `math_verify`, `gated_format`, and MindSpeed-RL's `acc`,
+`base_acc`, `strict_format`.
 
 The gold answer is the column `answer`: a number, text such as `\frac{1}{2}`, a solution that ends in `#### 72` or in
 \boxed{72}, or a list of answers of which any counts.
@@ -10,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rewards import text_of
+from rewards.answers import agrees, golds, is_right, last_boxed, same_answer
 from rewards.format import is_formatted, without_end_of_turn
-from rewards.gsm8k import answer_part, last_number
-from rewards.latex import last_boxed, normalized, number, same_answer
+from rewards.gsm8k import answer_part
 
 
 def boxed(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
@@ -31,6 +32,28 @@ def base_acc(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) 
     return [None if verdict is None else float(verdict) for verdict in verdicts]
 
 
+def math_verify(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
+    """1 when the answer that math-verify finds anywhere in the completion is the gold one, else 0."""
+    rewards: list[float | None] = []
+    for completion, value in zip(completions, answer, strict=True):
+        wanted = golds(value)
+        rewards.append(float(agrees(text_of(completion), wanted)) if wanted else None)
+    return rewards
+
+
+def gated_format(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
+    """1 for a right answer in the form `<think>…</think><answer>…</answer>`, else 0; None without a gold answer.
+
+    Beside `answer` (+1, −1) a wrong answer gains nothing by its form, and none outranks a right one.
+    """
+    rewards: list[float | None] = []
+    for completion, gold in zip(completions, answer, strict=True):
+        text = text_of(completion)
+        verdict = is_right(text, gold)
+        rewards.append(None if verdict is None else float(verdict and is_formatted(text)))
+    return rewards
+
+
 def strict_format(completions: Sequence[Any], **columns: Any) -> list[float]:
     r"""1 for `<think>…</think><answer>…\boxed{…}…</answer>` with each part exactly once and nothing else, else −0.5."""
     return [1.0 if _is_strict(text_of(completion)) else -0.5 for completion in completions]
@@ -39,36 +62,6 @@ def strict_format(completions: Sequence[Any], **columns: Any) -> list[float]:
 def boxed_format(completions: Sequence[Any], **columns: Any) -> list[float]:
     r"""1 for `<think>…</think>` at the start and a \boxed{} after it, else 0."""
     return [1.0 if _is_thought_then_box(text_of(completion)) else 0.0 for completion in completions]
-
-
-def golds(value: Any) -> list[str]:
-    r"""The texts that count as right.  golds("6*12=72\n#### 72") == ["72"]   golds(["1", "one"]) == ["1", "one"]"""
-    if isinstance(value, list | tuple):
-        return [text for item in value for text in golds(item)]
-    if value is None or (isinstance(value, float) and value != value):
-        return []
-    text = str(value).rpartition("####")[2].strip()
-    box = last_boxed(text)
-    gold = text if box is None else box.strip()
-    return [gold] if gold else []
-
-
-def is_right(text: str, gold: Any) -> bool | None:
-    r"""Whether the final answer is the gold one: the last \boxed{}, else the last `<answer>`, else the last number.
-
-    A box counts inside the last `<answer>` only, if there is one. None without a gold answer.
-    """
-    wanted = golds(gold)
-    if not wanted:
-        return None
-    part = answer_part(text)
-    box = last_boxed(part)
-    if box is not None:
-        return any(same_answer(box, one) for one in wanted)
-    if part != text and any(same_answer(part, one) for one in wanted):
-        return True
-    last = last_number(part)
-    return last is not None and any(number(normalized(one)) == last for one in wanted)
 
 
 def _boxed_score(text: str, gold: Any, right: float, wrong: float, without: float) -> float | None:

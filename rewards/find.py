@@ -29,11 +29,12 @@ BUILT_IN = {
     "acc": "rewards.boxed.acc",
     "base_acc": "rewards.boxed.base_acc",
     "strict_format": "rewards.boxed.strict_format",
-    "math_verify": "rewards.math_verify.math_verify",
-    "gated_format": "rewards.shaped.gated_format",
-    "cosine_length": "rewards.shaped.cosine_length",
-    "linear_length": "rewards.shaped.linear_length",
-    "environment": "rewards.environment.environment",
+    "math_verify": "rewards.boxed.math_verify",
+    "gated_format": "rewards.boxed.gated_format",
+    "accuracy_reward": "rewards.trl.accuracy_reward",
+    "think_format_reward": "rewards.trl.think_format_reward",
+    "get_soft_overlong_punishment": "rewards.trl.get_soft_overlong_punishment",
+    "environment": "rewards.trl.environment",
 }
 _SEES_ALL_LOCALS = {"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"}
 

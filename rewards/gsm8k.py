@@ -22,6 +22,9 @@ _DIGITS = "(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"
 # A hyphen after a word, a digit or a bracket joins or subtracts ("covid-19", "10-5"); elsewhere it is a minus.
 _MINUS = r"(?:(?<![\w)\]}])[-−](?:\\?[$€£¥])?|(?<=[$€£¥])[-−])"
+_PLAIN_NUMBER = re.compile(
+    rf"(?:\\?\$)?([-−]?)(?:({_DECIMAL})(?:/({_DECIMAL}))?|\\[dt]?frac\{{(-?{_DECIMAL})\}}\{{({_DECIMAL})\}})\.?"
+)
 _LAST_NUMBER = re.compile(rf"(?<![0-9])({_MINUS})?({_DECIMAL})(?:/({_DECIMAL}))?\Z")
 
 
@@ -54,6 +57,23 @@ def answer_part(text: str) -> str:
     return text[start + len("<answer>") : close] if start >= 0 else text
 
 
+def plain_number(text: str) -> Fraction | None:
+    r"""The value of a text that is a number and nothing else: 1,234.5   -3/4   \frac{-1}{2}   $18.00"""
+    match = _PLAIN_NUMBER.fullmatch(text.strip()) if len(text) <= _MAX_CHARS else None
+    if match is None:
+        return None
+    minus, top, bottom, numerator, denominator = match.groups()
+    return _fraction(bool(minus), top or numerator, bottom or denominator)
+
+
+def _fraction(is_negative: bool, top: str, bottom: str | None) -> Fraction | None:
+    try:
+        value = Fraction(top.replace(",", "")) / Fraction((bottom or "1").replace(",", ""))
+    except ZeroDivisionError:
+        return None
+    return -value if is_negative else value
+
+
 def last_number(text: str) -> Fraction | None:
     """The last number of the text, exactly; None when there is none, it is too long, or its denominator is 0.
 
@@ -65,8 +85,4 @@ def last_number(text: str) -> Fraction | None:
     if match is None or (start > 0 and match.start() < start + len(",000,")):  # the rest of a number cut in two
         return None
     minus, top, bottom = match.groups()
-    try:
-        value = Fraction(top.replace(",", "")) / Fraction((bottom or "1").replace(",", ""))
-    except ZeroDivisionError:
-        return None
-    return -value if minus else value
+    return _fraction(bool(minus), top, bottom)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from rewards.boxed import golds
-from rewards.latex import normalized, number
+from rewards.answers import golds
+from rewards.gsm8k import plain_number
 
 FORMS = {
     "tags": "<think>I work it out.</think><answer>{}</answer>",
@@ -53,7 +53,7 @@ def neutral(completions: Sequence[Any], **columns: Any) -> list[float]:
 
 def wrong_answer(gold: str) -> str:
     """Another answer of the same kind.  wrong_answer("72") == "73"   wrong_answer("B") == "C" """
-    value = number(normalized(gold))
+    value = plain_number(gold)
     if value is not None:
         return _decimal(value + 1)
     if len(gold) == 1 and gold.isalpha():

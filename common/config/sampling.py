@@ -106,9 +106,9 @@ class Rewards(Section):
     reward_weights: list[float] | None = None
     """null = 1.0 each."""
     reward_kwargs: dict[str, dict[str, Any]] = {}
-    """{cosine_length: {max_len: 512}}; overrides columns."""
+    """{brief: {max_len: 512}}; overrides columns."""
     full_marks: dict[str, float] = {}
-    """A right completion's score, by function; else format 1.25, cosine_length 0.5, others 1.0."""
+    """A right completion's score, by function; else format 1.25, others 1.0."""
     timeout_s: float = Field(10.0, gt=0)
     """A longer call fails its group."""
     max_memory_gib: float = Field(8.0, gt=0)
@@ -126,7 +126,7 @@ class Rewards(Section):
         return [short_name(spec) for spec in self.reward_funcs]
 
     def full_mark(self, name: str) -> float:
-        return self.full_marks.get(name, {"format": 1.25, "cosine_length": 0.5}.get(name, 1.0))
+        return self.full_marks.get(name, 1.25 if name == "format" else 1.0)
 
     @model_validator(mode="after")
     def _check_names_and_weights(self) -> Rewards:

@@ -3,7 +3,7 @@
 import re
 
 from rewards import text_of
-from rewards.latex import same_answer
+from rewards.answers import same_answer
 
 ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from report.run_log import wilson_interval
-from rewards.gsm8k import answer_part, last_number
-from rewards.latex import last_boxed, normalized, number
+from rewards.answers import last_boxed
+from rewards.gsm8k import answer_part, last_number, plain_number
 
 _SUBSETS = 200  # per problem, for maj@k with k < n
 _RESAMPLES = 2000
@@ -51,13 +51,13 @@ def final_answer(text: str) -> str | None:
     """
     boxed = last_boxed(text)
     if boxed is not None:
-        value = number(normalized(boxed))
-        return str(value) if value is not None else normalized(boxed) or None
+        value = plain_number(boxed)
+        return str(value) if value is not None else "".join(boxed.split()) or None
     part = answer_part(text)
     value = last_number(part)
     if value is not None:
         return str(value)
-    return None if part is text else normalized(part) or None
+    return None if part is text else "".join(part.split()) or None
 
 
 def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:

@@ -147,8 +147,8 @@ def test_a_reward_that_raises_on_every_row_is_named_with_its_line(task: Path) ->
 
 def test_a_reward_argument_that_is_missing_names_what_to_write(task: Path) -> None:
     check(
-        run("sampling.py", task / "run.yaml", "rewards.reward_funcs=[cosine_length]"),
-        "rewards.reward_kwargs: {cosine_length: {max_len: …}}",
+        run("sampling.py", task / "run.yaml", "rewards.reward_funcs=[get_soft_overlong_punishment]"),
+        "rewards.reward_kwargs: {get_soft_overlong_punishment: {max_completion_len: …}}",
     )
 
 

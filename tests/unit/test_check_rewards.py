@@ -84,7 +84,7 @@ def test_probes_hold_the_right_and_a_wrong_answer_in_every_form_and_nothing():
 
 @pytest.mark.parametrize(
     ("right", "wrong"),
-    [("72", "73"), ("1,200", "1201"), (r"\frac12", "3/2"), ("B", "C"), ("z", "y"), ("x+1", "none of these")],
+    [("72", "73"), ("1,200", "1201"), (r"\frac{1}{2}", "3/2"), ("B", "C"), ("z", "y"), ("x+1", "none of these")],
 )
 def test_a_wrong_answer_is_of_the_same_kind(right, wrong):
     assert wrong_answer(right) == wrong

@@ -257,15 +257,16 @@ def test_what_must_start_quickly_imports_nothing_heavy(modules: str, heavy: tupl
 
 DISTRIBUTIONS = {
     "PIL": "pillow",
+    "math_verify": "math-verify",
     "yaml": "pyyaml",
     "zmq": "pyzmq",
     "huggingface_hub": "huggingface-hub",
     "pytest_timeout": "pytest-timeout",
     "xdist": "pytest-xdist",
 }
-INSTALLED_APART = {"trl", "math_verify"}  # by its benchmarks; by the user, who is told how
+INSTALLED_APART = {"trl"}  # by its benchmarks
 OWN = {*PACKAGES, "tests"}
-OPTIONAL = {"math_verify", "trl"}  # a reward's and a comparison's own package: nothing else needs them
+OPTIONAL = {"trl"}  # a comparison's own package: nothing else needs it
 
 
 def imported_packages() -> set[str]:

@@ -1,19 +1,20 @@
-r"""\boxed{} answers, the named verifiers that use them, and the rewards that shape others."""
+r"""\boxed{} answers, what counts as the same answer, the rewards that use them, TRL's, and those of the examples."""
 
 import math
 import time
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config import Rewards
-from common.errors import UserError
-from rewards.boxed import acc, base_acc, boxed, boxed_format, golds, is_right, strict_format
+from examples.length_rewards import cosine_length, linear_length
+from rewards.answers import golds, is_right, last_boxed, same_answer
+from rewards.boxed import acc, base_acc, boxed, boxed_format, gated_format, math_verify, strict_format
 from rewards.find import BUILT_IN, check_signature, resolve
-from rewards.latex import last_boxed, normalized, number, same_answer
-from rewards.shaped import cosine_length, gated_format, linear_length
+from rewards.gsm8k import plain_number
+from rewards.trl import accuracy_reward, get_soft_overlong_punishment, think_format_reward
 from tests.support.speed import cpu_overdue
 
 
@@ -43,51 +44,42 @@ def test_the_last_box_is_read_by_balanced_braces(text, held):
         (r"\$18.00", Fraction(18)),
         (r"-\dfrac{2}{3}", Fraction(-2, 3)),
         (r"\frac{-2}{3}", Fraction(-2, 3)),
-        (r"\frac12", Fraction(1, 2)),
-        (r"\frac1{72}", Fraction(1, 72)),
-        (r"\frac{1}2", Fraction(1, 2)),
-        ("-3/4", Fraction(-3, 4)),
-        (r"1\frac{1}{2}", Fraction(3, 2)),
-        (r"-1\frac{1}{2}", Fraction(-3, 2)),
-        (r"1.2 \times 10^{3}", Fraction(1200)),
-        (r"5 \cdot 10^{-2}", Fraction(1, 20)),
-        (r"x = 5", Fraction(5)),
-        (r"5\text{ cm}^2", Fraction(5)),
-        (r"\text{5}", Fraction(5)),
-        (r"30^\circ", Fraction(30)),
-        (r"30^{\circ}", Fraction(30)),
-        (r"50\%", Fraction(50)),
-        (r"10{,}000", Fraction(10000)),
-        (r"10,\!000", Fraction(10000)),
-        ("−7.", Fraction(-7)),
-        ("(3)", Fraction(3)),
+        ("−3/4", Fraction(-3, 4)),
+        (" 5. ", Fraction(5)),
         ("1/0", None),
-        (r"\frac{1}{0}", None),
-        ("1*10^{999}", None),
         (r"\pi", None),
         ("1,23", None),
-        ("9" * 500, None),
+        ("2x", None),
+        ("9" * 101, None),
         ("", None),
     ],
 )
-def test_notations_of_a_number_have_one_value(text, value):
-    assert number(normalized(text)) == value
+def test_a_number_and_nothing_else_has_an_exact_value(text, value):
+    assert plain_number(text) == value
 
 
 @pytest.mark.parametrize(
     ("prediction", "gold"),
     [
         ("0.5", r"\frac{1}{2}"),
-        (r"$\sqrt2$", r"\sqrt{2}"),
+        ("0.1234567890123456789", "0.12345678901234567890"),
+        (r"1\frac{1}{2}", "3/2"),
+        (r"1.2 \times 10^{3}", "1,200"),
+        (r"x = 5", "5"),
+        (r"5\text{ cm}^2", "5"),
+        (r"30^\circ", "30"),
+        (r"50\%", "50"),
+        (r"10,\!000", "10000"),
+        (r"−\sqrt2", r"-\sqrt{2}"),
+        (r"2\sqrt{3}", r"\sqrt{12}"),
+        ("1+x", "x+1"),
         (r"\left(1, \frac{1}{2}\right)", "(1,0.5)"),
         (r"\{2, 1\}", r"\{1,2\}"),
         ("2, 1", "1,2"),
         ("[1, 2)", "[1,2)"),
         (r"\text{(B)}", "B"),
-        ("b", "B"),
         (r"\text{Evelyn}", "evelyn"),
         (r"x \leq 3", r"x\le 3"),
-        ("x+1", "x + 1"),
         (r"\begin{pmatrix} 1 & 2 \end{pmatrix}", r"\begin{pmatrix}1&2\end{pmatrix}"),
     ],
 )
@@ -98,6 +90,7 @@ def test_answers_that_mean_the_same_are_equal(prediction, gold):
 @pytest.mark.parametrize(
     ("prediction", "gold"),
     [
+        ("0.1234567890123456789", "0.1234567890123456788"),
         ("0.3333", r"\frac{1}{3}"),
         ("3.14", r"\pi"),
         ("(2,1)", "(1,2)"),
@@ -109,25 +102,28 @@ def test_answers_that_mean_the_same_are_equal(prediction, gold):
         ("", ""),
         ("x", ""),
         ("5", "x=6"),
+        ("9" * 500, "9" * 501),
     ],
 )
 def test_answers_that_differ_are_not_equal(prediction, gold):
     assert not same_answer(prediction, gold)
 
 
-@given(st.text(alphabet="0123456789,.{}()[]\\frac boxed$-/*^=x"), st.text(alphabet="0123456789,.{}()\\frac"))
+@settings(max_examples=30)
+@given(st.text(alphabet="0123456789,.{}()[]\\frac boxed$-/*=x"), st.text(alphabet="0123456789,.{}()\\frac"))
 def test_no_text_breaks_the_comparison_and_every_answer_equals_itself(a, b):
     same_answer(a, b)
-    assert same_answer(a, a) or not normalized(a)
+    assert same_answer(a, a) or not a.strip()
     assert boxed(completions=[a], answer=[b])[0] in (0.0, 1.0, None)
 
 
-def test_a_hostile_completion_costs_milliseconds():
+def test_a_hostile_completion_costs_seconds_at_most_and_is_wrong():
+    """Long ones are not looked at; on the others algebra would take for ever, and is stopped."""
     texts = [r"\boxed{" * 100_000, "{" * 500_000 + r"\boxed{" + "{" * 500_000, r"\boxed{" + "(1," * 200_000 + "}"]
-    texts += [r"\boxed{" + r"\frac{1}" * 50_000 + "}", r"\boxed{" + "[[" * 100 + "1,2" * 30 + "}"]
+    texts += [r"\boxed{" + r"\frac{1}" * 50_000 + "}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{10^{10^{10}}}"]
     start = time.process_time()
-    assert boxed(completions=texts, answer=["(1,2,3)"] * 5) == [0.0] * 5
-    assert not cpu_overdue(time.process_time() - start, 3)
+    assert boxed(completions=texts, answer=["(1,2,3)"] * 6) == [0.0] * 6
+    assert not cpu_overdue(time.process_time() - start, 6)
 
 
 def test_gold_is_read_from_every_notation_of_a_data_set():
@@ -203,13 +199,36 @@ def test_a_gated_format_never_lets_a_wrong_answer_outrank_a_right_one():
     assert answers[2] + formats[2] == 0.25 > answers[1] + formats[1] == 0.0
 
 
+def test_math_verify_finds_the_answer_in_a_sentence_and_trls_accuracy_is_the_same():
+    completions = [r"\boxed{1+x}", r"\boxed{x}", r"so $\sqrt{12}$", "nothing"]
+    golds = ["x+1", "x+1", r"2\sqrt{3}", "4"]
+    assert math_verify(completions=completions, answer=golds) == [1.0, 0.0, 1.0, 0.0]
+    assert accuracy_reward(completions=completions, solution=golds) == [1.0, 0.0, 1.0, 0.0]
+    assert math_verify(completions=["4"], answer=[""]) == [None]
+
+
+def test_trls_formats_have_its_values():
+    texts = [
+        "<think>a</think>4",
+        "<think>a",
+        "so <think>a</think>",
+        "<think><think>a</think>",
+        [dict(role="assistant", content="<think>\n</think>")],
+    ]
+    assert think_format_reward(completions=texts) == [1.0, 0.0, 0.0, 0.0, 1.0]
+    ids = [[1] * n for n in (1, 6, 7, 8, 10, 12)]
+    # free up to 10 − 4 tokens, then a quarter each
+    found = get_soft_overlong_punishment(ids, max_completion_len=10, soft_punish_cache=4)
+    assert found == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+
+
 def test_the_cosine_falls_for_right_answers_and_rises_for_wrong_ones():
     lengths = [0, 50, 100, 400]
     arguments = {"completion_ids": [[1] * n for n in lengths], "answer": ["7"] * 4, "max_len": 100}
     # ½ (1 + cos) is 1 at 0, ½ half way, 0 at the end and beyond
     assert cosine_length(completions=["7"] * 4, **arguments) == pytest.approx([1.0, 0.75, 0.5, 0.5])
     assert cosine_length(completions=["8"] * 4, **arguments) == pytest.approx([-1.0, -0.75, -0.5, -0.5])
-    twice = cosine_length(completions=["7"] * 4, **arguments, max_value_correct=2.0, min_value_correct=1.0)
+    twice = cosine_length(completions=["7"] * 4, **arguments, values_right=(2.0, 1.0))
     assert twice == pytest.approx([2.0, 1.5, 1.0, 1.0])
     assert cosine_length(completions=["7"], completion_ids=[[1]], answer=[""], max_len=9) == [None]
 
@@ -222,29 +241,11 @@ def test_the_linear_length_reward_ranks_within_the_group():
     assert linear_length(completions=["7"] * 2, answer=["7"] * 2, completion_ids=ids[:1] * 2) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("name", sorted(set(BUILT_IN) - {"math_verify"}))
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_every_built_in_reward_is_found_and_takes_the_columns_of_gsm8k(name):
-    function = resolve(name)
-    if name == "cosine_length":
-        with pytest.raises(UserError, match=r"rewards\.reward_kwargs: \{cosine_length: \{max_len: …\}\}"):
-            check_signature(function, ["question", "answer"], name)
-    else:
-        check_signature(function, ["question", "answer"], name)
+    columns = ["question", "answer", "solution", "max_completion_len", "soft_punish_cache"]
+    check_signature(resolve(name), columns[:3] if name != "get_soft_overlong_punishment" else columns, name)
 
 
 def test_full_marks_of_built_in_rewards_can_be_reached():
-    rewards = Rewards(reward_funcs=["format", "cosine_length", "acc"], reward_kwargs={"cosine_length": {"max_len": 10}})
-    assert [rewards.full_mark(name) for name in rewards.names] == [1.25, 0.5, 1.0]
-
-
-def test_math_verify_says_what_to_install_or_compares_symbolically():
-    try:
-        import math_verify  # noqa: F401
-    except ImportError:
-        with pytest.raises(UserError, match=r"optional package is missing: pip install 'math-verify\[antlr4_13_2\]'"):
-            resolve("math_verify")
-        return
-    score = resolve("math_verify")
-    completions = [r"\boxed{1+x}", r"\boxed{x}", r"so $\boxed{\sqrt{12}}$", "nothing"]
-    assert score(completions=completions, answer=["x+1", "x+1", r"2\sqrt{3}", "4"]) == [1.0, 0.0, 1.0, 0.0]
-    assert score(completions=["4"], answer=[""]) == [None]
+    assert [Rewards(reward_funcs=["format", "acc"]).full_mark(name) for name in ("format", "acc")] == [1.25, 1.0]

@@ -1,0 +1,55 @@
+"""Two rewards for length, from papers, as examples of functions with arguments of their own.
+
+rewards:
+  reward_funcs: [answer, examples/length_rewards.py:cosine_length]
+  reward_kwargs: {cosine_length: {max_len: 512}}
+  full_marks: {cosine_length: 0.5}
+"""
+
+import math
+
+from rewards import text_of
+from rewards.answers import is_right
+
+
+def cosine_length(
+    completions,
+    answer,
+    completion_ids,
+    *,
+    max_len,
+    values_wrong=(-1.0, -0.5),
+    values_right=(1.0, 0.5),
+    **columns,
+):
+    """A right answer is worth more the shorter it is, a wrong one the longer, so that thinking on may still pay.
+
+        r(n) = end + ½ (start − end) (1 + cos(π n / max_len)),  n tokens, cut at max_len
+
+    Yeo et al. 2025, arXiv:2502.03373, equation 1. values: (start, end). None without a gold answer.
+    """
+    rewards = []
+    for completion, gold, ids in zip(completions, answer, completion_ids, strict=True):
+        verdict = is_right(text_of(completion), gold)
+        start, end = values_right if verdict else values_wrong
+        progress = min(len(ids) / max_len, 1.0)
+        reward = end + 0.5 * (start - end) * (1 + math.cos(math.pi * progress))
+        rewards.append(None if verdict is None else reward)
+    return rewards
+
+
+def linear_length(completions, answer, completion_ids, **columns):
+    """Short ones of the group are preferred, linearly between its shortest and its longest; wrong ones gain nothing.
+
+        λ_i = ½ − (n_i − min n) / (max n − min n),   right: λ_i,   wrong: min(0, λ_i),   all of one length: 0
+
+    Kimi k1.5, arXiv:2501.12599, section 2.3.3. None without a gold answer.
+    """
+    lengths = [len(ids) for ids in completion_ids]
+    shortest, longest = min(lengths, default=0), max(lengths, default=0)
+    rewards = []
+    for completion, gold, n in zip(completions, answer, lengths, strict=True):
+        verdict = is_right(text_of(completion), gold)
+        value = 0.5 - (n - shortest) / (longest - shortest) if longest > shortest else 0.0
+        rewards.append(None if verdict is None else value if verdict else min(0.0, value))
+    return rewards

@@ -1,0 +1,37 @@
+"""TRL's own reward functions under their names, and `environment`, what the rollout's environment said.
+
+Not the same: `accuracy_reward` is 0 and not None where the gold answer cannot be parsed, and what
+`get_soft_overlong_punishment` is called with stands in rewards.reward_kwargs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rewards import text_of
+from rewards.boxed import math_verify
+
+
+def environment(environment_rewards: Sequence[float | None], **columns: object) -> list[float | None]:
+    """What `Done(reward)` or `get_reward()` said of each rollout; None where the environment had nothing to say."""
+    return list(environment_rewards)
+
+
+def accuracy_reward(completions: Sequence[Any], solution: Sequence[Any], **columns: Any) -> list[float | None]:
+    """`math_verify`, with the gold answer in the column `solution`."""
+    return math_verify(completions=completions, answer=solution)
+
+
+def think_format_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
+    """1 for one `<think>…</think>` at the start, whatever follows, else 0."""
+    texts = [text_of(completion) for completion in completions]
+    return [float(t.startswith("<think>") and t.count("<think>") == 1 and "</think>" in t) for t in texts]
+
+
+def get_soft_overlong_punishment(
+    completion_ids: Sequence[Sequence[int]], *, max_completion_len: int, soft_punish_cache: int, **columns: Any
+) -> list[float]:
+    """0 up to max_completion_len − soft_punish_cache tokens, from there falling evenly to −1 (DAPO, equation 13)."""
+    over = [len(ids) - (max_completion_len - soft_punish_cache) for ids in completion_ids]
+    return [-1.0 if n > soft_punish_cache else min(0.0, -n / soft_punish_cache) for n in over]
