@@ -47,7 +47,7 @@ def main() -> None:
     chosen = problems[:: -(-len(problems) // arguments.rows)]
     steps = config.trainer.max_steps
     print(f"tandem: gold answers: {len(chosen)} of {len(problems)} rows of {config.data.train}", flush=True)
-    of_gold = check_gold(config.rewards, [_row(problem, config) for problem in chosen], steps)
+    of_gold = check_gold(config.rewards, [row_of(problem, config) for problem in chosen], steps)
     _print(of_gold)
     num_problems = len(of_gold.problems)
     if config.rollout.is_multi_turn:
@@ -72,7 +72,8 @@ def _print(findings: Findings) -> None:
     sys.stdout.flush()
 
 
-def _row(problem: Problem, config: Config) -> TrialRow:
+def row_of(problem: Problem, config: Config) -> TrialRow:
+    """With the prompt as a run shows it to the rewards."""
     columns = whole_row(problem, config.data.image_key)
     return TrialRow(problem.index, shown_to_rewards(problem, config), columns)
 
@@ -110,7 +111,7 @@ def groups(records: list[dict[str, Any]], problems: list[Problem], config: Confi
     numbered = enumerate(records)
     for _, group in itertools.groupby(numbered, key=lambda item: item[1].get("group_id", f"line {item[0]}")):
         members = [record for _, record in group]
-        row = _row(_origin(members[0], by_index, config), config)
+        row = row_of(_origin(members[0], by_index, config), config)
         texts = [_without_mark(record["completion"]) for record in members]
         yield TrialRow(row.index, row.prompt, row.columns, texts, [record.get("rewards") or {} for record in members])
 

@@ -14,7 +14,7 @@ from common.exits import RETRYABLE, STARTED_AT, started_at
 from common.ports import free_port
 from common.run_folder import checkpoints
 from launcher.machine import ROOT
-from launcher.placement import Placement
+from launcher.placement import Placement, SamplerPlace
 from launcher.processes import PID, Child
 from report.run_log import read_jsonl
 from trainer.engine.build_locks import remove_stale_build_locks
@@ -24,7 +24,7 @@ _SECONDS = ("step_time", "timing/checkpoint_s")  # of a step, in metrics.jsonl
 
 
 class Commands:
-    """Commands(path, overrides, config, place).sampler() is what to start."""
+    """Commands(path, overrides, config, place).samplers() is what to start."""
 
     def __init__(self, path: Path, overrides: Sequence[str], config: Config, place: Placement) -> None:
         self.config = config
@@ -35,21 +35,18 @@ class Commands:
 
     def samplers(self) -> list[Child]:
         """One, or sampler.num_samplers of them, each with the name of its log as its id."""
-        if not self.place.samplers:
-            return [self.sampler()]
+        if len(self.place.samplers) == 1:
+            return [self._sampler("sampler", self.place.samplers[0])]
         named = {f"sampler.{i}": place for i, place in enumerate(self.place.samplers)}
-        return [self._sampler(name, place.env, place.cores, "--id", name) for name, place in named.items()]
+        return [self._sampler(name, place, "--id", name) for name, place in named.items()]
 
-    def sampler(self) -> Child:
-        return self._sampler("sampler", self.place.sampler_env, self.place.sampler_cores)
-
-    def _sampler(self, name: str, env: Mapping[str, str], cores: tuple[int, ...], *extra: str) -> Child:
+    def _sampler(self, name: str, place: SamplerPlace, *extra: str) -> Child:
         return Child(
             name=name,
             argv=(sys.executable, str(ROOT / "sampling.py"), *self._arguments, *extra),
-            env=_environment(env),
+            env=_environment(place.env),
             log=self._logs / f"{name}.log",
-            cores=cores,
+            cores=place.cores,
             scratch=(f"/dev/shm/{self._tag}-reload-{PID}", f"{tempfile.gettempdir()}/{self._tag}-reload-{PID}"),
         )
 

@@ -30,7 +30,7 @@ from common.ports import free_port
 from common.redact import secret_part
 from launcher.commands import Commands
 from launcher.machine import ROOT
-from launcher.placement import Placement
+from launcher.placement import Placement, SamplerPlace
 from launcher.processes import Child
 
 _LINE = re.compile(r"(?P<name>[\w.:-]+)(?P<counts>(?:\s+\w+=\d+)+)")
@@ -87,7 +87,7 @@ def placement_over(hosts: Sequence[HostLine], config: Config) -> Placement:
             raise UserError(f"{name}.devices {devices} are of one host; remove it, the hostfile counts them")
     ranks_text = ", ".join(f"{h.name} × {h.slots}" for h in hosts if h.slots)
     samplers_text = ", ".join(f"{h.name} × {h.samplers}" for h in hosts if h.samplers)
-    return Placement(ranks, (), {}, {}, (), (), samplers_text, f"{ranks_text}, {ranks} rank{'s' * (ranks > 1)}")
+    return Placement(ranks, (), (), {}, (), samplers_text, f"{ranks_text}, {ranks} rank{'s' * (ranks > 1)}")
 
 
 def settings_over(hosts: Sequence[HostLine], config: Config) -> list[str]:
@@ -128,7 +128,7 @@ class HostCommands(Commands):
 
     def _sampler_on(self, host: HostLine, i: int, name: str) -> Child:
         """i: which of the host's samplers."""
-        alone = self._sampler(name, {}, (), "--id", name)
+        alone = self._sampler(name, SamplerPlace({}, (), host.name), "--id", name)
         width = self.config.engine_gpus
         gpus = (host.slots + i * width, width)
         return self._over(name, [self._order(host, name, alone.argv, gpus, alone.scratch)])

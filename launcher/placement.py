@@ -27,7 +27,7 @@ _NUMBERED = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 @dataclass(frozen=True)
 class SamplerPlace:
-    """One of several samplers."""
+    """One sampler. Its environment is a default, except for CUDA_VISIBLE_DEVICES."""
 
     env: Mapping[str, str]
     cores: tuple[int, ...]  # empty = not pinned
@@ -36,27 +36,20 @@ class SamplerPlace:
 
 @dataclass(frozen=True)
 class Placement:
-    """Two cores, one rank, run-ahead: launcher_args=("--num_gpus", "1"), sampler_cores=(0,), trainer_cores=(1,), and
-    OMP_NUM_THREADS=1 for both. The environments are defaults, except for CUDA_VISIBLE_DEVICES."""
+    """Two cores, one rank, run-ahead: launcher_args=("--num_gpus", "1"), samplers[0].cores=(0,), trainer_cores=(1,),
+    and OMP_NUM_THREADS=1 for both."""
 
     num_ranks: int
     launcher_args: tuple[str, ...]  # for `deepspeed`, before the script
-    sampler_env: Mapping[str, str]  # of the first one, if there are several
-    trainer_env: Mapping[str, str]  # of every rank
-    sampler_cores: tuple[int, ...]  # of the first one; empty = not pinned
+    samplers: tuple[SamplerPlace, ...]
+    trainer_env: Mapping[str, str]  # of every rank; defaults
     trainer_cores: tuple[int, ...]  # shared by all ranks; empty = not pinned
     sampler_place: str  # of all, for people: "GPU 0", "core 0"
     trainer_place: str
     sampler_gpus: tuple[int, ...] = ()  # of all samplers
     trainer_gpus: tuple[int, ...] = ()  # of each rank
     idle_gpus: tuple[int, ...] = ()  # visible, or named for the sampler, and used by neither process
-    samplers: tuple[SamplerPlace, ...] = ()  # each, if there are several
     more_samplers: str = ""  # the settings with which samplers use the idle GPUs
-
-    @property
-    def shares_cores(self) -> bool:
-        """Whether both processes compute on the same cores."""
-        return not (self.sampler_gpus or self.trainer_gpus or self.trainer_cores)
 
     @property
     def shares_gpu(self) -> bool:
@@ -119,14 +112,12 @@ def _on_cpu(config: Config, cores: Sequence[int]) -> Placement:
     return Placement(
         num_ranks=ranks,
         launcher_args=("--num_gpus", str(ranks)),
-        sampler_env=samplers[0].env,
+        samplers=samplers,
         trainer_env=cpu.environment(takes_turns) | lent | {"OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"},
-        sampler_cores=samplers[0].cores,
         trainer_cores=tuple(trainer),
         sampler_place=_each(samplers) if sampler else f"CPU, {len(cores)} shared cores" + _count(len(samplers)),
         trainer_place=(_named("CPU core", trainer) if trainer else f"CPU, {len(cores)} shared cores")
         + f", {ranks_text}",
-        samplers=samplers if len(samplers) > 1 else (),
     )
 
 
@@ -176,16 +167,14 @@ def _on_gpus(config: Config, gpus: Sequence[int], cores: Sequence[int]) -> Place
     return Placement(
         num_ranks=ranks,
         launcher_args=launcher_args,
-        sampler_env=samplers[0].env,
+        samplers=samplers,
         trainer_env=_NUMBERED | taken | {"OMP_NUM_THREADS": str(max(1, len(cores) // (ranks + 1)))},
-        sampler_cores=(),
         trainer_cores=(),
         sampler_place=_each(samplers),
         trainer_place=place + (", shared with the sampler" if set(sampler) & set(trainer) else ""),
         sampler_gpus=tuple(sampler_ids),
         trainer_gpus=tuple(trainer_ids),
         idle_gpus=tuple(gpus[i] for i in range(len(gpus)) if i not in used and i not in trainer[:ranks]),
-        samplers=samplers if count > 1 else (),
         more_samplers=_more_samplers(config, used, trainer[:ranks], len(gpus)),
     )
 

@@ -18,9 +18,9 @@ from typing import Any
 from common import exits
 from common.config import Config, load
 from common.errors import UserError
-from common.terminal_picture import lines_of
-from common.types import Prompt
+from common.types import Problem
 from launcher.batch_plan import BatchPlan, batch_plan, epochs, lines
+from launcher.check_rewards import row_of
 from launcher.fit import fit
 from launcher.machine import GIB, Machine, this_machine
 from launcher.placement import Placement, placement, visible_gpus
@@ -29,8 +29,9 @@ from launcher.workload import workload_of
 from model.dims import read_dims
 from model.folder import require_models, require_settings
 from model.gguf import with_folders
-from model.images import Vision, as_picture, digest, vision_of
+from model.images import digest, vision_of
 from report.escape import strip_escapes
+from rewards.trials import TrialRow, try_each
 from trainer.algorithm.user_functions import require_user_functions
 from trainer.engine.deepspeed_config import backend, deepspeed_config, gloo_warning
 
@@ -83,7 +84,8 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
         troubles = result.problems
         where = [("reference", f"scored by the {work.reference_on} (reference.on)")] if work.reference else []
         _print("memory and time, estimated", [*result.lines, *where])
-    _print(*_preview(config, problems))
+    _print("first prompt", _prompt_lines(config, problems[0]))
+    _print("rewards on real rows", _reward_lines(config, problems))
     for trouble in troubles:
         print(f"tandem: does not fit: {trouble}", file=sys.stderr)
     return CANNOT if troubles else exits.DONE
@@ -96,64 +98,44 @@ def _batch_lines(config: Config, plan: BatchPlan) -> Iterator[tuple[str, str]]:
     yield "run", f"{batches}{steps:,} optimizer steps" + (f", {count:.3g} epochs" if count else "")
 
 
-def _preview(config: Config, problems: Sequence[Any]) -> tuple[str, list[tuple[str, str]]]:
-    """The first prompt, and the rewards of the first rows' own answers against those of an empty completion."""
+def _prompt_lines(config: Config, problem: Problem) -> Iterator[tuple[str, str]]:
+    """A row's prompt as the model sees it."""
     from model.tokenizer import load_tokenizer
-    from rewards.pool import RewardFailure, RewardPool
-    from sampler.dataset import whole_row
     from sampler.pictures import encode_problem
     from sampler.prompts import make_prompt
 
-    names, weights = [*config.rewards.reward_funcs, "rewards.probes.neutral"], [*config.rewards.weights, 1.0]
-    beside_neutral = config.rewards.model_copy(update={"reward_funcs": names, "reward_weights": weights})
-    steps, image_key = config.trainer.max_steps, config.data.image_key
-    with RewardPool(beside_neutral, problems[0].columns, steps, image_key, has_rollouts=False) as pool:
-        tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
-        vision = vision_of(config)
-        images = [encode_problem(p, vision.form, config.data) if vision else () for p in problems[:_ROWS]]
-        prompts = [
-            make_prompt(problem, tokenizer, config, vision, its) for problem, its in zip(problems, images, strict=False)
-        ]
-        first = prompts[0]
-        for i, prompt in enumerate(prompts):
-            texts = [str(prompt.problem.columns.get("answer", "")), ""]
-            ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-            pool.submit(i, prompt.for_rewards, texts, ids, whole_row(prompt.problem, image_key))
-        scored: dict[Any, Any] = {}
-        while pool.pending:
-            scored |= dict(pool.ready(timeout_s=1.0))
-    length = f"row {first.problem.index}, {len(first.token_ids)} tokens of at most {config.data.max_prompt_length}"
-    shown = [("prompt", length), *(("", f"| {strip_escapes(line)}") for line in first.text.split("\n"))]
-    shown += _image_lines(first, vision)
-    failures = [result.reason for result in scored.values() if isinstance(result, RewardFailure)]
-    if failures:
-        raise UserError(f"a reward fails on real rows: {failures[0]}")
-    shown += _reward_lines(config, pool.wanted.needs_rollout, scored)
-    return "first prompt, and the rewards on real rows", shown
-
-
-def _image_lines(prompt: Prompt, vision: Vision | None) -> Iterator[tuple[str, str]]:
+    tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
+    vision = vision_of(config)
+    images = encode_problem(problem, vision.form, config.data) if vision else ()
+    prompt = make_prompt(problem, tokenizer, config, vision, images)
+    yield "prompt", f"row {problem.index}, {len(prompt.token_ids)} tokens of at most {config.data.max_prompt_length}"
+    yield from (("", f"| {strip_escapes(line)}") for line in prompt.text.split("\n"))
     if vision is None:
         return
     for image in prompt.images:
         _, rows, columns = (n * vision.form.patch_size for n in image.grid_thw)
         facts = f"{columns} × {rows} pixels, {vision.form.num_tokens(image)} tokens, PNG of {len(image.png):,} bytes"
         yield "image", f"{facts}, {digest(image)}"
-        yield from (("", line) for line in lines_of(as_picture(image), sys.stdout.isatty()))
 
 
-def _reward_lines(config: Config, untried: Sequence[str], scored: dict[Any, Any]) -> list[tuple[str, str]]:
-    out, tells_apart = [(name, "what a rollout's environment says: not tried here") for name in untried], False
-    for name in [name for name in config.rewards.names if name not in untried]:
-        of_answers, of_nothing = ([scored[i][which][0][name] for i in sorted(scored)] for which in (0, 1))
-        tells_apart |= any(a > n for a, n in zip(of_answers, of_nothing, strict=True))
-        pairs = ", ".join(f"{a:g} / {n:g}" for a, n in zip(of_answers, of_nothing, strict=True))
-        out.append((name, f"{pairs}   (the row's own answer / an empty completion, first {len(scored)} rows)"))
-    if not tells_apart and not untried:
-        out.append(
-            ("", "no reward prefers the bare answer to an empty completion; launch.sh check tries other forms, too")
-        )
-    return out
+def _reward_lines(config: Config, problems: Sequence[Problem]) -> Iterator[tuple[str, str]]:
+    """What the first rows' own answers earn against an empty completion. Raises UserError where a reward fails."""
+
+    def texts_of(row: TrialRow) -> list[str]:
+        return [str(row.columns.get("answer", "")), ""]
+
+    rows = [row_of(problem, config) for problem in problems[:_ROWS]]
+    trials = try_each(config.rewards, rows, texts_of, config.trainer.max_steps)
+    tells_apart = any(trial.needs_rollout for trial in trials)
+    for trial in trials:
+        for reason in trial.failures.values():
+            raise UserError(f"a reward fails on real rows: {reason}")
+        tells_apart |= any(answer > nothing for answer, nothing in trial.scores.values())
+        pairs = ", ".join(f"{answer:g} / {nothing:g}" for answer, nothing in trial.scores.values())
+        text = f"{pairs}   (the row's own answer / an empty completion, first {len(rows)} rows)"
+        yield trial.name, "what a rollout's environment says: not tried here" if trial.needs_rollout else text
+    if not tells_apart:
+        yield "", "no reward prefers the bare answer to an empty completion; launch.sh check tries other forms, too"
 
 
 def _machine(wanted: str | None) -> Machine:

@@ -124,7 +124,8 @@ def config_of(model: str, folder: str) -> Config:
 def grown(call: str, folder: Path, side: str) -> float:
     """By which fraction the process grew that makes this call."""
     place = placement(config_of("m", str(folder)), gpus=(), cores=(0,))
-    environment = getattr(place, f"{side}_env") | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    of_side = place.samplers[0].env if side == "sampler" else place.trainer_env
+    environment = {**of_side, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     code = f"from tests.processes.test_resident_memory import replace_heads, sample, train; {call}"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True

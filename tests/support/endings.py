@@ -167,8 +167,8 @@ class Ending:
 class Command(launcher_run.Commands):
     """The real commands with the programs exchanged."""
 
-    def sampler(self) -> Child:
-        return self._with(super().sampler(), "sampler")
+    def samplers(self) -> list[Child]:
+        return [self._with(child, "sampler") for child in super().samplers()]
 
     def trainer(self, *extra: str) -> Child:
         return replace(self._with(super().trainer(*extra), "launcher", *extra), launcher_depth=1)

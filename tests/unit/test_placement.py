@@ -16,8 +16,8 @@ from tests.support.configs import config_of
 
 
 def cores_and_threads(place: Placement) -> tuple[tuple[int, ...], str, tuple[int, ...], str]:
-    sampler, trainer = place.sampler_env["OMP_NUM_THREADS"], place.trainer_env["OMP_NUM_THREADS"]
-    return place.sampler_cores, sampler, place.trainer_cores, trainer
+    sampler, trainer = place.samplers[0].env["OMP_NUM_THREADS"], place.trainer_env["OMP_NUM_THREADS"]
+    return place.samplers[0].cores, sampler, place.trainer_cores, trainer
 
 
 AHEAD = {"max_staleness": 1}
@@ -27,7 +27,7 @@ def test_two_cores_give_one_to_each_process_where_both_work_at_once():
     place = placement(config_of(trainer=AHEAD), gpus=[], cores=[0, 1])
     assert cores_and_threads(place) == ((0,), "1", (1,), "1")
     assert place.launcher_args == ("--num_gpus", "1")
-    assert "OMP_WAIT_POLICY" not in place.sampler_env
+    assert "OMP_WAIT_POLICY" not in place.samplers[0].env
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_trainer_that_works_beside_the_sampler_hears_which_cores_are_lent(trai
 def test_without_tricks_processes_get_cores_and_threads_alone(trainer, monkeypatch):
     monkeypatch.setenv("TANDEM_CPU_TRICKS", "0")
     place = placement(config_of(trainer=trainer), [], cores=[0, 1, 2, 3])
-    for env in (place.sampler_env, place.trainer_env):
+    for env in (place.samplers[0].env, place.trainer_env):
         assert not {LENT_CORES, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "MALLOC_TRIM_THRESHOLD_"} & set(env)
 
 
@@ -58,9 +58,9 @@ def test_all_samplers_cores_are_lent():
 def test_processes_that_wait_for_each_other_share_all_cores_and_spin_a_moment(ranks, threads):
     place = placement(config_of(trainer={"num_ranks": ranks, "max_staleness": 0}), gpus=[], cores=list(range(8)))
     assert cores_and_threads(place) == ((), "8", (), threads)
-    for env in (place.sampler_env, place.trainer_env):
+    for env in (place.samplers[0].env, place.trainer_env):
         assert (env["OMP_WAIT_POLICY"], env["GOMP_SPINCOUNT"]) == ("PASSIVE", "10000")
-    assert place.shares_cores and "8 shared cores" in place.sampler_place and f"{ranks} rank" in place.trainer_place
+    assert "8 shared cores" in place.sampler_place and f"{ranks} rank" in place.trainer_place
 
 
 @pytest.mark.parametrize(
@@ -98,11 +98,11 @@ def test_cores_are_divided_so_that_every_rank_has_its_threads(cores, ranks, expe
 )
 def test_gpus_are_named_by_include_and_never_counted(gpus, sections, sampler, trainer):
     place = placement(config_of(**sections), gpus=gpus, cores=[0, 1])
-    assert place.sampler_env["CUDA_VISIBLE_DEVICES"] == sampler
+    assert place.samplers[0].env["CUDA_VISIBLE_DEVICES"] == sampler
     assert place.launcher_args == ("--include", trainer)
     assert place.num_ranks == trainer.count(",") + 1
     assert "CUDA_VISIBLE_DEVICES" not in place.trainer_env
-    assert place.sampler_env["CUDA_DEVICE_ORDER"] == place.trainer_env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert place.samplers[0].env["CUDA_DEVICE_ORDER"] == place.trainer_env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert place.shares_gpu == (sampler in trainer)
 
 
@@ -194,7 +194,6 @@ def test_several_samplers_without_a_gpu_split_the_samplers_cores_or_threads():
     shared = placement(config_of(sampler={"num_samplers": 3}, trainer={"max_staleness": 0}), gpus=[], cores=range(8))
     assert [(one.cores, one.env["OMP_NUM_THREADS"]) for one in shared.samplers] == [((), "2")] * 3
     assert "(3 samplers)" in shared.sampler_place
-    assert placement(config_of(), gpus=[], cores=range(8)).samplers == (), "one is as it always was"
 
 
 def test_each_of_several_samplers_has_an_id_a_log_and_files_of_its_own(tmp_path):

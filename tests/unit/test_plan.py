@@ -95,7 +95,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def without_preview(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first prompt and the rewards take most of a plan's time."""
-    monkeypatch.setattr(plan, "_preview", lambda config, problems: ("", []))
+    for name in ("_prompt_lines", "_reward_lines"):
+        monkeypatch.setattr(plan, name, lambda config, problems: [])
 
 
 class Planned:

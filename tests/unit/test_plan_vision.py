@@ -185,5 +185,3 @@ def test_the_plan_of_geometry3k_prints_its_sources_arithmetic(
         "image         588 × 448 pixels, 336 tokens",  # 600 × 450 in whole tokens of 28 × 28: 21 × 16
     ):
         assert words in said, said
-    small = said.split("336 tokens")[1].splitlines()[1:12]  # 28 × 21 pixels
-    assert all(len(line) == 16 + 28 and set(line) <= set("█▓▒░ ") for line in small)
