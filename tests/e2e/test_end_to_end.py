@@ -14,9 +14,9 @@ import yaml
 
 from common.ports import free_port
 from report.run_log import read_jsonl
+from tests.support.metrics_page import unexplained
 from tests.support.speed import limit, overdue
 from tests.support.tier import full
-from tests.unit.test_metrics_page import unexplained
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -16,9 +16,9 @@ from examples.drawings import Drawings
 from examples.example import build
 from model.images import read_vision
 from report.run_log import read_jsonl
+from tests.support.metrics_page import unexplained
 from tests.support.speed import limit
 from tests.support.tier import full
-from tests.unit.test_metrics_page import unexplained
 from trainer.link import recording
 
 pytestmark = pytest.mark.timeout(900)
