@@ -30,12 +30,10 @@ def checkpoints(run_folder: Path) -> list[Path]:
     return step_dirs(run_folder / CHECKPOINTS)
 
 
-def earlier_run(folder: Path, what: str, is_resumable: bool = True) -> UserError:
+def earlier_run(folder: Path, what: str) -> UserError:
     """A fresh start in the folder of another run. what: "a run of 40 steps", "checkpoints"."""
-    other = f"run.output_dir={folder}-2"
-    if not is_resumable:
-        return UserError(f"{folder} already holds {what}, without a checkpoint to go on from: start anew with {other}")
-    return UserError(f"{folder} already holds {what}. Continue it with run.resume=true, or start another with {other}")
+    other = f"start another with run.output_dir={folder}-2"
+    return UserError(f"{folder} already holds {what}. Continue it with run.resume=true, or {other}")
 
 
 def no_checkpoint(folder: Path, kind: str = "", is_empty: bool = True) -> UserError:

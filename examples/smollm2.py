@@ -1,6 +1,6 @@
 r"""What configs/smollm2_*.yaml start from, made once: a pretrained model, and word problems in plain language.
 
-    .cache/smollm2/  SmolLM2-135M-Instruct.Q4_1.gguf  train.jsonl  test.jsonl
+    .cache/smollm2/  model/ (a Hugging Face folder)  train.jsonl  test.jsonl
 
 A row is {"question": text, "answer": "9 - 5 = 4\n#### 4", "kind": "compare"}. Every problem takes one operation, on
 numbers up to 10 and factors up to 5: a model of 135M parameters in four bits can do these sums, so that what it learns
@@ -8,7 +8,8 @@ is which one is meant. Everything is a pure function of the seed. Left out: frac
 which GSM8K has.
 
 The model comes inside a wheel from PyPI, which is there wherever pip works: a hub of models may not be. The wheel must
-have the SHA-256 that stands here; nothing of it is installed or run. model/gguf.py makes a folder of the file.
+have the SHA-256 that stands here; nothing of it is installed or run. The GGUF file in it becomes a folder, in
+float32.
 
     python -m examples.smollm2
 """
@@ -32,6 +33,7 @@ import yaml
 from common import durable, exits
 from common.errors import UserError
 from examples.example import HELD_OUT_ONE_IN, distinct
+from model.gguf import convert
 
 FOLDER = Path(".cache/smollm2")  # as configs/smollm2_135m.yaml names it
 NUM_TRAIN, NUM_TEST, SEED = 4096, 512, 0
@@ -151,10 +153,12 @@ def build(folder: Path, wheel: Wheel, report: Callable[[str], None]) -> None:
     ):
         for name, size in (("train", NUM_TRAIN), ("test", NUM_TEST)):
             _write_problems(folder / f"{name}.jsonl", split(name, size, SEED), report)
-        model = folder / Path(wheel.member).name
-        if not model.is_file():
-            _take_out(_wheel_file(folder, wheel, report), wheel.member, model)
-            shutil.rmtree(folder / _DOWNLOAD, ignore_errors=True)
+        model = folder / "model"
+        if not model.is_dir():
+            file = folder / _DOWNLOAD / Path(wheel.member).name
+            _take_out(_wheel_file(folder, wheel, report), wheel.member, file)
+            convert(file, model, "float32")
+            shutil.rmtree(folder / _DOWNLOAD)
         report(f"{wheel.about}: {model}")
 
 
@@ -198,6 +202,7 @@ def _download(folder: Path, wheel: Wheel) -> Path:
 
 
 def _take_out(wheel: Path, member: str, target: Path) -> None:
+    target.parent.mkdir(exist_ok=True)
     with zipfile.ZipFile(wheel) as archive, archive.open(member) as file:
         durable.write_with(target, lambda opened: shutil.copyfileobj(file, opened, 1 << 20))
 

@@ -1,4 +1,8 @@
-"""The run folder before a run: is it free, and does it agree with run.resume?"""
+"""The run folder before a run: is it free, and does it agree with run.resume?
+
+One rule for every config. A run that can go on, one with a checkpoint and without final/, is never started anew: it is
+refused, naming run.resume. Any other earlier run, finished or without a checkpoint, is moved aside, to NAME-1, -2, …
+"""
 
 from __future__ import annotations
 
@@ -9,33 +13,48 @@ from pathlib import Path
 from common.config import Config
 from common.durable import lock
 from common.errors import UserError
-from common.run_folder import checkpoints, earlier_run, no_checkpoint
+from common.run_folder import FINAL, checkpoints, earlier_run, no_checkpoint
 from report.run_log import read_jsonl
 
 LOCK = "lock.supervisor"
 
 
-def check_folder(config: Config) -> None:
-    """Raises UserError if the run folder contradicts run.resume, before two processes have been started to say so."""
-    folder, resume = config.run.output_dir, config.run.resume
-    steps = len(read_jsonl(folder / "metrics.jsonl"))
-    if steps and not resume:
-        raise earlier_run(folder, f"a run of {steps} steps", is_resumable=bool(checkpoints(folder)))
-    if resume and not checkpoints(folder):
-        raise no_checkpoint(folder, is_empty=not steps)
+def make_room(config: Config, path: Path) -> None:
+    """Moves an earlier run aside. Raises UserError if it can go on, if this run reads it, or against run.resume.
+
+    path: of the config.
+    """
+    folder = config.run.output_dir
+    steps, saved = len(read_jsonl(folder / "metrics.jsonl")), checkpoints(folder)
+    is_finished = (folder / FINAL).is_dir()
+    if config.run.resume:
+        if not saved:
+            raise no_checkpoint(folder, is_empty=not steps)
+    elif saved and not is_finished:
+        raise earlier_run(folder, f"a run of {steps} steps")
+    elif steps or is_finished:
+        for name in _read(config, path):
+            if Path(name).absolute().is_relative_to(folder.absolute()):
+                other = f"run.output_dir={folder}-2"
+                raise UserError(f"{folder} holds an earlier run and {name}, which is read; set {other}")
+        _move_aside(folder)
 
 
-def move_aside(folder: Path) -> Path | None:
-    """Renames a run folder that holds anything to folder-1, -2, … Returns the new name, None if nothing was there."""
-    if not folder.is_dir() or all(path.name == LOCK for path in folder.iterdir()):
-        return None
+def _read(config: Config, path: Path) -> list[str]:
+    """Files and folders that the run reads, and names that may be ids of the hub."""
+    data = [config.data.train, config.data.eval]
+    found = [path, config.run.replay, config.model.path, config.reference.path, config.critic.path]
+    found += [name for names in data for name in (names if isinstance(names, list) else [names])]
+    return [str(name) for name in found if name is not None]
+
+
+def _move_aside(folder: Path) -> None:
     with lock(folder / LOCK, in_use(folder)):
         number = 1
         while (aside := folder.with_name(f"{folder.name}-{number}")).exists():
             number += 1
         folder.rename(aside)
     print(f"tandem: the earlier {folder} is now {aside}", file=sys.stderr)
-    return aside
 
 
 def in_use(folder: Path) -> Callable[[str], UserError]:

@@ -28,7 +28,6 @@ from launcher.run import parse, require_built
 from launcher.workload import workload_of
 from model.dims import read_dims
 from model.folder import require_models, require_settings
-from model.gguf import with_folders
 from model.images import digest, vision_of
 from report.escape import strip_escapes
 from rewards.trials import TrialRow, try_each
@@ -44,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="launch.sh plan", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpus", metavar="COUNTxGIB[:NAME]", help="plan for other GPUs, for example 8x80:A100")
     options, rest = parser.parse_known_args(arguments)
-    path, overrides = parse(rest)
+    path, overrides, _ = parse(rest, "plan")
     try:
         config = load(path, overrides)
         machine = _machine(options.gpus)
@@ -59,7 +58,6 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
     from sampler.dataset import load_data
 
     require_built(config)
-    config = with_folders(config)
     require_models(config)
     require_user_functions(config.algorithm)
     deepspeed_config(config, place.num_ranks)  # here, so that settings that contradict each other come before the data

@@ -1,9 +1,8 @@
 """One command for both processes:  python -m launcher.run [config.yaml] [--hosts FILE] [key=value …]
 
 Checks the configuration and the run folder before anything starts, gives each process its devices, runs them under
-supervisor.py and prints what came out. A model below .cache that one of BUILDERS makes is built if it is missing, and a
-GGUF file is converted; the quick start also moves an earlier run aside. With a hostfile the processes are on its hosts,
-and started from here (hosts.py).
+supervisor.py and prints what came out. A config's model.builder makes model and data where they are missing. With a
+hostfile the processes are on its hosts, and started from here (hosts.py).
 """
 
 from __future__ import annotations
@@ -31,29 +30,21 @@ from launcher.commands import Commands
 from launcher.fit import fit
 from launcher.hosts import HostCommands, placement_over, read_hosts, settings_over
 from launcher.machine import ROOT, Machine, this_machine
-from launcher.output_dir import LOCK, check_folder, in_use, move_aside
+from launcher.output_dir import LOCK, in_use, make_room
 from launcher.placement import Placement, placement, visible_gpus
 from launcher.supervisor import Rules, Supervisor
 from launcher.workload import workload_of
 from model.dims import read_dims
-from model.folder import require_models
-from model.gguf import as_overrides, converted
+from model.folder import looks_local, require_models
 from report.sinks import require_packages
 from trainer.algorithm.user_functions import require_user_functions
 
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
-BUILDERS = {
-    "quickstart": "examples.quickstart",
-    "quickstart_tools": "examples.calculator",
-    "quickstart_vlm": "examples.drawings",
-    "smollm2": "examples.smollm2",
-}
 
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 crash, 2 user error, 75 retryable, 130 interrupted."""
-    arguments, hostfile = without_hosts(arguments)
-    path, overrides = parse(arguments)
+    path, overrides, hostfile = parse(arguments)
     again = to_resume(path, overrides, hostfile)
     try:
         hosts = read_hosts(hostfile) if hostfile else ()
@@ -67,18 +58,13 @@ def main(arguments: Sequence[str]) -> int:
             place = placement(config, visible_gpus(os.environ), sorted(os.sched_getaffinity(0)))
         require_packages(config.run.report_to)
         require_user_functions(config.algorithm)
-        folder, is_quickstart = config.run.output_dir, path.resolve() == QUICKSTART
         if config.eval.val_only:
             return _build(config) or _evaluate(config, path, overrides)
-        if is_quickstart and not config.run.resume:
-            move_aside(folder)
-        check_folder(config)
+        folder = config.run.output_dir
+        make_room(config, path)
         with lock(folder / LOCK, in_use(folder)):
             if code := _build(config):
                 return code
-            if folders := converted(config):
-                overrides = [*overrides, *as_overrides(folders)]
-                config = load(path, overrides)
             require_models(config)
             if shares.is_undivided(config, place):
                 model, machine = read_dims(config.model.path, config.model.revision), _machine()
@@ -165,49 +151,37 @@ def _say(text: str) -> None:
         print(f"tandem: {text}", file=sys.stderr, flush=True)
 
 
-def without_hosts(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
-    """(the others, the file of --hosts).  ["a.yaml", "--hosts", "h"] → (["a.yaml"], h)
+def parse(arguments: Sequence[str], name: str = "run") -> tuple[Path, list[str], Path | None]:
+    """(config, overrides, hostfile); without a config, the quick start.
 
-    One that was named from the folder in which launch.sh was called keeps its meaning.
+    ["a=1"] → (configs/quickstart.yaml, ["a=1"], None)
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--hosts", type=Path)
-    found, others = parser.parse_known_args(arguments)
-    called_from = Path(os.environ.get("TANDEM_CALLED_FROM", "."))
-    is_there = found.hosts is None or found.hosts.exists() or not (called_from / found.hosts).exists()
-    return others, found.hosts if is_there else called_from / found.hosts
-
-
-def parse(arguments: Sequence[str]) -> tuple[Path, list[str]]:
-    """(config, overrides); without a config, the quick start.  ["a=1"] → (configs/quickstart.yaml, ["a=1"])"""
-    parser = argparse.ArgumentParser(prog="launch.sh run", description="Start the sampler and the trainer.")
+    parser = argparse.ArgumentParser(prog=f"launch.sh {name}", description="Start the sampler and the trainer.")
     parser.add_argument("config", nargs="?", help="a YAML file; default: the quick start")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example trainer.max_steps=20")
+    parser.add_argument("--hosts", type=Path, help="the hosts of the run: docs/hosts.md")
     parsed = parser.parse_intermixed_args(arguments)
     given = [argument for argument in [parsed.config, *parsed.overrides] if argument is not None]
     if given and "=" not in given[0]:
-        return Path(given[0]), given[1:]
-    return QUICKSTART.relative_to(ROOT), given
-
-
-def built_by(config: Config) -> str | None:
-    """The room whose `python -m` builds the config's model below .cache, as quickstart for quickstart.yaml."""
-    model = ROOT / config.model.path
-    return next((room for name, room in BUILDERS.items() if model.is_relative_to(ROOT / ".cache" / name)), None)
+        return Path(given[0]), given[1:], parsed.hosts
+    return QUICKSTART.relative_to(ROOT), given, parsed.hosts
 
 
 def require_built(config: Config) -> None:
-    """Raises UserError if the config's model is one that a run builds, and none has."""
-    if (room := built_by(config)) and not (ROOT / config.model.path).exists():
-        raise UserError(
-            f"{config.model.path} is not there yet; launch.sh run makes it, or by itself: .venv/bin/python -m {room}"
-        )
+    """Raises UserError if a run would build the config's model, and none has."""
+    path, builder = config.model.path, config.model.builder
+    if builder is not None and looks_local(path) and not (ROOT / path).exists():
+        raise UserError(f"{path} is not there yet; launch.sh run makes it, or by itself: .venv/bin/python -m {builder}")
 
 
 def _build(config: Config) -> int:
-    """Builds the config's model if that is to be built and is missing. The exit code."""
-    room = built_by(config)
-    return _program(room) if room else DONE
+    """Has the config's builder make model and data where they are missing. The exit code."""
+    builder = config.model.builder
+    if builder is None:
+        return DONE
+    if not (ROOT / builder.replace(".", "/")).with_suffix(".py").is_file():
+        raise UserError(f"model.builder {builder}: no such module in {ROOT}; write for example examples.quickstart")
+    return _program(builder)
 
 
 def _program(module: str, *arguments: str) -> int:

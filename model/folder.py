@@ -30,13 +30,15 @@ NO_CHAT_TEMPLATE = (
 
 
 def require_models(config: Config) -> None:
-    """Raises UserError if policy or reference are plainly not there, or prompts cannot be made for want of a template.
+    """Raises UserError if a model is plainly not there, or prompts cannot be made for want of a template.
 
     Silent where only the network or the tokenizer itself can tell: `require_downloaded` asks again when it has.
     """
     require_model(config.model.path, config.model.revision)
     if config.algorithm.beta > 0 and config.reference.path is not None:
         require_model(*config.start_of(config.reference))
+    if config.algorithm.needs_critic and config.critic.path is not None:
+        require_model(*config.start_of(config.critic))
     template, folder = config.prompt.chat_template, Path(config.model.path).expanduser()
     if template is not None and not template.is_file():
         raise UserError(f"prompt.chat_template {template}: no such file. Templates of ours: configs/templates/")
@@ -174,13 +176,23 @@ def _require_positions(config: Config, settings: dict[str, Any]) -> None:
         )
 
 
+def looks_local(path: str) -> bool:
+    """Whether it can be no hub id."""
+    return path.startswith((".", "/", "~")) or path.count("/") > 1
+
+
 def require_model(path: str, revision: str | None = None) -> None:
     """Raises UserError if there is no such folder, or no network and nothing in the cache."""
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if Path(path).expanduser().is_dir():
         check_model_folder(path)
         return
-    if looks_local:
+    if path.endswith(".gguf"):
+        folder = path.removesuffix(".gguf")
+        raise UserError(
+            f"model {path!r} is a GGUF file; make a folder of it: bash launch.sh convert {path} {folder}, and set "
+            f"model.path: {folder}"
+        )
+    if looks_local(path):
         raise UserError(
             f"model {path!r}: no such folder.{did_you_mean(Path(path).expanduser())} "
             "Set model.path to a folder or a hub id"

@@ -1,129 +1,73 @@
-"""GGUF files as models: converted once into a folder that transformers and vLLM load.
+"""A model folder from a GGUF file:  bash launch.sh convert FILE.gguf FOLDER [--dtype float32]
 
-`model.path: my.gguf` or `owner/name:file.gguf` (on the hub) becomes .cache/gguf/<digest>-<dtype>. The digest is the
-file's SHA-256: the same file under another name is the same model, also for a run that resumes. transformers reads the
-file and undoes its quantization; those values are what is trained. The conversion runs in a process of its own, so that
-its memory goes with it. Left out: files in several parts, and writing GGUF.
+transformers reads the file and undoes its quantization; those values are what is trained. Left out: files in several
+parts, and writing GGUF.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib.util
 import json
-import multiprocessing
 import os
 import re
 import shutil
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import durable
-from common.config import Config
+from common import durable, exits
 from common.errors import UserError
 from common.paths import did_you_mean
-from model.hub import file_from_hub
 
-FOLDER = Path(".cache/gguf")  # counted like every path of a config, from the folder of launch.sh
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
-def is_gguf(path: str) -> bool:
-    return path.endswith(".gguf") and not Path(path).expanduser().is_dir()
-
-
-def with_folders(config: Config) -> Config:
-    """The config with folders in place of GGUF files, which are converted if they are not yet. Raises UserError."""
-    folders = converted(config)
-    changed = {
-        section: getattr(config, section).model_copy(update={"path": str(folder)})
-        for section, folder in folders.items()
-    }
-    if "model" in changed:
-        changed["model"] = changed["model"].model_copy(update={"revision": None})
-    return config.model_copy(update=changed)
-
-
-def as_overrides(folders: dict[str, Path]) -> list[str]:
-    """What gives another process the same folders."""
-    return [f"{name}.path={path}" for name, path in folders.items()] + ["model.revision=null"] * ("model" in folders)
-
-
-def converted(config: Config) -> dict[str, Path]:
-    """The folder for each section of a config (model, reference, critic) that names a GGUF file and is in use."""
-    named = [("model", config.model.path, config.model.revision)]
-    if config.algorithm.beta > 0 and config.reference.path is not None:
-        named.append(("reference", *config.start_of(config.reference)))
-    if config.algorithm.needs_critic and config.critic.path is not None:
-        named.append(("critic", *config.start_of(config.critic)))
-    return {name: folder_of(path, revision, config.model.dtype) for name, path, revision in named if is_gguf(path)}
-
-
-def folder_of(path: str, revision: str | None, dtype: str) -> Path:
-    """The folder of a GGUF file's model, made if it is not there. Waits while another process makes it.
-
-    dtype: of the values in it, float32 or bfloat16. Raises UserError.
-    """
-    file = _file(path, revision)
-    with file.open("rb") as opened:
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()
-    folder = FOLDER / f"{digest[:16]}-{dtype}"
-    if not folder.is_dir():
-        with durable.waiting_lock(folder.with_name(f"{folder.name}.lock"), _waits(path)):
-            if not folder.is_dir():
-                _convert_apart(file, digest, folder, dtype)
-    return folder
-
-
-def _file(path: str, revision: str | None) -> Path:
-    """The file itself, from the hub if it has to come from there."""
-    file = Path(path).expanduser()
-    if not file.is_file():
-        repository, colon, name = path.partition(":")
-        if not colon or repository.count("/") != 1 or path.startswith((".", "/", "~")):
-            raise UserError(
-                f"model {path!r}: no such file.{did_you_mean(file)} Set model.path to a .gguf file, to one on the hub "
-                "(owner/name:file.gguf), or to a folder"
-            )
-        file = file_from_hub(repository, name, revision, path)
-    if part := _PART.search(file.name):
-        raise UserError(
-            f"{path} is part {int(part[1])} of {int(part[2])}; join them: llama-gguf-split --merge {path} whole.gguf"
-        )
-    with file.open("rb") as opened:
-        if opened.read(4) != b"GGUF":
-            raise UserError(f"{path} is not a GGUF file (it does not begin with GGUF); download it again")
-    return file
-
-
-def _waits(path: str) -> str:
-    return f"waiting for another process that converts {path}"
-
-
-def _convert_apart(file: Path, digest: str, folder: Path, dtype: str) -> None:
-    """Converts in a process of its own. Raises UserError, also when that process is killed."""
-    if importlib.util.find_spec("gguf") is None:
-        raise UserError(f"{file.name} needs the package gguf; install it: .venv/bin/python -m pip install gguf==0.19.0")
-    print(f"tandem: converting {file.name} to {dtype} into {folder}, once", file=sys.stderr, flush=True)
-    temporary = folder.with_name(f"{durable.TEMPORARY}{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)  # what a killed conversion left
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            pool.submit(convert, file, temporary, dtype).result()
-        except BrokenProcessPool:
-            raise UserError(
-                f"the conversion of {file.name} was killed, most likely for want of memory: it holds all values in "
-                f"{dtype}; use a machine with more, or set model.path to the folder or hub id that it was made from"
-            ) from None
-    (temporary / "source.json").write_text(json.dumps({"file": file.name, "sha256": digest}))
-    durable.commit_dir(temporary, folder)
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Raises UserError."""
+    parser = argparse.ArgumentParser(prog="launch.sh convert", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("file", type=Path, help="a .gguf file")
+    parser.add_argument("folder", type=Path, help="which is made, for model.path")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the values in it")
+    given = parser.parse_args(arguments)
+    convert(given.file, given.folder, given.dtype)
+    print(f"tandem: made {given.folder}; set model.path={given.folder}")
 
 
 def convert(file: Path, folder: Path, dtype: str) -> None:
-    """Writes the file's model and tokenizer as from_pretrained reads them. Raises UserError for one it cannot read."""
+    """Writes the file's model and tokenizer as from_pretrained reads them; the folder appears whole or not at all.
+
+    dtype: float32 or bfloat16. Raises UserError for a file that is none or cannot be read, and a folder that exists.
+    """
+    _require_whole(file)
+    if folder.exists():
+        raise UserError(f"{folder} exists; name another folder, or remove it: rm -r {folder}")
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError(f"{file.name} needs the package gguf; install it: .venv/bin/python -m pip install gguf==0.19.0")
+    temporary = folder.with_name(f"{durable.TEMPORARY}{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)  # what a killed conversion left
+    _save(file, temporary, dtype)
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    (temporary / "source.json").write_text(json.dumps({"file": file.name, "sha256": digest}))  # for the model card
+    durable.commit_dir(temporary, folder)
+
+
+def _require_whole(file: Path) -> None:
+    if not file.is_file():
+        raise UserError(f"{file}: no such file.{did_you_mean(file)}")
+    if part := _PART.search(file.name):
+        raise UserError(
+            f"{file} is part {int(part[1])} of {int(part[2])}; join them: llama-gguf-split --merge {file} whole.gguf"
+        )
+    with file.open("rb") as opened:
+        if opened.read(4) != b"GGUF":
+            raise UserError(f"{file} is not a GGUF file (it does not begin with GGUF); download it again")
+
+
+def _save(file: Path, folder: Path, dtype: str) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports DeepSpeed, which would warn of its guess
     # Here, because these imports cost seconds.
     import torch
@@ -157,3 +101,7 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
     plain.tie_weights()
     plain.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    sys.exit(exits.run("convert", main))

@@ -9,11 +9,8 @@ from typing import Any
 from common.errors import UserError
 
 
-def file_from_hub(repository: str, name: str, revision: str | None, asked: str) -> Path:
-    """The file, from the cache or the hub. asked: what the user wrote, owner/name or owner/name:file.
-
-    Raises UserError with the command that downloads what was asked for.
-    """
+def file_from_hub(repository: str, name: str, revision: str | None) -> Path:
+    """The file, from the cache or the hub. Raises UserError with the command that downloads it."""
     from huggingface_hub import hf_hub_download
 
     try:
@@ -21,8 +18,8 @@ def file_from_hub(repository: str, name: str, revision: str | None, asked: str) 
     except Exception as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(
-            f"model {asked!r} is not here, and its {name} cannot be had from the hub or its cache: {first_line} "
-            f"Download: hf download {asked.replace(':', ' ')}, or set model.path to what is on this machine. "
+            f"model {repository!r} is not here, and its {name} cannot be had from the hub or its cache: {first_line} "
+            f"Download: hf download {repository}, or set model.path to what is on this machine. "
             "Behind a firewall: HF_ENDPOINT=…"
         ) from None
 
@@ -30,7 +27,7 @@ def file_from_hub(repository: str, name: str, revision: str | None, asked: str) 
 def model_file(path: str, name: str, revision: str | None) -> Path:
     """Where a file of the model at `path`, a folder or a hub id, is or would be. Raises UserError as file_from_hub."""
     folder = Path(path).expanduser()
-    return folder / name if folder.is_dir() else file_from_hub(path, name, revision, path)
+    return folder / name if folder.is_dir() else file_from_hub(path, name, revision)
 
 
 def present_file(path: str, name: str, revision: str | None) -> Path | None:

@@ -19,7 +19,6 @@ from common.shared_memory import remove_orphans
 from common.types import Problem, Prompt
 from common.watchdog import Watchdog
 from model.folder import require_downloaded, require_models
-from model.gguf import with_folders
 from model.images import vision_of
 from model.tokenizer import load_tokenizer
 from rewards.pool import RewardFailure, RewardPool
@@ -38,7 +37,6 @@ _START_PATIENCE_S = 120.0  # a reward process that died is started again, and im
 def run(config: Config, sampler_id: str) -> None:
     """Samples until the trainer says goodbye. Raises UserError, Retryable or PeerEnded."""
     config.require_training()
-    config = with_folders(config)
     require_models(config)
     limits, log = config.channel, config.run.output_dir / "logs" / "trainer.log"
     with contextlib.ExitStack() as stack:

@@ -17,7 +17,6 @@ from common.redact import redacted
 from common.run_folder import CHECKPOINTS, sampler_log
 from common.watchdog import Watchdog
 from model.folder import load_config, require_models
-from model.gguf import with_folders
 from model.images import vision_of
 from model.tokenizer import load_tokenizer
 from report.display import StepDisplay
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 def run(config: Config) -> None:
     """Trains to the end. Raises UserError, Retryable or PeerEnded."""
     config.require_training()
-    config = with_folders(config)
     require_models(config)
     rank, limits = int(os.environ.get("RANK", "0")), config.channel
     timeout_s = limits.rank_patience_s if rank else limits.stall_timeout_s

@@ -72,7 +72,9 @@ class Run(Section):
 
 class Model(Section):
     path: str
-    """Hub id, folder or GGUF file (`my.gguf`, `owner/name:file.gguf`)."""
+    """Hub id or folder; of a GGUF file `convert` makes one."""
+    builder: str | None = Field(None, pattern=r"[a-z_]\w*(\.\w+)*")
+    """A module that makes model and data where they are missing, as `examples.quickstart`."""
     revision: str | None = None
     """Branch, tag, commit."""
     dtype: Literal["float32", "bfloat16", "auto"] = "bfloat16"

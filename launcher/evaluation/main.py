@@ -25,7 +25,6 @@ from common.config import Config, load
 from common.errors import UserError
 from common.redact import redacted
 from launcher.evaluation.target import Target, find_target
-from model.gguf import with_folders
 from report.escape import strip_escapes
 
 if TYPE_CHECKING:
@@ -58,7 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if Path(target.model).is_dir() and not target.rank:
         overrides.append("model.revision=null")
     config = load(target.config, [*overrides, "eval.val_only=false"])
-    config = with_folders(config)
     if config.data.eval is None:
         raise UserError("no held-out data: name it after the checkpoint, for example openai/gsm8k:main@test")
     run(config, _sizes(config, ks), target, Path(given.output) if given.output else None)

@@ -9,7 +9,7 @@ from pathlib import Path
 from common.errors import UserError
 from common.run_folder import FINAL, checkpoints
 from model import lora
-from model.gguf import is_gguf
+from model.folder import looks_local, require_model
 from model.hub import read_json
 
 
@@ -30,11 +30,12 @@ class Target:
 
 
 def find_target(checkpoint: str, config: str | None) -> Target:
-    """The model folder and the config of a run folder, a checkpoint, a GGUF file or a hub id. Raises UserError."""
+    """The model folder and the config of a run folder, a checkpoint or a hub id. Raises UserError."""
     folder = Path(checkpoint).expanduser()
     if not folder.is_dir():
-        looks_local = checkpoint.startswith((".", "/", "~", "runs/")) or checkpoint.count("/") > 1
-        if looks_local and not is_gguf(checkpoint):
+        if checkpoint.endswith(".gguf"):
+            require_model(checkpoint)  # says how to convert it
+        if looks_local(checkpoint) or checkpoint.startswith("runs/"):
             raise UserError(f"{checkpoint} is no folder; name a run folder, a checkpoint in it, or a model on the hub")
         if config is None:
             raise UserError("which prompts and rewards? Add --config, for example --config configs/quickstart.yaml")

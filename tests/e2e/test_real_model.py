@@ -24,7 +24,7 @@ SMALLER = ("trainer.max_steps=2", "trainer.prompts_per_step=2", "sampler.num_gen
 
 @full
 @pytest.mark.skipif(
-    not (ROOT / load(ROOT / CONFIG).model.path).is_file(),
+    not (ROOT / load(ROOT / CONFIG).model.path).is_dir(),
     reason="fetches 93 MB: python -m examples.smollm2 does",
 )
 def test_two_steps_of_the_pretrained_model_leave_one_that_loads(tmp_path: Path):

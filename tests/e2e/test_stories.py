@@ -94,7 +94,8 @@ def test_the_task_of_the_readme_is_checked_and_trains_with_its_own_words(clone: 
     (row,) = re.findall(r"`(\{.question.*?\})`", page)
     (clone.folder / "my.jsonl").write_text(f"{row}\n" * 8)
     ours = (
-        "model.path=.cache/quickstart/model model.dtype=float32 trainer.max_steps=2 trainer.prompts_per_step=4 "
+        "model.path=.cache/quickstart/model model.builder=examples.quickstart model.dtype=float32 "
+        "trainer.max_steps=2 trainer.prompts_per_step=4 "
         "data.max_prompt_length=128 sampler.max_completion_length=24"
     )
     asked = re.findall(r"^bash launch\.sh (\w+) my\.yaml", page, re.MULTILINE)

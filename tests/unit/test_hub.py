@@ -32,7 +32,7 @@ def test_a_hub_ids_file_comes_from_the_hub_at_its_revision_and_is_none_where_the
 ) -> None:
     asked: list[tuple[str, str, str | None]] = []
 
-    def from_hub(repository: str, name: str, revision: str | None, _: str) -> Path:
+    def from_hub(repository: str, name: str, revision: str | None) -> Path:
         asked.append((repository, name, revision))
         if name != "config.json":
             raise UserError("not to be had")

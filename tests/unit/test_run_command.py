@@ -18,9 +18,9 @@ from common.run_folder import checkpoints
 from launcher import run as launcher_run
 from launcher.commands import Commands
 from launcher.machine import ROOT
-from launcher.output_dir import LOCK, check_folder, move_aside
+from launcher.output_dir import LOCK, make_room
 from launcher.placement import placement
-from launcher.run import built_by, main, parse, to_resume
+from launcher.run import main, parse, to_resume
 from report.run_log import MetricsLog
 from tests.support.configs import config_of
 from tests.support.speed import overdue
@@ -46,9 +46,9 @@ def test_a_typo_ends_with_2_in_less_than_two_seconds_and_starts_nothing(tmp_path
 
 
 def test_without_a_config_the_quick_start_runs():
-    assert parse([]) == (Path("configs/quickstart.yaml"), [])
-    assert parse(["trainer.max_steps=2"]) == (Path("configs/quickstart.yaml"), ["trainer.max_steps=2"])
-    assert parse(["a.yaml", "x.y=1"]) == (Path("a.yaml"), ["x.y=1"])
+    assert parse([]) == (Path("configs/quickstart.yaml"), [], None)
+    assert parse(["trainer.max_steps=2"]) == (Path("configs/quickstart.yaml"), ["trainer.max_steps=2"], None)
+    assert parse(["a.yaml", "--hosts", "h", "x.y=1"]) == (Path("a.yaml"), ["x.y=1"], Path("h"))
 
 
 def test_a_run_goes_on_with_what_was_typed_and_not_with_what_was_chosen_for_it():
@@ -57,20 +57,6 @@ def test_a_run_goes_on_with_what_was_typed_and_not_with_what_was_chosen_for_it()
         "bash launch.sh run 'my configs/a.yaml' trainer.max_steps=2 'vllm.hf_token=***' run.resume=true --hosts hosts"
     )
     assert to_resume(Path("a.yaml"), ["run.resume=true"], None) == "bash launch.sh run a.yaml run.resume=true"
-
-
-def test_an_earlier_run_moves_aside_to_the_first_free_number(tmp_path):
-    folder = tmp_path / "quickstart"
-    assert move_aside(folder) is None
-    for expected in ("quickstart-1", "quickstart-2"):
-        folder.mkdir()
-        (folder / "metrics.jsonl").write_text(expected)
-        moved = move_aside(folder)
-        assert moved is not None and moved.name == expected
-        assert (moved / "metrics.jsonl").read_text() == expected and not folder.exists()
-    folder.mkdir()
-    (folder / LOCK).touch()
-    assert move_aside(folder) is None  # nothing was run in it
 
 
 @pytest.mark.processes
@@ -97,20 +83,62 @@ def test_the_time_to_stop_is_that_of_the_last_batches_and_their_checkpoints(tmp_
     assert commands.batch_s() == 172.0
 
 
-def test_a_folder_with_steps_is_refused_unless_resumed(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
-    anew = rf"run\.output_dir={tmp_path}-2"  # and not each the other's remedy
-    with pytest.raises(UserError, match=rf"already holds a run of 2 steps, without a checkpoint .*: start .* {anew}$"):
-        check_folder(config(tmp_path))
-    with pytest.raises(UserError, match=rf"no checkpoint; set {anew} and leave run\.resume out"):
-        check_folder(config(tmp_path, resume=True))
-    (tmp_path / "checkpoints" / "step_000002").mkdir(parents=True)
-    check_folder(config(tmp_path, resume=True))
-    with pytest.raises(UserError, match=r"already holds a run of 2 steps\. Continue it with run\.resume=true"):
-        check_folder(config(tmp_path))
-    assert [path.name for path in checkpoints(tmp_path)] == ["step_000002"]
+def left(folder: Path, *names: str) -> Path:
+    """What an earlier run has left: "metrics.jsonl" with two steps, "checkpoints/step_000002", "final"."""
+    for name in names:
+        if name == "metrics.jsonl":
+            folder.mkdir(exist_ok=True)
+            (folder / name).write_text('{"step": 1}\n{"step": 2}\n')
+        else:
+            (folder / name).mkdir(parents=True)
+    return folder
+
+
+STEPS, SAVED = "metrics.jsonl", "checkpoints/step_000002"
+
+
+@pytest.mark.parametrize("names", [(STEPS,), (STEPS, SAVED, "final"), ("final",)], ids=str)
+def test_a_run_that_is_done_or_cannot_go_on_moves_aside_to_the_first_free_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], names: tuple[str, ...]
+) -> None:
+    for number in (1, 2):
+        folder = left(tmp_path / "run", *names)
+        (folder / "which").write_text(str(number))
+        make_room(config(folder), Path("a.yaml"))
+        assert not folder.exists() and (tmp_path / f"run-{number}" / "which").read_text() == str(number)
+        assert f"the earlier {folder} is now {tmp_path}/run-{number}" in capsys.readouterr().err
+    make_room(config(left(folder, "logs")), Path("a.yaml"))
+    assert folder.exists()  # nothing was trained in it
+
+
+def test_a_run_that_can_go_on_is_refused_and_a_resume_needs_a_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
     with pytest.raises(UserError, match=r"no checkpoint; leave run\.resume out to start anew"):
-        check_folder(config(tmp_path / "empty", resume=True))
+        make_room(config(folder, resume=True), Path("a.yaml"))
+    left(folder, STEPS)
+    with pytest.raises(UserError, match=rf"no checkpoint; set run\.output_dir={folder}-2 and leave run\.resume out"):
+        make_room(config(folder, resume=True), Path("a.yaml"))
+    left(folder, SAVED)
+    assert [path.name for path in checkpoints(folder)] == ["step_000002"]
+    make_room(config(folder, resume=True), Path("a.yaml"))
+    with pytest.raises(UserError, match=r"a run of 2 steps\. Continue it with run\.resume=true, or .*run-2"):
+        make_room(config(folder), Path("a.yaml"))
+    left(folder, "final")
+    make_room(config(folder, resume=True), Path("a.yaml"))
+    assert folder.exists()
+
+
+@pytest.mark.parametrize("section", ["path", "model", "reference", "critic", "data", "run"])
+def test_a_run_that_reads_from_its_own_folder_moves_nothing(tmp_path: Path, section: str) -> None:
+    folder = left(tmp_path / "run", STEPS, "final")
+    read, path = str(folder / "final"), Path("a.yaml")
+    data = {"train": ["t.jsonl", f"{read}/t.jsonl@train[:3]"]}
+    sections = {"run": {"replay": read}, "data": data}.get(section, {"path": read})
+    given = config_of(**({} if section == "path" else {section: sections}), algorithm={"adv_estimator": "gae"})
+    given = given.model_copy(update={"run": given.run.model_copy(update={"output_dir": folder})})
+    with pytest.raises(UserError, match=rf"holds an earlier run and {folder}/\S+, which is read; set run\.output_dir="):
+        make_room(given, folder / "a.yaml" if section == "path" else path)
+    assert folder.exists()
 
 
 def test_a_folder_in_use_is_refused(tmp_path, capsys):
@@ -180,11 +208,8 @@ def test_val_only_evaluates_without_a_trainer(tmp_path, monkeypatch):
 def test_ppo_gae_starts_from_the_quick_starts_model_and_differs_in_the_estimator_alone() -> None:
     names = ("quickstart.yaml", "ppo_gae.yaml", "gsm8k_qwen2.5_1.5b.yaml")
     quickstart, ppo, gsm8k = (load(ROOT / "configs" / name) for name in names)
-    assert [built_by(config) for config in (quickstart, ppo, gsm8k)] == [
-        "examples.quickstart",
-        "examples.quickstart",
-        None,
-    ]
+    builders = [config.model.builder for config in (quickstart, ppo, gsm8k)]
+    assert builders == ["examples.quickstart", "examples.quickstart", None]
     assert ppo.algorithm.adv_estimator == "gae"
     same = {"run": quickstart.run, "algorithm": quickstart.algorithm, "critic": quickstart.critic}
     assert ppo.model_copy(update=same) == quickstart
@@ -201,3 +226,19 @@ def test_after_a_kill_for_memory_the_estimate_of_plan_stands_beside_what_needs_l
     said = launcher_run._less_memory(settings, placement(settings, (), (0, 1)), "trainer")
     assert said.startswith("plan estimates ") and " GiB per rank: weights" in said
     assert "model.gradient_checkpointing=true" in said and "bash launch.sh plan" in said
+
+
+def test_a_model_is_built_because_the_config_names_its_builder(tmp_path, monkeypatch):
+    asked: list[str] = []
+    monkeypatch.setattr(launcher_run, "_program", lambda module: asked.append(module) or 3)
+    assert launcher_run._build(config_of()) == 0 and asked == []
+    assert launcher_run._build(config_of({"builder": "examples.quickstart"})) == 3 and asked == ["examples.quickstart"]
+    with pytest.raises(UserError, match=r"model.builder examples.none: no such module"):
+        launcher_run._build(config_of({"builder": "examples.none"}))
+    monkeypatch.setattr(launcher_run, "ROOT", tmp_path)
+    launcher_run.require_built(config_of({"path": "owner/name", "builder": "examples.quickstart"}))
+    missing = config_of({"path": ".cache/quickstart/model", "builder": "examples.quickstart"})
+    with pytest.raises(UserError, match=r"run makes it, or by itself: \.venv/bin/python -m examples\.quickstart"):
+        launcher_run.require_built(missing)
+    (tmp_path / ".cache/quickstart/model").mkdir(parents=True)
+    launcher_run.require_built(missing)

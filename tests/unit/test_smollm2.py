@@ -12,11 +12,8 @@ from pathlib import Path
 import pytest
 
 from common.config import Config, load
-from common.errors import UserError
 from examples import smollm2
-from examples.smollm2 import BOXES, NAMES, SMOLLM2, TEMPLATES, THINGS
-from launcher import run as launcher_run
-from launcher.run import built_by
+from examples.smollm2 import BOXES, NAMES, TEMPLATES, THINGS
 from rewards.find import bind, resolve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,18 +129,8 @@ def config(request: pytest.FixtureRequest) -> Config:
     return load(ROOT / "configs" / request.param)
 
 
-def test_the_launcher_builds_what_the_configs_name(config: Config):
-    assert built_by(config) == "examples.smollm2"
-    assert Path(config.model.path) == smollm2.FOLDER / Path(SMOLLM2.member).name
-
-
-def test_plan_says_how_to_make_a_model_that_no_run_has_made(config: Config, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(launcher_run, "ROOT", tmp_path)
-    with pytest.raises(UserError, match=r"is not there yet; launch\.sh run makes it.*python -m examples.smollm2"):
-        launcher_run.require_built(config)
-    (tmp_path / smollm2.FOLDER).mkdir(parents=True)
-    (tmp_path / config.model.path).touch()
-    launcher_run.require_built(config)
+def test_the_configs_name_what_makes_their_model(config: Config):
+    assert (config.model.path, config.model.builder) == (f"{smollm2.FOLDER}/model", "examples.smollm2")
 
 
 def test_the_word_problems_are_where_the_config_looks_for_them():
