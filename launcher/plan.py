@@ -19,7 +19,7 @@ from common import exits
 from common.config import Config, load
 from common.errors import UserError
 from common.types import Problem
-from launcher.batch_plan import BatchPlan, batch_plan, epochs, lines
+from launcher.batch_plan import lines
 from launcher.check_rewards import row_of
 from launcher.fit import fit
 from launcher.machine import GIB, Machine, this_machine
@@ -64,8 +64,7 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
     model = read_dims(config.model.path, config.model.revision)
     require_settings(config)  # again, for a hub id's config.json may be here only now
     problems = load_data("data.train", config.data.train, config.data)
-    plan = batch_plan(config, place.num_ranks, len(problems))
-    _print("batch", _batch_lines(config, plan))
+    _print("batch", lines(config, place.num_ranks, len(problems)))
     if uneven := config.uneven_work(place.num_ranks):
         print(f"tandem: {uneven}", file=sys.stderr)
     _print("devices", [("sampler", place.sampler_place), ("trainer", place.trainer_place)])
@@ -87,13 +86,6 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
     for trouble in troubles:
         print(f"tandem: does not fit: {trouble}", file=sys.stderr)
     return CANNOT if troubles else exits.DONE
-
-
-def _batch_lines(config: Config, plan: BatchPlan) -> Iterator[tuple[str, str]]:
-    yield from lines(plan)
-    steps, count = config.trainer.max_steps, epochs(plan, config.trainer.max_steps)
-    batches = f"{steps // plan.updates_per_batch:,} batches of rollouts, "
-    yield "run", f"{batches}{steps:,} optimizer steps" + (f", {count:.3g} epochs" if count else "")
 
 
 def _prompt_lines(config: Config, problem: Problem) -> Iterator[tuple[str, str]]:

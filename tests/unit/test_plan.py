@@ -10,70 +10,88 @@ import pytest
 
 from common.config import load
 from launcher import plan
-from launcher.batch_plan import BatchPlan, batch_plan, epochs, lines, one_line
+from launcher.batch_plan import lines, one_line
 from tests.support.configs import config_of
 from tests.support.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
-GEOMETRY3K = BatchPlan(256, 6, ranks=8, mini_batches=4, micro_sequences=2, num_rows=2100)
+GEOMETRY3K = {
+    "sequences": "256 × 6 = 1,536 in a batch; 192 per rank of 8",
+    "mini-batches": "4 of 64 prompts: one optimizer step each, 48 sequences per rank",
+    "epoch": "2,100 rows = 8.203 batches of rollouts, 32.81 optimizer steps",
+}
+TWO_GROUPS = {"prompts_per_step": 16, "groups_per_micro_batch": 2, "max_steps": 100}
+BUDGET = {"prompts_per_step": 16, "max_tokens_per_micro_batch": 6000}  # a group: 512 + 8 · 256 = 2,560 tokens
 
 
-def test_the_arithmetic_of_easyr1s_geometry3k_example() -> None:
-    """2,100 rows, 256 × 6 = 1,536 sequences, 192 per GPU, 4 mini-batches of 48, 24 accumulation steps."""
-    p = GEOMETRY3K
-    assert (p.sequences, p.sequences_per_rank) == (1536, 192)
-    assert (p.prompts_per_update, p.sequences_per_update_and_rank, p.updates_per_batch) == (64, 48, 4)
-    assert p.accumulation == 24
-    said = dict(lines(p))
-    assert "256 × 6 = 1,536 in a batch; 192 per rank of 8" in said["sequences"]
-    assert "4 of 64 prompts: one optimizer step each, 48 sequences per rank" in said["mini-batches"]
-    assert "24 accumulation steps" in said["micro-batches"]
-    assert "2,100 rows = 8.203 batches of rollouts, 32.81 optimizer steps" in said["epoch"]
+@pytest.mark.parametrize(
+    ("ranks", "sections", "said", "in_one_line"),
+    [
+        (
+            2,
+            {"trainer": TWO_GROUPS},
+            {
+                "prompts": "16 in a batch of rollouts, each a group of 8 completions",
+                "sequences": "16 × 8 = 128 in a batch; 64 per rank of 2",
+                "micro-batches": "16 sequences in one forward of one rank; 4 accumulation steps",
+                "epoch": "800 rows = 50 batches of rollouts",
+                "run": "100 batches of rollouts, 100 optimizer steps, 2 epochs",
+            },
+            "16 problems × 8 completions = 128 sequences a batch, 64 per rank; 1 optimizer step of 4 micro-batches",
+        ),
+        (
+            1,
+            {
+                "trainer": {"prompts_per_step": 4, "max_steps": 12},
+                "algorithm": {"num_iterations": 3, "steps_per_generation": 2},
+            },
+            {
+                "mini-batches": "2 of 4 prompts: one optimizer step each, 32 sequences per rank",
+                "passes": "3 over every batch: 6 optimizer steps a batch",
+                "run": "2 batches of rollouts, 12 optimizer steps, 0.02 epochs",
+            },
+            "8 problems × 8 completions = 64 sequences a batch; 6 optimizer steps of 4 micro-batches",
+        ),
+        (  # the busiest rank has three groups of ten
+            4,
+            {"trainer": {"prompts_per_step": 10, "groups_per_micro_batch": 2}},
+            {"sequences": "10 × 8 = 80 in a batch; 24 per rank of 4", "micro-batches": "16 sequences in one forward"},
+            "24 per rank; 1 optimizer step of 2 micro-batches",
+        ),
+        (  # two groups in a forward, eight on a rank
+            2,
+            {"trainer": BUDGET},
+            {"micro-batches": "up to 6,000 tokens in one forward of one rank; the longest group has 2,560; at most"},
+            "1 optimizer step of 4 micro-batches of 6,000 tokens, or fewer",
+        ),
+        (  # 8 · (512 + 256)
+            2,
+            {"trainer": BUDGET | {"packing": "flat"}},
+            {"micro-batches": "the longest group has 6,144, and then trains alone; at most about 8 accumulation steps"},
+            "of 8 micro-batches of 6,000 tokens",
+        ),
+        (  # 16 · 8 over two
+            4,
+            {"trainer": TWO_GROUPS | {"sequence_parallel_size": 2}},
+            {"long sequences": "2 data-parallel × 2 sequence-parallel ranks: 2 share every micro-batch"},
+            "64 per 2 ranks that share them; 1 optimizer step of 4 micro-batches",
+        ),
+    ],
+    ids=["whole groups", "passes", "uneven", "budget of tokens", "flat", "sequence parallel"],
+)
+def test_batches_by_hand(ranks: int, sections: dict[str, Any], said: dict[str, str], in_one_line: str) -> None:
+    config = config_of(**sections)
+    found = dict(lines(config, ranks, 800))
+    assert {what: text in found[what] for what, text in said.items()} == dict.fromkeys(said, True), found
+    assert in_one_line in one_line(config, ranks)
 
 
-def planned(ranks: int, rows: int | None = None, algorithm: dict[str, Any] | None = None, **trainer: Any) -> BatchPlan:
-    return batch_plan(config_of(trainer=trainer, algorithm=algorithm or {}), ranks, rows)
-
-
-def test_a_config_counts_whole_groups() -> None:
-    found = planned(2, 800, prompts_per_step=16, groups_per_micro_batch=2, max_steps=100)
-    assert (found.sequences, found.micro_sequences, found.accumulation) == (128, 16, 4)
-    assert one_line(found) == (
-        "16 problems × 8 completions = 128 sequences a batch, 64 per rank; 1 optimizer step of 4 micro-batches"
-    )
-    assert epochs(found, 100) == 2.0
-    assert epochs(planned(2), 100) is None
-
-
-def test_passes_and_mini_batches_are_optimizer_steps_of_one_batch() -> None:
-    found = planned(1, 64, {"num_iterations": 3, "steps_per_generation": 2}, prompts_per_step=4, max_steps=12)
-    assert (found.prompts, found.prompts_per_update, found.updates_per_batch) == (8, 4, 6)
-    assert dict(lines(found))["passes"] == "3 over every batch: 6 optimizer steps a batch"
-    assert epochs(found, 12) == 0.25  # two batches of 8
-
-
-def test_groups_that_do_not_divide_are_counted_on_the_busiest_rank() -> None:
-    found = planned(4, prompts_per_step=10, groups_per_micro_batch=2)
-    assert (found.sequences, found.sequences_per_rank, found.accumulation) == (80, 24, 2)  # three groups, two and one
-
-
-def test_a_budget_of_tokens_is_planned_for_the_longest_groups() -> None:
-    given = {"prompts_per_step": 16, "max_tokens_per_micro_batch": 6000}  # a group: 512 + 8 · 256 = 2,560 tokens
-    found = planned(2, **given)
-    assert (found.micro_sequences, found.accumulation) == (16, 4)  # two groups in a forward, eight on a rank
-    said = dict(lines(found))["micro-batches"]
-    assert "up to 6,000 tokens" in said and "the longest group has 2,560; at most about 4 accumulation steps" in said
-    assert one_line(found).endswith("1 optimizer step of 4 micro-batches of 6,000 tokens, or fewer")
-    alone = planned(2, **given, packing="flat")  # 8 · (512 + 256) = 6,144
-    assert alone.micro_sequences == 8
-    assert "the longest group has 6,144, and then trains alone" in dict(lines(alone))["micro-batches"]
-
-
-def test_ranks_that_share_a_micro_batch_count_as_one_in_a_batch() -> None:
-    found = planned(4, prompts_per_step=16, groups_per_micro_batch=2, sequence_parallel_size=2)
-    assert (found.ranks, found.sequences_per_rank, found.accumulation) == (2, 64, 4)  # 16 · 8 over two
-    assert "64 per 2 ranks that share them; 1 optimizer step of 4 micro-batches" in one_line(found)
-    assert dict(lines(found))["long sequences"].startswith("2 data-parallel × 2 sequence-parallel ranks")
+def test_the_config_for_geometry3k_prints_its_sources_arithmetic() -> None:
+    """EasyR1: 2,100 rows, 256 × 6 = 1,536 sequences, 192 per GPU, 4 mini-batches of 48."""
+    config = load(ROOT / "configs" / "geometry3k_qwen2.5_vl_3b.yaml")
+    found = dict(lines(config, 8, 2100))
+    assert {what: found[what] for what in GEOMETRY3K} == GEOMETRY3K
+    assert found["micro-batches"] == "6 sequences in one forward of one rank; 8 accumulation steps"
 
 
 # ---- the command
@@ -194,10 +212,3 @@ def test_other_gpus_are_planned_for(task: Path, capsys: pytest.CaptureFixture[st
     assert "A rough estimate from operations and bandwidth\n" in found.out
     unknown = Planned(capsys, task, "--gpus", "4x80", "sampler.devices=[3]").out
     assert "(this GPU is not known: 100 TFLOP/s taken)" in unknown
-
-
-def test_the_config_for_geometry3k_counts_as_its_source() -> None:
-    config = load(ROOT / "configs" / "geometry3k_qwen2.5_vl_3b.yaml")
-    found = batch_plan(config, 8, 2100)
-    assert (found.sequences, found.sequences_per_rank, found.prompts_per_update) == (1536, 192, 64)
-    assert (found.sequences_per_update_and_rank, found.accumulation) == (48, 8)
