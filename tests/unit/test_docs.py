@@ -115,7 +115,7 @@ def test_every_setting_that_a_page_names_exists(page: Path) -> None:
     assert found or page.name != "running.md", "settings are found"
 
 
-@pytest.mark.parametrize("framework", ["TRL", "verl", "EasyR1", "MindSpeed-RL", "OpenRLHF"])
+@pytest.mark.parametrize("framework", ["TRL", "verl", "EasyR1", "MindSpeed-RL"])
 def test_every_key_of_ours_that_others_are_sent_to_exists(framework: str) -> None:
     sections = re.split(r"^## ", (DOCS / "coming_from.md").read_text(), flags=re.MULTILINE)[1:]
     (section,) = [text for text in sections if text.startswith(framework)]
@@ -163,12 +163,11 @@ def test_every_metric_that_a_page_names_is_explained(page: Path) -> None:
     assert unexplained({name for name in named if name.split("/")[0] in groups}) == []
 
 
-def test_every_metric_has_a_unit_a_healthy_range_and_what_to_do() -> None:
-    for section in METRICS.split("\n## ")[1:]:
+def test_every_metric_has_a_unit_and_a_healthy_range() -> None:
+    for section in METRICS.split("\n## Advice")[0].split("\n## ")[1:]:
         tables = [line for line in section.splitlines() if line.startswith("| ")]
         columns = tables[0].strip("| ").split(" | ")
-        assert columns[-1] == "Otherwise" and ("Healthy" in columns or "Healthy: " in section), tables[0]
-        assert "Meaning (unit)" in columns or "\nUnit: " in section, tables[0]
+        assert columns[-1] == "Healthy" and ("Meaning (unit)" in columns or "\nUnit: " in section), tables[0]
         for row in tables[1:]:
             cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
             assert len(cells) == len(columns) and all(cells), row
