@@ -18,9 +18,10 @@ REFERENCE = re.compile(r"`(?:tests/\w+/)?(test_\w+\.py)(?:::(\w+))?`")
 
 @cache
 def functions(file: str) -> set[str]:
-    path = next(TESTS.rglob(file), None)
-    assert path is not None, f"{file} does not exist"
-    return {function.name for function in syntax.functions(path)}
+    """Of the files of that name, in the folders of several tiers."""
+    paths = list(TESTS.rglob(file))
+    assert paths, f"{file} does not exist"
+    return {function.name for path in paths for function in syntax.functions(path)}
 
 
 def test_every_promise_has_a_row() -> None:
