@@ -22,6 +22,7 @@ from model.log_softmax import LogSoftmaxAt, on_support, scaled
 from model.packing import PackedRow
 from model.sequence_parallel import gather
 from model.stopwatch import Stopwatch
+from model.transformers_internals import mixes_packed_sequences
 
 
 def score_row(
@@ -218,7 +219,7 @@ def load_packed(
             f"model {path!r} cannot be loaded: {first_line}\n"
             f"Give a folder, or download it once: hf download {path}  (behind a firewall set HF_ENDPOINT)"
         ) from None
-    if model._is_stateful or not model._supports_attention_backend:
+    if mixes_packed_sequences(model):
         raise UserError(
             f"model {path!r} is a {type(model).__name__}: its layers are recurrent or do their own attention, so that "
             "completions of a packed row would see each other. Choose a model such as Qwen2.5, Qwen3 or Llama"

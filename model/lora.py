@@ -9,11 +9,9 @@ apply (DoRA, biases, whole modules beside adapters); adapters in a vision tower,
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,27 +79,6 @@ def _require_language_model(model: Any, targets: list[str]) -> None:
                 "because vLLM applies them to the language model alone. Name layers of the language model, such as "
                 "[q_proj, v_proj], or train all weights: lora.r=0"
             )
-
-
-@contextlib.contextmanager
-def without_adapters(model: Any) -> Iterator[None]:
-    """Within it the model is its base, to the bit, in eval mode. Weights, gradients and their hooks are not touched.
-
-    peft's own enable_adapters would also switch requires_grad off and on, under the hooks that DeepSpeed has set.
-    """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    was_training = model.training
-    model.eval()
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False
-        model.train(was_training)
 
 
 def settings_file(settings: Any) -> bytes:

@@ -21,11 +21,11 @@ from torch import Tensor
 from common.config import Config
 from common.types import EncodedImage
 from common.watchdog import report_progress
-from model import lora
 from model.logprobs import load_causal_lm, score_logprobs
 from model.packing import PackedRow, SequenceGroup, pack
 from model.sequence_parallel import shard
 from model.tokenizer import check_vocabulary
+from model.transformers_internals import without_adapters
 from model.vision import layout_of, with_vision
 
 
@@ -72,6 +72,6 @@ class Reference:
     @torch.no_grad()
     def score(self, row: PackedRow) -> Tensor:
         """log π_ref of the row's targets: [N] float32 on the CPU."""
-        with lora.without_adapters(self._model) if self._adapted else contextlib.nullcontext():
+        with without_adapters(self._model) if self._adapted else contextlib.nullcontext():
             here = shard(with_vision(row, self._layout), self._sequence_group).to(self._device)
             return score_logprobs(self._model, here, self._temperature, self._chunk_size).cpu()

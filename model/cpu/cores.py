@@ -15,7 +15,6 @@ optimizer step or a snapshot begins.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from common.config import Config
 from model import cpu
+from model.transformers_internals import decoder_layers
 
 LENT_CORES = "TANDEM_LENT_CORES"  # numbers of the samplers' cores: "0,1"; set by the launcher
 
@@ -85,11 +85,9 @@ class LentCores:
         """From now on every layer of these transformers models asks again, where there is one rank."""
         if self._samplers_rest is None or self._exchange.world_size > 1:
             return
-        from transformers.modeling_layers import GradientCheckpointingLayer
-
-        for module in itertools.chain.from_iterable(one.model.modules() for one in trained):
-            if isinstance(module, GradientCheckpointingLayer):
-                module.register_forward_pre_hook(self._before_layer)
+        for one in trained:
+            for layer in decoder_layers(one.model):
+                layer.register_forward_pre_hook(self._before_layer)
 
     def _before_layer(self, _: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         self._ask()

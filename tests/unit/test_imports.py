@@ -201,6 +201,19 @@ def test_one_file_knows_devices() -> None:
     assert found == []
 
 
+INTERNALS = ("_is_stateful", "_supports_attention_backend", "_model_mapping", "_tied_weights_keys", "_disable_adapters")
+
+
+def test_one_file_knows_the_insides_of_transformers() -> None:
+    found = {
+        name
+        for name, tree in trees().items()
+        for node in walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in INTERNALS
+    }
+    assert found == {"model/transformers_internals.py"}
+
+
 def test_nothing_unpickles_evaluates_text_or_starts_a_shell() -> None:
     assert [offence for name, tree in trees().items() for offence in offences(name, tree)] == []
 

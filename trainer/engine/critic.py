@@ -23,6 +23,7 @@ from model.logprobs import hidden_at_sources, load_packed
 from model.packing import PackedRow, SequenceGroup
 from model.sequence_parallel import gather
 from model.tokenizer import check_vocabulary
+from model.transformers_internals import value_class_with_tower
 from trainer.algorithm.losses import value_errors
 from trainer.algorithm.sums import VALUE_SUMS, Sums
 from trainer.data.tensors import ValueBatch, filler_row
@@ -109,20 +110,11 @@ def load_value_model(config: Config) -> Any:
 
 def _value_class(config: Any) -> Any:
     """transformers' Auto class for sequence classification; it has none with a vision tower, so one is made here."""
-    from transformers import AutoModelForImageTextToText, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
-    if config.model_type not in VISION_FAMILIES:
-        return AutoModelForSequenceClassification
-    language_model: Any = AutoModelForImageTextToText._model_mapping[type(config)]
-
-    def __init__(self: Any, config: Any) -> None:
-        language_model.__init__(self, config)
-        self.lm_head = torch.nn.Identity()  # its weights are not loaded, and nothing is tied to them
-        self.score = torch.nn.Linear(config.get_text_config().hidden_size, config.num_labels, bias=False)
-
-    # under the same name, by which transformers finds how older files call their weights
-    same = {"__module__": language_model.__module__}
-    return type(language_model.__name__, (language_model,), same | {"__init__": __init__, "_tied_weights_keys": {}})
+    return (
+        value_class_with_tower(config) if config.model_type in VISION_FAMILIES else AutoModelForSequenceClassification
+    )
 
 
 def _head(loaded: torch.nn.Linear, fresh: bool) -> ValueHead:

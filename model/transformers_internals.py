@@ -1,0 +1,71 @@
+"""What is read or set inside of transformers (5.19) and peft (0.21) beyond their documented interfaces.
+
+Each function says why, and tests/unit/test_transformers_internals.py names it when an upgrade took something away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def mixes_packed_sequences(model: Any) -> bool:
+    """Whether its layers carry a state from token to token past the attention, or do attention of their own.
+
+    `_is_stateful`, `_supports_attention_backend` (since 4.48): no public attribute says so, and completions of a packed
+    row would see each other without a word.
+    """
+    return bool(model._is_stateful or not model._supports_attention_backend)
+
+
+def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Those that gradient checkpointing recomputes one by one, GradientCheckpointingLayer (since 4.52): all of them,
+    whatever a family calls them."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def value_class_with_tower(config: Any) -> Any:
+    """A class for sequence classification around a vision tower and its language model; transformers has none.
+
+    `_model_mapping` of the Auto class (since 4.0) has the class that is extended, and its `_tied_weights_keys` (a dict
+    since 5.0) tie nothing to a head that is not loaded.
+    """
+    from transformers import AutoModelForImageTextToText
+
+    language_model: Any = AutoModelForImageTextToText._model_mapping[type(config)]
+
+    def __init__(self: Any, config: Any) -> None:
+        language_model.__init__(self, config)
+        self.lm_head = torch.nn.Identity()
+        self.score = torch.nn.Linear(config.get_text_config().hidden_size, config.num_labels, bias=False)
+
+    # under the same name, by which transformers finds how older files call their weights
+    same = {"__module__": language_model.__module__}
+    return type(language_model.__name__, (language_model,), same | {"__init__": __init__, "_tied_weights_keys": {}})
+
+
+@contextlib.contextmanager
+def without_adapters(model: Any) -> Iterator[None]:
+    """Within it the model is its base, to the bit, in eval mode. Weights, gradients and their hooks are not touched.
+
+    `_disable_adapters` of peft's layers (since 0.6): its own enable_adapters would also switch requires_grad off and
+    on, under the hooks that DeepSpeed has set.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    was_training = model.training
+    model.eval()
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+        model.train(was_training)
