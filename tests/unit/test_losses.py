@@ -69,60 +69,64 @@ def test_the_worked_vector_of_two_completions_of_two_tokens() -> None:
     assert terms.kl.tolist() == pytest.approx([0.0] * 4, abs=1e-15)
 
 
+LN_2 = math.log(2)
+CISPO = {"loss_type": "cispo", "epsilon_high": 2.0}
+# π, π_old, A, other settings and π_ref: objective, its slope by log π, and whether the slope is that of a clip
+ONE_TOKEN = {
+    # ratio 1.5 or 0.5 against 1 ± 0.2
+    "high and positive: clipped": (0.6, 0.4, 2.0, {}, 2.4, 0.0, True),
+    "high and negative: not": (0.6, 0.4, -2.0, {}, -3.0, -3.0, False),
+    "low and negative: clipped": (0.2, 0.4, -2.0, {}, -1.6, 0.0, True),
+    "low and positive: not": (0.2, 0.4, 2.0, {}, 1.0, 1.0, False),
+    # ratio 1.25; 0.75 below
+    "epsilon_high as epsilon": (0.5, 0.4, 1.0, {"epsilon_high": 0.2}, 1.2, 0.0, True),
+    "epsilon_high is wider": (0.5, 0.4, 1.0, {"epsilon_high": 0.28}, 1.25, 1.25, False),
+    "epsilon_high leaves the lower side": (0.3, 0.4, -1.0, {"epsilon_high": 0.28}, -0.8, 0.0, True),
+    # ratio 4 and 2.5 against 3, which bounds the loss of a negative advantage alone
+    "delta": (0.8, 0.2, -2.0, {"delta": 3.0}, -6.0, 0.0, True),
+    "below delta": (0.5, 0.2, -2.0, {"delta": 3.0}, -5.0, -5.0, False),
+    "no delta": (0.8, 0.2, -2.0, {}, -8.0, -8.0, False),
+    "delta and a positive advantage": (0.8, 0.2, 2.0, {"delta": 3.0}, 2.4, 0.0, True),
+    "delta and a low ratio": (0.1, 0.2, -2.0, {"delta": 3.0}, -1.6, 0.0, True),
+    # min(ratio, 2) · A · log π: the token stays, and nothing bounds it below
+    "cispo": (0.6, 0.4, 2.0, CISPO, 3 * math.log(0.6), 3.0, False),
+    "cispo, negative": (0.6, 0.4, -2.0, CISPO, -3 * math.log(0.6), -3.0, False),
+    "cispo at its cap": (0.8, 0.2, 2.0, CISPO, 4 * math.log(0.8), 4.0, True),
+    "cispo at its cap, negative": (0.8, 0.2, -2.0, CISPO, -4 * math.log(0.8), -4.0, True),
+    "cispo has no lower clip": (0.04, 0.4, -1.0, CISPO, -0.1 * math.log(0.04), -0.1, False),
+    "no reference: beta has no effect": (0.5, 0.5, 1.0, {"beta": 9.0}, 1.0, 1.0, False),
+}
+
+
+@pytest.mark.parametrize("case", ONE_TOKEN)
+def test_the_objective_of_one_token(case: str) -> None:
+    prob, old, advantage, settings, objective, slope, is_clipped = ONE_TOKEN[case]
+    found, gradient, terms = one_token(prob=prob, old=old, advantage=advantage, **settings)
+    assert (found, gradient) == (pytest.approx(objective), pytest.approx(slope))
+    assert (terms.is_clipped.item(), terms.ratio.item()) == (is_clipped, pytest.approx(prob / old))
+
+
 @pytest.mark.parametrize(
-    ("prob", "advantage", "expected", "is_clipped"),
+    ("estimator", "prob", "ref", "kl", "slope"),
     [
-        pytest.param(0.6, 2.0, 1.2 * 2, True, id="the ratio is high and the advantage positive: clipped"),  # 1.5
-        pytest.param(0.6, -2.0, -3.0, False, id="the ratio is high and the advantage negative: not clipped"),
-        pytest.param(0.2, -2.0, -1.6, True, id="the ratio is low and the advantage negative: clipped"),  # 0.5
-        pytest.param(0.2, 2.0, 1.0, False, id="the ratio is low and the advantage positive: not clipped"),
+        # x = log(ref/π) = ± ln 2: k3 = exp(x) − x − 1, its slope by log π is 1 − ref/π
+        ("k3", 0.2, 0.4, 1 - LN_2, -1.0),
+        ("k3", 0.4, 0.2, 0.5 + LN_2 - 1, 0.5),
+        ("k1", 0.2, 0.4, -LN_2, 1.0),
+        ("k2", 0.2, 0.4, LN_2**2 / 2, -LN_2),
     ],
 )
-def test_a_clip_stops_the_gradient(prob: float, advantage: float, expected: float, is_clipped: bool) -> None:
-    objective, gradient, terms = one_token(prob=prob, old=0.4, advantage=advantage)
-    assert objective == pytest.approx(expected)
-    assert gradient == (0.0 if is_clipped else pytest.approx(expected))
-    assert terms.is_clipped.item() == is_clipped
-
-
-def test_epsilon_high_widens_only_the_upper_side() -> None:
-    clipped = one_token(prob=0.5, old=0.4, advantage=1.0, epsilon_high=0.2)  # ratio 1.25
-    free = one_token(prob=0.5, old=0.4, advantage=1.0, epsilon_high=0.28)
-    low = one_token(prob=0.3, old=0.4, advantage=-1.0, epsilon_high=0.28)  # ratio 0.75 < 1 − 0.2
-    assert clipped[:2] == (pytest.approx(1.2), 0.0)
-    assert free[:2] == (pytest.approx(1.25), pytest.approx(1.25))
-    assert low[:2] == (pytest.approx(-0.8), 0.0)
-
-
-@pytest.mark.parametrize(
-    ("prob", "ref", "k3", "slope"),
-    [
-        # log(ref/π) = ln 2: k3 = 2 − ln 2 − 1; d k3 / d log π = 1 − ref/π = −1; upwards, towards the reference
-        pytest.param(0.2, 0.4, 1 - math.log(2), 0.5, id="twice as likely under the reference"),
-        pytest.param(0.4, 0.2, 0.5 + math.log(2) - 1, -0.25, id="half as likely under the reference"),
-    ],
-)
-def test_k3_of_a_token(prob: float, ref: float, k3: float, slope: float) -> None:
-    objective, gradient, terms = one_token(prob=prob, old=prob, ref=ref, advantage=0.0, beta=0.5)
-    assert terms.kl.item() == pytest.approx(k3)
-    assert objective == pytest.approx(-0.5 * k3)
-    assert gradient == pytest.approx(slope)
-
-
-def test_the_kl_term_acts_on_a_clipped_token_too() -> None:
-    _, gradient, terms = one_token(prob=0.6, old=0.4, ref=0.3, advantage=1.0, beta=0.1)
+def test_the_kl_of_a_token(estimator: str, prob: float, ref: float, kl: float, slope: float) -> None:
+    """Without an advantage; beside a ratio that is clipped; and in the reward, where it is measured alone."""
+    of = {"ref": ref, "beta": 0.5, "kl_estimator": estimator}
+    objective, gradient, terms = one_token(prob=prob, old=prob, advantage=0.0, **of)  # type: ignore[arg-type]
+    assert (terms.kl.item(), objective, gradient) == pytest.approx((kl, -0.5 * kl, -0.5 * slope))
+    clipped, gradient, terms = one_token(prob=prob, old=prob / 1.5, advantage=1.0, **of)  # type: ignore[arg-type]
     assert terms.is_clipped.item()
-    assert gradient == pytest.approx(-0.1 * (1 - 0.3 / 0.6))
-
-
-def test_k1_and_k2_of_a_token_twice_as_likely_under_the_reference() -> None:
-    # log(ref/π) = ln 2: k1 = −ln 2, slope 1; k2 = ln² 2 / 2, slope −ln 2
-    ln2 = math.log(2)
-    k1, slope1, terms1 = one_token(prob=0.2, old=0.2, ref=0.4, advantage=0.0, beta=0.5, kl_estimator="k1")
-    assert (terms1.kl.item(), k1, slope1) == (pytest.approx(-ln2), pytest.approx(0.5 * ln2), pytest.approx(-0.5))
-    k2, slope2, terms2 = one_token(prob=0.2, old=0.2, ref=0.4, advantage=0.0, beta=0.5, kl_estimator="k2")
-    assert terms2.kl.item() == pytest.approx(ln2**2 / 2)
-    assert (k2, slope2) == (pytest.approx(-(ln2**2) / 4), pytest.approx(0.5 * ln2))
+    assert (clipped, gradient) == pytest.approx((1.2 - 0.5 * kl, -0.5 * slope))
+    if estimator == "k3":  # the loss's alone
+        found = one_token(prob=prob, old=prob, advantage=1.0, kl_in_reward=True, **of)  # type: ignore[arg-type]
+        assert (found[2].kl.item(), *found[:2]) == pytest.approx((kl, 1.0, 1.0))
 
 
 def test_the_expected_gradient_of_k2_and_k3_points_to_the_reference_and_that_of_k1_is_zero() -> None:
@@ -157,29 +161,6 @@ def test_a_kl_weighed_by_the_ratio_has_the_exact_expected_gradient_on_and_off_po
         assert expected.tolist() == pytest.approx(true_gradient.tolist(), abs=1e-12)
 
 
-def test_a_kl_that_is_in_the_reward_is_measured_but_not_subtracted_again() -> None:
-    objective, gradient, terms = one_token(prob=0.2, old=0.2, ref=0.4, advantage=1.0, beta=0.5, kl_in_reward=True)
-    assert (objective, gradient) == (pytest.approx(1.0), pytest.approx(1.0))
-    assert terms.kl.item() == pytest.approx(1 - math.log(2))
-
-
-def test_delta_bounds_the_loss_of_a_negative_advantage_and_stops_its_gradient() -> None:
-    objective, gradient, terms = one_token(prob=0.8, old=0.2, advantage=-2.0, delta=3.0)  # ratio 4
-    assert (objective, gradient) == (pytest.approx(-6.0), 0.0)
-    assert terms.is_clipped.item()
-    below = one_token(prob=0.5, old=0.2, advantage=-2.0, delta=3.0)  # ratio 2.5
-    assert below[:2] == (pytest.approx(-5.0), pytest.approx(-5.0))
-    assert not below[2].is_clipped.item()
-    without = one_token(prob=0.8, old=0.2, advantage=-2.0)
-    assert without[:2] == (pytest.approx(-8.0), pytest.approx(-8.0))
-
-
-def test_delta_leaves_positive_advantages_and_low_ratios_as_they_are() -> None:
-    for prob, advantage in ((0.8, 2.0), (0.1, -2.0), (0.1, 2.0)):
-        with_delta = one_token(prob=prob, old=0.2, advantage=advantage, delta=3.0)
-        assert with_delta[:2] == one_token(prob=prob, old=0.2, advantage=advantage)[:2]
-
-
 def sequence_of(probs: list[float], old: list[float], advantage: float) -> tuple[list[float], list[float], TokenTerms]:
     logprobs = logs(*probs).requires_grad_()
     advantages = torch.full((len(probs),), advantage, dtype=torch.float64)
@@ -210,24 +191,6 @@ def test_sequences_of_a_row_do_not_mix_and_one_of_one_token_equals_the_token_rat
     ratio = importance_ratio(logs(2.0, 0.5, 3.0), [2, 1], "sequence")
     assert ratio.tolist() == pytest.approx([1.0, 1.0, 3.0])
     assert importance_ratio(logs(2.0, 0.5, 3.0), [2, 1], "token").tolist() == pytest.approx([2.0, 0.5, 3.0])
-
-
-@pytest.mark.parametrize("advantage", [2.0, -2.0])
-def test_cispo_weighs_the_log_prob_by_the_ratio_and_caps_it_without_dropping_the_token(advantage: float) -> None:
-    free, free_gradient, free_terms = one_token(
-        prob=0.6, old=0.4, advantage=advantage, loss_type="cispo", epsilon_high=2.0
-    )
-    assert (free, free_gradient) == (pytest.approx(1.5 * advantage * math.log(0.6)), pytest.approx(1.5 * advantage))
-    assert not free_terms.is_clipped.item()
-    capped, gradient, terms = one_token(prob=0.8, old=0.2, advantage=advantage, loss_type="cispo", epsilon_high=2.0)
-    assert (capped, gradient) == (pytest.approx(2 * advantage * math.log(0.8)), pytest.approx(2 * advantage))
-    assert terms.is_clipped.item()
-
-
-def test_cispo_has_no_lower_clip() -> None:
-    _, gradient, terms = one_token(prob=0.04, old=0.4, advantage=-1.0, loss_type="cispo", epsilon_high=2.0)
-    assert gradient == pytest.approx(-0.1)
-    assert not terms.is_clipped.item()
 
 
 def corrected(mode: str, own: list[float] | None = None) -> tuple[list[float], list[float], TokenTerms]:
@@ -288,24 +251,17 @@ def test_the_entropy_bonus_is_added_with_its_gradient_also_where_the_clip_stops_
     assert without.tolist() == pytest.approx([1.2, 0.0])
 
 
-def test_without_a_reference_beta_has_no_effect() -> None:
-    assert one_token(prob=0.5, old=0.5, advantage=1.0, beta=9.0)[0] == pytest.approx(1.0)
-
-
-def test_grpo_weights_are_the_mean_of_sequence_means() -> None:
-    weights = token_weights([2, 1], denominator("grpo", [2, 1]))
-    assert weights.tolist() == pytest.approx([0.25, 0.25, 0.5])
-
-
-@pytest.mark.parametrize("loss_type", ["dapo", "bnpo", "cispo"])
-def test_token_mean_weights_are_equal_for_every_token_of_the_step(loss_type: str) -> None:
-    weights = token_weights([2, 1], denominator(loss_type, [2, 1, 5]))  # the third completion is on another rank
-    assert weights.tolist() == pytest.approx([1 / 8] * 3)
-
-
-def test_dr_grpo_weights_divide_by_completions_times_longest_possible() -> None:
-    weights = token_weights([2, 1], denominator("dr_grpo", [2, 1], longest=10))
-    assert weights.tolist() == pytest.approx([1 / 20] * 3)
+@pytest.mark.parametrize(
+    ("loss_type", "expected"),
+    [
+        ("grpo", [1 / 6, 1 / 6, 1 / 3]),  # the mean of three sequence means
+        *((name, [1 / 8] * 3) for name in ("dapo", "bnpo", "cispo")),  # of all tokens of the step
+        ("dr_grpo", [1 / 30] * 3),  # completions times the longest possible
+    ],
+)
+def test_weights_of_two_completions_while_a_third_is_on_another_rank(loss_type: str, expected: list[float]) -> None:
+    weights = token_weights([2, 1], denominator(loss_type, [2, 1, 5], longest=10))
+    assert weights.tolist() == pytest.approx(expected)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=32), st.sampled_from(["grpo", "dapo"]))

@@ -101,17 +101,6 @@ def test_segments_are_those_of_a_search_that_computes_everything_anew(
     assert found.r_grpo == pytest.approx(expected.r_grpo, rel=1e-9, abs=1e-12)
 
 
-@given(tokens, st.floats(0.01, 100), st.floats(0, 1), st.floats(0, 1), sizes, rules)
-def test_segments_tile_the_completion_and_keep_to_the_limit(
-    rows: list[tuple[float, float, float]], tau: float, gamma: float, lam: float, longest: int | None, rule: str
-) -> None:
-    found = segment(*columns(rows), tau, gamma, lam, fixed(segment_rule=rule, group_max_size=longest))
-    covered = [t for a, b in zip(found.starts.tolist(), found.ends.tolist(), strict=True) for t in range(a, b + 1)]
-    assert covered == list(range(len(rows)))
-    assert found.sizes.max() <= (longest or len(rows))
-    assert len(found.token_advantages) == len(rows)
-
-
 @given(tokens, st.floats(0, 1), st.floats(0, 1), st.floats(0.01, 100), rules)
 def test_size_1_is_gae_to_the_last_bit(
     rows: list[tuple[float, float, float]], gamma: float, lam: float, tau: float, rule: str
@@ -152,28 +141,6 @@ def test_without_limits_a_completion_is_one_segment(
     assert found.ends.tolist() == [len(rows) - 1]
     assert found.advantages.tolist() == pytest.approx([math.fsum(rewards) - values[0]], abs=1e-10)
     assert found.returns.tolist() == pytest.approx([math.fsum(rewards)], abs=1e-10)
-
-
-@given(st.integers(1, 30), st.integers(1, 20), st.floats(0.1, 2), st.sampled_from([-1.0, 1.0]))
-def test_a_planted_jump_of_the_advantage_puts_a_boundary_exactly_there(
-    before: int, after: int, level: float, sign: float
-) -> None:
-    # q = 1: the (n + 1)th token, J times as large, joins while (n + 1) J² ≤ τ (n + 1) (n + J²); at τ = .5 while J² ≤ n
-    jump = 4 * math.sqrt(before + 1)
-    advantages = sign * level * np.array([1.0] * before + [jump] * after)
-    ends = segment_ends(advantages, np.ones(before + after), 0.5, fixed(group_max_size=None, group_epsilon=1e-12))
-    assert ends.tolist() == [before - 1, before + after - 1]
-
-
-@given(st.lists(finite, min_size=1, max_size=30), st.floats(1, 100))
-def test_with_equal_scores_nothing_ends_a_segment_from_a_threshold_of_1_on(advantages: list[float], tau: float) -> None:
-    # Â_t² n q ≤ τ n q Σ Â_k², for Â_t² is one term of the sum
-    ends = segment_ends(np.array(advantages), np.ones(len(advantages)), tau, fixed(group_max_size=None))
-    assert ends.tolist() == [len(advantages) - 1]
-
-
-def test_where_no_token_has_an_advantage_segments_reach_their_full_size() -> None:
-    assert segment_ends(np.zeros(10), np.ones(10), 1.0, fixed(group_max_size=4)).tolist() == [3, 7, 9]
 
 
 def test_a_nan_reward_stays_visible_and_ends() -> None:
