@@ -23,6 +23,7 @@ class Optimized:
 
     section: str  # of the configuration, where learning_rate stands
     learning_rate: float
+    warmup_steps: int
     num_steps: int  # optimizer steps in the whole run
 
 
@@ -30,11 +31,12 @@ def policy_of(config: Config) -> Optimized:
     """It rests while only the critic learns."""
     trainer = config.trainer
     num_steps = trainer.max_steps - config.critic.critic_warmup_steps
-    return Optimized("trainer", trainer.learning_rate, num_steps)
+    return Optimized("trainer", trainer.learning_rate, trainer.warmup_steps, num_steps)
 
 
 def critic_of(config: Config) -> Optimized:
-    return Optimized("critic", config.critic.learning_rate, config.trainer.max_steps)
+    """Its rate does not rise first: the head starts at zero, and critic_warmup_steps give it time."""
+    return Optimized("critic", config.critic.learning_rate, 0, config.trainer.max_steps)
 
 
 def all_optimized(config: Config) -> list[Optimized]:

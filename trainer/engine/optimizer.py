@@ -35,7 +35,7 @@ def scheduler(config: Config, optimized: Optimized) -> Callable[[torch.optim.Opt
 
     def make(of: torch.optim.Optimizer) -> Any:
         try:
-            return get_scheduler(name, of, config.trainer.warmup_steps, optimized.num_steps, more)
+            return get_scheduler(name, of, optimized.warmup_steps, optimized.num_steps, more)
         except (TypeError, ValueError) as error:
             raise UserError(f"trainer.lr_scheduler_type {name}: {error}; see trainer.lr_scheduler_kwargs") from None
 
