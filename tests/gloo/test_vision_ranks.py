@@ -17,9 +17,10 @@ from model.logprobs import load_causal_lm
 from tests.gloo.test_exact_resume import history, sha256_of_tree, steps_saved
 from tests.support.gloo_data import GROUP_PPO
 from tests.support.replay_worker import Life, Stack, stack
+from tests.support.tier import full
 from tests.support.tiny import difference
 from tests.support.tiny_vision import tiny_vision_model, write_tokenizer
-from tests.support.vision_worker import CASES, VISION, Case, stream
+from tests.support.vision_worker import CASES, OTHER_FAMILIES, STAGES, VISION, Case, stream
 from trainer.link.recording import Recorder
 
 pytestmark = pytest.mark.timeout(600)
@@ -74,7 +75,7 @@ def test_ranks_with_and_without_images_have_the_gradient_of_one_process(trainers
 
 def test_one_rank_has_the_same_gradient_under_every_stage(trainers: Stack) -> None:
     _, gradients = seen(trainers, 1)
-    for stage in (0, 2, 3):
+    for stage in STAGES:
         assert gradients[f"mixed{stage}"].keys() == gradients["mixed1"].keys()
         assert difference(gradients[f"mixed{stage}"], gradients["mixed1"]) < 1e-6
 
@@ -82,10 +83,10 @@ def test_one_rank_has_the_same_gradient_under_every_stage(trainers: Stack) -> No
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
 def test_ranks_of_the_other_families_have_the_gradient_of_one_process(trainers: Stack, family: str) -> None:
     alone, several = seen(trainers, 1, family)[1], seen(trainers, 2, family)[1]
-    for stage in (1, 3):
-        assert several[f"mixed{stage}"].keys() == alone["mixed1"].keys()
-        assert difference(several[f"mixed{stage}"], alone["mixed1"]) < 1e-6
-        tower = [t for name, t in several[f"mixed{stage}"].items() if ".visual." in name]
+    for name in (f"{case.name}{case.stage}" for case in OTHER_FAMILIES):
+        assert several[name].keys() == alone["mixed1"].keys()
+        assert difference(several[name], alone["mixed1"]) < 1e-6
+        tower = [t for key, t in several[name].items() if ".visual." in key]
         assert tower and all(t.any() for t in tower)
 
 
@@ -135,7 +136,12 @@ def train(trainers: Stack, name: str, family: str, armed: dict[int, str], frozen
 
 @pytest.mark.parametrize(
     ("family", "frozen"),
-    [("qwen2_5_vl", False), ("qwen2_5_vl", True), ("qwen2_vl", False), ("qwen3_vl", False)],
+    [
+        ("qwen2_5_vl", False),
+        ("qwen2_5_vl", True),
+        pytest.param("qwen2_vl", False, marks=full),
+        pytest.param("qwen3_vl", False, marks=full),
+    ],
     ids=lambda value: value if isinstance(value, str) else "frozen" if value else "trained",
 )
 def test_a_run_with_images_interrupted_at_two_points_equals_a_straight_one(

@@ -10,10 +10,13 @@ from typing import Any
 
 from common.config import Config
 from common.types import Group, Tombstone
+from tests.support.tier import ALL
 from tests.support.tiny import VOCAB_SIZE, in_turns, random_group
 
 OWN = Path(__file__).with_name("own_functions.py")
-STAGES = (0, 1, 2, 3)
+# 0 is the default of one rank in float32, and the only one in which our own code drops a step that is not finite
+STAGES = (0, 1, 2, 3) if ALL else (0, 1, 3)
+HALF_STAGES = STAGES[1:]  # of bfloat16
 TURN_STAGES = (1, 3)  # of rollouts of several turns
 BETA = 0.04
 GROUPS_PER_STEP = 4
@@ -48,7 +51,7 @@ GAE: dict[str, Any] = {
 GROUP_PARAMS = {"group_variance_threshold": 0.7, "group_max_size": 5, "group_epsilon": 1e-12, "threshold_lr": 0.5}
 GROUP_PPO = GAE | {"algorithm": GAE["algorithm"] | {"adv_estimator": "group_ppo", "group_params": GROUP_PARAMS}}
 # of a bfloat16 model: ZeRO stage and the dtype in which the gradients of 1, 4 or 16 micro-batches add up
-SUMS = ((1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"))
+SUMS = (*((stage, "fp32") for stage in HALF_STAGES), (1, "bf16"))
 MICRO_BATCHES = (1, 4, 16)
 CONSTANT_RATE = {"lr_scheduler_type": "constant", "warmup_steps": 0}
 # reference.on trainer at a ZeRO stage, each with another packing, larger micro-batches included

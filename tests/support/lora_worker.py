@@ -21,25 +21,30 @@ import torch
 from torch import Tensor
 
 from common import exits, run_folder
-from tests.support.gloo_data import NUM_STEPS, STAGES, group, settings
+from tests.support.gloo_data import NUM_STEPS, group, settings
 from tests.support.gloo_worker import Worker, moments, state_hash
+from tests.support.tier import ALL
 
 LORA = {"r": 4, "alpha": 12}
 # settings of three steps of two ranks, by name: what differs from plain LoRA with ZeRO-1
 VARIANTS: dict[str, dict[str, Any]] = {
-    "flat": {"trainer": {"packing": "flat"}},
-    "off": {"trainer": {"packing": "off"}},
     "recomputed": {"model": {"gradient_checkpointing": True}},
-    "recomputed3": {"model": {"gradient_checkpointing": True}, "deepspeed": {"zero_optimization": {"stage": 3}}},
     "half": {"model": {"dtype": "bfloat16"}},
     "two_modules": {"lora": LORA | {"target_modules": ["q_proj", "down_proj"]}},
     "critic": {"algorithm": {"adv_estimator": "group_ppo"}},
     "merged": {"lora": LORA | {"sync": "merged"}},
-    "merged3": {"lora": LORA | {"sync": "merged"}, "deepspeed": {"zero_optimization": {"stage": 3}}},
 }
-
+if ALL:
+    ZERO_3 = {"deepspeed": {"zero_optimization": {"stage": 3}}}
+    VARIANTS |= {
+        "flat": {"trainer": {"packing": "flat"}},
+        "off": {"trainer": {"packing": "off"}},
+        "recomputed3": VARIANTS["recomputed"] | ZERO_3,
+        "merged3": VARIANTS["merged"] | ZERO_3,
+    }
 
 RESUMED_LIKE_ZERO_1 = ("flat", "off", "recomputed", "recomputed3", "two_modules", "merged3")  # nothing else to restore
+LORA_STAGES = (0, 1, 2, 3) if ALL else (1, 3)
 HANGS_AFTER_S = 180
 
 
@@ -123,7 +128,7 @@ def main(folder: Path) -> None:
     faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)
     torch.set_num_threads(1)
     worker = Worker(folder)
-    runs = [(f"zero{stage}", stage, {"lora": LORA}) for stage in STAGES]
+    runs = [(f"zero{stage}", stage, {"lora": LORA}) for stage in LORA_STAGES]
     if worker.exchange.world_size > 1:
         runs += [(name, 1, {"lora": LORA} | sections) for name, sections in VARIANTS.items()]
     for name, stage, sections in runs:

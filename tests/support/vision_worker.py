@@ -18,6 +18,7 @@ from common.types import Group
 from model.images import image_format
 from tests.support.gloo_data import CONSTANT_RATE, DEAD, GAE, REWARDS, Item, Stream, settings
 from tests.support.gloo_worker import Worker, stage_0_parameters
+from tests.support.tier import ALL
 from tests.support.tiny import random_group
 from tests.support.tiny_vision import WORDS, image_prompt, random_image
 
@@ -40,16 +41,20 @@ class Case:
 FROZEN = {"model": {"freeze_vision_tower": True}}
 CRITIC = {"algorithm": GAE["algorithm"] | {"kl_in_reward": False}, "critic": {"learning_rate": 2e-3}}
 LORA = {"lora": {"r": 4}}
+STAGES = (0, 1, 2, 3) if ALL else (1, 3)
+_OF_MANY = (1, 3) if ALL else (1,)
 CASES = (
-    *(Case("mixed", stage) for stage in (0, 1, 2, 3)),
-    *(Case("frozen", stage, sections=FROZEN) for stage in (0, 1, 2, 3)),
+    *(Case("mixed", stage) for stage in STAGES),
+    *(Case("frozen", stage, sections=FROZEN) for stage in (STAGES if ALL else _OF_MANY)),
     *(Case("idle", stage, (2,), (2,)) for stage in (1, 3)),  # the other rank has nothing to train
-    *(Case("text", stage, ()) for stage in (1, 3)),
-    *(Case("critic", stage, sections=CRITIC) for stage in (1, 3)),
-    *(Case("lora", stage, sections=LORA) for stage in (1, 3)),
+    *(Case("text", stage, ()) for stage in _OF_MANY),
+    *(Case("critic", stage, sections=CRITIC) for stage in _OF_MANY),
+    *(Case("lora", stage, sections=LORA) for stage in _OF_MANY),
     Case("recomputed", 3, sections={"model": {"gradient_checkpointing": True}, "trainer": {"packing": "flat"}}),
 )
-OTHER_FAMILIES = (Case("mixed", 1), Case("mixed", 3))  # what a family decides is in the model, not in the engine
+OTHER_FAMILIES = tuple(
+    Case("mixed", stage) for stage in _OF_MANY
+)  # what a family decides is in the model, not in the engine
 
 
 def cases_of(family: str) -> tuple[Case, ...]:
