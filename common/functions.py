@@ -68,12 +68,12 @@ def find(label: str, name: str, built_in: Collection[str] = ()) -> Function:
     return function  # type: ignore[no-any-return]
 
 
-def read_parameters(label: str, name: str, built_in: Collection[str] = ()) -> Parameters | None:
+def read_parameters(label: str, name: str) -> Parameters | None:
     """Its parameters, by the syntax tree. None where only the import can tell: decorated, assigned, or imported there.
 
     Raises UserError when there is no such file, module or function.
     """
-    place, attribute = parse(label, name, built_in)
+    place, attribute = parse(label, name)
     path = _require_file(place, label) if isinstance(place, Path) else _file_of(place, label)
     if path is None:
         return None

@@ -94,9 +94,9 @@ class EnvironmentPool:
         except LostError as error:
             raise UserError(f"the environment {error}") from None
         self._threads.submit(worker.close, self._timeout_s)
-        if answer.kind == "failed":
-            raise UserError(answer.reason)
-        return answer.tools
+        if answer.failed is not None:
+            raise UserError(answer.failed.reason)
+        return answer.tools or []
 
     @property
     def pending(self) -> int:
@@ -178,7 +178,10 @@ class EnvironmentPool:
             if rollout.worker is None:
                 rollout.worker = self._workers.fork()
                 begun = time.monotonic()
-            return self._ask(rollout.worker, request, self._timeout_s).reply()
+            answer = self._ask(rollout.worker, request, self._timeout_s)
+            if (reply := answer.turn or answer.done or answer.failed) is None:
+                raise LostError("broke the protocol (an answer without a reply)")
+            return reply
         except StartError as error:
             return Failed("crash", str(error))
         except LostError as error:

@@ -6,12 +6,13 @@ import contextlib
 import random
 import sys
 import time
+from dataclasses import replace
 
 import msgspec
 
 from common.errors import UserError
 from common.worker import encode
-from environments import Done, Turn
+from environments import Done, Failed, Turn
 from environments.contracts import BrokenEnvironment, Found, Instance
 from environments.messages import MAX_ANSWER_BYTES, Answer, EnvironmentSetup, Request
 from environments.tools import schemas
@@ -26,34 +27,35 @@ class EnvironmentService:
 
     def answer(self, request: bytes) -> bytes:
         begun = time.monotonic()
-        answer = self._answer(msgspec.msgpack.decode(request, type=Request))
-        answer = msgspec.structs.replace(answer, seconds=time.monotonic() - begun)
         try:
+            answer = self._answer(msgspec.msgpack.decode(request, type=Request), begun)
             return encode(answer, MAX_ANSWER_BYTES)
+        except (UserError, BrokenEnvironment) as error:
+            reason = str(error)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            return encode(Answer("failed", reason=f"the answer cannot be sent: {error}", seconds=answer.seconds))
+            reason = f"the answer cannot be sent: {error}"
+        except Exception as error:  # an object that the environment returned may raise when it is read
+            reason = f"{type(error).__name__}: {error}"
+        return encode(Answer(failed=Failed("error", reason, time.monotonic() - begun)))
 
     def close(self) -> None:
         if self._instance is not None:
             with contextlib.suppress(BrokenEnvironment):
                 self._instance.close()
 
-    def _answer(self, request: Request) -> Answer:
-        try:
-            if request.kind == "describe":
-                instance = self._instance = self._found.checked()
-                return Answer("described", tools=schemas(instance.toolbox.tools) if instance.toolbox else [])
-            if request.kind == "reset":
-                _seed(request.seed)
-                self._instance = self._found.instance()
-            assert self._instance is not None, "the first request is a reset"
-            given = self._asked(self._instance, request)
-            state = self._instance.state() if isinstance(given, Done) else {}
-            return msgspec.structs.replace(Answer.of(given), state=state)
-        except (UserError, BrokenEnvironment) as error:
-            return Answer("failed", reason=str(error))
-        except Exception as error:  # an object that the environment returned may raise when it is read
-            return Answer("failed", reason=f"{type(error).__name__}: {error}")
+    def _answer(self, request: Request, begun: float) -> Answer:
+        if request.kind == "describe":
+            instance = self._instance = self._found.checked()
+            return Answer(tools=schemas(instance.toolbox.tools) if instance.toolbox else [])
+        if request.kind == "reset":
+            _seed(request.seed)
+            self._instance = self._found.instance()
+        assert self._instance is not None, "the first request is a reset"
+        given = self._asked(self._instance, request)
+        seconds = time.monotonic() - begun
+        if isinstance(given, Done):
+            return Answer(done=replace(given, seconds=seconds, state=self._instance.state()))
+        return Answer(turn=replace(given, seconds=seconds))
 
     def _asked(self, instance: Instance, request: Request) -> Turn | Done:
         if request.kind == "reset":

@@ -1,11 +1,6 @@
 """`launch.sh check`: what a reward gets wrong is found from gold answers and real completions, without a model."""
 
-import json
-import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +15,6 @@ from tests.support.speed import limit
 
 pytestmark = pytest.mark.timeout(120)
 
-ROOT = Path(__file__).resolve().parents[2]
 FUNCTIONS = """
 import time
 
@@ -117,23 +111,23 @@ def test_gold_answers_that_cannot_be_earned_are_a_problem_with_their_rows(file):
     assert any("on 1 of 3 rows right, wrong and empty completions all score the same" in p for p in found.problems)
 
 
-def test_a_verifier_that_never_sees_the_answer_is_a_problem(file):
-    # a number is looked for, and the data has words
-    found = gold(file, "whole_numbers_only", answers=("Paris", "Rome"))
-    assert found.problems == [
-        "on 2 of 2 rows right, wrong and empty completions all score the same: no gradient (row 0, 1)"
-    ]
-
-
-def test_a_verifier_that_accepts_a_wrong_answer_is_a_problem(file):
-    found = gold(file, "any_digit")
-    assert any(p.startswith("any_digit gives a wrong answer full marks on 1 of 3 rows") for p in found.problems)
-    assert "  ✗ wrong answers with full marks: row 0" in found.lines
-
-
-def test_a_sum_that_prefers_a_wrong_answer_is_a_problem_whatever_the_parts_say(file):
-    found = gold(file, "substring", reward_weights=[-1.0])
-    assert found.problems == ["on 3 of 3 rows no right answer beats a wrong one (row 0, 1, 2)"]
+@pytest.mark.parametrize(
+    ("name", "given", "problem"),
+    [
+        (  # a number is looked for, and the data has words
+            "whole_numbers_only",
+            {"answers": ("Paris", "Rome")},
+            "on 2 of 2 rows right, wrong and empty completions all score the same: no gradient (row 0, 1)",
+        ),
+        ("flat", {}, "on 3 of 3 rows right, wrong and empty completions all score the same: no gradient (row 0, 1, 2)"),
+        ("substring", {"reward_weights": [-1.0]}, "on 3 of 3 rows no right answer beats a wrong one (row 0, 1, 2)"),
+        ("any_digit", {}, "any_digit gives a wrong answer full marks on 1 of 3 rows; if a right one earns more, set "),
+    ],
+)
+def test_a_verifier_that_cannot_tell_right_from_wrong_is_a_problem_with_its_rows(file, name, given, problem):
+    found = gold(file, name, **given)
+    assert [p for p in found.problems if p.startswith(problem)] == found.problems[:1]
+    assert name != "any_digit" or "  ✗ wrong answers with full marks: row 0" in found.lines
 
 
 def test_a_formatted_wrong_answer_above_a_plain_right_one_is_a_warning_unless_weighted_down(file):
@@ -147,10 +141,6 @@ def test_full_marks_that_nothing_reaches_are_a_warning_with_the_key_to_set(file)
     [warning] = gold(file, "half").warnings
     assert "rewards.full_marks: {half: <its best score>}" in warning
     assert gold(file, "half", full_marks={"half": 0.5}).warnings == []
-
-
-def test_a_reward_that_is_the_same_for_all_is_a_problem(file):
-    assert "all score the same: no gradient" in gold(file, "flat").problems[0]
 
 
 def test_a_function_that_raises_or_gives_none_is_named_with_row_and_line_and_does_not_hide_the_others(file):
@@ -191,77 +181,3 @@ def test_completions_show_scores_what_changed_and_where_verifiers_contradict_eac
     ]
     same = TrialRow(7, "2+2?", {"answer": "4"}, texts, [{"answer": 1.0}, {"answer": -1.0}])
     assert rescore(Rewards(reward_funcs=["answer"]), [same]).warnings == []
-
-
-def command(folder, *arguments):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    words = [sys.executable, "-m", "launcher.check_rewards", str(folder / "run.yaml"), *map(str, arguments)]
-    return subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit(100))
-
-
-@pytest.fixture
-def folder(tmp_path):
-    golds = [{"question": f"{i}+1?", "answer": f"#### {i + 1}"} for i in range(20)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in golds))
-    (tmp_path / "run.yaml").write_text(f"model: {{path: none/here}}\ndata: {{train: {tmp_path}/train.jsonl}}\n")
-    return tmp_path
-
-
-@pytest.mark.processes
-def test_the_command_checks_gold_answers_and_samples_of_a_run(folder):
-    samples = [
-        {"step": 1, "group_id": 0, "problem_index": 3, "completion": text, "rewards": {"answer": r, "format": f}}
-        for text, r, f in (("<think>a</think><answer>4</answer><|im_end|>", 1.0, 1.25), ("5", -1.0, -1.0))
-    ]
-    (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
-    done = command(folder, folder / "samples.jsonl", "--rows", "5")
-    assert done.returncode == 0, done.stderr
-    assert f"tandem: gold answers: 5 of 20 rows of {folder}/train.jsonl" in done.stdout
-    assert "answer  scores: -1 × 1, 1 × 1; full marks 1 of 2" in done.stdout
-    assert "in the run" not in done.stdout  # the end-of-turn mark that samples.jsonl keeps changes nothing
-    assert done.stdout.endswith("\ntandem: the rewards look right\n")
-
-
-@pytest.mark.processes
-def test_the_command_ends_with_1_when_gold_answers_fail(folder):
-    (folder / "mine.py").write_text(
-        "def fn(completions, answer):\n    return [float(a in c) for a, c in zip(answer, completions)]\n"
-    )
-    done = command(folder, f"rewards.reward_funcs=[{folder}/mine.py:fn]")  # looks for the whole of "#### 4"
-    assert done.returncode == 1
-    assert "problem: on 20 of 20 rows right, wrong and empty completions all score the same" in done.stdout
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("{}", 'samples.jsonl:1: expected {"completion": "…", …}'),
-        ('{"completion": "4", "problem_index": 99}', "problem_index 99 is not in data.train"),
-        (
-            '{"completion": "4", "x": 1}',
-            "a line has neither problem_index nor question and answer; it has completion, x",
-        ),
-        ("", "holds no line"),
-    ],
-)
-def test_completions_of_unknown_origin_are_user_errors(folder, line, said):
-    (folder / "samples.jsonl").write_text(line)
-    done = command(folder, folder / "samples.jsonl", "--rows", "1", "rewards.reward_funcs=[answer]")
-    assert done.returncode == 2 and said in done.stderr
-
-
-@pytest.mark.processes
-def test_lines_may_bring_their_own_row(folder):
-    (folder / "mine.jsonl").write_text(json.dumps({"question": "2+2?", "answer": "4", "completion": "4"}))
-    done = command(folder, folder / "mine.jsonl", "--rows", "1", "rewards.reward_funcs=[answer]")
-    assert "answer  scores: 1 × 1; full marks 1 of 1" in done.stdout, done.stderr
-
-
-@pytest.mark.processes
-def test_check_needs_no_torch_and_no_tokenizer():
-    engines = ("torch", "transformers", "datasets")
-    code = f"import launcher.check_rewards, sys; print([m for m in {engines} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"

@@ -45,21 +45,6 @@ def write_parquet(path, rows=ROWS):
     return str(path)
 
 
-@pytest.fixture
-def hub_clone(tmp_path):
-    """A clone of a hub repository with two subsets, as `git clone` of openai/gsm8k gives."""
-    for subset, n in (("main", 7), ("socratic", 3)):
-        write_parquet(tmp_path / "gsm8k" / subset / "train.parquet", ROWS[:n])
-        write_parquet(tmp_path / "gsm8k" / subset / "test.parquet", ROWS[:2])
-    subsets = "".join(
-        f"- config_name: {subset}\n  data_files:\n"
-        + "".join(f"  - split: {split}\n    path: {subset}/{split}.parquet\n" for split in ("train", "test"))
-        for subset in ("main", "socratic")
-    )
-    (tmp_path / "gsm8k" / "README.md").write_text(f"---\nconfigs:\n{subsets}---\n")
-    return str(tmp_path / "gsm8k")
-
-
 def questions(spec, **keys):
     return [problem.columns["question"] for problem in load_problems(spec, **keys)]
 
@@ -70,92 +55,90 @@ def message(spec, **keys):
     return str(error.value)
 
 
-def test_a_problem_holds_its_place_and_its_whole_row(tmp_path):
-    problems = load_problems(write_jsonl(tmp_path / "x.jsonl"))
-    assert problems[4] == Problem(4, {"question": "4+1?", "answer": "#### 5", "level": 1})
-    assert len(problems) == 10
-
-
-def test_jsonl_json_and_parquet_files_hold_the_same_problems(tmp_path):
-    (tmp_path / "x.json").write_text(json.dumps(ROWS))
-    expected = [row["question"] for row in ROWS]
-    assert questions(write_jsonl(tmp_path / "x.jsonl")) == expected
-    assert questions(str(tmp_path / "x.json")) == expected
-    assert questions(write_parquet(tmp_path / "x.parquet")) == expected
-
-
-def test_slices_take_what_they_say(tmp_path):
-    path = write_jsonl(tmp_path / "x.jsonl")
-    for split, wanted in {
-        "train[:3]": [0, 1, 2],
-        "train[7:]": [7, 8, 9],
-        "train[-2:]": [8, 9],
-        "train[:20%]": [0, 1],
-        "train[:512]": range(10),
-        "train[:1]+train[-1:]": [0, 9],
-        "train": range(10),
-    }.items():
-        assert questions(f"{path}@{split}") == [f"{i}+1?" for i in wanted]
-
-
-def test_the_split_is_what_follows_the_last_at_sign(tmp_path):
-    path = write_jsonl(tmp_path / "me@host" / "x.jsonl")
-    assert len(load_problems(path)) == 10
-    assert len(load_problems(f"{path}@train[:4]")) == 4
-
-
-def test_a_folder_has_the_splits_its_files_are_named_for(tmp_path):
-    write_jsonl(tmp_path / "data" / "train.jsonl")
-    write_jsonl(tmp_path / "data" / "test.jsonl", ROWS[:2])
-    assert len(load_problems(f"{tmp_path}/data@train")) == 10
-    assert len(load_problems(f"{tmp_path}/data@test")) == 2
-    assert len(load_problems(f"{tmp_path}/data")) == 10
-
-
-def test_a_folder_of_two_formats_is_refused_because_one_would_be_ignored(tmp_path):
-    write_jsonl(tmp_path / "data" / "train.jsonl")
-    write_parquet(tmp_path / "data" / "test.parquet")
-    assert ".jsonl and .parquet" in message(f"{tmp_path}/data")
-
-
-def test_save_to_disk_folders_load_with_and_without_splits(tmp_path):
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """One data set in every form that is read: files, folders, saved by `datasets`, and a clone of a hub repository."""
     from datasets import Dataset, DatasetDict
 
+    root = tmp_path_factory.mktemp("data")
+    write_jsonl(root / "x.jsonl")
+    (root / "x.json").write_text(json.dumps(ROWS))
+    write_parquet(root / "x.parquet")
+    write_jsonl(root / "me@host" / "x.jsonl")
+    write_jsonl(root / "folder" / "train.jsonl")
+    write_jsonl(root / "folder" / "test.jsonl", ROWS[:2])
+    write_jsonl(root / "mixed" / "train.jsonl")
+    write_parquet(root / "mixed" / "test.parquet")
     rows = Dataset.from_list(ROWS)
-    rows.save_to_disk(str(tmp_path / "one"))
-    DatasetDict({"train": rows, "test": rows.select(range(2))}).save_to_disk(str(tmp_path / "two"))
-    assert len(load_problems(f"{tmp_path}/one")) == 10
-    assert len(load_problems(f"{tmp_path}/one@train[:3]")) == 3
-    assert len(load_problems(f"{tmp_path}/two@test")) == 2
+    rows.save_to_disk(str(root / "saved"))
+    DatasetDict({"train": rows, "test": rows.select(range(2))}).save_to_disk(str(root / "saved_splits"))
+    DatasetDict({"easy": rows, "hard": rows}).save_to_disk(str(root / "no_train"))
+    for subset, n in (("main", 7), ("socratic", 3)):  # as `git clone` of openai/gsm8k gives
+        write_parquet(root / "clone" / subset / "train.parquet", ROWS[:n])
+        write_parquet(root / "clone" / subset / "test.parquet", ROWS[:2])
+    subsets = "".join(
+        f"- config_name: {subset}\n  data_files:\n"
+        + "".join(f"  - split: {split}\n    path: {subset}/{split}.parquet\n" for split in ("train", "test"))
+        for subset in ("main", "socratic")
+    )
+    (root / "clone" / "README.md").write_text(f"---\nconfigs:\n{subsets}---\n")
+    (root / "bad.jsonl").write_text("{not json\n")
+    (root / "x.csv").write_text("question,answer\n1,2\n")
+    return root
 
 
-def test_a_subset_follows_the_colon(hub_clone):
-    assert len(load_problems(f"{hub_clone}:main@train")) == 7
-    assert len(load_problems(f"{hub_clone}:socratic@train[:2]")) == 2
+def test_a_problem_holds_its_place_and_its_whole_row(data):
+    assert load_problems(f"{data}/x.jsonl")[4] == Problem(4, {"question": "4+1?", "answer": "#### 5", "level": 1})
 
 
-def test_a_missing_subset_lists_those_there_and_what_to_write(hub_clone):
-    assert f"{hub_clone} has subsets main, socratic. Write {hub_clone}:main@train" in message(f"{hub_clone}@train")
-    wrong = message(f"{hub_clone}:socratix@train")
-    assert "no subset 'socratix'" in wrong and f"Write {hub_clone}:socratic@train" in wrong
+@pytest.mark.parametrize(
+    ("spec", "wanted"),
+    [
+        ("x.jsonl", range(10)),
+        ("x.json", range(10)),
+        ("x.parquet", range(10)),
+        ("x.jsonl@train", range(10)),
+        ("x.jsonl@train[:3]", [0, 1, 2]),
+        ("x.jsonl@train[7:]", [7, 8, 9]),
+        ("x.jsonl@train[-2:]", [8, 9]),
+        ("x.jsonl@train[:20%]", [0, 1]),
+        ("x.jsonl@train[:512]", range(10)),
+        ("x.jsonl@train[:1]+train[-1:]", [0, 9]),
+        ("me@host/x.jsonl", range(10)),
+        ("me@host/x.jsonl@train[:4]", range(4)),
+        ("folder", range(10)),
+        ("folder@train", range(10)),
+        ("folder@test", [0, 1]),
+        ("saved", range(10)),
+        ("saved@train[:3]", [0, 1, 2]),
+        ("saved_splits@test", [0, 1]),
+        ("clone:main@train", range(7)),
+        ("clone:socratic@train[:2]", [0, 1]),
+    ],
+)
+def test_a_notation_reads_these_rows(data, spec, wanted):
+    assert questions(f"{data}/{spec}") == [f"{i}+1?" for i in wanted]
 
 
-def test_a_wrong_split_lists_those_there_with_their_sizes(hub_clone):
-    words = f'split "validation" is not in {hub_clone}:main; it has train (7), test (2)'
-    assert message(f"{hub_clone}:main@validation") == words
-
-
-def test_without_a_train_split_the_split_must_be_named(tmp_path):
-    from datasets import Dataset, DatasetDict
-
-    rows = Dataset.from_list(ROWS)
-    DatasetDict({"easy": rows, "hard": rows}).save_to_disk(str(tmp_path / "two"))
-    assert f"has splits easy (10), hard (10); write for example {tmp_path}/two@easy" in message(f"{tmp_path}/two")
-
-
-def test_a_malformed_slice_shows_what_a_slice_looks_like(tmp_path):
-    path = write_jsonl(tmp_path / "x.jsonl")
-    assert "train[:512]" in message(f"{path}@train[:x]")
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("mixed", ".jsonl and .parquet"),
+        ("clone@train", "DATA/clone has subsets main, socratic. Write DATA/clone:main@train"),
+        (
+            "clone:socratix@train",
+            "no subset 'socratix'; its subsets are main, socratic. Write DATA/clone:socratic@",
+        ),
+        ("clone:main@validation", 'split "validation" is not in DATA/clone:main; it has train (7), test (2)'),
+        ("no_train", "has splits easy (10), hard (10); write for example DATA/no_train@easy"),
+        ("x.jsonl@train[:x]", "train[:512]"),
+        ("x.jsonl@train[:0]", "has no rows"),
+        ("bad.jsonl", "cannot be read"),
+        ("x.csv", ".jsonl, .json, .parquet"),
+    ],
+)
+def test_a_notation_that_finds_nothing_says_what_to_write(data, spec, said):
+    assert said.replace("DATA", str(data)) in message(f"{data}/{spec}")
 
 
 def test_a_missing_column_lists_the_columns_and_suggests_one(tmp_path):
@@ -167,24 +150,34 @@ def test_a_missing_column_lists_the_columns_and_suggests_one(tmp_path):
     assert no_answer.endswith("Set data.answer_key: answer, or null when no reward needs one")
 
 
-def test_another_answer_key_is_there_as_answer_too(tmp_path):
-    path = write_jsonl(tmp_path / "x.jsonl", [{"problem": "1+1?", "solution": "2"}])
-    [problem] = load_problems(path, prompt_key="problem", answer_key="solution")
-    assert problem.columns == {"problem": "1+1?", "solution": "2", "answer": "2"}
-
-
-def test_columns_are_renamed_before_anything_else_looks_at_them(tmp_path):
-    path = write_jsonl(tmp_path / "x.jsonl", [{"problem": "1+1?", "solution": "so 2", "answer": "2"}])
-    [problem] = load_problems(path, rename={"problem": "question", "solution": "working"})
-    assert problem.columns == {"question": "1+1?", "working": "so 2", "answer": "2"}
-    [swapped] = load_problems(path, "problem", rename={"answer": "solution", "solution": "answer"})
-    assert swapped.columns == {"problem": "1+1?", "solution": "2", "answer": "so 2"}
-
-
-def test_the_old_name_of_a_renamed_answer_still_means_it(tmp_path):
-    path = write_jsonl(tmp_path / "x.jsonl", [{"question": "1+1?", "answer": "2"}])
-    [problem] = load_problems(path, rename={"answer": "solution"})
-    assert problem.columns == {"question": "1+1?", "solution": "2", "answer": "2"}
+@pytest.mark.parametrize(
+    ("row", "keys", "columns"),
+    [
+        (
+            {"problem": "1+1?", "solution": "2"},
+            {"prompt_key": "problem", "answer_key": "solution"},
+            {"problem": "1+1?", "solution": "2", "answer": "2"},
+        ),
+        (
+            {"problem": "1+1?", "solution": "so 2", "answer": "2"},
+            {"rename": {"problem": "question", "solution": "working"}},
+            {"question": "1+1?", "working": "so 2", "answer": "2"},
+        ),
+        (
+            {"problem": "1+1?", "solution": "so 2", "answer": "2"},
+            {"prompt_key": "problem", "rename": {"answer": "solution", "solution": "answer"}},
+            {"problem": "1+1?", "solution": "2", "answer": "so 2"},
+        ),
+        (  # the old name of a renamed answer still means it
+            {"question": "1+1?", "answer": "2"},
+            {"rename": {"answer": "solution"}},
+            {"question": "1+1?", "solution": "2", "answer": "2"},
+        ),
+    ],
+)
+def test_columns_are_renamed_first_and_the_answer_is_there_under_its_name(tmp_path, row, keys, columns):
+    [problem] = load_problems(write_jsonl(tmp_path / "x.jsonl", [row]), **keys)
+    assert problem.columns == columns
 
 
 def test_a_rename_that_names_no_column_or_hides_one_is_refused(tmp_path):
@@ -272,15 +265,6 @@ def test_text_that_the_library_takes_for_dates_is_refused_where_the_file_is_not_
         read_rows(str(tmp_path / "data"))
 
 
-def test_rows_of_deepscaler_and_math12k_need_one_key(tmp_path):
-    deepscaler = {"problem": "Half of $\\frac12$?", "answer": "\\frac14", "solution": "It is $\\boxed{\\frac14}$."}
-    (tmp_path / "deepscaler.json").write_text(json.dumps([deepscaler]))
-    [problem] = load_problems(str(tmp_path / "deepscaler.json"), "problem")
-    assert problem.columns == deepscaler
-    math12k = write_parquet(tmp_path / "math12k.parquet", [{"problem": "1+1?", "answer": "2"}])
-    assert load_problems(math12k, "problem")[0].columns == {"problem": "1+1?", "answer": "2"}
-
-
 def test_several_data_sets_are_one_after_the_other_with_the_columns_of_all(tmp_path):
     a = write_jsonl(tmp_path / "a.jsonl", [{"question": "1", "answer": "1", "level": 3}])
     b = write_jsonl(tmp_path / "b.jsonl", [{"question": "2", "answer": "2", "topic": "sums"}])
@@ -294,33 +278,18 @@ def test_several_data_sets_are_one_after_the_other_with_the_columns_of_all(tmp_p
 
 def test_without_an_answer_key_no_answer_is_needed(tmp_path):
     path = write_jsonl(tmp_path / "x.jsonl", [{"prompt": "Write a haiku."}])
-    data = Data(train=path, prompt_key="prompt", answer_key=None)
-    assert [p.columns for p in load_data("data.train", path, data)] == [{"prompt": "Write a haiku."}]
+    given = Data(train=path, prompt_key="prompt", answer_key=None)
+    assert [p.columns for p in load_data("data.train", path, given)] == [{"prompt": "Write a haiku."}]
 
 
 def test_rows_with_an_empty_answer_are_left_out_and_counted(tmp_path, capsys):
-    golds = ["4", "", None, "  ", "0"]
+    golds = ["4", "", None, "  ", "0", 0, 0.0, False]
     path = write_jsonl(tmp_path / "x.jsonl", [{"question": "2+2?", "answer": gold} for gold in golds])
-    data = Data(train=path)
-    assert [p.index for p in load_data("data.train", path, data)] == [0, 4]
+    assert [p.index for p in load_data("data.train", path, Data(train=path))] == [0, 4, 5, 6, 7]
     said = capsys.readouterr().err
-    assert said == "tandem: data.train: 3 of 5 rows have an empty 'answer' and are left out: row 1, 2, 3\n"
+    assert said == "tandem: data.train: 3 of 8 rows have an empty 'answer' and are left out: row 1, 2, 3\n"
     with pytest.raises(UserError, match=r"data\.eval: each of the 3 rows has an empty 'answer'\. Set data\.answer_key"):
-        load_data("data.eval", f"{path}@train[1:4]", data)
-
-
-def test_numbers_and_false_are_answers(tmp_path):
-    golds = [0, 0.0]
-    path = write_jsonl(tmp_path / "x.jsonl", [{"question": "0?", "answer": gold} for gold in golds])
-    assert len(load_data("data.train", path, Data(train=path))) == 2
-
-
-def test_empty_unreadable_and_unknown_files_are_user_errors(tmp_path):
-    (tmp_path / "bad.jsonl").write_text("{not json\n")
-    (tmp_path / "x.csv").write_text("question,answer\n1,2\n")
-    assert "cannot be read" in message(str(tmp_path / "bad.jsonl"))
-    assert ".jsonl, .json, .parquet" in message(str(tmp_path / "x.csv"))
-    assert "has no rows" in message(f"{write_jsonl(tmp_path / 'x.jsonl')}@train[:0]")
+        load_data("data.eval", f"{path}@train[1:4]", Data(train=path))
 
 
 def test_a_missing_path_is_reported_before_datasets_is_imported(tmp_path):

@@ -250,14 +250,10 @@ def test_every_failpoint_in_the_list_is_in_the_code_and_every_one_in_the_code_is
     ("modules", "heavy"),
     [
         ("trainer.link.inbox, sampler.link", ("torch", "transformers", "vllm", "deepspeed", "datasets")),
-        (
-            "common.worker.server, rewards.service",
-            ("numpy", "pydantic", "yaml", "asyncio"),
-        ),  # it is killed and started again
-        (
-            "common.worker.server, environments.service",
-            ("numpy", "pydantic", "yaml", "asyncio", "transformers"),
-        ),  # and every fork shares it
+        ("launcher.check_rewards", ("torch", "transformers", "datasets", "vllm")),
+        # killed and started again, and shared by every fork
+        ("common.worker.server, rewards.service", ("numpy", "pydantic", "yaml", "asyncio")),
+        ("common.worker.server, environments.service", ("numpy", "pydantic", "yaml", "asyncio", "transformers")),
     ],
 )
 def test_what_must_start_quickly_imports_nothing_heavy(modules: str, heavy: tuple[str, ...]) -> None:

@@ -170,7 +170,6 @@ def one(pool):
     return reply
 
 
-@pytest.mark.processes  # what describes tools is in transformers
 def test_the_tools_of_trls_documentation_run_unchanged(file):
     given = Rollouts(tools=[f"{file}:multiply", f"{file}:async_add"], timeout_s=limit(20))
     with EnvironmentPool(given, columns=["prompt"]) as pool:
@@ -194,7 +193,6 @@ def test_the_tools_of_trls_documentation_run_unchanged(file):
         assert one(pool).reward is None
 
 
-@pytest.mark.processes  # what describes tools is in transformers
 def test_the_environment_of_trls_documentation_runs_unchanged_with_its_reward_function(file):
     row, prompt = {"answer": "4"}, [{"role": "user", "content": "Start."}]
     given = Rollouts(environment=f"{file}:IncrementEnv", timeout_s=limit(20))
@@ -222,7 +220,6 @@ def test_what_no_message_can_hold_is_left_out_of_an_environments_state():
     assert Instance(mine, None).state() == {"counter": 4}
 
 
-@pytest.mark.processes
 def test_a_reward_that_reads_environments_is_not_tried_without_one(file, tmp_path):
     rewards = {"reward_funcs": [f"{file}:reward_func"]}
     given = config_of(rewards=rewards, rollout={"environment": f"{file}:IncrementEnv", "max_turns": 3})
@@ -260,7 +257,6 @@ def test_the_environment_of_the_page_runs_and_has_about_twenty_lines(tmp_path):
     assert [reply.reward for reply in said if isinstance(reply, Done)] == [1.0, 0.0]
 
 
-@pytest.mark.processes  # what describes tools is in transformers
 def test_the_tool_of_the_page_is_described_and_called(tmp_path):
     (tmp_path / "tools.py").write_text(page_block("tools.py"))
     with EnvironmentPool(Rollouts(tools=[f"{tmp_path}/tools.py:multiply"], timeout_s=limit(20))) as pool:
