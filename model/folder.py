@@ -163,7 +163,7 @@ def _require_positions(config: Config, settings: dict[str, Any]) -> None:
     except (LookupError, AttributeError):
         return
     prompt = config.data.max_prompt_length
-    completion = max(config.sampler.max_completion_length, config.eval.max_completion_length or 0)
+    completion = config.sampler.max_completion_length
     if prompt + completion > limit and not is_scaled and "VLLM_ALLOW_LONG_MAX_MODEL_LEN" not in os.environ:
         remedy = (
             f"data.max_prompt_length={limit - completion}"

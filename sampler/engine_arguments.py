@@ -69,7 +69,7 @@ def max_num_seqs(config: Config) -> int:
 
 def max_model_len(config: Config) -> int:
     """Tokens of the longest sequence, unless `vllm:` says otherwise."""
-    completion = max(config.sampler.max_completion_length, config.eval.max_completion_length or 0)
+    completion = config.sampler.max_completion_length
     return max(config.data.max_prompt_length + completion, _CANARY_LENGTH)
 
 

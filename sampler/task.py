@@ -57,7 +57,7 @@ def sampling_params(key: Key, config: Config) -> SamplingParams:
 
 def held_out_params(config: Config, problem: int) -> SamplingParams:
     """How a held-out problem is sampled, by its place in the evaluation data."""
-    length = config.eval.max_completion_length or config.sampler.max_completion_length
+    length = config.sampler.max_completion_length
     seed = sampling_seed(config.run.seed + _EVAL_SEED_OFFSET, problem)
     top_k = max(0, config.eval.top_k or 0)
     return SamplingParams(config.eval.temperature, length, config.eval.num_generations, seed, config.eval.top_p, top_k)

@@ -157,7 +157,7 @@ def _lora(config: Settings) -> Iterator[str]:
 
 
 def _lengths(config: Settings) -> Iterator[str]:
-    completion = max(config.sampler.max_completion_length, config.eval.max_completion_length or 0)
+    completion = config.sampler.max_completion_length
     longest, limit = config.data.max_prompt_length + completion, config.vllm.get("max_model_len")
     if limit is not None and not (isinstance(limit, int) and limit >= longest):
         yield (

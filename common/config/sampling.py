@@ -77,8 +77,6 @@ class Eval(Section):
     """As in sampler; top_p does without."""
     num_generations: int = Field(1, ge=1)
     """Completions per problem."""
-    max_completion_length: int | None = Field(None, gt=0)
-    """null = the sampler's."""
     metric_for_best_model: str | None = None
     """For best/: `answer/accuracy` or `answer/mean`, of any function."""
     greater_is_better: bool = True
