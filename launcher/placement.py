@@ -48,8 +48,7 @@ class Placement:
     trainer_place: str
     sampler_gpus: tuple[int, ...] = ()  # of all samplers
     trainer_gpus: tuple[int, ...] = ()  # of each rank
-    idle_gpus: tuple[int, ...] = ()  # visible, or named for the sampler, and used by neither process
-    more_samplers: str = ""  # the settings with which samplers use the idle GPUs
+    notice: str = ""  # what to say of GPUs that neither process uses
 
     @property
     def shares_gpu(self) -> bool:
@@ -60,15 +59,6 @@ class Placement:
     def ranks_per_gpu(self) -> int:
         """The most ranks of the trainer that run on one GPU; 1 without GPUs."""
         return max(Counter(self.trainer_gpus).values(), default=1)
-
-    @property
-    def notice(self) -> str:
-        """What to say of GPUs that nobody uses; empty where there are none."""
-        if not self.idle_gpus:
-            return ""
-        head = f"{_named('GPU', self.idle_gpus)} stay{'s' * (len(self.idle_gpus) == 1)} idle: "
-        more = f"set {self.more_samplers} to sample on them too, or name" if self.more_samplers else "name"
-        return f"{head}{more} more GPUs in trainer.devices"
 
 
 def placement(config: Config, gpus: Sequence[int], cores: Sequence[int]) -> Placement:
@@ -174,8 +164,7 @@ def _on_gpus(config: Config, gpus: Sequence[int], cores: Sequence[int]) -> Place
         trainer_place=place + (", shared with the sampler" if set(sampler) & set(trainer) else ""),
         sampler_gpus=tuple(sampler_ids),
         trainer_gpus=tuple(trainer_ids),
-        idle_gpus=tuple(gpus[i] for i in range(len(gpus)) if i not in used and i not in trainer[:ranks]),
-        more_samplers=_more_samplers(config, used, trainer[:ranks], len(gpus)),
+        notice=_idle(config, gpus, used, trainer[:ranks]),
     )
 
 
@@ -183,15 +172,21 @@ def _gpu_sampler(ids: Sequence[int]) -> SamplerPlace:
     return SamplerPlace(_NUMBERED | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ids))}, (), _named("GPU", ids))
 
 
-def _more_samplers(config: Config, used: Sequence[int], trainer: Sequence[int], count: int) -> str:
-    """The settings with which samplers take all GPUs that the trainer leaves; empty where there are too few for one."""
-    free = [i for i in range(count) if i not in trainer or i in used]
-    number = len(free) // config.engine_gpus
-    if number <= config.sampler.num_samplers:
+def _idle(config: Config, gpus: Sequence[int], used: Sequence[int], trainer: Sequence[int]) -> str:
+    """What to say of GPUs that nobody uses, and the settings with which samplers take them; empty without such.
+
+    used, trainer: indexes into gpus of those that the samplers and the trainer have.
+    """
+    idle = [gpu for i, gpu in enumerate(gpus) if i not in used and i not in trainer]
+    if not idle:
         return ""
-    devices = config.sampler.devices
-    named = "" if not devices or set(free) <= set(devices) else f" sampler.devices={str(free).replace(' ', '')}"
-    return f"sampler.num_samplers={number}{named}"
+    free = [i for i in range(len(gpus)) if i not in trainer or i in used]
+    number, devices = len(free) // config.engine_gpus, config.sampler.devices
+    more = ""
+    if number > config.sampler.num_samplers:
+        named = "" if not devices or set(free) <= set(devices) else f" sampler.devices={str(free).replace(' ', '')}"
+        more = f"set sampler.num_samplers={number}{named} to sample on them too, or "
+    return f"{_named('GPU', idle)} stay{'s' * (len(idle) == 1)} idle: {more}name more GPUs in trainer.devices"
 
 
 def _split_gpus(config: Config, count: int) -> tuple[list[int], list[int]]:

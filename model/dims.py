@@ -18,6 +18,7 @@ from model.vision_dims import VisionDims, vision_dims
 
 FAMILY = ("llama", "qwen2", "qwen3", "mistral")
 _WITH_TOWER = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}  # whose language model is of which
+_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # as transformers names them
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class ModelDims:
 
     @property
     def matrices(self) -> tuple[tuple[int, int], ...]:
-        """(out, in) of a layer's query, key, value and output projection, gate, up and down."""
+        """(out, in) of a layer's _MATRICES."""
         h, i, queries, keys = self.hidden, self.intermediate, self.heads * self.head_dim, self.kv_heads * self.head_dim
         return (queries, h), (keys, h), (keys, h), (h, queries), (i, h), (i, h), (h, i)
 
@@ -62,10 +63,7 @@ class ModelDims:
 
     def adapter_parameters(self, r: int, modules: Collection[str] | None = None) -> int:
         """r·(in + out) of the layers with these names, in every block; None = of all but the output head."""
-        h, queries, keys = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
-        wide = h + self.intermediate
-        sides = {"q_proj": h + queries, "k_proj": h + keys, "v_proj": h + keys, "o_proj": queries + h}
-        sides |= {"gate_proj": wide, "up_proj": wide, "down_proj": wide}
+        sides = {name: out + into for name, (out, into) in zip(_MATRICES, self.matrices, strict=True)}
         return self.layers * r * sum(n for name, n in sides.items() if modules is None or name in modules)
 
     @property

@@ -139,7 +139,7 @@ def test_ranks_share_gpus_over_gloo(gpus, trainer, devices, at_most, place):
     found = placement(config_of(trainer=trainer | {"dist_backend": "gloo"}), gpus=gpus, cores=[0, 1])
     assert found.launcher_args == ("--num_gpus", str(trainer["num_ranks"]))
     assert found.trainer_env["TANDEM_RANK_DEVICES"] == devices
-    assert (found.ranks_per_gpu, found.trainer_place, found.idle_gpus) == (at_most, place, ())
+    assert (found.ranks_per_gpu, found.trainer_place, found.notice) == (at_most, place, "")
     alone = placement(config_of(trainer={"dist_backend": "gloo"}), gpus=gpus, cores=[0, 1])
     assert "TANDEM_RANK_DEVICES" not in alone.trainer_env
     assert alone.ranks_per_gpu == 1
@@ -147,7 +147,7 @@ def test_ranks_share_gpus_over_gloo(gpus, trainer, devices, at_most, place):
 
 def test_gpus_that_nobody_uses_are_named_with_what_would_use_them():
     place = placement(config_of(trainer={"devices": [0, 1]}), gpus=range(8), cores=[0])
-    assert (place.sampler_gpus, place.idle_gpus) == ((2,), (3, 4, 5, 6, 7))
+    assert place.sampler_gpus == (2,)
     assert place.notice == (
         "GPUs 3,4,5,6,7 stay idle: set sampler.num_samplers=6 to sample on them too, or name more GPUs in "
         "trainer.devices"

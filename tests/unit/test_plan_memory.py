@@ -341,7 +341,9 @@ def test_what_does_not_fit_gets_the_smallest_change_that_makes_it_fit() -> None:
     work = replace(work, groups_per_micro_batch=1)
     assert settings(work, replace(work, chunk=256)) == ["trainer.logprob_chunk_size=256"]
     work = replace(work, chunk=256, completion=1)
-    assert settings(work, replace(work, zero_stage=3)) == ["deepspeed.zero_optimization.stage=3"]
+    for stage in (2, 3):
+        zero = [f"deepspeed.zero_optimization.stage={stage}"]
+        assert settings(work, replace(work, zero_stage=stage)) == zero
     sharded = load_of(ranks=8, checkpointing=True, chunk=256, zero_stage=3)
     assert settings(sharded, replace(sharded, sp_size=2)) == ["trainer.sequence_parallel_size=2"]
     for change in ({"ranks": 7}, {"images": 1}, {"shares_prompt": False}, {"sp_size": 2}):
@@ -362,6 +364,9 @@ def test_a_fitting_run_has_no_problems_and_says_who_waits() -> None:
     assert result.problems == ()
     assert "128 of 128 decode at once" in dict(result.lines)["sampler"]
     assert "both sides are about even" in dict(result.lines)["time"]
+    assert dict(result.lines)["trainer"].endswith("logits 3.5 GiB, buckets 1.9 GiB")
+    reducing = fitted(3, 80, load_of(dtype="float32", ranks=1, zero_stage=1, checkpointing=True, chunk=256))
+    assert dict(reducing.lines)["trainer"].endswith("context 1.5 GiB, reducing 7.6 GiB")
 
 
 @pytest.mark.parametrize(
