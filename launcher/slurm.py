@@ -1,7 +1,8 @@
 """A batch script for Slurm:  python -m launcher.slurm CONFIG --nodes N [--gpus-per-node G] [--time T] [key=value …]
 
-The script is `launch.sh run CONFIG --hosts` with srun in the place of ssh; it is written into the run folder, to be
-read and changed. A job that is requeued, by Slurm or because its time was over, finds its checkpoint and goes on.
+The last node samples, the others train, each by its own srun; the script is written into the run folder, to be read and
+changed. A job that is requeued, by Slurm or because its time was over, finds its checkpoint and goes on. Left out: one
+node, on which a batch script calls `launch.sh run`.
 """
 
 from __future__ import annotations
@@ -44,54 +45,43 @@ def main(arguments: Sequence[str]) -> int:
     return DONE
 
 
-def hosts_of(config: Config, nodes: int, gpus: int) -> list[tuple[int, int]]:
-    """(slots, samplers) of each node. The last one samples; one node alone does both."""
+def tasks(config: Config, nodes: int, gpus: int) -> tuple[int, int]:
+    """(ranks on each node but the last, samplers on the last). Raises UserError."""
     width = config.engine_gpus
-    if nodes < 1 or gpus < 0:
+    if nodes < 2 or gpus < 0:
         raise UserError(f"--nodes {nodes} --gpus-per-node {gpus}: write for example --nodes 2 --gpus-per-node 8")
-    if gpus == 0:
-        return [(1, 1)] if nodes == 1 else [(1, 0)] * (nodes - 1) + [(1, 1)]
-    if nodes == 1:
-        if gpus <= width:
-            raise UserError(f"one node of {gpus} GPUs has none left beside a sampler of {width}; use launch.sh run")
-        return [(gpus - width, 1)]
-    if gpus < width:
+    if 0 < gpus < width:
         raise UserError(f"vllm.tensor_parallel_size {width} needs as many GPUs and a node has {gpus}")
-    return [(gpus, 0)] * (nodes - 1) + [(0, gpus // width)]
+    return (gpus, gpus // width) if gpus else (1, 1)
 
 
 def sbatch(root: Path, config: Config, words: Sequence[str], nodes: int, gpus: int, walltime: str) -> str:
     """The script. words: config and overrides, as `launch.sh run` takes them."""
     folder = config.run.output_dir if config.run.output_dir.is_absolute() else root / config.run.output_dir
-    layout = hosts_of(config, nodes, gpus)
-    lines = "\n".join(
-        f'  echo "${{nodes[{number}]}} slots={slots} samplers={samplers}"'
-        for number, (slots, samplers) in enumerate(layout)
-    )
+    ranks, samplers = tasks(config, nodes, gpus)
+    name = "".join(c if c.isalnum() or c in "-_." else "_" for c in config.run.output_dir.name)
     return _SCRIPT.format(
-        name=_name(config.run.output_dir.name),
+        name=name or "tandem",
         nodes=nodes,
-        gres=f"#SBATCH --gpus-per-node={gpus}\n" if gpus else "",
+        training_nodes=nodes - 1,
+        ranks=ranks,
+        samplers=samplers,
+        job_gpus=f"#SBATCH --gpus-per-node={gpus}\n" if gpus else "",
+        sampler_gpus=f" --gpus-per-task={config.engine_gpus}" if gpus else "",
         walltime=walltime,
         seconds=_SAVED_WITHIN_S,
         output=shlex.quote(f"{folder}/slurm.log".replace("%", "%%")),  # % begins a pattern of Slurm's
         root=shlex.quote(str(root)),
         folder=shlex.quote(str(folder)),
-        hosts=lines,
-        run=shlex.join(["bash", "launch.sh", "run", *words]),
+        words=shlex.join(words),
     )
-
-
-def _name(text: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_." else "_" for c in text) or "tandem"
 
 
 _SCRIPT = """#!/bin/bash
 #SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
-{gres}#SBATCH --time={walltime}
+{job_gpus}#SBATCH --time={walltime}
 #SBATCH --signal=B:USR1@{seconds}
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -100,39 +90,39 @@ _SCRIPT = """#!/bin/bash
 # #SBATCH --account=
 # #SBATCH --partition=
 
-cd {root} || exit 2
-folder={folder}
-mkdir -p "$folder"
-
-# Which node does what; rank 0 is on the first.
-mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-{{
-{hosts}
-}} >"$folder/nodes"
+cd {root} && source .venv/bin/activate || exit 2
+export folder={folder}
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) # rank 0's
+export MASTER_ADDR
+words=({words} channel.endpoint="tcp://$MASTER_ADDR:$((10240 + SLURM_JOB_ID % 9760))" sampler.num_samplers={samplers})
 
 # A job that was requeued goes on where its newest checkpoint is, or begins anew where it has none.
-resume=()
+resume=false
 if compgen -G "$folder/checkpoints/step_*" >/dev/null; then
-  resume=(run.resume=true)
+  resume=true
 elif ((${{SLURM_RESTART_COUNT:-0}})) && [[ -e $folder/metrics.jsonl ]]; then
   mv "$folder/metrics.jsonl" "$folder/metrics.$SLURM_RESTART_COUNT.jsonl"
 fi
 
 # {seconds} seconds before the walltime Slurm sends USR1, and TERM when it preempts: the step ends and is saved.
-set -m # without job control a process behind & ignores Ctrl-C, and so does all that it starts
 time_is_over=0
-trap 'time_is_over=1; kill -INT "$run" 2>/dev/null' USR1
-trap 'kill -INT "$run" 2>/dev/null' TERM
+trap 'time_is_over=1; scancel --signal=INT "$SLURM_JOB_ID"' USR1
+trap 'scancel --signal=INT "$SLURM_JOB_ID"' TERM
 
-export TANDEM_SSH="srun --overlap --nodes=1 --ntasks=1 --export=ALL --nodelist"
-{run} --hosts "$folder/nodes" "${{resume[@]}}" &
-run=$!
-code=0
-wait "$run" || code=$?
-while kill -0 "$run" 2>/dev/null; do # a signal ends `wait` before the run has ended
-  code=0
-  wait "$run" || code=$?
+rm -f "$folder/exit_code" # of rank 0, which says why all end
+srun --nodes={training_nodes} --ntasks-per-node={ranks} --cpu-bind=none --wait=60 bash -c '
+  python training_worker.py --config "$@"
+  code=$?
+  ((SLURM_PROCID)) || echo "$code" >"$folder/exit_code"
+  exit "$code"' trainer "${{words[@]}}" run.resume=$resume &
+trainer=$!
+srun --nodes=1 --relative={training_nodes} --ntasks={samplers}{sampler_gpus} --cpu-bind=none bash -c '
+  exec python sampling.py --id "sampler.$SLURM_PROCID" --config "$@"' sampler "${{words[@]}}" &
+wait "$trainer"
+while kill -0 "$trainer" 2>/dev/null; do # a signal ends `wait` before the trainer has ended
+  wait "$trainer"
 done
+code=$(cat "$folder/exit_code" 2>/dev/null || echo 1)
 
 # 75: it may be started again as it is. After a preemption Slurm does so itself.
 if [[ $time_is_over == 1 || $code == 75 ]] && ((${{SLURM_RESTART_COUNT:-0}} < 50)); then

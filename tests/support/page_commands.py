@@ -11,9 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "configs").rglob("*.md")])
 _BLOCK = re.compile(r"^( *)```(?:bash|console|sh|shell)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
-_NEEDS = re.compile(
-    r"\bneeds (a GPU|GPUs|the hub|a hub account|a network|Docker|Slurm|Kubernetes)\b|\btakes (minutes)\b"
-)
+_NEEDS = re.compile(r"\bneeds (a GPU|GPUs|the hub|a hub account|a network|Docker|Slurm)\b|\btakes (minutes)\b")
 _DOCUMENT = re.compile(r"<<'(\w+)'")
 
 
