@@ -64,8 +64,11 @@ class LogSoftmaxAt(torch.autograd.Function):
         logits, targets, sets, log_support, log_normaliser, entropy = ctx.saved_tensors
         grad = torch.zeros_like(entropy) if grad is None else grad
         given = logits, targets, sets, ctx.temperature, log_support, log_normaliser, entropy, grad, grad_entropy
+        blocks = list(_blocks(*given))
+        if len(blocks) == 1:
+            return _run(_gradient, *given), None, None, None, None, None
         found = torch.empty_like(logits)
-        for out, rows in zip(_split(found, logits), _blocks(*given), strict=True):
+        for out, rows in zip(_split(found, logits), blocks, strict=True):
             out.copy_(_run(_gradient, *rows))
         return found, None, None, None, None, None
 
