@@ -27,6 +27,7 @@ from environments import Failed, Reply, Turn
 from environments.messages import MAX_ANSWER_BYTES, Answer, EnvironmentSetup, Request
 
 _BUSY_PATIENCE_S = 1.0  # of one that is closed while it works
+_MAX_MEMORY = 2 << 30  # of each environment's process
 
 
 class _Rollout:
@@ -62,7 +63,7 @@ class EnvironmentPool:
             "environments.service:EnvironmentService",
             setup,
             title="environments",
-            max_memory=int(config.max_memory_gib * 2**30),
+            max_memory=_MAX_MEMORY,
             confine_signals=config.confine_signals,
         )
         self._timeout_s = config.timeout_s

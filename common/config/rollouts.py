@@ -27,8 +27,6 @@ class Rollouts(Section):
     """Tokens; null = what is left."""
     timeout_s: float = Field(30.0, gt=0)
     """A longer reset or step fails its rollout."""
-    max_memory_gib: float = Field(2.0, gt=0)
-    """Beyond it a MemoryError; Linux only."""
     max_environments: int = Field(256, ge=1)
     """Alive at once."""
     confine_signals: bool = True

@@ -111,8 +111,6 @@ class Rewards(Section):
     """A longer call fails its group."""
     max_memory_gib: float = Field(8.0, gt=0)
     """Beyond it a MemoryError; Linux only."""
-    max_tombstone_fraction: float = Field(0.01, ge=0, le=1)
-    """More failed groups (and more than 3) stop the run."""
 
     @property
     def weights(self) -> list[float]:

@@ -26,7 +26,8 @@ from trainer.link.state import SharedState
 _POLL_S = 0.2
 _LEASE_EVERY_S = 0.02  # at most, between beats and steps: with a thousand samplers it takes a millisecond
 _READ_AT_ONCE = 256  # messages; then credits and deadlines have their turn, however many more there are
-_ALWAYS_ALLOWED = 3.0  # failures, however few groups or problems there are
+_FAILURES_ALLOWED = 0.01  # of groups, and of held-out problems; more end the run
+_ALWAYS_ALLOWED = 3.0  # however few there are
 
 
 class SocketThread(threading.Thread):
@@ -168,8 +169,8 @@ class SocketThread(threading.Thread):
             self.say(f"group {group.group_id} could not be produced: {group.reason}")
             if self._are_too_many(count := state.counters["tombstones"], state.ledger.total):
                 state.failure = UserError(
-                    f"{count} groups could not be produced, more than rewards.max_tombstone_fraction "
-                    f"{self.config.rewards.max_tombstone_fraction} allows; the reasons stand above"
+                    f"{count} groups could not be produced, more than {_FAILURES_ALLOWED:g} of them all; the reasons "
+                    "stand above"
                 )
         state.changed.notify_all()
 
@@ -183,12 +184,11 @@ class SocketThread(threading.Thread):
         if result.failures and self._are_too_many(count := evaluation.num_failed, evaluation.num_problems):
             self.state.failure = UserError(
                 f"{count} held-out problems could not be scored in evaluation {result.eval_id}, more than "
-                f"rewards.max_tombstone_fraction {self.config.rewards.max_tombstone_fraction} allows; "
-                f"the last one: {result.failures[-1].reason}"
+                f"{_FAILURES_ALLOWED:g} of them all; the last one: {result.failures[-1].reason}"
             )
 
     def _are_too_many(self, failures: int, total: int) -> bool:
-        return failures > max(_ALWAYS_ALLOWED, self.config.rewards.max_tombstone_fraction * total)
+        return failures > max(_ALWAYS_ALLOWED, _FAILURES_ALLOWED * total)
 
     # ---- who is lost --------------------------------------------------------------------------------------------
 
