@@ -591,7 +591,7 @@ def test_every_pickle_of_a_checkpoint_is_read_without_running_code(runs: Runs, r
 
 
 def test_a_pickle_that_calls_a_function_is_refused(tmp_path: Path) -> None:
-    from trainer.save.checkpoint import _load_without_code
+    from trainer.engine.deepspeed_insides import load_without_code
 
     class Bomb:
         def __reduce__(self) -> Any:
@@ -599,7 +599,7 @@ def test_a_pickle_that_calls_a_function_is_refused(tmp_path: Path) -> None:
 
     torch.save({"module": Bomb()}, tmp_path / "state.pt")
     with pytest.raises(pickle.UnpicklingError):
-        _load_without_code(str(tmp_path / "state.pt"))
+        load_without_code(str(tmp_path / "state.pt"))
     assert not (tmp_path / "hit").exists()
 
 
@@ -609,18 +609,17 @@ def test_a_checkpoint_of_pythons_that_pickle_an_enum_by_getattr_loads_as_well(
     """As Python 3.11.2 does; DeepSpeed writes its stage into every rank's optimizer state."""
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
-    from trainer.engine.deepspeed_model import pickle_the_stage_by_value
-    from trainer.save.checkpoint import _load_without_code
+    from trainer.engine.deepspeed_insides import load_without_code, pickle_the_stage_by_value
 
     file = tmp_path / "state.pt"
     by_name = lambda self, protocol: (getattr, (type(self), self.name))  # noqa: E731
     monkeypatch.setattr(ZeroStageEnum, "__reduce_ex__", by_name)
     torch.save({"zero_stage": ZeroStageEnum.gradients}, file)
     with pytest.raises(pickle.UnpicklingError, match="getattr"):
-        _load_without_code(str(file))
+        load_without_code(str(file))
     pickle_the_stage_by_value()
     torch.save({"zero_stage": ZeroStageEnum.gradients}, file)
-    assert _load_without_code(str(file)) == {"zero_stage": ZeroStageEnum.gradients}
+    assert load_without_code(str(file)) == {"zero_stage": ZeroStageEnum.gradients}
 
 
 def test_when_rank_0_ends_the_other_rank_leaves_with_its_code(runs: Runs) -> None:

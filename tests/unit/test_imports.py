@@ -150,7 +150,7 @@ def test_no_class_name_stands_for_two_things() -> None:
             {"sampler/completions.py", "sampler/engine.py", "sampler/vllm_insides.py", "sampler/weight_loader.py"},
         ),
         ("zmq", {"common/channel.py"}),
-        ("deepspeed", {"trainer/engine/deepspeed_model.py", "trainer/save/checkpoint.py"}),
+        ("deepspeed", {"trainer/engine/deepspeed_insides.py", "trainer/engine/deepspeed_model.py"}),
     ],
 )
 def test_one_file_knows_the_engine(module: str, homes: set[str]) -> None:

@@ -1,4 +1,4 @@
-"""A model in DeepSpeed, and one step of its optimizer. Only this file and checkpoint.py import deepspeed.
+"""A model in DeepSpeed, and one step of its optimizer. Only this file and deepspeed_insides.py import deepspeed.
 
 Gradients accumulate over as many `backward` calls as there are until `step` (managed_gradient_accumulation: false).
 A loss already carries the denominators of the whole step, so DeepSpeed's own averaging over ranks is undone by
@@ -14,7 +14,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from model.sequence_parallel import shard
 from model.vision import VisionLayout, freeze_tower, with_vision
 from trainer.engine.build_locks import no_endless_wait_for_builds
 from trainer.engine.deepspeed_config import Optimized, deepspeed_config
+from trainer.engine.deepspeed_insides import clip_with, pickle_the_stage_by_value, unlink_shared_buffer
 from trainer.engine.exported import Exported, parameters
 from trainer.engine.off_grid import leave_the_grid
 from trainer.engine.optimizer import adamw, parameter_groups, scheduler
@@ -64,17 +64,7 @@ def init_distributed(config: Config) -> None:
     with no_endless_wait_for_builds():  # on CPUs it loads a compiled op
         deepspeed.init_distributed(dist_backend=chosen, timeout=_COLLECTIVE_TIMEOUT, verbose=False)
     if not devices.count():
-        _unlink_shared_buffer()
-
-
-def _unlink_shared_buffer() -> None:
-    """DeepSpeed on CPU makes a 66 MiB buffer per rank in /dev/shm for good. The mapping outlives the name."""
-    import torch.distributed as dist
-
-    dist.barrier()  # every rank has opened every buffer by now
-    address, port, rank = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
-    buffer = Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}")
-    buffer.unlink(missing_ok=True)
+        unlink_shared_buffer()
 
 
 class DeepSpeedModel:
@@ -116,8 +106,8 @@ class DeepSpeedModel:
                 lr_scheduler=None if "scheduler" in ds_config else scheduler(config, optimized),
                 config=ds_config,
             )
-        leave_the_grid(deepspeed, model, self.optimizer, self.stage)
-        self.ds.clip_fp32_gradients = self._clip  # used by ZeRO 0 in float32 only; DeepSpeed's forgets the norm
+        leave_the_grid(model, self.optimizer, self.stage)
+        clip_with(self.ds, self._clip)
         self._clipped_norm = math.nan
         self._not_finite = torch.zeros((), dtype=torch.bool, device=self.device)
         self.ds.train()
@@ -232,17 +222,6 @@ class DeepSpeedModel:
                     there = tensor.make()
                     made = to_host(tensor.name, there) if to_host else there.cpu()
                     yield tensor.name, made.clone() if self.stage == 3 and made is there else made
-
-
-def pickle_the_stage_by_value() -> None:
-    """DeepSpeed writes its ZeRO stage into checkpoints, from now on as ZeroStageEnum(2).
-
-    Early releases of Python 3.11 (Debian 12 has 3.11.2) would write getattr(ZeroStageEnum, "gradients"), and a
-    checkpoint that calls getattr is refused when it is loaded.
-    """
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-
-    ZeroStageEnum.__reduce_ex__ = lambda self, protocol: (type(self), (self.value,))
 
 
 def _disable_dropout(model: torch.nn.Module) -> None:

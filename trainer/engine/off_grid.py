@@ -14,11 +14,12 @@ Their Effect on Quantization Noise).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from trainer.engine.deepspeed_insides import set_masters
 
 _SIGNIFICANT_BITS = 8  # of bfloat16, the hidden one included
 _AT_ONCE = 1 << 24  # numbers, 0.4 GB on their way; an embedding is no larger then than its masters
@@ -38,36 +39,10 @@ def off_the_grid(weights: Tensor, seed: int) -> Tensor:
     return masters
 
 
-def leave_the_grid(deepspeed: Any, model: torch.nn.Module, optimizer: Any, stage: int) -> None:
+def leave_the_grid(model: torch.nn.Module, optimizer: Any, stage: int) -> None:
     """Moves DeepSpeed's float32 masters of the model's bfloat16 parameters, once, before the first step.
 
-    deepspeed: the library. optimizer, stage: its own and ZeRO's. Every rank calls it; the masters are the same with any
-    number of ranks and in every stage.
+    optimizer, stage: DeepSpeed's own and ZeRO's. Every rank calls it; the masters are the same with any number of ranks
+    and in every stage.
     """
-    own = dict(_masters_without_zero(optimizer)) if stage == 0 else {}
-    for index, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
-        if parameter.dtype != torch.bfloat16:
-            continue
-        with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
-            masters = off_the_grid(parameter.detach(), seed=index)
-        if stage == 3:
-            _set_partition(deepspeed.utils, parameter, masters)
-        elif stage > 0:
-            deepspeed.utils.safe_set_full_fp32_param(parameter, masters)  # each rank its part
-        elif parameter in own:
-            own[parameter].data.copy_(masters)
-
-
-def _masters_without_zero(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """(parameter, master) of DeepSpeed's optimizer in stage 0; none of a float32 model, or where they lie flat."""
-    if hasattr(optimizer, "fp32_groups"):
-        for halves, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-            yield from zip(halves, masters, strict=True)
-
-
-def _set_partition(utils: Any, parameter: Tensor, masters: Tensor) -> None:
-    """This rank's part in stage 3, which ends with zeros where the ranks do not divide the parameter."""
-    size = utils.safe_get_local_fp32_param(parameter).numel()
-    begin = torch.distributed.get_rank() * size
-    own = masters.flatten()[begin : begin + size]
-    utils.safe_set_local_fp32_param(parameter, torch.nn.functional.pad(own, (0, size - len(own))))
+    set_masters(model, optimizer, stage, lambda index, weights: off_the_grid(weights, seed=index))

@@ -29,6 +29,7 @@ from common.run_folder import COMMIT, FINAL, step_dir, step_dirs
 from model import lora
 from model.tokenizer import save_tokenizer
 from trainer.engine.critic import Critic
+from trainer.engine.deepspeed_insides import load_state, save_state
 from trainer.engine.deepspeed_model import DeepSpeedModel
 from trainer.engine.optimizer import keeping_settings
 from trainer.engine.policy import PolicyEngine
@@ -36,7 +37,6 @@ from trainer.engine.ranks import Exchange
 from trainer.save.disk import Disk, on_rank_0, together
 
 CRITIC = "critic"
-_STATE_TAG = "state"
 
 
 @dataclass(frozen=True)
@@ -110,19 +110,16 @@ def _size(engine: DeepSpeedModel) -> int:
 def _save_state(engine: DeepSpeedModel, exchange: Exchange, folder: Path) -> None:
     """DeepSpeed's state of every rank. Its own collectives must match, so a rank reports trouble only after them."""
     troubles: list[Exception] = []
-    is_lora = engine.adapter_settings is not None
 
-    def write(state_dict: Any, path: str) -> None:
+    def write(state_dict: Any, path: Path) -> None:
         try:
-            if is_lora:
-                state_dict = _without_base(state_dict)
-            durable.write_with(Path(path), lambda file: torch.save(state_dict, file))
+            durable.write_with(path, lambda file: torch.save(state_dict, file))
         except Exception as error:
             troubles.append(error)
 
-    def make_dirs(path: str, exist_ok: bool = True) -> None:
+    def make_dir(path: Path) -> None:
         try:
-            durable.make_dir(Path(path))
+            durable.make_dir(path)
         except Exception as error:
             troubles.append(error)
 
@@ -130,16 +127,8 @@ def _save_state(engine: DeepSpeedModel, exchange: Exchange, folder: Path) -> Non
         if troubles:
             raise troubles[0]
 
-    engine.ds.checkpoint_engine.save, engine.ds.checkpoint_engine.makedirs = write, make_dirs
-    engine.ds._copy_recovery_script = lambda _: None  # scripts that unpickle without a limit
-    engine.ds.save_checkpoint(str(folder), tag=_STATE_TAG, save_latest=False, exclude_frozen_parameters=is_lora)
+    save_state(engine.ds, folder, write, make_dir, adapters_alone=engine.adapter_settings is not None)
     together(exchange, report)
-
-
-def _without_base(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """DeepSpeed leaves frozen parameters out, but not the second name of one: the tied head."""
-    module = state_dict.get("module") or {}
-    return state_dict | {"module": {name: tensor for name, tensor in module.items() if ".lora_" in name}}
 
 
 def _commit_record(engine: PolicyEngine, exchange: Exchange, folder: Path, progress: Progress) -> bytes:
@@ -237,21 +226,10 @@ def restore(engine: PolicyEngine, folder: Path, critic: Critic | None = None) ->
 
 
 def _restore_state(engine: DeepSpeedModel, folder: Path) -> None:
-    engine.ds.checkpoint_engine.load = _load_without_code
     is_lora = engine.adapter_settings is not None  # the frozen weights are those of model.path, and not in the file
     with keeping_settings(engine.optimizer, engine.ds.lr_scheduler):
-        path, _ = engine.ds.load_checkpoint(str(folder / "trainer"), tag=_STATE_TAG, load_module_strict=not is_lora)
-    if path is None:
-        raise UserError(f"{folder} holds no DeepSpeed state for this rank")
-
-
-def _load_without_code(path: str, map_location: Any = None) -> Any:
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
-        return torch.load(path, map_location=map_location, weights_only=True)
+        if not load_state(engine.ds, folder / "trainer", adapters_alone=is_lora):
+            raise UserError(f"{folder} holds no DeepSpeed state for this rank")
 
 
 def _files(folder: Path) -> list[Path]:

@@ -1,0 +1,46 @@
+"""What an upgrade of DeepSpeed took away of what trainer/engine/deepspeed_insides.py reads or replaces, by name."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+
+def test_an_engine_still_has_what_is_replaced_in_it() -> None:
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    for name in ("_copy_recovery_script", "clip_fp32_gradients", "save_checkpoint", "load_checkpoint"):
+        assert callable(getattr(DeepSpeedEngine, name)), name
+    for name in ("save", "load", "makedirs"):
+        assert callable(getattr(TorchCheckpointEngine, name)), name
+    source = inspect.getsource(DeepSpeedEngine)
+    for used in ("self.checkpoint_engine.save(", "self.checkpoint_engine.load(", "self.checkpoint_engine.makedirs("):
+        assert used in source, used
+    assert "self._copy_recovery_script(" in source and "self.clip_fp32_gradients()" in source
+
+
+def test_masters_without_zero_stand_beside_their_halves() -> None:
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+    source = inspect.getsource(FP16_UnfusedOptimizer)
+    assert "self.fp16_groups" in source and "self.fp32_groups" in source
+
+
+def test_the_shared_buffer_of_ranks_on_a_cpu_has_the_name_that_is_unlinked() -> None:
+    import deepspeed
+
+    sources = list(Path(deepspeed.__file__).parent.glob("ops/csrc/cpu/comm/shm.cpp"))
+    if not sources:
+        pytest.skip("DeepSpeed came without its sources")
+    assert "deepspeed_allreduce_buffer" in sources[0].read_text()
+
+
+def test_the_classes_that_a_checkpoint_may_hold_are_where_they_were() -> None:
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    assert ZeroStageEnum(2).name == "gradients" and inspect.isclass(LossScaler) and inspect.isclass(fragment_address)
