@@ -26,12 +26,11 @@ CANARY = "canary-5f1e"
 
 
 def saved(config: Config, **changed: Any) -> Path:
-    """A checkpoint of this run, whose record alone is read here. changed: other values in the record, None = absent."""
+    """A checkpoint of this run, whose record alone is read here. changed: other values in the record."""
     folder = run_folder.step_dir(config.run.output_dir / run_folder.CHECKPOINTS, 40)
     folder.mkdir(parents=True, exist_ok=True)
     progress = Progress("run", 40, 320, 40, 40, 9, 0, resume.stream_settings(config), dataset_fingerprint="a" * 32)
     record = asdict(progress) | {"world_size": 1, "zero_stage": 1, "files": {}} | changed
-    record = {name: value for name, value in record.items() if value is not None}
     (folder / run_folder.COMMIT).write_text(json.dumps(record | {"blake3": checkpoint.digest(record)}))
     return folder
 
@@ -183,36 +182,6 @@ def test_no_secret_of_a_setting_is_in_the_checkpoint_or_in_the_message(tmp_path:
     assert CANARY not in str(caught.value)
 
 
-def test_a_checkpoint_that_says_its_secrets_is_resumed_with_the_same_ones(tmp_path: Path) -> None:
-    """Those that were saved before secrets were hidden."""
-    config = config_in(tmp_path, data={"train": f"https://me:{CANARY}@host/a"})
-    stream = resume.stream_settings(config) | {"data.train": f"https://me:{CANARY}@host/a"}
-    assert resumed(saved(config, stream=stream), config).step == 40
-
-
-def test_a_checkpoint_of_before_is_resumed_and_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
-    config = config_in(tmp_path, data={"answer_key": "solution"})
-    stream = {k: v for k, v in resume.stream_settings(config).items() if not k.startswith("prompt.")}
-    del stream["data.answer_key"]
-    folder = saved(config, stream=stream, dataset_fingerprint=None, tokenizer_hash=None)
-    resuming = config.model_copy(update={"run": config.run.model_copy(update={"resume": True})})
-    said: list[str] = []
-    assert resume.find_checkpoint(resuming, said.append) == str(folder)
-    assert said == [
-        f"{folder} does not record data.answer_key, prompt.system, prompt.examples, prompt.format_prompt, "
-        "prompt.chat_template, prompt.chat_template_kwargs, dataset_fingerprint, tokenizer_hash: nobody can check that "
-        "these are as they were"
-    ]
-    assert resumed(folder, resuming).dataset_fingerprint == ""
-
-
-def test_a_complete_checkpoint_is_found_without_a_word(tmp_path: Path) -> None:
-    config = config_in(tmp_path, run={"output_dir": tmp_path / "run", "resume": True})
-    folder, said = saved(config), list[str]()
-    assert resume.find_checkpoint(config, said.append) == str(folder)
-    assert said == []
-
-
 def test_a_folder_with_checkpoints_is_never_overwritten_and_an_empty_one_never_resumed(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     assert resume.find_checkpoint(config) == ""
@@ -238,26 +207,27 @@ def found(rows: str, tokenizer: str = "", base: str = "") -> dict[str, str]:
     return {"dataset_fingerprint": rows, "tokenizer_hash": tokenizer, "base_fingerprint": base}
 
 
-def test_the_first_hello_of_a_run_gives_the_fingerprints_that_its_checkpoints_keep() -> None:
-    known = progress("b" * 32, "c" * 16)
-    assert resume.with_fingerprints(progress(), found("b" * 32, "c" * 16), Path("runs/a")) == known
-    assert resume.with_fingerprints(known, found("b" * 32, "c" * 16), Path("runs/a")) == known
+KNOWN = progress("b" * 32, "c" * 16)
 
 
-def test_a_replay_has_no_sampler_and_keeps_what_is_known() -> None:
-    known = progress("b" * 32, "c" * 16)
-    assert resume.with_fingerprints(known, found(""), Path("runs/a")) == known
+@pytest.mark.parametrize("before", [progress(), KNOWN])
+def test_the_first_hello_of_a_run_gives_the_fingerprints_that_its_checkpoints_keep(before: Progress) -> None:
+    assert resume.with_fingerprints(before, found("b" * 32, "c" * 16), Path("runs/a")) == KNOWN
+    assert resume.with_fingerprints(KNOWN, found(""), Path("runs/a")) == KNOWN, "a replay has no sampler"
 
 
-def test_another_tokenizer_is_refused() -> None:
-    with pytest.raises(UserError, match=r"tokenizer_hash c+, now it is d+: model\.path has another tokenizer"):
-        resume.with_fingerprints(progress("b" * 32, "c" * 16), found("b" * 32, "d" * 16), Path("runs/a"))
-
-
-def test_adapters_do_not_go_on_over_other_frozen_weights() -> None:
-    known = resume.with_fingerprints(progress(), found("", base="e" * 32), Path("runs/a"))
-    with pytest.raises(UserError, match=r"base_fingerprint e+, now it is f+: model\.path, model\.revision or"):
-        resume.with_fingerprints(known, found("", base="f" * 32), Path("runs/a"))
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        (found("b" * 32, "d" * 16), r"tokenizer_hash c+, now it is d+: model\.path"),
+        (found("a" * 32, "c" * 16), r"dataset_fingerprint b+, now it is a+: rows of data\.train"),
+        (found("", base="f" * 32), r"base_fingerprint e+, now it is f+: model\.path, model\.revision or"),
+    ],
+)
+def test_other_rows_another_tokenizer_and_other_frozen_weights_are_refused(now: dict[str, str], words: str) -> None:
+    known = resume.with_fingerprints(KNOWN, found("", base="e" * 32), Path("runs/a"))
+    with pytest.raises(UserError, match=words):
+        resume.with_fingerprints(known, now, Path("runs/a"))
 
 
 def test_another_checksum_of_a_frozen_tensor_gives_another_fingerprint() -> None:
@@ -268,19 +238,16 @@ def test_another_checksum_of_a_frozen_tensor_gives_another_fingerprint() -> None
     assert fingerprint_of(a="1", b="2") == fingerprint_of(b="2", a="1") != fingerprint_of(a="1", b="3")
 
 
-def test_a_resumed_run_with_an_edited_train_file_ends_at_the_first_found(tmp_path: Path) -> None:
+def test_a_resumed_run_with_an_edited_train_file_ends_at_the_first_hello(tmp_path: Path) -> None:
     trainer: Any = object.__new__(Trainer)
     trainer.config, trainer.progress = config_in(tmp_path), progress("a" * 32)
     hello = SimpleNamespace(dataset_fingerprint="b" * 32, tokenizer_hash="", num_eval_problems=0)
     trainer.rank_zero = SimpleNamespace(source=SimpleNamespace(wait_for_sampler=lambda: hello))
     with pytest.raises(UserError) as caught:
         trainer.run()
-    assert str(caught.value) == (
-        f"the checkpoint of step 40 was trained with the dataset_fingerprint {'a' * 32}, now it is {'b' * 32}: "
-        "rows of data.train have changed, or more of them are too long or have no answer. Bring the old one back; or "
-        f"start a new run from its weights: model.path={tmp_path}/run/checkpoints/step_000040 run.resume=false "
-        f"run.output_dir={tmp_path}/run-2"
-    )
+    assert f"dataset_fingerprint {'a' * 32}, now it is {'b' * 32}" in str(caught.value)
+    assert f"model.path={tmp_path}/run/checkpoints/step_000040 run.resume=false" in str(caught.value)
+    assert f"run.output_dir={tmp_path}/run-2" in str(caught.value)
 
 
 def prompt(columns: dict[str, Any], *token_ids: int) -> Prompt:

@@ -109,10 +109,6 @@ def find_checkpoint(config: Config, say: Callable[[str], None] = print) -> str:
     if folder is None:
         raise no_checkpoint(output_dir, "valid ", is_empty=not step_dirs(checkpoints))
     record, settings = _read_record(folder), stream_settings(config)
-    unknown = [name for name in settings if name.startswith(_SECTIONS) and name not in record["stream"]]
-    unknown += [name for name in _FINGERPRINTS if name not in record and (config.lora.r or name != "base_fingerprint")]
-    if unknown:
-        say(f"{folder} does not record {', '.join(unknown)}: nobody can check that these are as they were")
     was = record["stream"].get(_OWN_FILES, {})
     for name, contents in settings[_OWN_FILES].items():
         if was.get(name, contents) != contents:
@@ -159,20 +155,17 @@ def read_progress(folder: Path, world_size: int, zero_stage: int, stream: dict[s
     for name, now in (("world_size", world_size), ("zero_stage", zero_stage)):
         if commit[name] != now:
             raise UserError(f"{folder} was saved with {name} {commit[name]}, this run has {now}; resume with the same")
-    changed = []
-    for name, now in stream.items():
-        if name == _OWN_FILES:
-            continue
-        not_recorded = now if name.startswith(_SECTIONS) else None  # the others are None where they do not apply
-        was = redacted(commit["stream"].get(name, not_recorded), name.rpartition(".")[2])
-        if was != now:
-            changed.append(f"{name}={now!r} (was {was!r})")
+    before = commit["stream"]
+    changed = [
+        f"{name}={now!r} (was {before.get(name)!r})"
+        for name, now in stream.items()
+        if name != _OWN_FILES and before.get(name) != now
+    ]
     if changed:
         raise UserError(
             f"{folder}: these settings define which groups come next and may not change on resume: {', '.join(changed)}"
         )
-    known = {name: commit[name] for name in Progress.__dataclass_fields__ if name in commit}
-    return Progress(**known | {"stream": stream})
+    return Progress(**{name: commit[name] for name in Progress.__dataclass_fields__} | {"stream": stream})
 
 
 def base_fingerprint(engine: PolicyEngine) -> str:
