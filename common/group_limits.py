@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from common import version_spans
 from common.errors import WireError
 from common.png import check_png
-from common.turns import MAX_FAILURE, trouble
-from common.types import Group, Rollout
+from common.types import Group, Rollout, oldest_version
+
+MAX_FAILURE = 500  # characters of the reason why a rollout is missing
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,7 @@ class Limits:
 def check_group(group: Group, limits: Limits) -> None:
     """Raises WireError if the group cannot be an honest one. Shapes were checked by `decode`."""
     _check_size(group, limits)
-    if wrong := version_spans.trouble(group, limits.in_flight_updates):
-        raise WireError("version_spans", wrong)
+    _check_versions(group, limits)
     if not 0 < len(group.prompt_ids) <= limits.max_prompt_length:
         raise WireError("prompt_length", f"{len(group.prompt_ids)} tokens")
     _check_ids(group.prompt_ids, limits.vocab_size)
@@ -80,9 +79,22 @@ def _check_size(group: Group, limits: Limits) -> None:
         raise WireError("failure", f"a reason of more than {MAX_FAILURE} characters")
 
 
+def _check_versions(group: Group, limits: Limits) -> None:
+    if any(r.version_spans for r in group.rollouts) and not limits.in_flight_updates:
+        raise WireError("version_spans", "versions of single tokens nobody asked for")
+    oldest = oldest_version(group.policy_version, group.rollouts)
+    if oldest != group.policy_version:
+        raise WireError("version_spans", f"its oldest token is of {oldest}, it is of {group.policy_version}")
+
+
 def _check_turns(rollout: Rollout, limits: Limits) -> None:
-    if wrong := trouble(rollout):
-        raise WireError("observed", wrong)
+    """What the environment wrote has log-probs of 0, and could have been nothing else."""
+    observed = np.delete(np.arange(len(rollout.completion_ids)), rollout.sampled())
+    logprobs = [x[observed] for x in (rollout.old_logprobs, rollout.ref_logprobs) if x is not None]
+    if any(map(np.any, logprobs)):
+        raise WireError("observed", "an observed token has a log-prob")
+    if rollout.sampling_mask is not None and (rollout.sampling_mask[observed, 1:] != -1).any():
+        raise WireError("observed", "an observed token has a set of tokens that could have been sampled")
     if rollout.turns > max(1, limits.max_turns) or (rollout.tool_calls and not limits.max_turns):
         raise WireError("turns", f"{rollout.turns} turns and {rollout.tool_calls} calls, at most {limits.max_turns}")
 

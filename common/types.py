@@ -8,10 +8,11 @@ that produced it and never guessed from a pad id.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -120,8 +121,12 @@ class Group:
         return max((r.version_spans[-1][1] for r in self.rollouts if r.version_spans), default=self.policy_version)
 
 
-@dataclass(frozen=True)
-class Tombstone:
+def oldest_version(version: int, rollouts: Iterable[Rollout]) -> int:
+    """Of the oldest token of a group. version: of rollouts without spans."""
+    return min((r.version_spans[0][1] if r.version_spans else version for r in rollouts), default=version)
+
+
+class Tombstone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tombstone"):
     """A group that could not be produced. It is counted, trains nothing, and the cursor passes it."""
 
     group_id: int
@@ -157,8 +162,7 @@ class EvalFailure:
     reason: str
 
 
-@dataclass(frozen=True)
-class EvalResult:
+class EvalResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="eval"):
     """One chunk's answer: every problem of the request, either with all its samples or as a failure."""
 
     eval_id: str

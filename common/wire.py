@@ -8,17 +8,16 @@ authenticates tcp; the digest catches damage on any link.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from common.errors import WireError
-from common.group_frames import GroupHeader, ImageGroupHeader, read_group, write_group
+from common.group_frames import Frame, GroupHeader, read_group, read_outline, write_group
 from common.types import EvalRequest, EvalResult, Group, Tombstone
 
-PROTO = 2
-RECORDED_PROTOS = (1, 2)  # whose groups are laid out as now: a recording may be of any of them
+PROTO = 3
 _DIGEST_BYTES = 16
 
 
@@ -63,18 +62,8 @@ class Bye(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="bye"):
     exit_code: int = 0
 
 
-class _Tombstone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tombstone"):
-    group_id: int
-    policy_version: int
-    reason: str
-
-
-class _EvalResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="eval"):
-    result: EvalResult
-
-
 WireMessage = Hello | Credit | Beat | Bye | Group | Tombstone | EvalResult
-_Body = Hello | Credit | Beat | Bye | GroupHeader | ImageGroupHeader | _Tombstone | _EvalResult
+_Body = Hello | Credit | Beat | Bye | GroupHeader | Tombstone | EvalResult
 
 
 class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,15 +87,23 @@ class Envelope:
     sampler_id: str
 
 
+@dataclass(frozen=True)
+class Received:
+    """A group and the frames that it came in, whose memory its arrays are."""
+
+    group: Group | Tombstone
+    frames: Sequence[bytes]
+
+
 def encode(envelope: Envelope, message: WireMessage) -> list[bytes]:
     """Three frames. Inverse of `decode`."""
-    body, arrays = _to_body(message)
+    body, arrays = write_group(message) if isinstance(message, Group) else (message, b"")
     header = _encoder.encode(_Header(PROTO, envelope.run_id, envelope.incarnation, envelope.sampler_id, body))
     return [header, arrays, _digest(header, arrays)]
 
 
-def decode(frames: list[bytes], protos: Collection[int] = ()) -> tuple[Envelope, WireMessage]:
-    """Raises WireError for anything that `encode` did not make. protos: what is understood; () = this one alone."""
+def decode(frames: Sequence[Frame]) -> tuple[Envelope, WireMessage]:
+    """Raises WireError for anything that `encode` did not make."""
     if len(frames) != 3:
         raise WireError("frame_count", f"{len(frames)} frames, expected 3")
     header, arrays, digest = frames
@@ -114,38 +111,33 @@ def decode(frames: list[bytes], protos: Collection[int] = ()) -> tuple[Envelope,
         raise WireError("digest")
     try:
         decoded = _decoder.decode(header)
-        if decoded.proto not in (protos or (PROTO,)):
+        if decoded.proto != PROTO:
             raise WireError("proto", f"the peer speaks protocol {decoded.proto}, this is {PROTO}: update one of them")
-        message = _from_body(decoded.body, arrays)
+        message = _message(decoded.body, arrays)
     except (msgspec.DecodeError, RecursionError, ValueError, OverflowError) as error:
         raise WireError("malformed", str(error)) from None
     return Envelope(decoded.run_id, decoded.incarnation, decoded.sampler_id), message
 
 
-def _digest(header: bytes, arrays: bytes) -> bytes:
-    hasher = hashlib.blake2b(len(header).to_bytes(8, "little"), digest_size=_DIGEST_BYTES)
-    hasher.update(header)
-    hasher.update(arrays)
-    return hasher.digest()
-
-
-def _to_body(message: WireMessage) -> tuple[_Body, bytes]:
-    if isinstance(message, Group):
-        return write_group(message)
-    if isinstance(message, Tombstone):
-        return _Tombstone(message.group_id, message.policy_version, message.reason), b""
-    if isinstance(message, EvalResult):
-        return _EvalResult(message), b""
-    return message, b""
-
-
-def _from_body(body: _Body, arrays: bytes) -> WireMessage:
+def _message(body: _Body, arrays: Frame) -> WireMessage:
     if isinstance(body, GroupHeader):
         return read_group(body, arrays)
     if arrays:
         raise WireError("malformed", f"{len(arrays)} bytes of arrays behind a {type(body).__name__}")
-    if isinstance(body, _Tombstone):
-        return Tombstone(body.group_id, body.policy_version, body.reason)
-    if isinstance(body, _EvalResult):
-        return body.result
     return body
+
+
+def decode_outline(header: bytes) -> tuple[Group | Tombstone, int]:
+    """(the group without its arrays: see `read_outline`, their bytes), from its header frame that `decode` took."""
+    body = _decoder.decode(header).body
+    if isinstance(body, GroupHeader):
+        return read_outline(body), body.num_bytes
+    assert isinstance(body, Tombstone), f"a {type(body).__name__} is no group"
+    return body, 0
+
+
+def _digest(header: Frame, arrays: Frame) -> bytes:
+    hasher = hashlib.blake2b(len(header).to_bytes(8, "little"), digest_size=_DIGEST_BYTES)
+    hasher.update(header)
+    hasher.update(arrays)
+    return hasher.digest()

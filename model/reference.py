@@ -67,11 +67,12 @@ class Reference:
     ) -> list[NDArray[np.float32]]:
         """log π_ref(token) of each completion of one prompt: [C] each; within its sampling_mask [C, K], if any."""
         row = pack([(prompt_ids.tolist(), [c.tolist() for c in completion_ids])], self._packing, [images])
-        return [part.numpy() for part in self.score(row.with_sampling_mask(sampling_mask)).split(row.lengths)]
+        logprobs = self.score(row.with_sampling_mask(sampling_mask)).cpu()
+        return [part.numpy() for part in logprobs.split(row.lengths)]
 
     @torch.no_grad()
     def score(self, row: PackedRow) -> Tensor:
-        """log π_ref of the row's targets: [N] float32 on the CPU."""
+        """log π_ref of the row's targets: [N] float32, on the model's device."""
         with without_adapters(self._model) if self._adapted else contextlib.nullcontext():
             here = shard(with_vision(row, self._layout), self._sequence_group).to(self._device)
-            return score_logprobs(self._model, here, self._temperature, self._chunk_size).cpu()
+            return score_logprobs(self._model, here, self._temperature, self._chunk_size)

@@ -18,9 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common import version_spans
 from common.config import Config
-from common.types import Rollout
+from common.types import Rollout, oldest_version
 from common.weights import Published
 from sampler.fetch import Fetcher
 
@@ -89,6 +88,6 @@ def of_oldest(version: int, rollouts: tuple[Rollout, ...]) -> tuple[int, tuple[R
 
     version: the group's where its rollouts have no spans.
     """
-    oldest = version_spans.oldest(version, rollouts)
+    oldest = oldest_version(version, rollouts)
     alone = ((0, oldest),)
     return oldest, tuple(replace(r, version_spans=()) if r.version_spans == alone else r for r in rollouts)

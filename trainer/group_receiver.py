@@ -1,13 +1,23 @@
-"""Groups as the training loop asks for them: by id, on every rank. Rank 0 takes them from its source."""
+"""Groups as the training loop asks for them: by id, on every rank.
+
+    rank 0   source ─► recording, as they came ─► headers to every rank ─► arrays to the ranks that train them
+
+Planning needs what a header says: lengths, rewards, how a completion ended. So the other ranks hold an outline of a
+group (`wire.decode_outline`) until `deliver` has brought its arrays.
+"""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+from common import wire
+from common.config import Config
 from common.errors import Interrupted
 from common.exits import code_of
 from common.types import Group, Tombstone
+from trainer.data.mini_batches import needs_all_arrays
 from trainer.engine.ranks import STOP_TOGETHER, Exchange
 from trainer.record.rank_zero import RankZero
 
@@ -15,23 +25,66 @@ from trainer.record.rank_zero import RankZero
 class GroupReceiver:
     """`waited_s`: seconds of waiting for groups, since the beginning."""
 
-    def __init__(self, rank_zero: RankZero | None, exchange: Exchange):
+    def __init__(self, config: Config, rank_zero: RankZero | None, exchange: Exchange):
         self._rank_zero, self._exchange = rank_zero, exchange
+        self._all_need_all = needs_all_arrays(config.algorithm)
+        self._frames: dict[int, Sequence[bytes]] = {}  # by group id; arrays are b"" on other ranks than 0
         self.waited_s = 0.0
 
+    def begin_batch(self, first: int) -> None:
+        """Groups below `first` will not be delivered any more."""
+        self._frames = {group_id: frames for group_id, frames in self._frames.items() if group_id >= first}
+
     def take(self, group_ids: Sequence[int]) -> list[Group | Tombstone]:
-        """The groups with these ids. Every rank calls it."""
+        """The groups with these ids, whole on rank 0. Every rank calls it."""
         start = time.monotonic()
+        received: Sequence[wire.Received] = ()
         try:
-            taken = self._rank_zero.source.take(group_ids) if self._rank_zero else None
-            if self._rank_zero and self._rank_zero.recorder:
-                self._rank_zero.recorder.append(taken or [])
+            if self._rank_zero:
+                received = self._rank_zero.source.take(group_ids)
+                if self._rank_zero.recorder:
+                    self._rank_zero.recorder.append(received)
         except BaseException as error:
-            # the other ranks wait in `share`: they must not wait for a process group's timeout
+            # the other ranks wait for the headers: they must not wait for a process group's timeout
             self._exchange.announce_end(STOP_TOGETHER if isinstance(error, Interrupted) else code_of(error))
             raise
         self.waited_s += time.monotonic() - start
-        return self._exchange.share(taken)
+        groups = [one.group for one in received]
+        if self._exchange.world_size == 1:
+            return groups
+        headers = self._exchange.share([frame for one in received for frame in (one.frames[0], one.frames[2])])
+        for i, group_id in enumerate(group_ids):
+            arrays = received[i].frames[1] if received else b""
+            self._frames[group_id] = headers[2 * i], arrays, headers[2 * i + 1]
+        groups = groups or [wire.decode_outline(self._frames[group_id][0])[0] for group_id in group_ids]
+        whole = self.deliver(dict.fromkeys(group_ids, range(self._exchange.dp_size))) if self._all_need_all else {}
+        return [whole.get(group.group_id, group) for group in groups]
+
+    def deliver(self, owners: Mapping[int, Collection[int]]) -> dict[int, Group]:
+        """Brings arrays. Returns, on other ranks than 0, the groups that are whole there now. Every rank calls it.
+
+        owners: by group id the dp_ranks that train it; the same on every rank.
+        """
+        exchange = self._exchange
+        if exchange.world_size == 1 or not owners:
+            return {}
+        if exchange.rank == 0:
+            dp_ranks = [rank // exchange.sp_size for rank in range(exchange.world_size)]
+            exchange.send_parts(
+                [[self._frames[g][1] for g, those in owners.items() if dp_rank in those] for dp_rank in dp_ranks]
+            )
+            return {}
+        own = [group_id for group_id, those in owners.items() if exchange.dp_rank in those]
+        sizes = [wire.decode_outline(self._frames[group_id][0])[1] for group_id in own]
+        data = exchange.receive_part(sum(sizes))
+        whole: dict[int, Group] = {}
+        ends = itertools.accumulate(sizes, initial=0)
+        for group_id, (start, end) in zip(own, itertools.pairwise(ends), strict=True):
+            header, _, digest = self._frames[group_id]
+            _, group = wire.decode([header, data[start:end], digest])
+            if isinstance(group, Group):
+                whole[group_id] = group
+        return whole
 
     def refill(self, count: int) -> None:
         """As many more groups will be taken, beyond the batch."""

@@ -67,7 +67,7 @@ class Trainer:
         self.progress, self.rank_zero, self.critic = progress, rank_zero, critic
         self.actor_critic = ActorCritic(config, engine, critic, exchange) if critic else None
         self.models = Models(engine, reference, self.actor_critic)
-        self.receiver = GroupReceiver(rank_zero, exchange)
+        self.receiver = GroupReceiver(config, rank_zero, exchange)
         self.seconds: collections.Counter[str] = collections.Counter()  # metrics of the step that is recorded next
         self.records: StepRecords | None = None
         if rank_zero:
@@ -81,6 +81,7 @@ class Trainer:
         )
         self.lent_cores = lent_cores(config, exchange, self.receiver.samplers_rest, self.publisher.is_writing)
         self.lent_cores.watch(engine, *([critic] if critic else []))
+        self.batch = BatchTraining(config, self.models, exchange, self.receiver, self.record_seconds, self.lent_cores)
         self.saver = Saver(
             config,
             engine,
@@ -142,12 +143,10 @@ class Trainer:
 
     def train_batch(self) -> None:
         """num_iterations passes over the next batch of rollouts, with an optimizer step on each of its mini-batches."""
-        self.batch = BatchTraining(
-            self.config, self.models, self.exchange, self.progress, self.receiver, self.record_seconds, self.lent_cores
-        )
+        self.batch.prepare(self.progress)
         for step in steps(self.config, self.progress.batch):
             started, waited_s = time.monotonic(), self.receiver.waited_s
-            self.batch.backward(step, self.progress)
+            self.batch.train(step, self.progress)
             result, sums = self.optimizer_step()
             self._advance(result, sums, step.is_last)
             self.record(step, result, sums, time.monotonic() - started, self.receiver.waited_s - waited_s)

@@ -116,7 +116,7 @@ def check_history(run: Run, prompts_per_step: int) -> None:
     metrics = read_jsonl(run.folder / "metrics.jsonl")
     assert [row["step"] for row in metrics] == list(range(1, STEPS + 1))
     assert max(row["sync/canary_max_diff"] for row in metrics) <= 1e-4
-    groups = [group.group_id for group, _ in recording.read(run.folder / recording.FILE)]
+    groups = [one.group.group_id for one, _ in recording.read(run.folder / recording.FILE)]
     assert groups == list(range(STEPS * prompts_per_step))
     commit = json.loads((run.folder / "checkpoints" / f"step_{STEPS:06d}" / "commit.json").read_text())
     assert (commit["cursor"], commit["step"]) == (STEPS * prompts_per_step, STEPS)
@@ -184,7 +184,7 @@ def test_a_kill_of_each_side_and_ctrl_c_on_two_ranks_lose_nothing(
     with Run(settings | {"data": data}, tmp_path / "run", *words, "run.resume=true") as again:
         assert again.wait(240) == 0, again.tail()
     assert again.steps() == list(range(1, 17))
-    groups = [group.group_id for group, _ in recording.read(again.folder / recording.FILE)]
+    groups = [one.group.group_id for one, _ in recording.read(again.folder / recording.FILE)]
     assert groups == list(range(16 * settings["trainer"]["prompts_per_step"]))
     figure("R13", f"Ctrl-C on two DeepSpeed ranks: checkpoint saved, all gone after {took_s:.1f} s")
 

@@ -20,6 +20,7 @@ from common import run_folder
 from common.failpoints import FAILPOINTS
 from report.run_log import read_jsonl
 from tests.support.gloo_data import GROUPS_PER_STEP, half_dead
+from tests.support.protocol_helpers import received
 from tests.support.replay_worker import MODEL_CARD, Life, Stack, stack
 from tests.support.tier import ALL, count, full
 from trainer.link.recording import Recorder
@@ -255,7 +256,7 @@ def test_a_run_killed_inside_a_batch_of_shuffled_mini_batches_resumes_at_its_beg
 
 def test_a_run_that_resamples_dead_groups_and_is_killed_inside_a_batch_resumes_exactly(trainers: Stack) -> None:
     recorder = Recorder(trainers.folder / "half-dead", cursor=0)
-    recorder.append([half_dead(g) for g in range(2 * STEPS * GROUPS_PER_STEP)])
+    recorder.append([received(half_dead(g)) for g in range(2 * STEPS * GROUPS_PER_STEP)])
     recorder.close()
     sections = {"run": {"replay": str(trainers.folder / "half-dead")}, "algorithm": {"dead_groups": "resample"}}
     require_exact_resume(trainers, "resampled", 2, {1: "trainer.micro_batch:9:kill"}, **sections)

@@ -16,6 +16,7 @@ from common.run_folder import step_dir
 from model.logprobs import load_causal_lm
 from tests.gloo.test_exact_resume import history, sha256_of_tree, steps_saved
 from tests.support.gloo_data import GROUP_PPO
+from tests.support.protocol_helpers import received
 from tests.support.replay_worker import Life, Stack, stack
 from tests.support.tier import full
 from tests.support.tiny import difference
@@ -122,7 +123,7 @@ def task(trainers: Stack, family: str) -> Path:
     write_model(folder, family)
     recorder = Recorder(folder / "groups", cursor=0)
     at = stream(folder, Case("resume", 1, with_images=tuple(range(0, 64, 3)), alive=tuple(range(64))))
-    recorder.append([at(group_id) for group_id in range(64)])
+    recorder.append([received(at(group_id)) for group_id in range(64)])
     recorder.close()
     return folder
 

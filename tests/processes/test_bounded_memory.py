@@ -81,7 +81,7 @@ def train(folder: str, frozen: bool) -> None:
         trained, begun = [], time.monotonic()
         for step in range(0 if frozen else NUM_GROUPS // PER_STEP):
             taken = inbox.take(range(step * PER_STEP, (step + 1) * PER_STEP))
-            trained += [group.group_id for group in taken]
+            trained += [one.group.group_id for one in taken]
             time.sleep(TRAIN_S)
             inbox.commit((step + 1) * PER_STEP, published(step + 1))
             (growth.begin if len(trained) <= WARM_UP else growth.look)()

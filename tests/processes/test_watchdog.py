@@ -251,7 +251,7 @@ def test_what_is_already_here_is_taken_although_somebody_asked_for_the_end(
         inbox.commit(0, published(0))
         until(lambda: len(inbox.state.ledger.held) == 4)
         monkeypatch.setattr("trainer.link.inbox.interrupted", lambda: True)
-        assert [group.group_id for group in inbox.take([0, 1])] == [0, 1]
+        assert [one.group.group_id for one in inbox.take([0, 1])] == [0, 1]
 
 
 def test_last_lines_are_the_last_lines_that_are_not_empty(tmp_path: Path) -> None:

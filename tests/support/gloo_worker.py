@@ -27,6 +27,8 @@ from torch import Tensor
 from common import exits
 from common.config import Config
 from common.errors import PeerEnded, UserError
+from common.types import Group
+from common.wire import Received
 from model.cpu.cores import LENT_CORES
 from model.tokenizer import load_tokenizer
 from tests.support.gloo_data import (
@@ -55,6 +57,7 @@ from tests.support.gloo_data import (
     turns,
     uneven,
 )
+from tests.support.protocol_helpers import received
 from trainer.link.source import Statistics
 
 HANGS_AFTER_S = 120
@@ -66,8 +69,12 @@ def rank_zero(stream: Stream) -> Any:
     def ignore(*_: Any) -> None:
         return None
 
-    def take(group_ids: Sequence[int]) -> list[Item]:
-        return [stream(g) for g in group_ids]
+    def take(group_ids: Sequence[int]) -> list[Received]:
+        items = [stream(g) for g in group_ids]  # some streams repeat an earlier group
+        return [
+            received(dataclasses.replace(item, group_id=g) if isinstance(item, Group) else item)
+            for item, g in zip(items, group_ids, strict=True)
+        ]
 
     source = SimpleNamespace(
         incarnation="feed",

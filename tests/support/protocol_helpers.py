@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -18,7 +19,7 @@ from common.config import Config
 from common.errors import PeerEnded
 from common.group_limits import Limits
 from common.transport import Transport
-from common.types import EvalRequest, EvalResult, EvalSample, Group, Rollout
+from common.types import EvalRequest, EvalResult, EvalSample, Group, Rollout, Tombstone
 from common.weights import Published
 from sampler import link as link_module
 from sampler.link import Link
@@ -78,9 +79,26 @@ def make_group(group_id: int, version: int = 0, *rollouts: Rollout) -> Group:
     )
 
 
+def received(group: Group | Tombstone) -> wire.Received:
+    """As a sampler of no run sends it."""
+    return wire.Received(group, wire.encode(wire.Envelope("", "", ""), group))
+
+
+def take(inbox: Inbox, group_ids: Sequence[int]) -> list[Group | Tombstone]:
+    """Without their frames."""
+    return [one.group for one in inbox.take(group_ids)]
+
+
+class TakenFromInbox:
+    """An Inbox as the source of a batch on one rank."""
+
+    def __init__(self, inbox: Inbox):
+        self.take, self.refill = partial(take, inbox), inbox.refill
+
+
 def make_eval_result(request: EvalRequest, version: int, **changes: Any) -> EvalResult:
     samples = tuple(EvalSample(i, f"text {i}", {"answer": 1.0}, 3, "stop") for i in request.problem_indexes)
-    return dataclasses.replace(EvalResult(request.eval_id, request.chunk, version, samples), **changes)
+    return msgspec.structs.replace(EvalResult(request.eval_id, request.chunk, version, samples), **changes)
 
 
 def published(version: int) -> Published:

@@ -44,7 +44,15 @@ from sampler import link as link_module
 from sampler.link import Link
 from sampler.verify import take_files
 from tests.support.lossy_proxy import LossyProxy
-from tests.support.protocol_helpers import HELLO, LIMITS, make_config, make_eval_result, make_rollout, of_two_turns
+from tests.support.protocol_helpers import (
+    HELLO,
+    LIMITS,
+    TakenFromInbox,
+    make_config,
+    make_eval_result,
+    make_rollout,
+    of_two_turns,
+)
 from tests.support.protocol_weights import number, publish
 from tests.support.speed import overdue
 from trainer.data.slots import Slots, fill
@@ -114,7 +122,7 @@ def train(folder: Path) -> None:
 
 def train_step(inbox: Inbox, config: Config, state: State, incarnation: str) -> State:
     step, batch = state["step"], Slots(config, state["cursor"])
-    fill(batch, PER_STEP, at_once=1, source=inbox)  # with trainer.micro_batch after each
+    fill(batch, PER_STEP, at_once=1, source=TakenFromInbox(inbox))  # with trainer.micro_batch after each
     for group in batch.groups:
         assert isinstance(group, Group)
         assert step - 1 <= group.policy_version <= step, "older than max_staleness"

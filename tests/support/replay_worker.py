@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from common.ports import free_port
+from tests.support.protocol_helpers import received
 from tests.support.speed import limit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -187,7 +188,7 @@ def prepare(folder: Path) -> int:
 
     tiny_model(folder / "model")
     recorder = Recorder(folder / "groups", cursor=0)
-    recorder.append([in_turns(group(g)) if g % 3 == 2 else group(g) for g in range(NUM_GROUPS)])
+    recorder.append([received(in_turns(group(g)) if g % 3 == 2 else group(g)) for g in range(NUM_GROUPS)])
     recorder.close()
     return 0
 

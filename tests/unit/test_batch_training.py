@@ -62,7 +62,8 @@ class Run:
         self.events: list[tuple[str, list[int]]] = []
         self.batches: list[MicroBatch] = []
         policy = SimpleNamespace(dims=MODEL)
-        exchange: Any = SimpleNamespace(dp_rank=rank, dp_size=ranks, world_size=ranks, add_over_dp=list, agree=bool)
+        exchange: Any = SimpleNamespace(dp_rank=rank, dp_size=ranks, world_size=ranks, agree=bool)
+        exchange.add_over_dp = lambda values: values
         policy.backward, policy.score = self.backward, lambda row, _: row.target_ids / -100
 
         def take(ids: Sequence[int]) -> list[Group | Tombstone]:
@@ -71,11 +72,13 @@ class Run:
 
         rest = iter(samplers_rest)
         lent = lent_cores(of, exchange, lambda: next(rest), lambda: False)
-        source = SimpleNamespace(take=take, refill=lambda _: None)
+        nothing = {"refill": lambda _: None, "begin_batch": lambda _: None, "deliver": lambda _: {}}
+        source = SimpleNamespace(take=take, **nothing)
         models: Any = SimpleNamespace(policy=policy, reference=scorer, critic=None)
         assert {*vars(models)} == {*Models.__dataclass_fields__}
         self.of = of
-        self.training = BatchTraining(of, models, exchange, START, source, lambda *_: None, lent)  # type: ignore[arg-type]
+        self.training = BatchTraining(of, models, exchange, source, lambda *_: None, lent)  # type: ignore[arg-type]
+        self.training.prepare(START)
 
     def backward(self, batch: MicroBatch, version: int) -> Tensor:
         self.events.append(("train", list(batch.tokens_of)))
@@ -84,7 +87,7 @@ class Run:
 
     def step(self, index: int = 0, progress: Progress = START) -> list[tuple[str, list[int]]]:
         before = len(self.events)
-        self.training.backward(steps(self.of, 0)[index], progress)
+        self.training.train(steps(self.of, 0)[index], progress)
         return self.events[before:]
 
 

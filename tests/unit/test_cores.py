@@ -167,5 +167,5 @@ def test_samplers_are_about_to_begin_while_a_version_is_written(monkeypatch: pyt
 def test_a_recorded_run_never_borrows(recorder: Any, expected: bool) -> None:
     exchange: Any = SimpleNamespace()
     first: Any = SimpleNamespace(recorder=recorder, source=SimpleNamespace(samplers_rest=lambda: True))
-    assert GroupReceiver(first, exchange).samplers_rest() is expected
-    assert GroupReceiver(None, exchange).samplers_rest() is False  # another rank
+    assert GroupReceiver(config(4), first, exchange).samplers_rest() is expected
+    assert GroupReceiver(config(4), None, exchange).samplers_rest() is False  # another rank

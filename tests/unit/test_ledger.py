@@ -8,11 +8,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.types import Tombstone
+from common.wire import Received
 from trainer.link.ledger import Ledger
 
 
 def arrived(group_id: int, version: int = 0) -> Tombstone:
     return Tombstone(group_id, version, "")
+
+
+def accept(ledger: Ledger, group_id: int, sampler: str, version: int = 0) -> None:
+    ledger.accept(Received(arrived(group_id, version), ()), sampler)
 
 
 def granted(ledger: Ledger, *samplers: str) -> list[list[int]]:
@@ -24,7 +29,7 @@ def granted(ledger: Ledger, *samplers: str) -> list[list[int]]:
 def test_the_example_in_the_docstring() -> None:
     ledger = Ledger(total=100, window=4, cursor=8)
     assert granted(ledger, "a", "b") == [[8, 10], [9, 11]]
-    ledger.accept(arrived(8), "a")
+    accept(ledger, 8, "a")
     ledger.release("b")
     assert ledger.admitted == range(8, 12)
     assert ledger.leases == {10: ["a"]}
@@ -43,11 +48,11 @@ def test_an_idle_sampler_gets_what_others_hold_and_the_first_result_counts() -> 
     ledger = Ledger(100, 8)
     assert granted(ledger, "a", "b") == [[0, 2, 4, 6], [1, 3, 5, 7]]
     for group_id in (0, 2, 4, 6):
-        ledger.accept(arrived(group_id), "a")
-    ledger.accept(arrived(1), "b")
+        accept(ledger, group_id, "a")
+    accept(ledger, 1, "b")
     assert granted(ledger, "a", "b") == [[3, 5, 7], [3, 5, 7]]
     ledger.news.clear()
-    ledger.accept(arrived(3), "a")
+    accept(ledger, 3, "a")
     assert ledger.lease_of("b") == [5, 7], "its lease ends with the first result"
     assert ledger.news == {"b"}, "it hears of it at once"
     assert ledger.refusal(arrived(3), range(1)) == "duplicate"
@@ -72,8 +77,8 @@ def test_what_two_hold_stays_with_the_one_that_is_not_lost() -> None:
 def test_the_shortest_lease_grows_first() -> None:
     ledger = Ledger(100, 4)
     assert granted(ledger, "fast", "slow") == [[0, 2], [1, 3]]
-    ledger.accept(arrived(0), "fast")
-    ledger.accept(arrived(2), "fast")
+    accept(ledger, 0, "fast")
+    accept(ledger, 2, "fast")
     ledger.advance(1)
     assert granted(ledger, "fast", "slow") == [[4], [1, 3]]
 
@@ -89,7 +94,7 @@ def test_advance_forgets_what_was_trained() -> None:
     ledger = Ledger(100, 4)
     granted(ledger, "a")
     for group_id in (0, 1, 2):
-        ledger.accept(arrived(group_id), "a")
+        accept(ledger, group_id, "a")
     ledger.advance(2)
     assert ledger.leases == {3: ["a"]}
     assert list(ledger.held) == [2]
@@ -99,7 +104,7 @@ def test_a_refilled_batch_admits_as_many_more_and_the_run_ends_as_much_later() -
     ledger = Ledger(total=8, window=4)
     assert granted(ledger, "a") == [[0, 1, 2, 3]]
     for group_id in (0, 1):
-        ledger.accept(arrived(group_id), "a")
+        accept(ledger, group_id, "a")
     ledger.refill(2)  # both were dead
     assert (ledger.admitted, ledger.total) == (range(6), 10)
     assert granted(ledger, "a") == [[2, 3, 4, 5]]
@@ -113,14 +118,14 @@ def test_it_is_complete_when_every_admitted_group_is_here() -> None:
     assert not ledger.is_complete  # nobody was asked for anything yet
     granted(ledger, "a")
     for group_id in range(3):
-        ledger.accept(arrived(group_id), "a")
+        accept(ledger, group_id, "a")
     assert not ledger.is_complete
-    ledger.accept(arrived(3), "a")
+    accept(ledger, 3, "a")
     assert ledger.is_complete
     ledger.refill(1)
     assert not ledger.is_complete
     granted(ledger, "a")
-    ledger.accept(arrived(4), "a")
+    accept(ledger, 4, "a")
     assert ledger.is_complete
     ledger.advance(4)
     assert not ledger.is_complete
@@ -135,9 +140,9 @@ def test_the_cursor_never_moves_back_or_beyond_the_end(cursor: int) -> None:
 def test_release_frees_what_has_not_arrived_for_others() -> None:
     ledger = Ledger(100, 4)
     granted(ledger, "lost")
-    ledger.accept(arrived(1), "lost")
+    accept(ledger, 1, "lost")
     assert ledger.release("lost") == [0, 2, 3]
-    ledger.accept(arrived(2), "lost")  # it was on its way
+    accept(ledger, 2, "lost")  # it was on its way
     assert granted(ledger, "other") == [[0, 3]]
 
 
@@ -156,7 +161,7 @@ def test_release_frees_what_has_not_arrived_for_others() -> None:
 )
 def test_why_a_group_is_refused(group_id: int, version: int, refusal: str | None) -> None:
     ledger = Ledger(100, 4, cursor=4)
-    ledger.accept(arrived(5, 3), "a")
+    accept(ledger, 5, "a", 3)
     assert ledger.refusal(arrived(group_id, version), versions=range(2, 5)) == refusal
 
 
@@ -198,13 +203,13 @@ class AnyWalk(RuleBasedStateMachine):
     def anything_arrives(self, name: str, offset: int) -> None:
         group = arrived(max(0, self.ledger.cursor + offset))
         if self.ledger.refusal(group, range(1)) is None:
-            self.ledger.accept(group, name)
+            accept(self.ledger, group.group_id, name)
 
     @rule(name=NAMES)
     def deliver(self, name: str) -> None:
         for group_id in self.ledger.lease_of(name)[:1]:
             assert self.ledger.refusal(arrived(group_id), range(1)) is None
-            self.ledger.accept(arrived(group_id), name)
+            accept(self.ledger, group_id, name)
             assert self.ledger.refusal(arrived(group_id), range(1)) == "duplicate"
             assert self.ledger.is_due or self.ledger.has_lease(name), "one that has nothing left may get more"
 
@@ -213,7 +218,7 @@ class AnyWalk(RuleBasedStateMachine):
         size = min(2, self.ledger.window) + self.ledger.refilled
         batch = range(self.ledger.cursor, min(self.ledger.cursor + size, self.ledger.total))
         if all(g in self.ledger.held for g in batch):
-            self.trained += [self.ledger.held[g].group_id for g in batch]
+            self.trained += [self.ledger.held[g].group.group_id for g in batch]
             self.ledger.advance(batch.stop)
 
     @precondition(lambda self: self.ledger.total < 50)

@@ -26,12 +26,14 @@ from sampler.link import Link
 from tests.support.protocol_helpers import (
     HELLO,
     FakeSampler,
+    TakenFromInbox,
     hurried_config,
     make_eval_result,
     make_group,
     make_inbox,
     make_rollout,
     published,
+    take,
 )
 from tests.support.speed import limit, overdue, until
 from trainer.algorithm.advantages import is_dead_group
@@ -57,7 +59,7 @@ def train(inbox: Inbox, num_steps: int, first_step: int = 0) -> list[int]:
     trained = []
     for step in range(first_step, first_step + num_steps):
         inbox.commit(2 * step, published(step))
-        taken = inbox.take([2 * step, 2 * step + 1])
+        taken = take(inbox, [2 * step, 2 * step + 1])
         assert all(step - 1 <= group.policy_version <= step for group in taken), "older than max_staleness"
         trained += [group.group_id for group in taken]
     return trained
@@ -88,7 +90,7 @@ def test_groups_are_taken_in_order_whatever_the_order_of_sending(
 def test_nothing_is_produced_beyond_the_window(config: Config) -> None:
     with make_inbox(config) as inbox, FakeSampler(config) as sampler:
         inbox.commit(0, published(0))
-        inbox.take([0, 1, 2, 3])
+        take(inbox, [0, 1, 2, 3])
         for _ in range(5):  # beats, each of which is answered with a credit
             heard_at = inbox.state.peers["s0"].heard_at
             until(lambda before=heard_at: inbox.state.peers["s0"].heard_at > before)
@@ -161,7 +163,7 @@ def test_a_lease_that_is_copied_ends_with_the_first_result_and_the_other_hears_o
         inbox.commit(0, published(0))
         until(lambda: slow.produced == [0])
         with FakeSampler(config, "s1") as fast:
-            assert [g.group_id for g in inbox.take([0, 1, 2, 3])] == [0, 1, 2, 3]
+            assert [g.group_id for g in take(inbox, [0, 1, 2, 3])] == [0, 1, 2, 3]
             assert set(fast.produced) == {0, 1, 2, 3}
             assert inbox.state.ledger.leases == {}
             go_on.set()
@@ -194,7 +196,7 @@ def test_dead_groups_are_refilled_within_the_version_and_every_group_is_taken_on
         for step in range(6):
             inbox.commit(len(taken), published(step))
             batch = Slots(config, len(taken))
-            fill(batch, 4, at_once=2, source=inbox)
+            fill(batch, 4, at_once=2, source=TakenFromInbox(inbox))
             trained = [e.group for e in batch.training() if isinstance(e.group, Group)]
             assert [is_dead_group(g, config) for g in trained] == [False] * 4
             assert all(step - max_staleness <= g.policy_version <= step for g in batch.groups)
@@ -212,7 +214,7 @@ def test_dead_groups_are_refilled_within_the_version_and_every_group_is_taken_on
 def test_a_group_of_another_run_or_start_is_refused_and_counted(config: Config, run: str, incarnation: str) -> None:
     with make_inbox(config) as inbox, FakeSampler(config) as sampler:
         inbox.commit(0, published(0))
-        inbox.take([0, 1, 2, 3])
+        take(inbox, [0, 1, 2, 3])
         stranger = channel.connect_dealer(config, "stranger", 4)
         stranger.send_multipart(wire.encode(wire.Envelope(run, incarnation, "s0"), make_group(0)))
         until(lambda: inbox.state.counters["refused/other_incarnation"] == 1)
@@ -260,7 +262,7 @@ def test_a_group_that_may_not_be_trained_is_counted_by_its_reason_and_the_rest_g
 
     with make_inbox(config) as inbox, FakeSampler(config, make=make):
         inbox.commit(0, published(0))
-        assert [g.group_id for g in inbox.take([0, 2, 3])] == [0, 2, 3]
+        assert [g.group_id for g in take(inbox, [0, 2, 3])] == [0, 2, 3]
         until(lambda: inbox.state.counters[f"refused/{reason}"] >= 1)
         assert 1 not in inbox.state.ledger.held
 
@@ -344,7 +346,7 @@ def test_a_flood_cannot_stop_credits(config: Config) -> None:
         real, inbox.thread.transport = inbox.thread.transport, flooded
         until(lambda: inbox.state.counters["refused/frame_count"] > 1000)
         inbox.commit(0, published(0))
-        inbox.take([0, 1, 2, 3])
+        take(inbox, [0, 1, 2, 3])
         assert sampler.produced == [0, 1, 2, 3]
         inbox.thread.transport = real
 
@@ -366,7 +368,7 @@ def test_take_gives_up_with_what_is_missing_and_who_was_heard(config: Config) ->
         until(lambda: 0 in inbox.state.ledger.held and inbox.state.peers["s0"].phase == "sampling")
         inbox.config = changed(config, channel={"stall_timeout_s": 0.1})  # of `take`; the socket's thread keeps its own
         with pytest.raises(Retryable) as caught:
-            inbox.take([0, 1])
+            take(inbox, [0, 1])
     message = str(caught.value)
     assert re.search(
         r"waited \d+ s for groups 0…1 \(have 1 of 2\); sampler s0 heard \d+ s ago \(sampling: normal\)", message
@@ -569,7 +571,7 @@ def test_an_inbox_that_breaks_tells_both_sides(config: Config, monkeypatch: pyte
         until(lambda: not inbox.thread.is_alive())
         for _ in range(5):
             inbox.commit(0, published(0))  # nobody reads it any more, and it waits for nobody
-        inbox.take([90])
+        take(inbox, [90])
 
 
 def test_a_samplers_user_error_ends_the_wait_for_groups(config: Config) -> None:
@@ -578,7 +580,7 @@ def test_a_samplers_user_error_ends_the_wait_for_groups(config: Config) -> None:
         until(lambda: sampler.link.credit)
         sampler.leave("model too large", 2)
         with pytest.raises(UserError, match="sampler s0: model too large"):
-            inbox.take([0])
+            take(inbox, [0])
 
 
 def test_a_samplers_user_error_before_its_hello_ends_the_wait_for_it(config: Config) -> None:
@@ -690,7 +692,7 @@ def test_a_lost_evaluation_result_is_sent_again(config: Config) -> None:
     with make_inbox(config) as inbox, FakeSampler(config, link_class=Lossy):
         for step in range(5):
             inbox.commit(2 * step, published(step), f"v{step}", num_problems=130)
-            inbox.take([2 * step, 2 * step + 1])
+            take(inbox, [2 * step, 2 * step + 1])
             assert [r.chunk for r in inbox.finish_eval()] == [0, 1, 2]
 
 
@@ -740,7 +742,7 @@ def failing(*problems: int) -> Callable[[EvalRequest, int], EvalResult]:
 
     def make(request: EvalRequest, version: int) -> EvalResult:
         whole = make_eval_result(request, version)
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             whole,
             samples=tuple(s for s in whole.samples if s.problem_index not in problems),
             failures=tuple(EvalFailure(p, "killed") for p in request.problem_indexes if p in problems),

@@ -25,6 +25,7 @@ from tests.support.protocol_helpers import (
     make_rollout,
     published,
     short_folder,
+    take,
 )
 from tests.support.speed import limit
 
@@ -76,7 +77,7 @@ def run(folder: Path, seed: int | None, max_staleness: int = 0) -> tuple[list[in
         for step in range(NUM_STEPS):
             ids = range(step * PER_STEP, (step + 1) * PER_STEP)
             inbox.commit(ids.start, published(step))
-            taken = inbox.take(ids)
+            taken = take(inbox, ids)
             assert all(step - max_staleness <= group.policy_version <= step for group in taken)
             policy.train([group for group in taken if isinstance(group, Group)])
             trained += [group.group_id for group in taken]

@@ -13,6 +13,7 @@ import pytest
 from common.errors import UserError
 from common.types import Group, Tombstone
 from tests.support.gloo_data import group
+from tests.support.protocol_helpers import received
 from tests.support.tiny import random_group
 from trainer.link import recording
 from trainer.link.recording import Recorder, Replay
@@ -23,12 +24,12 @@ ITEMS: list[Item] = [group(0), Tombstone(1, 0, "the reward timed out"), *(group(
 
 def record(path: Path, items: list[Item], cursor: int = 0) -> None:
     recorder = Recorder(path, cursor)
-    recorder.append(items)
+    recorder.append([received(item) for item in items])
     recorder.close()
 
 
 def ids(path: Path) -> list[int]:
-    return [item.group_id for item, _ in recording.read(path)]
+    return [one.group.group_id for one, _ in recording.read(path)]
 
 
 def ends(path: Path) -> list[int]:
@@ -57,8 +58,8 @@ def test_a_replay_gives_the_recorded_groups_back_bit_for_bit(tmp_path: Path) -> 
     record(tmp_path / "groups", ITEMS)
     replay = Replay(tmp_path / "groups", "life")
     for found, expected in zip(replay.take(range(6)), ITEMS, strict=True):
-        require_same(found, expected)
-    require_same(replay.take([4])[0], ITEMS[4])
+        require_same(found.group, expected)
+    require_same(replay.take([4])[0].group, ITEMS[4])
 
 
 @pytest.mark.parametrize("cut", [1, 10, 15, 16, 17, 100])
@@ -163,16 +164,16 @@ def test_a_full_disk_loses_no_record_and_leaves_none_in_half(
         room -= taken
         return pwrite(descriptor, bytes(data[:taken]), offset)
 
-    recorder.append(ITEMS[:1])
+    recorder.append([received(item) for item in ITEMS[:1]])
     monkeypatch.setattr(os, "pwrite", limited)
     room = 10
-    recorder.append(ITEMS[1:3])
-    recorder.append(ITEMS[3:4])
+    recorder.append([received(item) for item in ITEMS[1:3]])
+    recorder.append([received(item) for item in ITEMS[3:4]])
     assert ids(tmp_path / "groups") == [0]
     with pytest.raises(OSError, match="No space left"):
         recorder.sync()
     room = 10**9
-    recorder.append(ITEMS[4:])
+    recorder.append([received(item) for item in ITEMS[4:]])
     recorder.close()
     assert (tmp_path / "groups").read_bytes() == (tmp_path / "expected").read_bytes()
     assert capsys.readouterr().err.count("records wait in memory") == 1
@@ -186,4 +187,4 @@ def test_an_error_that_waiting_does_not_cure_is_raised_at_once(tmp_path: Path, m
 
     monkeypatch.setattr(os, "pwrite", refused)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        recorder.append(ITEMS[:1])
+        recorder.append([received(item) for item in ITEMS[:1]])

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from common.types import Tombstone
+from common.wire import Received
 from trainer.link.ledger import Ledger
 
 TICK_S = 0.25  # of simulated time; a group takes the fast sampler 1 s
@@ -29,7 +30,7 @@ def step_seconds(speeds: Mapping[str, float], prompts: int, staleness: int, at_o
             for group_id in running:
                 work[group_id] -= TICK_S * speed / (1 + 0.5 * (len(running) - 1))
                 if work[group_id] <= 1e-9 and group_id not in ledger.held:
-                    ledger.accept(Tombstone(group_id, 0, ""), name)
+                    ledger.accept(Received(Tombstone(group_id, 0, ""), ()), name)
         batch = range(ledger.cursor, ledger.cursor + prompts)
         if all(g in ledger.held for g in batch):
             ledger.advance(batch.stop)

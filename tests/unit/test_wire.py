@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from common import wire
 from common.errors import WireError
 from common.group_limits import check_group
-from common.types import EvalFailure, EvalRequest, EvalResult, EvalSample, Group, Rollout, Tombstone
+from common.types import EncodedImage, EvalFailure, EvalRequest, EvalResult, EvalSample, Group, Rollout, Tombstone
 from common.wire import Envelope, decode, encode
 from tests.support.protocol_helpers import HELLO, LIMITS, make_group, make_rollout, of_two_turns
 from tests.support.speed import overdue
@@ -119,6 +119,34 @@ def test_every_message_arrives_as_it_was_sent(message: Any, run: str, life: str,
     assert same(arrived, message)
 
 
+def test_an_outline_has_all_of_a_group_but_what_stands_in_its_arrays() -> None:
+    ref, mask = np.full(2, -1, np.float32), np.array([[3, 9], [4, -1]], np.int32)
+    images = (EncodedImage(b"a PNG", (1, 2, 2)),)
+    rollouts = (make_rollout(ref_logprobs=ref, sampling_mask=mask), make_rollout((3, 4), ref_logprobs=ref))
+    rollouts = (rollouts[0], dataclasses.replace(rollouts[1], sampling_mask=mask, reward=-1.0, finish_reason="length"))
+    group = dataclasses.replace(make_group(3, 1, *rollouts), images=images, failures=("timed out",))
+    header, arrays, _ = encode(ENVELOPE, group)
+    outline, num_bytes = wire.decode_outline(header)
+    assert isinstance(outline, Group) and num_bytes == len(arrays)
+    assert outline.images == (EncodedImage(b"", (1, 2, 2)),)
+
+    def without_arrays(group: Group) -> Any:
+        none = np.empty(0)
+        bare = {"completion_ids": none, "old_logprobs": none, "ref_logprobs": none, "sampling_mask": none}
+        kept = tuple(dataclasses.replace(rollout, **bare) for rollout in group.rollouts)
+        return dataclasses.replace(group, prompt_ids=none, rollouts=kept, images=())
+
+    assert same(without_arrays(outline), without_arrays(group))
+    for mine, theirs in zip(outline.rollouts, group.rollouts, strict=True):
+        for name in ("completion_ids", "old_logprobs", "ref_logprobs", "sampling_mask"):
+            array, real = getattr(mine, name), getattr(theirs, name)
+            assert (array.shape, array.dtype) == (real.shape, real.dtype)
+            assert not any(array.strides), "it takes no memory"
+            assert np.isnan(array).all() if array.dtype.kind == "f" else (array == -1).all(), "nothing can train on it"
+    tombstone = Tombstone(3, 1, "reward failed")
+    assert wire.decode_outline(encode(ENVELOPE, tombstone)[0]) == (tombstone, 0)
+
+
 def test_rewards_may_be_any_number_and_nan_means_does_not_apply() -> None:
     rewards = {"answer": np.float64(0.5), "format": 1, "other": math.nan}
     _, arrived = decode(encode(ENVELOPE, make_group(0, 0, make_rollout(rewards=rewards))))
@@ -213,18 +241,20 @@ def header_with(body: dict[str, Any], **fields: Any) -> bytes:
 
 
 BYE = {"type": "bye", "reason": "", "exit_code": 0}
-GROUP_HEADER = {
+GROUP_HEADER: dict[str, Any] = {
     "type": "group",
     "group_id": 0,
     "policy_version": 0,
     "problem_index": 0,
     "prompt_length": 1,
-    "completion_lengths": [1],
     "has_ref_logprobs": False,
-    "rewards": [{}],
-    "reward": [0.0],
-    "finish_reasons": ["stop"],
+    "rollouts": [{"length": 1, "rewards": {}, "reward": 0.0, "finish_reason": "stop"}],
 }
+
+
+def with_rollout(**changes: Any) -> dict[str, Any]:
+    [rollout] = GROUP_HEADER["rollouts"]
+    return GROUP_HEADER | {"rollouts": [rollout | changes]}
 
 
 def test_the_builders_below_make_a_message_that_is_accepted() -> None:
@@ -245,12 +275,12 @@ def test_the_builders_below_make_a_message_that_is_accepted() -> None:
         (sealed(header_with({"type": "nothing of ours"})), "malformed"),
         (sealed(header_with(BYE), b"arrays where none belong"), "malformed"),
         (sealed(header_with(GROUP_HEADER), b"\0" * 16), "malformed"),
-        (sealed(header_with(GROUP_HEADER | {"completion_lengths": [-1]}), b"\0" * 12), "malformed"),
+        (sealed(header_with(with_rollout(length=-1)), b"\0" * 12), "malformed"),
         (sealed(header_with(GROUP_HEADER | {"prompt_length": 2**62}), b"\0" * 12), "malformed"),
-        (sealed(header_with(GROUP_HEADER | {"completion_lengths": [2**62]}), b"\0" * 12), "malformed"),
-        (sealed(header_with(GROUP_HEADER | {"reward": []}), b"\0" * 12), "malformed"),
+        (sealed(header_with(with_rollout(length=2**62)), b"\0" * 12), "malformed"),
+        (sealed(header_with(with_rollout(reward="much")), b"\0" * 12), "malformed"),
         (sealed(header_with(GROUP_HEADER | {"group_id": 1.5}), b"\0" * 12), "malformed"),
-        (sealed(header_with(GROUP_HEADER | {"finish_reasons": ["abort"]}), b"\0" * 12), "malformed"),
+        (sealed(header_with(with_rollout(finish_reason="abort")), b"\0" * 12), "malformed"),
         (sealed(b"\x91" * 500_000), "malformed"),  # arrays in arrays in arrays
         (sealed(header_with(BYE)[:-5] + b"\x91" * 500_000), "malformed"),
         (sealed(b"\x85\xa5proto\xdd\xff\xff\xff\xff"), "malformed"),  # says that four billion items follow

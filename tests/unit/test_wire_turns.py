@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from common.errors import WireError
 from common.group_limits import Limits, check_group
 from common.types import Group
 from common.wire import Envelope, decode, encode
-from tests.support.protocol_helpers import LIMITS, make_group, make_rollout, of_two_turns
+from tests.support.protocol_helpers import LIMITS, make_group, make_rollout, of_two_turns, received
 from trainer.link.recording import Recorder, read
 
 IN_TURNS = dataclasses.replace(LIMITS, max_turns=2)
@@ -32,48 +31,25 @@ def test_the_sampled_tokens_of_a_rollout_are_all_but_the_observed_ones() -> None
     assert make_rollout().completion_ids[make_rollout().sampled()].tolist() == [3, 4]
 
 
-def test_a_group_of_single_turns_is_the_very_frame_that_it_was_before_there_were_turns(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(wire, "PROTO", 1)  # as it was then; CREDIT has changed since
-    ref = np.full(2, -1, np.float32)
-    group = make_group(3, 1, make_rollout(ref_logprobs=ref), make_rollout((7, 8), ref_logprobs=ref))
-    found = hashlib.sha256(b"".join(encode(ENVELOPE, group))).hexdigest()
-    assert found == "15dd8b3d587c6598a87e726897711871c2c6697d5ad5a9595e4a3b2cbbfc08ba"
-
-
 def test_turns_and_failures_come_back_from_a_recording(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "groups.recording", cursor=0)
-    recorder.append([dataclasses.replace(make_group(0, 0, make_rollout(), of_two_turns()), failures=("timed out",))])
+    group = dataclasses.replace(make_group(0, 0, make_rollout(), of_two_turns()), failures=("timed out",))
+    recorder.append([received(group)])
     recorder.close()
-    ((group, _),) = read(tmp_path / "groups.recording")
-    assert isinstance(group, Group)
+    ((one, _),) = read(tmp_path / "groups.recording")
+    assert isinstance(one.group, Group)
+    group = one.group
     single, double = group.rollouts
     assert (single.observed, single.turns, single.environment_s) == ((), 1, 0.0)
     assert (double.observed, double.turns, double.tool_calls, double.environment_s) == (((2, 4),), 2, 1, 0.25)
     assert group.failures == ("timed out",)
 
 
-def test_a_recording_of_an_earlier_protocol_is_read_because_groups_have_not_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as then:
-        then.setattr(wire, "PROTO", 1)
-        recorder = Recorder(tmp_path / "groups.recording", cursor=0)
-        recorder.append([make_group(0)])
-        recorder.close()
-        frames = encode(ENVELOPE, make_group(0))
-    ((group, _),) = read(tmp_path / "groups.recording")
-    assert isinstance(group, Group) and group.rollouts[0].completion_ids.tolist() == [3, 4]
-    with pytest.raises(WireError, match="the peer speaks protocol 1, this is 2"):
-        decode(frames)
-
-
 def reencoded(group: Group, **changes: Any) -> list[bytes]:
-    """Its frames with other fields in the last rollout's episode."""
+    """Its frames with other fields of the last rollout."""
     header, arrays, _ = encode(ENVELOPE, group)
     plain = msgspec.msgpack.decode(header)
-    plain["body"]["episodes"][-1] |= changes
+    plain["body"]["rollouts"][-1] |= changes
     header = msgspec.msgpack.encode(plain)
     return [header, arrays, wire._digest(header, arrays)]
 
@@ -107,15 +83,6 @@ def test_turns_that_no_rollout_can_have_are_refused(changes: dict[str, Any]) -> 
     with pytest.raises(WireError) as caught:
         decode(reencoded(group, **changes))
     assert caught.value.reason == "malformed"
-
-
-def test_every_rollout_has_its_turns_or_none_has() -> None:
-    header, arrays, _ = encode(ENVELOPE, make_group(0, 0, make_rollout(), of_two_turns()))
-    plain = msgspec.msgpack.decode(header)
-    del plain["body"]["episodes"][0]
-    header = msgspec.msgpack.encode(plain)
-    with pytest.raises(WireError, match="lists of different lengths"):
-        decode([header, arrays, wire._digest(header, arrays)])
 
 
 def test_an_honest_group_of_two_turns_passes_the_check_with_a_failure_in_a_third_place() -> None:

@@ -217,7 +217,7 @@ class TrainerStandIn:
             self.inbox.commit(self.cursor, Published(self.step, f"/weights/{self.step}", "0" * 64))
             ids = range(self.cursor, self.cursor + self.config.prompts_per_batch)
             taken = self.inbox.take(ids)
-            assert [group.group_id for group in taken] == list(ids), "every group once, in order"
+            assert [one.group.group_id for one in taken] == list(ids), "every group once, in order"
             self.cursor, self.step = ids.stop, self.step + 1
             seconds.append(time.monotonic() - begun)
         return seconds

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from common.config import Algorithm, TrainerSettings
+from common.config import Algorithm
 from common.types import Group
 from model.dims import ModelDims
 from model.packing import Packing
@@ -44,10 +44,6 @@ class Budget:
 
     groups: int
     tokens: int | None = None  # instead of groups
-
-    @staticmethod
-    def of(trainer: TrainerSettings) -> Budget:
-        return Budget(trainer.groups_per_micro_batch, trainer.max_tokens_per_micro_batch)
 
     def is_exceeded_by(self, work: Work) -> bool:
         return self.tokens is not None and work.tokens > self.tokens
@@ -139,7 +135,7 @@ class Planner:
             if work.tokens:
                 self._waiting[key] = work
             while _is_full(self._waiting.values(), self._ranks, self._budget):
-                self._take(self._plan()[0])
+                self._close(self._plan()[0])
         return self.rounds[before:]
 
     def finish(self) -> list[Round]:
@@ -153,21 +149,21 @@ class Planner:
     def _plan(self) -> list[Round]:
         return plan_of(self._waiting, self._ranks, self._budget, self._loads)
 
-    def _take(self, found: Round) -> None:
-        self.rounds.append(found)
-        for rank, mine in enumerate(found):
-            self._loads[rank] += sum(self._waiting.pop(key).cost for key in mine)
+    def _close(self, round_: Round) -> None:
+        self.rounds.append(round_)
+        for rank, keys in enumerate(round_):
+            self._loads[rank] += sum(self._waiting.pop(key).cost for key in keys)
 
 
 def plan_of(works: Mapping[int, Work], ranks: int, budget: Budget, loads: Sequence[float] | None = None) -> list[Round]:
     """As `plan`, in terms of the works' keys."""
     keys, rounds = list(works), plan(list(works.values()), ranks, budget, loads)
-    return [tuple(tuple(keys[i] for i in mine) for mine in found) for found in rounds]
+    return [tuple(tuple(keys[i] for i in indexes) for indexes in round_) for round_ in rounds]
 
 
 def plan_metrics(rounds: Sequence[Round], works: Mapping[int, Work], budget: Budget) -> dict[str, float]:
     """Of the rounds of a step. works: of each of its slots."""
-    costs = [sum(works[key].cost for found in rounds for key in found[rank]) for rank in range(len(rounds[0]))]
+    costs = [sum(works[key].cost for round_ in rounds for key in round_[rank]) for rank in range(len(rounds[0]))]
     metrics = {"micro_batches": float(len(rounds))}
     if len(costs) > 1:
         metrics["rank_imbalance"] = max(costs) * len(costs) / sum(costs) - 1 if any(costs) else 0.0

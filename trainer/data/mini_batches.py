@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 
 from common.config import Algorithm, Config
+from common.config.estimators import ESTIMATORS
 from common.types import Group, Tombstone
 from trainer.algorithm.losses import TOKEN_MEAN
 
@@ -67,6 +68,12 @@ def steps(config: Config, batch: int) -> list[Step]:
 def needs_batch_statistics(algorithm: Algorithm) -> bool:
     """Advantages depend on all groups of the batch of rollouts, not on each alone; a critic scores it as a whole."""
     return algorithm.reward_scale == "batch" or algorithm.whitens or algorithm.needs_critic
+
+
+def needs_all_arrays(algorithm: Algorithm) -> bool:
+    """Every rank reads tokens or log-probs of every group, not only lengths and rewards of those that others train."""
+    is_own = algorithm.adv_estimator not in ESTIMATORS  # a user's function gets the group
+    return algorithm.kl_in_reward or algorithm.needs_critic or is_own
 
 
 def corrects_later_steps(algorithm: Algorithm) -> bool:

@@ -12,7 +12,8 @@ Resampling is the dynamic sampling of DAPO, arXiv 2503.14476, equation 11, one g
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from common.config import Config
@@ -24,8 +25,16 @@ from trainer.data.mini_batches import Step
 
 
 class Source(Protocol):
+    """As GroupReceiver. Every rank calls every method."""
+
+    def begin_batch(self, first: int, /) -> None:
+        """Groups below `first` will not be asked for any more."""
+
     def take(self, group_ids: Sequence[int], /) -> list[Group | Tombstone]:
-        """The groups with these ids, on every rank."""
+        """The groups with these ids; what other ranks than 0 may get is without arrays."""
+
+    def deliver(self, owners: Mapping[int, Collection[int]], /) -> dict[int, Group]:
+        """The groups that are whole on this rank now. owners: by group id the dp_ranks that train it."""
 
     def refill(self, count: int, /) -> None:
         """As many more groups will be taken, beyond the batch."""
@@ -82,6 +91,14 @@ class Slots:
     def replace(self, experiences: Iterable[Experience]) -> None:
         """More is known of these groups."""
         self._experiences |= {e.group.group_id: e for e in experiences}
+
+    def of_group(self, group_id: int) -> Experience:
+        """What is known of a group that was taken."""
+        return self._experiences[group_id]
+
+    def fill_in(self, groups: Mapping[int, Group]) -> None:
+        """The arrays of these groups have come."""
+        self.replace([replace(self._experiences[group_id], group=group) for group_id, group in groups.items()])
 
     def next_ids(self, count: int, at_once: int) -> range:
         """The groups to take next so that `count` slots are filled; none at the bound."""

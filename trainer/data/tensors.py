@@ -125,13 +125,18 @@ def step_denominator(taken: Sequence[Experience], num_slots: int, config: Config
 
 
 def micro_batch(
-    experiences: Iterable[Experience], denominator: Denominator, algorithm: Algorithm, packing: Packing = "shared"
+    experiences: Iterable[Experience],
+    denominator: Denominator,
+    algorithm: Algorithm,
+    packing: Packing = "shared",
+    awaits_reference: bool = False,
 ) -> MicroBatch:
     """Packs the completions that can move the weights; a filler of weight 0 where none can.
 
     A group without advantages, such as one whose rewards are all equal, has no gradient unless KL or entropy gives it
     one, and is left out; so is a masked completion. Every rank must still run its forward and backward, because
-    collectives have to match: hence the filler.
+    collectives have to match: hence the filler. awaits_reference: the trainer scores it on the row, and groups have no
+    ref_logprobs before that.
     """
     parts = _policy_parts(experiences, algorithm)
     if not parts:
@@ -140,7 +145,7 @@ def micro_batch(
     return MicroBatch(
         row=_row(parts, packing),
         old_logprobs=_flat([r.old_logprobs[at] for part in parts for r, at in part.completions()]),
-        ref_logprobs=torch.cat([_ref_logprobs(part) for part in parts]) if algorithm.beta > 0 else None,
+        ref_logprobs=_ref_logprobs(parts, awaits_reference) if algorithm.beta > 0 else None,
         advantages=_per_token(parts, [e.advantages for e in known]),
         weights=token_weights(_lengths(parts), denominator),
         policy_versions=torch.cat([_policy_versions(part) for part in parts]),
@@ -213,14 +218,15 @@ def _per_token(parts: Sequence[_Part], values: Sequence[Any]) -> Tensor:
     return _flat([np.broadcast_to(value, n) for value, n in zip(per_completion, _lengths(parts), strict=True)])
 
 
-def _ref_logprobs(part: _Part) -> Tensor:
-    """[n] as this trainer scored them, or as they came with the group."""
-    if part.experience.ref_logprobs is not None:
-        return part.experience.ref_logprobs
-    rollouts = part.completions()
-    came = [r.ref_logprobs[at] for r, at in rollouts if r.ref_logprobs is not None]
-    assert len(came) == len(rollouts), f"group {part.group.group_id} was not scored by the reference"
-    return _flat(came)
+def _ref_logprobs(parts: Sequence[_Part], may_be_missing: bool) -> Tensor | None:
+    """[N] as this trainer scored them, or as they came with the groups; None if some may be missing and are."""
+    if may_be_missing:
+        scored = [part.experience.ref_logprobs for part in parts]
+        return None if any(x is None for x in scored) else torch.cat([x for x in scored if x is not None])
+    completions = [(part.group.group_id, r, index) for part in parts for r, index in part.completions()]
+    unscored = {group_id for group_id, rollout, _ in completions if rollout.ref_logprobs is None}
+    assert not unscored, f"groups {sorted(unscored)} were not scored by the reference"
+    return _flat([r.ref_logprobs[index] for _, r, index in completions if r.ref_logprobs is not None])
 
 
 def _policy_versions(part: _Part) -> Tensor:

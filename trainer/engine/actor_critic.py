@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from common.config import Config
@@ -38,19 +39,19 @@ class ActorCritic:
         self._batch_metrics: dict[str, float] = {}
         self._step_metrics: dict[str, float] = {}
 
-    def score(self, batch: Experiences, shares: Sequence[Experiences], threshold: float) -> list[Experience]:
+    def score(self, batch: Experiences, parts: Sequence[Experiences], threshold: float) -> list[Experience]:
         """The batch with advantages, and with what the critic learns.
 
-        shares: this rank's part of every micro-batch; as many on every rank, because ZeRO-3 gathers in each forward.
+        parts: this rank's of every micro-batch; as many on every rank, because ZeRO-3 gathers in each forward.
         threshold: τ of group_ppo for this batch.
         """
         algorithm, groups = self.config.algorithm, [e.group for e in batch]
-        values = self._of_every_token(batch, shares, self.critic.score)
+        values = self._of_every_token(batch, parts, self.critic.score)
         if algorithm.adv_estimator == "gae":
             estimates = estimate(groups, values, self.config)
         else:
             exact = algorithm.group_params.score == "exact"
-            scores = self._of_every_token(batch, shares, self.policy.score_norms) if exact else None
+            scores = self._of_every_token(batch, parts, self.policy.score_norms) if exact else None
             estimates = estimate_segments(groups, values, scores, threshold, self.config)
         self._threshold, self._segments = threshold, estimates.segments
         self._batch_metrics = value_metrics(groups, estimates, self.config)
@@ -66,34 +67,36 @@ class ActorCritic:
         return next_threshold(self._threshold, self._segments, self.config.algorithm.group_params)
 
     def _of_every_token(
-        self, batch: Experiences, shares: Sequence[Experiences], score: Callable[[PackedRow], Tensor]
+        self, batch: Experiences, parts: Sequence[Experiences], score: Callable[[PackedRow], Tensor]
     ) -> ByGroup:
         """What `score` says of every sampled token of every completion that trains, on every rank; 0 of the others."""
-        alive = [e.group for e in batch if isinstance(e.group, Group)]
-        found = {g.group_id: [np.zeros(r.num_sampled) for r in g.rollouts] for g in alive}
-        for share in shares:
-            row = value_row(share, self.config.algorithm, self.config.trainer.packing)
-            parts = iter(score(row).split(row.lengths))
-            for group in (e.group for e in share):
+        groups = [experience.group for experience in batch if isinstance(experience.group, Group)]
+        scores = {g.group_id: [np.zeros(r.num_sampled) for r in g.rollouts] for g in groups}
+        for part in parts:
+            row = value_row(part, self.config.algorithm, self.config.trainer.packing)
+            by_completion = iter(score(row).split(row.lengths))
+            for group in (experience.group for experience in part):
                 for i in unmasked_completions(group, self.config.algorithm):
-                    found[group.group_id][i][:] = next(parts).numpy()
-        self._gather(found)
-        return found
+                    scores[group.group_id][i][:] = next(by_completion).numpy()
+        self._add_up(scores)
+        return scores
 
-    def _gather(self, values: ByGroup) -> None:
-        """Every dp_rank has scored its own share, and has zeros elsewhere: the sum is what all of them found."""
-        arrays = [array for of_group in values.values() for array in of_group]
+    def _add_up(self, scores: ByGroup) -> None:
+        """Every dp_rank has scored its own part, and has zeros elsewhere: the sum is what all of them found."""
+        arrays = [array for of_group in scores.values() for array in of_group]
         if not arrays:
             return
-        whole = np.array(self.exchange.add_over_dp(np.concatenate(arrays).tolist()))
-        for array, part in zip(arrays, np.split(whole, np.cumsum([len(a) for a in arrays])[:-1]), strict=True):
-            array[:] = part
+        total = self.exchange.add_over_dp(torch.from_numpy(np.concatenate(arrays)))
+        for array, of_all in zip(arrays, total.split(list(map(len, arrays))), strict=True):
+            array[:] = of_all.numpy()
 
-    def backward(self, mine: Experiences, step: Experiences) -> None:
-        """The critic's forward and backward on this rank's share of a micro-batch. step: all that the step trains."""
-        algorithm, packing = self.config.algorithm, self.config.trainer.packing
-        learned = max(1, num_value_tokens(step, algorithm))
-        self.critic.backward(value_batch(mine, learned, algorithm, packing))
+    def num_tokens(self, step: Experiences) -> int:
+        """At which the critic learns in a step."""
+        return max(1, num_value_tokens(step, self.config.algorithm))
+
+    def backward(self, own: Experiences, num_tokens: int) -> None:
+        """The critic's forward and backward on this rank's part of a micro-batch. num_tokens: of the whole step."""
+        self.critic.backward(value_batch(own, num_tokens, self.config.algorithm, self.config.trainer.packing))
 
     def step(self, critic_only: bool) -> StepResult:
         """One step of both models, or of none if a gradient of either is not finite on any rank.

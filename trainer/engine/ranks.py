@@ -1,4 +1,4 @@
-"""What ranks tell each other besides gradients: rank 0 shares groups, sums are added up, an ending is announced.
+"""What ranks tell each other besides gradients: rank 0 hands out groups, sums are added up, an ending is announced.
 
 Always over gloo, on CPU memory, in a process group of its own: the messages are small, and gloo works where NCCL
 does not. Groups travel as the wire's own frames; nothing is pickled. Every rank calls every method, in the same order.
@@ -13,19 +13,18 @@ Ranks of one dp_rank train the same micro-batches and find the same numbers, of 
 from __future__ import annotations
 
 import datetime
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from common import wire
 from common.config import Config
 from common.errors import Interrupted, PeerEnded
-from common.types import Group, Tombstone
 from model.packing import SequenceGroup
 
 STOP_TOGETHER = -1  # announced in the place of an exit code: every rank takes part in a last checkpoint
-_LOCAL = wire.Envelope("", "", "")
 
 
 class Exchange:
@@ -45,26 +44,31 @@ class Exchange:
         made = [dist.new_group(list(ranks)) for ranks in of_ranks]  # every rank makes all of them
         return SequenceGroup(self.sp_rank, self.sp_size, made[self.dp_rank])
 
-    def share(self, groups: Sequence[Group | Tombstone] | None) -> list[Group | Tombstone]:
-        """Rank 0's groups, on every rank. Raises PeerEnded or Interrupted if rank 0 announced its end instead."""
-        if self.world_size == 1:
-            assert groups is not None
-            return list(groups)
-        frames = [frame for group in groups or () for frame in wire.encode(_LOCAL, group)]
+    def share(self, frames: Sequence[bytes]) -> list[bytes]:
+        """Rank 0's, on every rank. Raises PeerEnded or Interrupted if rank 0 announced its end instead."""
         sizes = self._broadcast(torch.tensor([0, *map(len, frames)], dtype=torch.int64))
         if sizes[0] == STOP_TOGETHER:
             raise Interrupted
         if sizes[0]:
             raise PeerEnded("rank 0 ended", int(sizes[0]))
-        payload = torch.frombuffer(bytearray(b"".join(frames) or b"\0"), dtype=torch.uint8)
-        data = self._broadcast(payload).numpy().tobytes()
-        if self.rank == 0:
-            assert groups is not None
-            return list(groups)
-        ends = torch.cumsum(sizes[1:], 0).tolist()
-        parts = [data[end - size : end] for end, size in zip(ends, sizes[1:].tolist(), strict=True)]
-        messages = [wire.decode(parts[i : i + 3])[1] for i in range(0, len(parts), 3)]
-        return [m for m in messages if isinstance(m, Group | Tombstone)]
+        data = self._broadcast(_tensor(frames)).numpy().tobytes()
+        ends = itertools.accumulate(sizes[1:].tolist(), initial=0)
+        return [data[start:end] for start, end in itertools.pairwise(ends)]
+
+    def send_parts(self, parts: Sequence[Sequence[bytes]]) -> None:
+        """Rank 0 sends each rank what stands at its place; that one calls `receive_part`."""
+        tensors = {rank: _tensor(part) for rank, part in enumerate(parts) if rank and any(part)}
+        sending = [dist.isend(tensor, rank, group=self._group) for rank, tensor in tensors.items()]
+        for work in sending:
+            assert work is not None, "rank 0 is of its own group"
+            work.wait()
+
+    def receive_part(self, size: int) -> memoryview:
+        """`size` bytes from rank 0."""
+        tensor = torch.empty(size, dtype=torch.uint8)
+        if size:
+            dist.recv(tensor, 0, group=self._group)
+        return tensor.numpy().data
 
     def announce_end(self, exit_code: int) -> None:
         """Rank 0, instead of the next `share`: the other ranks leave with this code, or save first and then leave."""
@@ -79,8 +83,7 @@ class Exchange:
         """Rank 0's text, on every rank."""
         if self.world_size == 1:
             return value or ""
-        data = torch.frombuffer(bytearray((value or "").encode() + b"\0"), dtype=torch.uint8)
-        return self._broadcast(data).numpy().tobytes()[:-1].decode()
+        return self._broadcast(_tensor([(value or "").encode(), b"\0"])).numpy().tobytes()[:-1].decode()
 
     def gather(self, text: str) -> list[str]:
         """The texts of all ranks, in their order, on rank 0; on others nothing."""
@@ -95,24 +98,27 @@ class Exchange:
 
     def add(self, values: Sequence[float]) -> list[float]:
         """Elementwise sums over ranks, in float64."""
-        tensor = torch.tensor(values, dtype=torch.float64)
-        if self.world_size > 1:
-            dist.all_reduce(tensor, group=self._group)
-        return tensor.tolist()
+        return self._sum(torch.tensor(values, dtype=torch.float64)).tolist()
 
-    def add_over_dp(self, values: Sequence[float]) -> list[float]:
-        """The same over data-parallel ranks."""
-        return self.add(values if self.sp_rank == 0 else [0.0] * len(values))
+    def add_over_dp(self, values: Tensor) -> Tensor:
+        """Elementwise sums over data-parallel ranks, on the CPU and in the dtype of `values`."""
+        return self._sum(values.clone() if self.sp_rank == 0 else torch.zeros_like(values))
 
     def add_named(self, values: Mapping[str, float]) -> dict[str, float]:
-        """The same by name. Every rank has the same names in the same order."""
-        return dict(zip(values, self.add_over_dp(list(values.values())), strict=True))
+        """The same by name, in float64. Every rank has the same names in the same order."""
+        total = self.add_over_dp(torch.tensor(list(values.values()), dtype=torch.float64))
+        return dict(zip(values, total.tolist(), strict=True))
+
+    def _sum(self, values: Tensor) -> Tensor:
+        if self.world_size > 1:
+            dist.all_reduce(values, group=self._group)
+        return values
 
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier(group=self._group)
 
-    def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _broadcast(self, tensor: Tensor) -> Tensor:
         """Rank 0's one-dimensional tensor, whatever its length."""
         length = torch.tensor([len(tensor)], dtype=torch.int64)
         dist.broadcast(length, src=0, group=self._group)
@@ -120,3 +126,8 @@ class Exchange:
             tensor = torch.empty(int(length), dtype=tensor.dtype)
         dist.broadcast(tensor, src=0, group=self._group)
         return tensor
+
+
+def _tensor(parts: Sequence[bytes]) -> Tensor:
+    """[bytes] uint8, one behind the other; a zero where there are none."""
+    return torch.frombuffer(bytearray().join(parts) or bytearray(1), dtype=torch.uint8)

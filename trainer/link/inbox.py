@@ -21,7 +21,7 @@ from common.group_limits import Limits
 from common.run_folder import sampler_log
 from common.transcript import last_lines
 from common.transport import Transport
-from common.types import EvalResult, Group, Tombstone
+from common.types import EvalResult
 from common.watchdog import report_progress
 from common.weights import Published
 from trainer.link.evaluation import evaluation_of, problems_per_chunk
@@ -84,7 +84,7 @@ class Inbox:
             self.state.progress += 1
         self.thread.wake()
 
-    def take(self, group_ids: Sequence[int]) -> list[Group | Tombstone]:
+    def take(self, group_ids: Sequence[int]) -> list[wire.Received]:
         """The groups, in this order, as soon as all of them are here. They stay held until `commit` passes them."""
 
         def missing() -> str:

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.types import Group, Tombstone
+from common.wire import Received
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Ledger:
     cursor: int = 0
     refilled: int = 0  # groups that the batch at the cursor takes beyond its slots
     leases: dict[int, list[str]] = field(default_factory=dict)  # group id -> samplers that produce it, one or two
-    held: dict[int, Group | Tombstone] = field(default_factory=dict)  # arrived, not trained
+    held: dict[int, Received] = field(default_factory=dict)  # arrived, not trained
     news: set[str] = field(default_factory=set)  # samplers whose lease changed by more than what they delivered
     is_due: bool = True  # somebody may get a lease
     _open: dict[str, set[int]] = field(default_factory=dict)  # sampler id -> groups that it has leased
@@ -128,10 +129,11 @@ class Ledger:
             return "version"
         return None
 
-    def accept(self, group: Group | Tombstone, sampler: str) -> None:
+    def accept(self, received: Received, sampler: str) -> None:
         """The first result of a group. Whoever else has it leased need not go on."""
-        self.held[group.group_id] = group
-        self.news |= set(self._close(group.group_id)) - {sampler}
+        group_id = received.group.group_id
+        self.held[group_id] = received
+        self.news |= set(self._close(group_id)) - {sampler}
 
     def _close(self, group_id: int) -> list[str]:
         """Ends its leases. Returns who had them."""

@@ -31,11 +31,10 @@ from trainer.link.source import Statistics
 FILE = "groups.recording"
 _LENGTHS = struct.Struct("<III")  # bytes of a record's frames
 _CRC = struct.Struct("<I")  # of the lengths; the frames have digests of their own
-_NOBODY = wire.Envelope("", "", "")
 
 
-def read(path: Path) -> Iterator[tuple[Group | Tombstone, int]]:
-    """(group, offset behind its record) for every whole record. Raises UserError if the file is damaged inside."""
+def read(path: Path) -> Iterator[tuple[wire.Received, int]]:
+    """(group and frames, offset behind its record) for every whole record. Raises UserError for damage inside."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -47,7 +46,7 @@ def read(path: Path) -> Iterator[tuple[Group | Tombstone, int]]:
             if record is None:
                 return
             frames, end = record
-            _, message = wire.decode(frames, wire.RECORDED_PROTOS)
+            _, message = wire.decode(frames)
         except WireError as error:
             raise UserError(
                 f"recording {path} is damaged in the record at byte {position} of {len(data)}: {error}; "
@@ -55,7 +54,7 @@ def read(path: Path) -> Iterator[tuple[Group | Tombstone, int]]:
             ) from None
         assert isinstance(message, Group | Tombstone)
         position = end
-        yield message, position
+        yield wire.Received(message, frames), position
 
 
 def _record_at(data: bytes, position: int) -> tuple[list[bytes], int] | None:
@@ -79,21 +78,20 @@ class Recorder:
         self._path, self._waiting = path, bytearray()  # records that the disk did not take yet
         self._end = 0
         if cursor > 0 and path.exists():
-            for group, end in read(path):
-                if group.group_id < cursor:
+            for received, end in read(path):
+                if received.group.group_id < cursor:
                     self._end = end
-                if group.group_id >= cursor - 1:
+                if received.group.group_id >= cursor - 1:
                     break
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
         os.ftruncate(self._descriptor, self._end)
         fsync_path(path.parent)
 
-    def append(self, groups: Sequence[Group | Tombstone]) -> None:
+    def append(self, groups: Sequence[wire.Received]) -> None:
         is_first_to_wait = not self._waiting
-        for group in groups:
-            frames = wire.encode(_NOBODY, group)
-            lengths = _LENGTHS.pack(*map(len, frames))
-            self._waiting += b"".join([lengths, _CRC.pack(zlib.crc32(lengths)), *frames])
+        for received in groups:
+            lengths = _LENGTHS.pack(*map(len, received.frames))
+            self._waiting += b"".join([lengths, _CRC.pack(zlib.crc32(lengths)), *received.frames])
         try:
             self._flush()
         except OSError as error:
@@ -128,8 +126,9 @@ class Replay:
         """Raises UserError if the trainer needs reference log-probs and the groups were recorded without."""
         self.incarnation = incarnation
         self._path = path
-        self._groups = {group.group_id: group for group, _ in read(path)}
-        rollouts = (r for g in self._groups.values() if isinstance(g, Group) for r in g.rollouts)
+        self._groups = {received.group.group_id: received for received, _ in read(path)}
+        groups = (received.group for received in self._groups.values())
+        rollouts = (r for g in groups if isinstance(g, Group) for r in g.rollouts)
         if needs_reference and any(r.ref_logprobs is None for r in rollouts):
             raise UserError(
                 f"recording {path} holds groups without reference log-probs: it was made with algorithm.beta 0 or "
@@ -139,7 +138,7 @@ class Replay:
     def wait_for_sampler(self) -> wire.Hello:
         return wire.Hello(0, "", "", 0, 0)
 
-    def take(self, group_ids: Sequence[int]) -> list[Group | Tombstone]:
+    def take(self, group_ids: Sequence[int]) -> list[wire.Received]:
         missing = [g for g in group_ids if g not in self._groups]
         if missing:
             raise UserError(

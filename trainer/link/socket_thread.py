@@ -100,11 +100,11 @@ class SocketThread(threading.Thread):
             try:
                 envelope, message = wire.decode(frames)
                 with self.state.changed:
-                    self._handle(envelope, message)
+                    self._handle(envelope, message, frames)
             except WireError as error:
                 self.state.counters[f"refused/{error.reason}"] += 1
 
-    def _handle(self, envelope: wire.Envelope, message: wire.WireMessage) -> None:
+    def _handle(self, envelope: wire.Envelope, message: wire.WireMessage, frames: list[bytes]) -> None:
         name = envelope.sampler_id
         if isinstance(message, wire.Hello):
             self._welcome(name, message)
@@ -122,7 +122,7 @@ class SocketThread(threading.Thread):
             peer.hear_beat(message)
             self.state.reports.add(name, peer.process, message.stats)
         elif isinstance(message, Group | Tombstone):
-            self._accept(name, message)
+            self._accept(name, wire.Received(message, frames))
         elif isinstance(message, EvalResult):
             self._accept_eval(message)
         else:
@@ -153,8 +153,8 @@ class SocketThread(threading.Thread):
         if bye.exit_code == 2:
             self.state.failure = UserError(f"sampler {name}: {bye.reason}")
 
-    def _accept(self, name: str, group: Group | Tombstone) -> None:
-        state = self.state
+    def _accept(self, name: str, received: wire.Received) -> None:
+        state, group = self.state, received.group
         if isinstance(group, Group):
             check_group(group, self.limits)
         if state.published is None:
@@ -162,7 +162,7 @@ class SocketThread(threading.Thread):
         newest = state.published.version
         if refused := state.ledger.refusal(group, range(max(0, newest - self._max_version_lag), newest + 1)):
             raise WireError(refused)
-        state.ledger.accept(group, name)
+        state.ledger.accept(received, name)
         failpoint("inbox.accepted")
         if isinstance(group, Tombstone):
             state.counters["tombstones"] += 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common import wire
-from common.types import EvalResult, Group, Tombstone
+from common.types import EvalResult
 from common.weights import Published
 
 
@@ -47,7 +47,7 @@ class GroupSource(Protocol):
         """The batch will take `count` more groups than it has slots: they are wanted at once, of the same weights."""
         ...
 
-    def take(self, group_ids: Sequence[int]) -> list[Group | Tombstone]:
+    def take(self, group_ids: Sequence[int]) -> list[wire.Received]:
         """The groups, in this order, as soon as all of them are here."""
         ...
 
