@@ -70,12 +70,12 @@ class BatchTraining:
         self._models, self._exchange, self._source = models, exchange, source
         self._record_seconds, self._lent_cores = record_seconds, lent_cores
         self._budget = Budget(config.trainer.groups_per_micro_batch, config.trainer.max_tokens_per_micro_batch)
-        self._at_once = self._budget.at_once(exchange.dp_size)
 
     def prepare(self, progress: Progress) -> None:
         """The batch that follows `progress`. Nothing of it is taken yet."""
         self.slots = Slots(self.config, progress.cursor)
         self._source.begin_batch(progress.cursor)
+        self._at_once = self._budget.at_once(self._exchange.dp_size)
         self._rounds: dict[tuple[int, ...], list[Round]] = {}  # by places: the same in every pass
         self._delivered: set[tuple[int, int]] = set()  # (group id, dp_rank that has its arrays)
         self._is_scored = False  # as a whole, where that is needed

@@ -12,10 +12,9 @@ arrival either.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -25,10 +24,9 @@ from common.exits import interrupted, out_of_time
 from common.failpoints import failpoint
 from common.types import EvalResult, Tombstone
 from common.watchdog import report_progress
-from model.cpu.cores import lent_cores
-from model.reference import Reference
+from model.cpu.cores import LentCores
 from report.model_card import write_model_card
-from trainer.batch_training import BatchTraining, Models
+from trainer.batch_training import BatchTraining
 from trainer.data.mini_batches import Step, steps
 from trainer.engine.actor_critic import ActorCritic
 from trainer.engine.critic import Critic
@@ -39,7 +37,7 @@ from trainer.group_receiver import GroupReceiver
 from trainer.record import stats
 from trainer.record.rank_zero import RankZero
 from trainer.record.step_records import StepRecords, sampler_values
-from trainer.record.throughput import num_devices
+from trainer.record.throughput import StepSeconds, num_devices
 from trainer.save import checkpoint
 from trainer.save.best import Best
 from trainer.save.checkpoint import Progress
@@ -51,59 +49,42 @@ from trainer.save.saver import Saver
 _MAX_SKIPPED_STEPS = 3  # not finite, in a row
 
 
+@dataclass
 class Trainer:
-    def __init__(  # noqa: PLR0913 three models, and all around them
-        self,
-        config: Config,
-        engine: PolicyEngine,
-        exchange: Exchange,
-        tokenizer: Any,
-        progress: Progress,
-        rank_zero: RankZero | None,
-        reference: Reference | None = None,
-        critic: Critic | None = None,
-    ):
-        self.config, self.engine, self.exchange, self.tokenizer = config, engine, exchange, tokenizer
-        self.progress, self.rank_zero, self.critic = progress, rank_zero, critic
-        self.actor_critic = ActorCritic(config, engine, critic, exchange) if critic else None
-        self.models = Models(engine, reference, self.actor_critic)
-        self.receiver = GroupReceiver(config, rank_zero, exchange)
-        self.seconds: collections.Counter[str] = collections.Counter()  # metrics of the step that is recorded next
-        self.records: StepRecords | None = None
-        if rank_zero:
-            self.records = StepRecords(config, rank_zero.log, rank_zero.display, tokenizer, progress.batch)
-        self.disk = Disk(
-            exchange, config.channel.stall_timeout_s, rank_zero.display.note if rank_zero else lambda _: None
-        )
-        self.best = Best(config, exchange, self.disk, lambda: rank_zero.log.evaluations() if rank_zero else [])
-        self.publisher = Publisher(
-            config, engine, exchange, self.disk, rank_zero.source if rank_zero else None, self.record_seconds
-        )
-        self.lent_cores = lent_cores(config, exchange, self.receiver.samplers_rest, self.publisher.is_writing)
-        self.lent_cores.watch(engine, *([critic] if critic else []))
-        self.batch = BatchTraining(config, self.models, exchange, self.receiver, self.record_seconds, self.lent_cores)
-        self.saver = Saver(
-            config,
-            engine,
-            critic,
-            exchange,
-            tokenizer,
-            self.disk,
-            self._sync_history,
-            self.record_seconds,
-            progress.step,
-        )
-        self._evaluated_version = progress.policy_version  # of the newest evaluation, or of the start
+    """A run on one rank, as start.py assembles it. Every rank calls every method."""
+
+    config: Config
+    engine: PolicyEngine
+    critic: Critic | None
+    actor_critic: ActorCritic | None
+    exchange: Exchange
+    tokenizer: Any
+    progress: Progress
+    rank_zero: RankZero | None
+    records: StepRecords | None  # of rank 0
+    receiver: GroupReceiver
+    batch: BatchTraining
+    disk: Disk
+    best: Best
+    publisher: Publisher
+    saver: Saver
+    lent_cores: LentCores
+    seconds: StepSeconds
+    scores_reference: bool  # on the trainer's ranks
+
+    def __post_init__(self) -> None:
+        self._evaluated_version = self.progress.policy_version  # of the newest evaluation, or of the start
         self._is_between_batches = True  # no step of a batch that has begun is in the weights
         self._num_eval_problems = 0
 
     def run(self) -> None:
-        found = {"base_fingerprint": base_fingerprint(self.engine) if self.config.lora.r else ""}
+        self.best.look_at_history()
+        fingerprints = {"base_fingerprint": base_fingerprint(self.engine) if self.config.lora.r else ""}
         if self.rank_zero:
             hello = self.rank_zero.source.wait_for_sampler()
             self._num_eval_problems = hello.num_eval_problems
-            found |= {"dataset_fingerprint": hello.dataset_fingerprint, "tokenizer_hash": hello.tokenizer_hash}
-            self.progress = with_fingerprints(self.progress, found, self.config.run.output_dir)
+            fingerprints |= {"dataset_fingerprint": hello.dataset_fingerprint, "tokenizer_hash": hello.tokenizer_hash}
+            self.progress = with_fingerprints(self.progress, fingerprints, self.config.run.output_dir)
         self.publish(evaluate=self._evaluates_at_start())
         try:
             while self.progress.batch < self.config.num_batches and not self.best.stops_early:
@@ -151,10 +132,6 @@ class Trainer:
             self._advance(result, sums, step.is_last)
             self.record(step, result, sums, time.monotonic() - started, self.receiver.waited_s - waited_s)
 
-    def record_seconds(self, name: str, seconds: float) -> None:
-        """Adds to a metric of the step that is recorded next. Every rank may; rank 0's are recorded."""
-        self.seconds[name] += seconds  # type: ignore[assignment]
-
     def optimizer_step(self) -> tuple[StepResult, dict[str, float]]:
         """With the sums of the whole step, over all ranks."""
         report_progress(f"making optimizer step {self.progress.step + 1}")
@@ -163,7 +140,7 @@ class Trainer:
         with self.lent_cores.borrowed():
             result = self.actor_critic.step(self.batch.critic_only) if self.actor_critic else self.engine.step()
         failpoint("trainer.stepped")
-        self.record_seconds("timing/step_s", time.monotonic() - start)
+        self.seconds.add("timing/step_s", time.monotonic() - start)
         return result, sums
 
     def _advance(self, result: StepResult, sums: dict[str, float], last: bool) -> None:
@@ -190,7 +167,7 @@ class Trainer:
 
     def record(self, step: Step, result: StepResult, sums: dict[str, float], seconds: float, waited_s: float) -> None:
         # on every rank: what is timed by events of a GPU is kept until it is taken
-        taken, self.seconds = {"timing/head_s": self.engine.head_time.take()} | self.seconds, collections.Counter()
+        taken = {"timing/head_s": self.engine.head_time.take()} | self.seconds.take()
         if self.rank_zero is None or self.records is None:
             return
         p, reported = self.progress, self.rank_zero.source.take_statistics()
@@ -202,7 +179,7 @@ class Trainer:
             "step_time": seconds,
             "wait/trainer_s": waited_s,
             "disk_retries": float(self.publisher.disk_retries),
-            "reference_on_trainer": float(self.models.reference is not None),
+            "reference_on_trainer": float(self.scores_reference),
         }
         more |= self.actor_critic.metrics() if self.actor_critic else {}
         more |= sampler_values(reported.samplers)
@@ -255,11 +232,4 @@ class Trainer:
         if self.rank_zero and record:
             self.rank_zero.log.log_eval(record)
             self.rank_zero.display.evaluation(record)
-        self.record_seconds("timing/evaluation_s", time.monotonic() - start)
-
-    def _sync_history(self) -> None:
-        """On rank 0."""
-        assert self.rank_zero is not None
-        self.rank_zero.log.sync()
-        if self.rank_zero.recorder:
-            self.rank_zero.recorder.sync()
+        self.seconds.add("timing/evaluation_s", time.monotonic() - start)

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import address, durable, exits, out_of_memory, weights
+from common import address, durable, exits, out_of_memory
 from common.config import Config, world_size
 from common.errors import UserError
-from common.group_limits import ImageLimits, Limits
-from common.redact import redacted
-from common.run_folder import CHECKPOINTS, sampler_log
+from common.run_folder import sampler_log
 from common.watchdog import Watchdog
-from model.folder import load_config, require_models
-from model.images import vision_of
+from model.folder import require_models
 from model.tokenizer import load_tokenizer
-from report.display import StepDisplay
 from report.environment import write_environment
-from report.run_log import MetricsLog, read_jsonl
 from trainer.engine.deepspeed_config import deepspeed_config, gloo_warning
-from trainer.link.inbox import Inbox
-from trainer.link.ledger import Ledger
-from trainer.link.recording import FILE, Recorder, Replay
 
 if TYPE_CHECKING:
     from model.reference import Reference
     from trainer.engine.critic import Critic
     from trainer.engine.policy import PolicyEngine
     from trainer.engine.ranks import Exchange
+    from trainer.loop import Trainer
     from trainer.record.rank_zero import RankZero
     from trainer.save.checkpoint import Progress
 
@@ -64,8 +57,8 @@ def _run(config: Config) -> None:
     from trainer.algorithm.losses import try_own_objective
     from trainer.engine.deepspeed_model import init_distributed
     from trainer.engine.policy import PolicyEngine
-    from trainer.engine.ranks import Exchange
-    from trainer.loop import Trainer
+    from trainer.engine.ranks import connect
+    from trainer.record.rank_zero import open_rank_zero
     from trainer.save import checkpoint, resume
 
     rank, ranks = int(os.environ.get("RANK", "0")), world_size()
@@ -84,9 +77,11 @@ def _run(config: Config) -> None:
         resume_from, run_id, rank_zero = "", secrets.token_hex(8), None
         if rank == 0:
             resume_from = resume.find_checkpoint(config, lambda text: print(f"tandem: {text}", flush=True))
-            rank_zero = _open_rank_zero(stack, config, progress_of(resume_from, run_id), is_resumed=bool(resume_from))
+            begun = progress_of(resume_from, run_id)
+            resumed_at = (begun.step, begun.policy_version) if resume_from else (None, None)
+            rank_zero = open_rank_zero(stack, config, begun.run_id, begun.batch, begun.cursor, resumed_at)
         init_distributed(config)
-        exchange = Exchange(config)
+        exchange = connect(config)
         resume_from, run_id = exchange.text(resume_from), exchange.text(run_id)
         engine = PolicyEngine(config, exchange.world_size, exchange.sequence_group)
         if rank_zero is not None:
@@ -96,10 +91,67 @@ def _run(config: Config) -> None:
             checkpoint.restore(engine, Path(resume_from), critic)
         reference = _reference(config, engine, exchange, len(tokenizer))
         progress = progress_of(resume_from, run_id)
-        trainer = Trainer(config, engine, exchange, tokenizer, progress, rank_zero, reference, critic)
+        trainer = assemble(config, engine, exchange, tokenizer, progress, rank_zero, reference, critic)
         exits.limit_time(config.trainer.max_hours if rank == 0 else None)  # its clock decides for all
         exits.defer_interrupts(rank == 0, "stopping after this step, with a checkpoint; again to stop at once")
         trainer.run()
+
+
+def assemble(  # noqa: PLR0913 three models, and all around them
+    config: Config,
+    engine: PolicyEngine,
+    exchange: Exchange,
+    tokenizer: Any,
+    progress: Progress,
+    rank_zero: RankZero | None,
+    reference: Reference | None = None,
+    critic: Critic | None = None,
+) -> Trainer:
+    """The training loop with all that it uses, in the order in which one needs the other. Every rank calls it."""
+    from model.cpu.cores import lent_cores
+    from trainer.batch_training import BatchTraining, Models
+    from trainer.engine.actor_critic import ActorCritic
+    from trainer.engine.ranks import connect
+    from trainer.group_receiver import GroupReceiver
+    from trainer.loop import Trainer
+    from trainer.record.step_records import StepRecords
+    from trainer.record.throughput import StepSeconds
+    from trainer.save.best import Best
+    from trainer.save.disk import Disk
+    from trainer.save.publisher import Publisher, writes_behind
+    from trainer.save.saver import Saver
+
+    say: Callable[[str], None] = rank_zero.display.note if rank_zero else lambda _: None
+    seconds, disk = StepSeconds(), Disk(exchange, config.channel.stall_timeout_s, say)
+    source = rank_zero.source if rank_zero else None
+    incarnation = exchange.text(source.incarnation if source else None)
+    behind = connect(config) if writes_behind(config) else None
+    publisher = Publisher(config, engine, exchange, behind, disk, source, incarnation, seconds.add)
+    receiver = GroupReceiver(config, rank_zero, exchange)
+    cores = lent_cores(config, exchange, receiver.samplers_rest, publisher.is_writing)
+    cores.watch(engine, *([critic] if critic else []))
+    actor_critic = ActorCritic(config, engine, critic, exchange) if critic else None
+    sync = rank_zero.sync if rank_zero else lambda: None
+    return Trainer(
+        config=config,
+        engine=engine,
+        critic=critic,
+        actor_critic=actor_critic,
+        exchange=exchange,
+        tokenizer=tokenizer,
+        progress=progress,
+        rank_zero=rank_zero,
+        records=StepRecords(config, rank_zero.log, rank_zero.display, tokenizer, progress.batch) if rank_zero else None,
+        receiver=receiver,
+        batch=BatchTraining(config, Models(engine, reference, actor_critic), exchange, receiver, seconds.add, cores),
+        disk=disk,
+        best=Best(config, exchange, disk, lambda: rank_zero.log.evaluations() if rank_zero else []),
+        publisher=publisher,
+        saver=Saver(config, engine, critic, exchange, tokenizer, disk, sync, seconds.add, progress.step),
+        lent_cores=cores,
+        seconds=seconds,
+        scores_reference=reference is not None,
+    )
 
 
 def _critic(config: Config, exchange: Exchange, vocab_size: int) -> Critic | None:
@@ -141,65 +193,3 @@ def _tokenizer_to_save(config: Config) -> Any:
     if config.prompt.chat_template is not None:
         tokenizer.chat_template = config.prompt.chat_template.read_text(encoding="utf-8")
     return tokenizer
-
-
-def _open_rank_zero(stack: contextlib.ExitStack, config: Config, progress: Progress, is_resumed: bool) -> RankZero:
-    """What only rank 0 has, closed by the stack: records, display, and the link to the samplers or a recording."""
-    from trainer.record.rank_zero import RankZero
-
-    output_dir = config.run.output_dir
-    weights_dir = weights.default_dir(config)
-    durable.make_private(weights_dir)
-    for folder in (weights_dir, output_dir, output_dir / CHECKPOINTS):
-        durable.remove_leftovers(folder)
-    weights.remove_versions(weights_dir)  # of an earlier start: this one publishes its own first
-    public = redacted(config.model_dump(mode="json"))
-    durable.write_file(output_dir / "config.json", json.dumps(public, indent=1, ensure_ascii=False).encode())
-    resumed_at = (progress.step, progress.policy_version) if is_resumed else (None, None)
-    log = MetricsLog(output_dir, config.run.report_to, *resumed_at)
-    stack.callback(log.close)
-    display = StepDisplay(config)
-    stack.callback(display.close)
-    display.recall(read_jsonl(output_dir / "metrics.jsonl"), read_jsonl(output_dir / "eval.jsonl"))
-    if uneven := config.uneven_work(world_size()):
-        display.note(uneven)
-    stack.callback(_leave_no_versions, weights_dir)
-    records = config.run.record and config.run.replay is None  # a recording must not be cut while it is replayed
-    recorder = Recorder(output_dir / FILE, progress.cursor) if records else None
-    if recorder is not None:
-        stack.callback(recorder.close)
-    incarnation = secrets.token_hex(8)
-    if config.run.replay is not None:
-        needs_reference = config.reference_on == "sampler"
-        return RankZero(Replay(config.run.replay, incarnation, needs_reference), recorder, log, display)
-    ledger = Ledger(progress.cursor + config.groups_after(progress.batch), config.window, progress.cursor)
-    inbox = Inbox(config, progress.run_id, incarnation, _limits(config), ledger, display.waiting)
-    return RankZero(stack.enter_context(inbox), recorder, log, display)
-
-
-def _leave_no_versions(weights_dir: Path) -> None:
-    with contextlib.suppress(OSError):  # a failing disk must not hide why the run ends; the next start tries again
-        weights.remove_versions(weights_dir)
-
-
-def _limits(config: Config) -> Limits:
-    return Limits(
-        vocab_size=load_config(config.model).get_text_config().vocab_size,
-        num_generations=config.sampler.num_generations,
-        max_prompt_length=config.data.max_prompt_length,
-        max_completion_length=config.sampler.max_completion_length,
-        needs_ref_logprobs=config.reference_on == "sampler",
-        reward_funcs=tuple(config.rewards.names),
-        max_sampling_mask=config.sampler.max_sampling_mask,
-        images=_image_limits(config),
-        max_turns=config.rollout.max_turns if config.rollout.is_multi_turn else 0,
-        in_flight_updates=config.sampler.in_flight_updates,
-    )
-
-
-def _image_limits(config: Config) -> ImageLimits | None:
-    vision = vision_of(config)
-    if vision is None:
-        return None
-    sizes = config.data.limit_images, config.data.max_pixels
-    return ImageLimits(*sizes, vision.form.patch_size, vision.form.merge_size, vision.image)

@@ -87,26 +87,26 @@ def rank_zero(stream: Stream) -> Any:
     )
     log = SimpleNamespace(log=ignore, log_samples=ignore, log_eval=ignore, sync=lambda: None)
     display = SimpleNamespace(step=ignore, note=ignore, advice=lambda *_: {})
-    return SimpleNamespace(source=source, log=log, display=display, recorder=None)
+    return SimpleNamespace(source=source, log=log, display=display, recorder=None, sync=lambda: None)
 
 
 class Worker:
     def __init__(self, folder: Path):
         from trainer.engine.deepspeed_model import init_distributed
-        from trainer.engine.ranks import Exchange
+        from trainer.engine.ranks import connect
 
         config = settings(folder, "start", 1)
         init_distributed(config)
         self.folder = folder
-        self.exchange = Exchange(config)
+        self.exchange = connect(config)
         self.tokenizer = load_tokenizer(config.model.path)
         self.seen: dict[str, Any] = {}
 
     def trainer(self, config: Config, stream: Stream, reference: Any = None) -> Any:
         from trainer.engine.critic import Critic
         from trainer.engine.policy import PolicyEngine
-        from trainer.loop import Trainer
         from trainer.save.checkpoint import Progress
+        from trainer.start import assemble
 
         faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)  # anew for every run
         where = self.exchange.world_size, self.exchange.sequence_group
@@ -114,7 +114,7 @@ class Worker:
         progress = Progress("run", 0, 0, 0, 0, 0, 0, {})
         at = rank_zero(stream) if self.exchange.rank == 0 else None
         critic = Critic(config, *where) if config.algorithm.needs_critic else None
-        trainer = Trainer(config, engine, self.exchange, self.tokenizer, progress, at, reference, critic)
+        trainer = assemble(config, engine, self.exchange, self.tokenizer, progress, at, reference, critic)
         trainer.results = []
         advance = trainer._advance
 

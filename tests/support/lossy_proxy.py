@@ -6,6 +6,7 @@ sampler's identity. Every message, in both directions, meets one random fate. Al
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import random
@@ -52,11 +53,11 @@ class LossyProxy:
                 poller.register(socket, zmq.POLLIN)
             ready = dict(poller.poll(5))
             if self._front in ready:
-                identity, *frames = self._front.recv_multipart()
+                identity, *frames = self._front.recv_multipart(zmq.DONTWAIT)
                 self._meet_fate(b"trainer", [identity, *frames])
             for identity, socket in self._backs.items():
                 if socket in ready:
-                    self._meet_fate(b"sampler", [identity, *socket.recv_multipart()])
+                    self._meet_fate(b"sampler", [identity, *socket.recv_multipart(zmq.DONTWAIT)])
             while self._later and self._later[0][0] <= time.monotonic():
                 _, number, towards, message = heapq.heappop(self._later)
                 self.fates["overtaken"] += number < self._newest
@@ -86,10 +87,11 @@ class LossyProxy:
 
     def _pass_on(self, towards: bytes, message: list[bytes]) -> None:
         identity, *frames = message
-        if towards == b"trainer":
-            self._back(identity).send_multipart(frames)
-        else:
-            self._front.send_multipart(message)  # without MANDATORY: to nobody, if the sampler is not connected
+        with contextlib.suppress(zmq.Again):  # a full queue loses it, too
+            if towards == b"trainer":
+                self._back(identity).send_multipart(frames, zmq.DONTWAIT)
+            else:  # without MANDATORY: to nobody, if the sampler is not connected
+                self._front.send_multipart(message, zmq.DONTWAIT)
 
     def _reset(self) -> None:
         """Half of the time the trainer's side loses its connections, half of the time the samplers' side."""

@@ -105,9 +105,9 @@ class SequenceWorker(Worker):
     @cache  # noqa: B019 process groups are made once
     def sharing(self, sp_size: int) -> Any:
         """The exchange among ranks of which so many share a row."""
-        from trainer.engine.ranks import Exchange
+        from trainer.engine.ranks import connect
 
-        return Exchange(settings(self.folder, "start", 1, trainer={"sequence_parallel_size": sp_size}))
+        return connect(settings(self.folder, "start", 1, trainer={"sequence_parallel_size": sp_size}))
 
     def step(self, name: str, case: Case, sp_size: int, stage: int) -> None:
         self.exchange = self.sharing(sp_size)

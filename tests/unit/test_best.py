@@ -30,6 +30,7 @@ from trainer.save.best import Best, BestSoFar, best_so_far, metric_of
 from trainer.save.checkpoint import Progress
 from trainer.save.disk import Disk
 from trainer.save.write_version import write_version
+from trainer.start import assemble
 
 
 def config_for(output_dir: Path, max_steps: int = 9, **evaluation: Any) -> Config:
@@ -95,7 +96,9 @@ class Rank(OneRank):
 
 def alone(config: Config, records: list[dict[str, Any]], said: list[str] | None = None) -> Best:
     rank: Any = Rank(0, [])
-    return Best(config, rank, Disk(rank, 60.0, print if said is None else said.append), lambda: records)
+    best = Best(config, rank, Disk(rank, 60.0, print if said is None else said.append), lambda: records)
+    best.look_at_history()
+    return best
 
 
 def test_best_is_the_version_that_was_scored_and_loads_in_transformers(tmp_path: Path) -> None:
@@ -181,6 +184,8 @@ def test_all_ranks_stop_together_and_a_resumed_run_keeps_the_count(tmp_path: Pat
         )  # type: ignore[arg-type,misc]
         for rank in (0, 1)
     ]
+    for best in ranks:
+        best.look_at_history()
     assert [rank.stops_early for rank in ranks] == [False, False]
     for rank, best in enumerate(ranks):
         best.update(None if rank else record(2, 4), Published(2, "nowhere", ""), None, None)
@@ -231,7 +236,7 @@ def trained_until(output_dir: Path, monkeypatch: pytest.MonkeyPatch, right: list
     config = config.model_copy(
         update={"trainer": config.trainer.model_copy(update={"save_steps": None, "save_minutes": None})}
     )
-    Trainer(config, None, exchange, "tokenizer", Progress("run", 0, 0, 0, 0, 0, 0, {}), rank_zero).run()  # type: ignore[arg-type]
+    assemble(config, None, exchange, "tokenizer", Progress("run", 0, 0, 0, 0, 0, 0, {}), rank_zero).run()  # type: ignore[arg-type]
     log.close()
     return published
 

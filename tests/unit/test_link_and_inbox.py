@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import zmq
 
-from common import channel, wire
+from common import wire
 from common.address import endpoint
 from common.config import Config
 from common.errors import Interrupted, PeerEnded, Retryable, UserError
@@ -35,6 +35,7 @@ from tests.support.protocol_helpers import (
     published,
     take,
 )
+from tests.support.sockets import dealer, router, with_deadline
 from tests.support.speed import limit, overdue, until
 from trainer.algorithm.advantages import is_dead_group
 from trainer.data.slots import Slots, fill
@@ -128,14 +129,6 @@ def test_what_is_lost_on_the_way_is_sent_again(config: Config) -> None:
         assert sampler.produced == list(range(len(sampler.produced))), "resent, not sampled again"
 
 
-def test_lost_credits_are_repeated(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    inbox, rng = make_inbox(config), random.Random(1)
-    send = inbox.thread._send
-    monkeypatch.setattr(inbox.thread, "_send", lambda *message: send(*message) if rng.random() < 0.5 else None)
-    with inbox, FakeSampler(config):
-        assert train(inbox, 10) == list(range(20))
-
-
 def test_two_samplers_share_the_window(config: Config) -> None:
     def make(group_id: int, version: int) -> Group:
         time.sleep(0.02)  # both are as fast
@@ -215,30 +208,26 @@ def test_a_group_of_another_run_or_start_is_refused_and_counted(config: Config, 
     with make_inbox(config) as inbox, FakeSampler(config) as sampler:
         inbox.commit(0, published(0))
         take(inbox, [0, 1, 2, 3])
-        stranger = channel.connect_dealer(config, "stranger", 4)
-        stranger.send_multipart(wire.encode(wire.Envelope(run, incarnation, "s0"), make_group(0)))
-        until(lambda: inbox.state.counters["refused/other_incarnation"] == 1)
-        stranger.close()
+        with dealer(config, "stranger") as stranger:
+            stranger.send_multipart(wire.encode(wire.Envelope(run, incarnation, "s0"), make_group(0)))
+            until(lambda: inbox.state.counters["refused/other_incarnation"] == 1)
         assert sampler.is_alive()
 
 
 def test_a_group_from_nobody_we_know_is_refused_and_counted(config: Config) -> None:
-    with make_inbox(config) as inbox:
+    with make_inbox(config) as inbox, dealer(config, "stranger") as stranger:
         inbox.commit(0, published(0))
-        stranger = channel.connect_dealer(config, "stranger", 4)
         stranger.send_multipart(wire.encode(wire.Envelope("run", "start-1", "stranger"), make_group(0)))
         until(lambda: inbox.state.counters["refused/unknown_sampler"] == 1)
-        stranger.close()
     assert inbox.state.ledger.held == {}
 
 
 def test_a_group_before_the_first_credit_is_refused_and_stops_nothing(config: Config) -> None:
     with make_inbox(config) as inbox:
-        early = channel.connect_dealer(config, "early", 4)
-        early.send_multipart(wire.encode(wire.Envelope("", "", "early"), HELLO))
-        early.send_multipart(wire.encode(wire.Envelope("run", "start-1", "early"), make_group(0)))
-        until(lambda: inbox.state.counters["refused/not_credited"] == 1)
-        early.close()
+        with dealer(config, "early") as early:
+            early.send_multipart(wire.encode(wire.Envelope("", "", "early"), HELLO))
+            early.send_multipart(wire.encode(wire.Envelope("run", "start-1", "early"), make_group(0)))
+            until(lambda: inbox.state.counters["refused/not_credited"] == 1)
         lose(inbox, "early")
         with FakeSampler(config):
             assert train(inbox, 2) == [0, 1, 2, 3]
@@ -290,10 +279,9 @@ def test_a_sampler_with_other_problems_is_sent_away_with_the_reason_and_the_firs
 
 def test_the_only_sampler_may_not_come_back_with_other_problems_after_it_was_sent_away(config: Config) -> None:
     with make_inbox(config) as inbox:
-        first = channel.connect_dealer(config, "s0", 4)
-        first.send_multipart(wire.encode(wire.Envelope("", "", "s0"), HELLO))
-        until(lambda: inbox.state.peers)
-        first.close()
+        with dealer(config) as first:
+            first.send_multipart(wire.encode(wire.Envelope("", "", "s0"), HELLO))
+            until(lambda: inbox.state.peers)
         with inbox.state.changed:
             inbox.state.peers = {}  # as after "its work has not moved"
         with FakeSampler(config, hello=msgspec.structs.replace(HELLO, dataset_fingerprint="other")) as other:
@@ -314,7 +302,7 @@ def test_a_sampler_that_scores_the_reference_unasked_is_sent_away_with_the_remed
 def test_garbage_is_counted_while_good_traffic_passes(config: Config) -> None:
     rng = random.Random(3)
     with make_inbox(config) as inbox, FakeSampler(config):
-        evil = zmq.Context.instance().socket(zmq.DEALER)
+        evil = with_deadline(zmq.Context.instance().socket(zmq.DEALER))
         evil.setsockopt(zmq.LINGER, 0)
         evil.connect(endpoint(config))
         evil.poll(0)
@@ -383,11 +371,6 @@ def test_waiting_for_a_first_sampler_has_a_deadline_and_says_where_it_listens(co
         pytest.raises(Retryable, match=r"a sampler to connect; no sampler on ipc://.*python sampling.py.* running"),
     ):
         inbox.wait_for_sampler()
-
-
-def test_the_first_sampler_introduces_itself(config: Config) -> None:
-    with make_inbox(config) as inbox, FakeSampler(config):
-        assert inbox.wait_for_sampler() == HELLO
 
 
 def test_a_sampler_gives_up_on_a_trainer_that_never_answers(config: Config) -> None:
@@ -463,8 +446,7 @@ def test_a_long_wait_is_reported_with_what_is_normal(config: Config, monkeypatch
 def test_the_leases_of_a_lost_sampler_go_to_the_other(config: Config) -> None:
     said: list[str] = []
     config = changed(config, channel={"lost_after_s": 60.0})
-    with make_inbox(config, say=said.append) as inbox:
-        silent = channel.connect_dealer(config, "silent", 4)
+    with make_inbox(config, say=said.append) as inbox, dealer(config, "silent") as silent:
         silent.send_multipart(wire.encode(wire.Envelope("", "", "silent"), HELLO))
         until(lambda: "silent" in inbox.state.peers)
         gone = threading.Event()
@@ -483,7 +465,6 @@ def test_the_leases_of_a_lost_sampler_go_to_the_other(config: Config) -> None:
             assert train(inbox, 5) == list(range(10))  # half of the first four were leased to the silent one
             assert set(range(10)) <= set(sampler.produced)
             assert inbox.state.peers["silent"].lost
-        silent.close()
     lost = r"sampler silent lost: silent for \d+ s; its 2 unfinished groups are reassigned"
     assert any(re.match(lost, line) for line in said)
 
@@ -515,28 +496,23 @@ def test_a_restarted_trainer_makes_the_sampler_forget_and_the_stream_goes_on(con
 
 
 def test_what_an_earlier_start_of_the_trainer_still_says_is_ignored(config: Config) -> None:
-    trainer, _ = channel.bind_router(config, 4)
-    link = Link(config, "s0", HELLO)
-    link.beat("ready", 0, None, {}, now=True)
-    name, *_ = trainer.recv_multipart()
+    with router(config) as trainer:
+        link = Link(config, "s0", HELLO)
+        link.beat("ready", 0, None, {}, now=True)
+        name, *_ = trainer.recv_multipart()
 
-    def hears(incarnation: str, message: wire.WireMessage) -> bool:
-        trainer.send_multipart([name, *wire.encode(wire.Envelope("run", incarnation, ""), message)])
-        return link.receive(timeout_s=limit(5))
+        def hears(incarnation: str, message: wire.WireMessage) -> bool:
+            trainer.send_multipart([name, *wire.encode(wire.Envelope("run", incarnation, ""), message)])
+            return link.receive(timeout_s=limit(5))
 
-    credit = wire.Credit(0, [], [], 0, "", "", 0)
-    assert [hears(start, credit) for start in ("start-1", "start-1", "start-2", "start-2")] == [
-        True,
-        False,
-        True,
-        False,
-    ]
-    hears("start-1", wire.Bye("the end of start 1", 2))
-    assert link.counters["refused/past_incarnation"] == 1
-    with pytest.raises(PeerEnded, match="the end of start 2"):
-        hears("start-2", wire.Bye("the end of start 2", 0))
-    link.close()
-    trainer.close()
+        credit = wire.Credit(0, [], [], 0, "", "", 0)
+        found = [hears(start, credit) for start in ("start-1", "start-1", "start-2", "start-2")]
+        assert found == [True, False, True, False]
+        hears("start-1", wire.Bye("the end of start 1", 2))
+        assert link.counters["refused/past_incarnation"] == 1
+        with pytest.raises(PeerEnded, match="the end of start 2"):
+            hears("start-2", wire.Bye("the end of start 2", 0))
+        link.close()
 
 
 # ---- endings -----------------------------------------------------------------------------------------------
@@ -698,8 +674,7 @@ def test_a_lost_evaluation_result_is_sent_again(config: Config) -> None:
 
 def test_the_evaluation_of_a_lost_sampler_goes_to_the_other(config: Config) -> None:
     config = changed(config, channel={"lost_after_s": 60.0})
-    with make_inbox(config) as inbox:
-        silent = channel.connect_dealer(config, "silent", 4)
+    with make_inbox(config) as inbox, dealer(config, "silent") as silent:
         silent.send_multipart(wire.encode(wire.Envelope("", "", "silent"), HELLO))
         until(lambda: "silent" in inbox.state.peers)
         with FakeSampler(config):
@@ -708,7 +683,6 @@ def test_the_evaluation_of_a_lost_sampler_goes_to_the_other(config: Config) -> N
             until(lambda: inbox.state.evaluation and inbox.state.evaluation.open_leases("silent"))
             lose(inbox, "silent")
             assert len(inbox.finish_eval()) == 3
-        silent.close()
 
 
 @pytest.mark.parametrize(

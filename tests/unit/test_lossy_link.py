@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from common import channel, wire
+from common import wire
 from common.types import Group
 from sampler.link import Link
 from tests.support.lossy_proxy import DELAYED, DOUBLED, LOST, LossyProxy
@@ -27,6 +27,7 @@ from tests.support.protocol_helpers import (
     short_folder,
     take,
 )
+from tests.support.sockets import router
 from tests.support.speed import limit
 
 pytestmark = pytest.mark.timeout(120)
@@ -137,16 +138,16 @@ def test_a_credit_that_was_overtaken_by_a_later_one_is_counted_and_not_used() ->
 
     with short_folder() as folder:
         config = make_config(folder)
-        trainer, _ = channel.bind_router(config, 4)
-        link = Link(config, "s0", HELLO)
-        link.beat("ready", 0, None, {}, now=True)
-        name, *_ = trainer.recv_multipart()
-        seen = []
-        for incarnation, progress in [("a", 1), ("a", 2), ("a", 1), ("a", 2), ("b", 1), ("a", 3), ("b", 0), ("b", 1)]:
-            trainer.send_multipart([name, *wire.encode(wire.Envelope("run", incarnation, ""), credit(progress))])
-            link.receive(timeout_s=limit(5))
-            seen.append(link.credit.version if link.credit else None)
+        with router(config) as trainer:
+            link = Link(config, "s0", HELLO)
+            link.beat("ready", 0, None, {}, now=True)
+            name, *_ = trainer.recv_multipart()
+            seen = []
+            steps = [("a", 1), ("a", 2), ("a", 1), ("a", 2), ("b", 1), ("a", 3), ("b", 0), ("b", 1)]
+            for incarnation, progress in steps:
+                trainer.send_multipart([name, *wire.encode(wire.Envelope("run", incarnation, ""), credit(progress))])
+                link.receive(timeout_s=limit(5))
+                seen.append(link.credit.version if link.credit else None)
+            link.close()
         assert seen == [1, 2, 2, 2, 1, 1, 1, 1]
         assert link.counters == {"refused/outdated": 2, "refused/past_incarnation": 1}
-        link.close()
-        trainer.close()

@@ -19,7 +19,6 @@ from tests.support.plain_policy import OneRank, PlainPolicy
 from tests.support.protocol_helpers import make_config
 from tests.support.tiny import tiny_model
 from trainer.save import disk as disk_module
-from trainer.save import publisher as publisher_module
 from trainer.save.disk import Disk
 from trainer.save.publisher import Publisher, writes_behind
 
@@ -50,7 +49,6 @@ class Bench:
     def __init__(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, vllm: dict[str, Any] | None = None, **trainer: Any
     ) -> None:
-        monkeypatch.setattr(publisher_module, "Exchange", lambda _: Alone())
         config = make_config(folder, trainer=trainer, weights={"dir": folder / "weights"}, vllm=vllm or {})
         self.policy: Any = PlainPolicy(tiny_model(folder / "model"))
         self.policy.device = torch.device("cpu")
@@ -58,7 +56,9 @@ class Bench:
         ranks: Any = Alone()
         rank_zero: Any = self.rank_zero
         disk = Disk(ranks, 20.0, self.said.append)
-        self.publisher = Publisher(config, self.policy, ranks, disk, rank_zero, self.seconds.__setitem__)
+        behind: Any = Alone() if writes_behind(config) else None
+        ends = ranks, behind, disk, rank_zero, self.rank_zero.incarnation
+        self.publisher = Publisher(config, self.policy, *ends, self.seconds.__setitem__)
         self.publish(0)
 
     def publish(self, version: int, eval_id: str | None = None) -> None:

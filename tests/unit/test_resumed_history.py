@@ -14,10 +14,10 @@ from common.weights import Published
 from report.run_log import MetricsLog, read_jsonl
 from tests.support.configs import config_of
 from trainer import loop
-from trainer.loop import Trainer
 from trainer.record.rank_zero import RankZero
 from trainer.save import publisher
 from trainer.save.checkpoint import Progress
+from trainer.start import assemble
 
 EVALUATION = {"n": 1, "problems": 1, "full_marks": {"answer": 1}, "mean": {"answer": 1.0}}
 
@@ -46,7 +46,7 @@ def evaluated_after_resume(output_dir: Path, monkeypatch: pytest.MonkeyPatch, st
     monkeypatch.setattr(loop.checkpoint, "commit_final", lambda *_: None)
     progress = Progress("run", step, 8 * step, version, step, 0, 0, {})
     engine: Any = None
-    Trainer(config, engine, exchange, "tokenizer", progress, rank_zero).run()  # type: ignore[arg-type]
+    assemble(config, engine, exchange, "tokenizer", progress, rank_zero).run()  # type: ignore[arg-type]
     log.close()
     return leased
 

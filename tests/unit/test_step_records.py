@@ -22,7 +22,7 @@ def record_of(folder: Path, **rollout: Any) -> tuple[dict[str, Any], list[dict[s
     log, display = MetricsLog(folder), SimpleNamespace(advice=lambda *_: {}, step=lambda *_: None)
     tokenizer: Any = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
     trained = TrainedStep(
-        Step(0, 0, (0,), True), [make_group(0, 0, make_rollout(reward=0.0), of_two_turns())], 0.0, {}, {}, "", ""
+        Step(0, 0, (0,), True), [make_group(0, 0, make_rollout(reward=0.0), of_two_turns())], {}, {}, "", ""
     )
     sums = dict.fromkeys([*TOKEN_SUMS, *(f"{cause}_{measure}" for cause in CAUSES for measure in MEASURES)], 0.0)
     more = {"step_time": 1.0, "policy_version": 1.0}

@@ -82,7 +82,7 @@ def main() -> None:
     from trainer.data.tensors import micro_batch
     from trainer.engine.deepspeed_model import init_distributed
     from trainer.engine.policy import PolicyEngine
-    from trainer.engine.ranks import Exchange
+    from trainer.engine.ranks import connect
     from trainer.save.write_version import write_version
 
     on_gpu = torch.cuda.is_available()
@@ -109,7 +109,7 @@ def main() -> None:
             }
         )  # fmt: skip
         init_distributed(config)
-        exchange = Exchange(config)
+        exchange = connect(config)
         engine = PolicyEngine(config, exchange.world_size)
         denominator = Denominator("grpo", arguments.groups * arguments.generations, 1, arguments.completion)
         size, rank = arguments.groups_per_micro_batch, exchange.rank

@@ -15,6 +15,7 @@ from __future__ import annotations
 import datetime
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,21 +29,13 @@ STOP_TOGETHER = -1  # announced in the place of an exit code: every rank takes p
 
 
 class Exchange:
-    def __init__(self, config: Config):
+    """`connect` makes it. group: gloo's, of all ranks. sequence_group: of the ranks of this dp_rank, None for one."""
+
+    def __init__(self, config: Config, group: Any, sequence_group: SequenceGroup | None):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.sp_size, self.dp_size = config.trainer.sequence_parallel_size, config.dp_size(self.world_size)
         self.dp_rank, self.sp_rank = divmod(self.rank, self.sp_size)
-        patience = datetime.timedelta(seconds=config.channel.rank_patience_s)
-        self._group = dist.new_group(backend="gloo", timeout=patience)
-        self.sequence_group = self._sequence_group()
-
-    def _sequence_group(self) -> SequenceGroup | None:
-        """Of the ranks of this dp_rank, where there are several; over the backend of the model."""
-        if self.sp_size == 1:
-            return None
-        of_ranks = [range(first, first + self.sp_size) for first in range(0, self.world_size, self.sp_size)]
-        made = [dist.new_group(list(ranks)) for ranks in of_ranks]  # every rank makes all of them
-        return SequenceGroup(self.sp_rank, self.sp_size, made[self.dp_rank])
+        self._group, self.sequence_group = group, sequence_group
 
     def share(self, frames: Sequence[bytes]) -> list[bytes]:
         """Rank 0's, on every rank. Raises PeerEnded or Interrupted if rank 0 announced its end instead."""
@@ -131,3 +124,14 @@ class Exchange:
 def _tensor(parts: Sequence[bytes]) -> Tensor:
     """[bytes] uint8, one behind the other; a zero where there are none."""
     return torch.frombuffer(bytearray().join(parts) or bytearray(1), dtype=torch.uint8)
+
+
+def connect(config: Config) -> Exchange:
+    """Every rank calls it, as often as any other: it makes process groups."""
+    patience = datetime.timedelta(seconds=config.channel.rank_patience_s)
+    group = dist.new_group(backend="gloo", timeout=patience)
+    size, rank, world_size = config.trainer.sequence_parallel_size, dist.get_rank(), dist.get_world_size()
+    if size == 1:
+        return Exchange(config, group, None)
+    made = [dist.new_group(list(range(first, first + size))) for first in range(0, world_size, size)]
+    return Exchange(config, group, SequenceGroup(rank % size, size, made[rank // size]))

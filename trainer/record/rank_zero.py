@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import secrets
 from dataclasses import dataclass
+from pathlib import Path
 
+from common import durable, weights
+from common.config import Config, world_size
+from common.group_limits import ImageLimits, Limits
+from common.redact import redacted
+from common.run_folder import CHECKPOINTS
+from model.folder import load_config
+from model.images import vision_of
 from report.display import StepDisplay
-from report.run_log import MetricsLog
-from trainer.link.recording import Recorder
+from report.run_log import MetricsLog, read_jsonl
+from trainer.link.inbox import Inbox
+from trainer.link.ledger import Ledger
+from trainer.link.recording import FILE, Recorder, Replay
 from trainer.link.source import GroupSource
 
 
@@ -16,3 +29,78 @@ class RankZero:
     recorder: Recorder | None  # of the groups that are trained
     log: MetricsLog
     display: StepDisplay
+
+    def sync(self) -> None:
+        """What was recorded of the steps so far survives a crash."""
+        self.log.sync()
+        if self.recorder:
+            self.recorder.sync()
+
+
+def open_rank_zero(
+    stack: contextlib.ExitStack,
+    config: Config,
+    run_id: str,
+    batch: int,
+    cursor: int,
+    resumed_at: tuple[int | None, int | None],
+) -> RankZero:
+    """Closed by the stack: records, display, and the link to the samplers or a recording.
+
+    batch, cursor: batches and groups that are trained. resumed_at: step and policy version of the checkpoint, if any.
+    """
+    output_dir = config.run.output_dir
+    weights_dir = weights.default_dir(config)
+    durable.make_private(weights_dir)
+    for folder in (weights_dir, output_dir, output_dir / CHECKPOINTS):
+        durable.remove_leftovers(folder)
+    weights.remove_versions(weights_dir)  # of an earlier start: this one publishes its own first
+    public = redacted(config.model_dump(mode="json"))
+    durable.write_file(output_dir / "config.json", json.dumps(public, indent=1, ensure_ascii=False).encode())
+    log = MetricsLog(output_dir, config.run.report_to, *resumed_at)
+    stack.callback(log.close)
+    display = StepDisplay(config)
+    stack.callback(display.close)
+    display.recall(read_jsonl(output_dir / "metrics.jsonl"), read_jsonl(output_dir / "eval.jsonl"))
+    if uneven := config.uneven_work(world_size()):
+        display.note(uneven)
+    stack.callback(_leave_no_versions, weights_dir)
+    records = config.run.record and config.run.replay is None  # a recording must not be cut while it is replayed
+    recorder = Recorder(output_dir / FILE, cursor) if records else None
+    if recorder is not None:
+        stack.callback(recorder.close)
+    incarnation = secrets.token_hex(8)
+    if config.run.replay is not None:
+        needs_reference = config.reference_on == "sampler"
+        return RankZero(Replay(config.run.replay, incarnation, needs_reference), recorder, log, display)
+    ledger = Ledger(cursor + config.groups_after(batch), config.window, cursor)
+    inbox = Inbox(config, run_id, incarnation, _limits(config), ledger, display.waiting)
+    return RankZero(stack.enter_context(inbox), recorder, log, display)
+
+
+def _leave_no_versions(weights_dir: Path) -> None:
+    with contextlib.suppress(OSError):  # a failing disk must not hide why the run ends; the next start tries again
+        weights.remove_versions(weights_dir)
+
+
+def _limits(config: Config) -> Limits:
+    return Limits(
+        vocab_size=load_config(config.model).get_text_config().vocab_size,
+        num_generations=config.sampler.num_generations,
+        max_prompt_length=config.data.max_prompt_length,
+        max_completion_length=config.sampler.max_completion_length,
+        needs_ref_logprobs=config.reference_on == "sampler",
+        reward_funcs=tuple(config.rewards.names),
+        max_sampling_mask=config.sampler.max_sampling_mask,
+        images=_image_limits(config),
+        max_turns=config.rollout.max_turns if config.rollout.is_multi_turn else 0,
+        in_flight_updates=config.sampler.in_flight_updates,
+    )
+
+
+def _image_limits(config: Config) -> ImageLimits | None:
+    vision = vision_of(config)
+    if vision is None:
+        return None
+    sizes = config.data.limit_images, config.data.max_pixels
+    return ImageLimits(*sizes, vision.form.patch_size, vision.form.merge_size, vision.image)

@@ -75,12 +75,15 @@ class Best:
         self.config, self.exchange, self.disk = config, exchange, disk
         self.folder, self._metric = config.run.output_dir / BEST, config.eval.metric_for_best_model
         self.stops_early = False
-        self.records: list[Record] = []
+        self._recorded, self.records = recorded, list[Record]()
+
+    def look_at_history(self) -> None:
+        """Before the first step: a run that stopped early may be resumed, and stops again."""
         if self._metric is not None:
-            self.records = recorded()
-            if exchange.rank == 0:
+            self.records = self._recorded()
+            if self.exchange.rank == 0:
                 self._set_aside_what_no_record_names()
-            self._look_at_patience()  # it may be over already: a run that stopped early is resumed
+            self._look_at_patience()
 
     def _set_aside_what_no_record_names(self) -> None:
         if not self.folder.is_dir():

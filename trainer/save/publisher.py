@@ -41,25 +41,25 @@ def writes_behind(config: Config) -> bool:
 class Publisher:
     """`published` is the newest version that was written; rank 0 alone has a source. Every rank calls every method."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 two threads, each with its ranks
         self,
         config: Config,
         engine: PolicyEngine,
         exchange: Exchange,
+        exchange_behind: Exchange | None,  # collectives of two threads must not mix: the writing one has its own
         disk: Disk,
         source: GroupSource | None,
+        incarnation: str,  # of rank 0's source, on every rank
         record_seconds: Callable[[str, float], None],  # seconds of a part, under its metric's name
     ):
         self.config, self.engine, self.exchange, self.disk, self.source = config, engine, exchange, disk, source
         self._record_seconds = record_seconds
         self.dir: Path = weights.default_dir(config)
-        self.incarnation = exchange.text(source.incarnation if source else None)
+        self.incarnation = incarnation
         self.published = Published(-1, "", "")
-        self._disk_behind: Disk | None = None
         self._copies = HostCopies()  # of the version in flight
-        if writes_behind(config):  # collectives of two threads must not mix: the thread gets a group of its own
-            self._exchange_behind = Exchange(config)
-            self._disk_behind = Disk(self._exchange_behind, disk.timeout_s, disk.say)
+        self._exchange_behind = exchange_behind
+        self._disk_behind = Disk(exchange_behind, disk.timeout_s, disk.say) if exchange_behind else None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._write_s = 0.0
@@ -113,7 +113,7 @@ class Publisher:
             return lambda: published
         taken = snapshot(self.engine, self.exchange, name, vocab_size, copies=behind, memory=self._copies)
         disk, exchange = self.disk, self.exchange
-        if behind and self._disk_behind is not None:
+        if behind and self._disk_behind is not None and self._exchange_behind is not None:
             disk, exchange = self._disk_behind, self._exchange_behind
         return lambda: disk.persist(f"publishing version {name.version}", lambda: taken.write(exchange), name.temporary)
 
