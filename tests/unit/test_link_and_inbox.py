@@ -263,6 +263,10 @@ def test_a_group_that_may_not_be_trained_is_counted_by_its_reason_and_the_rest_g
         (wire.Hello(2, "data", "words", 100, 10), "tokenizer_hash words differs from the first sampler's tokenizer"),
         (wire.Hello(2, "data", "tokenizer", 99, 10), "num_problems 99 differs from the first sampler's 100"),
         (wire.Hello(2, "data", "tokenizer", 100, 8), "num_eval_problems 8 differs from the first sampler's 10"),
+        (
+            wire.Hello(2, "data", "tokenizer", 100, 10, True),
+            "with reference log-probs and the trainer wants them without",
+        ),
     ],
 )
 def test_a_sampler_with_other_problems_is_sent_away_with_the_reason_and_the_first_goes_on(
@@ -287,16 +291,6 @@ def test_the_only_sampler_may_not_come_back_with_other_problems_after_it_was_sen
         with FakeSampler(config, hello=msgspec.structs.replace(HELLO, dataset_fingerprint="other")) as other:
             until(lambda: other.ended is not None)
         assert inbox.state.peers == {}
-
-
-def test_a_sampler_that_scores_the_reference_unasked_is_sent_away_with_the_remedy(config: Config) -> None:
-    hello = wire.Hello(2, "data", "tokenizer", 100, 10, scores_reference=True)
-    with make_inbox(config) as inbox, FakeSampler(config, "s1", hello=hello) as wrong:
-        until(lambda: wrong.ended)
-        assert wrong.ended.exit_code == 2
-        assert "with reference log-probs and the trainer wants them without" in str(wrong.ended)
-        assert "same reference.on and algorithm.beta" in str(wrong.ended)
-        assert "s1" not in inbox.state.peers
 
 
 def test_garbage_is_counted_while_good_traffic_passes(config: Config) -> None:

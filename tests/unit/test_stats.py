@@ -92,10 +92,6 @@ def test_turn_metrics_by_hand() -> None:
     assert metrics["completion_tokens"] == 18
 
 
-def test_turn_metrics_of_tombstones_alone_are_those_that_can_be_known() -> None:
-    assert turn_metrics([TOMBSTONE], max_turns=4) == {"rollout/failures": 0.0}
-
-
 def test_a_sample_of_several_turns_says_who_wrote_what() -> None:
     group = dataclasses.replace(GROUPS[0], rollouts=(in_two_turns(), rollout(3, 0.0, 0.0)))
     worst, best = samples_records([group], 1, 1, decode=lambda ids: " ".join(map(str, ids)))
@@ -147,8 +143,9 @@ def test_a_reward_that_does_not_apply_is_left_out_of_its_mean() -> None:
     assert metrics["rewards/format/accuracy"] == pytest.approx(2 / 5)  # 1.25 and 2 reach 1.25
 
 
-def test_a_batch_of_tombstones_alone_still_has_its_count() -> None:
+def test_a_batch_of_tombstones_alone_has_what_can_be_known() -> None:
     assert rollout_metrics([TOMBSTONE, TOMBSTONE], 3, full_mark) == {"tombstones": 2.0}
+    assert turn_metrics([TOMBSTONE], max_turns=4) == {"rollout/failures": 0.0}
 
 
 def test_token_metrics_by_hand() -> None:

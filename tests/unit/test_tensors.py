@@ -19,7 +19,7 @@ from tests.support.tiny import random_group
 from trainer.algorithm.losses import Denominator, loss, token_objective
 from trainer.data import tensors
 from trainer.data.experience import Experience, score_rewards
-from trainer.data.mini_batches import needs_batch_statistics, waits_for
+from trainer.data.mini_batches import needs_all_arrays, needs_batch_statistics, waits_for
 from trainer.data.tensors import MicroBatch
 
 EOS = 2
@@ -229,6 +229,23 @@ def test_with_the_kl_in_the_reward_a_group_of_equal_rewards_trains_only_if_its_k
 )
 def test_a_step_waits_for_no_more_groups_than_its_settings_need(choice: dict[str, Any], waits: str) -> None:
     assert waits_for(Algorithm(**choice)) == waits
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ({}, False),
+        ({"beta": 0.1, "scale_rewards": "batch"}, False),
+        ({"adv_estimator": "reinforce_plus_plus"}, False),
+        ({"beta": 0.1, "kl_in_reward": True}, True),
+        ({"adv_estimator": "gae"}, True),
+        ({"adv_estimator": "mine.py:estimator"}, True),
+    ],
+)
+def test_every_rank_needs_the_arrays_of_all_groups_where_advantages_are_made_of_them(
+    choice: dict[str, Any], expected: bool
+) -> None:
+    assert needs_all_arrays(Algorithm(**choice)) is expected
 
 
 CHOICES: list[dict[str, Any]] = [

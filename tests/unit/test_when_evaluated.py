@@ -27,41 +27,43 @@ def trainer(
     return found
 
 
-@pytest.mark.parametrize(("version", "done", "expected"), [(4, (0, 2), True), (4, (0, 2, 4), False), (5, (4,), False)])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"version": 4, "steps": 4, "done": (0, 2)}, True),
+        ({"version": 4, "steps": 4, "done": (0, 2, 4)}, False),
+        ({"version": 5, "steps": 5, "done": (4,)}, False),
+        # an interrupt dropped what was going on while the next batch trained: the weights that it was of are gone
+        ({"version": 5, "steps": 5, "done": (0, 2)}, True),
+        ({"version": 1, "steps": 1, "done": ()}, True),  # of the evaluation before the training
+        # two steps a batch, one of which was skipped: 4 was reached by the batch before, and is on record or lost
+        ({"version": 5, "steps": 6, "done": (0, 4), "every": 4, "passes": 2}, False),
+        ({"version": 5, "steps": 6, "done": (0,), "every": 4, "passes": 2}, True),
+        ({"version": 0, "steps": 2, "done": (0,), "every": 4, "passes": 2}, False),
+    ],
+)
 def test_a_resumed_run_evaluates_its_version_if_that_was_due_and_is_not_on_record(
-    version: int, done: tuple[int, ...], expected: bool
+    given: dict[str, Any], expected: bool
 ) -> None:
-    assert trainer(version, version, done=done)._evaluates_at_start() == expected
+    assert trainer(**given)._evaluates_at_start() == expected
 
 
-@pytest.mark.parametrize(("version", "done"), [(5, (0, 2)), (1, ())], ids=["of version 4", "before the training"])
-def test_an_evaluation_that_an_interrupt_dropped_is_made_of_the_version_that_was_saved(
-    version: int, done: tuple[int, ...]
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"version": 4, "steps": 4, "evaluated": 2}, True),
+        ({"version": 4, "steps": 6, "evaluated": 4}, False),  # steps that left the policy alone
+        ({"version": 0, "steps": 1, "evaluated": 0}, False),
+        ({"version": 9, "steps": 10, "evaluated": 9}, True),  # the last step always is
+        # every 4 versions, two steps a batch
+        ({"version": 4, "steps": 4, "evaluated": 0, "every": 4, "passes": 2}, True),
+        ({"version": 5, "steps": 6, "evaluated": 4, "every": 4, "passes": 2}, False),
+        ({"version": 7, "steps": 8, "evaluated": 4, "every": 4, "passes": 2}, False),
+        ({"version": 9, "steps": 10, "evaluated": 4, "every": 4, "passes": 2}, True),  # 8 was stepped over
+        ({"version": 5, "steps": 8, "evaluated": 0, "every": 4, "passes": 2}, True),  # 4 was stepped over
+    ],
+)
+def test_a_version_is_evaluated_once_when_a_multiple_was_reached_or_stepped_over(
+    given: dict[str, Any], expected: bool
 ) -> None:
-    """It was going on while the next batch trained, which was saved; the weights that it was of are gone."""
-    assert trainer(version, version, done=done)._evaluates_at_start()
-
-
-def test_a_version_is_evaluated_once_however_many_steps_leave_the_policy_alone() -> None:
-    assert trainer(4, 4, evaluated=2)._evaluates_now()
-    assert not trainer(4, 6, evaluated=4)._evaluates_now()
-    assert not trainer(0, 1, evaluated=0)._evaluates_now()
-
-
-def test_the_last_step_is_always_evaluated() -> None:
-    assert trainer(9, 10, evaluated=9)._evaluates_now()
-
-
-def test_a_batch_that_skipped_a_step_is_not_evaluated_again_for_a_multiple_that_the_batch_before_it_reached() -> None:
-    """Evaluations every 4 versions, two steps a batch: versions 2, 4, and 5 where one of two steps was skipped."""
-    assert trainer(4, 4, evaluated=0, every=4, passes=2)._evaluates_now()
-    assert not trainer(5, 6, evaluated=4, every=4, passes=2)._evaluates_now()
-    assert not trainer(7, 8, evaluated=4, every=4, passes=2)._evaluates_now()
-    assert trainer(9, 10, evaluated=4, every=4, passes=2)._evaluates_now(), "8 was stepped over"
-    assert trainer(5, 8, evaluated=0, every=4, passes=2)._evaluates_now(), "4 was stepped over"
-
-
-def test_nor_is_it_when_the_run_is_resumed_there() -> None:
-    assert not trainer(5, 6, done=(0, 4), every=4, passes=2)._evaluates_at_start()
-    assert trainer(5, 6, done=(0,), every=4, passes=2)._evaluates_at_start(), "its evaluation was lost in a crash"
-    assert not trainer(0, 2, done=(0,), every=4, passes=2)._evaluates_at_start()
+    assert trainer(**given)._evaluates_now() == expected
