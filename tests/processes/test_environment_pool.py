@@ -147,6 +147,13 @@ def test_async_environments_and_rewards_at_the_end(file):
             "crash",
             "broke the protocol",
         ),
+        (  # a well-formed answer, to another request than the one that was asked
+            "f = b'\\x81\\xa4turn\\x81\\xa8messages\\x90'\n"
+            "for fd in range(3, 30):\n try: os.write(fd, bytes([len(f), 0, 0, 0, 99, 0, 0, 0]) + f)\n"
+            " except OSError: pass",
+            "crash",
+            "broke the protocol",
+        ),
         ("raise ValueError('bad value')", "error", "step raised ValueError: bad value"),
         ("sys.exit(0)", "error", "step raised SystemExit"),
         ("b'x' * 10**10", "error", "MemoryError"),

@@ -1,5 +1,6 @@
 """Built-in rewards, finding and checking reward functions, and the weighted sum."""
 
+import functools
 import math
 import time
 from fractions import Fraction
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from rewards import RewardError, score_completions
-from rewards.find import check_signature, resolve
+from rewards.find import bind, check_signature, resolve, wanted_by
 from rewards.format import is_formatted
 from rewards.gsm8k import answer, last_number
 from tests.support.speed import cpu_overdue
@@ -205,6 +206,47 @@ def test_signatures_that_cannot_be_called_by_keyword_are_refused():
     check_signature(lambda **everything: [], [])
     for name in ("answer", "format"):
         check_signature(resolve(name), ["question", "answer"])
+
+
+def never_looks(completions, answer, **columns):
+    return [0.0]
+
+
+def looks(completions, **columns):
+    return columns["level"]
+
+
+def looks_inside(completions, **columns):
+    return [columns["level"] for _ in completions]
+
+
+def sees_all_locals(completions, **columns):
+    return list(locals())
+
+
+@functools.wraps(never_looks)
+def decorated(*arguments, **columns):
+    return looks(*arguments, **columns)
+
+
+@pytest.mark.parametrize(
+    ("function", "names", "rest"),
+    [
+        (never_looks, ["answer", "columns", "completions"], False),
+        (bind(never_looks, {"level": 3}, "f"), ["answer", "columns", "completions"], False),
+        (lambda prompts, completions: [], ["completions", "prompts"], False),
+        (looks, ["columns", "completions"], True),
+        (looks_inside, ["columns", "completions"], True),
+        (sees_all_locals, ["columns", "completions"], True),
+        (decorated, ["answer", "columns", "completions"], True),
+        (max, [], True),  # written in C, without a signature
+    ],
+)
+def test_a_row_is_wanted_whole_only_by_functions_that_look_into_their_columns(function, names, rest):
+    wanted = wanted_by([("f", function)])
+    assert set(names) <= set(wanted.names) and wanted.rest is rest and wanted.needs_rollout == []
+    both = wanted_by([("f", function), ("g", lambda completions, environments: [])])
+    assert both.rest is rest and both.needs_rollout == ["g"] and "environments" in both.names
 
 
 def run(function, completions=("a", "b"), **columns):
