@@ -1,8 +1,9 @@
 """For all tests: --all, figures for RELIABILITY.md, time limits that follow the machine's speed, order and workers.
 
 The tier of a test is its folder: unit, processes (our own commands, without vLLM and DeepSpeed), gloo (DeepSpeed
-ranks), engine (vLLM), e2e (both). `figure("R6", "10,000 groups, growth 3 MiB")` prints what RELIABILITY.md may say of
-the last run (pytest -s shows it). `--shuffle SEED` runs files, and the tests of each file, in a random order.
+ranks), engine (vLLM), e2e (both), gpu (`bash launch.sh gpu-check`). `figure("R6", "10,000 groups, growth 3 MiB")`
+prints what RELIABILITY.md may say of the last run (pytest -s shows it). `--shuffle SEED` runs files, and the tests of
+each file, in a random order.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ import pytest_timeout
 from tests.support.speed import limit, slowness
 
 TESTS = Path(__file__).resolve().parent
-TIERS = ("e2e", "gloo", "engine", "processes", "unit")  # the longest first: no worker is left alone with one at the end
+TIERS = (
+    "e2e",
+    "gpu",
+    "gloo",
+    "engine",
+    "processes",
+    "unit",
+)  # the longest first: no worker is left alone with one at the end
 WORKER_BYTES = 8 << 30  # an engine and a trainer of a worker's test
 # No verdict on the machine's speed, and none by chance: the examples of a test are the same each time; others come with
 # --hypothesis-profile default.
@@ -57,14 +65,6 @@ def folder() -> Iterator[Path]:
 
     with short_folder() as path:
         yield path
-
-
-@pytest.fixture
-def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A report of text alone: plots cost a second a page."""
-    from report import html_page
-
-    monkeypatch.setattr(html_page, "svg_plots", lambda *_: [])
 
 
 # ---- which tests, in which order, on how many workers
