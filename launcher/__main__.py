@@ -26,7 +26,7 @@ COMMANDS = {  # name → what Python is started with
     "doctor": ("-m", "launcher.doctor"),
     "setup": ("-c", "print('tandem: ready; start with: bash launch.sh')"),
     "test": ("-m", "pytest"),
-    "gpu-check": ("-m", "gpu_check"),
+    "gpu-check": ("-m", "pytest", "tests/gpu", "-m", "gpu", "-n", "1", "--junit-xml=runs/gpu-check.xml"),
     "bench": ("tools/benchmarks/bench.py",),
 }
 CALLED_FROM = "TANDEM_CALLED_FROM"  # environment variable: the folder in which launch.sh was called

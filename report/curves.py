@@ -1,4 +1,4 @@
-"""The curves of a run: curves.png for everywhere, and the same plots and more as SVG for report.html.
+"""The curves of a run: curves.png, which report.html shows, too.
 
 Dots are single steps, lines their centred mean over about a tenth of the run, diamonds held-out evaluations with their
 95 % interval, so that nobody takes noise for progress. Left out: comparison of runs, significance tests.
@@ -32,6 +32,17 @@ CURVES = (  # key, title, unit, colour, what is said when there is nothing to dr
     ("kl", "KL to the reference", "nats per token", "#882255", "not measured (beta 0)"),
     ("completions/mean_length", "response length", "tokens", "#117733", "not measured"),
     ("frac_reward_zero_std", "dead groups", "groups of equal rewards", "#777777", "not measured"),
+)
+MORE = (  # key, title, unit; drawn only where measured
+    ("entropy", "entropy", "nats per token"),
+    ("completions/clipped_ratio", "cut off at max_completion_length", "share of completions"),
+    ("rollout/turns", "turns", "of the model in a rollout"),
+    ("rollout/tool_calls", "calls of tools", "in a rollout"),
+    ("rollout/tool_errors", "calls that failed", "in a rollout"),
+    ("staleness/mean", "staleness", "policy versions behind"),
+    ("grad_norm", "gradient norm", "before clipping"),
+    ("mismatch/mean_abs_prob_diff", "sampler against trainer", "difference in probability"),
+    ("e2e_tps", "throughput", "tokens per second and device"),
 )
 
 
@@ -72,7 +83,7 @@ def history_of(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
 
 
 def write_curves(output_dir: Path) -> Path:
-    """Draws curves.png: one plot per reward function, then reward, KL, response length and dead groups.
+    """Draws curves.png: one plot per reward function, then CURVES, then what was measured of MORE.
 
     Dots are single steps, lines their centred mean over about a tenth of the run. Raises UserError without a run.
     """
@@ -87,16 +98,18 @@ def write_curves(output_dir: Path) -> Path:
     window = max(1, len(rows) // 10) // 2 * 2 + 1
     last_step = max(record["step"] for record in [*rows, *evaluations])
     names = function_names(rows, evaluations)
-    height = math.ceil((len(names) + len(CURVES)) / 3)
+    measured = [plot for plot in MORE if any(row.get(plot[0]) is not None for row in rows)]
+    others = [*CURVES, *((*plot, color, "") for plot, color in zip(measured, itertools.cycle(COLORS), strict=False))]
+    height = math.ceil((len(names) + len(others)) / 3)
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.02, hspace=0.03)
     figure = Figure(figsize=(12.6, 3.3 * height + 0.7), dpi=130, layout=layout, facecolor="white")
     axes = iter(figure.subplots(height, 3, sharex=True, squeeze=False).flat)
     for name, color, ax in zip(names, itertools.cycle(COLORS), axes, strict=False):
         draw_function(ax, rows, evaluations, name, color, window)
-    for key, title, unit, color, missing in CURVES:
+    for key, title, unit, color, missing in others:
         ax = next(axes)
         draw(ax, rows, key, color, window, missing)
-        label(ax, title, unit, is_share=key == "frac_reward_zero_std")
+        label(ax, title, unit, is_share=key in ("frac_reward_zero_std", "completions/clipped_ratio"))
     ax.set_xlim(-0.03 * max(last_step, 1), 1.03 * max(last_step, 1))  # shared by all plots
     for ax in axes:
         ax.remove()

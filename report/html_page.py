@@ -7,6 +7,7 @@ comparison of runs, and samples beyond the best and worst that samples.jsonl has
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 from collections.abc import Iterable, Mapping
@@ -24,7 +25,7 @@ from report.escape import visible
 from report.history import AdviceSettings
 from report.images import caption, data_uri
 from report.run_log import read_jsonl
-from report.svg import SAMPLER_TIME, TRAINER_TIME, svg_plots, wall_s
+from report.step_text import wall_s
 
 SAMPLES = 6  # of the best and of the worst
 SHOWN = 3000  # characters of a text; the rest is counted
@@ -41,6 +42,21 @@ TURNS = (  # of runs with an environment or tools
     ("rollout/environment_s", "seconds in tools or environment"),
     ("rollout/max_turns_ratio", "share that ended because rollout.max_turns was reached"),
 )
+TRAINER_TIME = {  # of a step's wall time on rank 0, in the order in which a step spends it
+    "waiting for groups": "wait/trainer_s",
+    "scoring": "timing/score_s",
+    "forward and backward": "timing/backward_s",
+    "optimizer": "timing/step_s",
+    "publishing weights": "sync/publish_s",
+    "evaluation": "timing/evaluation_s",
+    "checkpoints": "timing/checkpoint_s",
+}
+SAMPLER_TIME = {
+    "generating": "timing/sampler_generate_s",
+    "reference model": "timing/sampler_reference_s",
+    "loading weights": "sync/stall_s",
+    "waiting for the trainer": "wait/sampler_s",
+}
 CROSSED = "link/refused/eval_duplicate"  # an evaluation's answer and a reminder of it met: happens in the best of runs
 
 
@@ -49,7 +65,7 @@ def write_report(output_dir: Path) -> Path:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     def harmless(value: Any) -> Any:
-        return value if hasattr(value, "__html__") else visible(value)  # a macro's output, and the plots
+        return value if hasattr(value, "__html__") else visible(value)  # a macro's output
 
     folder = Path(output_dir)
     environment = Environment(
@@ -78,7 +94,7 @@ def content_of(folder: Path) -> dict[str, Any]:
         "advice": _advice(rows, evaluations, config),
         "functions": [_before_after(name, evaluations) for name in compared(evaluations)],
         "problems": evaluations[-1].get("problems", evaluations[-1]["n"]) if evaluations else 0,
-        "plots": svg_plots(rows, evaluations),
+        "curves": _png(folder / "curves.png"),
         "time": time_split(rows),
         "speed": _speed(rows),
         "trouble": _trouble(rows),
@@ -88,6 +104,11 @@ def content_of(folder: Path) -> dict[str, Any]:
         "samples": chosen_samples(samples),
         "settings": sorted(_flat(redacted(config))),
     }
+
+
+def _png(path: Path) -> str:
+    """As the address of an image on the page; "" where nothing was drawn."""
+    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode() if path.exists() else ""
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -144,7 +165,7 @@ def time_split(rows: Rows) -> list[dict[str, Any]]:
             continue
         seconds["rest"] = max(0.0, total - sum(seconds.values()))
         scale = max(total, sum(seconds.values()))
-        colors = [*range(len(parts)), 7]  # of the page's classes f0 … f7, the same as in the plot
+        colors = [*range(len(parts)), 7]  # of the page's classes f0 … f7
         shown = [(n, s, 100 * s / scale, c) for (n, s), c in zip(seconds.items(), colors, strict=True) if s > 0.05]
         bars.append({"who": who, "total": total, "parts": shown})
     return bars

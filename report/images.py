@@ -1,4 +1,4 @@
-"""Images of samples.jsonl on a page and in a terminal. What stands there came over a link: nothing of it is believed.
+"""Images of samples.jsonl on a page, and their captions in a terminal. They came over a link: nothing is believed.
 
 A record is {"png": base64 of a small copy, "width": …, "height": …, "digest": …}; the last three are of the image that
 the model saw.
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import base64
 import binascii
-import io
 from collections.abc import Mapping
 from typing import Any
 
 from common.png import check_png
-from common.terminal_picture import lines_of
 from report.escape import one_line
 
 MAX_SHOWN_PIXELS = 1 << 16  # of a small copy
@@ -31,16 +29,6 @@ def data_uri(image: Any) -> str | None:
     """Of the small copy, if it is a plain PNG of few pixels; it is encoded anew, so that it ends no attribute."""
     png = _plain_png(image)
     return None if png is None else "data:image/png;base64," + base64.b64encode(png).decode()
-
-
-def in_terminal(image: Any, coloured: bool) -> list[str]:
-    """Lines that show the small copy; none where data_uri has none."""
-    png = _plain_png(image)
-    if png is None:
-        return []
-    from PIL import Image as images
-
-    return lines_of(images.open(io.BytesIO(png), formats=["PNG"]), coloured)
 
 
 def _plain_png(image: Any) -> bytes | None:

@@ -19,8 +19,7 @@ from report.escape import strip_escapes
 from report.full_marks import scored
 from report.html_page import write_report
 from report.run_log import read_jsonl
-from report.step_text import clock
-from report.svg import wall_s
+from report.step_text import clock, wall_s
 
 
 def final_summary(output_dir: Path) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from common.errors import UserError
 from report.escape import one_line, visible
-from report.images import caption, in_terminal
+from report.images import caption
 from report.run_log import read_jsonl
 
 SHOWN = 2000  # characters of a text without --full
@@ -44,23 +44,16 @@ def chosen(records: Sequence[Record], step: int | None, which: str | None, count
     return kept[:count]
 
 
-def text_of(record: Record, full: bool = False, coloured: bool = False) -> str:
-    """One sample in lines; every line of the model's own text, and of what its tools wrote, begins with a bar.
-
-    coloured: its images, and nothing else.
-    """
+def text_of(record: Record, full: bool = False) -> str:
+    """One sample in lines; every line of the model's own text, and of what its tools wrote, begins with a bar."""
     parts = [f"{one_line(name)} {_number(value)}" for name, value in record["rewards"].items()]
     facts = [f"step {record['step']}", f"group {record['group_id']}", f"v{record['policy_version']}"]
     cut = ["cut off"] if record["finish_reason"] == "length" else []
     head = " · ".join([f"reward {_number(record['reward'])} ({', '.join(parts)})", *facts, *cut])
     given = record.get("images")
-    images = [line for image in (given if isinstance(given, list) else []) for line in _image(image, coloured)]
+    images = [f"  image  │ {caption(image)}" for image in (given if isinstance(given, list) else [])]
     texts = [*_lines("prompt", record["prompt"], full), *_completion(record, full)]
     return "\n".join([head, *images, *texts])
-
-
-def _image(image: Any, coloured: bool) -> list[str]:
-    return [f"  image  │ {caption(image)}", *(f"         │ {line}" for line in in_terminal(image, coloured))]
 
 
 def _completion(record: Record, full: bool) -> list[str]:
@@ -97,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not path.exists():
             raise UserError(f"{one_line(path)} does not exist; name a run folder such as runs/quickstart")
         for record in chosen(read_jsonl(path), given.step, given.which, given.n):
-            print(text_of(record, given.full, sys.stdout.isatty()) + "\n")
+            print(text_of(record, given.full) + "\n")
     except UserError as error:
         print(f"tandem: {error}", file=sys.stderr)
         return 2

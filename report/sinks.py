@@ -1,4 +1,4 @@
-"""Copies of the run's numbers for other programs: TensorBoard, Weights & Biases, Trackio, SwanLab, MLflow, or a user's.
+"""Copies of the run's numbers for other programs: TensorBoard, Weights & Biases, or a function of the user's.
 
 metrics.jsonl stays the truth. A sink's package is imported only when run.report_to names it; one that is missing, or
 does not start, is the user's to fix, before any model is loaded. One that fails later is dropped with a line: a lost
@@ -22,7 +22,6 @@ from common.errors import UserError
 from common.functions import Contract
 
 PROJECT = "tandem"
-PACKAGES = {"tensorboard": "torch.utils.tensorboard"} | {n: n for n in ("wandb", "trackio", "swanlab", "mlflow")}
 Write = Callable[[int, Mapping[str, float]], None]
 Close = Callable[[], None]
 OWN = Contract("run.report_to", ("folder", "config"), (), "def sink(folder, config)")
@@ -53,17 +52,14 @@ class Sinks:
         names = tuple(report_to)
         require_packages(names)
         self._open: dict[str, tuple[Write, Close]] = {}
-        remote = [name for name in names if name != "tensorboard"]
-        state = _state(folder, is_resumed) if remote else {}
-        config = _config(folder) if remote else {}
         for name in names:
             try:
                 if name == "tensorboard":
                     self._open[name] = _tensorboard(folder, last_step)
-                elif _is_own(name):
-                    self._open[name] = _own(name, folder, config)
+                elif name == "wandb":
+                    self._open[name] = _wandb(folder, is_resumed)
                 else:
-                    self._open[name] = _OPENERS[name](folder, state, config)
+                    self._open[name] = _own(name, folder)
             except UserError:
                 raise
             except Exception as error:
@@ -71,8 +67,6 @@ class Sinks:
                     f"run.report_to: {name} does not start: {type(error).__name__}: {error}; "
                     f"log in as its documentation says, or leave {name} out of run.report_to"
                 ) from error
-        if remote:
-            write_file(folder / "sinks.json", json.dumps(state).encode())
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         numbers = {name: float(value) for name, value in values.items() if value is not None}
@@ -97,14 +91,6 @@ class Sinks:
             )
 
 
-def _state(folder: Path, is_resumed: bool) -> dict[str, str]:
-    """{"id": 21 characters}, and what sinks added: the run's name in each of them. New for a run that begins."""
-    path = folder / "sinks.json"
-    if is_resumed and path.exists():
-        return dict(json.loads(path.read_text()))
-    return {"id": secrets.token_hex(11)[:21]}  # older SwanLab takes 21 letters and digits, the others anything
-
-
 def _config(folder: Path) -> dict[str, Any]:
     """The run's settings, which were written without secrets."""
     path = folder / "config.json"
@@ -116,10 +102,10 @@ def _is_own(name: str) -> bool:
     return not name.isidentifier()
 
 
-def _own(name: str, folder: Path, config: dict[str, Any]) -> tuple[Write, Close]:
+def _own(name: str, folder: Path) -> tuple[Write, Close]:
     """A user's `def sink(folder, config)`, which returns write(step, values) and close()."""
     sink = OWN.load(name)
-    opened = sink(folder=folder, config=config)
+    opened = sink(folder=folder, config=_config(folder))
     if not (isinstance(opened, tuple) and len(opened) == 2 and all(map(callable, opened))):
         raise UserError(
             f"{sink.label} returned {type(opened).__name__}; return two functions: write(step, values), close()"
@@ -128,7 +114,7 @@ def _own(name: str, folder: Path, config: dict[str, Any]) -> tuple[Write, Close]
 
 
 def _tensorboard(folder: Path, last_step: int) -> tuple[Write, Close]:
-    module = importlib.import_module(PACKAGES["tensorboard"])
+    module = importlib.import_module("torch.utils.tensorboard")
     # purge_step hides events that a crashed process of this run wrote beyond its checkpoint.
     writer = module.SummaryWriter(str(folder / "tb"), purge_step=last_step + 1, flush_secs=10)
 
@@ -139,44 +125,23 @@ def _tensorboard(folder: Path, last_step: int) -> tuple[Write, Close]:
     return write, writer.close
 
 
-def _name(folder: Path, state: Mapping[str, str]) -> str:
-    return f"{folder.resolve().name}-{state['id'][:6]}"
-
-
-def _wandb(folder: Path, state: dict[str, str], config: dict[str, Any]) -> tuple[Write, Close]:
+def _wandb(folder: Path, is_resumed: bool) -> tuple[Write, Close]:
     wandb = importlib.import_module("wandb")
-    name = _name(folder, state)
-    run = wandb.init(
-        project=PROJECT, id=state["id"], name=name, resume="allow", dir=str(folder), config=config, save_code=False
-    )
+    identity = _identity(folder, is_resumed)
+    name = f"{folder.resolve().name}-{identity[:6]}"
+    where: dict[str, Any] = {"project": PROJECT, "id": identity, "name": name, "dir": str(folder)}
+    run = wandb.init(**where, resume="allow", config=_config(folder), save_code=False)
     # Its own counter only grows and drops what comes late: evaluations, and steps that a resumed run makes again.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     return lambda step, values: run.log({**values, "step": step}), run.finish
 
 
-def _trackio(folder: Path, state: dict[str, str], config: dict[str, Any]) -> tuple[Write, Close]:
-    trackio = importlib.import_module("trackio")
-    trackio.init(project=PROJECT, name=_name(folder, state), config=config, resume="allow")
-    return lambda step, values: trackio.log(dict(values), step=step), trackio.finish
-
-
-def _swanlab(folder: Path, state: dict[str, str], config: dict[str, Any]) -> tuple[Write, Close]:
-    swanlab = importlib.import_module("swanlab")
-    name, logs = _name(folder, state), str(folder / "swanlog")
-    swanlab.init(project=PROJECT, experiment_name=name, id=state["id"], resume="allow", config=config, logdir=logs)
-    return lambda step, values: swanlab.log(dict(values), step=step), swanlab.finish
-
-
-def _mlflow(folder: Path, state: dict[str, str], config: dict[str, Any]) -> tuple[Write, Close]:
-    mlflow = importlib.import_module("mlflow")
-    mlflow.set_experiment(PROJECT)
-    is_new = "mlflow" not in state
-    run = mlflow.start_run(run_id=state.get("mlflow"), run_name=_name(folder, state) if is_new else None)
-    state["mlflow"] = run.info.run_id
-    if is_new:  # a parameter cannot be changed afterwards
-        mlflow.log_dict(config, "config.json")
-    return lambda step, values: mlflow.log_metrics(dict(values), step=step), mlflow.end_run
-
-
-_OPENERS = {"wandb": _wandb, "trackio": _trackio, "swanlab": _swanlab, "mlflow": _mlflow}
+def _identity(folder: Path, is_resumed: bool) -> str:
+    """The run's name at wandb: new for a run that begins, kept in sinks.json for those that continue it."""
+    path = folder / "sinks.json"
+    if is_resumed and path.exists():
+        return str(json.loads(path.read_text())["id"])
+    identity = secrets.token_hex(11)
+    write_file(path, json.dumps({"id": identity}).encode())
+    return identity

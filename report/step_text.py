@@ -36,6 +36,11 @@ def clock(seconds: float) -> str:
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
+def wall_s(row: Mapping[str, Any]) -> float:
+    """A step's share of the run's wall time; 0 where it was not measured."""
+    return row.get("timing/all_s") or row.get("step_time") or 0.0
+
+
 def step_line(step: int, max_steps: int, values: Mapping[str, float], eta_s: float | None) -> str:
     """The facts of one optimizer step in one line, without what was not measured. test_display.py has an example."""
     parts = [

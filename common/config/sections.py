@@ -13,7 +13,7 @@ from common import functions
 from common.errors import UserError
 
 MAX_SOCKET_PATH = 107  # bytes, of sockaddr_un
-SINKS = ("tensorboard", "wandb", "trackio", "swanlab", "mlflow")
+SINKS = ("tensorboard", "wandb")
 MAX_LORA_RANK = 512  # of vLLM
 
 
@@ -52,7 +52,7 @@ class Run(Section):
     seed: int = 0
     """Data order, sampling, training."""
     report_to: list[str] = ["tensorboard"]
-    """Also wandb, trackio, swanlab, mlflow, `file.py:function`."""
+    """Also wandb, `file.py:function`."""
     resume: bool = False
     """From the newest valid checkpoint."""
     record: bool = False

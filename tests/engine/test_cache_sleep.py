@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gpu_check.sleep import sleeping
 
 from common.config import Config
-from gpu_check.sleep import sleeping
 from sampler.completions import SamplingParams
 from sampler.engine import Engine
 from sampler.reload import reload

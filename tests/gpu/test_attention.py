@@ -10,17 +10,18 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from gpu_check.finding import Finding, judged
 from model import attention
 from model.packing import PackedRow, pack
+
+pytestmark = pytest.mark.gpu
 
 _SHAPES = 20
 _SLOWER = 5.0  # a shape's first time over its second; a plan of cuDNN takes hundreds of milliseconds, not a few
@@ -29,7 +30,9 @@ _KERNEL = re.compile(
 )
 
 
-def findings(on_gpu: bool, scratch: Path) -> Iterator[Finding]:
+def test_no_kernel_is_the_math_one_and_a_new_shape_costs_no_more_than_a_known_one(
+    on_gpu: bool, record_property: Callable[[str, object], None]
+) -> None:
     from transformers import AttentionInterface
 
     attention.register()
@@ -38,19 +41,15 @@ def findings(on_gpu: bool, scratch: Path) -> Iterator[Finding]:
     random = Random(0)
     known, *rows = (_shape(random, 8 if on_gpu else 2, 512 if on_gpu else 16) for _ in range(_SHAPES + 1))
     _once(run, known, device, dtype)  # the library's own start
-    shapes: list[dict[str, Any]] = []
+    seconds, kernels = [], Counter[str]()
     for row in rows:
-        first, again = (_once(run, row, device, dtype) for _ in range(2))
-        kernels = _kernels(run, row, device, dtype)
-        shapes.append({"tokens": row.input_ids.shape[1], "kernels": kernels, "first_s": first, "again_s": again})
-    by_kernel = Counter(name for shape in shapes for name in shape["kernels"])
-    names = ", ".join(f"{name} in {count} of {_SHAPES} shapes" for name, count in by_kernel.items())
-    ok = not any("math" in name for name in by_kernel) if on_gpu else None
-    yield judged("attention", f"kernel in {dtype}".replace("torch.", ""), ok, names or "none recorded", shapes=shapes)
-    ratio = statistics.median(shape["first_s"] / shape["again_s"] for shape in shapes)
-    slow, fast = (_ms([shape[when] for shape in shapes]) for when in ("first_s", "again_s"))
-    text = f"{_SHAPES} shapes: first {slow}, again {fast} (medians, forward and backward of one layer)"
-    yield judged("attention", "a new shape", ratio < _SLOWER if on_gpu else None, text, ratio=ratio)
+        seconds.append([_once(run, row, device, dtype) for _ in range(2)])
+        kernels.update(_kernels(run, row, device, dtype))
+    first, again = (1000 * statistics.median(times) for times in zip(*seconds, strict=True))
+    record_property(f"kernels in {dtype}, of {_SHAPES} shapes", dict(kernels))
+    record_property("forward and backward of a layer", f"first {first:.1f} ms, again {again:.1f} ms, medians")
+    assert not on_gpu or not any("math" in name for name in kernels)
+    assert not on_gpu or statistics.median(new / old for new, old in seconds) < _SLOWER
 
 
 def _shape(random: Random, completions: int, longest: int) -> PackedRow:
@@ -88,7 +87,3 @@ def _kernels(run: Callable[..., Any], row: PackedRow, device: torch.device, dtyp
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def _ms(seconds: list[float]) -> str:
-    return f"{1000 * statistics.median(seconds):.1f} ms"

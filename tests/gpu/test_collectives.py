@@ -6,122 +6,114 @@ two ranks of one GPU. Left out: what no ZeRO stage calls and gloo refuses or cra
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from common.ports import free_port
-from gpu_check.finding import Finding, judged
-from gpu_check.step import TOY, measured
 from launcher.placement import visible_gpus
+from tests.gpu.test_step import TOY, measured, note
+from tests.support.own_process import in_processes
 from trainer.engine.rank_device import RANK_DEVICES
 
-_RANKS = 2
-_PATIENCE_S = 40  # a way of NCCL that hangs must leave time for the next
-_WAYS: tuple[dict[str, str], ...] = ({}, {"NCCL_P2P_DISABLE": "1"}, {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"})
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
+Record = Callable[[str, object], None]
+
+RANKS = 2
+PATIENCE = timedelta(seconds=40)  # a way of NCCL that hangs must leave time for the next
+WAYS: tuple[dict[str, str], ...] = ({}, {"NCCL_P2P_DISABLE": "1"}, {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"})
 
 
-def findings(on_gpu: bool, scratch: Path) -> Iterator[Finding]:
-    import torch
-
-    device = "cuda" if on_gpu else "cpu"
-    yield _deepspeed(on_gpu, scratch)
-    problem = _ranks("gloo", device, scratch, {})
-    if problem:
-        yield Finding("collectives", "gloo", "fail", problem)
-    else:
-        for name, (ok, value) in json.loads((scratch / "gloo.json").read_text()).items():
-            yield judged("collectives", f"gloo {name}", None if name == "speed" else ok, value)
-    if torch.cuda.device_count() < _RANKS or not on_gpu:
-        yield Finding("collectives", "NCCL", "skipped", "needs two GPUs")
-        return
-    for environment in _WAYS:
-        problem = _ranks("nccl", device, scratch, environment)
-        settings = " ".join(f"{name}=1" for name in environment) or "as it is"
-        if not problem:
-            yield judged("collectives", "NCCL all_reduce", True, f"works {settings}", settings=environment)
-            return
-    yield Finding("collectives", "NCCL all_reduce", "fail", f"{problem}; set trainer.dist_backend=gloo")
+def test_gloo_computes_every_collective_with_tensors_of_the_device(on_gpu: bool, record_property: Record) -> None:
+    found = _ranks("gloo", "cuda" if on_gpu else "cpu")
+    record_property("all_reduce of bfloat16", f"{found.pop('GiB/s'):.2f} GiB/s")
+    assert {name: trouble for name, trouble in found.items() if trouble} == {}
 
 
-def _deepspeed(on_gpu: bool, scratch: Path) -> Finding:
-    """Two ranks of the trainer's own engine, on one GPU."""
-    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--log_level", "critical", "--num_gpus", str(_RANKS)]
-    env, where = dict(os.environ), "the CPU"
+def test_two_ranks_of_deepspeed_make_a_step_over_gloo_on_one_gpu(
+    on_gpu: bool, tmp_path: Path, record_property: Record
+) -> None:
+    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--log_level", "critical", "--num_gpus", str(RANKS)]
+    env = dict(os.environ)
     if on_gpu:
         gpu = visible_gpus(env)[0]
-        own = {RANK_DEVICES: ",".join([str(gpu)] * _RANKS), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        env, where = env | own, f"GPU {gpu}"
+        env |= {RANK_DEVICES: ",".join([str(gpu)] * RANKS), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         env.pop("CUDA_VISIBLE_DEVICES", None)
-    port = ["--master_port", str(free_port())]
-    try:
-        record = measured(scratch, [*launcher, *port], env, **TOY, dist_backend="gloo")
-    except RuntimeError as error:
-        return Finding("collectives", "gloo, a step", "fail", str(error))
-    text = f"{record['ranks']} ranks on {where}, {record['step_s']['median']:.2f} s"
-    return judged("collectives", "gloo, a step", record["ranks"] == _RANKS, text, **record)
+    record = measured(tmp_path, [*launcher, "--master_port", str(free_port())], env, **TOY, dist_backend="gloo")
+    note(record, record_property)
+    assert record["ranks"] == RANKS
 
 
-def _ranks(backend: str, device: str, scratch: Path, environment: dict[str, str]) -> str:
-    """Starts the ranks and waits. Returns what went wrong; empty if nothing."""
-    port, processes = free_port(), []
-    for rank in range(_RANKS):
-        own = {"RANK": str(rank), "WORLD_SIZE": str(_RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = [sys.executable, "-m", "gpu_check.collectives", backend, device, str(scratch / f"{backend}.json")]
-        processes.append(
-            subprocess.Popen(command, env={**os.environ, **environment, **own}, stderr=subprocess.PIPE, text=True)
-        )
-    problem = ""
-    for process in processes:
+def test_nccl_reduces_between_two_gpus_in_one_of_three_ways(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch, record_property: Record
+) -> None:
+    import torch
+
+    if not on_gpu or torch.cuda.device_count() < RANKS:
+        pytest.skip("needs two GPUs")
+    problems = []
+    for way in WAYS:
+        for name, value in way.items():
+            monkeypatch.setenv(name, value)
         try:
-            _, said = process.communicate(timeout=_PATIENCE_S)
-            sys.stderr.write(said)
-            if process.returncode:
-                problem = (said.strip().splitlines() or [f"exit {process.returncode}"])[-1][:200]
-        except subprocess.TimeoutExpired:
-            problem = f"silent for {_PATIENCE_S} s"
-            for other in processes:
-                other.kill()
-    return problem
+            found = _ranks("nccl", "cuda")
+        except Exception as error:
+            problems.append(f"{way}: {error}")
+            continue
+        record_property("NCCL works", " ".join(f"{name}=1" for name in way) or "as it is")
+        assert not found["all_reduce SUM"] and not found["broadcast"], found
+        return
+    pytest.fail(f"set trainer.dist_backend=gloo; {'; '.join(problems)}")
 
 
-def _rank(backend: str, device: str, out: Path) -> None:
-    """One rank: every collective with values whose result is known. Rank 0 writes what it found."""
-    import datetime
+def _ranks(backend: str, device: str) -> dict[str, Any]:
+    """What rank 0 found."""
+    port = free_port()
+    return dict(in_processes(_rank, *((rank, backend, device, port) for rank in range(RANKS)))[0])
 
+
+def _rank(rank: int, backend: str, device: str, port: int) -> dict[str, Any]:
+    """Collective -> what is wrong with its result, "" if nothing; "GiB/s" -> the speed of gradients."""
     import torch
     import torch.distributed as dist
 
-    rank = int(os.environ["RANK"])
     place = torch.device(device, rank % torch.cuda.device_count()) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(place)
-    timeout = datetime.timedelta(seconds=_PATIENCE_S)
-    dist.init_process_group(backend, timeout=timeout, device_id=place if device == "cuda" else None)
-    found = {name: _tried(call, place, rank) for name, call in (CALLS if backend == "gloo" else NCCL_CALLS).items()}
-    found["speed"] = (True, _speed(place))
-    if rank == 0:
-        out.write_text(json.dumps(found))
+    dist.init_process_group(
+        backend,
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=PATIENCE,
+        device_id=place if device == "cuda" else None,
+    )
+    calls = _calls()
+    names = calls if backend == "gloo" else ("all_reduce SUM", "broadcast")
+    found: dict[str, Any] = {name: _trouble(calls[name], place, rank) for name in names}
+    found["GiB/s"] = _speed(place)
     dist.barrier()
     dist.destroy_process_group()
+    return found
 
 
-def _tried(call: Callable[[Any, int], tuple[Any, list[float]]], place: Any, rank: int) -> tuple[bool, str]:
+def _trouble(call: Callable[[Any, int], tuple[Any, list[float]]], place: Any, rank: int) -> str:
     try:
         result, expected = call(place, rank)
     except RuntimeError as error:
-        return False, f"refused: {str(error).splitlines()[0][:120]}"
+        return f"refused: {str(error).splitlines()[0][:120]}"
     right = result.float().flatten().tolist() == expected
-    return right, "right" if right else f"{result.tolist()} instead of {expected}"
+    return "" if right else f"{result.tolist()} instead of {expected}"
 
 
-def _speed(place: Any) -> str:
-    """all_reduce of bfloat16, as gradients are reduced."""
+def _speed(place: Any) -> float:
+    """GiB/s of an all_reduce of bfloat16, as gradients are reduced."""
     import torch
     import torch.distributed as dist
 
@@ -132,7 +124,7 @@ def _speed(place: Any) -> str:
     dist.all_reduce(tensor)
     if place.type == "cuda":
         torch.cuda.synchronize()
-    return f"{size / 2**30 / (time.perf_counter() - start):.2f} GiB/s of bfloat16 gradients"
+    return size / 2**30 / (time.perf_counter() - start)
 
 
 def _calls() -> dict[str, Callable[[Any, int], tuple[Any, list[float]]]]:
@@ -194,10 +186,3 @@ def _calls() -> dict[str, Callable[[Any, int], tuple[Any, list[float]]]]:
         "all_to_all_single": all_to_all,
         "reduce_scatter_tensor": reduce_scatter,
     }
-
-
-CALLS = _calls() if __name__ == "__main__" else {}
-NCCL_CALLS = {name: call for name, call in CALLS.items() if name in ("all_reduce SUM", "broadcast")}
-
-if __name__ == "__main__":
-    _rank(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

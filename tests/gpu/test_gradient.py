@@ -6,31 +6,36 @@ float32 gradient than twice what plain forwards are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from gpu_check.finding import Finding, judged
 from model.logprobs import load_causal_lm, score_row
 from model.packing import pack
 from tools.benchmarks.cells import make_model
+
+pytestmark = pytest.mark.gpu
 
 _PROMPT, _COMPLETIONS = list(range(3, 40)), [list(range(40, 90)), list(range(90, 100)), list(range(100, 164))]
 _FLOAT32 = 1e-4  # of the gradient's norm; TF32 products would give 1e-3
 
 
-def findings(on_gpu: bool, scratch: Path) -> Iterator[Finding]:
-    make_model("1m", scratch / "model")
+def test_packed_rows_have_the_gradient_of_plain_forwards(
+    on_gpu: bool, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    make_model("1m", tmp_path / "model")
     device = "cuda" if on_gpu else "cpu"
-    truth = _gradient(scratch, "float32", device, is_packed=False)
-    packed = _distance(_gradient(scratch, "float32", device, is_packed=True), truth)
-    yield judged("gradient", "packed against dense, float32", packed < _FLOAT32, f"{packed:.1e}", error=packed)
-    half, plain = (_distance(_gradient(scratch, "bfloat16", device, kind), truth) for kind in (True, False))
-    text = f"{half:.1e} from float32, dense {plain:.1e}"
-    yield judged("gradient", "packed against dense, bfloat16", half < 2 * plain, text, packed=half, dense=plain)
+    truth = _gradient(tmp_path, "float32", device, is_packed=False)
+    packed = _distance(_gradient(tmp_path, "float32", device, is_packed=True), truth)
+    half, plain = (_distance(_gradient(tmp_path, "bfloat16", device, kind), truth) for kind in (True, False))
+    record_property("packed from plain, float32", f"{packed:.1e}")
+    record_property("from float32, bfloat16", f"packed {half:.1e}, plain {plain:.1e}")
+    assert packed < _FLOAT32
+    assert half < 2 * plain
 
 
 def _gradient(folder: Path, dtype: str, device: str, is_packed: bool) -> Tensor:

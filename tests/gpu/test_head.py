@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from gpu_check.finding import Finding, judged
 from model import log_softmax
 from model.log_softmax import LogSoftmaxAt
+
+pytestmark = pytest.mark.gpu
 
 _TOKENS, _QWEN = 1024, 151_936  # trainer.logprob_chunk_size, and the vocabulary of Qwen2.5
 _TEMPERATURE = 0.9
@@ -20,28 +21,23 @@ _VALUES = 1e-4  # of log-probs and entropies: both are computed in float32
 _GRADIENT = 2**-7  # of its norm: a bfloat16's last bit
 
 
-def findings(on_gpu: bool, scratch: Path) -> Iterator[Finding]:
+def test_the_compiled_head_has_the_numbers_of_the_plain_one(
+    on_gpu: bool, record_property: Callable[[str, object], None]
+) -> None:
     device, rows, vocab = ("cuda", _TOKENS, _QWEN) if on_gpu else ("cpu", 16, 500)
     torch.manual_seed(0)
     logits = 3 * torch.randn(rows, vocab, device=device).bfloat16()
     targets = torch.randint(0, vocab, (rows,), device=device)
-    ways: dict[str, Callable[[Tensor], Any]] = {
-        "plain": lambda z: _by_autograd(z.float() / _TEMPERATURE, targets),
-        "compiled": lambda z: LogSoftmaxAt.apply(z, targets, None, _TEMPERATURE, True, False)[:2],
-    }
-    measured = {name: _measured(way, logits) for name, way in ways.items()}
-    plain, ours = measured["plain"], measured["compiled"]
+    plain = _measured(lambda z: _by_autograd(z.float() / _TEMPERATURE, targets), logits)
+    ours = _measured(lambda z: LogSoftmaxAt.apply(z, targets, None, _TEMPERATURE, True, False)[:2], logits)
+    for name, found in (("plain", plain), ("compiled", ours)):
+        text = f"{found['s'] * 1e3:.2f} ms, {found['gib']:.2f} GiB"
+        record_property(f"{name}, {rows} × {vocab} tokens", text)
     values = max(float((a - b).abs().max()) for a, b in zip(plain["values"], ours["values"], strict=True))
     gradient = float((plain["gradient"] - ours["gradient"]).float().norm() / plain["gradient"].float().norm())
-    ok = values < _VALUES and gradient < _GRADIENT
-    text = f"values {values:.1e}, gradient {gradient:.1e} of its norm"
-    yield judged("head", "compiled against plain, bfloat16", ok, text, values=values, gradient=gradient)
-    is_compiled = not log_softmax._uncompiled
-    said = "" if is_compiled else "not compiled, see the log: "
-    text = f"{said}{ours['s'] * 1e3:.2f} ms and {ours['gib']:.2f} GiB, plain {plain['s'] * 1e3:.2f} ms and "
-    figures = {f"{name}_{what}": measured[name][what] for name in ways for what in ("s", "gib")}
-    text += f"{plain['gib']:.2f} GiB, {rows} × {vocab} tokens"
-    yield judged("head", "seconds and memory", is_compiled if on_gpu else None, text, **figures)
+    record_property("apart", f"values {values:.1e}, gradient {gradient:.1e} of its norm")
+    assert values < _VALUES and gradient < _GRADIENT
+    assert not on_gpu or not log_softmax._uncompiled
 
 
 def _measured(way: Callable[[Tensor], Any], logits: Tensor) -> dict[str, Any]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_check.finding import Finding, judged
-from gpu_check.running import run
+import pytest
+
 from launcher.machine import GIB, ROOT
+from tests.support.own_process import run
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+Record = Callable[[str, object], None]
 
 TOY = {"model": "1m", "groups": 2, "generations": 4, "prompt": 64, "completion": 8, "steps": 2, "warmup": 1}
 _STEP = {"groups": 4, "generations": 8, "prompt": 384, "completion": 256, "steps": 3, "warmup": 2}
@@ -22,21 +26,28 @@ _FASTER_AIM = 2.0
 _MEMORY = 1.1  # of plan's estimate
 
 
-def findings(on_gpu: bool, scratch: Path) -> Iterator[Finding]:
-    name, small = ("0.5B", _SMALL) if on_gpu else ("1M", TOY)
-    packed = measured(scratch, **small)
-    yield from _said(name, packed, on_gpu)
-    padded = measured(scratch, **small, packing="off")
-    times = padded["step_s"]["median"] / packed["step_s"]["median"]
-    is_fast = times >= _FASTER_AIM if on_gpu else None
-    text = f"{times:.1f} × as fast; the aim on a GPU is {_FASTER_AIM:g}"
-    yield judged("step", f"{name}, packed over padded", is_fast, text, times=times)
-    if on_gpu:
-        import torch
+def test_shared_prompts_are_faster_than_padded_rows_and_a_step_fits_in_what_plan_says(
+    on_gpu: bool, tmp_path: Path, record_property: Record
+) -> None:
+    options = _SMALL if on_gpu else TOY
+    packed = measured(tmp_path, **options)
+    times = measured(tmp_path, **options, packing="off")["step_s"]["median"] / packed["step_s"]["median"]
+    note(packed, record_property)
+    record_property("packed over padded", f"{times:.1f} × as fast")
+    assert not on_gpu or times >= _FASTER_AIM
+    assert not on_gpu or fits(packed)
 
-        whole = torch.cuda.get_device_properties(0).total_memory > _WHOLE
-        large = measured(scratch, **_LARGE, lora=0 if whole else 16)
-        yield from _said("1.5B" if whole else "1.5B, LoRA", large, on_gpu, _MFU_AIM if whole else None)
+
+def test_a_step_of_one_and_a_half_billion_parameters(on_gpu: bool, tmp_path: Path, record_property: Record) -> None:
+    import torch
+
+    if not on_gpu:
+        pytest.skip("needs a GPU")
+    whole = torch.cuda.get_device_properties(0).total_memory > _WHOLE
+    record = measured(tmp_path, **_LARGE, lora=0 if whole else 16)
+    note(record, record_property)
+    assert fits(record)
+    assert not whole or record["mfu"] is None or record["mfu"] >= _MFU_AIM
 
 
 def measured(
@@ -55,17 +66,12 @@ def _words(name: str, value: Any) -> list[str]:
     return [option] if value is True else [option, str(value)]
 
 
-def _said(what: str, record: dict[str, Any], on_gpu: bool, aim: float | None = None) -> Iterator[Finding]:
-    """Memory is judged on a GPU alone: on a CPU the program itself is larger than a toy."""
-    seconds, mfu = record["step_s"]["median"], record["mfu"]
-    yield Finding("step", f"{what}, seconds", "figure", f"{seconds:.2f} s", record)
-    if mfu is None:
-        text = f"{record['device']} has no data sheet in launcher/compute_time.py"
-        yield Finding("step", f"{what}, MFU", "skipped", text)
-    else:
-        text = f"{100 * mfu:.0f} % of the peak" + (f"; the aim is {100 * aim:.0f} %" if aim else "")
-        yield judged("step", f"{what}, MFU", None if aim is None else mfu >= aim, text, mfu=mfu)
-    peak, estimate = record["peak_memory_gib"], record["estimated_gib"]
-    text = f"{peak:.1f} GiB, plan says {estimate:.1f} GiB"
-    fits = peak <= _MEMORY * estimate if on_gpu else None
-    yield judged("step", f"{what}, memory", fits, text, peak=peak, estimate=estimate)
+def note(record: dict[str, Any], record_property: Record) -> None:
+    mfu = "its peak is not known" if record["mfu"] is None else f"{100 * record['mfu']:.0f} % of the peak"
+    record_property("a step", f"{record['step_s']['median']:.2f} s, {mfu}")
+    record_property("memory", f"{record['peak_memory_gib']:.1f} GiB, plan says {record['estimated_gib']:.1f} GiB")
+
+
+def fits(record: dict[str, Any]) -> bool:
+    """On a CPU the program itself is larger than a toy."""
+    return bool(record["peak_memory_gib"] <= _MEMORY * record["estimated_gib"])

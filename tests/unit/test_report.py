@@ -157,7 +157,7 @@ def test_curves_without_a_run_name_what_is_missing(tmp_path):
         write_curves(tmp_path)
 
 
-def test_the_command_draws_prints_and_exits_2_for_a_wrong_folder(tmp_path, capsys, unarranged, without_plots):
+def test_the_command_draws_prints_and_exits_2_for_a_wrong_folder(tmp_path, capsys, unarranged):
     assert main([str(write_run(tmp_path / "run", 2, (evaluation(0, 210), evaluation(2, 370))))]) == 0
     output = capsys.readouterr().out
     assert output.startswith("held-out answer: 41.0 % → 72.3 %")
@@ -176,9 +176,7 @@ def test_the_command_draws_prints_and_exits_2_for_a_wrong_folder(tmp_path, capsy
         ((0, 512), "held-out mine: 0.0 % → 100.0 %  (n = 512; 95 % intervals [0.0, 0.7] → [99.3, 100.0])"),
     ],
 )
-def test_a_reward_of_ones_own_is_compared_by_its_mean_if_nothing_ever_earned_its_full_marks(
-    tmp_path, without_plots, right, line
-):
+def test_a_reward_of_ones_own_is_compared_by_its_mean_if_nothing_ever_earned_its_full_marks(tmp_path, right, line):
     records = [
         {"step": step, "n": 512, "problems": 512, "full_marks": {"mine": marks}, "mean": {"mine": mean}}
         for step, marks, mean in zip((0, 20), right, (0.1, 0.3), strict=True)

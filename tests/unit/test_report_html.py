@@ -130,7 +130,7 @@ def test_the_page_says_what_happened(page):
     assert text.index("Worst samples") < text.index("Best samples") < text.index("Settings")
 
 
-def test_turns_show_who_wrote_them_and_how_calls_changed_over_the_run(tmp_path, without_plots):
+def test_turns_show_who_wrote_them_and_how_calls_changed_over_the_run(tmp_path):
     log = MetricsLog(tmp_path)
     for step in range(1, 21):
         log.log(step, {"reward": 0.0, "rollout/turns": 2.0, "rollout/tool_calls": step / 10, "rollout/failures": 1.0})
@@ -161,7 +161,7 @@ def test_seconds_are_split_by_activity_and_the_rest_is_named():
     assert time_split([{"step": 1}]) == []
 
 
-def test_samples_are_the_extremes_of_the_last_quarter_and_a_dead_group_is_shown(tmp_path, without_plots):
+def test_samples_are_the_extremes_of_the_last_quarter_and_a_dead_group_is_shown(tmp_path):
     log = MetricsLog(tmp_path)
     for step in range(1, 9):
         log.log(step, {"reward": 0.0, "frac_reward_zero_std": 0.25})

@@ -156,7 +156,7 @@ def test_a_folder_in_use_is_refused(tmp_path, capsys):
 
 
 @pytest.fixture
-def undrawn(monkeypatch, without_plots):
+def undrawn(monkeypatch):
     """Pictures that nobody looks at are empty."""
     png = "matplotlib.backends.backend_agg.FigureCanvasAgg.print_png"
     monkeypatch.setattr(png, lambda canvas, file, metadata: file.write(b"PNG"))

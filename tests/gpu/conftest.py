@@ -1,0 +1,70 @@
+"""`bash launch.sh gpu-check`: what a GPU must do, offline, with random weights. docs/gpu.md says which test fails when.
+
+With --cpu the same tests run at toy size, where speeds are figures and never verdicts. A test's figures are properties
+in the JUnit XML and lines at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.exits import USER_ERROR
+
+PARTS = ("machine", "attention", "gradient", "head", "collectives", "together", "reloads", "step")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu", action="store_true", help="toy size on the CPU, also where there is a GPU")
+    parser.addoption("--only", default="", metavar="PART,…", help=f"parts, joined by commas: {', '.join(PARTS)}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before torch is imported, in every worker."""
+    if wrong := _asked(config) - set(PARTS):
+        message = f"tandem: --only {min(wrong)}: there is no such part; parts are {', '.join(PARTS)}"
+        pytest.exit(message, USER_ERROR)
+    if config.getoption("cpu", False):
+        os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    part, asked = collection_path.stem.removeprefix("test_"), _asked(config)
+    return True if asked and part in PARTS and part not in asked else None
+
+
+def _asked(config: pytest.Config) -> set[str]:
+    """Nothing = all."""
+    return set(filter(None, str(config.getoption("only", "")).split(",")))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, [])]
+    for report in reports:
+        for what, value in getattr(report, "user_properties", []):
+            terminalreporter.write_line(f"{report.location[2]}: {what}: {value}")
+
+
+@pytest.fixture(scope="session")
+def on_gpu(pytestconfig: pytest.Config) -> bool:
+    import torch
+
+    if pytestconfig.getoption("cpu", False):
+        return False
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU; bash launch.sh gpu-check --cpu tries the same at toy size")
+    return True
+
+
+@pytest.fixture(autouse=True)
+def memory_given_back() -> Iterator[None]:
+    """The next test may start processes that need it."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
