@@ -12,25 +12,19 @@ import yaml
 from common.config import Config
 from common.redact import redacted
 
-_OF_THE_MACHINE = (
-    "channel",
-    "weights.dir",
-    "run.output_dir",
-    "run.report_to",
-    "run.resume",
-    "run.record",
-    "run.replay",
-)
-_DATA_FILES = (".jsonl", ".json", ".parquet")
-SOURCE = re.compile(r"(?P<name>[^:@\[]+)(?::(?P<subset>[^@]+))?(?:@(?P<split>.+))?")
+_OF_THE_MACHINE: Any = {  # as pydantic's `exclude` takes it
+    "channel": True,
+    "weights": {"dir"},
+    "run": {"output_dir", "report_to", "resume", "record", "replay"},
+}
+_FILES = (".jsonl", ".json", ".parquet", ".gguf")
 
 
 def hub_id(source: str) -> str | None:
     """openai/gsm8k:main@train[:512] → openai/gsm8k; None for what is a file or folder of this machine."""
-    found = SOURCE.match(source)
-    name = found["name"] if found else source
-    is_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith((*_DATA_FILES, ".gguf"))
-    return None if is_local or Path(name).exists() else name
+    name = re.split(r"[:@\[]", source, maxsplit=1)[0]
+    is_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(_FILES)
+    return None if is_local or "://" in source or Path(name).exists() else name
 
 
 def shown_path(value: str) -> str:
@@ -49,13 +43,7 @@ def base_model(path: str) -> str:
 
 def public_settings(config: Config) -> str:
     """YAML of all that differs from the defaults, for `launch.sh run`, without what only concerned one machine."""
-    given = redacted(config.model_dump(mode="json", exclude_defaults=True))
-    for name in _OF_THE_MACHINE:
-        section, _, key = name.partition(".")
-        if key:
-            given.get(section, {}).pop(key, None)
-        else:
-            given.pop(section, None)
+    given = redacted(config.model_dump(mode="json", exclude_defaults=True, exclude=_OF_THE_MACHINE))
     kept = {section: value for section, value in given.items() if value != {}}
     return str(yaml.safe_dump(_without_folders(kept), sort_keys=False, allow_unicode=True, width=100)).rstrip()
 
@@ -66,11 +54,3 @@ def _without_folders(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_folders(item) for item in value]
     return shown_path(value) if isinstance(value, str) else value
-
-
-def listed(value: str | list[str] | None) -> list[str]:
-    return [value] if isinstance(value, str) else list(value or ())
-
-
-def code(text: object) -> str:
-    return f"`{text}`"

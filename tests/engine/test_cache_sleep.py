@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gpu_check.sleep import sleeping
 
 from common.config import Config
 from sampler.completions import SamplingParams
 from sampler.engine import Engine
 from sampler.reload import reload
 from tests.support.plain_policy import PlainPolicy
+from tests.support.sleeping import sleeping
 from tests.support.tiny import tiny_model
 
 pytestmark = pytest.mark.timeout(300)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 
 from common.exits import USER_ERROR
 
+Record = Callable[[str, object], None]
 PARTS = ("machine", "attention", "gradient", "head", "collectives", "together", "reloads", "step")
 
 
@@ -59,6 +60,12 @@ def on_gpu(pytestconfig: pytest.Config) -> bool:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU; bash launch.sh gpu-check --cpu tries the same at toy size")
     return True
+
+
+@pytest.fixture
+def record_property(record_property: Record) -> Record:
+    """Values as text: a worker cannot send others."""
+    return lambda name, value: record_property(name, str(value))
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 from functools import partial
@@ -71,17 +72,10 @@ def card_of(run: Path, version: int = 60) -> huggingface_hub.ModelCard:
 
 
 def test_the_front_matter_is_what_the_hub_reads(tmp_path: Path) -> None:
-    card = card_of(run_folder(tmp_path, evaluation(0, 128, 256), evaluation(20, 200, 300), evaluation(60, 384, 512)))
-    data = card.data.to_dict()
+    data = card_of(run_folder(tmp_path, evaluation(0, 128, 256), evaluation(60, 384, 512))).data.to_dict()
     assert data["base_model"] == "Qwen/Qwen2.5-0.5B-Instruct" and data["base_model_relation"] == "finetune"
     assert data["datasets"] == ["openai/gsm8k"] and data["library_name"] == "transformers"
     assert data["tags"] == ["tandem", "reinforcement-learning", "grpo"] and data["pipeline_tag"] == "text-generation"
-    assert "license" not in data  # the base model's card is not on this machine
-    answer, formatted = card.data.eval_results
-    assert card.data.model_name == "my_run"
-    assert (answer.dataset_type, answer.dataset_config, answer.dataset_split) == ("openai/gsm8k", "main", "test")
-    assert (answer.metric_type, answer.metric_value, formatted.metric_value) == ("accuracy", 0.75, 1.0)
-    assert answer.metric_name == "answer: accuracy, 95 % interval [0.711, 0.786], n = 512"
 
 
 def test_before_and_after_stand_side_by_side_with_intervals(tmp_path: Path) -> None:
@@ -89,73 +83,53 @@ def test_before_and_after_stand_side_by_side_with_intervals(tmp_path: Path) -> N
     text = str(card_of(run_folder(tmp_path, evaluation(0, 128, 256), evaluation(60, 384, 512))))
     line = next(line for line in text.splitlines() if line.startswith("| answer"))
     assert line == "| answer (full mark 1) | 25.0 % [21.4, 28.9] | 75.0 % [71.1, 78.6] | 0.25 | 0.25 |"
-    assert "on `openai/gsm8k:main@test`: 512 completions of 512 problems, temperature 0" in text
+    assert "on openai/gsm8k:main@test: 512 completions of 512 problems, temperature 0" in text
     assert "Before: version 0. After: version 60, the one in this folder." in text
 
 
-def test_the_training_is_told_in_full(tmp_path: Path) -> None:
+def test_it_says_what_was_trained_on_what_by_what(tmp_path: Path) -> None:
     text = str(card_of(run_folder(tmp_path)))
-    for line in (
-        "| Base model | `Qwen/Qwen2.5-0.5B-Instruct`, bfloat16 |",
-        "| Data | `openai/gsm8k:main@train[:512]` |",
-        "| Rewards | `answer` × 1, `format` × 0.5 |",
-        "| Advantages | `grpo`, scaled by group |",
-        "| Loss | `grpo`, token ratios clipped to [0.8, 1.2] |",
-        "| KL | beta 0.04, k3, in the loss, to the base model |",
-        "| Batch | 8 problems × 8 completions a step, on policy |",
-        "| Trained | 60 of 60 optimizer steps, 245,760 completion tokens, 1:00 |",
-        "| Hardware | trainer: 2 ranks, NVIDIA H100 |",
-        "| Software | Tandem at commit 0123456789abcdef with changes, torch 2.13.0, vllm 0.32.0, deepspeed 0.19.8, "
-        "transformers 5.19.0, Python 3.11.9 |",
-    ):
-        assert line in text
-    assert "git checkout 0123456789abcdef\nbash launch.sh run settings.yaml" in text
-
-
-def test_what_answered_the_model_between_its_turns_is_named(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path, rollout={"tools": ["/home/me/tools.py:calculator"], "max_turns": 4})
-    assert "| Turns | up to 4 in a completion, answered by `…/tools.py:calculator` |" in str(card_of(folder))
+    assert "This is version 60 of the policy: 60 optimizer steps, 245,760 completion tokens, 1:00, on `openai/" in text
+    assert "2 trainer ranks, NVIDIA H100; Python 3.11.9, torch 2.13.0, vllm 0.32.0, deepspeed 0.19.8, " in text
+    assert "peft" not in text and "commit 0123456789abcdef with changes." in text
 
 
 def test_a_run_without_evaluations_has_no_number_of_them(tmp_path: Path) -> None:
     card = card_of(run_folder(tmp_path))
     assert "the run made no held-out evaluation of it" in str(card)
-    assert "model-index" not in card.data.to_dict() and "%" not in str(card).split("## Training")[0]
+    assert "%" not in str(card).split("## Use")[0]
 
 
 def test_a_version_that_was_not_evaluated_does_not_borrow_from_another(tmp_path: Path) -> None:
     run = run_folder(tmp_path, evaluation(0, 128, 256), evaluation(20, 300, 400), evaluation(60, 384, 512))
     card = card_of(run, version=40)
     assert "| answer (full mark 1) | 25.0 % [21.4, 28.9] | – | 0.25 | – |" in str(card)
-    assert "Version 40 itself was not evaluated." in str(card) and "model-index" not in card.data.to_dict()
+    assert "Version 40 itself was not evaluated." in str(card)
 
 
 def test_with_an_evaluation_at_the_end_alone_nothing_is_before(tmp_path: Path) -> None:
     card = card_of(run_folder(tmp_path, evaluation(60, 384, 512)))
     assert "| answer (full mark 1) | – | 75.0 % [71.1, 78.6] | – | 0.25 |" in str(card)
-    assert "Before:" not in str(card) and len(card.data.eval_results) == 2
+    assert "Before:" not in str(card)
 
 
-def test_a_reward_of_ones_own_that_never_has_full_marks_is_given_as_a_mean_as_in_the_report(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("marks", "line"),
+    [
+        ((0, 0), "| style | – | – | 0.125 | 0.375 |"),
+        ((0, 128), "| style (full mark 1) | 0.0 % [0.0, 0.7] | 25.0 % [21.4, 28.9] | 0.125 | 0.375 |"),
+    ],
+)
+def test_a_reward_of_ones_own_has_an_accuracy_if_it_ever_gave_full_marks_as_in_the_report(
+    marks: tuple[int, int], line: str, tmp_path: Path
+) -> None:
     """Those of a built-in reward are known: nothing had them, so 0 % is what was measured."""
     records = [evaluation(version, 9, 0) for version in (0, 60)]
-    for record, mean in zip(records, (0.125, 0.375), strict=True):
-        record["full_marks"]["style"], record["mean"]["style"] = 0, mean
+    for record, count, mean in zip(records, marks, (0.125, 0.375), strict=True):
+        record["full_marks"]["style"], record["mean"]["style"] = count, mean
     own = {"reward_funcs": ["answer", "format", "my_task/style.py:style"]}
-    card = card_of(run_folder(tmp_path, *records, rewards=own))
-    answer, formatted, style = card.data.eval_results
-    assert (answer.metric_type, formatted.metric_type, formatted.metric_value) == ("accuracy", "accuracy", 0.0)
-    assert (style.metric_type, style.metric_value, style.metric_name) == ("mean", 0.375, "style: mean score, n = 512")
-    assert "| style | – | – | 0.125 | 0.375 |" in str(card)
-
-
-def test_a_reward_of_ones_own_that_once_had_full_marks_has_an_accuracy(tmp_path: Path) -> None:
-    before, after = evaluation(0, 9, 9), evaluation(60, 9, 9)
-    before["full_marks"]["style"], after["full_marks"]["style"] = 0, 128
-    before["mean"]["style"] = after["mean"]["style"] = 0.5
-    own = {"reward_funcs": ["answer", "format", "my_task/style.py:style"]}
-    *_, style = card_of(run_folder(tmp_path, before, after, rewards=own)).data.eval_results
-    assert (style.metric_type, style.metric_value) == ("accuracy", 0.25)
+    text = str(card_of(run_folder(tmp_path, *records, rewards=own)))
+    assert line in text and "| 0.0 % [0.0, 0.7] | 0.0 % [0.0, 0.7] | 1 | 1 |" in text
 
 
 def test_the_settings_in_the_card_start_the_same_run(tmp_path: Path) -> None:
@@ -183,18 +157,7 @@ def test_neither_secrets_nor_folders_of_this_machine_are_published(tmp_path: Pat
     for secret in ("somebody", "hf_verysecret", "me:word", "10.1.2.3", str(tmp_path)):
         assert secret not in str(card)
     assert "…/qwen" in str(card) and "…/a.jsonl" in str(card) and "hf_token: '***'" in str(card)
-    assert "base_model" not in card.data.to_dict() and card.data.eval_results[0].dataset_type == "custom"
-
-
-def test_the_license_is_that_of_the_base_models_own_card(tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    base.mkdir()
-    (base / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: [en]\ntags: [chat]\n---\n# Base\n")
-    run = run_folder(tmp_path, model={"path": str(base)})
-    data = card_of(run).data.to_dict()
-    assert (data["license"], data["language"]) == ("apache-2.0", ["en"]) and "chat" not in data["tags"]
-    (base / "README.md").write_text("---\nlicense: [unclosed\n---\n")
-    assert "license" not in card_of(run).data.to_dict()
+    assert not {"base_model", "datasets"} & set(card.data.to_dict())
 
 
 def test_a_converted_gguf_file_is_named_by_its_contents(tmp_path: Path) -> None:
@@ -202,7 +165,7 @@ def test_a_converted_gguf_file_is_named_by_its_contents(tmp_path: Path) -> None:
     base.mkdir()
     (base / "source.json").write_text('{"file": "SmolLM2-135M.Q8_0.gguf", "sha256": "b179c9"}')
     text = str(card_of(run_folder(tmp_path, model={"path": str(base)})))
-    assert "| Base model | `SmolLM2-135M.Q8_0.gguf, sha256 b179c9`, bfloat16 |" in text
+    assert "`SmolLM2-135M.Q8_0.gguf, sha256 b179c9`, trained with" in text
 
 
 def test_adapters_belong_to_peft(tmp_path: Path) -> None:
@@ -211,22 +174,6 @@ def test_adapters_belong_to_peft(tmp_path: Path) -> None:
     card = card_of(run)
     assert card.data.library_name == "peft" and card.data.to_dict()["base_model_relation"] == "adapter"
     assert "lora" in card.data.tags and "AutoPeftModelForCausalLM" in str(card)
-    assert "| Adapters | LoRA of rank 16, alpha 32, on `all-linear` |" in str(card)
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "line"),
-    [
-        ({"loss_type": "cispo", "epsilon_high": 5.0}, "| Loss | `cispo`, ratios capped at 5 |"),
-        ({"loss": "my_task/loss.py:reinforce"}, "| Loss | `grpo`, own objective `my_task/loss.py:reinforce` |"),
-        ({"delta": 4.0, "epsilon_high": 0.28}, "| Loss | `grpo`, token ratios clipped to [0.8, 1.28], dual clip 4 |"),
-        ({"beta": 0.0}, "| KL | none (beta 0) |"),
-        ({"beta": 0.1, "kl_in_reward": True}, "| KL | beta 0.1, k3, subtracted from the reward, to the base model |"),
-        ({"adv_estimator": "gae", "lam": 0.95}, "| Critic | learning rate 1e-05, gamma 1, lambda 0.95 |"),
-    ],
-)
-def test_every_objective_has_its_own_words(tmp_path: Path, algorithm: dict[str, Any], line: str) -> None:
-    assert line in str(card_of(run_folder(tmp_path, algorithm=algorithm)))
 
 
 def test_hub_ids_are_told_from_files_and_folders(tmp_path: Path) -> None:
@@ -288,7 +235,7 @@ def test_whichever_file_operation_is_the_last_one_final_is_whole_with_its_card_o
                 (final / "model.safetensors").read_text()[0],
                 huggingface_hub.ModelCard.load(final / "README.md"),
             )
-            found.add((number, card.data.eval_results[0].metric_value))
+            found.add((number, *re.findall(r"^\| answer .*? \| .*? \| ([\d.]+) %", str(card), re.MULTILINE)))
             assert sorted(path.name for path in final.iterdir()) == [
                 "README.md",
                 "config.json",
@@ -297,7 +244,7 @@ def test_whichever_file_operation_is_the_last_one_final_is_whole_with_its_card_o
             ]
         if not was_killed:
             break
-    assert n > 10 and found == {("1", 0.25), ("2", 0.75)}
+    assert n > 10 and found == {("1", "25.0"), ("2", "75.0")}
 
 
 def test_a_full_disk_is_waited_for_with_the_card_as_with_the_model(
@@ -328,7 +275,7 @@ def test_the_best_version_is_described_and_not_the_last_one(tmp_path: Path) -> N
         partial(write_model_card, run)
     )
     card = huggingface_hub.ModelCard.load(run / "final" / "README.md")
-    assert card.data.eval_results[0].metric_value == 0.75 and "This is version 20 of the policy" in str(card)
+    assert "| 75.0 % [71.1, 78.6] |" in str(card) and "This is version 20 of the policy" in str(card)
 
 
 def test_the_environment_is_what_is_installed_here(tmp_path: Path) -> None:
