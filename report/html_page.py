@@ -12,7 +12,6 @@ import json
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
 from common.durable import write_file
@@ -33,14 +32,6 @@ TROUBLE = (  # totals that are 0 in a quiet run
     ("tombstones", "groups that could not be produced and trained nothing"),
     ("skipped_steps", "optimizer steps that were not finite and were skipped"),
     ("disk_retries", "file operations that had to be repeated"),
-)
-TURNS = (  # of runs with an environment or tools
-    ("rollout/turns", "turns of the model"),
-    ("rollout/tool_calls", "calls of tools"),
-    ("rollout/tool_errors", "calls that failed"),
-    ("rollout/observed_tokens", "tokens that its tools or environment wrote"),
-    ("rollout/environment_s", "seconds in tools or environment"),
-    ("rollout/max_turns_ratio", "share that ended because rollout.max_turns was reached"),
 )
 TRAINER_TIME = {  # of a step's wall time on rank 0, in the order in which a step spends it
     "waiting for groups": "wait/trainer_s",
@@ -96,11 +87,9 @@ def content_of(folder: Path) -> dict[str, Any]:
         "problems": evaluations[-1].get("problems", evaluations[-1]["n"]) if evaluations else 0,
         "curves": _png(folder / "curves.png"),
         "time": time_split(rows),
-        "speed": _speed(rows),
         "trouble": _trouble(rows),
-        "turns": turn_table(rows),
-        "failed_rollouts": f"{sum(row.get('rollout/failures') or 0 for row in rows):,.0f}",
-        "dead": _dead(rows, samples),
+        "failed_rollouts": int(sum(row.get("rollout/failures") or 0 for row in rows)),
+        "dead": _dead(samples),
         "samples": chosen_samples(samples),
         "settings": sorted(_flat(redacted(config))),
     }
@@ -171,26 +160,6 @@ def time_split(rows: Rows) -> list[dict[str, Any]]:
     return bars
 
 
-def _speed(rows: Rows) -> list[tuple[str, str]]:
-    medians = (
-        ("e2e_tps", "tokens per second and device, end to end"),
-        ("update_tps", "… of the update alone"),
-        ("vllm_tps", "… of the generation alone"),
-        ("tokens_per_second", "completion tokens per second of a step"),
-        ("step_time", "seconds of a step"),
-    )
-    measured = [(text, key, [row[key] for row in rows if row.get(key) is not None]) for key, text in medians]
-    speed = [(f"{text} ({key}, median)", _number(median(values))) for text, key, values in measured if values]
-    if first := [row["timing/first_step_s"] for row in rows if row.get("timing/first_step_s")]:
-        speed.append(("seconds from the trainer's start to its first step", f"{first[0]:.1f}"))
-    return speed
-
-
-def _number(value: float) -> str:
-    """4707.7 → "4,708", 1.1764 → "1.176"."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
 def _trouble(rows: Rows) -> list[tuple[str, str, str]]:
     """(metric, total, meaning) of everything that is not 0 and should be."""
     newest = rows[-1] if rows else {}
@@ -201,27 +170,13 @@ def _trouble(rows: Rows) -> list[tuple[str, str, str]]:
     return totals + [(key, f"{value:g}", "counter of the link") for key, value in counters.items()]
 
 
-def turn_table(rows: Rows) -> list[tuple[str, str, str]]:
-    """(what, mean of the run's first tenth of steps, of its last); [] of a run of single turns."""
-    measured = [(text, [row[key] for row in rows if row.get(key) is not None]) for key, text in TURNS]
-    tenth = max(1, len(rows) // 10)
-    return [(text, _number(fmean(x[:tenth])), _number(fmean(x[-tenth:]))) for text, x in measured if x]
-
-
-def _dead(rows: Rows, samples: Rows) -> dict[str, Any]:
-    """Shares in the first and the last tenth, and a group whose best and worst completion scored the same."""
-    shares = [row["frac_reward_zero_std"] for row in rows if row.get("frac_reward_zero_std") is not None]
-    tenth = max(1, len(shares) // 10)
-    rewards: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
+def _dead(samples: Rows) -> dict[str, Any]:
+    """How many groups are in samples.jsonl, how many had a best and a worst of the same score, the last of these."""
+    groups: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
     for record in samples:
-        rewards.setdefault((record["step"], record["group_id"]), []).append(record)
-    dead = [group for group in rewards.values() if len(group) > 1 and len({r["reward"] for r in group}) == 1]
-    return {
-        "shares": (100 * fmean(shares[:tenth]), 100 * fmean(shares[-tenth:])) if shares else None,
-        "logged": len(rewards),
-        "dead": len(dead),
-        "example": shortened(dead[-1][0]) if dead else None,
-    }
+        groups.setdefault((record["step"], record["group_id"]), []).append(record)
+    dead = [group for group in groups.values() if len(group) > 1 and len({r["reward"] for r in group}) == 1]
+    return {"logged": len(groups), "dead": len(dead), "example": shortened(dead[-1][0]) if dead else None}
 
 
 def chosen_samples(samples: Rows) -> list[tuple[str, list[dict[str, Any]]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import struct
 
@@ -164,7 +165,8 @@ def test_the_command_draws_prints_and_exits_2_for_a_wrong_folder(tmp_path, capsy
     *_, curves, report = output.splitlines()
     assert curves == f"curves: {tmp_path / 'run' / 'curves.png'}"
     assert report == f"report: {tmp_path / 'run' / 'report.html'}"
-    assert (tmp_path / "run" / "report.html").exists()
+    drawn = base64.b64encode((tmp_path / "run" / "curves.png").read_bytes()).decode()
+    assert f'src="data:image/png;base64,{drawn}"' in (tmp_path / "run" / "report.html").read_text()
     assert main([str(tmp_path / "nothing")]) == 2
     assert "no metrics.jsonl" in capsys.readouterr().err
 
