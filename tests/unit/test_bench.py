@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tools.benchmarks import bench, cells, handover
-from tools.benchmarks.bench import Summary, other_rows, summarise, table
+from tools.benchmarks.bench import Summary, summarise
 from tools.benchmarks.cells import CELLS, ROOT, Cell, named
 from tools.benchmarks.work import step_work
 
@@ -62,31 +62,21 @@ def test_rows_are_summarised_by_median_and_quartiles_in_the_order_of_the_page() 
     ]
 
 
-def test_a_cell_is_a_line_and_its_ratios_are_over_the_best_trl_row() -> None:
-    rows = [Summary(n, 1, 1, 1, rate) for n, rate in (("trl-stock", 50), ("trl-plain", 80), ("run-ahead", 200))]
-    *_, line = table([(CELLS[0], rows)], flops=1e9).splitlines()
-    assert [cell.strip() for cell in line.split("|")[4:-1]] == [
-        "1.000 (1.000–1.000)",
-        "–",
-        "–",
-        "1.000 (1.000–1.000)",
-        "2.50",
-    ]
-    assert other_rows([(CELLS[0], rows)]) == f"- **{CELLS[0].name}:** trl-stock 1.000 (1.000–1.000), 0.62 ×"
-
-
 def step_on(machine: str, row: str, wall_s: float, cell: str = CELLS[0].name, flops: float = 1e9) -> dict[str, object]:
     return record(row, wall_s) | {"cell": cell, "machine": machine, "flops": flops}
 
 
-def test_steps_of_two_machines_are_never_put_together() -> None:
-    fast = [step_on("fast", row, s, flops=4e9) for row, s in (("trl-plain", 2), ("streaming", 1)) for _ in range(3)]
-    slow = [step_on("slow", row, s) for row, s in (("trl-plain", 12), ("streaming", 4)) for _ in range(3)]
-    text = bench.tables([*fast, *slow])
-    first, second = text.split("**slow**")
-    assert first.startswith("**fast**; one core does 4 GFLOP/s") and "2.000 (2.000–2.000)" in first
-    assert " 2.00 |" in first and "12.000" not in first
-    assert "; one core does 1 GFLOP/s" in second and " 3.00 |" in second and "2.000 (2.000–2.000)" not in second
+def test_a_row_is_compared_with_the_fastest_trl_row_of_its_cell_and_never_with_another_machines() -> None:
+    walls = {"trl-stock": 4, "trl-plain": 2, "streaming": 1}
+    fast = [step_on("fast", row, s, flops=4e9) for row, s in walls.items() for _ in range(3)]
+    slow = [step_on("slow", "streaming", 8.0) for _ in range(3)]
+    first, second = bench.tables([*fast, *slow]).split("**slow**")
+    name = CELLS[0].name
+    assert first.startswith("**fast**; one core does 4 GFLOP/s") and second.startswith("; one core does 1 GFLOP/s")
+    floor = step_work(CELLS[0], dense=False).total / 2 / 4e9
+    assert f"| {name} | trl-stock | 4.000 (4.000–4.000) | 0.50 | {floor:.2f} |" in first
+    assert f"| {name} | streaming | 1.000 (1.000–1.000) | 2.00 | {floor:.2f} |" in first
+    assert f"| {name} | streaming | 8.000 (8.000–8.000) | – | {4 * floor:.2f} |" in second
 
 
 def test_steps_after_the_warm_up_are_added_to_the_file_and_to_no_page_and_a_row_that_fails_is_left_out(

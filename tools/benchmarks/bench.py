@@ -20,7 +20,7 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,8 @@ TANDEM = {
     "run-ahead-ref": ["trainer.max_staleness=1", "reference.on=trainer"],
     "run-ahead-bf16": ["trainer.max_staleness=1", "model.dtype=bfloat16"],
 }
+HEAD = "| cell | row | seconds of a step | × TRL | floor, s |\n|---|---|---|---|---|"
 ROWS = [*TRL_ROWS, *LADDER, *TANDEM]
-SIDE_BY_SIDE = ("trl-plain", "streaming", "run-ahead")
 
 
 def command(row: str, cell: Cell, steps: int, out: Path) -> list[str]:
@@ -136,75 +136,33 @@ def _summary(row: str, records: list[dict[str, Any]]) -> Summary:
     return Summary(row, median, q1, q3, rate)
 
 
-def table(cells: Sequence[tuple[Cell, Sequence[Summary]]], flops: float) -> str:
-    """Markdown: a line for each cell, with SIDE_BY_SIDE. A ratio is over the fastest TRL row of the same cell."""
-    lines = [
-        "| cell | GFLOP (padded) | floor, s | trl-plain, s | streaming, s | × TRL | run-ahead, s | × TRL |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for cell, rows in cells:
-        line = [cell.name, "–", "–"]
-        if not cell.is_natural:
-            shared, padded = step_work(cell, dense=False), step_work(cell, dense=True)
-            line[1:] = [f"{shared.total / 1e9:.1f} ({padded.total / 1e9:.1f})", f"{shared.total / flops / 2:.2f}"]
-        by_row = {r.row: r for r in rows}
-        for row in SIDE_BY_SIDE:
-            line += [
-                _seconds(by_row[row]) if row in by_row else "–",
-                *([] if row in TRL_ROWS else [_times(rows, row)]),
-            ]
-        lines.append(f"| {' | '.join(line)} |")
-    return "\n".join(lines)
-
-
-def other_rows(cells: Sequence[tuple[Cell, Sequence[Summary]]]) -> str:
-    """Markdown: a list with the measured rows that `table` leaves out."""
-    lines = []
-    for cell, rows in cells:
-        rest = [r for r in rows if r.row not in SIDE_BY_SIDE]
-        said = "; ".join(f"{r.row} {_seconds(r)}, {_times(rows, r.row)} ×" for r in rest)
-        lines += [f"- **{cell.name}:** {said}"] if rest else []
-    return "\n".join(lines)
-
-
-def _seconds(row: Summary) -> str:
-    return f"{row.wall_s:.3f} ({row.q1:.3f}–{row.q3:.3f})"
-
-
-def _times(rows: Sequence[Summary], row: str) -> str:
-    return f"{ratio:.2f}" if (ratio := _ratio(rows, row)) else "–"
-
-
-def _best_trl(rows: Sequence[Summary]) -> float | None:
-    """Completion tokens per second of the fastest TRL row; None where none was measured."""
-    return max((r.tokens_per_s for r in rows if r.row in TRL_ROWS), default=None)
-
-
-def _ratio(rows: Sequence[Summary], row: str) -> float:
-    """0 where the row, or any row of TRL, was not measured."""
-    best_trl = _best_trl(rows)
-    return next((r.tokens_per_s / best_trl for r in rows if best_trl and r.row == row), 0.0)
-
-
-def by_cell(records: Sequence[dict[str, Any]]) -> list[tuple[Cell, list[Summary]]]:
-    measured = {r["cell"] for r in records}
-    cells = [c for c in CELLS if c.name in measured] + [named(n) for n in sorted(measured - {c.name for c in CELLS})]
-    return [(cell, summarise(r for r in records if r["cell"] == cell.name)) for cell in cells]
-
-
 def tables(records: Sequence[dict[str, Any]]) -> str:
-    """Markdown: the tables of every machine, in the order in which they were first measured."""
+    """Markdown: a table for every machine, in the order in which they were first measured."""
     parts = []
     for name in dict.fromkeys(r["machine"] for r in records):
         own = [r for r in records if r["machine"] == name]
-        cells, flops = by_cell(own), statistics.median(r["flops"] for r in own)
+        flops = statistics.median(r["flops"] for r in own)
         parts += [
             f"**{name}**; one core does {flops / 1e9:.0f} GFLOP/s in a float32 matrix product.",
-            table(cells, flops),
+            "\n".join(
+                ["| cell | row | seconds of a step | × TRL | floor, s |", "|---|---|---|---|---|", *_lines(own, flops)]
+            ),
         ]
-        if others := other_rows(cells):
-            parts += ["The other rows, in seconds, × TRL:", others]
     return "\n\n".join(parts)
+
+
+def _lines(records: Sequence[dict[str, Any]], flops: float) -> Iterator[str]:
+    """A line for each row of each cell. × TRL: tokens per second over those of the cell's fastest TRL row.
+
+    The floor is what the matrix products of a step take on two cores.
+    """
+    for name in dict.fromkeys(r["cell"] for r in records):
+        cell, rows = named(name), summarise(r for r in records if r["cell"] == name)
+        best_trl = max((r.tokens_per_s for r in rows if r.row in TRL_ROWS), default=None)
+        floor = "–" if cell.is_natural else f"{step_work(cell, dense=False).total / flops / 2:.2f}"
+        for r in rows:
+            times = f"{r.tokens_per_s / best_trl:.2f}" if best_trl else "–"
+            yield f"| {name} | {r.row} | {r.wall_s:.3f} ({r.q1:.3f}–{r.q3:.3f}) | {times} | {floor} |"
 
 
 def main() -> None:

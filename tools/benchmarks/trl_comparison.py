@@ -119,43 +119,25 @@ def agrees(row: ComparedCase, tolerance: float) -> bool:
 
 
 def table(rows: Sequence[ComparedCase], tolerance: float) -> str:
-    """Markdown: both tables, the reasons under them."""
+    """Markdown: a line for each case, with its largest absolute differences, and why they are large."""
     from importlib.metadata import version
 
-    reasons = [row for row in rows if row.reason]
-    mark = {row.name: f" [{i}]" for i, row in enumerate(reasons, 1)}
+    return "\n".join(
+        [
+            f"TRL {version('trl')}, {len(SEEDS)} random batches of {B} completions of 1 to {L_MAX} tokens, float32.",
+            f"Largest absolute differences, on and off policy; without a reason at most {tolerance:g}.",
+            "",
+            "| options | loss, or advantages | gradient | why |",
+            "|---|---|---|---|",
+            *(f"| {row.name} | {' | '.join(_cells(row))} | {row.reason} |" for row in rows),
+        ]
+    )
 
-    def cells(*together: ComparedCase) -> str:
-        columns = min(2, len(together[0].differences))  # on and off policy in one: loss and gradient, or advantages
-        largest = (max(max(row.differences[i::columns]) for row in together) for i in range(columns))
-        return " | ".join("0" if d == 0 else f"{d:.1e}" for d in largest)
 
-    alike: dict[str, list[ComparedCase]] = {}  # by their options: the loss types that agree stand in one row
-    for row in (row for row in rows if len(row.differences) == 4):
-        alike.setdefault(row.name if row.reason else row.name.partition(", ")[2], []).append(row)
-    losses = [
-        f"| {options}{mark[options]} | {cells(*found)} |"
-        if options in mark
-        else f"| {', '.join(r.name.split(', ')[0] for r in found)}{': ' * bool(options)}{options} | {cells(*found)} |"
-        for options, found in alike.items()
-    ]
-    advantages = [f"| {r.name}{mark.get(r.name, '')} | {cells(r)} |" for r in rows if len(r.differences) == 1]
-    lines = [
-        f"TRL {version('trl')}, {len(SEEDS)} random batches of {B} completions of 1 to {L_MAX} tokens, float32.",
-        f"Largest absolute differences, on and off policy; without a note at most {tolerance:g}, or the command fails.",
-        "",
-        "| options | loss | gradient |",
-        "|---|---|---|",
-        *losses,
-        "",
-        "| advantages | difference |",
-        "|---|---|",
-        *advantages,
-        "",
-        *(f"{mark[row.name].strip()} {row.reason}." + ("\n" if i < len(reasons) else "")
-          for i, row in enumerate(reasons, 1)),
-    ]  # fmt: skip
-    return "\n".join(lines)
+def _cells(row: ComparedCase) -> list[str]:
+    """[loss, gradient] or [advantages, –]: the larger of on and off policy."""
+    largest = [max(row.differences[i::2]) for i in range(min(2, len(row.differences)))]
+    return [*("0" if d == 0 else f"{d:.1e}" for d in largest), "–"][:2]
 
 
 @dataclass(frozen=True)

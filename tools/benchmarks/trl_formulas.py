@@ -1,6 +1,6 @@
 """The same random tensors through TRL's GRPOTrainer and through this trainer's own code: how far are they apart?
 
-    python tools/benchmarks/trl_formulas.py    installs TRL beside the project, prints the tables of docs/algorithm.md
+    python tools/benchmarks/trl_formulas.py    installs TRL beside the project, prints what docs/algorithm.md sums up
 
 The exit code is 1 if a row that must agree does not.
 
