@@ -52,11 +52,16 @@ class Gpu:
 
 def listed_gpus() -> tuple[Gpu, ...]:
     """GPUs that the NVIDIA driver lists; () where there is no driver."""
+    return gpus_in(_nvidia_smi("-L"))
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    """What it prints; "" where there is no driver."""
+    command = ["nvidia-smi", *arguments]
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return ()
-    return gpus_in(listed)
+        return ""
 
 
 def gpus_in(listed: str) -> tuple[Gpu, ...]:
@@ -77,12 +82,11 @@ def count_gpus() -> int:
 
 def smallest_gpu() -> tuple[str, int]:
     """(name, bytes of memory) of the GPU with the least memory; ("", 0) where there is no driver."""
-    query = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
+    listed = _nvidia_smi("--query-gpu=memory.total,name", "--format=csv,noheader,nounits")
+    rows = [line.partition(",") for line in listed.splitlines() if line.strip()]
     try:
-        listed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
-        rows = [line.partition(",") for line in listed.splitlines() if line.strip()]
         mib, name = min((int(memory), name.strip()) for memory, _, name in rows)
-    except (OSError, subprocess.SubprocessError, ValueError):
+    except ValueError:
         return "", 0
     return name, mib * 2**20
 

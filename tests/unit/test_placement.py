@@ -245,3 +245,20 @@ def test_devices_without_a_number_are_user_errors(monkeypatch, named, message):
     with pytest.raises(UserError, match=re.escape(message)):
         visible_gpus({"CUDA_VISIBLE_DEVICES": named})
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("echo '40960, NVIDIA A100'; echo '24576, NVIDIA L4'", ("NVIDIA L4", 24 * 2**30)),
+        ("echo '[N/A], NVIDIA GB10'", ("", 0)),
+        ("echo no driver; exit 9", ("", 0)),
+    ],
+)
+def test_the_smallest_gpu_is_the_one_that_a_run_must_fit(tmp_path, monkeypatch, script, expected):
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.smallest_gpu() == expected
+    (tmp_path / "nvidia-smi").unlink()
+    assert (machine.smallest_gpu(), machine.count_gpus()) == (("", 0), 0)
