@@ -80,7 +80,7 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
         result = fit(config, work, place, machine)
         troubles = result.problems
         where = [("reference", f"scored by the {work.reference_on} (reference.on)")] if work.reference else []
-        _print("memory and time, estimated", [*result.lines, *where])
+        _print("estimates", [*result.lines, *where])
     _print("first prompt", _prompt_lines(config, problems[0]))
     _print("rewards on real rows", _reward_lines(config, problems))
     for trouble in troubles:

@@ -60,6 +60,7 @@ def test_processes_that_wait_for_each_other_share_all_cores_and_spin_a_moment(ra
     assert cores_and_threads(place) == ((), "8", (), threads)
     for env in (place.samplers[0].env, place.trainer_env):
         assert (env["OMP_WAIT_POLICY"], env["GOMP_SPINCOUNT"]) == ("PASSIVE", "10000")
+    assert place.ranks_per_gpu == 1
     assert "8 shared cores" in place.sampler_place and f"{ranks} rank" in place.trainer_place
 
 

@@ -14,7 +14,7 @@ from common.config import load
 from launcher import run, workload
 from launcher.compute_time import Device, known_device, sampler_seconds, trainer_seconds, who_waits
 from launcher.fit import Fit, fit
-from launcher.machine import GIB, Machine
+from launcher.machine import GIB, Machine, gib
 from launcher.memory import (
     layer_activations,
     published_versions,
@@ -326,6 +326,10 @@ def test_the_slower_side_makes_the_other_wait() -> None:
 # ---- does it fit
 
 
+def test_bytes_are_gib_from_a_tenth_of_one_on() -> None:
+    assert [gib(part * GIB) for part in (1.5, 0.1, 0.09)] == ["1.5 GiB", "0.1 GiB", "92.2 MiB"]
+
+
 def test_what_does_not_fit_gets_the_smallest_change_that_makes_it_fit() -> None:
     def settings(work: Workload, fitting: Workload) -> list[str]:
         found = smaller(work, trainer_memory(fitting).total + 1)
@@ -450,6 +454,15 @@ def test_an_estimate_is_the_sum_by_hand_on_the_page(row: list[str], monkeypatch:
     assert fits == "yes" or fits.removeprefix("no: ").strip("`") in problems[0]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "is_base"),
+    [([], False), (["lora.r=16"], True), (["lora.r=16", "deepspeed.zero_optimization.stage=3"], False)],
+    ids=str,
+)
+def test_the_base_of_adapters_is_the_reference_where_a_rank_has_all_of_it(overrides: list[str], is_base: bool) -> None:
+    assert workload_of(load(CONFIG, [ONE_RANK, *overrides]), 2, QWEN).reference_is_base == is_base
+
+
 SIZES = {
     "0.5B": ModelDims(896, 4864, 24, 14, 2, 64, 151936, tied=True, bias=True),
     "1.5B": QWEN,
@@ -465,10 +478,10 @@ RANKS, CARDS = (1, 2, 4, 8), (24, 40, 80)
 def test_the_tables_of_memory_are_what_the_estimates_say(size: str) -> None:
     """GiB of a rank for each way and number of ranks; and the fewest of so many GPUs, of which 92 % can be used."""
     gib_row, gpus_row = (row[1:] for row in cells("docs/memory.md", [size]))
-    for way, gib, gpus in zip(WAYS, gib_row, gpus_row, strict=True):
+    for way, each, gpus in zip(WAYS, gib_row, gpus_row, strict=True):
         works = [workload_of(load(CONFIG, [*way, *LENGTHS, "algorithm.beta=0"]), ranks, SIZES[size]) for ranks in RANKS]
         found = [trainer_memory(work).total / GIB for work in works]
         shown = [f"{one:.1f}" for one in found]
-        assert gib == (shown[0] if len(set(shown)) == 1 else ", ".join(shown))
+        assert each == (shown[0] if len(set(shown)) == 1 else ", ".join(shown))
         fewest = [next((r for r, one in zip(RANKS, found, strict=True) if one <= 0.92 * card), "–") for card in CARDS]
         assert gpus == ", ".join(map(str, fewest))
