@@ -18,7 +18,7 @@ import torch
 
 from common.config import Config
 from common.types import Group, Rollout
-from model import logprobs as head
+from model import log_softmax
 from model.logprobs import load_causal_lm, score_terms
 from tests.support.configs import config_of
 from tests.support.gloo_data import BETA, GAE, GROUP_PPO, TEMPERATURE, settings, turns
@@ -183,7 +183,9 @@ def models(folder: Path) -> Any:
 
 @pytest.fixture
 def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(head, "_scaled", lambda logits, temperature: logits / temperature)  # float64 stays float64
+    monkeypatch.setattr(
+        log_softmax, "scaled", lambda logits, temperature: logits / temperature
+    )  # float64 stays float64
     models(tmp_path_factory.getbasetemp() / "turns")
     return tmp_path_factory.getbasetemp() / "turns"
 

@@ -219,14 +219,19 @@ def _per_token(parts: Sequence[_Part], values: Sequence[Any]) -> Tensor:
 
 
 def _ref_logprobs(parts: Sequence[_Part], may_be_missing: bool) -> Tensor | None:
-    """[N] as this trainer scored them, or as they came with the groups; None if some may be missing and are."""
-    if may_be_missing:
-        scored = [part.experience.ref_logprobs for part in parts]
-        return None if any(x is None for x in scored) else torch.cat([x for x in scored if x is not None])
-    completions = [(part.group.group_id, r, index) for part in parts for r, index in part.completions()]
-    unscored = {group_id for group_id, rollout, _ in completions if rollout.ref_logprobs is None}
-    assert not unscored, f"groups {sorted(unscored)} were not scored by the reference"
-    return _flat([r.ref_logprobs[index] for _, r, index in completions if r.ref_logprobs is not None])
+    """[N] as this trainer scored them, or else as they came with the groups; None if some may be missing and are."""
+    scored = [part.experience.ref_logprobs for part in parts]
+    if may_be_missing and any(logprobs is None for logprobs in scored):
+        return None
+    return torch.cat([_came(part) if x is None else x for part, x in zip(parts, scored, strict=True)])
+
+
+def _came(part: _Part) -> Tensor:
+    """[n] log-probs of the reference that the sampler scored."""
+    rollouts = part.completions()
+    came = [r.ref_logprobs[index] for r, index in rollouts if r.ref_logprobs is not None]
+    assert len(came) == len(rollouts), f"group {part.group.group_id} was not scored by the reference"
+    return _flat(came)
 
 
 def _policy_versions(part: _Part) -> Tensor:
