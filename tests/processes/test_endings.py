@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import tier
 from tests.support.ending_processes import NUM_STEPS
 from tests.support.endings import Scenario, scenarios
 
@@ -22,13 +23,15 @@ pytestmark = pytest.mark.timeout(0)  # each scenario has a limit of its own
 
 ROOT = Path(__file__).resolve().parents[2]
 SCENARIOS = list(scenarios())
+CHOSEN = [scenario for scenario in SCENARIOS if scenario.is_short or tier.ALL]
 
 
 @pytest.fixture(scope="module")
 def endings() -> dict[str, dict[str, Any]]:
-    """All of them, by name."""
+    """Those that are chosen, by name."""
     begun = time.monotonic()
-    done = subprocess.run([sys.executable, "-m", "tests.support.endings"], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-m", "tests.support.endings", *([] if tier.ALL else ["--short"])]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = {ending["name"]: ending for ending in map(json.loads, done.stdout.splitlines())}
     return found | {"seconds": {"all": time.monotonic() - begun}}
@@ -55,7 +58,7 @@ def verdict(scenario: Scenario, ending: dict[str, Any]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+@pytest.mark.parametrize("scenario", CHOSEN, ids=lambda scenario: scenario.name)
 def test_it_ends_in_time_with_its_code_and_leaves_nothing(
     scenario: Scenario, endings: dict[str, dict[str, Any]]
 ) -> None:
@@ -65,11 +68,11 @@ def test_it_ends_in_time_with_its_code_and_leaves_nothing(
 
 
 def test_all_of_them_in_one_figure(endings: dict[str, dict[str, Any]], figure: Callable[[str, str], None]) -> None:
-    good = sum(not verdict(scenario, endings[scenario.name]) for scenario in SCENARIOS)
-    clean = [endings[s.name]["seconds"] for s in SCENARIOS if s.code == 130 and "frozen" not in s.name]
+    good = sum(not verdict(scenario, endings[scenario.name]) for scenario in CHOSEN)
+    clean = [endings[s.name]["seconds"] for s in CHOSEN if s.code == 130 and "frozen" not in s.name]
     figure(
         "R13",
-        f"{good} of {len(SCENARIOS)} endings right and clean in {endings['seconds']['all']:.0f} s; "
+        f"{good} of {len(CHOSEN)} endings right and clean in {endings['seconds']['all']:.0f} s; "
         f"after an interrupt at most {max(clean):.1f} s",
     )
-    assert good == len(SCENARIOS)
+    assert good == len(CHOSEN)

@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -69,6 +70,22 @@ class Scenario:
     def is_idle(self) -> bool:
         """Something is frozen or stuck, and most of the time goes by until a limit finds it."""
         return any(number == STOP for _, number in self.signals) or self.ending.partition(":")[2].startswith(IDLE)
+
+    @property
+    def is_short(self) -> bool:
+        """One per role and signal, and one per exit code and cause; the others run with --all."""
+        return self.name in _CAUSES or bool(
+            re.fullmatch(r"(sampler|rank [01]|launcher|supervisor|guard) SIG\w+", self.name)
+        )
+
+
+_ROLES = "sampler|rank [01]|launcher|supervisor|guard"
+_CAUSES = (
+    *("supervisor SIGSTOP then SIGCONT", "supervisor SIGINT, rank 0 frozen", "time is over", "absent sampler"),
+    *("absent trainer", "user error of the sampler later", "user error of the trainer at its start"),
+    *("retryable end of the trainer, once", "bug of the trainer without a checkpoint", "bug of the sampler, once"),
+    *("sampler stuck in its engine", "sampler that beats and does not work", "rank 0 stuck in a step"),
+)
 
 
 def scenarios() -> Iterator[Scenario]:
@@ -368,6 +385,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--only", default="", help="a part of the names")
+    parser.add_argument("--short", action="store_true", help="one per role and signal, and one per exit code and cause")
     arguments = parser.parse_args()
-    wanted = [s for s in scenarios() if arguments.only in s.name]
+    wanted = [s for s in scenarios() if arguments.only in s.name and (s.is_short or not arguments.short)]
     run_all(wanted, arguments.jobs, lambda ending: print(json.dumps(asdict(ending)), flush=True))
