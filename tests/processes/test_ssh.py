@@ -10,9 +10,7 @@ import psutil
 import pytest
 
 from common.ports import free_port
-from tests.support.speed import until
-from tests.support.ssh_server import ssh_server
-from tests.unit.test_hosts import (
+from tests.processes.test_hosts import (
     Connections,
     check_that_a_killed_first_host_leaves_nothing,
     check_that_a_signal_reaches_all,
@@ -20,6 +18,8 @@ from tests.unit.test_hosts import (
     ended,
     is_gone,
 )
+from tests.support.speed import until
+from tests.support.ssh_server import ssh_server
 
 
 @pytest.fixture

@@ -1,46 +1,207 @@
 """What a person can fix exits 2 at once, with the value and the remedy, and never with a traceback.
 
-The commonest mistakes are in test_fifteen_mistakes.py.
+Each mistake is made with the command itself: exit code 2 (1 for a plan or a check that fails), within 2 seconds of CPU
+time. The fifteen that cost users of such trainers most of their time are among them. What shows only while a run is on
+its way is advice, and the run goes on. A peer that is absent or dies needs both processes: test_end_to_end.py,
+test_endings.py and test_watchdog.py hold that.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from common import durable
+from common import durable, out_of_memory
+from common.config import Config
 from common.errors import UserError
-from tests.support.commands import BOTH, CHATML, ROOT, check, make_task, run
+from report.advice import Adviser
+from report.history import AdviceSettings
+from tests.support.commands import CHATML, ROOT, ROW, check, make_task, run
+from tests.support.speed import limit
+
+QWEN_7B = {
+    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
+}  # fmt: skip
+REWARDS = """
+def wants(completions, solution): return [0.0]
+def seven(completions, **columns): return [1.0] * 7
+def nan(completions, **columns): return [float('nan')] * 11
+def words(completions, **columns): return ['good'] * 11
+def messages(completions, **columns): return [len(c[0]['content']) for c in completions]
+def flat(completions, **columns): return [0.5] * len(completions)
+def raises(completions, **columns): return [columns['reward_model']]
+"""
+BOTH = "sampling.py training_worker.py"
 
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_task(tmp_path_factory.mktemp("task"))
+    folder = make_task(tmp_path_factory.mktemp("task"))
+    (folder / "typo.yaml").write_text((folder / "run.yaml").read_text() + "sampler:\n  temprature: 0.7\n")
+    (folder / "own.py").write_text("import torch\n\n\ndef short(rewards):\n    return rewards\n")
+    (folder / "rewards.py").write_text(REWARDS)
+    (folder / "empty.jsonl").write_text(json.dumps({"question": "2+2?", "answer": ""}) + "\n")
+    (folder / "number.jsonl").write_text(json.dumps({"question": 4, "answer": "4"}) + "\n")
+    without_template = {f.name: f.read_text() for f in (folder / "model").iterdir() if f.name != "chat_template.jinja"}
+    template = {"chat_template.jinja": (folder / "model" / "chat_template.jinja").read_text()}
+    large, short = json.dumps(QWEN_7B), json.dumps(QWEN_7B | {"max_position_embeddings": 600})
+    for name, files in (
+        ("base", without_template),
+        ("large", without_template | template | {"config.json": large}),
+        ("short", without_template | template | {"config.json": short}),
+    ):
+        (folder / name).mkdir()
+        for file, text in files.items():
+            (folder / name / file).write_text(text)
+    hub_clone(folder / "gsm8k")
+    for name in ("mine.jsonl", "mine.py", "mine/x"):
+        (folder / "caller" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "caller" / name).touch()
+    return folder
 
 
-@BOTH
-def test_a_config_that_is_not_there(task: Path, script: str) -> None:
-    check(run(script, task / "rnu.yaml"), "rnu.yaml: No such file or directory", f"Did you mean {task}/run.yaml?")
+def hub_clone(folder: Path) -> None:
+    """A clone of a data set with two subsets, as of openai/gsm8k."""
+    for subset in ("main", "socratic"):
+        (folder / subset).mkdir(parents=True)
+        for split, rows in (("train", 3), ("test", 1)):
+            (folder / subset / f"{split}.jsonl").write_text((json.dumps(ROW) + "\n") * rows)
+    parts = "".join(f"  - {{split: {s}, path: SUBSET/{s}.jsonl}}\n" for s in ("train", "test"))
+    subsets = "".join(
+        f"- config_name: {name}\n  data_files:\n{parts.replace('SUBSET', name)}" for name in ("main", "socratic")
+    )
+    (folder / "README.md").write_text(f"---\nconfigs:\n{subsets}---\n")
 
 
-@BOTH
-def test_an_option_that_is_no_override(task: Path, script: str) -> None:
-    check(run(script, task / "run.yaml", "max_steps"), "'max_steps' is not key=value; write for example")
+@dataclass(frozen=True)
+class Mistake:
+    """What is typed after the config, and parts of the answer; TASK stands for the folder of the task."""
+
+    name: str
+    scripts: str
+    typed: str
+    said: tuple[str, ...]
+    config: str = "run.yaml"
+    code: int = 2
+    cpu_s: float = 2.0
+    environment: dict[str, str] = field(default_factory=dict)
 
 
-@BOTH
-def test_a_model_folder_that_is_not_there(task: Path, script: str) -> None:
-    check(run(script, task / "run.yaml", "model.path=./nowhere"), "./nowhere", "no such folder", "model.path")
+def reward(name: str, *said: str, **more: object) -> Mistake:
+    typed = f"rewards.reward_funcs=[TASK/rewards.py:{name}]"
+    return Mistake(f"reward {name}", "sampling.py", typed, said, **more)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("script", ["training_worker.py", "run"])
-def test_ranks_that_a_sequence_cannot_be_divided_over(task: Path, script: str) -> None:
-    said = "sequence_parallel_size 2 does not divide the trainer's 1 rank; set trainer.num_ranks=2"
-    check(run(script, task / "run.yaml", "trainer.sequence_parallel_size=2"), said)
+def caller(override: str) -> Mistake:
+    said = f" Paths count from {ROOT}. Did you mean TASK/caller/mine"
+    folder = {"TANDEM_CALLED_FROM": "TASK/caller"}
+    return Mistake(f"caller's {override}", "sampling.py", override, (said,), environment=folder)
+
+
+M = Mistake
+SHORT = (
+    f"data.max_prompt_length=2 prompt.chat_template={CHATML}"  # no prompt is so short: the run ends before an engine
+)
+OWN = f"prompt.chat_template={CHATML} run.output_dir=TASK/own algorithm."
+MISTAKES = (
+    # --- settings
+    M("no config", BOTH, "", ("rnu.yaml: No such file or directory", "Did you mean TASK/run.yaml?"), "rnu.yaml"),
+    M("no override", BOTH, "max_steps", ("'max_steps' is not key=value; write for example",)),
+    M("typo in the config", BOTH, "",
+      ("TASK/typo.yaml:8: sampler.temprature: no such option. Did you mean sampler.temperature?",), "typo.yaml"),
+    M("typo in an override", f"{BOTH} run", "trainer.max_step=5",
+      ("trainer.max_step: no such option. Did you mean trainer.max_steps?",)),
+    M("one GPU for both", BOTH, "sampler.devices=[0] trainer.devices=[0,1]",
+      ("GPU 0 is in sampler.devices [0] and in trainer.devices [0, 1]; give each process its own",)),
+    M("steps that do not divide", BOTH, "trainer.max_steps=200 algorithm.steps_per_generation=3",
+      ("max_steps 200 does not divide by algorithm.num_iterations 1 × steps_per_generation 3",
+       "set trainer.max_steps=201")),
+    M("sequences that do not divide", "training_worker.py run", "trainer.sequence_parallel_size=2",
+      ("sequence_parallel_size 2 does not divide the trainer's 1 rank; set trainer.num_ranks=2",)),
+    M("an address that is none", "sampling.py", "channel.endpoint=localhost:5555", ("write tcp://10.0.0.1:5555",)),
+    M("a sampler's id", "sampling.py", "--id ../x", ("--id '../x': use at most 64 letters",)),
+    M("own function", "training_worker.py run plan", f"{OWN}adv_estimator=TASK/own.py:shot",
+      ("algorithm.adv_estimator 'TASK/own.py:shot': no function 'shot' in TASK/own.py",)),
+    M("own file", "training_worker.py run plan", f"{OWN}loss=TASK/won.py:short",
+      ("algorithm.loss 'TASK/won.py:short': no file TASK/won.py. Did you mean TASK/own.py?",)),
+    M("own signature", "training_worker.py run plan", f"{OWN}loss=TASK/own.py:short",
+      ("algorithm.loss 'TASK/own.py:short' wants 'rewards'; it gets logprobs, old_logprobs",)),
+    # --- models
+    M("no model folder", BOTH, "model.path=./nowhere", ("./nowhere", "no such folder", "model.path")),
+    M("no model and no network", f"{BOTH} run", "model.path=Qwen/Qwen2.5-1.5B run.output_dir=TASK/absent",
+      ("model 'Qwen/Qwen2.5-1.5B' is not a folder and cannot be had from the hub or ",
+       "HF_HOME=TASK/hub; HF_HUB_OFFLINE=1", "Download: hf download Qwen/Qwen2.5-1.5B, or set model.path to a folder."),
+      environment={"HF_HOME": "TASK/hub"}),
+    M("no chat template", f"{BOTH} run", "model.path=TASK/base run.output_dir=TASK/untold",
+      ("the tokenizer has no chat template; set prompt.chat_template: configs/templates/chatml.jinja",)),
+    M("no template file", BOTH, "prompt.chat_template=chatlm.jinja run.output_dir=TASK/template",
+      ("prompt.chat_template chatlm.jinja: no such file", "configs/")),
+    M("memory", "plan", "model.path=TASK/large --gpus 2x24", ("does not fit: a trainer rank needs about",),
+      code=1, cpu_s=10),  # the plan shows a prompt: tokenizer
+    M("the engine's length", "sampling.py", f"vllm.max_model_len=700 prompt.chat_template={CHATML}",
+      ("data.max_prompt_length 512 + max_completion_length 256 = 768 tokens > vllm.max_model_len 700",
+       "set vllm.max_model_len=768")),
+    M("the model's positions", f"{BOTH} run plan", "model.path=TASK/short run.output_dir=TASK/short_run",
+      ("= 768 tokens > the 600 positions of ", "set data.max_prompt_length=344")),
+    # --- data
+    M("no data", "sampling.py", "data.train=TASK/trian.jsonl",
+      ("no file or folder TASK/trian.jsonl", "Did you mean TASK/train.jsonl?")),
+    M("no subset", "sampling.py", "data.train=TASK/gsm8k@train",
+      ("TASK/gsm8k has subsets main, socratic. Write TASK/gsm8k:main@train",)),
+    M("no such split", "sampling.py", "data.train=TASK/gsm8k:main@validation",
+      ('split "validation" is not in TASK/gsm8k:main; it has train (3), test (1)',)),
+    M("no such column", "sampling.py", "data.prompt_key=problem",
+      ('data.prompt_key "problem" not found in TASK/train.jsonl; columns are question, answer. '
+       "Set data.prompt_key: question",)),
+    M("empty answers", "sampling.py", "data.train=TASK/empty.jsonl",
+      ("data.train: each of the 1 rows has an empty 'answer'. Set data.answer_key",)),
+    M("no prompt", "sampling.py", "data.train=TASK/number.jsonl",
+      ("row 0: data.prompt_key 'question' holds '4', expected text or a list of",)),
+    M("long prompts", "sampling.py", SHORT,
+      ("no prompt left: all 1 are longer than data.max_prompt_length 2 tokens", "set data.max_prompt_length: "),
+      cpu_s=10),
+    caller("data.train=mine.jsonl"), caller("rewards.reward_funcs=[mine.py:fn]"), caller("model.path=./mine"),
+    # --- rewards
+    M("no such reward", "sampling.py", "rewards.reward_funcs=[anwser]", ("anwser", "answer")),
+    M("no argument", "sampling.py", "rewards.reward_funcs=[cosine_length]",
+      ("rewards.reward_kwargs: {cosine_length: {max_len: …}}",)),
+    reward("wants", "reward wants wants 'solution'; the data set gives question, answer",
+           "data.rename: {answer: solution}, or give it a value in rewards.reward_kwargs: {wants: {solution: …}}"),
+    reward("seven", "seven returned 7 values for 11 completions. First completion:"),
+    reward("nan", "nan returned nan, expected a finite number"),
+    reward("words", "words returned 'good', expected a finite number"),
+    reward("messages", "messages raised TypeError: string indices must be integers",
+           'use completion, not completion[0]["content"] (docs/rewards.md#shapes)'),
+    reward("raises", "KeyError: 'reward_model' (rewards.py:8)"),
+    M("flat reward", "sampling.py", f"rewards.reward_funcs=[TASK/rewards.py:flat] {SHORT}",
+      ("rewards: right, wrong and empty completions of row 0 all score 0.5: such a group has no gradient",), cpu_s=10),
+    M("flat reward", "check", "rewards.reward_funcs=[TASK/rewards.py:flat]",
+      ("problem: on 1 of 1 rows right, wrong and empty completions all score the same",), code=1),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("script", "mistake"),
+    [pytest.param(script, m, id=f"{m.name}-{script}") for m in MISTAKES for script in m.scripts.split()],
+)
+def test_a_mistake_is_answered_with_its_value_and_remedy(
+    task: Path, script: str, mistake: Mistake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in mistake.environment.items():
+        monkeypatch.setenv(name, value.replace("TASK", str(task)))
+    ended = run(script, task / mistake.config, *mistake.typed.replace("TASK", str(task)).split())
+    said = [words.replace("TASK", str(task)) for words in mistake.said]
+    check(ended, *said, code=mistake.code, cpu_s=mistake.cpu_s)
 
 
 def test_a_second_sampler_with_an_id_that_is_taken(task: Path) -> None:
@@ -53,118 +214,16 @@ def test_a_second_sampler_with_an_id_that_is_taken(task: Path) -> None:
         )
 
 
-def test_a_sampler_id_that_cannot_be_a_file_name(task: Path) -> None:
-    check(run("sampling.py", task / "run.yaml", "--id", "../x"), "--id '../x': use at most 64 letters")
-
-
-def test_data_that_is_not_there(task: Path) -> None:
-    check(
-        run("sampling.py", task / "run.yaml", f"data.train={task}/trian.jsonl"),
-        f"no file or folder {task}/trian.jsonl",
-        f"Did you mean {task}/train.jsonl?",
-    )
-
-
-@pytest.mark.parametrize(
-    "override", ["data.train=mine.jsonl", "rewards.reward_funcs=[mine.py:fn]", "model.path=./mine"], ids=str
-)
-def test_a_path_that_is_meant_from_the_callers_folder_is_shown_whole(
-    task: Path, override: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("mine.jsonl", "mine.py"):
-        (tmp_path / name).touch()
-    (tmp_path / "mine").mkdir()
-    monkeypatch.setenv("TANDEM_CALLED_FROM", str(tmp_path))
-    said = f" Paths count from {ROOT}. Did you mean {tmp_path}/mine"
-    check(run("sampling.py", task / "run.yaml", override), said)
-
-
-def test_a_reward_that_does_not_exist(task: Path) -> None:
-    check(run("sampling.py", task / "run.yaml", "rewards.reward_funcs=[anwser]"), "anwser", "answer")
-
-
-@pytest.mark.parametrize("script", ["training_worker.py", "run", "plan"])
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        (
-            "adv_estimator=TASK/own.py:shot",
-            "algorithm.adv_estimator 'TASK/own.py:shot': no function 'shot' in TASK/own.py",
-        ),
-        (
-            "loss=TASK/won.py:short",
-            "algorithm.loss 'TASK/won.py:short': no file TASK/won.py. Did you mean TASK/own.py?",
-        ),
-        (
-            "loss=TASK/own.py:short",
-            "algorithm.loss 'TASK/own.py:short' wants 'rewards'; it gets logprobs, old_logprobs",
-        ),
-    ],
-    ids=["function", "file", "signature"],
-)
-def test_an_estimator_or_a_loss_that_cannot_be_called(task: Path, script: str, override: str, said: str) -> None:
-    (task / "own.py").write_text("import torch\n\n\ndef short(rewards):\n    return rewards\n")
-    overrides = [f"algorithm.{override}".replace("TASK", str(task)), f"prompt.chat_template={CHATML}"]
-    check(run(script, task / "run.yaml", *overrides, f"run.output_dir={task}/own"), said.replace("TASK", str(task)))
-
-
-def test_answers_that_are_all_empty(task: Path) -> None:
-    (task / "empty.jsonl").write_text(json.dumps({"question": "2+2?", "answer": ""}) + "\n")
-    check(
-        run("sampling.py", task / "run.yaml", f"data.train={task}/empty.jsonl"),
-        "data.train: each of the 1 rows has an empty 'answer'. Set data.answer_key",
-    )
-
-
-def test_a_row_that_is_no_prompt(task: Path) -> None:
-    (task / "number.jsonl").write_text(json.dumps({"question": 4, "answer": "4"}) + "\n")
-    check(
-        run("sampling.py", task / "run.yaml", f"data.train={task}/number.jsonl"),
-        "row 0: data.prompt_key 'question' holds '4', expected text or a list of",
-    )
-
-
-def test_prompts_that_are_all_too_long(task: Path) -> None:
-    check(
-        run("sampling.py", task / "run.yaml", "data.max_prompt_length=2", f"prompt.chat_template={CHATML}"),
-        "no prompt left: all 1 are longer than data.max_prompt_length 2 tokens",
-        "set data.max_prompt_length: ",
-        cpu_s=10,  # tokenising needs transformers
-    )
-
-
-@BOTH
-def test_a_chat_template_that_is_not_there(task: Path, script: str) -> None:
-    overrides = ["prompt.chat_template=chatlm.jinja", f"run.output_dir={task}/{script}"]
-    check(run(script, task / "run.yaml", *overrides), "prompt.chat_template chatlm.jinja: no such file", "configs/")
-
-
-def test_a_reward_that_raises_on_every_row_is_named_with_its_line(task: Path) -> None:
-    (task / "mine.py").write_text("def fn(completions, **columns):\n    return [columns['reward_model']]\n")
-    spec = f"rewards.reward_funcs=[{task}/mine.py:fn]"
-    check(run("sampling.py", task / "run.yaml", spec), "KeyError: 'reward_model' (mine.py:2)")
-
-
-def test_a_reward_argument_that_is_missing_names_what_to_write(task: Path) -> None:
-    check(
-        run("sampling.py", task / "run.yaml", "rewards.reward_funcs=[get_soft_overlong_punishment]"),
-        "rewards.reward_kwargs: {get_soft_overlong_punishment: {max_completion_len: …}}",
-    )
-
-
-def test_a_reward_that_gives_everything_the_same_score_is_said_at_the_start(task: Path) -> None:
-    (task / "flat.py").write_text("def flat(completions, **columns):\n    return [0.5] * len(completions)\n")
-    # the run ends at the next mistake, a limit that no prompt meets, so that no engine starts
-    spec = f"rewards.reward_funcs=[{task}/flat.py:flat]"
-    check(
-        run("sampling.py", task / "run.yaml", spec, "data.max_prompt_length=2", f"prompt.chat_template={CHATML}"),
-        "rewards: right, wrong and empty completions of row 0 all score 0.5: such a group has no gradient",
-        cpu_s=10,
-    )
-
-
-def test_an_address_that_is_none(task: Path) -> None:
-    check(run("sampling.py", task / "run.yaml", "channel.endpoint=localhost:5555"), "write tcp://10.0.0.1:5555")
+def test_a_port_that_is_taken(task: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        check(
+            run("training_worker.py", task / "run.yaml", f"channel.endpoint=tcp://127.0.0.1:{port}"),
+            f"cannot bind tcp://127.0.0.1:{port}: Address already in use, port {port} is used by pid {os.getpid()} (",
+            "Stop what uses it, or set channel.endpoint to a free address of this host",
+        )
 
 
 def test_a_sink_whose_package_is_missing_is_told_with_the_pip_line_before_torch_is_imported(task: Path) -> None:
@@ -173,3 +232,97 @@ def test_a_sink_whose_package_is_missing_is_told_with_the_pip_line_before_torch_
         pytest.skip("wandb is installed")
     result = run("training_worker.py", task / "run.yaml", f"run.report_to=[tensorboard, {missing}]")
     check(result, f"python -m pip install {missing}, or leave it out: run.report_to=[tensorboard]")
+
+
+def test_a_rank_of_srun_counts_the_ranks_before_it_imports_anything_large(
+    task: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = {"PROCID": "3", "NTASKS": "4", "LOCALID": "1", "STEP_NUM_TASKS": "4", "JOB_ID": "31234"}
+    for name, value in job.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    said = "sequence_parallel_size 3 does not divide the trainer's 4 ranks"
+    check(run("training_worker.py", task / "run.yaml", "trainer.sequence_parallel_size=3"), said)
+
+
+# ---- what shows only on the way
+
+
+def test_no_learning_signal_is_advice_after_five_steps() -> None:
+    adviser = Adviser(AdviceSettings.of({}))
+    said = [adviser.step(step, {"frac_reward_zero_std": 1.0, "reward": 0.0}) for step in range(1, 6)]
+    assert said[3] == {} and list(said[4]) == ["dead_groups"]
+    assert "in the last 5 steps (mean reward 0.00)" in said[4]["dead_groups"] and "samples" in said[4]["dead_groups"]
+
+
+def test_everything_is_cut_off() -> None:
+    adviser = Adviser(AdviceSettings.of({"sampler": {"max_completion_length": 128}}))
+    said = [adviser.step(step, {"completions/clipped_ratio": 0.92}) for step in range(1, 6)]
+    assert said[-1] == {
+        "truncated": "92% of completions reach max_completion_length 128 and end unfinished: the reward cannot see an "
+        "answer. Set sampler.max_completion_length=256"
+    }
+
+
+def test_prompts_that_are_too_long_are_counted_and_if_all_are_the_run_ends(
+    task: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from model.tokenizer import load_tokenizer
+    from sampler.dataset import load_data
+    from sampler.start import prompts_of
+
+    lines = [ROW, ROW, {"question": "What is " + "2+" * 200 + "2?", "answer": "#### 402"}]
+    (task / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    sections = {
+        "model": {"path": str(task / "model")},
+        "data": {"train": f"{task}/long.jsonl", "max_prompt_length": 99},
+    }
+    config, tokenizer = Config.model_validate(sections), load_tokenizer(str(task / "model"))
+    problems = load_data("data.train", config.data.train, config.data)
+    assert len(prompts_of("data.train", problems, tokenizer, config)) == 2
+    said = "1 of 3 prompts have more than 99 tokens (data.max_prompt_length) and are left out"
+    assert said in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"all 1 are longer than data\.max_prompt_length 99"):
+        prompts_of("data.train", problems[2:], tokenizer, config)
+
+
+def test_memory_that_runs_out_is_told_with_the_settings_that_need_less() -> None:
+    code = """
+from common import exits, out_of_memory
+def main():
+    import torch
+    with out_of_memory.with_memory_advice("trainer"):
+        torch.empty(10**15)
+raise SystemExit(exits.run("trainer", main))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=limit(60))
+    assert done.returncode == 2
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("tandem: trainer: the trainer ran out of memory: ") and "4000000000000000 bytes" in last
+    assert "model.gradient_checkpointing=true, trainer.groups_per_micro_batch=1" in last
+
+
+@pytest.mark.parametrize(
+    ("file", "said", "remedy"),
+    [
+        (
+            "worker/utils.py",
+            "Free memory on device cuda:0 (41.0/79.3 GiB) on startup is less than desired GPU memory utilization (0.9)",
+            "vllm.gpu_memory_utilization lower",
+        ),
+        ("core/kv_cache_utils.py", "No available memory for the cache blocks.", "gpu_memory_utilization higher"),
+        (
+            "core/kv_cache_utils.py",
+            "1.5 GiB KV cache is needed, which is larger than the available KV cache memory (0.5 GiB)",
+            "vllm.max_model_len lower",
+        ),
+    ],
+)
+def test_what_vllm_says_of_memory_is_still_what_we_look_for(file: str, said: str, remedy: str) -> None:
+    told = out_of_memory.memory_advice("sampler", ValueError(said))
+    assert told is not None and said in told and remedy in told
+    assert out_of_memory.memory_advice("sampler", ValueError("max_model_len must be positive")) is None
+    (place,) = find_spec("vllm").submodule_search_locations  # type: ignore[union-attr]
+    source = re.sub(r'"\s*f?"', "", (Path(place) / "v1" / file).read_text())
+    signs = [sign for sign in out_of_memory._ENGINE if sign in said]
+    assert signs and all(sign in source for sign in signs)

@@ -1,24 +1,16 @@
-"""Several hosts: the hostfile, the orders, and processes over a stand-in for ssh that ends with nothing left behind."""
+"""Several hosts: the hostfile and the orders."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from common.errors import UserError
 from launcher.hosts import HostCommands, HostLine, passed_on, placement_over, read_hosts, settings_over
-from launcher.killed import Killed, memory_limit
-from launcher.machine import ROOT
 from launcher.over_hosts import is_here, reach
 from tests.support.configs import config_in
-from tests.support.speed import limit, until
 
 
 def written(folder: Path, text: str) -> Path:
@@ -108,160 +100,3 @@ def test_a_host_is_reached_by_ssh_unless_it_is_this_one() -> None:
     assert there == ["ip", "netns", "exec", "203.0.113.7", *here]
     assert reach("203.0.113.7", {})[:3] == ["ssh", "-o", "BatchMode=yes"]
     assert here[0] == "env" and here[-1] == "launcher.on_host"
-
-
-# ---- processes over a stand-in for ssh
-
-
-class Connections:
-    """Orders for hosts that do not exist; what "reaches" them starts the program here."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        ssh = folder / "ssh"
-        ssh.write_text('#!/bin/sh\nshift\nexec "$@"\n')
-        ssh.chmod(0o755)
-        self.env = os.environ | {"TANDEM_SSH": str(ssh), "PYTHONPATH": str(ROOT)}
-        (folder / "proof").touch()
-
-    def start(self, *codes: str, proof: str = "proof", env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-        """One process a host, each of Python code."""
-        orders = [
-            {
-                "host": f"203.0.113.{i}",
-                "name": "trainer",
-                "argv": [sys.executable, "-u", "-c", code],
-                "env": {},
-                "log": str(self.folder / f"host{i}.log"),
-                "gpus": [0, 0],
-                "scratch": [],
-                "processes": 1,
-                "launcher_depth": 0,
-                "attempt": 1,
-                "proof": str(self.folder / proof),
-                "kill_report": str(self.folder / "killed.json"),
-                "within_s": 0.5,
-                "running_s": 1000.0,
-            }
-            for i, code in enumerate(codes)
-        ]
-        (self.folder / "orders.json").write_text(json.dumps(orders))
-        command = [sys.executable, "-m", "launcher.over_hosts", str(self.folder / "orders.json")]
-        return subprocess.Popen(
-            command, cwd=ROOT, env=self.env | (env or {}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-
-    def pid_of(self, host: int) -> int:
-        """What the process has written down as its own."""
-        file = self.folder / f"pid{host}"
-        until(lambda: file.exists() and file.read_text(), 20)
-        return int(file.read_text())
-
-    def sleeper(self, host: int, before: str = "") -> str:
-        file = str(self.folder / f"pid{host}")
-        return f"import os, time, signal\n{before}\nopen({file!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
-
-
-@pytest.fixture
-def hosts(tmp_path: Path) -> Connections:
-    return Connections(tmp_path)
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    out, _ = process.communicate(timeout=limit(60))
-    return process.returncode, out
-
-
-def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
-# what holds over ssh as well: tests/processes/test_ssh.py
-
-
-def check_that_one_failure_ends_all(hosts: Connections, code: int) -> None:
-    process = hosts.start(hosts.sleeper(0), f"import time, sys; time.sleep(0.3); sys.exit({code})")
-    other = hosts.pid_of(0)
-    assert ended(process)[0] == code
-    until(lambda: is_gone(other), 20)
-
-
-def check_that_a_signal_reaches_all(hosts: Connections) -> None:
-    handler = "signal.signal(signal.SIGINT, lambda *_: os._exit(130))"
-    process = hosts.start(hosts.sleeper(0, handler), hosts.sleeper(1, handler))
-    hosts.pid_of(0), hosts.pid_of(1)
-    process.send_signal(signal.SIGINT)
-    assert ended(process)[0] == 130
-
-
-def check_that_a_killed_first_host_leaves_nothing(hosts: Connections) -> None:
-    process = hosts.start(hosts.sleeper(0), hosts.sleeper(1))
-    pids = [hosts.pid_of(i) for i in (0, 1)]
-    process.kill()
-    process.communicate()
-    until(lambda: all(map(is_gone, pids)), 20)
-
-
-@pytest.mark.processes
-def test_output_of_every_host_is_shown_in_whole_lines_and_kept_in_its_log(hosts: Connections) -> None:
-    code, out = ended(hosts.start("print('one')", "print('two')"))
-    assert (code, sorted(out.split())) == (0, ["one", "two"])
-    assert [(hosts.folder / f"host{i}.log").read_text().splitlines()[-1] for i in (0, 1)] == ["one", "two"]
-
-
-@pytest.mark.processes
-def test_a_process_counts_its_hours_from_the_start_of_the_run_by_its_own_hosts_clock(hosts: Connections) -> None:
-    code, out = ended(
-        hosts.start("from common import exits; import time; print(time.monotonic() - exits.started_at())")
-    )
-    assert code == 0 and 1000 <= float(out) < 1000 + limit(60)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("code", [2, 75, 1])
-def test_the_first_host_that_fails_says_how_all_end_and_nothing_stays(hosts: Connections, code: int) -> None:
-    check_that_one_failure_ends_all(hosts, code)
-
-
-@pytest.mark.processes
-def test_a_signal_reaches_the_process_on_every_host(hosts: Connections) -> None:
-    check_that_a_signal_reaches_all(hosts)
-
-
-@pytest.mark.processes
-def test_a_killed_first_host_leaves_nothing_on_the_others(hosts: Connections) -> None:
-    check_that_a_killed_first_host_leaves_nothing(hosts)
-
-
-@pytest.mark.processes
-def test_a_host_that_is_lost_means_start_again(hosts: Connections) -> None:
-    process = hosts.start(hosts.sleeper(0), hosts.sleeper(1))
-    pids = [hosts.pid_of(i) for i in (0, 1)]
-    agent = psutil.Process(pids[1]).parent()
-    assert agent is not None
-    agent.kill()
-    code, out = ended(process)
-    assert code == 75 and "203.0.113.1: the connection ended" in out
-    until(lambda: all(map(is_gone, pids)), 20)
-
-
-@pytest.mark.processes
-def test_a_killed_process_leaves_what_its_own_host_knows_of_it(hosts: Connections) -> None:
-    code, out = ended(hosts.start("import os; os.kill(os.getpid(), 9)"))
-    assert code == 256 - signal.SIGKILL, out
-    killed = Killed.read(hosts.folder / "killed.json")
-    assert killed is not None and killed.for_memory is not True
-    assert (killed.who, killed.limit) == ("trainer on 203.0.113.0", memory_limit())
-
-
-@pytest.mark.processes
-def test_a_host_that_does_not_see_the_run_folder_is_the_users_to_mend(hosts: Connections) -> None:
-    code, out = ended(hosts.start("print('one')", proof="nowhere/proof"))
-    assert code == 2 and "203.0.113.0 does not see" in out and "set run.output_dir to a folder that all hosts" in out
-
-
-@pytest.mark.processes
-def test_a_host_without_this_folder_is_the_users_to_mend(hosts: Connections) -> None:
-    (hosts.folder / "ssh").write_text("#!/bin/sh\nexit 127\n")
-    code, out = ended(hosts.start("print('one')"))
-    assert code == 2 and "install this folder on it under the same path: bash launch.sh setup" in out
