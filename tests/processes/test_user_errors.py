@@ -173,8 +173,8 @@ MISTAKES = (
     caller("data.train=mine.jsonl"), caller("rewards.reward_funcs=[mine.py:fn]"), caller("model.path=./mine"),
     # --- rewards
     M("no such reward", "sampling.py", "rewards.reward_funcs=[anwser]", ("anwser", "answer")),
-    M("no argument", "sampling.py", "rewards.reward_funcs=[cosine_length]",
-      ("rewards.reward_kwargs: {cosine_length: {max_len: …}}",)),
+    M("no argument", "sampling.py", "rewards.reward_funcs=[get_soft_overlong_punishment]",
+      ("rewards.reward_kwargs: {get_soft_overlong_punishment: {max_completion_len: …}}",)),
     reward("wants", "reward wants wants 'solution'; the data set gives question, answer",
            "data.rename: {answer: solution}, or give it a value in rewards.reward_kwargs: {wants: {solution: …}}"),
     reward("seven", "seven returned 7 values for 11 completions. First completion:"),
