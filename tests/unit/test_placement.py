@@ -98,11 +98,12 @@ def test_cores_are_divided_so_that_every_rank_has_its_threads(cores, ranks, expe
     ],
 )
 def test_gpus_are_named_by_include_and_never_counted(gpus, sections, sampler, trainer):
-    place = placement(config_of(**sections), gpus=gpus, cores=[0, 1])
+    place = placement(config_of(**sections), gpus=gpus, cores=range(8))
     assert place.samplers[0].env["CUDA_VISIBLE_DEVICES"] == sampler
     assert place.launcher_args == ("--include", trainer)
     assert place.num_ranks == trainer.count(",") + 1
     assert "CUDA_VISIBLE_DEVICES" not in place.trainer_env
+    assert place.trainer_env["OMP_NUM_THREADS"] == str(max(1, 8 // (place.num_ranks + 1)))
     assert place.samplers[0].env["CUDA_DEVICE_ORDER"] == place.trainer_env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert place.shares_gpu == (sampler in trainer)
 
@@ -112,7 +113,7 @@ def test_gpus_are_named_by_include_and_never_counted(gpus, sections, sampler, tr
     [
         ([], {"sampler": {"devices": [0]}}, "no GPU is visible"),
         ([0], {"trainer": {"num_ranks": 2}}, "or trainer.dist_backend=gloo: NCCL refuses two ranks on one GPU"),
-        ([0, 1], {"sampler": {"devices": [2]}}, "there is no GPU 2; visible are 2"),
+        ([0, 1], {"sampler": {"devices": [2]}}, "there is no GPU 2; visible are 2, numbered 0 to 1"),
         ([0, 1], {"sampler": {"devices": [0, 1]}}, "no GPU is left for the trainer"),
         ([0, 1], {"trainer": {"num_ranks": 2}}, "set trainer.num_ranks=1"),
         ([0, 1], {"trainer": {"devices": [0]}, "vllm": {"tensor_parallel_size": 2}}, "tensor_parallel_size 2 needs"),
