@@ -463,6 +463,12 @@ def test_the_base_of_adapters_is_the_reference_where_a_rank_has_all_of_it(overri
     assert workload_of(load(CONFIG, [ONE_RANK, *overrides]), 2, QWEN).reference_is_base == is_base
 
 
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_versions_are_written_behind_the_next_step_where_one_may_be_behind(max_staleness: int) -> None:
+    config = load(CONFIG, [ONE_RANK, f"trainer.max_staleness={max_staleness}"])
+    assert workload_of(config, 2, QWEN).writes_behind == (max_staleness == 1)
+
+
 SIZES = {
     "0.5B": ModelDims(896, 4864, 24, 14, 2, 64, 151936, tied=True, bias=True),
     "1.5B": QWEN,
