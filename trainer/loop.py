@@ -78,13 +78,13 @@ class Trainer:
         self._num_eval_problems = 0
 
     def run(self) -> None:
-        self.best.look_at_history()
         fingerprints = {"base_fingerprint": base_fingerprint(self.engine) if self.config.lora.r else ""}
         if self.rank_zero:
             hello = self.rank_zero.source.wait_for_sampler()
             self._num_eval_problems = hello.num_eval_problems
             fingerprints |= {"dataset_fingerprint": hello.dataset_fingerprint, "tokenizer_hash": hello.tokenizer_hash}
             self.progress = with_fingerprints(self.progress, fingerprints, self.config.run.output_dir)
+        self.best.look_at_history()
         self.publish(evaluate=self._evaluates_at_start())
         try:
             while self.progress.batch < self.config.num_batches and not self.best.stops_early:

@@ -27,6 +27,7 @@ WORKS = {
     "alltoall_base_",
     "barrier",
 }
+OURS = {"send", "recv_", "gather_"}  # of the trainer's own messages, which are always in CPU memory
 FAILS = {"allreduce_coalesced_", "reduce_scatter_", "allgather_into_tensor_coalesced_"}
 PHASES = {"start", "loop", "step", "publish", "checkpoint", "overflow"}
 WIDTH = {"float32": 4, "bfloat16": 2}
@@ -64,7 +65,8 @@ def test_only_collectives_that_gloo_takes_with_a_gpus_tensors_are_called(seen: l
     assert len(runs) == 2 * len(STAGES) + 1
     for name, rows in runs.items():
         assert {row["phase"] for row in rows} >= PHASES, name
-        assert {row["collective"] for row in rows} <= WORKS, name
+        assert {row["collective"] for row in rows if row["dtype"] != "uint8"} <= WORKS, name
+        assert {row["collective"] for row in rows} <= WORKS | OURS, name
 
 
 def test_the_recorder_would_have_seen_the_others(seen: list[dict[str, Any]]) -> None:
@@ -75,8 +77,14 @@ def test_deepspeed_does_not_wait_for_its_device_in_a_micro_batch(seen: list[dict
     assert seen[0]["waits"] == 0
 
 
-def test_both_ranks_call_the_same(seen: list[dict[str, Any]]) -> None:
-    assert seen[0] == seen[1]
+def test_both_ranks_call_the_same_and_one_receives_what_the_other_sends(seen: list[dict[str, Any]]) -> None:
+    def of(rank: int, name: str, *collectives: str) -> list[tuple[Any, ...]]:
+        rows = [row for row in seen[rank][name] if row["collective"] in collectives]
+        return [(row["phase"], row["dtype"], row["calls"], row["bytes"]) for row in rows]
+
+    for name in seen[0].keys() - {"waits"}:
+        assert of(0, name, *WORKS, *FAILS) == of(1, name, *WORKS, *FAILS), name
+        assert of(0, name, "send") == of(1, name, "recv_"), name
 
 
 @pytest.mark.parametrize("dtype", list(WIDTH))
@@ -85,11 +93,13 @@ def test_zero_1_sends_all_gradients_once_a_step_and_zero_2_after_every_micro_bat
 ) -> None:
     """Gradients b·N, once or for each of K micro-batches; then the weights, b·N, in either."""
     whole = WIDTH[dtype] * parameters
-    first, second = seen[0][f"{dtype}1"], seen[0][f"{dtype}2"]
+    first = seen[0][f"{dtype}1"]
     assert moved(first, "micro-batch", dtype) == 0
-    assert moved(second, "micro-batch", dtype) == pytest.approx(MICRO_BATCHES * whole, rel=1e-3)
     assert moved(first, "step", dtype) == pytest.approx(2 * whole, rel=1e-3)
-    assert moved(second, "step", dtype) == pytest.approx(whole, rel=1e-3)
+    if 2 in STAGES:  # with --all
+        second = seen[0][f"{dtype}2"]
+        assert moved(second, "micro-batch", dtype) == pytest.approx(MICRO_BATCHES * whole, rel=1e-3)
+        assert moved(second, "step", dtype) == pytest.approx(whole, rel=1e-3)
 
 
 @pytest.mark.parametrize("dtype", list(WIDTH))
