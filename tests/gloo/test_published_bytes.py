@@ -33,7 +33,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def seen(folder: Path) -> dict[str, dict[str, list[dict[str, Any]]]]:
     of_rank_0, of_rank_1 = launch("tests.support.published_bytes_worker", folder, 2, "first")
-    assert of_rank_0 == of_rank_1
+    one_way = {"send", "recv_", "gather_"}
+    for name, of_stages in of_rank_0.items():
+        for stage, rows in of_stages.items():
+            others = of_rank_1[name][stage]
+            assert [r for r in rows if r["collective"] not in one_way] == [
+                r for r in others if r["collective"] not in one_way
+            ]
     return of_rank_0
 
 

@@ -118,7 +118,8 @@ class SequenceWorker(Worker):
         config = settings(self.folder, name, stage, **sections | {"trainer": trainer})
         trained = self.trainer(config, case.stream)
         if config.reference_on == "trainer":
-            trained.models = replace(trained.models, reference=self.reference(config, trained.engine))
+            models = trained.batch._models
+            trained.batch._models = replace(models, reference=self.reference(config, trained.engine))
         trained.train_batch()
         for model, file in ((trained.engine, "gradient"), (trained.critic, "value_gradient")):
             if model:
