@@ -11,6 +11,7 @@ import torch
 
 from model.stopwatch import Stopwatch
 from trainer.loop import Trainer
+from trainer.record.throughput import StepSeconds
 
 
 @pytest.fixture
@@ -44,7 +45,9 @@ def test_a_backward_counts_between_the_two_tensors_only(watch: Stopwatch) -> Non
 
 def test_every_rank_takes_the_seconds_of_each_step_also_those_that_record_nothing(watch: Stopwatch) -> None:
     """On a GPU they are events, which would grow without end."""
-    rank: Any = SimpleNamespace(rank_zero=None, records=None, seconds={}, engine=SimpleNamespace(head_time=watch))
+    rank: Any = SimpleNamespace(
+        rank_zero=None, records=None, seconds=StepSeconds(), engine=SimpleNamespace(head_time=watch)
+    )
     watch.start()
     watch.stop()
     Trainer.record(rank, None, None, {}, 1.0, 0.0)  # type: ignore[arg-type]
