@@ -99,11 +99,20 @@ def build(example: Example, folder: Path, report: Callable[[str], None]) -> bool
     return True
 
 
+def is_wanted(folder: Path, paths: Sequence[str]) -> bool:
+    """A run on another model and other rows needs nothing of an example: none of its paths is in the folder."""
+    return not paths or any(Path(path).resolve().is_relative_to(folder.resolve()) for path in paths)
+
+
 def main(example: Example) -> None:
-    """`python -m examples.NAME`: builds the example's folder if it is not there yet, and exits."""
+    """`python -m examples.NAME [PATH …]`: builds the example's folder if it is not there yet, and exits.
+
+    With paths only if one of them is in that folder.
+    """
 
     def make() -> None:
-        build(example, example.folder, lambda line: print(f"tandem: {example.name}: {line}", flush=True))
+        if is_wanted(example.folder, sys.argv[1:]):
+            build(example, example.folder, lambda line: print(f"tandem: {example.name}: {line}", flush=True))
 
     sys.exit(exits.run(example.name, make))
 

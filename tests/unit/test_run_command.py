@@ -212,7 +212,7 @@ def test_after_a_kill_for_memory_the_estimate_of_plan_stands_beside_what_needs_l
 
 def test_a_model_is_built_because_the_config_names_its_builder(tmp_path, monkeypatch):
     asked: list[str] = []
-    monkeypatch.setattr(launcher_run, "_program", lambda module: asked.append(module) or 3)
+    monkeypatch.setattr(launcher_run, "_program", lambda module, *paths: asked.append(module) or 3)
     assert launcher_run._build(config_of()) == 0 and asked == []
     assert launcher_run._build(config_of({"builder": "examples.quickstart"})) == 3 and asked == ["examples.quickstart"]
     with pytest.raises(UserError, match=r"model.builder examples.none: no such module"):
