@@ -113,11 +113,11 @@ def play(config: Config, engine: Engine, turns: int, kind: type[Episodes] = Epis
     template = TurnTemplate.of(
         rendered, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], ask, ["tool"]
     )
-    parts: list[Any] = [InstantTools(turns), template, tokenizer.batch_decode, lambda _: ask, None]
+    parts: list[Any] = [InstantTools(turns), template, tokenizer.batch_decode, lambda _: ask]
     episodes = kind(config, engine, *parts)
     if isinstance(episodes, Retokenising):
         episodes.tokenizer = tokenizer
-    prompt = Prompt(Problem(0, {}), "?", "?", np.array(PROMPT, np.int32))
+    prompt = Prompt(Problem(0, {}), ask, "?", np.array(PROMPT, np.int32))
     episodes.start("key", prompt, SamplingParams(0.7, 400, 8, seed))
     finished: list[Any] = []
     while episodes.num_running:
