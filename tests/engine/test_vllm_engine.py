@@ -286,8 +286,9 @@ def test_an_evaluation_scores_every_problem_with_the_seeds_of_a_runs_own_evaluat
     from sampler.task import held_out_params
 
     reload(engine, version(10), config)
-    evaluation = {"num_generations": 3, "temperature": 1.0, "max_completion_length": 8}
-    given = config.model_copy(update={"eval": config.eval.model_copy(update=evaluation)})
+    shorter = config.sampler.model_copy(update={"max_completion_length": 8})
+    evaluation = config.eval.model_copy(update={"num_generations": 3, "temperature": 1.0})
+    given = config.model_copy(update={"eval": evaluation, "sampler": shorter})
     problems = [Problem(i, {"question": "?", "answer": "1"}) for i in (0, 4, 9)]
     prompts = [Prompt(p, "?", "?", np.array(PROMPT[: 20 + p.index], np.int32)) for p in problems]
     with RewardPool(given.rewards, columns=problems[0].columns) as pool:
