@@ -17,4 +17,4 @@ PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 def build_once() -> None:
     """Waits while another process builds it."""
     command = [sys.executable, "-m", "examples.quickstart"]
-    subprocess.run(command, cwd=ROOT, env=os.environ | PASSIVE, check=True, timeout=limit(300))
+    subprocess.run(command, cwd=ROOT, env=os.environ | PASSIVE, check=True, timeout=limit(900))
