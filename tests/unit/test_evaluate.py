@@ -216,7 +216,6 @@ def test_a_model_outside_a_run_needs_a_config(tmp_path: Path) -> None:
     assert find_target(str(tmp_path), "configs/quickstart.yaml").config == Path("configs/quickstart.yaml")
 
 
-@pytest.mark.processes
 def test_a_mistake_ends_the_process_with_2_and_no_traceback(run_folder: Path) -> None:
     begun = time.monotonic()
     command = [sys.executable, "-m", "launcher.evaluation.main", str(run_folder), "eval.temprature=1"]
@@ -225,7 +224,6 @@ def test_a_mistake_ends_the_process_with_2_and_no_traceback(run_folder: Path) ->
     assert not overdue(time.monotonic() - begun, 5)  # 0.4 on an idle machine
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("script", ["sampling.py", "training_worker.py"])
 def test_the_two_processes_refuse_a_run_that_only_evaluates(script: str, run_folder: Path) -> None:
     command = [sys.executable, script, "--config", str(run_folder / "config.json"), "eval.val_only=true"]

@@ -199,7 +199,6 @@ def browse(folder: Path, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=limit(60), check=True).stdout
 
 
-@pytest.mark.processes
 @in_a_browser
 def test_a_browser_runs_no_script_of_the_page_and_would_have_run_one_without_the_escapes(page, tmp_path):
     (tmp_path / "report.html").write_text(page)
@@ -208,7 +207,6 @@ def test_a_browser_runs_no_script_of_the_page_and_would_have_run_one_without_the
     assert "<title>a script ran</title>" in browse(tmp_path, "--dump-dom", f"file://{tmp_path}/canary.html")
 
 
-@pytest.mark.processes
 @in_a_browser
 def test_the_policy_alone_stops_a_script_that_got_past_the_escapes(page, tmp_path):
     (tmp_path / "report.html").write_text(page.replace("<main>", f"<main>{HOSTILE['script']}{HOSTILE['image']}"))
@@ -216,7 +214,6 @@ def test_the_policy_alone_stops_a_script_that_got_past_the_escapes(page, tmp_pat
     assert f"<script>{CANARY}</script>" in dom and "<title>a script ran</title>" not in dom
 
 
-@pytest.mark.processes
 @in_a_browser
 @pytest.mark.parametrize("width", [1280, 400])
 def test_the_page_fits_a_wide_and_a_narrow_window_by_day_and_by_night(page, tmp_path, width):
