@@ -68,21 +68,23 @@ def words_of(tensor: Tensor) -> Tensor:
 def device_sums(words: Tensor) -> Tensor:
     """Both sums, int64 [2], on the words' device: nothing waits for a GPU."""
     full = words.numel() // _CHUNK
-    pieces = list(words[: full * _CHUNK].view(full, _CHUNK).split(_HOST_CHUNKS if words.is_cpu else _DEVICE_CHUNKS))
-    if rest := words.numel() % _CHUNK:
-        pieces.append(torch.nn.functional.pad(words[full * _CHUNK :], (0, _CHUNK - rest)).view(1, _CHUNK))
-    a = torch.from_numpy(_weights()).to(words.device)
-    g = torch.from_numpy(_odd(np.arange(full + 1, dtype=np.uint64), stream=1).view(np.int64)).to(words.device)
-    total = torch.zeros(2, dtype=torch.int64, device=words.device)
-    for w, g_k in zip(pieces, g[: full + bool(rest)].split([len(piece) for piece in pieces]), strict=True):
-        total[0] += (g_k * (w * a).sum(1)).sum()
-        total[1] += (g_k * ((w >> 32) * a).sum(1)).sum()
-    return total
+    blocks = list(words[: full * _CHUNK].view(full, _CHUNK).split(_HOST_CHUNKS if words.is_cpu else _DEVICE_CHUNKS))
+    blocks.append(words[full * _CHUNK :].view(1, -1))
+    a, g = _odd_on(words.device, _CHUNK, stream=0), _odd_on(words.device, full + 1, stream=1)
+    low = torch.cat([_dot(w, a) for w in blocks])
+    high = torch.cat([_dot(w >> 32, a) for w in blocks])
+    return torch.stack([(g * low).sum(), (g * high).sum()])
+
+
+def _dot(w: Tensor, a: Tensor) -> Tensor:
+    """Σ_i a_i · w_ki for each row k. NumPy's product of integers has no temporary; torch has none for a GPU."""
+    a = a[: w.shape[1]]
+    return torch.from_numpy(w.numpy() @ a.numpy()) if w.is_cpu else (w * a).sum(1)
 
 
 @cache
-def _weights() -> NDArray[np.int64]:
-    return _odd(np.arange(_CHUNK, dtype=np.uint64), stream=0).view(np.int64)
+def _odd_on(device: torch.device, count: int, stream: int) -> Tensor:
+    return torch.from_numpy(_odd(np.arange(count, dtype=np.uint64), stream).view(np.int64)).to(device)
 
 
 def _odd(position: NDArray[np.uint64], stream: int) -> NDArray[np.uint64]:
