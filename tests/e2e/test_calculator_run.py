@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from examples.calculator import Calculator
-from examples.example import build
 from report.run_log import read_jsonl
+from tests.support.pupils import files_of
 from tests.support.speed import limit
 
 pytestmark = pytest.mark.timeout(600)
@@ -23,10 +23,8 @@ SMALLER = ("trainer.max_steps=3", "trainer.prompts_per_step=4", "sampler.num_gen
 
 
 def test_three_steps_with_a_calculator(tmp_path: Path) -> None:
-    task = tmp_path / "task"
-    assert build(KNOWS_HOW_TO_CALL, task, report=lambda line: None)
-    given = [f"run.output_dir={tmp_path / 'run'}", f"model.path={task}/model", "run.log_samples=16", *SMALLER]
-    given += [f"data.train={task}/train.jsonl", f"data.eval={task}/test.jsonl"]
+    files = files_of(KNOWS_HOW_TO_CALL, tmp_path / "task")
+    given = [f"run.output_dir={tmp_path / 'run'}", "run.log_samples=16", *files, *SMALLER]
     command = [sys.executable, "-m", "launcher.run", CONFIG, *given]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(300))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]

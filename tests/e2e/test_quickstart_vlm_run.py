@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from common.ports import free_port
 from examples.drawings import Drawings
-from examples.example import build
 from model.images import read_vision
 from report.run_log import read_jsonl
 from tests.support.metrics_page import unexplained
+from tests.support.pupils import files_of
 from tests.support.speed import limit
 from tests.support.tier import full
 from trainer.link import recording
@@ -32,7 +32,7 @@ SMALLER = ("trainer.max_steps=3", "trainer.prompts_per_step=4", "sampler.num_gen
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache") / "quickstart_vlm"
-    assert build(HARDLY_TAUGHT, folder, report=lambda line: None)
+    files_of(HARDLY_TAUGHT, folder)
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     for row in rows[::3]:  # text alone
         row.update(images=[], question=row["question"].removeprefix("<image>"))

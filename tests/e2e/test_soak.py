@@ -25,7 +25,8 @@ from common.config.loading import parse
 from common.ports import free_port
 from common.run_folder import checkpoints
 from report.run_log import read_jsonl, wilson_interval
-from tests.support.quickstart_model import build_once
+from tests.support import tier
+from tests.support.pupils import HARDLY_TAUGHT, build_quick_start, files_of
 from tests.support.speed import limit, overdue
 from tests.support.tier import full
 from tools.benchmarks.soak import VICTIMS, workers
@@ -42,10 +43,17 @@ SECONDS_PER_STEP = 20.0  # allowed, on a loaded machine and with restarts
 
 
 @pytest.fixture(scope="module")
-def settings() -> dict[str, Any]:
-    """The quick start's, once its model and problems are built."""
-    build_once()
-    return parse((ROOT / "configs" / "quickstart.yaml").read_text())
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The quick start's: with --all on its own model, otherwise on one that was hardly taught, without evaluation."""
+    settings = parse((ROOT / "configs" / "quickstart.yaml").read_text())
+    if tier.ALL:
+        build_quick_start()
+    else:
+        task = tmp_path_factory.mktemp("task") / "quickstart"
+        files_of(HARDLY_TAUGHT, task)
+        settings["model"]["path"], settings["data"]["train"] = f"{task}/model", f"{task}/train.jsonl"
+        del settings["data"]["eval"]
+    return settings
 
 
 class Run:
@@ -165,7 +173,7 @@ def test_a_kill_of_each_side_and_ctrl_c_on_two_ranks_lose_nothing(
     settings: dict[str, Any], tmp_path: Path, figure: Callable[[str, str], None]
 ) -> None:
     """SIGKILL of the sampler, of a rank after a checkpoint, then Ctrl-C; the run that goes on ends with every group."""
-    data = {name: value for name, value in settings["data"].items() if name != "eval"}
+    data = settings["data"] | {"eval": None}
     words = ["trainer.max_steps=16", "trainer.save_steps=3", "trainer.num_ranks=2"]
     with Run(settings | {"data": data}, tmp_path / "run", *words) as run:
         for victim, step in (("sampler", 1), ("trainer", 4)):

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from common.config import Config, load
+from tests.support import tier
 from tests.support.clone import ROOT, Clone, commands
-from tests.support.quickstart_model import build_once
+from tests.support.pupils import HARDLY_TAUGHT, build_quick_start, files_of
 from tests.support.tier import full
 
 pytestmark = pytest.mark.timeout(600)
@@ -20,8 +21,9 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
-    """With the quick start's model, which `bash launch.sh` builds; here once for all sessions."""
-    build_once()
+    """With --all with the quick start's model, which `bash launch.sh` builds; here once for all sessions."""
+    if tier.ALL:
+        build_quick_start()
     return Clone(tmp_path_factory.mktemp("weekend") / "tandem")
 
 
@@ -94,7 +96,7 @@ def test_the_task_of_the_readme_is_checked_and_trains_with_its_own_words(clone: 
     (row,) = re.findall(r"`(\{.question.*?\})`", page)
     (clone.folder / "my.jsonl").write_text(f"{row}\n" * 8)
     ours = (
-        "model.path=.cache/quickstart/model model.builder=examples.quickstart model.dtype=float32 "
+        f"{files_of(HARDLY_TAUGHT, clone.folder / 'task')[0]} model.dtype=float32 "
         "trainer.max_steps=2 trainer.prompts_per_step=4 "
         "data.max_prompt_length=128 sampler.max_completion_length=24"
     )
