@@ -32,6 +32,7 @@ from common.errors import Retryable, UserError
 
 Socket = zmq.Socket[bytes]
 BEAT_S = 1.0  # every state is repeated this often
+LOST_AFTER_S = 10.0  # of silence: others get a sampler's groups
 _HIGH_WATER_MARGIN = 64
 _CLOSED_WITHIN_S = 10.0
 
@@ -206,7 +207,7 @@ def _socket(kind: int) -> Socket:
 
 def _set_limits(socket: Socket, config: Config, window: int) -> None:
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, config.channel.max_message_mib << 20)
+    socket.setsockopt(zmq.MAXMSGSIZE, config.max_message_bytes)
     socket.setsockopt(zmq.SNDHWM, window + _HIGH_WATER_MARGIN)
     socket.setsockopt(zmq.RCVHWM, window + _HIGH_WATER_MARGIN)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)

@@ -4,7 +4,7 @@ A rollout has a worker of its own (common/worker), and a thread that asks it. De
 thread is inside the engine. A request that exceeds its deadline, kills its process or raises becomes `Failed`, once,
 and its process is killed with all that it started; no other rollout notices. Of an environment that has ended, `close`
 is called if it has one. Nothing is pickled. Left out: whoever kills the fork server itself, where the kernel cannot
-forbid it (`rollout.confine_signals`), fails the rollouts of that moment; the server is started again.
+forbid it (Linux 6.12), fails the rollouts of that moment; the server is started again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from common.config import Rollouts
+from common.config import MAX_ENVIRONMENTS, Rollouts
 from common.errors import UserError
 from common.outcomes import shorten
 from common.worker import encode
@@ -64,10 +64,10 @@ class EnvironmentPool:
             setup,
             title="environments",
             max_memory=_MAX_MEMORY,
-            confine_signals=config.confine_signals,
+            confine_signals=True,
         )
         self._timeout_s = config.timeout_s
-        self._threads = ThreadPoolExecutor(config.max_environments)  # they also start the fork server
+        self._threads = ThreadPoolExecutor(MAX_ENVIRONMENTS)  # they also start the fork server
         self._rollouts: dict[Hashable, _Rollout] = {}  # of the keys in use
         self._owed: set[Hashable] = set()
         self._replies: queue.SimpleQueue[tuple[_Rollout, Reply]] = queue.SimpleQueue()
@@ -105,7 +105,7 @@ class EnvironmentPool:
         return len(self._owed)
 
     def start(self, key: Hashable, columns: Mapping[str, Any], seed: int | None = None) -> None:
-        """A fresh instance and its reset → Turn or Failed. Beyond rollout.max_environments it waits for a place.
+        """A fresh instance and its reset → Turn or Failed. Beyond MAX_ENVIRONMENTS it waits for a place.
 
         columns: one data set row. seed: of `random` and of numpy in the instance; None = another one each time.
         """

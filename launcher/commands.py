@@ -79,8 +79,7 @@ class Commands:
         if code == RETRYABLE and steps == 0:
             return self.trainer()
         return (
-            f"{folder} has {steps} steps and no checkpoint to continue from; a smaller trainer.save_steps or "
-            "trainer.save_minutes saves earlier"
+            f"{folder} has {steps} steps and no checkpoint to continue from; a smaller trainer.save_steps saves earlier"
         )
 
     def batch_s(self) -> float:

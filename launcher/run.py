@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from common.config import Config, decided, load
+from common.config import Config, load
 from common.durable import lock
 from common.errors import UserError
 from common.exits import DONE, INTERRUPTED, USER_ERROR, limit_time, out_of_time
@@ -48,7 +48,6 @@ def main(arguments: Sequence[str]) -> int:
     again = to_resume(path, overrides, hostfile)
     try:
         hosts = read_hosts(hostfile) if hostfile else ()
-        overrides = [*overrides, *decided(path, overrides)]
         config = load(path, overrides)
         if hosts:
             overrides = [*overrides, *settings_over(hosts, config)]

@@ -30,7 +30,7 @@ def chosen(records: Sequence[Record], step: int | None, which: str | None, count
     """
     steps = sorted({record["step"] for record in records})
     if not steps:
-        raise UserError("samples.jsonl is empty; run.log_samples says how many groups are kept per step")
+        raise UserError("samples.jsonl is empty: no step has ended yet")
     if step is not None and step not in steps:
         near = min(steps, key=lambda other: abs(other - step))
         raise UserError(f"samples.jsonl has no step {step}, but {steps[0]} to {steps[-1]}; nearest: --step {near}")

@@ -46,12 +46,10 @@ class Played(Completion):
 class EpisodeLimits:
     max_turns: int
     max_tokens: int  # of all turns and observations together
-    max_turn_tokens: int  # of one turn
 
     @classmethod
     def of(cls, config: Config, params: SamplingParams) -> EpisodeLimits:
-        rollout = config.rollout
-        return cls(rollout.max_turns, params.max_tokens, rollout.max_turn_length or params.max_tokens)
+        return cls(config.rollout.max_turns, params.max_tokens)
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class Episode:
         seed = first.seed
         if seed is not None:
             seed = seed + rollout if self.num_turns == 0 else sampling_seed(seed + rollout, self.num_turns)
-        room = min(self.limits.max_turn_tokens, self.limits.max_tokens - len(self.token_ids))
+        room = self.limits.max_tokens - len(self.token_ids)
         return replace(first, num_completions=1, seed=seed, max_tokens=room)
 
     def sampled(self, turn: Completion, text: str) -> Episode:

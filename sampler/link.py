@@ -43,7 +43,7 @@ class Link:
 
     @property
     def is_credited(self) -> bool:
-        patience_s = min(_HELLO_AFTER_S, self._config.channel.lost_after_s)
+        patience_s = min(_HELLO_AFTER_S, channel.LOST_AFTER_S)
         return self.credit is not None and time.monotonic() - self._heard_at < patience_s
 
     def receive(self, timeout_s: float) -> bool:
@@ -144,11 +144,11 @@ class Link:
 
     def _send(self, frames: list[bytes]) -> None:
         """Raises UserError for what the trainer's end would not take: ZeroMQ drops it without a word."""
-        largest_mib = max(map(len, frames)) / 2**20
-        if largest_mib > (limit_mib := self._config.channel.max_message_mib):
+        largest, limit = max(map(len, frames)), self._config.max_message_bytes
+        if largest > limit:
             raise UserError(
-                f"a message to the trainer has {largest_mib:.1f} MiB and channel.max_message_mib is {limit_mib}; "
-                f"set channel.max_message_mib={math.ceil(1.1 * largest_mib)}"
+                f"a message to the trainer has {largest / 2**20:.1f} MiB, the limit is {limit >> 20}; lower "
+                "eval.num_generations or sampler.max_completion_length"
             )
         if not self._transport.send(frames):  # nobody is connected: states are repeated, results sent again
             self.counters["unsent"] += 1

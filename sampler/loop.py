@@ -6,7 +6,7 @@
 
 | queue           | filled by          | emptied by            | bounded by                       |
 |-----------------|--------------------|-----------------------|----------------------------------|
-| held-out        | leases in CREDIT   | gaps between groups   | `data.eval_size`                 |
+| held-out        | leases in CREDIT   | gaps between groups   | `data.eval`                      |
 | engine          | leases in CREDIT   | `Engine.step`         | the trainer's window             |
 | environments    | turns              | `EnvironmentPool`     | the same window                  |
 | reward pool     | finished prompts   | `RewardPool.ready`    | the same window                  |

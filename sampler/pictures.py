@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.config import Data
 from common.errors import UserError
-from common.types import EncodedImage, Problem, Prompt
+from common.types import EncodedImage, Problem
 from common.watchdog import report_progress
 from model.images import ImageFormat, encode_image
 
@@ -147,18 +147,6 @@ def encode_all(problems: Sequence[Problem], form: ImageFormat, data: Data) -> It
                 said = time.monotonic()
                 _say(f"images of {done} of {len(problems)} rows are resized")
             yield encoded
-
-
-def require_sendable(option: str, prompts: Sequence[Prompt], max_message_mib: int) -> None:
-    """Raises UserError where the images of a prompt take more than half a message: its group could never be sent."""
-    sizes = [sum(len(image.png) for image in prompt.images) for prompt in prompts]
-    if 2 * (largest := max(sizes)) > max_message_mib << 20:
-        row = prompts[sizes.index(largest)].problem.index
-        raise UserError(
-            f"{option}: the images of row {row} are PNGs of {largest / 2**20:.1f} MiB, more than half of "
-            f"channel.max_message_mib {max_message_mib}. Lower data.max_pixels, or set channel.max_message_mib: "
-            f"{2 * (largest >> 20) + 4}"
-        )
 
 
 def _say(text: str) -> None:

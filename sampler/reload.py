@@ -62,9 +62,8 @@ class CanaryBounds:
     def of(cls, config: Config) -> CanaryBounds:
         """float32: healthy are 1e-6 and 1e-5, TF32 in attention gives 5e-4 and 2e-3. bfloat16: RMS 0.03 to 0.04."""
         if config.model.dtype == "float32":
-            largest = config.weights.canary_tolerance or 1e-3
-            return cls(largest / 4, largest)
-        return cls(config.weights.canary_tolerance or 0.15, math.inf)
+            return cls(2.5e-4, 1e-3)
+        return cls(0.15, math.inf)
 
 
 def reload(engine: Engine, published: Published, config: Config, fetcher: Fetcher | None = None) -> Reloaded:
@@ -133,7 +132,7 @@ def _require_canary(x: NDArray[np.float64], bounds: CanaryBounds, version: int) 
         limits = f"RMS {bounds.rms:.3g}" + (f", at most {bounds.largest:.3g}" if bounds.largest < math.inf else "")
         raise Retryable(
             f"canary: the engine's log-probs differ from the trainer's by RMS {rms:.3g}, at most {largest:.3g}, under "
-            f"version {version}, more than {limits} (weights.canary_tolerance)"
+            f"version {version}, more than {limits}"
         )
 
 

@@ -26,7 +26,6 @@ from rewards.probes import probes
 from sampler.dataset import fingerprint, load_data, whole_row
 from sampler.link import Link, hello
 from sampler.multi_turn import MultiTurn, opened
-from sampler.pictures import require_sendable
 from sampler.prompts import make_prompts, shown_to_rewards
 from sampler.task import Task
 
@@ -72,7 +71,7 @@ def _run(config: Config, sampler_id: str) -> None:
         multi_turn = stack.enter_context(opened(config, tokenizer, problems[0], columns))
         tools = multi_turn.pool.tools if multi_turn else None
         train_prompts = prompts_of("data.train", problems, tokenizer, config, tools)
-        held_out_prompts = prompts_of("data.eval", held_out, tokenizer, config, tools)[: config.data.eval_size]
+        held_out_prompts = prompts_of("data.eval", held_out, tokenizer, config, tools)
         task = Task(train_prompts, held_out_prompts, lambda ids: tokenizer.batch_decode(ids, skip_special_tokens=True))
         asked, vocabulary = (
             (fingerprint(train_prompts), fingerprint(held_out_prompts)),
@@ -167,8 +166,6 @@ def prompts_of(
             file=sys.stderr,
             flush=True,
         )
-    if config.data.image_key is not None:
-        require_sendable(source, prompts, config.channel.max_message_mib)
     return prompts
 
 

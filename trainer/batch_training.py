@@ -154,7 +154,7 @@ class BatchTraining:
         report_progress("scoring a batch of rollouts with the critic")
         parts = [self._own(round_) for round_ in self._plan(range(self.slots.size))]
         params = self.config.algorithm.group_params
-        adapted = self._progress.threshold if params.adaptive_threshold else None
+        adapted = self._progress.threshold if params.threshold_lr else None
         threshold = adapted or params.group_variance_threshold
         self.slots.replace(critic.score(self.slots.training(), parts, threshold))
         self._record_seconds("timing/values_s", time.monotonic() - start)

@@ -2,7 +2,7 @@
 
     sections.py sampling.py rollouts.py algorithm.py training.py    the settings, section by section
     settings.py checks.py                                           all sections together; what they must agree on
-    loading.py dtype.py messages.py                                 reading a file; what auto means; errors in words
+    loading.py messages.py                                          reading a file; errors in words
     reference_page.py                                               docs/config.md
 
 Key names follow TRL where TRL has one. `load` reads the file, applies `key=value` overrides, checks everything
@@ -12,8 +12,8 @@ costs milliseconds, not the start of two processes.
 
 from common.config.algorithm import Algorithm, GroupParams
 from common.config.checks import Config
-from common.config.loading import decided, load
-from common.config.rollouts import Rollouts
+from common.config.loading import load
+from common.config.rollouts import MAX_ENVIRONMENTS, Rollouts
 from common.config.sampling import MAX_TOP_K, ROUNDING, TIES, Eval, Rewards, SamplerSettings
 from common.config.sections import (
     MAX_LORA_RANK,
@@ -32,6 +32,7 @@ from common.config.settings import world_size
 from common.config.training import CriticSettings, TrainerSettings
 
 __all__ = [
+    "MAX_ENVIRONMENTS",
     "MAX_LORA_RANK",
     "MAX_SOCKET_PATH",
     "MAX_TOP_K",
@@ -55,7 +56,6 @@ __all__ = [
     "Section",
     "TrainerSettings",
     "Weights",
-    "decided",
     "load",
     "world_size",
 ]

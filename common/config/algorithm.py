@@ -20,16 +20,8 @@ class GroupParams(Section):
     """τ: how much variance sharing may cost."""
     group_max_size: int | None = Field(16, ge=1)
     """Most tokens in a segment."""
-    group_epsilon: float = Field(1e-6, gt=0)
-    """In the denominator."""
-    adaptive_threshold: bool = True
-    """Adapt τ."""
-    threshold_lr: float = Field(0.01, gt=0)
-    """Step of log τ."""
-    min_threshold: float = Field(0.1, gt=0)
-    """Smallest τ."""
-    max_threshold: float = Field(10.0, gt=0)
-    """Largest τ."""
+    threshold_lr: float = Field(0.01, ge=0)
+    """Step of log τ; 0 = τ stays."""
     segment_rule: Literal["grow", "literal"] = "grow"
     """grow: while sharing pays; literal: until it does."""
     segment_loss: Literal["endpoint", "segment"] = "endpoint"
@@ -38,15 +30,8 @@ class GroupParams(Section):
     """Norms of scores from log-probs, or another forward."""
 
     def _contradictions(self) -> Iterator[str]:
-        low, start, high = self.min_threshold, self.group_variance_threshold, self.max_threshold
-        if not self.adaptive_threshold:
-            for name in ("threshold_lr", "min_threshold", "max_threshold"):
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    yield f"{name} does nothing without adaptive_threshold; remove it, or set adaptive_threshold=true"
-        elif not low <= start <= high:
-            yield f"group_variance_threshold {start} is outside min_threshold {low} … max_threshold {high}; move one"
-        if self.adaptive_threshold and self.segment_rule == "literal":
-            yield "segment_rule literal closes earlier the higher τ is, so τ cannot adapt; set adaptive_threshold=false"
+        if self.threshold_lr and self.segment_rule == "literal":
+            yield "segment_rule literal closes earlier the higher τ is, so τ cannot adapt; set threshold_lr=0"
 
 
 class Algorithm(Section):

@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Iterator
 
-from common.config.rollouts import Rollouts
+from common.config.rollouts import MAX_ENVIRONMENTS, Rollouts
 from common.config.settings import Settings
 from common.config.training import CriticSettings
 
@@ -52,15 +52,6 @@ def _sampling(config: Settings) -> Iterator[str]:
         yield (
             f"vllm.logprobs_mode {config.vllm['logprobs_mode']!r} are not the log-probs of the sampled distribution, "
             "which the ratio needs; remove it, processed_logprobs is given to vLLM"
-        )
-    tokens = config.sampler.num_generations * config.sampler.max_completion_length
-    mask = config.sampler.max_sampling_mask
-    group_mib = 4 * tokens * (3 + mask) / 2**20
-    if group_mib > 0.9 * config.channel.max_message_mib:
-        kept, or_less = (f" with {mask} kept ones each", ", or a smaller sampler.top_k") if mask else ("", "")
-        yield (
-            f"a group of {tokens} tokens{kept} takes {group_mib:.0f} MiB; set "
-            f"channel.max_message_mib={math.ceil(group_mib / 0.9)}{or_less}"
         )
     if config.algorithm.soft_punish_cache > config.sampler.max_completion_length:
         yield (
@@ -115,16 +106,8 @@ def _rollouts(config: Settings) -> Iterator[str]:
         return
     if given.tools and rewarded:
         yield "rollout.tools give no reward; remove environment from rewards.reward_funcs"
-    if given.max_environments < count:
-        yield (
-            f"rollout.max_environments {given.max_environments} is less than a group of sampler.num_generations "
-            f"{count}, whose rollouts start together; set rollout.max_environments={count}"
-        )
-    if (longest := given.max_turn_length) is not None and longest > config.sampler.max_completion_length:
-        yield (
-            f"rollout.max_turn_length {longest} is longer than all turns together; set it to at most "
-            f"sampler.max_completion_length {config.sampler.max_completion_length}"
-        )
+    if count > MAX_ENVIRONMENTS:  # the rollouts of a group begin together
+        yield f"at most {MAX_ENVIRONMENTS} environments run at once; set sampler.num_generations={MAX_ENVIRONMENTS}"
 
 
 def _batches(config: Settings) -> Iterator[str]:

@@ -12,28 +12,19 @@ import yaml
 from pydantic import ValidationError
 
 from common.config.checks import Config
-from common.config.dtype import decide_dtype
 from common.config.messages import explain
 from common.errors import UserError
 from common.redact import redacted_words
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The checked configuration, `auto` decided for this machine. Raises UserError naming every problem at once."""
+    """The checked configuration. Raises UserError naming every problem at once."""
     path = Path(path)
     settings, lines = _read(path, overrides)
-    if dtype := decide_dtype(settings):
-        settings["model"] = {**settings["model"], "dtype": dtype}
     try:
         return Config.model_validate(settings)
     except ValidationError as error:
         raise UserError("\n".join(explain(e, path, lines) for e in error.errors())) from None
-
-
-def decided(path: Path, overrides: Sequence[str]) -> list[str]:
-    """Overrides that give a process on another host what `auto` means on this one. Raises UserError."""
-    settings, _ = _read(path, overrides)
-    return [f"model.dtype={dtype}"] if (dtype := decide_dtype(settings)) else []
 
 
 def _read(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:

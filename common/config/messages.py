@@ -19,7 +19,7 @@ def explain(error: Any, path: Path, lines: dict[tuple[str, ...], int]) -> str:
     place = f"{path}:{line}" if line and where in lines else str(path)
     name = ".".join(where)
     if error["type"] == "extra_forbidden":
-        known = _known_keys()
+        known = known_keys()
         elsewhere = [k for k in known if k.split(".")[-1] == where[-1]]
         near = elsewhere or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
         return f"{place}: {name}: no such option." + (f" Did you mean {near[0]}?" if near else "")
@@ -34,10 +34,10 @@ def _got(value: Any, where: tuple[str, ...]) -> str:
     return "" if isinstance(value, dict) else f", got {redacted(value, secret_part(where))!r}"
 
 
-def _known_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
     keys = []
     for name, field in section.model_fields.items():
         keys.append(prefix + name)
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            keys += _known_keys(field.annotation, f"{prefix}{name}.")
+            keys += known_keys(field.annotation, f"{prefix}{name}.")
     return keys

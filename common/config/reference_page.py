@@ -1,6 +1,6 @@
 """docs/config.md from the settings themselves:  python -m common.config.reference_page
 
-Types, limits, defaults and meanings stand in common/config and nowhere else; a test compares the page with them.
+Defaults, choices and meanings stand in common/config and nowhere else; a test compares the page with them.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import types
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -25,13 +24,13 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
 _HEAD = """# Configuration
 
 Both processes read one YAML file; `section.key=value` on the command line overrides it. Relative paths start at the
-folder of `launch.sh`. Column 2: default, limits, other values. Written by `python -m common.config.reference_page`.
+folder of `launch.sh`. These are the defaults. Written by `python -m common.config.reference_page`.
 """
-_LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}  # as annotated_types names them
 
 
 def page() -> str:
-    return "\n".join([_HEAD, *_sections()]) + "\n"
+    blocks = (_block(name, field) for name, field in Config.model_fields.items())
+    return "\n".join([_HEAD, *blocks])
 
 
 @cache
@@ -48,79 +47,35 @@ def meanings(section: type[Section]) -> dict[str, str]:
     return found
 
 
-def _sections() -> Iterator[str]:
-    alone = {}
-    for name, field in Config.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield from _section(name, field.annotation)
-        else:
-            alone[name] = field
-    yield from ("## Without a section\n", *_table(alone, meanings(Config)), "")
+def _block(name: str, field: FieldInfo) -> str:
+    return "\n".join([f"## {name}", "", "```yaml", *_lines(name, field, meanings(Config)[name]), "```", ""])
 
 
-def _section(name: str, section: type[Section]) -> Iterator[str]:
-    yield f"## {name}\n"
-    if section.__doc__ and section.__doc__ != Section.__doc__:
-        yield " ".join(section.__doc__.split()) + "\n"
-    nested = {key: f for key, f in section.model_fields.items() if _is_section(f.annotation)}
-    shown = {f"{name}.{key}": f for key, f in section.model_fields.items() if key not in nested}
-    yield from _table(shown, {f"{name}.{key}": text for key, text in meanings(section).items()})
-    yield ""
-    for key, field in nested.items():
-        yield from _section(f"{name}.{key}", field.annotation)  # type: ignore[arg-type]
-
-
-def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Section)
-
-
-def _table(fields: dict[str, FieldInfo], meant: dict[str, str]) -> Iterator[str]:
-    yield "| key | default | meaning |"
-    yield "|---|---|---|"
-    for name, field in fields.items():
-        cells = (f"`{name}`", ", ".join([_default(field), *_allowed(field)]), meant[name])
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _allowed(field: FieldInfo) -> Iterator[str]:
-    """What the default does not show: "int > 0", "≥ 1", "`b`", "`null`"."""
-    default = None if field.is_required() else field.get_default(call_default_factory=True)
-    limits = [f"{sign} {getattr(m, key)}" for m in field.metadata for key, sign in _LIMITS.items() if hasattr(m, key)]
-    for option in (part for options in _options(field.annotation) for part in options.split(", ")):
-        if option == "null":
-            yield from ["`null`"] if default is not None else []
-        elif option.startswith("`"):
-            yield from [option] if option != f"`{default}`" else []
-        elif default in (None, [], {}) or (option.startswith("list") and isinstance(default, str)):
-            yield " ".join([option, *limits[:1]])
-            limits = limits[1:]
-    yield from limits
-
-
-def _options(annotation: Any) -> list[str]:
-    if annotation is None or annotation is type(None):
-        return ["null"]
-    origin, inside = get_origin(annotation), get_args(annotation)
-    if origin in (Union, types.UnionType):
-        return [name for part in inside for name in _options(part)]
-    if origin is Literal:
-        return [", ".join(f"`{value}`" for value in inside)]
-    if origin is list:
-        return [f"list of {' or '.join(_options(inside[0]))}"]
-    if origin is dict:
-        return ["mapping"]
-    return {str: ["text"], Path: ["path"], bool: ["bool"], Any: ["anything"]}.get(annotation, [annotation.__name__])
+def _lines(name: str, field: FieldInfo, meaning: str) -> Iterator[str]:
+    """`key: default  # choices. meaning`, or a section's key and, indented, its lines."""
+    section = field.annotation
+    if isinstance(section, type) and issubclass(section, Section):
+        doc = section.__doc__ if section.__doc__ != Section.__doc__ else None
+        yield f"{name}:" + (f"  # {text}" if (text := meaning or doc) else "")
+        for key, inner in section.model_fields.items():
+            yield from (f"  {line}" for line in _lines(key, inner, meanings(section)[key]))
+    else:
+        yield f"{name}: {_default(field)}  # {_choices(field)}{meaning}"
 
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
-        return "**required**"
+        return "???"
     value = field.get_default(call_default_factory=True)
-    if isinstance(value, float) and not isinstance(value, bool):
-        return f"`{value:g}`" if abs(value) < 1e-3 and value else f"`{value}`"
-    return (
-        f"`{json.dumps(value, ensure_ascii=False, default=str)}`" if not isinstance(value, str | Path) else f"`{value}`"
-    )
+    return str(value) if isinstance(value, str | Path) else json.dumps(value, ensure_ascii=False)
+
+
+def _choices(field: FieldInfo) -> str:
+    """Beside the default: "or sampler, trainer. " """
+    kinds: tuple[Any, ...] = (field.annotation, *get_args(field.annotation))
+    others = [str(value) for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+    others = [value for value in others if value != field.default]
+    return f"or {', '.join(others)}. " if others else ""
 
 
 if __name__ == "__main__":

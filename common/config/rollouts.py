@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 from common.config.sections import Section
 from common.functions import short_name
 
+MAX_ENVIRONMENTS = 256  # alive at once: a process each
+
 
 class Rollouts(Section):
     """Several turns (docs/environments.md); all share sampler.max_completion_length."""
@@ -23,14 +25,8 @@ class Rollouts(Section):
     """llama3_json: Llama 3.1 and later."""
     max_turns: int = Field(8, ge=1)
     """A rollout with more is truncated."""
-    max_turn_length: int | None = Field(None, gt=0)
-    """Tokens; null = what is left."""
     timeout_s: float = Field(30.0, gt=0)
     """A longer reset or step fails its rollout."""
-    max_environments: int = Field(256, ge=1)
-    """Alive at once."""
-    confine_signals: bool = True
-    """Environments signal only their own processes (Linux 6.12); sudo fails."""
 
     @property
     def is_multi_turn(self) -> bool:

@@ -59,8 +59,6 @@ class Run(Section):
     """Append trained groups to groups.recording."""
     replay: Path | None = None
     """Train on a recording, without a sampler."""
-    log_samples: int = Field(2, ge=0)
-    """Groups per step in samples.jsonl, best and worst completion."""
 
     @field_validator("report_to")
     @classmethod
@@ -77,8 +75,8 @@ class Model(Section):
     """A module that makes model and data where they are missing, as `examples.quickstart`."""
     revision: str | None = None
     """Branch, tag, commit."""
-    dtype: Literal["float32", "bfloat16", "auto"] = "bfloat16"
-    """bfloat16 keeps float32 master weights; auto: the faster one here."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """bfloat16 keeps float32 master weights; slower than float32 on most CPUs."""
     trust_remote_code: bool = False
     """Run the model's own Python."""
     gradient_checkpointing: bool = False
@@ -139,7 +137,7 @@ class Data(Section):
     train: str | list[str]
     """Hub data set (`openai/gsm8k:main@train[:512]`), file, folder, list."""
     eval: str | list[str] | None = None
-    """Held-out problems."""
+    """Held-out problems; `test.jsonl@train[:96]` is a file's first 96."""
     prompt_key: str = "question"
     """Column of problems; `extra_info.question` looks inside."""
     answer_key: str | None = "answer"
@@ -148,8 +146,6 @@ class Data(Section):
     """{problem: question} renames columns first."""
     max_prompt_length: int = Field(512, gt=0)
     """Tokens; longer prompts are left out."""
-    eval_size: int | None = Field(None, gt=0)
-    """The first n held-out problems."""
     shuffle: bool = True
     """A new order each epoch."""
     image_key: str | None = None
@@ -211,12 +207,8 @@ class Channel(Section):
     """null = ipc:// on one host; else rank 0's, tcp://10.0.0.1:5555."""
     connect_timeout_s: float = Field(600.0, gt=0)
     """For the first message."""
-    lost_after_s: float = Field(10.0, gt=0)
-    """Then others get a silent peer's groups."""
     stall_timeout_s: float = Field(1800.0, gt=0)
     """Without progress, exit with code 75."""
-    max_message_mib: int = Field(64, gt=0)
-    """Larger messages are refused."""
 
     @property
     def rank_patience_s(self) -> float:
@@ -234,5 +226,3 @@ class Channel(Section):
 class Weights(Section):
     dir: Path | None = None
     """Published versions; null = /dev/shm on one host, else output_dir/weights."""
-    canary_tolerance: float | None = Field(None, gt=0)
-    """Largest log-prob difference; null = 1e-3 in float32 (maximum; RMS a quarter), 0.15 in bfloat16 (RMS)."""

@@ -86,6 +86,17 @@ class Settings(Section):
         return self.prompts_per_batch * (1 + self.trainer.max_staleness)
 
     @property
+    def max_message_bytes(self) -> int:
+        """Of a frame between sampler and trainer, which refuse more: 64 MiB, or room for the largest group possible.
+
+        It has three numbers of 4 bytes and the kept tokens for each token, and three bytes for each pixel.
+        """
+        count, longest = self.sampler.num_generations, self.sampler.max_completion_length
+        tokens = 4 * count * longest * (3 + self.sampler.max_sampling_mask)
+        pixels = 3 * self.data.limit_images * self.data.max_pixels if self.data.image_key is not None else 0
+        return max(64 << 20, math.ceil(1.1 * (tokens + pixels)))
+
+    @property
     def engine_gpus(self) -> int:
         """GPUs of one vLLM engine."""
         return int(self.vllm.get("tensor_parallel_size", 1))

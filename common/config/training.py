@@ -55,19 +55,13 @@ class TrainerSettings(Section):
     warmup_steps: int = Field(0, ge=0)
     """Steps from 0 to the peak; the schedule `constant` has none."""
     weight_decay: float = Field(0.0, ge=0)
-    """AdamW's."""
-    adam_beta1: float = Field(0.9, ge=0, lt=1)
-    """AdamW's."""
-    adam_beta2: float = Field(0.999, ge=0, lt=1)
-    """AdamW's."""
+    """AdamW's; other betas: deepspeed.optimizer."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Clips the gradient."""
     max_staleness: int = Field(0, ge=0)
     """Batches sampling may run ahead; 0 = on policy."""
-    save_steps: int | None = Field(100, gt=0)
-    """Checkpoint every n steps."""
-    save_minutes: float | None = Field(10.0, gt=0)
-    """Also n minutes after the last. Both null: nothing to resume."""
+    save_steps: int | None = Field(None, ge=0)
+    """Checkpoint every n steps; null = every ten minutes, 0 = never."""
     save_limit: int = Field(2, ge=2)
     """Checkpoints kept."""
     devices: list[int] = []
@@ -90,4 +84,4 @@ class TrainerSettings(Section):
 
     @property
     def saves_checkpoints(self) -> bool:
-        return self.save_steps is not None or self.save_minutes is not None
+        return self.save_steps != 0

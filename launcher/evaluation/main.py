@@ -98,7 +98,7 @@ def run(config: Config, ks: Sequence[int], target: Target, output: Path | None) 
         tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
         multi_turn = stack.enter_context(opened(config, tokenizer, problems[0], columns))
         tools = multi_turn.pool.tools if multi_turn else None
-        prompts = prompts_of("data.eval", problems, tokenizer, config, tools)[: config.data.eval_size]
+        prompts = prompts_of("data.eval", problems, tokenizer, config, tools)
         model = f"{config.model.path} with the adapters {target.model}" if target.rank else target.model
         _say(f"{len(prompts)} problems × {config.eval.num_generations} completions of {model}")
         begun = time.monotonic()

@@ -24,7 +24,7 @@ SMALLER = ("trainer.max_steps=3", "trainer.prompts_per_step=4", "sampler.num_gen
 
 def test_three_steps_with_a_calculator(tmp_path: Path) -> None:
     files = files_of(KNOWS_HOW_TO_CALL, tmp_path / "task")
-    given = [f"run.output_dir={tmp_path / 'run'}", "run.log_samples=16", *files, *SMALLER]
+    given = [f"run.output_dir={tmp_path / 'run'}", *files, *SMALLER]
     command = [sys.executable, "-m", "launcher.run", CONFIG, *given]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(300))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]

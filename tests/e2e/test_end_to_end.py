@@ -63,7 +63,7 @@ def config_for(task: Path, output_dir: Path, stage: int, **trainer) -> Path:
         "run": {"output_dir": str(output_dir)},
         "model": {"path": str(task / "model"), "dtype": "float32"},
         "data": {
-            "train": str(GSM8K / "train.jsonl"), "eval": str(GSM8K / "test.jsonl"), "eval_size": 16,
+            "train": str(GSM8K / "train.jsonl"), "eval": f"{GSM8K / 'test.jsonl'}@train[:16]",
             "max_prompt_length": 384,
         },
         "prompt": {"system": "Reason in <think> </think>, then give the answer in <answer> </answer>."},

@@ -49,7 +49,7 @@ def test_three_steps_on_drawings_with_the_tower(freeze: bool, task: Path, tmp_pa
         "def few_letters(completions, **columns):\n    return [-len(text) / 100 for text in completions]\n"
     )
     given.append(f"rewards.reward_funcs=[boxed, {tmp_path}/reward.py:few_letters]")
-    given += ["run.record=true", "run.log_samples=4", *SMALLER]
+    given += ["run.record=true", *SMALLER]
     given += [] if freeze else ["algorithm.beta=0.01", "reference.on=sampler"]
     command = [sys.executable, "-m", "launcher.run", CONFIG, *given]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(400))
@@ -59,8 +59,8 @@ def test_three_steps_on_drawings_with_the_tower(freeze: bool, task: Path, tmp_pa
     assert max(m["sync/canary_max_diff"] for m in metrics) <= 1e-4
     assert abs(metrics[0]["ratio/mean"] - 1) <= 1e-3 and all(m["grad_norm"] > 0 for m in metrics)
     assert freeze or metrics[0]["kl"] < 1e-6 < metrics[2]["kl"]
-    shown = {bool(record.get("images")) for record in read_jsonl(tmp_path / "run" / "samples.jsonl")}
-    assert shown == {False, True}, "rows of text alone train beside those with images"
+    groups = [recorded.group for recorded, _ in recording.read(tmp_path / "run" / recording.FILE)]
+    assert {bool(group.images) for group in groups} == {False, True}, "rows of text alone train beside others"
     assert unexplained({name for m in metrics for name in m}) == [], "docs/metrics.md"
     assert [record["eval_id"] for record in read_jsonl(tmp_path / "run" / "eval.jsonl")] == ["v0", "v3"]
     before, after = (load_file(folder / "model.safetensors") for folder in (task / "model", tmp_path / "run" / "final"))

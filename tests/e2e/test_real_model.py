@@ -19,7 +19,12 @@ pytestmark = pytest.mark.timeout(1200)
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "configs/smollm2_135m.yaml"
-SMALLER = ("trainer.max_steps=2", "trainer.prompts_per_step=2", "sampler.num_generations=4", "data.eval_size=4")
+SMALLER = (
+    "trainer.max_steps=2",
+    "trainer.prompts_per_step=2",
+    "sampler.num_generations=4",
+    "data.eval=.cache/smollm2/test.jsonl@train[:4]",
+)
 
 
 @full

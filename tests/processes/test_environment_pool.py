@@ -233,8 +233,9 @@ def test_a_fork_server_that_is_stopped_is_killed_and_replaced(file, monkeypatch)
             pool.close(3)
 
 
-def test_rollouts_beyond_the_limit_wait_for_a_place_in_order(file):
-    with EnvironmentPool(settings(file, max_environments=2), columns=ROW) as pool:
+def test_rollouts_beyond_the_limit_wait_for_a_place_in_order(file, monkeypatch):
+    monkeypatch.setattr("environments.pool.MAX_ENVIRONMENTS", 2)
+    with EnvironmentPool(settings(file), columns=ROW) as pool:
         for key in range(4):
             pool.start(key, ROW)
         first = dict(pool.ready(timeout_s=limit(30)))
@@ -420,7 +421,7 @@ def test_ten_thousand_steps_of_a_hostile_environment(tmp_path, monkeypatch, figu
     (tmp_path / "hostile.py").write_text(HOSTILE)
     monkeypatch.setenv("TANDEM_TEST_HOSTILE", str(tmp_path))
     deadline_s = max(PATIENT_S, limit(0.5))
-    given = Rollouts(environment=f"{tmp_path}/hostile.py:Hostile", timeout_s=deadline_s, max_environments=2 * AT_ONCE)
+    given = Rollouts(environment=f"{tmp_path}/hostile.py:Hostile", timeout_s=deadline_s)
     begun = time.monotonic()
     with EnvironmentPool(given, columns=ROW) as pool:
         replies = hostile_run(pool, commands)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from common import channel
 from common.config import Config
 from common.errors import Interrupted
 from common.transcript import last_lines
@@ -169,7 +170,9 @@ def test_a_sampler_that_beats_without_progress_is_sent_away_and_its_work_goes_to
     assert "its 4 unfinished groups are reassigned" in line and "vllm: step 4711" in line
 
 
-def test_a_sampler_whose_progress_grows_or_that_has_nothing_to_do_is_left_alone(config: Config) -> None:
+def test_a_sampler_whose_progress_grows_or_that_has_nothing_to_do_is_left_alone(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
 
     class Slow(FakeSampler):
@@ -179,9 +182,8 @@ def test_a_sampler_whose_progress_grows_or_that_has_nothing_to_do_is_left_alone(
             self.link.beat("sampling", int(time.monotonic() * 10), 0, {}, now=False)
 
     stall_s = max(PATIENT_S, limit(0.3))
-    with make_inbox(
-        changed(config, channel={"stall_timeout_s": stall_s, "lost_after_s": stall_s}), say=said.append
-    ) as inbox:
+    monkeypatch.setattr(channel, "LOST_AFTER_S", stall_s)
+    with make_inbox(changed(config, channel={"stall_timeout_s": stall_s}), say=said.append) as inbox:
         with FakeSampler(config, "s0") as idle:
             inbox.commit(0, published(0))
             until(lambda: len(inbox.state.ledger.held) == 4)

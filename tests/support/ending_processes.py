@@ -40,6 +40,7 @@ from trainer.link.ledger import Ledger
 STEP_S, SAVE_STEPS, NUM_STEPS, PER_STEP = 0.04, 4, 40, 2
 HOLD_AT = 9
 SLOWNESS = float(os.environ.get("TANDEM_ENDING_SLOWNESS", "1"))
+channel.LOST_AFTER_S = 0.5 * SLOWNESS
 
 
 def misbehave(settings: Config, role: str, when: str) -> None:

@@ -209,13 +209,11 @@ class Running:
             "sampler": {"num_generations": 2},
             "trainer": {
                 "prompts_per_step": PER_STEP,
-                "save_steps": 4 if scenario.saves else None,
-                "save_minutes": None,
+                "save_steps": 4 if scenario.saves else 0,
                 "max_hours": scenario.ends_after_s and scenario.ends_after_s * self._slowness / 3600,
             },
             "channel": {
                 "connect_timeout_s": scenario.connect_s * self._slowness,
-                "lost_after_s": 0.5 * self._slowness,
                 "stall_timeout_s": STALL_S * self._slowness,
             },
         }

@@ -48,7 +48,7 @@ GAE: dict[str, Any] = {
     "critic": {"path": "critic", "learning_rate": 2e-3, "cliprange_value": 0.01},
 }
 # GROUP PPO, with a threshold that cuts some of these completions and moves between steps
-GROUP_PARAMS = {"group_variance_threshold": 0.7, "group_max_size": 5, "group_epsilon": 1e-12, "threshold_lr": 0.5}
+GROUP_PARAMS = {"group_variance_threshold": 0.7, "group_max_size": 5, "threshold_lr": 0.5}
 GROUP_PPO = GAE | {"algorithm": GAE["algorithm"] | {"adv_estimator": "group_ppo", "group_params": GROUP_PARAMS}}
 # of a bfloat16 model: ZeRO stage and the dtype in which the gradients of 1, 4 or 16 micro-batches add up
 SUMS = (*((stage, "fp32") for stage in HALF_STAGES), (1, "bf16"))

@@ -415,7 +415,7 @@ def main(folder: Path, start: str) -> None:
         worker.train(1, "segments", **GROUP_PPO)
         worker.one_batch("gae", 1, group, **GAE)
         worker.one_batch("size_1", 1, group, **group_ppo(group_max_size=1))
-        worker.one_batch("literal", 1, group, **group_ppo(segment_rule="literal", adaptive_threshold=False))
+        worker.one_batch("literal", 1, group, **group_ppo(segment_rule="literal", threshold_lr=0.0))
         exact = {"score": "exact", "segment_loss": "segment"}
         algorithm = {"beta": 0.0, "adv_estimator": "group_ppo", "group_params": exact}
         worker.one_batch("exact3", 3, uneven, algorithm=algorithm)

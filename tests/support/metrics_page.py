@@ -9,9 +9,9 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
 
 
 def documented() -> set[str]:
-    """Names in the first column of the page's tables, <function> and the like as <>."""
-    cells = [line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `")]
-    return {re.sub(r"<\w+>", "<>", name) for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    """Names in front of the colons of the page's lists, <function> and the like as <>."""
+    items = re.findall(r"^- ((?:`[^`]+`,?\s+)*`[^`]+`):", PAGE, re.MULTILINE)
+    return {re.sub(r"<\w+>", "<>", name) for item in items for name in re.findall(r"`([^`]+)`", item)}
 
 
 def unexplained(names: set[str]) -> list[str]:

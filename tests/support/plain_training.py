@@ -215,7 +215,7 @@ class PlainGroupPpo(PlainActorCritic):
         rewards[-1] += rollout.reward
         q = [(1 - math.exp(old)) ** 2 for old in olds(rollout)]
         gamma, lam, longest = self.settings["gamma"], self.settings["lam"], self.params["group_max_size"]
-        return oracle.cut(rewards, values, q, self.threshold, gamma, lam, longest, self.params["group_epsilon"], "grow")
+        return oracle.cut(rewards, values, q, self.threshold, gamma, lam, longest, 1e-6, "grow")
 
     def advantages(self, batch: Sequence[Group]) -> dict[int, list[Any]]:
         """Of every segment, whitened; leaves the critic's gradient and moves the threshold."""

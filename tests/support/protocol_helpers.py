@@ -27,6 +27,8 @@ from tests.support.speed import limit
 from trainer.link.inbox import Inbox
 from trainer.link.ledger import Ledger
 
+channel.LOST_AFTER_S = limit(2)
+
 LIMITS = Limits(
     vocab_size=100,
     num_generations=2,
@@ -47,7 +49,7 @@ def make_config(folder: Path, **sections: dict[str, Any]) -> Config:
         "rewards": {"reward_funcs": ["answer"]},
         "sampler": {"num_generations": 2},
         "trainer": {"prompts_per_step": 2, "max_staleness": 1, "max_steps": 50},
-        "channel": {"endpoint": f"ipc://{folder}/inbox", "lost_after_s": limit(2), "stall_timeout_s": limit(20)},
+        "channel": {"endpoint": f"ipc://{folder}/inbox", "stall_timeout_s": limit(20)},
     }
     for name, section in sections.items():
         settings[name] = settings.get(name, {}) | section

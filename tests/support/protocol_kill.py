@@ -78,12 +78,12 @@ LINKS = "links"
 
 
 def make_kill_config(folder: Path) -> Config:
-    channel.BEAT_S, link_module._RESEND_AFTER_S = 0.05, 0.1
+    channel.BEAT_S, channel.LOST_AFTER_S, link_module._RESEND_AFTER_S = 0.05, 0.3, 0.1
     return make_config(
         folder,
         trainer={"prompts_per_step": PER_STEP, "max_staleness": 1, "max_steps": 100_000},
         algorithm={"dead_groups": "resample"},
-        channel={"endpoint": f"ipc://{folder}/inbox", "lost_after_s": 0.3, "stall_timeout_s": 300.0},
+        channel={"endpoint": f"ipc://{folder}/inbox", "stall_timeout_s": 300.0},
     )
 
 

@@ -233,9 +233,7 @@ def trained_until(output_dir: Path, monkeypatch: pytest.MonkeyPatch, right: list
     monkeypatch.setattr(loop.checkpoint, "commit_final", lambda *_: None)
     monkeypatch.setattr(Best, "_keep", lambda *_: None)
     config = config_for(output_dir, early_stopping_patience=patience).model_copy()
-    config = config.model_copy(
-        update={"trainer": config.trainer.model_copy(update={"save_steps": None, "save_minutes": None})}
-    )
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"save_steps": 0})})
     assemble(config, None, exchange, "tokenizer", Progress("run", 0, 0, 0, 0, 0, 0, {}), rank_zero).run()  # type: ignore[arg-type]
     log.close()
     return published

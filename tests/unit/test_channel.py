@@ -245,8 +245,11 @@ def test_sending_to_a_sampler_that_is_not_there_is_an_error_not_a_loss(folder: P
     assert caught.value.errno == zmq.EHOSTUNREACH
 
 
-def test_an_oversized_message_is_refused_and_the_next_good_one_accepted(folder: Path) -> None:
-    config = make_config(folder, channel={"endpoint": f"ipc://{folder}/inbox", "max_message_mib": 1})
+def test_an_oversized_message_is_refused_and_the_next_good_one_accepted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Config, "max_message_bytes", 1 << 20)
+    config = make_config(folder)
     with router(config) as bound, dealer(config) as sampler:
         sampler.send(bytes(2 << 20))
         assert received(bound, within_s=0.5) == []

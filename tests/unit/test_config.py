@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config import Algorithm, Config, GroupParams, Section, load
-from common.config.reference_page import meanings
+from common.config import Algorithm, Config, load
 from common.errors import UserError
 from tests.support.speed import overdue
 
@@ -23,6 +22,10 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
+def loaded(folder: Path, *overrides: str) -> Config:
+    return load(write(folder, GOOD), overrides)
+
+
 def problem(folder: Path, text: str, *overrides: str) -> str:
     with pytest.raises(UserError) as caught:
         load(write(folder, text), overrides)
@@ -30,7 +33,7 @@ def problem(folder: Path, text: str, *overrides: str) -> str:
 
 
 def test_a_minimal_file_takes_every_default(tmp_path: Path) -> None:
-    config = load(write(tmp_path, GOOD))
+    config = loaded(tmp_path)
     assert config.model.path == "m"
     assert config.sampler.num_generations == 8
     assert config.rewards.weights == [1.0, 1.0]
@@ -84,7 +87,7 @@ def test_overrides_have_the_type_that_yaml_gives_them(tmp_path: Path) -> None:
         "deepspeed.optimizer.params.lr=1e-6",
         "model.path=a=b",
     ]
-    config = load(write(tmp_path, GOOD), overrides)
+    config = loaded(tmp_path, *overrides)
     assert config.trainer.learning_rate == 1e-6
     assert config.trainer.max_steps == 20
     assert config.run.resume is True
@@ -109,13 +112,6 @@ def test_a_malformed_override_is_quoted_back(tmp_path: Path, override: str, said
     message = problem(tmp_path, GOOD, override)
     assert repr(override) in message
     assert said in message
-
-
-def test_an_environment_or_a_tool_makes_rollouts_multi_turn(tmp_path: Path) -> None:
-    assert not load(write(tmp_path, GOOD)).rollout.is_multi_turn
-    assert load(write(tmp_path, GOOD), ["rollout.tools=[a.py:f]"]).rollout.is_multi_turn
-    mine = load(write(tmp_path, GOOD), ["rollout.environment=a.py:C", "rewards.reward_funcs=[environment]"])
-    assert mine.rollout.is_multi_turn and mine.rewards.names == ["environment"]
 
 
 def test_an_empty_section_keeps_its_defaults(tmp_path: Path) -> None:
@@ -168,7 +164,7 @@ def test_text_that_only_begins_like_a_number_or_off_is_text(tmp_path: Path) -> N
 
 def test_a_folder_below_the_home_folder_is_found_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    given = load(write(tmp_path, GOOD), ["run.output_dir=~/runs/a", "weights.dir=~/weights"])
+    given = loaded(tmp_path, "run.output_dir=~/runs/a", "weights.dir=~/weights")
     assert (str(given.run.output_dir), str(given.weights.dir)) == ("/home/me/runs/a", "/home/me/weights")
 
 
@@ -176,12 +172,6 @@ def test_an_override_changes_no_section_that_is_an_alias_of_the_same(tmp_path: P
     text = GOOD + "reference: &start {path: a}\ncritic: *start\n"
     given = load(write(tmp_path, text), ["critic.path=b", "algorithm.adv_estimator=gae"])
     assert (given.reference.path, given.critic.path) == ("a", "b")
-
-
-def test_devices_overlap_only_where_both_processes_share_one_gpu(tmp_path: Path) -> None:
-    assert load(write(tmp_path, GOOD), ["sampler.devices=[1]", "trainer.devices=[1]"]).trainer.devices == [1]
-    message = problem(tmp_path, GOOD, "sampler.devices=[0, 1]", "trainer.devices=[1, 2]")
-    assert "GPU 1 is in sampler.devices [0, 1] and in trainer.devices [1, 2]" in message
 
 
 @pytest.mark.parametrize(
@@ -199,16 +189,7 @@ def test_devices_overlap_only_where_both_processes_share_one_gpu(tmp_path: Path)
 def test_the_trainer_scores_the_reference_unless_both_compute_all_the_time_or_rewards_need_it(
     tmp_path: Path, settings: list[str], side: str | None
 ) -> None:
-    assert load(write(tmp_path, GOOD), settings).reference_on == side
-
-
-def test_steps_divide_by_the_steps_of_a_batch(tmp_path: Path) -> None:
-    message = problem(tmp_path, GOOD, "trainer.max_steps=10", "algorithm.num_iterations=4")
-    assert "trainer.max_steps=12" in message
-    assert load(write(tmp_path, GOOD), ["trainer.max_steps=12", "algorithm.num_iterations=4"]).num_batches == 3
-    twice = ["algorithm.num_iterations=2", "algorithm.steps_per_generation=4"]
-    assert "trainer.max_steps=16" in problem(tmp_path, GOOD, "trainer.max_steps=12", *twice)
-    assert load(write(tmp_path, GOOD), ["trainer.max_steps=16", *twice]).num_batches == 2
+    assert loaded(tmp_path, *settings).reference_on == side
 
 
 # of a file that is right but for these, section.key=value: a part of what is said
@@ -218,8 +199,6 @@ REFUSED = {
         "tools=[a.py:f,b.py:f]": "two functions named 'f'",
         'environment_kwargs={"n":1}': "set rollout.environment=my.py:Class",
         "max_turns=3": "rollout.max_turns does nothing",
-        "tools=[a.py:f] max_environments=4": "set rollout.max_environments=8",
-        "tools=[a.py:f] max_turn_length=257": "at most sampler.max_completion_length 256",
     },
     "algorithm.": {
         "loss_type=cispo": "set algorithm.epsilon_high=5.0",
@@ -260,17 +239,20 @@ REFUSED = {
         "adv_estimator=group_ppo loss_type=dr_grpo": "segment_loss=segment",
         "adv_estimator=group_ppo importance_sampling_level=sequence": "segment_loss=segment",
         "adv_estimator=group_ppo vllm_importance_sampling_mode=sequence_mask": "use token_…",
-        "adv_estimator=group_ppo group_params.segment_rule=literal": "set adaptive_threshold=false",
-        "adv_estimator=group_ppo group_params.adaptive_threshold=false group_params.threshold_lr=0.1": "threshold_lr",
-        "adv_estimator=group_ppo group_params.group_variance_threshold=20": "20.0 is outside min_threshold 0.1",
+        "adv_estimator=group_ppo group_params.segment_rule=literal": "set threshold_lr=0",
     },
     "": {
+        "data.max_prompt_length=500 vllm.max_model_len=755": "= 756 tokens > vllm.max_model_len 755; set vllm",
+        "sampler.devices=[0,1] trainer.devices=[1,2]": "GPU 1 is in sampler.devices [0, 1] and in",
+        "trainer.max_steps=10 algorithm.num_iterations=4": "trainer.max_steps=12",
+        "trainer.max_steps=12 algorithm.num_iterations=2 algorithm.steps_per_generation=4": "trainer.max_steps=16",
         "critic.learning_rate=1e-4": "does nothing with algorithm.adv_estimator grpo",
         "critic.critic_warmup_steps=5": "set algorithm.adv_estimator=gae",
         "algorithm.adv_estimator=gae critic.critic_warmup_steps=200": "leaves the policy none of trainer.max_steps",
         "algorithm.adv_estimator=gae critic.cliprange_value=0": "critic.cliprange_value",
         "rewards.reward_funcs=[environment]": "reward 'environment' needs one",
         "rollout.tools=[a.py:f] rewards.reward_funcs=[environment]": "rollout.tools give no reward",
+        "rollout.tools=[a.py:f] sampler.num_generations=257": "set sampler.num_generations=256",
         "rewards.reward_weights=[1.0]": "1 numbers for 2 reward_funcs; write [1.0, 1.0]",
         "rewards.reward_funcs=[]": "reward_funcs is empty",
         "rewards.reward_funcs=[answer,mine.py:answer]": "two functions named 'answer'",
@@ -293,9 +275,35 @@ def test_what_contradicts_itself_is_refused_with_what_to_write(tmp_path: Path, g
     assert said in problem(tmp_path, GOOD, *given.split())
 
 
-def test_a_cache_may_sleep_while_the_trainer_works_alone(tmp_path: Path) -> None:
-    asleep = ["vllm.enable_sleep_mode=true", "trainer.max_staleness=0"]
-    assert load(write(tmp_path, GOOD), asleep).vllm == {"enable_sleep_mode": True}
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "data.max_prompt_length=500 vllm.max_model_len=756",
+        "sampler.devices=[1] trainer.devices=[1]",
+        "algorithm.soft_punish_cache=256",
+        "vllm.enable_sleep_mode=true trainer.max_staleness=0",
+        "rollout.tools=[a.py:f] sampler.num_generations=256",
+        "rollout.environment=a.py:C rewards.reward_funcs=[environment]",
+        "algorithm.adv_estimator=gae critic.learning_rate=1e-4 algorithm.lam=0.95 critic.critic_warmup_steps=199",
+        "algorithm.adv_estimator=group_ppo critic.learning_rate=1e-4 algorithm.lam=0.95",
+        "algorithm.loss_type=cispo algorithm.epsilon_high=1.5",
+        "channel.endpoint=tcp://10.0.0.1:5555",
+        "channel.endpoint=tcp://node-7:5555",
+        "channel.endpoint=ipc:///run/user/me/inbox",
+    ],
+)
+def test_settings_at_their_limits_agree(tmp_path: Path, settings: str) -> None:
+    config = loaded(tmp_path, *settings.split())
+    assert config.rollout.is_multi_turn == settings.startswith("rollout.")
+    assert config.algorithm.needs_critic == ("critic" in settings)
+
+
+@pytest.mark.parametrize(("steps", "shape", "batches"), [(12, (4, 1), 3), (16, (2, 4), 2)])
+def test_batches_of_rollouts_of_several_steps(tmp_path: Path, steps: int, shape: tuple[int, int], batches: int) -> None:
+    passes, mini_batches = shape
+    settings = f"trainer.max_steps={steps}", f"algorithm.num_iterations={passes}"
+    config = loaded(tmp_path, *settings, f"algorithm.steps_per_generation={mini_batches}")
+    assert (config.num_batches, config.prompts_per_batch) == (batches, 8 * mini_batches)
 
 
 def test_advantages_of_gae_are_whitened_unless_that_is_refused_and_those_of_grpo_only_on_demand() -> None:
@@ -304,44 +312,21 @@ def test_advantages_of_gae_are_whitened_unless_that_is_refused_and_those_of_grpo
         assert found == expected
 
 
-def test_group_ppo_and_gae_differ_by_one_word(tmp_path: Path) -> None:
-    for estimator in ("gae", "group_ppo"):
-        overrides = [f"algorithm.adv_estimator={estimator}", "critic.learning_rate=1e-4", "algorithm.lam=0.95"]
-        assert load(write(tmp_path, GOOD), overrides).algorithm.needs_critic
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        "10.0.0.1:5555",
-        "tcp://10.0.0.1",
-        "tcp://:5555",
-        "tcp://host:0",
-        "tcp://host:99999",
-        "tcp://host:port",
-        "tcp://*:5555",
-        "tcp://0.0.0.0:5555",
-        "tcp://10.0.0.1:5555/path",
-        "udp://10.0.0.1:5555",
-        "ipc://",
-        "inproc://x",
-        "ipc:///tmp/" + "x" * 200,
-    ],
+BAD_ADDRESSES = (
+    "10.0.0.1:5555 tcp://10.0.0.1 tcp://:5555 tcp://host:0 tcp://host:99999 tcp://host:port tcp://*:5555 "
+    "tcp://0.0.0.0:5555 tcp://10.0.0.1:5555/path udp://10.0.0.1:5555 ipc:// inproc://x ipc:///tmp/" + 200 * "x"
 )
+
+
+@pytest.mark.parametrize("address", BAD_ADDRESSES.split())
 def test_an_address_that_one_side_cannot_use_is_refused_with_one_that_both_can(tmp_path: Path, address: str) -> None:
     message = problem(tmp_path, GOOD + f"channel:\n  endpoint: '{address}'\n")
     assert message.startswith(f"{tmp_path / 'run.yaml'}:6: channel.endpoint: not an address that both sides can use")
     assert message.endswith(f"write tcp://10.0.0.1:5555, or null on one host, got '{address}'")
 
 
-@pytest.mark.parametrize("address", ["tcp://10.0.0.1:5555", "tcp://node-7:5555", "ipc:///run/user/me/inbox"])
-def test_addresses_that_both_sides_can_use(tmp_path: Path, address: str) -> None:
-    assert load(write(tmp_path, GOOD), [f"channel.endpoint={address}"]).channel.endpoint == address
-
-
 def counted(tmp_path: Path, prompts: int, micro: int) -> Config:
-    settings = [f"trainer.prompts_per_step={prompts}", f"trainer.groups_per_micro_batch={micro}"]
-    return load(write(tmp_path, GOOD), settings)
+    return loaded(tmp_path, f"trainer.prompts_per_step={prompts}", f"trainer.groups_per_micro_batch={micro}")
 
 
 @pytest.mark.parametrize(
@@ -349,16 +334,14 @@ def counted(tmp_path: Path, prompts: int, micro: int) -> Config:
     [
         (8, 3, "train 3 groups a step, the others 2 and then wait. Even would be trainer.prompts_per_step=6 or 9"),
         (1, 3, "train 1 groups a step, the others 0 and then wait. Even would be trainer.prompts_per_step=3"),
+        (10, 1, ""),
+        (10, 5, ""),
     ],
 )
 def test_ranks_that_will_wait_are_announced_with_the_nearest_even_numbers(
     tmp_path: Path, prompts: int, ranks: int, says: str
 ) -> None:
-    assert (counted(tmp_path, prompts, 1).uneven_work(ranks) or "").endswith(says)
-
-
-def test_groups_that_divide_by_the_ranks_need_no_word_whatever_the_micro_batches(tmp_path: Path) -> None:
-    assert [counted(tmp_path, 10, 4).uneven_work(ranks) for ranks in (1, 2, 5)] == [None] * 3
+    assert (counted(tmp_path, prompts, 4).uneven_work(ranks) or "").endswith(says)
 
 
 @pytest.mark.parametrize(("prompts", "micro", "ranks", "expected"), [(24, 3, 2, 4), (10, 4, 2, 2), (1, 1, 4, 1)])
@@ -379,30 +362,6 @@ def test_loading_takes_under_a_second_and_no_torch() -> None:
     assert not overdue(float(seconds), 1.0)
 
 
-def test_every_option_says_what_it_means() -> None:
-    sections = {name: field.annotation for name, field in Config.model_fields.items()} | {"group_params": GroupParams}
-    silent = [
-        f"{name}.{option}"
-        for name, section in sections.items()
-        if isinstance(section, type) and issubclass(section, Section)
-        for option, meaning in meanings(section).items()
-        if not meaning
-    ]
-    assert silent == []
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
 def test_every_file_we_ship_is_valid(path: Path) -> None:
     load(path)
-
-
-def test_prompts_and_completions_that_do_not_fit_the_engine_name_the_length_that_does(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "model:\n  path: m\ndata:\n  train: x.jsonl\n  max_prompt_length: 500\nvllm:\n  max_model_len: 700\n"
-    )
-    with pytest.raises(
-        UserError, match=r"500 \+ max_completion_length 256 = 756 tokens > vllm.max_model_len 700; set vllm"
-    ):
-        load(path)
-    assert load(path, ["vllm.max_model_len=756"]).vllm == {"max_model_len": 756}

@@ -44,7 +44,7 @@ EXPERIENCES = [Experience(g) for g in GROUPS]
 def settings(adv_estimator: str = "group_ppo", loss_type: str = "dapo", **params: Any) -> Config:
     algorithm: dict[str, Any] = {"adv_estimator": adv_estimator, "gamma": 0.9, "lam": 0.8, "loss_type": loss_type}
     if params:
-        algorithm["group_params"] = {"adaptive_threshold": False} | params
+        algorithm["group_params"] = {"threshold_lr": 0.0} | params
     return config_of(algorithm=algorithm)
 
 
@@ -183,12 +183,12 @@ def test_reference_log_probs_that_the_trainer_scores_are_those_of_the_endpoints_
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("is_adaptive", "used"), [(True, 0.7), (False, 3.0)])
-def test_a_fixed_threshold_is_that_of_the_settings_also_after_a_resume(is_adaptive: bool, used: float) -> None:
+@pytest.mark.parametrize(("rate", "used"), [(0.01, 0.7), (0.0, 3.0)])
+def test_a_fixed_threshold_is_that_of_the_settings_also_after_a_resume(rate: float, used: float) -> None:
     """The checkpoint has 0.7, the settings now say 3."""
     seen = list[float]()
     training = SimpleNamespace(
-        config=settings(group_variance_threshold=3.0, adaptive_threshold=is_adaptive),
+        config=settings(group_variance_threshold=3.0, threshold_lr=rate),
         slots=SimpleNamespace(size=0, training=list, replace=lambda _: None),
         _progress=SimpleNamespace(threshold=0.7),
         _settings=SimpleNamespace(rewards=None),

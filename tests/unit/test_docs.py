@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from common.config import Config, Rewards, reference_page
+from common.config import Config, Rewards, load, reference_page
+from common.config.messages import known_keys
 from launcher.__main__ import COMMANDS
 from report.advice_rules import RULES
 from rewards.find import BUILT_IN
-from tests.support.metrics_page import PAGE as METRICS
 from tests.support.metrics_page import documented, unexplained
-from tests.support.page_commands import PAGES, commands, without_comment
+from tests.support.speed import limit
 from tests.unit.test_imports import SOURCES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *(ROOT / "configs").rglob("*.md")])
+BASH = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
+CONFIG_FILE = re.compile(r"^cat > (\S+\.yaml) <<'(\w+)'\n(.*?)^\2", re.MULTILINE | re.DOTALL)
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -57,75 +63,91 @@ def test_commands_configs_and_files_that_a_page_names_exist(page: Path) -> None:
     named = re.findall(r"(?:`|(?<=configs))\b(\w+/[\w./-]+)", text) if page.name != "log.md" else []
     named = [name.rstrip("./") for name in named if name.split("/")[0] in folders and "." in Path(name).name]
     assert sorted(name for name in named if not (ROOT / name).exists()) == []
-    for config in re.findall(r"configs/[\w./]+\.(?:yaml|jinja)", text):
-        assert (ROOT / config).is_file(), config
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of every `bash launch.sh …` in the page's blocks."""
+    script = "\n".join(BASH.findall(page.read_text())).replace("\\\n", " ")
+    return [shlex.split(line, comments=True) for line in re.findall(r"^bash launch\.sh.*$", script, re.MULTILINE)]
+
+
+@every_page
+def test_the_settings_of_a_pages_commands_and_examples_load(page: Path, tmp_path: Path) -> None:
+    """Of files of ours, and of those that a page writes. What the commands do is tested by the stories."""
+    written = {name: text for each in PAGES for name, _, text in CONFIG_FILE.findall(each.read_text())}
+    for name, text in written.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for words in commands(page):
+        for name in [word for word in words if word in written or re.fullmatch(r"configs/.+\.yaml", word)]:
+            overrides = [word for word in words if re.match(r"[a-z]+\.\w+=[^$]", word)]
+            load((tmp_path if name in written else ROOT) / name, overrides)
 
 
 def test_the_chinese_readme_has_the_same_links_commands_and_headings() -> None:
     english, chinese = ROOT / "README.md", ROOT / "README_zh.md"
     assert [link.replace("README_zh", "README") for link in links(english)] == links(chinese)
-    assert [command.text for command in commands(english)] == [command.text for command in commands(chinese)]
+    assert commands(english) == commands(chinese)
     for mark in ("## ", "- ", "| "):
         count = [len(re.findall(f"^{re.escape(mark)}", page.read_text(), re.M)) for page in (english, chinese)]
         assert count[0] == count[1], mark
 
 
-def test_a_command_is_read_as_the_shell_reads_it() -> None:
-    assert without_comment("ls 'a # b'  # c") == ("ls 'a # b'", "# c")
-    assert without_comment("echo a#b") == ("echo a#b", "")
-    assert without_comment("# alone") == ("", "# alone")
-    texts = [command.text for command in commands(DOCS / "data.md")]
-    assert any(text.startswith("python3 - <<'EOF'\nimport json\n") and text.endswith("\nEOF") for text in texts)
+@pytest.mark.parametrize(("code", "asked_again"), [(75, True), (0, False), (2, False)])
+def test_the_batch_job_of_the_page_hands_itself_in_again_until_it_is_done(
+    code: int, asked_again: bool, tmp_path: Path
+) -> None:
+    [job] = [block for block in BASH.findall((DOCS / "running.md").read_text()) if "sbatch" in block]
+    (tmp_path / "launch.sh").write_text(f'echo "$@" >>said\nexit {code}\n')
+    (tmp_path / "sbatch").write_text('#!/bin/sh\necho sbatch "$@" >>said\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for resume in ("false", "true"):
+        done = subprocess.run(["bash", "-c", job], cwd=tmp_path, env=env, timeout=limit(60), check=False)
+        assert done.returncode == code
+        words = f"run my_task/run.yaml run.output_dir=runs/long trainer.max_hours=11.8 run.resume={resume}"
+        assert (tmp_path / "said").read_text().splitlines() == [words, *(["sbatch job.sh"] if asked_again else [])]
+        (tmp_path / "said").unlink()
+        (tmp_path / "runs" / "long" / "checkpoints" / "step_000002").mkdir(parents=True, exist_ok=True)
 
 
 # --- settings
 
 
-@cache
-def known_keys() -> set[str]:
-    return set(re.findall(r"^\| `([\w.]+)` \|", reference_page.page(), re.MULTILINE))
-
-
-def test_the_reference_page_is_the_code_and_every_setting_is_on_it_with_a_meaning() -> None:
+def test_the_reference_page_is_the_code_and_gives_every_setting_a_meaning() -> None:
     page = reference_page.page()
     assert (DOCS / "config.md").read_text() == page, "run: .venv/bin/python -m common.config.reference_page"
-    top = {name for name in Config.model_fields if not any(key.startswith(f"{name}.") for key in known_keys())}
-    assert top == {"deepspeed", "vllm"} and top <= known_keys()
-    assert [line for line in page.splitlines() if line.startswith("| `") and line.endswith("|  |")] == []
+    rows = [line.strip() for line in page.splitlines() if line.startswith("  ")]
+    assert len(rows) > 100 and [row for row in rows if not re.fullmatch(r"\w+:.*  # \S.*", row)] == []
     for row in (
-        "| `sampler.num_generations` | `8`, ≥ 2 |",
-        "| `model.path` | **required**, text |",
-        "| `eval.steps` | `null`, int > 0 |",
-        "| `trainer.dist_backend` | `auto`, `nccl`, `gloo` |",
-        "| `critic.cliprange_value` | `0.5`, `null`, > 0 |",
-        '| `rewards.reward_funcs` | `["answer", "format"]` |',
+        "path: ???  # Hub id or folder; of a GGUF file `convert` makes one.",
+        "max_grad_norm: 1.0  # Clips the gradient.",
+        "dist_backend: auto  # or nccl, gloo. auto: nccl on GPUs, else gloo.",
+        'reward_funcs: ["answer", "format"]  # Built-in names, `package.module.function`, `file.py:function`.',
     ):
-        assert row in page
+        assert row in rows
 
 
 @every_page
 def test_every_setting_that_a_page_names_exists(page: Path) -> None:
-    if page.name in ("coming_from.md", "CONTRIBUTING.md"):
-        return  # other frameworks' keys, and modules
+    if page.name in ("coming_from.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        return  # other frameworks' keys, modules, and what is gone
     sections = "|".join(name for name in Config.model_fields if name not in ("vllm", "deepspeed"))
     named = re.findall(rf"(?<![\w./-])((?:{sections})\.[a-z]\w*(?:\.\w+)?)(?=[=`\s,;)])", page.read_text())
-    groups = {key.rpartition(".")[0] for key in known_keys()}
     found = {key for key in named if not key.endswith((".md", ".json", ".py", ".yaml", ".jsonl"))}
-    assert found - known_keys() - groups == set()
+    assert found <= set(known_keys())
     assert found or page.name != "running.md", "settings are found"
 
 
 @pytest.mark.parametrize("framework", ["TRL", "verl", "EasyR1", "MindSpeed-RL"])
 def test_every_key_of_ours_that_others_are_sent_to_exists(framework: str) -> None:
-    sections = re.split(r"^## ", (DOCS / "coming_from.md").read_text(), flags=re.MULTILINE)[1:]
-    (section,) = [text for text in sections if text.startswith(framework)]
+    (section,) = re.findall(rf"^## {framework}\b.*?(?=^## |\Z)", (DOCS / "coming_from.md").read_text(), re.M | re.S)
     same = "".join(re.findall(r"^Same name: ((?:`[^`]+`[,.]\s)+)", section, re.MULTILINE))
     rows = re.findall(r"^\| `.+?` \| (.+) \|$", section, re.MULTILINE)
     assert len(rows) + same.count("`") // 2 >= 25
     for ours in [*rows, same]:
-        outside = re.sub(r"\([^)]*\)", "", ours)  # in brackets stand values and the frameworks' own words
-        named = set(re.findall(r"`([\w.]+)`", outside))
-        assert named and named <= known_keys(), ours
+        named = set(re.findall(r"`([\w.]+)`", re.sub(r"\([^)]*\)", "", ours)))  # in brackets stand their words
+        assert named and named <= set(known_keys()), ours
 
 
 # --- metrics
@@ -138,20 +160,12 @@ def source(*rooms: str) -> str:
     return re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text() for path in paths))
 
 
-def test_every_metric_of_the_code_is_explained() -> None:
-    """Those of a group by their names in the sources; the others by the runs of the end-to-end tests."""
-    groups = {name.split("/")[0] for name in documented() if "/" in name} - {"eval", "rewards"}  # also folders' names
-    literals = re.findall(rf'"((?:{"|".join(groups)})/[^"\s]*[^"/_\s])"', source("trainer", "sampler", "report"))
-    assert len(set(literals)) > 60
-    for literal in {re.sub(r"\{[^}]*\}", "<>", literal) for literal in literals}:
-        pattern = re.compile(re.escape(literal).replace("<>", ".+"))
-        assert any(pattern.fullmatch(name) for name in documented()) or not unexplained({literal}), literal
-    assert {f"advice/{cause}" for cause in RULES} == {name for name in documented() if name.startswith("advice/")}
-
-
 def test_every_metric_that_is_explained_is_in_the_code() -> None:
+    """And the other way round: by the runs of the end-to-end tests."""
+    advice = {f"advice/{cause}" for cause in RULES}
+    assert advice == {name for name in documented() if name.startswith("advice/")}
     code = source("trainer", "sampler", "report")
-    for name in documented() - {f"advice/{cause}" for cause in RULES}:
+    for name in documented() - advice:
         last = name.rstrip("<>/").rsplit("/", 1)[-1].removeprefix("sampler_")
         assert re.search(rf'["/_}}]{last}["_]|\b{last}\b\s*[=:]', code), name
 
@@ -161,16 +175,6 @@ def test_every_metric_that_a_page_names_is_explained(page: Path) -> None:
     groups = {name.split("/")[0] for name in documented() if "/" in name} - {"rewards"}
     named = re.findall(r"`(\w+/[\w/]*\w)`", page.read_text()) if page.name != "log.md" else []
     assert unexplained({name for name in named if name.split("/")[0] in groups}) == []
-
-
-def test_every_metric_has_a_unit_and_a_healthy_range() -> None:
-    for section in METRICS.split("\n## Advice")[0].split("\n## ")[1:]:
-        tables = [line for line in section.splitlines() if line.startswith("| ")]
-        columns = tables[0].strip("| ").split(" | ")
-        assert columns[-1] == "Healthy" and ("Meaning (unit)" in columns or "\nUnit: " in section), tables[0]
-        for row in tables[1:]:
-            cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
-            assert len(cells) == len(columns) and all(cells), row
 
 
 # --- messages, rewards, templates

@@ -188,9 +188,8 @@ def test_tokens_of_all_turns_and_observations_share_one_budget(play: Played2) ->
 
 
 def test_a_rollout_that_needs_more_turns_than_allowed_is_truncated(tmp_path: Path) -> None:
-    play = Played2(tmp_path, max_turns=1, max_turn_length=4)
+    play = Played2(tmp_path, max_turns=1)
     play.begin()
-    assert play.asked(0)[1] == 4, "tokens of one turn"
     for rollout in (0, 1):
         play.sampled(rollout, turn(30, END))
         play.reply(rollout, seen())
@@ -247,7 +246,7 @@ def test_when_every_reset_fails_the_group_is_over_without_a_token(play: Played2)
 
 def test_sets_of_kept_tokens_are_joined_and_an_observed_token_could_have_been_no_other(play: Played2) -> None:
     wide, narrow = np.array([[30, 31, 33], [2, -1, -1]], np.int32), np.array([[40], [2]], np.int32)
-    episode = Episode(EpisodeLimits(3, 20, 20)).sampled(turn(30, END, mask=wide), "").answered(seen())
+    episode = Episode(EpisodeLimits(3, 20)).sampled(turn(30, END, mask=wide), "").answered(seen())
     episode = episode.observed(np.array([50], np.int32)).sampled(turn(40, END, mask=narrow), "").answered(Done(None))
     mask = episode.played().sampling_mask
     assert mask is not None

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from common import channel
 from common.config import Config
 from common.errors import Retryable
 from common.weights import MANIFEST, Published
@@ -164,7 +165,7 @@ def test_meanwhile_the_trainer_hears_why_and_loses_nobody(
 ) -> None:
     """Over a real link and a real clock, for twice as long as silence may last."""
     hurry(monkeypatch)
-    config = make_config(config.run.output_dir.parent, channel={"lost_after_s": max(1.5, limit(0.2))})
+    monkeypatch.setattr(channel, "LOST_AFTER_S", max(1.5, limit(0.2)))
     folder, said = Path(published.weights_dir), []
 
     def heard(phases: set[str]) -> bool:
@@ -177,7 +178,7 @@ def test_meanwhile_the_trainer_hears_why_and_loses_nobody(
         inbox.commit(0, published)
         phases, start = set[str](), time.monotonic()
         while sampler.engine.version != VERSION and time.monotonic() < start + limit(20):
-            if hidden.exists() and time.monotonic() > start + 2 * config.channel.lost_after_s and heard(phases):
+            if hidden.exists() and time.monotonic() > start + 2 * channel.LOST_AFTER_S and heard(phases):
                 hidden.rename(folder)
             sampler.wait_for_credit_or_work()
             sampler.reload_if_credited()

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import zmq
 
-from common import wire
+from common import channel, wire
 from common.address import endpoint
 from common.config import Config
 from common.errors import Interrupted, PeerEnded, Retryable, UserError
@@ -339,7 +339,7 @@ def test_a_flood_cannot_stop_credits(config: Config) -> None:
 def lose(inbox: Inbox, name: str) -> None:
     """As if the sampler was last heard longer ago than it may be silent."""
     with inbox.state.changed:
-        inbox.state.peers[name].heard_at -= inbox.config.channel.lost_after_s
+        inbox.state.peers[name].heard_at -= channel.LOST_AFTER_S
 
 
 def test_take_gives_up_with_what_is_missing_and_who_was_heard(config: Config) -> None:
@@ -388,11 +388,14 @@ def test_the_time_that_an_engine_takes_to_start_is_not_the_trainers_silence(conf
     link.close()
 
 
-def test_a_message_above_the_limit_is_refused_with_the_setting_that_lets_it_through(config: Config) -> None:
-    link = Link(changed(config, channel={"max_message_mib": 1}), "s0", HELLO)
+def test_a_message_above_the_limit_is_refused_with_the_settings_that_make_it_smaller(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Config, "max_message_bytes", 1 << 20)
+    link = Link(config, "s0", HELLO)
     request = EvalRequest("v0", 0, (0,))
     long = dataclasses.replace(make_eval_result(request, 0).samples[0], completion="x" * (3 << 19))
-    with pytest.raises(UserError, match=r"1\.5 MiB .*max_message_mib is 1; set channel\.max_message_mib=2"):
+    with pytest.raises(UserError, match=r"1\.5 MiB, the limit is 1; lower eval\.num_generations"):
         link.send_eval(EvalResult("v0", 0, 0, (long,)))
     link.close()
 
@@ -437,9 +440,9 @@ def test_a_long_wait_is_reported_with_what_is_normal(config: Config, monkeypatch
 # ---- loss and return ---------------------------------------------------------------------------------------
 
 
-def test_the_leases_of_a_lost_sampler_go_to_the_other(config: Config) -> None:
+def test_the_leases_of_a_lost_sampler_go_to_the_other(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    config = changed(config, channel={"lost_after_s": 60.0})
+    monkeypatch.setattr(channel, "LOST_AFTER_S", 60.0)
     with make_inbox(config, say=said.append) as inbox, dealer(config, "silent") as silent:
         silent.send_multipart(wire.encode(wire.Envelope("", "", "silent"), HELLO))
         until(lambda: "silent" in inbox.state.peers)
@@ -473,8 +476,10 @@ def test_a_restarted_sampler_begins_where_it_is_needed(config: Config) -> None:
             assert min(sampler.produced) >= 4, "what was trained is not produced again"
 
 
-def test_a_restarted_trainer_makes_the_sampler_forget_and_the_stream_goes_on(config: Config) -> None:
-    config = changed(config, channel={"lost_after_s": 0.3})
+def test_a_restarted_trainer_makes_the_sampler_forget_and_the_stream_goes_on(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "LOST_AFTER_S", 0.3)
     with FakeSampler(config) as sampler:
         first = make_inbox(config, incarnation="start-1")
         first.__enter__()
@@ -562,8 +567,10 @@ def test_a_samplers_user_error_before_its_hello_ends_the_wait_for_it(config: Con
         link.close()
 
 
-def test_a_sampler_that_goes_leaves_its_leases_to_others_at_once(config: Config) -> None:
-    config = changed(config, channel={"lost_after_s": 30.0})
+def test_a_sampler_that_goes_leaves_its_leases_to_others_at_once(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "LOST_AFTER_S", 30.0)
     with make_inbox(config) as inbox:
         with FakeSampler(config, "s1", make=lambda g, v: make_group(60, v)) as leaving:
             inbox.commit(0, published(0))
@@ -609,14 +616,12 @@ def test_an_evaluation_is_shared_in_chunks_and_comes_back_in_order(config: Confi
         assert inbox.finish_eval() == []
 
 
-def test_chunks_are_so_small_that_their_texts_fit_into_a_message(config: Config) -> None:
+def test_chunks_are_so_small_that_their_texts_fit_into_a_message(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """16 bytes a token x 32 answers of 1,024 tokens are half a MiB a problem: 2 in half of 2 MiB."""
-    long = changed(
-        config,
-        channel={"max_message_mib": 2},
-        sampler={"max_completion_length": 1024},
-        eval={"num_generations": 32},
-    )
+    monkeypatch.setattr(Config, "max_message_bytes", 2 << 20)
+    long = changed(config, sampler={"max_completion_length": 1024}, eval={"num_generations": 32})
     with make_inbox(long) as inbox:
         inbox.commit(0, published(0), "v0", num_problems=5)
         assert inbox.state.evaluation is not None
@@ -666,8 +671,8 @@ def test_a_lost_evaluation_result_is_sent_again(config: Config) -> None:
             assert [r.chunk for r in inbox.finish_eval()] == [0, 1, 2]
 
 
-def test_the_evaluation_of_a_lost_sampler_goes_to_the_other(config: Config) -> None:
-    config = changed(config, channel={"lost_after_s": 60.0})
+def test_the_evaluation_of_a_lost_sampler_goes_to_the_other(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "LOST_AFTER_S", 60.0)
     with make_inbox(config) as inbox, dealer(config, "silent") as silent:
         silent.send_multipart(wire.encode(wire.Envelope("", "", "silent"), HELLO))
         until(lambda: "silent" in inbox.state.peers)

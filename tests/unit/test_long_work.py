@@ -1,4 +1,4 @@
-"""A sampler that reloads, generates or scores for longer than `channel.lost_after_s` is not lost; a stuck one is.
+"""A sampler that reloads, generates or scores for longer than LOST_AFTER_S is not lost; a stuck one is.
 
 Half a minute of simulated time each: the clock moves when the work says that it did a piece, and then the trainer's
 thread takes what came.
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from common import channel
 from common.config import Config
 from common.types import Problem, Prompt
 from common.watchdog import progress_heard_by, report_progress
@@ -78,8 +79,8 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     with short_folder() as folder:
-        channel = {"lost_after_s": LOST_AFTER_S, "stall_timeout_s": 20.0}
-        config = make_config(folder, model={"path": "m", "dtype": "float32"}, channel=channel)
+        monkeypatch.setattr(channel, "LOST_AFTER_S", LOST_AFTER_S)
+        config = make_config(folder, model={"path": "m", "dtype": "float32"}, channel={"stall_timeout_s": 20.0})
         world = World(config, folder, monkeypatch)
         with world.inbox:
             world.begin()

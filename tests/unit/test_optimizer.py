@@ -30,7 +30,7 @@ def settings(**trainer: Any) -> Config:
 def made(config: Config) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
-    optimizer = adamw(config, policy_of(config))(parameter_groups(model, config.trainer.weight_decay))
+    optimizer = adamw(policy_of(config))(parameter_groups(model, config.trainer.weight_decay))
     return model, optimizer, scheduler(config, policy_of(config))(optimizer)
 
 
@@ -43,11 +43,10 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, schedule: An
 
 
 def test_adamw_is_one_pass_over_the_memory_with_the_settings_of_the_trainer() -> None:
-    config = settings(learning_rate=3e-6, adam_beta1=0.8, adam_beta2=0.9)
-    optimizer = adamw(config, policy_of(config))([torch.nn.Parameter(torch.ones(2))])
+    optimizer = adamw(policy_of(settings(learning_rate=3e-6)))([torch.nn.Parameter(torch.ones(2))])
     assert type(optimizer) is torch.optim.AdamW
     group = optimizer.param_groups[0]
-    assert (group["fused"], group["lr"], group["betas"], group["eps"]) == (True, 3e-6, (0.8, 0.9), 1e-8)
+    assert (group["fused"], group["lr"], group["betas"], group["eps"]) == (True, 3e-6, (0.9, 0.999), 1e-8)
 
 
 @pytest.mark.parametrize("name", get_args(LrSchedule))
@@ -88,7 +87,7 @@ def test_a_resumed_optimizer_has_its_own_settings_and_the_moments_and_steps_of_t
     train(model, optimizer, schedule, 4)
     states = [copy.deepcopy(state) for state in (model.state_dict(), optimizer.state_dict(), schedule.state_dict())]
 
-    changed = {"learning_rate": 0.02, "adam_beta1": 0.5, "adam_beta2": 0.6, "weight_decay": 0.3}
+    changed = {"learning_rate": 0.02, "weight_decay": 0.3}
     resumed = made(settings(lr_scheduler_type="linear", **changed))
     with keeping_settings(resumed[1], resumed[2]):
         for of, state in zip(resumed, states, strict=True):
@@ -98,7 +97,7 @@ def test_a_resumed_optimizer_has_its_own_settings_and_the_moments_and_steps_of_t
 
     schedule.base_lrs = [0.02, 0.02]
     for group, decay in zip(optimizer.param_groups, (0.3, 0.0), strict=True):  # matrices, and vectors
-        group |= {"lr": rate, "betas": (0.5, 0.6), "weight_decay": decay}
+        group |= {"lr": rate, "weight_decay": decay}
     for of in ((model, optimizer, schedule), resumed):
         train(*of, steps=3)
     torch.testing.assert_close(resumed[0].state_dict(), model.state_dict(), rtol=0, atol=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 import struct
@@ -21,7 +20,7 @@ from model.folder import require_downloaded, require_models
 from model.images import Vision, encode_image, read_vision
 from rewards.pool import RewardPool
 from sampler.dataset import fingerprint, load_data, whole_row
-from sampler.pictures import check_images, encode_problem, open_picture, require_sendable, sources
+from sampler.pictures import check_images, encode_problem, open_picture, sources
 from sampler.prompts import make_prompt, make_prompts
 from tests.support.configs import config_of
 from tests.support.speed import limit
@@ -303,15 +302,6 @@ def test_the_fingerprint_sees_every_pixel_of_an_image(tokenizer: Any, vision: Vi
     assert len({fingerprint([prompt]) for prompt in prompts}) == 4
     again = file_of(open_picture(RED), "BMP")
     assert fingerprint([made(problem("?", again), tokenizer, vision)]) == fingerprint([prompts[0]])
-
-
-def test_images_that_fit_no_message_are_refused_before_anything_is_sampled(tokenizer: Any, vision: Vision) -> None:
-    prompts = [made(problem("?", RED), tokenizer, vision)]
-    large = dataclasses.replace(prompts[0].images[0], png=bytes(3 << 20))
-    prompts.append(dataclasses.replace(prompts[0], images=(large,), problem=problem("?", RED, index=5)))
-    require_sendable("data.train", prompts, 6)
-    with pytest.raises(UserError, match=r"row 5 are PNGs of 3\.0 MiB.* Lower data\.max_pixels, or set .*_mib: 10"):
-        require_sendable("data.train", prompts, 5)
 
 
 # ---- models -----------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "group_ppo_one_gpu": {
         "prompts_per_batch": 8, "trainer.prompts_per_step": 4, "algorithm.beta": 0.001,
         "algorithm.group_params.group_variance_threshold": 0.8, "algorithm.group_params.group_max_size": 8,
-        "algorithm.group_params.adaptive_threshold": False,
+        "algorithm.group_params.threshold_lr": 0,
         "trainer.learning_rate": 1e-6, "critic.learning_rate": 1e-5,
     },
     # the trainer scores the reference with its own weights, the adapters switched off: no second copy

@@ -94,22 +94,6 @@ def test_an_engine_that_holds_other_weights_ends_the_process_with_75_before_anyt
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance", "rms", "largest"),
-    [
-        ("float32", None, 2.5e-4, 1e-3),
-        ("float32", 1e-2, 2.5e-3, 1e-2),
-        ("bfloat16", None, 0.15, math.inf),
-        ("bfloat16", 0.3, 0.3, math.inf),
-    ],
-)
-def test_the_canary_is_judged_by_its_rms_and_in_float32_by_its_largest_distance_too(
-    folder: Path, dtype: str, tolerance: float | None, rms: float, largest: float
-) -> None:
-    settings = {"model": {"path": "m", "dtype": dtype}, "weights": {"canary_tolerance": tolerance}}
-    assert CanaryBounds.of(make_config(folder, **settings)) == CanaryBounds(rms, largest)
-
-
-@pytest.mark.parametrize(
     ("dtype", "distances", "is_refused"),
     [
         ("bfloat16", [0.9] + [0.04] * 55, False),  # one token far off, as in good engines: RMS 0.13

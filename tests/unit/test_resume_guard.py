@@ -49,7 +49,6 @@ OTHER_VALUES: dict[str, dict[str, Any]] = {
         "answer_key": None,
         "rename": {"a": "b"},
         "max_prompt_length": 9,
-        "eval_size": 3,
         "shuffle": False,
         "image_key": "images",
         "limit_images": 2,
@@ -77,7 +76,7 @@ def test_every_setting_of_data_and_prompt_is_guarded_but_those_of_the_evaluation
         value = tmp_path / "template.jinja"
         value.write_text(TEMPLATE)
     changed = config_in(tmp_path, **{section: {field: value}})
-    if (section, field) in (("data", "eval"), ("data", "eval_size")):
+    if (section, field) == ("data", "eval"):
         assert resumed(folder, changed).step == 40
         return
     with pytest.raises(UserError, match=rf"may not change on resume: {section}\.{field}=.* \(was "):

@@ -96,4 +96,4 @@ def test_what_is_not_there_is_told_with_what_is(run, tmp_path, capsys):
     assert "samples.jsonl does not exist; name a run folder" in capsys.readouterr().err
     MetricsLog(tmp_path / "new").close()
     assert main([str(tmp_path / "new")]) == 2
-    assert "run.log_samples" in capsys.readouterr().err
+    assert "samples.jsonl is empty" in capsys.readouterr().err

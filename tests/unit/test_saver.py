@@ -55,19 +55,11 @@ def test_the_first_batch_that_ends_ten_minutes_after_the_last_checkpoint_is_save
     assert run.saved == [3, 6, 9]
 
 
-def test_a_checkpoint_for_its_step_starts_the_minutes_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step 2 is saved after 12 minutes, step 5 for its number, and ten minutes later step 8."""
-    run = Run(monkeypatch, save_steps=5)
-    for step in range(1, 9):
-        run.batch_of_minutes(6 if step < 3 else 4, step)
-    assert run.saved == [2, 5, 8]
-
-
-def test_without_minutes_the_clock_saves_nothing_and_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_steps_the_clock_saves_nothing_and_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: bool) -> bool:
         raise AssertionError("a collective that is not needed")
 
-    run = Run(monkeypatch, agree=refuse, save_minutes=None, save_steps=3)
+    run = Run(monkeypatch, agree=refuse, save_steps=3)
     for step in range(1, 7):
         run.batch_of_minutes(1000, step)
     assert run.saved == [3, 6]
@@ -81,17 +73,14 @@ def test_rank_0s_clock_decides_for_a_rank_whose_own_clock_says_something_else(mo
     assert run.saved == [1]
 
 
-def test_without_any_checkpoints_an_interrupt_saves_none_and_with_one_kind_it_does(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("save_steps", "saved"), [(0, []), (None, [7]), (100, [7])])
+def test_an_interrupt_saves_unless_nothing_is_saved(
+    monkeypatch: pytest.MonkeyPatch, save_steps: int | None, saved: list[int]
 ) -> None:
-    for trainer, saved in (
-        ({"save_steps": None, "save_minutes": None}, []),
-        ({"save_steps": None}, [7]),
-        ({"save_minutes": None}, [7]),
-    ):
-        run = Run(monkeypatch, **trainer)
-        run.saver.save_before_the_end(Progress("run", 0, 0, 7, 7, 0, 0, {}), is_between_batches=True)
-        assert run.saved == saved, trainer
+    run = Run(monkeypatch, save_steps=save_steps)
+    run.batch_of_minutes(1, 7)
+    run.saver.save_before_the_end(Progress("run", 0, 0, 7, 7, 0, 0, {}), is_between_batches=True)
+    assert run.saved == saved
 
 
 @pytest.mark.parametrize("is_over", [True, False])

@@ -35,7 +35,7 @@ sizes = st.sampled_from([None, 1, 2, 5, 16])
 
 
 def fixed(**keys: Any) -> GroupParams:
-    return GroupParams.model_validate({"adaptive_threshold": False} | keys)
+    return GroupParams.model_validate({"threshold_lr": 0.0} | keys)
 
 
 def columns(rows: list[tuple[float, float, float]]) -> tuple[Floats, Floats, Floats]:
@@ -74,7 +74,7 @@ def test_a_segment_pools_rewards_and_bootstraps_from_the_next_ones_first_value()
 def test_both_variances_on_paper() -> None:
     # one segment, Â = (1, 2), q = (.5, .25): r_ppo = .5 + 1 = 1.5, r_grpo = 4 · .75 = 3 ≤ τ · 2 · 1.5
     rewards, values = advantages_as_rewards([1.0, 2.0])
-    found = segment(rewards, values, np.array([0.5, 0.25]), 1.0, 1.0, 0.0, fixed(group_epsilon=1e-12))
+    found = segment(rewards, values, np.array([0.5, 0.25]), 1.0, 1.0, 0.0, fixed())
     assert found.ends.tolist() == [1]
     assert (found.r_ppo, found.r_grpo) == (1.5, 3.0)
 
@@ -91,9 +91,7 @@ def test_segments_are_those_of_a_search_that_computes_everything_anew(
     rewards, values, scores = columns(rows)
     params = fixed(segment_rule=rule, group_max_size=longest)
     found = segment(rewards, values, scores, tau, gamma, lam, params)
-    expected = oracle.cut(
-        rewards.tolist(), values.tolist(), scores.tolist(), tau, gamma, lam, longest, params.group_epsilon, rule
-    )
+    expected = oracle.cut(rewards.tolist(), values.tolist(), scores.tolist(), tau, gamma, lam, longest, 1e-6, rule)
     assert list(zip(found.starts.tolist(), found.ends.tolist(), strict=True)) == expected.segments
     assert found.advantages.tolist() == pytest.approx(expected.advantages, abs=1e-10)
     assert found.returns.tolist() == pytest.approx(expected.returns, abs=1e-10)
@@ -161,14 +159,15 @@ def test_the_threshold_moves_by_its_rate_times_the_excess_of_variance() -> None:
     assert next_threshold(2.0, variance(10.0, 5.0), params) == pytest.approx(2 * math.exp(0.05))
     assert next_threshold(2.0, variance(10.0, 1e9), params) == pytest.approx(0.1)
     assert next_threshold(9.9, variance(10.0, 0.0), GroupParams(threshold_lr=5.0)) == pytest.approx(10.0)
+    assert next_threshold(20.0, variance(10.0, 0.0), GroupParams(group_variance_threshold=4.0)) > 20, "up to 40"
     assert next_threshold(2.0, variance(0.0, 0.0), params) == 2.0
     assert next_threshold(2.0, variance(10.0, 15.0), fixed()) == 2.0
 
 
 @pytest.mark.parametrize("start", [0.1, 10.0])
-def test_the_adaptive_threshold_converges_to_equal_variance(start: float) -> None:
+def test_the_threshold_converges_to_equal_variance(start: float) -> None:
     rng = np.random.default_rng(0)
-    params = GroupParams(threshold_lr=0.05, group_max_size=None, group_epsilon=1e-12)
+    params = GroupParams(threshold_lr=0.05, group_max_size=None)
     threshold, ratios = start, []
     for _ in range(300):
         batch = []

@@ -263,12 +263,12 @@ def test_top_k_alone_truncates_up_to_what_can_travel() -> None:
         settings("sampler.top_k=1025")
 
 
-def test_groups_too_large_for_a_message_are_refused_at_start() -> None:
-    overrides = ["sampler.top_k=1000", "sampler.max_completion_length=8192"]
-    with pytest.raises(UserError, match=r"channel\.max_message_mib="):
-        settings(*overrides)
-    with pytest.raises(UserError, match=r"a group of 4194304 tokens takes 48 MiB; set channel\.max_message_mib=54; "):
-        settings("sampler.num_generations=128", "sampler.max_completion_length=32768", "channel.max_message_mib=32")
+def test_a_message_has_room_for_the_largest_group_and_its_images() -> None:
+    assert settings().max_message_bytes == 64 << 20
+    kept = settings("vllm={}", "sampler.top_k=1000", "sampler.max_completion_length=8192")
+    assert kept.max_message_bytes > 8 * 8192 * 4 * (3 + 1000 + 16)
+    seen = settings("data.image_key=images", "data.limit_images=16", "data.max_pixels=4000000")
+    assert seen.max_message_bytes > 16 * 3 * 4_000_000
 
 
 def test_full_support_is_the_default_in_every_spelling_and_evaluation_may_truncate() -> None:

@@ -115,7 +115,7 @@ def test_the_kl_in_the_reward_is_that_of_what_the_model_wrote() -> None:
 
 
 def test_segments_run_over_sampled_tokens_from_one_turn_into_the_next() -> None:
-    params = {"group_variance_threshold": 1.0, "group_max_size": 3, "adaptive_threshold": False}
+    params = {"group_variance_threshold": 1.0, "group_max_size": 3, "threshold_lr": 0.0}
     of = config(adv_estimator="group_ppo", gamma=1.0, lam=1.0, whiten_advantages=False, group_params=params)
     values = {0: [np.zeros(4), np.zeros(2)]}
     found = estimate_segments([GROUP], values, None, 1.0, of)

@@ -140,7 +140,7 @@ def even(completions: list[Any], **_: Any) -> list[float]:
 def tandem_config(cell: Cell, folder: Path, steps: int, output_dir: Path) -> dict[str, Any]:
     """Tandem's settings for the cell; `folder` is what `prepare` made. All groups of a step fit one micro-batch."""
     return {
-        "run": {"output_dir": str(output_dir), "report_to": [], "log_samples": 0},
+        "run": {"output_dir": str(output_dir), "report_to": []},
         "model": {"path": str(folder / "model"), "dtype": "float32"},
         "data": {"train": str(folder / "train.jsonl"), "max_prompt_length": cell.prompt},
         "sampler": {
@@ -151,7 +151,7 @@ def tandem_config(cell: Cell, folder: Path, steps: int, output_dir: Path) -> dic
         "algorithm": {"beta": BETA},
         "trainer": {
             "max_steps": steps, "prompts_per_step": cell.prompts, "groups_per_micro_batch": max(1, cell.prompts // 4),
-            "learning_rate": LEARNING_RATE, "save_steps": None, "save_minutes": None,
+            "learning_rate": LEARNING_RATE, "save_steps": 0,
         },
         "vllm": {"max_model_len": cell.prompt + cell.completion},
     }  # fmt: skip

@@ -25,6 +25,8 @@ from trainer.algorithm.advantages import Floats
 from trainer.algorithm.gae import gae
 
 Positions = NDArray[np.int64]
+EPSILON = 1e-6  # in the denominator of the variances' ratio
+MAX_LOG_DRIFT = math.log(10)  # of τ from its start
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def segment_ends(advantages: Floats, scores: Floats, threshold: float, params: G
     n, r_ppo, total = 0, 0.0, 0.0  # of the open segment; total = Σ q
     for t, (square, q) in enumerate(zip((advantages**2).tolist(), scores.tolist(), strict=True)):
         n, r_ppo, total = n + 1, r_ppo + square * q, total + q
-        shared = square * total / (r_ppo + params.group_epsilon) <= threshold * n
+        shared = square * total / (r_ppo + EPSILON) <= threshold * n
         if grows and n > 1 and (n > longest or not shared):
             ends.append(t - 1)
             n, r_ppo, total = 1, square * q, q
@@ -137,17 +139,17 @@ def sums_of(completions: Sequence[Segments]) -> SegmentSums:
 def next_threshold(threshold: float, sums: SegmentSums, params: GroupParams) -> float:
     """τ for the next batch, from both sums over all segments of this one on all ranks.
 
-        log τ ← log τ + threshold_lr · (1 − Σ r_grpo / Σ r_ppo),   clipped to [min_threshold, max_threshold]
+        log τ ← log τ + threshold_lr · (1 − Σ r_grpo / Σ r_ppo),   at most ten times its start
 
-    At rest sharing costs no variance on average. A batch without any advantage, or with one that is not finite,
-    leaves τ alone.
+    and at least a tenth. At rest sharing costs no variance on average. A batch without any advantage, or with one that
+    is not finite, leaves τ alone.
     """
     r_ppo, r_grpo = sums.r_ppo, sums.r_grpo
-    if not params.adaptive_threshold or not (r_ppo > 0 and math.isfinite(r_ppo) and math.isfinite(r_grpo)):
+    if not params.threshold_lr or not (r_ppo > 0 and math.isfinite(r_ppo) and math.isfinite(r_grpo)):
         return threshold
     moved = math.log(threshold) + params.threshold_lr * (1.0 - r_grpo / r_ppo)
-    low, high = math.log(params.min_threshold), math.log(params.max_threshold)
-    return math.exp(min(max(moved, low), high))
+    start = math.log(params.group_variance_threshold)
+    return math.exp(min(max(moved, start - MAX_LOG_DRIFT), start + MAX_LOG_DRIFT))
 
 
 def token_group_metrics(sums: SegmentSums, threshold: float, segment_loss: str) -> dict[str, float]:

@@ -174,9 +174,8 @@ def _fill_optimizer(config: Config, given: dict[str, Any], optimized: Optimized)
     rate = optimized.learning_rate, f"{optimized.section}.learning_rate"
     if "optimizer" in given:
         params = _section(_section(given, "optimizer"), "params")
-        betas = [trainer.adam_beta1, trainer.adam_beta2], "trainer.adam_beta1 and adam_beta2"
         decay = trainer.weight_decay, "trainer.weight_decay"
-        _agree(params, "deepspeed.optimizer.params", {"lr": rate, "betas": betas, "weight_decay": decay})
+        _agree(params, "deepspeed.optimizer.params", {"lr": rate, "weight_decay": decay})
     if "scheduler" in given:
         params = _section(_section(given, "scheduler"), "params")
         named = {

@@ -102,7 +102,7 @@ class DeepSpeedModel:
             self.ds, self.optimizer, *_ = deepspeed.initialize(
                 model=forward,
                 model_parameters=parameter_groups(model, config.trainer.weight_decay),
-                optimizer=None if "optimizer" in ds_config else adamw(config, optimized),
+                optimizer=None if "optimizer" in ds_config else adamw(optimized),
                 lr_scheduler=None if "scheduler" in ds_config else scheduler(config, optimized),
                 config=ds_config,
             )

@@ -21,10 +21,9 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
     return [group for group in groups if group["params"]]  # adapters are all matrices
 
 
-def adamw(config: Config, optimized: Optimized) -> Callable[[Any], torch.optim.Optimizer]:
+def adamw(optimized: Optimized) -> Callable[[Any], torch.optim.Optimizer]:
     """Fused: one pass over the memory, where torch's default keeps temporaries of the size of the parameters."""
-    rate, betas = optimized.learning_rate, (config.trainer.adam_beta1, config.trainer.adam_beta2)
-    return lambda parameters: torch.optim.AdamW(parameters, lr=rate, betas=betas, fused=True)
+    return lambda parameters: torch.optim.AdamW(parameters, lr=optimized.learning_rate, fused=True)
 
 
 def scheduler(config: Config, optimized: Optimized) -> Callable[[torch.optim.Optimizer], Any]:

@@ -76,7 +76,7 @@ class Evaluation:
 def problems_per_chunk(config: Config) -> int:
     """So many that their texts take half a message at most, where a token has up to 16 bytes."""
     text_bytes = _BYTES_PER_TOKEN * config.eval.num_generations * config.sampler.max_completion_length
-    return max(1, min(_MAX_PROBLEMS, (config.channel.max_message_mib << 19) // text_bytes))
+    return max(1, min(_MAX_PROBLEMS, config.max_message_bytes // 2 // text_bytes))
 
 
 def evaluation_of(eval_id: str, num_problems: int, per_chunk: int) -> Evaluation:

@@ -193,18 +193,17 @@ class SocketThread(threading.Thread):
     # ---- who is lost --------------------------------------------------------------------------------------------
 
     def _find_lost(self, now: float) -> None:
-        limits = self.config.channel
         for name, peer in self.state.peers.items():
             if peer.lost:
                 continue
             if not self._has_open_lease(name):
                 peer.progressed_at = now
-            if now - peer.heard_at > limits.lost_after_s:
+            if now - peer.heard_at > channel.LOST_AFTER_S:
                 peer.lost = True
                 freed = self._release(name)
                 silent_s = f"silent for {now - peer.heard_at:.0f} s"
                 self.say(f"sampler {name} lost: {silent_s}; its {freed} unfinished groups are reassigned")
-            elif now - peer.progressed_at > limits.stall_timeout_s:
+            elif now - peer.progressed_at > self.config.channel.stall_timeout_s:
                 still_s = now - peer.progressed_at
                 self._send_away(name, f"its work has not moved for {still_s:.0f} s (phase: {peer.phase})")
 

@@ -23,6 +23,8 @@ SAMPLER_TOTALS = {
     "total/recomputed_tokens": "in_flight/recomputed_tokens",
 }
 
+_SHOWN_GROUPS = 2  # of a step, in samples.jsonl
+
 
 class StepRecords:
     """Only rank 0 has them."""
@@ -50,8 +52,7 @@ class StepRecords:
         values |= self._throughput.step(trained.groups, batch, values, time.monotonic(), devices)
         values |= self._display.advice(number, values)
         self._log.log(number, values)
-        decode, count = self._tokenizer.decode, self._config.run.log_samples
-        self._log.log_samples(stats.samples_records(trained.groups, number, count, decode))
+        self._log.log_samples(stats.samples_records(trained.groups, number, _SHOWN_GROUPS, self._tokenizer.decode))
         self._display.step(number, values)
         self._warn(trained)
 

@@ -37,7 +37,7 @@ _FINGERPRINTS = {
 }
 _SECTIONS = ("data", "prompt")
 _OWN_FILES = "own_files"  # in the record of settings, beside their names
-_HARMLESS = ("data.eval", "data.eval_size")
+_HARMLESS = ("data.eval",)
 _OTHERS = (
     "run.seed",
     "trainer.prompts_per_step",

@@ -1,4 +1,4 @@
-"""When a checkpoint is written: every so many steps, every so many minutes, and before an end that somebody asked for.
+"""When a checkpoint is written: every so many steps, or every ten minutes, and before an end that somebody asked for.
 
 Always between two batches of rollouts, where cursor and weights agree. Writing one leaves no trace in the run, which
 trains to the same bits with any of them. Minutes are those of rank 0's clock, which decides for all ranks.
@@ -19,6 +19,8 @@ from trainer.engine.ranks import Exchange
 from trainer.save import checkpoint
 from trainer.save.checkpoint import Progress
 from trainer.save.disk import Disk, on_rank_0
+
+_SAVE_EVERY_S = 600.0
 
 
 class Saver:
@@ -44,7 +46,7 @@ class Saver:
 
     def save_if_due(self, progress: Progress) -> None:
         """At the end of a batch of rollouts."""
-        if self._is_time() or self._passed_multiple(progress.step):
+        if self._is_due(progress.step):
             self._save(progress)
 
     def save_before_the_end(self, progress: Progress, is_between_batches: bool) -> None:
@@ -60,14 +62,12 @@ class Saver:
             done = f"interrupted inside a batch of {self.config.algorithm.steps_per_batch} steps"
             self.disk.say(f"{done}: the newest checkpoint stays that of step {self.saved_step}")
 
-    def _is_time(self) -> bool:
-        minutes = self.config.trainer.save_minutes
-        return minutes is not None and self.exchange.agree(time.monotonic() - self._saved_at >= 60 * minutes)
-
-    def _passed_multiple(self, step: int) -> bool:
+    def _is_due(self, step: int) -> bool:
         """A batch may hold several steps: did one of them reach a multiple of save_steps?"""
         every = self.config.trainer.save_steps
-        return every is not None and step // every > (step - self.config.algorithm.steps_per_batch) // every
+        if every is None:
+            return self.exchange.agree(time.monotonic() - self._saved_at >= _SAVE_EVERY_S)
+        return every > 0 and step // every > (step - self.config.algorithm.steps_per_batch) // every
 
     def _save(self, progress: Progress) -> None:
         report_progress(f"saving the checkpoint of step {progress.step}")
