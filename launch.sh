@@ -6,7 +6,7 @@
 #   bash launch.sh slurm config.yaml --nodes N [--gpus-per-node G] [key=value …]   writes a batch script for Slurm
 #   bash launch.sh plan [config.yaml] [key=value …]    every number that follows from a config, before anything starts
 #   bash launch.sh eval CHECKPOINT [DATA] [key=value …]   pass@k, maj@k, format and length of a model, without a trainer
-#   bash launch.sh check config.yaml [completions.jsonl] [key=value …]   try the rewards before any GPU time is spent
+#   bash launch.sh check config.yaml [key=value …]   try the rewards before any GPU time is spent
 #   bash launch.sh convert FILE.gguf FOLDER [--dtype float32]   a model folder from a GGUF file
 #   bash launch.sh report RUN_FOLDER | samples RUN_FOLDER [--step N] [--worst | --best]
 #   bash launch.sh setup | doctor [--imports] | bench [--cells … --rows …]

@@ -1,8 +1,8 @@
 """Everything that follows from a config, before anything starts:  bash launch.sh plan [config.yaml] [key=value …]
 
-Batches, devices, memory, with GPUs the expected bottleneck, the first prompt as the model sees it, and one call of the
-rewards on real rows. Loads no weights. Exit 1, with the nearest working settings, if the run does not fit; 2 for a user
-error.  --gpus 3x32 plans for another machine.
+Batches, devices, memory, with GPUs the expected bottleneck, and the first prompt as the model sees it. Loads no
+weights. Exit 1, with the nearest working settings, if the run does not fit; 2 for a user error.  --gpus 3x32 plans for
+another machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from common.config import Config, load
 from common.errors import UserError
 from common.types import Problem
 from launcher.batch_plan import lines
-from launcher.check_rewards import row_of
 from launcher.fit import fit
 from launcher.machine import GIB, Machine, this_machine
 from launcher.placement import Placement, placement, visible_gpus
@@ -30,12 +29,10 @@ from model.dims import read_dims
 from model.folder import require_models, require_settings
 from model.images import digest, vision_of
 from report.escape import strip_escapes
-from rewards.trials import TrialRow, try_each
 from trainer.algorithm.user_functions import require_user_functions
 from trainer.engine.deepspeed_config import backend, deepspeed_config, gloo_warning
 
 CANNOT = 1
-_ROWS = 4  # of the data set, for the call of the rewards
 _GPUS = re.compile(r"(\d+)x(\d+)(?::(.+))?")
 
 
@@ -82,7 +79,6 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
         where = [("reference", f"scored by the {work.reference_on} (reference.on)")] if work.reference else []
         _print("estimates", [*result.lines, *where])
     _print("first prompt", _prompt_lines(config, problems[0]))
-    _print("rewards on real rows", _reward_lines(config, problems))
     for trouble in troubles:
         print(f"tandem: does not fit: {trouble}", file=sys.stderr)
     return CANNOT if troubles else exits.DONE
@@ -106,26 +102,6 @@ def _prompt_lines(config: Config, problem: Problem) -> Iterator[tuple[str, str]]
         _, rows, columns = (n * vision.form.patch_size for n in image.grid_thw)
         facts = f"{columns} × {rows} pixels, {vision.form.num_tokens(image)} tokens, PNG of {len(image.png):,} bytes"
         yield "image", f"{facts}, {digest(image)}"
-
-
-def _reward_lines(config: Config, problems: Sequence[Problem]) -> Iterator[tuple[str, str]]:
-    """What the first rows' own answers earn against an empty completion. Raises UserError where a reward fails."""
-
-    def texts_of(row: TrialRow) -> list[str]:
-        return [str(row.columns.get("answer", "")), ""]
-
-    rows = [row_of(problem, config) for problem in problems[:_ROWS]]
-    trials = try_each(config.rewards, rows, texts_of, config.trainer.max_steps)
-    tells_apart = any(trial.needs_rollout for trial in trials)
-    for trial in trials:
-        for reason in trial.failures.values():
-            raise UserError(f"a reward fails on real rows: {reason}")
-        tells_apart |= any(answer > nothing for answer, nothing in trial.scores.values())
-        pairs = ", ".join(f"{answer:g} / {nothing:g}" for answer, nothing in trial.scores.values())
-        text = f"{pairs}   (the row's own answer / an empty completion, first {len(rows)} rows)"
-        yield trial.name, "what a rollout's environment says: not tried here" if trial.needs_rollout else text
-    if not tells_apart:
-        yield "", "no reward prefers the bare answer to an empty completion; launch.sh check tries other forms, too"
 
 
 def _machine(wanted: str | None) -> Machine:

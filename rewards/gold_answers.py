@@ -1,153 +1,204 @@
-"""Runs every reward function over gold and wrong answers, and says what does not add up.
+"""Scores gold and wrong answers, and says what does not add up.
 
-A function is a verifier if it tells right from wrong answers of the same form; format and length rewards do not, and
-are not held to gold answers.
+The functions run together, in the process and under the deadline that they will have in the run. A function is a
+verifier if it tells right from wrong answers of the same form; format and length rewards do not, and are not held to
+gold answers. Left out: the tokenizer, which costs seconds to import; white-spaced words stand in for tokens, so that
+length rewards see lengths that are too short.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from common.config import ROUNDING, Rewards
-from rewards import shorten
+from common.functions import short_name
+from common.worker.owner import START_TIMEOUT_S
+from rewards import Scores, shorten
+from rewards.pool import RewardFailure, RewardPool
 from rewards.probes import EMPTY, FORMS, Probe, probes
-from rewards.trials import SHOWN, Findings, Trial, TrialRow, distribution, note_failures, try_each
+
+SLOW_S = 1.0
+SHOWN = 5  # rows named per kind of finding
 
 
-def check_gold(config: Rewards, rows: Sequence[TrialRow], max_steps: int = 0) -> Findings:
-    """Gold and wrong answers in every form: does each function, and does their sum, prefer the right one?"""
-    by_row = [probes(row.columns.get("answer")) for row in rows]
+@dataclass(frozen=True)
+class GoldRow:
+    """One data set row: what a reward call gets."""
+
+    index: int
+    prompt: str | list[dict[str, str]]
+    columns: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ScoredRow:
+    """What the functions gave for the probes of one row."""
+
+    row: GoldRow
+    probes: Sequence[Probe]
+    scores: Scores
+
+    def of(self, name: str) -> list[float]:
+        return [rewards[name] for rewards, _ in self.scores]
+
+    def split(self, scores: Sequence[float]) -> tuple[dict[str, float], dict[str, float], float]:
+        """Scores of the right and of the wrong answers by form, and of the empty one; None counts as −∞."""
+        by_probe = list(zip(self.probes, (-math.inf if math.isnan(s) else s for s in scores), strict=True))
+        right = {probe.form: score for probe, score in by_probe if probe.is_right}
+        wrong = {probe.form: score for probe, score in by_probe if not probe.is_right and probe.form != EMPTY}
+        return right, wrong, by_probe[-1][1]
+
+
+@dataclass
+class Findings:
+    """Lines for people, and whether something is wrong. `problems` end the command with 1, `warnings` do not."""
+
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def check_gold(config: Rewards, rows: Sequence[GoldRow], max_steps: int = 0) -> Findings:
+    """Gold and wrong answers in every form: does each function, and does their sum, prefer the right one?
+
+    Raises UserError for a function that cannot be found or called at all.
+    """
     findings = Findings()
-    has_gold = any(len(of_row) > 1 for of_row in by_row)
-    tried = try_each(config, rows, lambda row: [p.text for p in probes(row.columns.get("answer"))], max_steps)
-    trials = [one for one in tried if not one.needs_rollout]
-    for one in trials:
-        findings.lines += [f"{one.name}  (weight {one.weight:g}, full marks {one.full_mark:g})"]
-        note_failures(one, rows, findings)
-        if has_gold:
-            _verdicts(one, rows, by_row, findings)
-        findings.lines += [f"  slowest call: {one.slowest[0]:.3f} s"]
-    for one in tried:
-        if one.needs_rollout:
-            findings.lines += [f"{one.name}  what a rollout's environment says: not tried here, and no sum without it"]
-    if has_gold and trials == tried:
-        _check_sum(trials, rows, by_row, findings)
+    with RewardPool(config, rows[0].columns, max_steps, has_rollouts=False) as pool:
+        untried = pool.wanted.needs_rollout
+        tried = {short_name(spec): weight for spec, weight in zip(config.reward_funcs, config.weights, strict=True)}
+        tried = {name: weight for name, weight in tried.items() if name not in untried}
+        scored = _score(pool, config.timeout_s, rows, findings) if tried else []
+    with_gold = [one for one in scored if len(one.probes) > 1]
+    for name, weight in tried.items():
+        full_mark = config.full_mark(name)
+        findings.lines += [f"{name}  (weight {weight:g}, full marks {full_mark:g})"]
+        if with_gold:
+            _check_function(name, full_mark, with_gold, findings)
+    findings.lines += [
+        f"{n}  what a rollout's environment says: not tried here, and no sum without it" for n in untried
+    ]
+    if with_gold and not untried:
+        _check_sum(with_gold, findings)
     return findings
 
 
-def _verdicts(trial: Trial, rows: Sequence[TrialRow], by_row: Sequence[Sequence[Probe]], findings: Findings) -> None:
+def _score(pool: RewardPool, timeout_s: float, rows: Sequence[GoldRow], findings: Findings) -> list[ScoredRow]:
+    """One call per row. A row that fails, and a slow one, are findings."""
+    scored, failures, slowest = [], [], (0.0, -1)
+    for row in rows:
+        made_up = probes(row.columns.get("answer"))
+        texts = [probe.text for probe in made_up]
+        begun = time.monotonic()
+        pool.submit(row.index, row.prompt, texts, [list(range(len(text.split()))) for text in texts], row.columns)
+        [(_, result)] = pool.ready(timeout_s + START_TIMEOUT_S)
+        slowest = max(slowest, (time.monotonic() - begun, row.index))
+        if isinstance(result, RewardFailure):
+            failures.append(f"  ✗ row {row.index}: {result.reason}")
+        else:
+            scored.append(ScoredRow(row, made_up, result))
+    if failures:
+        findings.problems.append(f"the rewards fail on {len(failures)} of {len(rows)} rows")
+        findings.lines += failures[:SHOWN]
+    took = f"the slowest call took {slowest[0]:.3f} s, on row {slowest[1]}"
+    findings.lines.append(took)
+    if slowest[0] > SLOW_S:
+        findings.warnings.append(f"{took}; sampling goes on meanwhile, but rewards.timeout_s kills it")
+    return scored
+
+
+def _check_function(name: str, full_mark: float, scored: Sequence[ScoredRow], findings: Findings) -> None:
     """Full marks for gold answers, and none for wrong ones, if the function tells them apart at all."""
-    places = [place for place in trial.scores if len(by_row[place]) > 1]
-    nones = [place for place in places if all(map(math.isnan, trial.scores[place]))]
-    applies = [place for place in places if place not in set(nones)]
-    findings.lines += [f"  scores: {distribution(s for place in places for s in trial.scores[place])}"]
-    if nones:
-        findings.lines += [f"  None on {len(nones)} rows: {_named(nones, rows)}"]
-        findings.warnings.append(f"{trial.name} does not apply (None) to {len(nones)} of {len(places)} rows")
-    if not applies:
-        return
-    reached, accepted, forms, is_verifier = _full_marks(trial, applies, by_row)
-    findings.lines += [
-        f"  gold answers with full marks: {len(reached)} of {len(applies)}, as {_most(forms) or 'nothing'}"
-    ]
+    applies = [one for one in scored if not all(map(math.isnan, one.of(name)))]
+    findings.lines += [f"  scores: {distribution(score for one in scored for score in one.of(name))}"]
+    if len(applies) < len(scored):
+        nones = [one for one in scored if one not in applies]
+        findings.warnings.append(
+            f"{name} does not apply (None) to {len(nones)} of {len(scored)} rows ({_named(nones)})"
+        )
+    is_verifier, forms = False, Counter[str]()
+    missed: list[tuple[ScoredRow, float]] = []
+    accepted: list[ScoredRow] = []
+    for one in applies:
+        right, wrong, _ = one.split(one.of(name))
+        is_verifier |= any(score > wrong[form] for form, score in right.items())
+        best = max(right.values())
+        if best < full_mark - ROUNDING:
+            missed.append((one, best))
+        else:
+            forms.update(form for form, score in right.items() if score >= best - ROUNDING)
+        accepted += [one] if max(wrong.values()) >= full_mark - ROUNDING else []
+    reached = f"{len(applies) - len(missed)} of {len(applies)}"
+    shown = ", ".join(form for form, _ in forms.most_common())
+    findings.lines += [f"  gold answers with full marks: {reached}, as {shown or 'nothing'}"]
     if not is_verifier:
         findings.lines += ["  right and wrong answers score the same: no verifier, it judges form or length"]
         return
-    findings.verifiers.append(trial.name)
-    if not reached:
+    if len(missed) == len(applies):
         findings.warnings.append(
-            f"no gold answer earns {trial.name}'s full marks of {trial.full_mark:g}; if that is intended, set "
-            f"rewards.full_marks: {{{trial.name}: <its best score>}}, or accuracies count nothing"
+            f"no gold answer earns {name}'s full marks of {full_mark:g}; if that is intended, set "
+            f"rewards.full_marks: {{{name}: <its best score>}}, or accuracies count nothing"
         )
         return
-    if missed := sorted(set(applies) - set(reached)):
-        findings.problems.append(f"{trial.name}: {len(missed)} of {len(applies)} gold answers do not earn full marks")
-        for place in missed[:SHOWN]:
-            best = max(_split(trial.scores[place], by_row[place])[0].values())
-            answer = shorten(rows[place].columns["answer"])
-            findings.lines.append(
-                f"  ✗ row {rows[place].index}: gold {answer} earns {best:g} at best in {len(FORMS)} forms"
-            )
+    if missed:
+        findings.problems.append(f"{name}: {len(missed)} of {len(applies)} gold answers do not earn full marks")
+    for one, best in missed[:SHOWN]:
+        gold = shorten(one.row.columns["answer"])
+        findings.lines.append(f"  ✗ row {one.row.index}: gold {gold} earns {best:g} at best in {len(FORMS)} forms")
     if accepted:
         findings.problems.append(
-            f"{trial.name} gives a wrong answer full marks on {len(accepted)} of {len(applies)} rows; "
-            f"if a right one earns more, set rewards.full_marks: {{{trial.name}: <what it earns>}}"
+            f"{name} gives a wrong answer full marks on {len(accepted)} of {len(applies)} rows ({_named(accepted)}); "
+            f"if a right one earns more, set rewards.full_marks: {{{name}: <what it earns>}}"
         )
-        findings.lines.append(f"  ✗ wrong answers with full marks: {_named(accepted, rows)}")
 
 
-def _full_marks(
-    trial: Trial, applies: Sequence[int], by_row: Sequence[Sequence[Probe]]
-) -> tuple[list[int], list[int], Counter[str], bool]:
-    """Rows where a right answer, and where a wrong one earns full marks; the forms of the right ones; whether any row
-    has a right answer above the wrong one of the same form."""
-    reached, accepted, forms, is_verifier = [], [], Counter[str](), False
-    for place in applies:
-        right, wrong, _ = _split(trial.scores[place], by_row[place])
-        is_verifier |= any(r > wrong[form] for form, r in right.items())
-        best = max(right.values())
-        if best >= trial.full_mark - ROUNDING:
-            reached.append(place)
-            forms.update(form for form, score in right.items() if score >= best - ROUNDING)
-        accepted += [place] if max(wrong.values()) >= trial.full_mark - ROUNDING else []
-    return reached, accepted, forms, is_verifier
-
-
-def _check_sum(
-    trials: Sequence[Trial], rows: Sequence[TrialRow], by_row: Sequence[Sequence[Probe]], findings: Findings
-) -> None:
+def _check_sum(scored: Sequence[ScoredRow], findings: Findings) -> None:
     """The weighted sum is what trains: a right answer must beat a wrong and an empty one."""
-    lost, flat, outranked, num_rows = [], [], [], 0
-    for place, of_row in enumerate(by_row):
-        if len(of_row) == 1 or any(place in one.failures for one in trials):
-            continue
-        sums = [_sum([(one.weight, one.scores[place][i]) for one in trials]) for i in range(len(of_row))]
-        if any(map(math.isnan, sums)):
-            continue
-        num_rows += 1
-        right, wrong, empty = _split(sums, of_row)
+    lost, flat, outranked = [], [], []
+    for one in scored:
+        sums = [total for _, total in one.scores]
+        right, wrong, empty = one.split(sums)
         if max(sums) - min(sums) <= ROUNDING:
-            flat.append(place)
-        elif not any(r > wrong[form] + ROUNDING and r > empty + ROUNDING for form, r in right.items()):
-            lost.append(place)
+            flat.append(one)
+        elif not any(score > wrong[form] + ROUNDING and score > empty + ROUNDING for form, score in right.items()):
+            lost.append(one)
         elif right["sentence"] > wrong["sentence"] and max(wrong.values()) > right["sentence"] + ROUNDING:
-            outranked.append(place)
-    won = num_rows - len(lost) - len(flat)
-    findings.lines += [f"weighted sum: a right answer beats a wrong and an empty one on {won} of {num_rows} rows"]
+            outranked.append(one)
+    won = len(scored) - len(lost) - len(flat)
+    findings.lines += [f"weighted sum: a right answer beats a wrong and an empty one on {won} of {len(scored)} rows"]
     if flat:
         findings.problems.append(
-            f"on {len(flat)} of {num_rows} rows right, wrong and empty completions all score the same: no gradient "
-            f"({_named(flat, rows)})"
+            f"on {len(flat)} of {len(scored)} rows right, wrong and empty completions all score the same: no gradient "
+            f"({_named(flat)})"
         )
     if lost:
         findings.problems.append(
-            f"on {len(lost)} of {num_rows} rows no right answer beats a wrong one ({_named(lost, rows)})"
+            f"on {len(lost)} of {len(scored)} rows no right answer beats a wrong one ({_named(lost)})"
         )
     if outranked:
         findings.warnings.append(
-            f"on {len(outranked)} of {num_rows} rows a well formed wrong answer outranks a right one in plain words; "
-            "lower the format reward's weight in rewards.reward_weights, or use gated_format"
+            f"on {len(outranked)} of {len(scored)} rows a well formed wrong answer outranks a right one in plain "
+            "words; lower the format reward's weight in rewards.reward_weights, or use gated_format"
         )
 
 
-def _split(scores: Sequence[float], of_row: Sequence[Probe]) -> tuple[dict[str, float], dict[str, float], float]:
-    """Scores of the right and of the wrong answers by form, and of the empty one; None counts as −∞."""
-    by_probe = list(zip(of_row, (-math.inf if math.isnan(s) else s for s in scores), strict=True))
-    right = {probe.form: score for probe, score in by_probe if probe.is_right}
-    wrong = {probe.form: score for probe, score in by_probe if not probe.is_right and probe.form != EMPTY}
-    return right, wrong, by_probe[-1][1]
+def distribution(scores: Iterable[float]) -> str:
+    """-1 × 5, 1 × 5, None × 1"""
+    values = list(scores)
+    known = sorted(s for s in values if not math.isnan(s))
+    parts = [f"None × {len(values) - len(known)}"] if len(values) > len(known) else []
+    counts = Counter(known)
+    if 0 < len(counts) <= 6:
+        parts = [f"{value:g} × {n}" for value, n in sorted(counts.items())] + parts
+    elif known:
+        parts = [f"{known[0]:g} to {known[-1]:g}, median {known[len(known) // 2]:g}", *parts]
+    return ", ".join(parts) or "none"
 
 
-def _sum(parts: Sequence[tuple[float, float]]) -> float:
-    known = [weight * score for weight, score in parts if not math.isnan(score)]
-    return math.fsum(known) if known else math.nan
-
-
-def _named(places: Sequence[int], rows: Sequence[TrialRow]) -> str:
-    return "row " + ", ".join(str(rows[p].index) for p in places[:SHOWN]) + (", …" if len(places) > SHOWN else "")
-
-
-def _most(forms: Counter[str]) -> str:
-    return ", ".join(form for form, _ in forms.most_common())
+def _named(scored: Sequence[ScoredRow]) -> str:
+    return "row " + ", ".join(str(one.row.index) for one in scored[:SHOWN]) + (", …" if len(scored) > SHOWN else "")

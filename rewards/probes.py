@@ -6,7 +6,6 @@ no model can be rewarded for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -41,14 +40,6 @@ def probes(answer: Any) -> list[Probe]:
         Probe(form, is_right, template.format(text)) for text, is_right in pairs for form, template in FORMS.items()
     ]
     return [*filled, Probe(EMPTY, False, "")]
-
-
-def neutral(completions: Sequence[Any], **columns: Any) -> list[float]:
-    """A reward that stands beside the one under test, so that one that gives None everywhere is no error.
-
-    Here, because the process of the rewards imports this module, and settings cost it three times its start.
-    """
-    return [0.0] * len(completions)
 
 
 def wrong_answer(gold: str) -> str:

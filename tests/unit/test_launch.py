@@ -242,7 +242,7 @@ def test_an_unknown_command_is_told_within_a_second_before_anything_is_installed
 @pytest.fixture
 def caller(tmp_path: Path) -> Path:
     """The folder in which launch.sh was called."""
-    for name in ("mine.yaml", "hosts", "samples.jsonl"):
+    for name in ("mine.yaml", "hosts"):
         (tmp_path / name).touch()
     (tmp_path / "a_run").mkdir()
     return tmp_path
@@ -257,7 +257,7 @@ def caller(tmp_path: Path) -> Path:
         ("run mine.yaml a.b=1", "-m launcher.run HERE/mine.yaml a.b=1"),
         ("configs/none.yaml", "-m launcher.run configs/none.yaml"),
         ("plan /mine.yaml", "-m launcher.plan /mine.yaml"),
-        ("check mine.yaml samples.jsonl", "-m launcher.check_rewards HERE/mine.yaml HERE/samples.jsonl"),
+        ("check mine.yaml --rows 5", "-m launcher.check_rewards HERE/mine.yaml --rows 5"),
         ("eval a_run org/data@test n=4", "-m launcher.evaluation.main HERE/a_run org/data@test n=4"),
         ("samples a_run --worst", "-m report.samples HERE/a_run --worst"),
         ("bench --table", "tools/benchmarks/bench.py --table"),

@@ -112,9 +112,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def without_preview(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first prompt and the rewards take most of a plan's time."""
-    for name in ("_prompt_lines", "_reward_lines"):
-        monkeypatch.setattr(plan, name, lambda config, problems: [])
+    """The first prompt takes most of a plan's time."""
+    monkeypatch.setattr(plan, "_prompt_lines", lambda config, problem: [])
 
 
 class Planned:
@@ -123,24 +122,7 @@ class Planned:
         self.out, self.err = capsys.readouterr()
 
 
-def test_a_plan_of_several_turns_shows_messages_and_tries_no_reward_that_needs_a_rollout(
-    task: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    own = task / "turns.py"
-    own.write_text(
-        "class Game:\n    def reset(self): ...\n    def step(self, completion): ...\n"
-        "def role(completions, trainer_state, **columns):\n"
-        "    return [float(c[0]['role'] == 'assistant') / trainer_state.max_steps for c in completions]\n"
-        "def moves(environments, **columns):\n    return [e.moves for e in environments]\n"
-    )
-    rewards = f"rewards.reward_funcs=[environment, {own}:role, {own}:moves]"
-    found = Planned(capsys, task, f"rollout.environment={own}:Game", "rollout.max_turns=3", rewards)
-    assert found.code == 0, found.err
-    assert "0.005 / 0.005" in found.out
-    assert found.out.count("what a rollout's environment says: not tried here") == 2
-
-
-def test_a_plan_shows_numbers_devices_prompt_and_rewards(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_shows_numbers_devices_and_the_prompt(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = Planned(capsys, task, "algorithm.beta=0.1")
     assert found.code == 0, found.err
     for words in (
@@ -152,23 +134,9 @@ def test_a_plan_shows_numbers_devices_prompt_and_rewards(task: Path, capsys: pyt
         "| <|im_start|>user",
         "What is 0+2?",
         "row 0, ",
-        "1 / -1, 1 / -1, 1 / -1, 1 / -1   (the row's own answer / an empty completion, first 4 rows)",
     ):
         assert words in found.out
     assert not (task / "run").exists()
-
-
-def test_a_reward_that_cannot_read_the_gold_answers_is_mentioned(
-    task: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = Planned(capsys, task, "rewards.reward_funcs=[format]")
-    assert found.code == 0 and "no reward prefers the bare answer to an empty completion" in found.out
-
-
-def test_a_reward_that_fails_on_real_rows_ends_the_plan(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (task / "fails.py").write_text("def fails(completions, **columns):\n    raise KeyError('gold')\n")
-    found = Planned(capsys, task, f"rewards.reward_funcs=['{task}/fails.py:fails']")
-    assert found.code == 2 and "a reward fails on real rows: " in found.err and "gold" in found.err
 
 
 @pytest.mark.usefixtures("without_preview")

@@ -15,9 +15,8 @@ from environments import Done, Turn, conversation, prompt_of
 from environments.contracts import Instance
 from environments.pool import EnvironmentPool
 from environments.tools import PARSERS, Call, Toolbox, parse_hermes, parse_llama3, require_template
-from rewards.gold_answers import check_gold
+from rewards.gold_answers import GoldRow, check_gold
 from rewards.pool import RewardPool
-from rewards.trials import TrialRow
 from sampler.start import try_rewards
 from tests.support.configs import config_of
 from tests.support.speed import limit
@@ -225,7 +224,7 @@ def test_a_reward_that_reads_environments_is_not_tried_without_one(file, tmp_pat
     given = config_of(rewards=rewards, rollout={"environment": f"{file}:IncrementEnv", "max_turns": 3})
     with RewardPool(given.rewards, columns={"answer": "4"}) as pool:
         try_rewards(pool, [Problem(0, {"question": "?", "answer": "4"})], given)
-    findings = check_gold(given.rewards, [TrialRow(0, "?", {"answer": "4"})])
+    findings = check_gold(given.rewards, [GoldRow(0, "?", {"answer": "4"})])
     assert findings.problems == [] and "reward_func  what a rollout's environment says: not tried" in findings.lines[0]
 
 
