@@ -108,10 +108,6 @@ class Algorithm(Section):
         return ESTIMATORS.get(self.adv_estimator, OWN)
 
     @property
-    def has_group_baseline(self) -> bool:
-        return self.estimator.has_group_baseline
-
-    @property
     def clip_high(self) -> float:
         """With cispo the cap itself."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
@@ -136,10 +132,6 @@ class Algorithm(Section):
         return self.multi_objective_aggregation == "normalize_then_sum"
 
     @property
-    def whitens_tokens(self) -> bool:
-        return self.estimator.whitens_tokens
-
-    @property
     def needs_critic(self) -> bool:
         return self.estimator.needs_critic
 
@@ -151,7 +143,8 @@ class Algorithm(Section):
     @property
     def whitens(self) -> bool:
         """The advantages of the step, over tokens or over completions."""
-        return self.whitens_tokens or (self.needs_critic if self.whiten_advantages is None else self.whiten_advantages)
+        chosen = self.needs_critic if self.whiten_advantages is None else self.whiten_advantages
+        return chosen or self.estimator.whitens_tokens
 
     @property
     def always_has_gradient(self) -> bool:
@@ -190,7 +183,7 @@ class Algorithm(Section):
             yield "loss takes the place of cispo's objective; set algorithm.loss_type=dapo, the same mean over tokens"
         if self.vllm_importance_sampling_mode is None and self.vllm_importance_sampling_clip_max != 3:
             yield "vllm_importance_sampling_clip_max does nothing without algorithm.vllm_importance_sampling_mode"
-        if self.dead_groups != "keep" and not self.has_group_baseline:
+        if self.dead_groups != "keep" and not self.estimator.has_group_baseline:
             yield f"adv_estimator {self.adv_estimator} learns from equal rewards too; set algorithm.dead_groups=keep"
         if self.dead_groups != "resample" and self.max_resamples != 1:
             yield "max_resamples bounds resampling; set algorithm.dead_groups=resample, or remove max_resamples"
@@ -228,7 +221,7 @@ class Algorithm(Section):
     def _contradictions_of_advantages(self) -> Iterator[str]:
         if self.estimator.reward_scale == "none" and self.reward_scale != "none":
             yield f"adv_estimator {self.adv_estimator} divides by no deviation; set algorithm.scale_rewards=null"
-        if self.whitens_tokens and self.whiten_advantages:
+        if self.estimator.whitens_tokens and self.whiten_advantages:
             yield f"adv_estimator {self.adv_estimator} whitens already; set algorithm.whiten_advantages=false"
         if not self.needs_critic and (self.gamma != 1 or self.lam != 1):
             yield f"adv_estimator {self.adv_estimator} has no gamma and no lam; remove them, or set adv_estimator=gae"

@@ -96,7 +96,7 @@ def _rollouts(config: Settings) -> Iterator[str]:
     given, count = config.rollout, config.sampler.num_generations
     rewarded = "environment" in config.rewards.reward_funcs
     if not given.is_multi_turn:
-        if changed := [n for n in given.model_fields_set if getattr(given, n) != Rollouts.model_fields[n].default]:
+        if changed := [name for name in Rollouts.model_fields if given.changes(name)]:
             yield (
                 f"rollout.{min(changed)} does nothing without an environment or tools; set "
                 "rollout.tools=[my.py:calculator], or remove it"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from common.config.sections import Section
 from common.functions import short_name
@@ -32,15 +33,11 @@ class Rollouts(Section):
     def is_multi_turn(self) -> bool:
         return self.environment is not None or bool(self.tools)
 
-    @model_validator(mode="after")
-    def _check_one_of_both(self) -> Rollouts:
+    def _contradictions(self) -> Iterator[str]:
         if self.environment is not None and self.tools:
-            raise ValueError(
-                "environment and tools are both given; remove tools, and make them methods of the environment's class"
-            )
+            yield "environment and tools are both given; remove tools, and make them methods of the environment's class"
         if self.environment_kwargs and self.environment is None:
-            raise ValueError("environment_kwargs is given and environment is not; set rollout.environment=my.py:Class")
+            yield "environment_kwargs is given and environment is not; set rollout.environment=my.py:Class"
         names = [short_name(spec) for spec in self.tools]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"tools has two functions named {twice[0]!r}; rename one, the model calls them by name")
-        return self
+            yield f"tools has two functions named {twice[0]!r}; rename one, the model calls them by name"

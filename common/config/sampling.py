@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from common.config.sections import Section
 from common.functions import short_name
@@ -46,22 +47,20 @@ class SamplerSettings(Section):
         """Most tokens that one sample may be drawn from; 0 = the whole vocabulary."""
         return (self.top_k or 0) + TIES if self.truncates else 0
 
-    @model_validator(mode="after")
-    def _check_sampling_mask(self) -> SamplerSettings:
+    def _contradictions(self) -> Iterator[str]:
         """The trainer needs the kept tokens, or every ratio would be too small by the probability that was cut away."""
         if (self.top_k or 0) > MAX_TOP_K:
-            raise ValueError(
+            yield (
                 f"top_k {self.top_k} tokens would travel with every sample; set sampler.top_k=50 (at most "
                 f"{MAX_TOP_K}), or for all tokens sampler.top_k=-1"
             )
         cuts = {"top_p": self.top_p if self.top_p < 1 else None, "min_p": self.min_p if self.min_p > 0 else None}
         if not self.truncates and (cut := [f"{name} {value}" for name, value in cuts.items() if value is not None]):
-            raise ValueError(
+            yield (
                 f"{', '.join(cut)} samples from a truncated distribution, and top_k does not bound how many tokens "
                 "are kept, which travel with every sample: set sampler.top_k=50, or sample at full support: "
                 "sampler.top_p=1 sampler.min_p=0"
             )
-        return self
 
 
 class Eval(Section):
@@ -88,14 +87,12 @@ class Eval(Section):
     val_only: bool = False
     """Train nothing."""
 
-    @model_validator(mode="after")
-    def _check_metric(self) -> Eval:
+    def _contradictions(self) -> Iterator[str]:
         for name in ("early_stopping_patience", "load_best_model_at_end"):
             if getattr(self, name) and self.metric_for_best_model is None:
-                raise ValueError(f"{name} needs a metric; set eval.metric_for_best_model=answer/accuracy")
+                yield f"{name} needs a metric; set eval.metric_for_best_model=answer/accuracy"
         if self.early_stopping_patience is not None and self.steps is None:
-            raise ValueError("early_stopping_patience counts evaluations while training; set eval.steps=20")
-        return self
+            yield "early_stopping_patience counts evaluations while training; set eval.steps=20"
 
 
 class Rewards(Section):
@@ -124,18 +121,14 @@ class Rewards(Section):
     def full_mark(self, name: str) -> float:
         return self.full_marks.get(name, 1.25 if name == "format" else 1.0)
 
-    @model_validator(mode="after")
-    def _check_names_and_weights(self) -> Rewards:
+    def _contradictions(self) -> Iterator[str]:
         if not self.reward_funcs:
-            raise ValueError("reward_funcs is empty; write reward_funcs: [answer, format]")
+            yield "reward_funcs is empty; write reward_funcs: [answer, format]"
         if twice := sorted({name for name in self.names if self.names.count(name) > 1}):
-            raise ValueError(f"reward_funcs has two functions named {twice[0]!r}; rename one, their metrics would mix")
+            yield f"reward_funcs has two functions named {twice[0]!r}; rename one, their metrics would mix"
         for option in ("reward_kwargs", "full_marks"):
             for name in set(getattr(self, option)) - set(self.names):
-                raise ValueError(
-                    f"{option} names {name!r}, and reward_funcs gives {', '.join(self.names)}; use one of them"
-                )
-        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
-            n, m = len(self.reward_weights), len(self.reward_funcs)
-            raise ValueError(f"reward_weights has {n} numbers for {m} reward_funcs; write {[1.0] * m}")
-        return self
+                yield f"{option} names {name!r}, and reward_funcs gives {', '.join(self.names)}; use one of them"
+        if len(self.weights) != len(self.reward_funcs):
+            n, m = len(self.weights), len(self.reward_funcs)
+            yield f"reward_weights has {n} numbers for {m} reward_funcs; write {[1.0] * m}"

@@ -36,6 +36,10 @@ class Section(BaseModel):  # use_attribute_docstrings costs each start 0.1 s: re
         """What has no meaning, or would silently do nothing: a sentence each, with what to write instead."""
         return iter(())
 
+    def changes(self, name: str) -> bool:
+        """Is this setting another than its default?"""
+        return bool(getattr(self, name) != type(self).model_fields[name].default)
+
 
 def require_own_function(name: str, built_in: Collection[str] = ()) -> None:
     """Raises ValueError unless this is built in or a user's function. Whether that is there is asked before a run."""
@@ -113,24 +117,21 @@ class Lora(Section):
     def publishes_adapters(self) -> bool:
         return self.r > 0 and self.sync == "adapter"
 
-    @model_validator(mode="after")
-    def _check_options(self) -> Lora:
+    def _contradictions(self) -> Iterator[str]:
         if self.r == 0:
-            given = sorted(name for name in self.model_fields_set if name != "r")
-            if changed := [n for n in given if getattr(self, n) != type(self).model_fields[n].default]:
-                raise ValueError(f"{changed[0]} does nothing without adapters; set lora.r=16, or remove it")
-            return self
+            if changed := sorted(name for name in type(self).model_fields if self.changes(name)):
+                yield f"{changed[0]} does nothing without adapters; set lora.r=16, or remove it"
+            return
         names = self.target_modules if isinstance(self.target_modules, list) else ["all-linear"]
         if not names:
-            raise ValueError("target_modules is empty; write target_modules: all-linear, or [q_proj, v_proj]")
+            yield "target_modules is empty; write target_modules: all-linear, or [q_proj, v_proj]"
         if tied := [name for name in names if name.split(".")[-1] in ("embed_tokens", "lm_head", "wte")]:
-            raise ValueError(
+            yield (
                 f"target_modules {tied[0]}: embedding and output head get no adapters (they are often one matrix, and "
                 "the head runs in chunks); remove it"
             )
-        if self.sync == "adapter" and self.r > MAX_LORA_RANK:
-            raise ValueError(f"vLLM applies adapters up to rank {MAX_LORA_RANK}, r is {self.r}; set lora.sync=merged")
-        return self
+        if self.publishes_adapters and self.r > MAX_LORA_RANK:
+            yield f"vLLM applies adapters up to rank {MAX_LORA_RANK}, r is {self.r}; set lora.sync=merged"
 
 
 class Data(Section):
@@ -157,16 +158,12 @@ class Data(Section):
     max_pixels: int = Field(2_097_152, gt=0)
     """Larger images are reduced: 2,674 tokens."""
 
-    @model_validator(mode="after")
-    def _check_images(self) -> Data:
-        if self.min_pixels > self.max_pixels:
-            raise ValueError(
-                f"min_pixels {self.min_pixels} is above max_pixels {self.max_pixels}; set data.min_pixels="
-                f"{self.max_pixels}"
-            )
+    def _contradictions(self) -> Iterator[str]:
+        low, high = self.min_pixels, self.max_pixels
+        if low > high:
+            yield f"min_pixels {low} is above max_pixels {high}; set data.min_pixels={high}"
         if self.image_key is not None and self.limit_images == 0:
-            raise ValueError("limit_images 0 allows none of the images of image_key; set data.limit_images=1")
-        return self
+            yield "limit_images 0 allows none of the images of image_key; set data.limit_images=1"
 
 
 class PromptTemplate(Section):

@@ -1,15 +1,19 @@
-"""CONTRIBUTING.md says what the walls are, and its recipes work as they stand."""
+"""CONTRIBUTING.md says what the walls are, its recipes work as they stand; the site, hooks and workflows are whole."""
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
 import re
+import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import yaml
 
 from tests.unit.test_imports import MAY_IMPORT
 
@@ -17,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "CONTRIBUTING.md").read_text()
 BLOCKS = re.findall(r"^```(python|diff)\n# (\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 RECIPES = ("sink", "family")
+CHECKS = ["ruff check", "ruff format --check", "mypy"]
 
 
 def test_the_table_of_rooms_is_the_one_that_is_enforced() -> None:
@@ -60,3 +65,33 @@ def test_a_recipe_works_as_it_stands(name: str, tmp_path: Path, monkeypatch: pyt
             monkeypatch.setitem(sys.modules, module, load(module, tmp_path / path))
     [test] = [value for key, value in vars(load(module, tmp_path / path)).items() if key.startswith("test_")]
     test(*[tmp_path / "out" for parameter in inspect.signature(test).parameters if parameter == "tmp_path"])
+
+
+def read(file: str) -> Any:
+    return yaml.load((ROOT / file).read_text(), yaml.BaseLoader)  # mkdocs.yml names a function, which is not imported
+
+
+def pages_of(nav: list[Any]) -> set[str]:
+    """["README.md", {"Start": ["a.md"]}] -> {"README.md", "a.md"}"""
+    return {page for entry in nav for page in ([entry] if isinstance(entry, str) else next(iter(entry.values())))}
+
+
+def test_the_site_names_every_page() -> None:
+    assert pages_of(read("tools/mkdocs.yml")["nav"]) == {page.name for page in (ROOT / "docs").glob("*.md")}
+
+
+@pytest.mark.skipif(find_spec("pymdownx") is None, reason="needs pip install -r tools/locks/dev.txt")
+def test_the_site_builds_without_a_dead_heading(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "-f", "tools/mkdocs.yml", "-d", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "index.html").is_file()
+
+
+def test_hooks_and_the_public_workflow_check_what_ci_run_checks() -> None:
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert all(f".venv/bin/{check}" in ci for check in CHECKS)
+    (hooks,) = read(".ci/pre-commit.yaml")["repos"]
+    assert [hook["entry"].removeprefix(".venv/bin/") for hook in hooks["hooks"]] == CHECKS
+    (job,) = read(".github/workflows/ci.yml")["jobs"].values()
+    assert {"run": "bash .ci/run", "env": {"BACKEND": "cpu"}} in job["steps"]

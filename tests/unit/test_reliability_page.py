@@ -41,12 +41,3 @@ def test_what_security_md_names_exists() -> None:
     assert len(named) > 5
     for file, function in named:
         assert functions(file) and (not function or function in functions(file))
-
-
-def test_the_search_finds_a_test_that_is_gone() -> None:
-    assert REFERENCE.findall("`test_x.py::test_a` `tests/unit/test_y.py`") == [
-        ("test_x.py", "test_a"),
-        ("test_y.py", ""),
-    ]
-    with pytest.raises(AssertionError, match="does not exist"):
-        functions("test_that_is_gone.py")

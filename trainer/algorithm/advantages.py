@@ -53,7 +53,7 @@ def trains(rollout: Rollout, mask_truncated_completions: bool) -> bool:
 def is_dead_group(group: Group | Tombstone, config: Config) -> bool:
     """No advantage is left when the group's baseline is gone, so only KL or entropy could train it."""
     algorithm = config.algorithm
-    if isinstance(group, Tombstone) or not algorithm.has_group_baseline:
+    if isinstance(group, Tombstone) or not algorithm.estimator.has_group_baseline:
         return False
     if algorithm.adv_estimator in ESTIMATORS and not algorithm.sums_last:
         return is_dead(shaped_rewards(group, config))
@@ -186,6 +186,6 @@ def whiten(advantages: Sequence[Floats], counts: Sequence[Floats]) -> list[Float
 
 def _counts(group: Group, algorithm: Algorithm) -> Floats:
     """How often each completion counts: its sampled tokens, or once; not at all if it does not train."""
-    size = [r.num_sampled if algorithm.whitens_tokens else 1 for r in group.rollouts]
+    size = [r.num_sampled if algorithm.estimator.whitens_tokens else 1 for r in group.rollouts]
     kept = [trains(r, algorithm.mask_truncated_completions) for r in group.rollouts]
     return np.array([n * is_kept for n, is_kept in zip(size, kept, strict=True)], np.float64)
