@@ -14,8 +14,6 @@ import psutil
 import pytest
 import yaml
 
-from common.config import load
-from launcher.slurm import sbatch
 from report.run_log import read_jsonl
 from tests.support import namespaces
 from tests.support.gloo_data import settings
@@ -121,9 +119,8 @@ wait
 def test_the_batch_script_trains_the_same_weights_over_its_nodes(
     trainers: Stack, hosts: tuple[str, str], expected: dict[str, str], tmp_path: Path
 ) -> None:
-    """What `launch.sh slurm` writes, with stand-ins for scontrol and for srun, which gives a task its variables."""
-    path, script, activate = written(trainers, "sbatch"), tmp_path / "job.sbatch", tmp_path / ".venv/bin/activate"
-    script.write_text(sbatch(tmp_path, load(path, []), [str(path)], 3, 0, "1:00:00"))
+    """With stand-ins for scontrol and for srun, which gives a task its variables."""
+    path, activate = written(trainers, "sbatch"), tmp_path / ".venv/bin/activate"
     activate.parent.mkdir(parents=True)
     activate.write_text(f"cd {ROOT}\n")
     programs = {
@@ -133,12 +130,13 @@ def test_the_batch_script_trains_the_same_weights_over_its_nodes(
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "node-[1-3]"}
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "node-[1-3]", "SLURM_JOB_NUM_NODES": "3"}
+    job["SLURM_SUBMIT_DIR"] = str(tmp_path)
     job["PATH"] = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = os.environ | ENVIRONMENT | namespaces.ENVIRONMENT | job
-    (trainers.folder / "sbatch").mkdir()
+    script = ROOT / "examples" / "slurm.sbatch"
     with open(trainers.folder / "sbatch.log", "wb") as log:
-        process = subprocess.Popen(["bash", str(script)], env=env, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(["bash", str(script), str(path)], env=env, stdout=log, stderr=subprocess.STDOUT)
     ended(trainers, process, "sbatch")
     assert sha256_of_run(trainers.folder / "sbatch") == expected
 

@@ -1,4 +1,4 @@
-"""The batch script below stand-ins for Slurm's commands: what it starts, what it does with signals; ranks of srun."""
+"""examples/slurm.sbatch below stand-ins for Slurm's commands: what it starts, what signals do; ranks of srun."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from launcher.slurm import main, sbatch, tasks
-from tests.support.configs import config_in
 from tests.support.speed import limit, until
 from trainer.engine.slurm_rank import take_rank
 
+ROOT = Path(__file__).resolve().parents[2]
 SRUN = {
     "SLURM_PROCID": "3",
     "SLURM_NTASKS": "4",
@@ -54,42 +53,8 @@ def test_ranks_that_nobody_tells_where_rank_0_is_say_what_to_export() -> None:
 # ---- sbatch
 
 
-def test_the_last_node_samples(tmp_path: Path) -> None:
-    plain, wide = config_in(tmp_path), config_in(tmp_path, vllm={"tensor_parallel_size": 2})
-    assert (tasks(plain, 3, 8), tasks(wide, 2, 8), tasks(plain, 2, 0)) == ((8, 8), (8, 4), (1, 1))
-    with pytest.raises(UserError, match="tensor_parallel_size 2 needs as many GPUs and a node has 1"):
-        tasks(wide, 2, 1)
-    for nodes, gpus in ((1, 8), (2, -1)):
-        with pytest.raises(UserError, match=f"--nodes {nodes} --gpus-per-node {gpus}"):
-            tasks(plain, nodes, gpus)
-
-
-def test_the_script_is_written_into_the_run_folder_for_its_owner_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "c.yaml").write_text(f"run: {{output_dir: {tmp_path}/run}}\nmodel: {{path: m}}\ndata: {{train: t}}\n")
-    assert main([str(tmp_path / "c.yaml"), "--nodes", "3", "--gpus-per-node", "8", "trainer.max_steps=3"]) == 0
-    path = tmp_path / "run" / "tandem.sbatch"
-    assert f"sbatch {path}" in capsys.readouterr().out
-    assert path.stat().st_mode & 0o777 == 0o600
-    text = path.read_text()
-    assert "#SBATCH --nodes=3\n" in text and "#SBATCH --gpus-per-node=8\n" in text and "--signal=B:USR1@300\n" in text
-    assert "srun --nodes=2 --ntasks-per-node=8 " in text
-    assert "srun --nodes=1 --relative=2 --ntasks=8 --gpus-per-task=1 " in text
-    assert f"words=({tmp_path}/c.yaml trainer.max_steps=3 " in text
-    assert main([str(tmp_path / "c.yaml"), "--nodes", "2", "trainer.max_step=3"]) == 2
-
-
-@pytest.mark.parametrize(
-    ("folder", "option"),
-    [("a", "{0}/a/run/slurm.log"), ("my 50%", "'{0}/my 50%%/run/slurm.log'")],
-)
-def test_the_log_of_the_job_lies_in_the_run_folder_whatever_its_name(tmp_path: Path, folder: str, option: str) -> None:
-    script = sbatch(tmp_path, config_in(tmp_path / folder), ["c.yaml"], 2, 0, "1:00:00")
-    assert f"\n#SBATCH --output={option.format(tmp_path)}\n" in script
-
-
 SRUN_STAND_IN = """
+echo "$*" | sed 's/ bash -c.*//' >>"$JOB/srun"
 while [[ $1 == --* ]]; do
   [[ $1 != *relative* ]] || is_sampler=1
   shift
@@ -99,6 +64,13 @@ first=$!
 [[ ${is_sampler:-} ]] || SLURM_PROCID=1 "$@"
 wait $first
 """
+PYTHON = f"""
+[[ $1 != -c ]] || PYTHONPATH={ROOT} exec {sys.executable} "$@"
+echo "$SLURM_PROCID $MASTER_ADDR $*" >>"$JOB/called"
+[[ $1 == training_worker.py ]] || exit 0
+((SLURM_PROCID == 0)) || exit 1
+echo $$ >"$JOB/pid"
+"""
 
 
 class Job:
@@ -107,39 +79,72 @@ class Job:
     rank_0: what the first rank does; the other ends with 1. A signal for the job goes to rank 0 alone.
     """
 
-    def __init__(self, folder: Path, rank_0: str, restarts: int = 0):
-        self.folder, root = folder, folder / "root"
-        for made in (folder / "bin", root / ".venv" / "bin", folder / "run"):
-            made.mkdir(parents=True, exist_ok=True)
-        (root / ".venv/bin/activate").touch()
-        self._program("scontrol", f'[[ $1 == show ]] && printf "node-1\\nnode-2\\n" || echo "$@" >>{folder}/scontrol')
-        self._program("scancel", f"kill -INT $(cat {folder}/pid)")
-        self._program("srun", SRUN_STAND_IN)
-        self._program(
-            "python",
-            f'echo "$SLURM_PROCID $MASTER_ADDR $*" >>{folder}/called\n[[ $1 == training_worker.py ]] || exit 0\n'
-            f"((SLURM_PROCID == 0)) || exit 1\necho $$ >{folder}/pid\n{rank_0}",
-        )
-        script = folder / "job.sbatch"
-        script.write_text(sbatch(root, config_in(folder), ["c.yaml", "a.b=1"], 2, 0, "1:00:00"))
-        given = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[1-2]"}
-        given |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
-        self.process = subprocess.Popen(["bash", str(script)], env=os.environ | given)
+    def __init__(self, folder: Path, rank_0: str = "exit 0", words: tuple[str, ...] = (), **slurm: object):
+        self.folder, self.run = folder, folder / "my run"
+        for made in ("bin", ".venv/bin"):
+            (folder / made).mkdir(parents=True, exist_ok=True)
+        (folder / ".venv/bin/activate").touch()
+        config = f"run: {{output_dir: '{self.run}'}}\nmodel: {{path: m}}\ndata: {{train: t.jsonl}}\n"
+        (folder / "c.yaml").write_text(config)
+        show = '[[ $1 == show ]] && printf "node-1\\nnode-2\\n" || echo "$@" >>"$JOB/scontrol"'
+        programs = {"scontrol": show, "scancel": 'kill -INT $(cat "$JOB/pid")', "srun": SRUN_STAND_IN}
+        for name, text in (programs | {"python": PYTHON + rank_0}).items():
+            (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+            (folder / "bin" / name).chmod(0o755)
+        given = {"JOB_ID": 7, "JOB_NODELIST": "node-[1-2]", "JOB_NUM_NODES": 2, "SUBMIT_DIR": folder} | slurm
+        env = os.environ | {f"SLURM_{name}": str(value) for name, value in given.items()} | {"JOB": str(folder)}
+        env["PATH"] = f"{folder}/bin:{os.environ['PATH']}"
+        command = ["bash", str(ROOT / "examples" / "slurm.sbatch"), "c.yaml", *words]
+        self.process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
 
-    def _program(self, name: str, text: str) -> None:
-        (self.folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
-        (self.folder / "bin" / name).chmod(0o755)
+    def ended(self) -> tuple[int, str]:
+        """(exit code, stderr)"""
+        said = self.process.communicate(timeout=limit(30))[1]
+        return self.process.returncode, said
 
     def text(self, name: str) -> str:
         path = self.folder / name
         return path.read_text() if path.exists() else ""
 
 
+@pytest.mark.parametrize(
+    ("gpus", "nodes", "words", "srun"),
+    [
+        (0, 2, (), ["--nodes=1 --ntasks-per-node=1", "--nodes=1 --relative=1 --ntasks=1 --cpu-bind"]),
+        (8, 3, (), ["--nodes=2 --ntasks-per-node=8", "--nodes=1 --relative=2 --ntasks=8 --gpus-per-task=1 "]),
+        (2, 2, ("vllm.tensor_parallel_size=2",), ["--nodes=1 --ntasks-per-node=2", "--ntasks=1 --gpus-per-task=2 "]),
+    ],
+)
+def test_the_last_node_samples(tmp_path: Path, gpus: int, nodes: int, words: tuple[str, ...], srun: list[str]) -> None:
+    job = Job(tmp_path, words=words, GPUS_ON_NODE=gpus, JOB_NUM_NODES=nodes)
+    assert job.ended() == (0, "")
+    until(lambda: job.text("srun").count("\n") == 2, 20)
+    assert all(words in job.text("srun") for words in srun), job.text("srun")
+
+
+@pytest.mark.parametrize(
+    ("words", "slurm", "said"),
+    [
+        (("trainer.max_step=3",), {}, "trainer.max_step: no such option"),
+        (("vllm.tensor_parallel_size=2",), {"GPUS_ON_NODE": 1}, "tensor_parallel_size 2 needs as many GPUs, and a"),
+        ((), {"JOB_NUM_NODES": 1}, "--nodes=1: write --nodes=2"),
+        ((), {"SUBMIT_DIR": "/nonexistent"}, "/nonexistent is not Tandem's folder"),
+    ],
+)
+def test_a_mistake_ends_the_job_before_anything_starts(
+    tmp_path: Path, words: tuple[str, ...], slurm: dict[str, object], said: str
+) -> None:
+    job = Job(tmp_path, words=words, **slurm)
+    code, told = job.ended()
+    assert code == 2 and said in told and "Traceback" not in told
+    assert job.text("srun") == ""
+
+
 def test_a_job_starts_ranks_and_samplers_that_meet_and_resumes_where_it_has_a_checkpoint(tmp_path: Path) -> None:
-    words = "--config c.yaml a.b=1 channel.endpoint=tcp://node-1:10247 sampler.num_samplers=1"
+    words = "--config c.yaml trainer.max_steps=3 channel.endpoint=tcp://node-1:10247 sampler.num_samplers=1"
     for resume in ("false", "true"):
-        job = Job(tmp_path, "exit 0")
-        assert job.process.wait(limit(20)) == 0
+        job = Job(tmp_path, words=("trainer.max_steps=3",))
+        assert job.ended()[0] == 0
         until(lambda job=job: len(job.text("called").splitlines()) == 3, 20)
         assert sorted(job.text("called").splitlines()) == [
             f"0 node-1 sampling.py --id sampler.0 {words}",
@@ -148,18 +153,18 @@ def test_a_job_starts_ranks_and_samplers_that_meet_and_resumes_where_it_has_a_ch
         ]
         assert job.text("scontrol") == ""
         (tmp_path / "called").unlink()
-        (tmp_path / "run" / "checkpoints" / "step_000002").mkdir(parents=True, exist_ok=True)
+        (job.run / "checkpoints" / "step_000002").mkdir(parents=True, exist_ok=True)
 
 
 def test_a_job_that_is_requeued_before_its_first_checkpoint_begins_anew(tmp_path: Path) -> None:
     """Without this the trainer would refuse the folder, and the weekend be over; what a user starts is refused."""
-    steps = tmp_path / "run" / "metrics.jsonl"
+    steps = tmp_path / "my run" / "metrics.jsonl"
     for restarts, stays in ((0, True), (1, False)):
         steps.parent.mkdir(exist_ok=True)
         steps.write_text('{"step": 1}')
-        assert Job(tmp_path, "exit 0", restarts).process.wait(limit(20)) == 0
+        assert Job(tmp_path, RESTART_COUNT=restarts).ended()[0] == 0
         assert steps.exists() == stays
-    assert (tmp_path / "run" / "metrics.1.jsonl").read_text() == '{"step": 1}'
+    assert steps.with_name("metrics.1.jsonl").read_text() == '{"step": 1}'
 
 
 @pytest.mark.parametrize(
@@ -168,8 +173,8 @@ def test_a_job_that_is_requeued_before_its_first_checkpoint_begins_anew(tmp_path
 def test_a_job_ends_as_rank_0_and_is_requeued_if_it_may_start_again(
     tmp_path: Path, code: int, restarts: int, requeued: str
 ) -> None:
-    job = Job(tmp_path, f"exit {code}", restarts)
-    assert job.process.wait(limit(20)) == code
+    job = Job(tmp_path, f"exit {code}", RESTART_COUNT=restarts)
+    assert job.ended()[0] == code
     assert job.text("scontrol") == requeued
 
 
@@ -181,5 +186,5 @@ def test_the_walltime_and_a_preemption_save_and_end(tmp_path: Path, number: int,
     job = Job(tmp_path, f'exec {sys.executable} -c "{save}; {ready}"')
     until((tmp_path / "ready").exists, 20)
     job.process.send_signal(number)
-    assert job.process.wait(limit(20)) == 130
+    assert job.ended()[0] == 130
     assert job.text("scontrol") == requeued
