@@ -8,7 +8,7 @@
 #   bash launch.sh check config.yaml [key=value …]   try the rewards before any GPU time is spent
 #   bash launch.sh convert FILE.gguf FOLDER [--dtype float32]   a model folder from a GGUF file
 #   bash launch.sh report RUN_FOLDER | samples RUN_FOLDER [--step N] [--worst | --best]
-#   bash launch.sh setup | doctor [--imports] | bench [--cells … --rows …]
+#   bash launch.sh setup | doctor | bench [--cells … --rows …]
 #   bash launch.sh test [--all] [pytest arguments]     --all: the full counts, layouts and stories, too
 #   bash launch.sh gpu-check [--cpu] [--only PART,…]   minutes, offline, that say what this GPU does: docs/gpu.md
 #

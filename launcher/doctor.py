@@ -1,4 +1,4 @@
-"""Looks for what usually stops a start, and says how to mend it:  bash launch.sh doctor [--imports]
+"""Looks for what usually stops a start, and says how to mend it:  bash launch.sh doctor
 
 One line per check, ✓ or ✗, with a fix to paste under every ✗. Imports only the standard library, so that it also runs
 before anything is installed: launch.sh asks `--before-install` for what would fail only after the download. Left out: a
@@ -8,27 +8,47 @@ run of anything, and what one config needs, which `launch.sh plan` says.
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import sysconfig
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
 
-from launcher import doctor_gpu, doctor_machine
-from launcher.doctor_machine import Check
-from launcher.doctor_packages import compilers_and_gpus, cpp_compiler, imports, packages
+from launcher.machine import GIB, ROOT, count_gpus, is_cpu_build, memory_bytes, nvidia_smi
+
+OLDEST_DRIVER = 580  # for CUDA 13
+OLDEST_GPU = (7, 5)  # compute capability: CUDA 13 has no code for older ones
 
 
-def main(arguments: Sequence[str]) -> int:
+@dataclass(frozen=True)
+class Check:
+    """Check(False, "g++: not found", "apt-get install g++")"""
+
+    ok: bool
+    text: str
+    fix: str  # what to paste where it is not
+
+
+def main(arguments: list[str]) -> int:
     """Prints every check, or before an installation those that fail. Returns 0 if all are fine, else 1."""
     parser = argparse.ArgumentParser(prog="launch.sh doctor", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--imports", action="store_true", help="also import torch, vllm and deepspeed (10 s and more)")
     parser.add_argument("--before-install", choices=("cpu", "gpu"), help="only what this backend's installation needs")
-    given = parser.parse_args(arguments)
-    if given.before_install:
-        lacking = [check for check in before_install(given.before_install == "gpu") if not check.ok]
+    backend = parser.parse_args(arguments).before_install
+    if backend:
+        lacking = [check for check in before_install(backend == "gpu") if not check.ok]
         for check in lacking:
             print(f"tandem: {check.text}\n    fix: {check.fix}", file=sys.stderr)
         return 1 if lacking else 0
     failed = 0
-    for check in checks(given.imports):
+    for check in checks():
         failed += not check.ok
         print(f"{'✓' if check.ok else '✗'} {check.text}" + ("" if check.ok else f"\n    fix: {check.fix}"), flush=True)
     print(f"{failed} to mend" if failed else "all fine")
@@ -37,29 +57,169 @@ def main(arguments: Sequence[str]) -> int:
 
 def before_install(on_gpu: bool) -> Iterator[Check]:
     """What the packages of this backend need."""
-    yield doctor_machine.disk(14 if on_gpu else 6)
-    yield doctor_machine.memory(7 if on_gpu else 5)
-    yield from doctor_gpu.checks() if on_gpu else (cpp_compiler(),)
+    yield disk(14 if on_gpu else 6)
+    yield memory(7 if on_gpu else 5)
+    yield from gpu_machine() if on_gpu else (cpp_compiler(),)
 
 
-def checks(with_imports: bool) -> Iterator[Check]:
+def checks() -> Iterator[Check]:
     """The machine first, then what is installed."""
-    yield doctor_machine.python_version(sys.version_info[:2])
-    yield doctor_machine.memory()
-    yield doctor_machine.shared_memory()
-    yield doctor_machine.disk()
-    yield doctor_machine.build_locks()
-    yield from doctor_machine.writable()
-    yield doctor_machine.open_files()
-    yield doctor_machine.hub()
-    yield doctor_machine.channel_socket()
-    yield doctor_machine.loopback_port()
-    installed = packages()
-    yield installed
+    yield memory()
+    yield shared_memory()
+    yield disk()
+    yield hub()
+    yield packages()
     yield from compilers_and_gpus()
-    if with_imports and installed.ok:
-        for name in ("torch", "vllm", "deepspeed"):
-            yield imports(name)
+
+
+# ---- this machine
+
+
+def memory(needed_gib: int = 8) -> Check:
+    """8 GiB: vLLM and one rank, each with torch, and the quick start's model take about 5."""
+    total = memory_bytes()
+    fix = f"needs {needed_gib} GiB; use a larger machine"
+    return Check(total >= needed_gib * GIB, f"memory: {total / GIB:.1f} GiB", fix)
+
+
+def shared_memory() -> Check:
+    """Weights are published there by default; containers often have 64 MiB of it."""
+    free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+    fix = "start the container with --shm-size=2g, or set weights.dir=runs/weights"
+    return Check(free >= GIB, f"/dev/shm: {free / GIB:.1f} GiB free", fix)
+
+
+def disk(needed_gib: int = 2) -> Check:
+    """2 GiB: for a run."""
+    free = shutil.disk_usage(ROOT).free
+    fix = f"needs {needed_gib} GiB; free some space"
+    return Check(free >= needed_gib * GIB, f"disk: {free / GIB:.1f} GiB free in {ROOT}", fix)
+
+
+def hub() -> Check:
+    """Models and data by hub id need it; folders and files do not."""
+    fix = "export HF_ENDPOINT=https://… of a mirror, or HF_HUB_OFFLINE=1 where models and data are local"
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return Check(True, "hub: not asked, HF_HUB_OFFLINE is set", fix)
+    address = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=5):
+            return Check(True, f"hub: {address} answers", fix)
+    except urllib.error.HTTPError as error:  # it answers, if only with a redirect or a refusal
+        return Check(error.code < 500, f"hub: {address} answers {error.code}", fix)
+    except (OSError, ValueError) as error:
+        return Check(False, f"hub: {address} does not answer: {getattr(error, 'reason', error)}", fix)
+
+
+def cpp_compiler() -> Check:
+    """DeepSpeed compiles a small CPU helper."""
+    path = shutil.which("g++")
+    return Check(path is not None, f"g++: {path or 'not found'}", "apt-get install g++")
+
+
+# ---- NVIDIA GPUs
+
+
+def gpu_machine() -> Iterator[Check]:
+    """Driver and GPUs only where there is a driver, and ANY_DRIVER=1 vouches for any; another check misses it."""
+    query = "--query-gpu=driver_version,compute_cap,name"
+    listed = nvidia_smi(query, "--format=csv,noheader") if os.environ.get("ANY_DRIVER") != "1" else ""
+    for i, line in enumerate(listed.splitlines()):  # "580.95.05, 8.9, NVIDIA L4"
+        version, capability, name = (part.strip() for part in (line + ",,").split(",")[:3])
+        if i == 0:
+            yield driver(version)
+        yield gpu(name, capability)
+    wanted = [name for name in (os.environ.get("CC"), "gcc", "clang") if name]  # as triton 3.7, runtime/build.py
+    found = next((path for path in map(shutil.which, wanted) if path), None)
+    yield Check(found is not None, f"C compiler for Triton: {found or 'not found'}", "apt-get install gcc")
+    header = Path(sysconfig.get_path("include"), "Python.h")  # Triton compiles its launchers against it
+    fix = f"apt-get install python{sys.version_info[0]}.{sys.version_info[1]}-dev, or PYTHON= of an interpreter with it"
+    yield Check(header.is_file(), f"Python.h: {header if header.is_file() else 'not found'}", fix)
+
+
+def driver(version: str) -> Check:
+    """driver("535.104.05").ok == False; a version that is not told is taken."""
+    major = version.partition(".")[0]
+    return Check(
+        not major.isdigit() or int(major) >= OLDEST_DRIVER,
+        f"NVIDIA driver: {version}; CUDA 13 needs {OLDEST_DRIVER} or newer, and these packages come for CUDA 13 alone",
+        f"apt-get install nvidia-driver-{OLDEST_DRIVER} (on the host, for a container or a vGPU), or BACKEND=cpu bash "
+        "launch.sh; with NVIDIA's cuda-compat-13-0 on a data-centre GPU: ANY_DRIVER=1 bash launch.sh",
+    )
+
+
+def gpu(name: str, capability: str) -> Check:
+    """gpu("Tesla V100", "7.0").ok == False"""
+    parts = capability.split(".")
+    ok = not all(part.isdigit() for part in parts) or tuple(map(int, parts)) >= OLDEST_GPU
+    text = f"GPU: {name}, compute capability {capability}" + ("" if ok else "; CUDA 13 needs 7.5 or newer")
+    return Check(ok, text, "use a T4, RTX 20 or later GPU, or BACKEND=cpu bash launch.sh setup")
+
+
+# ---- what is installed
+
+
+def packages() -> Check:
+    """Every package of the lock, at its version."""
+    try:
+        lock = ROOT / ("tools/locks/cpu.lock" if is_cpu_build() else "tools/locks/gpu.lock")
+        pins = read_lock(lock.read_text())
+    except (metadata.PackageNotFoundError, ModuleNotFoundError):
+        return Check(False, "packages: not installed", "bash launch.sh setup")
+    wrong = mismatches(pins, _version)
+    text = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+    fix = "rm -f .venv/.tandem-stamp && bash launch.sh setup"
+    return Check(not wrong, f"packages: {text or f'all {len(pins)} as in {lock.name}'}", fix)
+
+
+def read_lock(text: str) -> dict[str, str]:
+    """Name → version for this interpreter.  "a==1\\nb==2 ; sys_platform == 'win32'" → {"a": "1"} on Linux"""
+    from packaging.requirements import Requirement
+
+    requirements = [Requirement(line) for line in text.splitlines() if line and not line.startswith("#")]
+    return {
+        requirement.name: str(requirement.specifier).removeprefix("==")
+        for requirement in requirements
+        if requirement.marker is None or requirement.marker.evaluate()
+    }
+
+
+def mismatches(pins: dict[str, str], version_of: Callable[[str], str | None]) -> list[str]:
+    """What is not there or of another version; a build tag such as +cu130 may be added to a plain version."""
+    found = ((name, version_of(name), wanted) for name, wanted in pins.items())
+    return [
+        f"{name} {version or 'missing'} (wants {wanted})"
+        for name, version, wanted in found
+        if version is None or wanted not in (version, version.partition("+")[0])
+    ]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def compilers_and_gpus() -> Iterable[Check]:
+    """A CPU build needs g++ for DeepSpeed's op; a GPU build must agree with the driver."""
+    gpus = count_gpus()
+    try:
+        for_cpu = is_cpu_build()
+    except metadata.PackageNotFoundError:
+        for_cpu = not gpus
+    if for_cpu:
+        text = f"GPUs: {gpus}, and the CPU build of torch" if gpus else "GPUs: none; CPU build"
+        ok = gpus == 0 or os.environ.get("BACKEND") == "cpu"
+        return cpp_compiler(), Check(ok, text, "BACKEND=gpu bash launch.sh setup")
+    if importlib.util.find_spec("torch") is None:
+        return gpu_machine()  # `packages` says that it is missing
+    code = "import torch; print(torch.version.cuda, torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+    asked = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    cuda, _, seen = asked.stdout.strip().partition(" ")
+    text = f"GPUs: the driver lists {gpus}, torch (CUDA {cuda}) sees {seen or 'none'}"
+    fix = "update the NVIDIA driver (CUDA 13 needs 580 or newer; see nvidia-smi), or BACKEND=cpu bash launch.sh setup"
+    return *gpu_machine(), Check(gpus > 0 and re.fullmatch("[1-9][0-9]*", seen) is not None, text, fix)
 
 
 if __name__ == "__main__":

@@ -52,10 +52,10 @@ class Gpu:
 
 def listed_gpus() -> tuple[Gpu, ...]:
     """GPUs that the NVIDIA driver lists; () where there is no driver."""
-    return gpus_in(_nvidia_smi("-L"))
+    return gpus_in(nvidia_smi("-L"))
 
 
-def _nvidia_smi(*arguments: str) -> str:
+def nvidia_smi(*arguments: str) -> str:
     """What it prints; "" where there is no driver."""
     command = ["nvidia-smi", *arguments]
     try:
@@ -82,7 +82,7 @@ def count_gpus() -> int:
 
 def smallest_gpu() -> tuple[str, int]:
     """(name, bytes of memory) of the GPU with the least memory; ("", 0) where there is no driver."""
-    listed = _nvidia_smi("--query-gpu=memory.total,name", "--format=csv,noheader,nounits")
+    listed = nvidia_smi("--query-gpu=memory.total,name", "--format=csv,noheader,nounits")
     rows = [line.partition(",") for line in listed.splitlines() if line.strip()]
     try:
         mib, name = min((int(memory), name.strip()) for memory, _, name in rows)

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from launcher import doctor_gpu
+from launcher.doctor import gpu_machine
 
 pytestmark = pytest.mark.gpu
 
 
 def test_doctor_finds_nothing_wrong(on_gpu: bool, record_property: Callable[[str, object], None]) -> None:
-    checks = doctor_gpu.checks()
+    checks = list(gpu_machine())
     for check in checks:
         record_property(*check.text.partition(": ")[::2])
     assert [check.text for check in checks if on_gpu and not check.ok] == []

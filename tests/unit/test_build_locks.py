@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from torch.utils.file_baton import FileBaton
 
-from launcher import doctor_machine
 from tests.support.speed import limit
 from trainer.engine import build_locks
 from trainer.engine.build_locks import no_endless_wait_for_builds, remove_stale_build_locks, stale_build_locks
@@ -40,11 +39,7 @@ def waiting(lock: Path) -> Iterator[threading.Thread]:
 def test_a_build_lock_is_stale_exactly_when_no_process_has_it_open(lock: Path) -> None:
     with open(lock, "w"):
         assert stale_build_locks() == []
-        assert doctor_machine.build_locks().ok
     assert stale_build_locks() == [lock]
-    assert doctor_machine.build_locks() == doctor_machine.Check(
-        False, "compiled ops: a build was killed; the next start waits a minute for it", f"rm {lock}"
-    )
     remove_stale_build_locks()
     assert not lock.exists()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from common.failpoints import FAILPOINTS
-from launcher import doctor_packages
+from launcher.doctor import read_lock
 from tests.support.syntax import called, tree, walk
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -291,11 +291,11 @@ def imported_packages() -> set[str]:
 
 
 def test_every_imported_package_is_required_and_pinned_as_in_both_locks() -> None:
-    required = doctor_packages.read_lock((ROOT / "requirements.txt").read_text())
+    required = read_lock((ROOT / "requirements.txt").read_text())
     missing = {DISTRIBUTIONS.get(name, name) for name in imported_packages() - INSTALLED_APART} - set(required)
     assert missing == set()
-    gpu = doctor_packages.read_lock((ROOT / "tools/locks/gpu.lock").read_text())
-    cpu = doctor_packages.read_lock((ROOT / "tools/locks/cpu.lock").read_text())
+    gpu = read_lock((ROOT / "tools/locks/gpu.lock").read_text())
+    cpu = read_lock((ROOT / "tools/locks/cpu.lock").read_text())
     assert required == {name: gpu[name] for name in required}
     in_both = {name: version for name, version in required.items() if name not in ("torch", "vllm")}
     assert in_both == {name: cpu[name] for name in in_both}

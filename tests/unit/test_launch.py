@@ -201,8 +201,8 @@ def test_a_wrong_environment_is_one_line_with_a_fix_and_nothing_is_installed(
 
 
 def test_the_doctor_needs_no_installation(copy: Copy) -> None:
-    assert copy.launch("doctor", "--imports").returncode == 0
-    assert copy.calls() == ["-m launcher doctor --imports"]
+    assert copy.launch("doctor").returncode == 0
+    assert copy.calls() == ["-m launcher doctor"]
 
 
 def test_what_the_user_set_is_not_overwritten_and_the_callers_folder_is_told(copy: Copy, tmp_path: Path) -> None:
