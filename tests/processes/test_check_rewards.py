@@ -1,5 +1,7 @@
 """`launch.sh check` as a command: what it prints, and how it ends."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess
@@ -10,37 +12,34 @@ import pytest
 
 from tests.support.speed import limit
 
-pytestmark = pytest.mark.timeout(120)
-
 ROOT = Path(__file__).resolve().parents[2]
+# it looks for the whole of "#### 4"
+OWN = "def whole(completions, answer):\n    return [float(a in c) for a, c in zip(answer, completions)]\n"
 
 
-def command(folder, *arguments):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    words = [sys.executable, "-m", "launcher.check_rewards", str(folder / "run.yaml"), *map(str, arguments)]
-    return subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit(100))
-
-
-@pytest.fixture
-def folder(tmp_path):
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--rows", "5"], 0, "tandem: gold answers: 5 of 20 rows of"),
+        (["--rows", "5"], 0, "\ntandem: the rewards look right\n"),
+        (
+            ["rewards.reward_funcs=[mine.py:whole]"],
+            1,
+            "problem: on 20 of 20 rows right, wrong and empty completions all",
+        ),
+        (["--rows", "0"], 2, "check --rows 0: at least 1 is tried"),
+    ],
+)
+def test_the_command_tries_gold_answers_and_ends_as_they_do(
+    tmp_path: Path, words: list[str], code: int, said: str
+) -> None:
     golds = [{"question": f"{i}+1?", "answer": f"#### {i + 1}"} for i in range(20)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in golds))
+    (tmp_path / "mine.py").write_text(OWN)
     (tmp_path / "run.yaml").write_text(f"model: {{path: none/here}}\ndata: {{train: {tmp_path}/train.jsonl}}\n")
-    return tmp_path
-
-
-def test_the_command_checks_gold_answers(folder):
-    done = command(folder, "--rows", "5")
-    assert done.returncode == 0, done.stderr
-    assert f"tandem: gold answers: 5 of 20 rows of {folder}/train.jsonl" in done.stdout
-    assert done.stdout.endswith("\ntandem: the rewards look right\n")
-
-
-def test_the_command_ends_with_1_when_gold_answers_fail(folder):
-    (folder / "mine.py").write_text(
-        "def fn(completions, answer):\n    return [float(a in c) for a, c in zip(answer, completions)]\n"
-    )
-    done = command(folder, f"rewards.reward_funcs=[{folder}/mine.py:fn]")  # looks for the whole of "#### 4"
-    assert done.returncode == 1
-    assert "problem: on 20 of 20 rows right, wrong and empty completions all score the same" in done.stdout
-    assert "Traceback" not in done.stderr
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    words = [word.replace("mine.py", f"{tmp_path}/mine.py") for word in words]
+    command = [sys.executable, "-m", "launcher.check_rewards", str(tmp_path / "run.yaml"), *words]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit(100))
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout + done.stderr and "Traceback" not in done.stderr

@@ -6,7 +6,6 @@ import functools
 import subprocess
 import sys
 from collections import deque
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,11 @@ from common.config import Config
 from common.errors import UserError
 from common.types import Problem
 from examples.tokenizer import byte_level
-from model.images import Vision
 from sampler.completions import Completion
 from sampler.episode import Played
 from sampler.multi_turn import opened
 from sampler.prompts import make_prompt
 from sampler.task import held_out_params
-from tests.support.vision import END, PAD, PLAIN, START, byte_tokenizer, file_of, picture, write_vision_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = ROOT / "configs" / "templates"
@@ -164,34 +161,3 @@ def test_a_template_that_rewrites_history_ends_the_sampler_before_vllm_is_import
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout.strip().endswith("2 False"), done.stdout + done.stderr[-3000:]
     assert "rewrites earlier turns" in done.stderr and "hermes_tools.jinja" in done.stderr
-
-
-def test_check_shows_text_ids_and_mask_of_a_rollout(tmp_path: Path) -> None:
-    from launcher.check_turns import rollout_lines
-
-    lines = rollout_lines(config(tmp_path), PROBLEM, tokenizer(), colour=False)
-    assert [line.split()[0] for line in lines] == ["prompt", "sampled", "observed", "sampled", "2"]
-    assert [line.split()[2] for line in lines[:4]] == ["0", "1", "0", "1"]
-    assert (
-        "1+1" in lines[1] and "<tool_response>\\n2\\n</tool_response>" in lines[2] and "'Done.<|im_end|>'" in lines[3]
-    )
-    last = tokenizer()("Done.<|im_end|>", add_special_tokens=False)["input_ids"]
-    assert lines[3].endswith(str(last)) and "2 turns, 1 calls, 0 errors, stop" in lines[4]
-    coloured = rollout_lines(config(tmp_path), PROBLEM, tokenizer(), colour=True)
-    assert coloured[1].startswith("\x1b[32msampled") and coloured[2].startswith("\x1b[2mobserved")
-
-
-def test_check_shows_a_rollout_of_a_row_with_an_image(tmp_path: Path) -> None:
-    from launcher.check_turns import rollout_lines
-
-    marks = byte_tokenizer("<|im_start|>", "<|im_end|>", START, PAD, END)
-    vision = Vision(PLAIN, *marks.convert_tokens_to_ids([START, PAD, END]))
-    write_vision_settings(tmp_path / "model", vision)
-    given = config(tmp_path).model_dump() | {"model": {"path": str(tmp_path / "model")}}
-    given["data"] |= {"image_key": "images", "min_pixels": 784, "max_pixels": 10_000, "max_prompt_length": 2000}
-    problem = replace(PROBLEM, images=(file_of(picture(84, 56)),))
-    prompt, sampled, *_ = rollout_lines(Config.model_validate(given), problem, marks, colour=False)
-    assert f"user\\n{START}{PAD}{END}417*382?" in prompt, "one mark for six tokens"
-    blind = rollout_lines(config(tmp_path), PROBLEM, marks, colour=False)[0]
-    assert int(prompt.split()[4]) - int(blind.split()[4]) == 6 + 2
-    assert sampled.startswith("sampled   mask 1")
