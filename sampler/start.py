@@ -35,7 +35,6 @@ _START_PATIENCE_S = 120.0  # a reward process that died is started again, and im
 
 def run(config: Config, sampler_id: str) -> None:
     """Samples until the trainer says goodbye. Raises UserError, Retryable or PeerEnded."""
-    config.require_training()
     require_models(config)
     limits, log = config.channel, config.run.output_dir / "logs" / "trainer.log"
     with contextlib.ExitStack() as stack:

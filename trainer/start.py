@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 def run(config: Config) -> None:
     """Trains to the end. Raises UserError, Retryable or PeerEnded."""
-    config.require_training()
     require_models(config)
     rank, limits = int(os.environ.get("RANK", "0")), config.channel
     timeout_s = limits.rank_patience_s if rank else limits.stall_timeout_s

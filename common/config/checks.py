@@ -164,9 +164,8 @@ def _critic(config: Settings) -> Iterator[str]:
 
 def _evaluation(config: Settings) -> Iterator[str]:
     metric = config.eval.metric_for_best_model
-    if (metric is not None or config.eval.val_only) and config.data.eval is None:
-        name = "eval.val_only" if metric is None else "eval.metric_for_best_model"
-        yield f"{name} needs held-out problems; set data.eval=openai/gsm8k:main@test"
+    if metric is not None and config.data.eval is None:
+        yield "eval.metric_for_best_model needs held-out problems; set data.eval=openai/gsm8k:main@test"
     known = [f"{name}/{kind}" for name in config.rewards.names for kind in ("accuracy", "mean")]
     if metric is not None and metric not in known:
         near = difflib.get_close_matches(metric, known, n=1, cutoff=0) or known

@@ -84,8 +84,6 @@ class Eval(Section):
     """Stop after n without a better one."""
     load_best_model_at_end: bool = False
     """final/ is the best policy."""
-    val_only: bool = False
-    """Train nothing."""
 
     def _contradictions(self) -> Iterator[str]:
         for name in ("early_stopping_patience", "load_best_model_at_end"):

@@ -58,14 +58,6 @@ class Settings(Section):
         """(path, revision) that the reference or the critic is loaded from: its own, or the policy's."""
         return (given.path, None) if given.path else (self.model.path, self.model.revision)
 
-    def require_training(self) -> None:
-        """Raises UserError where there is nothing to train."""
-        if self.eval.val_only:
-            raise UserError(
-                "eval.val_only evaluates without a trainer: bash launch.sh run CONFIG eval.val_only=true, or "
-                "bash launch.sh eval CHECKPOINT"
-            )
-
     @property
     def num_batches(self) -> int:
         """Batches of rollouts in the whole run; each gives steps_per_batch optimizer steps."""

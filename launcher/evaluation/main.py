@@ -1,9 +1,9 @@
-"""Evaluates a model, without a trainer:  bash launch.sh eval CHECKPOINT [DATA] [n=8] [temperature=0.6] [key=value …]
+"""Evaluates a model, without a trainer:  bash launch.sh eval CHECKPOINT [DATA] [eval.num_generations=8] [key=value …]
 
 CHECKPOINT is a run folder (its final/, else its newest checkpoint), a checkpoint of one, or any model with --config;
 a folder of LoRA adapters counts as one, on the base model of the config.
-Prompts, rewards and lengths are those of the run's own config.json; DATA is data.eval unless given; k=1,8 chooses the
-k of pass@k. Prints a table and writes eval.json and completions.jsonl. Left out: several models at once.
+Prompts, rewards and lengths are those of the run's own config.json; DATA is data.eval unless given. Prints a table and
+writes eval.json and completions.jsonl. Left out: several models at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from sampler.episodes import Episodes, Sampled, SingleTurns
     from sampler.task import Decode
 
-_SHORT = {"n": "eval.num_generations", "temperature": "eval.temperature"}
 _OVERRIDE = re.compile(r"[a-z_]+(\.[A-Za-z_]+)*=")
 _SAYS_EVERY_S = 10.0
 
@@ -43,45 +42,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="launch.sh eval", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("arguments", nargs="+", metavar="CHECKPOINT [DATA] [key=value …]")
     parser.add_argument("--config", help="settings of the prompts and rewards, for a model that no run folder holds")
-    parser.add_argument("--output", help="folder of the results")
     given = parser.parse_intermixed_args(arguments)
     plain = [argument for argument in given.arguments if not _OVERRIDE.match(argument)]
+    overrides = [argument for argument in given.arguments if _OVERRIDE.match(argument)]
     if not 1 <= len(plain) <= 2:
         raise UserError(f"expected CHECKPOINT and perhaps DATA, got {' '.join(plain) or 'neither'}")
-    overrides = [argument for argument in given.arguments if _OVERRIDE.match(argument)]
-    ks = [value for key, _, value in (word.partition("=") for word in overrides) if key == "k"]
-    overrides = [_long(word) for word in overrides if not word.startswith("k=")]
     target = find_target(plain[0], given.config)
     overrides += target.overrides()
     overrides += [f"data.eval={json.dumps(plain[1])}"] if len(plain) > 1 else []
     if Path(target.model).is_dir() and not target.rank:
         overrides.append("model.revision=null")
-    config = load(target.config, [*overrides, "eval.val_only=false"])
+    config = load(target.config, overrides)
+    n = config.eval.num_generations
     if config.data.eval is None:
         raise UserError("no held-out data: name it after the checkpoint, for example openai/gsm8k:main@test")
-    run(config, _sizes(config, ks), target, Path(given.output) if given.output else None)
-
-
-def _long(word: str) -> str:
-    key, equals, value = word.partition("=")
-    return _SHORT.get(key, key) + equals + value
-
-
-def _sizes(config: Config, given: Sequence[str]) -> list[int]:
-    from launcher.evaluation.pass_at_k import sizes
-
-    n = config.eval.num_generations
     if n > 1 and config.eval.temperature == 0:
-        raise UserError(f"n={n} completions at temperature 0 are {n} times the same; set temperature=0.6, or n=1")
-    if not given:
-        return sizes(n)
-    numbers = sorted({int(word) for word in re.findall(r"\d+", given[-1])} | {1})
-    if not 1 <= numbers[0] <= numbers[-1] <= n:
-        raise UserError(f"pass@{numbers[-1]} needs as many completions per problem and n is {n}; set n={numbers[-1]}")
-    return numbers
+        raise UserError(
+            f"eval.num_generations={n} at eval.temperature=0 are {n} times the same completion; set "
+            "eval.temperature=0.6, or eval.num_generations=1"
+        )
+    run(config, target)
 
 
-def run(config: Config, ks: Sequence[int], target: Target, output: Path | None) -> None:
+def run(config: Config, target: Target) -> None:
     from launcher.evaluation.results import report, table
     from model.tokenizer import load_tokenizer
     from rewards.pool import RewardPool
@@ -113,8 +96,8 @@ def run(config: Config, ks: Sequence[int], target: Target, output: Path | None) 
         samples, failures = sample(config, prompts, pool, decode, turns)
     if not samples:
         raise UserError(f"none of the {len(prompts)} problems could be scored; the first: {failures[0]}")
-    result = report(samples, len(failures), ks, config.rewards)
-    folder = output or target.output / _label(config, target.model)
+    result = report(samples, len(failures), config.rewards)
+    folder = target.output / _label(config, target.model)
     _write(folder, config, model, samples, result | {"seconds": time.monotonic() - begun})
     for reason in failures[:3]:
         _say(f"left out, a reward failed: {reason}")

@@ -1,81 +1,139 @@
-"""The result of an evaluation: numbers with intervals, and the table that people read. Pure."""
+"""pass@k and maj@n of scored completions with their intervals, and the table that people read. Pure.
+
+pass@k (Chen et al., arXiv 2107.03374, eq. 1) without bias, from n ≥ k completions of which c are right:
+
+    pass@k = E over problems of  1 − C(n − c, k) / C(n, k)
+
+maj@n (Wang et al., arXiv 2203.11171): the n completions vote with their final answers, and the most frequent answer is
+right or not; among answers with equal votes one is drawn, so a tie counts as the share of them that is right. A
+completion without an answer does not vote.
+
+Problems are the sample: completions of one problem are not independent, so intervals count problems.
+"""
 
 from __future__ import annotations
 
+import collections
 import itertools
-from collections.abc import Sequence
-from dataclasses import asdict
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from common.config import ROUNDING, Rewards
-from launcher.evaluation.pass_at_k import Estimate, estimate, final_answer, majority_at_k, pass_at_k
 from report.escape import strip_escapes
+from report.run_log import wilson_interval
+from rewards.answers import last_boxed
+from rewards.gsm8k import answer_part, last_number, plain_number
 
 Sample = dict[str, Any]  # a line of completions.jsonl
 
 
-def report(samples: Sequence[Sample], num_failed: int, ks: Sequence[int], rewards: Rewards) -> dict[str, Any]:
-    """Shares of full marks for every reward function, pass@k for those of at least k, and lengths.
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """1 − C(n − c, k) / C(n, k).  pass_at_k(4, 1, 2) = 1 − 3/6 = 0.5"""
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
-    maj@k is that of the first function: the one whose rightness the answers are voted on. A completion to which a
-    function does not apply (None) leaves its problem out of that function's numbers.
+
+def sizes(n: int) -> list[int]:
+    """The k of pass@k: 1, 2, 4, … and n itself.  sizes(6) → [1, 2, 4, 6]"""
+    return sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | ({n} if n else set()))
+
+
+def final_answer(text: str) -> str | None:
+    r"""What a completion votes for: its last \boxed{…}, its last <answer>…</answer>, or its last number; None: nothing.
+
+    Numbers are compared by value: "72", "72.0" and "\boxed{\frac{144}{2}}" are one answer.
+    """
+    boxed = last_boxed(text)
+    if boxed is not None:
+        value = plain_number(boxed)
+        return str(value) if value is not None else "".join(boxed.split()) or None
+    part = answer_part(text)
+    value = last_number(part)
+    if value is not None:
+        return str(value)
+    return None if part is text else "".join(part.split()) or None
+
+
+def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
+    """Probability that the most frequent answer is right.  (["3", "4", "3"], [no, yes, no]) → 0.0
+
+    An answer is right if most completions that gave it were scored as right.
+    """
+    votes = collections.Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    leaders = [answer for answer, count in votes.items() if count == most]
+    scored = [[r for a, r in zip(answers, right, strict=True) if a == leader] for leader in leaders]
+    return sum(2 * sum(marks) > len(marks) for marks in scored) / len(leaders)
+
+
+def estimate(values: Sequence[float]) -> dict[str, float]:
+    """{"value": mean over problems, "low": …, "high": …}: with its 95 % interval, Wilson's where every problem is right
+    or wrong, else that of a normal mean. Without a problem: nan, 0, 1."""
+    if not values:
+        return {"value": math.nan, "low": 0.0, "high": 1.0}
+    mean = float(np.mean(values))
+    if set(values) <= {0.0, 1.0}:
+        low, high = wilson_interval(sum(values), len(values))
+    else:
+        error = 1.96 * float(np.std(values)) / math.sqrt(len(values))
+        low, high = max(0.0, mean - error), min(1.0, mean + error)
+    return {"value": mean, "low": low, "high": high}
+
+
+def report(samples: Sequence[Sample], num_failed: int, rewards: Rewards) -> dict[str, Any]:
+    """For every reward function pass@k of full marks, of the first also maj@n; and lengths.
+
+    A completion to which a function does not apply (None) leaves its problem out of that function's shares.
     """
     problems = [list(group) for _, group in itertools.groupby(samples, key=lambda s: s["problem_index"])]
-    lengths = np.array([s["num_tokens"] for s in samples]) if samples else np.zeros(1)
-    result: dict[str, Any] = {
+    lengths = [s["num_tokens"] for s in samples] or [0]
+    functions = {name: _function(problems, name, rewards.full_mark(name)) for name in rewards.names}
+    first = rewards.names[0]
+    functions[first]["maj"] = _majorities(problems, first, rewards.full_mark(first))
+
+    def share(test: Callable[[Sample], bool]) -> dict[str, float]:
+        return estimate([sum(map(test, problem)) / len(problem) for problem in problems])
+
+    return {
         "problems": len(problems),
         "failed_problems": num_failed,
         "completions": len(samples),
-        "functions": {name: _function(problems, name, ks, rewards.full_mark(name)) for name in rewards.names},
-        "length": {"mean": float(lengths.mean()), "p50": float(np.median(lengths)), "max": int(lengths.max())},
-        "truncated": asdict(estimate([_share(p, lambda s: s["finish_reason"] == "length") for p in problems])),
-        "without_answer": asdict(
-            estimate([_share(p, lambda s: final_answer(s["completion"]) is None) for p in problems])
-        ),
+        "functions": functions,
+        "length": {"mean": float(np.mean(lengths)), "p50": float(np.median(lengths)), "max": max(lengths)},
+        "truncated": share(lambda s: s["finish_reason"] == "length"),
+        "without_answer": share(lambda s: final_answer(s["completion"]) is None),
     }
-    first = rewards.names[0]
-    result["functions"][first]["maj"] = _majorities(problems, first, ks, rewards.full_mark(first))
-    return result
 
 
-def _share(problem: Sequence[Sample], test: Any) -> float:
-    return sum(map(test, problem)) / len(problem)
+def _marks(
+    problems: Sequence[Sequence[Sample]], name: str, full_mark: float
+) -> list[tuple[Sequence[Sample], list[bool]]]:
+    """(completions, full marks) of every problem to which the function applies."""
+    scores = [(problem, [sample["rewards"][name] for sample in problem]) for problem in problems]
+    return [(p, [score >= full_mark - ROUNDING for score in of_one]) for p, of_one in scores if None not in of_one]
 
 
-def _marks(problems: Sequence[Sequence[Sample]], name: str, full_mark: float) -> list[list[bool]]:
-    scores = [[sample["rewards"][name] for sample in problem] for problem in problems]
-    return [[score >= full_mark - ROUNDING for score in of_one] for of_one in scores if None not in of_one]
-
-
-def _function(problems: Sequence[Sequence[Sample]], name: str, ks: Sequence[int], full_mark: float) -> dict[str, Any]:
-    marks = _marks(problems, name, full_mark)
+def _function(problems: Sequence[Sequence[Sample]], name: str, full_mark: float) -> dict[str, Any]:
+    marks = [marks for _, marks in _marks(problems, name, full_mark)]
     scores = [s["rewards"][name] for p in problems for s in p if s["rewards"][name] is not None]
+    ks = sizes(min(map(len, marks), default=0))
     return {
         "full_mark": full_mark,
         "mean": float(np.mean(scores)) if scores else None,
         "problems": len(marks),
-        "pass": {
-            str(k): asdict(estimate([pass_at_k(len(m), sum(m), k) for m in marks])) for k in ks if k <= _fewest(marks)
-        },
+        "pass": {str(k): estimate([pass_at_k(len(m), sum(m), k) for m in marks]) for k in ks},
     }
 
 
-def _majorities(problems: Sequence[Sequence[Sample]], name: str, ks: Sequence[int], full_mark: float) -> dict[str, Any]:
-    applies = [p for p in problems if all(s["rewards"][name] is not None for s in p)]
-    marks, majorities = _marks(applies, name, full_mark), {}
-    for k in (k for k in ks if 1 < k <= _fewest(marks)):
-        values = [
-            majority_at_k([final_answer(s["completion"]) for s in problem], of_one, k, seed=i)
-            for i, (problem, of_one) in enumerate(zip(applies, marks, strict=True))
-        ]
-        majorities[str(k)] = asdict(estimate(values))
-    return majorities
-
-
-def _fewest(marks: Sequence[Sequence[bool]]) -> int:
-    return min(map(len, marks), default=0)
+def _majorities(problems: Sequence[Sequence[Sample]], name: str, full_mark: float) -> dict[str, Any]:
+    marks = _marks(problems, name, full_mark)
+    n = min((len(problem) for problem, _ in marks), default=0)
+    votes = [majority([final_answer(s["completion"]) for s in problem], right) for problem, right in marks]
+    return {str(n): estimate(votes)} if n > 1 else {}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -83,18 +141,18 @@ def table(result: dict[str, Any]) -> str:
     failed = f", {result['failed_problems']} left out" if result["failed_problems"] else ""
     rows = [f"{result['problems']} problems{failed}, {result['completions']} completions; 95 % intervals over problems"]
     for name, function in result["functions"].items():
-        shares = [(f"pass@{k}", e) for k, e in function["pass"].items()]
-        shares += [(f"maj@{k}", e) for k, e in function.get("maj", {}).items()]
-        rows += [f"{strip_escapes(name):<16}{what:<10}{_percent(Estimate(**e))}" for what, e in shares]
+        for what in ("pass", "maj"):
+            for k, found in function.get(what, {}).items():
+                rows.append(f"{strip_escapes(name):<16}{f'{what}@{k}':<10}{_percent(found)}")
         if function["mean"] is not None:
             from_mark = f"(full marks from {function['full_mark']:g})"
             rows.append(f"{strip_escapes(name):<16}{'mean':<10}{function['mean']:6.3f}    {from_mark}")
     length = result["length"]
     rows.append(f"{'length':<16}{'mean':<10}{length['mean']:6.1f}    median {length['p50']:g}, longest {length['max']}")
     for what, key in (("truncated", "truncated"), ("no answer", "without_answer")):
-        rows.append(f"{what:<16}{'':<10}{_percent(Estimate(**result[key]))}")
+        rows.append(f"{what:<16}{'':<10}{_percent(result[key])}")
     return "\n".join(rows)
 
 
-def _percent(e: Estimate) -> str:
-    return f"{100 * e.value:6.1f} %  [{100 * e.low:.1f}, {100 * e.high:.1f}]"
+def _percent(found: dict[str, float]) -> str:
+    return f"{100 * found['value']:6.1f} %  [{100 * found['low']:.1f}, {100 * found['high']:.1f}]"

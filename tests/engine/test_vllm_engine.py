@@ -300,7 +300,7 @@ def test_an_evaluation_scores_every_problem_with_the_seeds_of_a_runs_own_evaluat
     again = [" ".join(map(str, c.token_ids)) for c in complete(engine, params, PROMPT[:24])]
     assert again == [s["completion"] for s in samples if s["problem_index"] == 4]
     assert all(s["rewards"]["format"] == -1.0 and s["num_tokens"] <= 8 for s in samples)
-    result = report(samples, 0, [1, 3], given.rewards)
+    result = report(samples, 0, given.rewards)
     assert result["functions"]["format"]["pass"]["3"]["value"] == 0.0
 
 

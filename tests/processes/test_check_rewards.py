@@ -20,18 +20,13 @@ OWN = "def whole(completions, answer):\n    return [float(a in c) for a, c in zi
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["--rows", "5"], 0, "tandem: gold answers: 5 of 20 rows of"),
-        (["--rows", "5"], 0, "\ntandem: the rewards look right\n"),
-        (
-            ["rewards.reward_funcs=[mine.py:whole]"],
-            1,
-            "problem: on 20 of 20 rows right, wrong and empty completions all",
-        ),
-        (["--rows", "0"], 2, "check --rows 0: at least 1 is tried"),
+        (["--rows", "5"], 0, ("gold answers: 5 of 20 rows of", "the rewards look right\n")),
+        (["rewards.reward_funcs=[mine.py:whole]"], 1, ("problem: on 20 of 20 rows right, wrong and empty completions",)),
+        (["--rows", "0"], 2, ("check --rows 0: at least 1 is tried",)),
     ],
 )
 def test_the_command_tries_gold_answers_and_ends_as_they_do(
-    tmp_path: Path, words: list[str], code: int, said: str
+    tmp_path: Path, words: list[str], code: int, said: tuple[str, ...]
 ) -> None:
     golds = [{"question": f"{i}+1?", "answer": f"#### {i + 1}"} for i in range(20)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in golds))
@@ -42,4 +37,4 @@ def test_the_command_tries_gold_answers_and_ends_as_they_do(
     command = [sys.executable, "-m", "launcher.check_rewards", str(tmp_path / "run.yaml"), *words]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit(100))
     assert done.returncode == code, done.stderr
-    assert said in done.stdout + done.stderr and "Traceback" not in done.stderr
+    assert all(text in done.stdout + done.stderr for text in said) and "Traceback" not in done.stderr
