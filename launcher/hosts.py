@@ -179,7 +179,6 @@ class HostCommands(Commands):
             "launcher_depth": launcher_depth,
             "attempt": self._attempt,
             "proof": str(self._proof),
-            "kill_report": str(self._kill_report(name).resolve()),
             "within_s": _SHOWN_LATE_S,
             "running_s": time.monotonic() - started_at(),  # for trainer.max_hours: hosts have clocks of their own
         }
@@ -189,11 +188,7 @@ class HostCommands(Commands):
         durable.write_file(file, json.dumps(orders).encode(), mode=0o600)
         argv = (sys.executable, "-m", "launcher.over_hosts", str(file))
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        log, kill_report = self._logs / f"{name}.log", self._kill_report(name)
-        return Child(name, argv, env, log, echo=name == "trainer", kill_report=kill_report)
-
-    def _kill_report(self, name: str) -> Path:
-        return self._folder / f"{name}-killed.json"
+        return Child(name, argv, env, self._logs / f"{name}.log", echo=name == "trainer", on_other_hosts=True)
 
 
 def passed_on(environ: Mapping[str, str]) -> dict[str, str]:

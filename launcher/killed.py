@@ -2,20 +2,17 @@
 
 The kernel counts the processes that it has killed for want of memory: `oom_kill` in the memory.events of our cgroup, or
 in /proc/vmstat for the whole machine. A counter that has grown since the process started tells. Only the host of a
-process has this evidence: on another one `on_host` looks, and leaves what it found in a file. Left out: who sent the
-signal if it was not the kernel.
+process has this evidence: on another one on_host.py looks. Left out: who sent the signal if it was not the kernel.
 """
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from common import durable
 from launcher.machine import GIB
 
 
@@ -26,17 +23,6 @@ class Killed:
     who: str
     for_memory: bool | None  # by the kernel; None = nothing that can be read here tells
     limit: str = ""  # what it could have had; "" = not known
-
-    def write(self, path: Path) -> None:
-        durable.write_file(path, json.dumps(asdict(self)).encode())
-
-    @classmethod
-    def read(cls, path: Path) -> Killed | None:
-        """None if there is no such file."""
-        try:
-            return cls(**json.loads(path.read_text()))
-        except FileNotFoundError:
-            return None
 
     def text(self, advice: str) -> str:
         """For people. advice: which settings need less memory."""

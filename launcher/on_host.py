@@ -17,12 +17,12 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
 from common.exits import INTERRUPTED, SIGKILLED, STARTED_AT, USER_ERROR
+from common.out_of_memory import less_memory
 from launcher.killed import oom_kills, why_killed
 from launcher.machine import ROOT
 from launcher.placement import visible_gpus
@@ -48,8 +48,10 @@ def main() -> int:
         guard.watch(running)
         code = _watch(running)
         if code in SIGKILLED:
-            with suppress(OSError):  # the code alone says most of it
-                why_killed(f"{child.name} on {order['host']}", kills_before).write(Path(order["kill_report"]))
+            role = "trainer" if child.name == "trainer" else "sampler"
+            advice = less_memory(role, is_host_of_gpus="DS_ACCELERATOR" not in child.env)
+            killed = why_killed(f"{child.name} on {order['host']}", kills_before)
+            print(f"tandem: {killed.text(advice)}", file=sys.stderr, flush=True)
         return code % 256
 
 

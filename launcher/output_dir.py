@@ -19,11 +19,8 @@ from report.run_log import read_jsonl
 LOCK = "lock.supervisor"
 
 
-def make_room(config: Config, path: Path) -> None:
-    """Moves an earlier run aside. Raises UserError if it can go on, if this run reads it, or against run.resume.
-
-    path: of the config.
-    """
+def make_room(config: Config) -> None:
+    """Moves an earlier run aside. Raises UserError if it can go on, or against run.resume."""
     folder = config.run.output_dir
     steps, saved = len(read_jsonl(folder / "metrics.jsonl")), checkpoints(folder)
     is_finished = (folder / FINAL).is_dir()
@@ -33,19 +30,7 @@ def make_room(config: Config, path: Path) -> None:
     elif saved and not is_finished:
         raise earlier_run(folder, f"a run of {steps} steps")
     elif steps or is_finished:
-        for name in _read(config, path):
-            if Path(name).absolute().is_relative_to(folder.absolute()):
-                other = f"run.output_dir={folder}-2"
-                raise UserError(f"{folder} holds an earlier run and {name}, which is read; set {other}")
         _move_aside(folder)
-
-
-def _read(config: Config, path: Path) -> list[str]:
-    """Files and folders that the run reads, and names that may be ids of the hub."""
-    data = [config.data.train, config.data.eval]
-    found = [path, config.run.replay, config.model.path, config.reference.path, config.critic.path]
-    found += [name for names in data for name in (names if isinstance(names, list) else [names])]
-    return [str(name) for name in found if name is not None]
 
 
 def _move_aside(folder: Path) -> None:

@@ -23,6 +23,7 @@ from trainer.engine.rank_device import RANK_DEVICES
 
 # CUDA would number the fastest GPU 0; nvidia-smi, whose numbers we read and print, goes by the bus.
 _NUMBERED = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+_WRITE_NUMBERS = "DeepSpeed takes numbers of whole GPUs, as `nvidia-smi -L` has them: CUDA_VISIBLE_DEVICES=0,1"
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,6 @@ class Placement:
     trainer_place: str
     sampler_gpus: tuple[int, ...] = ()  # of all samplers
     trainer_gpus: tuple[int, ...] = ()  # of each rank
-    notice: str = ""  # what to say of GPUs that neither process uses
 
     @property
     def shares_gpu(self) -> bool:
@@ -164,29 +164,11 @@ def _on_gpus(config: Config, gpus: Sequence[int], cores: Sequence[int]) -> Place
         trainer_place=place + (", shared with the sampler" if set(sampler) & set(trainer) else ""),
         sampler_gpus=tuple(sampler_ids),
         trainer_gpus=tuple(trainer_ids),
-        notice=_idle(config, gpus, used, trainer[:ranks]),
     )
 
 
 def _gpu_sampler(ids: Sequence[int]) -> SamplerPlace:
     return SamplerPlace(_NUMBERED | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ids))}, (), _named("GPU", ids))
-
-
-def _idle(config: Config, gpus: Sequence[int], used: Sequence[int], trainer: Sequence[int]) -> str:
-    """What to say of GPUs that nobody uses, and the settings with which samplers take them; empty without such.
-
-    used, trainer: indexes into gpus of those that the samplers and the trainer have.
-    """
-    idle = [gpu for i, gpu in enumerate(gpus) if i not in used and i not in trainer]
-    if not idle:
-        return ""
-    free = [i for i in range(len(gpus)) if i not in trainer or i in used]
-    number, devices = len(free) // config.engine_gpus, config.sampler.devices
-    more = ""
-    if number > config.sampler.num_samplers:
-        named = "" if not devices or set(free) <= set(devices) else f" sampler.devices={str(free).replace(' ', '')}"
-        more = f"set sampler.num_samplers={number}{named} to sample on them too, or "
-    return f"{_named('GPU', idle)} stay{'s' * (len(idle) == 1)} idle: {more}name more GPUs in trainer.devices"
 
 
 def _split_gpus(config: Config, count: int) -> tuple[list[int], list[int]]:
@@ -228,29 +210,17 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[int, ...]:
         numbers = [_number(name, listed) for name in names]
         numbers = numbers[: numbers.index(-1)] if -1 in numbers else numbers  # CUDA stops reading at -1
     if cut := [gpu.number for gpu in listed if gpu.number in numbers and gpu.is_cut]:
-        raise UserError(f"GPU {cut[0]} is cut into MIG devices; {_WITHOUT_MIG.format(number=cut[0])}")
+        raise UserError(f"GPU {cut[0]} is cut into MIG devices; {_WRITE_NUMBERS}")
     return tuple(numbers)
-
-
-_WITHOUT_MIG = (
-    "DeepSpeed reads device numbers, and MIG devices have names only. Use a whole GPU, or join this one again: "
-    "sudo nvidia-smi -i {number} -mig 0"
-)
 
 
 def _number(name: str, listed: Sequence[Gpu]) -> int:
     """Of one entry of CUDA_VISIBLE_DEVICES: a number, or as much of a UUID as makes it unique."""
     if name.lstrip("-").isdigit():
         return int(name)
-    if name.startswith("MIG-"):
-        raise UserError(f"CUDA_VISIBLE_DEVICES={name}: {_WITHOUT_MIG.format(number='NUMBER')}")
     found = [gpu.number for gpu in listed if gpu.uuid.startswith(name)]
     if len(found) != 1:
-        which = "several GPUs have" if found else "no GPU has"
-        raise UserError(
-            f"CUDA_VISIBLE_DEVICES={name}: {which} this UUID; see `nvidia-smi -L`, or write numbers: "
-            "CUDA_VISIBLE_DEVICES=0,1"
-        )
+        raise UserError(f"CUDA_VISIBLE_DEVICES={name} is not the UUID of one GPU; {_WRITE_NUMBERS}")
     return found[0]
 
 

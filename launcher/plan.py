@@ -65,8 +65,6 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
     if uneven := config.uneven_work(place.num_ranks):
         print(f"tandem: {uneven}", file=sys.stderr)
     _print("devices", [("sampler", place.sampler_place), ("trainer", place.trainer_place)])
-    if place.notice:
-        print(f"tandem: {place.notice}", file=sys.stderr)
     if model is None:
         _print("memory", [("", f"{config.model.path} is no Llama, Qwen2, Qwen3, Mistral or Qwen-VL: no estimate")])
         troubles: tuple[str, ...] = ()

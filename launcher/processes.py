@@ -53,7 +53,7 @@ class Child:
     echo: bool = False  # stdout is shown at our terminal too
     launcher_depth: int = 0  # processes between us and those that end themselves on SIGINT
     scratch: tuple[str, ...] = ()  # glob patterns, with PID, of what it leaves in memory when it is killed
-    kill_report: Path | None = None  # where another host says who was killed there (killed.py); None = it runs on ours
+    on_other_hosts: bool = False  # where on_host.py says who killed it
 
 
 class Running:

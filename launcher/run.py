@@ -23,17 +23,15 @@ from common.errors import UserError
 from common.exits import DONE, INTERRUPTED, USER_ERROR, limit_time, out_of_time
 from common.out_of_memory import less_memory
 from common.redact import redacted_words
-from common.run_folder import FINAL, checkpoints, no_checkpoint
+from common.run_folder import FINAL, checkpoints
 from launcher import shares
 from launcher.batch_plan import one_line
 from launcher.commands import Commands
-from launcher.fit import fit
 from launcher.hosts import HostCommands, placement_over, read_hosts, settings_over
-from launcher.machine import ROOT, Machine, this_machine
+from launcher.machine import ROOT, this_machine
 from launcher.output_dir import LOCK, in_use, make_room
-from launcher.placement import Placement, placement, visible_gpus
+from launcher.placement import placement, visible_gpus
 from launcher.supervisor import Rules, Supervisor
-from launcher.workload import workload_of
 from model.dims import read_dims
 from model.folder import looks_local, require_models
 from report.sinks import require_packages
@@ -57,16 +55,15 @@ def main(arguments: Sequence[str]) -> int:
             place = placement(config, visible_gpus(os.environ), sorted(os.sched_getaffinity(0)))
         require_packages(config.run.report_to)
         require_user_functions(config.algorithm)
-        if config.eval.val_only:
-            return _build(config) or _evaluate(config, path, overrides)
         folder = config.run.output_dir
-        make_room(config, path)
+        make_room(config)
         with lock(folder / LOCK, in_use(folder)):
             if code := _build(config):
                 return code
             require_models(config)
             if shares.is_undivided(config, place):
-                model, machine = read_dims(config.model.path, config.model.revision), _machine()
+                model = read_dims(config.model.path, config.model.revision)
+                machine = this_machine(len(visible_gpus(os.environ)))
                 overrides = [*overrides, *shares.settings(config, model, place, machine)]
                 config = load(path, overrides)
             if hosts:
@@ -75,29 +72,6 @@ def main(arguments: Sequence[str]) -> int:
     except UserError as error:
         print(f"tandem: {error}", file=sys.stderr)
         return USER_ERROR
-
-
-def _machine() -> Machine:
-    return this_machine(len(visible_gpus(os.environ)))
-
-
-def _less_memory(config: Config, place: Placement, name: str) -> str:
-    """For a "sampler" or "trainer" that was killed for memory of the host: what plan estimates, and what needs less."""
-    machine, model = _machine(), read_dims(config.model.path, config.model.revision)
-    if machine.gpus or model is None:
-        return less_memory(name, is_host_of_gpus=bool(machine.gpus))
-    lines = dict(fit(config, workload_of(config, place.num_ranks, model, on_gpu=False), place, machine).lines)
-    return f"plan estimates {lines[name]}. {less_memory(name)}"
-
-
-def _evaluate(config: Config, path: Path, overrides: Sequence[str]) -> int:
-    """eval.val_only: the model, or with run.resume the newest checkpoint, without a trainer."""
-    folder = config.run.output_dir
-    if config.run.resume and not checkpoints(folder):
-        raise no_checkpoint(folder)
-    model = str(checkpoints(folder)[-1]) if config.run.resume else config.model.path
-    output = folder / "evaluations" / Path(model).name
-    return _program("launcher.evaluation.main", model, "--config", str(path), "--output", str(output), *overrides)
 
 
 def to_resume(path: Path, overrides: Sequence[str], hostfile: Path | None) -> str:
@@ -115,13 +89,12 @@ def _run(commands: Commands, again: str) -> int:
     logs = f"{samplers[0].log}" + (f" to {samplers[-1].log.name}" if len(samplers) > 1 else "")
     print(f"tandem: sampler on {place.sampler_place}; log {logs}", file=sys.stderr)
     print(f"tandem: trainer on {place.trainer_place}; log {folder}/logs/trainer.log", file=sys.stderr, flush=True)
-    for text in (place.notice, shares.said(commands.config) if place.shares_gpu else ""):
-        if text:
-            print(f"tandem: {text}", file=sys.stderr)
+    if place.shares_gpu:
+        print(f"tandem: {shares.said(commands.config)}", file=sys.stderr)
     if side := commands.config.reference_on:
         print(f"tandem: reference model on the {side}", file=sys.stderr, flush=True)
     limit_time(commands.config.trainer.max_hours)
-    finished, advice = (folder / FINAL).is_dir, partial(_less_memory, commands.config, place)
+    finished, advice = (folder / FINAL).is_dir, partial(less_memory, is_host_of_gpus=bool(place.sampler_gpus))
     rules = Rules(commands.restart_trainer, commands.steps, finished, out_of_time, advice, batch_s=commands.batch_s)
     code = Supervisor(samplers, commands.trainer(), rules).run()
     if code not in (DONE, USER_ERROR) and checkpoints(folder):

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from common.exits import DONE, INTERRUPTED, RETRYABLE, SIGKILLED, USER_ERROR, meaning
 from common.out_of_memory import less_memory
 from common.transcript import tail
-from launcher.killed import Killed, oom_kills, why_killed
+from launcher.killed import oom_kills, why_killed
 from launcher.processes import Child, Guard, Running, remove
 
 TAIL_LINES = 15
@@ -142,12 +142,11 @@ class Supervisor:
         return RETRYABLE if code == RETRYABLE else USER_ERROR if for_memory else 1
 
     def _explain_kill(self, name: str, code: int) -> bool:
-        """Says who sent the SIGKILL. True if it was the kernel, for want of memory."""
+        """Says who sent the SIGKILL. True if it was this host's kernel, for want of memory."""
         slot = self._slots[name]
-        if slot.child.kill_report is not None and code > 0:  # passed on from its host; below 0 our end of it was killed
-            killed = Killed.read(slot.child.kill_report) or Killed(f"{name} on another host", None)
-        else:
-            killed = why_killed(name, slot.kills_before)
+        if slot.child.on_other_hosts and code > 0:  # passed on from there; below 0 our end of it was killed
+            return False
+        killed = why_killed(name, slot.kills_before)
         self._say(killed.text(self._rules.less_memory("trainer" if name == "trainer" else "sampler")))
         return killed.for_memory is True
 
@@ -188,8 +187,6 @@ class Supervisor:
 
     def _start(self, slot: _Slot) -> None:
         slot.attempt, slot.start_at, slot.end_by = slot.attempt + 1, None, None
-        if slot.child.kill_report is not None:
-            slot.child.kill_report.unlink(missing_ok=True)
         slot.kills_before = oom_kills()
         slot.running = Running(slot.child, self._guard.mark, slot.attempt)
         self._guard.watch(slot.running)

@@ -21,7 +21,11 @@ OWN = "def whole(completions, answer):\n    return [float(a in c) for a, c in zi
     ("words", "code", "said"),
     [
         (["--rows", "5"], 0, ("gold answers: 5 of 20 rows of", "the rewards look right\n")),
-        (["rewards.reward_funcs=[mine.py:whole]"], 1, ("problem: on 20 of 20 rows right, wrong and empty completions",)),
+        (
+            ["rewards.reward_funcs=[mine.py:whole]"],
+            1,
+            ("problem: on 20 of 20 rows right, wrong and empty completions",),
+        ),
         (["--rows", "0"], 2, ("check --rows 0: at least 1 is tried",)),
     ],
 )

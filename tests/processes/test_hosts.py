@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.killed import Killed, memory_limit
 from launcher.machine import ROOT
 from tests.support.speed import limit, until
 
@@ -43,7 +42,6 @@ class Connections:
                 "launcher_depth": 0,
                 "attempt": 1,
                 "proof": str(self.folder / proof),
-                "kill_report": str(self.folder / "killed.json"),
                 "within_s": 0.5,
                 "running_s": 1000.0,
             }
@@ -143,12 +141,10 @@ def test_a_host_that_is_lost_means_start_again(hosts: Connections) -> None:
     until(lambda: all(map(is_gone, pids)), 20)
 
 
-def test_a_killed_process_leaves_what_its_own_host_knows_of_it(hosts: Connections) -> None:
+def test_a_killed_process_is_explained_by_its_own_host(hosts: Connections) -> None:
     code, out = ended(hosts.start("import os; os.kill(os.getpid(), 9)"))
     assert code == 256 - signal.SIGKILL, out
-    killed = Killed.read(hosts.folder / "killed.json")
-    assert killed is not None and killed.for_memory is not True
-    assert (killed.who, killed.limit) == ("trainer on 203.0.113.0", memory_limit())
+    assert "tandem: trainer on 203.0.113.0 was killed by SIGKILL" in out
 
 
 def test_a_host_that_does_not_see_the_run_folder_is_the_users_to_mend(hosts: Connections) -> None:

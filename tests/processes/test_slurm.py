@@ -54,7 +54,8 @@ def test_ranks_that_nobody_tells_where_rank_0_is_say_what_to_export() -> None:
 
 
 SRUN_STAND_IN = """
-echo "$*" | sed 's/ bash -c.*//' >>"$JOB/srun"
+given=$*
+echo "${given%% bash -c*}" >>"$JOB/srun"
 while [[ $1 == --* ]]; do
   [[ $1 != *relative* ]] || is_sampler=1
   shift

@@ -36,7 +36,7 @@ trainer = child(
     echo=True,
     launcher_depth=spec.get("launcher_depth", 0),
     scratch=(str(folder / "shm_*"),),
-    kill_report=folder / "killed.json" if spec.get("on_another_host") else None,
+    on_other_hosts=spec.get("on_other_hosts", False),
 )
 rules = Rules(
     restart_trainer=lambda code: trainer if code == 75 or count("checkpoint") else "no checkpoint",

@@ -150,7 +150,6 @@ def test_a_plan_shows_numbers_devices_and_the_prompt(task: Path, capsys: pytest.
         (["trainer.num_ranks=4", "trainer.sequence_parallel_size=4"], 2, "does not divide the model's 2 attention"),
         (["--gpus", "2x1"], 1, "does not fit: a trainer rank needs about"),
         (["--gpus", "4x80", "sampler.devices=[3]"], 0, "Even would be trainer.prompts_per_step=6 or 9"),
-        (["--gpus", "4x80", "sampler.devices=[0]", "trainer.devices=[1]"], 0, "GPUs 2,3 stay idle: "),
         (
             [
                 "--gpus",

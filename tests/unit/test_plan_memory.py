@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common.config import load
-from launcher import run, workload
+from launcher import workload
 from launcher.compute_time import Device, known_device, sampler_seconds, trainer_seconds, who_waits
 from launcher.fit import Fit, fit
 from launcher.machine import GIB, Machine, gib
@@ -270,14 +270,6 @@ def test_resident_memory_of_a_sampler_by_hand() -> None:
     cache_of_three = replace(ON_CPU, max_num_seqs=256)  # 2.1 GiB
     assert resident_sampler(cache_of_three, memory) == resident_sampler(ON_CPU, memory) + 2 * GIB
     assert published_versions(ON_CPU) == 16 * n
-
-
-def test_a_process_that_was_killed_for_memory_is_told_what_is_resident(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program's 512 MiB, not the 1.5 GiB of a GPU's context."""
-    monkeypatch.setattr(run, "read_dims", lambda path, revision: SMOL)
-    monkeypatch.setattr(run, "this_machine", lambda gpus: Machine(0, 0, "", 64 * GIB, 2))
-    config = config_of(vllm={"max_num_seqs": 8})
-    assert "context 0.5 GiB" in run._less_memory(config, placement(config, (), (0, 1)), "trainer")
 
 
 # ---- time on GPUs
