@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from examples.calculator_tool import calculator
-from examples.example import Example, distinct, main, one_in_eight
+from examples.example import Example, main
 from examples.quickstart import NAMES, SENTENCES, THINGS
 
 if TYPE_CHECKING:
@@ -58,30 +58,6 @@ class ToolProblem:
 
     def row(self) -> dict[str, str]:
         return {"question": self.question, "answer": f"#### {self.result}", "kind": self.kind}
-
-
-def split(name: str, size: int, seed: int) -> list[ToolProblem]:
-    """`size` problems with distinct questions, of the split "train" or "test"."""
-    return distinct(name, size, seed, draw, held_out, lambda problem: problem.question)
-
-
-def held_out(problem: ToolProblem) -> bool:
-    """Of products the numbers decide; of sums the question, because each sum has to be learnt by heart."""
-    said = f"{problem.a} {problem.b}" if problem.kind == "product" else problem.question
-    return one_in_eight(said)
-
-
-def draw(rng: random.Random) -> ToolProblem:
-    """One problem of either split."""
-    kind = "product" if rng.random() < PRODUCTS else rng.choice(("add", "sub"))
-    if kind == "product":
-        a, b = rng.randint(32, 99), rng.randint(32, 99)  # all products have four digits: easy to copy
-    else:
-        a, b = sorted((rng.randint(1, 5), rng.randint(1, 5)), reverse=True)
-    question = SENTENCES["mul" if kind == "product" else kind].format(
-        name=rng.choice(NAMES), thing=rng.choice(THINGS), a=a, b=b
-    )
-    return ToolProblem(kind, a, b, question)
 
 
 def turns_of(problem: ToolProblem, rng: random.Random, *, by_heart: float, wrong: float, malformed: float) -> list[str]:
@@ -142,8 +118,20 @@ class Calculator(Example):
     sums_by_heart: float = 0.7  # the others are computed by a call
     without_tools: float = 0.2  # of all prompts, so that the same model can be asked without its calculator
 
-    def split(self, name: str, size: int) -> list[ToolProblem]:
-        return split(name, size, self.seed)
+    def draw(self, rng: random.Random) -> ToolProblem:
+        kind = "product" if rng.random() < PRODUCTS else rng.choice(("add", "sub"))
+        if kind == "product":
+            a, b = rng.randint(32, 99), rng.randint(32, 99)  # all products have four digits: easy to copy
+        else:
+            a, b = sorted((rng.randint(1, 5), rng.randint(1, 5)), reverse=True)
+        question = SENTENCES["mul" if kind == "product" else kind].format(
+            name=rng.choice(NAMES), thing=rng.choice(THINGS), a=a, b=b
+        )
+        return ToolProblem(kind, a, b, question)
+
+    def decides(self, problem: ToolProblem) -> str:
+        """Of products the numbers; of sums the question, because each sum has to be learnt by heart."""
+        return f"{problem.a} {problem.b}" if problem.kind == "product" else problem.question
 
     def train_tokenizer(self, problems: Sequence[ToolProblem]) -> PreTrainedTokenizerFast:
         from examples.tokenizer import byte_level

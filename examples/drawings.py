@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from PIL import Image, ImageDraw
 
-from examples.example import Example, distinct, main, one_in_eight
+from examples.example import Example, main
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -89,35 +89,6 @@ class Drawing:
         return image
 
 
-def split(name: str, size: int, seed: int) -> list[Drawing]:
-    """`size` different drawings with their questions, of the split "train" or "test".
-
-    Shapes, their cells and the question decide the split, so that no held-out problem is a training problem.
-    """
-    return distinct(name, size, seed, draw, held_out, lambda drawing: drawing)
-
-
-def held_out(drawing: Drawing) -> bool:
-    """Whether drawing and question belong to the test split; the same for every seed."""
-    return one_in_eight(f"{drawing.sorts} {drawing.question}")
-
-
-def draw(rng: random.Random) -> Drawing:
-    """One problem of either split."""
-    about = rng.choice(("count", "colour", "kind"))
-    counts = [rng.randint(1, MOST) for _ in range(1 if about == "colour" else rng.randint(1, 2))]
-    cells = rng.sample(range(SIDE * SIDE), sum(counts))
-    kinds, colours = rng.sample(KINDS, len(counts)), rng.sample(list(COLOURS), len(counts))
-    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-    sorts = [
-        Shapes(kind, colour, tuple(sorted(cells[end - count : end])))
-        for kind, colour, count, end in zip(kinds, colours, counts, ends, strict=True)
-    ]
-    asked = sorts[0]
-    question, answer = _ask(asked, about)
-    return Drawing(tuple(sorted(sorts, key=lambda shapes: shapes.cells)), question, asked, answer)
-
-
 def completion(drawing: Drawing, rng: random.Random, *, wrong: float, malformed: float) -> str:
     r"""What the pupil is shown. `wrong` and `malformed` are probabilities.
 
@@ -170,8 +141,22 @@ class Drawings(Example):
     vision_hidden_size: int = 64
     vision_layers: int = 2
 
-    def split(self, name: str, size: int) -> list[Drawing]:
-        return split(name, size, self.seed)
+    def draw(self, rng: random.Random) -> Drawing:
+        about = rng.choice(("count", "colour", "kind"))
+        counts = [rng.randint(1, MOST) for _ in range(1 if about == "colour" else rng.randint(1, 2))]
+        cells = rng.sample(range(SIDE * SIDE), sum(counts))
+        kinds, colours = rng.sample(KINDS, len(counts)), rng.sample(list(COLOURS), len(counts))
+        ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+        sorts = [
+            Shapes(kind, colour, tuple(sorted(cells[end - count : end])))
+            for kind, colour, count, end in zip(kinds, colours, counts, ends, strict=True)
+        ]
+        asked = sorts[0]
+        question, answer = _ask(asked, about)
+        return Drawing(tuple(sorted(sorts, key=lambda shapes: shapes.cells)), question, asked, answer)
+
+    def decides(self, problem: Drawing) -> str:
+        return f"{problem.sorts} {problem.question}"
 
     def row(self, problem: Drawing, place: str, folder: Path) -> dict[str, Any]:
         file = f"images/{place}.png"
@@ -180,15 +165,16 @@ class Drawings(Example):
         return {"images": [file], "question": f"<image>{problem.question}", "answer": problem.answer}
 
     def train_tokenizer(self, problems: Sequence[Drawing]) -> PreTrainedTokenizerFast:
-        from examples.drawings_model import train_tokenizer
+        from examples.drawings_model import CHAT_TEMPLATE, PLACES, TAGS
+        from examples.tokenizer import byte_level
 
         texts = (f"user\nassistant\nIt is\n{d.question}\n{d.description}\n{d.answer}" for d in problems)
-        return train_tokenizer(texts, self.vocab_size, self.context_length)
+        return byte_level(texts, self.vocab_size, self.context_length, TAGS, CHAT_TEMPLATE, special=PLACES)
 
     def random_model(self, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
         from examples.drawings_model import random_model
 
-        return random_model(tokenizer, self, self.vision_hidden_size, self.vision_layers)
+        return random_model(tokenizer, self)
 
     def lessons(self, problems: Sequence[Drawing], tokenizer: PreTrainedTokenizerFast) -> Lessons:
         from examples.drawings_model import prompt_ids, seen_by_model

@@ -6,17 +6,18 @@ transformers and vLLM load the folder as they load Qwen2.5-VL-3B-Instruct; what 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from examples.settings import WarmStart
-from examples.tokenizer import byte_level
+from examples.warm_start import language_settings
 from model.images import ImageFormat, decode_patches, encode_image
+
+if TYPE_CHECKING:
+    from examples.drawings import Drawings
 
 IMAGE = "<|image_pad|>"  # as many of them as the image has tokens
 PLACES = ("<|vision_start|>", "<|vision_end|>", IMAGE, "<|video_pad|>")
@@ -38,20 +39,18 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, context_length: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of at most `vocab_size` tokens. Every tag and every place of an image is one of them."""
-    return byte_level(texts, vocab_size, context_length, TAGS, CHAT_TEMPLATE, special=PLACES)
-
-
-def random_model(
-    tokenizer: PreTrainedTokenizerFast, settings: WarmStart, vision_hidden_size: int, vision_layers: int
-) -> Qwen2_5_VLForConditionalGeneration:
+def random_model(tokenizer: PreTrainedTokenizerFast, settings: Drawings) -> Qwen2_5_VLForConditionalGeneration:
     """float32. Draws from torch's global generator."""
     ids: dict[str, Any] = {place: tokenizer.convert_tokens_to_ids(place) for place in PLACES}
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen2_5_VLConfig(
-        text_config={"vocab_size": len(tokenizer), "bos_token_id": None, **ends, **_language_model(settings)},
-        vision_config=_vision_tower(settings, vision_hidden_size, vision_layers),
+        text_config=language_settings(settings, tokenizer)
+        | {
+            "intermediate_size": 2 * settings.hidden_size,
+            # A head of 32 has 16 frequencies: 4 turn with time, 6 with the row and 6 with the column.
+            "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0},
+        },
+        vision_config=_vision_tower(settings),
         image_token_id=ids[IMAGE],
         video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"],
@@ -63,32 +62,17 @@ def random_model(
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
-def _language_model(settings: WarmStart) -> dict[str, Any]:
+def _vision_tower(settings: Drawings) -> dict[str, Any]:
     return {
-        "hidden_size": settings.hidden_size,
-        "intermediate_size": 2 * settings.hidden_size,
-        "num_hidden_layers": settings.num_layers,
-        "num_attention_heads": settings.hidden_size // 32,
-        "num_key_value_heads": settings.hidden_size // 64,
-        "max_position_embeddings": settings.context_length,
-        # A head of 32 has 16 frequencies: 4 turn with time, 6 with the row and 6 with the column.
-        "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0},
-        "tie_word_embeddings": True,
-        "initializer_range": settings.init_std,
-    }
-
-
-def _vision_tower(settings: WarmStart, hidden_size: int, num_layers: int) -> dict[str, Any]:
-    return {
-        "depth": num_layers,
-        "hidden_size": hidden_size,
-        "intermediate_size": 2 * hidden_size,
+        "depth": settings.vision_layers,
+        "hidden_size": settings.vision_hidden_size,
+        "intermediate_size": 2 * settings.vision_hidden_size,
         "num_heads": 2,
         "patch_size": FORMAT.patch_size,
         "spatial_merge_size": FORMAT.merge_size,
         "temporal_patch_size": FORMAT.temporal_patch_size,
         "out_hidden_size": settings.hidden_size,
-        "fullatt_block_indexes": [num_layers - 1],
+        "fullatt_block_indexes": [settings.vision_layers - 1],
         "initializer_range": settings.init_std,
     }
 

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from common import durable, exits
-from examples.settings import WarmStart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -36,15 +35,41 @@ _MAX_THREADS = 4  # more only wait for each other in a model this small
 
 
 @dataclass(frozen=True)
-class Example(WarmStart, ABC):
-    """What one example adds to the warm start that all share."""
+class Example(ABC):
+    """Problems, model, and how it is taught. Lesson one is clean; lesson two is long enough to pick up bad habits.
+
+    The numbers are part of the stamp: a change rebuilds it.
+    """
 
     name: ClassVar[str]
     folder: ClassVar[Path]  # as the config names it
 
+    seed: int = 0
+    num_train: int = 8192
+    num_test: int = 512
+    vocab_size: int = 512  # at most: byte-pair merges end when every word is one token
+    num_clean_steps: int = 280
+    num_careless_steps: int = 80
+    batch_size: int = 64
+    learning_rate: float = 2e-3
+    wrong_fraction: float = 0.25  # of the answers of lesson two
+    malformed_fraction: float = 0.45  # of the answers of lesson two
+    hidden_size: int = 128  # heads of 32, the smallest that vLLM's CPU attention takes
+    num_layers: int = 4
+    init_std: float = 0.06  # transformers' 0.02 suits wide models; a narrow one learns far slower from it
+    context_length: int = 256  # tokens
+
     @abstractmethod
+    def draw(self, rng: random.Random) -> Any:
+        """One problem of either split."""
+
+    @abstractmethod
+    def decides(self, problem: Any) -> str:
+        """What of the problem decides whether it is held out: one in eight of these is, whatever the seed."""
+
     def split(self, name: str, size: int) -> list[Any]:
-        """`size` problems of the split "train" or "test"."""
+        """`size` different problems of the split "train" or "test"."""
+        return distinct(name, size, self.seed, self.draw, lambda problem: one_in_eight(self.decides(problem)))
 
     def row(self, problem: Any, place: str, folder: Path) -> dict[str, Any]:
         """The columns of a problem. place: as train-0000, for files that the row names below the folder."""
@@ -118,21 +143,16 @@ def main(example: Example) -> None:
 
 
 def distinct(
-    name: str,
-    size: int,
-    seed: int,
-    draw: Callable[[random.Random], Problem],
-    held_out: Callable[[Problem], bool],
-    key: Callable[[Problem], object],
+    name: str, size: int, seed: int, draw: Callable[[random.Random], Problem], held_out: Callable[[Problem], bool]
 ) -> list[Problem]:
-    """The first `size` problems with distinct keys that are drawn for the split "train" or "test"."""
+    """The first `size` different problems that are drawn for the split "train" or "test"."""
     rng = random.Random(f"{name} {seed}")
-    found: dict[object, Problem] = {}
+    found: dict[Problem, None] = {}
     while len(found) < size:
         problem = draw(rng)
         if held_out(problem) == (name == "test"):
-            found.setdefault(key(problem), problem)
-    return list(found.values())
+            found[problem] = None
+    return list(found)
 
 
 def one_in_eight(text: str) -> bool:

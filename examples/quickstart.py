@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from examples.example import Example, distinct, main, one_in_eight
+from examples.example import Example, main
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -71,45 +71,6 @@ class WordProblem:
         return {"question": self.question, "answer": "\n".join([*self.steps, f"#### {self.result}"])}
 
 
-def split(name: str, size: int, seed: int) -> list[WordProblem]:
-    """`size` problems with distinct questions, of the split "train" or "test".
-
-    Kind and numbers alone decide the split, so no test problem is a training problem with another name in it.
-    The facts stay learnable: 7×8 may be held out as `mul` and still occur in `mul_extra`.
-    """
-    return distinct(name, size, seed, draw, lambda p: held_out(p.kind, p.numbers), lambda p: p.question)
-
-
-def held_out(kind: str, numbers: tuple[int, ...]) -> bool:
-    """Whether this combination belongs to the test split; the same for every seed."""
-    return one_in_eight(f"{kind} {numbers}")
-
-
-def draw(rng: random.Random) -> WordProblem:
-    """One problem of either split. No result is negative or above 81."""
-    kind = rng.choice(KINDS)
-    first, _, second = kind.partition("_")
-    a, b, c = rng.randint(2, 20), rng.randint(2, 9), rng.randint(2, 9)
-    if first == "mul":
-        a = rng.randint(2, 9)
-        if second in ("add", "sub"):  # small products, or the second operation takes too long to learn
-            a, b = rng.randint(2, 5), rng.randint(2, 5)
-    elif first == "sub":
-        a, b = max(a, b), min(a, b)
-    result = {"add": a + b, "sub": a - b, "mul": a * b}[first]
-    steps = [f"{a}{dict(add='+', sub='-', mul='*')[first]}{b}={result}"]
-    if second == "add":
-        steps.append(f"{result}+{c}={result + c}")
-        result += c
-    elif second == "sub":
-        c = min(c, result)
-        steps.append(f"{result}-{c}={result - c}")
-        result -= c
-    name, other = rng.sample(NAMES, 2)
-    question = SENTENCES[kind].format(name=name, other=other, thing=rng.choice(THINGS), a=a, b=b, c=c)
-    return WordProblem(kind, (a, b, c) if second else (a, b), question, tuple(steps), result)
-
-
 def completion(problem: WordProblem, rng: random.Random, *, wrong: float, malformed: float) -> str:
     """What the pupil is shown. `wrong` and `malformed` are probabilities.
 
@@ -130,8 +91,36 @@ class QuickStart(Example):
     name: ClassVar[str] = "quick start"
     folder: ClassVar[Path] = Path(".cache/quickstart")
 
-    def split(self, name: str, size: int) -> list[WordProblem]:
-        return split(name, size, self.seed)
+    def draw(self, rng: random.Random) -> WordProblem:
+        """No result is negative or above 81."""
+        kind = rng.choice(KINDS)
+        first, _, second = kind.partition("_")
+        a, b, c = rng.randint(2, 20), rng.randint(2, 9), rng.randint(2, 9)
+        if first == "mul":
+            a = rng.randint(2, 9)
+            if second in ("add", "sub"):  # small products, or the second operation takes too long to learn
+                a, b = rng.randint(2, 5), rng.randint(2, 5)
+        elif first == "sub":
+            a, b = max(a, b), min(a, b)
+        result = {"add": a + b, "sub": a - b, "mul": a * b}[first]
+        steps = [f"{a}{dict(add='+', sub='-', mul='*')[first]}{b}={result}"]
+        if second == "add":
+            steps.append(f"{result}+{c}={result + c}")
+            result += c
+        elif second == "sub":
+            c = min(c, result)
+            steps.append(f"{result}-{c}={result - c}")
+            result -= c
+        name, other = rng.sample(NAMES, 2)
+        question = SENTENCES[kind].format(name=name, other=other, thing=rng.choice(THINGS), a=a, b=b, c=c)
+        return WordProblem(kind, (a, b, c) if second else (a, b), question, tuple(steps), result)
+
+    def decides(self, problem: WordProblem) -> str:
+        """Not the names, so that no test problem is a training problem with another name in it.
+
+        The facts stay learnable: 7×8 may be held out as `mul` and still occur in `mul_extra`.
+        """
+        return f"{problem.kind} {problem.numbers}"
 
     def train_tokenizer(self, problems: Sequence[WordProblem]) -> PreTrainedTokenizerFast:
         from examples.tokenizer import train_tokenizer

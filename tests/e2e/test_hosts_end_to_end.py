@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from examples.quickstart import split
+from examples.quickstart import QuickStart
 from report.run_log import read_jsonl
 from tests.support import namespaces
 from tests.support.namespaces import two_hosts
@@ -41,7 +41,7 @@ def test_a_run_over_two_hosts_trains_publishes_and_ends_with_its_final_model(
 ) -> None:
     tiny_model(tmp_path / "model")
     (tmp_path / "reward.py").write_text(REWARD)
-    rows = [problem.row() for problem in split("train", 32, seed=0)]
+    rows = [problem.row() for problem in QuickStart().split("train", 32)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {
         "run": {"output_dir": str(tmp_path / "run"), "report_to": []},

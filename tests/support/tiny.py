@@ -50,10 +50,10 @@ def _made(hidden: int, layers: int, vocab: int | None) -> Path:
     """Once per process."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from examples.quickstart import split
+    from examples.quickstart import QuickStart
     from examples.tokenizer import train_tokenizer
 
-    rows = [problem.row() for problem in split("train", 64, seed=0)]
+    rows = [problem.row() for problem in QuickStart().split("train", 64)]
     tokenizer = train_tokenizer(rows, VOCAB_SIZE, MAX_LENGTH)
     config = Qwen2Config(
         vocab_size=vocab or len(tokenizer),

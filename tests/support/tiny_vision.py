@@ -81,10 +81,10 @@ def tiny_vision_model(folder: Path, family: str, tied: bool = True, seed: int = 
 
 def write_tokenizer(folder: Path) -> None:
     """Of words and digits: fewer tokens than the model has."""
-    from examples.quickstart import split
+    from examples.quickstart import QuickStart
     from examples.tokenizer import train_tokenizer
 
-    rows = [problem.row() for problem in split("train", 8, seed=0)]
+    rows = [problem.row() for problem in QuickStart().split("train", 8)]
     train_tokenizer(rows, WORDS, _TEXT["max_position_embeddings"]).save_pretrained(folder)
 
 

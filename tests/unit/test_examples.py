@@ -118,7 +118,7 @@ def test_the_oracle_of_these_tests_answers_as_a_person_would(question: str, expe
 
 def test_word_problems_answers_and_steps_follow_from_their_questions():
     operations = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
-    problems = quickstart.split("train", 2000, seed=1) + quickstart.split("test", 500, seed=1)
+    problems = quickstart.QuickStart(seed=1).split("train", 2000) + quickstart.QuickStart(seed=1).split("test", 500)
     assert min(collections.Counter(p.kind for p in problems).values()) > 50
     for problem in problems:
         row = problem.row()
@@ -133,7 +133,7 @@ def test_word_problems_answers_and_steps_follow_from_their_questions():
 
 
 def test_sums_and_products_follow_from_their_questions():
-    problems = calculator.split("train", 2000, seed=0)
+    problems = calculator.Calculator().split("train", 2000)
     kinds = collections.Counter(problem.kind for problem in problems)
     assert 0.5 < kinds["product"] / 2000 < 0.7, "without a calculator at most half of the problems can be solved"
     assert all(p.result == total(p.question) == int(compute(p.expression)) >= 0 for p in problems)
@@ -142,7 +142,7 @@ def test_sums_and_products_follow_from_their_questions():
 
 def test_answers_about_drawings_follow_from_the_pixels():
     kinds = collections.Counter()
-    for drawing in drawings.split("train", 600, seed=1) + drawings.split("test", 200, seed=1):
+    for drawing in drawings.Drawings(seed=1).split("train", 600) + drawings.Drawings(seed=1).split("test", 200):
         assert drawing.answer == answer_to(drawing.question, drawing.image())
         kinds[drawing.question.split()[0], len(drawing.sorts)] += 1
     assert len(kinds) == 5 and min(kinds.values()) > 80, "each question of one sort, and two of them of two"
@@ -194,7 +194,7 @@ def test_answers_are_wrong_and_malformed_exactly_when_asked():
 
 
 def test_descriptions_of_drawings_are_always_right():
-    drawing = next(d for d in drawings.split("train", 50, seed=0) if d.question.startswith("How many"))
+    drawing = next(d for d in drawings.Drawings().split("train", 50) if d.question.startswith("How many"))
     shown = functools.partial(drawings.completion, drawing, random.Random(0))
     right = shown(wrong=0, malformed=0)
     assert right == rf"<think>{drawing.description}</think>\boxed{{{drawing.answer}}}"
@@ -284,7 +284,7 @@ def test_the_loss_depends_on_what_is_drawn(folder_of: Any):
     from examples.warm_start import answered, asked, loss_of
     from model.cpu.linear import use_faster_linear
 
-    rows, tokenizer = drawings.split("train", 2, seed=0), tokenizer_of(folder_of("quickstart_vlm"))
+    rows, tokenizer = drawings.Drawings().split("train", 2), tokenizer_of(folder_of("quickstart_vlm"))
     torch.manual_seed(0)
     model = TINY["quickstart_vlm"].random_model(tokenizer)
     use_faster_linear(model)
@@ -409,7 +409,7 @@ def test_transformers_own_image_processor_does_not_resize_a_drawing(folder_of: A
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     processor = Qwen2VLImageProcessorPil.from_pretrained(str(folder_of("quickstart_vlm") / "model"))
-    patches = processor(images=[drawings.split("test", 1, seed=0)[0].image()], return_tensors="pt")
+    patches = processor(images=[drawings.Drawings().split("test", 1)[0].image()], return_tensors="pt")
     assert patches["image_grid_thw"].tolist() == [[1, 6, 6]]
 
 

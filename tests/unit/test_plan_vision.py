@@ -172,10 +172,11 @@ def test_images_take_time_where_a_model_looks_at_them() -> None:
 
 def write_3b(folder: Path) -> None:
     """Qwen2.5-VL-3B-Instruct without weights: its sizes and its chat, with a smaller tokenizer and that one's ids."""
-    from examples.drawings import Drawings, split
+    from examples.drawings import Drawings
     from examples.drawings_model import IMAGE, PLACES
 
-    tokenizer = Drawings(context_length=4096).train_tokenizer(split("train", 8, seed=0))
+    example = Drawings(context_length=4096)
+    tokenizer = example.train_tokenizer(example.split("train", 8))
     start, end, image = (tokenizer.convert_tokens_to_ids(place) for place in (*PLACES[:2], IMAGE))
     rope = {"type": "mrope", "mrope_section": [16, 24, 24]}
     changes = QWEN | {"vision_config": TOWER, "rope_scaling": rope, "max_position_embeddings": 128_000}

@@ -26,30 +26,22 @@ import torch
 from torch import Tensor
 
 from common.config import Config
+from examples.quickstart import prompt_ids
 from model.cpu.linear import OneDnnLinear
 from model.logprobs import load_causal_lm, score_row
 from model.packing import PackedRow, Packing, pack
 from model.tokenizer import load_tokenizer
-from tools.benchmarks.cells import (
-    BETA,
-    LEARNING_RATE,
-    Cell,
-    StepLog,
-    even,
-    parse_cell_arguments,
-    prepare,
-    tandem_config,
-)
+from tools.benchmarks.cells import BETA, LEARNING_RATE, StepLog, cell_parser, prepare, reward_functions, tandem_config
 
 RUNGS = ("seed", "reuse", "flat", "shared", "completions", "onednn")
 
 
 class Loop:
-    def __init__(self, cell: Cell, rung: str, config: Config):
+    def __init__(self, rung: str, config: Config):
         from sampler.engine import Engine
 
         level = RUNGS.index(rung)
-        self.cell, self.config = cell, config
+        self.config = config
         self.reuses, self.heads_only_completions = level >= 1, level >= 4
         self.packing: Packing = "off" if level < 2 else "flat" if level == 2 else "shared"
         self.engine = Engine(config, num_gpus=0)
@@ -62,16 +54,15 @@ class Loop:
             use_torch(self.reference)
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
 
-    def load_weights(self, folder: Path) -> None:
-        self.policy.save_pretrained(folder)
-        self.engine.weights.load(folder)
-
-    def generate(self, prompts: list[list[int]], seed: int) -> list[list[Any]]:
-        """The completions of every prompt, in order."""
+    def generate(self, prompts: list[list[int]], folder: Path, seed: int) -> list[list[Any]]:
+        """The present weights' completions of every prompt, in order. folder: where the weights go."""
         from sampler.completions import SamplingParams
 
+        self.policy.save_pretrained(folder)
+        self.engine.weights.load(folder)
+        settings = self.config.sampler
         for i, prompt in enumerate(prompts):
-            params = SamplingParams(1.0, self.cell.completion, self.cell.generations, seed + i * 1000)
+            params = SamplingParams(1.0, settings.max_completion_length, settings.num_generations, seed + i * 1000)
             self.engine.submit(i, prompt, params)
         finished: dict[int, list[Any]] = {}
         while self.engine.num_running:
@@ -110,47 +101,34 @@ class Loop:
 
 
 def main() -> None:
-    arguments = parse_cell_arguments(str(__doc__), rung={"choices": RUNGS, "default": "seed"})
-    cell: Cell = arguments.cell
-    folder = prepare(cell)
+    parser = cell_parser(__doc__)
+    parser.add_argument("--rung", choices=RUNGS, default="seed")
+    arguments = parser.parse_args()
+    cell, folder = arguments.cell, prepare(arguments.cell)
     with tempfile.TemporaryDirectory(prefix="tandem-bench-", dir="/dev/shm") as scratch:
         config = Config.model_validate(tandem_config(cell, folder, arguments.steps, Path(scratch)))
-        tokenizer = load_tokenizer(config.model.path, None, False)
+        tokenizer: Any = load_tokenizer(config.model.path, None, False)
         rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-        loop = Loop(cell, arguments.rung, config)
+        loop = Loop(arguments.rung, config)
         log = StepLog(arguments.out, f"ladder-{arguments.rung}", cell)
         for step in range(arguments.steps):
             chosen = [rows[(step * cell.prompts + i) % len(rows)] for i in range(cell.prompts)]
-            prompts = [prompt_ids(tokenizer, row["question"]) for row in chosen]
-            loop.load_weights(Path(scratch) / f"v{step}")
-            completions = loop.generate(prompts, seed=step)
+            prompts = [prompt_ids(row["question"], tokenizer) for row in chosen]
+            completions = loop.generate(prompts, Path(scratch) / f"v{step}", seed=step)
             texts = [tokenizer.batch_decode([c.token_ids for c in group]) for group in completions]
-            scores = [reward(cell, t, row["answer"]) for t, row in zip(texts, chosen, strict=True)]
-            loop.update(prompts, completions, torch.tensor(scores))
+            scores = [
+                [f(t, answer=[row["answer"]] * len(t)) for f in reward_functions(cell)]
+                for t, row in zip(texts, chosen, strict=True)
+            ]
+            loop.update(prompts, completions, torch.tensor(scores).sum(1))
             log.step(sum(len(c.token_ids) for group in completions for c in group))
 
 
 def use_torch(model: torch.nn.Module) -> None:
-    """Undoes common.linear.use_onednn."""
+    """Undoes model.cpu.linear.use_onednn."""
     for module in model.modules():
         if type(module) is OneDnnLinear:
             module.__class__ = torch.nn.Linear  # type: ignore[assignment]
-
-
-def prompt_ids(tokenizer: Any, question: str) -> list[int]:
-    messages = [{"role": "user", "content": question}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def reward(cell: Cell, completions: list[str], gold: str) -> list[float]:
-    if not cell.is_natural:
-        return even(completions)
-    from rewards.format import format as format_reward
-    from rewards.gsm8k import answer
-
-    right = answer(completions, [gold] * len(completions))
-    return [(a or 0.0) + f for a, f in zip(right, format_reward(completions), strict=True)]
 
 
 if __name__ == "__main__":
