@@ -5,6 +5,7 @@ TANDEM_SOAK_STEPS sets the length (30 steps by default), TANDEM_SOAK_SEED the mo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -29,12 +30,12 @@ from tests.support import tier
 from tests.support.pupils import HARDLY_TAUGHT, build_quick_start, files_of
 from tests.support.speed import limit, overdue
 from tests.support.tier import full
-from tools.benchmarks.soak import VICTIMS, workers
 from trainer.link import recording
 
 pytestmark = pytest.mark.timeout(0)  # every wait below has a deadline of its own
 
 ROOT = Path(__file__).resolve().parents[2]
+VICTIMS = {"sampler": "sampling.py", "trainer": "training_worker.py"}
 STEPS = int(os.environ.get("TANDEM_SOAK_STEPS", "30"))
 SEED = int(os.environ.get("TANDEM_SOAK_SEED", "1"))
 STEPS_BETWEEN_KILLS = (3, 7)
@@ -70,7 +71,14 @@ class Run:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
 
     def find(self, victim: str) -> list[psutil.Process]:
-        return [process for name, process in workers(psutil.Process(self.process.pid)) if name == victim]
+        """Those that do the work. DeepSpeed's launchers above the ranks name the same program."""
+        found = []
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                words = process.cmdline()
+                if any(w.endswith(VICTIMS[victim]) for w in words) and not any("deepspeed" in w for w in words):
+                    found.append(process)
+        return found
 
     def wait(self, within_s: float) -> int:
         try:

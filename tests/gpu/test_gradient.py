@@ -6,7 +6,6 @@ float32 gradient than twice what plain forwards are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from model.logprobs import load_causal_lm, score_row
 from model.packing import pack
+from tests.gpu.conftest import Record
 from tools.benchmarks.cells import make_model
 
 pytestmark = pytest.mark.gpu
@@ -24,9 +24,7 @@ _PROMPT, _COMPLETIONS = list(range(3, 40)), [list(range(40, 90)), list(range(90,
 _FLOAT32 = 1e-4  # of the gradient's norm; TF32 products would give 1e-3
 
 
-def test_packed_rows_have_the_gradient_of_plain_forwards(
-    on_gpu: bool, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_packed_rows_have_the_gradient_of_plain_forwards(on_gpu: bool, tmp_path: Path, record_property: Record) -> None:
     make_model("1m", tmp_path / "model")
     device = "cuda" if on_gpu else "cpu"
     truth = _gradient(tmp_path, "float32", device, is_packed=False)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from model import log_softmax
 from model.log_softmax import LogSoftmaxAt
+from tests.gpu.conftest import Record
 
 pytestmark = pytest.mark.gpu
 
@@ -21,52 +22,45 @@ _VALUES = 1e-4  # of log-probs and entropies: both are computed in float32
 _GRADIENT = 2**-7  # of its norm: a bfloat16's last bit
 
 
-def test_the_compiled_head_has_the_numbers_of_the_plain_one(
-    on_gpu: bool, record_property: Callable[[str, object], None]
-) -> None:
+def test_the_compiled_head_has_the_numbers_of_the_plain_one(on_gpu: bool, record_property: Record) -> None:
     device, rows, vocab = ("cuda", _TOKENS, _QWEN) if on_gpu else ("cpu", 16, 500)
     torch.manual_seed(0)
     logits = 3 * torch.randn(rows, vocab, device=device).bfloat16()
     targets = torch.randint(0, vocab, (rows,), device=device)
-    plain = _measured(lambda z: _by_autograd(z.float() / _TEMPERATURE, targets), logits)
-    ours = _measured(lambda z: LogSoftmaxAt.apply(z, targets, None, _TEMPERATURE, True, False)[:2], logits)
-    for name, found in (("plain", plain), ("compiled", ours)):
-        text = f"{found['s'] * 1e3:.2f} ms, {found['gib']:.2f} GiB"
-        record_property(f"{name}, {rows} × {vocab} tokens", text)
-    values = max(float((a - b).abs().max()) for a, b in zip(plain["values"], ours["values"], strict=True))
-    gradient = float((plain["gradient"] - ours["gradient"]).float().norm() / plain["gradient"].float().norm())
-    record_property("apart", f"values {values:.1e}, gradient {gradient:.1e} of its norm")
-    assert values < _VALUES and gradient < _GRADIENT
+    ways: dict[str, Callable[[Tensor], Any]] = {
+        "plain": lambda z: _by_autograd(z.float() / _TEMPERATURE, targets),
+        "compiled": lambda z: LogSoftmaxAt.apply(z, targets, None, _TEMPERATURE, True, False)[:2],
+    }
+    found = {name: _computed(way, logits) for name, way in ways.items()}
+    for name, (_, _, took) in found.items():
+        record_property(f"{name}, {rows} × {vocab} tokens", took)
+    (plain, plain_gradient, _), (ours, gradient, _) = found.values()
+    values = max(float((a - b).abs().max()) for a, b in zip(plain, ours, strict=True))
+    apart = float((plain_gradient - gradient).float().norm() / plain_gradient.float().norm())
+    record_property("apart", f"values {values:.1e}, gradient {apart:.1e} of its norm")
+    assert values < _VALUES and apart < _GRADIENT
     assert not on_gpu or not log_softmax._uncompiled
 
 
-def _measured(way: Callable[[Tensor], Any], logits: Tensor) -> dict[str, Any]:
-    """The second of two times, forward and backward: the first compiles."""
+def _computed(way: Callable[[Tensor], Any], logits: Tensor) -> tuple[list[Tensor], Tensor, str]:
+    """Log-probs and entropies, the gradient, and what the second of two times took: the first compiles."""
     for _ in range(2):
         leaf = logits.clone().requires_grad_()
-        before = _start(leaf)
-        logprobs, entropy = way(leaf)
-        logprobs.sum().backward()
-        seconds, gib = _since(leaf, *before)
-    return {"values": (logprobs.detach(), entropy), "gradient": leaf.grad, "s": seconds, "gib": gib}
+        before = 0
+        if leaf.is_cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        begun = time.monotonic()
+        values = way(leaf)
+        values[0].sum().backward()
+        if leaf.is_cuda:
+            torch.cuda.synchronize()
+        seconds, peak = time.monotonic() - begun, torch.cuda.max_memory_allocated() if leaf.is_cuda else 0
+    assert leaf.grad is not None
+    return [v.detach() for v in values], leaf.grad, f"{seconds * 1e3:.2f} ms, {(peak - before) / 2**30:.2f} GiB"
 
 
 def _by_autograd(z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     log_p = z.log_softmax(-1)
     return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.detach().exp() * log_p.detach()).sum(-1)
-
-
-def _start(tensor: Tensor) -> tuple[float, int]:
-    if tensor.is_cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        return time.monotonic(), torch.cuda.memory_allocated()
-    return time.monotonic(), 0
-
-
-def _since(tensor: Tensor, begun: float, allocated: int) -> tuple[float, float]:
-    """Seconds, and GiB on a GPU beyond what there was."""
-    if tensor.is_cuda:
-        torch.cuda.synchronize()
-        return time.monotonic() - begun, (torch.cuda.max_memory_allocated() - allocated) / 2**30
-    return time.monotonic() - begun, 0.0

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from launcher.doctor import gpu_machine
+from tests.gpu.conftest import Record
 
 pytestmark = pytest.mark.gpu
 
 
-def test_doctor_finds_nothing_wrong(on_gpu: bool, record_property: Callable[[str, object], None]) -> None:
+def test_doctor_finds_nothing_wrong(on_gpu: bool, record_property: Record) -> None:
     checks = list(gpu_machine())
     for check in checks:
         record_property(*check.text.partition(": ")[::2])
     assert [check.text for check in checks if on_gpu and not check.ok] == []
 
 
-def test_torch_computes(on_gpu: bool, record_property: Callable[[str, object], None]) -> None:
+def test_torch_computes(on_gpu: bool, record_property: Record) -> None:
     import torch
 
     record_property("torch", torch.__version__)

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.gpu.conftest import Record
 from tests.support.own_process import in_processes
 from tests.support.sleeping import sleeping
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
-Record = Callable[[str, object], None]
 
-_RELOADS, _LIFE = 5, "life"
-_VOCABULARY = 512  # tokens that a canary may hold: those of the tokenizer that all shapes share
+_RELOADS = 5
 _CACHE = {"kv_cache_memory_bytes": 2**30, "gpu_memory_utilization": 0.3}  # as beside a trainer: measured by nobody
 _FREED = 0.95  # of the cache's bytes
 _PROMPT, _TOKENS = list(range(3, 75)), 24
@@ -53,43 +50,34 @@ class Pair:
     def __init__(self, shape: str, dtype: str, scratch: Path, **vllm: Any) -> None:
         import torch
 
-        from common import weights
+        from common.config import Config
         from sampler.engine import Engine
-        from tools.benchmarks.handover import UntrainedPolicy, settings
+        from tests.support.plain_policy import DevicePolicy
+        from tools.benchmarks.cells import Cell, prepare
 
-        self.config = settings(shape, dtype, 0, scratch)
-        on_gpu = torch.cuda.is_available()
-        if on_gpu:
-            self.config = self.config.model_copy(update={"vllm": self.config.vllm | _CACHE | vllm})
-        self.policy = UntrainedPolicy(self.config, "cuda" if on_gpu else "cpu")
-        self.folder = weights.default_dir(self.config)
+        self.scratch, model, on_gpu = scratch, prepare(Cell(shape)) / "model", torch.cuda.is_available()
+        settings = {
+            "run": {"output_dir": scratch / "run"},
+            "model": {"path": str(model), "dtype": dtype},
+            "data": {"train": "unused.jsonl", "max_prompt_length": 64},
+            "sampler": {"num_generations": 8, "max_completion_length": 64},
+            "vllm": {"max_model_len": 128} | (_CACHE | vllm if on_gpu else {}),
+        }
+        self.config = Config.model_validate(settings)
+        self.policy = DevicePolicy(model, dtype, "cuda" if on_gpu else "cpu")
         self.engine = Engine(self.config, torch.cuda.device_count())
-        self.newest = -1  # version that was reloaded
-
-    def __enter__(self) -> Pair:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        from common import weights
-
-        weights.remove_versions(self.folder)
 
     def published(self, version: int) -> Any:
-        """The policy's present weights, as a version."""
-        from tools.benchmarks.handover import OneRank
-        from trainer.save.write_version import write_version
+        return self.policy.publish(self.scratch / "weights", version)
 
-        policy: Any = self.policy
-        ranks: Any = OneRank()
-        return write_version(policy, ranks, self.folder, "run", _LIFE, version, _VOCABULARY)
-
-    def reloaded(self, version: Any) -> Any:
+    def reloaded(self, version: int) -> Any:
+        """What the engine says of other weights than before."""
         from common import weights
         from sampler.reload import reload
 
-        found = reload(self.engine, version, self.config)
-        self.newest = version.version
-        weights.prune(self.folder, [self.newest], keep=2)
+        self.policy.disturb(version)
+        found = reload(self.engine, self.published(version), self.config)
+        weights.prune(self.scratch / "weights", [version], keep=1)
         return found
 
     def written(self) -> list[int]:
@@ -105,21 +93,15 @@ class Pair:
 
 def _reloads(shape: str, dtype: str, scratch: Path) -> dict[str, str]:
     """Figures of the good reloads. Raises if one is refused, or the stale one is not."""
-    begun = time.monotonic()
-    with Pair(shape, dtype, scratch) as pair:
-        started_s, seen = time.monotonic() - begun, []
-        for version in range(_RELOADS):
-            pair.policy.disturb()
-            seen.append(pair.reloaded(pair.published(version)))
-        # A CPU's matrices are packed.
-        assert pair.engine.on_cpu or seen[-1].unproven == {}, "every published tensor is compared bit by bit"
-        refused = _refusal_of_a_stale_number(pair)
+    pair = Pair(shape, dtype, scratch)
+    seen = [pair.reloaded(version) for version in range(_RELOADS)]
+    # A CPU's matrices are packed.
+    assert pair.engine.on_cpu or seen[-1].unproven == {}, "every published tensor is compared bit by bit"
     rms, largest = max(one.canary_rms for one in seen), max(one.canary_max_diff for one in seen)
     return {
-        "engine start": f"{started_s:.0f} s",
         "reload": f"{statistics.median(one.seconds for one in seen):.2f} s",
         "canary": f"RMS {rms:.2g} nats, at most {largest:.2g}",
-        "stale": refused[:160],
+        "stale": _refusal_of_a_stale_number(pair)[:160],
     }
 
 
@@ -129,14 +111,15 @@ def _refusal_of_a_stale_number(pair: Pair) -> str:
 
     from common import weights
     from common.errors import Retryable
+    from sampler.reload import reload
 
     with torch.no_grad():
         next(pair.policy.model.parameters()).view(-1)[0].mul_(1.01)
-    loader, before = pair.engine.weights, weights.version_dir(pair.folder, pair.newest, _LIFE)
-    load = loader.load
+    before = weights.version_dir(pair.scratch / "weights", _RELOADS - 1, "life")
+    loader, load = pair.engine.weights, pair.engine.weights.load
     setattr(loader, "load", lambda _, expected, *__: load(before, expected))  # noqa: B010
     with pytest.raises(Retryable) as refused:
-        pair.reloaded(pair.published(pair.newest + 1))
+        reload(pair.engine, pair.published(_RELOADS), pair.config)
     return str(refused.value)
 
 
@@ -145,18 +128,14 @@ def _sleeps(scratch: Path) -> int:
     import torch
 
     on_gpu = torch.cuda.is_available()
-    with Pair("1m", "float32", scratch, enable_sleep_mode=True) as pair, _may_sleep(pair.engine, on_gpu):
-        pair.reloaded(pair.published(0))
+    pair = Pair("1m", "float32", scratch, enable_sleep_mode=True)
+    with contextlib.nullcontext() if on_gpu else sleeping(pair.engine):
+        pair.reloaded(0)
         before, free = pair.written(), torch.cuda.mem_get_info()[0] if on_gpu else 0
         pair.engine.rest()
         freed = torch.cuda.mem_get_info()[0] - free if on_gpu else 0
         assert pair.written() == before
         pair.engine.rest()
-        pair.policy.disturb()
-        found = pair.reloaded(pair.published(1))
+        found = pair.reloaded(1)
         assert pair.engine.on_cpu or found.unproven == {}
         return freed
-
-
-def _may_sleep(engine: Any, on_gpu: bool) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if on_gpu else sleeping(engine)

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launcher.machine import GIB, ROOT
+from tests.gpu.conftest import Record
 from tests.support.own_process import run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
-Record = Callable[[str, object], None]
 
-TOY = {"model": "1m", "groups": 2, "generations": 4, "prompt": 64, "completion": 8, "steps": 2, "warmup": 1}
-_STEP = {"groups": 4, "generations": 8, "prompt": 384, "completion": 256, "steps": 3, "warmup": 2}
-_SMALL: dict[str, Any] = {**_STEP, "model": "qwen2.5-0.5b", "gradient_checkpointing": True}
-_LARGE: dict[str, Any] = {**_STEP, "model": "qwen2.5-1.5b", "gradient_checkpointing": True}
+TOY = "1m-2x4-p64-c8"
+_LARGE = "4x8-p384-c256"
+_REAL = ("model.dtype=bfloat16", "model.gradient_checkpointing=true")
 _WHOLE = 40 * GIB  # of a GPU that trains every weight of 1.5B; a smaller one trains adapters
 _MFU_AIM = 0.35  # at 1.5B
 _FASTER_AIM = 2.0
@@ -29,9 +28,9 @@ _MEMORY = 1.1  # of plan's estimate
 def test_shared_prompts_are_faster_than_padded_rows_and_a_step_fits_in_what_plan_says(
     on_gpu: bool, tmp_path: Path, record_property: Record
 ) -> None:
-    options = _SMALL if on_gpu else TOY
-    packed = measured(tmp_path, **options)
-    times = measured(tmp_path, **options, packing="off")["step_s"]["median"] / packed["step_s"]["median"]
+    cell, settings = (f"qwen2.5-0.5b-{_LARGE}", _REAL) if on_gpu else (TOY, ())
+    packed = measured(tmp_path, cell, settings)
+    times = measured(tmp_path, cell, [*settings, "trainer.packing=off"])["step_s"] / packed["step_s"]
     note(packed, record_property)
     record_property("packed over padded", f"{times:.1f} × as fast")
     assert not on_gpu or times >= _FASTER_AIM
@@ -44,31 +43,29 @@ def test_a_step_of_one_and_a_half_billion_parameters(on_gpu: bool, tmp_path: Pat
     if not on_gpu:
         pytest.skip("needs a GPU")
     whole = torch.cuda.get_device_properties(0).total_memory > _WHOLE
-    record = measured(tmp_path, **_LARGE, lora=0 if whole else 16)
+    record = measured(tmp_path, f"qwen2.5-1.5b-{_LARGE}", [*_REAL, f"lora.r={0 if whole else 16}"])
     note(record, record_property)
     assert fits(record)
     assert not whole or record["mfu"] is None or record["mfu"] >= _MFU_AIM
 
 
 def measured(
-    scratch: Path, launcher: Sequence[str] = (sys.executable,), env: Mapping[str, str] | None = None, **options: Any
+    scratch: Path,
+    cell: str,
+    settings: Sequence[str] = (),
+    launcher: Sequence[str] = (sys.executable,),
+    env: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The record of tools/benchmarks/trainer_step.py, which runs the trainer's own engine."""
-    out = scratch / "step.jsonl"
-    words = [word for name, value in options.items() for word in _words(name, value)]
+    out, steps = scratch / "step.jsonl", ("3", "--warmup", "1") if cell == TOY else ("5", "--warmup", "2")
     program = str(ROOT / "tools" / "benchmarks" / "trainer_step.py")
-    run([*launcher, program, "--no-publish", "--out", str(out), *words], env)
+    run([*launcher, program, "--cell", cell, "--steps", *steps, "--out", str(out), "--", *settings], env)
     return dict(json.loads(out.read_text().splitlines()[-1]))
-
-
-def _words(name: str, value: Any) -> list[str]:
-    option = "--" + name.replace("_", "-")
-    return [option] if value is True else [option, str(value)]
 
 
 def note(record: dict[str, Any], record_property: Record) -> None:
     mfu = "its peak is not known" if record["mfu"] is None else f"{100 * record['mfu']:.0f} % of the peak"
-    record_property("a step", f"{record['step_s']['median']:.2f} s, {mfu}")
+    record_property("a step", f"{record['step_s']:.2f} s, {mfu}")
     record_property("memory", f"{record['peak_memory_gib']:.1f} GiB, plan says {record['estimated_gib']:.1f} GiB")
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
 from report.run_log import read_jsonl
+from tests.gpu.conftest import Record
 from tests.support.own_process import run
 from tools.benchmarks.cells import Cell, prepare, tandem_config
 
@@ -20,9 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 _FIRST_STEP_S = 60
 
 
-def test_both_processes_on_one_gpu_start_step_and_end(
-    on_gpu: bool, folder: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_both_processes_on_one_gpu_start_step_and_end(on_gpu: bool, folder: Path, record_property: Record) -> None:
     cell, steps = (Cell("1m", 8, 8, 64, 64), 20) if on_gpu else (Cell("1m", 2, 2, 64, 16), 2)
     config = folder / "run.yaml"
     config.write_text(yaml.safe_dump(tandem_config(cell, prepare(cell), steps, folder / "run")))

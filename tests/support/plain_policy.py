@@ -86,6 +86,27 @@ class PlainPolicy:
         return self.score(row, temperature).numpy()
 
 
+class DevicePolicy(PlainPolicy):
+    """On a device, as a rank's is; what is published comes from there."""
+
+    def __init__(self, folder: Path, dtype: str, device: str):
+        self.model = load_causal_lm(str(folder), dtype, None, False).to(device)
+        self.tied_embeddings = self.model.config.tie_word_embeddings
+
+    def score(self, row: Any, temperature: float) -> Any:
+        return super().score(row.to(self.model.device), temperature).float().cpu()
+
+    def full_parameters(self, wanted: Callable[[str], bool], to_host: Any = lambda _, tensor: tensor.cpu()) -> Any:
+        return ((n, to_host(n, p.detach())) for n, p in self.model.named_parameters() if wanted(n))
+
+    @torch.no_grad()
+    def disturb(self, seed: int) -> None:
+        """By a hundredth, alike in every row: a bfloat16 model's log-probs stay near those of its engine."""
+        generator = torch.Generator().manual_seed(seed)
+        for p in self.model.parameters():
+            p.add_(torch.randn(p.shape[-1], generator=generator).to(p), alpha=0.01)
+
+
 class AdaptedPolicy(PlainPolicy):
     """What trainer.publish needs of a PolicyEngine that trains adapters."""
 

@@ -20,8 +20,7 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from report.environment import processor
 from report.run_log import read_jsonl
 from tools.benchmarks.cells import CELLS, ROOT, Cell, named
-from tools.benchmarks.work import measured_flops, step_work
+from tools.benchmarks.trl_formulas import install, python
+from tools.benchmarks.work import FORWARDS_OF_A_STEP, forward_flops, measured_flops
 
 RESULTS = ROOT / "runs" / "bench.jsonl"
 
@@ -52,8 +52,6 @@ def command(row: str, cell: Cell, steps: int, out: Path) -> list[str]:
     common = ["--cell", cell.name, "--steps", str(steps), "--out", str(out)]
     here = ROOT / "tools" / "benchmarks"
     if row in TRL_ROWS:
-        from tools.benchmarks.trl_formulas import install, python
-
         install()
         return [str(python()), str(here / "trl_run.py"), *common, "--backend", TRL_ROWS[row]]
     if row in LADDER:
@@ -110,59 +108,37 @@ def _run(row: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
-@dataclass(frozen=True)
-class Summary:
-    """One row of one cell: seconds of a step and tokens trained per second, medians with quartiles."""
-
-    row: str
-    wall_s: float
-    q1: float
-    q3: float
-    tokens_per_s: float
-
-
-def summarise(records: Iterable[dict[str, Any]]) -> list[Summary]:
-    """Of one cell, in the order of ROWS."""
-    by_row: dict[str, list[dict[str, Any]]] = {}
-    for record in records:
-        by_row.setdefault(record["row"], []).append(record)
-    return [_summary(row, by_row[row]) for row in ROWS if len(by_row.get(row, [])) > 1]
-
-
-def _summary(row: str, records: list[dict[str, Any]]) -> Summary:
-    walls = [r["wall_s"] for r in records]
-    q1, median, q3 = statistics.quantiles(walls, n=4, method="inclusive")
-    rate = statistics.median(r["completion_tokens"] / r["wall_s"] for r in records)
-    return Summary(row, median, q1, q3, rate)
-
-
 def tables(records: Sequence[dict[str, Any]]) -> str:
     """Markdown: a table for every machine, in the order in which they were first measured."""
     parts = []
     for name in dict.fromkeys(r["machine"] for r in records):
         own = [r for r in records if r["machine"] == name]
         flops = statistics.median(r["flops"] for r in own)
-        parts += [
-            f"**{name}**; one core does {flops / 1e9:.0f} GFLOP/s in a float32 matrix product.",
-            "\n".join(
-                ["| cell | row | seconds of a step | × TRL | floor, s |", "|---|---|---|---|---|", *_lines(own, flops)]
-            ),
-        ]
+        parts.append(f"**{name}**; one core does {flops / 1e9:.0f} GFLOP/s in a float32 matrix product.")
+        parts.append("\n".join([HEAD, *_lines(own, flops)]))
     return "\n\n".join(parts)
 
 
 def _lines(records: Sequence[dict[str, Any]], flops: float) -> Iterator[str]:
-    """A line for each row of each cell. × TRL: tokens per second over those of the cell's fastest TRL row.
+    """A line for each row of each cell, in the order of ROWS: the median of its steps and the quartiles.
 
-    The floor is what the matrix products of a step take on two cores.
+    × TRL: tokens per second over those of the cell's fastest TRL row. The floor is what the matrix products of a step
+    take on two cores.
     """
     for name in dict.fromkeys(r["cell"] for r in records):
-        cell, rows = named(name), summarise(r for r in records if r["cell"] == name)
-        best_trl = max((r.tokens_per_s for r in rows if r.row in TRL_ROWS), default=None)
-        floor = "–" if cell.is_natural else f"{step_work(cell, dense=False).total / flops / 2:.2f}"
-        for r in rows:
-            times = f"{r.tokens_per_s / best_trl:.2f}" if best_trl else "–"
-            yield f"| {name} | {r.row} | {r.wall_s:.3f} ({r.q1:.3f}–{r.q3:.3f}) | {times} | {floor} |"
+        cell, of_row = named(name), {row: [r for r in records if (r["cell"], r["row"]) == (name, row)] for row in ROWS}
+        rates = {
+            row: statistics.median(r["completion_tokens"] / r["wall_s"] for r in steps)
+            for row, steps in of_row.items()
+            if len(steps) > 1
+        }
+        best_trl = max((rate for row, rate in rates.items() if row in TRL_ROWS), default=None)
+        floor = "–" if cell.is_natural else f"{FORWARDS_OF_A_STEP * forward_flops(cell) / flops / 2:.2f}"
+        for row, rate in rates.items():
+            walls = [r["wall_s"] for r in of_row[row]]
+            q1, median, q3 = statistics.quantiles(walls, n=4, method="inclusive")
+            times = f"{rate / best_trl:.2f}" if best_trl else "–"
+            yield f"| {name} | {row} | {median:.3f} ({q1:.3f}–{q3:.3f}) | {times} | {floor} |"
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -83,15 +84,13 @@ def named(name: str) -> Cell:
     return Cell(shape, int(prompts), int(generations), int(prompt[1:]), int(completion[1:]))
 
 
-def parse_cell_arguments(description: str, **extra: dict[str, Any]) -> argparse.Namespace:
-    """Arguments that every row's runner has: --cell, --steps, --out; `extra` are further options."""
+def cell_parser(description: str | None) -> argparse.ArgumentParser:
+    """With the arguments that every row's runner has."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cell", type=named, required=True)
     parser.add_argument("--steps", type=int, required=True, help="warm-up included")
     parser.add_argument("--out", type=Path, required=True, help="one JSON line per step is appended")
-    for name, options in extra.items():
-        parser.add_argument(f"--{name}", **options)
-    return parser.parse_args()
+    return parser
 
 
 def prepare(cell: Cell) -> Path:
@@ -131,6 +130,16 @@ def _make_data(cell: Cell, folder: Path) -> None:
     (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
 
 
+def reward_functions(cell: Cell) -> list[Callable[..., list[Any]]]:
+    """What `tandem_config` names, for loops of one process."""
+    if not cell.is_natural:
+        return [even]
+    from rewards.format import format as format_reward
+    from rewards.gsm8k import answer
+
+    return [answer, format_reward]
+
+
 def even(completions: list[Any], **_: Any) -> list[float]:
     """A reward that differs inside every group: the share of even characters. Takes strings or chat messages."""
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
@@ -165,11 +174,10 @@ class StepLog:
         self._common = {"row": row, "cell": cell.name}
         self._wall, self._cpu, self._step = time.monotonic(), time.process_time(), 0
 
-    def step(self, completion_tokens: float, **parts: float) -> None:
+    def step(self, completion_tokens: float) -> None:
         wall, cpu = time.monotonic(), time.process_time()
         self._step += 1
         record = {"step": self._step, "wall_s": wall - self._wall, "cpu_s": cpu - self._cpu}
-        record |= {"completion_tokens": completion_tokens, **parts}
-        self._file.write(json.dumps(self._common | record) + "\n")
+        self._file.write(json.dumps(self._common | record | {"completion_tokens": completion_tokens}) + "\n")
         self._file.flush()
         self._wall, self._cpu = wall, cpu

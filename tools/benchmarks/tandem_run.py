@@ -8,7 +8,6 @@ appears there. The last step also holds what ends a run and is left out.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import subprocess
@@ -19,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.benchmarks.cells import ROOT, Cell, named, prepare, tandem_config
+from tools.benchmarks.cells import ROOT, Cell, cell_parser, prepare, tandem_config
 
 PARTS = ("timing/sampler_generate_s", "timing/sampler_reference_s", "timing/backward_s", "timing/step_s",
          "timing/reference_s", "sync/publish_s", "sync/snapshot_s", "sync/write_s", "sync/reload_s", "sync/stall_s",
@@ -27,10 +26,7 @@ PARTS = ("timing/sampler_generate_s", "timing/sampler_reference_s", "timing/back
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cell", type=named, required=True)
-    parser.add_argument("--steps", type=int, required=True, help="warm-up included")
-    parser.add_argument("--out", type=Path, required=True, help="one JSON line per step is appended")
+    parser = cell_parser(__doc__)
     parser.add_argument("--row", default="tandem")
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()

@@ -18,9 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.benchmarks.cells import BETA, LEARNING_RATE, Cell, StepLog, even, parse_cell_arguments, prepare
-
-BACKENDS = ("stock", "plain", "vllm")
+from tools.benchmarks.cells import BETA, LEARNING_RATE, Cell, StepLog, cell_parser, prepare, reward_functions
 
 
 def use_vllm_on_cpu(cell: Cell) -> None:
@@ -53,7 +51,9 @@ def use_vllm_on_cpu(cell: Cell) -> None:
 
 
 def main() -> None:
-    arguments = parse_cell_arguments(__doc__, backend={"choices": BACKENDS, "default": "stock"})
+    parser = cell_parser(__doc__)
+    parser.add_argument("--backend", choices=("stock", "plain", "vllm"), default="stock")
+    arguments = parser.parse_args()
     cell: Cell = arguments.cell
     folder = prepare(cell)
     from datasets import Dataset, load_dataset
@@ -63,12 +63,8 @@ def main() -> None:
     rows = load_dataset("json", data_files=str(folder / "train.jsonl"), split="train")
     if cell.is_natural:
         rows = rows.map(lambda row: {"prompt": [{"role": "user", "content": row["question"]}]})
-        from rewards.format import format as format_reward
-        from rewards.gsm8k import answer
-
-        rewards: list[Any] = [answer, format_reward]
     else:
-        rows, rewards = rows.rename_column("question", "prompt"), [even]
+        rows = rows.rename_column("question", "prompt")
     assert isinstance(rows, Dataset)
     if arguments.backend == "vllm":
         use_vllm_on_cpu(cell)
@@ -103,8 +99,9 @@ def main() -> None:
             return output
 
     trainer = Counting(
-        model=str(folder / "model"), reward_funcs=rewards, args=config, train_dataset=rows, callbacks=[EndOfStep()]
-    )
+        model=str(folder / "model"), reward_funcs=reward_functions(cell), args=config, train_dataset=rows,
+        callbacks=[EndOfStep()],
+    )  # fmt: skip
     trainer.train()
 
 
