@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from PIL import Image
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+from examples.settings import WarmStart
 from examples.warm_start import language_settings
 from model.images import ImageFormat, decode_patches, encode_image
-
-if TYPE_CHECKING:
-    from examples.drawings import Drawings
 
 IMAGE = "<|image_pad|>"  # as many of them as the image has tokens
 PLACES = ("<|vision_start|>", "<|vision_end|>", IMAGE, "<|video_pad|>")
@@ -39,8 +37,10 @@ CHAT_TEMPLATE = (
 )
 
 
-def random_model(tokenizer: PreTrainedTokenizerFast, settings: Drawings) -> Qwen2_5_VLForConditionalGeneration:
-    """float32. Draws from torch's global generator."""
+def random_model(
+    tokenizer: PreTrainedTokenizerFast, settings: WarmStart, tower: tuple[int, int]
+) -> Qwen2_5_VLForConditionalGeneration:
+    """float32. Draws from torch's global generator. tower: its width and its layers."""
     ids: dict[str, Any] = {place: tokenizer.convert_tokens_to_ids(place) for place in PLACES}
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen2_5_VLConfig(
@@ -50,7 +50,7 @@ def random_model(tokenizer: PreTrainedTokenizerFast, settings: Drawings) -> Qwen
             # A head of 32 has 16 frequencies: 4 turn with time, 6 with the row and 6 with the column.
             "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0},
         },
-        vision_config=_vision_tower(settings),
+        vision_config=_vision_tower(settings, *tower),
         image_token_id=ids[IMAGE],
         video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"],
@@ -62,17 +62,17 @@ def random_model(tokenizer: PreTrainedTokenizerFast, settings: Drawings) -> Qwen
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
-def _vision_tower(settings: Drawings) -> dict[str, Any]:
+def _vision_tower(settings: WarmStart, hidden_size: int, num_layers: int) -> dict[str, Any]:
     return {
-        "depth": settings.vision_layers,
-        "hidden_size": settings.vision_hidden_size,
-        "intermediate_size": 2 * settings.vision_hidden_size,
+        "depth": num_layers,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
         "num_heads": 2,
         "patch_size": FORMAT.patch_size,
         "spatial_merge_size": FORMAT.merge_size,
         "temporal_patch_size": FORMAT.temporal_patch_size,
         "out_hidden_size": settings.hidden_size,
-        "fullatt_block_indexes": [settings.vision_layers - 1],
+        "fullatt_block_indexes": [num_layers - 1],
         "initializer_range": settings.init_std,
     }
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from examples.example import Example
+from examples.settings import WarmStart
 from model.cpu.linear import use_faster_linear
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -42,7 +42,7 @@ class Shown:
 Lessons = Callable[[random.Random, float, float], list[Shown]]
 
 
-def teach(model: Model, settings: Example, lessons: Lessons, pad_id: int, report: Callable[[str], None]) -> Model:
+def teach(model: Model, settings: WarmStart, lessons: Lessons, pad_id: int, report: Callable[[str], None]) -> Model:
     """Both lessons, in place. Returns the model in eval mode."""
     rng = random.Random(settings.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
@@ -103,7 +103,7 @@ def answered(prompts: Sequence[Shown], texts: list[str], tokenizer: PreTrainedTo
 
 
 def answer_lessons(
-    settings: Example,
+    settings: WarmStart,
     problems: Sequence[Problem],
     tokenizer: PreTrainedTokenizerFast,
     prompt: Callable[[Problem], Shown],
@@ -120,12 +120,12 @@ def answer_lessons(
     return batch
 
 
-def random_qwen2(settings: Example, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+def random_qwen2(settings: WarmStart, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     """float32. Draws from torch's global generator."""
     return Qwen2ForCausalLM(Qwen2Config(**language_settings(settings, tokenizer), dtype="float32"))
 
 
-def language_settings(settings: Example, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+def language_settings(settings: WarmStart, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": settings.hidden_size,
