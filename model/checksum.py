@@ -68,7 +68,8 @@ def words_of(tensor: Tensor) -> Tensor:
 def device_sums(words: Tensor) -> Tensor:
     """Both sums, int64 [2], on the words' device: nothing waits for a GPU."""
     full = words.numel() // _CHUNK
-    blocks = list(words[: full * _CHUNK].view(full, _CHUNK).split(_HOST_CHUNKS if words.is_cpu else _DEVICE_CHUNKS))
+    size = _HOST_CHUNKS if words.is_cpu else _DEVICE_CHUNKS
+    blocks = list(words[: full * _CHUNK].view(full, _CHUNK).split(size)) if full else []
     blocks.append(words[full * _CHUNK :].view(1, -1))
     a, g = _odd_on(words.device, _CHUNK, stream=0), _odd_on(words.device, full + 1, stream=1)
     low = torch.cat([_dot(w, a) for w in blocks])
