@@ -1,5 +1,7 @@
-"""What may import what, what may never be called, that a class name stands for one thing, every failpoint exists, every
-test is of one tier and every package is pinned: read from the syntax trees."""
+"""What may import what, that a class name stands for one thing, every failpoint exists and every package is pinned.
+
+Read from the syntax trees. What may be called at all, and where, is ruff's (pyproject.toml).
+"""
 
 from __future__ import annotations
 
@@ -69,16 +71,6 @@ def _imports(tree: ast.AST) -> Iterator[str]:
             yield node.args[0].value if isinstance(node.args[0], ast.Constant) else "a computed name"
 
 
-def test_the_search_reads_the_whole_package() -> None:
-    assert {
-        "sampling.py",
-        "training_worker.py",
-        "common/wire.py",
-        "sampler/loop.py",
-        "trainer/loop.py",
-    } <= trees().keys()
-
-
 def room(module: str) -> str:
     """The innermost folder that has a rule: trainer/save/best.py -> trainer.save."""
     parts = module.split(".")
@@ -142,63 +134,16 @@ def test_no_class_name_stands_for_two_things() -> None:
     assert {name: found for name, found in homes.items() if len(found) > 1} == {}
 
 
-@pytest.mark.parametrize(
-    ("module", "homes"),
-    [
-        (
-            "vllm",
-            {"sampler/completions.py", "sampler/engine.py", "sampler/vllm_insides.py", "sampler/weight_loader.py"},
-        ),
-        ("zmq", {"common/channel.py"}),
-        ("deepspeed", {"trainer/engine/deepspeed_insides.py", "trainer/engine/deepspeed_model.py"}),
-    ],
-)
-def test_one_file_knows_the_engine(module: str, homes: set[str]) -> None:
-    found = {name for name, tree in trees().items() if any(m.split(".")[0] == module for m in imports(tree))}
-    assert found == homes
-
-
-CHECKED_ARGUMENTS = {"shell", "weights_only", "allow_pickle"}
-
-
-def offences(name: str, tree: ast.AST) -> Iterator[str]:
-    for node in walk(tree):
-        at = f"{name}:{getattr(node, 'lineno', 0)}"
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            banned = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
-            yield from (f"{at}: imports {m}" for m in imports(node) if m.split(".")[0] in banned)
-        if not isinstance(node, ast.Call):
-            continue
-        what, arguments = (
-            called(node),
-            {k.arg: ast.unparse(k.value) for k in node.keywords if k.arg in CHECKED_ARGUMENTS},
-        )
-        if what in ("eval", "exec", "compile", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load"):
-            yield f"{at}: calls {what}"
-        if what.split(".")[-1] in ("send_pyobj", "recv_pyobj", "all_gather_object", "broadcast_object_list"):
-            yield f"{at}: {what} pickles"
-        if arguments.get("shell", "False") != "False":
-            yield f"{at}: shell={arguments['shell']}"
-        if what.endswith("torch.load") and arguments.get("weights_only") != "True":
-            yield f"{at}: torch.load without weights_only=True"
-        if what.split(".")[-1] == "load" and arguments.get("allow_pickle", "False") != "False":
-            yield f"{at}: allow_pickle"
-
-
-def test_one_file_knows_devices() -> None:
-    """Elsewhere no vendor is named, so that another one is a name in that file. The GPU check and the benchmarks tell
-    of the machine that they run on."""
-    rooms = ("common", "model", "sampler", "trainer", "launcher", "report", "rewards", "environments")
-    found = [
-        f"{name}:{node.lineno}"
+def test_no_vendor_of_devices_is_named_outside_its_file() -> None:
+    """torch.cuda is ruff's (pyproject.toml); here its name as text."""
+    rooms = tuple(package for package in PACKAGES if package not in ("examples", "tools"))
+    found = {
+        name
         for name, tree in trees().items()
-        if name.startswith(rooms) and name != "model/devices.py"
         for node in walk(tree)
-        if (isinstance(node, ast.Attribute) and ast.unparse(node).startswith(("torch.cuda", "torch.backends.cuda")))
-        or (isinstance(node, ast.Constant) and node.value == "cuda")
-        or (isinstance(node, ast.Import | ast.ImportFrom) and "torch.cuda" in ast.unparse(node))
-    ]
-    assert found == []
+        if name.startswith(rooms) and isinstance(node, ast.Constant) and node.value == "cuda"
+    }
+    assert found == {"model/devices.py"}
 
 
 INTERNALS = ("_is_stateful", "_supports_attention_backend", "_model_mapping", "_tied_weights_keys", "_disable_adapters")
@@ -212,28 +157,6 @@ def test_one_file_knows_the_insides_of_transformers() -> None:
         if isinstance(node, ast.Attribute) and node.attr in INTERNALS
     }
     assert found == {"model/transformers_internals.py"}
-
-
-def test_nothing_unpickles_evaluates_text_or_starts_a_shell() -> None:
-    assert [offence for name, tree in trees().items() for offence in offences(name, tree)] == []
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import pickle",
-        "from pickle import loads",
-        "eval('1')",
-        "yaml.load(text)",
-        "subprocess.run('ls', shell=True)",
-        "torch.load(path)",
-        "torch.load(path, weights_only=False)",
-        "socket.recv_pyobj()",
-        "np.load(path, allow_pickle=True)",
-    ],
-)
-def test_the_search_finds_what_is_banned(code: str) -> None:
-    assert len(list(offences("x.py", ast.parse(code)))) == 1
 
 
 def test_every_failpoint_in_the_list_is_in_the_code_and_every_one_in_the_code_is_in_the_list() -> None:
