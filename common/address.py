@@ -6,15 +6,12 @@ import contextlib
 import errno
 import socket
 import tempfile
-import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from common import durable
 from common.config import MAX_SOCKET_PATH, Config
 from common.errors import UserError
-
-_ENDING_S = 1.5  # a trainer that ends may hold its address a moment longer
 
 
 def endpoint(config: Config) -> str:
@@ -52,16 +49,11 @@ def cannot_bind(address: str, why: str) -> UserError:
 
 def remove_dead_socket(path: Path) -> None:
     """Deletes what a killed trainer left. libzmq would take the address even from a living one, so we ask first."""
-    deadline = time.monotonic() + _ENDING_S
-    while path.exists():
-        if not path.is_socket():
-            raise cannot_bind(f"ipc://{path}", "the file there is not a socket")
-        if not _answers(path):
-            path.unlink(missing_ok=True)
-        elif time.monotonic() > deadline:
-            raise cannot_bind(f"ipc://{path}", "it is in use by another trainer")
-        else:
-            time.sleep(0.05)
+    if path.exists() and not path.is_socket():
+        raise cannot_bind(f"ipc://{path}", "the file there is not a socket")
+    if _answers(path):
+        raise cannot_bind(f"ipc://{path}", "it is in use by another trainer")
+    path.unlink(missing_ok=True)
 
 
 def _answers(path: Path) -> bool:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from common import wire
 from common.types import Group
-from sampler.link import Link
 from tests.support.lossy_proxy import DELAYED, DOUBLED, LOST, LossyProxy
 from tests.support.protocol_helpers import (
-    HELLO,
     FakeSampler,
     hurry,
     make_config,
@@ -24,23 +21,13 @@ from tests.support.protocol_helpers import (
     make_inbox,
     make_rollout,
     published,
-    short_folder,
     take,
 )
-from tests.support.sockets import router
-from tests.support.speed import limit
 
 pytestmark = pytest.mark.timeout(120)
 
 PER_STEP, NUM_STEPS = 8, 40
 Weights = NDArray[np.float64]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fast_beats() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        hurry(patch)
-        yield
 
 
 class Policy:
@@ -62,17 +49,28 @@ class Policy:
                 weights = 0.9 * weights + 0.01 * rollout.completion_ids
         self.versions.append(weights)
 
+    def digest(self) -> str:
+        return hashlib.sha256(np.stack(self.versions).tobytes()).hexdigest()
 
-def run(folder: Path, seed: int | None, max_staleness: int = 0) -> tuple[list[int], Policy, LossyProxy | None]:
-    """(trained ids, policy, proxy) of a whole run with two samplers, behind a bad network if there is a seed."""
+
+def without_a_network() -> Policy:
+    """One version after the other, by hand."""
+    policy = Policy()
+    for step in range(NUM_STEPS):
+        policy.train([policy.sample(group_id, step) for group_id in range(step * PER_STEP, (step + 1) * PER_STEP)])
+    return policy
+
+
+def run(folder: Path, seed: int, max_staleness: int) -> tuple[list[int], Policy, LossyProxy]:
+    """(trained ids, policy, proxy) of a whole run with two samplers behind a bad network."""
     trainer = {"prompts_per_step": PER_STEP, "max_staleness": max_staleness, "max_steps": NUM_STEPS}
     config = make_config(folder, trainer=trainer)
-    address = config.channel.endpoint
-    behind = config if seed is None else make_config(folder, trainer=trainer, channel={"endpoint": f"{address}-proxy"})
+    address = str(config.channel.endpoint)
+    behind = make_config(folder, trainer=trainer, channel={"endpoint": f"{address}-proxy"})
     policy, trained = Policy(), []
     with contextlib.ExitStack() as stack:
         inbox = stack.enter_context(make_inbox(config, total=NUM_STEPS * PER_STEP))
-        proxy = None if seed is None else stack.enter_context(LossyProxy(f"{address}-proxy", str(address), seed))
+        proxy = stack.enter_context(LossyProxy(f"{address}-proxy", address, seed))
         for name in ("s0", "s1"):
             stack.enter_context(FakeSampler(behind, name, make=policy.sample))
         for step in range(NUM_STEPS):
@@ -85,28 +83,14 @@ def run(folder: Path, seed: int | None, max_staleness: int = 0) -> tuple[list[in
     return trained, policy, proxy
 
 
-@pytest.fixture(scope="module")
-def good_network() -> tuple[list[int], Policy]:
-    """What is trained without a proxy."""
-    with short_folder() as folder:
-        trained, policy, _ = run(folder, None)
-    return trained, policy
-
-
-def digest(policy: Policy) -> str:
-    return hashlib.sha256(np.stack(policy.versions).tobytes()).hexdigest()
-
-
 @pytest.mark.parametrize("seed", [1, 2])
 def test_behind_a_bad_network_the_same_groups_are_trained_in_the_same_order_to_the_same_weights(
-    good_network: tuple[list[int], Policy], seed: int, figure: Callable[[str, str], None]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, seed: int, figure: Callable[[str, str], None]
 ) -> None:
-    plain_ids, plain = good_network
-    with short_folder() as folder:
-        trained, policy, proxy = run(folder, seed)
-    assert trained == plain_ids == list(range(NUM_STEPS * PER_STEP))
-    assert digest(policy) == digest(plain)
-    assert proxy is not None
+    hurry(monkeypatch)
+    trained, policy, proxy = run(folder, seed, max_staleness=0)
+    assert trained == list(range(NUM_STEPS * PER_STEP))
+    assert policy.digest() == without_a_network().digest()
     fates, total = proxy.fates, proxy.fates["messages"]
     assert total > 500 and fates["resets"] >= 3 and fates["overtaken"] > 50
     for name, share in (("lost", LOST), ("doubled", DOUBLED), ("delayed", DELAYED)):
@@ -118,9 +102,9 @@ def test_behind_a_bad_network_the_same_groups_are_trained_in_the_same_order_to_t
     )
 
 
-def test_with_a_sampler_that_runs_ahead_the_order_holds_too() -> None:
-    with short_folder() as folder:
-        trained, _, _ = run(folder, seed=3, max_staleness=1)
+def test_with_a_sampler_that_runs_ahead_the_order_holds_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
+    trained, _, _ = run(folder, seed=3, max_staleness=1)
     assert trained == list(range(NUM_STEPS * PER_STEP))
 
 
@@ -129,25 +113,4 @@ def test_the_weights_would_tell_another_order() -> None:
     groups = [straight.sample(g, 0) for g in range(8)]
     straight.train(groups)
     swapped.train([groups[1], groups[0], *groups[2:]])
-    assert digest(straight) != digest(swapped)
-
-
-def test_a_credit_that_was_overtaken_by_a_later_one_is_counted_and_not_used() -> None:
-    def credit(progress: int) -> wire.Credit:
-        return wire.Credit(8 * progress, [8 * progress], [], progress, "", "", progress)
-
-    with short_folder() as folder:
-        config = make_config(folder)
-        with router(config) as trainer:
-            link = Link(config, "s0", HELLO)
-            link.beat("ready", 0, None, {}, now=True)
-            name, *_ = trainer.recv_multipart()
-            seen = []
-            steps = [("a", 1), ("a", 2), ("a", 1), ("a", 2), ("b", 1), ("a", 3), ("b", 0), ("b", 1)]
-            for incarnation, progress in steps:
-                trainer.send_multipart([name, *wire.encode(wire.Envelope("run", incarnation, ""), credit(progress))])
-                link.receive(timeout_s=limit(5))
-                seen.append(link.credit.version if link.credit else None)
-            link.close()
-        assert seen == [1, 2, 2, 2, 1, 1, 1, 1]
-        assert link.counters == {"refused/outdated": 2, "refused/past_incarnation": 1}
+    assert straight.digest() != swapped.digest()
