@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,13 +20,19 @@ from common.errors import WireError
 from common.types import EncodedImage, FinishReason, Group, Rollout
 
 Frame = bytes | memoryview
+ByToken = Mapping[
+    str, NDArray[Any]
+]  # array of a Rollout -> [tokens of all completions one after the other, words each]
+
+_DTYPES = {"completion_ids": "<i4", "old_logprobs": "<f4", "ref_logprobs": "<f4", "sampling_mask": "<i4"}
+"""The arrays of a Rollout. Each stands in the frame for all rollouts, one after the other, before the next begins."""
 
 
 class RolloutHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a Rollout has beside its arrays, under the same names."""
 
     length: int  # C, tokens of the completion
-    rewards: dict[str, float | None]  # None = NaN: the function does not apply
+    rewards: dict[str, float]
     reward: float
     finish_reason: FinishReason
     observed: tuple[tuple[int, int], ...] = ()
@@ -48,6 +54,9 @@ class RolloutHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
             raise ValueError(f"version spans {self.version_spans} of {self.length} tokens")
 
 
+_PLAIN = [name for name in RolloutHeader.__struct_fields__ if name != "length"]
+
+
 class ImageHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grid_thw: tuple[int, int, int]
     size: int  # bytes of its PNG
@@ -65,75 +74,74 @@ class GroupHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     failures: tuple[str, ...] = ()
 
     @property
-    def num_words(self) -> int:
-        """Of 4 bytes each, in front of the PNGs."""
-        per_token = 2 + self.support_width + self.has_ref_logprobs
-        return self.prompt_length + per_token * sum(rollout.length for rollout in self.rollouts)
+    def num_tokens(self) -> int:
+        """Of all completions."""
+        return sum(rollout.length for rollout in self.rollouts)
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """By array of a Rollout: words of 4 bytes for each token, 0 where there is none."""
+        return dict(zip(_DTYPES, (1, 1, int(self.has_ref_logprobs), self.support_width), strict=True))
 
     @property
     def num_bytes(self) -> int:
         """Of the arrays."""
-        return 4 * self.num_words + sum(image.size for image in self.images)
+        num_words = self.prompt_length + sum(self.widths.values()) * self.num_tokens
+        return 4 * num_words + sum(image.size for image in self.images)
+
+    def check(self) -> None:
+        """Raises WireError or ValueError for what no group can have."""
+        sizes = [rollout.length for rollout in self.rollouts] + [image.size for image in self.images]
+        if min([self.prompt_length, self.support_width, *sizes]) < 0:
+            raise WireError("malformed", "negative length")
+        for rollout in self.rollouts:
+            rollout.check()
 
 
 def write_group(group: Group) -> tuple[GroupHeader, bytes]:
     """Inverse of `read_group`."""
     rollouts = group.rollouts
+    masks = [rollout.sampling_mask for rollout in rollouts if rollout.sampling_mask is not None]
     header = GroupHeader(
         group_id=group.group_id,
         policy_version=group.policy_version,
         problem_index=group.problem_index,
         prompt_length=len(group.prompt_ids),
-        has_ref_logprobs=any(r.ref_logprobs is not None for r in rollouts),
-        rollouts=tuple(map(_rollout_header, rollouts)),
-        support_width=max((r.sampling_mask.shape[1] for r in rollouts if r.sampling_mask is not None), default=0),
+        has_ref_logprobs=any(rollout.ref_logprobs is not None for rollout in rollouts),
+        rollouts=tuple(
+            RolloutHeader(len(rollout.completion_ids), *(getattr(rollout, name) for name in _PLAIN))
+            for rollout in rollouts
+        ),
+        support_width=max((mask.shape[1] for mask in masks), default=0),
         images=tuple(ImageHeader(image.grid_thw, len(image.png)) for image in group.images),
         failures=group.failures,
     )
-    supports = [_widened(r.sampling_mask, header.support_width) for r in rollouts if r.sampling_mask is not None]
-    ids = [group.prompt_ids, *(r.completion_ids for r in rollouts)]
-    floats = [r.old_logprobs for r in rollouts] + [r.ref_logprobs for r in rollouts if r.ref_logprobs is not None]
-    parts = [a.astype("<i4") for a in ids] + [a.astype("<f4") for a in floats] + [a.astype("<i4") for a in supports]
-    return header, b"".join([*(a.tobytes() for a in parts), *(image.png for image in group.images)])
+    parts = [group.prompt_ids.astype("<i4").tobytes()]
+    for (name, dtype), width in zip(_DTYPES.items(), header.widths.values(), strict=True):
+        arrays = [getattr(rollout, name) for rollout in rollouts] if width else []
+        parts += [_widened(array, width).astype(dtype).tobytes() for array in arrays]
+    return header, b"".join([*parts, *(image.png for image in group.images)])
 
 
-def _rollout_header(rollout: Rollout) -> RolloutHeader:
-    return RolloutHeader(
-        length=len(rollout.completion_ids),
-        rewards={name: None if math.isnan(value) else float(value) for name, value in rollout.rewards.items()},
-        reward=float(rollout.reward),
-        finish_reason=rollout.finish_reason,
-        observed=rollout.observed,
-        turns=rollout.turns,
-        tool_calls=rollout.tool_calls,
-        tool_errors=rollout.tool_errors,
-        environment_s=float(rollout.environment_s),
-        version_spans=rollout.version_spans,
-    )
-
-
-def _widened(ids: NDArray[np.int32], width: int) -> NDArray[np.int32]:
-    """[C, K] -> [C, width], filled with -1."""
-    return np.pad(ids, ((0, 0), (0, width - ids.shape[1])), constant_values=-1)
+def _widened(array: NDArray[Any], width: int) -> NDArray[Any]:
+    """[C, K] -> [C, width], filled with -1. [C] stays."""
+    return array if array.ndim == 1 else np.pad(array, ((0, 0), (0, width - array.shape[1])), constant_values=-1)
 
 
 def read_group(header: GroupHeader, arrays: Frame) -> Group:
     """Raises WireError or ValueError if they do not fit each other."""
-    total = _check(header)
-    ref_total = total if header.has_ref_logprobs else 0
+    header.check()
     if len(arrays) != header.num_bytes:
         raise WireError("malformed", f"{len(arrays)} bytes of arrays do not fit the lengths in the header")
-    ids = np.frombuffer(arrays, "<i4", header.prompt_length + total)
-    floats = np.frombuffer(arrays, "<f4", total + ref_total, offset=4 * len(ids))
-    supports = np.frombuffer(arrays, "<i4", total * header.support_width, offset=4 * (len(ids) + len(floats)))
-    prompt_ids, completion_ids = ids[: header.prompt_length], ids[header.prompt_length :]
-    pngs = _read_pngs(header.images, arrays, 4 * header.num_words)
-    return _group(
-        header,
-        prompt_ids,
-        (completion_ids, floats[:total], floats[total:], supports.reshape(total, header.support_width)),
-        pngs,
-    )
+    prompt_ids = np.frombuffer(arrays, "<i4", header.prompt_length)
+    by_token, place = dict[str, NDArray[Any]](), prompt_ids.nbytes
+    for name, width in header.widths.items():
+        flat = np.frombuffer(arrays, _DTYPES[name], header.num_tokens * width, place)
+        by_token[name] = flat.reshape(header.num_tokens, width)
+        place += flat.nbytes
+    ends = itertools.accumulate((image.size for image in header.images), initial=place)
+    pngs = [bytes(arrays[start:end]) for start, end in itertools.pairwise(ends)]
+    return _group(header, prompt_ids, by_token, pngs)
 
 
 def read_outline(header: GroupHeader) -> Group:
@@ -141,65 +149,28 @@ def read_outline(header: GroupHeader) -> Group:
 
     Their tokens are -1 and their log-probs NaN, so that training on them by mistake fails. PNGs are empty.
     """
-    total = _check(header)
-    no_ids = np.broadcast_to(np.int32(-1), total)
-    no_logprobs = np.broadcast_to(np.float32(math.nan), total)
-    no_supports = np.broadcast_to(np.int32(-1), (total, header.support_width))
+    header.check()
+    fillers = {"<i4": -1, "<f4": math.nan}
+    by_token = {
+        name: np.broadcast_to(np.array(fillers[dtype], dtype), (header.num_tokens, header.widths[name]))
+        for name, dtype in _DTYPES.items()
+    }
     prompt_ids = np.broadcast_to(np.int32(-1), header.prompt_length)
-    pngs = [b""] * len(header.images)
-    return _group(header, prompt_ids, (no_ids, no_logprobs, no_logprobs, no_supports), pngs)
+    return _group(header, prompt_ids, by_token, [b""] * len(header.images))
 
 
-def _group(header: GroupHeader, prompt_ids: NDArray[np.int32], by_token: Sequence[Any], pngs: Sequence[bytes]) -> Group:
-    """by_token: ids, old and ref log-probs [total], and supports [total, K], of all completions one after the other."""
-    ends = list(itertools.accumulate(rollout.length for rollout in header.rollouts))
-    rollouts = tuple(
-        _rollout(rollout, header, *(array[end - rollout.length : end] for array in by_token))
-        for rollout, end in zip(header.rollouts, ends, strict=True)
-    )
+def _group(header: GroupHeader, prompt_ids: NDArray[np.int32], by_token: ByToken, pngs: Sequence[bytes]) -> Group:
+    ends = itertools.accumulate((rollout.length for rollout in header.rollouts), initial=0)
+    rollouts = []
+    for plain, (start, end) in zip(header.rollouts, itertools.pairwise(ends), strict=True):
+        fields = {name: getattr(plain, name) for name in _PLAIN}
+        for name, width in header.widths.items():
+            array = by_token[name][start:end]
+            fields[name] = None if width == 0 else array if name == "sampling_mask" else array[:, 0]
+        rollouts.append(Rollout(**fields))
     images = tuple(EncodedImage(png, image.grid_thw) for png, image in zip(pngs, header.images, strict=True))
     ids = header.group_id, header.policy_version, header.problem_index
-    return Group(*ids, prompt_ids, rollouts, images, header.failures)
-
-
-def _rollout(
-    rollout: RolloutHeader,
-    header: GroupHeader,
-    completion_ids: NDArray[np.int32],
-    old_logprobs: NDArray[np.float32],
-    ref_logprobs: NDArray[np.float32],
-    supports: NDArray[np.int32],
-) -> Rollout:
-    return Rollout(
-        completion_ids=completion_ids,
-        old_logprobs=old_logprobs,
-        ref_logprobs=ref_logprobs if header.has_ref_logprobs else None,
-        rewards={name: math.nan if value is None else value for name, value in rollout.rewards.items()},
-        reward=rollout.reward,
-        finish_reason=rollout.finish_reason,
-        sampling_mask=supports if header.support_width else None,
-        observed=rollout.observed,
-        turns=rollout.turns,
-        tool_calls=rollout.tool_calls,
-        tool_errors=rollout.tool_errors,
-        environment_s=rollout.environment_s,
-        version_spans=rollout.version_spans,
-    )
-
-
-def _check(header: GroupHeader) -> int:
-    """Tokens of all completions. Raises WireError or ValueError for what no group can have."""
-    lengths = [rollout.length for rollout in header.rollouts]
-    if min([header.prompt_length, header.support_width, *lengths, *(image.size for image in header.images)]) < 0:
-        raise WireError("malformed", "negative length")
-    for rollout in header.rollouts:
-        rollout.check()
-    return sum(lengths)
-
-
-def _read_pngs(images: Sequence[ImageHeader], arrays: Frame, begin: int) -> list[bytes]:
-    ends = itertools.accumulate((image.size for image in images), initial=begin)
-    return [bytes(arrays[start:end]) for start, end in itertools.pairwise(ends)]
+    return Group(*ids, prompt_ids, tuple(rollouts), images, header.failures)
 
 
 def _ascend(numbers: Sequence[int]) -> bool:

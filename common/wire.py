@@ -74,7 +74,7 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     body: _Body
 
 
-_encoder = msgspec.msgpack.Encoder()
+_encoder = msgspec.msgpack.Encoder(enc_hook=float)  # of numpy's numbers
 _decoder = msgspec.msgpack.Decoder(_Header)
 
 

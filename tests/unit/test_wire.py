@@ -8,14 +8,13 @@ import pickle
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from common import wire
 from common.errors import WireError
@@ -24,76 +23,12 @@ from common.types import EncodedImage, EvalFailure, EvalRequest, EvalResult, Eva
 from common.wire import Envelope, decode, encode
 from tests.support.protocol_helpers import HELLO, LIMITS, make_group, make_rollout, of_two_turns
 from tests.support.speed import overdue
-from tests.support.texts import CHARACTERS
 
 ENVELOPE = Envelope("run", "life", "s0")
 
-ints = st.integers(-(2**31), 2**31 - 1)
-numbers = st.floats(allow_nan=False)
-texts = st.text(CHARACTERS)
-scores = st.dictionaries(st.text(CHARACTERS, max_size=5), st.floats(allow_infinity=False), max_size=3)
 
-
-@st.composite
-def episodes(draw: st.DrawFn, length: int) -> dict[str, Any]:
-    """Fields of a rollout of that many tokens: spans with sampled tokens before, between and behind them."""
-    inner = draw(st.sets(st.integers(1, max(1, length - 1)), max_size=6)) if length > 2 else set()
-    edges = sorted(inner)[: len(inner) // 2 * 2]
-    observed = tuple(zip(edges[::2], edges[1::2], strict=True))
-    calls = draw(st.integers(0, 9))
-    return {
-        "observed": observed,
-        "turns": len(observed) + draw(st.integers(1, 3)),
-        "tool_calls": calls,
-        "tool_errors": draw(st.integers(0, calls)),
-        "environment_s": draw(st.floats(0, allow_infinity=False)),
-    }
-
-
-@st.composite
-def version_spans(draw: st.DrawFn, length: int) -> tuple[tuple[int, int], ...]:
-    """Of a rollout of that many tokens: starts and versions ascend."""
-    starts = sorted({0, *draw(st.sets(st.integers(0, length - 1), max_size=3))}) if length else []
-    versions = draw(st.sets(ints, min_size=len(starts), max_size=len(starts)))
-    return tuple(zip(starts, sorted(versions), strict=True))
-
-
-@st.composite
-def rollouts(draw: st.DrawFn, with_ref: bool) -> Rollout:
-    n = draw(st.integers(0, 6))
-    array = st.lists(st.floats(width=32), min_size=n, max_size=n).map(lambda x: np.array(x, np.float32))
-    ids = np.array(draw(st.lists(ints, min_size=n, max_size=n)), np.int32)
-    ref = draw(array) if with_ref else None
-    turns = draw(st.just({}) | episodes(n))
-    finish_reason = draw(st.sampled_from(["stop", "length"]))
-    spans = draw(st.just(()) | version_spans(n))
-    return Rollout(ids, draw(array), ref, draw(scores), draw(numbers), finish_reason, **turns, version_spans=spans)
-
-
-prompts = st.lists(ints, max_size=6).map(lambda x: np.array(x, np.int32))
-groups = st.booleans().flatmap(
-    lambda with_ref: st.builds(
-        Group,
-        ints,
-        ints,
-        ints,
-        prompts,
-        st.lists(rollouts(with_ref), max_size=4).map(tuple),
-        failures=st.lists(st.text(CHARACTERS, max_size=9), max_size=2).map(tuple),
-    )
-)
-requests = st.builds(EvalRequest, texts, ints, st.lists(ints).map(tuple))
-samples = st.builds(EvalSample, ints, texts, st.dictionaries(texts, numbers), ints, st.just("stop"))
-failures = st.lists(st.builds(EvalFailure, ints, texts), max_size=2).map(tuple)
-messages = st.one_of(
-    groups,
-    st.builds(Tombstone, ints, ints, texts),
-    st.builds(EvalResult, texts, ints, ints, st.lists(samples, max_size=3).map(tuple), failures),
-    st.builds(wire.Hello, ints, texts, texts, ints, ints, st.booleans(), texts),
-    st.builds(wire.Credit, ints, st.lists(ints), st.lists(requests, max_size=2), ints, texts, texts, ints),
-    st.builds(wire.Beat, texts, ints, st.none() | ints, st.dictionaries(texts, numbers)),
-    st.builds(wire.Bye, texts, ints),
-)
+def array(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -111,66 +46,112 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@settings(max_examples=400, derandomize=True)
-@given(messages, texts, texts, texts)
-def test_every_message_arrives_as_it_was_sent(message: Any, run: str, life: str, name: str) -> None:
-    envelope, arrived = decode(encode(Envelope(run, life, name), message))
-    assert envelope == Envelope(run, life, name)
-    assert same(arrived, message)
+# ---- what is honest ----------------------------------------------------------------------------------------
 
 
-def test_an_outline_has_all_of_a_group_but_what_stands_in_its_arrays() -> None:
-    ref, mask = np.full(2, -1, np.float32), np.array([[3, 9], [4, -1]], np.int32)
-    images = (EncodedImage(b"a PNG", (1, 2, 2)),)
-    rollouts = (make_rollout(ref_logprobs=ref, sampling_mask=mask), make_rollout((3, 4), ref_logprobs=ref))
-    rollouts = (rollouts[0], dataclasses.replace(rollouts[1], sampling_mask=mask, reward=-1.0, finish_reason="length"))
-    group = dataclasses.replace(make_group(3, 1, *rollouts), images=images, failures=("timed out",))
-    header, arrays, _ = encode(ENVELOPE, group)
-    outline, num_bytes = wire.decode_outline(header)
-    assert isinstance(outline, Group) and num_bytes == len(arrays)
-    assert outline.images == (EncodedImage(b"", (1, 2, 2)),)
+def random_rollout(rng: random.Random, with_ref: bool, support: int) -> Rollout:
+    """Of 0 to 8 tokens: any ids and numbers, and spans as a rollout can have them."""
+    n = rng.randrange(9)
+    numbers = np.random.default_rng(rng.randrange(2**32))
+    ids = numbers.integers(-(2**31), 2**31, n, np.int32)
+    edges = sorted(rng.sample(range(1, n), 2 * rng.randrange((n + 1) // 2))) if n else []
+    starts = sorted({0, *rng.sample(range(n), rng.randrange(n))}) if n else []
+    calls = rng.randrange(9)
+    return Rollout(
+        completion_ids=ids,
+        old_logprobs=numbers.choice(array(-0.5, 3e38, -0.0, math.inf, math.nan), n),
+        ref_logprobs=numbers.normal(size=n).astype(np.float32) if with_ref else None,
+        rewards={name: rng.choice([0.5, 1e308, math.nan]) for name in ("answer", "Längen", "")[: rng.randrange(4)]},
+        reward=rng.gauss(0, 1e9),
+        finish_reason=rng.choice(["stop", "length"]),
+        sampling_mask=numbers.integers(-1, 2**31, (n, support), np.int32) if support else None,
+        observed=tuple(zip(edges[::2], edges[1::2], strict=True)),
+        turns=len(edges) // 2 + rng.randrange(1, 4),
+        tool_calls=calls,
+        tool_errors=rng.randrange(calls + 1),
+        environment_s=rng.random(),
+        version_spans=tuple(zip(starts, sorted(rng.sample(range(2**40), len(starts))), strict=True)),
+    )
 
-    def without_arrays(group: Group) -> Any:
-        none = np.empty(0)
-        bare = {"completion_ids": none, "old_logprobs": none, "ref_logprobs": none, "sampling_mask": none}
-        kept = tuple(dataclasses.replace(rollout, **bare) for rollout in group.rollouts)
-        return dataclasses.replace(group, prompt_ids=none, rollouts=kept, images=())
 
-    assert same(without_arrays(outline), without_arrays(group))
-    for mine, theirs in zip(outline.rollouts, group.rollouts, strict=True):
-        for name in ("completion_ids", "old_logprobs", "ref_logprobs", "sampling_mask"):
-            array, real = getattr(mine, name), getattr(theirs, name)
-            assert (array.shape, array.dtype) == (real.shape, real.dtype)
-            assert not any(array.strides), "it takes no memory"
-            assert np.isnan(array).all() if array.dtype.kind == "f" else (array == -1).all(), "nothing can train on it"
-    tombstone = Tombstone(3, 1, "reward failed")
-    assert wire.decode_outline(encode(ENVELOPE, tombstone)[0]) == (tombstone, 0)
+def random_group(rng: random.Random) -> Group:
+    with_ref, support = rng.random() < 0.5, rng.randrange(3)
+    return Group(
+        rng.getrandbits(62),
+        rng.getrandbits(31),
+        rng.randrange(9),
+        np.arange(rng.randrange(5), dtype=np.int32),
+        tuple(random_rollout(rng, with_ref, support) for _ in range(rng.randrange(5))),
+        images=tuple(EncodedImage(rng.randbytes(rng.randrange(9)), (1, 2, 2)) for _ in range(rng.randrange(3))),
+        failures=("timed out", "ünder\0")[: rng.randrange(3)],
+    )
+
+
+HONEST: list[Any] = [
+    make_group(3, 1),
+    make_group(3, 1, *[make_rollout(ref_logprobs=array(-1, -1))] * 2),
+    replace(make_group(3, 1, make_rollout(), of_two_turns()), failures=("timed out",)),
+    make_group(3, 1, make_rollout(), make_rollout((3, 4, 5), version_spans=((0, 1), (2, 3)))),
+    Tombstone(3, 1, "reward failed"),
+    EvalResult("v4", 0, 4, (EvalSample(1, "4\ud7ff", {"answer": 1.0}, 2, "stop"),), (EvalFailure(2, "killed"),)),
+    HELLO,
+    wire.Credit(8, [8, 9], [EvalRequest("v4", 0, (1, 2))], 4, "/weights/4", "0" * 64, 5),
+    wire.Beat("generating", 7, 4, {"total/generate_s": 1.5}),
+    wire.Beat("starting", 0, None, {}),
+    wire.Bye("done", 130),
+]
+FRAMES = [encode(ENVELOPE, message) for message in HONEST]
+
+
+def test_every_message_arrives_as_it_was_sent() -> None:
+    rng = random.Random(4)
+    for message in [*HONEST, *(random_group(rng) for _ in range(400))]:
+        envelope = Envelope(rng.choice(["", "run"]), "a life", f"s{rng.random()}")
+        assert same(decode(encode(envelope, message)), (envelope, message))
 
 
 def test_rewards_may_be_any_number_and_nan_means_does_not_apply() -> None:
     rewards = {"answer": np.float64(0.5), "format": 1, "other": math.nan}
-    _, arrived = decode(encode(ENVELOPE, make_group(0, 0, make_rollout(rewards=rewards))))
+    _, arrived = decode(encode(ENVELOPE, make_group(0, 0, make_rollout(rewards=rewards, reward=np.float32(2)))))
     assert same(arrived.rollouts[0].rewards, {"answer": 0.5, "format": 1.0, "other": math.nan})
+    assert arrived.rollouts[0].reward == 2.0
+    check_group(make_group(0, 0, make_rollout(), make_rollout(rewards={"answer": math.nan}, reward=0.0)), LIMITS)
 
 
-def honest_frames() -> list[list[bytes]]:
-    request = EvalRequest("v4", 0, (1, 2))
-    sample = EvalSample(1, "4", {"answer": 1.0}, 2, "stop")
-    return [
-        encode(ENVELOPE, message)
-        for message in (
-            make_group(3, 1),
-            make_group(3, 1, make_rollout(ref_logprobs=np.full(2, -1, np.float32))),
-            dataclasses.replace(make_group(3, 1, make_rollout(), of_two_turns()), failures=("timed out",)),
-            make_group(3, 1, make_rollout(), make_rollout((3, 4, 5), version_spans=((0, 1), (2, 3)))),
-            Tombstone(3, 1, "reward failed"),
-            EvalResult("v4", 0, 4, (sample,), (EvalFailure(2, "killed"),)),
-            HELLO,
-            wire.Credit(8, [8, 9], [request], 4, "/weights/4", "0" * 64, 5),
-            wire.Beat("generating", 7, 4, {"total/generate_s": 1.5}),
-            wire.Bye("done"),
-        )
-    ]
+def test_an_outline_has_all_of_a_group_but_what_stands_in_its_arrays() -> None:
+    rng = random.Random(5)
+    for group in (random_group(rng) for _ in range(50)):
+        header, arrays, _ = encode(ENVELOPE, group)
+        outline, num_bytes = wire.decode_outline(header)
+        assert isinstance(outline, Group) and num_bytes == len(arrays)
+        found = [outline.prompt_ids, *(a for r in outline.rollouts for a in vars(r).values() if hasattr(a, "shape"))]
+        real = [group.prompt_ids, *(a for r in group.rollouts for a in vars(r).values() if hasattr(a, "shape"))]
+        assert [(a.shape, a.dtype) for a in found] == [(a.shape, a.dtype) for a in real]
+        assert not any(any(a.strides) for a in found if a.size), "it takes no memory"
+        assert all(np.isnan(a).all() if a.dtype.kind == "f" else (a == -1).all() for a in found), "nothing can train"
+        assert [(image.png, image.grid_thw) for image in outline.images] == [(b"", i.grid_thw) for i in group.images]
+        arrayless = [
+            replace(g, prompt_ids=(), images=(), rollouts=tuple(map(_without_arrays, g.rollouts)))
+            for g in (outline, group)
+        ]
+        assert same(*arrayless)
+    tombstone = Tombstone(3, 1, "reward failed")
+    assert wire.decode_outline(encode(ENVELOPE, tombstone)[0]) == (tombstone, 0)
+
+
+def _without_arrays(rollout: Rollout) -> Rollout:
+    return replace(rollout, completion_ids=(), old_logprobs=(), ref_logprobs=(), sampling_mask=())  # type: ignore[arg-type]
+
+
+def test_the_sampled_tokens_of_a_rollout_are_all_but_the_observed_ones() -> None:
+    rollout = of_two_turns(ref_logprobs=array(-1, -1, 0, 0, -2))
+    assert rollout.completion_ids[rollout.sampled()].tolist() == [3, 4, 5]
+    assert rollout.num_sampled == 3
+    assert rollout.ref_log_ratios().tolist() == [0.5, 0.5, 1.5]
+    assert make_rollout().completion_ids[make_rollout().sampled()].tolist() == [3, 4]
+
+
+# ---- damage ------------------------------------------------------------------------------------------------
 
 
 def refused(frames: list[bytes]) -> bool:
@@ -183,17 +164,18 @@ def refused(frames: list[bytes]) -> bool:
     return False
 
 
+def flipped(rng: random.Random, frames: list[bytes]) -> list[bytes]:
+    """With one bit of one frame turned round."""
+    which = rng.choice([i for i, frame in enumerate(frames) if frame])
+    bit = rng.randrange(8 * len(frames[which]))
+    changed = bytearray(frames[which])
+    changed[bit // 8] ^= 1 << bit % 8
+    return [*frames[:which], bytes(changed), *frames[which + 1 :]]
+
+
 def test_10000_flipped_bits_are_all_refused(figure: Callable[[str, str], None]) -> None:
-    rng, honest = random.Random(1), honest_frames()
-    accepted = 0
-    for _ in range(10_000):
-        frames = list(rng.choice(honest))
-        which = rng.choice([i for i, frame in enumerate(frames) if frame])
-        bit = rng.randrange(8 * len(frames[which]))
-        changed = bytearray(frames[which])
-        changed[bit // 8] ^= 1 << bit % 8
-        frames[which] = bytes(changed)
-        accepted += not refused(frames)
+    rng = random.Random(1)
+    accepted = sum(not refused(flipped(rng, rng.choice(FRAMES))) for _ in range(10_000))
     figure("R7", f"10,000 flipped bits: {accepted} accepted")
     assert accepted == 0
 
@@ -201,12 +183,11 @@ def test_10000_flipped_bits_are_all_refused(figure: Callable[[str, str], None]) 
 def test_10000_malformed_messages_with_a_right_digest_crash_nothing_and_only_whole_ones_get_in(
     figure: Callable[[str, str], None],
 ) -> None:
-    rng, honest = random.Random(2), honest_frames()
+    rng = random.Random(2)
     start, whole = time.monotonic(), 0
     for _ in range(10_000):
-        header, arrays, _ = rng.choice(honest)
-        frames = [damage(rng, header), damage(rng, arrays) if rng.random() < 0.3 else arrays]
-        frames.append(wire._digest(*frames))
+        header, arrays, _ = rng.choice(FRAMES)
+        frames = sealed(damage(rng, header), damage(rng, arrays) if rng.random() < 0.3 else arrays)
         if not refused(frames):  # then it is a whole message of ours again, such as another number in a field
             assert not refused(encode(*decode(frames)))
             whole += 1
@@ -241,25 +222,23 @@ def header_with(body: dict[str, Any], **fields: Any) -> bytes:
 
 
 BYE = {"type": "bye", "reason": "", "exit_code": 0}
-GROUP_HEADER: dict[str, Any] = {
-    "type": "group",
-    "group_id": 0,
-    "policy_version": 0,
-    "problem_index": 0,
-    "prompt_length": 1,
-    "has_ref_logprobs": False,
-    "rollouts": [{"length": 1, "rewards": {}, "reward": 0.0, "finish_reason": "stop"}],
-}
+ROLLOUT = {"length": 5, "rewards": {}, "reward": 0.0, "finish_reason": "stop", "observed": [[2, 4]], "turns": 2}
+NAMES = ("group_id", "policy_version", "problem_index", "prompt_length", "has_ref_logprobs")
+GROUP = {"type": "group", **dict(zip(NAMES, (0, 0, 0, 1, False), strict=True)), "rollouts": [ROLLOUT]}
+ARRAYS = bytes(4 * (1 + 2 * 5))
 
 
-def with_rollout(**changes: Any) -> dict[str, Any]:
-    [rollout] = GROUP_HEADER["rollouts"]
-    return GROUP_HEADER | {"rollouts": [rollout | changes]}
+def group_with(**changes: Any) -> list[bytes]:
+    return sealed(header_with(GROUP | changes), ARRAYS)
 
 
-def test_the_builders_below_make_a_message_that_is_accepted() -> None:
-    assert not refused(sealed(header_with(BYE)))
-    assert not refused(sealed(header_with(GROUP_HEADER), b"\0" * 12))
+def rollout_with(**changes: Any) -> list[bytes]:
+    return group_with(rollouts=[ROLLOUT | changes])
+
+
+def test_the_builders_make_messages_that_are_accepted() -> None:
+    for frames in (sealed(header_with(BYE)), group_with(), rollout_with(tool_calls=2, tool_errors=2)):
+        assert not refused(frames)
 
 
 @pytest.mark.parametrize(
@@ -274,13 +253,34 @@ def test_the_builders_below_make_a_message_that_is_accepted() -> None:
         (sealed(header_with(BYE | {"surplus": 1})), "malformed"),
         (sealed(header_with({"type": "nothing of ours"})), "malformed"),
         (sealed(header_with(BYE), b"arrays where none belong"), "malformed"),
-        (sealed(header_with(GROUP_HEADER), b"\0" * 16), "malformed"),
-        (sealed(header_with(with_rollout(length=-1)), b"\0" * 12), "malformed"),
-        (sealed(header_with(GROUP_HEADER | {"prompt_length": 2**62}), b"\0" * 12), "malformed"),
-        (sealed(header_with(with_rollout(length=2**62)), b"\0" * 12), "malformed"),
-        (sealed(header_with(with_rollout(reward="much")), b"\0" * 12), "malformed"),
-        (sealed(header_with(GROUP_HEADER | {"group_id": 1.5}), b"\0" * 12), "malformed"),
-        (sealed(header_with(with_rollout(finish_reason="abort")), b"\0" * 12), "malformed"),
+        (sealed(header_with(GROUP), ARRAYS + bytes(4)), "malformed"),
+        (group_with(prompt_length=-1), "malformed"),
+        (group_with(prompt_length=2**62), "malformed"),
+        (group_with(group_id=1.5), "malformed"),
+        (group_with(support_width=-1), "malformed"),
+        (group_with(images=[{"grid_thw": [1, 2, 2], "size": -1}]), "malformed"),
+        (group_with(images=[{"grid_thw": [1, 2, 2], "size": 2**62}]), "malformed"),
+        (group_with(images=[{"grid_thw": [1, 2], "size": 0}]), "malformed"),
+        (rollout_with(length=-1), "malformed"),
+        (rollout_with(length=2**62), "malformed"),
+        (rollout_with(reward="much"), "malformed"),
+        (rollout_with(finish_reason="abort"), "malformed"),
+        (rollout_with(surplus=1), "malformed"),
+        (rollout_with(observed=[[0, 2]]), "malformed"),  # the model begins
+        (rollout_with(observed=[[2, 5]]), "malformed"),  # and ends
+        (rollout_with(observed=[[2, 2]]), "malformed"),
+        (rollout_with(observed=[[3, 2]]), "malformed"),
+        (rollout_with(observed=[[1, 2], [2, 4]], turns=3), "malformed"),  # one span, not two
+        (rollout_with(observed=[[3, 4], [1, 2]], turns=3), "malformed"),
+        (rollout_with(observed=[[-1, 2]]), "malformed"),
+        (rollout_with(observed=[[2, 2**62]]), "malformed"),
+        (rollout_with(observed=[[2]]), "malformed"),
+        (rollout_with(turns=1), "malformed"),
+        (rollout_with(tool_calls=1, tool_errors=2), "malformed"),
+        (rollout_with(tool_errors=-1), "malformed"),
+        (rollout_with(environment_s=-0.5), "malformed"),
+        (rollout_with(environment_s=math.nan), "malformed"),
+        (rollout_with(environment_s=math.inf), "malformed"),
         (sealed(b"\x91" * 500_000), "malformed"),  # arrays in arrays in arrays
         (sealed(header_with(BYE)[:-5] + b"\x91" * 500_000), "malformed"),
         (sealed(b"\x85\xa5proto\xdd\xff\xff\xff\xff"), "malformed"),  # says that four billion items follow
@@ -309,59 +309,81 @@ def test_a_pickle_is_refused_and_does_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "exploded").exists()  # it would have
 
 
-def test_an_honest_group_passes_the_check() -> None:
-    check_group(make_group(0), LIMITS)
-    with_ref = make_group(0, 0, *[make_rollout(ref_logprobs=np.full(2, -1.0, np.float32))] * 2)
-    check_group(with_ref, dataclasses.replace(LIMITS, needs_ref_logprobs=True))
+# ---- what this run cannot have -----------------------------------------------------------------------------
+
+REF = {"ref_logprobs": array(-1, -1, 0, 0, -1)}
+SET = np.array([[3, 9], [4, -1], [60, -1], [61, -1], [5, 6]], np.int32)
+IN_TURNS, SCORED, FILTERED = {"max_turns": 2}, {"needs_ref_logprobs": True}, {"max_sampling_mask": 2}
 
 
-def array(*values: float) -> np.ndarray:
-    return np.array(values, np.float32)
+def one_of(*tokens: int, **changes: Any) -> Group:
+    """Two rollouts, the second one with these changes."""
+    return make_group(0, 0, make_rollout(), make_rollout(tokens or (3, 4), **changes))
+
+
+def both_of(rollout: Rollout) -> Group:
+    return make_group(0, 0, rollout, rollout)
+
+
+def group_of(**changes: Any) -> Group:
+    return replace(make_group(0), **changes)
 
 
 @pytest.mark.parametrize(
-    ("group", "reason"),
+    ("group", "limits"),
     [
-        (make_group(0, 0, make_rollout()), "group_size"),
-        (make_group(0, 0, *[make_rollout()] * 3), "group_size"),
-        (dataclasses.replace(make_group(0, 0, make_rollout()), failures=("timed out",)), "group_size"),
-        (dataclasses.replace(make_group(0), failures=("timed out",)), "group_size"),
-        (dataclasses.replace(make_group(0), prompt_ids=np.array([], np.int32)), "prompt_length"),
-        (dataclasses.replace(make_group(0), prompt_ids=np.zeros(9, np.int32)), "prompt_length"),
-        (dataclasses.replace(make_group(0), prompt_ids=np.array([100], np.int32)), "token_id"),
-        (make_group(0, 0, make_rollout(), make_rollout(())), "completion_length"),
-        (make_group(0, 0, make_rollout(), make_rollout([1] * 9)), "completion_length"),
-        (make_group(0, 0, make_rollout(), make_rollout((99, 100))), "token_id"),
-        (make_group(0, 0, make_rollout(), make_rollout((-1, 5))), "token_id"),
-        (make_group(0, 0, make_rollout(), make_rollout(old_logprobs=array(-1, math.nan))), "logprob"),
-        (make_group(0, 0, make_rollout(), make_rollout(old_logprobs=array(-1, -math.inf))), "logprob"),
-        (make_group(0, 0, make_rollout(), make_rollout(old_logprobs=array(-1, 0.01))), "logprob"),
-        (make_group(0, 0, make_rollout(), make_rollout(old_logprobs=array(-1))), "logprob_length"),
-        (make_group(0, 0, make_rollout(), make_rollout(ref_logprobs=array(-1, -1))), "reference"),
-        (make_group(0, 0, make_rollout(), make_rollout(reward=math.nan)), "reward"),
-        (make_group(0, 0, make_rollout(), make_rollout(reward=math.inf)), "reward"),
-        (make_group(0, 0, make_rollout(), make_rollout(rewards={"answer": math.inf})), "reward"),
-        (make_group(0, 0, make_rollout(), make_rollout(rewards={})), "reward_funcs"),
-        (make_group(0, 0, make_rollout(), make_rollout(rewards={"other": 1.0})), "reward_funcs"),
-        (make_group(0, 0, make_rollout(), make_rollout(rewards={"answer": 1.0, "other": 1.0})), "reward_funcs"),
+        (make_group(0), {}),
+        (both_of(make_rollout(ref_logprobs=array(-1, 0.0009))), SCORED),
+        (group_of(failures=("x" * 500,)), IN_TURNS | {"num_generations": 3}),
+        (make_group(0, 0, make_rollout(), of_two_turns()), IN_TURNS),
+        (both_of(of_two_turns(sampling_mask=SET, **REF)), IN_TURNS | SCORED | FILTERED),
     ],
 )
-def test_a_group_that_cannot_be_honest_is_refused_by_name(group: Group, reason: str) -> None:
+def test_an_honest_group_passes_the_check(group: Group, limits: dict[str, Any]) -> None:
+    check_group(group, replace(LIMITS, **limits))
+
+
+@pytest.mark.parametrize(
+    ("group", "limits", "reason"),
+    [
+        (make_group(0, 0, make_rollout()), {}, "group_size"),
+        (make_group(0, 0, *[make_rollout()] * 3), {}, "group_size"),
+        (replace(make_group(0, 0, make_rollout()), failures=("timed out",)), {}, "group_size"),
+        (group_of(failures=("timed out",)), {}, "group_size"),
+        (group_of(failures=("x",)), {"num_generations": 3}, "failure"),
+        (group_of(failures=("x" * 501,)), IN_TURNS | {"num_generations": 3}, "failure"),
+        (group_of(prompt_ids=np.array([], np.int32)), {}, "prompt_length"),
+        (group_of(prompt_ids=np.zeros(9, np.int32)), {}, "prompt_length"),
+        (group_of(prompt_ids=np.array([100], np.int32)), {}, "token_id"),
+        (make_group(0, 0, make_rollout(), make_rollout(())), {}, "completion_length"),
+        (one_of(*[1] * 9), {}, "completion_length"),
+        (one_of(99, 100), {}, "token_id"),
+        (one_of(-1, 5), {}, "token_id"),
+        (one_of(old_logprobs=array(-1, math.nan)), {}, "logprob"),
+        (one_of(old_logprobs=array(-1, -math.inf)), {}, "logprob"),
+        (one_of(old_logprobs=array(-1, 0.01)), {}, "logprob"),
+        (one_of(old_logprobs=array(-1)), {}, "logprob_length"),
+        (one_of(ref_logprobs=array(-1, -1)), {}, "reference"),
+        (make_group(0), SCORED, "reference"),
+        (both_of(make_rollout(ref_logprobs=array(-1))), SCORED, "logprob_length"),
+        (both_of(make_rollout(ref_logprobs=array(-1, 0.01))), SCORED, "logprob"),
+        (one_of(reward=math.nan), {}, "reward"),
+        (one_of(reward=math.inf), {}, "reward"),
+        (one_of(rewards={"answer": math.inf}), {}, "reward"),
+        (one_of(rewards={}), {}, "reward_funcs"),
+        (one_of(rewards={"other": 1.0}), {}, "reward_funcs"),
+        (one_of(rewards={"answer": 1.0, "other": 1.0}), {}, "reward_funcs"),
+        (make_group(0, 0, make_rollout(), of_two_turns()), {}, "turns"),
+        (one_of(tool_calls=1), {}, "turns"),
+        (one_of(turns=2), {}, "turns"),
+        (make_group(0, 0, make_rollout(), of_two_turns(turns=3)), IN_TURNS, "turns"),
+        (both_of(of_two_turns(old_logprobs=array(*[-0.5] * 5))), IN_TURNS, "observed"),
+        (both_of(of_two_turns(ref_logprobs=array(-1, -1, 0, -1e-6, -1))), IN_TURNS | SCORED, "observed"),
+        (both_of(of_two_turns(sampling_mask=np.where(SET == 61, 62, SET))), IN_TURNS | FILTERED, "sampling_mask"),
+        (both_of(of_two_turns(sampling_mask=np.where(SET == -1, 7, SET))), IN_TURNS | FILTERED, "observed"),
+    ],
+)
+def test_a_group_that_cannot_be_honest_is_refused_by_name(group: Group, limits: dict[str, Any], reason: str) -> None:
     with pytest.raises(WireError) as caught:
-        check_group(group, LIMITS)
+        check_group(group, replace(LIMITS, **limits))
     assert caught.value.reason == reason
-
-
-def test_reference_log_probs_are_required_where_the_trainer_needs_them() -> None:
-    needing = dataclasses.replace(LIMITS, needs_ref_logprobs=True)
-    with pytest.raises(WireError, match="needs reference log-probs and got none") as caught:
-        check_group(make_group(0), needing)
-    assert caught.value.reason == "reference"
-    short = make_group(0, 0, *[make_rollout(ref_logprobs=np.full(1, -1.0, np.float32))] * 2)
-    with pytest.raises(WireError) as caught:
-        check_group(short, needing)
-    assert caught.value.reason == "logprob_length"
-
-
-def test_an_unscored_reward_is_honest() -> None:
-    check_group(make_group(0, 0, make_rollout(), make_rollout(rewards={"answer": math.nan}, reward=0.0)), LIMITS)

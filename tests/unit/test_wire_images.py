@@ -1,45 +1,37 @@
-"""Frames with images: what was sent arrives unchanged, and no PNG gets in that could bomb, stall or crash a trainer."""
+"""No image gets in over the link that could bomb, stall or crash a trainer."""
 
 from __future__ import annotations
 
-import dataclasses
-import io
 import random
 import struct
 import time
 import zlib
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 import pytest
-from PIL import Image
 
-from common import wire
 from common.errors import WireError
 from common.group_limits import ImageLimits, Limits, check_group
 from common.png import check_png
 from common.types import EncodedImage, Group
 from common.wire import Envelope, decode, encode
 from model.images import decode_patches, encode_image
-from tests.support.protocol_helpers import LIMITS, make_group, make_rollout, received
+from tests.support.protocol_helpers import LIMITS, make_group
 from tests.support.speed import overdue
 from tests.support.vision import PLAIN, picture
-from tests.unit.test_wire import damage, same
-from trainer.link.recording import Recorder, Replay
+from tests.unit.test_wire import damage, sealed
 
-ENVELOPE = Envelope("run", "life", "s0")
 PAD = 7
 IMAGE_LIMITS = ImageLimits(max_images=2, max_pixels=10_000, patch_size=14, merge_size=2, image_token=PAD)
-SEES = dataclasses.replace(LIMITS, max_prompt_length=40, images=IMAGE_LIMITS)
+SEES = replace(LIMITS, max_prompt_length=40, images=IMAGE_LIMITS)
 SMALL, LARGE = (encode_image(picture(w, h), PLAIN, 784, 10_000) for w, h in ((56, 28), (84, 84)))
 
 
-def group_of(*images: EncodedImage, pads: int | None = None, **changes: Any) -> Group:
+def group_of(*images: EncodedImage, pads: int | None = None) -> Group:
     pads = sum(map(PLAIN.num_tokens, images)) if pads is None else pads
-    ids = np.array([1, *[PAD] * pads, 2], np.int32)
-    return dataclasses.replace(make_group(3, 1), prompt_ids=ids, images=images, **changes)
+    return replace(make_group(3, 1), prompt_ids=np.array([1, *[PAD] * pads, 2], np.int32), images=images)
 
 
 def reason_of(group: Group, limits: Limits = SEES) -> str:
@@ -52,27 +44,23 @@ def reason_of(group: Group, limits: Limits = SEES) -> str:
     return ""
 
 
-@pytest.mark.parametrize("images", [(SMALL,), (LARGE, SMALL), (EncodedImage(b"", (1, 0, 0)),)])
-def test_a_group_with_images_arrives_as_it_was_sent(images: tuple[EncodedImage, ...]) -> None:
-    masks = make_rollout(sampling_mask=np.array([[3, 1], [4, -1]], np.int32), ref_logprobs=np.full(2, -1, np.float32))
-    for rollouts in (make_group(0).rollouts, (masks, masks)):
-        sent = group_of(*images, rollouts=rollouts)
-        assert same(decode(encode(ENVELOPE, sent)), (ENVELOPE, sent))
-
-
 def test_an_honest_group_passes_and_its_patches_are_there() -> None:
-    check_group(group_of(LARGE, SMALL), SEES)
-    check_group(group_of(), SEES)
+    for images in ((), (SMALL,), (LARGE, SMALL)):
+        assert reason_of(group_of(*images)) == ""
     assert decode_patches(LARGE, PLAIN).shape == (36, 1176)
+    for seed in range(5):  # whatever pillow writes
+        encoded = encode_image(picture(60 + 17 * seed, 50, seed), PLAIN, 784, 10_000)
+        height, width = check_png(encoded.png, 10_000)
+        assert (height // 14, width // 14) == encoded.grid_thw[1:]
 
 
 def png(width: int, height: int, rows: bytes | None = None, kind: bytes = b"\x08\x02\x00\x00\x00") -> bytes:
     """A PNG written by hand, so that its parts can be wrong."""
     rows = bytes(height * (1 + 3 * width)) if rows is None else rows
-    return sealed(struct.pack(">II", width, height) + kind, zlib.compress(rows))
+    return of_chunks(struct.pack(">II", width, height) + kind, zlib.compress(rows))
 
 
-def sealed(header: bytes, pixels: bytes, *between: tuple[bytes, bytes]) -> bytes:
+def of_chunks(header: bytes, pixels: bytes, *between: tuple[bytes, bytes]) -> bytes:
     chunks = [(b"IHDR", header), *between, (b"IDAT", pixels), (b"IEND", b"")]
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         len(data).to_bytes(4, "big") + name + data + zlib.crc32(name + data).to_bytes(4, "big") for name, data in chunks
@@ -84,7 +72,7 @@ ROWS = bytes(28 * 85)
 
 
 def test_the_builder_makes_a_png_that_is_accepted() -> None:
-    assert check_png(png(28, 28), 10_000) == (28, 28)
+    assert check_png(png(28, 28), 28 * 28) == (28, 28)
     assert reason_of(group_of(EncodedImage(png(28, 28), (1, 2, 2)))) == ""
 
 
@@ -98,19 +86,19 @@ def test_the_builder_makes_a_png_that_is_accepted() -> None:
         (png(28, 28)[:60], "ends inside a chunk"),
         (png(28, 28) + b"x", "ends inside a chunk"),
         (png(28, 28).replace(b"IDAT", b"IDAX"), "CRC"),
-        (sealed(HEADER, zlib.compress(ROWS), (b"iTXt", b"x" * 100)), "chunks are not"),
-        (sealed(HEADER, zlib.compress(ROWS), (b"IHDR", HEADER)), "chunks are not"),
-        (sealed(HEADER[:-1], zlib.compress(ROWS)), "not 8-bit RGB"),
+        (of_chunks(HEADER, zlib.compress(ROWS), (b"iTXt", b"x" * 100)), "chunks are not"),
+        (of_chunks(HEADER, zlib.compress(ROWS), (b"IHDR", HEADER)), "chunks are not"),
+        (of_chunks(HEADER[:-1], zlib.compress(ROWS)), "not 8-bit RGB"),
         (png(28, 28, kind=b"\x10\x02\x00\x00\x00"), "not 8-bit RGB"),
         (png(28, 28, kind=b"\x08\x06\x00\x00\x00"), "not 8-bit RGB"),
         (png(28, 28, kind=b"\x08\x02\x00\x00\x01"), "not 8-bit RGB"),
         (png(0, 28, b""), "0 × 28 pixels"),
-        (sealed(struct.pack(">IIBBBBB", 2**31, 2**31, 8, 2, 0, 0, 0), b"x"), "pixels, at most 10000"),
+        (of_chunks(struct.pack(">IIBBBBB", 2**31, 2**31, 8, 2, 0, 0, 0), b"x"), "pixels, at most 10000"),
         (png(28, 28, ROWS[:-1]), "not 28 rows"),
         (png(28, 28, ROWS + b"\0"), "not 28 rows"),
-        (sealed(HEADER, zlib.compress(ROWS) + b"x"), "not 28 rows"),
-        (sealed(HEADER, zlib.compress(ROWS)[:-2]), "not 28 rows"),
-        (sealed(HEADER, b"no zlib"), "do not unpack"),
+        (of_chunks(HEADER, zlib.compress(ROWS) + b"x"), "not 28 rows"),
+        (of_chunks(HEADER, zlib.compress(ROWS)[:-2]), "not 28 rows"),
+        (of_chunks(HEADER, b"no zlib"), "do not unpack"),
         (png(28, 28, b"\5" + ROWS[1:]), "unknown filter"),
     ],
 )
@@ -124,9 +112,9 @@ def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
     begin, more = (packed.compress(bytes(1 << 24)) + packed.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
     bomb = begin + 15 * more  # without its last bytes, which nobody may reach
     start = time.monotonic()
-    assert "not 28 rows" in reason_of(group_of(EncodedImage(sealed(HEADER, bomb), (1, 2, 2))))
+    assert "not 28 rows" in reason_of(group_of(EncodedImage(of_chunks(HEADER, bomb), (1, 2, 2))))
     honest = struct.pack(">IIBBBBB", 20_000, 20_000, 8, 2, 0, 0, 0)
-    assert "20000 × 20000 pixels" in reason_of(group_of(EncodedImage(sealed(honest, bomb), (1, 2, 2))))
+    assert "20000 × 20000 pixels" in reason_of(group_of(EncodedImage(of_chunks(honest, bomb), (1, 2, 2))))
     assert not overdue(time.monotonic() - start, 0.5)
 
 
@@ -137,11 +125,11 @@ def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
         (group_of(SMALL, pads=1), "1 image tokens in the prompt, its images have 2"),
         (group_of(SMALL, pads=3), "3 image tokens"),
         (group_of(pads=1), "1 image tokens"),
-        (group_of(dataclasses.replace(SMALL, grid_thw=(1, 4, 2))), "56 × 28 pixels in a grid of 4 × 2"),
-        (group_of(dataclasses.replace(SMALL, grid_thw=(2, 2, 4)), pads=2), "a grid of"),
-        (group_of(dataclasses.replace(SMALL, grid_thw=(1, 1, 8)), pads=2), "a grid of"),
-        (group_of(dataclasses.replace(SMALL, grid_thw=(1, -2, -4)), pads=2), "a grid of"),
-        (group_of(dataclasses.replace(SMALL, grid_thw=(1, 0, 0)), pads=2), "a grid of"),
+        (group_of(replace(SMALL, grid_thw=(1, 4, 2))), "56 × 28 pixels in a grid of 4 × 2"),
+        (group_of(replace(SMALL, grid_thw=(2, 2, 4)), pads=2), "a grid of"),
+        (group_of(replace(SMALL, grid_thw=(1, 1, 8)), pads=2), "a grid of"),
+        (group_of(replace(SMALL, grid_thw=(1, -2, -4)), pads=2), "a grid of"),
+        (group_of(replace(SMALL, grid_thw=(1, 0, 0)), pads=2), "a grid of"),
     ],
 )
 def test_images_that_do_not_fit_their_prompt_are_refused(group: Group, why: str) -> None:
@@ -149,25 +137,13 @@ def test_images_that_do_not_fit_their_prompt_are_refused(group: Group, why: str)
 
 
 def test_an_image_is_refused_where_prompts_are_text_alone() -> None:
-    with pytest.raises(WireError, match="1 images nobody asked for"):
-        check_group(group_of(SMALL), dataclasses.replace(SEES, images=None))
-
-
-@pytest.mark.parametrize("sizes", [[-1], [2**62], [0], []])
-def test_lengths_that_do_not_fit_the_frame_are_refused(sizes: list[int]) -> None:
-    header, arrays, _ = encode(ENVELOPE, group_of(SMALL))
-    fields = msgspec.msgpack.decode(header)
-    fields["body"]["images"] = [{"grid_thw": [1, 2, 4], "size": size} for size in sizes]
-    changed = msgspec.msgpack.encode(fields)
-    with pytest.raises(WireError) as caught:
-        decode([changed, arrays, wire._digest(changed, arrays)])
-    assert caught.value.reason == "malformed"
+    assert "1 images nobody asked for" in reason_of(group_of(SMALL), replace(SEES, images=None))
 
 
 def test_4000_hostile_images_with_a_right_digest_crash_nothing_and_what_gets_in_can_be_trained_on() -> None:
     """Damage in the PNG alone, half of it with checksums that were made right again."""
     rng, accepted = random.Random(3), 0
-    header, arrays, _ = encode(ENVELOPE, group_of(SMALL, rollouts=make_group(0).rollouts))
+    header, arrays, _ = encode(Envelope("run", "life", "s0"), group_of(SMALL))
     begin = len(arrays) - len(SMALL.png)
     start = time.monotonic()
     for _ in range(4000):
@@ -176,8 +152,7 @@ def test_4000_hostile_images_with_a_right_digest_crash_nothing_and_what_gets_in_
             hostile = repaired(hostile)
         fields = msgspec.msgpack.decode(header)
         fields["body"]["images"][0]["size"] = len(hostile)
-        changed = [msgspec.msgpack.encode(fields), arrays[:begin] + hostile]
-        _, group = decode([*changed, wire._digest(*changed)])
+        _, group = decode(sealed(msgspec.msgpack.encode(fields), arrays[:begin] + hostile))
         assert isinstance(group, Group)
         if reason_of(group) == "":
             accepted += 1
@@ -196,31 +171,3 @@ def repaired(data: bytes) -> bytes:
         out[end : end + 4] = zlib.crc32(out[place + 4 : end]).to_bytes(4, "big")
         place = end + 4
     return bytes(out)
-
-
-def test_flipped_bits_in_a_frame_with_an_image_are_all_refused() -> None:
-    rng, frames = random.Random(1), encode(ENVELOPE, group_of(SMALL))
-    for _ in range(2000):
-        changed = [bytearray(frame) for frame in frames]
-        which = rng.randrange(3)
-        bit = rng.randrange(8 * len(changed[which]))
-        changed[which][bit // 8] ^= 1 << bit % 8
-        with pytest.raises(WireError):
-            decode([bytes(frame) for frame in changed])
-
-
-def test_a_recording_holds_its_images(tmp_path: Path) -> None:
-    groups = [group_of(SMALL, LARGE, group_id=0), group_of(group_id=1), group_of(LARGE, group_id=2)]
-    recorder = Recorder(tmp_path / "groups.recording", 0)
-    recorder.append([received(group) for group in groups])
-    recorder.close()
-    taken = Replay(tmp_path / "groups.recording", "again").take([0, 1, 2])
-    assert same([one.group for one in taken], groups)
-
-
-def test_what_pillow_writes_for_any_picture_is_accepted() -> None:
-    for seed in range(5):
-        encoded = encode_image(picture(60 + 17 * seed, 50, seed), PLAIN, 784, 10_000)
-        height, width = check_png(encoded.png, 10_000)
-        assert (height // 14, width // 14) == encoded.grid_thw[1:]
-        assert Image.open(io.BytesIO(encoded.png)).size == (width, height)
