@@ -11,22 +11,20 @@ Left out: delta and compressed formats.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
 import os
-import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from common import durable
 from common.config import Config
 from common.failpoints import failpoint
 
 MANIFEST = "manifest.json"
-_VERSION_NAME = re.compile(r"([0-9]{8,})-[0-9a-f]+")  # what version_dir makes
-
 KEEP = 2  # versions beside those in use
 
 
@@ -68,6 +66,9 @@ class Manifest:
     base: dict[str, TensorInfo] = field(default_factory=dict)  # the trainer's frozen weights under published adapters
 
 
+_decoder = msgspec.json.Decoder(Manifest)
+
+
 @dataclass(frozen=True)
 class Published:
     """What CREDIT carries: enough to find a version and to prove that it is the announced one."""
@@ -102,7 +103,7 @@ def temporary_dir(weights_dir: Path, version: int, incarnation: str) -> Path:
 
 def commit(temporary: Path, final: Path, manifest: Manifest) -> Published:
     """Writes the manifest last, makes the version visible and returns its address. Rank 0 only."""
-    data = json.dumps(asdict(manifest), separators=(",", ":")).encode()
+    data = msgspec.json.encode(manifest)
     durable.write_file(temporary / MANIFEST, data)
     failpoint("weights.manifest")
     durable.commit_dir(temporary, final)
@@ -118,34 +119,19 @@ def read_manifest(published: Published) -> Manifest:
     except OSError as error:
         raise NotVisible(f"{path}: {error.strerror}") from None
     digest = hashlib.sha256(data).hexdigest()
-    if digest != published.manifest_sha256:
-        kind = NotVisible if _is_cut_off(data) else BadWeights
-        raise kind(f"{path} has SHA-256 {digest}, the trainer announced {published.manifest_sha256}")
-    raw: dict[str, Any] = json.loads(data)
-    return Manifest(
-        raw["run_id"],
-        raw["incarnation"],
-        raw["version"],
-        raw["tied_embeddings"],
-        raw["files"],
-        {name: TensorInfo(**info) for name, info in raw["tensors"].items()},
-        Canary(**raw["canary"]),
-        {name: TensorInfo(**info) for name, info in raw["base"].items()},
-    )
-
-
-def _is_cut_off(data: bytes) -> bool:
+    is_announced = digest == published.manifest_sha256
     try:
-        json.loads(data)
-    except ValueError:
-        return True
-    return False
+        manifest: Manifest = _decoder.decode(data)
+    except msgspec.DecodeError as error:  # cut off, unless the trainer wrote what no manifest can have
+        raise (BadWeights if is_announced else NotVisible)(f"{path} of {len(data)} bytes: {error}") from None
+    if not is_announced:
+        raise BadWeights(f"{path} has SHA-256 {digest}, the trainer announced {published.manifest_sha256}")
+    return manifest
 
 
 def _versions(weights_dir: Path) -> list[tuple[int, Path]]:
-    """The committed versions, oldest first, and nothing else that stands in a folder the user may have chosen."""
-    named = [(_VERSION_NAME.fullmatch(path.name), path) for path in weights_dir.glob("[0-9]*-*")]
-    return sorted((int(match[1]), path) for match, path in named if match and (path / MANIFEST).is_file())
+    """The committed versions, oldest first."""
+    return sorted((int(path.parent.name.split("-")[0]), path.parent) for path in weights_dir.glob(f"[0-9]*/{MANIFEST}"))
 
 
 def prune(weights_dir: Path, in_use: Iterable[int], keep: int = KEEP) -> list[int]:
@@ -162,5 +148,5 @@ def remove_versions(weights_dir: Path) -> None:
     """Deletes every version: at the start those of an earlier process, at the end our own."""
     for _, path in _versions(weights_dir):
         durable.remove_dir(path)
-    if weights_dir.is_dir() and not any(weights_dir.iterdir()):
+    with contextlib.suppress(OSError):  # it is not there, or not empty
         weights_dir.rmdir()
