@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import collections
 import math
-import os
-import secrets
 import time
 
 from common import channel, wire
@@ -115,25 +113,21 @@ class Link:
     def send_eval(self, result: EvalResult) -> None:
         self._send(wire.encode(self._envelope, result))
 
-    def beat(self, phase: str, progress: int, loaded_version: int | None, stats: dict[str, float], now: bool) -> None:
-        """Says HELLO or BEAT if one is due, or at once."""
+    def beat(
+        self, phase: str, progress: int, loaded_version: int | None, stats: dict[str, float], now: bool = False
+    ) -> None:
+        """Says how far it is, if that is due or at once: BEAT to the trainer that gave the work, HELLO to a new one.
+
+        In the middle of a reload or a long scoring nothing is received, so the trainer may be there or another one.
+        """
         if not now and time.monotonic() - self._spoke_at < channel.BEAT_S:
             return
         self._spoke_at = time.monotonic()
-        if self.is_credited:
+        if self.credit is not None:
             self._send(wire.encode(self._envelope, wire.Beat(phase, progress, loaded_version, stats)))
-        else:
+        if not self.is_credited:
             self._heard_at = min(self._heard_at, self._spoke_at)
             self._send(wire.encode(wire.Envelope("", "", self._envelope.sampler_id), self._hello))
-
-    def beat_at_work(self, phase: str, progress: int, loaded_version: int | None, stats: dict[str, float]) -> None:
-        """BEAT if one is due, in the middle of a reload or a long scoring, where nothing is received for its length.
-
-        So it goes to the trainer that gave this work, however long ago that one was heard.
-        """
-        if self.credit is not None and time.monotonic() - self._spoke_at >= channel.BEAT_S:
-            self._spoke_at = time.monotonic()
-            self._send(wire.encode(self._envelope, wire.Beat(phase, progress, loaded_version, stats)))
 
     def say_goodbye(self, reason: str, exit_code: int) -> None:
         self._send(wire.encode(self._envelope, wire.Bye(reason[:500], exit_code)))
@@ -152,17 +146,3 @@ class Link:
             )
         if not self._transport.send(frames):  # nobody is connected: states are repeated, results sent again
             self.counters["unsent"] += 1
-
-
-def hello(
-    dataset_fingerprint: str,
-    eval_fingerprint: str,
-    tokenizer_hash: str,
-    num_problems: int,
-    num_eval_problems: int,
-    scores_reference: bool,
-) -> wire.Hello:
-    counts, incarnation = (num_problems, num_eval_problems), secrets.token_hex(8)
-    return wire.Hello(
-        os.getpid(), dataset_fingerprint, tokenizer_hash, *counts, scores_reference, incarnation, eval_fingerprint
-    )

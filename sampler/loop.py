@@ -141,7 +141,7 @@ class Sampler:
         """A beat if one is due. Each piece of work that was done counts, so that beats alone prove nothing."""
         self.progress += 1
         self.phase = doing
-        self.link.beat_at_work(self.phase, self.progress, self.engine.version, self.stats)
+        self.link.beat(self.phase, self.progress, self.engine.version, self.stats)
 
     def _wait_for_the_file_system(self, version: int, absent: str) -> None:
         """Hosts that share a folder see new files late. The loop goes on, so the link stays alive and says why."""

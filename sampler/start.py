@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import re
+import secrets
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import durable, out_of_memory
+from common import durable, out_of_memory, wire
 from common.config import Config
 from common.errors import Retryable, UserError
 from common.exits import RETRYABLE, USER_ERROR
@@ -24,7 +26,7 @@ from model.tokenizer import load_tokenizer
 from rewards.pool import RewardFailure, RewardPool
 from rewards.probes import probes
 from sampler.dataset import fingerprint, load_data, whole_row
-from sampler.link import Link, hello
+from sampler.link import Link
 from sampler.multi_turn import MultiTurn, opened
 from sampler.prompts import make_prompts, shown_to_rewards
 from sampler.task import Task
@@ -72,12 +74,17 @@ def _run(config: Config, sampler_id: str) -> None:
         train_prompts = prompts_of("data.train", problems, tokenizer, config, tools)
         held_out_prompts = prompts_of("data.eval", held_out, tokenizer, config, tools)
         task = Task(train_prompts, held_out_prompts, lambda ids: tokenizer.batch_decode(ids, skip_special_tokens=True))
-        asked, vocabulary = (
-            (fingerprint(train_prompts), fingerprint(held_out_prompts)),
-            _fingerprint_tokenizer(tokenizer),
+        hello = wire.Hello(
+            pid=os.getpid(),
+            dataset_fingerprint=fingerprint(train_prompts),
+            tokenizer_hash=_fingerprint_tokenizer(tokenizer),
+            num_problems=len(train_prompts),
+            num_eval_problems=len(held_out_prompts),
+            scores_reference=config.reference_on == "sampler",
+            incarnation=secrets.token_hex(8),
+            eval_fingerprint=fingerprint(held_out_prompts),
         )
-        scores = config.reference_on == "sampler"
-        link = Link(config, sampler_id, hello(*asked, vocabulary, len(train_prompts), len(held_out_prompts), scores))
+        link = Link(config, sampler_id, hello)
         try:
             with out_of_memory.with_memory_advice("sampler"):
                 _sample(config, task, link, pool, multi_turn, len(tokenizer))

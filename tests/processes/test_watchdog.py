@@ -17,9 +17,16 @@ from common import channel
 from common.config import Config
 from common.errors import Interrupted
 from common.transcript import last_lines
-from tests.support.protocol_helpers import FakeSampler, hurried_config, make_group, make_inbox, published
+from tests.support.protocol_helpers import (
+    FakeSampler,
+    changed,
+    hurried_config,
+    make_group,
+    make_inbox,
+    published,
+    train,
+)
 from tests.support.speed import limit, overdue, until
-from tests.unit.test_link_and_inbox import changed, train
 
 pytestmark = pytest.mark.timeout(60)
 

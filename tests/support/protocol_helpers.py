@@ -23,6 +23,7 @@ from common.types import EvalRequest, EvalResult, EvalSample, Group, Rollout, To
 from common.weights import Published
 from sampler import link as link_module
 from sampler.link import Link
+from tests.support.memory_transport import TRAINER, MemoryNetwork, MemoryTransport
 from tests.support.speed import limit
 from trainer.link.inbox import Inbox
 from trainer.link.ledger import Ledger
@@ -120,6 +121,23 @@ def hurried_config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
         yield make_config(folder)
 
 
+def changed(config: Config, **sections: dict[str, Any]) -> Config:
+    """The same but for these options."""
+    update = {name: getattr(config, name).model_copy(update=options) for name, options in sections.items()}
+    return config.model_copy(update=update)
+
+
+def train(inbox: Inbox, num_steps: int, first_step: int = 0) -> list[int]:
+    """The training loop's calls, two groups a step. Returns the ids in the order in which they were trained."""
+    trained = []
+    for step in range(first_step, first_step + num_steps):
+        inbox.commit(2 * step, published(step))
+        taken = take(inbox, [2 * step, 2 * step + 1])
+        assert all(step - 1 <= group.policy_version <= step for group in taken), "older than max_staleness"
+        trained += [group.group_id for group in taken]
+    return trained
+
+
 @contextlib.contextmanager
 def short_folder() -> Iterator[Path]:
     """A temporary folder whose name leaves room for a socket's."""
@@ -196,3 +214,24 @@ class FakeSampler(threading.Thread):
         self.stopped.set()
         self.join(timeout=limit(5))
         assert not self.is_alive(), "the fake sampler does not end"
+
+
+class MemoryLink:
+    """Both ends of the link in one process: `with link.inbox() as inbox, link.sampler("s0") as sampler:`"""
+
+    def __init__(self, config: Config):
+        self.config, self.network = config, MemoryNetwork()
+
+    def inbox(self, **options: Any) -> Inbox:
+        return make_inbox(self.config, transport=self.network.end(TRAINER), **options)
+
+    def sampler(self, name: str = "s0", **options: Any) -> FakeSampler:
+        return FakeSampler(self.config, name, transport=self.network.end(name), **options)
+
+    def bare(self, name: str = "s0", **sections: dict[str, Any]) -> Link:
+        """A sampler's end without a loop."""
+        return Link(changed(self.config, **sections), name, HELLO, self.network.end(name))
+
+    def say(self, name: str, message: wire.WireMessage, run: str = "run", incarnation: str = "start-1") -> None:
+        """In the name of a sampler, to the trainer."""
+        MemoryTransport(self.network, name).send(wire.encode(wire.Envelope(run, incarnation, name), message))

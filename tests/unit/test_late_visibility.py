@@ -83,7 +83,7 @@ def sampler_with(config: Config, published: Published, link: Any = None) -> Samp
     if link is None:
         credit = SimpleNamespace(version=VERSION, weights_dir=published.weights_dir)
         credit.manifest_sha256 = published.manifest_sha256
-        link = SimpleNamespace(credit=credit, beat=lambda *_, now: None, beat_at_work=lambda *_: None)
+        link = SimpleNamespace(credit=credit, beat=lambda *_, now=False: None)
     engine: Any = IdleEngine()
     pool: Any = SimpleNamespace(pending=0)
     return Sampler(config, loop.Task([], [], str), engine, link, pool, None)

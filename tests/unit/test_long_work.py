@@ -61,7 +61,7 @@ class World:
         until(lambda: "s0" in self.inbox.state.peers and self.leases())
 
     def leases(self) -> list[int]:
-        return self.inbox.state.ledger.lease_of("s0")
+        return self.inbox.state.ledger.by_sampler().get("s0", [])
 
     def work(self, seconds: float, reports: bool = True) -> None:
         """The trainer takes every beat before the clock moves on."""
@@ -118,17 +118,17 @@ def test_a_sampler_that_is_stuck_in_a_reload_is_lost_and_its_leases_are_free(
 
 def test_scoring_with_the_reference_for_30_s_frees_no_lease(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     before = world.leases()
-    monkeypatch.setattr(world.sampler, "send_scored", lambda: world.work(WORK_S))
-    monkeypatch.setattr(world.sampler, "start_leased_work", lambda: None)
-    world.engine.version = 8
 
     class Enough(Exception):
         pass
 
-    def stop(*_: Any, now: bool) -> None:
+    def score() -> None:
+        world.work(WORK_S)
         raise Enough
 
-    monkeypatch.setattr(world.sampler.link, "beat", stop)
+    monkeypatch.setattr(world.sampler, "send_scored", score)
+    monkeypatch.setattr(world.sampler, "start_leased_work", lambda: None)
+    world.engine.version = 8
     with pytest.raises(Enough):
         world.sampler.run()
     assert world.now_s >= WORK_S

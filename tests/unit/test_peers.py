@@ -1,69 +1,103 @@
-"""What several samplers report, put together by hand: who comes or goes adds what it did and nothing else."""
+"""What several samplers report, put together by hand, and which of them may work side by side."""
 
 from __future__ import annotations
 
-from trainer.link.peers import Reports
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.protocol_helpers import HELLO
+from trainer.link.peers import Reports, refusal
 
 OLD, NEW = (7, "first start"), (7, "second start")  # in a container every process has the same pid
 
 
-def two_samplers() -> Reports:
-    """Of two samplers that have served for a long time, when the trainer was started again."""
+def taken(reports: Reports, live: set[str]) -> tuple[dict[str, float], int]:
+    """With short names."""
+    found, num_samplers = reports.take(live)
+    return {name.removeprefix("total/"): value for name, value in found.items()}, num_samplers
+
+
+def test_who_comes_or_goes_adds_what_it_did_and_nothing_else() -> None:
+    """Counts are summed, seconds are the mean over samplers. Both have served a trainer before this one."""
     reports = Reports()
-    reports.add("s0", OLD, {"total/idle_s": 517.0, "total/completion_tokens": 80_000.0})
-    reports.add("s1", OLD, {"total/idle_s": 3.0, "total/completion_tokens": 500.0})
-    return reports
+
+    def add(name: str, idle_s: float, tokens: float) -> None:
+        reports.add(name, OLD, {"total/idle_s": idle_s, "total/tokens": tokens})
+
+    add("s0", 517, 80_000)
+    add("s1", 3, 500)
+    assert taken(reports, {"s0", "s1"}) == ({"idle_s": 0, "tokens": 0}, 2)
+    add("s0", 523, 80_100)
+    add("s1", 7, 540)
+    assert taken(reports, {"s0", "s1"}) == ({"idle_s": (6 + 4) / 2, "tokens": 100 + 40}, 2)
+    assert taken(reports, {"s0", "s1"}) == ({"idle_s": 0, "tokens": 0}, 2)
+    add("s0", 525, 80_200)
+    add("s1", 9, 550)  # its last report: it is lost
+    assert taken(reports, {"s0"}) == ({"idle_s": 2, "tokens": 110}, 2)
+    add("s0", 527, 80_300)
+    assert taken(reports, {"s0"}) == ({"idle_s": 2, "tokens": 100}, 1)
+    assert taken(reports, set()) == ({}, 0)
 
 
-def test_what_samplers_did_before_this_start_of_the_trainer_does_not_count() -> None:
-    assert two_samplers().take({"s0", "s1"}) == ({"total/completion_tokens": 0.0, "total/idle_s": 0.0}, 2)
-
-
-def test_counts_are_summed_and_seconds_are_the_mean_over_samplers() -> None:
-    reports = two_samplers()
-    reports.add("s0", OLD, {"total/idle_s": 523.0, "total/completion_tokens": 80_100.0})
-    reports.add("s1", OLD, {"total/idle_s": 7.0, "total/completion_tokens": 540.0})
-    # 6 s and 4 s of a step; 100 and 40 tokens
-    assert reports.take({"s0", "s1"}) == ({"total/completion_tokens": 140.0, "total/idle_s": 5.0}, 2)
-    assert reports.take({"s0", "s1"}) == ({"total/completion_tokens": 0.0, "total/idle_s": 0.0}, 2)
-
-
-def test_a_lost_sampler_counts_in_the_step_that_lost_it_and_then_no_more() -> None:
-    reports = two_samplers()
-    reports.take({"s0", "s1"})
-    reports.add("s0", OLD, {"total/idle_s": 525.0, "total/completion_tokens": 80_200.0})
-    reports.add("s1", OLD, {"total/idle_s": 5.0, "total/completion_tokens": 510.0})  # its last report
-    assert reports.take({"s0"}) == ({"total/completion_tokens": 210.0, "total/idle_s": 5.0}, 2)
-    reports.add("s0", OLD, {"total/idle_s": 527.0, "total/completion_tokens": 80_300.0})
-    assert reports.take({"s0"}) == ({"total/completion_tokens": 100.0, "total/idle_s": 2.0}, 1)
-    assert reports.take(set()) == ({}, 0)
-
-
-def test_a_sampler_that_was_started_again_counts_from_0_and_keeps_what_it_did_in_this_step() -> None:
+@pytest.mark.parametrize(
+    ("reported", "expected"),
+    [
+        # started again, it counts from 0 and keeps what it did before in this step
+        ([(OLD, {"total/a": 500.0}), (OLD, {"total/a": 530.0, "total/b": 3.0}), (NEW, {"total/a": 8.0})],
+         {"a": 30.0 + 8.0, "b": 3.0}),
+        # a report that was overtaken counts nothing twice
+        ([(OLD, {"total/a": tokens}) for tokens in (10.0, 50.0, 30.0, 60.0)], {"a": 50.0}),
+        # a count that appears later was 0 before
+        ([(OLD, {}), (OLD, {"total/a": 2.0})], {"a": 2.0}),
+        # what is no total: the newest
+        ([(OLD, {"sync/load_s": 9.0}), (OLD, {"sync/load_s": 1.0, "logged/words": 4.0})],
+         {"sync/load_s": 1.0, "logged/words": 4.0}),
+    ],
+)  # fmt: skip
+def test_the_reports_of_one_sampler(reported: list[Any], expected: dict[str, float]) -> None:
     reports = Reports()
-    reports.add("s0", OLD, {"total/completion_tokens": 500.0, "total/aborted": 1.0})
-    reports.add("s0", OLD, {"total/completion_tokens": 530.0, "total/aborted": 3.0})
-    reports.add("s0", NEW, {"total/completion_tokens": 8.0})
-    assert reports.take({"s0"}) == ({"total/aborted": 2.0, "total/completion_tokens": 30.0 + 8.0}, 1)
+    for process, stats in reported:
+        reports.add("s0", process, stats)
+    assert taken(reports, {"s0"}) == (expected, 1)
 
 
-def test_a_report_that_was_overtaken_counts_nothing_twice() -> None:
+def test_values_that_are_no_totals_are_the_mean_over_samplers() -> None:
     reports = Reports()
-    for tokens in (10.0, 50.0, 30.0, 60.0):
-        reports.add("s0", OLD, {"total/completion_tokens": tokens})
-    assert reports.take({"s0"}) == ({"total/completion_tokens": 50.0}, 1)
-
-
-def test_a_count_that_appears_later_was_0_before() -> None:
-    reports = Reports()
-    reports.add("s0", OLD, {})
-    reports.add("s0", OLD, {"total/reward_failures": 2.0})
-    assert reports.take({"s0"}) == ({"total/reward_failures": 2.0}, 1)
-
-
-def test_values_that_are_no_totals_are_the_mean_of_the_newest() -> None:
-    reports = Reports()
-    reports.add("s0", OLD, {"sync/load_s": 9.0})
     reports.add("s0", OLD, {"sync/load_s": 1.0, "logged/words": 4.0})
     reports.add("s1", OLD, {"sync/load_s": 2.0})
     assert reports.take({"s0", "s1"}) == ({"logged/words": 4.0, "sync/load_s": 1.5}, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "needs_ref", "expected"),
+    [
+        ({}, False, None),
+        ({"pid": 2, "incarnation": "later"}, False, None),
+        ({"scores_reference": True}, True, None),
+        (
+            {"dataset_fingerprint": "other"},
+            False,
+            ("dataset_fingerprint", "other differs from the first sampler's"),
+        ),
+        ({"eval_fingerprint": "other"}, False, ("eval_fingerprint", "other differs")),
+        ({"tokenizer_hash": "words"}, False, ("tokenizer_hash", "words differs from the first sampler's tokenizer")),
+        ({"num_problems": 99}, False, ("num_problems", "99 differs from the first sampler's 100")),
+        ({"num_eval_problems": 8}, False, ("num_eval_problems", "8 differs from the first sampler's 10")),
+        (
+            {"scores_reference": True},
+            False,
+            ("reference", "with reference log-probs and the trainer wants"),
+        ),
+        ({}, True, ("reference", "without reference log-probs and the trainer wants them with")),
+    ],
+)
+def test_a_sampler_must_agree_with_the_first_one(
+    changes: dict[str, Any], needs_ref: bool, expected: tuple[str, str] | None
+) -> None:
+    found = refusal(msgspec.structs.replace(HELLO, **changes), HELLO, needs_ref)
+    if expected is None:
+        assert found is None
+    else:
+        assert found and found[0] == expected[0] and expected[1] in found[1]

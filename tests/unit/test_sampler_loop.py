@@ -90,7 +90,7 @@ class Loop:
             has_result=lambda group_id: False,
             send_result=self.sent.append,
             send_eval=self.sent.append,
-            beat=lambda *_, now: None,
+            beat=lambda *_, now=False: None,
         )
         task = Task(prompts, prompts, lambda ids: ["text" for _ in ids])
         parts: list[Any] = [self.engine, self.link, self.pool]

@@ -132,7 +132,7 @@ def test_no_token_is_older_than_max_staleness_when_it_trains_however_long_its_se
     length: dict[int, int] = {}
     while ledger.cursor < 200:
         ledger.lease_out(["s"])
-        for g in ledger.lease_of("s"):
+        for g in ledger.by_sampler().get("s", []):
             if g not in running:
                 running[g], length[g] = (rng.choice([1, 2, 3, 60]), [(0, version)]), 0
         for g, (left, spans) in list(running.items()):
@@ -223,7 +223,6 @@ def in_flight_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **sections: 
         loaded.append(published.version)
         return SimpleNamespace(unproven={}, **dict.fromkeys(NUMBERS, 0.0))
 
-    loop.link.beat_at_work = lambda *_: None
     monkeypatch.setattr("sampler.loop.reload", load)
     return loop, loaded
 

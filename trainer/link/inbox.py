@@ -28,14 +28,14 @@ from trainer.link.evaluation import evaluation_of, problems_per_chunk
 from trainer.link.ledger import Ledger
 from trainer.link.peers import describe
 from trainer.link.socket_thread import SocketThread
-from trainer.link.source import Statistics
+from trainer.link.source import GroupSource, Statistics
 from trainer.link.state import SharedState
 
 _SAY_EVERY_S = 10.0
 
 
-class Inbox:
-    """A GroupSource. Use as a context manager: leaving it says goodbye to the samplers and joins the thread.
+class Inbox(GroupSource):
+    """Use as a context manager: leaving it says goodbye to the samplers and joins the thread.
 
     transport: ZeroMQ by the config, unless given.
     """
@@ -67,7 +67,7 @@ class Inbox:
             self.thread.end(wire.Bye(reason, code_of(error)))
 
     def commit(self, cursor: int, published: Published, eval_id: str | None = None, num_problems: int = 0) -> None:
-        """As GroupSource.commit. All of it becomes visible at once: no sampler sees a lease without its version."""
+        """All of it becomes visible at once: no sampler sees a lease without its version."""
         with self.state.changed:
             assert self.state.evaluation is None or eval_id is None, "finish_eval comes before the next evaluation"
             self.state.ledger.advance(cursor)

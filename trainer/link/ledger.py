@@ -21,9 +21,10 @@ group trains exactly once, in order.
 
 from __future__ import annotations
 
+import collections
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from common.types import Group, Tombstone
@@ -38,11 +39,7 @@ class Ledger:
     refilled: int = 0  # groups that the batch at the cursor takes beyond its slots
     leases: dict[int, list[str]] = field(default_factory=dict)  # group id -> samplers that produce it, one or two
     held: dict[int, Received] = field(default_factory=dict)  # arrived, not trained
-    news: set[str] = field(default_factory=set)  # samplers whose lease changed by more than what they delivered
-    is_due: bool = True  # somebody may get a lease
-    _open: dict[str, set[int]] = field(default_factory=dict)  # sampler id -> groups that it has leased
-    _released: list[int] = field(default_factory=list)  # a heap: groups that a lost sampler had
-    _next: int = 0  # from it on no group was ever leased
+    is_due: bool = True  # somebody may get a lease, or has lost one to a faster sampler
 
     @property
     def admitted(self) -> range:
@@ -51,68 +48,46 @@ class Ledger:
     @property
     def is_complete(self) -> bool:
         """Whether every admitted group is here: until the cursor moves there is nothing to produce."""
-        return not self.leases and not self._has_free()
+        return all(group_id in self.held for group_id in self.admitted)
 
     # ---- leases -------------------------------------------------------------------------------------------------
 
-    def lease_out(self, samplers: Sequence[str]) -> None:
+    def lease_out(self, samplers: Collection[str]) -> None:
         """Gives all free groups to these samplers, who are alive, then what others hold to those without work."""
         self.is_due = False
         if not samplers:
             return
-        queue = [(len(self._open.get(name, ())), i, name) for i, name in enumerate(samplers)]
+        leased = self.by_sampler()
+        queue = [(len(leased.get(name, ())), i, name) for i, name in enumerate(samplers)]
         heapq.heapify(queue)
-        while self._has_free():
-            group_id = self._take_free()
-            if group_id in self.held or group_id < self.cursor:
-                continue  # a lost sampler's, which came after all
-            count, i, name = queue[0]
-            self._lease(group_id, name)
-            heapq.heapreplace(queue, (count + 1, i, name))
-        if idle := [name for name in samplers if not self._open.get(name)]:
-            once = sorted(group_id for group_id, names in self.leases.items() if len(names) == 1)
-            for group_id, name in zip(once, itertools.cycle(idle)):
-                self._lease(group_id, name)
+        for group_id in self.admitted:
+            if group_id not in self.leases and group_id not in self.held:
+                count, i, name = queue[0]
+                self.leases[group_id] = [name]
+                heapq.heapreplace(queue, (count + 1, i, name))
+        idle = [name for count, _, name in sorted(queue) if count == 0]
+        once = [group_id for group_id in sorted(self.leases) if len(self.leases[group_id]) == 1]
+        for group_id, name in zip(once, itertools.cycle(idle)):
+            self.leases[group_id].append(name)
 
-    def lease_of(self, sampler: str) -> list[int]:
-        """What it shall produce, in order."""
-        return sorted(self._open.get(sampler, ()))
-
-    def has_lease(self, sampler: str) -> bool:
-        return bool(self._open.get(sampler))
-
-    def welcome(self, sampler: str) -> None:
-        """It is new, or back: it shall hear at once what it has."""
-        self.news.add(sampler)
-        self.is_due = True
+    def by_sampler(self) -> dict[str, list[int]]:
+        """What each shall produce, in order. Whoever has no lease is not in it."""
+        leased = collections.defaultdict(list)
+        for group_id in sorted(self.leases):
+            for name in self.leases[group_id]:
+                leased[name].append(group_id)
+        return dict(leased)
 
     def release(self, sampler: str) -> list[int]:
         """Ends a lost sampler's leases. Returns those that nobody else has: others may get them."""
-        free = []
-        for group_id in sorted(self._open.pop(sampler, ())):
+        leased = self.by_sampler().get(sampler, [])
+        for group_id in leased:
             self.leases[group_id].remove(sampler)
-            if not self.leases[group_id]:
-                del self.leases[group_id]
-                heapq.heappush(self._released, group_id)
-                free.append(group_id)
-        self.news.discard(sampler)
+        free = [group_id for group_id in leased if not self.leases[group_id]]
+        for group_id in free:
+            del self.leases[group_id]
         self.is_due = True
         return free
-
-    def _has_free(self) -> bool:
-        return bool(self._released) or max(self._next, self.cursor) < self.admitted.stop
-
-    def _take_free(self) -> int:
-        if self._released:
-            return heapq.heappop(self._released)
-        group_id = max(self._next, self.cursor)
-        self._next = group_id + 1
-        return group_id
-
-    def _lease(self, group_id: int, name: str) -> None:
-        self.leases.setdefault(group_id, []).append(name)
-        self._open.setdefault(name, set()).add(group_id)
-        self.news.add(name)
 
     # ---- results ------------------------------------------------------------------------------------------------
 
@@ -133,15 +108,9 @@ class Ledger:
         """The first result of a group. Whoever else has it leased need not go on."""
         group_id = received.group.group_id
         self.held[group_id] = received
-        self.news |= set(self._close(group_id)) - {sampler}
-
-    def _close(self, group_id: int) -> list[str]:
-        """Ends its leases. Returns who had them."""
         holders = self.leases.pop(group_id, [])
-        for name in holders:
-            self._open[name].discard(group_id)
-            self.is_due |= not self._open[name]
-        return holders
+        goes_on = holders == [sampler] and any(sampler in names for names in self.leases.values())
+        self.is_due |= not goes_on
 
     # ---- the training loop --------------------------------------------------------------------------------------
 
@@ -156,7 +125,7 @@ class Ledger:
         assert self.cursor <= cursor <= self.total, f"cursor may not move from {self.cursor} to {cursor}"
         for group_id in range(self.cursor, cursor):
             self.held.pop(group_id, None)
-            self._close(group_id)
+            self.leases.pop(group_id, None)
         if cursor > self.cursor:
             self.cursor, self.refilled = cursor, 0
         self.is_due = True

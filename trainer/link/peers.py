@@ -24,6 +24,7 @@ class Peer:
     loaded_version: int | None = None
     phase: str = "starting"
     lost: bool = False
+    credit: wire.Credit | None = None  # the last that was sent to it
 
     @property
     def process(self) -> tuple[int, str]:

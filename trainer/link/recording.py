@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 import os
 import struct
-import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,13 +23,11 @@ from pathlib import Path
 from common import wire
 from common.durable import disk_trouble, fsync_path
 from common.errors import UserError, WireError
-from common.types import EvalResult, Group, Tombstone
-from common.weights import Published
-from trainer.link.source import Statistics
+from common.types import Group, Tombstone
+from trainer.link.source import GroupSource
 
 FILE = "groups.recording"
-_LENGTHS = struct.Struct("<III")  # bytes of a record's frames
-_CRC = struct.Struct("<I")  # of the lengths; the frames have digests of their own
+_LENGTHS = struct.Struct("<III")  # bytes of a record's frames; a CRC of 4 bytes follows, the frames have digests
 
 
 def read(path: Path) -> Iterator[tuple[wire.Received, int]]:
@@ -59,23 +56,27 @@ def read(path: Path) -> Iterator[tuple[wire.Received, int]]:
 
 def _record_at(data: bytes, position: int) -> tuple[list[bytes], int] | None:
     """(frames, offset behind them); None if the file ends before the record does."""
-    start = position + _LENGTHS.size + _CRC.size
+    start = position + _LENGTHS.size + 4
     if start > len(data):
         return None
-    prefix = data[position : position + _LENGTHS.size]
-    if _CRC.pack(zlib.crc32(prefix)) != data[position + _LENGTHS.size : start]:
+    lengths = data[position : start - 4]
+    if _crc(lengths) != data[start - 4 : start]:
         raise WireError("its lengths do not match their CRC")
-    ends = [start + n for n in itertools.accumulate(_LENGTHS.unpack(prefix), initial=0)]
+    ends = list(itertools.accumulate(_LENGTHS.unpack(lengths), initial=start))
     if ends[-1] > len(data):
         return None
     return [data[a:b] for a, b in itertools.pairwise(ends)], ends[-1]
+
+
+def _crc(data: bytes) -> bytes:
+    return zlib.crc32(data).to_bytes(4, "little")
 
 
 class Recorder:
     """Appends groups. Opening it cuts the file back to the groups below `cursor`, and never reads beyond them."""
 
     def __init__(self, path: Path, cursor: int):
-        self._path, self._waiting = path, bytearray()  # records that the disk did not take yet
+        self._waiting = bytearray()  # records that the disk did not take yet
         self._end = 0
         if cursor > 0 and path.exists():
             for received, end in read(path):
@@ -88,17 +89,14 @@ class Recorder:
         fsync_path(path.parent)
 
     def append(self, groups: Sequence[wire.Received]) -> None:
-        is_first_to_wait = not self._waiting
         for received in groups:
             lengths = _LENGTHS.pack(*map(len, received.frames))
-            self._waiting += b"".join([lengths, _CRC.pack(zlib.crc32(lengths)), *received.frames])
+            self._waiting += b"".join([lengths, _crc(lengths), *received.frames])
         try:
             self._flush()
         except OSError as error:
-            if disk_trouble(error) is None:
+            if disk_trouble(error) is None:  # else `sync` says what the run waits for
                 raise
-            if is_first_to_wait:
-                print(f"tandem: {self._path}: {error.strerror}; records wait in memory", file=sys.stderr, flush=True)
 
     def _flush(self) -> None:
         """What was written stays written, even a part of a record: the next write goes on behind it."""
@@ -119,8 +117,8 @@ class Recorder:
             os.close(self._descriptor)
 
 
-class Replay:
-    """A GroupSource that serves a recording. There is no sampler, hence no evaluation."""
+class Replay(GroupSource):
+    """Serves a recording. There is no sampler, hence no evaluation."""
 
     def __init__(self, path: Path, incarnation: str, needs_reference: bool = False):
         """Raises UserError if the trainer needs reference log-probs and the groups were recorded without."""
@@ -135,9 +133,6 @@ class Replay:
                 "reference.on trainer; set reference.on=trainer, or algorithm.beta=0"
             )
 
-    def wait_for_sampler(self) -> wire.Hello:
-        return wire.Hello(0, "", "", 0, 0)
-
     def take(self, group_ids: Sequence[int]) -> list[wire.Received]:
         missing = [g for g in group_ids if g not in self._groups]
         if missing:
@@ -146,22 +141,3 @@ class Replay:
                 "lower trainer.max_steps"
             )
         return [self._groups[g] for g in group_ids]
-
-    def commit(self, cursor: int, published: Published, eval_id: str | None = None, num_problems: int = 0) -> None:
-        """Nobody is there to be credited."""
-
-    def refill(self, count: int) -> None:
-        """Nobody is there to be asked for more."""
-
-    def samplers_rest(self) -> bool:
-        """There is none whose cores could be borrowed; the recorded run kept to its own."""
-        return False
-
-    def finish_eval(self) -> list[EvalResult]:
-        return []
-
-    def versions_in_use(self) -> list[int]:
-        return []
-
-    def take_statistics(self) -> Statistics:
-        return Statistics({}, 0, {})

@@ -19,7 +19,7 @@ from common.group_limits import Limits, check_group
 from common.run_folder import sampler_log
 from common.transcript import last_lines
 from common.transport import Transport
-from common.types import EvalResult, Group, Tombstone
+from common.types import EvalFailure, EvalResult, Group, Tombstone
 from trainer.link.peers import refusal, welcomed
 from trainer.link.state import SharedState
 
@@ -142,7 +142,7 @@ class SocketThread(threading.Thread):
             self.say(f"sampler {name} is back as pid {hello.pid}")
         self.state.peers = {**peers, name: peer}
         if is_news:
-            self.state.ledger.welcome(name)
+            self.state.ledger.is_due = True
 
     def _part(self, name: str, bye: wire.Bye) -> None:
         """A sampler ends; it may do so before its hello, with an engine that refuses the settings."""
@@ -167,11 +167,8 @@ class SocketThread(threading.Thread):
         if isinstance(group, Tombstone):
             state.counters["tombstones"] += 1
             self.say(f"group {group.group_id} could not be produced: {group.reason}")
-            if self._are_too_many(count := state.counters["tombstones"], state.ledger.total):
-                state.failure = UserError(
-                    f"{count} groups could not be produced, more than {_FAILURES_ALLOWED:g} of them all; the reasons "
-                    "stand above"
-                )
+            count, what = state.counters["tombstones"], "groups could not be produced"
+            self._end_if_too_many(count, state.ledger.total, what, group)
         state.changed.notify_all()
 
     def _accept_eval(self, result: EvalResult) -> None:
@@ -179,24 +176,25 @@ class SocketThread(threading.Thread):
         if evaluation is None or published is None:
             raise WireError("eval_unknown", result.eval_id)
         evaluation.accept(result, published.version, self.config.eval.num_generations, self.limits.reward_funcs)
+        what = f"held-out problems could not be scored in evaluation {result.eval_id}"
         for failure in result.failures:
             self.say(f"held-out problem {failure.problem_index} could not be scored: {failure.reason}")
-        if result.failures and self._are_too_many(count := evaluation.num_failed, evaluation.num_problems):
-            self.state.failure = UserError(
-                f"{count} held-out problems could not be scored in evaluation {result.eval_id}, more than "
-                f"{_FAILURES_ALLOWED:g} of them all; the last one: {result.failures[-1].reason}"
-            )
+            self._end_if_too_many(evaluation.num_failed, evaluation.num_problems, what, failure)
 
-    def _are_too_many(self, failures: int, total: int) -> bool:
-        return failures > max(_ALWAYS_ALLOWED, _FAILURES_ALLOWED * total)
+    def _end_if_too_many(self, failures: int, total: int, what: str, last: Tombstone | EvalFailure) -> None:
+        if failures > max(_ALWAYS_ALLOWED, _FAILURES_ALLOWED * total):
+            text = f"{failures} {what}, more than {_FAILURES_ALLOWED:g} of them all; the last one: {last.reason}"
+            self.state.failure = UserError(text)
 
     # ---- who is lost --------------------------------------------------------------------------------------------
 
     def _find_lost(self, now: float) -> None:
+        evaluation = self.state.evaluation
+        leased = self.state.ledger.by_sampler()
         for name, peer in self.state.peers.items():
             if peer.lost:
                 continue
-            if not self._has_open_lease(name):
+            if name not in leased and not (evaluation and evaluation.open_leases(name)):
                 peer.progressed_at = now
             if now - peer.heard_at > channel.LOST_AFTER_S:
                 peer.lost = True
@@ -206,10 +204,6 @@ class SocketThread(threading.Thread):
             elif now - peer.progressed_at > self.config.channel.stall_timeout_s:
                 still_s = now - peer.progressed_at
                 self._send_away(name, f"its work has not moved for {still_s:.0f} s (phase: {peer.phase})")
-
-    def _has_open_lease(self, name: str) -> bool:
-        ledger, evaluation = self.state.ledger, self.state.evaluation
-        return ledger.has_lease(name) or (evaluation is not None and bool(evaluation.open_leases(name)))
 
     def _send_away(self, name: str, reason: str) -> None:
         """It still reads what we say. A supervisor starts it again; its work goes to others meanwhile.
@@ -236,29 +230,27 @@ class SocketThread(threading.Thread):
 
     def _credit(self, now: float, is_beat: bool) -> None:
         """To everyone at a beat and when the training loop went on; in between to those whose lease changed."""
-        state = self.state
-        hears_all = is_beat or state.progress != self._credited_progress
-        is_due = hears_all or (state.ledger.is_due and now >= self._lease_at)
-        if state.published is None or not (is_due or state.ledger.news):
+        state, ledger = self.state, self.state.ledger
+        is_due = is_beat or state.progress != self._credited_progress or (ledger.is_due and now >= self._lease_at)
+        if state.published is None or not is_due:
             return
-        live = [name for name, peer in state.peers.items() if not peer.lost]
-        if is_due:
-            state.ledger.lease_out(live)
-            self._lease_at = now + _LEASE_EVERY_S
-        hear = live if hears_all else [name for name in live if name in state.ledger.news]
-        self._credited_progress = state.progress
-        state.ledger.news.clear()
-        for name in hear:
+        live = {name: peer for name, peer in state.peers.items() if not peer.lost}
+        ledger.lease_out(live)
+        leased = ledger.by_sampler()
+        self._lease_at, self._credited_progress = now + _LEASE_EVERY_S, state.progress
+        for name, peer in live.items():
             credit = wire.Credit(
-                cursor=state.ledger.cursor,
-                lease=state.ledger.lease_of(name),
+                cursor=ledger.cursor,
+                lease=leased.get(name, []),
                 evals=state.evaluation.grant(name, len(live)) if state.evaluation else [],
                 version=state.published.version,
                 weights_dir=state.published.weights_dir,
                 manifest_sha256=state.published.manifest_sha256,
                 progress=state.progress,
             )
-            self._send(name, credit)
+            if is_beat or credit != peer.credit:
+                peer.credit = credit
+                self._send(name, credit)
 
     def _send(self, name: str, message: wire.WireMessage) -> None:
         if not self.transport.send(wire.encode(self.envelope, message), to=name):  # repeated when the peer is back

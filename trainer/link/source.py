@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from common import wire
 from common.types import EvalResult
@@ -24,45 +23,40 @@ class Statistics:
     counters: Mapping[str, int]  # since this trainer started
 
 
-class GroupSource(Protocol):
-    """What rank 0 asks for groups."""
+class GroupSource:
+    """What rank 0 asks for groups. Only `take` must be overridden: the rest is as if there were no sampler."""
 
-    @property
-    def incarnation(self) -> str:
-        """Names this start of the trainer."""
-        ...
+    incarnation: str  # names this start of the trainer
 
     def wait_for_sampler(self) -> wire.Hello:
         """The first sampler's introduction. Raises Retryable when none comes."""
-        ...
+        return wire.Hello(0, "", "", 0, 0)
 
     def commit(self, cursor: int, published: Published, eval_id: str | None = None, num_problems: int = 0) -> None:
         """The groups below `cursor` are trained and `published` holds the result.
 
         With an eval_id, these weights are evaluated on the held-out problems too.
         """
-        ...
 
     def refill(self, count: int) -> None:
         """The batch will take `count` more groups than it has slots: they are wanted at once, of the same weights."""
-        ...
 
     def take(self, group_ids: Sequence[int]) -> list[wire.Received]:
         """The groups, in this order, as soon as all of them are here."""
-        ...
+        raise NotImplementedError
 
     def samplers_rest(self) -> bool:
-        """Whether no sampler has anything to do until the next `commit`."""
-        ...
+        """Whether no sampler has anything to do until the next `commit`, so that its cores could be borrowed."""
+        return False
 
     def finish_eval(self) -> list[EvalResult]:
         """The results of the evaluation that `commit` asked for, chunk by chunk; [] if it asked for none."""
-        ...
+        return []
 
     def versions_in_use(self) -> list[int]:
         """Policy versions whose files somebody may still read."""
-        ...
+        return []
 
     def take_statistics(self) -> Statistics:
         """Of the time since the last call."""
-        ...
+        return Statistics({}, 0, {})
