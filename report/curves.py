@@ -1,4 +1,4 @@
-"""The curves of a run: curves.png, which report.html shows, too.
+"""The curves of a run: curves.png.
 
 Dots are single steps, lines their centred mean over about a tenth of the run, diamonds held-out evaluations with their
 95 % interval, so that nobody takes noise for progress. Left out: comparison of runs, significance tests.
@@ -76,7 +76,7 @@ def history_of(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
     rows, evaluations, path = read_jsonl(folder / "metrics.jsonl"), evaluations_of(folder), folder / "config.json"
     rewards = {}
     if path.exists():
-        with contextlib.suppress(ValueError):  # the page says what is wrong with it
+        with contextlib.suppress(ValueError):  # a broken one: nothing is guessed
             rewards = json.loads(path.read_text()).get("rewards", {})
     names = guessed(rewards) - reached(rows, evaluations)
     return [row_without(row, names) for row in rows], [record_without(record, names) for record in evaluations]

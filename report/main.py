@@ -1,4 +1,4 @@
-"""What a run leaves to look at: curves.png, report.html, and a few lines that say what it learned.
+"""What a run leaves to look at: curves.png, and a few lines that say what it learned.
 
 Reads only the run folder, so it works during a run, after a crash and on another machine.
 `bash launch.sh report runs/quickstart` draws and prints.
@@ -17,7 +17,6 @@ from common.errors import UserError
 from report.curves import compared, history_of, share_of_full_marks, write_curves
 from report.escape import strip_escapes
 from report.full_marks import scored
-from report.html_page import write_report
 from report.run_log import read_jsonl
 from report.step_text import clock, wall_s
 
@@ -34,9 +33,8 @@ def final_summary(output_dir: Path) -> str:
         lines = [_comparison(name, [r for r in (first, last) if name in r["full_marks"]]) for name in names]
         lines += [_means(name, (first, last)) for name in compared([first, last]) if name not in names]
     lines += _pace(folder)
-    for name in ("curves.png", "report.html"):
-        if (folder / name).exists():
-            lines.append(f"{name.split('.')[0]}: {strip_escapes(folder / name)}")
+    if (folder / "curves.png").exists():
+        lines.append(f"curves: {strip_escapes(folder / 'curves.png')}")
     return "\n".join(lines)
 
 
@@ -87,7 +85,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = parser.parse_args(arguments).output_dir
     try:
         write_curves(folder)
-        write_report(folder)
         print(final_summary(folder))
     except UserError as error:
         print(f"tandem: {strip_escapes(error)}", file=sys.stderr)

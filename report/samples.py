@@ -15,7 +15,6 @@ from typing import Any
 
 from common.errors import UserError
 from report.escape import one_line, visible
-from report.images import caption
 from report.run_log import read_jsonl
 
 SHOWN = 2000  # characters of a text without --full
@@ -50,15 +49,19 @@ def text_of(record: Record, full: bool = False) -> str:
     facts = [f"step {record['step']}", f"group {record['group_id']}", f"v{record['policy_version']}"]
     cut = ["cut off"] if record["finish_reason"] == "length" else []
     head = " · ".join([f"reward {_number(record['reward'])} ({', '.join(parts)})", *facts, *cut])
-    given = record.get("images")
-    images = [f"  image  │ {caption(image)}" for image in (given if isinstance(given, list) else [])]
+    images = [f"  image  │ {_caption(image)}" for image in record.get("images", ())]
     texts = [*_lines("prompt", record["prompt"], full), *_completion(record, full)]
     return "\n".join([head, *images, *texts])
 
 
+def _caption(image: Mapping[str, Any]) -> str:
+    """ "504 × 252 pixels, 5f0c2a91" """
+    return one_line(f"{image['width']} × {image['height']} pixels, {image['digest']}")
+
+
 def _completion(record: Record, full: bool) -> list[str]:
     """One part after the other, those that the environment wrote under its name."""
-    if not isinstance(record.get("turns"), list):
+    if "turns" not in record:
         return _lines("model ", record["completion"], full)
     names = {"model": "model ", "environment": "tool  "}
     return [line for part in record["turns"] for line in _lines(names[part["by"]], part["text"], full)]

@@ -33,7 +33,7 @@ def check_run(clone: Clone, run: str, steps: int, final: str = "model.safetensor
     assert [step["step"] for step in metrics] == list(range(1, steps + 1))
     assert metrics[-1]["policy_version"] == steps
     assert max(step["sync/canary_max_diff"] for step in metrics) <= 1e-4
-    for name in ("config.json", "samples.jsonl", "curves.png", "report.html", f"final/{final}"):
+    for name in ("config.json", "samples.jsonl", "curves.png", f"final/{final}"):
         assert (clone.folder / run / name).stat().st_size > 0, name
     assert (
         Config.model_validate(json.loads((clone.folder / run / "config.json").read_text())).trainer.max_steps == steps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import struct
 
@@ -10,7 +9,6 @@ import pytest
 
 from common.errors import UserError
 from report.curves import centered_mean, share_of_full_marks, write_curves
-from report.html_page import write_report
 from report.main import final_summary, main
 from report.run_log import MetricsLog
 
@@ -162,11 +160,7 @@ def test_the_command_draws_prints_and_exits_2_for_a_wrong_folder(tmp_path, capsy
     assert main([str(write_run(tmp_path / "run", 2, (evaluation(0, 210), evaluation(2, 370))))]) == 0
     output = capsys.readouterr().out
     assert output.startswith("held-out answer: 41.0 % → 72.3 %")
-    *_, curves, report = output.splitlines()
-    assert curves == f"curves: {tmp_path / 'run' / 'curves.png'}"
-    assert report == f"report: {tmp_path / 'run' / 'report.html'}"
-    drawn = base64.b64encode((tmp_path / "run" / "curves.png").read_bytes()).decode()
-    assert f'src="data:image/png;base64,{drawn}"' in (tmp_path / "run" / "report.html").read_text()
+    assert output.splitlines()[-1] == f"curves: {tmp_path / 'run' / 'curves.png'}"
     assert main([str(tmp_path / "nothing")]) == 2
     assert "no metrics.jsonl" in capsys.readouterr().err
 
@@ -186,5 +180,3 @@ def test_a_reward_of_ones_own_is_compared_by_its_mean_if_nothing_ever_earned_its
     folder = write_run(tmp_path, 2, tuple(records), **{"rewards/mine/mean": 0.2, "rewards/mine/accuracy": 0.0})
     (folder / "config.json").write_text(json.dumps({"rewards": {"reward_funcs": ["a.py:mine"], "full_marks": {}}}))
     assert line in final_summary(folder).splitlines()
-    page = write_report(folder).read_text()
-    assert "0.10 → 0.30" in page and ("100.0 %" in page) == (right[1] > 0)

@@ -141,13 +141,13 @@ def test_a_run_that_made_steps_leaves_a_report_however_it_ends(tmp_path, monkeyp
     settings = config(folder)
     command = Commands(tmp_path / "c.yaml", (), settings, placement(settings, (), (0, 1)))
     assert launcher_run._run(command, "bash launch.sh run c.yaml") == code
-    assert (folder / "report.html").exists() and (folder / "curves.png").exists()
-    assert f"report: {folder / 'report.html'}" in capsys.readouterr().out
+    assert (folder / "curves.png").exists()
+    assert f"curves: {folder / 'curves.png'}" in capsys.readouterr().out
 
 
 def test_a_report_that_fails_does_not_change_how_the_run_ended(tmp_path, capsys, undrawn):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    (tmp_path / "report.html").mkdir()  # in the way
+    (tmp_path / "curves.png").mkdir()  # in the way
     launcher_run._report(tmp_path)
     assert "no report: IsADirectoryError" in capsys.readouterr().err
 

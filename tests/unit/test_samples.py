@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from model.images import digest, encode_image
 from report.run_log import MetricsLog
 from report.samples import main
+from tests.support.protocol_helpers import make_group
+from tests.support.vision import PLAIN, picture
+from trainer.record.stats import samples_records
 
 
 @pytest.fixture
@@ -54,6 +60,21 @@ def test_what_its_tools_wrote_stands_apart_from_what_the_model_wrote(tmp_path, c
         "  tool   │ ␛[2J",
         "  model  │ It is 24",
     ]
+
+
+def test_an_image_is_named_by_its_size_and_digest_and_is_one_mark_in_its_prompt(tmp_path, capsys):
+    image = encode_image(picture(500, 250), PLAIN, 784, 400_000)
+    ids = np.array([1, 7, 7, 7, 2, 7, 7, 3], np.int32)
+    group = dataclasses.replace(make_group(4), prompt_ids=ids, images=(image,))
+    log = MetricsLog(tmp_path)
+    log.log_samples(
+        samples_records([group], 5, 1, lambda ids: "".join({7: "<|image_pad|>"}.get(i, str(i)) for i in ids))
+    )
+    log.close()
+    assert main([str(tmp_path), "--best", "-n", "1"]) == 0
+    _, shown, prompt, *_ = capsys.readouterr().out.splitlines()
+    assert shown == f"  image  │ 504 × 252 pixels, {digest(image)}"
+    assert prompt == "  prompt │ 1<|image_pad|>2<|image_pad|>3"
 
 
 def test_the_newest_step_a_given_one_or_the_extremes_of_the_run(run, capsys):
