@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from common.config import Config
-from launcher.compute_time import who_waits
 from launcher.machine import Machine, gib
 from launcher.memory import (
     SamplerMemory,
@@ -54,10 +53,9 @@ def _images(work: Workload) -> list[tuple[str, str]]:
     if tower is None or not work.images:
         return []
     size = f"{work.images} in a prompt, each of at most {tower.tokens(work.patches):,} tokens, {work.patches:,} patches"
-    kept = tower_activations(work, tower)
     frozen = "" if work.trains_tower else ", frozen"
-    cost = f"{tower.flops(work.patches) / 1e12:.3g} TFLOP to look at one, activations {gib(kept)}"
-    return [("images", size), ("", f"vision tower of {tower.parameters:,} parameters{frozen}; {cost}")]
+    kept = f"activations {gib(tower_activations(work, tower))}"
+    return [("images", size), ("", f"vision tower of {tower.parameters:,} parameters{frozen}; {kept}")]
 
 
 def _parts(memory: TrainerMemory) -> str:
@@ -71,8 +69,7 @@ def _on_gpus(config: Config, work: Workload, place: Placement, machine: Machine)
     sampler = sampler_memory(work, config.engine_gpus)
     parts = f"weights {gib(sampler.weights)}, cache {gib(sampler.cache_per_sequence)} per sequence"
     if not machine.gpu_bytes:
-        text = f"{parts}; the memory of the GPUs is not known, see --gpus"
-        return Fit((("sampler", text), ("time", _time(config, work, machine, None))), ())
+        return Fit((("sampler", f"{parts}; the memory of the GPUs is not known, see --gpus"),), ())
     taken = float(config.vllm.get("gpu_memory_utilization", _VLLM_SHARE)) * machine.gpu_bytes
     if cache := config.vllm.get("kv_cache_memory_bytes"):
         taken = sampler.weights + sampler.overhead + float(cache)
@@ -88,7 +85,7 @@ def _on_gpus(config: Config, work: Workload, place: Placement, machine: Machine)
         beside = " beside the sampler" if place.shares_gpu else ""
         head = f"{ranks_need(work, needed)} and a trainer GPU has {gib(budget)}{beside}"
         problems.append(f"{head}; {way_out(work, budget)}")
-    return Fit((("sampler", text), ("time", _time(config, work, machine, max(1, at_once)))), tuple(problems))
+    return Fit((("sampler", text),), tuple(problems))
 
 
 def _sampler_problems(sampler: SamplerMemory, taken: float, machine: Machine) -> Iterator[str]:
@@ -96,7 +93,8 @@ def _sampler_problems(sampler: SamplerMemory, taken: float, machine: Machine) ->
     if sampler.sequences_that_fit(taken) < 1:
         needed = (sampler.weights + sampler.overhead + sampler.cache_per_sequence) / machine.gpu_bytes
         have = f"the sampler's weights and one sequence need {needed:.2f} of {gib(machine.gpu_bytes)}"
-        yield f"{have}; {_more_for_vllm(needed, sampler, machine)}"
+        more = f"set vllm.gpu_memory_utilization={needed + 0.05:.2f}"
+        yield f"{have}; {more if needed < 0.95 else 'set vllm.tensor_parallel_size=2, with as many sampler.devices'}"
     left = machine.gpu_bytes - taken
     if sampler.reference > left:
         below = max(0.05, 1 - sampler.reference / machine.gpu_bytes)
@@ -104,16 +102,6 @@ def _sampler_problems(sampler: SamplerMemory, taken: float, machine: Machine) ->
             f"the reference model needs {gib(sampler.reference)} on the sampler's GPU and vLLM leaves "
             f"{gib(left)}; set vllm.gpu_memory_utilization={below - 0.005:.2f}"
         )
-
-
-def _more_for_vllm(needed: float, sampler: SamplerMemory, machine: Machine) -> str:
-    """needed: the part of the GPU that weights and one sequence take."""
-    if needed < 0.95:
-        return f"set vllm.gpu_memory_utilization={needed + 0.05:.2f}"
-    width = 2
-    while (sampler.weights / width + sampler.overhead) > 0.9 * machine.gpu_bytes and width < 64:
-        width *= 2
-    return f"set vllm.tensor_parallel_size={width}, with as many sampler.devices"
 
 
 def _on_one_gpu(config: Config, work: Workload, place: Placement, machine: Machine) -> Fit:
@@ -126,13 +114,7 @@ def _on_one_gpu(config: Config, work: Workload, place: Placement, machine: Machi
         return Fit((("sampler", text),), (trouble,))
     text += f"; cache {gib(found.cache)} in all: {min(found.sequences, found.wanted)} of {found.wanted} decode at once"
     together = f"{gib(found.trainer + found.sampler + found.cache)} of {gib(machine.gpu_bytes)}"
-    one_gpu = f"{together}; {' '.join(found.settings)}"
-    time = _time(config, work, machine, max(1, found.sequences))
-    return Fit((("sampler", text), ("one GPU", one_gpu), ("time", time)), ())
-
-
-def _time(config: Config, work: Workload, machine: Machine, at_once: int | None) -> str:
-    return who_waits(work, machine.gpu_name, config.engine_gpus, config.sampler.num_samplers, at_once)
+    return Fit((("sampler", text), ("one GPU", f"{together}; {' '.join(found.settings)}")), ())
 
 
 def _on_cpu(config: Config, work: Workload, place: Placement, machine: Machine) -> Fit:

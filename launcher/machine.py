@@ -16,13 +16,11 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Machine:
-    """Machine(gpus=3, gpu_bytes=32 * GIB, gpu_name="NVIDIA A100", memory=128 * GIB, cores=16)"""
+    """Machine(gpus=3, gpu_bytes=32 * GIB, memory=128 * GIB)"""
 
     gpus: int
     gpu_bytes: float  # memory of the smallest GPU; 0 = not known
-    gpu_name: str
     memory: float  # bytes of the host
-    cores: int
 
 
 def gib(size: float) -> str:
@@ -32,8 +30,7 @@ def gib(size: float) -> str:
 
 def this_machine(num_gpus: int) -> Machine:
     """This host with as many of its GPUs as a run may use."""
-    name, size = smallest_gpu() if num_gpus else ("", 0)
-    return Machine(num_gpus, size, name, memory_bytes(), len(os.sched_getaffinity(0)))
+    return Machine(num_gpus, smallest_gpu() if num_gpus else 0, memory_bytes())
 
 
 def is_cpu_build() -> bool:
@@ -80,15 +77,13 @@ def count_gpus() -> int:
     return len(listed_gpus())
 
 
-def smallest_gpu() -> tuple[str, int]:
-    """(name, bytes of memory) of the GPU with the least memory; ("", 0) where there is no driver."""
-    listed = nvidia_smi("--query-gpu=memory.total,name", "--format=csv,noheader,nounits")
-    rows = [line.partition(",") for line in listed.splitlines() if line.strip()]
+def smallest_gpu() -> int:
+    """Bytes of memory of the GPU with the least; 0 where there is no driver, or it does not say."""
+    listed = nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
     try:
-        mib, name = min((int(memory), name.strip()) for memory, _, name in rows)
-    except ValueError:
-        return "", 0
-    return name, mib * 2**20
+        return 2**20 * min((int(mib) for mib in listed.split("\n") if mib.strip()), default=0)
+    except ValueError:  # "[N/A]"
+        return 0
 
 
 def memory_bytes() -> int:

@@ -6,8 +6,9 @@ resident memory of a process. Left out: fragmentation; NCCL's buffers and the CU
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -211,31 +212,32 @@ def published_versions(work: Workload) -> float:
 
 
 def smaller(work: Workload, budget: float) -> tuple[list[str], Workload] | None:
-    """The first settings that bring a rank below `budget` bytes, those that change no result first; None = none do.
+    """The fewest settings that bring a rank below `budget` bytes, without one that changes results if that can be.
 
-    Only settings without which it would not fit are kept.
+    (settings, the workload with them); None = none do.
     """
-    chosen: dict[str, dict[str, Any]] = {}
-    for setting, change in _options(work):
-        chosen[setting] = change
-        if _total(work, chosen) > budget:
-            continue
-        for name in list(chosen):
-            others = {other: chosen[other] for other in chosen if other != name}
-            if _total(work, others) <= budget:
-                chosen = others
-        return list(chosen), _changed(work, chosen)
+    *same_results, shorter = _options(work)
+    subsets = [chosen for n in range(len(same_results) + 1) for chosen in itertools.combinations(same_results, n)]
+    for chosen in (*subsets, *((*subset, shorter) for subset in subsets)):
+        changed = work
+        for _, changes in chosen:
+            changed = replace(changed, **changes)
+        if trainer_memory(changed).total <= budget:
+            return [setting for setting, _ in chosen], changed
     return None
 
 
 def _options(work: Workload) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(setting, what it changes) of all that make a rank smaller; those that are set already change nothing."""
-    yield "model.gradient_checkpointing=true", {"checkpointing": True}
+    """(setting, what it changes) of all that make a rank smaller, the one that changes results last."""
+    if not work.checkpointing:
+        yield "model.gradient_checkpointing=true", {"checkpointing": True}
+    name, least = "groups_per_micro_batch", 1
     if work.has_token_budget:
-        yield f"trainer.max_tokens_per_micro_batch={work.tokens_of_group}", {"groups_per_micro_batch": 1}
-    else:
-        yield "trainer.groups_per_micro_batch=1", {"groups_per_micro_batch": 1}
-    yield "trainer.logprob_chunk_size=256", {"chunk": min(256, work.chunk)}
+        name, least = "max_tokens_per_micro_batch", work.tokens_of_group
+    if work.groups_per_micro_batch > 1:
+        yield f"trainer.{name}={least}", {"groups_per_micro_batch": 1}
+    if work.chunk > 256:
+        yield "trainer.logprob_chunk_size=256", {"chunk": 256}
     for stage in range(max(2, work.zero_stage + 1), 4 if work.ranks > 1 else 0):
         yield f"deepspeed.zero_optimization.stage={stage}", {"zero_stage": stage}
     are_even = all(n % 2 == 0 for n in (work.ranks, *(m.heads for m in (work.model, work.critic) if m)))
@@ -243,13 +245,3 @@ def _options(work: Workload) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "trainer.sequence_parallel_size=2", {"sp_size": 2}
     half = max(1, work.completion // 2)
     yield f"sampler.max_completion_length={half}", {"completion": half}
-
-
-def _changed(work: Workload, changes: Mapping[str, Mapping[str, Any]]) -> Workload:
-    for change in changes.values():
-        work = replace(work, **change)
-    return work
-
-
-def _total(work: Workload, changes: Mapping[str, Mapping[str, Any]]) -> float:
-    return trainer_memory(_changed(work, changes)).total

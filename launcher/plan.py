@@ -1,8 +1,7 @@
 """Everything that follows from a config, before anything starts:  bash launch.sh plan [config.yaml] [key=value …]
 
-Batches, devices, memory, with GPUs the expected bottleneck, and the first prompt as the model sees it. Loads no
-weights. Exit 1, with the nearest working settings, if the run does not fit; 2 for a user error.  --gpus 3x32 plans for
-another machine.
+Batches, devices, memory, and the first prompt as the model sees it. Loads no weights. Exit 1, with the nearest working
+settings, if the run does not fit; 2 for a user error.  --gpus 3x32 plans for another machine.
 """
 
 from __future__ import annotations
@@ -11,15 +10,14 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from common import exits
 from common.config import Config, load
 from common.errors import UserError
 from common.types import Problem
-from launcher.batch_plan import lines
+from launcher.batch_plan import batch_line, run_line
 from launcher.fit import fit
 from launcher.machine import GIB, Machine, this_machine
 from launcher.placement import Placement, placement, visible_gpus
@@ -33,12 +31,12 @@ from trainer.algorithm.user_functions import require_user_functions
 from trainer.engine.deepspeed_config import backend, deepspeed_config, gloo_warning
 
 CANNOT = 1
-_GPUS = re.compile(r"(\d+)x(\d+)(?::(.+))?")
+_GPUS = re.compile(r"(\d+)x(\d+)")
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="launch.sh plan", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--gpus", metavar="COUNTxGIB[:NAME]", help="plan for other GPUs, for example 8x80:A100")
+    parser.add_argument("--gpus", metavar="COUNTxGIB", help="plan for other GPUs, for example 8x80")
     options, rest = parser.parse_known_args(arguments)
     path, overrides, _ = parse(rest, "plan")
     try:
@@ -61,7 +59,7 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
     model = read_dims(config.model.path, config.model.revision)
     require_settings(config)  # again, for a hub id's config.json may be here only now
     problems = load_data("data.train", config.data.train, config.data)
-    _print("batch", lines(config, place.num_ranks, len(problems)))
+    _print("batch", [("each", batch_line(config, place.num_ranks)), ("run", run_line(config, len(problems)))])
     if uneven := config.uneven_work(place.num_ranks):
         print(f"tandem: {uneven}", file=sys.stderr)
     _print("devices", [("sampler", place.sampler_place), ("trainer", place.trainer_place)])
@@ -108,12 +106,11 @@ def _machine(wanted: str | None) -> Machine:
         return this_machine(len(visible_gpus(os.environ)))
     match = _GPUS.fullmatch(wanted)
     if match is None:
-        raise UserError(f"--gpus {wanted} is not COUNTxGIB or COUNTxGIB:NAME; write for example --gpus 8x80:A100")
-    gpu_bytes, name = int(match[2]) * GIB, match[3] or ""
-    return replace(this_machine(0), gpus=int(match[1]), gpu_bytes=gpu_bytes, gpu_name=name)
+        raise UserError(f"--gpus {wanted} is not COUNTxGIB; write for example --gpus 8x80")
+    return replace(this_machine(0), gpus=int(match[1]), gpu_bytes=int(match[2]) * GIB)
 
 
-def _print(title: str, rows: Any) -> None:
+def _print(title: str, rows: Iterable[tuple[str, str]]) -> None:
     print(f"\n{title}")
     for what, text in rows:
         print(f"  {what:<14}{text}")

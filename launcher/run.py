@@ -25,7 +25,7 @@ from common.out_of_memory import less_memory
 from common.redact import redacted_words
 from common.run_folder import FINAL, checkpoints
 from launcher import shares
-from launcher.batch_plan import one_line
+from launcher.batch_plan import batch_line
 from launcher.commands import Commands
 from launcher.hosts import HostCommands, placement_over, read_hosts, settings_over
 from launcher.machine import ROOT, this_machine
@@ -84,7 +84,7 @@ def to_resume(path: Path, overrides: Sequence[str], hostfile: Path | None) -> st
 def _run(commands: Commands, again: str) -> int:
     """again: the command that resumes it."""
     place, folder = commands.place, commands.config.run.output_dir
-    print(f"tandem: {one_line(commands.config, place.num_ranks)}", file=sys.stderr)
+    print(f"tandem: {batch_line(commands.config, place.num_ranks)}", file=sys.stderr)
     samplers = commands.samplers()
     logs = f"{samplers[0].log}" + (f" to {samplers[-1].log.name}" if len(samplers) > 1 else "")
     print(f"tandem: sampler on {place.sampler_place}; log {logs}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What a run asks of the machine, in plain numbers. The estimates of memory and time start from it.
+"""What a run asks of the machine, in plain numbers. The estimates of memory start from it.
 
 b = bytes per value of model.dtype, N = parameters, R = ranks, S = ranks that share a micro-batch, T = tokens in a
 micro-batch, P = prompt, C = completion, G = completions in a group; other letters as in model/dims.py. docs/plan.md
@@ -33,8 +33,6 @@ class Workload:
     shares_prompt: bool = True
     checkpointing: bool = False
     chunk: int = 1024  # trainer.logprob_chunk_size
-    passes: int = 1
-    mini_batches: int = 1  # optimizer steps of a pass
     adapters: int | None = None  # parameters of LoRA, which alone are trained; None = every weight is
     has_token_budget: bool = False  # trainer.max_tokens_per_micro_batch
     critic: ModelDims | None = None
@@ -76,10 +74,6 @@ class Workload:
     def _frozen_tower(self, model: ModelDims) -> int:
         return model.vision.parameters if model.vision and not self.trains_tower else 0
 
-    def tower_flops(self, model: ModelDims | None) -> float:
-        """Forward of one group's images, the largest there may be."""
-        return self.images * model.vision.flops(self.patches) if model and model.vision else 0.0
-
     @property
     def tokens_of_group(self) -> int:
         """P + G·C with a shared prompt, else G·(P + C)."""
@@ -113,11 +107,9 @@ def workload_of(
         shares_prompt=config.trainer.packing == "shared",
         checkpointing=config.model.gradient_checkpointing,
         chunk=config.trainer.logprob_chunk_size,
-        passes=config.algorithm.num_iterations,
-        mini_batches=config.algorithm.steps_per_generation,
         adapters=_adapter_parameters(config, model),
-        critic=_dims_or(model, critic.path, None) if config.algorithm.needs_critic else None,
-        reference=_dims_or(model, reference.path, None) if config.algorithm.beta > 0 else None,
+        critic=_dims_or(model, critic.path) if config.algorithm.needs_critic else None,
+        reference=_dims_or(model, reference.path) if config.algorithm.beta > 0 else None,
         reference_is_base=config.reference_is_base and int(zero["stage"]) < 3,
         reference_on=config.reference_on or "sampler",
         max_num_seqs=int(config.vllm.get("max_num_seqs", max_num_seqs(config))),
@@ -140,9 +132,9 @@ def _most_patches(config: Config, model: ModelDims) -> int:
     return min(model.vision.patches(config.data.max_pixels), config.data.max_prompt_length * model.vision.merge**2)
 
 
-def _dims_or(policy: ModelDims, path: str | None, revision: str | None) -> ModelDims | None:
+def _dims_or(policy: ModelDims, path: str | None) -> ModelDims | None:
     """Of the model at `path`; without a path it starts from the policy and has its dimensions."""
-    return read_dims(path, revision) if path else policy
+    return read_dims(path, None) if path else policy
 
 
 def _adapter_parameters(config: Config, model: ModelDims) -> int | None:

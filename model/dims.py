@@ -53,13 +53,9 @@ class ModelDims:
     @property
     def parameters(self) -> int:
         """N = V·H (twice unless the head is tied to the embedding) + L · layer + H for the last norm, and the tower."""
-        return self.language_parameters + (self.vision.parameters if self.vision else 0)
-
-    @property
-    def language_parameters(self) -> int:
-        """Without the tower."""
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
-        return embeddings + self.layers * self.layer_parameters + self.hidden
+        language = embeddings + self.layers * self.layer_parameters + self.hidden
+        return language + (self.vision.parameters if self.vision else 0)
 
     def adapter_parameters(self, r: int, modules: Collection[str] | None = None) -> int:
         """r·(in + out) of the layers with these names, in every block; None = of all but the output head."""
@@ -70,11 +66,6 @@ class ModelDims:
     def kv_values_per_token(self) -> int:
         """2·L·K·D: a key and a value per layer."""
         return 2 * self.layers * self.kv_heads * self.head_dim
-
-    def flops(self, tokens: int) -> float:
-        """2·N per token and forward, without the tower; a backward pass costs twice as much (Kaplan et al., arXiv
-        2001.08361, table 1)."""
-        return 2.0 * self.language_parameters * tokens
 
 
 def model_dims(settings: dict[str, Any]) -> ModelDims | None:

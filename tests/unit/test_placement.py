@@ -208,9 +208,9 @@ def test_a_gpu_that_is_cut_is_refused_and_the_others_serve(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
-        ("echo '40960, NVIDIA A100'; echo '24576, NVIDIA L4'", ("NVIDIA L4", 24 * 2**30)),
-        ("echo '[N/A], NVIDIA GB10'", ("", 0)),
-        ("echo no driver; exit 9", ("", 0)),
+        ("echo 40960; echo 24576", 24 * 2**30),
+        ("echo '[N/A]'", 0),
+        ("echo no driver; exit 9", 0),
     ],
 )
 def test_the_smallest_gpu_is_the_one_that_a_run_must_fit(
@@ -221,4 +221,4 @@ def test_the_smallest_gpu_is_the_one_that_a_run_must_fit(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert machine.smallest_gpu() == expected
     (tmp_path / "nvidia-smi").unlink()
-    assert (machine.smallest_gpu(), machine.count_gpus()) == (("", 0), 0)
+    assert (machine.smallest_gpu(), machine.count_gpus()) == (0, 0)

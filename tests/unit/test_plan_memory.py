@@ -1,4 +1,4 @@
-"""Memory and time by hand: parameters, a trainer rank, the sampler, what fits, and the tables of the pages."""
+"""Memory by hand: parameters, a trainer rank, the sampler, what fits, and the tables of the pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 
 from common.config import load
 from launcher import workload
-from launcher.compute_time import Device, known_device, sampler_seconds, trainer_seconds, who_waits
 from launcher.fit import Fit, fit
 from launcher.machine import GIB, Machine, gib
 from launcher.memory import (
@@ -39,7 +38,6 @@ TOKENS = 384 + 8 * 512
 LAYER = TOKENS * (2 * 8 * 1536 + 2 * (1536 + 4 * 8960)) + 2 * (2 * 1536 * TOKENS + 2 * 256 * 8 * (384 + 512))
 CHUNK = 18 * 151936 * 1024  # logits in bfloat16, and four times in float32
 HEAD = 4 * 151936 * 1536  # two gradients in bfloat16
-DEVICE = Device("x", flops=1e12, bandwidth=1e10)
 
 
 def load_of(**changes: Any) -> Workload:
@@ -272,49 +270,6 @@ def test_resident_memory_of_a_sampler_by_hand() -> None:
     assert published_versions(ON_CPU) == 16 * n
 
 
-# ---- time on GPUs
-
-
-def test_times_by_hand() -> None:
-    load, tokens = load_of(), 16 * TOKENS
-    assert trainer_seconds(load, DEVICE) == pytest.approx(6 * N * tokens / (2 * 0.4e12))
-    assert trainer_seconds(replace(load, checkpointing=True), DEVICE) == pytest.approx(8 * N * tokens / 0.8e12)
-    assert trainer_seconds(replace(load, adapters=1), DEVICE) == pytest.approx(4 * N * tokens / 0.8e12)
-    assert trainer_seconds(replace(load, critic=QWEN), DEVICE) == pytest.approx(12 * N * tokens / 0.8e12)
-    prefill = 16 * 2 * N * 384 / 0.4e12
-    compute, read = 2 * N * 128 / 0.4e12, (2 * N + 128 * 2 * 14_336 * 640) / 0.6e10
-    assert sampler_seconds(load, DEVICE) == pytest.approx(prefill + 512 * max(compute, read))
-    waves = 512 * 2 * (2 * N + 64 * 2 * 14_336 * 640) / 0.6e10
-    assert sampler_seconds(load, DEVICE, devices=2, at_once=64) == pytest.approx((prefill + waves) / 2)
-
-
-def test_a_reference_costs_time_where_it_is_scored() -> None:
-    """Once for both passes, and by two ranks."""
-    here = load_of(reference=QWEN, reference_on="trainer")
-    there, twice = replace(here, reference_on="sampler"), replace(here, passes=2)
-    scoring = 2 * N * 16 * TOKENS / 0.4e12
-    assert trainer_seconds(twice, DEVICE) - 2 * trainer_seconds(there, DEVICE) == pytest.approx(scoring / 2)
-    assert sampler_seconds(there, DEVICE) - sampler_seconds(here, DEVICE) == pytest.approx(scoring)
-
-
-def test_two_ranks_on_one_gpu_are_no_faster_than_one() -> None:
-    one, two = (trainer_seconds(load_of(ranks=n, ranks_per_gpu=n), DEVICE) for n in (1, 2))
-    assert one == two == 2 * trainer_seconds(load_of(ranks=2), DEVICE)
-
-
-def test_a_gpu_is_known_by_the_longest_name() -> None:
-    names = {"NVIDIA L40S": "L40S", "NVIDIA L4": "L4", "NVIDIA A100-SXM4-80GB": "A100", "NVIDIA H200": "H200"}
-    assert {name: known_device(name).name for name in names} == names  # type: ignore[union-attr]
-    assert known_device("GeForce GTX 1080") is None
-
-
-def test_the_slower_side_makes_the_other_wait() -> None:
-    """On A100s a batch samples for 2.5 s, and trains for 2.6 s on two ranks."""
-    assert "both sides are about even" in who_waits(load_of(), "NVIDIA A100", 1, 1, None)
-    assert "sampling takes longer, the trainer will wait about 9" in who_waits(load_of(ranks=64), "A100", 1, 1, None)
-    assert "training takes longer, the sampler will wait about 7" in who_waits(load_of(), "A100", 1, 4, None)
-
-
 # ---- does it fit
 
 
@@ -351,15 +306,14 @@ def test_what_does_not_fit_gets_the_smallest_change_that_makes_it_fit() -> None:
 
 def fitted(gpus: int, gib: float, load: Workload, **sections: Any) -> Fit:
     config = config_of(**sections)
-    machine = Machine(gpus, gib * GIB, "NVIDIA A100", 64 * GIB, 8)
+    machine = Machine(gpus, gib * GIB, 64 * GIB)
     return fit(config, load, placement(config, range(gpus), range(8)), machine)
 
 
-def test_a_fitting_run_has_no_problems_and_says_who_waits() -> None:
+def test_a_fitting_run_has_no_problems() -> None:
     result = fitted(3, 80, load_of())
     assert result.problems == ()
     assert "128 of 128 decode at once" in dict(result.lines)["sampler"]
-    assert "both sides are about even" in dict(result.lines)["time"]
     assert dict(result.lines)["trainer"].endswith("logits 3.5 GiB, buckets 1.9 GiB")
     reducing = fitted(3, 80, load_of(dtype="float32", ranks=1, zero_stage=1, checkpointing=True, chunk=256))
     assert dict(reducing.lines)["trainer"].endswith("context 1.5 GiB, reducing 7.6 GiB")
@@ -387,8 +341,8 @@ def test_without_a_gpu_all_processes_share_the_hosts_memory() -> None:
     place = placement(config, (), (0, 1))
     taken = 2 * resident_sampler(ON_CPU, sampler_memory(ON_CPU)) + published_versions(ON_CPU)
     needed = taken + trainer_memory(ON_CPU).total
-    assert fit(config, ON_CPU, place, Machine(0, 0, "", needed, 2)).problems == ()
-    (problem,) = fit(config, ON_CPU, place, Machine(0, 0, "", needed - 1e6, 2)).problems
+    assert fit(config, ON_CPU, place, Machine(0, 0, needed)).problems == ()
+    (problem,) = fit(config, ON_CPU, place, Machine(0, 0, needed - 1e6)).problems
     assert "per rank beside the samplers; set model.gradient_checkpointing=true" in problem
 
 
@@ -441,7 +395,7 @@ def test_an_estimate_is_the_sum_by_hand_on_the_page(row: list[str], monkeypatch:
     found = trainer_memory(work).total / GIB
     assert found == pytest.approx(float(by_hand), rel=0.1)
     assert f"{found:.1f}" == estimate
-    problems = fit(config, work, place, Machine(gpus, gib * GIB, "", 64 * GIB, 8)).problems
+    problems = fit(config, work, place, Machine(gpus, gib * GIB, 64 * GIB)).problems
     assert (not problems) == (fits == "yes")
     assert fits == "yes" or fits.removeprefix("no: ").strip("`") in problems[0]
 

@@ -23,7 +23,7 @@ from model.dims import ModelDims
 from tests.support.configs import config_of
 
 SMALL = ModelDims(896, 4864, 24, 14, 2, 64, 151936, tied=True, bias=True)  # Qwen2.5-0.5B
-CARD = Machine(1, 24564 * 2**20, "NVIDIA GeForce RTX 4090", 64 * GIB, 8)
+CARD = Machine(1, 24564 * 2**20, 64 * GIB)
 PER_TOKEN = 2 * 24 * 2 * 64 * 2  # keys and values, layers, key-value heads, size, bytes
 PLACE = placement(config_of(), [0], [0, 1])
 
@@ -125,7 +125,7 @@ def test_the_plan_shows_the_same_settings_that_a_run_is_started_with() -> None:
     work = workload_of(config, 1, SMALL)
     lines = dict(fit(config, work, PLACE, CARD).lines)
     assert lines["one GPU"].endswith(" ".join(shares.settings(config, SMALL, PLACE, CARD)))
-    assert "128 of 128 decode at once" in lines["sampler"] and "sampling ≈ " in lines["time"]
+    assert "128 of 128 decode at once" in lines["sampler"]
     (problem,) = fit(config, work, PLACE, replace(CARD, gpu_bytes=8 * GIB)).problems
     assert problem.startswith("one GPU of 8.0 GiB for both")
 

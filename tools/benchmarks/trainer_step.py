@@ -28,10 +28,12 @@ import yaml
 
 from common.config import Config, load
 from common.types import Group, Rollout
-from launcher.compute_time import known_device
 from tools.benchmarks.cells import SHAPES, Cell, cell_parser, prepare, tandem_config
 from tools.benchmarks.work import FORWARDS_OF_TRAINING, forward_flops, measured_flops
 from trainer.engine.rank_device import take_device
+
+# Dense FLOP/s in 16 bits, from NVIDIA's data sheets.
+PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L20": 119e12, "RTX 4090": 165e12}
 
 
 def make_groups(cell: Cell, step: int) -> list[Group]:
@@ -110,8 +112,8 @@ def record(cell: Cell, config: Config, ranks: int, seconds: float) -> dict[str, 
     on_gpu = torch.cuda.is_available()
     device = torch.cuda.get_device_name() if on_gpu else "CPU"
     if on_gpu:
-        known, peak_bytes = known_device(device), torch.cuda.max_memory_allocated()
-        peak_flops = known.flops if known else None
+        peak_flops = next((flops for name, flops in PEAKS.items() if name in device), None)
+        peak_bytes = torch.cuda.max_memory_allocated()
     else:
         peak_flops = measured_flops(0.2) * torch.get_num_threads()
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
