@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import collections
 import functools
+import hashlib
 import json
 import os
 import random
 import re
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,20 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from common import config, durable
+from common import config
 from environments.tools import Toolbox, schemas
-from examples import calculator, drawings, quickstart
+from examples.calculator import Calculator, ToolProblem, conversation, turns_of, without_calculator
 from examples.calculator_tool import calculator as compute
 from examples.calculator_tool import thrift
+from examples.drawings import Drawings
+from examples.drawings import completion as described
 from examples.example import build, is_wanted, stamp, warm_start
+from examples.quickstart import QuickStart, completion
 from rewards.boxed import boxed, boxed_format
 from tests.support.examples import TINY
-from tests.support.speed import limit
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = calculator.ToolProblem("product", 76, 49, "Ken has 76 boxes with 49 pens each. How many pens?")
+PRODUCT = ToolProblem("product", 76, 49, "Ken has 76 boxes with 49 pens each. How many pens?")
 every = pytest.mark.parametrize("name", TINY)
 
 
@@ -51,10 +53,6 @@ def tokenizer_of(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(folder / "model"))
-
-
-def settings_of(name: str) -> config.Config:
-    return config.load(ROOT / "configs" / f"{name}.yaml")
 
 
 # --- problems: every answer from the question alone
@@ -104,26 +102,12 @@ def answer_to(question: str, image: Image.Image) -> str:
     return answer
 
 
-@pytest.mark.parametrize(
-    ("question", "expected"),
-    [
-        ("Ken has 7 pens, buys 5 more and gives away 3. How many pens are left?", 9),
-        ("Tom is 4. Ken has 6 boxes with 7 pens each. How many pens does Ken have?", 42),
-        ("Ken has 9 pens and gives away 2. Tom has 8. How many pens are left?", 7),
-    ],
-)
-def test_the_oracle_of_these_tests_answers_as_a_person_would(question: str, expected: int):
-    assert total(question) == expected
-
-
-def test_word_problems_answers_and_steps_follow_from_their_questions():
+def test_word_problems_answers_and_steps_follow_from_their_questions() -> None:
     operations = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
-    problems = quickstart.QuickStart(seed=1).split("train", 2000) + quickstart.QuickStart(seed=1).split("test", 500)
+    problems = [p for split in ("train", "test") for p in QuickStart(seed=1).split(split, 1000)]
     assert min(collections.Counter(p.kind for p in problems).values()) > 50
     for problem in problems:
-        row = problem.row()
-        assert list(row) == ["question", "answer"] and row["question"].endswith("?")
-        reasoning, gold = row["answer"].split("\n#### ")
+        reasoning, gold = problem.row()["answer"].split("\n#### ")
         assert int(gold) == problem.result == total(problem.question) and 0 <= problem.result <= 81
         for step in reasoning.split("\n"):
             a, sign, b, result = re.fullmatch(r"(\d+)([+*-])(\d+)=(\d+)", step).groups()
@@ -132,20 +116,20 @@ def test_word_problems_answers_and_steps_follow_from_their_questions():
         assert sorted(problem.numbers) == sorted(int(n) for n in re.findall(r"\d+", problem.question))
 
 
-def test_sums_and_products_follow_from_their_questions():
-    problems = calculator.Calculator().split("train", 2000)
+def test_sums_and_products_follow_from_their_questions() -> None:
+    problems = Calculator().split("train", 2000)
     kinds = collections.Counter(problem.kind for problem in problems)
     assert 0.5 < kinds["product"] / 2000 < 0.7, "without a calculator at most half of the problems can be solved"
     assert all(p.result == total(p.question) == int(compute(p.expression)) >= 0 for p in problems)
     assert PRODUCT.row() == {"question": PRODUCT.question, "answer": "#### 3724", "kind": "product"}
 
 
-def test_answers_about_drawings_follow_from_the_pixels():
+def test_answers_about_drawings_follow_from_the_pixels() -> None:
     kinds = collections.Counter()
-    for drawing in drawings.Drawings(seed=1).split("train", 600) + drawings.Drawings(seed=1).split("test", 200):
+    for drawing in Drawings(seed=1).split("train", 600):
         assert drawing.answer == answer_to(drawing.question, drawing.image())
         kinds[drawing.question.split()[0], len(drawing.sorts)] += 1
-    assert len(kinds) == 5 and min(kinds.values()) > 80, "each question of one sort, and two of them of two"
+    assert len(kinds) == 5 and min(kinds.values()) > 60, "each question of one sort, and two of them of two"
 
 
 # What decides whether a problem is held out: the same for every seed.
@@ -157,7 +141,7 @@ DECIDES = {
 
 
 @every
-def test_no_held_out_problem_is_trained_on_with_any_seed(name: str):
+def test_no_held_out_problem_is_trained_on_with_any_seed(name: str) -> None:
     example, key = TINY[name], DECIDES[name]
     test, train = example.split("test", 300), example.split("train", 3000)
     other = replace(example, seed=5).split("train", 1000)
@@ -166,63 +150,38 @@ def test_no_held_out_problem_is_trained_on_with_any_seed(name: str):
     assert example.split("train", 100) == train[:100] != other[:100]
 
 
-@every
-def test_a_split_is_the_same_in_any_process(name: str):
-    code = f"from tests.support.examples import TINY; print(TINY[{name!r}].split('test', 5))"
-    env = {**os.environ, "PYTHONHASHSEED": "7"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(TINY[name].split("test", 5))
-
-
 # --- what the pupil is shown
 
-
-def test_answers_are_wrong_and_malformed_exactly_when_asked():
-    problem = quickstart.WordProblem("add_sub", (7, 5, 3), "?", ("7+5=12", "12-3=9"), 9)
-    shown = functools.partial(quickstart.completion, problem, random.Random(0))
-    assert shown(wrong=0, malformed=0) == "<think>7+5=12, 12-3=9</think><answer>9</answer>"
-    wanted = re.compile(r"<think>7\+5=12, 12-3=(\d+)</think><answer>(\d+)</answer>")
-    wrong = [wanted.fullmatch(shown(wrong=1, malformed=0)).groups() for _ in range(100)]
-    assert all(answer != "9" for _, answer in wrong)
-    assert {step == "9" for step, _ in wrong} == {True, False}  # slips of copying and slips of calculation
-    malformed = [shown(wrong=0, malformed=1) for _ in range(100)]
-    assert not any(wanted.fullmatch(text) for text in malformed) and len(set(malformed)) == 7
-    assert all(re.findall(r"\d+", text)[-1] == "9" for text in malformed)
-    zero = quickstart.WordProblem("sub", (4, 4), "?", ("4-4=0",), 0)
-    slips = [quickstart.completion(zero, random.Random(i), wrong=1, malformed=0) for i in range(100)]
-    assert not any(text.endswith((">0</answer>", "-1</answer>")) for text in slips), "wrong, and never negative"
+# What a pupil is shown of a problem: wrong or laid out wrongly as often as asked.
+SHOWN: dict[str, tuple[Any, str]] = {
+    "quickstart": (completion, "223192327ac731b0"),
+    "quickstart_tools": (
+        lambda p, rng, **spoiled: [turns_of(p, rng, by_heart=0.5, **spoiled), without_calculator(p, rng)],
+        "a666071495618e6f",
+    ),
+    "quickstart_vlm": (described, "4e935a0ddd4b7af0"),
+}
 
 
-def test_descriptions_of_drawings_are_always_right():
-    drawing = next(d for d in drawings.Drawings().split("train", 50) if d.question.startswith("How many"))
-    shown = functools.partial(drawings.completion, drawing, random.Random(0))
-    right = shown(wrong=0, malformed=0)
-    assert right == rf"<think>{drawing.description}</think>\boxed{{{drawing.answer}}}"
-    assert (boxed([right], [drawing.answer]), boxed_format([right])) == ([1.0], [1.0])
-    wrong = [shown(wrong=1, malformed=0) for _ in range(100)]
-    assert set(boxed(wrong, [drawing.answer] * 100)) == {0.0} and set(boxed_format(wrong)) == {1.0}
-    assert all(text.startswith(f"<think>{drawing.description}<") for text in wrong)
-    malformed = [shown(wrong=0, malformed=1) for _ in range(100)]
-    assert set(boxed_format(malformed)) == {0.0} and len(set(malformed)) == 5
+@every
+def test_problems_and_what_is_shown_of_them_are_those_of_the_published_figures(name: str) -> None:
+    """A digest: whoever means to change them measures the pages' figures again."""
+    rng, (show, digest) = random.Random(0), SHOWN[name]
+    problems = [problem for split in ("train", "test") for problem in TINY[name].split(split, 500)]
+    chances = [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (0.5, 0.5)]
+    shown = [show(p, rng, wrong=w, malformed=m) for p in problems for w, m in chances]
+    assert hashlib.sha256(repr([problems, shown]).encode()).hexdigest()[:16] == digest
 
 
-def test_calls_are_right_unless_asked_to_be_wrong() -> None:
+def test_what_is_right_earns_the_full_reward_and_what_is_spoiled_less() -> None:
+    for drawing in Drawings().split("train", 50):
+        texts = [described(drawing, random.Random(0), wrong=w, malformed=m) for w, m in ((0, 0), (1, 0), (0, 1))]
+        right, form = boxed(texts, [drawing.answer] * 3), boxed_format(texts)
+        assert (right[:2], form) == ([1.0, 0.0], [1.0, 1.0, 0.0])
     rng, toolbox = random.Random(0), Toolbox({"calculator": compute}, "hermes")
-    call, answer = calculator.turns_of(PRODUCT, rng, by_heart=0, wrong=0, malformed=0)
-    turn = toolbox.answer(call)
-    assert turn is not None and [m["content"] for m in turn.messages] == ["3724"]
-    assert answer == "<answer>3724</answer>"
-    assert {len(calculator.turns_of(PRODUCT, rng, by_heart=0, wrong=1, malformed=0)) for _ in range(20)} == {1}
-    six = calculator.ToolProblem("add", 4, 2, "Ken has 4 pens and buys 2 more. How many pens does Ken have?")
-    assert calculator.turns_of(six, rng, by_heart=1, wrong=1, malformed=1) == ["<answer>6</answer>"]
-    assert len(calculator.turns_of(six, rng, by_heart=0, wrong=1, malformed=1)) == 2, "sums are never spoiled"
-    for _ in range(20):
-        [broken] = calculator.turns_of(PRODUCT, rng, by_heart=0, wrong=0, malformed=1)
-        answered = toolbox.answer(broken)
-        assert answered is not None and answered.num_call_errors == 1
-    assert calculator.without_calculator(six, rng) == "<answer>6</answer>"
-    guesses = [int(calculator.without_calculator(PRODUCT, rng)[8:-9]) for _ in range(50)]
-    assert len(set(guesses)) > 40 and 1862 <= min(guesses) <= max(guesses) <= 7448
+    for wanted, malformed in ((0, 0), (1, 1)):
+        turn = toolbox.answer(turns_of(PRODUCT, rng, by_heart=0, wrong=0, malformed=malformed)[0])
+        assert turn is not None and turn.num_call_errors == wanted
 
 
 def test_the_calculator_and_its_cost() -> None:
@@ -245,19 +204,17 @@ def test_the_warm_start_teaches_the_tokens_that_a_run_samples_and_no_other(folde
 
     ask = [{"role": "user", "content": PRODUCT.question}]
     template = TurnTemplate.of(rendered, lambda text: tokenizer(text)["input_ids"], ask, ["tool"])
-    turns = calculator.turns_of(PRODUCT, random.Random(0), by_heart=0, wrong=0, malformed=0)
-    prompt = template.tokenize(rendered(ask, True))
-    shown = calculator.conversation(PRODUCT, turns, prompt, template, tokenizer.eos_token_id)
+    turns = turns_of(PRODUCT, random.Random(0), by_heart=0, wrong=0, malformed=0)
+    shown = conversation(PRODUCT, turns, template.tokenize(rendered(ask, True)), template, tokenizer.eos_token_id)
     call, answer = ({"role": "assistant", "content": turn} for turn in turns)
     whole = rendered([*ask, call, {"role": "tool", "content": "3724"}, answer], False)
     assert tokenizer.decode(shown.token_ids) + "\n" == whole
     taught = [i for i, is_taught in zip(shown.token_ids, shown.is_taught, strict=True) if is_taught]
     assert tokenizer.decode(taught) == f"{turns[0]}<|im_end|>{turns[1]}<|im_end|>"
     assert len(shown.token_ids) < 130, "the configuration's lengths hold it"
-    assert not config.load(ROOT / "configs/quickstart_tools.yaml", ["rollout.tools=[]"]).rollout.is_multi_turn
 
 
-def test_the_loss_is_that_of_the_answers_tokens_alone():
+def test_the_loss_is_that_of_the_answers_tokens_alone() -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -276,18 +233,16 @@ def test_the_loss_is_that_of_the_answers_tokens_alone():
     assert loss_of(model, shown, pad_id=0).item() == pytest.approx(sum(terms) / 6, abs=1e-5)
 
 
-def test_the_loss_depends_on_what_is_drawn(folder_of: Any):
+def test_the_loss_depends_on_what_is_drawn(folder_of: Any) -> None:
     """The control: with another drawing's pixels the first token of an answer is no longer equally likely."""
     import torch
 
     from examples.drawings_model import prompt_ids, seen_by_model
     from examples.warm_start import answered, asked, loss_of
-    from model.cpu.linear import use_faster_linear
 
-    rows, tokenizer = drawings.Drawings().split("train", 2), tokenizer_of(folder_of("quickstart_vlm"))
+    rows, tokenizer = Drawings().split("train", 2), tokenizer_of(folder_of("quickstart_vlm"))
     torch.manual_seed(0)
     model = TINY["quickstart_vlm"].random_model(tokenizer)
-    use_faster_linear(model)
     patches = [seen_by_model(drawing.image()) for drawing in rows]
     prompt = prompt_ids(rows[0].question, len(patches[0]), tokenizer)
     losses = [
@@ -299,29 +254,23 @@ def test_the_loss_depends_on_what_is_drawn(folder_of: Any):
 
 # --- tokenizer and prompts
 
-
-# name: text, its pieces; a message, and its turn as the template writes it
-TOKENS = {
-    "quickstart": (
-        "<think>12+7=19</think><answer>19</answer>",
-        "<think> 1 2 + 7 = 1 9 </think> <answer> 1 9 </answer>",
-        "2+2?",
-        "2+2?",
-    ),
-    "quickstart_tools": ("<tool_call>19</tool_call>", "<tool_call> 1 9 </tool_call>", "2+2?", "2+2?"),
+# name: a text as its pieces; a message, and what the template writes of it
+TOKENS: dict[str, tuple[str, Any, str]] = {
+    "quickstart": ("<think> 1 2 + 7 = 1 9 </think> <answer> 1 9 </answer>", "2+2?", "2+2?"),
+    "quickstart_tools": ("<tool_call> 1 9 </tool_call>", "2+2?", "2+2?"),
     "quickstart_vlm": (
-        r"<think>2 red circle</think>\boxed{2}",
         r"<think> 2 Ġred Ġcircle </think> \boxed{ 2 }",
-        [{"type": "image"}, {"type": "text", "text": "Which shape is red?"}],
-        "<|vision_start|><|image_pad|><|vision_end|>Which shape is red?",
+        [{"type": "image"}, {"type": "text", "text": "2+2?"}],
+        "<|vision_start|><|image_pad|><|vision_end|>2+2?",
     ),
 }
 
 
 @every
-def test_the_tokenizer_keeps_digits_and_tags_whole_and_any_text_comes_back(name: str, folder_of: Any):
+def test_the_tokenizer_keeps_digits_and_tags_whole_and_any_text_comes_back(name: str, folder_of: Any) -> None:
     tokenizer = tokenizer_of(folder_of(name))
-    text, pieces, content, turn = TOKENS[name]
+    pieces, content, turn = TOKENS[name]
+    text = pieces.replace(" ", "").replace("Ġ", " ")
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokenizer.convert_ids_to_tokens(ids) == pieces.split()
     assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
@@ -331,21 +280,20 @@ def test_the_tokenizer_keeps_digits_and_tags_whole_and_any_text_comes_back(name:
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == f"<|im_start|>system\nS<|im_end|>\n<|im_start|>user\n{turn}<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.apply_chat_template(messages, tokenize=False).endswith("?<|im_end|>\n")
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-    assert (ids.count(start), ids.count(end)) == (3, 2)
+    pieces = tokenizer.tokenize(text)
+    assert (pieces.count("<|im_start|>"), pieces.count("<|im_end|>")) == (3, 2)
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
 
 
 @every
-def test_the_sampler_makes_the_prompts_that_the_warm_start_was_taught_and_they_fit(name: str, folder_of: Any):
+def test_the_sampler_makes_the_prompts_that_the_warm_start_was_taught_and_they_fit(name: str, folder_of: Any) -> None:
     from model.images import decode_patches, read_vision
     from model.tokenizer import load_tokenizer
     from sampler.dataset import load_data
     from sampler.pictures import encode_problem
     from sampler.prompts import make_prompt
 
-    folder, settings = folder_of(name), settings_of(name)
+    folder, settings = folder_of(name), config.load(ROOT / "configs" / f"{name}.yaml")
     tokenizer = load_tokenizer(str(folder / "model"))
     vision = read_vision(str(folder / "model")) if settings.data.image_key else None
     problems = load_data("data.eval", str(folder / "test.jsonl"), settings.data)
@@ -369,8 +317,8 @@ def test_the_sampler_makes_the_prompts_that_the_warm_start_was_taught_and_they_f
 
 
 @every
-def test_the_build_writes_what_the_configuration_reads(name: str, folder_of: Any):
-    folder, settings, example = folder_of(name), settings_of(name), TINY[name]
+def test_the_build_writes_what_the_configuration_reads_and_a_second_one_nothing(name: str, folder_of: Any) -> None:
+    folder, settings, example = folder_of(name), config.load(ROOT / "configs" / f"{name}.yaml"), TINY[name]
     for path in (settings.data.train, settings.data.eval, settings.model.path):
         assert str(path).startswith(f"{example.folder}/") and (folder / Path(path).relative_to(example.folder)).exists()
     for split, size in (("train", 60), ("test", 20)):
@@ -383,10 +331,19 @@ def test_the_build_writes_what_the_configuration_reads(name: str, folder_of: Any
             assert row == {"question": f"<image>{problem.question}", "answer": problem.answer}
             with Image.open(folder / file) as image:
                 assert image.tobytes() == problem.image().tobytes()
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    again = (
+        "import sys; from pathlib import Path; from examples.example import build\n"
+        "from tests.support.examples import TINY\n"
+        f"print(build(TINY[{name!r}], Path({str(folder)!r}), print), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", again], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "False False\n"
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
 @every
-def test_the_model_loads_as_a_tied_float32_one_that_fits_its_tokenizer(name: str, folder_of: Any):
+def test_the_model_loads_as_a_tied_float32_one_that_fits_its_tokenizer(name: str, folder_of: Any) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -401,20 +358,10 @@ def test_the_model_loads_as_a_tied_float32_one_that_fits_its_tokenizer(name: str
     assert shape.vocab_size == len(tokenizer)
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == shape.eos_token_id
     assert 0.5e6 < sum(p.numel() for p in model.parameters()) < 1.5e6
-    ids = torch.tensor([tokenizer("Ken has 7 pens.")["input_ids"]])
-    assert torch.isfinite(model(input_ids=ids).logits).all()
-
-
-def test_transformers_own_image_processor_does_not_resize_a_drawing(folder_of: Any):
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    processor = Qwen2VLImageProcessorPil.from_pretrained(str(folder_of("quickstart_vlm") / "model"))
-    patches = processor(images=[drawings.Drawings().split("test", 1)[0].image()], return_tensors="pt")
-    assert patches["image_grid_thw"].tolist() == [[1, 6, 6]]
 
 
 @every
-def test_the_warm_start_is_the_same_twice_and_moves_every_matrix(name: str):
+def test_the_warm_start_is_the_same_twice_and_moves_every_matrix(name: str) -> None:
     import torch
 
     example = replace(TINY[name], num_layers=1)
@@ -427,21 +374,14 @@ def test_the_warm_start_is_the_same_twice_and_moves_every_matrix(name: str):
     assert all(not torch.equal(one[key], start[key]) for key in one if key.endswith("weight"))
 
 
-def test_the_warm_start_lowers_the_loss():
-    example = replace(TINY["quickstart"], num_clean_steps=60, num_careless_steps=0, batch_size=8, num_layers=1)
-    problems, lines = example.split("train", 64), []
-    warm_start(replace(example, hidden_size=64), problems, example.train_tokenizer(problems), lines.append)
-    assert float(re.search(r"step 60/60  loss ([\d.]+)", lines[-1])[1]) < 3.0  # log(vocabulary) is 6
-
-
-def test_lesson_one_is_clean_and_lesson_two_spoiled_at_a_lower_rate(folder_of: Any):
+def test_lesson_one_is_clean_and_lesson_two_spoiled_at_a_lower_rate(folder_of: Any) -> None:
     import torch
 
     from examples.warm_start import asked, teach
 
     example = replace(TINY["quickstart"], num_clean_steps=40, num_careless_steps=2, num_layers=1)
     model = example.random_model(tokenizer_of(folder_of("quickstart")))
-    given, before, moved = [], model.model.norm.weight.detach().clone(), []
+    given, before, moved, said = [], model.model.norm.weight.detach().clone(), [], []
 
     def lessons(rng: random.Random, wrong: float, malformed: float) -> list[Any]:
         given.append((wrong, malformed))
@@ -450,27 +390,16 @@ def test_lesson_one_is_clean_and_lesson_two_spoiled_at_a_lower_rate(folder_of: A
         before.copy_(now)
         return [asked([1, 2]).plus([3], True)]
 
-    assert not teach(model, example, lessons, 0, lambda line: None).training
+    assert not teach(model, example, lessons, 0, said.append).training
     assert given == [(0.0, 0.0)] * 40 + [(0.25, 0.45)] * 2
     assert moved[1] == pytest.approx(example.learning_rate / 20, rel=0.02), "a warm-up over 20 steps"
     assert torch.tensor(moved[30:]).max() < example.learning_rate
+    assert float(re.search(r"step 42/42  loss ([\d.]+)", said[-1])[1]) < 0.1  # log(vocabulary) is 6
 
 
-@every
-def test_a_second_build_does_nothing_and_imports_no_torch(name: str, folder_of: Any):
-    folder = folder_of(name)
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    again = (
-        "import sys; from pathlib import Path; from examples.example import build\n"
-        "from tests.support.examples import TINY\n"
-        f"print(build(TINY[{name!r}], Path({str(folder)!r}), print), 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", again], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "False False\n"
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
-
-
-def test_another_setting_or_an_unfinished_folder_is_built_again_and_a_failed_build_changes_nothing(tmp_path: Path):
+def test_another_setting_or_an_unfinished_folder_is_built_again_and_a_failed_build_changes_nothing(
+    tmp_path: Path,
+) -> None:
     folder, lines = tmp_path / "quickstart", []
     one = replace(TINY["quickstart"], num_train=20, num_test=5, num_clean_steps=1, num_careless_steps=0, num_layers=1)
     two = replace(one, num_train=21)
@@ -488,37 +417,14 @@ def test_another_setting_or_an_unfinished_folder_is_built_again_and_a_failed_bui
     assert (folder / "stamp").read_text() == stamp(two) and not build(two, folder, lines.append)
 
 
-def test_a_second_process_waits_until_the_first_has_built(tmp_path: Path, capfd, monkeypatch):
-    monkeypatch.setattr(durable, "_RETRY_S", 0.01)
-    folder = tmp_path / "quickstart"
-    folder.mkdir()
-    (folder / "stamp").write_text(stamp(TINY["quickstart"]))
-    found: list[bool] = []
-    with durable.lock(tmp_path / "quickstart.lock", RuntimeError):
-        second = threading.Thread(target=lambda: found.append(build(TINY["quickstart"], folder, print)))
-        second.start()
-        said = ""
-        while f"waiting for another process: {folder}" not in said:
-            said += capfd.readouterr().err
-        assert not found
-    second.join(timeout=limit(60))
-    assert found == [False], "the first has built it"
-
-
 @every
 def test_each_is_a_command_of_its_own(name: str, tmp_path: Path) -> None:
     example = type(TINY[name])()
     (tmp_path / example.folder).mkdir(parents=True)
     (tmp_path / example.folder / "stamp").write_text(stamp(example))
-    done = subprocess.run(
-        [sys.executable, "-m", type(example).__module__],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    command, env = [sys.executable, "-m", type(example).__module__], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert [path.name for path in (tmp_path / example.folder).iterdir()] == ["stamp"]
 
 
 def test_a_run_on_another_model_and_other_rows_builds_nothing(tmp_path: Path) -> None:

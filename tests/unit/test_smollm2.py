@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from common.config import Config, load
 from examples import smollm2
-from examples.smollm2 import BOXES, NAMES, TEMPLATES, THINGS
+from examples.smollm2 import BOXES, THINGS
 from rewards.find import bind, resolve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,19 +41,6 @@ def answer_of(question: str) -> int:
     return OPERATIONS[operation](*numbers)
 
 
-@pytest.mark.parametrize(
-    ("question", "expected"),
-    [
-        ("Anna has 12 pens and Ben has 5. How many more pens does Anna have than Ben?", 7),
-        ("Leo shares 24 apples equally among 4 friends. How many apples does each friend get?", 6),
-        ("Mia buys 3 books for 7 dollars each. How many dollars does she pay?", 21),
-        ("Paul is 9 years old and Rosa is 4 years older. How old is Rosa?", 13),
-    ],
-)
-def test_the_reader_of_these_tests_answers_as_a_person_would(question: str, expected: int):
-    assert answer_of(question) == expected
-
-
 @pytest.fixture(scope="module")
 def rows() -> dict[str, list[dict[str, str]]]:
     sizes = {"train": smollm2.NUM_TRAIN, "test": smollm2.NUM_TEST}
@@ -75,14 +60,6 @@ def test_every_answer_follows_from_the_text_of_its_question(rows: dict[str, list
         assert 1 <= int(gold) <= 25
 
 
-def test_every_template_and_kind_is_in_both_splits_and_names_are_used_once():
-    assert len({template.name for template in TEMPLATES}) == len(TEMPLATES) >= 30
-    for name, size in (("train", smollm2.NUM_TRAIN), ("test", smollm2.NUM_TEST)):
-        problems = smollm2.split(name, size, smollm2.SEED)
-        assert {p.template for p in problems} == set(TEMPLATES)
-    assert len({template.kind for template in TEMPLATES}) >= 10
-
-
 def test_no_held_out_problem_shares_its_text_or_its_sentence_and_numbers_with_a_training_problem():
     train = smollm2.split("train", smollm2.NUM_TRAIN, smollm2.SEED)
     test = smollm2.split("test", smollm2.NUM_TEST, smollm2.SEED)
@@ -93,32 +70,13 @@ def test_no_held_out_problem_shares_its_text_or_its_sentence_and_numbers_with_a_
     assert others & {(p.template.name, p.a, p.b) for p in test} == set()
 
 
-def test_a_split_is_a_function_of_its_seed_in_any_process():
-    code = "from examples.smollm2 import split; print([p.question for p in split('test', 5, 3)])"
-    env = {**os.environ, "PYTHONHASHSEED": "7"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str([p.question for p in smollm2.split("test", 5, 3)])
-    assert smollm2.split("test", 5, 3) != smollm2.split("test", 5, 4)
-
-
-def test_one_of_a_thing_is_singular_and_more_are_plural(rows: dict[str, list[dict[str, str]]]):
+def test_problems_are_those_of_the_published_figures(rows: dict[str, list[dict[str, str]]]):
+    """A digest: whoever means to change them measures the pages' figures again. The same in any process."""
+    assert hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16] == "58e4aba452327c00"
     text = "\n".join(row["question"] for row in rows["train"])
-    units = (("dollar", "dollars"), ("meter", "meters"), ("minute", "minutes"), ("year", "years"))
     counted = set(re.findall(r"\b(\d+) (\w+)", text))
-    for one, many in (*THINGS, *BOXES, *units):
-        assert ("1", many) not in counted
-        assert {number for number, word in counted if word == one} <= {"1"}, one
-    assert counted & {("1", one) for one, _ in units}
-
-
-def test_pronouns_are_those_of_the_first_named(rows: dict[str, list[dict[str, str]]]):
-    pronouns = dict(NAMES)
-    for row in rows["train"]:
-        named = [word for word in re.findall(r"[A-Z][a-z]+", row["question"]) if word in pronouns]
-        for said in re.findall(r"\b(he|she|He|She)\b", row["question"]):
-            assert said.lower() == pronouns[named[0]], row["question"]
-        assert "{" not in row["question"] and row["question"].endswith("?")
-        assert row["question"][0].isupper() or row["question"][0].isdigit()
+    for one, many in (*THINGS, *BOXES, ("dollar", "dollars"), ("year", "years")):
+        assert ("1", many) not in counted and {number for number, word in counted if word == one} <= {"1"}, one
 
 
 # The configs and their rewards
@@ -131,11 +89,8 @@ def config(request: pytest.FixtureRequest) -> Config:
 
 def test_the_configs_name_what_makes_their_model(config: Config):
     assert (config.model.path, config.model.builder) == (f"{smollm2.FOLDER}/model", "examples.smollm2")
-
-
-def test_the_word_problems_are_where_the_config_looks_for_them():
-    config = load(ROOT / "configs" / CONFIGS[0])
-    assert (config.data.train, config.data.eval) == (f"{smollm2.FOLDER}/train.jsonl", f"{smollm2.FOLDER}/test.jsonl")
+    for split, path in (("train", config.data.train), ("test", config.data.eval)):
+        assert str(path).startswith((f"{smollm2.FOLDER}/{split}.jsonl", "openai/gsm8k"))
 
 
 RIGHT = "<reasoning>\n12 - 5 = 7\n</reasoning>\n<answer>\n7\n</answer>"
@@ -181,14 +136,9 @@ def test_every_real_row_of_gsm8k_gives_its_gold_answer_full_marks_and_the_next_n
         assert set(correct(completions=wrong, answer=answers)) == {0.0}
 
 
-def test_full_marks_are_the_most_that_each_reward_gives(config: Config):
-    for spec, name in zip(config.rewards.reward_funcs, config.rewards.names, strict=True):
-        (most,) = resolve(spec)(completions=[RIGHT], answer=["#### 7"])
-        assert config.rewards.full_mark(name) == most
-
-
 def test_the_example_of_the_prompt_has_the_form_that_is_rewarded(config: Config):
+    """And full marks are the most that each reward gives."""
     (example,) = (turns["assistant"] for turns in config.prompt.examples)
     for spec in config.rewards.reward_funcs:
-        (score,) = resolve(spec)(completions=[example], answer=["#### 7"])
-        assert score == config.rewards.full_mark(spec.rpartition(":")[2])
+        scores = resolve(spec)(completions=[example, RIGHT], answer=["#### 7"] * 2)
+        assert scores == [config.rewards.full_mark(spec.rpartition(":")[2])] * 2
