@@ -1,4 +1,4 @@
-"""The two Dockerfiles against what they are made of. There is no Docker here: what they build is not built."""
+"""The Dockerfile against what it is made of. There is no Docker here: what it builds is not built."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ["tools/docker/Dockerfile", "tools/docker/Dockerfile.gpu"]
-FILES = pytest.mark.parametrize(("name", "backend"), list(zip(NAMES, ("cpu", "gpu"), strict=True)))
+NAME = "tools/docker/Dockerfile"
 
 
-def instructions(name: str) -> list[tuple[str, str]]:
+def instructions() -> list[tuple[str, str]]:
     """[("FROM", "python:3.11…"), …], continued lines joined."""
-    text = re.sub(r"\\\n\s*", "", (ROOT / name).read_text())
+    text = re.sub(r"\\\n\s*", "", (ROOT / NAME).read_text())
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     return [(word, rest) for word, _, rest in (line.partition(" ") for line in lines)]
 
@@ -29,10 +26,9 @@ def ignored(path: str) -> bool:
     return any(fnmatch.fnmatch(part, pattern.removeprefix("**/")) for part in path.split("/") for pattern in patterns)
 
 
-@FILES
-def test_what_is_copied_is_there_and_suffices_for_the_setup(name: str, backend: str, tmp_path: Path) -> None:
+def test_what_is_copied_is_there_and_suffices_for_the_setup(tmp_path: Path) -> None:
     """The files of the first layer, alone in a folder: all that launch.sh setup reads, and its Python lines import."""
-    before_setup = instructions(name)[: instructions(name).index(("RUN", "bash launch.sh setup"))]
+    before_setup = instructions()[: instructions().index(("RUN", "bash launch.sh setup"))]
     for _, rest in [found for found in before_setup if found[0] == "COPY"]:
         *sources, target = shlex.split(rest)
         (tmp_path / target).mkdir(parents=True, exist_ok=True)
@@ -54,17 +50,17 @@ def test_what_is_copied_is_there_and_suffices_for_the_setup(name: str, backend: 
         assert done.returncode == 0, done.stderr
 
 
-@FILES
-def test_packages_are_those_of_the_locks_and_the_interpreter_one_that_launch_sh_takes(name: str, backend: str) -> None:
-    steps = instructions(name)
+def test_packages_are_those_of_the_locks_and_the_interpreter_one_that_launch_sh_takes() -> None:
+    steps = instructions()
     (base,) = [rest for word, rest in steps if word == "FROM"]
     version = re.fullmatch(r"python:(3\.\d+)-slim-bookworm", base)
     assert version and f"python{version[1]}" in (ROOT / "launch.sh").read_text()
     runs = [rest for word, rest in steps if word == "RUN"]
     assert runs[1:] == ["bash launch.sh setup"], "nothing is installed beside launch.sh and apt"
     assert "g++" in runs[0].split()
+    assert steps.index(("ARG", "BACKEND=cpu")) < steps.index(("RUN", "bash launch.sh setup"))
     environment = dict(pair.split("=") for word, rest in steps if word == "ENV" for pair in rest.split())
-    assert environment["BACKEND"] == backend
+    assert environment["BACKEND"] == "${BACKEND}"
     assert steps[-2:] == [("COPY", ". ."), ("ENTRYPOINT", '["bash", "launch.sh"]')]
 
 
@@ -86,10 +82,11 @@ def test_the_commands_of_the_page_build_these_files_and_run_commands_of_launch_s
     builds = [shlex.split(line, comments=True) for line in re.findall(r"^docker build.*$", page, re.MULTILINE)]
     named = [words[words.index("-f") + 1] for words in builds]
     tags = [words[words.index("-t") + 1] for words in builds]
-    assert named == NAMES and all(words[-1] == "." for words in builds)
+    assert named == [NAME] * 2 and all(words[-1] == "." for words in builds)
+    assert ["BACKEND=gpu" in words for words in builds] == [False, True]
     for tag, line in zip(tags, re.findall(r"^docker run.*$", page, re.MULTILINE), strict=True):
         words = shlex.split(line, comments=True)
         after = words[words.index(tag) + 1 :]
         assert after in ([], ["run", "configs/gsm8k_qwen2.5_1.5b.yaml"])
-        (workdir,) = [rest for word, rest in instructions(named[tags.index(tag)]) if word == "WORKDIR"]
+        (workdir,) = [rest for word, rest in instructions() if word == "WORKDIR"]
         assert f"/runs:{workdir}/runs" in line, "what a run makes stays on the host"
