@@ -68,15 +68,6 @@ def test_chunks_equal_one_log_softmax(chunk_size: int, temperature: float) -> No
     assert entropy.tolist() == pytest.approx(expected_entropy.tolist(), rel=1e-5, abs=1e-5)
 
 
-def test_a_certain_and_a_fair_token_by_hand() -> None:
-    # logits (ln 3, 0) at temperature 1: p = (3/4, 1/4). Logits (0, 0): p = (1/2, 1/2)
-    hidden = torch.tensor([[math.log(3), 0.0], [0.0, 0.0]])
-    logprobs, entropy = token_logprobs(hidden, torch.tensor([1, 0]), torch.nn.Identity(), 1.0, 8)
-    assert logprobs.tolist() == pytest.approx([math.log(1 / 4), math.log(1 / 2)])
-    expected = -(3 / 4) * math.log(3 / 4) - (1 / 4) * math.log(1 / 4)
-    assert entropy.tolist() == pytest.approx([expected, math.log(2)])
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_gradient_of_an_entropy_equals_the_oracle(temperature: float) -> None:
     values = [math.log(3), 0.0, -1.5]

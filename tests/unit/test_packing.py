@@ -25,15 +25,6 @@ def test_the_documented_example() -> None:
     assert row.spans == (Span(start=0, prompt=3, completions=(2, 1)),)
 
 
-def test_a_second_group_starts_at_position_zero_behind_the_first() -> None:
-    row = pack([([5, 6, 7], [[8, 9], [8]]), ([1], [[2, 3]])])
-    assert row.input_ids.tolist() == [[5, 6, 7, 8, 9, 8, 1, 2, 3]]
-    assert row.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 2]]
-    assert row.target_ids.tolist() == [8, 9, 8, 2, 3]
-    assert row.source_index.tolist() == [2, 3, 2, 6, 7]
-    assert row.spans[1] == Span(start=6, prompt=1, completions=(2,))
-
-
 def test_arrays_from_the_wire_pack_like_lists() -> None:
     row = pack([(np.array([5, 6, 7], np.int32), [np.array([8, 9], np.int32), np.array([8], np.int32)])])
     assert row.input_ids.tolist() == [[5, 6, 7, 8, 9, 8]]
@@ -116,13 +107,6 @@ def test_selected_targets_keep_their_sources_and_the_input_stays_whole() -> None
     assert fewer.source_index.tolist() == [3, 2]
     assert fewer.lengths == (1, 1)
     assert fewer.input_ids is row.input_ids and fewer.spans == row.spans
-
-
-def test_all_positions_are_the_row_itself() -> None:
-    row = pack([([5, 6, 7], [[8, 9], [8]])], "flat")
-    same = select(row, [np.arange(2), np.arange(1)])
-    assert torch.equal(same.source_index, row.source_index) and torch.equal(same.target_ids, row.target_ids)
-    assert same.lengths == row.lengths
 
 
 def test_positions_that_a_completion_does_not_have_are_refused() -> None:

@@ -207,33 +207,3 @@ def test_a_prompt_that_does_not_hold_its_images_tokens_is_refused(ids: list[int]
     image = random_image(np.random.default_rng(0), ImageFormat(), 1, 2)
     with pytest.raises(ValueError, match=r"images of .2. tokens, but the prompt has"):
         with_vision(pack([(ids, [[7]])], images=[(image,)]), VisionLayout(IMAGE_TOKEN, ImageFormat()))
-
-
-class Multiplications:
-    """Of the matrices of a model, its head aside, in every forward from now on."""
-
-    def __init__(self, model: Any):
-        self.count = 0
-        for name, module in model.named_modules():
-            if isinstance(module, torch.nn.Linear | torch.nn.Conv3d) and name != "lm_head":
-                module.register_forward_hook(self._add)
-
-    def _add(self, module: Any, given: tuple[Tensor, ...], result: Tensor) -> None:
-        rows = result.shape[:-1].numel() if isinstance(module, torch.nn.Linear) else len(result)
-        self.count += rows * module.weight.numel()
-
-
-def test_a_group_with_an_image_of_352_tokens_is_a_quarter_of_the_work_of_a_dense_batch(folder: Any) -> None:
-    """Multiplications of all matrices but the head: dense, every completion has its prompt and its image."""
-    path = folder("qwen2_5_vl")
-    rng, form = np.random.default_rng(1), image_format(str(path))
-    image = random_image(rng, form, 16, 22)
-    prompt, completions = image_prompt(rng, [image], form, 30), [words(rng, 64) for _ in range(8)]
-    assert prompt.count(IMAGE_TOKEN) == 352
-    with torch.no_grad():
-        model, plain = load(path), transformers_model(path)
-        of_packed, of_plain = Multiplications(model), Multiplications(plain)
-        shared = packed(model, path, [(prompt, completions, (image,))])
-        alone = dense_vision_logprobs(plain, path, prompt, completions[0], [image])
-    assert shared[:64].tolist() == pytest.approx(alone.tolist(), abs=1e-5)
-    assert len(completions) * of_plain.count > 4 * of_packed.count
