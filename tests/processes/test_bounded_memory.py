@@ -12,19 +12,25 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from common import channel, exits, wire
+from common import channel, wire
 from common.config import Config
-from common.errors import PeerEnded
 from common.types import Group
-from sampler.link import Link
-from tests.support.protocol_helpers import HELLO, LIMITS, make_config, make_group, make_rollout, published, short_folder
+from tests.support.protocol_helpers import (
+    LIMITS,
+    FakeSampler,
+    make_config,
+    make_group,
+    make_rollout,
+    published,
+    short_folder,
+)
 from tests.support.speed import cpu_overdue
 from trainer.link.inbox import Inbox
 from trainer.link.ledger import Ledger
@@ -92,41 +98,39 @@ def train(folder: str, frozen: bool) -> None:
                       "trained": len(trained), "seconds": seconds}))  # fmt: skip
 
 
+class Flooding(FakeSampler):
+    """Makes what is leased as fast as it can."""
+
+    def __init__(self, config: Config):
+        super().__init__(config, make=self.copy)
+        self.growth, self.template, self.make_s = Growth(), big_group(), 0.0
+
+    def copy(self, group_id: int, version: int) -> Group:
+        begun = time.thread_time()
+        group = replace(self.template, group_id=group_id, policy_version=version)
+        self.make_s += time.thread_time() - begun
+        return group
+
+    def work(self) -> None:
+        super().work()
+        (self.growth.begin if len(self.produced) <= min(WARM_UP, WINDOW) else self.growth.look)()
+
+
 def sample(folder: str) -> None:
-    """Makes what is leased as fast as it can, and prints what happened when the trainer says goodbye."""
-    growth, link, num_made, make_s = Growth(), Link(flood_config(Path(folder)), "s0", HELLO), 0, 0.0
-    template = big_group()
-    try:
-        while True:
-            link.receive(0.1)
-            credit = link.credit
-            for group_id in credit.lease if credit else ():
-                if not link.has_result(group_id):
-                    begun = time.thread_time()
-                    group = replace(template, group_id=group_id, policy_version=credit.version)
-                    make_s += time.thread_time() - begun
-                    link.send_result(group)
-                    num_made += 1
-                    (growth.begin if num_made <= min(WARM_UP, WINDOW) else growth.look)()
-            growth.look()
-            link.beat("sampling", num_made, 0, {}, now=False)
-    except PeerEnded as ended:
-        print(json.dumps({"growth": growth.num_bytes, "made": num_made, "make_s": make_s,
-                          "counters": link.counters, "bye": ended.exit_code}))  # fmt: skip
-    exits.leave(0)
+    """Prints what happened when the trainer says goodbye."""
+    sampler = Flooding(flood_config(Path(folder)))
+    sampler.run()
+    assert sampler.ended is not None
+    print(json.dumps({"growth": sampler.growth.num_bytes, "made": len(sampler.produced), "make_s": sampler.make_s,
+                      "counters": sampler.link.counters, "bye": sampler.ended.exit_code}))  # fmt: skip
 
 
 def big_group() -> Group:
     return make_group(0, 0, *[make_rollout([3] * TOKENS)] * 2)
 
 
-@dataclass(frozen=True)
-class Flood:
-    trainer: dict[str, Any]
-    sampler: dict[str, Any]
-
-
-def flood(frozen: bool) -> Flood:
+def flood(frozen: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(what the trainer printed, what the sampler printed)"""
     with short_folder() as folder:
         code = "import sys; from tests.processes.test_bounded_memory import sample, train; "
         calls = [f"train({str(folder)!r}, {frozen})", f"sample({str(folder)!r})"]
@@ -135,60 +139,45 @@ def flood(frozen: bool) -> Flood:
             both = list(threads.map(lambda c: subprocess.run(c, cwd=ROOT, capture_output=True, text=True), commands))
     for done in both:
         assert done.returncode == 0, done.stderr
-    return Flood(*(json.loads(done.stdout) for done in both))
+    trainer, sampler = (json.loads(done.stdout) for done in both)
+    return trainer, sampler
 
 
 @pytest.fixture(scope="module")
-def floods() -> list[Flood]:
+def floods() -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """One with a slow trainer and one with a frozen one, at the same time: both mostly sleep."""
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(flood, (False, True)))
 
 
-def bound() -> int:
-    return (
-        2 * WINDOW * sum(len(frame) for frame in wire.encode(wire.Envelope("run", "life", "s0"), big_group())) + SLACK
-    )
-
-
-def test_the_bound_is_a_small_part_of_what_flows() -> None:
-    assert bound() < NUM_GROUPS * 16_000 / 20
+def require_bounded(trainer: dict[str, Any], sampler: dict[str, Any]) -> str:
+    """The growth of both, for people."""
+    assert trainer["counters"] == {}, "nothing was refused"
+    assert sampler["counters"] == {}, "nothing was sent twice"
+    frames = wire.encode(wire.Envelope("run", "life", "s0"), big_group())
+    bound = 2 * WINDOW * sum(map(len, frames)) + SLACK
+    assert bound < NUM_GROUPS * 16_000 / 20, "a small part of what flows"
+    assert max(trainer["growth"], sampler["growth"]) <= bound
+    growth = (f"{name} {own['growth'] / 2**20:.1f}" for name, own in (("trainer", trainer), ("sampler", sampler)))
+    return f"growth {', '.join(growth)} MiB, allowed {bound / 2**20:.1f} MiB"
 
 
 def test_a_sampler_100_times_faster_than_the_trainer_fills_neither_process(
-    floods: list[Flood], figure: Callable[[str, str], None]
+    floods: list[tuple[dict[str, Any], dict[str, Any]]], figure: Callable[[str, str], None]
 ) -> None:
-    slow = floods[0]
-    trained, made = slow.trainer["trained"], slow.sampler["made"]
-    assert (trained, made, slow.trainer["in_order"]) == (NUM_GROUPS, NUM_GROUPS, True)
-    faster = slow.trainer["seconds"] / slow.sampler["make_s"]
-    assert not cpu_overdue(slow.sampler["make_s"], slow.trainer["seconds"] / 100)
-    assert slow.trainer["counters"] == {}, "nothing was refused"
-    assert slow.sampler["counters"] == {}, "nothing was sent twice"
-    assert slow.sampler["bye"] == 0
-    growth = {name: getattr(slow, name)["growth"] for name in ("trainer", "sampler")}
-    assert max(growth.values()) <= bound()
-    figure(
-        "R6",
-        f"{NUM_GROUPS:,} groups of 16 KiB, sampler {faster:.0f}× faster: growth trainer {_mib(growth['trainer'])}, "
-        f"sampler {_mib(growth['sampler'])}, allowed {_mib(bound())}, 0 dropped",
-    )
+    trainer, sampler = floods[0]
+    assert (trainer["trained"], sampler["made"], trainer["in_order"]) == (NUM_GROUPS, NUM_GROUPS, True)
+    faster = trainer["seconds"] / sampler["make_s"]
+    assert not cpu_overdue(sampler["make_s"], trainer["seconds"] / 100)
+    assert sampler["bye"] == 0
+    growth = require_bounded(trainer, sampler)
+    figure("R6", f"{NUM_GROUPS:,} groups of 16 KiB, sampler {faster:.0f}× faster: {growth}, 0 dropped")
 
 
 def test_a_frozen_trainer_holds_one_window_and_nobody_grows(
-    floods: list[Flood], figure: Callable[[str, str], None]
+    floods: list[tuple[dict[str, Any], dict[str, Any]]], figure: Callable[[str, str], None]
 ) -> None:
-    frozen = floods[1]
-    assert frozen.trainer["held"] == frozen.sampler["made"] == WINDOW
-    assert frozen.trainer["counters"] == frozen.sampler["counters"] == {}
-    growth = {name: getattr(frozen, name)["growth"] for name in ("trainer", "sampler")}
-    assert max(growth.values()) <= bound()
-    figure(
-        "R6",
-        f"trainer frozen for {FROZEN_S:.0f} s: growth trainer {_mib(growth['trainer'])}, sampler "
-        f"{_mib(growth['sampler'])}, {WINDOW} of {WINDOW} groups held",
-    )
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB"
+    trainer, sampler = floods[1]
+    assert trainer["held"] == sampler["made"] == WINDOW
+    growth = require_bounded(trainer, sampler)
+    figure("R6", f"trainer frozen for {FROZEN_S:.0f} s: {growth}, {WINDOW} of {WINDOW} groups held")

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from common import wire
-from common.errors import UserError, WireError
-from common.group_limits import check_group
+from common.errors import UserError
 from common.types import Group, Rollout, Tombstone
 from common.weights import Published
-from common.wire import Envelope, decode, encode
+from common.wire import Envelope
 from sampler.completions import Completion
 from sampler.episode import as_rollout
 from sampler.in_flight import InFlightCounts, may_load, of_oldest, spans_of
@@ -30,7 +29,6 @@ from tests.unit.test_tensors import micro_batch
 from trainer.algorithm.losses import Denominator
 from trainer.engine.policy import PolicyEngine
 from trainer.link.ledger import Ledger
-from trainer.link.recording import Recorder, read
 from trainer.record.stats import in_flight_metrics, rollout_metrics
 from trainer.save.checkpoint import Progress
 
@@ -42,7 +40,7 @@ def mixed(*spans: tuple[int, int], tokens: tuple[int, ...] = (3, 4, 5), **change
     return make_rollout(tokens, version_spans=spans, **changes)
 
 
-# ---- records, wire, recordings ----------------------------------------------------------------------------------
+# ---- records ----------------------------------------------------------------------------------------------------
 
 
 def test_each_token_has_its_own_version() -> None:
@@ -51,62 +49,6 @@ def test_each_token_has_its_own_version() -> None:
     assert mixed().token_versions(9).tolist() == [9, 9, 9]
     assert make_group(0, 4, mixed(), mixed((0, 4), (1, 6))).newest_version == 6
     assert make_group(0, 4).newest_version == 4
-
-
-def test_spans_come_back_from_a_recording_bit_for_bit(tmp_path: Path) -> None:
-    spans, file = ((0, 4), (2, 5)), tmp_path / "groups.recording"
-    for cursor in (0, 1):  # the second time the file is cut back and written again
-        recorder = Recorder(file, cursor)
-        recorder.append([received(make_group(cursor, 4, mixed(), mixed(*spans)))])
-        recorder.close()
-    groups = [one.group for one, _ in read(file)]
-    assert [[r.version_spans for r in g.rollouts] for g in groups if isinstance(g, Group)] == [[(), spans]] * 2
-    assert [b"".join(encode(ENVELOPE, group)) for group in groups] == [
-        b"".join(encode(ENVELOPE, make_group(i, 4, mixed(), mixed(*spans)))) for i in (0, 1)
-    ]
-
-
-@pytest.mark.parametrize(
-    "spans",
-    [
-        ((1, 4), (2, 5)),  # does not begin at 0
-        ((0, 4), (0, 5)),  # a span without tokens
-        ((0, 4), (2, 5), (1, 6)),  # goes back
-        ((0, 4), (3, 5)),  # begins behind the last token
-        ((0, 4), (1, 4)),  # a version twice
-        ((0, 5), (1, 4)),  # an older one after a newer
-        ((-1, 4), (0, 5)),
-    ],
-)
-def test_spans_that_no_completion_has_are_refused(spans: tuple[tuple[int, int], ...]) -> None:
-    frames = encode(ENVELOPE, make_group(0, 4, mixed(), mixed(*spans)))
-    with pytest.raises(WireError, match="version spans") as caught:
-        decode(frames)
-    assert caught.value.reason == "malformed"
-
-
-@pytest.mark.parametrize(
-    ("group", "said"),
-    [
-        (make_group(0, 3, mixed(), mixed((0, 4), (1, 5))), ""),  # the first rollout has tokens of 3
-        (make_group(0, 4, mixed((0, 5)), mixed((0, 4), (1, 5))), ""),
-        (make_group(0, 3, mixed((0, 5)), mixed((0, 4), (1, 5))), "its oldest token is of 4, it is of 3"),
-        (make_group(0, 4, mixed((0, 3), (1, 4)), mixed()), "its oldest token is of 3, it is of 4"),
-    ],
-)
-def test_a_group_is_as_old_as_its_oldest_token(group: Group, said: str) -> None:
-    if not said:
-        check_group(group, IN_FLIGHT)
-        return
-    with pytest.raises(WireError, match=said) as caught:
-        check_group(group, IN_FLIGHT)
-    assert caught.value.reason == "version_spans"
-
-
-def test_spans_are_refused_where_weights_do_not_change_under_sequences() -> None:
-    check_group(make_group(0, 4), IN_FLIGHT)
-    with pytest.raises(WireError, match="nobody asked for"):
-        check_group(make_group(0, 4, mixed(), mixed((0, 4), (1, 5))), LIMITS)
 
 
 # ---- the window -------------------------------------------------------------------------------------------------

@@ -281,6 +281,13 @@ def test_the_builders_make_messages_that_are_accepted() -> None:
         (rollout_with(environment_s=-0.5), "malformed"),
         (rollout_with(environment_s=math.nan), "malformed"),
         (rollout_with(environment_s=math.inf), "malformed"),
+        (rollout_with(version_spans=[[1, 4], [2, 5]]), "malformed"),  # does not begin at 0
+        (rollout_with(version_spans=[[-1, 4], [0, 5]]), "malformed"),
+        (rollout_with(version_spans=[[0, 4], [0, 5]]), "malformed"),  # a span without tokens
+        (rollout_with(version_spans=[[0, 4], [2, 5], [1, 6]]), "malformed"),  # goes back
+        (rollout_with(version_spans=[[0, 4], [5, 5]]), "malformed"),  # begins behind the last token
+        (rollout_with(version_spans=[[0, 4], [1, 4]]), "malformed"),  # a version twice
+        (rollout_with(version_spans=[[0, 5], [1, 4]]), "malformed"),  # an older one after a newer
         (sealed(b"\x91" * 500_000), "malformed"),  # arrays in arrays in arrays
         (sealed(header_with(BYE)[:-5] + b"\x91" * 500_000), "malformed"),
         (sealed(b"\x85\xa5proto\xdd\xff\xff\xff\xff"), "malformed"),  # says that four billion items follow
@@ -314,6 +321,7 @@ def test_a_pickle_is_refused_and_does_nothing(tmp_path: Path) -> None:
 REF = {"ref_logprobs": array(-1, -1, 0, 0, -1)}
 SET = np.array([[3, 9], [4, -1], [60, -1], [61, -1], [5, 6]], np.int32)
 IN_TURNS, SCORED, FILTERED = {"max_turns": 2}, {"needs_ref_logprobs": True}, {"max_sampling_mask": 2}
+OF_4_AND_5, IN_FLIGHT = make_rollout(version_spans=((0, 4), (1, 5))), {"in_flight_updates": True}
 
 
 def one_of(*tokens: int, **changes: Any) -> Group:
@@ -337,6 +345,8 @@ def group_of(**changes: Any) -> Group:
         (group_of(failures=("x" * 500,)), IN_TURNS | {"num_generations": 3}),
         (make_group(0, 0, make_rollout(), of_two_turns()), IN_TURNS),
         (both_of(of_two_turns(sampling_mask=SET, **REF)), IN_TURNS | SCORED | FILTERED),
+        (make_group(0, 3, make_rollout(), OF_4_AND_5), IN_FLIGHT),  # the first rollout has tokens of 3
+        (make_group(0, 4, make_rollout(version_spans=((0, 5),)), OF_4_AND_5), IN_FLIGHT),
     ],
 )
 def test_an_honest_group_passes_the_check(group: Group, limits: dict[str, Any]) -> None:
@@ -367,6 +377,9 @@ def test_an_honest_group_passes_the_check(group: Group, limits: dict[str, Any]) 
         (make_group(0), SCORED, "reference"),
         (both_of(make_rollout(ref_logprobs=array(-1))), SCORED, "logprob_length"),
         (both_of(make_rollout(ref_logprobs=array(-1, 0.01))), SCORED, "logprob"),
+        (make_group(0, 4, make_rollout(), OF_4_AND_5), {}, "version_spans"),
+        (make_group(0, 3, make_rollout(version_spans=((0, 5),)), OF_4_AND_5), IN_FLIGHT, "version_spans"),
+        (make_group(0, 5, make_rollout(), OF_4_AND_5), IN_FLIGHT, "version_spans"),
         (one_of(reward=math.nan), {}, "reward"),
         (one_of(reward=math.inf), {}, "reward"),
         (one_of(rewards={"answer": math.inf}), {}, "reward"),
