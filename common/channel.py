@@ -6,17 +6,14 @@ sampler can send again and duplicates are refused by id. ROUTER_HANDOVER lets a 
 identity (without it, libzmq ignores it for ever); ROUTER_MANDATORY makes sending to a lost peer an error.
 High-water marks sit above the credit window, so nothing blocks and nothing is dropped. One thread per socket.
 
-`bind` and `connect` make the two ends as the link uses them (common/transport.py).
-
 One host: ipc:// in a private folder. Several: tcp:// with CURVE keys, made at the start of the run, readable by
 their owner only, and an allow-list of clients (ZAP); tcp without keys does not exist here.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import secrets
+import os
 import threading
 import time
 from pathlib import Path
@@ -59,8 +56,12 @@ def read_keys(config: Config) -> dict[str, bytes]:
     return {name: key.encode() for name, key in json.loads(path.read_text()).items()}
 
 
-class ZmqTransport:
-    """A ROUTER or a DEALER, and a pair of sockets by which other threads end a poll."""
+class Transport:
+    """A ROUTER or a DEALER, used by one thread at a time; only `wake` may be called by others.
+
+    A message is a few frames. It may be lost, doubled or overtaken: the link repeats states and sends results again. It
+    arrives whole or not at all.
+    """
 
     def __init__(self, context: zmq.Context[Socket], kind: int, config: Config):
         self.socket = context.socket(kind)
@@ -71,22 +72,21 @@ class ZmqTransport:
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
         self.authenticator: ThreadAuthenticator | None = None
         self._has_names = kind == zmq.ROUTER  # then a frame with the sampler's id comes first
-        self._lock = threading.Lock()  # a socket may change its thread, not have two
-        address = f"inproc://wake-{secrets.token_hex(8)}"
-        self._wake_receiver, self._wake_sender = (context.socket(zmq.PAIR) for _ in range(2))
-        self._wake_receiver.bind(address)
-        self._wake_sender.connect(address)
+        self._lock = threading.Lock()  # of the descriptor by which other threads end a poll
+        self._waker = os.eventfd(0, os.EFD_NONBLOCK)
         self._poller = zmq.Poller()
         self._poller.register(self.socket, zmq.POLLIN)
-        self._poller.register(self._wake_receiver, zmq.POLLIN)
+        self._poller.register(self._waker, zmq.POLLIN)
 
     def poll(self, timeout_s: float) -> bool:
-        woken = self._wake_receiver in dict(self._poller.poll(int(1000 * timeout_s)))
+        """Waits until there is a message, `wake` was called, or the time is over. True if `wake` was called."""
+        woken = self._waker in dict(self._poller.poll(int(1000 * timeout_s)))
         if woken:
-            self._wake_receiver.recv()
+            os.eventfd_read(self._waker)
         return woken
 
     def receive(self) -> list[bytes] | None:
+        """The frames of the next message, None if there is none. Never waits."""
         try:
             frames = self.socket.recv_multipart(flags=zmq.NOBLOCK)
         except zmq.Again:
@@ -94,6 +94,7 @@ class ZmqTransport:
         return frames[1:] if self._has_names else frames
 
     def send(self, frames: list[bytes], to: str = "") -> bool:
+        """False if the message cannot leave now. Never waits. `to` is a sampler's id; a sampler leaves it out."""
         try:
             self.socket.send_multipart([to.encode(), *frames] if self._has_names else frames, flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -103,29 +104,32 @@ class ZmqTransport:
         return True
 
     def wake(self) -> None:
-        with self._lock, contextlib.suppress(zmq.Again):  # the other thread has many of these to read already
-            if not self._wake_sender.closed:
-                self._wake_sender.send(b"", zmq.NOBLOCK)
+        """Ends the present or the next `poll`. Does nothing after `close`."""
+        with self._lock:
+            if not self.socket.closed:
+                os.eventfd_write(self._waker, 1)
 
     def close(self) -> None:
+        """Drops what has not left yet. May be called twice."""
         with self._lock:
-            for socket in (self._wake_sender, self._wake_receiver, self.socket):
-                socket.close(linger=0)
-            if self.authenticator is not None:
-                self.authenticator.stop()
-                self.authenticator = None
-            if self._has_names:
-                self.socket.context.term()  # the address is free when this returns
+            if self.socket.closed:
+                return
+            os.close(self._waker)
+            self.socket.close(linger=0)
+        if self.authenticator is not None:
+            self.authenticator.stop()
+        if self._has_names:
+            self.socket.context.term()  # the address is free when this returns
 
 
-def bind(config: Config) -> ZmqTransport:
+def bind(config: Config) -> Transport:
     """The trainer's end. Raises UserError if the address is taken."""
     address = endpoint(config)
     keys = make_keys(config) if address.startswith("tcp://") else {}
     if address.startswith("ipc://"):
         remove_dead_socket(Path(address.removeprefix("ipc://")))
     context: zmq.Context[Socket] = zmq.Context()  # of its own, for there can be one authenticator in a context
-    transport = ZmqTransport(context, zmq.ROUTER, config)
+    transport = Transport(context, zmq.ROUTER, config)
     socket = transport.socket
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -146,13 +150,13 @@ def bind(config: Config) -> ZmqTransport:
     return transport
 
 
-def connect(config: Config, sampler_id: str) -> ZmqTransport:
+def connect(config: Config, sampler_id: str) -> Transport:
     """A sampler's end. On tcp it waits for the trainer's keys; raises Retryable when they do not appear."""
     address, keys = endpoint(config), dict[str, bytes]()
     if address.startswith("tcp://"):
         _wait_for_file(_keys_path(config), config.channel.connect_timeout_s)
         keys = read_keys(config)
-    transport = ZmqTransport(zmq.Context.instance(), zmq.DEALER, config)
+    transport = Transport(zmq.Context.instance(), zmq.DEALER, config)
     socket = transport.socket
     socket.setsockopt(zmq.IDENTITY, sampler_id.encode())
     if keys:

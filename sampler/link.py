@@ -12,11 +12,11 @@ import time
 
 from common import channel, wire
 from common.address import endpoint
+from common.channel import Transport
 from common.config import Config
 from common.errors import PeerEnded, Retryable, UserError, WireError
 from common.failpoints import failpoint
 from common.transcript import last_lines
-from common.transport import Transport
 from common.types import EvalResult, Group, Tombstone
 
 _RESEND_AFTER_S = 2.0

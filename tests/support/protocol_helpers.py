@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from common import channel, wire
+from common.channel import Transport
 from common.config import Config
 from common.errors import PeerEnded
 from common.group_limits import Limits
-from common.transport import Transport
 from common.types import EvalRequest, EvalResult, EvalSample, Group, Rollout, Tombstone
 from common.weights import Published
 from sampler import link as link_module

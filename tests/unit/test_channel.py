@@ -17,11 +17,10 @@ import zmq
 
 from common import channel
 from common.address import endpoint
-from common.channel import ZmqTransport
+from common.channel import Transport
 from common.config import Config
 from common.errors import Retryable, UserError
 from common.ports import free_port
-from common.transport import Transport
 from tests.support.memory_transport import TRAINER, MemoryNetwork
 from tests.support.protocol_helpers import make_config
 from tests.support.speed import limit, overdue
@@ -32,13 +31,13 @@ def tcp(folder: Path, port: int | None = None) -> Config:
 
 
 @contextlib.contextmanager
-def bound(config: Config) -> Iterator[ZmqTransport]:
+def bound(config: Config) -> Iterator[Transport]:
     with contextlib.closing(channel.bind(config)) as transport:
         yield transport
 
 
 @contextlib.contextmanager
-def connected(config: Config, name: str = "s0") -> Iterator[ZmqTransport]:
+def connected(config: Config, name: str = "s0") -> Iterator[Transport]:
     with contextlib.closing(channel.connect(config, name)) as transport:
         yield transport
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from common import channel, wire
 from common.address import endpoint
+from common.channel import Transport
 from common.config import Config
 from common.errors import Interrupted, Retryable
 from common.exits import code_of, interrupted
@@ -20,7 +21,6 @@ from common.failpoints import failpoint
 from common.group_limits import Limits
 from common.run_folder import sampler_log
 from common.transcript import last_lines
-from common.transport import Transport
 from common.types import EvalResult
 from common.watchdog import report_progress
 from common.weights import Published

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from common import channel, wire
+from common.channel import Transport
 from common.config import Config
 from common.errors import UserError, WireError
 from common.exits import RETRYABLE
@@ -18,7 +19,6 @@ from common.failpoints import failpoint
 from common.group_limits import Limits, check_group
 from common.run_folder import sampler_log
 from common.transcript import last_lines
-from common.transport import Transport
 from common.types import EvalFailure, EvalResult, Group, Tombstone
 from trainer.link.peers import refusal, welcomed
 from trainer.link.state import SharedState
