@@ -71,14 +71,6 @@ def test_an_idle_sampler_gets_what_others_hold_and_the_first_result_counts() -> 
     assert ledger.refusal(arrived(3), range(1)) == "duplicate"
 
 
-def test_what_two_hold_stays_with_the_one_that_is_not_lost() -> None:
-    ledger = Ledger(100, 1)
-    assert granted(ledger, "a", "b") == [[0], [0]]
-    assert ledger.release("b") == []
-    assert ledger.leases == {0: ["a"]}
-    assert ledger.release("a") == [0]
-
-
 def test_the_shortest_lease_grows_first_and_what_was_trained_is_forgotten() -> None:
     ledger = Ledger(100, 4)
     assert granted(ledger, "fast", "slow") == [[0, 2], [1, 3]]
@@ -109,15 +101,6 @@ def test_a_refilled_batch_admits_as_many_more_and_the_run_ends_as_much_later() -
 def test_the_cursor_never_moves_back_or_beyond_the_end(cursor: int) -> None:
     with pytest.raises(AssertionError, match=f"cursor may not move from 2 to {cursor}"):
         Ledger(100, 4, cursor=2).advance(cursor)
-
-
-def test_release_frees_what_has_not_arrived_for_others() -> None:
-    ledger = Ledger(100, 4)
-    granted(ledger, "lost")
-    accept(ledger, 1, "lost")
-    assert ledger.release("lost") == [0, 2, 3]
-    accept(ledger, 2, "lost")  # it was on its way
-    assert granted(ledger, "other") == [[0, 3]]
 
 
 @pytest.mark.parametrize(
