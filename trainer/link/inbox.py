@@ -26,10 +26,9 @@ from common.watchdog import report_progress
 from common.weights import Published
 from trainer.link.evaluation import evaluation_of, problems_per_chunk
 from trainer.link.ledger import Ledger
-from trainer.link.peers import describe
+from trainer.link.peers import SharedState, describe
 from trainer.link.socket_thread import SocketThread
 from trainer.link.source import GroupSource, Statistics
-from trainer.link.state import SharedState
 
 _SAY_EVERY_S = 10.0
 

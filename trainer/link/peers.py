@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import collections
+import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from common import wire
+from common.weights import Published
+from trainer.link.evaluation import Evaluation
+from trainer.link.ledger import Ledger
 
 _SILENT_S = 5.0
 _MUST_AGREE = ("dataset_fingerprint", "eval_fingerprint", "tokenizer_hash", "num_problems", "num_eval_problems")
@@ -118,3 +123,21 @@ def _merged(name: str, values: list[float], num_samplers: int) -> float:
     if not name.startswith(_TOTAL):
         return fmean(values)
     return sum(values) / num_samplers if name.endswith("_s") else sum(values)
+
+
+class SharedState:
+    """Of the training loop and the socket's thread. Whoever uses it holds `changed`.
+
+    Without it the loop may read `peers`, and the thread alone counts.
+    """
+
+    def __init__(self, ledger: Ledger):
+        self.changed = threading.Condition()
+        self.ledger = ledger
+        self.published: Published | None = None  # nobody is credited before the first version
+        self.progress = 0  # of the training loop; grows with every change that samplers must hear of
+        self.evaluation: Evaluation | None = None
+        self.peers: dict[str, Peer] = {}  # by sampler id; replaced, never changed in size
+        self.reports = Reports()
+        self.counters: collections.Counter[str] = collections.Counter()
+        self.failure: BaseException | None = None  # raised by the loop's next wait

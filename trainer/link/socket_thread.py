@@ -20,8 +20,7 @@ from common.group_limits import Limits, check_group
 from common.run_folder import sampler_log
 from common.transcript import last_lines
 from common.types import EvalFailure, EvalResult, Group, Tombstone
-from trainer.link.peers import refusal, welcomed
-from trainer.link.state import SharedState
+from trainer.link.peers import SharedState, refusal, welcomed
 
 _POLL_S = 0.2
 _LEASE_EVERY_S = 0.02  # at most, between beats and steps: with a thousand samplers it takes a millisecond
