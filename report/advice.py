@@ -1,61 +1,265 @@
-"""What is wrong with a run, in words: its records, in order -> the sentences of report/advice_rules.py that hold.
+"""What is wrong with a run, in words: what its history shows -> sentences with the value and a setting to paste.
 
-A rule speaks on the metrics that metrics.jsonl has, so a report made later says what the live run said. Left out:
-anything that would act by itself.
+Pure. Every rule looks at a window of steps, never at one, and is silent while all is well or not known yet;
+docs/metrics.md has a line for each. Left out: anything that would act by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from statistics import fmean
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean, median
 
-from report.advice_rules import RULES
-from report.history import EARLY, LATE, AdviceSettings, History, Row
+import numpy as np
 
+from common.config import Config
+from report.escape import one_line
+from report.full_marks import share_of_full_marks
+from report.history import EARLY, LATE, History
 
-class Adviser:
-    """Takes the run's records in order. `step` returns what holds now: {"truncated": "92 % of completions …"}."""
-
-    def __init__(self, settings: AdviceSettings) -> None:
-        self._history = History(settings)
-
-    def step(self, step: int, values: Row) -> dict[str, str]:
-        h, row = self._history, {"step": step, **values}
-        if len(h.early) < EARLY:
-            h.early.append(row)
-        h.late.append(row)
-        if len(h.late) == EARLY:  # they stand for evaluations made before them
-            h.at_evaluation = dict.fromkeys(h.evaluations, self._means())
-        return self.now()
-
-    def now(self) -> dict[str, str]:
-        return {cause: sentence for cause, rule in RULES.items() if (sentence := rule(self._history))}
-
-    def evaluation(self, record: Row) -> None:
-        h, version = self._history, record["step"]
-        if not record["n"]:
-            return
-        for middle in sorted(h.evaluations)[1:]:
-            del h.evaluations[middle]
-            h.at_evaluation.pop(middle, None)
-        h.evaluations[version] = record
-        if len(h.late) >= EARLY:
-            h.at_evaluation[version] = self._means()
-
-    def _means(self) -> dict[str, float]:
-        newest = list(self._history.late)[-LATE:]
-        whole = [key for key in newest[-1] if all(row.get(key) is not None for row in newest)]
-        return {key: fmean(row[key] for row in newest) for key in whole if key.startswith("rewards/")}
+WARM_UP = 2  # steps without meaning for speed: caches fill, processes meet
 
 
-def replay(adviser: Adviser, rows: Sequence[Row], evaluations: Sequence[Row]) -> Iterator[tuple[int, dict[str, str]]]:
-    """(step, what holds then) for every record of a run folder: an evaluation is made beside the step after it."""
-    waiting = sorted(evaluations, key=lambda record: record["step"], reverse=True)
-    for row in rows:
-        yield row["step"], adviser.step(row["step"], row)
-        while waiting and waiting[-1]["step"] < row.get("policy_version", row["step"]):
-            adviser.evaluation(waiting.pop())
-    for record in reversed(waiting):
-        adviser.evaluation(record)
-    if rows:
-        yield rows[-1]["step"], adviser.now()
+def advise(h: History) -> dict[str, str]:
+    """What holds now: {"truncated": "92 % of completions …"}."""
+    return {cause: sentence for cause, rule in RULES.items() if (sentence := rule(h))}
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A rule that speaks while one metric, over so many steps, is at its limit or above."""
+
+    metric: str
+    steps: int
+    measure: Callable[[Sequence[float]], float]  # fmean; min: in every one of them
+    limit: float
+    sentence: Callable[[Config, list[float]], str]
+
+    def __call__(self, h: History) -> str:
+        values = h.last(self.metric, self.steps)
+        return self.sentence(h.config, values) if values and self.measure(values) >= self.limit else ""
+
+
+def _samples(config: Config, which: str) -> str:
+    return f"bash launch.sh samples {one_line(config.run.output_dir)} --{which}"
+
+
+THRESHOLDS = {
+    # less than a tenth of the samples has a gradient at all
+    "dead_groups": Threshold(
+        "frac_reward_zero_std",
+        5,
+        fmean,
+        0.9,
+        lambda config, dead: (
+            f"{fmean(dead):.0%} of the groups scored the same in the last 5 steps: no gradient. If all answers are "
+            "wrong, is the answer never found, or the problem too hard? If all are right, too easy? See "
+            f"{_samples(config, 'worst')}; or sample more per problem: "
+            f"sampler.num_generations={2 * config.sampler.num_generations}"
+        ),
+    ),
+    # it calls in a loop, or the task needs more turns
+    "turns_exhausted": Threshold(
+        "rollout/max_turns_ratio",
+        5,
+        fmean,
+        0.5,
+        lambda config, cut: (
+            f"{fmean(cut):.0%} of rollouts end because they reached rollout.max_turns {config.rollout.max_turns}: the "
+            f"model calls in a loop, or the task needs more turns. See {_samples(config, 'worst')}; if it was about "
+            f"to finish set rollout.max_turns={2 * config.rollout.max_turns}, if not reward only what ends with an "
+            "answer"
+        ),
+    ),
+    # a sampled token is on average e times as likely as it was
+    "kl_high": Threshold(
+        "kl",
+        5,
+        min,
+        1.0,
+        lambda config, kl: (
+            f"the KL to the reference has been {fmean(kl):.2f} nats per token for 5 steps: the model loses what it "
+            f"knew. Start again with trainer.learning_rate={config.trainer.learning_rate / 10:.2g}, or hold it with "
+            f"algorithm.beta={4 * config.algorithm.beta or 0.04:.2g}"
+        ),
+    ),
+}
+
+
+def constant_reward(h: History) -> str:
+    """One reward function gives the same number to every completion for 10 steps, and it is not full marks."""
+    for name in h.functions():
+        stds, means = h.last(f"rewards/{name}/std", 10), h.last(f"rewards/{name}/mean", 10)
+        solved = h.last(f"rewards/{name}/accuracy", 10) == [1.0] * 10
+        if stds and means and max(stds) <= 1e-9 and max(means) - min(means) <= 1e-9 and not solved:
+            return (
+                f"reward {one_line(name)} was {means[-1]:.2f} for every completion of the last 10 steps: it teaches "
+                f"nothing. Usually it never finds what it looks for; see {_samples(h.config, 'worst')}"
+            )
+    return ""
+
+
+def truncated(h: History) -> str:
+    """≥ 50 % of completions cut off over 5 steps: most rewards judge an unfinished answer."""
+    cut, turned = h.last("completions/clipped_ratio", 5), h.last("rollout/max_turns_ratio", 5)
+    cut = [a - b for a, b in zip(cut, turned, strict=True)] if turned else cut  # max_turns has a rule of its own
+    if not cut or fmean(cut) < 0.5:
+        return ""
+    length = h.config.sampler.max_completion_length
+    return (
+        f"{fmean(cut):.0%} of completions reach max_completion_length {length} and end unfinished: "
+        f"the reward cannot see an answer. Set sampler.max_completion_length={2 * length}"
+    )
+
+
+def tools_unused(h: History) -> str:
+    """No call in 10 steps although there are tools, or a tenth of the calls of the first 10 steps: it learned to guess.
+
+    Silent while the problems are solved: then the tools were not needed.
+    """
+    calls, (early, late) = h.last("rollout/tool_calls", LATE), h.trend("rollout/tool_calls")
+    has_stopped = bool(early) and fmean(early) >= 0.1 and fmean(late) <= 0.1 * fmean(early)
+    if not (has_stopped or (calls and h.config.rollout.tools and not any(calls))) or h.is_solved():
+        return ""
+    what = "no tool was called in the last 10 steps: does the model write calls as rollout.tool_parser reads them"
+    if has_stopped:
+        what = f"calls of tools fell from {fmean(early):.2f} to {fmean(late):.2f} in a rollout: it guesses instead"
+    return (
+        f"{what}. See {_samples(h.config, 'best')}; say in the prompt when to call (prompt.system), and reward what "
+        "only the tool can know"
+    )
+
+
+def tools_fail(h: History) -> str:
+    """≥ 90 % of the calls of 5 steps fail: the model cannot learn from answers that it never gets."""
+    calls, errors = h.last("rollout/tool_calls", 5), h.last("rollout/tool_errors", 5)
+    if not calls or not errors or not sum(calls) or sum(errors) < 0.9 * sum(calls):
+        return ""
+    return (
+        f"{sum(errors) / sum(calls):.0%} of the calls of tools in the last 5 steps failed: wrong names or arguments, "
+        f"or the tool itself. What it answered is in {_samples(h.config, 'worst')}; type hints and docstrings are "
+        "what the model knows of a tool (rollout.tools)"
+    )
+
+
+def waits(who: str, h: History) -> str:
+    """≥ 70 % of 10 steps: on policy the two take turns, so a half is normal; above it the other is the bottleneck."""
+    waited, all_s = h.last(f"wait/{who}_s", LATE), h.last("timing/all_s", LATE)
+    if not waited or not all_s or list(h.late)[-LATE]["step"] <= WARM_UP or sum(waited) < 0.7 * sum(all_s):
+        return ""
+    trainer, share = h.config.trainer, sum(waited) / sum(all_s)
+    other, remedy = "sampler", "start a second sampler on another GPU, sampler.num_samplers=2"
+    if who == "sampler":
+        more = f"trainer.groups_per_micro_batch={2 * trainer.groups_per_micro_batch}"
+        if trainer.max_tokens_per_micro_batch:
+            more = f"trainer.max_tokens_per_micro_batch={2 * trainer.max_tokens_per_micro_batch}"
+        other, remedy = "trainer", f"give the trainer more GPUs (trainer.devices), or more groups at once: {more}"
+    if not trainer.max_staleness:
+        remedy += ", or let the two overlap: trainer.max_staleness=1"
+    if h.config.reference_on == other and not h.config.algorithm.kl_in_reward:
+        remedy += f", or let the {who} score the reference: reference.on={who}"
+    return f"the {who} waits for the {other} {share:.0%} of the time: {remedy}"
+
+
+def gradient_clipped(h: History) -> str:
+    """Every one of 20 steps: a limit that always acts is no guard against outliers but a rescaling of every step."""
+    norms, limit = h.last("grad_norm", 20), h.config.trainer.max_grad_norm
+    if not norms or min(norms) <= limit:
+        return ""
+    return (
+        f"every gradient of the last 20 steps was cut to max_grad_norm {limit:g} (median {median(norms):.2g}): a step "
+        f"on noise is as long as one on a clear signal. Set trainer.max_grad_norm={2 * median(norms):.2g}, or a "
+        "smaller trainer.learning_rate"
+    )
+
+
+def entropy_collapse(h: History) -> str:
+    """Below a tenth of the start while a function is right in less than 90 %: nothing new is tried any more."""
+    early, late = h.trend("entropy")
+    if not early or fmean(early) <= 0 or fmean(late) > 0.1 * fmean(early) or h.is_solved():
+        return ""
+    return (
+        f"the entropy fell from {fmean(early):.2g} to {fmean(late):.2g} nats per token: completions hardly differ any "
+        "more, and what is not tried is not learned. Set algorithm.epsilon_high=0.28, or algorithm.entropy_coef=0.001"
+    )
+
+
+def _moved(h: History, key: str) -> float:
+    """Change of the mean from the first 10 to the newest 10 steps, 0 unless it is 3 standard errors of the two."""
+    early, late = h.trend(key)
+    if not early:
+        return 0.0
+    change, error = fmean(late) - fmean(early), math.sqrt((np.var(early, ddof=1) + np.var(late, ddof=1)) / EARLY)
+    return change if abs(change) > 3 * error else 0.0
+
+
+def reward_hacking(h: History) -> str:
+    """The sum rises and one of several functions falls by a quarter of its spread, both beyond 3 standard errors."""
+    names, rise = h.functions(), _moved(h, "reward")
+    if len(names) < 2 or rise <= 0:
+        return ""
+    for name in names:
+        fall, spread = -_moved(h, f"rewards/{name}/mean"), h.first(f"rewards/{name}/std")
+        if spread and fall > 0 and fall >= 0.25 * fmean(spread):
+            return (
+                f"the reward rose by {rise:.2f} while {one_line(name)} fell by {fall:.2f}: the policy may have found a "
+                f"way around it. Read {_samples(h.config, 'best')}, and give it more weight in rewards.reward_weights"
+            )
+    return ""
+
+
+def mismatch_growing(h: History) -> str:
+    """Engine and trainer, under the same weights, differ by 0.02 in probability and 3 times as much as at the start.
+
+    bfloat16 kernels differ by some 0.005. Off policy the metric also holds the policy's own change: silent there.
+    """
+    early, late = h.trend("mismatch/mean_abs_prob_diff")
+    is_on_policy = h.config.algorithm.steps_per_batch == 1 and h.config.trainer.max_staleness == 0
+    if not early or not is_on_policy or fmean(late) < max(0.02, 3 * fmean(early)):
+        return ""
+    return (
+        f"sampler and trainer disagree by {fmean(late):.3f} in the probability of a token, {fmean(early):.3f} at the "
+        "start: the ratio no longer measures the update. Set algorithm.vllm_importance_sampling_mode=token_truncate, "
+        "or model.dtype=float32"
+    )
+
+
+def held_out_flat(h: History) -> str:
+    """Accuracy on training problems rises by ≥ 0.1 between two evaluations and held-out by less than a quarter of it.
+
+    Only where the first interval excludes the training gain, that is, where the evaluation could have seen it.
+    """
+    first, last = min(h.at_evaluation, default=0), max(h.at_evaluation, default=0)
+    if first == last:
+        return ""
+    before, after = h.evaluations[first], h.evaluations[last]
+    for name in before["full_marks"].keys() & after["full_marks"].keys():
+        train = [h.at_evaluation[v].get(f"rewards/{name}/accuracy", math.nan) for v in (first, last)]
+        (start, _, upper), (end, _, _) = share_of_full_marks(before, name), share_of_full_marks(after, name)
+        gain = train[1] - train[0]
+        if gain >= 0.1 and end - start < gain / 4 and start + gain > upper:
+            return (
+                f"{one_line(name)} rose by {100 * gain:.0f} points on training problems and by "
+                f"{100 * (end - start):.0f} on held-out ones ({100 * start:.1f} % → {100 * end:.1f} %): learned by "
+                "heart, or the two differ. More problems in data.train, fewer trainer.max_steps, and compare "
+                "eval.temperature=1.0"
+            )
+    return ""
+
+
+RULES: dict[str, Callable[[History], str]] = {
+    **THRESHOLDS,
+    "constant_reward": constant_reward,
+    "truncated": truncated,
+    "tools_unused": tools_unused,
+    "tools_fail": tools_fail,
+    "trainer_waits": partial(waits, "trainer"),
+    "sampler_waits": partial(waits, "sampler"),
+    "gradient_clipped": gradient_clipped,
+    "entropy_collapse": entropy_collapse,
+    "reward_hacking": reward_hacking,
+    "mismatch_growing": mismatch_growing,
+    "held_out_flat": held_out_flat,
+}

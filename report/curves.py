@@ -11,17 +11,23 @@ import io
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from common.durable import write_file
 from common.errors import UserError
 from report.escape import strip_escapes
-from report.full_marks import guessed, reached, record_without, row_without, scored, share
-from report.run_log import read_jsonl, wilson_interval
-
-Rows = Sequence[Mapping[str, Any]]
+from report.full_marks import (
+    Records,
+    guessed,
+    reached,
+    record_without,
+    reward_functions,
+    row_without,
+    share_of_full_marks,
+)
+from report.run_log import read_jsonl
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe & Ito: safe for the colour-blind
 INK = "#333333"
@@ -56,15 +62,6 @@ def centered_mean(values: Sequence[float], window: int) -> list[float]:
     return [(sums[end] - sums[start]) / (end - start) for start, end in ends]
 
 
-def share_of_full_marks(record: Mapping[str, Any], name: str) -> tuple[float, float, float]:
-    """(share, low, high) of one evaluation, with its 95 % Wilson interval.
-
-    Completions of one problem are not independent, so the interval counts problems, not completions.
-    """
-    reached_by, (_, problems) = share(record, name), scored(record, name)
-    return reached_by, *wilson_interval(reached_by * problems, problems)
-
-
 def evaluations_of(folder: Path) -> list[dict[str, Any]]:
     """Evaluations with at least one completion, by policy version; the later record of a repeated one."""
     latest = {record["step"]: record for record in read_jsonl(folder / "eval.jsonl") if record["n"]}
@@ -97,7 +94,7 @@ def write_curves(output_dir: Path) -> Path:
         raise UserError(f"{folder}: no metrics.jsonl and no eval.jsonl; name a run folder such as runs/quickstart")
     window = max(1, len(rows) // 10) // 2 * 2 + 1
     last_step = max(record["step"] for record in [*rows, *evaluations])
-    names = function_names(rows, evaluations)
+    names = reward_functions(rows, evaluations)
     measured = [plot for plot in MORE if any(row.get(plot[0]) is not None for row in rows)]
     others = [*CURVES, *((*plot, color, "") for plot, color in zip(measured, itertools.cycle(COLORS), strict=False))]
     height = math.ceil((len(names) + len(others)) / 3)
@@ -120,19 +117,7 @@ def write_curves(output_dir: Path) -> Path:
     return folder / "curves.png"
 
 
-def function_names(rows: Rows, evaluations: Rows) -> list[str]:
-    keys = dict.fromkeys(key for row in rows for key in row if key.startswith("rewards/") and key.endswith("/mean"))
-    trained = [key.removeprefix("rewards/").removesuffix("/mean") for key in keys]
-    return list(dict.fromkeys([*trained, *(name for record in evaluations for name in record["full_marks"])]))
-
-
-def compared(evaluations: Rows) -> list[str]:
-    """The functions of these evaluations, those with shares of full marks first."""
-    marks = [name for record in evaluations for name in record["full_marks"]]
-    return list(dict.fromkeys([*marks, *(name for record in evaluations for name in record.get("mean", {}))]))
-
-
-def draw_function(ax: Any, rows: Rows, evaluations: Rows, name: str, color: str, window: int) -> None:
+def draw_function(ax: Any, rows: Records, evaluations: Records, name: str, color: str, window: int) -> None:
     """A reward function's accuracy if its values have full marks to count, else its mean; held-out points on both."""
     logged = {key for row in rows for key in row}
     is_share = f"rewards/{name}/accuracy" in logged or f"rewards/{name}/mean" not in logged
@@ -147,7 +132,7 @@ def draw_function(ax: Any, rows: Rows, evaluations: Rows, name: str, color: str,
     label(ax, title, unit, is_share)
 
 
-def draw(ax: Any, rows: Rows, key: str, color: str, window: int, missing: str) -> None:
+def draw(ax: Any, rows: Records, key: str, color: str, window: int, missing: str) -> None:
     """Single steps and their centred mean, or the text `missing` where there are none."""
     from matplotlib import ticker
 

@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from common.config import Config
-from report.advice import Adviser, replay
+from report.advice import advise
 from report.escape import strip_escapes
 from report.full_marks import guessed, reached, record_without, row_without
-from report.history import AdviceSettings
+from report.history import History
 from report.step_text import HISTORY, clock, eval_line, panel_rows, scores_of, step_line
 
 WAIT_LINE_EVERY_S = 10.0
@@ -41,7 +41,7 @@ class StepDisplay:
         self._eval = self._status = ""
         self._recent: collections.deque[Mapping[str, float]] = collections.deque(maxlen=HISTORY)
         self._ends: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)  # (step, when it ended)
-        self._adviser, self._told = Adviser(AdviceSettings.of(config.model_dump())), set[str]()
+        self._history, self._told = History(config), set[str]()
         self._uncounted = guessed(config.rewards.model_dump())  # functions whose full marks nobody knows, so far
         self._last_wait_line = -math.inf
         self._open, self._live = True, None
@@ -75,14 +75,16 @@ class StepDisplay:
 
     def advice(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
         """{"advice/truncated": 1.0} for whatever is wrong after this step; says it in words, each cause once."""
-        return self._tell(self._adviser.step(step, values))
+        self._history.add_step({"step": step, **values})
+        return self._tell()
 
     def recall(self, rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> None:
         """The history of a resumed run, so that advice goes on where it was."""
-        collections.deque(replay(self._adviser, rows, evaluations), maxlen=0)
+        self._history.recall(rows, evaluations)
         self._uncounted -= reached(rows, evaluations)
 
-    def _tell(self, sentences: Mapping[str, str]) -> dict[str, float]:
+    def _tell(self) -> dict[str, float]:
+        sentences = advise(self._history)
         for cause, sentence in sentences.items():
             if cause not in self._told:
                 self._told.add(cause)
@@ -91,13 +93,13 @@ class StepDisplay:
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """A finished held-out evaluation, as MetricsLog.log_eval takes it. The panel keeps the last one."""
-        self._adviser.evaluation(record)
+        self._history.add_evaluation(record)
         self._uncounted -= reached([], [record])
         self._eval = eval_line(record_without(record, self._uncounted))
         self._update(f"held-out  {self._eval}")
         for problem, reason in record.get("failed_problems", {}).items():
             self.note(f"held-out problem {problem} could not be scored and is left out: {reason}")
-        self._tell(self._adviser.now())
+        self._tell()
 
     def waiting(self, text: str) -> None:
         """What is waited for, how long, and whether that is normal. At most one plain line every 10 s."""

@@ -6,12 +6,14 @@ so much, its accuracy would be 0 % for ever and say nothing: people are shown it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.functions import short_name
 
-Rows = Sequence[Mapping[str, Any]]
+Record = Mapping[str, Any]  # a line of metrics.jsonl or eval.jsonl
+Records = Sequence[Record]
 
 
 def guessed(rewards: Mapping[str, Any]) -> set[str]:
@@ -20,32 +22,71 @@ def guessed(rewards: Mapping[str, Any]) -> set[str]:
     return own - set(rewards.get("full_marks", ()))
 
 
-def reached(rows: Rows, evaluations: Rows) -> set[str]:
+def reached(rows: Records, evaluations: Records) -> set[str]:
     """Functions of which a completion has earned full marks, in training or held out."""
     keys = {key for row in rows for key in row if key.startswith("rewards/") and key.endswith("/accuracy") and row[key]}
     trained = {key.split("/")[1] for key in keys}
     return trained | {name for record in evaluations for name, marks in record["full_marks"].items() if marks}
 
 
-def scored(record: Mapping[str, Any], name: str) -> tuple[int, int]:
+def scored(record: Record, name: str) -> tuple[int, int]:
     """(completions, problems) of an evaluation that the function scored: all but those where it returned None."""
     n = record["n"]
     completions, problems = record.get("scored", {}).get(name, (n, min(record.get("problems", n), n)))
     return completions, problems
 
 
-def share(record: Mapping[str, Any], name: str) -> float:
+def share(record: Record, name: str) -> float:
     """Of full marks, among the completions that the function scored."""
     return record["full_marks"][name] / max(scored(record, name)[0], 1)
 
 
-def row_without(row: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+def share_of_full_marks(record: Record, name: str) -> tuple[float, float, float]:
+    """(share, low, high) of one evaluation, with its 95 % Wilson interval.
+
+    Completions of one problem are not independent, so the interval counts problems, not completions.
+    """
+    reached_by, (_, problems) = share(record, name), scored(record, name)
+    return reached_by, *wilson_interval(reached_by * problems, problems)
+
+
+def wilson_interval(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
+    """Confidence interval of a share, 95 % at z = 1.96 (Wilson 1927). Unlike p ± z·σ it is never empty nor beyond 0–1.
+
+        (p + z²/2n ± z·√(p(1−p)/n + z²/4n²)) / (1 + z²/n),   p = successes / n
+
+    Nothing is known from n = 0: (0, 1). Raises ValueError unless 0 ≤ successes ≤ n.
+    """
+    if not 0 <= successes <= n:
+        raise ValueError(f"{successes} successes of {n} trials; expected 0 ≤ successes ≤ n")
+    if n == 0:
+        return 0.0, 1.0
+    p = successes / n
+    center, margin = p + z**2 / (2 * n), z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
+    scale = 1 + z**2 / n
+    return max(0.0, min(p, (center - margin) / scale)), min(1.0, max(p, (center + margin) / scale))
+
+
+def reward_functions(rows: Records, evaluations: Records = ()) -> list[str]:
+    """Of training, then those of evaluations alone."""
+    keys = dict.fromkeys(key for row in rows for key in row if key.startswith("rewards/") and key.endswith("/mean"))
+    trained = [key.removeprefix("rewards/").removesuffix("/mean") for key in keys]
+    return list(dict.fromkeys([*trained, *(name for record in evaluations for name in record["full_marks"])]))
+
+
+def compared(evaluations: Records) -> list[str]:
+    """The functions of these evaluations, those with shares of full marks first."""
+    marks = [name for record in evaluations for name in record["full_marks"]]
+    return list(dict.fromkeys([*marks, *(name for record in evaluations for name in record.get("mean", {}))]))
+
+
+def row_without(row: Record, names: set[str]) -> dict[str, Any]:
     """A line of metrics.jsonl whose readers find the means of these functions and no accuracy."""
     dropped = {f"rewards/{name}/accuracy" for name in names}
     return {key: value for key, value in row.items() if key not in dropped}
 
 
-def record_without(record: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+def record_without(record: Record, names: set[str]) -> dict[str, Any]:
     """The same of a line of eval.jsonl."""
     marks = {name: count for name, count in record["full_marks"].items() if name not in names}
     return {**record, "full_marks": marks}

@@ -4,89 +4,61 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
-from common.config import Algorithm, ReferenceSettings, Rollouts, Run, SamplerSettings, Section, TrainerSettings
-from common.config.settings import default_reference_side
+from common.config import Config
+from report.full_marks import Record, reward_functions
 
-Row = Mapping[str, Any]
 EARLY = LATE = 10  # steps that a trend compares: the first ones of the run with the newest ones
-WARM_UP = 2  # steps without meaning for speed: caches fill, processes meet
-
-_SECTIONS: dict[str, type[Section]] = {
-    "run": Run,
-    "sampler": SamplerSettings,
-    "rollout": Rollouts,
-    "trainer": TrainerSettings,
-    "algorithm": Algorithm,
-    "reference": ReferenceSettings,
-}
 
 
-@dataclass(frozen=True)
-class AdviceSettings:
-    """What the sentences need to know."""
-
-    output_dir: str
-    num_generations: int
-    max_completion_length: int
-    max_grad_norm: float
-    learning_rate: float
-    beta: float
-    reference_on: str  # "" where it cannot move
-    max_staleness: int
-    groups_per_micro_batch: int
-    max_tokens_per_micro_batch: int | None
-    max_turns: int
-    has_tools: bool  # rollout.tools are given
-    is_on_policy: bool  # every optimizer step trains what its own weights sampled
-
-    @staticmethod
-    def of(config: Mapping[str, Any]) -> AdviceSettings:
-        """From config.model_dump(), or from a run folder's config.json. What is not there has the schema's default."""
-
-        def value(name: str) -> Any:
-            section, _, field = name.partition(".")
-            given = (config.get(section) or {}).get(field)
-            return _SECTIONS[section].model_fields[field].default if given is None else given
-
-        in_reward, ahead = value("algorithm.kl_in_reward"), value("trainer.max_staleness")
-        steps_per_batch = value("algorithm.num_iterations") * value("algorithm.steps_per_generation")
-        return AdviceSettings(
-            output_dir=str(value("run.output_dir")),
-            num_generations=value("sampler.num_generations"),
-            max_completion_length=value("sampler.max_completion_length"),
-            max_grad_norm=value("trainer.max_grad_norm"),
-            learning_rate=value("trainer.learning_rate"),
-            beta=value("algorithm.beta"),
-            reference_on="" if in_reward else value("reference.on") or default_reference_side(in_reward, ahead),
-            max_staleness=ahead,
-            groups_per_micro_batch=value("trainer.groups_per_micro_batch"),
-            max_tokens_per_micro_batch=value("trainer.max_tokens_per_micro_batch"),
-            max_turns=value("rollout.max_turns"),
-            has_tools=bool(value("rollout.tools")),
-            is_on_policy=steps_per_batch == 1 and ahead == 0,
-        )
-
-
-@dataclass
 class History:
-    """The first steps, the newest ones, and every evaluation; long runs do not grow it."""
+    """Takes the run's records in order: first and newest steps, first and newest evaluation. Does not grow."""
 
-    settings: AdviceSettings
-    early: list[Row] = field(default_factory=list)
-    late: deque[Row] = field(default_factory=lambda: deque(maxlen=2 * LATE))
-    evaluations: dict[int, Row] = field(default_factory=dict)  # by policy version; first and newest are compared
-    at_evaluation: dict[int, Row] = field(default_factory=dict)  # means of the 10 newest steps when each was made
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.early: list[Record] = []
+        self.late: deque[Record] = deque(maxlen=2 * LATE)
+        self.evaluations: dict[int, Record] = {}  # by policy version
+        self.at_evaluation: dict[int, dict[str, float]] = {}  # rewards' means over 10 steps when each was made
+
+    def add_step(self, row: Record) -> None:
+        """A line of metrics.jsonl."""
+        if len(self.early) < EARLY:
+            self.early.append(row)
+        self.late.append(row)
+        if len(self.late) == EARLY:  # they stand for evaluations made before them
+            self.at_evaluation = dict.fromkeys(self.evaluations, self._means())
+
+    def add_evaluation(self, record: Record) -> None:
+        """A line of eval.jsonl."""
+        if not record["n"]:
+            return
+        for middle in sorted(self.evaluations)[1:]:
+            del self.evaluations[middle]
+            self.at_evaluation.pop(middle, None)
+        self.evaluations[record["step"]] = record
+        if len(self.late) >= EARLY:
+            self.at_evaluation[record["step"]] = self._means()
+
+    def recall(self, rows: Sequence[Record], evaluations: Sequence[Record]) -> None:
+        """The records of a run folder: an evaluation is made beside the step after it."""
+        waiting = sorted(evaluations, key=lambda record: record["step"], reverse=True)
+        for row in rows:
+            self.add_step(row)
+            while waiting and waiting[-1]["step"] < row.get("policy_version", row["step"]):
+                self.add_evaluation(waiting.pop())
+        for record in reversed(waiting):
+            self.add_evaluation(record)
 
     def last(self, key: str, count: int) -> list[float]:
         """The newest `count` values, [] if they are not all there."""
         return _numbers([row.get(key) for row in list(self.late)[-count:]], count)
 
-    def first(self, key: str, count: int = EARLY) -> list[float]:
-        return _numbers([row.get(key) for row in self.early[:count]], count)
+    def first(self, key: str) -> list[float]:
+        return _numbers([row.get(key) for row in self.early], EARLY)
 
     def trend(self, key: str) -> tuple[list[float], list[float]]:
         """(first 10, newest 10); two empty lists before the two are apart."""
@@ -96,12 +68,18 @@ class History:
         return (early, late) if early and late else ([], [])
 
     def functions(self) -> list[str]:
-        newest = self.late[-1] if self.late else {}
-        return [k.removeprefix("rewards/").removesuffix("/std") for k in newest if _is_function_std(k)]
+        """Reward functions that the newest step has scores of."""
+        return reward_functions([self.late[-1]]) if self.late else []
 
+    def is_solved(self) -> bool:
+        """Whether every function was right in 90 % of the newest steps."""
+        accuracies = [self.last(f"rewards/{name}/accuracy", LATE) for name in self.functions()]
+        return bool(accuracies) and all(values and fmean(values) >= 0.9 for values in accuracies)
 
-def _is_function_std(key: str) -> bool:
-    return key.startswith("rewards/") and key.endswith("/std")
+    def _means(self) -> dict[str, float]:
+        newest = list(self.late)[-LATE:]
+        whole = [key for key in newest[-1] if all(row.get(key) is not None for row in newest)]
+        return {key: fmean(row[key] for row in newest) for key in whole if key.startswith("rewards/")}
 
 
 def _numbers(values: Sequence[Any], count: int) -> list[float]:

@@ -14,9 +14,9 @@ from statistics import median
 from typing import Any
 
 from common.errors import UserError
-from report.curves import compared, history_of, share_of_full_marks, write_curves
+from report.curves import history_of, write_curves
 from report.escape import strip_escapes
-from report.full_marks import scored
+from report.full_marks import compared, scored, share_of_full_marks
 from report.run_log import read_jsonl
 from report.step_text import clock, wall_s
 

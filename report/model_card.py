@@ -17,9 +17,10 @@ from typing import Any
 
 from common.config import Config
 from common.durable import write_file
-from report.curves import Rows, compared, history_of, share_of_full_marks
+from report.curves import history_of
 from report.environment import read_environment
 from report.escape import strip_escapes
+from report.full_marks import Records, compared, share_of_full_marks
 from report.public_settings import base_model, hub_id, public_settings, shown_path
 from report.step_text import clock, wall_s
 
@@ -89,7 +90,7 @@ def model_card(run_folder: Path, folder: Path, version: int) -> str:
     )
 
 
-def _trained(rows: Rows) -> str:
+def _trained(rows: Records) -> str:
     """ "60 optimizer steps, 245,760 completion tokens, 1:00" """
     if not rows:
         return "0 optimizer steps"

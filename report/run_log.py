@@ -25,23 +25,6 @@ from report.full_marks import share
 from report.sinks import Sinks
 
 
-def wilson_interval(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
-    """Confidence interval of a share, 95 % at z = 1.96 (Wilson 1927). Unlike p ± z·σ it is never empty nor beyond 0–1.
-
-        (p + z²/2n ± z·√(p(1−p)/n + z²/4n²)) / (1 + z²/n),   p = successes / n
-
-    Nothing is known from n = 0: (0, 1). Raises ValueError unless 0 ≤ successes ≤ n.
-    """
-    if not 0 <= successes <= n:
-        raise ValueError(f"{successes} successes of {n} trials; expected 0 ≤ successes ≤ n")
-    if n == 0:
-        return 0.0, 1.0
-    p = successes / n
-    center, margin = p + z**2 / (2 * n), z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
-    scale = 1 + z**2 / n
-    return max(0.0, min(p, (center - margin) / scale)), min(1.0, max(p, (center + margin) / scale))
-
-
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Every whole record, oldest first; [] for a missing file. Raises UserError for a bad line before the last."""
     return [record for _, record in _whole_lines(Path(path))]

@@ -15,11 +15,10 @@ from typing import Any
 
 from common.errors import UserError
 from report.escape import one_line, visible
+from report.full_marks import Record
 from report.run_log import read_jsonl
 
 SHOWN = 2000  # characters of a text without --full
-
-Record = Mapping[str, Any]
 
 
 def chosen(records: Sequence[Record], step: int | None, which: str | None, count: int) -> list[Record]:

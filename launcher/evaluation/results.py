@@ -23,7 +23,7 @@ import numpy as np
 
 from common.config import ROUNDING, Rewards
 from report.escape import strip_escapes
-from report.run_log import wilson_interval
+from report.full_marks import wilson_interval
 from rewards.answers import last_boxed
 from rewards.gsm8k import answer_part, last_number, plain_number
 

@@ -24,7 +24,8 @@ import yaml
 from common import durable
 from common.config.loading import parse
 from common.run_folder import checkpoints
-from report.run_log import read_jsonl, wilson_interval
+from report.full_marks import wilson_interval
+from report.run_log import read_jsonl
 from tests.support import tier
 from tests.support.pupils import HARDLY_TAUGHT, build_quick_start, files_of
 from tests.support.speed import limit, overdue

@@ -23,8 +23,6 @@ import pytest
 from common import durable, out_of_memory
 from common.config import Config
 from common.errors import UserError
-from report.advice import Adviser
-from report.history import AdviceSettings
 from tests.support.commands import CHATML, ROOT, ROW, check, make_task, run
 from tests.support.speed import limit
 
@@ -246,22 +244,6 @@ def test_a_rank_of_srun_counts_the_ranks_before_it_imports_anything_large(
 
 
 # ---- what shows only on the way
-
-
-def test_no_learning_signal_is_advice_after_five_steps() -> None:
-    adviser = Adviser(AdviceSettings.of({}))
-    said = [adviser.step(step, {"frac_reward_zero_std": 1.0, "reward": 0.0}) for step in range(1, 6)]
-    assert said[3] == {} and list(said[4]) == ["dead_groups"]
-    assert "in the last 5 steps (mean reward 0.00)" in said[4]["dead_groups"] and "samples" in said[4]["dead_groups"]
-
-
-def test_everything_is_cut_off() -> None:
-    adviser = Adviser(AdviceSettings.of({"sampler": {"max_completion_length": 128}}))
-    said = [adviser.step(step, {"completions/clipped_ratio": 0.92}) for step in range(1, 6)]
-    assert said[-1] == {
-        "truncated": "92% of completions reach max_completion_length 128 and end unfinished: the reward cannot see an "
-        "answer. Set sampler.max_completion_length=256"
-    }
 
 
 def test_prompts_that_are_too_long_are_counted_and_if_all_are_the_run_ends(

@@ -14,7 +14,7 @@ import pytest
 from common.config import Config, Rewards, load, reference_page
 from common.config.messages import known_keys
 from launcher.__main__ import COMMANDS
-from report.advice_rules import RULES
+from report.advice import RULES
 from rewards.find import BUILT_IN
 from tests.support.metrics_page import documented, unexplained
 from tests.support.speed import limit

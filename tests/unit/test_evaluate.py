@@ -17,7 +17,7 @@ from common.errors import UserError
 from launcher.evaluation import main as evaluation
 from launcher.evaluation.results import estimate, final_answer, majority, pass_at_k, report, sizes, table
 from launcher.evaluation.target import find_target
-from report.run_log import wilson_interval
+from report.full_marks import wilson_interval
 from tests.support.speed import limit
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
-from report.run_log import MetricsLog, read_jsonl, wilson_interval
+from report.full_marks import wilson_interval
+from report.run_log import MetricsLog, read_jsonl
 
 EVALUATION = {"n": 4, "problems": 4, "full_marks": {"answer": 3}, "mean": {"answer": 0.5}, "mean_length": 2.0}
 

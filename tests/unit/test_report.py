@@ -8,7 +8,8 @@ import struct
 import pytest
 
 from common.errors import UserError
-from report.curves import centered_mean, share_of_full_marks, write_curves
+from report.curves import centered_mean, write_curves
+from report.full_marks import share_of_full_marks
 from report.main import final_summary, main
 from report.run_log import MetricsLog
 

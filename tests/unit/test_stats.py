@@ -11,8 +11,7 @@ import pytest
 
 from common.config import Algorithm, Config
 from common.types import EvalFailure, EvalResult, EvalSample, Group, Rollout, Tombstone
-from report.curves import share_of_full_marks
-from report.full_marks import share
+from report.full_marks import share, share_of_full_marks
 from report.step_text import eval_line
 from tests.support.configs import config_of
 from trainer.algorithm.sums import TOKEN_SUMS
