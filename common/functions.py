@@ -1,16 +1,14 @@
-"""A user's own function, named in a setting: found, checked before it is imported, imported, called.
+"""A user's own function, named in a setting: found, imported, checked, called.
 
     path/file.py:function       a file; the path counts from the folder of launch.sh
     package.module.function     an installed module
 
 Rewards, advantage estimators, losses and sinks are named in this way, so that all of them have the same checks and the
-same messages. `Contract.check` reads the syntax tree alone: a wrong name costs milliseconds, and nothing of the user's
-runs before everything else is known to be right. All arguments are passed by keyword.
+same messages. All arguments are passed by keyword.
 """
 
 from __future__ import annotations
 
-import ast
 import difflib
 import functools
 import hashlib
@@ -19,7 +17,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +25,6 @@ from typing import Any
 
 from common.errors import UserError
 from common.paths import did_you_mean
-from common.signatures import Parameters, bound_names, check_parameters, parameters_in, parameters_of
 
 Function = Callable[..., Any]
 
@@ -64,29 +61,44 @@ def find(label: str, name: str, built_in: Collection[str] = ()) -> Function:
     function = getattr(module, attribute, None)
     if not callable(function):
         defined = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
-        raise _no_function(label, attribute, place, defined)
+        near = difflib.get_close_matches(attribute, defined, n=1)
+        hint = f"Did you mean {near[0]}?" if near else f"Functions there: {', '.join(defined) or 'none'}"
+        raise UserError(f"{label}: no function {attribute!r} in {place}. {hint}")
     return function  # type: ignore[no-any-return]
 
 
-def read_parameters(label: str, name: str) -> Parameters | None:
-    """Its parameters, by the syntax tree. None where only the import can tell: decorated, assigned, or imported there.
-
-    Raises UserError when there is no such file, module or function.
-    """
-    place, attribute = parse(label, name)
-    path = _require_file(place, label) if isinstance(place, Path) else _file_of(place, label)
-    if path is None:
-        return None
+def parameters_of(function: Function) -> list[inspect.Parameter] | None:
     try:
-        tree = ast.parse(path.read_bytes(), str(path))
-    except (OSError, ValueError, SyntaxError) as error:
-        raise UserError(f"{label}: {path} cannot be imported: {type(error).__name__}: {error}") from None
-    bound = dict(bound_names(tree))
-    if attribute not in bound and "*" not in bound:
-        defined = [key for key, node in bound.items() if node is not None and key[0] != "_"]
-        raise _no_function(label, attribute, place, defined)
-    node = bound.get(attribute)
-    return None if node is None or node.decorator_list else list(parameters_in(node.args))
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # functions written in C may have no signature: they get everything
+        return None
+
+
+def takes_all(parameters: Iterable[inspect.Parameter] | None) -> bool:
+    """Whether it takes every argument by keyword: **more."""
+    return parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def check_parameters(
+    label: str,
+    function: Function,
+    offered: Collection[str],
+    one_of: Collection[str],
+    example: str,
+    unknown: Callable[[str], str],  # what to say of a parameter that nobody offers
+) -> None:
+    """Raises UserError unless it can be called by keyword with what is offered, and takes one of `one_of`."""
+    parameters = parameters_of(function)
+    for parameter in parameters or ():
+        optional = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if optional or parameter.default is not parameter.empty:
+            continue
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise UserError(f"{label}: {parameter.name!r} is positional only; arguments are passed by keyword")
+        if parameter.name not in offered:
+            raise UserError(unknown(parameter.name))
+    if one_of and not takes_all(parameters) and not any(p.name in one_of for p in parameters or ()):
+        raise UserError(f"{label} takes no {next(iter(one_of))}; write {example}")
 
 
 @dataclass(frozen=True)
@@ -116,32 +128,28 @@ class Contract:
     one_of: tuple[str, ...]  # it must take at least one of these, if there are any
     example: str
 
-    def label(self, name: str) -> str:
-        return f"{self.setting} {name!r}"
+    def require(self, name: str) -> None:
+        """Raises UserError where there is no such file or package. Imports nothing of it."""
+        label = f"{self.setting} {name!r}"
+        place, _ = parse(label, name)
+        if isinstance(place, Path):
+            _require_file(place, label)
+        elif importlib.util.find_spec(package := place.partition(".")[0]) is None:
+            raise _no_module(label, package)
 
-    def check(self, name: str) -> None:
-        """Raises UserError for what can be seen without importing it."""
-        self._check_parameters(name, read_parameters(self.label(name), name))
-
+    @functools.cache  # noqa: B019 - of constants
     def load(self, name: str) -> OwnFunction:
         """Imports it, once in a process. Raises UserError."""
-        return _load(self, name)
+        label = f"{self.setting} {name!r}"
 
-    def _check_parameters(self, name: str, parameters: Parameters | None) -> None:
         def unknown(parameter: str) -> str:
             gets = f"it gets {', '.join(self.offered)}. Remove {parameter!r}, or give it a default"
-            return f"{self.label(name)} wants {parameter!r}; {gets}"
+            return f"{label} wants {parameter!r}; {gets}"
 
-        check_parameters(self.label(name), parameters, self.offered, self.one_of, self.example, unknown)
-
-
-@functools.cache
-def _load(contract: Contract, name: str) -> OwnFunction:
-    function = find(contract.label(name), name)
-    parameters = parameters_of(function)
-    contract._check_parameters(name, parameters)
-    takes_all = parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return OwnFunction(contract.label(name), function, frozenset(p.name for p in parameters or ()), takes_all)
+        function = find(label, name)
+        check_parameters(label, function, self.offered, self.one_of, self.example, unknown)
+        parameters = parameters_of(function)
+        return OwnFunction(label, function, frozenset(p.name for p in parameters or ()), takes_all(parameters))
 
 
 def describe(error: BaseException) -> str:
@@ -151,16 +159,9 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{place}"
 
 
-def _no_function(label: str, attribute: str, place: Path | str, defined: Collection[str]) -> UserError:
-    near = difflib.get_close_matches(attribute, defined, n=1)
-    hint = f"Did you mean {near[0]}?" if near else f"Functions there: {', '.join(defined) or 'none'}"
-    return UserError(f"{label}: no function {attribute!r} in {place}." + f" {hint}")
-
-
-def _require_file(path: Path, label: str) -> Path:
+def _require_file(path: Path, label: str) -> None:
     if not path.is_file():
         raise UserError(f"{label}: no file {path}.{did_you_mean(path)}")
-    return path
 
 
 def _load_file(path: Path, label: str) -> ModuleType:
@@ -191,16 +192,3 @@ def _import_module(place: str, label: str) -> ModuleType:
 
 def _no_module(label: str, missing: str) -> UserError:
     return UserError(f"{label}: no module {missing!r}. Install it, or write path/file.py:function")
-
-
-def _file_of(module: str, label: str) -> Path | None:
-    """None of a module that is not written in Python. Imports the packages around it, not the module."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError as error:
-        raise _no_module(label, error.name or module) from None
-    except Exception as error:
-        raise UserError(f"{label}: {module} cannot be imported: {describe(error)}") from error
-    if spec is None:
-        raise _no_module(label, module)
-    return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None

@@ -15,9 +15,8 @@ import msgspec
 
 from common import functions
 from common.errors import UserError
-from common.functions import describe, short_name
+from common.functions import check_parameters, describe, parameters_of, short_name, takes_all
 from common.outcomes import await_all, finite_number, shorten
-from common.signatures import check_parameters, parameters_of
 from environments import Done, Message, Turn
 from environments.messages import EnvironmentSetup
 from environments.tools import Toolbox
@@ -80,7 +79,7 @@ class Found:
                 f"data.rename: {{<a column>: {parameter}}}"
             )
 
-        check_parameters(f"environment {name}", parameters_of(reset), columns, (), "def reset(self, **row)", unknown)
+        check_parameters(f"environment {name}", reset, columns, (), "def reset(self, **row)", unknown)
 
 
 class Instance:
@@ -175,9 +174,9 @@ def _called(what: str, function: Callable[..., Any], *arguments: Any, **named: A
 
 def _wanted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
     parameters = parameters_of(function)
-    if parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters):
+    if takes_all(parameters):
         return dict(row)
-    return {p.name: row[p.name] for p in parameters if p.name in row}
+    return {p.name: row[p.name] for p in parameters or () if p.name in row}
 
 
 def _methods(mine: Any) -> dict[str, Callable[..., Any]]:

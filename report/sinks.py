@@ -31,7 +31,7 @@ def require_packages(report_to: Iterable[str]) -> None:
     """Raises UserError with the pip line if a package is missing, or if a user's own sink is. Imports none of them."""
     for name in report_to:
         if _is_own(name):
-            OWN.check(name)
+            OWN.require(name)
             continue
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # a folder of logs named wandb/ is no package

@@ -16,9 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.functions import describe
+from common.functions import describe, parameters_of, takes_all
 from common.outcomes import await_all, finite_number, shorten
-from common.signatures import parameters_of
 
 # `completions_ids` is what TRL's documentation calls the same argument.
 ALWAYS_PASSED = (
@@ -118,8 +117,8 @@ def _call(function: RewardFunction, offered: Mapping[str, Sequence[Any]], shared
     """What the function returns, still to be awaited if it is async, or what it raises."""
     parameters = parameters_of(function)
     names = {*offered, *shared} - set(getattr(function, "keywords", ()))  # rewards.reward_kwargs stand above columns
-    if parameters is not None and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        names &= {p.name for p in parameters}
+    if not takes_all(parameters):
+        names &= {p.name for p in parameters or ()}
     # Copies: a function that sorts its input must not mislead the next.
     arguments = copy.deepcopy({key: value for key, value in offered.items() if key in names})
     try:
@@ -144,21 +143,11 @@ def _numbers(name: str, values: Any, completions: Sequence[Any]) -> list[float]:
 
 def _shape_hint(error: BaseException, completions: Sequence[Any]) -> str:
     """For a function that was written for the other of the two shapes of completions."""
-    text = str(error)
     if not completions or not isinstance(error, TypeError | AttributeError):
         return ""
     if isinstance(completions[0], str):
-        if "string indices must be integers" in text or "'str' object has no attribute 'get'" in text:
-            return (
-                " Completions are strings here because prompts are strings: use completion, not "
-                'completion[0]["content"] (docs/rewards.md#shapes).'
-            )
-    elif "'list' object has no attribute" in text or "got 'list'" in text or "not list" in text:
-        return (
-            " Completions are message lists here because prompts are message lists: use "
-            'completion[0]["content"], not completion (docs/rewards.md#shapes).'
-        )
-    return ""
+        return ' Completions are strings, as the prompts are: not completion[0]["content"].'
+    return ' Completions are message lists, as the prompts are: completion[0]["content"].'
 
 
 def _number(name: str, value: Any, completion: Any) -> float:

@@ -16,23 +16,23 @@ from rewards.format import is_formatted, without_end_of_turn
 from rewards.gsm8k import answer_part
 
 
-def boxed(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
+def boxed(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
     r"""1 when the last \boxed{} holds the gold answer, else 0; None where the row has none."""
     return [_boxed_score(text_of(c), gold, 1.0, 0.0, 0.0) for c, gold in zip(completions, answer, strict=True)]
 
 
-def acc(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
+def acc(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
     r"""1 when the last \boxed{} holds the gold answer, −0.5 when it holds another, −1 without one."""
     return [_boxed_score(text_of(c), gold, 1.0, -0.5, -1.0) for c, gold in zip(completions, answer, strict=True)]
 
 
-def base_acc(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
+def base_acc(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
     """1 for a right final answer in whatever form, else 0: for base models, which have yet to learn one."""
     verdicts = [is_right(text_of(c), gold) for c, gold in zip(completions, answer, strict=True)]
     return [None if verdict is None else float(verdict) for verdict in verdicts]
 
 
-def math_verify(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
+def math_verify(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
     """1 when the answer that math-verify finds anywhere in the completion is the gold one, else 0."""
     rewards: list[float | None] = []
     for completion, value in zip(completions, answer, strict=True):
@@ -41,7 +41,7 @@ def math_verify(completions: Sequence[Any], answer: Sequence[Any], **columns: An
     return rewards
 
 
-def gated_format(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
+def gated_format(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
     """1 for a right answer in the form `<think>…</think><answer>…</answer>`, else 0; None without a gold answer.
 
     Beside `answer` (+1, −1) a wrong answer gains nothing by its form, and none outranks a right one.
@@ -54,12 +54,12 @@ def gated_format(completions: Sequence[Any], answer: Sequence[Any], **columns: A
     return rewards
 
 
-def strict_format(completions: Sequence[Any], **columns: Any) -> list[float]:
+def strict_format(completions: Sequence[Any]) -> list[float]:
     r"""1 for `<think>…</think><answer>…\boxed{…}…</answer>` with each part exactly once and nothing else, else −0.5."""
     return [1.0 if _is_strict(text_of(completion)) else -0.5 for completion in completions]
 
 
-def boxed_format(completions: Sequence[Any], **columns: Any) -> list[float]:
+def boxed_format(completions: Sequence[Any]) -> list[float]:
     r"""1 for `<think>…</think>` at the start and a \boxed{} after it, else 0."""
     return [1.0 if _is_thought_then_box(text_of(completion)) else 0.0 for completion in completions]
 

@@ -8,9 +8,7 @@ rewards does this; nobody else imports a user's functions.
 from __future__ import annotations
 
 import difflib
-import dis
 import functools
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +16,7 @@ import msgspec
 
 from common import functions
 from common.errors import UserError
-from common.signatures import check_parameters, parameters_of
+from common.functions import check_parameters, parameters_of, takes_all
 from rewards import ALWAYS_PASSED, RewardFunction
 
 BUILT_IN = {
@@ -36,14 +34,13 @@ BUILT_IN = {
     "get_soft_overlong_punishment": "rewards.trl.get_soft_overlong_punishment",
     "environment": "rewards.trl.environment",
 }
-_SEES_ALL_LOCALS = {"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"}
 
 
 class Wanted(msgspec.Struct, frozen=True):
     """What functions ask for in their signatures."""
 
     names: list[str] = []  # of arguments, columns among them
-    rest: bool = True  # whether a function reads the other columns from its **columns
+    rest: bool = True  # whether one takes all other columns, too
     needs_rollout: list[str] = []  # functions that score what an environment says or holds
 
 
@@ -51,26 +48,12 @@ def wanted_by(named_functions: Sequence[tuple[str, RewardFunction]]) -> Wanted:
     names, rest, needs_rollout = set[str](), False, []
     for name, function in named_functions:
         parameters = parameters_of(function)
-        names |= {parameter.name for parameter in parameters or []}
-        rest |= parameters is None or _reads_its_rest(function, parameters)
-        if name == "environment" or "environments" in {parameter.name for parameter in parameters or []}:
+        arguments = {parameter.name for parameter in parameters or ()}
+        names |= arguments
+        rest |= takes_all(parameters)
+        if name == "environment" or "environments" in arguments:
             needs_rollout.append(name)
     return Wanted(sorted(names), rest, needs_rollout)
-
-
-def _reads_its_rest(function: RewardFunction, parameters: Iterable[inspect.Parameter]) -> bool:
-    """Whether it looks into its `**columns`. Most functions take them because the contract says so, and never look."""
-    rest = next((parameter.name for parameter in parameters if parameter.kind is parameter.VAR_KEYWORD), None)
-    if rest is None:
-        return False
-    while isinstance(function, functools.partial):
-        function = function.func
-    if not inspect.isfunction(function) or hasattr(function, "__wrapped__"):
-        return True
-    code = function.__code__
-    loaded = [i.argval for i in dis.get_instructions(code)]  # since Python 3.13 two names in one instruction, too
-    is_read = any(rest == name or (isinstance(name, tuple) and rest in name) for name in loaded)
-    return is_read or rest in code.co_cellvars or not _SEES_ALL_LOCALS.isdisjoint(code.co_names)
 
 
 def resolve(name: str) -> RewardFunction:
@@ -80,9 +63,9 @@ def resolve(name: str) -> RewardFunction:
 
 def bind(function: RewardFunction, arguments: Mapping[str, Any], name: str) -> RewardFunction:
     """The function with its entry of rewards.reward_kwargs. Raises UserError for one that it does not take."""
-    parameters = parameters_of(function) or []
-    taken = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+    parameters = parameters_of(function)
+    taken = [p.name for p in parameters or () if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if not takes_all(parameters):
         for unknown in set(arguments) - set(taken):
             near = difflib.get_close_matches(unknown, taken, n=1) or taken
             raise UserError(f"rewards.reward_kwargs: {name} takes no {unknown!r}. Did you mean {' or '.join(near)}?")
@@ -103,6 +86,6 @@ def check_signature(function: RewardFunction, columns: Iterable[str], name: str 
             f"{{{name}: {{{parameter}: …}}}}"
         )
 
-    read, example = ("completions", "completion_ids", "completions_ids"), f"def {name}(prompts, completions, **columns)"
-    offered = {*ALWAYS_PASSED, *columns}
-    check_parameters(f"reward {name}", parameters_of(function), offered, read, example, unknown)
+    read = ("completions", "completion_ids", "completions_ids", "environment_rewards", "environments")
+    example = f"def {name}(prompts, completions, **columns)"
+    check_parameters(f"reward {name}", function, {*ALWAYS_PASSED, *columns}, read, example, unknown)

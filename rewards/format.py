@@ -15,7 +15,7 @@ END_OF_TURN = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>", "</
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
-def format(completions: Sequence[Any], **columns: Any) -> list[float]:
+def format(completions: Sequence[Any]) -> list[float]:
     """+1.25 for `<think>…</think>`, optional whitespace, `<answer>…</answer>` and nothing else; −1 otherwise.
 
     Each tag occurs exactly once and both parts hold more than whitespace. Whitespace around the whole and one

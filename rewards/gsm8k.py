@@ -28,7 +28,7 @@ _PLAIN_NUMBER = re.compile(
 _LAST_NUMBER = re.compile(rf"(?<![0-9])({_MINUS})?({_DECIMAL})(?:/({_DECIMAL}))?\Z")
 
 
-def answer(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
+def answer(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
     """+1 for the right number, −1 for a wrong one or none; None where the row's `answer` holds no number.
 
     Gold is the text after the last `####` of the column, the whole of it without one. The prediction is read from the

@@ -13,24 +13,24 @@ from rewards import text_of
 from rewards.boxed import math_verify
 
 
-def environment(environment_rewards: Sequence[float | None], **columns: object) -> list[float | None]:
+def environment(environment_rewards: Sequence[float | None]) -> list[float | None]:
     """What `Done(reward)` or `get_reward()` said of each rollout; None where the environment had nothing to say."""
     return list(environment_rewards)
 
 
-def accuracy_reward(completions: Sequence[Any], solution: Sequence[Any], **columns: Any) -> list[float | None]:
+def accuracy_reward(completions: Sequence[Any], solution: Sequence[Any]) -> list[float | None]:
     """`math_verify`, with the gold answer in the column `solution`."""
     return math_verify(completions=completions, answer=solution)
 
 
-def think_format_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
+def think_format_reward(completions: Sequence[Any]) -> list[float]:
     """1 for one `<think>…</think>` at the start, whatever follows, else 0."""
     texts = [text_of(completion) for completion in completions]
     return [float(t.startswith("<think>") and t.count("<think>") == 1 and "</think>" in t) for t in texts]
 
 
 def get_soft_overlong_punishment(
-    completion_ids: Sequence[Sequence[int]], *, max_completion_len: int, soft_punish_cache: int, **columns: Any
+    completion_ids: Sequence[Sequence[int]], *, max_completion_len: int, soft_punish_cache: int
 ) -> list[float]:
     """0 up to max_completion_len − soft_punish_cache tokens, from there falling evenly to −1 (DAPO, equation 13)."""
     over = [len(ids) - (max_completion_len - soft_punish_cache) for ids in completion_ids]

@@ -128,12 +128,8 @@ MISTAKES = (
       ("sequence_parallel_size 2 does not divide the trainer's 1 rank; set trainer.num_ranks=2",)),
     M("an address that is none", "sampling.py", "channel.endpoint=localhost:5555", ("write tcp://10.0.0.1:5555",)),
     M("a sampler's id", "sampling.py", "--id ../x", ("--id '../x': use at most 64 letters",)),
-    M("own function", "training_worker.py run plan", f"{OWN}adv_estimator=TASK/own.py:shot",
-      ("algorithm.adv_estimator 'TASK/own.py:shot': no function 'shot' in TASK/own.py",)),
     M("own file", "training_worker.py run plan", f"{OWN}loss=TASK/won.py:short",
       ("algorithm.loss 'TASK/won.py:short': no file TASK/won.py. Did you mean TASK/own.py?",)),
-    M("own signature", "training_worker.py run plan", f"{OWN}loss=TASK/own.py:short",
-      ("algorithm.loss 'TASK/own.py:short' wants 'rewards'; it gets logprobs, old_logprobs",)),
     # --- models
     M("no model folder", BOTH, "model.path=./nowhere", ("./nowhere", "no such folder", "model.path")),
     M("no model and no network", f"{BOTH} run", "model.path=Qwen/Qwen2.5-1.5B run.output_dir=TASK/absent",

@@ -39,7 +39,7 @@ def returns(completions, **columns):
 def reads_one(completions, question, **columns):
     return [float(len(columns))] * len(completions)
 
-def reads_none(completions, question, **columns):
+def reads_none(completions, question):
     return [1.0] * len(completions)
 """
 

@@ -141,7 +141,7 @@ def test_a_sink_of_a_file_gets_the_folder_the_settings_and_every_number(tmp_path
 
 def test_a_sink_of_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"run.report_to '.*mine.py:sink' wants 'key'; it gets folder, config"):
-        require_packages([own_sink(tmp_path, "def sink(key): ...")])
+        MetricsLog(tmp_path, [own_sink(tmp_path, "def sink(key): ...")])
     with pytest.raises(UserError, match=r"no file .*/absent.py"):
         require_packages([f"{tmp_path}/absent.py:sink"])
     with pytest.raises(

@@ -134,10 +134,19 @@ def reward_functions(cell: Cell) -> list[Callable[..., list[Any]]]:
     """What `tandem_config` names, for loops of one process."""
     if not cell.is_natural:
         return [even]
-    from rewards.format import format as format_reward
-    from rewards.gsm8k import answer
+    return [right, formatted]
 
-    return [answer, format_reward]
+
+def right(completions: list[Any], answer: list[str], **_: Any) -> list[Any]:
+    from rewards import gsm8k
+
+    return gsm8k.answer(completions, answer)
+
+
+def formatted(completions: list[Any], **_: Any) -> list[Any]:
+    from rewards.format import format as format_reward
+
+    return format_reward(completions)
 
 
 def even(completions: list[Any], **_: Any) -> list[float]:

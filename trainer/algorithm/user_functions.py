@@ -34,11 +34,11 @@ OBJECTIVE = Contract(
 
 
 def require_user_functions(algorithm: Algorithm) -> None:
-    """Raises UserError if one is plainly not there, or cannot be called with what it gets. Imports none of them."""
+    """Raises UserError if the file or package of one is not there. Imports none of them."""
     if algorithm.adv_estimator not in ESTIMATORS:
-        ESTIMATOR.check(algorithm.adv_estimator)
+        ESTIMATOR.require(algorithm.adv_estimator)
     if algorithm.loss is not None:
-        OBJECTIVE.check(algorithm.loss)
+        OBJECTIVE.require(algorithm.loss)
 
 
 def own_advantages(name: str, rewards: NDArray[np.float64], group: Group | None) -> NDArray[np.float64]:
