@@ -16,12 +16,9 @@ from collections.abc import Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import msgspec
-
 from common.config import MAX_ENVIRONMENTS, Rollouts
 from common.errors import UserError
 from common.outcomes import shorten
-from common.worker import encode
 from common.worker.owner import START_TIMEOUT_S, LostError, StartError, Worker, Workers
 from environments import Failed, Reply, Turn
 from environments.messages import MAX_ANSWER_BYTES, Answer, EnvironmentSetup, Request
@@ -89,7 +86,7 @@ class EnvironmentPool:
         """The tools of a first instance. Raises UserError."""
         try:
             worker = self._workers.fork()
-            answer = self._ask(worker, Request("describe"), START_TIMEOUT_S)
+            answer = worker.ask(Request("describe"), Answer, START_TIMEOUT_S, MAX_ANSWER_BYTES)
         except StartError as error:
             raise UserError(str(error)) from None
         except LostError as error:
@@ -179,7 +176,7 @@ class EnvironmentPool:
             if rollout.worker is None:
                 rollout.worker = self._workers.fork()
                 begun = time.monotonic()
-            answer = self._ask(rollout.worker, request, self._timeout_s)
+            answer = rollout.worker.ask(request, Answer, self._timeout_s, MAX_ANSWER_BYTES)
             if (reply := answer.turn or answer.done or answer.failed) is None:
                 raise LostError("broke the protocol (an answer without a reply)")
             return reply
@@ -193,11 +190,3 @@ class EnvironmentPool:
             return Failed("error", f"the row cannot be sent to the environment: {error}.{about}")
         except Exception as error:  # a reply is owed whatever happens: without it the sampler waits for ever
             return Failed("crash", f"the environment is lost: {type(error).__name__}: {error}.{about}")
-
-    def _ask(self, worker: Worker, request: Request, timeout_s: float) -> Answer:
-        """Raises LostError, and TypeError, ValueError or OverflowError for a request that cannot be sent."""
-        answer = worker.ask(encode(request), timeout_s, MAX_ANSWER_BYTES)
-        try:
-            return msgspec.msgpack.decode(answer, type=Answer)
-        except msgspec.MsgspecError as error:
-            raise LostError(f"broke the protocol ({error})") from None

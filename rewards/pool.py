@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import threading
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
-
-import msgspec
 
 from common.config import Rewards
 from common.errors import UserError
 from common.outcomes import shorten
-from common.worker import encode
 from common.worker.owner import START_TIMEOUT_S, LostError, StartError, Worker, Workers
 from rewards import Scores
 from rewards.find import Wanted
@@ -66,25 +63,21 @@ class RewardPool:
         self._workers = Workers("rewards.service:RewardService", setup, title="rewards", max_memory=memory)
         self._worker: Worker | None = None
         self._timeout_s = config.timeout_s
-        self._jobs: queue.SimpleQueue[tuple[Hashable, Job] | None] = queue.SimpleQueue()
+        self._thread = ThreadPoolExecutor(1)  # it also starts the fork server
         self._results: queue.SimpleQueue[tuple[Hashable, Scores | RewardFailure]] = queue.SimpleQueue()
-        self._started: queue.SimpleQueue[StartError | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, daemon=True)
 
     def __enter__(self) -> RewardPool:
-        self._thread.start()
         try:
-            if (problem := self._started.get()) is not None:
-                raise UserError(str(problem))
-        except BaseException:  # Ctrl-C during the start included: __exit__ is not called when __enter__ raises
+            self._thread.submit(self._require_worker).result()
+        except BaseException as error:  # Ctrl-C included: __exit__ is not called when __enter__ raises
             self.__exit__()
-            raise
+            raise (UserError(str(error)) if isinstance(error, StartError) else error) from None
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._jobs.put(None)
         self._workers.close()
-        self._thread.join(timeout=5.0)
+        self._thread.shutdown(cancel_futures=True)
+        self._drop_worker()
 
     def submit(
         self,
@@ -107,7 +100,7 @@ class RewardPool:
         row = {k: value for k, value in columns.items() if k in named or (rest and k != self.image_key)}
         theirs = {name: list(values) for name, values in of_environments.items()}
         job = Job(prompt_messages, list(completions), list(completion_ids), row, policy_version, **theirs)
-        self._jobs.put((key, job))
+        self._thread.submit(self._serve, key, job)
         self.pending += 1
 
     def ready(self, timeout_s: float = 0.0) -> list[tuple[Hashable, Scores | RewardFailure]]:
@@ -121,21 +114,15 @@ class RewardPool:
         self.pending -= len(finished)
         return finished
 
-    def _serve(self) -> None:
-        """The thread: every job gets exactly one result."""
-        try:
-            self._require_worker()
-            self._started.put(None)
-        except StartError as problem:
-            self._started.put(problem)
-        while (item := self._jobs.get()) is not None:
-            key, job = item
-            self._results.put((key, result := self._result_of(job)))
-            if isinstance(result, RewardFailure) and result.kind != "error":
-                self._drop_worker()  # behind the result, which need not wait for its end
-            with contextlib.suppress(StartError):  # the next job tries again and reports it
-                self._require_worker()  # now, so that the next job need not wait for the replacement
-        self._drop_worker()
+    # ---- in the thread ----
+
+    def _serve(self, key: Hashable, job: Job) -> None:
+        """Every job gets exactly one result."""
+        self._results.put((key, result := self._result_of(job)))
+        if isinstance(result, RewardFailure) and result.kind != "error":
+            self._drop_worker()  # behind the result, which need not wait for its end
+        with contextlib.suppress(StartError):  # the next job tries again and reports it
+            self._require_worker()  # now, so that the next job need not wait for the replacement
 
     def _require_worker(self) -> Worker:
         """The worker, replaced if there is none or the one there was has died while idle. Raises StartError."""
@@ -144,7 +131,7 @@ class RewardPool:
         self._drop_worker()
         self._worker = self._workers.fork()
         try:
-            reply = self._ask(self._worker, b"", START_TIMEOUT_S)
+            reply = self._worker.ask(None, JobReply, START_TIMEOUT_S)
         except LostError as error:
             self._drop_worker()
             raise StartError(f"the reward process {error}. It was importing the reward functions") from error
@@ -162,25 +149,16 @@ class RewardPool:
     def _result_of(self, job: Job) -> Scores | RewardFailure:
         about = f"First completion: {shorten(job.completions[0])}" if job.completions else "No completions"
         try:
-            request = encode(job)
-        except (TypeError, ValueError, OverflowError) as error:
-            return RewardFailure("error", f"the row cannot be sent to the reward functions: {error}. {about}")
-        try:
-            reply = self._ask(self._require_worker(), request, self._timeout_s)
+            reply = self._require_worker().ask(job, JobReply, self._timeout_s)
             if not reply.reason and len(reply.scores) != len(job.completions):
                 raise LostError("answered something else than it was asked")
         except StartError as error:
             return RewardFailure("crash", str(error))
         except LostError as error:
             return RewardFailure("timeout" if error.timed_out else "crash", f"the reward process {error}. {about}")
+        except (TypeError, ValueError, OverflowError) as error:
+            return RewardFailure("error", f"the row cannot be sent to the reward functions: {error}. {about}")
         if reply.reason:
             return RewardFailure("error", reply.reason)
         self.logged |= reply.logged
         return reply.scores
-
-    def _ask(self, worker: Worker, request: bytes, timeout_s: float) -> JobReply:
-        """Raises LostError, after which there is no worker."""
-        try:
-            return msgspec.msgpack.decode(worker.ask(request, timeout_s), type=JobReply)
-        except msgspec.MsgspecError as error:
-            raise LostError(f"broke the protocol ({error})") from None

@@ -43,7 +43,7 @@ class JobReply(msgspec.Struct, frozen=True):
     scores: Scores = []
     reason: str = ""  # not empty: failed, and why
     logged: dict[str, float] = {}  # by log_metric
-    wanted: Wanted | None = None  # answers the empty request, which finds the functions
+    wanted: Wanted | None = None  # answers null, which finds the functions
 
 
 class RewardService:
@@ -52,7 +52,8 @@ class RewardService:
         self._functions: list[tuple[str, RewardFunction, float]] = []
 
     def answer(self, request: bytes) -> bytes:
-        return encode(self._score(msgspec.msgpack.decode(request, type=Job)) if request else self._find())
+        job = msgspec.msgpack.decode(request, type=Job | None)
+        return encode(self._find() if job is None else self._score(job))
 
     def close(self) -> None:
         pass

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -26,8 +27,8 @@ START_TIMEOUT_S = 120.0  # imports of the user's file included
 _FORK_TIMEOUT_S = 120.0  # hundreds may be forked in a row
 _CAUSE_PATIENCE_S = 0.5  # a channel closes a moment before its process counts as dead
 _EXIT_PATIENCE_S = 3.0  # of a fork server that has something to kill first
-_EXIT_PATIENCE_S = 3.0  # of a fork server that has something to kill first
 _KILL_PATIENCE_S = 30.0  # of a fork server that does not report the end of what it should kill
+T = TypeVar("T")
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -192,16 +193,17 @@ class Worker:
         """Whether it ends within patience_s."""
         return bool(self._ended.poll(1000 * patience_s))
 
-    def ask(self, request: bytes, timeout_s: float, max_answer: int = MAX_BYTES) -> bytes:
-        """Its answer. Raises LostError."""
+    def ask(self, request: Any, answer: type[T], timeout_s: float, max_answer: int = MAX_BYTES) -> T:
+        """Its answer. Raises LostError, and TypeError, ValueError or OverflowError for what cannot be sent."""
+        body = encode(request)
         self._number += 1
         deadline = time.monotonic() + timeout_s
         try:
-            self._send(HEADER.pack(len(request), self._number) + request, deadline)
+            self._send(HEADER.pack(len(body), self._number) + body, deadline)
             size, number = HEADER.unpack(self._receive(HEADER.size, deadline))
             if number != self._number or size > max_answer:
                 raise ValueError(f"an answer of {size} bytes to request {number}")
-            return self._receive(size, deadline)
+            return msgspec.msgpack.decode(self._receive(size, deadline), type=answer)
         except TimeoutError:
             raise LostError(f"gave no answer within {timeout_s:g} s, killed", timed_out=True) from None
         except ValueError as error:

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from common.config import Config
-from common.errors import UserError
 from common.types import Problem
 from examples.tokenizer import byte_level
 from sampler.completions import Completion
@@ -107,13 +105,6 @@ def test_a_call_is_answered_by_the_tool_and_the_model_goes_on_behind_the_answer(
     assert sampled.prompt.for_rewards == [{"role": "user", "content": "417*382?"}]
 
 
-def test_a_call_that_cannot_be_read_is_counted_and_the_model_may_try_again(tmp_path: Path) -> None:
-    broken = "<tool_call>\n417*382\n</tool_call>"
-    sampled = played(config(tmp_path), Scripted([broken, CALL, "done"], ["done"]))
-    first = sampled.completions[0]
-    assert (first.turns, first.tool_calls, first.tool_errors, first.finish_reason) == (3, 2, 1, "stop")
-
-
 def test_an_environment_gives_the_prompt_the_answers_and_the_reward(tmp_path: Path) -> None:
     (tmp_path / "guess.py").write_text(
         "from environments import Done\n"
@@ -130,12 +121,6 @@ def test_an_environment_gives_the_prompt_the_answers_and_the_reward(tmp_path: Pa
     assert engine.asked[0] == (0, start)
     assert engine.asked[-1][1] == f"{start}1<|im_end|>\n<|im_start|>user\nHigher.<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer().decode(sampled.prompt.token_ids) == start, "what the trainer gets"
-
-
-@pytest.mark.parametrize("template", ["chatml", "think_answer"])
-def test_a_template_without_a_place_for_tools_is_refused(template: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="chat template"), opened(config(tmp_path, template), tokenizer(), PROBLEM, []):
-        pass
 
 
 def test_a_template_that_rewrites_history_ends_the_sampler_before_vllm_is_imported(tmp_path: Path) -> None:

@@ -6,9 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -27,10 +25,9 @@ COLUMNS = {"question": "2+2?", "answer": "#### 4"}
 REWARD = """
 import os, signal, subprocess, sys, time
 
-def act(prompts, completions, question, **columns):
+def act(completions, question, **columns):
     for completion in completions:
-        text = completion if isinstance(completion, str) else completion[0]["content"]
-        exec(text)
+        exec(completion)
     return [float(len(completions))] * len(completions)
 
 def returns(completions, **columns):
@@ -52,14 +49,15 @@ def file(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def limit_s():
-    return limit(0.5)
-
-
-@pytest.fixture(scope="module")
 def pool(file):
     """For what needs no deadline: a busy machine may stop a good reward for a second."""
     with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=limit(10)), columns=COLUMNS) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def hasty(file):
+    with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=limit(0.5)), columns=COLUMNS) as pool:
         yield pool
 
 
@@ -79,47 +77,6 @@ def one(pool):
     return key, result
 
 
-def results_and_seconds(pool, completion):
-    """What a bad job gives, and a good one behind it in the same process."""
-    start = time.monotonic()
-    submit(pool, "bad", completion)
-    submit(pool, "good", "pass")
-    results = {}
-    while pool.pending:
-        results.update(pool.ready(timeout_s=limit(20)))
-    return results, time.monotonic() - start
-
-
-SPINS = "while True: pass"
-NEVER_END = {
-    "time.sleep(60)": " s, killed. First completion: 'time.sleep(60)'",
-    SPINS: "killed",
-    "9 ** 9 ** 9": "killed",
-    "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)": "killed",
-    "subprocess.run(['sleep', '60'])": "killed",
-}
-
-
-@pytest.fixture(scope="module")
-def never_ending(file, limit_s, tmp_path_factory):
-    """All that waits for a timeout, two at once: results of each bad job, and what the children of one were."""
-    pids = tmp_path_factory.mktemp("forked") / "pids"
-
-    def one_by_one():
-        with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=limit_s), columns=COLUMNS) as pool:
-            return {completion: results_and_seconds(pool, completion) for completion in NEVER_END}
-
-    def forks():
-        children = "[subprocess.Popen(['sleep', '61'], start_new_session=new).pid for new in (False, True)]"
-        with RewardPool(Rewards(reward_funcs=[f"{file}:act"], timeout_s=limit_s)) as pool:
-            submit(pool, 1, f"open({str(pids)!r}, 'w').write(repr({children})); time.sleep(60)")
-            return one(pool)[1]
-
-    with ThreadPoolExecutor(2) as threads:
-        forked, of_each = threads.submit(forks), threads.submit(one_by_one)
-        return SimpleNamespace(of_each=of_each.result(), forked=forked.result(), pids=eval(pids.read_text()))
-
-
 def test_jobs_come_back_with_their_keys_and_scores():
     with RewardPool(Rewards(reward_weights=[1.0, 0.5]), columns=COLUMNS) as pool:
         assert pool.ready() == []
@@ -132,36 +89,45 @@ def test_jobs_come_back_with_their_keys_and_scores():
     assert scores == [({"answer": 1.0, "format": 1.25}, 1.625), ({"answer": -1.0, "format": -1.0}, -1.5)]
 
 
+SPINS = "while True: pass"
+
+
 @pytest.mark.parametrize(
     ("completion", "kind", "words"),
     [
-        *((completion, "timeout", words) for completion, words in NEVER_END.items()),
+        ("time.sleep(60)", "timeout", " s, killed. First completion: 'time.sleep(60)'"),
+        (SPINS, "timeout", "killed"),
+        ("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)", "timeout", "killed"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", "crash", "died of signal 11"),
         ("os._exit(3)", "crash", "ended with exit code 3"),
-        ("os.closerange(0, 100)", "crash", "the reward process"),
         ("os.fork() and os.kill(os.getpid(), 9) or time.sleep(60)", "crash", "died of signal 9"),
         ("raise ValueError('bad value')", "error", "act raised ValueError: bad value"),
-        ("sys.exit(0)", "error", "act raised SystemExit"),
-        ("f = lambda g: g(g)\nf(f)", "error", "RecursionError"),
         ("b'x' * 10**10", "error", "MemoryError"),
-        ("bytearray(10**10)", "error", "MemoryError"),
     ],
 )
-def test_a_bad_reward_is_reported_in_time_and_the_next_job_is_scored(
-    request, pool, limit_s, figure, completion, kind, words
-):
+def test_a_bad_reward_is_reported_in_time_and_the_next_job_is_scored(request, figure, completion, kind, words):
     """Reported by the deadline, if not at once, and a good job behind it within one second of that."""
-    if completion in NEVER_END:
-        results, seconds = request.getfixturevalue("never_ending").of_each[completion]
-        assert not overdue(seconds - limit_s, 1.0)
-    else:
-        results, seconds = results_and_seconds(pool, completion)
-        assert not overdue(seconds, 1.2)
-    assert results["bad"].kind == kind
-    assert words in results["bad"].reason
+    pool = request.getfixturevalue("hasty" if kind == "timeout" else "pool")
+    begun, results = time.monotonic(), {}
+    submit(pool, "bad", completion)
+    submit(pool, "good", "pass")
+    while pool.pending:
+        results.update(pool.ready(timeout_s=limit(20)))
+    seconds = time.monotonic() - begun
+    assert not overdue(seconds - (limit(0.5) if kind == "timeout" else 0.2), 1.0)
+    assert results["bad"].kind == kind and words in results["bad"].reason
     assert results["good"][0][1] == 1.0
     if completion == SPINS:
-        figure("R12", f"a reward that spins, deadline {limit_s:.1f} s: the next group is scored after {seconds:.2f} s")
+        figure(
+            "R12", f"a reward that spins, deadline {limit(0.5):.1f} s: the next group is scored after {seconds:.2f} s"
+        )
+
+
+def test_nothing_that_a_reward_forked_outlives_its_timeout(hasty, tmp_path):
+    children = "[subprocess.Popen(['sleep', '61'], start_new_session=new).pid for new in (False, True)]"
+    submit(hasty, 1, f"open({str(tmp_path / 'pids')!r}, 'w').write(repr({children})); time.sleep(60)")
+    assert one(hasty)[1].kind == "timeout"
+    assert_gone(*eval((tmp_path / "pids").read_text()))
 
 
 def test_an_end_of_its_own_is_named_however_late_the_machine_tells_of_it(pool):
@@ -172,28 +138,16 @@ def test_an_end_of_its_own_is_named_however_late_the_machine_tells_of_it(pool):
     assert "the reward process ended with exit code 3" in one(pool)[1].reason
 
 
-def test_a_wrong_return_value_is_an_error_with_the_value(returning):
-    submit(returning, 1, "[1.0] * 7", "x")
-    _, failure = one(returning)
-    assert failure.kind == "error"
-    assert "returned 7 values for 2 completions. First completion: '[1.0] * 7'" in failure.reason
-
-
-def test_a_fork_that_returns_twice_gives_one_answer(pool, file):
+def test_a_fork_that_returns_twice_gives_one_answer(pool):
     submit(pool, 1, "os.fork()")
     assert one(pool)[1][0][1] == 1.0
     submit(pool, 2, "pass", "pass")
     assert one(pool) == (2, [({"act": 2.0}, 2.0)] * 2)
 
 
-def test_nothing_that_a_reward_forked_outlives_its_timeout(never_ending):
-    assert never_ending.forked.kind == "timeout"
-    for pid in never_ending.pids:
-        assert_gone(pid)
-
-
-def assert_gone(pid):
-    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, 2.0)
+def assert_gone(*pids):
+    for pid in pids:
+        until(lambda pid=pid: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, 2.0)
 
 
 def test_prints_go_to_stderr_and_never_into_the_protocol(file, capfd):
@@ -213,7 +167,7 @@ def pid_of(pool):
 def test_a_process_killed_while_idle_is_replaced_without_failing_a_job(returning):
     for victim in (pid_of(returning), returning._workers.server_pid):
         os.kill(victim, signal.SIGKILL)
-        assert_gone(victim)
+        until(returning._worker.has_ended, 5.0)
         assert pid_of(returning) != victim
 
 
@@ -243,18 +197,13 @@ def test_a_job_larger_than_a_pipe_passes(returning):
     assert one(returning)[1][1][1] == 1.0
 
 
-def test_ready_does_not_wait_unless_asked_and_never_longer(file, tmp_path):
-    with RewardPool(Rewards(reward_funcs=[f"{file}:act"])) as pool:
-        submit(pool, 1, f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)")
-        looks = []
-        for _ in range(5):  # the machine may stop one of them for a moment
-            start = time.monotonic()
-            assert pool.ready() == []
-            looks.append(time.monotonic() - start)
-        assert not overdue(min(looks), 0.05)
-        assert pool.ready(timeout_s=0.05) == []
-        (tmp_path / "go").touch()
-        assert one(pool)[0] == 1
+def test_ready_does_not_wait_unless_asked_and_never_longer(pool, tmp_path):
+    submit(pool, 1, f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)")
+    begun = time.monotonic()
+    assert pool.ready() == [] == pool.ready(timeout_s=0.05)
+    assert not overdue(time.monotonic() - begun, 1.0)
+    (tmp_path / "go").touch()
+    assert one(pool)[0] == 1
 
 
 def test_what_the_user_can_fix_stops_the_start(file, tmp_path):
@@ -276,8 +225,7 @@ def test_leaving_the_pool_kills_a_busy_reward_at_once(file):
         time.sleep(0.1)
         start = time.monotonic()
     assert not overdue(time.monotonic() - start, 1.0)
-    assert_gone(worker)
-    assert_gone(server)
+    assert_gone(worker, server)
 
 
 def start_parent(file, code):
@@ -304,14 +252,12 @@ def start_parent(file, code):
     return parent, [int(pid) for pid in parent.stdout.readline().split()]
 
 
-@pytest.mark.parametrize("code", ["while True: pass", "pass"])
-def test_a_worker_dies_with_its_parent_even_inside_a_reward(file, code):
-    parent, started = start_parent(file, code)
+def test_a_worker_dies_with_its_parent_even_inside_a_reward(file):
+    parent, started = start_parent(file, SPINS)
     parent.kill()
     parent.communicate()
     assert len(started) == 2
-    for pid in started:
-        assert_gone(pid)
+    assert_gone(*started)
 
 
 def test_ctrl_c_ends_the_parent_without_a_word_from_the_worker(file):
@@ -320,8 +266,7 @@ def test_ctrl_c_ends_the_parent_without_a_word_from_the_worker(file):
     _, err = parent.communicate(timeout=limit(10))
     assert parent.returncode == 130
     assert err == ""
-    for pid in started:
-        assert_gone(pid)
+    assert_gone(*started)
 
 
 def test_the_worker_imports_neither_torch_nor_vllm_and_is_up_fast(file):

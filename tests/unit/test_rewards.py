@@ -101,12 +101,6 @@ def test_gold_may_be_text_without_marks_or_a_number_and_is_none_without_one():
     assert answer(completions=completions, answer=golds) == [1.0, 1.0, 1.0, 1.0, None, None, None]
 
 
-def test_built_in_rewards_accept_chat_messages():
-    completions = [[{"role": "assistant", "content": "<think>a</think>\n<answer>72</answer>"}]]
-    assert answer(completions=completions, answer=[NATALIA]) == [1.0]
-    assert resolve("format")(completions=completions) == [1.25]
-
-
 @pytest.mark.parametrize(
     ("text", "is_right"),
     [
@@ -144,13 +138,6 @@ def test_a_megabyte_of_hostile_text_is_scored_within_50_ms():
         answer(completions=[text], answer=[text])
         resolve("format")(completions=[text])
         assert not cpu_overdue(time.process_time() - start, 0.05), piece
-
-
-def test_functions_are_found_by_name_by_module_and_by_file(tmp_path):
-    (tmp_path / "mine.py").write_text("def short(completions, **columns):\n    return [1.0 for c in completions]\n")
-    assert resolve("answer") is answer
-    assert resolve("rewards.gsm8k.answer") is answer
-    assert resolve(f"{tmp_path}/mine.py:short")(completions=["a", "b"]) == [1.0, 1.0]
 
 
 def test_two_files_of_one_name_are_two_modules(tmp_path):
@@ -234,8 +221,8 @@ def run(function, completions=("a", "b"), **columns):
 
 
 def test_the_weighted_sum_leaves_out_rewards_that_do_not_apply():
-    first = ("first", lambda completions, **_: [1.0, None, 0.25], 1.0)
-    second = ("second", lambda completions, **_: [-1, 2.0, np.float32(0.5)], 0.5)
+    first = ("first", lambda completions, **_: [True, None, 0.25], 1.0)
+    second = ("second", lambda completions, **_: np.array([-1, 2, 0.5], np.float32), 0.5)
     scores = score_completions([first, second], ["p"] * 3, ["a", "b", "c"], {}, [[1]] * 3)
     assert [total for _, total in scores] == [0.5, 1.0, 0.5]
     assert scores[0][0] == {"first": 1.0, "second": -1.0}
@@ -311,8 +298,3 @@ def test_an_exception_becomes_an_error_with_its_line_and_the_completion():
         run(fails)
     with pytest.raises(RewardError, match="fn raised SystemExit: 3"):
         run(leaves)
-
-
-def test_bools_integers_and_arrays_are_numbers():
-    assert [t for _, t in run(lambda completions: [True, False])] == [1.0, 0.0]
-    assert [t for _, t in run(lambda completions: np.array([1, 2]))] == [1.0, 2.0]

@@ -10,15 +10,11 @@ import pytest
 
 from common.config import Rewards, Rollouts
 from common.errors import UserError
-from common.types import Problem
 from environments import Done, Turn, conversation, prompt_of
 from environments.contracts import Instance
 from environments.pool import EnvironmentPool
 from environments.tools import PARSERS, Call, Toolbox, parse_hermes, parse_llama3, require_template
-from rewards.gold_answers import GoldRow, check_gold
 from rewards.pool import RewardPool
-from sampler.start import try_rewards
-from tests.support.configs import config_of
 from tests.support.speed import limit
 
 pytestmark = pytest.mark.timeout(120)
@@ -219,15 +215,6 @@ def test_what_no_message_can_hold_is_left_out_of_an_environments_state():
     assert Instance(mine, None).state() == {"counter": 4}
 
 
-def test_a_reward_that_reads_environments_is_not_tried_without_one(file, tmp_path):
-    rewards = {"reward_funcs": [f"{file}:reward_func"]}
-    given = config_of(rewards=rewards, rollout={"environment": f"{file}:IncrementEnv", "max_turns": 3})
-    with RewardPool(given.rewards, columns={"answer": "4"}) as pool:
-        try_rewards(pool, [Problem(0, {"question": "?", "answer": "4"})], given)
-    findings = check_gold(given.rewards, [GoldRow(0, "?", {"answer": "4"})])
-    assert findings.problems == [] and "reward_func  what a rollout's environment says: not tried" in findings.lines[0]
-
-
 def page_block(name):
     """A Python file of docs/environments.md, by the name in its first line."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "environments.md").read_text()
@@ -254,13 +241,3 @@ def test_the_environment_of_the_page_runs_and_has_about_twenty_lines(tmp_path):
         *("Higher.", "Higher.", "Higher."),
     ]
     assert [reply.reward for reply in said if isinstance(reply, Done)] == [1.0, 0.0]
-
-
-def test_the_tool_of_the_page_is_described_and_called(tmp_path):
-    (tmp_path / "tools.py").write_text(page_block("tools.py"))
-    with EnvironmentPool(Rollouts(tools=[f"{tmp_path}/tools.py:multiply"], timeout_s=limit(20))) as pool:
-        assert pool.tools[0]["function"]["name"] == "multiply"
-        pool.start(1, {})
-        one(pool)
-        pool.step(1, call("multiply", a=6, b=4))
-        assert one(pool).messages == [{"role": "tool", "name": "multiply", "content": "24"}]

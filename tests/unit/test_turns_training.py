@@ -21,7 +21,7 @@ from common.types import Group, Rollout
 from model import log_softmax
 from model.logprobs import load_causal_lm, score_terms
 from tests.support.configs import config_of
-from tests.support.gloo_data import BETA, GAE, GROUP_PPO, TEMPERATURE, settings, turns
+from tests.support.gloo_data import GAE, GROUP_PPO, TEMPERATURE, settings, turns
 from tests.support.plain_training import PlainActorCritic, PlainGroupPpo, PlainTraining
 from tests.support.tiny import VOCAB_SIZE, tiny_model, tiny_reward_model
 from tests.unit.test_attention import exact
@@ -254,53 +254,3 @@ def estimated(groups: list[Group], values: ByGroup, of: Config) -> Estimates:
 
 def changed(group: Group, change: Callable[[Rollout], Rollout]) -> Group:
     return dataclasses.replace(group, rollouts=tuple(map(change, group.rollouts)))
-
-
-def test_the_logits_that_predict_observed_tokens_have_a_gradient_of_exactly_zero(folder: Path) -> None:
-    of = settings(folder, "run", 1, algorithm={"entropy_coef": 0.1, "beta": BETA})
-    model, group, seen = models(folder), GROUPS[0], list[torch.Tensor]()
-
-    def watch(*arguments: Any) -> None:
-        hidden = arguments[-1].last_hidden_state  # what the head turns into logits, position by position
-        hidden.retain_grad()
-        seen.append(hidden)
-
-    hook = model.get_decoder().register_forward_hook(watch)
-    gradient_of(model, score_rewards([Experience(group)], of), of)
-    hook.remove()
-    assert seen[0].grad is not None
-    moved = seen[0].grad[0].abs().sum(-1)
-    begin, sampled, observed = len(group.prompt_ids), set[int](), set[int]()
-    for r in group.rollouts:
-        for t in range(len(r.completion_ids)):
-            is_observed = any(a <= t < b for a, b in r.observed)
-            (observed if is_observed else sampled).add(begin + t - 1 if t else len(group.prompt_ids) - 1)
-        begin += len(r.completion_ids)
-    assert observed and not observed & sampled
-    assert not moved[sorted(observed)].any()
-    assert moved[sorted(sampled)].all()
-
-
-@pytest.mark.parametrize("given", [{}, GAE, GROUP_PPO, {"algorithm": {"kl_in_reward": True}}], ids=str)
-def test_log_probs_at_observed_tokens_are_never_read(tmp_path: Path, given: dict[str, Any]) -> None:
-    of = settings(tmp_path, "run", 1, **given)
-
-    def disturbed(r: Rollout) -> Rollout:
-        at = [t for a, b in r.observed for t in range(a, b)]
-        old, ref = r.old_logprobs.copy(), r.ref_logprobs.copy()
-        old[at], ref[at] = -7.0, -3.0
-        return dataclasses.replace(r, old_logprobs=old, ref_logprobs=ref)
-
-    def batch(group: Group) -> tensors.MicroBatch:
-        known = [Experience(group)]
-        values = {group.group_id: [np.linspace(-1, 1, r.num_sampled) for r in group.rollouts]}
-        if of.algorithm.needs_critic:
-            known = with_estimates(known, estimated([group], values, of))
-        else:
-            known = score_rewards(known, of)
-        return tensors.micro_batch(known, tensors.step_denominator(known, 1, of), of.algorithm)
-
-    plain, other = batch(GROUPS[0]), batch(changed(GROUPS[0], disturbed))
-    for name in ("old_logprobs", "ref_logprobs", "advantages", "weights"):
-        one, two = getattr(plain, name), getattr(other, name)
-        assert (one is None and two is None) or torch.equal(one, two), name
