@@ -87,19 +87,24 @@ def call(name, **arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def test_calls_are_read_in_the_form_of_hermes():
-    text = f"I compute.\n{call('f', a=1)}\n{call('g')} Wait."
-    assert parse_hermes(text) == ("I compute.\n\n Wait.", [Call("f", {"a": 1}), Call("g", {})])
-    assert parse_hermes("It is 24.") == ("It is 24.", [])
-    assert parse_hermes('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}')[1] == [
-        Call("f", {"a": 1})
-    ]  # not closed
-
-
-def test_calls_are_read_in_the_form_of_llama():
-    assert parse_llama3(' {"name": "f", "parameters": {"a": 1}}') == ("", [Call("f", {"a": 1})])
-    assert parse_llama3('<|python_tag|>{"name": "f", "parameters": {}}') == ("", [Call("f", {})])
-    assert parse_llama3("It is {24}.") == ("It is {24}.", [])
+@pytest.mark.parametrize(
+    ("parse", "text", "content", "calls"),
+    [
+        (
+            parse_hermes,
+            f"See.\n{call('f', a=1)}\n{call('g')} Wait.",
+            "See.\n\n Wait.",
+            [("f", {"a": 1}), ("g", {})],
+        ),
+        (parse_hermes, "It is 24.", "It is 24.", []),
+        (parse_hermes, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', "", [("f", {"a": 1})]),  # not closed
+        (parse_llama3, ' {"name": "f", "parameters": {"a": 1}}', "", [("f", {"a": 1})]),
+        (parse_llama3, '<|python_tag|>{"name": "f", "parameters": {}}', "", [("f", {})]),
+        (parse_llama3, "It is {24}.", "It is {24}.", []),
+    ],
+)
+def test_calls_are_read_in_the_form_of_the_models(parse, text, content, calls):
+    assert parse(text) == (content, [Call(*one) for one in calls])
 
 
 @pytest.mark.parametrize(
@@ -215,29 +220,20 @@ def test_what_no_message_can_hold_is_left_out_of_an_environments_state():
     assert Instance(mine, None).state() == {"counter": 4}
 
 
-def page_block(name):
-    """A Python file of docs/environments.md, by the name in its first line."""
+def test_the_environment_of_the_page_runs(tmp_path):
     page = (Path(__file__).resolve().parents[2] / "docs" / "environments.md").read_text()
-    [block] = re.findall(rf"^```python\n# {re.escape(name)}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    return block
-
-
-def test_the_environment_of_the_page_runs_and_has_about_twenty_lines(tmp_path):
-    block = page_block("guess.py")
-    assert len(block.splitlines()) <= 20
+    [block] = re.findall(r"^```python\n# guess.py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     (tmp_path / "guess.py").write_text(block)
     row = {"question": "", "answer": "7"}
     with EnvironmentPool(Rollouts(environment=f"{tmp_path}/guess.py:Guess", timeout_s=limit(20)), row) as pool:
-        for key in ("wins", "loses"):
-            pool.start(key, row)
+        for words, answers, reward in (
+            (["5", "9", "7"], ["Higher.", "Lower."], 1.0),
+            (["1", "one", "2", "3"], ["Higher."] * 3, 0.0),
+        ):
+            pool.start("r", row)
             assert one(pool).messages[0]["content"].startswith("Guess my number")
-        said = []
-        for key, words in (("wins", ["5", "9", "7"]), ("loses", ["1", "one", "2", "3"])):
+            said = []
             for text in words:
-                pool.step(key, text)
+                pool.step("r", text)
                 said.append(one(pool))
-    assert [reply.messages[0]["content"] for reply in said if isinstance(reply, Turn)] == [
-        *("Higher.", "Lower."),
-        *("Higher.", "Higher.", "Higher."),
-    ]
-    assert [reply.reward for reply in said if isinstance(reply, Done)] == [1.0, 0.0]
+            assert [turn.messages[0]["content"] for turn in said[:-1]] == answers and said[-1].reward == reward
