@@ -209,6 +209,7 @@ REFUSED = {
         "loss_type=dappo": "algorithm.loss_type",
         "loss=dapo": "set algorithm.loss_type=dapo, and remove loss",
         "loss=mine.py:f loss_type=cispo epsilon_high=5": "set algorithm.loss_type=dapo",
+        "loss=mine.py": "Write mine.py:function",
         "adv_estimator=grop": "Did you mean grpo? Built in: grpo, dr_grpo, rloo",
         "adv_estimator=mine.py": "Write mine.py:function",
         "adv_estimator=mine.py:f scale_rewards=batch": "mine.py:f divides by no deviation",
