@@ -1,12 +1,10 @@
 """The one file that knows devices: torch's accelerator, whatever its vendor, or the CPU where there is none.
 
 torch.accelerator has what every vendor's back end has; what is left, a name and a collective library, comes from the
-module of the device's type. tests/unit/test_imports.py keeps torch.cuda and its like out of all other rooms.
+module of the device's type. pyproject.toml keeps torch.cuda out of all other rooms.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
@@ -54,13 +52,6 @@ def release_cache() -> None:
     """Gives free blocks of torch's allocator back to the device."""
     if count():
         torch.accelerator.empty_cache()
-
-
-def timed_event(device: torch.device) -> Any:
-    """An event of this device that has just been recorded; `a.elapsed_time(b)` are milliseconds."""
-    event = torch.Event(device=device, enable_timing=True)
-    event.record()
-    return event
 
 
 def switch_off_planned_attention() -> None:

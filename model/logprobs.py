@@ -21,7 +21,6 @@ from model.folder import VISION_FAMILIES, causal_lm_class, check_model_folder
 from model.log_softmax import LogSoftmaxAt, on_support, scaled
 from model.packing import PackedRow
 from model.sequence_parallel import gather
-from model.stopwatch import Stopwatch
 from model.transformers_internals import mixes_packed_sequences
 
 
@@ -44,7 +43,6 @@ def score_terms(
     temperature: float,
     chunk_size: int,
     entropy_gradient: bool = False,
-    head_time: Stopwatch | None = None,
     with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, entropies and log-masses of the row's targets under softmax(logits / temperature).
@@ -54,22 +52,14 @@ def score_terms(
     the row has sampling_mask the log-probs are those of the softmax over them alone, and log_mass, without gradient, is
     what the whole softmax gives them together; else it is 0. The entropy is always the whole softmax's; 0 without it.
     Of a row that is split over ranks all N targets come back, on every rank.
-    head_time adds up what head and log-probs take, forward and backward.
     """
-    hidden = _hidden_states(model, row)
-    if head_time:
-        head_time.start()
     logprobs, entropy, log_mass = _in_one_call(
         model.get_output_embeddings(),
-        hidden,
+        _hidden_states(model, row),
         lambda h, head: token_terms(
             h, row.target_ids, head, temperature, chunk_size, entropy_gradient, row.sampling_mask, with_entropy
         ),
     )
-    if head_time:
-        head_time.stop()
-        if logprobs.requires_grad:
-            head_time.watch_backward(hidden, logprobs)
     return gather(logprobs, row.shard), gather(entropy, row.shard), gather(log_mass, row.shard)
 
 

@@ -166,8 +166,7 @@ class Trainer:
             )
 
     def record(self, step: Step, result: StepResult, sums: dict[str, float], seconds: float, waited_s: float) -> None:
-        # on every rank: what is timed by events of a GPU is kept until it is taken
-        taken = {"timing/head_s": self.engine.head_time.take()} | self.seconds.take()
+        taken = self.seconds.take()  # on every rank: what is not taken adds up
         if self.rank_zero is None or self.records is None:
             return
         p, reported = self.progress, self.rank_zero.source.take_statistics()

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from common.config import Config
 from model import attention
-from model.stopwatch import Stopwatch
 from tests.support.configs import config_of
 from tests.support.device_waits import DeviceWaits
 from tests.support.tiny import random_group
@@ -76,7 +75,6 @@ def engine_of(config: Config, checkpointing: bool = False) -> PolicyEngine:
     engine.config, engine.model, engine.world_size, engine._micro_batch = config, model, 2, 0
     engine.ds = PlainDeepSpeed(Policy(model, 4, config.algorithm.entropy_coef > 0))
     engine.sums = Sums(TOKEN_SUMS, engine.device)
-    engine.head_time = Stopwatch(engine.device)
     return engine
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from model import attention
-from model.logprobs import _hidden_states, score_norms, score_row, score_terms, token_terms
+from model.logprobs import _hidden_states, score_norms, score_row, token_terms
 from model.packing import pack, select
-from model.stopwatch import Stopwatch
 from tests.support import oracle
 from trainer.engine.critic import ValueModel
 
@@ -196,20 +194,6 @@ def test_the_head_runs_on_selected_targets_only_and_gives_them_the_same_log_prob
         ends, _ = score_row(model, select(row, [[1, 3], [0]]), 1.0, chunk_size)
     assert rows == [5, 3]
     assert ends.tolist() == pytest.approx(whole_row[[1, 3, 4]].tolist(), abs=1e-6)
-
-
-@pytest.mark.parametrize("chunk_size", [2, 64])
-def test_seconds_of_the_head_are_counted_forward_and_backward(chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = itertools.count()
-    monkeypatch.setattr("model.stopwatch.time.perf_counter", lambda: float(next(looks)))
-    watch = Stopwatch(torch.device("cpu"))
-    model, row = one_layer_model(), pack([([1, 2], [[3, 4, 5, 6], [7]])])
-    with torch.no_grad():
-        score_terms(model, row, 1.0, chunk_size, head_time=watch)
-    assert watch.take() == 1.0  # one look at the clock before, one after
-    logprobs, _, _ = score_terms(model, row, 1.0, chunk_size, head_time=watch)
-    logprobs.sum().backward()
-    assert watch.take() == 2.0
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 64])

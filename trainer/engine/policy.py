@@ -16,7 +16,6 @@ from model.checksum import describe
 from model.dims import ModelDims, model_dims
 from model.logprobs import load_causal_lm, score_logprobs, score_norms_of_row, score_terms
 from model.packing import PackedRow, SequenceGroup
-from model.stopwatch import Stopwatch
 from model.vision import layout_of
 from trainer.algorithm.losses import TokenTerms, loss, token_objective
 from trainer.algorithm.mismatch import by_cause
@@ -43,7 +42,6 @@ class Policy(torch.nn.Module):
         self,
         row: PackedRow,
         temperature: float,
-        head_time: Stopwatch | None = None,
         logprobs_only: bool = False,
         norms_only: bool = False,
     ) -> Any:
@@ -51,7 +49,7 @@ class Policy(torch.nn.Module):
             return score_logprobs(self.model, row, temperature, self.chunk_size)
         if norms_only:
             return score_norms_of_row(self.model, row, temperature, self.chunk_size)
-        return score_terms(self.model, row, temperature, self.chunk_size, self.entropy_gradient, head_time)
+        return score_terms(self.model, row, temperature, self.chunk_size, self.entropy_gradient)
 
 
 class PolicyEngine(DeepSpeedModel):
@@ -65,7 +63,6 @@ class PolicyEngine(DeepSpeedModel):
         super().__init__(config, world_size, policy_of(config), model, policy, sequence_group)
         self.layout = layout_of(model.config, config.model.path, config.model.revision)
         self.sums = Sums(TOKEN_SUMS, self.device)
-        self.head_time = Stopwatch(self.device)
         self._base: dict[str, TensorInfo] | None = None
 
     @property
@@ -104,7 +101,7 @@ class PolicyEngine(DeepSpeedModel):
         ones they serve to measure and correct the mismatch only. Returns the log-probs [N], detached.
         """
         row = self.here(batch.row)
-        logprobs, entropy, log_mass = self.ds(row, self.config.sampler.temperature, self.head_time)
+        logprobs, entropy, log_mass = self.ds(row, self.config.sampler.temperature)
         old_logprobs, advantages, weights = (
             self._here(x) for x in (batch.old_logprobs, batch.advantages, batch.weights)
         )
