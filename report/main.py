@@ -11,12 +11,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from common.errors import UserError
+from report.comparison import comparison
 from report.curves import history_of, write_curves
 from report.escape import strip_escapes
-from report.full_marks import compared, scored, share_of_full_marks
 from report.run_log import read_jsonl
 from report.step_text import clock, wall_s
 
@@ -25,13 +24,7 @@ def final_summary(output_dir: Path) -> str:
     """First and last held-out evaluation for every reward function, and where the curves are. For the terminal."""
     folder = Path(output_dir)
     evaluations = history_of(folder)[1]
-    if not evaluations:
-        lines = ["no held-out evaluation was made; set data.eval to measure one"]
-    else:
-        first, last = evaluations[0], evaluations[-1]
-        names = dict.fromkeys([*first["full_marks"], *last["full_marks"]])
-        lines = [_comparison(name, [r for r in (first, last) if name in r["full_marks"]]) for name in names]
-        lines += [_means(name, (first, last)) for name in compared([first, last]) if name not in names]
+    lines = comparison(evaluations) or ["no held-out evaluation was made; set data.eval to measure one"]
     lines += _pace(folder)
     if (folder / "curves.png").exists():
         lines.append(f"curves: {strip_escapes(folder / 'curves.png')}")
@@ -53,30 +46,6 @@ def _pace(folder: Path) -> list[str]:
         ", ".join(f"the {who} waited {share:.0%}" for who, share in waits.items() if share > 0),
     ]
     return ["; ".join(part for part in parts if part)]
-
-
-def _comparison(name: str, records: list[dict[str, Any]]) -> str:
-    """ "held-out answer: 41.0 % → 72.3 %  (n = 512; 95 % intervals [36.8, 45.3] → [68.2, 76.0])" of 1 or 2 records."""
-    records = records[:1] if records[0] is records[-1] else records
-    marks = [share_of_full_marks(record, name) for record in records]
-    shares = " → ".join(f"{100 * share:.1f} %" for share, _, _ in marks)
-    intervals = " → ".join(f"[{100 * low:.1f}, {100 * high:.1f}]" for _, low, high in marks)
-    counts = " → ".join(dict.fromkeys(_count(record, name) for record in records))
-    plural = "s" if len(records) > 1 else ""
-    return f"held-out {strip_escapes(name)}: {shares}  (n = {counts}; 95 % interval{plural} {intervals})"
-
-
-def _means(name: str, records: Sequence[dict[str, Any]]) -> str:
-    """ "held-out length: mean 0.12 → 0.31  (n = 512); its full marks are not known …" """
-    having = [record for record in records if name in record["mean"]]
-    means = " → ".join(dict.fromkeys(f"{record['mean'][name]:.2f}" for record in having))
-    counts, shown = " → ".join(dict.fromkeys(_count(record, name) for record in having)), strip_escapes(name)
-    return f"held-out {shown}: mean {means}  (n = {counts}; for an accuracy set rewards.full_marks={{{shown}: …}})"
-
-
-def _count(record: dict[str, Any], name: str) -> str:
-    n, problems = scored(record, name)
-    return str(n) if problems == n else f"{n} completions of {problems} problems"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
