@@ -13,7 +13,6 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,8 @@ import pytest_timeout
 from tests.support.speed import limit, slowness
 
 TESTS = Path(__file__).resolve().parent
-TIERS = (
-    "e2e",
-    "gpu",
-    "gloo",
-    "engine",
-    "processes",
-    "unit",
-)  # the longest first: no worker is left alone with one at the end
+# The longest first: no worker is left alone with one at the end.
+TIERS = ("e2e", "gpu", "gloo", "engine", "processes", "unit")
 WORKER_BYTES = 8 << 30  # an engine and a trainer of a worker's test
 # No verdict on the machine's speed, and none by chance: the examples of a test are the same each time; others come with
 # --hypothesis-profile default.
@@ -71,7 +64,6 @@ def folder() -> Iterator[Path]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shuffle", type=int, metavar="SEED", help="files, and tests within each, in a random order")
     parser.addoption("--all", action="store_true", help="the full counts, layouts and stories, too")
 
 
@@ -86,16 +78,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--all"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
         items[:] = [item for item in items if not item.get_closest_marker("full")]
-    files = [list(tests) for _, tests in groupby(items, key=lambda item: item.path)]
-    seed = config.getoption("shuffle")
-    if seed is None:
-        files.sort(key=lambda tests: TIERS.index(tier(tests[0].path)))
-    else:
-        rng = random.Random(seed)
-        rng.shuffle(files)
-        for tests in files:
-            rng.shuffle(tests)
-    items[:] = [item for tests in files for item in tests]
+    items.sort(key=lambda item: TIERS.index(tier(item.path)))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -52,7 +52,7 @@ class Two:
             "run": {"output_dir": str(task / "run")},
             "model": {"path": str(task / "model"), "dtype": "float32"},
             "data": {
-                "train": str(task / "rows.jsonl"), "eval": f"{task}/rows.jsonl@train[:16]", "max_prompt_length": 192
+                "train": str(task / "rows.jsonl"), "eval": f"{task}/rows.jsonl@train[:16]", "max_prompt_length": 128
             },
             "sampler": {"num_generations": 4, "max_completion_length": 16},
             "rewards": {"reward_funcs": ["answer", "format", f"{task / 'reward.py'}:vowels"]},
@@ -93,7 +93,7 @@ class Two:
 @full
 @pytest.mark.parametrize(
     ("stage", "first", "trainer"),
-    [(2, "sampler", {}), (3, "trainer", {"prompts_per_step": 5, "max_tokens_per_micro_batch": 400})],
+    [(2, "sampler", {}), (3, "trainer", {"prompts_per_step": 5, "max_tokens_per_micro_batch": 200})],
     ids=["2", "3-uneven"],
 )
 def test_twenty_steps_with_two_ranks_reload_verified_weights_after_every_step(

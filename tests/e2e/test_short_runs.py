@@ -1,0 +1,206 @@
+"""Two or three steps by `launcher.run`, with real vLLM and DeepSpeed: a tool, images, recipes, SmolLM2, two hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from common.config import load
+from common.ports import free_port
+from examples.calculator import Calculator
+from examples.drawings import Drawings
+from model.images import read_vision
+from report.run_log import read_jsonl
+from tests.support import namespaces
+from tests.support.metrics_page import unexplained
+from tests.support.namespaces import two_hosts
+from tests.support.pupils import files_of
+from tests.support.recipes import NAMES, RECIPES, local
+from tests.support.speed import limit
+from tests.support.tier import full
+from tests.support.tiny import tiny_model
+from trainer.link import recording
+
+pytestmark = pytest.mark.timeout(900)
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALLER = ("trainer.max_steps=3", "trainer.prompts_per_step=4", "sampler.num_generations=4", "trainer.save_steps=null")
+# Tells completions apart where a model gives no right answer: equal rewards have no gradient.
+REWARD = """
+def few_letters(completions, **columns):
+    return [-len(c if isinstance(c, str) else c[0]["content"]) / 100 for c in completions]
+"""
+
+
+def trained(config: str, folder: Path, *words: str, env: Mapping[str, str] = os.environ) -> list[dict[str, Any]]:
+    """Runs it in folder/run. Its metrics, of every step once, with weights that the sampler has proved."""
+    (folder / "reward.py").write_text(REWARD)
+    command = [sys.executable, "-m", "launcher.run", config, f"run.output_dir={folder}/run", *words]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit(400))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    metrics = read_jsonl(folder / "run" / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == list(range(1, len(metrics) + 1))
+    assert max(m["sync/canary_max_diff"] for m in metrics) <= 1e-4
+    assert abs(metrics[0]["ratio/mean"] - 1) <= 1e-3, "only what the model wrote is trained, as it was sampled"
+    assert unexplained({name for m in metrics for name in m}) == [], "docs/metrics.md"
+    assert (folder / "run" / "final" / "model.safetensors").exists()
+    return metrics
+
+
+def test_three_steps_with_a_calculator(tmp_path: Path) -> None:
+    knows_how_to_call = Calculator(num_train=64, num_test=16, num_clean_steps=150, num_careless_steps=0)
+    files = files_of(knows_how_to_call, tmp_path / "task")
+    metrics = trained("configs/quickstart_tools.yaml", tmp_path, *files, *SMALLER)
+    assert len(metrics) == 3
+    assert sum(m["rollout/tool_calls"] for m in metrics) > 0 and sum(m["rollout/observed_tokens"] for m in metrics) > 0
+    asked = [s for s in read_jsonl(tmp_path / "run" / "samples.jsonl") if "<tool_response>" in json.dumps(s)]
+    assert asked, "an answer of the calculator stands in a sample"
+
+
+# ---- images
+
+DRAWINGS = "configs/quickstart_vlm.yaml"
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cache") / "quickstart_vlm"
+    files_of(Drawings(num_train=64, num_test=16, num_clean_steps=20, num_careless_steps=0, batch_size=16), folder)
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    for row in rows[::3]:  # text alone
+        row.update(images=[], question=row["question"].removeprefix("<image>"))
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.mark.parametrize("freeze", [False, pytest.param(True, marks=full)], ids=["trained", "frozen"])
+def test_three_steps_on_drawings_with_the_tower(freeze: bool, task: Path, tmp_path: Path) -> None:
+    given = [f"model.path={task}/model", f"data.train={task}/train.jsonl", f"data.eval={task}/test.jsonl"]
+    given += [f"model.freeze_vision_tower={str(freeze).lower()}", "run.record=true", *SMALLER]
+    given += [f"rewards.reward_funcs=[boxed, {tmp_path}/reward.py:few_letters]"]
+    given += [] if freeze else ["algorithm.beta=0.01", "reference.on=sampler"]
+    metrics, run = trained(DRAWINGS, tmp_path, *given), tmp_path / "run"
+    assert len(metrics) == 3 and all(m["grad_norm"] > 0 for m in metrics)
+    assert freeze or metrics[0]["kl"] < 1e-6 < metrics[2]["kl"]
+    groups = [recorded.group for recorded, _ in recording.read(run / recording.FILE)]
+    assert {bool(group.images) for group in groups} == {False, True}, "rows of text alone train beside others"
+    assert [record["eval_id"] for record in read_jsonl(run / "eval.jsonl")] == ["v0", "v3"]
+    before, after = (load_file(folder / "model.safetensors") for folder in (task / "model", run / "final"))
+    assert before.keys() == after.keys()
+    towers = {name for name in before if "visual." in name}
+    assert towers and len(towers) < len(before)
+    moved = {name for name in before if not before[name].equal(after[name])}
+    assert moved - towers and bool(moved & towers) != freeze
+    assert read_vision(str(run / "final")) == read_vision(str(task / "model"))
+    check_final(run / "final", task)
+    check_replay(run, given)
+
+
+def check_final(folder: Path, task: Path) -> None:
+    """transformers loads it as the published models, in a process that knows nothing of Tandem, and so may anyone."""
+    code = f"""
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+model, info = AutoModelForImageTextToText.from_pretrained({str(folder)!r}, output_loading_info=True)
+assert not info["missing_keys"] and not info["unexpected_keys"], info
+pictures = Qwen2VLImageProcessorPil.from_pretrained({str(folder)!r})
+image = pictures(images=[Image.open({str(task / "images" / "test-0000.png")!r})], return_tensors="pt")
+text = "<|im_start|>user\\n<|vision_start|>" + "<|image_pad|>" * 9 + "<|vision_end|>Which shape is red?<|im_end|>\\n"
+ids = AutoTokenizer.from_pretrained({str(folder)!r})(text, return_tensors="pt")["input_ids"]
+kinds = (ids == model.config.image_token_id).int()
+print(model.generate(input_ids=ids, mm_token_type_ids=kinds, max_new_tokens=2, do_sample=False, **image).shape[1])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.strip().isdigit(), done.stderr[-3000:]
+
+
+def check_replay(run: Path, given: list[str]) -> None:
+    """The recording alone gives the same weights, bit for bit: it holds the images, and no file of theirs is read."""
+    folder = run.with_name("replayed")
+    there = [f"run.replay={run / recording.FILE}", f"run.output_dir={folder}", "data.train=no such rows"]
+    command = [sys.executable, "training_worker.py", "--config", DRAWINGS, *given, *there]
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
+    env = os.environ | rank | {"MASTER_PORT": str(free_port())}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit(200))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found, expected = (load_file(each / "final" / "model.safetensors") for each in (folder, run))
+    assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in expected)
+
+
+# ---- recipes, with a tiny model
+
+TINY = (
+    "model.dtype=float32", "sampler.devices=[]", "sampler.num_generations=4", "sampler.max_completion_length=16",
+    "trainer.devices=[]", "trainer.prompts_per_step=2", "trainer.max_steps=2", "trainer.warmup_steps=0",
+    "trainer.save_steps=null", "data.max_prompt_length=256", "eval.steps=null", "eval.num_generations=1", "vllm={}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["rloo_qwen2.5_1.5b", *(pytest.param(n, marks=full) for n in NAMES if "rloo" not in n)]
+)
+def test_two_steps_of_a_recipe(name: str, tmp_path: Path) -> None:
+    tiny_model(tmp_path / "model")
+    config = load(RECIPES / f"{name}.yaml")
+    rewards = [*config.rewards.reward_funcs, f"{tmp_path}/reward.py:few_letters"]
+    changes = [*local(tmp_path), *TINY, f"rewards.reward_funcs={json.dumps(rewards)}"]
+    if config.algorithm.soft_punish_cache:
+        changes.append("algorithm.soft_punish_cache=4")
+    if config.algorithm.steps_per_generation > 1:
+        changes.append("algorithm.steps_per_generation=2")
+    metrics = trained(f"configs/recipes/{name}.yaml", tmp_path, *changes)
+    assert len(metrics) == 2 and all(m["grad_norm"] > 0 for m in metrics)
+
+
+# ---- the pretrained model itself, where it was fetched before
+
+
+SMOLLM2 = "configs/smollm2_135m.yaml"
+
+
+@full
+@pytest.mark.skipif(
+    not (ROOT / load(ROOT / SMOLLM2).model.path).is_dir(), reason="fetches 93 MB: python -m examples.smollm2 does"
+)
+def test_two_steps_of_the_pretrained_model_leave_one_that_loads(tmp_path: Path) -> None:
+    smaller = ("trainer.max_steps=2", "trainer.prompts_per_step=2", "sampler.num_generations=4")
+    first, _ = trained(SMOLLM2, tmp_path, *smaller, "data.eval=.cache/smollm2/test.jsonl@train[:4]")
+    assert {f"rewards/{name}/mean" for name in load(ROOT / SMOLLM2).rewards.names} <= first.keys()
+    final = tmp_path / "run" / "final"
+    assert "quantization_config" not in json.loads((final / "config.json").read_text())
+    with safe_open(final / "model.safetensors", "pt") as file:
+        shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118 - no mapping
+    sizes = [shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes]
+    assert sum(sizes) == 134_515_008  # of HuggingFaceTB/SmolLM2-135M-Instruct, embedding and head tied
+
+
+# ---- `launch.sh run --hosts`: ranks on two hosts, real vLLM on the second, an encrypted link between them
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[str, str]]:
+    yield from two_hosts()
+
+
+@full
+def test_a_run_over_two_hosts_trains_publishes_and_ends_with_its_final_model(
+    hosts: tuple[str, str], tmp_path: Path
+) -> None:
+    tiny_model(tmp_path / "model")
+    (tmp_path / "hosts").write_text(f"{hosts[0]} slots=1\n{hosts[1]} slots=1 samplers=1\n")
+    words = [*local(tmp_path), *TINY[:1], *SMALLER, "model.builder=null", "sampler.max_completion_length=8"]
+    words += [f"rewards.reward_funcs=[{tmp_path}/reward.py:few_letters]", "--hosts", str(tmp_path / "hosts")]
+    env = os.environ | namespaces.ENVIRONMENT | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    assert len(trained("configs/quickstart.yaml", tmp_path, *words, env=env)) == 3
+    names = {path.name for path in (tmp_path / "run" / "logs" / "hosts").iterdir()}
+    assert names == {f"{hosts[0]}-trainer.log", f"{hosts[1]}-trainer.log", f"{hosts[1]}-sampler.log"}
