@@ -2,8 +2,7 @@
 
 The tier of a test is its folder: unit, processes (our own commands, without vLLM and DeepSpeed), gloo (DeepSpeed
 ranks), engine (vLLM), e2e (both), gpu (`bash launch.sh gpu-check`). `figure("R6", "10,000 groups, growth 3 MiB")`
-prints what RELIABILITY.md may say of the last run (pytest -s shows it). `--shuffle SEED` runs files, and the tests of
-each file, in a random order.
+prints what RELIABILITY.md may say of the last run (pytest -s shows it).
 """
 
 from __future__ import annotations
