@@ -10,7 +10,7 @@
 #   bash launch.sh report RUN_FOLDER | samples RUN_FOLDER [--step N] [--worst | --best]
 #   bash launch.sh setup | doctor | bench [--cells … --rows …]
 #   bash launch.sh test [--all] [pytest arguments]     --all: the full counts, layouts and stories, too
-#   bash launch.sh gpu-check [--cpu] [--only PART,…]   minutes, offline, that say what this GPU does: docs/gpu.md
+#   bash launch.sh gpu-check [--cpu]   minutes, offline, that say what this GPU does: docs/gpu.md
 #
 # Read from the environment: PYTHON (3.11 or 3.12), BACKEND=auto|cpu|gpu, ANY_DRIVER=1, and everything that pip, Hugging
 # Face, CUDA, OpenMP and vLLM read themselves. Nothing that you have set is overwritten.

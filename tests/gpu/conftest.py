@@ -9,39 +9,21 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common.exits import USER_ERROR
-
 Record = Callable[[str, object], None]
-PARTS = ("machine", "attention", "gradient", "head", "collectives", "together", "reloads", "step")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cpu", action="store_true", help="toy size on the CPU, also where there is a GPU")
-    parser.addoption("--only", default="", metavar="PART,…", help=f"parts, joined by commas: {', '.join(PARTS)}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before torch is imported, in every worker."""
-    if wrong := _asked(config) - set(PARTS):
-        message = f"tandem: --only {min(wrong)}: there is no such part; parts are {', '.join(PARTS)}"
-        pytest.exit(message, USER_ERROR)
     if config.getoption("cpu", False):
         os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    part, asked = collection_path.stem.removeprefix("test_"), _asked(config)
-    return True if asked and part in PARTS and part not in asked else None
-
-
-def _asked(config: pytest.Config) -> set[str]:
-    """Nothing = all."""
-    return set(filter(None, str(config.getoption("only", "")).split(",")))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -425,6 +425,9 @@ def test_each_is_a_command_of_its_own(name: str, tmp_path: Path) -> None:
     command, env = [sys.executable, "-m", type(example).__module__], {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    (tmp_path / f"{example.folder}.lock").unlink()
+    (tmp_path / f"{example.folder}.lock").mkdir()
+    assert subprocess.run(command, cwd=tmp_path, env=env, capture_output=True).returncode != 0
 
 
 def test_a_run_on_another_model_and_other_rows_builds_nothing(tmp_path: Path) -> None:
