@@ -13,6 +13,7 @@ from common.config.loading import parse
 from launcher import plan
 from tests.support.recipes import NAMES, RECIPES, local
 from tests.support.tiny import model_of_shape
+from tools.benchmarks import cells
 
 CONFIGS = RECIPES.parent
 QWEN_7B: dict[str, object] = {
@@ -31,10 +32,7 @@ SHAPES: dict[str, dict[str, object]] = {  # as the config.json of each recipe's 
         "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
         "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
     },
-    "rloo_qwen2.5_1.5b": {
-        "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
-        "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
-    },
+    "rloo_qwen2.5_1.5b": cells.SHAPES["qwen2.5-1.5b"] | {"tie_word_embeddings": True},
 }  # fmt: skip
 
 
@@ -85,12 +83,8 @@ def test_a_config_has_the_settings_of_its_source(name: str) -> None:
 
 def test_the_rule_of_dapos_data_reads_the_last_answer_line() -> None:
     answer_line = runpy.run_path(str(RECIPES / "last_line.py"))["answer_line"]
-    texts = [
-        "So it is 3.\nAnswer: 34",
-        "Answer: 34\nno,\nanswer: $35$",
-        "34",
-        [{"role": "assistant", "content": "Answer: 34."}],
-    ]
+    said = [{"role": "assistant", "content": "Answer: 34."}]
+    texts = ["So it is 3.\nAnswer: 34", "Answer: 34\nno,\nanswer: $35$", "34", said]
     assert answer_line(texts, [34, "35", "34", "34"]) == [1.0, 1.0, -1.0, 1.0]
 
 
@@ -110,10 +104,7 @@ def test_a_recipe_fits_where_its_first_lines_say(name: str, tmp_path: Path, caps
 
 # ---- one card of 24 GB for both processes
 
-HALF_B: dict[str, object] = {
-    "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-    "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
-}  # fmt: skip
+HALF_B: dict[str, object] = cells.SHAPES["qwen2.5-0.5b"] | {"tie_word_embeddings": True}
 ON_ONE_CARD = {
     "gsm8k_qwen2.5_0.5b_one_gpu": HALF_B,
     "gsm8k_qwen2.5_1.5b_lora_one_gpu": SHAPES["rloo_qwen2.5_1.5b"],
