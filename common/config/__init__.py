@@ -14,32 +14,18 @@ from common.config.algorithm import Algorithm, GroupParams
 from common.config.checks import Config
 from common.config.loading import load
 from common.config.rollouts import MAX_ENVIRONMENTS, Rollouts
-from common.config.sampling import MAX_TOP_K, ROUNDING, TIES, Eval, Rewards, SamplerSettings
-from common.config.sections import (
-    MAX_LORA_RANK,
-    MAX_SOCKET_PATH,
-    Channel,
-    Data,
-    Lora,
-    Model,
-    PromptTemplate,
-    ReferenceSettings,
-    Run,
-    Section,
-    Weights,
-)
+from common.config.sampling import ROUNDING, TIES, Eval, Rewards
+from common.config.sections import MAX_LORA_RANK, MAX_SOCKET_PATH, Data, Lora, Model, PromptTemplate, ReferenceSettings
 from common.config.settings import world_size
-from common.config.training import CriticSettings, TrainerSettings
+from common.config.training import CriticSettings
 
 __all__ = [
     "MAX_ENVIRONMENTS",
     "MAX_LORA_RANK",
     "MAX_SOCKET_PATH",
-    "MAX_TOP_K",
     "ROUNDING",
     "TIES",
     "Algorithm",
-    "Channel",
     "Config",
     "CriticSettings",
     "Data",
@@ -51,11 +37,6 @@ __all__ = [
     "ReferenceSettings",
     "Rewards",
     "Rollouts",
-    "Run",
-    "SamplerSettings",
-    "Section",
-    "TrainerSettings",
-    "Weights",
     "load",
     "world_size",
 ]
