@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from tests.support.gloo_data import settings
 from tests.support.namespaces import two_hosts
 from tests.support.replay_worker import ENVIRONMENT, Stack, sha256_of_run, stack
 from tests.support.speed import limit, until
-from tests.support.ssh_server import ssh_server
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -48,18 +47,12 @@ def written(trainers: Stack, name: str) -> Path:
     return path
 
 
-def start(
-    trainers: Stack,
-    hosts: tuple[str, str],
-    name: str,
-    ssh: str = namespaces.ENVIRONMENT["TANDEM_SSH"],
-    inside: Sequence[str] = (),
-) -> subprocess.Popen[bytes]:
-    """`run --hosts` of one rank on each. inside: words that start it on the first host, if it is not started here."""
+def start(trainers: Stack, hosts: tuple[str, str], name: str) -> subprocess.Popen[bytes]:
+    """`run --hosts` of one rank on each."""
     path, hostfile = written(trainers, name), trainers.folder / f"{name}.hosts"
     hostfile.write_text("".join(f"{host} slots=1\n" for host in hosts))
-    env: dict[str, Any] = os.environ | ENVIRONMENT | namespaces.ENVIRONMENT | {"TANDEM_SSH": ssh}
-    command = [*inside, sys.executable, "-m", "tests.support.hosts_worker", str(path), str(hostfile)]
+    env: dict[str, Any] = os.environ | ENVIRONMENT | namespaces.ENVIRONMENT
+    command = [sys.executable, "-m", "tests.support.hosts_worker", str(path), str(hostfile)]
     log = open(trainers.folder / f"{name}.log", "wb")  # noqa: SIM115 the process has it
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
 
@@ -90,15 +83,6 @@ def test_two_hosts_train_the_weights_of_one_bit_for_bit(
     assert sha256_of_run(trainers.folder / "two-hosts") == expected
     logs = {path.name for path in (trainers.folder / "two-hosts" / "logs" / "hosts").iterdir()}
     assert logs == {f"{host}-trainer.log" for host in hosts}
-
-
-def test_a_first_host_that_reaches_the_second_by_a_real_ssh_trains_the_same_weights(
-    trainers: Stack, hosts: tuple[str, str], expected: dict[str, str], tmp_path: Path
-) -> None:
-    first, second = (("ip", "netns", "exec", host) for host in hosts)
-    with ssh_server(tmp_path / "sshd", hosts[1], 2222, inside=second) as (ssh, _):
-        ended(trainers, start(trainers, hosts, "by-ssh", ssh, inside=first), "by-ssh")
-    assert sha256_of_run(trainers.folder / "by-ssh") == expected
 
 
 SRUN = """#!/bin/bash

@@ -35,8 +35,13 @@ def run(body: str) -> subprocess.CompletedProcess[str]:
         ("raise errors.PeerEnded('bad config', 2)", 2, "tandem: sampler: the peer ended: bad config\n"),
         ("raise KeyboardInterrupt", 130, "tandem: sampler: interrupted\n"),
         ("os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", 130, "tandem: sampler: interrupted\n"),
-        ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)", 130, "tandem: sampler: interrupted\n"),
+        (
+            "\n    try: os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)\n    finally: sys.stderr.write('cleaned ')",
+            130,
+            "cleaned tandem: sampler: interrupted\n",
+        ),
         ("sys.exit(2)", 2, ""),  # argparse
+        ("import threading; threading.Thread(target=time.sleep, args=(600,)).start()", 0, ""),  # it cannot keep us
     ],
 )
 def test_every_ending_has_its_code_and_one_line(body: str, code: int, said: str) -> None:
@@ -49,16 +54,6 @@ def test_a_bug_shows_its_traceback_and_exits_1() -> None:
     assert result.returncode == 1
     assert "ZeroDivisionError" in result.stderr
     assert result.stderr.endswith("tandem: sampler: failed, see the traceback above\n")
-
-
-def test_sigterm_runs_the_finally_blocks() -> None:
-    result = run("\n    try: os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)\n    finally: print('goodbye said')")
-    assert (result.returncode, result.stdout) == (130, "goodbye said\n")
-
-
-def test_a_thread_that_never_ends_cannot_keep_the_process() -> None:
-    body = "import threading; threading.Thread(target=time.sleep, args=(600,)).start()"
-    assert run(body).returncode == 0
 
 
 def test_the_exit_code_survives_a_reader_that_closed_our_output() -> None:

@@ -24,10 +24,10 @@ class Connections:
         ssh = folder / "ssh"
         ssh.write_text('#!/bin/sh\nshift\nexec "$@"\n')
         ssh.chmod(0o755)
-        self.env = os.environ | {"TANDEM_SSH": str(ssh), "PYTHONPATH": str(ROOT)}
+        self.env = os.environ | {"TANDEM_SSH": str(ssh)}
         (folder / "proof").touch()
 
-    def start(self, *codes: str, proof: str = "proof", env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    def start(self, *codes: str, proof: str = "proof") -> subprocess.Popen[str]:
         """One process a host, each of Python code."""
         orders = [
             {
@@ -50,7 +50,7 @@ class Connections:
         (self.folder / "orders.json").write_text(json.dumps(orders))
         command = [sys.executable, "-m", "launcher.over_hosts", str(self.folder / "orders.json")]
         return subprocess.Popen(
-            command, cwd=ROOT, env=self.env | (env or {}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command, cwd=ROOT, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
 
     def pid_of(self, host: int) -> int:
@@ -78,17 +78,21 @@ def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-# what holds over ssh as well: tests/processes/test_ssh.py
+def test_output_of_every_host_is_shown_in_whole_lines_and_kept_in_its_log(hosts: Connections) -> None:
+    code, out = ended(hosts.start("print('one')", "print('two')"))
+    assert (code, sorted(out.splitlines())) == (0, ["one", "two"])
+    assert [(hosts.folder / f"host{i}.log").read_text().split()[-1] for i in (0, 1)] == ["one", "two"]
 
 
-def check_that_one_failure_ends_all(hosts: Connections, code: int) -> None:
+@pytest.mark.parametrize("code", [2, 75, 1])
+def test_the_first_host_that_fails_says_how_all_end_and_nothing_stays(hosts: Connections, code: int) -> None:
     process = hosts.start(hosts.sleeper(0), f"import time, sys; time.sleep(0.3); sys.exit({code})")
     other = hosts.pid_of(0)
     assert ended(process)[0] == code
     until(lambda: is_gone(other), 20)
 
 
-def check_that_a_signal_reaches_all(hosts: Connections) -> None:
+def test_a_signal_reaches_the_process_on_every_host(hosts: Connections) -> None:
     handler = "signal.signal(signal.SIGINT, lambda *_: os._exit(130))"
     process = hosts.start(hosts.sleeper(0, handler), hosts.sleeper(1, handler))
     hosts.pid_of(0), hosts.pid_of(1)
@@ -96,7 +100,7 @@ def check_that_a_signal_reaches_all(hosts: Connections) -> None:
     assert ended(process)[0] == 130
 
 
-def check_that_a_killed_first_host_leaves_nothing(hosts: Connections) -> None:
+def test_a_killed_first_host_leaves_nothing_on_the_others(hosts: Connections) -> None:
     process = hosts.start(hosts.sleeper(0), hosts.sleeper(1))
     pids = [hosts.pid_of(i) for i in (0, 1)]
     process.kill()
@@ -104,33 +108,7 @@ def check_that_a_killed_first_host_leaves_nothing(hosts: Connections) -> None:
     until(lambda: all(map(is_gone, pids)), 20)
 
 
-def test_output_of_every_host_is_shown_in_whole_lines_and_kept_in_its_log(hosts: Connections) -> None:
-    code, out = ended(hosts.start("print('one')", "print('two')"))
-    assert (code, sorted(out.split())) == (0, ["one", "two"])
-    assert [(hosts.folder / f"host{i}.log").read_text().splitlines()[-1] for i in (0, 1)] == ["one", "two"]
-
-
-def test_a_process_counts_its_hours_from_the_start_of_the_run_by_its_own_hosts_clock(hosts: Connections) -> None:
-    code, out = ended(
-        hosts.start("from common import exits; import time; print(time.monotonic() - exits.started_at())")
-    )
-    assert code == 0 and 1000 <= float(out) < 1000 + limit(60)
-
-
-@pytest.mark.parametrize("code", [2, 75, 1])
-def test_the_first_host_that_fails_says_how_all_end_and_nothing_stays(hosts: Connections, code: int) -> None:
-    check_that_one_failure_ends_all(hosts, code)
-
-
-def test_a_signal_reaches_the_process_on_every_host(hosts: Connections) -> None:
-    check_that_a_signal_reaches_all(hosts)
-
-
-def test_a_killed_first_host_leaves_nothing_on_the_others(hosts: Connections) -> None:
-    check_that_a_killed_first_host_leaves_nothing(hosts)
-
-
-def test_a_host_that_is_lost_means_start_again(hosts: Connections) -> None:
+def test_a_connection_that_is_lost_or_never_made_means_start_again(hosts: Connections) -> None:
     process = hosts.start(hosts.sleeper(0), hosts.sleeper(1))
     pids = [hosts.pid_of(i) for i in (0, 1)]
     agent = psutil.Process(pids[1]).parent()
@@ -139,6 +117,15 @@ def test_a_host_that_is_lost_means_start_again(hosts: Connections) -> None:
     code, out = ended(process)
     assert code == 75 and "203.0.113.1: the connection ended" in out
     until(lambda: all(map(is_gone, pids)), 20)
+    (hosts.folder / "ssh").write_text("#!/bin/sh\nexit 255\n")  # as of a host that does not know the key
+    code, out = ended(hosts.start("print('one')"))
+    assert code == 75 and "203.0.113.0: the connection ended" in out
+
+
+def test_a_process_counts_its_hours_from_the_start_of_the_run_by_its_own_hosts_clock(hosts: Connections) -> None:
+    said = "from common import exits; import time; print(time.monotonic() - exits.started_at())"
+    code, out = ended(hosts.start(said))
+    assert code == 0 and 1000 <= float(out) < 1000 + limit(60)
 
 
 def test_a_killed_process_is_explained_by_its_own_host(hosts: Connections) -> None:
@@ -147,12 +134,9 @@ def test_a_killed_process_is_explained_by_its_own_host(hosts: Connections) -> No
     assert "tandem: trainer on 203.0.113.0 was killed by SIGKILL" in out
 
 
-def test_a_host_that_does_not_see_the_run_folder_is_the_users_to_mend(hosts: Connections) -> None:
+def test_a_host_that_lacks_the_run_folder_or_ours_is_the_users_to_mend(hosts: Connections) -> None:
     code, out = ended(hosts.start("print('one')", proof="nowhere/proof"))
     assert code == 2 and "203.0.113.0 does not see" in out and "set run.output_dir to a folder that all hosts" in out
-
-
-def test_a_host_without_this_folder_is_the_users_to_mend(hosts: Connections) -> None:
     (hosts.folder / "ssh").write_text("#!/bin/sh\nexit 127\n")
     code, out = ended(hosts.start("print('one')"))
     assert code == 2 and "install this folder on it under the same path: bash launch.sh setup" in out

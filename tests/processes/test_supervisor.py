@@ -55,8 +55,6 @@ STUBBORN = "import signal; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; 
 LEAVES_FILES = "import os; [open(os.environ['FOLDER'] + f'/shm_{i}', 'w').close() for i in range(2)]; "
 LEAVES_ONE = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {STUBBORN!r}], start_new_session=True); "
 
-TERMINAL = r"import os; print(os.isatty(1), '\x1b[1mbold\x1b[0m')"
-
 
 class Run:
     """A supervisor in a process of its own. Everything it starts carries a tag, so that leftovers can be counted."""
@@ -103,37 +101,65 @@ def first_time(name: str, then: str, later: str) -> str:
     )
 
 
-def test_a_trainer_that_exits_0_ends_the_run_with_0_and_the_sampler_is_asked_to_leave(tmp_path):
-    run = Run(tmp_path, WAITS, "import time; time.sleep(0.5)", grace_s=0.5)
-    assert run.end()[0] == 0
-    assert run.alive() == []
+USER_ERROR = "import sys; print('bad value', file=sys.stderr); sys.exit(2)"
+KILLS_ITSELF = "import os; os.kill(os.getpid(), 9)"
+FORTY_LINES = "import sys\nfor i in range(40): print('line', i)\nsys.exit(1)"
+MAKES_FOUR_STEPS = (
+    "import os, sys, time\n"
+    "n = len([f for f in os.listdir(os.environ['FOLDER']) if f.startswith('step')])\n"
+    "if n == 4: time.sleep(60)\n"
+    "open(f\"{os.environ['FOLDER']}/step{n}\", 'w').close(); sys.exit(75)"
+)
 
 
-def test_a_sampler_that_leaves_by_itself_after_the_trainer_is_not_signalled(tmp_path):
-    run = Run(tmp_path, "import time; time.sleep(1); print('left by myself')", "pass", grace_s=limit(20))
-    assert run.end()[0] == 0
-    assert "left by myself" in run.log("sampler")
-
-
-def test_exit_75_then_0_restarts_the_trainer_and_ends_with_0(tmp_path):
-    run = Run(tmp_path, WAITS, first_time("first", "sys.exit(75)", "print('second life')"), grace_s=0.2)
-    code, out, err = run.end()
-    assert code == 0
-    assert "trainer ended with exit code 75 (retryable); restart 1 of 5" in err
-    assert "second life" in out
-    attempts = [line[:22] for line in run.log("trainer") if line.startswith("===")]
-    assert attempts == ["=== trainer, attempt 1", "=== trainer, attempt 2"]
-
-
-def test_a_sampler_that_crashes_is_restarted_because_it_holds_no_state(tmp_path):
-    sampler = first_time("crashed", "os.kill(os.getpid(), 9)", "time.sleep(60)")
-    trainer = (
-        "import os, time\nwhile 'attempt 2' not in open(os.environ['FOLDER'] + '/sampler.log').read(): time.sleep(0.02)"
+def until_attempt(number: int) -> str:
+    """A trainer that ends when its sampler has been started so often."""
+    waits = (
+        "while 'sampler, attempt NUMBER,' not in open(os.environ['FOLDER'] + '/sampler.log').read(): time.sleep(0.02)"
     )
-    run = Run(tmp_path, sampler, trainer, grace_s=0.2)
-    code, _, err = run.end()
-    assert code == 0
-    assert "sampler was killed by SIGKILL; restart 1 of 5" in err
+    return "import os, time\n" + waits.replace("NUMBER", str(number))
+
+
+SHORT = {"grace_s": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("sampler", "trainer", "options", "code", "said"),
+    [
+        (WAITS, "import time; time.sleep(0.5)", {"grace_s": 0.5}, 0, []),
+        (WAITS, "pass", {"needs_final": True}, 1, ["exit 0 without a final checkpoint"]),  # as of a killed launcher
+        # user errors
+        (WAITS, USER_ERROR, {}, 2, ["    bad value", "full log: FOLDER/trainer.log"]),
+        (USER_ERROR, WAITS, {}, 2, ["    bad value", "full log: FOLDER/sampler.log"]),
+        (WAITS, WAITS, {"sampler.1": USER_ERROR}, 2, ["    bad value", "full log: FOLDER/sampler.1.log"]),
+        # retryable
+        (WAITS, first_time("first", "sys.exit(75)", "print('later')"), SHORT, 0,
+         ["trainer ended with exit code 75 (retryable); restart 1 of 5"]),
+        ("import sys; sys.exit(75)", WAITS, {"max_restarts": 2}, 75,
+         ["restart 1 of 2", "restart 2 of 2", "2 restarts in a row without a new step"]),
+        (MAKES_FOUR_STEPS, until_attempt(5), SHORT | {"max_restarts": 1}, 0,
+         ["sampler ended with exit code 75 (retryable); restart 1 of 1"] * 4),
+        # crashes: a sampler holds no state, a trainer has a checkpoint or not
+        (first_time("crashed", KILLS_ITSELF, "time.sleep(60)"), until_attempt(2), SHORT, 0,
+         ["tandem: sampler was killed by SIGKILL from outside, not by the kernel", "by SIGKILL; restart 1 of 5"]),
+        (WAITS, first_time("checkpoint", "sys.exit(-9)", "pass"), SHORT, 0,
+         ["ended with exit code 247 (a rank was killed by SIGKILL); restart 1 of 5"]),
+        (WAITS, FORTY_LINES, {}, 1, [*(f"\n    line {i}\n" for i in range(25, 40)), "not started again: no checkpo"]),
+        # what they leave
+        (LEAVES_ONE + WAITS, LEAVES_ONE + "import time; time.sleep(0.5)", {"grace_s": 0.5}, 0, []),
+        (WAITS, LEAVES_FILES + KILLS_ITSELF, {}, 1, []),
+    ],
+)  # fmt: skip
+def test_how_one_ends_decides_how_all_end_and_nothing_is_left(
+    tmp_path: Path, sampler: str, trainer: str, options: dict[str, object], code: int, said: list[str]
+) -> None:
+    run = Run(tmp_path, sampler, trainer, **options)
+    ended, _, err = run.end()
+    assert ended == code, err
+    for words in said:
+        assert err.count(words.replace("FOLDER", str(tmp_path))) == said.count(words), err
+    assert "line 24" not in err
+    assert run.alive() == [] and list(tmp_path.glob("shm_*")) == []
 
 
 def test_of_several_samplers_only_the_one_that_ended_is_started_again_and_all_are_asked_to_leave(tmp_path):
@@ -152,88 +178,23 @@ def test_of_several_samplers_only_the_one_that_ended_is_started_again_and_all_ar
     assert run.alive() == []
 
 
-def test_a_user_error_of_one_sampler_stops_all_and_exits_2(tmp_path):
-    wrong = "import sys; print('bad value', file=sys.stderr); sys.exit(2)"
-    run = Run(tmp_path, WAITS, WAITS, **{"sampler.1": wrong})
-    code, _, err = run.end()
-    assert code == 2
-    assert "sampler.1" in err and "    bad value" in err
-    assert run.alive() == []
-
-
-def test_a_user_error_of_the_trainer_stops_both_and_exits_2(tmp_path):
-    run = Run(tmp_path, WAITS, "import sys; print('bad value', file=sys.stderr); sys.exit(2)")
-    code, _, err = run.end()
-    assert code == 2
-    assert "    bad value" in err and f"full log: {tmp_path}/trainer.log" in err
-    assert run.alive() == []
-
-
-def test_a_user_error_of_the_sampler_stops_both_and_exits_2(tmp_path):
-    run = Run(tmp_path, "import sys; sys.exit(2)", WAITS)
-    assert run.end()[0] == 2
-    assert run.alive() == []
-
-
-def test_a_crash_of_the_trainer_without_a_checkpoint_ends_the_run_with_1_and_shows_15_lines(tmp_path):
-    run = Run(tmp_path, WAITS, "import sys\nfor i in range(40): print('line', i)\nsys.exit(1)")
-    code, _, err = run.end()
-    assert code == 1
-    shown = [line for line in err.splitlines() if line.startswith("    line")]
-    assert shown == [f"    line {i}" for i in range(25, 40)]
-    assert "not started again: no checkpoint" in err
-
-
-def test_a_crash_of_the_trainer_with_a_checkpoint_restarts_it(tmp_path):
-    run = Run(tmp_path, WAITS, first_time("checkpoint", "sys.exit(-9)", "pass"), grace_s=0.2)
-    code, _, err = run.end()
-    assert code == 0
-    assert "ended with exit code 247 (a rank was killed by SIGKILL); restart 1 of 5" in err
-
-
-def test_exit_0_without_final_weights_is_a_crash_because_a_killed_launcher_also_gives_0(tmp_path):
-    code, _, err = Run(tmp_path, WAITS, "pass", needs_final=True).end()
-    assert code == 1
-    assert "exit 0 without a final checkpoint" in err
-
-
-def test_restarts_without_progress_are_limited(tmp_path):
-    run = Run(tmp_path, "import sys; sys.exit(75)", WAITS, max_restarts=2)
-    code, _, err = run.end()
-    assert code == 75
-    assert "2 restarts in a row without a new step" in err
-    assert len([line for line in run.log("sampler") if line.startswith("=== sampler, attempt")]) == 3
-
-
-def test_a_new_step_between_two_restarts_resets_their_count(tmp_path):
-    sampler = (
-        "import os, sys, time\n"
-        "n = len([f for f in os.listdir(os.environ['FOLDER']) if f.startswith('step')])\n"
-        "if n == 4: time.sleep(60)\n"
-        "open(f\"{os.environ['FOLDER']}/step{n}\", 'w').close(); sys.exit(75)"
-    )
-    trainer = (
-        "import os, time\nwhile 'attempt 5' not in open(os.environ['FOLDER'] + '/sampler.log').read(): time.sleep(0.02)"
-    )
-    code, _, err = Run(tmp_path, sampler, trainer, max_restarts=1, grace_s=0.2).end()
-    assert code == 0
-    assert err.count("sampler ended with exit code 75 (retryable); restart 1 of 1") == 4
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_stops_both_and_exits_130(tmp_path, number):
-    run = Run(tmp_path, WAITS, WAITS)
+@pytest.mark.parametrize(
+    ("number", "trainer", "said"),
+    [
+        (signal.SIGINT, WAITS, ""),
+        (signal.SIGTERM, WAITS, ""),
+        (signal.SIGHUP, WAITS, ""),
+        (signal.SIGINT, STUBBORN, "trainer did not end within 1 s, and is killed"),
+    ],
+)
+def test_a_signal_stops_both_and_who_does_not_end_is_named_and_killed(
+    tmp_path: Path, number: int, trainer: str, said: str
+) -> None:
+    run = Run(tmp_path, WAITS, trainer, grace_s=1.0 if said else 60.0)
     run.both_wait()
     run.process.send_signal(number)
-    assert run.end()[0] == 130
-    assert run.alive() == []
-
-
-def test_children_that_ignore_signals_are_killed_after_the_grace_period(tmp_path):
-    run = Run(tmp_path, STUBBORN, STUBBORN, grace_s=1.0)
-    run.both_wait()
-    run.process.send_signal(signal.SIGINT)
-    assert run.end()[0] == 130
+    code, _, err = run.end()
+    assert code == 130 and said in err and "sampler did not" not in err
     assert run.alive() == []
 
 
@@ -249,15 +210,6 @@ def test_a_batch_that_takes_longer_than_the_grace_period_is_finished_and_saved(t
     code, _, err = run.end()
     assert code == 130 and (tmp_path / "saved").exists()
     assert "killed" not in err
-
-
-def test_who_is_killed_before_it_has_ended_is_said(tmp_path):
-    run = Run(tmp_path, WAITS, STUBBORN, grace_s=1.0)
-    run.both_wait()
-    run.process.send_signal(signal.SIGINT)
-    code, _, err = run.end()
-    assert code == 130 and "trainer did not end within 1 s, and is killed" in err
-    assert "sampler did not" not in err
 
 
 def test_nohup_keeps_a_run_over_the_end_of_its_terminal(tmp_path):
@@ -282,16 +234,10 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path):
     assert run.alive() == []
 
 
-def test_what_a_child_left_in_a_session_of_its_own_is_swept(tmp_path):
-    run = Run(tmp_path, LEAVES_ONE + WAITS, LEAVES_ONE + "import time; time.sleep(0.5)", grace_s=0.5)
+def test_a_sampler_that_leaves_by_itself_after_the_trainer_is_not_signalled(tmp_path):
+    run = Run(tmp_path, "import time; time.sleep(1); print('left by myself')", "pass", grace_s=limit(20))
     assert run.end()[0] == 0
-    assert run.alive() == []
-
-
-def test_files_that_the_trainer_never_deletes_are_removed_when_it_has_ended(tmp_path):
-    run = Run(tmp_path, WAITS, LEAVES_FILES + "os.kill(os.getpid(), 9)")
-    assert run.end()[0] == 1
-    assert list(tmp_path.glob("shm_*")) == []
+    assert "left by myself" in run.log("sampler")
 
 
 def test_what_a_sampler_makes_anew_after_the_trainer_has_ended_does_not_stay_either(tmp_path):
@@ -327,22 +273,16 @@ def test_only_the_ranks_get_the_interrupt_and_the_launcher_above_reports_their_e
 
 
 def test_the_terminal_shows_the_trainer_and_only_marked_lines_of_the_sampler(tmp_path):
-    sampler = (
-        "import os, sys, time; print('noise'); print('tandem: model loaded', file=sys.stderr)\n"
-        "open(os.environ['FOLDER'] + '/loaded', 'w').close(); time.sleep(60)"
-    )
+    """The trainer has a terminal when we have one, and the log no escape sequences."""
+    sampler = "import sys, time; print('noise'); print('tandem: loaded', file=sys.stderr); time.sleep(60)"
     trainer = (
-        "import os, time; print('step 1')\nwhile not os.path.exists(os.environ['FOLDER'] + '/loaded'): time.sleep(0.02)"
+        "import os, time\nprint(os.isatty(1), '\\x1b[1mbold\\x1b[0m')\n"
+        "while '\\ntandem: loaded' not in open(os.environ['FOLDER'] + '/sampler.log').read(): time.sleep(0.02)"
     )
-    _, out, _ = Run(tmp_path, sampler, trainer, grace_s=0.2).end()
-    assert out.splitlines() == ["step 1", "tandem: model loaded"] or out.splitlines() == [
-        "tandem: model loaded",
-        "step 1",
-    ]
-
-
-def test_the_trainer_has_a_terminal_when_we_have_one_and_the_log_has_no_escape_sequences(tmp_path):
-    spec = {"folder": str(tmp_path), "sampler": "pass", "trainer": TERMINAL}
+    _, out, _ = Run(tmp_path / "pipe", sampler, trainer, grace_s=0.2).end()
+    assert sorted(out.splitlines()) == ["False \x1b[1mbold\x1b[0m", "tandem: loaded"]
+    says = "\n".join(trainer.splitlines()[:2])
+    spec = {"folder": str(tmp_path), "sampler": "pass", "trainer": says}
     ours, theirs = pty.openpty()
     process = subprocess.Popen([sys.executable, "-c", DRIVER, json.dumps(spec)], cwd=ROOT, stdout=theirs)
     assert process.wait(timeout=limit(20)) == 0
