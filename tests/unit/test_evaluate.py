@@ -111,6 +111,8 @@ def test_a_report_counts_problems_and_leaves_out_what_does_not_apply() -> None:
     assert lines[0].startswith("3 problems, 1 left out, 6 completions")
     assert any(line.startswith("answer          pass@1      25.0 %  [") for line in lines)
     assert any(line.startswith("answer          maj@2 ") for line in lines)
+    assert "median 10, longest 99" in table(result)
+    assert report(SAMPLES[:1], 0, Rewards())["functions"]["answer"]["maj"] == {}, "one has no majority"
 
 
 def test_a_report_without_any_sample_says_so() -> None:

@@ -93,6 +93,8 @@ def test_a_version_that_appears_in_parts_within_90_s_is_waited_for_by_name_and_u
     config: Config, published: Published, monkeypatch: pytest.MonkeyPatch, figure: Callable[[str, str], None]
 ) -> None:
     share, sampler = SlowShare(published, monkeypatch), sampler_with(config, published)
+    read, listdir = [], os.listdir
+    monkeypatch.setattr("common.weights.os.listdir", lambda path: read.append(path) or listdir(path))
     share.parts = [
         (15.0, lambda: share.show(MANIFEST, 0.0)),
         (30.0, lambda: share.show(MANIFEST, 0.6)),
@@ -112,6 +114,7 @@ def test_a_version_that_appears_in_parts_within_90_s_is_waited_for_by_name_and_u
     assert [os.strerror(errno.ENOENT) in text for text in waits] == [True, False, False, True, True, False], waits
     assert [text.split()[0].rpartition("/")[2].rstrip(":") for text in waits] == [MANIFEST] * 3 + [*SHARDS, SHARDS[1]]
     assert sampler.engine.found == [list(SHARDS)]
+    assert read.count(path.parent) > 90, "NFS looks again only for who reads the folder above"
     assert sampler._invisible_since is None, "the next version has the whole time again"
     figure("R14", f"a version seen in {len(waits) + 1} stages over 90 s: 0 loads of a part")
 
@@ -148,16 +151,6 @@ def test_a_version_that_never_appears_ends_the_sampler_retryable_with_the_path(
     )
     assert "on a file system that both hosts share?" in str(ended.value)
     assert sampler.engine.num_loads == 0
-
-
-def test_each_try_reads_the_folder_above_which_makes_nfs_look_again(
-    config: Config, published: Published, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    share, sampler, read = SlowShare(published, monkeypatch), sampler_with(config, published), []
-    monkeypatch.setattr("common.weights.os.listdir", read.append)
-    for _ in range(3):
-        sampler.reload_if_credited()
-    assert read == [share.folder.parent] * 3
 
 
 def test_meanwhile_the_trainer_hears_why_and_loses_nobody(

@@ -95,14 +95,6 @@ ON_GPU = [
 ]
 
 
-def test_setup_installs_once_and_then_starts_at_once(copy: Copy) -> None:
-    result = copy.launch("setup")
-    assert result.returncode == 0, result.stderr
-    assert copy.calls() == INSTALL
-    assert copy.launch("setup").returncode == 0
-    assert copy.calls() == ["-m launcher setup"]
-
-
 def change_lock(copy: Copy) -> None:
     with open(copy.folder / "tools/locks/cpu.lock", "a") as lock:
         lock.write("# one line more\n")
@@ -116,25 +108,31 @@ def install_for_cpu(copy: Copy) -> None:
     (copy.folder / ".venv/lib/python3.11/site-packages/torch-2.13.0+cpu.dist-info").mkdir(parents=True)
 
 
+def add_a_gpu(copy: Copy) -> None:
+    shutil.rmtree(copy.folder / ".venv")
+    copy.add("nvidia-smi", "#!/usr/bin/env bash\necho 'GPU 0: one'\n")
+
+
 @pytest.mark.parametrize(
     ("change", "environment", "calls"),
-    [(change_lock, {}, AGAIN), (move, {}, INSTALL), (install_for_cpu, {"BACKEND": "gpu"}, ON_GPU)],
-    ids=["lock", "moved folder", "another backend"],
+    [
+        (lambda copy: None, {}, ["-m launcher setup"]),
+        (change_lock, {}, AGAIN),
+        (move, {}, INSTALL),
+        (install_for_cpu, {"BACKEND": "gpu"}, ON_GPU),
+        (add_a_gpu, {}, ON_GPU),
+    ],
+    ids=["nothing", "lock", "moved folder", "another backend", "a GPU"],
 )
-def test_what_an_installation_depends_on_installs_again(
+def test_setup_installs_once_and_again_when_what_it_depends_on_changes(
     copy: Copy, change: Callable[[Copy], None], environment: dict[str, str], calls: list[str]
 ) -> None:
     """Into the same environment where that can be used."""
-    copy.launch("setup")
+    assert copy.launch("setup").returncode == 0
+    assert copy.calls() == INSTALL
     change(copy)
     assert copy.launch("setup", **environment).returncode == 0
     assert copy.calls() == calls
-
-
-def test_a_machine_with_a_gpu_gets_the_gpu_packages(copy: Copy) -> None:
-    copy.add("nvidia-smi", "#!/usr/bin/env bash\necho 'GPU 0: one'\n")
-    copy.launch("setup")
-    assert copy.calls() == ON_GPU
 
 
 def test_an_environment_behind_a_link_is_never_cleared(copy: Copy, tmp_path: Path) -> None:
@@ -200,12 +198,9 @@ def test_a_wrong_environment_is_one_line_with_a_fix_and_nothing_is_installed(
     assert not (copy.folder / ".venv").exists()
 
 
-def test_the_doctor_needs_no_installation(copy: Copy) -> None:
+def test_what_the_user_set_is_kept_and_the_callers_folder_is_told(copy: Copy, tmp_path: Path) -> None:
     assert copy.launch("doctor").returncode == 0
-    assert copy.calls() == ["-m launcher doctor"]
-
-
-def test_what_the_user_set_is_not_overwritten_and_the_callers_folder_is_told(copy: Copy, tmp_path: Path) -> None:
+    assert copy.calls() == ["-m launcher doctor"], "it needs no installation"
     copy.launch("setup")
     assert copy.launch("run", cwd=tmp_path).stdout == f"usage stats: 1, called from: {tmp_path}\n"
     assert "usage stats: 0" in copy.launch("run", VLLM_NO_USAGE_STATS="0").stdout
@@ -271,11 +266,7 @@ def caller(tmp_path: Path) -> Path:
 def test_each_command_starts_its_program_with_the_callers_paths(caller: Path, typed: str, started: str) -> None:
     name, words = command(typed.split(), caller)
     assert " ".join(program(name, words, caller)) == started.replace("HERE", str(caller))
-
-
-def test_in_our_own_folder_words_stay_as_they_are() -> None:
-    name, words = command(["plan", "configs/quickstart.yaml", ""], Path())
-    assert program(name, words, Path()) == ["-m", "launcher.plan", "configs/quickstart.yaml", ""]
+    assert program("plan", ["configs/quickstart.yaml", ""], Path())[2:] == ["configs/quickstart.yaml", ""], "our folder"
 
 
 def test_a_command_replaces_its_starter_with_the_words_as_they_were_typed() -> None:

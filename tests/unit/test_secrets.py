@@ -65,17 +65,13 @@ def test_the_log_shows_the_command_without_its_secrets(tmp_path: Path) -> None:
     log = (tmp_path / "log").read_text()
     assert CANARY not in log
     assert "vllm.hf_token=***" in log and "trainer.max_steps=3" in log
-
-
-@pytest.mark.parametrize(
-    "word",
-    [
-        *("sampling.py", "--config", "run.output_dir=runs/a", "data.answer_key=solution"),
-        *("data.train=me/token-problems:main@train", "configs/secret/run.yaml"),
-    ],
-)
-def test_words_without_secrets_are_not_changed(word: str) -> None:
-    assert redacted_words([word]) == [word]
+    words = [
+        "run.output_dir=runs/a",
+        "data.answer_key=solution",
+        "me/token-problems:main@train",
+        "configs/secret/a.yaml",
+    ]
+    assert redacted_words(words) == words
 
 
 GOOD = "model: {path: m}\ndata: {train: t}\n"
@@ -109,19 +105,18 @@ def test_no_error_of_a_config_repeats_a_secret(tmp_path: Path, text: str, overri
     assert CANARY not in str(caught.value)
 
 
-def test_an_error_about_a_whole_section_says_what_is_wrong_with_it(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(GOOD + "rewards: {reward_funcs: [a, a]}")
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rewards: {reward_funcs: [a, a]}", "config.yaml:3: rewards: reward_funcs has two functions named 'a'; rename"),
+        ("vllm: {a: ]}", "config.yaml:3: not valid YAML: "),
+    ],
+)
+def test_an_error_of_a_config_names_the_line_and_the_reason(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "config.yaml").write_text(GOOD + text)
     with pytest.raises(UserError) as caught:
         load(tmp_path / "config.yaml")
-    path = tmp_path / "config.yaml"
-    said = f"{path}:3: rewards: reward_funcs has two functions named 'a'; rename one, their metrics would mix"
-    assert str(caught.value) == said
-
-
-def test_a_file_that_is_no_yaml_is_refused_with_the_line_and_the_reason(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(GOOD + "vllm: {a: ]}")
-    with pytest.raises(UserError, match=r"config\.yaml:3: not valid YAML: .*expected the node content, but found '\]'"):
-        load(tmp_path / "config.yaml")
+    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", [UserError, Retryable])
@@ -169,8 +164,9 @@ def test_an_index_of_ordinary_shards_is_accepted(tmp_path: Path) -> None:
     ["../x", "/etc/passwd", "a/b", "..", ".hidden", "", "a\0b", "x" * 129, "a b", "a\n", "mödel", None, 3, ["x"]],
 )
 def test_an_index_that_names_anything_else_is_refused_before_any_library_reads_it(tmp_path: Path, name: object) -> None:
-    with pytest.raises(UserError, match=r"index\.json"):
-        check_model_folder(str(model_folder(tmp_path, "model-1.safetensors", name)))
+    for reads in (check_model_folder, load_tokenizer):
+        with pytest.raises(UserError, match=r"index\.json"):
+            reads(str(model_folder(tmp_path, "model-1.safetensors", name)))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', "[" * 100_000])
@@ -178,11 +174,6 @@ def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(UserError, match="not an index of a model's shards"):
         check_model_folder(str(tmp_path))
-
-
-def test_both_processes_refuse_the_folder_where_they_load_the_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"names the file '\.\./x'"):
-        load_tokenizer(str(model_folder(tmp_path, "../x")))
 
 
 def test_the_check_needs_no_library_that_loads_models() -> None:
