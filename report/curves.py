@@ -15,6 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from common.durable import write_file
 from common.errors import UserError
 from report.escape import strip_escapes
@@ -33,13 +36,11 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # O
 INK = "#333333"
 DOTS = 300  # of a curve at most: more cannot be told apart
 HELD_OUT: dict[str, Any] = {"color": INK, "marker": "D", "markersize": 4.5, "linewidth": 1.6, "zorder": 4}
-CURVES = (  # key, title, unit, colour, what is said when there is nothing to draw
-    ("reward", "reward", "weighted sum, mean", "#333333", "not measured"),
-    ("kl", "KL to the reference", "nats per token", "#882255", "not measured (beta 0)"),
-    ("completions/mean_length", "response length", "tokens", "#117733", "not measured"),
-    ("frac_reward_zero_std", "dead groups", "groups of equal rewards", "#777777", "not measured"),
-)
-MORE = (  # key, title, unit; drawn only where measured
+PLOTS = (  # key, title, unit; each drawn where it was measured
+    ("reward", "reward", "weighted sum, mean"),
+    ("kl", "KL to the reference", "nats per token"),
+    ("completions/mean_length", "response length", "tokens"),
+    ("frac_reward_zero_std", "dead groups", "share of groups"),
     ("entropy", "entropy", "nats per token"),
     ("completions/clipped_ratio", "cut off at max_completion_length", "share of completions"),
     ("rollout/turns", "turns", "of the model in a rollout"),
@@ -52,14 +53,13 @@ MORE = (  # key, title, unit; drawn only where measured
 )
 
 
-def centered_mean(values: Sequence[float], window: int) -> list[float]:
+def centered_mean(values: Sequence[float], window: int) -> NDArray[np.float64]:
     """The mean of each value and its neighbours, `window` (odd) of them, fewer at the two ends. Adds no lag.
 
     centered_mean([1, 2, 3, 4, 9], 3) → [1.5, 2, 3, 5.33, 6.5]
     """
-    half, sums = window // 2, list(itertools.accumulate(values, initial=0.0))
-    ends = [(max(0, i - half), min(len(values), i + half + 1)) for i in range(len(values))]
-    return [(sums[end] - sums[start]) / (end - start) for start, end in ends]
+    sums, counts = (np.convolve(of, np.ones(window), "same") for of in (values, np.ones(len(values))))
+    return np.asarray(sums / counts)
 
 
 def evaluations_of(folder: Path) -> list[dict[str, Any]]:
@@ -80,9 +80,9 @@ def history_of(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
 
 
 def write_curves(output_dir: Path) -> Path:
-    """Draws curves.png: one plot per reward function, then CURVES, then what was measured of MORE.
+    """Draws curves.png: one plot per reward function, then what was measured of PLOTS.
 
-    Dots are single steps, lines their centred mean over about a tenth of the run. Raises UserError without a run.
+    Raises UserError without a run.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -95,19 +95,17 @@ def write_curves(output_dir: Path) -> Path:
     window = max(1, len(rows) // 10) // 2 * 2 + 1
     last_step = max(record["step"] for record in [*rows, *evaluations])
     names = reward_functions(rows, evaluations)
-    measured = [plot for plot in MORE if any(row.get(plot[0]) is not None for row in rows)]
-    others = [*CURVES, *((*plot, color, "") for plot, color in zip(measured, itertools.cycle(COLORS), strict=False))]
-    height = math.ceil((len(names) + len(others)) / 3)
+    measured = [plot for plot in PLOTS if any(row.get(plot[0]) is not None for row in rows)]
+    height, colors = max(1, math.ceil((len(names) + len(measured)) / 3)), itertools.cycle(COLORS)
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.02, hspace=0.03)
     figure = Figure(figsize=(12.6, 3.3 * height + 0.7), dpi=130, layout=layout, facecolor="white")
     axes = iter(figure.subplots(height, 3, sharex=True, squeeze=False).flat)
-    for name, color, ax in zip(names, itertools.cycle(COLORS), axes, strict=False):
-        draw_function(ax, rows, evaluations, name, color, window)
-    for key, title, unit, color, missing in others:
-        ax = next(axes)
-        draw(ax, rows, key, color, window, missing)
-        label(ax, title, unit, is_share=key in ("frac_reward_zero_std", "completions/clipped_ratio"))
-    ax.set_xlim(-0.03 * max(last_step, 1), 1.03 * max(last_step, 1))  # shared by all plots
+    for name, ax in zip(names, axes, strict=False):
+        draw_function(ax, rows, evaluations, name, next(colors), window)
+    for (key, title, unit), ax in zip(measured, axes, strict=False):
+        draw(ax, rows, key, next(colors), window)
+        label(ax, title, unit, is_share=unit.startswith("share"))
+    figure.axes[0].set_xlim(-0.03 * max(last_step, 1), 1.03 * max(last_step, 1))  # shared by all plots
     for ax in axes:
         ax.remove()
     _head(figure, f"{folder.resolve().name} · step {last_step}", window)
@@ -121,7 +119,7 @@ def draw_function(ax: Any, rows: Records, evaluations: Records, name: str, color
     """A reward function's accuracy if its values have full marks to count, else its mean; held-out points on both."""
     logged = {key for row in rows for key in row}
     is_share = f"rewards/{name}/accuracy" in logged or f"rewards/{name}/mean" not in logged
-    draw(ax, rows, f"rewards/{name}/{'accuracy' if is_share else 'mean'}", color, window, "not measured in training")
+    draw(ax, rows, f"rewards/{name}/{'accuracy' if is_share else 'mean'}", color, window)
     for record in evaluations:
         if is_share and name in record["full_marks"]:
             share, low, high = share_of_full_marks(record, name)
@@ -132,18 +130,14 @@ def draw_function(ax: Any, rows: Records, evaluations: Records, name: str, color
     label(ax, title, unit, is_share)
 
 
-def draw(ax: Any, rows: Records, key: str, color: str, window: int, missing: str) -> None:
-    """Single steps and their centred mean, or the text `missing` where there are none."""
-    from matplotlib import ticker
-
+def draw(ax: Any, rows: Records, key: str, color: str, window: int) -> None:
+    """Single steps and their centred mean."""
     points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-    if not points:
-        ax.text(0.5, 0.5, missing, transform=ax.transAxes, ha="center", va="center", color="#888888")
-        ax.yaxis.set_major_locator(ticker.NullLocator())
+    if not points:  # of a function that only evaluations have
         return
     thin = max(1, len(points) // DOTS)
     steps, values = zip(*points, strict=True)
-    mean = centered_mean(values, window)
+    mean = centered_mean(values, min(window, len(values)))
     steps, values, mean = steps[::thin], values[::thin], mean[::thin]
     ax.plot(steps, values, ".", color=color, alpha=0.35 if len(points) > 1 else 1, markersize=7, markeredgewidth=0)
     ax.plot(steps, mean, color=color, linewidth=2.2, solid_capstyle="round")
@@ -157,7 +151,6 @@ def label(ax: Any, title: str, unit: str, is_share: bool) -> None:
     ax.set_axisbelow(True)
     ax.tick_params(color="#BBBBBB", labelcolor="#555555", labelsize=9, labelbottom=True)
     ax.spines[["top", "right"]].set_visible(False)
-    ax.spines[["left", "bottom"]].set_color("#BBBBBB")
     ax.xaxis.get_major_locator().set_params(integer=True)
     if is_share:
         ax.set_ylim(-0.03, 1.03)
