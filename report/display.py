@@ -21,7 +21,7 @@ from report.advice import advise
 from report.escape import strip_escapes
 from report.full_marks import guessed, reached, record_without, row_without
 from report.history import History
-from report.step_text import HISTORY, clock, eval_line, panel_rows, scores_of, step_line
+from report.step_text import HISTORY, clock, eval_line, panel_rows, step_line
 
 WAIT_LINE_EVERY_S = 10.0
 
@@ -69,8 +69,6 @@ class StepDisplay:
         values = row_without(values, self._uncounted)
         self._recent.append(values)
         self._status = ""
-        if scores := scores_of(values, "eval/"):
-            self._eval = "  ".join([*(f"{fn} {value:.2f}" for fn, value in scores.items()), f"(step {step})"])
         self._update(step_line(step, self._max_steps, values, self._eta_s()))
 
     def advice(self, step: int, values: Mapping[str, float]) -> dict[str, float]:

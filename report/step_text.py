@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from report.escape import strip_escapes
-from report.full_marks import share
+from report.full_marks import reward_functions, share
 
 BARS = "▁▂▃▄▅▆▇█"
 HISTORY = 40  # steps in a sparkline
@@ -46,7 +46,7 @@ def step_line(step: int, max_steps: int, values: Mapping[str, float], eta_s: flo
     parts = [
         f"step {step}/{max_steps}",
         _part(values, "reward", "reward {:.2f}") + _part(values, "reward_std", " ±{:.2f}"),
-        *(f"{name} {value:.2f}" for name, value in scores_of(values, "rewards/").items()),
+        *(f"{name} {value:.2f}" for name, value in scores_of(values).items()),
         _part(values, "kl", "kl {:.2g}"),
         _part(values, "completions/mean_length", "len {:.0f}"),
         *_turns(values),
@@ -66,10 +66,10 @@ def panel_rows(recent: Sequence[Mapping[str, float]], evaluation: str, status: s
     values = recent[-1] if recent else {}
     past: dict[str, list[float]] = {}  # reward and the reward functions, by step
     for row in recent:
-        for name, value in {"reward": row.get("reward"), **scores_of(row, "rewards/")}.items():
+        for name, value in {"reward": row.get("reward"), **scores_of(row)}.items():
             past.setdefault(name, []).append(math.nan if value is None else value)
     reward = _part(values, "reward", "{:.2f}") + _part(values, "reward_std", " ±{:.2f}")
-    heads = {name: f"{value:.2f}" for name, value in scores_of(values, "rewards/").items()}
+    heads = {name: f"{value:.2f}" for name, value in scores_of(values).items()}
     batch = [
         _part(values, "completions/mean_length", "{:.0f} tokens long"),
         _part(values, "completions/clipped_ratio", "{:.0%} cut off"),
@@ -118,10 +118,10 @@ def _turns(values: Mapping[str, float]) -> list[str]:
     ]
 
 
-def scores_of(values: Mapping[str, float], prefix: str) -> dict[str, float]:
+def scores_of(values: Mapping[str, float]) -> dict[str, float]:
     """By reward function: its share of full marks where the trainer logs one, else its mean."""
-    names = [key[len(prefix) : -len("/mean")] for key in values if key.startswith(prefix) and key.endswith("/mean")]
-    scores = {name: values.get(f"{prefix}{name}/accuracy", values[f"{prefix}{name}/mean"]) for name in names}
+    names = reward_functions([values])
+    scores = {name: values.get(f"rewards/{name}/accuracy", values[f"rewards/{name}/mean"]) for name in names}
     return {strip_escapes(name): value for name, value in scores.items() if value is not None}
 
 

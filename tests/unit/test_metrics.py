@@ -198,8 +198,3 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
     assert rewards == pytest.approx({1: 0.1, 2: 0.2, 3: 0.3, 4: 40.0})
     assert [(event.step, event.value) for event in events.Scalars("eval/answer/accuracy")] == [(2, 0.75)]
     assert [(event.step, event.value) for event in events.Scalars("eval/answer/mean")] == [(2, 0.5)]
-
-
-def test_without_tensorboard_in_report_to_there_is_no_tb_folder(tmp_path):
-    MetricsLog(tmp_path, report_to=[]).close()
-    assert not (tmp_path / "tb").exists()
