@@ -1,9 +1,9 @@
 """Every setting, with its meaning under it. Both processes read the same YAML file.
 
-    sections.py sampling.py rollouts.py algorithm.py training.py    the settings, section by section
-    settings.py checks.py                                           all sections together; what they must agree on
-    loading.py messages.py                                          reading a file; errors in words
-    reference_page.py                                               docs/config.md
+    sections.py sampling.py algorithm.py training.py    the settings, section by section
+    settings.py checks.py                               all sections together; what they must agree on
+    loading.py messages.py                              reading a file; errors in words
+    reference_page.py                                   docs/config.md
 
 Key names follow TRL where TRL has one. `load` reads the file, applies `key=value` overrides, checks everything
 once and reports all errors together, with file, line and "did you mean". Nothing here imports torch, so a typo
@@ -13,8 +13,7 @@ costs milliseconds, not the start of two processes.
 from common.config.algorithm import Algorithm, GroupParams
 from common.config.checks import Config
 from common.config.loading import load
-from common.config.rollouts import MAX_ENVIRONMENTS, Rollouts
-from common.config.sampling import ROUNDING, TIES, Eval, Rewards
+from common.config.sampling import MAX_ENVIRONMENTS, ROUNDING, TIES, Eval, Rewards, Rollouts
 from common.config.sections import MAX_LORA_RANK, MAX_SOCKET_PATH, Data, Lora, Model, PromptTemplate, ReferenceSettings
 from common.config.settings import world_size
 from common.config.training import CriticSettings

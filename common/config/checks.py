@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Iterator
 
-from common.config.rollouts import MAX_ENVIRONMENTS, Rollouts
+from common.config.sampling import MAX_ENVIRONMENTS, Rollouts
 from common.config.settings import Settings
 from common.config.training import CriticSettings
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.config.algorithm import Algorithm
-from common.config.rollouts import Rollouts
-from common.config.sampling import Eval, Rewards, SamplerSettings
+from common.config.sampling import Eval, Rewards, Rollouts, SamplerSettings
 from common.config.sections import Channel, Data, Lora, Model, PromptTemplate, ReferenceSettings, Run, Section, Weights
 from common.config.training import CriticSettings, TrainerSettings
 from common.errors import UserError
