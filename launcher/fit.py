@@ -16,7 +16,6 @@ from launcher.memory import (
     published_versions,
     resident_sampler,
     sampler_memory,
-    tower_activations,
     trainer_memory,
 )
 from launcher.placement import Placement
@@ -44,18 +43,7 @@ def fit(config: Config, work: Workload, place: Placement, machine: Machine) -> F
     if are_chosen(config, place, machine):
         on_devices = _on_one_gpu
     found = on_devices(config, work, place, machine)
-    return Fit((*lines, *_images(work), *found.lines), found.problems)
-
-
-def _images(work: Workload) -> list[tuple[str, str]]:
-    """What a model that sees images has to see."""
-    tower = work.model.vision
-    if tower is None or not work.images:
-        return []
-    size = f"{work.images} in a prompt, each of at most {tower.tokens(work.patches):,} tokens, {work.patches:,} patches"
-    frozen = "" if work.trains_tower else ", frozen"
-    kept = f"activations {gib(tower_activations(work, tower))}"
-    return [("images", size), ("", f"vision tower of {tower.parameters:,} parameters{frozen}; {kept}")]
+    return Fit((*lines, *found.lines), found.problems)
 
 
 def _parts(memory: TrainerMemory) -> str:

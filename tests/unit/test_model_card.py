@@ -71,11 +71,18 @@ def card_of(run: Path, version: int = 60) -> huggingface_hub.ModelCard:
     return huggingface_hub.ModelCard.load(run / "README.md")
 
 
-def test_the_front_matter_is_what_the_hub_reads(tmp_path: Path) -> None:
-    data = card_of(run_folder(tmp_path, evaluation(0, 128, 256), evaluation(60, 384, 512))).data.to_dict()
-    assert data["base_model"] == "Qwen/Qwen2.5-0.5B-Instruct" and data["base_model_relation"] == "finetune"
-    assert data["datasets"] == ["openai/gsm8k"] and data["library_name"] == "transformers"
-    assert data["tags"] == ["tandem", "reinforcement-learning", "grpo"] and data["pipeline_tag"] == "text-generation"
+@pytest.mark.parametrize("r", [0, 16])
+def test_the_front_matter_is_what_the_hub_reads(tmp_path: Path, r: int) -> None:
+    run = run_folder(tmp_path, evaluation(0, 128, 256), evaluation(60, 384, 512), lora={"r": r})
+    if r:
+        (run / "adapter_config.json").write_text("{}")
+    card = card_of(run)
+    data = card.data.to_dict()
+    assert data["base_model"] == "Qwen/Qwen2.5-0.5B-Instruct" and data["datasets"] == ["openai/gsm8k"]
+    assert data["base_model_relation"] == ("adapter" if r else "finetune")
+    assert data["library_name"] == ("peft" if r else "transformers") and data["pipeline_tag"] == "text-generation"
+    assert data["tags"] == ["tandem", "reinforcement-learning", "grpo", *(["lora"] if r else [])]
+    assert ("AutoPeftModelForCausalLM" in str(card)) == (r > 0)
 
 
 FIRST, MIDDLE, LAST = evaluation(0, 128, 256), evaluation(20, 300, 400), evaluation(60, 384, 512)
@@ -148,28 +155,17 @@ def test_a_converted_gguf_file_is_named_by_its_contents(tmp_path: Path) -> None:
     assert "`SmolLM2-135M.Q8_0.gguf, sha256 b179c9`, trained with" in text
 
 
-def test_adapters_belong_to_peft(tmp_path: Path) -> None:
-    run = run_folder(tmp_path, lora={"r": 16})
-    (run / "adapter_config.json").write_text("{}")
-    card = card_of(run)
-    assert card.data.library_name == "peft" and card.data.to_dict()["base_model_relation"] == "adapter"
-    assert "lora" in card.data.tags and "AutoPeftModelForCausalLM" in str(card)
-
-
-def test_hub_ids_are_told_from_files_and_folders(tmp_path: Path) -> None:
-    assert hub_id("openai/gsm8k:main@train[:512]") == "openai/gsm8k" and hub_id("Qwen/Qwen2.5-0.5B") is not None
-    assert hub_id("owner/repo:weights.Q8_0.gguf") == "owner/repo"
-    for local in (
-        "data/a.jsonl",
-        "./a",
-        "~/a",
-        "/a/b",
-        str(tmp_path),
-        "a/b/c",
-        "model.gguf",
-        ".cache/quickstart/model",
-    ):
-        assert hub_id(local) is None, local
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("openai/gsm8k:main@train[:512]", "openai/gsm8k"),
+        ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B"),
+        ("owner/repo:weights.Q8_0.gguf", "owner/repo"),
+        *((local, None) for local in ("data/a.jsonl", "./a", "~/a", "/a/b", "a/b/c", "model.gguf", ".cache/a/model")),
+    ],
+)
+def test_hub_ids_are_told_from_files_and_folders(source: str, expected: str | None) -> None:
+    assert hub_id(source) == expected
 
 
 def test_what_only_concerned_one_machine_is_in_no_settings() -> None:
@@ -208,17 +204,10 @@ def test_whichever_file_operation_is_the_last_one_final_is_whole_with_its_card_o
         was_killed = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
         final = run / "final"
         if final.exists():
-            number, card = (
-                (final / "model.safetensors").read_text()[0],
-                huggingface_hub.ModelCard.load(final / "README.md"),
-            )
-            found.add((number, *re.findall(r"^held-out answer: .*?([\d.]+) %  \(", str(card), re.MULTILINE)))
-            assert sorted(path.name for path in final.iterdir()) == [
-                "README.md",
-                "config.json",
-                "model.safetensors",
-                "tokenizer.json",
-            ]
+            card, number = (final / "README.md").read_text(), (final / "model.safetensors").read_text()[0]
+            found.add((number, *re.findall(r"^held-out answer: .*?([\d.]+) %  \(", card, re.MULTILINE)))
+            files = {"README.md", "config.json", "model.safetensors", "tokenizer.json"}
+            assert {path.name for path in final.iterdir()} == files
         if not was_killed:
             break
     assert n > 10 and found == {("1", "25.0"), ("2", "75.0")}
