@@ -8,15 +8,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from common.config import Algorithm, Config, load
-from common.errors import UserError, WireError
-from common.group_limits import Limits, check_group
+from common.errors import UserError
 from common.types import Group, Rollout
-from common.wire import Envelope, decode, encode
 from model.logprobs import token_terms
 from model.packing import pack
 from sampler.completions import kept_tokens
@@ -190,47 +186,6 @@ def group(*sets: list[list[int]] | None) -> Group:
         zeros = np.zeros(len(tokens), np.float32)
         rollouts.append(Rollout(tokens.astype(np.int32), zeros, None, {"answer": 1.0}, 1.0, "stop", ids))
     return Group(3, 1, 0, np.array([5], np.int32), tuple(rollouts))
-
-
-def limits(max_sampling_mask: int) -> Limits:
-    return Limits(10, 2, 8, 8, False, ("answer",), max_sampling_mask)
-
-
-@given(st.lists(st.integers(1, 4), min_size=2, max_size=2))
-def test_sets_of_different_width_cross_the_wire(widths: list[int]) -> None:
-    sent = group(*([list(range(w)), [9] + [-1] * (w - 1)] for w in widths))
-    _, received = decode(encode(Envelope("r", "i", "s"), sent))
-    assert isinstance(received, Group)
-    check_group(received, limits(4))
-    for before, after in zip(sent.rollouts, received.rollouts, strict=True):
-        assert before.sampling_mask is not None and after.sampling_mask is not None
-        for a, b in zip(before.sampling_mask, after.sampling_mask, strict=True):
-            assert [v for v in a if v >= 0] == [v for v in b if v >= 0]
-        assert after.old_logprobs.tolist() == before.old_logprobs.tolist()
-
-
-@pytest.mark.parametrize(
-    ("bad", "max_sampling_mask"),
-    [
-        (group(None, None), 4),
-        (group([[1, 2]], [[1, 2]]), 0),
-        (group([[1, 2, 3]], [[1, 2, 3]]), 2),
-        (group([[1, 10]], [[1, 2]]), 4),
-        (group([[1, -2]], [[1, 2]]), 4),
-        (group([[1, 2, 2]], [[1, 2, 3]]), 4),
-    ],
-    ids=["missing", "not asked for", "too wide", "outside the vocabulary", "below -1", "repeated"],
-)
-def test_sets_that_no_honest_sampler_sends_are_refused(bad: Group, max_sampling_mask: int) -> None:
-    with pytest.raises(WireError, match="sampling_mask"):
-        check_group(bad, limits(max_sampling_mask))
-
-
-def test_a_sampled_token_that_its_set_does_not_begin_with_is_refused() -> None:
-    honest = group([[1, 2]], [[2, 1]])
-    wrong = Rollout(**vars(honest.rollouts[0]) | {"completion_ids": np.array([2], np.int32)})
-    with pytest.raises(WireError, match="first of its set"):
-        check_group(Group(3, 1, 0, honest.prompt_ids, (wrong, honest.rollouts[1])), limits(4))
 
 
 def test_a_micro_batch_joins_sets_of_different_width() -> None:

@@ -118,6 +118,12 @@ def test_rewards_may_be_any_number_and_nan_means_does_not_apply() -> None:
     check_group(make_group(0, 0, make_rollout(), make_rollout(rewards={"answer": math.nan}, reward=0.0)), LIMITS)
 
 
+def test_the_sets_of_kept_tokens_of_a_group_get_the_width_of_the_widest() -> None:
+    sets = [np.array(rows, np.int32) for rows in ([[3], [4]], [[3, 9], [4, 7]])]
+    _, arrived = decode(encode(ENVELOPE, make_group(0, 0, *(make_rollout(sampling_mask=one) for one in sets))))
+    assert [r.sampling_mask.tolist() for r in arrived.rollouts] == [[[3, -1], [4, -1]], [[3, 9], [4, 7]]]
+
+
 def test_an_outline_has_all_of_a_group_but_what_stands_in_its_arrays() -> None:
     rng = random.Random(5)
     for group in (random_group(rng) for _ in range(50)):
@@ -329,6 +335,11 @@ def one_of(*tokens: int, **changes: Any) -> Group:
     return make_group(0, 0, make_rollout(), make_rollout(tokens or (3, 4), **changes))
 
 
+def kept(*sets: list[int]) -> Rollout:
+    """Tokens 3 and 4, with what they could have been."""
+    return make_rollout(sampling_mask=np.array(sets, np.int32))
+
+
 def both_of(rollout: Rollout) -> Group:
     return make_group(0, 0, rollout, rollout)
 
@@ -345,6 +356,7 @@ def group_of(**changes: Any) -> Group:
         (group_of(failures=("x" * 500,)), IN_TURNS | {"num_generations": 3}),
         (make_group(0, 0, make_rollout(), of_two_turns()), IN_TURNS),
         (both_of(of_two_turns(sampling_mask=SET, **REF)), IN_TURNS | SCORED | FILTERED),
+        (both_of(kept([3, 0], [4, -1])), FILTERED),
         (make_group(0, 3, make_rollout(), OF_4_AND_5), IN_FLIGHT),  # the first rollout has tokens of 3
         (make_group(0, 4, make_rollout(version_spans=((0, 5),)), OF_4_AND_5), IN_FLIGHT),
     ],
@@ -380,6 +392,13 @@ def test_an_honest_group_passes_the_check(group: Group, limits: dict[str, Any]) 
         (make_group(0, 4, make_rollout(), OF_4_AND_5), {}, "version_spans"),
         (make_group(0, 3, make_rollout(version_spans=((0, 5),)), OF_4_AND_5), IN_FLIGHT, "version_spans"),
         (make_group(0, 5, make_rollout(), OF_4_AND_5), IN_FLIGHT, "version_spans"),
+        (make_group(0), FILTERED, "sampling_mask"),
+        (both_of(kept([3, 9], [4, 7])), {}, "sampling_mask"),
+        (both_of(kept([3, 9, 8], [4, 7, 8])), FILTERED, "sampling_mask"),  # too wide
+        (both_of(kept([3, 100], [4, 7])), FILTERED, "sampling_mask"),
+        (both_of(kept([3, -2], [4, 7])), FILTERED, "sampling_mask"),
+        (both_of(kept([3, 3], [4, 7])), FILTERED, "sampling_mask"),
+        (both_of(kept([9, 3], [4, 7])), FILTERED, "sampling_mask"),  # the sampled token comes first
         (one_of(reward=math.nan), {}, "reward"),
         (one_of(reward=math.inf), {}, "reward"),
         (one_of(rewards={"answer": math.inf}), {}, "reward"),
