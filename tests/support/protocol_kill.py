@@ -251,17 +251,13 @@ def judge(folder: Path, kills: int, seed: int, deadline_s: float, links: int = 0
     running: dict[int, tuple[str, str]] = {}
 
     def begin(role: str) -> None:
-        if role == LINKS:
-            armed = str(rng.randrange(200, 1500)) if lives[LINKS] < links else ""
-            lives[LINKS] += 1
-            running[live(LINKS, folder, armed)] = LINKS, LINKS
-            return
-        points = ROLES[role]
-        # the two samplers begin at different points
-        point = points[(lives[role] + (len(points) // 2) * (role == "s1")) % len(points)]
-        armed = f"{point}:{rng.randrange(1, 9)}:kill" if lives[role] < plan[role] else ""
+        life, point = lives[role], LINKS
+        armed = str(rng.randrange(200, 1500))  # milliseconds that a link lives
+        if role != LINKS:  # the two samplers begin at different points
+            point = ROLES[role][(life + (len(ROLES[role]) // 2) * (role == "s1")) % len(ROLES[role])]
+            armed = f"{point}:{rng.randrange(1, 9)}:kill"
         lives[role] += 1
-        running[live(role, folder, armed)] = role, point
+        running[live(role, folder, armed if life < plan[role] else "")] = role, point
 
     for role in (*ROLES, *([LINKS] if links else [])):
         begin(role)
