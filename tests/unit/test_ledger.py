@@ -78,7 +78,7 @@ def test_the_shortest_lease_grows_first_and_what_was_trained_is_forgotten() -> N
     accept(ledger, 2, "fast")
     ledger.advance(1)
     assert (ledger.leases, list(ledger.held)) == ({1: ["slow"], 3: ["slow"]}, [2])
-    assert granted(ledger, "fast", "slow") == [[4], [1, 3]]
+    assert granted(ledger, "slow", "fast") == [[1, 3], [4]]
 
 
 def test_a_refilled_batch_admits_as_many_more_and_the_run_ends_as_much_later() -> None:
