@@ -544,8 +544,9 @@ def test_held_out_problems_that_cannot_be_scored_are_left_out_until_there_are_to
 
 
 def test_what_samplers_report_is_put_together(link: MemoryLink) -> None:
-    """How: test_peers.py."""
-    with link.inbox() as inbox:
+    """How: test_peers.py. One that was started again is told from one that says hello twice."""
+    said: list[str] = []
+    with link.inbox(say=said.append) as inbox:
         link.say("s0", HELLO, "", "")
         for tokens in (9000.0, 9100.0):
             link.say("s0", wire.Beat("sampling", 1, 7, {"total/tokens": tokens}))
@@ -556,3 +557,7 @@ def test_what_samplers_report_is_put_together(link: MemoryLink) -> None:
         assert inbox.versions_in_use() == [7]
         lose(inbox, "s0")
         until(lambda: inbox.versions_in_use() == [])
+        for pid in (1, 2):
+            link.say("s0", msgspec.structs.replace(HELLO, pid=pid), "", "")
+        until(lambda: "sampler s0 is back as pid 2" in said)
+        assert "sampler s0 is back as pid 1" not in said

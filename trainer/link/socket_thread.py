@@ -168,7 +168,6 @@ class SocketThread(threading.Thread):
             self.say(f"group {group.group_id} could not be produced: {group.reason}")
             count, what = state.counters["tombstones"], "groups could not be produced"
             self._end_if_too_many(count, state.ledger.total, what, group)
-        state.changed.notify_all()
 
     def _accept_eval(self, result: EvalResult) -> None:
         evaluation, published = self.state.evaluation, self.state.published
