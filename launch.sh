@@ -4,7 +4,7 @@
 #   bash launch.sh [run] [config.yaml] [key=value …]   install what is missing, then train; default: the quick start
 #   bash launch.sh run config.yaml --hosts HOSTFILE [key=value …]   the same over several hosts: docs/hosts.md
 #   bash launch.sh plan [config.yaml] [key=value …]    every number that follows from a config, before anything starts
-#   bash launch.sh eval CHECKPOINT [DATA] [key=value …]   pass@k, maj@k, format and length of a model, without a trainer
+#   bash launch.sh eval CHECKPOINT [DATA] [key=value …]   pass@k, maj@n, format and length of a model, without a trainer
 #   bash launch.sh check config.yaml [key=value …]   try the rewards before any GPU time is spent
 #   bash launch.sh convert FILE.gguf FOLDER [--dtype float32]   a model folder from a GGUF file
 #   bash launch.sh report RUN_FOLDER | samples RUN_FOLDER [--step N] [--worst | --best]
