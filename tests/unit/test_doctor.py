@@ -142,3 +142,25 @@ def test_a_hub_that_does_not_answer_is_named_with_both_ways_out(monkeypatch: pyt
     assert "HF_ENDPOINT" in check.fix and "HF_HUB_OFFLINE=1" in check.fix
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert doctor.hub().ok
+
+
+@pytest.mark.parametrize(("code", "ok"), [(401, True), (500, False)])
+def test_a_hub_that_refuses_answers_and_one_that_fails_does_not(
+    monkeypatch: pytest.MonkeyPatch, code: int, ok: bool
+) -> None:
+    def refuse(request: object, timeout: float) -> None:
+        raise doctor.urllib.error.HTTPError("u", code, "no", None, None)  # type: ignore[arg-type]
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(doctor.urllib.request, "urlopen", refuse)
+    assert doctor.hub().ok == ok
+
+
+@pytest.mark.parametrize(("gpus", "backend", "ok"), [(0, "", True), (2, "", False), (2, "cpu", True)])
+def test_gpus_beside_the_cpu_build_must_be_meant(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, backend: str, ok: bool
+) -> None:
+    monkeypatch.setattr(doctor, "count_gpus", lambda: gpus)
+    monkeypatch.setattr(doctor, "is_cpu_build", lambda: True)
+    monkeypatch.setenv("BACKEND", backend)
+    assert list(doctor.compilers_and_gpus())[1].ok == ok
