@@ -18,12 +18,21 @@ from common.errors import UserError
 from common.functions import check_parameters, describe, parameters_of, short_name, takes_all
 from common.outcomes import await_all, finite_number, shorten
 from environments import Done, Message, Turn
-from environments.messages import EnvironmentSetup
 from environments.tools import Toolbox
 
 _PLAIN = (bool, int, float, str, type(None), list, dict)
 _LARGEST_STATE = 1 << 16  # bytes of an attribute
 _NOT_TOOLS = ("reset", "get_reward", "close")
+
+
+class EnvironmentSetup(msgspec.Struct, frozen=True):
+    """One of environment and tools is given."""
+
+    environment: str | None
+    tools: list[str]
+    arguments: dict[str, Any] = {}  # rollout.environment_kwargs
+    parser: str = "hermes"
+    columns: list[str] | None = None  # null: the signature of reset is not checked
 
 
 class BrokenEnvironment(Exception):

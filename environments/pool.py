@@ -21,7 +21,8 @@ from common.errors import UserError
 from common.outcomes import shorten
 from common.worker.owner import START_TIMEOUT_S, LostError, StartError, Worker, Workers
 from environments import Failed, Reply, Turn
-from environments.messages import MAX_ANSWER_BYTES, Answer, EnvironmentSetup, Request
+from environments.contracts import EnvironmentSetup
+from environments.service import MAX_ANSWER_BYTES, Answer, Request
 
 _BUSY_PATIENCE_S = 1.0  # of one that is closed while it works
 _MAX_MEMORY = 2 << 30  # of each environment's process

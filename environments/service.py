@@ -7,15 +7,33 @@ import random
 import sys
 import time
 from dataclasses import replace
+from typing import Any, Literal
 
 import msgspec
 
 from common.errors import UserError
 from common.worker import encode
 from environments import Done, Failed, Turn
-from environments.contracts import BrokenEnvironment, Found, Instance
-from environments.messages import MAX_ANSWER_BYTES, Answer, EnvironmentSetup, Request
+from environments.contracts import BrokenEnvironment, EnvironmentSetup, Found, Instance
 from environments.tools import schemas
+
+MAX_ANSWER_BYTES = 1 << 20  # many times what a rollout has tokens for
+
+
+class Request(msgspec.Struct, frozen=True):
+    kind: Literal["describe", "reset", "step", "finish"]
+    completion: str = ""
+    columns: dict[str, Any] = {}
+    seed: int | None = None
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """One of these, for each Request."""
+
+    turn: Turn | None = None
+    done: Done | None = None
+    failed: Failed | None = None
+    tools: list[dict[str, Any]] | None = None  # of describe
 
 
 class EnvironmentService:

@@ -7,7 +7,7 @@ The gold answer is the column `answer`: a number, text such as `\frac{1}{2}`, a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rewards import text_of
@@ -18,27 +18,23 @@ from rewards.gsm8k import answer_part
 
 def boxed(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
     r"""1 when the last \boxed{} holds the gold answer, else 0; None where the row has none."""
-    return [_boxed_score(text_of(c), gold, 1.0, 0.0, 0.0) for c, gold in zip(completions, answer, strict=True)]
+    return _scores(completions, answer, lambda text, gold: float(bool(_box_is_right(text, gold))))
 
 
 def acc(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
     r"""1 when the last \boxed{} holds the gold answer, −0.5 when it holds another, −1 without one."""
-    return [_boxed_score(text_of(c), gold, 1.0, -0.5, -1.0) for c, gold in zip(completions, answer, strict=True)]
+    values = {True: 1.0, False: -0.5, None: -1.0}
+    return _scores(completions, answer, lambda text, gold: values[_box_is_right(text, gold)])
 
 
 def base_acc(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
     """1 for a right final answer in whatever form, else 0: for base models, which have yet to learn one."""
-    verdicts = [is_right(text_of(c), gold) for c, gold in zip(completions, answer, strict=True)]
-    return [None if verdict is None else float(verdict) for verdict in verdicts]
+    return _scores(completions, answer, lambda text, gold: float(bool(is_right(text, gold))))
 
 
 def math_verify(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
     """1 when the answer that math-verify finds anywhere in the completion is the gold one, else 0."""
-    rewards: list[float | None] = []
-    for completion, value in zip(completions, answer, strict=True):
-        wanted = golds(value)
-        rewards.append(float(agrees(text_of(completion), wanted)) if wanted else None)
-    return rewards
+    return _scores(completions, answer, lambda text, gold: float(agrees(text, gold)))
 
 
 def gated_format(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
@@ -46,12 +42,7 @@ def gated_format(completions: Sequence[Any], answer: Sequence[Any]) -> list[floa
 
     Beside `answer` (+1, −1) a wrong answer gains nothing by its form, and none outranks a right one.
     """
-    rewards: list[float | None] = []
-    for completion, gold in zip(completions, answer, strict=True):
-        text = text_of(completion)
-        verdict = is_right(text, gold)
-        rewards.append(None if verdict is None else float(verdict and is_formatted(text)))
-    return rewards
+    return _scores(completions, answer, lambda text, gold: float(bool(is_right(text, gold)) and is_formatted(text)))
 
 
 def strict_format(completions: Sequence[Any]) -> list[float]:
@@ -64,14 +55,18 @@ def boxed_format(completions: Sequence[Any]) -> list[float]:
     return [1.0 if _is_thought_then_box(text_of(completion)) else 0.0 for completion in completions]
 
 
-def _boxed_score(text: str, gold: Any, right: float, wrong: float, without: float) -> float | None:
-    wanted = golds(gold)
-    if not wanted:
-        return None
+def _scores(
+    completions: Sequence[Any], answer: Sequence[Any], score: Callable[[str, list[str]], float]
+) -> list[float | None]:
+    """By completion and right answers; None where the row has none."""
+    wanted = [golds(value) for value in answer]
+    return [score(text_of(c), gold) if gold else None for c, gold in zip(completions, wanted, strict=True)]
+
+
+def _box_is_right(text: str, gold: list[str]) -> bool | None:
+    """None without a box."""
     box = last_boxed(text)
-    if box is None:
-        return without
-    return right if any(same_answer(box, one) for one in wanted) else wrong
+    return None if box is None else any(same_answer(box, one) for one in gold)
 
 
 def _is_strict(text: str) -> bool:

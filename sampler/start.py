@@ -131,7 +131,11 @@ def try_rewards(pool: RewardPool, problems: list[Problem], config: Config) -> No
         made_up = probes(problem.columns.get("answer"))
         texts = [made_up[i % len(made_up)].text for i in range(max(len(made_up), config.sampler.num_generations))]
         ids = [list(range(len(text.split()))) for text in texts]
-        _submit_trial(pool, problem, config, texts, ids)
+        said = (
+            {"environment_rewards": [float(i % 2) for i in range(len(texts))]} if config.rollout.is_multi_turn else {}
+        )
+        row = whole_row(problem, config.data.image_key)
+        pool.submit("trial", shown_to_rewards(problem, config), texts, ids, row, **said)
         [(_, scores)] = pool.ready(timeout_s=config.rewards.timeout_s + _START_PATIENCE_S)
         if not isinstance(scores, RewardFailure):
             if len(made_up) > 1 and len({total for _, total in scores}) == 1:
@@ -146,15 +150,6 @@ def try_rewards(pool: RewardPool, problems: list[Problem], config: Config) -> No
             return  # a slow or dying process may be the machine's doing: the run has a budget for it
         reason = scores.reason
     raise UserError(f"rewards: {reason} (all {len(tried)} rows tried before sampling fail)")
-
-
-def _submit_trial(pool: RewardPool, problem: Problem, config: Config, texts: list[str], ids: list[list[int]]) -> None:
-    """In the shapes of the run; of several turns with an environment that likes every second one."""
-    shown = shown_to_rewards(problem, config)
-    said: dict[str, Any] = {}
-    if config.rollout.is_multi_turn:
-        said["environment_rewards"] = [float(i % 2) for i in range(len(texts))]
-    pool.submit("trial", shown, texts, ids, whole_row(problem, config.data.image_key), **said)
 
 
 def prompts_of(
