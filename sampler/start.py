@@ -131,9 +131,9 @@ def try_rewards(pool: RewardPool, problems: list[Problem], config: Config) -> No
         made_up = probes(problem.columns.get("answer"))
         texts = [made_up[i % len(made_up)].text for i in range(max(len(made_up), config.sampler.num_generations))]
         ids = [list(range(len(text.split()))) for text in texts]
-        said = (
-            {"environment_rewards": [float(i % 2) for i in range(len(texts))]} if config.rollout.is_multi_turn else {}
-        )
+        said: dict[str, Any] = {}
+        if config.rollout.is_multi_turn:  # of an environment that likes every second one
+            said["environment_rewards"] = [float(i % 2) for i in range(len(texts))]
         row = whole_row(problem, config.data.image_key)
         pool.submit("trial", shown_to_rewards(problem, config), texts, ids, row, **said)
         [(_, scores)] = pool.ready(timeout_s=config.rewards.timeout_s + _START_PATIENCE_S)

@@ -185,17 +185,6 @@ def test_a_slow_reset_and_a_row_that_cannot_be_sent_fail_their_rollout(pool):
     assert pool.pending == 0
 
 
-def test_a_process_that_died_while_idle_fails_the_next_step_alone(file, pool):
-    started(pool, 1, 2)
-    pid = int(stepped(pool, 1, "global answer; answer = str(os.getpid())").messages[0]["content"])
-    os.kill(pid, signal.SIGKILL)
-    until(lambda: not psutil.pid_exists(pid), 5.0)
-    reply = stepped(pool, 1, "")
-    assert reply.kind == "crash" and "died of signal 9" in reply.reason
-    assert isinstance(stepped(pool, 2, ""), Turn)
-    pool.close_all()
-
-
 def test_when_the_fork_server_dies_its_rollouts_fail_once_and_the_next_start_has_another(file):
     with EnvironmentPool(settings(file), columns=ROW) as pool:
         started(pool, 1, 2)
@@ -272,17 +261,6 @@ def test_a_deadline_that_is_over_before_the_process_runs_still_ends_it(file):
         assert [reply.kind for reply in replies.values()] == ["timeout"] * 20
         server = psutil.Process(pool._workers.server_pid)
         until(lambda: not server.children(), 5.0)
-
-
-def test_everything_ends_with_the_pool(file):
-    with EnvironmentPool(settings(file), columns=ROW) as pool:
-        started(pool, 1, 2)
-        pool.step(1, "time.sleep(600)")
-        pids = [p.pid for p in psutil.Process(pool._workers.server_pid).children()]
-        begun = time.monotonic()
-    assert not overdue(time.monotonic() - begun, 2.0)
-    assert len(pids) >= 2
-    until(lambda: not any(map(psutil.pid_exists, pids)), 2.0)
 
 
 @pytest.mark.skipif(not can_confine_signals(), reason="this kernel cannot confine signals (Linux 6.12)")

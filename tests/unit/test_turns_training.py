@@ -25,9 +25,9 @@ from tests.support.gloo_data import GAE, GROUP_PPO, TEMPERATURE, settings, turns
 from tests.support.plain_training import PlainActorCritic, PlainGroupPpo, PlainTraining
 from tests.support.tiny import VOCAB_SIZE, tiny_model, tiny_reward_model
 from tests.unit.test_attention import exact
-from trainer.algorithm.advantages import shaped_rewards, step_advantages
+from trainer.algorithm.advantages import shaped_rewards
 from trainer.algorithm.critic_advantages import ByGroup, Estimates, estimate, estimate_segments
-from trainer.algorithm.losses import importance_ratio, loss, token_objective
+from trainer.algorithm.losses import loss, token_objective
 from trainer.data import tensors
 from trainer.data.experience import Experience, score_rewards, with_estimates
 
@@ -71,28 +71,6 @@ def test_a_rollout_of_two_turns_by_hand() -> None:
     assert batch.advantages.tolist() == [0.5] * 4 + [-0.5] * 2
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "weights"),
-    [
-        ("grpo", [1 / 8] * 4 + [1 / 4] * 2),  # 1 / (B · |o|), |o| = 4 and 2
-        ("dapo", [1 / 6] * 6),
-        ("bnpo", [1 / 6] * 6),
-        ("cispo", [1 / 6] * 6),
-        ("dr_grpo", [1 / 16] * 6),  # 1 / (B · L_max)
-    ],
-)
-def test_token_means_count_sampled_tokens(loss_type: str, weights: list[float]) -> None:
-    cap = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
-    assert micro_batch(GROUP, config(loss_type=loss_type, **cap)).weights.tolist() == pytest.approx(weights)
-
-
-def test_the_importance_ratio_of_a_sequence_is_the_mean_over_what_it_wrote() -> None:
-    batch = micro_batch(GROUP, config())
-    now = batch.old_logprobs + torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.7])
-    ratio = importance_ratio(now - batch.old_logprobs, batch.row.lengths, "sequence")
-    assert ratio.log().tolist() == pytest.approx([0.25] * 4 + [0.6] * 2)
-
-
 def test_gae_steps_from_sampled_token_to_sampled_token() -> None:
     of = config(adv_estimator="gae", gamma=1.0, lam=0.5, whiten_advantages=False)
     values = {0: [np.array([0.5, 0.25, 0.75, 0.5]), np.array([0.0, 0.0])]}
@@ -106,38 +84,6 @@ def test_gae_steps_from_sampled_token_to_sampled_token() -> None:
     assert learned.row.source_index.tolist() == [1, 2, 5, 6, 1, 8]
     assert learned.returns.tolist() == [0.5, 0.75, 0.75, 1.0, 0.0, 0.0]
     assert learned.weights.tolist() == pytest.approx([1 / 6] * 6)
-
-
-def test_the_kl_in_the_reward_is_that_of_what_the_model_wrote() -> None:
-    # log π_old − log π_ref = .5 at each of 4 and of 2 tokens
-    found = shaped_rewards(GROUP, config(beta=0.1, kl_in_reward=True))
-    assert found.tolist() == pytest.approx([1 - 0.1 * 2, 0 - 0.1 * 1])
-
-
-def test_segments_run_over_sampled_tokens_from_one_turn_into_the_next() -> None:
-    params = {"group_variance_threshold": 1.0, "group_max_size": 3, "threshold_lr": 0.0}
-    of = config(adv_estimator="group_ppo", gamma=1.0, lam=1.0, whiten_advantages=False, group_params=params)
-    values = {0: [np.zeros(4), np.zeros(2)]}
-    found = estimate_segments([GROUP], values, None, 1.0, of)
-    # token advantages are all 1, so sharing never costs: 3 tokens, the longest allowed, then 1
-    assert found.policy_positions is not None and found.value_positions is not None
-    assert [at.tolist() for at in found.policy_positions[0]] == [[2, 3], [1]]
-    assert [at.tolist() for at in found.value_positions[0]] == [[0, 3], [0]]
-    known = with_estimates([Experience(GROUP)], found)
-    over = tensors.step_denominator(known, 1, of)
-    batch = tensors.micro_batch(known, over, of.algorithm)
-    assert batch.row.target_ids.tolist() == [14, 15, 11]  # the third and fourth that it wrote
-    assert batch.row.source_index.tolist() == [5, 6, 8]
-    assert batch.old_logprobs.tolist() == [-5, -6, -2]
-    learned = tensors.value_batch(known, tensors.num_value_tokens(known, of.algorithm), of.algorithm)
-    assert learned.row.source_index.tolist() == [1, 6, 1]
-
-
-def test_whitening_counts_what_the_model_wrote() -> None:
-    found = step_advantages([GROUP], config(adv_estimator="reinforce_plus_plus"))[0]
-    # 1 four times and 0 twice: mean 2/3, variance (4 · 1/9 + 2 · 4/9) / 5 = 4/15
-    std = (4 / 15) ** 0.5 + 1e-4
-    assert found.tolist() == pytest.approx([1 / 3 / std, -2 / 3 / std])
 
 
 def test_the_overlong_punishment_is_that_of_the_whole_rollout_because_so_is_the_limit() -> None:
