@@ -36,11 +36,52 @@ def made(tokenizer, question, columns=None, chat_template=CHATML, **template):
     return make_prompt(problem(question, **(columns or {})), tokenizer, config)
 
 
-def test_system_and_question_become_turns_and_the_assistant_is_next(tokenizer):
-    prompt = made(tokenizer, "2+2?", system="Add.")
-    assert prompt.text == (
-        "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
-    )
+ASK, MINE = {"role": "user", "content": "2+2?"}, {"role": "system", "content": "Mine."}
+ADD, PREFILLED = {"role": "system", "content": "Add."}, {"role": "assistant", "content": "<think>"}
+EXAMPLES = [{"user": "1+1?", "assistant": "#### 2"}, {"assistant": "#### 6", "user": "3+3?"}]
+SHOTS = [{"role": role, "content": example[role]} for example in EXAMPLES for role in ("user", "assistant")]
+SHAREGPT = [{"from": "system", "value": "Add."}, {"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
+# of the Orz data as it is read: both messages have the fields of each
+ORZ = [
+    {"from": "human", "value": "2+2?", "ground_truth": None},
+    {"from": "assistant", "value": None, "ground_truth": {"value": "4"}},
+]
+TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "turns", "for_rewards"),
+    [
+        ("2+2?", {"system": "Add."}, [ADD, ASK], "2+2?"),
+        ([ASK], {"system": "Add."}, [ADD, ASK], [ADD, ASK]),
+        ([MINE, ASK], {"system": "Add."}, [MINE, ASK], [MINE, ASK]),
+        ("2+2?", {"system": "Add.", "examples": EXAMPLES}, [ADD, *SHOTS, ASK], "2+2?"),
+        ([MINE, ASK], {"system": "Add.", "examples": EXAMPLES}, [MINE, *SHOTS, ASK], [MINE, *SHOTS, ASK]),
+        (SHAREGPT, {}, [ADD, ASK], [ADD, ASK]),
+        (ORZ, {}, [ASK], [ASK]),
+        ([ASK, PREFILLED], {}, [ASK, PREFILLED], [ASK, PREFILLED]),
+        (" 2+2? ", {"format": "{{ content | trim }} ({{ level }}) \\boxed{}.\n"}, ["2+2? (easy) \\boxed{}."], " 2+2? "),
+        (TALK, {"format": "<{{ content }}>"}, [*TALK[:2], "<c>"], [*TALK[:2], {"role": "user", "content": "<c>"}]),
+    ],
+)
+def test_a_row_becomes_turns_and_rewards_get_its_string_or_all_messages(
+    tokenizer, tmp_path, row, template, turns, for_rewards
+):
+    template = dict(template)
+    if "format" in template:
+        (tmp_path / "format.jinja").write_text(template.pop("format"))
+        template["format_prompt"] = tmp_path / "format.jinja"
+    turns = [{"role": "user", "content": turn} if isinstance(turn, str) else turn for turn in turns]
+    text = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in turns)
+    text = text.removesuffix("<|im_end|>\n") if turns[-1] is PREFILLED else text + "<|im_start|>assistant\n"
+    prompt = made(tokenizer, row, {"level": "easy"}, **template)
+    assert (prompt.text, prompt.for_rewards) == (text, for_rewards)
+
+
+def test_rewards_of_several_turns_get_messages(tokenizer):
+    template, answer = {"chat_template": CHATML, "system": "Add."}, {"reward_funcs": ["answer"]}
+    several_turns = config_of(prompt=template, rollout={"tools": ["my.py:f"]}, rewards=answer)
+    assert make_prompt(problem("2+2?"), tokenizer, several_turns).for_rewards == [ADD, ASK]
 
 
 def test_token_ids_are_the_text_one_to_one_without_added_tokens(tokenizer):
@@ -51,52 +92,9 @@ def test_token_ids_are_the_text_one_to_one_without_added_tokens(tokenizer):
     assert tokenizer.decode(prompt.token_ids) == prompt.text
 
 
-def test_rewards_get_the_string_of_the_row_or_all_messages(tokenizer):
-    assert made(tokenizer, "2+2?", system="Add.").for_rewards == "2+2?"
-    chat = [{"role": "user", "content": "2+2?"}]
-    system = {"role": "system", "content": "Add."}
-    assert made(tokenizer, chat, system="Add.").for_rewards == [system, *chat]
-    template, answer = {"chat_template": CHATML, "system": "Add."}, {"reward_funcs": ["answer"]}
-    several_turns = config_of(prompt=template, rollout={"tools": ["my.py:f"]}, rewards=answer)
-    assert make_prompt(problem("2+2?"), tokenizer, several_turns).for_rewards == [system, *chat]
-
-
-def test_a_string_and_the_same_question_as_messages_are_one_prompt(tokenizer):
-    text = made(tokenizer, "2+2?").text
-    assert made(tokenizer, [{"role": "user", "content": "2+2?"}]).text == text
-
-
-EXAMPLE = {"user": "1+1?", "assistant": "#### 2"}
-
-
-def test_worked_examples_are_turns_between_the_system_message_and_the_problem(tokenizer):
-    given = {"system": "Add.", "examples": [EXAMPLE, {"assistant": "#### 6", "user": "3+3?"}]}
-    shots = (
-        "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n#### 2<|im_end|>\n"
-        "<|im_start|>user\n3+3?<|im_end|>\n<|im_start|>assistant\n#### 6<|im_end|>\n"
-    )
-    problem_turn = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
-    chat = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "2+2?"}]
-    for row, system in (("2+2?", "Add."), (chat, "Mine.")):
-        prompt = made(tokenizer, row, **given)
-        assert prompt.text == f"<|im_start|>system\n{system}<|im_end|>\n" + shots + problem_turn
-    assert made(tokenizer, "2+2?", **given).for_rewards == "2+2?"
-
-
 def test_half_an_example_is_refused():
     with pytest.raises(ValueError, match=r"an example has user; write \{user: …, assistant: …\}"):
         PromptTemplate(examples=[{"user": "1+1?"}])
-
-
-def test_a_row_with_its_own_system_message_keeps_it(tokenizer):
-    chat = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "2+2?"}]
-    prompt = made(tokenizer, chat, system="Add.")
-    assert prompt.for_rewards == chat and "Add." not in prompt.text
-
-
-def test_a_row_that_ends_in_an_assistant_turn_is_continued_not_closed(tokenizer):
-    chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "<think>"}]
-    assert made(tokenizer, chat).text.endswith("<|im_start|>assistant\n<think>")
 
 
 def test_the_prompt_column_and_template_arguments_come_from_the_config(tokenizer, tmp_path):
@@ -107,25 +105,6 @@ def test_the_prompt_column_and_template_arguments_come_from_the_config(tokenizer
     assert make_prompt(row, tokenizer, config_of(data={"prompt_key": "ask"}, prompt=template)).text == "2+2!"
 
 
-def test_a_format_prompt_writes_the_users_message_and_rewards_still_get_the_row(tokenizer, tmp_path):
-    path = tmp_path / "format.jinja"
-    path.write_text("{{ content | trim }} ({{ level }}) Use \\boxed{}.\n")
-    prompt = made(tokenizer, " 2+2? ", {"level": "easy"}, format_prompt=path, system="Add.")
-    assert prompt.text == (
-        "<|im_start|>system\nAdd.<|im_end|>\n"
-        "<|im_start|>user\n2+2? (easy) Use \\boxed{}.<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert prompt.for_rewards == " 2+2? "
-
-
-def test_a_format_prompt_rewrites_only_the_last_user_turn(tokenizer, tmp_path):
-    path = tmp_path / "format.jinja"
-    path.write_text("<{{ content }}>")
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    text = made(tokenizer, chat, format_prompt=path).text
-    assert "user\na<" in text and "assistant\nb<" in text and "user\n<c><" in text
-
-
 def test_a_format_prompt_that_names_no_column_lists_those_there(tokenizer, tmp_path):
     path = tmp_path / "format.jinja"
     path.write_text("{{ problem }}")
@@ -133,21 +112,6 @@ def test_a_format_prompt_that_names_no_column_lists_those_there(tokenizer, tmp_p
         made(tokenizer, "2+2?", format_prompt=path)
     with pytest.raises(UserError, match=r"prompt\.format_prompt .*no\.jinja: No such file"):
         made(tokenizer, "2+2?", format_prompt=tmp_path / "no.jinja")
-
-
-def test_sharegpt_messages_are_read_and_the_answer_they_hold_is_left_off(tokenizer):
-    chat = [{"from": "system", "value": "Add."}, {"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
-    prompt = made(tokenizer, chat)
-    assert prompt.for_rewards == [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2?"}]
-
-
-def test_an_assistant_turn_without_text_is_where_the_model_answers(tokenizer):
-    # a row of the Orz data as it is read: both messages have the fields of each
-    chat = [
-        {"from": "human", "value": "2+2?", "ground_truth": None},
-        {"from": "assistant", "value": None, "ground_truth": {"value": "4"}},
-    ]
-    assert made(tokenizer, chat).for_rewards == [{"role": "user", "content": "2+2?"}]
 
 
 @pytest.mark.parametrize(

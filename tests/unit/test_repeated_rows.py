@@ -28,44 +28,33 @@ def step(*sequences: OfStep) -> tuple[Any, ...]:
     return ids, positions, starts, blocks
 
 
-def found(*sequences: OfStep) -> tuple[list[int], list[int]] | None:
-    rows = distinct_rows(*step(*sequences), BLOCK)
-    return None if rows is None else (rows[0].tolist(), rows[1].tolist())
-
-
 PROMPT = [5, 6, 7, 8, 9, 9]  # one whole block and two tokens
 FIRST, SECOND = (PROMPT, 0, [1, 2]), (PROMPT[4:], 4, [1, 3])
 
 
-def test_what_is_behind_the_whole_blocks_is_computed_by_the_first_completion() -> None:
-    assert found(FIRST, SECOND, SECOND) == ([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 4, 5, 4, 5])
-
-
-def test_a_prompt_that_was_known_before_is_computed_by_its_first_completion() -> None:
-    assert found(SECOND, (PROMPT[4:], 4, [1, 4])) == ([0, 1], [0, 1, 0, 1])
-
-
-def test_prompts_without_a_whole_block_are_compared_from_their_first_token() -> None:
-    assert found(([5, 6], 0, [1]), ([5, 7], 0, [2]), ([5, 6], 0, [3])) == ([0, 1, 2, 3], [0, 1, 2, 3, 0, 1])
-
-
 @pytest.mark.parametrize(
-    "other",
+    ("sequences", "expected"),
     [
-        pytest.param((PROMPT[4:], 4, [7, 3]), id="another past"),
-        pytest.param(([9, 8], 4, [1, 3]), id="other tokens"),
-        pytest.param(([9, 9, 9], 4, [1, 3]), id="more tokens"),
-        pytest.param(([9, 9], 8, [1, 3, 4]), id="another place"),
-        pytest.param(([9, 9], 5, [1, 3]), id="not at the beginning of a block"),
-        pytest.param(([9], 5, [1, 3]), id="decoding"),
+        # what is behind the whole blocks is computed by the first completion
+        ([FIRST, SECOND, SECOND], ([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 4, 5, 4, 5])),
+        # a prompt that was known before
+        ([SECOND, (PROMPT[4:], 4, [1, 4])], ([0, 1], [0, 1, 0, 1])),
+        # prompts without a whole block are compared from their first token
+        ([([5, 6], 0, [1]), ([5, 7], 0, [2]), ([5, 6], 0, [3])], ([0, 1, 2, 3], [0, 1, 2, 3, 0, 1])),
+        # rows that differ in anything: past, tokens, more tokens, place, begin of a block, and one that decodes
+        ([FIRST, (PROMPT[4:], 4, [7, 3])], None),
+        ([FIRST, ([9, 8], 4, [1, 3])], None),
+        ([FIRST, ([9, 9, 9], 4, [1, 3])], None),
+        ([FIRST, ([9, 9], 8, [1, 3, 4])], None),
+        ([FIRST, ([9, 9], 5, [1, 3])], None),
+        ([FIRST, ([9], 5, [1, 3])], None),
+        # a block that was given back is no past
+        ([(PROMPT[4:], 4, [0, 2]), (PROMPT[4:], 4, [0, 3])], None),
     ],
 )
-def test_rows_that_differ_in_anything_are_all_computed(other: OfStep) -> None:
-    assert found(FIRST, other) is None
-
-
-def test_a_block_that_was_given_back_is_no_past() -> None:
-    assert found((PROMPT[4:], 4, [0, 2]), (PROMPT[4:], 4, [0, 3])) is None
+def test_equal_rows_are_found(sequences: list[OfStep], expected: tuple[list[int], list[int]] | None) -> None:
+    rows = distinct_rows(*step(*sequences), BLOCK)
+    assert (None if rows is None else (rows[0].tolist(), rows[1].tolist())) == expected
 
 
 class Decoder:

@@ -157,20 +157,7 @@ def test_a_failed_reward_of_a_group_is_a_tombstone(tmp_path: Path) -> None:
     assert isinstance(group, Group) and group.group_id == 1
 
 
-def test_the_images_of_a_prompt_go_to_the_engine_and_with_the_group(tmp_path: Path) -> None:
-    images = (EncodedImage(b"png", (1, 2, 2)),)
-    loop = Loop(tmp_path, images=images)
-    loop.credited(0, [0], EvalRequest("v0", 0, (1,)))
-    loop.turn()
-    assert list(loop.engine.shown.values()) == [images, images]
-    for key in list(loop.pool.waiting):
-        loop.pool.answer(key, SCORED * (2 if isinstance(key, GroupKey) else 1))
-    loop.turn()
-    groups = [sent for sent in loop.sent if isinstance(sent, Group)]
-    assert [group.images for group in groups] == [images]
-
-
-def test_the_reference_scores_with_the_images_of_the_prompt(tmp_path: Path) -> None:
+def test_the_images_of_a_prompt_go_to_the_engine_to_the_reference_and_with_the_group(tmp_path: Path) -> None:
     images, given = (EncodedImage(b"png", (1, 2, 2)),), []
 
     def logprobs(prompt_ids: Any, ids: Any, masks: Any, shown: Any) -> list[Any]:
@@ -180,8 +167,12 @@ def test_the_reference_scores_with_the_images_of_the_prompt(tmp_path: Path) -> N
     loop = Loop(tmp_path, images=images)
     reference: Any = SimpleNamespace(logprobs=logprobs)
     loop.sampler.reference = reference
-    loop.credited(0, [0])
-    loop.answer_all(SCORED * 2)
+    loop.credited(0, [0], EvalRequest("v0", 0, (1,)))
+    loop.turn()
+    assert list(loop.engine.shown.values()) == [images, images]
+    for key in list(loop.pool.waiting):
+        loop.pool.answer(key, SCORED * (2 if isinstance(key, GroupKey) else 1))
+    loop.turn()
     assert given == [images] and [group.images for group in loop.sent if isinstance(group, Group)] == [images]
 
 
