@@ -59,11 +59,9 @@ class Manifest:
     run_id: str
     incarnation: str
     version: int
-    tied_embeddings: bool
     files: dict[str, int]  # size in bytes
     tensors: dict[str, TensorInfo]
     canary: Canary
-    base: dict[str, TensorInfo] = field(default_factory=dict)  # the trainer's frozen weights under published adapters
 
 
 _decoder = msgspec.json.Decoder(Manifest)

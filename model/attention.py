@@ -22,7 +22,6 @@ from torch import Tensor
 
 from common.errors import UserError
 from model import devices
-from model.cpu.attention import in_fastest_dtype
 from model.packing import SequenceGroup, Span
 from model.sequence_parallel import heads_for_tokens, tokens_for_heads
 
@@ -72,11 +71,8 @@ def _attention(  # noqa: PLR0913 transformers', and what a packed row adds
 
 
 def _torch_attention(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
-    """torch's, in the dtype that this device is fastest in; the result in that of the query."""
-    dtype = query.dtype
-    query, key, value = in_fastest_dtype(query, key, value)
     gqa = query.shape[1] != key.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, enable_gqa=gqa, **how).to(dtype)
+    return F.scaled_dot_product_attention(query, key, value, enable_gqa=gqa, **how)
 
 
 def _refuse_other_attention(spans: tuple[Span, ...], extra: dict[str, Any]) -> None:

@@ -96,11 +96,6 @@ def published_name(parameter: str) -> str | None:
     return f"base_model.model.{parameter.replace('.default.', '.')}" if is_adapter else None
 
 
-def is_adapter(published: str) -> bool:
-    """Whether this is peft's name of an adapter."""
-    return published.startswith("base_model.model.")
-
-
 def expected(config: Config) -> tuple[dict[str, list[int]], dict[str, Any]]:
     """(shapes, adapter_config.json) of every version of this run, from a model without memory (the meta device)."""
     return _expected(config.model_dump_json())

@@ -41,10 +41,15 @@ class Completion:
     sampling_mask: NDArray[np.int32] | None = None  # [C, K] tokens each could have been, itself first, -1 fills
     incomplete_support: int = 0  # tokens of which some were not returned
     version_spans: tuple[tuple[int, int], ...] = ()  # as Rollout's; () unless sampler.in_flight_updates
+    observed: tuple[tuple[int, int], ...] = ()  # [start, end) of token_ids that an environment wrote
+    turns: int = 1
+    tool_calls: int = 0  # those included that could not be read
+    tool_errors: int = 0  # of these, how many gave the model an error
+    environment_s: float = 0.0
 
     @property
     def num_sampled(self) -> int:
-        return len(self.token_ids)
+        return len(self.token_ids) - sum(end - start for start, end in self.observed)
 
 
 def completions_of(output: RequestOutput) -> list[Completion]:

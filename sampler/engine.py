@@ -22,13 +22,12 @@ from common.errors import UserError
 from common.types import EncodedImage
 from common.watchdog import report_progress
 from model import cpu
-from model.cpu.row_blocks import use_row_blocks
 from model.images import vision_of
 from sampler import vllm_images, vllm_insides
 from sampler.cache_sleep import CacheSleep
 from sampler.completions import Completion, SamplingParams, completions_of
 from sampler.engine_arguments import engine_arguments, set_environment, stop_token_ids
-from sampler.in_flight import InFlight, InFlightCounts
+from sampler.in_flight import InFlight
 from sampler.weight_loader import WeightLoader
 
 if TYPE_CHECKING:
@@ -51,10 +50,6 @@ class Engine:
         set_environment(config, self.on_cpu)
         import vllm
 
-        if self.on_cpu and cpu.is_on():
-            from vllm import _custom_ops
-
-            use_row_blocks(_custom_ops)
         self._vllm = vllm
         self._vision = vision_of(config)
         if vllm_images.has_tower(config):
@@ -97,11 +92,6 @@ class Engine:
     def num_running(self) -> int:
         return len(self._keys) + len(self._early)
 
-    @property
-    def interrupted(self) -> InFlightCounts:
-        """By loads so far, with sampler.in_flight_updates."""
-        return self._in_flight.interrupted if self._in_flight else InFlightCounts()
-
     def submit(
         self,
         key: Any,
@@ -134,12 +124,7 @@ class Engine:
     def step(self) -> list[tuple[Any, list[Completion]]]:
         """One engine step; the prompts whose completions are all finished."""
         early, self._early = self._early, []
-        return early + [(key, self._completions(output)) for key, output in self._finished()]
-
-    def _completions(self, output: RequestOutput) -> list[Completion]:
-        if self._in_flight:
-            self._in_flight.count(output)
-        return completions_of(output)
+        return early + [(key, completions_of(output)) for key, output in self._finished()]
 
     def score(
         self, sequences: Sequence[Sequence[int]], images: Sequence[EncodedImage] = ()
@@ -160,7 +145,7 @@ class Engine:
             report_progress("scoring the canary")
             for key, output in self._finished():
                 if not isinstance(key, _Scored):  # it decodes beside
-                    self._early.append((key, self._completions(output)))
+                    self._early.append((key, completions_of(output)))
                     continue
                 # position p holds a map token id -> Logprob of the token that stands there
                 positions = cast("list[dict[int, Logprob]]", output.prompt_logprobs)
@@ -196,10 +181,7 @@ class Engine:
 
     def abort_all(self) -> None:
         """Drops everything that is queued or running."""
-        self._engine.abort_request(list(self._keys))
-        self._keys.clear()
-        self._expanded.clear()
-        self._early.clear()
+        self.abort({*self._keys.values(), *(key for key, _ in self._early)})
 
     def _add(
         self, key: Any, prompt_ids: Sequence[int] | NDArray[np.int32], parameters: Any, images: Sequence[EncodedImage]

@@ -11,8 +11,8 @@ published for, or the engine has no place for, is wrong.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +22,26 @@ from common.watchdog import report_progress
 from common.weights import TensorInfo
 from model.checksum import checksum
 from sampler import vllm_insides
-from sampler.proof import Proof
+
+
+@dataclass
+class Proof:
+    """What was found out about the published tensors."""
+
+    proven: set[str] = field(default_factory=set)
+    unproven: dict[str, str] = field(default_factory=dict)  # name -> why it can not be compared
+    wrong: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def of_ranks(proofs: Sequence[Proof]) -> Proof:
+    """Of the ranks of one engine."""
+    return Proof(
+        set().union(*(p.proven for p in proofs)),
+        {name: why for p in proofs for name, why in p.unproven.items()},
+        [text for p in proofs for text in p.wrong],
+        max(p.seconds for p in proofs),
+    )
 
 
 @dataclass(frozen=True)
@@ -38,16 +57,12 @@ class Part:
 
 
 class EngineModel:
-    """A vLLM model as it was before vLLM put LoRA layers around its own."""
+    """A vLLM model without adapters."""
 
     def __init__(self, model: Any):
         self._model = model
-        modules = model.named_modules(remove_duplicate=False)
-        self.modules = {
-            path.replace(".base_layer", ""): module for path, module in modules
-        }  # the inner one comes later
-        parameters = model.named_parameters(remove_duplicate=False)
-        self.parameters: dict[str, Tensor] = {name.replace(".base_layer.", "."): p for name, p in parameters}
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         self._fused = vllm_insides.fused_layers(model)
 
     def layout(self, expected: Mapping[str, TensorInfo]) -> tuple[dict[str, list[Part]], list[str]]:

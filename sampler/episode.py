@@ -28,18 +28,9 @@ EpisodePart = Completion | NDArray[np.int32]  # a turn, or the ids of what was o
 class Played(Completion):
     """A completion of several turns: token_ids are all that was sampled and observed, without the prompt."""
 
-    observed: tuple[tuple[int, int], ...] = ()  # [start, end) of token_ids that the environment wrote
-    turns: int = 1
-    tool_calls: int = 0  # those included that could not be read
-    tool_errors: int = 0  # of these, how many gave the model an error
-    environment_s: float = 0.0
     messages: tuple[Message, ...] = ()  # after the prompt, as reward functions get them
     environment_reward: float | None = None
     environment_state: Mapping[str, Any] = field(default_factory=dict)  # its public attributes at the end
-
-    @property
-    def num_sampled(self) -> int:
-        return len(self.token_ids) - sum(end - start for start, end in self.observed)
 
 
 @dataclass(frozen=True)
@@ -128,14 +119,10 @@ def as_rollout(
 ) -> Rollout:
     """What is sent. A reference's log-probs of what was observed mean nothing, and are 0."""
     c = completion
-    if not isinstance(c, Played):
-        given = c.token_ids, c.logprobs, ref_logprobs, rewards, reward, c.finish_reason, c.sampling_mask
-        return Rollout(*given, version_spans=c.version_spans)
-    if ref_logprobs is not None:
+    if ref_logprobs is not None and c.observed:
         ref_logprobs = ref_logprobs.copy()
         for start, end in c.observed:
             ref_logprobs[start:end] = 0.0
-    counts: dict[str, Any] = {"turns": c.turns, "tool_calls": c.tool_calls, "tool_errors": c.tool_errors}
     return Rollout(
         c.token_ids,
         c.logprobs,
@@ -144,9 +131,12 @@ def as_rollout(
         reward,
         c.finish_reason,
         c.sampling_mask,
-        observed=c.observed,
-        environment_s=c.environment_s,
-        **counts,
+        c.observed,
+        c.turns,
+        c.tool_calls,
+        c.tool_errors,
+        c.environment_s,
+        c.version_spans,
     )
 
 

@@ -15,7 +15,7 @@ newer than the one that the trainer's window admitted it with.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from common.config import Config
@@ -26,21 +26,11 @@ from sampler.fetch import Fetcher
 _FIRST = -1  # priority of what need not queue; everything else has 0
 
 
-@dataclass(frozen=True)
-class InFlightCounts:
-    """What updates found decoding so far, as far as it is finished."""
-
-    updates: int = 0  # that came while anything was
-    sequences: int = 0  # once for each update that one met after its first token
-    tokens: int = 0  # whose keys and values were computed again; a shared prompt counts in each of its sequences
-
-
 class InFlight:
     """What vLLM is told where versions change under its sequences. engine: its LLMEngine."""
 
     def __init__(self, engine: Any):
         self._engine = engine
-        self.interrupted = InFlightCounts()
         self._label(0)
 
     def _label(self, version: int) -> None:
@@ -49,18 +39,9 @@ class InFlight:
 
     def begin(self, version: int) -> None:
         """The engine holds other weights since its last step: nothing that the old ones computed is used again."""
-        is_decoding = self._engine.has_unfinished_requests()
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not reset its prefix cache: keys and values of the old weights are in it")
         self._label(version)
-        self.interrupted = replace(self.interrupted, updates=self.interrupted.updates + is_decoding)
-
-    def count(self, output: Any) -> None:
-        """What versions that came while it decoded cost a prompt that is finished. output: vLLM's RequestOutput."""
-        prompt, past = len(output.prompt_token_ids), self.interrupted
-        # of `start` tokens sampled before a version the newest had no keys and values yet
-        again = [prompt + start - 1 for c in output.outputs for start, _ in spans_of(c)[1:]]
-        self.interrupted = replace(past, sequences=past.sequences + len(again), tokens=past.tokens + sum(again))
 
     def request(self, prompt: Any, is_canary: bool) -> Mapping[str, Any]:
         """More arguments of add_request. A canary is scored before what waits, and beside nothing that is cached."""

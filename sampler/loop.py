@@ -37,7 +37,7 @@ from sampler.episodes import Episodes, Sampled, SingleTurns, submit_rewards, too
 from sampler.fetch import Fetcher
 from sampler.held_out import HeldOut
 from sampler.link import Link
-from sampler.reload import Reloaded, reload
+from sampler.reload import reload
 from sampler.task import EvalKey, GroupKey, Key, Task, sampling_params
 
 if TYPE_CHECKING:
@@ -124,8 +124,8 @@ class Sampler:
             return
         try:
             with progress_heard_by(self._beat_at_work):
-                reloaded = reload(self.engine, published, self.config, self._fetcher)
-            self._note_reload(reloaded)
+                figures = reload(self.engine, published, self.config, self._fetcher)
+            self._note_reload(figures)
         except NotVisible as error:
             self._wait_for_the_file_system(credit.version, str(error))
         except BadWeights as error:
@@ -155,26 +155,12 @@ class Sampler:
         if not self.turns.num_running:  # what decodes under the old weights goes on
             time.sleep(0.2)
 
-    def _note_reload(self, reloaded: Reloaded) -> None:
+    def _note_reload(self, figures: dict[str, float]) -> None:
         self._bad_weights, self._invisible_since = 0, None
         self.progress += 1
-        if self.config.sampler.in_flight_updates:
-            interrupted = self.engine.interrupted
-            self.stats["total/in_flight_updates"] = interrupted.updates
-            self.stats["total/interrupted_sequences"] = interrupted.sequences
-            self.stats["total/recomputed_tokens"] = interrupted.tokens
-        self.stats["sync/reload_s"] = reloaded.seconds
-        self.stats["sync/verify_s"] = reloaded.verify_s
-        self.stats["sync/stall_s"] = reloaded.stall_s
-        self.stats["sync/load_s"] = reloaded.load_s
-        self.stats["sync/canary_s"] = reloaded.canary_s
-        self.stats["sync/prove_s"] = reloaded.prove_s
-        self.stats["sync/unproven_tensors"] = len(reloaded.unproven)
-        self.stats["sync/canary_rms"] = reloaded.canary_rms
-        self.stats["sync/canary_max_diff"] = reloaded.canary_max_diff
-        self.stats["mismatch/canary/mean_abs_prob_diff"] = reloaded.canary_mean_abs_prob_diff
-        self.stats["mismatch/canary/mean_exp_abs_log_ratio"] = reloaded.canary_mean_exp_abs_log_ratio
-        self.stats["mismatch/canary/k3"] = reloaded.canary_k3
+        if self.turns.num_running:
+            self.stats["total/in_flight_updates"] += 1
+        self.stats.update(figures)
         self.link.beat("reloaded", self.progress, self.engine.version, dict(self.stats), now=True)
 
     def start_leased_work(self) -> None:

@@ -28,27 +28,10 @@ from common.failpoints import failpoint
 from common.types import EncodedImage
 from common.weights import Manifest, Published, TensorInfo
 from sampler.fetch import Fetched, Fetcher, fetch
-from sampler.proof import Proof
 
 if TYPE_CHECKING:
     from sampler.engine import Engine
-
-
-@dataclass(frozen=True)
-class Reloaded:
-    version: int
-    seconds: float  # all of it
-    verify_s: float  # of it, reading, hashing and checking files, before the engine is touched
-    stall_s: float  # of it, what did not happen while the engine was decoding
-    load_s: float  # of stall_s, the engine's own reload
-    prove_s: float  # of stall_s, comparing the engine's weights with the published ones
-    unproven: dict[str, str]  # published tensors that could not be compared, and why
-    canary_s: float  # of stall_s, scoring the canary
-    canary_rms: float  # root mean square of the engine's log-probs − the trainer's
-    canary_max_diff: float  # and the largest distance
-    canary_mean_abs_prob_diff: float  # mean over the canary's tokens of |probability − probability|
-    canary_mean_exp_abs_log_ratio: float  # and of exp |log-prob − log-prob|: 1 if engine and trainer agree
-    canary_k3: float  # and of exp(x) − x − 1, x = log-prob of the trainer − log-prob of the engine
+    from sampler.engine_tensors import Proof
 
 
 @dataclass(frozen=True)
@@ -66,8 +49,12 @@ class CanaryBounds:
         return cls(0.15, math.inf)
 
 
-def reload(engine: Engine, published: Published, config: Config, fetcher: Fetcher | None = None) -> Reloaded:
-    """Loads a published version. Raises BadWeights (old weights untouched) or Retryable (the engine is unusable)."""
+def reload(engine: Engine, published: Published, config: Config, fetcher: Fetcher | None = None) -> dict[str, float]:
+    """Loads a published version. Raises BadWeights (old weights untouched) or Retryable (the engine is unusable).
+
+    Returns its figures under the names of their metrics (docs/metrics.md). Seconds: reload, all of it; verify, before
+    the engine is touched; stall, what did not happen while the engine decoded, of it load, prove and canary.
+    """
     start = time.monotonic()
     fetched = fetcher.take(published) if fetcher else fetch(published, config)
     begun = time.monotonic()
@@ -89,33 +76,31 @@ def reload(engine: Engine, published: Published, config: Config, fetcher: Fetche
     engine.version = published.version
     failpoint("sampler.reloaded")
     now = time.monotonic()
-    return Reloaded(
-        published.version,
-        seconds=fetched.seconds + now - begun,
-        verify_s=fetched.seconds,
-        stall_s=now - start,
-        load_s=loaded - begun - proof.seconds,
-        prove_s=proof.seconds,
-        unproven=proof.unproven,
-        canary_s=now - loaded,
-        canary_rms=_rms(x),
-        canary_max_diff=_largest(x),
-        canary_mean_abs_prob_diff=float(np.abs(np.exp(theirs) - np.exp(ours)).mean()),
-        canary_mean_exp_abs_log_ratio=float(np.exp(np.abs(x)).mean()),
-        canary_k3=float((np.exp(x) - x - 1).mean()),
-    )
+    return {
+        "sync/reload_s": fetched.seconds + now - begun,
+        "sync/verify_s": fetched.seconds,
+        "sync/stall_s": now - start,
+        "sync/load_s": loaded - begun - proof.seconds,
+        "sync/prove_s": proof.seconds,
+        "sync/unproven_tensors": len(proof.unproven),
+        "sync/canary_s": now - loaded,
+        "sync/canary_rms": _rms(x),
+        "sync/canary_max_diff": _largest(x),
+        "mismatch/canary/mean_abs_prob_diff": float(np.abs(np.exp(theirs) - np.exp(ours)).mean()),
+        "mismatch/canary/mean_exp_abs_log_ratio": float(np.exp(np.abs(x)).mean()),
+        "mismatch/canary/k3": float((np.exp(x) - x - 1).mean()),
+    }
 
 
 def expected_tensors(fetched: Fetched, config: Config) -> dict[str, TensorInfo]:
-    """What the engine must hold, under adapters too. vLLM multiplies an adapter's B by alpha / r as it loads it."""
-    manifest = fetched.manifest
+    """What the engine must hold. vLLM multiplies an adapter's B by alpha / r as it loads it."""
     scale = config.lora.scale / config.lora.r if config.lora.publishes_adapters else 1
     if scale == 1:
-        return manifest.tensors | manifest.base
+        return fetched.manifest.tensors
     from model.checksum import describe
 
     scaled = {name: describe(t * scale) for name, t in fetched.tensors.items() if ".lora_B." in name}
-    return manifest.tensors | scaled | manifest.base
+    return fetched.manifest.tensors | scaled
 
 
 def _require_proof(proof: Proof, version: int) -> None:

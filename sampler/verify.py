@@ -122,7 +122,5 @@ def _require_kind(folder: Path, manifest: Manifest, config: Config) -> None:
     """Adapters for an engine of adapters, whole weights for another: in the wrong place either would poison it."""
     if config.lora.publishes_adapters:
         lora.require_expected(folder, manifest.tensors, config)
-        if not manifest.base:
-            raise BadWeights(f"version {manifest.version} has adapters and no checksums of what they stand on")
     elif lora.SETTINGS in manifest.files:
         raise BadWeights(f"version {manifest.version} has adapters, and lora.r is 0 here: both sides need one config")

@@ -42,16 +42,12 @@ def tie_again(model: Any) -> None:
     """After a reload: vLLM on a CPU keeps the *old* LM head where it is tied to the embedding.
 
     Each has a packed copy of its own for products, and the head, for which nothing is loaded, is not packed again:
-    log-probs are off by more than 1, in silence. Of the embedding, which multiplies nothing, it is: so that one is for
-    both, which also spares the memory of the other.
+    log-probs are off by more than 1, in silence. The embedding is, and can be multiplied by: it is both from then on,
+    which also spares the memory of the other.
     """
     language = language_model(model)
-    if not getattr(language.config, "tie_word_embeddings", False):
-        return
-    embedding, head = language.model.embed_tokens, language.lm_head
-    head.weight = embedding.weight
-    if hasattr(embedding, "cpu_linear"):
-        head.cpu_linear = embedding.cpu_linear
+    if getattr(language.config, "tie_word_embeddings", False):
+        language.lm_head = language.model.embed_tokens
 
 
 def fused_layers(model: Any) -> dict[str, tuple[str, int]]:
@@ -125,9 +121,13 @@ def show_images_alone() -> None:
     sys.modules[_NEEDS_TORCHVISION] = pil
 
     from transformers import Qwen2_5_VLProcessor, Qwen2VLProcessor, Qwen3VLProcessor
-    from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_vl, registry
+    from vllm import ModelRegistry
+    from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_vl
 
-    registry._run_in_subprocess = lambda fn: fn()  # where vLLM looks at model classes nothing is replaced
+    # as classes: by their names vLLM would look at them in a process of its own, where nothing is replaced
+    ModelRegistry.register_model("Qwen2VLForConditionalGeneration", qwen2_vl.Qwen2VLForConditionalGeneration)
+    ModelRegistry.register_model("Qwen2_5_VLForConditionalGeneration", qwen2_5_vl.Qwen2_5_VLForConditionalGeneration)
+    ModelRegistry.register_model("Qwen3VLForConditionalGeneration", qwen3_vl.Qwen3VLForConditionalGeneration)
     _without_videos(qwen2_vl.Qwen2VLProcessingInfo, Qwen2VLProcessor)
     _without_videos(qwen2_5_vl.Qwen2_5_VLProcessingInfo, Qwen2_5_VLProcessor)
     third: Any = qwen3_vl.Qwen3VLProcessingInfo

@@ -13,8 +13,7 @@ from common.exits import die_with_parent
 from common.watchdog import report_progress
 from common.weights import TensorInfo
 from model.cpu.repeated_rows import RepeatedRows
-from sampler.engine_tensors import prove, prove_adapters
-from sampler.proof import Proof
+from sampler.engine_tensors import Proof, prove, prove_adapters
 from sampler.vllm_insides import language_model, layers_of, model_of, tie_again
 
 if TYPE_CHECKING:
@@ -65,13 +64,9 @@ class WeightExtension:
         tie_again(model_of(self))
         return prove(model_of(self), expected) if expected else Proof()
 
-    def compare_adapter(self, adapter: Mapping[str, TensorInfo]) -> Proof:
-        """Compares the adapter that was loaded last."""
-        return prove_adapters(model_of(self), adapter)
-
-    def compare_base(self, base: Mapping[str, TensorInfo]) -> Proof:
-        """Compares the weights under the adapters."""
-        return prove(model_of(self), base)
+    def compare_adapter(self, adapter: Mapping[str, TensorInfo] | None) -> Proof:
+        """Compares the adapter that was loaded last, with None not."""
+        return prove_adapters(model_of(self), adapter) if adapter else Proof()
 
 
 def _mapped(folder: Path) -> dict[str, Tensor]:

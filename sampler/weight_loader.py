@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from common.config import Config
 from common.weights import TensorInfo
-from model.lora import is_adapter
+from sampler.engine_tensors import Proof, of_ranks
 from sampler.in_flight import InFlight
-from sampler.proof import Proof, of_ranks
 from sampler.vllm_images import has_tower
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ class WeightLoader:
         self._sees = has_tower(config)
         self._applies_adapters = config.lora.publishes_adapters
         self._num_adapters = 0  # loaded so far
-        self._proven_base: Mapping[str, TensorInfo] | None = None
         self.adapter: Any = None  # of the present version, on top of the base weights
 
     def load(
@@ -47,17 +45,17 @@ class WeightLoader:
         assert self._in_flight or is_idle, "a group is sampled by one policy version: reload only between groups"
         if self._applies_adapters:
             self._load_adapter(folder)
-            proof = self._compared_adapter(expected) if expected else Proof()
+            proofs = self._llm.collective_rpc("compare_adapter", args=(expected,))
         else:
             here = None if self._engine.vllm_config.parallel_config.world_size > 1 else tensors
-            proof = of_ranks(self._llm.collective_rpc("load_weights_from", args=(str(folder), expected, here)))
+            proofs = self._llm.collective_rpc("load_weights_from", args=(str(folder), expected, here))
         if self._in_flight:
             self._in_flight.begin(version)
         elif not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: keys and values of the old weights are in it")
         if self._sees:
             self._engine.reset_encoder_cache()  # the old tower's features of images
-        return proof
+        return of_ranks(proofs)
 
     def _load_adapter(self, folder: Path) -> None:
         """Under a number and a name that no adapter had before: vLLM knows weights and cached prefixes by them."""
@@ -70,14 +68,3 @@ class WeightLoader:
         self._engine.add_lora(self.adapter)
         if (loaded := self._engine.list_loras()) != {self._num_adapters}:
             raise RuntimeError(f"vLLM holds the adapters {loaded} instead of {self._num_adapters} alone")
-
-    def _compared_adapter(self, expected: Mapping[str, TensorInfo]) -> Proof:
-        """Of the adapter that was loaded last and, unless it is proven already, of the base that it stands on."""
-        base = {name: info for name, info in expected.items() if not is_adapter(name)}
-        adapter = {name: info for name, info in expected.items() if is_adapter(name)}
-        proofs = self._llm.collective_rpc("compare_adapter", args=(adapter,))
-        if base != self._proven_base:
-            of_base = self._llm.collective_rpc("compare_base", args=(base,))
-            proofs += of_base
-            self._proven_base = None if of_ranks(of_base).wrong else base
-        return of_ranks(proofs)

@@ -2,9 +2,7 @@
 
     linear.py           float32 products by oneDNN where MKL leaves AVX-512 alone      12 % of a step of 1M parameters
     cores.py            the trainer computes on a resting sampler's cores              30 % of a step of 135M
-    repeated_rows.py    a group's prompt is computed once, to its last token           64 % of the rows of a prefill
-    attention.py        in float32 where bfloat16 is slow                               7 % of a group of 135M
-    row_blocks.py       vLLM's products with a handful of row counts                   for memory: 0.7 GiB in 40 steps
+    repeated_rows.py    a group's prompt is computed once, to its last token           12 % of a batch's sampling, 1M
     here                a heap that keeps its end; threads that spin for a moment       8 and 17 % of a step
 
 Figures: docs/log.md. A trick that computes otherwise compares itself with the plain computation, once for each process
@@ -21,8 +19,10 @@ from collections.abc import Mapping
 # activations of 135M parameters are more than 1 GiB, and fetching those again took 4 s of each step.
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 # A sampler's largest tensors are made anew at each reload, beside the old ones. Whatever small and lasting then takes a
-# place that an old one left makes the process as much larger. So from 64 MiB on they do go back to the kernel.
-SAMPLERS_MEMORY = KEEP_MEMORY | {"MALLOC_MMAP_THRESHOLD_": str(2**26)}
+# place that an old one left makes the process as much larger. So from 64 MiB on they do go back to the kernel. oneDNN
+# keeps a kernel of 0.3 MiB for each number of rows, up to 1,024 of them, and how many sequences decode and how many
+# prompt tokens come together is another number every time: with 256 it compiles as rarely, and stops growing.
+SAMPLERS_MEMORY = KEEP_MEMORY | {"MALLOC_MMAP_THRESHOLD_": str(2**26), "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}
 # Processes on the same cores. A thread that spins for long takes a core from the other process; one that sleeps after
 # every small operation wakes too late for the next. So it looks 10,000 times, some 0.2 ms, and sleeps then.
 TAKING_TURNS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}

@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 from common.config import Config
+from common.weights import Published
 from sampler.completions import SamplingParams
 from sampler.engine import Engine
 from sampler.reload import reload
+from tests.support.engines import PROMPT, complete
 from tests.support.plain_policy import PlainPolicy
 from tests.support.sleeping import sleeping
-from tests.support.tiny import tiny_model
 
 pytestmark = pytest.mark.timeout(300)
-
-PROMPT = [5, 9, 17, 33, 8, 21] * 12  # two blocks of 32 that a second request would find in the cache
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"output_dir": str(tmp_path_factory.mktemp("run"))},
-            "model": {"path": str(tiny_model(tmp_path_factory.mktemp("model"))), "dtype": "float32"},
-            "data": {"train": "none.jsonl", "max_prompt_length": 100},
-            "sampler": {"num_generations": 4, "max_completion_length": 24},
-        }
-    )
-
-
-@pytest.fixture(scope="module")
-def engine(config: Config) -> Engine:
-    return Engine(config, num_gpus=0)
 
 
 @pytest.fixture
@@ -46,11 +27,7 @@ def asked(engine: Engine) -> Iterator[list[str]]:
 
 
 def sampled(engine: Engine) -> list[tuple[list[int], list[float]]]:
-    engine.submit("a", PROMPT, SamplingParams(1.0, 24, 4, 7))
-    while not (finished := engine.step()):
-        pass
-    [(_, completions)] = finished
-    return [(c.token_ids.tolist(), c.logprobs.tolist()) for c in completions]
+    return [(c.token_ids.tolist(), c.logprobs.tolist()) for c in complete(engine, SamplingParams(1.0, 24, 4, 7))]
 
 
 def test_the_real_engine_samples_the_same_after_its_cache_lost_everything(engine: Engine, asked: list[str]) -> None:
@@ -62,15 +39,19 @@ def test_the_real_engine_samples_the_same_after_its_cache_lost_everything(engine
 
 
 def test_new_weights_are_loaded_and_proven_while_the_cache_sleeps_and_it_wakes_for_the_canary(
-    engine: Engine, config: Config, asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Engine,
+    config: Config,
+    policy: PlainPolicy,
+    version: Callable[[int], Published],
+    asked: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    policy = PlainPolicy(Path(config.model.path))
     policy.disturb(1)
     engine.rest()
     load = engine.weights.load
     monkeypatch.setattr(engine.weights, "load", lambda *given: [load(*given), asked.append("loaded")][0])
-    found = reload(engine, policy.publish(tmp_path / "weights", 3), config)
-    assert found.canary_max_diff < 1e-3
+    found = reload(engine, version(3), config)
+    assert found["sync/canary_max_diff"] < 1e-3
     assert asked == ["discard kv_cache", "loaded", "wake kv_cache"]
     [(ids, logprobs), *_] = sampled(engine)
     assert np.abs(policy.logprobs(PROMPT, ids, 1.0) - np.array(logprobs)).max() < 1e-4

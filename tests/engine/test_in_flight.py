@@ -20,39 +20,19 @@ from sampler.completions import Completion, SamplingParams
 from sampler.engine import Engine
 from sampler.in_flight import InFlight
 from sampler.reload import reload
-from tests.engine.test_vllm_engine import repoint
+from tests.support.engines import PROMPT, announce, finished, given_instead
 from tests.support.plain_policy import PlainPolicy
-from tests.support.tiny import tiny_model
 
 pytestmark = pytest.mark.timeout(300)
 
-SHARED = [5, 9, 17, 33, 8, 21] * 12  # 72 tokens: two blocks of 32 to share
-PROMPTS = {"a": SHARED, "b": [7 + i % 50 for i in range(40)], "c": [3, 4, 5]}
+PROMPTS = {"a": PROMPT, "b": [7 + i % 50 for i in range(40)], "c": [3, 4, 5]}
 LENGTH, TEMPERATURE = 40, 0.7
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"output_dir": str(tmp_path_factory.mktemp("run"))},
-            "model": {"path": str(tiny_model(tmp_path_factory.mktemp("model"))), "dtype": "float32"},
-            "data": {"train": "none.jsonl", "max_prompt_length": 100},
-            "sampler": {
-                "num_generations": 4,
-                "max_completion_length": LENGTH,
-                "ignore_eos": True,
-                "in_flight_updates": True,
-            },
-            "trainer": {"prompts_per_step": 4, "max_staleness": 1},
-            "vllm": {"max_num_seqs": 12},
-        }
-    )
-
-
-@pytest.fixture(scope="module")
-def engine(config: Config) -> Engine:
-    return Engine(config, num_gpus=0)
+def settings() -> dict[str, Any]:
+    sampler = {"max_completion_length": LENGTH, "ignore_eos": True, "in_flight_updates": True}
+    return {"sampler": sampler, "trainer": {"max_staleness": 1}, "vllm": {"max_num_seqs": 12}}
 
 
 class Versions:
@@ -94,14 +74,7 @@ def submit(engine: Engine, names: Sequence[str], seed: int = 7, length: int = LE
 
 
 def steps(engine: Engine, count: int) -> dict[Any, list[Completion]]:
-    return dict(finished for _ in range(count) for finished in engine.step())
-
-
-def finish(engine: Engine) -> dict[Any, list[Completion]]:
-    finished: dict[Any, list[Completion]] = {}
-    while engine.num_running:
-        finished |= steps(engine, 1)
-    return finished
+    return dict(done for _ in range(count) for done in engine.step())
 
 
 @pytest.mark.parametrize("first", [1, 2, 17, 38])
@@ -112,8 +85,8 @@ def test_every_tokens_log_prob_is_its_own_versions_wherever_weights_change(
     submit(engine, PROMPTS)
     steps(engine, first)
     reloaded = reload(engine, versions.publish(2), config)
-    assert engine.version == 2 and reloaded.canary_max_diff <= 1e-4
-    for name, completions in finish(engine).items():
+    assert engine.version == 2 and reloaded["sync/canary_max_diff"] <= 1e-4
+    for name, completions in finished(engine).items():
         assert [c.version_spans for c in completions] == [((0, 1), (first, 2))] * 4
         assert [len(c.token_ids) for c in completions] == [LENGTH] * 4
         assert versions.error(PROMPTS[name], completions) <= 1e-5
@@ -123,22 +96,17 @@ def test_two_updates_in_one_sequence_and_a_group_with_the_same_prompt_that_comes
     engine: Engine, config: Config, versions: Versions, figure: Callable[[str, str], None]
 ) -> None:
     reload(engine, versions.publish(3), config)
-    before = engine.interrupted
     submit(engine, ["a"])
     steps(engine, 6)
     reload(engine, versions.publish(4), config)
-    engine.submit("late", SHARED, SamplingParams(TEMPERATURE, LENGTH, 4, 11))  # its blocks were cached under version 3
+    engine.submit("late", PROMPT, SamplingParams(TEMPERATURE, LENGTH, 4, 11))  # its blocks were cached under version 3
     steps(engine, 9)
     reload(engine, versions.publish(5), config)
-    found = finish(engine)
+    found = finished(engine)
     # a load steps the engine once, for its canary: 6 tokens of version 3; 1 + 9 of version 4
     assert {c.version_spans for c in found["a"]} == {((0, 3), (6, 4), (16, 5))}
     assert {c.version_spans for c in found["late"]} == {((0, 4), (9, 5))}
-    error = max(versions.error(SHARED, completions) for completions in found.values())
-    after = engine.interrupted
-    assert after.updates - before.updates == 2 and after.sequences - before.sequences == 4 + 8
-    # 72 + 6 − 1 tokens in four sequences, then 72 + 16 − 1 in four and 72 + 9 − 1 in four
-    assert after.tokens - before.tokens == 4 * 77 + 4 * 87 + 4 * 80
+    error = max(versions.error(PROMPT, completions) for completions in found.values())
     figure(
         "R5", f"2 versions loaded under 8 running sequences: every token's log-prob its own version's to {error:.0e}"
     )
@@ -154,8 +122,8 @@ def test_without_computing_the_sequences_anew_the_log_probs_are_nobodys(
     steps(engine, 11)
     monkeypatch.setattr(InFlight, "begin", InFlight._label)
     reload(engine, versions.publish(7), config)
-    found = finish(engine)
-    assert versions.error(SHARED, found["a"]) > 1e-3
+    found = finished(engine)
+    assert versions.error(PROMPT, found["a"]) > 1e-3
     monkeypatch.undo()
     reload(engine, versions.publish(8), config)  # with a cache that is empty again
 
@@ -166,13 +134,13 @@ def test_what_waits_for_room_is_sampled_by_the_new_version_alone_and_the_canary_
     reload(engine, versions.publish(9), config)
     submit(engine, PROMPTS)  # 12 sequences: the engine is full
     steps(engine, 3)
-    engine.submit("late", SHARED, SamplingParams(TEMPERATURE, 8, 4, 1))
+    engine.submit("late", PROMPT, SamplingParams(TEMPERATURE, 8, 4, 1))
     before = engine.num_running
     reload(engine, versions.publish(10), config)
     assert engine.num_running == before == 4, "the canary was scored while all of them had still to go"
-    found = finish(engine)
+    found = finished(engine)
     assert {c.version_spans for c in found["late"]} == {((0, 10),)}
-    prompts = {**PROMPTS, "late": SHARED}
+    prompts = {**PROMPTS, "late": PROMPT}
     assert max(versions.error(prompts[name], completions) for name, completions in found.items()) <= 1e-5
 
 
@@ -196,11 +164,11 @@ def test_a_seed_draws_the_tokens_that_it_would_have_drawn_where_the_weights_are_
     published = versions.publish(13)
     reload(engine, published, config)
     submit(engine, ["b"])
-    expected = [c.token_ids.tolist() for c in finish(engine)["b"]]
+    expected = [c.token_ids.tolist() for c in finished(engine)["b"]]
     submit(engine, ["b"])
     steps(engine, 12)
     reload(engine, published, config)
-    assert [c.token_ids.tolist() for c in finish(engine)["b"]] == expected
+    assert [c.token_ids.tolist() for c in finished(engine)["b"]] == expected
 
 
 def test_a_wrong_publication_is_refused_while_sequences_run_and_they_go_on_under_the_old_one(
@@ -215,7 +183,7 @@ def test_a_wrong_publication_is_refused_while_sequences_run_and_they_go_on_under
     with pytest.raises(BadWeights, match="bytes"):
         reload(engine, bad, config)
     assert engine.version == 14
-    for name, completions in finish(engine).items():
+    for name, completions in finished(engine).items():
         assert {c.version_spans for c in completions} == {((0, 14),)}
         assert versions.error(PROMPTS[name], completions) <= 1e-5
 
@@ -228,9 +196,8 @@ def test_checksums_and_canary_are_asked_at_each_load_under_sequences(
     reload(engine, good, config)
     submit(engine, ["a"])
     steps(engine, 4)
-    load, wanted = engine.weights.load, versions.publish(17)
-    stale = Path(good.weights_dir)
-    monkeypatch.setattr(engine.weights, "load", lambda _, expected, __, version: load(stale, expected, None, version))
+    wanted = versions.publish(17)
+    given_instead(engine, good.weights_dir, monkeypatch)
     with pytest.raises(Retryable, match="does not hold version 17"):
         reload(engine, wanted, config)
     monkeypatch.undo()
@@ -239,6 +206,6 @@ def test_checksums_and_canary_are_asked_at_each_load_under_sequences(
     manifest["canary"]["logprobs"][0][0] -= 0.5
     file.write_text(json.dumps(manifest))
     with pytest.raises(Retryable, match="canary"):
-        reload(engine, repoint(wanted, Path(wanted.weights_dir) / weights.shard_name(0, 1)), config)
+        reload(engine, announce(wanted, Path(wanted.weights_dir) / weights.shard_name(0, 1)), config)
     engine.abort_all()
     assert engine.num_running == 0

@@ -6,8 +6,8 @@ import functools
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from common.config import Config, PromptTemplate
 from common.types import Problem, Prompt
+from common.weights import Published
 from environments import Done, Turn
 from model.tokenizer import load_tokenizer
 from sampler.completions import Completion, SamplingParams
@@ -24,51 +25,48 @@ from sampler.engine import Engine
 from sampler.episode import Played
 from sampler.episodes import Episodes
 from sampler.prompts import render
+from sampler.reload import reload
 from sampler.turns import TurnTemplate
-from tests.support.tiny import dense_logprobs, tiny_model
+from tests.support.engines import PROMPT
+from tests.support.tiny import dense_logprobs
 
 pytestmark = pytest.mark.timeout(300)
 
-PROMPT = [5, 9, 17, 33, 8, 21] * 12
 TURNS, TURN_LENGTH = 8, 16
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def config(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"output_dir": str(tmp_path_factory.mktemp("run"))},
-            "model": {"path": str(folder), "dtype": "float32"},
-            "data": {"train": "none.jsonl", "max_prompt_length": 72},
-            "sampler": {"num_generations": 8, "max_completion_length": 400, "ignore_eos": True},
-            "rollout": {"tools": ["my.py:tool"], "max_turns": TURNS},
-            "trainer": {"prompts_per_step": 2},
-        }
-    )
-
-
-class EndsEveryTurn(Engine):
+class EndsEveryTurn:
     """A turn is over after `turn_length` tokens: the model is random, and would rarely end one itself."""
 
     turn_length = TURN_LENGTH
 
+    def __init__(self, engine: Engine):
+        self._engine = engine
+
     def submit(self, key: Any, prompt_ids: Any, params: Any, images: Any = ()) -> None:
-        super().submit(key, prompt_ids, replace(params, max_tokens=min(params.max_tokens, self.turn_length)), images)
+        shorter = replace(params, max_tokens=min(params.max_tokens, self.turn_length))
+        self._engine.submit(key, prompt_ids, shorter, images)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
     def step(self) -> list[tuple[Any, list[Completion]]]:
-        return [(key, [replace(c, finish_reason="stop") for c in found]) for key, found in super().step()]
+        return [(key, [replace(c, finish_reason="stop") for c in found]) for key, found in self._engine.step()]
 
 
-@pytest.fixture(scope="module")
-def engine(config: Config) -> Engine:
-    import torch._dynamo  # noqa: F401  read its settings before the engine sets them
+@pytest.fixture
+def engine(engine: Engine, config: Config, version: Callable[[int], Published], monkeypatch: Any) -> Engine:
+    """With the weights of the model's folder."""
+    monkeypatch.setattr(engine, "_ignore_eos", True)
+    monkeypatch.setattr(engine, "_stop_token_ids", [])
+    reload(engine, version(0), config)
+    return EndsEveryTurn(engine)  # type: ignore[return-value]
 
-    return EndsEveryTurn(config, num_gpus=0)
+
+@pytest.fixture
+def turns(config: Config) -> Config:
+    changes = {"tools": ["my.py:tool"], "max_turns": TURNS}
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update=changes)})
 
 
 class InstantTools:
@@ -145,31 +143,31 @@ def largest_difference(config: Config, played: list[Played]) -> float:
     return worst
 
 
-def test_log_probs_of_every_turn_are_those_of_one_forward_over_the_whole_conversation(config, engine) -> None:
-    played = play(config, engine, TURNS)
+def test_log_probs_of_every_turn_are_those_of_one_forward_over_the_whole_conversation(turns, engine) -> None:
+    played = play(turns, engine, TURNS)
     assert [p.turns for p in played] == [TURNS] * 8
     assert {len(p.observed) for p in played} == {TURNS - 1}
     assert {p.num_sampled for p in played} == {TURNS * TURN_LENGTH}
-    found = largest_difference(config, played)
+    found = largest_difference(turns, played)
     print(f"{found:.1e} nats at most between vLLM and transformers over 8 rollouts of {TURNS} turns, float32")
     assert found < 1e-5
 
 
-def test_a_loop_that_tokenises_the_text_again_between_turns_fails_the_same_check(config, engine) -> None:
-    found = largest_difference(config, play(config, engine, TURNS, Retokenising))
+def test_a_loop_that_tokenises_the_text_again_between_turns_fails_the_same_check(turns, engine) -> None:
+    found = largest_difference(turns, play(turns, engine, TURNS, Retokenising))
     print(f"{found:.1e} nats where the text is tokenised again between turns")
     assert found > 1e-2
 
 
-def test_eight_turns_of_16_tokens_cost_at_most_half_more_than_one_of_128(config, engine, monkeypatch) -> None:
+def test_eight_turns_of_16_tokens_cost_at_most_half_more_than_one_of_128(turns, engine, monkeypatch) -> None:
     """The prefix cache holds what came before a turn. Measured in turns of both, so that load meets both."""
     ratios = []
     for seed in range(4):
         seconds = []
-        for length, turns in ((TURN_LENGTH, TURNS), (128, 1)):
+        for length, count in ((TURN_LENGTH, TURNS), (128, 1)):
             monkeypatch.setattr(engine, "turn_length", length)
             begun = time.process_time()
-            played = play(config, engine, turns, seed=10 + seed)
+            played = play(turns, engine, count, seed=10 + seed)
             seconds.append(time.process_time() - begun)
             assert {p.num_sampled for p in played} == {128}
         ratios.append(seconds[0] / seconds[1])

@@ -21,7 +21,8 @@ from model.packing import pack
 from model.vision import layout_of, with_vision
 from sampler.completions import Completion, SamplingParams
 from sampler.engine import Engine
-from sampler.proof import Proof
+from sampler.engine_tensors import Proof
+from tests.support.engines import kept
 from tests.support.tiny_vision import (
     IMAGE_TOKEN,
     VIDEO_TOKEN,
@@ -58,7 +59,7 @@ class Eye:
         self.config = Config.model_validate(settings | sections)
         self.vision = read_vision(str(self.folder))
         self.model = AutoModelForImageTextToText.from_pretrained(self.folder, dtype="float32").eval()
-        self.engine = Engine(self.config, num_gpus=0)
+        self.engine = kept(Engine(self.config, num_gpus=0))
         self.reloads = 0
 
     def prompt(self, *images: EncodedImage) -> list[int]:

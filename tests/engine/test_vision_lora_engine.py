@@ -63,7 +63,7 @@ def test_every_version_of_adapters_has_the_trainers_log_probs_of_images(eye: Eye
     for number in (1, 2):
         policy.disturb(number)
         reloaded = reload(eye.engine, policy.publish(tmp_path / "weights", number), eye.config)
-        assert reloaded.canary_max_diff < 1e-5
+        assert reloaded["sync/canary_max_diff"] < 1e-5
         for images in ((first,), (first, second), ()):
             assert distance(eye, policy, images, images) < 1e-5
         assert distance(eye, policy, (first,), (other,)) > 0.5  # the control

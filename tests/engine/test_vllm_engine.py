@@ -7,72 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from common import weights
-from common.config import Config
 from common.watchdog import progress_heard_by
 from common.weights import BadWeights, Published
-from model.checksum import describe
-from model.logprobs import load_causal_lm, score_row
+from model.logprobs import score_row
 from model.packing import pack
 from model.reference import Reference
 from sampler.completions import SamplingParams
-from sampler.engine import Engine
 from sampler.reload import reload
-from tests.support.plain_policy import PlainPolicy
-from tests.support.tiny import tiny_model
+from tests.support.engines import PROMPT, announce, complete, edit, finished, greedy
+from tests.support.tiny import dense_logprobs
 
 pytestmark = pytest.mark.timeout(300)
-
-PROMPT = [5, 9, 17, 33, 8, 21] * 12
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model(folder)
-    # what Qwen2.5-Instruct ships: none of it may reach the sampling params
-    path = folder / "generation_config.json"
-    given = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(given | {"do_sample": True, "temperature": 0.1, "top_k": 3, "repetition_penalty": 1.3}))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def config(folder, tmp_path_factory) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"output_dir": str(tmp_path_factory.mktemp("run"))},
-            "model": {"path": str(folder), "dtype": "float32"},
-            "data": {"train": "none.jsonl", "max_prompt_length": 450},
-            "sampler": {
-                "num_generations": 4,
-                "max_completion_length": 24,
-                "temperature": 0.7,
-                "top_k": 12,  # allows params that return what they kept; each test gives its own
-            },
-            "trainer": {"prompts_per_step": 4},
-        }
-    )
-
-
-@pytest.fixture(scope="module")
-def engine(config) -> Engine:
-    import torch._dynamo  # noqa: F401  read its settings before the engine sets them
-
-    return Engine(config, num_gpus=0)
-
-
-@pytest.fixture
-def policy(folder) -> PlainPolicy:
-    return PlainPolicy(folder)
-
-
-@pytest.fixture
-def version(policy, tmp_path):
-    """A function that publishes the policy as a version: the trainer's real code."""
-    return lambda number: policy.publish(tmp_path / "weights", number)
 
 
 def test_every_layer_of_a_step_reports_progress(engine, config, version):
@@ -80,8 +27,7 @@ def test_every_layer_of_a_step_reports_progress(engine, config, version):
     engine.submit("a", [5] * 40, SamplingParams(1.0, 1, 1, 0))
     heard: list[str] = []
     with progress_heard_by(heard.append):
-        while engine.num_running:
-            engine.step()
+        finished(engine)
     num_layers = json.loads((Path(config.model.path) / "config.json").read_text())["num_hidden_layers"]
     assert len(heard) >= num_layers and set(heard) == {"generating"}
 
@@ -95,20 +41,6 @@ def test_nothing_is_compiled_though_torch_dynamo_was_there_before_the_engine(eng
     assert counters["frames"]["total"] == 0
 
 
-def complete(engine: Engine, params: SamplingParams, prompt=PROMPT):
-    engine.submit("key", prompt, params)
-    finished = []
-    while engine.num_running:
-        finished += engine.step()
-    [(key, completions)] = finished
-    assert key == "key"
-    return completions
-
-
-def greedy(engine: Engine, prompt=PROMPT, length: int = 16) -> list[int]:
-    return complete(engine, SamplingParams(0.0, length, 1, None), prompt)[0].token_ids.tolist()
-
-
 def test_old_logprobs_are_those_of_the_full_softmax_at_the_sampling_temperature(engine, config, policy, version):
     reload(engine, version(1), config)
     for temperature in (0.7, 1.0):
@@ -117,7 +49,7 @@ def test_old_logprobs_are_those_of_the_full_softmax_at_the_sampling_temperature(
             assert np.abs(completion.logprobs - expected).max() < 1e-4
 
 
-def test_completions_of_a_group_compute_its_prompt_once_and_their_logprobs_are_those_of_a_dense_forward(
+def test_completions_of_a_group_compute_its_prompt_once_and_have_the_trainers_log_probs(
     engine, config, policy, version
 ):
     reload(engine, version(0), config)
@@ -125,18 +57,13 @@ def test_completions_of_a_group_compute_its_prompt_once_and_their_logprobs_are_t
     prompts = [PROMPT[: 2 * 32 + 7], PROMPT[1 : 2 * 32 + 1], PROMPT[:20]]  # behind whole blocks: 7 tokens, a block, all
     for index, prompt in enumerate(prompts):
         engine.submit(index, prompt, SamplingParams(0.7, 4, 3, 1))
-    done = {}
-    while len(done) < len(prompts):
-        done |= dict(engine.step())
+    found = finished(engine)
     [after] = engine._llm.collective_rpc("num_spared_rows")
     assert after - before == 2 * (7 + 32 + 20)  # of three completions each the first computes them
     for index, prompt in enumerate(prompts):
-        for completion in done[index]:
-            ids = [*prompt, *completion.token_ids.tolist()]
-            expected = dense_logprobs(policy, ids, 0.7)[len(prompt) - 1 :]
-            found = completion.logprobs
-            chosen = expected[np.arange(len(found)), completion.token_ids]
-            np.testing.assert_allclose(found, chosen, atol=1e-5)
+        for completion in found[index]:
+            expected = policy.logprobs(prompt, completion.token_ids.tolist(), 0.7)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
 
 
 def test_a_seed_gives_the_same_completions_again_and_siblings_differ(engine, config, version):
@@ -165,7 +92,7 @@ def test_a_reload_changes_the_whole_model_tied_head_included(engine, config, pol
     policy.disturb(3)
     reloaded = reload(engine, version(3), config)
     assert engine.version == 3
-    assert reloaded.canary_max_diff <= 1e-4
+    assert reloaded["sync/canary_max_diff"] <= 1e-4
     sequence = PROMPT[:40]
     assert np.abs(engine.score([sequence])[0] - policy.logprobs(sequence[:1], sequence[1:], 1.0)).max() < 1e-4
 
@@ -178,17 +105,8 @@ def test_no_cached_prefix_survives_a_reload(engine, config, policy, version, fig
     policy.disturb(4)
     reload(engine, version(5), config)
     tokens = greedy(engine, long_prompt)
-    ids = torch.tensor([long_prompt + tokens])
-    plain = load_causal_lm(config.model.path, "float32", None, False)
-    plain.load_state_dict(policy.model.state_dict())
-    expected = []
-    for i in range(len(tokens)):  # greedy by transformers, fed with the engine's own tokens
-        with torch.no_grad():
-            row = pack([(ids[0, : 400 + i].tolist(), [[0]])])
-            hidden = plain.get_decoder()(
-                input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
-            ).last_hidden_state[0]
-            expected.append(int(plain.get_output_embeddings()(hidden[399 + i]).argmax()))
+    whole = distributions(policy, [*long_prompt, *tokens], 1.0)  # by transformers, fed with the engine's own tokens
+    expected = whole[len(long_prompt) - 1 : -1].argmax(-1).tolist()
     assert tokens == expected
     assert tokens != before
     figure("R5", f"{len(tokens)} tokens after a reload with 400 cached before: a fresh model's")
@@ -199,31 +117,8 @@ def test_more_seeded_prompts_than_fit_one_engine_step_are_all_sampled(engine):
     prompts = {i: [3 + (i + j) % 200 for j in range(430)] for i in range(40)}  # 17,200 tokens; a step takes 8,192
     for i, prompt in prompts.items():
         engine.submit(i, prompt, params)
-    finished = {}
-    while engine.num_running:
-        finished |= dict(engine.step())
-    assert sorted(finished) == sorted(prompts) and all(len(c) == 1 for c in finished.values())
-
-
-def edit(shard: Path, change) -> None:
-    tensors = load_file(shard)
-    change(tensors)
-    save_file(tensors, shard, metadata={"format": "pt"})
-
-
-def repoint(published: Published, shard: Path) -> Published:
-    """What a trainer with a fault would announce: a manifest that agrees with the damaged file."""
-    import hashlib
-
-    folder = Path(published.weights_dir)
-    manifest = json.loads((folder / weights.MANIFEST).read_text())
-    manifest["files"][shard.name] = shard.stat().st_size
-    if shard.suffix == ".safetensors":  # whose names and shapes stay as they were
-        found = {name: describe(t).checksum for name, t in load_file(shard).items()}
-        manifest["tensors"] = {n: t | {"checksum": found.get(n, "")} for n, t in manifest["tensors"].items()}
-    data = json.dumps(manifest).encode()
-    (folder / weights.MANIFEST).write_bytes(data)
-    return Published(published.version, published.weights_dir, hashlib.sha256(data).hexdigest())
+    found = finished(engine)
+    assert sorted(found) == sorted(prompts) and all(len(c) == 1 for c in found.values())
 
 
 NORM = "model.norm.weight"
@@ -256,24 +151,21 @@ def test_seven_kinds_of_bad_weights_are_refused_before_the_engine_is_touched(eng
     for kind, (change, words) in BAD_TENSORS.items():
         shard.write_bytes(whole)
         edit(shard, change)
-        refuse(kind, repoint(published, shard), words)
+        refuse(kind, announce(published, shard), words)
     shutil.copy(Path(good.weights_dir) / weights.MANIFEST, Path(published.weights_dir) / weights.MANIFEST)
     refuse("stale manifest", published, "SHA-256")
     assert len(refused) == 7
     figure("R4", f"7 of 7 bad versions refused ({', '.join(refused)}), outputs unchanged")
 
 
-def test_the_reference_gives_the_logprobs_of_a_dense_forward(config, policy):
+def test_the_reference_gives_the_logprobs_of_a_dense_forward(config):
+    from transformers import AutoModelForCausalLM
+
     reference = Reference(config, torch.device("cpu"))
     completions = [np.array(ids, np.int32) for ids in ([4, 5, 6], [9], [3, 3, 8, 1, 2])]
+    dense = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     for found, ids in zip(reference.logprobs(np.array(PROMPT, np.int32), completions), completions, strict=True):
-        row_ids = torch.tensor([PROMPT + ids.tolist()])
-        from transformers import AutoModelForCausalLM
-
-        dense = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
-        with torch.no_grad():
-            logits = dense(row_ids).logits[0, len(PROMPT) - 1 : -1] / config.sampler.temperature
-        expected = torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids, dtype=torch.int64)[:, None])[:, 0]
+        expected = dense_logprobs(dense, PROMPT, ids.tolist(), config.sampler.temperature).detach()
         assert np.abs(found - expected.numpy()).max() < 1e-5
 
 
@@ -319,7 +211,7 @@ def test_truncated_samples_come_with_the_kept_tokens_and_the_log_probs_of_the_la
         row = pack([(PROMPT, [ids])]).with_sampling_mask([sets])
         restricted, _ = score_row(policy.model, row, 0.7, 64)
         assert np.abs(completion.logprobs - restricted.detach().numpy()).max() < 1e-4
-        whole = np.exp(dense_logprobs(policy, [*PROMPT, *ids], 0.7)[len(PROMPT) - 1 : -1])
+        whole = np.exp(distributions(policy, [*PROMPT, *ids], 0.7)[len(PROMPT) - 1 : -1])
         for probs, kept in zip(whole, sets, strict=True):
             expected = kept_by_definition(probs, top_k=12, **cut)
             assert set(kept[kept >= 0].tolist()) == expected
@@ -327,7 +219,7 @@ def test_truncated_samples_come_with_the_kept_tokens_and_the_log_probs_of_the_la
     assert len(sizes) > 1 if cut else sizes == {12}
 
 
-def dense_logprobs(policy, ids: list[int], temperature: float) -> np.ndarray:
+def distributions(policy, ids: list[int], temperature: float) -> np.ndarray:
     """[T, vocabulary]"""
     ids = torch.tensor([ids])
     row = pack([(ids[0].tolist()[:1], [ids[0].tolist()[1:]])])

@@ -10,25 +10,21 @@ from typing import Any
 
 import pytest
 
-from common.config import Config
 from sampler import vllm_insides
 from sampler.engine import Engine
-from tests.support.tiny import tiny_model
+from tests.support.engines import worker_of
 
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture(scope="module", params=[0, 4], ids=["whole", "adapters"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    settings = {
-        "run": {"output_dir": str(tmp_path_factory.mktemp("run"))},
-        "model": {"path": str(tiny_model(tmp_path_factory.mktemp("model"))), "dtype": "float32"},
-        "lora": {"r": request.param},
-        "data": {"train": "none.jsonl", "max_prompt_length": 64},
-    }
-    engine = Engine(Config.model_validate(settings), num_gpus=0)
-    [found] = engine._llm.collective_rpc(lambda worker: vllm_insides.model_of(worker))
-    return found
+@pytest.fixture(scope="module", params=[{}, {"lora": {"r": 4, "alpha": 12}}], ids=["whole", "adapters"])
+def settings(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(engine: Engine) -> Any:
+    return vllm_insides.model_of(worker_of(engine))
 
 
 def test_a_models_layers_its_fused_ones_and_their_parts_are_found(model: Any) -> None:
@@ -50,11 +46,11 @@ def test_a_models_layers_its_fused_ones_and_their_parts_are_found(model: Any) ->
     assert vllm_insides.adapter_names(model)("model.layers.0.mlp.up_proj") == "model.layers.0.mlp.up_proj"
 
 
-def test_a_tied_head_and_the_embedding_have_a_packed_copy_each_on_a_cpu(model: Any) -> None:
-    """What `tie_again` puts in the place of the head's."""
+def test_the_embedding_of_a_tied_model_can_be_its_head(model: Any) -> None:
+    """What `tie_again` makes of it."""
     language = vllm_insides.language_model(model)
     assert language.config.tie_word_embeddings
-    assert callable(language.model.embed_tokens.cpu_linear) and callable(language.lm_head.cpu_linear)
+    assert callable(language.model.embed_tokens.quant_method.apply) and hasattr(language, "lm_head")
 
 
 def test_adapters_are_stacked_by_the_parts_of_a_layer(model: Any) -> None:
@@ -70,7 +66,6 @@ def test_adapters_are_stacked_by_the_parts_of_a_layer(model: Any) -> None:
 @pytest.mark.parametrize(
     ("module", "names"),
     [
-        ("vllm.model_executor.models.registry", ["_run_in_subprocess"]),
         ("vllm.model_executor.models.qwen2_vl", ["Qwen2VLProcessingInfo.get_supported_mm_processor_kwargs"]),
         ("vllm.model_executor.models.qwen2_5_vl", ["Qwen2_5_VLProcessingInfo.get_hf_processor"]),
         (
@@ -95,7 +90,7 @@ def test_what_the_processors_of_models_that_see_are_patched_into_is_still_there(
 
 def test_nothing_else_of_the_sampler_knows_them() -> None:
     """Names that vLLM does not document stand in one file."""
-    inside = {"packed_modules_mapping", "hf_to_vllm_mapper", "quant_method", "output_partition_sizes", "cpu_linear"}
+    inside = {"packed_modules_mapping", "hf_to_vllm_mapper", "quant_method", "output_partition_sizes"}
     inside |= {"lora_a_stacked", "lora_b_stacked", "engine_core", "output_processor", "lora_manager"}
     room = Path(inspect.getfile(vllm_insides)).parent
     for file in room.glob("*.py"):

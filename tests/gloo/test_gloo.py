@@ -494,7 +494,7 @@ def test_a_published_version_verifies_and_holds_the_trained_weights(
     expected = runs.tensors(ranks, f"train{stage}/weights")
     assert found.keys() == expected.keys() == manifest.tensors.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert (manifest.version, manifest.tied_embeddings) == (NUM_STEPS, True)
+    assert manifest.version == NUM_STEPS
 
 
 @every_layout

@@ -96,10 +96,10 @@ def _reloads(shape: str, dtype: str, scratch: Path) -> dict[str, str]:
     pair = Pair(shape, dtype, scratch)
     seen = [pair.reloaded(version) for version in range(_RELOADS)]
     # A CPU's matrices are packed.
-    assert pair.engine.on_cpu or seen[-1].unproven == {}, "every published tensor is compared bit by bit"
-    rms, largest = max(one.canary_rms for one in seen), max(one.canary_max_diff for one in seen)
+    assert pair.engine.on_cpu or seen[-1]["sync/unproven_tensors"] == 0, "every tensor is compared bit by bit"
+    rms, largest = max(one["sync/canary_rms"] for one in seen), max(one["sync/canary_max_diff"] for one in seen)
     return {
-        "reload": f"{statistics.median(one.seconds for one in seen):.2f} s",
+        "reload": f"{statistics.median(one['sync/reload_s'] for one in seen):.2f} s",
         "canary": f"RMS {rms:.2g} nats, at most {largest:.2g}",
         "stale": _refusal_of_a_stale_number(pair)[:160],
     }
@@ -137,5 +137,5 @@ def _sleeps(scratch: Path) -> int:
         assert pair.written() == before
         pair.engine.rest()
         found = pair.reloaded(1)
-        assert pair.engine.on_cpu or found.unproven == {}
+        assert pair.engine.on_cpu or found["sync/unproven_tensors"] == 0
         return freed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,11 @@ import numpy as np
 import torch
 
 from common.config import Config
-from common.weights import Published, TensorInfo
+from common.weights import Published
 from model import lora
-from model.checksum import describe
 from model.logprobs import load_causal_lm, score_row
 from model.packing import pack
-from trainer.engine.exported import adapters, base
+from trainer.engine.exported import adapters
 from trainer.save.write_version import write_version
 
 
@@ -33,31 +32,18 @@ class OneRank:
         return value
 
 
-class Float32Weights:
-    """The float32 weights of an optimizer whose model has others, and one step of it."""
-
-    def __init__(self, trained: Iterable[torch.Tensor]):
-        self.trained = list(trained)
-        self.master = [p.detach().float().clone() for p in self.trained]
-        self.generator = torch.Generator().manual_seed(0)
-
-    @torch.no_grad()
-    def step(self, learning_rate: float) -> None:
-        """What Adam does in its first step: every weight moves by the learning rate."""
-        for p, master in zip(self.trained, self.master, strict=True):
-            master -= learning_rate * torch.randn(master.shape, generator=self.generator).sign()
-            p.copy_(master)
-
-
 class PlainPolicy:
     """What trainer.publish needs of a PolicyEngine, around a transformers model without DeepSpeed."""
 
     published_settings: bytes | None = None
     layout = None
 
-    def __init__(self, folder: Path):
-        self.model = load_causal_lm(str(folder), "float32", None, False)
-        self.tied_embeddings = self.model.config.tie_word_embeddings
+    def __init__(self, folder: Path, dtype: str = "float32"):
+        self.model = load_causal_lm(str(folder), dtype, None, False)
+        self.master: list[torch.Tensor] = []  # float32, of an optimizer whose model has another dtype
+
+    def trained(self) -> list[torch.Tensor]:
+        return list(self.model.parameters())
 
     @torch.no_grad()
     def score(self, row, temperature):
@@ -74,12 +60,21 @@ class PlainPolicy:
         vocab = self.model.config.get_text_config().vocab_size
         return write_version(self, OneRank(), folder, "run", "life", number, vocab)  # type: ignore[arg-type]
 
+    @torch.no_grad()
     def disturb(self, seed: int) -> None:
         """Other weights, far enough away that stale ones cannot pass for them."""
         generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for p in self.model.parameters():
-                p.add_(torch.randn(p.shape, generator=generator) * 0.1)
+        for p in self.trained():
+            p.add_(torch.randn(p.shape, generator=generator) * 0.1)
+
+    @torch.no_grad()
+    def step(self, number: int, learning_rate: float) -> None:
+        """What Adam does in its first step: every weight moves by the learning rate."""
+        generator = torch.Generator().manual_seed(number)
+        self.master = self.master or [p.detach().float().clone() for p in self.trained()]
+        for p, master in zip(self.trained(), self.master, strict=True):
+            master -= learning_rate * torch.randn(master.shape, generator=generator).sign()
+            p.copy_(master)
 
     def logprobs(self, prompt: list[int], completion: list[int], temperature: float) -> np.ndarray:
         row = pack([(prompt, [completion])])
@@ -91,7 +86,6 @@ class DevicePolicy(PlainPolicy):
 
     def __init__(self, folder: Path, dtype: str, device: str):
         self.model = load_causal_lm(str(folder), dtype, None, False).to(device)
-        self.tied_embeddings = self.model.config.tie_word_embeddings
 
     def score(self, row: Any, temperature: float) -> Any:
         return super().score(row.to(self.model.device), temperature).float().cpu()
@@ -111,22 +105,14 @@ class AdaptedPolicy(PlainPolicy):
     """What trainer.publish needs of a PolicyEngine that trains adapters."""
 
     def __init__(self, config: Config):
-        self.model = load_causal_lm(config.model.path, config.model.dtype, None, False)
-        self.tied_embeddings = self.model.config.tie_word_embeddings
+        super().__init__(Path(config.model.path), config.model.dtype)
         self.published_settings = lora.settings_file(lora.add_adapters(self.model, config))
+
+    def trained(self) -> list[torch.Tensor]:
+        return [p for t in adapters(self.model) for p in t.parameters]
 
     def parameter_names(self) -> list[tuple[str, int]]:
         return [(t.name, t.size) for t in adapters(self.model)]
 
     def full_parameters(self, wanted: Callable[[str], bool], to_host: Any = None) -> Any:
         return ((t.name, t.make()) for t in adapters(self.model) if wanted(t.name))
-
-    def base_tensors(self) -> dict[str, TensorInfo]:
-        return {t.name: describe(t.make()) for t in base(self.model)}
-
-    def disturb(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for tensor in adapters(self.model):
-                for p in tensor.parameters:
-                    p.add_(torch.randn(p.shape, generator=generator) * 0.1)

@@ -25,5 +25,5 @@ def publish(folder: Path, version: int, incarnation: str) -> Published:
     save_file({"number": np.array([number(incarnation, version)])}, temporary / shard)
     failpoint("weights.shard")
     files = {shard: (temporary / shard).stat().st_size}
-    manifest = Manifest("run", incarnation, version, False, files, {}, Canary(1, [], []))
+    manifest = Manifest("run", incarnation, version, files, {}, Canary(1, [], []))
     return weights.commit(temporary, weights.version_dir(folder, version, incarnation), manifest)

@@ -27,8 +27,6 @@ def publish(
     for shard, name in zip(SHARDS, ("embed", "head"), strict=True):
         save_file({name: numbers}, temporary / shard)
     files = {shard: (temporary / shard).stat().st_size for shard in SHARDS}
-    manifest = Manifest(
-        "run", incarnation, version, True, files, dict.fromkeys(("embed", "head"), describe(numbers)), canary
-    )
+    manifest = Manifest("run", incarnation, version, files, dict.fromkeys(("embed", "head"), describe(numbers)), canary)
     manifest = (change(temporary, manifest) if change else None) or manifest
     return weights.commit(temporary, weights.version_dir(folder, version, incarnation), manifest)

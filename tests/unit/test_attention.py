@@ -16,7 +16,7 @@ from common.errors import UserError
 from model import attention, devices
 from model.attention import pad_index, unpad_index
 from model.logprobs import load_causal_lm, score_row
-from model.packing import Packing, Span, pack
+from model.packing import Packing, pack
 from tests.support.tiny import dense_logprobs, randomise_vectors
 
 VOCAB = 61
@@ -163,28 +163,6 @@ def test_a_gpu_gets_no_mask_and_a_cpu_the_lower_right_triangle() -> None:
     assert isinstance(asked, CausalBias) and asked.variant == CausalVariant.LOWER_RIGHT
     assert (asked.seq_len_q, asked.seq_len_kv) == (2, 5)
     assert attention._past(2, 5, torch.device("cpu")).tolist() == [[True] * 4 + [False], [True] * 5]
-
-
-@pytest.mark.parametrize("spans", [(Span(0, 3, (2, 1)),), ()], ids=["packed", "one sequence"])
-def test_attention_of_a_bfloat16_model_is_float32s_rounded_on_a_cpu_without_amx(
-    monkeypatch: pytest.MonkeyPatch, spans: tuple[Span, ...]
-) -> None:
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(1, heads, 6, 8).bfloat16().requires_grad_() for heads in (4, 2, 2))
-    wide = [x.detach().float().requires_grad_() for x in (query, key, value)]
-    monkeypatch.setattr("model.cpu.attention._multiplies_tiles", lambda: False)
-    found, _ = attention._attention(torch.nn.Module(), query, key, value, None, spans=spans)
-    expected, _ = attention._attention(torch.nn.Module(), *wide, None, spans=spans)
-    assert found.dtype == torch.bfloat16
-    assert found.tolist() == expected.bfloat16().tolist()
-    found.backward(torch.ones_like(found))
-    expected.backward(torch.ones_like(expected))
-    for narrow, exact in zip((query, key, value), wide, strict=True):
-        # each rounded to 8 bits, and the prompt's a second time, where those of its completions are added
-        torch.testing.assert_close(narrow.grad.float(), exact.grad, rtol=2**-7, atol=2**-8)
-    monkeypatch.setattr("model.cpu.attention._multiplies_tiles", lambda: True)
-    by_torch, _ = attention._attention(torch.nn.Module(), query, key, value, None, spans=spans)
-    assert by_torch.flatten().tolist() == pytest.approx(expected.flatten().tolist(), abs=0.03)
 
 
 def test_cudnns_attention_which_plans_every_new_shape_is_switched_off() -> None:

@@ -19,9 +19,9 @@ from common.config import Config
 from common.errors import Retryable
 from common.weights import MANIFEST, Published
 from sampler import loop
+from sampler.engine_tensors import Proof
 from sampler.link import Link
 from sampler.loop import Sampler
-from sampler.proof import Proof
 from tests.support.protocol_helpers import HELLO, hurry, make_config, make_inbox
 from tests.support.speed import limit
 from tests.support.versions import SHARDS, publish

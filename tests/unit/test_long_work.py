@@ -19,9 +19,9 @@ from common.types import Problem, Prompt
 from common.watchdog import progress_heard_by, report_progress
 from sampler import link as link_module
 from sampler import loop
+from sampler.engine_tensors import Proof
 from sampler.link import Link
 from sampler.loop import Sampler
-from sampler.proof import Proof
 from tests.support.memory_transport import TRAINER, MemoryNetwork
 from tests.support.protocol_helpers import HELLO, make_config, make_inbox, short_folder
 from tests.support.speed import until

@@ -17,10 +17,10 @@ from common.errors import UserError
 from common.png import check_png
 from common.types import Problem, Prompt
 from model.folder import require_downloaded, require_models
-from model.images import Vision, encode_image, read_vision
+from model.images import Vision, read_vision
 from rewards.pool import RewardPool
 from sampler.dataset import fingerprint, load_data, whole_row
-from sampler.pictures import check_images, encode_problem, open_picture, sources
+from sampler.pictures import encode_problem, open_picture, sources
 from sampler.prompts import make_prompt, make_prompts
 from tests.support.configs import config_of
 from tests.support.speed import limit
@@ -126,46 +126,55 @@ def test_images_of_datasets_are_the_bytes_of_their_files(tmp_path: Path, several
 
 def load(tmp_path: Path, *images: list[str], **changes: Any) -> list[Problem]:
     (tmp_path / "red.png").write_bytes(RED)
-    (tmp_path / "torn.png").write_bytes(RED[:10])
     rows = [{"question": "?", "answer": "4", "images": names} for names in images]
     return load_data("data.train", write_rows(tmp_path / "x.jsonl", rows), DATA.model_copy(update=changes))
 
 
-def refusal(tmp_path: Path, *images: list[str], **changes: Any) -> str:
+@pytest.mark.parametrize(
+    ("rows", "changes", "said"),
+    [
+        (
+            [["red.png"], ["red.png"] * 3, ["red.png"] * 4],
+            {},
+            "2 of 3 rows have more images than data.limit_images 2, first row 1; the most is 4",
+        ),
+        ([["gone.png"]], {}, "gone.png: No such file or directory"),
+        ([[], []], {}, "data.image_key 'images' is empty in each of the 2 rows"),
+        ([["red.png"]], {"image_key": "image"}, 'data.image_key "image" not found in'),
+        ([["red.png"]], {"image_key": "image"}, "Set data.image_key: images"),
+    ],
+)
+def test_rows_without_the_images_that_a_run_needs_are_refused(
+    tmp_path: Path, rows: list[list[str]], changes: Any, said: str
+) -> None:
     with pytest.raises(UserError) as caught:
-        load(tmp_path, *images, **changes)
-    return str(caught.value)
+        load(tmp_path, *rows, **changes)
+    assert said in str(caught.value)
 
 
-def test_more_images_than_allowed_are_refused_with_the_number_to_set(tmp_path: Path) -> None:
-    message = refusal(tmp_path, ["red.png"], ["red.png"] * 3, ["red.png"] * 4)
-    assert message == (
-        "data.train: 2 of 3 rows have more images than data.limit_images 2, first row 1; the most is 4. "
-        "Set data.limit_images: 4"
-    )
+def test_rows_without_an_image_among_others_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [len(p.images) for p in load(tmp_path, ["red.png"], [])] == [1, 0]
+    assert "data.train: 1 of 2 rows have no image" in capsys.readouterr().err
 
 
-def test_an_image_that_cannot_be_read_is_refused_by_row_and_place(tmp_path: Path) -> None:
-    assert "row 1: image 2 cannot be read" in refusal(tmp_path, ["red.png"], ["red.png", "torn.png"])
-    assert "x.jsonl, row 0: data.image_key 'images'" in refusal(tmp_path, ["gone.png"])
-    assert "gone.png: No such file or directory" in refusal(tmp_path, ["gone.png"])
-
-
-def test_a_file_that_is_torn_behind_its_header_is_refused_when_it_is_decoded() -> None:
-    with pytest.raises(UserError, match="row 7: image 1 cannot be read"):
-        encode_problem(problem("?", RED[:-200], index=7), PLAIN, DATA)
-
-
-def test_a_strip_is_refused_by_row() -> None:
-    with pytest.raises(UserError, match="row 0: image 1 cannot be read: 3000 × 10 pixels"):
-        encode_problem(problem("?", file_of(picture(3000, 10))), PLAIN, DATA)
-
-
-def test_a_small_file_that_unpacks_to_gigabytes_is_refused_by_its_header() -> None:
+def of_40000_pixels_a_side() -> bytes:
     size = struct.pack(">II5B", 40_000, 40_000, 8, 2, 0, 0, 0)
     header = struct.pack(">I", 13) + b"IHDR" + size + struct.pack(">I", zlib.crc32(b"IHDR" + size))
-    with pytest.raises(ValueError, match=r"40000 × 40000 pixels|decompression bomb"):
-        open_picture(b"\x89PNG\r\n\x1a\n" + header + RED[33:])
+    return b"\x89PNG\r\n\x1a\n" + header + RED[33:]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (RED[:10], "10 bytes that are no PNG"),
+        (RED[:-200], "truncated"),  # torn behind its header
+        (file_of(picture(3000, 10)), "3000 × 10 pixels"),
+        (of_40000_pixels_a_side(), "40000 × 40000 pixels|decompression bomb"),  # told by its header
+    ],
+)
+def test_an_image_that_cannot_be_read_or_is_a_strip_is_refused_by_row_and_place(source: bytes, said: str) -> None:
+    with pytest.raises(UserError, match=f"row 7: image 2 cannot be read: .*({said})"):
+        encode_problem(problem("?", RED, source, index=7), PLAIN, DATA)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
@@ -178,25 +187,12 @@ def test_a_damaged_file_is_seen_or_refused_by_row_and_raises_nothing_else(kind: 
             if damaged:
                 damaged[rng.randrange(min(len(damaged), 200))] = rng.randrange(256)
         try:
-            check_images("data.train", [problem("?", bytes(damaged), index=7)], DATA)
             (image,) = encode_problem(problem("?", bytes(damaged), index=7), PLAIN, DATA)
             assert check_png(image.png, DATA.max_pixels)
         except UserError as error:
             assert "row 7: image 1 cannot be read" in str(error)
             refused += 1
     assert refused > 5
-
-
-def test_no_image_in_any_row_is_refused_and_in_some_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "data.image_key 'images' is empty in each of the 2 rows" in refusal(tmp_path, [], [])
-    assert [len(p.images) for p in load(tmp_path, ["red.png"], [])] == [1, 0]
-    assert "data.train: 1 of 2 rows have no image" in capsys.readouterr().err
-
-
-def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
-    message = refusal(tmp_path, ["red.png"], image_key="image")
-    assert 'data.image_key "image" not found in' in message
-    assert "Set data.image_key: images" in message
 
 
 def test_rewards_get_images_only_if_one_names_them(tmp_path: Path) -> None:
@@ -219,16 +215,27 @@ def test_rewards_get_images_only_if_one_names_them(tmp_path: Path) -> None:
 # ---- prompts ----------------------------------------------------------------------------------------------------
 
 
-def test_images_stand_first_unless_the_text_places_them(tokenizer: Any, vision: Vision) -> None:
-    first, placed = (
-        made(problem("How many?", RED), tokenizer, vision),
-        made(problem("A <image>?", RED), tokenizer, vision),
-    )
-    shown = f"{START}{PAD}{END}"
-    assert first.text == f"<|im_start|>user\n{shown}How many?<|im_end|>\n<|im_start|>assistant\n"
-    assert placed.text == f"<|im_start|>user\nA {shown}?<|im_end|>\n<|im_start|>assistant\n"
-    assert first.for_rewards == "How many?"
-    assert placed.for_rewards == "A <image>?"
+def chat(text: str) -> str:
+    return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
+SHOWN = f"{START}{PAD}{END}"
+PARTS = [{"type": "text", "text": "A "}, {"type": "image"}, {"type": "text", "text": "?"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "text", "for_rewards"),
+    [
+        ("How many?", chat(f"{SHOWN}How many?"), "How many?"),
+        ("A <image>?", chat(f"A {SHOWN}?"), "A <image>?"),
+        ([{"role": "user", "content": PARTS}], chat(f"A {SHOWN}?"), [{"role": "user", "content": "A <image>?"}]),
+    ],
+)
+def test_images_stand_first_unless_the_text_or_a_part_places_them(
+    tokenizer: Any, vision: Vision, row: Any, text: str, for_rewards: Any
+) -> None:
+    prompt = made(problem(row, RED), tokenizer, vision)
+    assert (prompt.text, prompt.for_rewards) == (text, for_rewards)
 
 
 def test_a_prompt_has_one_token_for_each_merged_patch_and_the_short_one_is_the_tokenizer_s(
@@ -245,27 +252,17 @@ def test_a_prompt_has_one_token_for_each_merged_patch_and_the_short_one_is_the_t
     assert vision.shortened(ids, prompt.images) == tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
 
 
-def test_a_row_s_chat_may_hold_its_image_as_a_part(tokenizer: Any, vision: Vision) -> None:
-    chat = [
-        {"role": "system", "content": "See."},
-        {"role": "user", "content": [{"type": "text", "text": "A "}, {"type": "image"}, {"type": "text", "text": "?"}]},
-    ]
-    prompt = made(problem(chat, RED), tokenizer, vision)
-    assert f"user\nA {START}{PAD}{END}?<|im_end|>" in prompt.text
-    assert prompt.for_rewards == [{"role": "system", "content": "See."}, {"role": "user", "content": "A <image>?"}]
-
-
 def test_worked_examples_and_a_system_message_show_no_image_of_the_row(tokenizer: Any, vision: Vision) -> None:
     template = CHAT.model_copy(update={"system": "An <image>.", "examples": [{"user": "<image>", "assistant": "4"}]})
     text = made(problem("How many?", RED), tokenizer, vision, template).text
     assert text.count("<image>") == 2
-    assert f"user\n{START}{PAD}{END}How many?" in text
+    assert f"user\n{SHOWN}How many?" in text
 
 
 def test_a_format_prompt_may_place_the_image(tmp_path: Path, tokenizer: Any, vision: Vision) -> None:
     (tmp_path / "f.jinja").write_text("<image>Look: {{ content }}")
     template = CHAT.model_copy(update={"format_prompt": tmp_path / "f.jinja"})
-    assert f"user\n{START}{PAD}{END}Look: ?" in made(problem("?", RED), tokenizer, vision, template).text
+    assert f"user\n{SHOWN}Look: ?" in made(problem("?", RED), tokenizer, vision, template).text
 
 
 @pytest.mark.parametrize(
@@ -369,9 +366,3 @@ def test_a_model_with_other_tokens_for_images_is_refused(tmp_path: Path, vision:
     write_vision_settings(tmp_path, vision, image_token_id=None)
     with pytest.raises(UserError, match=r"config.json has no image_token_id"):
         read_vision(str(tmp_path))
-
-
-def test_images_are_resized_once(vision: Vision) -> None:
-    (encoded,) = encode_problem(problem("?", file_of(picture(300, 200))), PLAIN, DATA)
-    again = encode_image(open_picture(encoded.png), PLAIN, DATA.min_pixels, DATA.max_pixels)
-    assert again == encoded

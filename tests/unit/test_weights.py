@@ -38,7 +38,7 @@ def test_a_published_version_arrives_whole(tmp_path: Path) -> None:
     published = publish(tmp_path / "weights")
     assert published.weights_dir == str(tmp_path / "weights" / "00000003-ab12")
     manifest = receive(published, tmp_path / "private")
-    assert (manifest.version, manifest.tied_embeddings, manifest.canary.logprobs) == (3, True, [[-0.5]])
+    assert (manifest.version, manifest.canary.logprobs) == (3, [[-0.5]])
     assert sorted(p.name for p in (tmp_path / "private").iterdir()) == list(SHARDS)
     assert (load_file(tmp_path / "private" / SHARDS[0])["embed"] == 3).all()
 
@@ -105,7 +105,7 @@ def with_number(number: float) -> Change:
         (with_number(math.nan), "tensor embed of version 3 is not finite"),
         (with_number(math.inf), "tensor embed of version 3 is not finite"),
         (in_manifest(version=lambda _: 4), "the manifest is of version 4, version 3 was announced"),
-        (in_manifest(tied_embeddings=lambda _: math.nan), r"manifest\.json of \d+ bytes: Expected `bool`"),
+        (in_manifest(version=lambda _: math.nan), r"manifest\.json of \d+ bytes: Expected `int`"),
     ],
 )
 def test_bad_weights_are_refused_with_what_is_wrong(tmp_path: Path, change: Change, said: str) -> None:
@@ -161,7 +161,7 @@ def test_another_manifest_than_the_announced_one_will_not_become_right(tmp_path:
 )
 def test_a_file_that_is_not_safetensors_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "x.safetensors").write_bytes(data)
-    manifest = Manifest("run", "ab", 1, True, {"x.safetensors": len(data)}, {}, Canary(1, [], []))
+    manifest = Manifest("run", "ab", 1, {"x.safetensors": len(data)}, {}, Canary(1, [], []))
     with pytest.raises(BadWeights, match=r"x\.safetensors is not a whole safetensors file"):
         checked_tensors(tmp_path, manifest, CONFIG)
 

@@ -19,8 +19,6 @@ SAMPLER_TOTALS = {
     "total/idle_s": "wait/sampler_s",
     "total/incomplete_support": "mismatch/support/incomplete_tokens",
     "total/in_flight_updates": "in_flight/updates",
-    "total/interrupted_sequences": "in_flight/interrupted_sequences",
-    "total/recomputed_tokens": "in_flight/recomputed_tokens",
 }
 
 _SHOWN_GROUPS = 2  # of a step, in samples.jsonl

@@ -97,9 +97,7 @@ class Snapshot:
     tensors: Mapping[str, Tensor]  # of this rank's file, on the host
     on_device: Mapping[str, TensorInfo]  # of those that came from a GPU, as they were there
     canary: Canary
-    tied_embeddings: bool
     adapter_settings: bytes | None  # peft's; None for a whole model
-    base: dict[str, TensorInfo]  # what adapters stand on; else empty
 
     def write(self, ranks: Exchange) -> Published:
         """Writes and commits, as often as needed. Every rank calls it; rank 0 has the result.
@@ -144,10 +142,8 @@ class Snapshot:
         if self.adapter_settings is not None:
             durable.write_file(folder / lora.SETTINGS, self.adapter_settings)
             files[lora.SETTINGS] = len(self.adapter_settings)
-        what = files, tensors, self.canary, self.base
-        return weights.commit(
-            folder, name.final, Manifest(name.run_id, name.incarnation, name.version, self.tied_embeddings, *what)
-        )
+        what = files, tensors, self.canary
+        return weights.commit(folder, name.final, Manifest(name.run_id, name.incarnation, name.version, *what))
 
 
 def write_version(
@@ -184,13 +180,12 @@ def snapshot(
     else:
         files = [lora.WEIGHTS]  # peft and vLLM read one file
     scored = canary(engine, vocab_size)
-    base = engine.base_tensors() if settings is not None else {}
     names = engine.parameter_names()
     shares = dict(zip(files, slices([size for _, size in names], len(files)), strict=True))
     file = files[rank] if rank < len(files) else None
     wanted = {names[i][0] for i in shares[file]} if file is not None else set()
     tensors, on_device = _on_host(engine, wanted, copies, memory or HostCopies())
-    return Snapshot(name, file, tensors, on_device, scored, engine.tied_embeddings, settings, base)
+    return Snapshot(name, file, tensors, on_device, scored, settings)
 
 
 def _on_host(
