@@ -35,17 +35,17 @@ EVALUATION = {"step": 0, "n": 4, "full_marks": {"answer": 3}, "mean": {"answer":
 
 
 class Sink:
-    def __init__(self, folder: Path, name: str) -> None:
-        self.name, self.run, self._calls = name, folder / "my-run", folder / "calls"
-        (folder / name).mkdir()
-        (folder / name / "__init__.py").write_text(FAKE.format(calls=str(self._calls)))
+    def __init__(self, folder: Path) -> None:
+        self.run, self._calls = folder / "my-run", folder / "calls"
+        (folder / "wandb").mkdir()
+        (folder / "wandb" / "__init__.py").write_text(FAKE.format(calls=str(self._calls)))
         self.run.mkdir()
         (self.run / "config.json").write_text(json.dumps(SETTINGS))
 
     def log(self, *steps: int, resume_step: int | None = None, evaluation: bool = False) -> list[list[Any]]:
         """The calls that a process makes which logs these steps, without the `finish` at the end."""
         self._calls.write_text("")
-        log = MetricsLog(self.run, [self.name], resume_step)
+        log = MetricsLog(self.run, ["wandb"], resume_step)
         for step in steps:
             log.log(step, {"reward": step / 2, "kl": None})
         if evaluation:
@@ -60,14 +60,13 @@ class Sink:
 
 
 @pytest.fixture
-def sink(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, request.param, raising=False)
-    yield Sink(tmp_path, request.param)
-    sys.modules.pop(request.param, None)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    yield Sink(tmp_path)
+    sys.modules.pop("wandb", None)
 
 
-@pytest.mark.parametrize("sink", ["wandb"], indirect=True)
 def test_wandb_gets_the_step_as_a_value_because_its_own_counter_drops_what_comes_late(sink: Sink):
     (_, _, init), *rest = sink.log(1, 2, evaluation=True)
     identity = json.loads((sink.run / "sinks.json").read_text())["id"]
@@ -91,13 +90,11 @@ def test_wandb_gets_the_step_as_a_value_because_its_own_counter_drops_what_comes
     assert resumed[0] == ["init", [], init] and resumed[-1] == ["run.log", [{"reward": 1.5, "step": 3}], {}]
 
 
-@pytest.mark.parametrize("sink", ["wandb"], indirect=True)
 def test_a_new_run_in_a_folder_gets_a_name_of_its_own(sink: Sink):
     names = [sink.log(evaluation=True)[0][2]["name"] for _ in range(2)]  # neither made a step: the second starts anew
     assert names[0] != names[1]
 
 
-@pytest.mark.parametrize("sink", ["wandb"], indirect=True)
 def test_a_sink_that_fails_is_dropped_with_one_line_and_training_goes_on(sink: Sink, monkeypatch, capsys):
     monkeypatch.setenv("FAILS", "run.log")
     log = MetricsLog(sink.run, ["wandb"])
@@ -109,7 +106,6 @@ def test_a_sink_that_fails_is_dropped_with_one_line_and_training_goes_on(sink: S
     assert [name for name, *_ in sink.calls()] == ["init", "define_metric", "define_metric"]
 
 
-@pytest.mark.parametrize("sink", ["wandb"], indirect=True)
 def test_a_sink_that_does_not_start_is_the_users_to_fix(sink: Sink, monkeypatch):
     monkeypatch.setenv("FAILS", "init")
     with pytest.raises(UserError, match=r"wandb does not start: RuntimeError: no network; log in .* or leave"):
