@@ -41,7 +41,6 @@ from trainer.record.throughput import StepSeconds, num_devices
 from trainer.save import checkpoint
 from trainer.save.best import Best
 from trainer.save.checkpoint import Progress
-from trainer.save.disk import Disk
 from trainer.save.publisher import Publisher
 from trainer.save.resume import base_fingerprint, with_fingerprints
 from trainer.save.saver import Saver
@@ -64,7 +63,6 @@ class Trainer:
     records: StepRecords | None  # of rank 0
     receiver: GroupReceiver
     batch: BatchTraining
-    disk: Disk
     best: Best
     publisher: Publisher
     saver: Saver
@@ -104,7 +102,7 @@ class Trainer:
         folder, version = self.config.run.output_dir, self.progress.policy_version
         if not self.best.commit_as_final(partial(write_model_card, folder)):
             card = partial(write_model_card, folder, version=version)
-            checkpoint.commit_final(self.engine, self.exchange, self.tokenizer, folder, self.disk, self.critic, card)
+            checkpoint.commit_final(self.engine, self.exchange, self.tokenizer, folder, self.critic, card)
 
     def stop_if_interrupted(self) -> None:
         """Raises Interrupted on every rank if rank 0 was asked to end."""
@@ -114,8 +112,7 @@ class Trainer:
     def save_and_end(self) -> NoReturn:
         """Raises OutOfTime if that is why all ranks end, or Interrupted."""
         is_over, hours = self.exchange.agree(out_of_time()), self.config.trainer.max_hours
-        with contextlib.suppress(Interrupted):  # the disk did not take it
-            self.saver.save_before_the_end(self.progress, self._is_between_batches)
+        self.saver.save_before_the_end(self.progress, self._is_between_batches)
         if not is_over:
             raise Interrupted
         step = self.saver.saved_step
@@ -177,7 +174,6 @@ class Trainer:
             "tombstones": p.tombstones,
             "step_time": seconds,
             "wait/trainer_s": waited_s,
-            "disk_retries": float(self.publisher.disk_retries),
             "reference_on_trainer": float(self.scores_reference),
         }
         more |= self.actor_critic.metrics() if self.actor_critic else {}

@@ -17,7 +17,7 @@ from common.watchdog import Watchdog
 from model.folder import require_models
 from model.tokenizer import load_tokenizer
 from report.environment import write_environment
-from trainer.engine.deepspeed_config import deepspeed_config, gloo_warning
+from trainer.engine.deepspeed_config import deepspeed_config
 
 if TYPE_CHECKING:
     from model.reference import Reference
@@ -52,6 +52,7 @@ def _taken(config: Config) -> Any:
 
 def _run(config: Config) -> None:
     """Rank 0 opens what only it has first: a taken port or a wrong checkpoint must not cost the start of all ranks."""
+    from model import devices
     from trainer.algorithm.advantages import try_own_estimator
     from trainer.algorithm.losses import try_own_objective
     from trainer.engine.deepspeed_model import init_distributed
@@ -84,7 +85,7 @@ def _run(config: Config) -> None:
         resume_from, run_id = exchange.text(resume_from), exchange.text(run_id)
         engine = PolicyEngine(config, exchange.world_size, exchange.sequence_group)
         if rank_zero is not None:
-            _note_devices(config, rank_zero, engine)
+            write_environment(config.run.output_dir, engine.world_size, devices.name(engine.device))
         critic = _critic(config, exchange, len(tokenizer))
         if resume_from:
             checkpoint.restore(engine, Path(resume_from), critic)
@@ -116,16 +117,15 @@ def assemble(  # noqa: PLR0913 three models, and all around them
     from trainer.record.step_records import StepRecords
     from trainer.record.throughput import StepSeconds
     from trainer.save.best import Best
-    from trainer.save.disk import Disk
     from trainer.save.publisher import Publisher, writes_behind
     from trainer.save.saver import Saver
 
     say: Callable[[str], None] = rank_zero.display.note if rank_zero else lambda _: None
-    seconds, disk = StepSeconds(), Disk(exchange, config.channel.stall_timeout_s, say)
+    seconds = StepSeconds()
     source = rank_zero.source if rank_zero else None
     incarnation = exchange.text(source.incarnation if source else None)
     behind = connect(config) if writes_behind(config) else None
-    publisher = Publisher(config, engine, exchange, behind, disk, source, incarnation, seconds.add)
+    publisher = Publisher(config, engine, exchange, behind, source, incarnation, seconds.add)
     receiver = GroupReceiver(config, rank_zero, exchange)
     cores = lent_cores(config, exchange, receiver.samplers_rest, publisher.is_writing)
     cores.watch(engine, *([critic] if critic else []))
@@ -143,10 +143,9 @@ def assemble(  # noqa: PLR0913 three models, and all around them
         records=StepRecords(config, rank_zero.log, rank_zero.display, tokenizer, progress.batch) if rank_zero else None,
         receiver=receiver,
         batch=BatchTraining(config, Models(engine, reference, actor_critic), exchange, receiver, seconds.add, cores),
-        disk=disk,
-        best=Best(config, exchange, disk, lambda: rank_zero.log.evaluations() if rank_zero else []),
+        best=Best(config, exchange, say, lambda: rank_zero.log.evaluations() if rank_zero else []),
         publisher=publisher,
-        saver=Saver(config, engine, critic, exchange, tokenizer, disk, sync, seconds.add, progress.step),
+        saver=Saver(config, engine, critic, exchange, tokenizer, say, sync, seconds.add, progress.step),
         lent_cores=cores,
         seconds=seconds,
         scores_reference=reference is not None,
@@ -173,17 +172,6 @@ def _reference(config: Config, engine: PolicyEngine, exchange: Exchange, vocab_s
     reference = Reference(config, engine.device, policy, exchange.sequence_group)
     reference.check_vocabulary(vocab_size)
     return reference
-
-
-def _note_devices(config: Config, rank_zero: RankZero, engine: PolicyEngine) -> None:
-    """What is known once the model is where it trains: the machine, for the record, and whether gloo will be slow."""
-    import torch
-
-    from model import devices
-
-    write_environment(config.run.output_dir, engine.world_size, devices.name(engine.device))
-    if slow := gloo_warning(config, engine.world_size, torch.distributed.get_backend(), engine.num_trained):
-        rank_zero.display.note(slow)
 
 
 def _tokenizer_to_save(config: Config) -> Any:

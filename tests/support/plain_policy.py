@@ -15,7 +15,7 @@ from model import lora
 from model.logprobs import load_causal_lm, score_row
 from model.packing import pack
 from trainer.engine.exported import adapters
-from trainer.save.write_version import write_version
+from trainer.save.write_version import VersionName, snapshot
 
 
 class OneRank:
@@ -57,8 +57,9 @@ class PlainPolicy:
 
     def publish(self, folder: Path, number: int) -> Published:
         """This policy as a version, by the trainer's real code."""
-        vocab = self.model.config.get_text_config().vocab_size
-        return write_version(self, OneRank(), folder, "run", "life", number, vocab)  # type: ignore[arg-type]
+        vocab, ranks = self.model.config.get_text_config().vocab_size, OneRank()
+        name = VersionName(folder, "run", "life", number)
+        return snapshot(self, ranks, name, vocab).write(ranks)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def disturb(self, seed: int) -> None:

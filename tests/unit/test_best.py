@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from common.config import Config
+from common.errors import Retryable
 from common.types import EvalResult, EvalSample
 from common.weights import Published
 from report.run_log import MetricsLog, read_jsonl
@@ -24,12 +25,9 @@ from trainer import loop
 from trainer.loop import Trainer
 from trainer.record.rank_zero import RankZero
 from trainer.save import best as best_module
-from trainer.save import disk as trainer_disk
 from trainer.save import publisher
 from trainer.save.best import Best, BestSoFar, best_so_far, metric_of
 from trainer.save.checkpoint import Progress
-from trainer.save.disk import Disk
-from trainer.save.write_version import write_version
 from trainer.start import assemble
 
 
@@ -96,7 +94,7 @@ class Rank(OneRank):
 
 def alone(config: Config, records: list[dict[str, Any]], said: list[str] | None = None) -> Best:
     rank: Any = Rank(0, [])
-    best = Best(config, rank, Disk(rank, 60.0, print if said is None else said.append), lambda: records)
+    best = Best(config, rank, print if said is None else said.append, lambda: records)
     best.look_at_history()
     return best
 
@@ -109,8 +107,7 @@ def test_best_is_the_version_that_was_scored_and_loads_in_transformers(tmp_path:
     best = alone(config_for(tmp_path, load_best_model_at_end=True), [])
 
     def evaluate(version: int, right: int) -> Any:
-        vocabulary = policy.model.config.vocab_size
-        published = write_version(policy, OneRank(), tmp_path / "weights", "run", "ab", version, vocabulary)  # type: ignore[arg-type]
+        published = policy.publish(tmp_path / "weights", version)
         expected = policy.logprobs(*sequence, 1.0)
         policy.disturb(version + 1)  # the engine trains on while the version is evaluated
         best.update(record(version, right), published, policy, tokenizer)
@@ -146,15 +143,12 @@ def with_best(output_dir: Path, version: int, metric: str, value: float) -> Path
     [(40, "answer/accuracy", 0.9), (20, "answer/accuracy", 0.6), (20, "answer/mean", 0.5)],
     ids=["of steps that are made again", "of another try of them", "by another metric"],
 )
-def test_a_best_that_no_evaluation_of_this_history_names_is_set_aside_and_said(
+def test_a_best_that_no_evaluation_of_this_history_names_does_not_become_final(
     tmp_path: Path, version: int, metric: str, value: float
 ) -> None:
-    folder = with_best(tmp_path, version, metric, value)
-    said: list[str] = []
-    best = alone(config_for(tmp_path, load_best_model_at_end=True), [record(0, 2), record(20, 5)], said)
-    assert not folder.exists() and not best.commit_as_final()
-    assert (tmp_path / f"best-v{version}" / "model.safetensors").read_text() == f"version {version}"
-    assert f"was version {version} by {metric}" in said[0]
+    with_best(tmp_path, version, metric, value)
+    best = alone(config_for(tmp_path, load_best_model_at_end=True), [record(0, 2), record(20, 5)])
+    assert not best.commit_as_final()
 
 
 def test_the_best_of_this_history_stays_over_a_resume(tmp_path: Path) -> None:
@@ -163,12 +157,7 @@ def test_the_best_of_this_history_stays_over_a_resume(tmp_path: Path) -> None:
     best = alone(config_for(tmp_path, load_best_model_at_end=True), records, said)
     assert folder.is_dir() and best.commit_as_final()
     assert said == []
-
-
-def test_without_the_wish_final_is_not_the_best(tmp_path: Path) -> None:
-    folder = with_best(tmp_path, 20, "answer/accuracy", 0.5)
-    assert not alone(config_for(tmp_path), [record(20, 5)]).commit_as_final()
-    assert folder.is_dir()
+    assert not alone(config_for(tmp_path), records).commit_as_final(), "unless it is asked for"
 
 
 def test_all_ranks_stop_together_and_a_resumed_run_keeps_the_count(tmp_path: Path) -> None:
@@ -179,7 +168,7 @@ def test_all_ranks_stop_together_and_a_resumed_run_keeps_the_count(tmp_path: Pat
         Best(
             config,
             Rank(rank, decisions),
-            SimpleNamespace(say=said[rank].append),
+            said[rank].append,
             lambda rank=rank: list(earlier) if rank == 0 else [],
         )  # type: ignore[arg-type,misc]
         for rank in (0, 1)
@@ -190,6 +179,7 @@ def test_all_ranks_stop_together_and_a_resumed_run_keeps_the_count(tmp_path: Pat
     for rank, best in enumerate(ranks):
         best.update(None if rank else record(2, 4), Published(2, "nowhere", ""), None, None)
     assert [rank.stops_early for rank in ranks] == [True, True] and decisions == []
+    assert alone(config, [*earlier, record(2, 4)]).stops_early, "resumed after its end, it stops again"
     assert "answer/accuracy has not been better than 0.5 of version 0 in 2 evaluations" in said[0][0]
     assert said[1] == []
 
@@ -243,42 +233,22 @@ def test_training_ends_when_patience_is_over(tmp_path: Path, monkeypatch: pytest
     """Version 2 is the best; 3, 4 and 5 are not better: version 6, trained meanwhile, is not published any more."""
     assert trained_until(tmp_path, monkeypatch, [1, 2, 6, 5, 6, 4, 9, 9, 9, 9], 3) == [0, 1, 2, 3, 4, 5]
     assert [r["step"] for r in read_jsonl(tmp_path / "eval.jsonl")] == [0, 1, 2, 3, 4, 5]
+    assert trained_until(tmp_path / "rises", monkeypatch, list(range(10)), 1) == list(range(10))
 
 
-def test_training_goes_on_while_the_metric_rises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert trained_until(tmp_path, monkeypatch, list(range(10)), 1) == list(range(10))
-
-
-def test_a_full_disk_is_waited_for_and_the_earlier_best_stays_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_ends_the_run_and_the_earlier_best_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoTokenizer
 
     model = tiny_model(tmp_path / "model")
     policy, tokenizer = PlainPolicy(model), AutoTokenizer.from_pretrained(model)
-    ranks: Any = Rank(0, [])
-    disk = Disk(ranks, 60.0, lambda _: None)
-    best = Best(config_for(tmp_path), ranks, disk, list)
+    best = alone(config_for(tmp_path), [])
+    best.update(record(0, 2), policy.publish(tmp_path / "weights", 0), policy, tokenizer)
 
-    def judge(version: int, right: int) -> None:
-        vocabulary = policy.model.config.vocab_size
-        published = write_version(policy, ranks, tmp_path / "weights", "run", "ab", version, vocabulary)
-        best.update(record(version, right), published, policy, tokenizer)
+    def full(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
 
-    def version() -> int:
-        return json.loads((tmp_path / "best" / "commit.json").read_text())["policy_version"]
-
-    judge(0, 2)
-    copy, seen = best_module.shutil.copyfile, []
-
-    def full_once(source: Path, target: Path) -> None:
-        if not seen:
-            seen.append(version())
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
-        copy(source, target)
-
-    monkeypatch.setattr(best_module.shutil, "copyfile", full_once)
-    monkeypatch.setattr(trainer_disk.time, "sleep", lambda _: None)
-    judge(1, 5)
-    assert (seen, version(), disk.retries) == ([0], 1, 1)
+    monkeypatch.setattr(best_module.shutil, "copyfile", full)
+    with pytest.raises(Retryable, match="No space left"):
+        best.update(record(1, 5), policy.publish(tmp_path / "weights", 1), policy, tokenizer)
+    assert json.loads((tmp_path / "best" / "commit.json").read_text())["policy_version"] == 0
     assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]

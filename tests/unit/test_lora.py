@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from common import weights
 from common.config import Config, load
 from common.errors import UserError
-from common.weights import BadWeights, Published
+from common.weights import BadWeights
 from model import lora
 from model.folder import require_model
 from model.logprobs import load_causal_lm, score_row
@@ -21,14 +21,13 @@ from model.packing import pack
 from model.reference import Reference
 from sampler.reload import reload
 from sampler.verify import checked_tensors, take_files
-from tests.support.plain_policy import AdaptedPolicy, OneRank
+from tests.support.plain_policy import AdaptedPolicy
 from tests.support.tiny import tiny_model
 from tests.support.tiny_vision import tiny_vision_model
 from trainer.engine.exported import adapters, exported
 from trainer.save.best import Best
 from trainer.save.checkpoint import Progress
 from trainer.save.resume import read_progress, stream_settings
-from trainer.save.write_version import write_version
 
 LORA = {"r": 4, "alpha": 12}
 
@@ -172,15 +171,10 @@ def test_the_base_is_the_reference_unless_another_is_named(model: Path, tmp_path
     assert not config_for(model, tmp_path, lora={"r": 0}).reference_is_base
 
 
-def version(policy: AdaptedPolicy, folder: Path, number: int) -> Published:
-    vocab = policy.model.config.vocab_size
-    return write_version(policy, OneRank(), folder, "run", "ab", number, vocab)  # type: ignore[arg-type]
-
-
 def test_a_version_lists_both_files_and_every_adapter(model: Path, tmp_path: Path) -> None:
     config = config_for(model, tmp_path)
     policy = AdaptedPolicy(config)
-    published = version(policy, tmp_path / "weights", 3)
+    published = policy.publish(tmp_path / "weights", 3)
     manifest = weights.read_manifest(published)
     assert manifest.files.keys() == {lora.WEIGHTS, lora.SETTINGS}
     assert {name: info.shape for name, info in manifest.tensors.items()} == lora.expected(config)[0]
@@ -212,7 +206,7 @@ class Untouchable:
 def test_a_sampler_with_other_settings_refuses_the_adapters(
     model: Path, tmp_path: Path, here: dict[str, Any], words: str
 ) -> None:
-    published = version(AdaptedPolicy(config_for(model, tmp_path)), tmp_path / "weights", 1)
+    published = AdaptedPolicy(config_for(model, tmp_path)).publish(tmp_path / "weights", 1)
     with pytest.raises(BadWeights, match=words):
         reload(Untouchable(), published, config_for(model, tmp_path, lora=here))  # type: ignore[arg-type]
 
@@ -238,16 +232,14 @@ def test_the_best_policy_is_kept_as_a_peft_folder(model: Path, tmp_path: Path) -
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from trainer.save.disk import Disk
-
     evaluation = {"metric_for_best_model": "answer/accuracy"}
     config = config_for(model, tmp_path, eval=evaluation, data={"train": "t", "eval": "e"})
     exchange: Any = SimpleNamespace(rank=0, world_size=1, agree=lambda value: value, barrier=lambda: None)
     policy, tokenizer = AdaptedPolicy(config), AutoTokenizer.from_pretrained(model)
     policy.disturb(2)
-    best = Best(config, exchange, Disk(exchange, 60.0, print), list)
+    best = Best(config, exchange, print, list)
     record = {"step": 5, "n": 4, "full_marks": {"answer": 3}, "mean": {}}
-    best.update(record, version(policy, tmp_path / "weights", 5), policy, tokenizer)
+    best.update(record, policy.publish(tmp_path / "weights", 5), policy, tokenizer)
     kept = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), tmp_path / "best")
     found = {n.replace(".default", ""): p for n, p in kept.named_parameters() if "lora_" in n}
     expected = dict(policy.full_parameters(lambda _: True))

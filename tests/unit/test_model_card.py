@@ -26,9 +26,8 @@ from report.model_card import write_model_card
 from report.public_settings import hub_id, public_settings
 from report.run_log import MetricsLog
 from tests.unit.test_checkpoint_faults import ONE_RANK, SmallEngine, tokenizer
-from trainer.save import checkpoint, disk
+from trainer.save import checkpoint
 from trainer.save.best import Best
-from trainer.save.disk import Disk
 
 ENVIRONMENT = {
     "packages": {"torch": "2.13.0", "vllm": "0.32.0", "deepspeed": "0.19.8", "transformers": "5.19.0", "peft": None},
@@ -186,7 +185,7 @@ def commit_final(run: Path, number: int, version: int) -> None:
         write_model_card(run, folder, version)
 
     engine: Any = SmallEngine(number)
-    checkpoint.commit_final(engine, ONE_RANK, tokenizer(), run, Disk(ONE_RANK, 60.0, print), describe=describe)
+    checkpoint.commit_final(engine, ONE_RANK, tokenizer(), run, describe=describe)
 
 
 def test_whichever_file_operation_is_the_last_one_final_is_whole_with_its_card_or_not_there(
@@ -213,17 +212,6 @@ def test_whichever_file_operation_is_the_last_one_final_is_whole_with_its_card_o
     assert n > 10 and found == {("1", "25.0"), ("2", "75.0")}
 
 
-def test_a_full_disk_is_waited_for_with_the_card_as_with_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = run_folder(tmp_path)
-    monkeypatch.setattr(disk, "_FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr(failpoints, "_operations", 0)
-    monkeypatch.setenv("TANDEM_FAULT", "1-12:enospc")
-    commit_final(run, 1, version=60)
-    assert (run / "final" / "README.md").is_file()
-
-
 def test_the_best_version_is_described_and_not_the_last_one(tmp_path: Path) -> None:
     evaluations = [evaluation(0, 128, 256), evaluation(20, 384, 512), evaluation(60, 256, 512)]
     run = run_folder(tmp_path, *evaluations)
@@ -237,9 +225,9 @@ def test_the_best_version_is_described_and_not_the_last_one(tmp_path: Path) -> N
         }
     )
     ranks: Any = SimpleNamespace(rank=0, world_size=1, agree=lambda value: value)
-    assert Best(config, ranks, Disk(ranks, 60.0, print), lambda: evaluations).commit_as_final(
-        partial(write_model_card, run)
-    )
+    best = Best(config, ranks, print, lambda: evaluations)
+    best.look_at_history()
+    assert best.commit_as_final(partial(write_model_card, run))
     card = huggingface_hub.ModelCard.load(run / "final" / "README.md")
     assert "25.0 % → 75.0 %" in str(card) and "This is version 20 of the policy" in str(card)
 

@@ -1,10 +1,10 @@
-"""A version that is written behind the next step holds the weights of its own, and crashes or pauses like any other."""
+"""A version that is written behind the next step holds the weights of its own, and crashes or ends like any other."""
 
 from __future__ import annotations
 
 import errno
-import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common import durable, failpoints, weights
+from common import failpoints, weights
 from common.config import Config
+from common.errors import Retryable
 from model import devices
 from tests.support.plain_policy import OneRank, PlainPolicy
 from tests.support.protocol_helpers import make_config
 from tests.support.tiny import tiny_model
-from trainer.save import disk as disk_module
-from trainer.save.disk import Disk
 from trainer.save.publisher import Publisher, writes_behind
 
 
@@ -46,18 +45,15 @@ class Alone(OneRank):
 class Bench:
     """A publisher of a plain policy in `folder`, and all that it says and counts."""
 
-    def __init__(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, vllm: dict[str, Any] | None = None, **trainer: Any
-    ) -> None:
+    def __init__(self, folder: Path, vllm: dict[str, Any] | None = None, **trainer: Any) -> None:
         config = make_config(folder, trainer=trainer, weights={"dir": folder / "weights"}, vllm=vllm or {})
         self.policy: Any = PlainPolicy(tiny_model(folder / "model"))
         self.policy.device = torch.device("cpu")
-        self.rank_zero, self.said, self.seconds = RankZero(), [], {}
+        self.rank_zero, self.seconds = RankZero(), dict[str, float]()
         ranks: Any = Alone()
         rank_zero: Any = self.rank_zero
-        disk = Disk(ranks, 20.0, self.said.append)
         behind: Any = Alone() if writes_behind(config) else None
-        ends = ranks, behind, disk, rank_zero, self.rank_zero.incarnation
+        ends = ranks, behind, rank_zero, self.rank_zero.incarnation
         self.publisher = Publisher(config, self.policy, *ends, self.seconds.__setitem__)
         self.publish(0)
 
@@ -74,7 +70,7 @@ class Bench:
 def test_the_next_step_changes_the_weights_while_a_version_is_written_and_the_version_does_not_notice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = Bench(tmp_path, monkeypatch, max_staleness=1)
+    bench = Bench(tmp_path, max_staleness=1)
     assert bench.rank_zero.credited == [(0, 0, None)], "the first version of a life is waited for"
     may_commit, commit = threading.Event(), weights.commit
 
@@ -99,8 +95,16 @@ def test_the_next_step_changes_the_weights_while_a_version_is_written_and_the_ve
     assert bench.seconds.keys() == {"sync/snapshot_s", "sync/write_s", "sync/publish_s"}
 
 
+def test_at_the_end_a_version_on_its_way_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, commit = Bench(tmp_path, max_staleness=1), weights.commit
+    monkeypatch.setattr(weights, "commit", lambda *given: (time.sleep(0.3), commit(*given))[1])
+    bench.publish(1)
+    bench.publisher.close()
+    assert not bench.publisher.is_writing() and bench.rank_zero.credited[1:] == [(8, 1, None)]
+
+
 def test_on_policy_a_version_is_out_when_publish_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(tmp_path, monkeypatch, max_staleness=0)
+    bench = Bench(tmp_path, max_staleness=0)
     bench.publish(1)
     assert bench.rank_zero.credited[1:] == [(8, 1, None)]
 
@@ -109,7 +113,7 @@ def test_on_policy_a_version_is_out_when_publish_returns(tmp_path: Path, monkeyp
 def test_memory_that_nobody_uses_is_given_back_before_the_sampler_that_slept_hears_of_a_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeps: bool
 ) -> None:
-    bench = Bench(tmp_path, monkeypatch, {"enable_sleep_mode": sleeps}, max_staleness=0)
+    bench = Bench(tmp_path, {"enable_sleep_mode": sleeps}, max_staleness=0)
     credited: list[int] = []
     monkeypatch.setattr(devices, "release_cache", lambda: credited.append(len(bench.rank_zero.credited)))
     bench.publish(1)
@@ -121,7 +125,7 @@ def test_memory_that_nobody_uses_is_given_back_before_the_sampler_that_slept_hea
 def test_a_version_after_a_skipped_step_is_credited_again_and_not_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = Bench(tmp_path, monkeypatch, max_staleness=1)
+    bench = Bench(tmp_path, max_staleness=1)
     bench.publisher.publish(0, "run", 300, 8, None, 4)
     bench.publisher.finish()
     assert bench.rank_zero.credited == [(0, 0, None), (8, 0, None)]
@@ -130,7 +134,7 @@ def test_a_version_after_a_skipped_step_is_credited_again_and_not_written_again(
 def test_what_ends_the_writing_is_raised_where_the_trainer_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = Bench(tmp_path, monkeypatch, max_staleness=1)
+    bench = Bench(tmp_path, max_staleness=1)
 
     def forbidden(*_: Any) -> None:
         raise PermissionError("weights.dir is gone")
@@ -142,52 +146,23 @@ def test_what_ends_the_writing_is_raised_where_the_trainer_waits_for_it(
     assert bench.rank_zero.credited == [(0, 0, None)]
 
 
-def test_a_full_disk_behind_a_step_is_waited_for_by_name_and_counted(
+def test_a_full_disk_behind_a_step_ends_the_run_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = Bench(tmp_path, monkeypatch, max_staleness=1)
-    monkeypatch.setattr(disk_module, "_FIRST_PAUSE_S", 0.0)
+    bench = Bench(tmp_path, max_staleness=1)
     monkeypatch.setattr(failpoints, "_hits", {})
     monkeypatch.setenv("TANDEM_FAILPOINT", "weights.shard:1:enospc")
     bench.publish(1)
-    bench.publisher.finish()
-    (line,) = bench.said
-    assert line.startswith("publishing version 1 waits for the disk: rank 0: ") and "No space left" in line
-    assert bench.publisher.disk_retries == 1
-    assert bench.rank_zero.credited[1:] == [(8, 1, None)]
+    with pytest.raises(Retryable, match=r"rank 0: .*No space left"):
+        bench.publisher.finish()
+    assert bench.rank_zero.credited == [(0, 0, None)]
     assert [path.name for path in (tmp_path / "weights").rglob(".tmp-*")] == []
-
-
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_an_old_version_that_the_disk_does_not_let_go_stays_and_is_named_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
-) -> None:
-    bench = Bench(tmp_path, monkeypatch, max_staleness=staleness)
-    working = durable.file_operation
-
-    def failing(name: str, path: Path) -> bool:
-        if path.name.startswith(f"{durable.TRASH}0"):  # a version on its way out
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return working(name, path)
-
-    monkeypatch.setattr(durable, "file_operation", failing)
-    for version in (1, 2, 3):
-        bench.publish(version)
-    bench.publisher.finish()
-    assert [version for _, version, _ in bench.rank_zero.credited] == [0, 1, 2, 3]
-    first, second = bench.said
-    assert first.startswith("an old version of the weights stays for now: ") and "Input/output error" in first
-    assert second.startswith("an old version of the weights stays for now: ")
-    monkeypatch.setattr(durable, "file_operation", working)
-    bench.publish(4)
-    bench.publisher.finish()
-    assert sorted(path.name[:8] for path in bench.publisher.dir.iterdir()) == ["00000003", "00000004"]
 
 
 def test_a_folder_of_versions_that_must_not_be_changed_still_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = Bench(tmp_path, monkeypatch, max_staleness=0)
+    bench = Bench(tmp_path, max_staleness=0)
 
     def forbidden(*_: Any) -> list[int]:
         raise PermissionError(errno.EACCES, "weights.dir is another user's")

@@ -36,9 +36,8 @@ class Run:
         monkeypatch.setattr(saver_module.checkpoint, "save", lambda *given: self.saved.append(given[4].step))
         config = config_of(trainer=trainer)
         exchange: Any = SimpleNamespace(rank=0, world_size=1, agree=agree)
-        disk: Any = SimpleNamespace(persist=lambda _what, attempt: attempt(), say=print)
         engine: Any = None
-        self.saver = Saver(config, engine, None, exchange, None, disk, lambda: None, lambda *_: None, step=0)
+        self.saver = Saver(config, engine, None, exchange, None, print, lambda: None, lambda *_: None, step=0)
 
     def batch_of_minutes(self, minutes: float, step: int) -> None:
         self.clock.now += 60 * minutes

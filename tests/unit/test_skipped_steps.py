@@ -20,7 +20,6 @@ from trainer.engine.deepspeed_model import StepResult
 from trainer.loop import Trainer
 from trainer.save import checkpoint, resume
 from trainer.save.checkpoint import Progress
-from trainer.save.disk import Disk
 
 
 def trainer(folder: Path, progress: Progress | None = None) -> Any:
@@ -51,8 +50,7 @@ def test_the_count_goes_on_after_a_restart(tmp_path: Path) -> None:
     run = trainer(tmp_path)
     advance(run, False)
     advance(run, False)
-    disk = Disk(ONE_RANK, 1.0, print)
-    checkpoint.save(SmallEngine(2), ONE_RANK, tokenizer(), tmp_path / "checkpoints", run.progress, KEEP, disk)
+    checkpoint.save(SmallEngine(2), ONE_RANK, tokenizer(), tmp_path / "checkpoints", run.progress, KEEP)
     found = resume.newest_valid(tmp_path / "checkpoints", print)
     assert found is not None
     resumed = resume.read_progress(found, 1, 1, {})

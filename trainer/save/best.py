@@ -7,8 +7,8 @@
 An evaluation ends when the trainer is a batch further, so the weights come from the published version and not from the
 engine. Everything is decided from eval.jsonl, which a resume cuts back to its checkpoint: patience is counted as if the
 run had never been interrupted. best/ is written before its evaluation is recorded, so a crash between the two makes the
-resumed run evaluate, and keep, once more. A best/ that these records do not name, of steps that a resumed run makes
-again or by another metric, is renamed. Left out: several metrics at once.
+resumed run evaluate, and keep, once more. A best/ that these records do not name never becomes final/; the next better
+version takes its place. Left out: several metrics at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from common.run_folder import BEST, COMMIT, FINAL
 from common.weights import Published
 from model import lora
 from model.tokenizer import save_tokenizer
-from trainer.save.disk import Disk
+from trainer.save.disk import write_folder
 
 Record = dict[str, Any]  # a line of eval.jsonl
 
@@ -71,8 +71,8 @@ def best_so_far(records: Sequence[Record], settings: Eval) -> BestSoFar:
 class Best:
     """Every rank has one and calls the same methods; rank 0 decides. `stops_early` is equal on all of them."""
 
-    def __init__(self, config: Config, exchange: Any, disk: Disk, recorded: Callable[[], list[Record]]):
-        self.config, self.exchange, self.disk = config, exchange, disk
+    def __init__(self, config: Config, exchange: Any, say: Callable[[str], None], recorded: Callable[[], list[Record]]):
+        self.config, self.exchange, self._say = config, exchange, say
         self.folder, self._metric = config.run.output_dir / BEST, config.eval.metric_for_best_model
         self.stops_early = False
         self._recorded, self.records = recorded, list[Record]()
@@ -81,23 +81,15 @@ class Best:
         """Before the first step: a run that stopped early may be resumed, and stops again."""
         if self._metric is not None:
             self.records = self._recorded()
-            if self.exchange.rank == 0:
-                self._set_aside_what_no_record_names()
             self._look_at_patience()
 
-    def _set_aside_what_no_record_names(self) -> None:
-        if not self.folder.is_dir():
-            return
-        kept, now = self._kept(), best_so_far(self.records, self.config.eval)
-        if [kept.get(key) for key in ("policy_version", "metric", "value")] == [now.version, self._metric, now.value]:
-            return
-        aside = self.folder.with_name(f"{BEST}-v{kept['policy_version']}")
-        durable.remove_dir(aside)
-        self.folder.rename(aside)
-        self.disk.say(
-            f"{self.folder} was version {kept['policy_version']} by {kept['metric']}, which the evaluations up to this "
-            f"checkpoint do not name: it is now {aside}, and the next better one will be kept"
-        )
+    def _is_of_this_history(self) -> bool:
+        """These evaluations name best/: it is not of steps that a resumed run made again, or by another metric."""
+        now = best_so_far(self.records, self.config.eval)
+        return self.folder.is_dir() and self._kept() == self._scored(now)
+
+    def _scored(self, now: BestSoFar) -> dict[str, Any]:
+        return {"policy_version": now.version, "metric": self._metric, "value": now.value}
 
     def _kept(self) -> dict[str, Any]:
         return json.loads((self.folder / COMMIT).read_bytes())
@@ -109,13 +101,8 @@ class Best:
         self.records += [record] if record else []
         now = best_so_far(self.records, self.config.eval)
         if self.exchange.agree(record is not None and now.version == record["step"]):
-            shards = weights_of(Path(published.weights_dir))
-            self.disk.write_folder(
-                "the best model",
-                self.folder,
-                lambda folder: self._keep(folder, shards, published, engine, tokenizer, now),
-                size=lambda: size_of(shards),
-            )
+            keep = lambda folder: self._keep(folder, published, engine, tokenizer, now)  # noqa: E731
+            write_folder(self.exchange, self.folder, keep)
         self._look_at_patience()
 
     def commit_as_final(self, describe: Callable[[Path, int], None] = lambda *_: None) -> bool:
@@ -128,10 +115,10 @@ class Best:
             shutil.copytree(self.folder, folder, dirs_exist_ok=True)
             describe(folder, self._kept()["policy_version"])
 
-        if not self.exchange.agree(self.config.eval.load_best_model_at_end and self.folder.is_dir()):
+        if not self.exchange.agree(self.config.eval.load_best_model_at_end and self._is_of_this_history()):
             return False
         final = self.config.run.output_dir / FINAL
-        self.disk.write_folder("the final model", final, copy, size=lambda: size_of(weights_of(self.folder)))
+        write_folder(self.exchange, final, copy)
         return True
 
     def _look_at_patience(self) -> None:
@@ -141,20 +128,13 @@ class Best:
         now = best_so_far(self.records, self.config.eval)
         self.stops_early = self.exchange.agree(now.without_improvement >= patience)
         if self.stops_early and self.exchange.rank == 0:
-            self.disk.say(
+            self._say(
                 f"stopping early: {self._metric} has not been better than {now.value:.4g} of "
                 f"version {now.version} in {now.without_improvement} evaluations (eval.early_stopping_patience)"
             )
 
-    def _keep(
-        self,
-        folder: Path,
-        shards: Sequence[Path],
-        published: Published,
-        engine: Any,
-        tokenizer: Any,
-        now: BestSoFar,
-    ) -> None:
+    def _keep(self, folder: Path, published: Published, engine: Any, tokenizer: Any, now: BestSoFar) -> None:
+        shards = sorted(Path(published.weights_dir).glob("*.safetensors"))
         for shard in shards:
             shutil.copyfile(shard, folder / shard.name)
         if engine.published_settings is not None:
@@ -165,16 +145,7 @@ class Best:
             if getattr(engine.model, "generation_config", None) is not None:
                 engine.model.generation_config.save_pretrained(folder)
         save_tokenizer(tokenizer, engine.layout, folder)
-        scored = {"policy_version": published.version, "metric": self._metric, "value": now.value}
-        durable.write_file(folder / COMMIT, json.dumps(scored, indent=1).encode())
-
-
-def weights_of(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
-
-
-def size_of(files: Sequence[Path]) -> int:
-    return sum(file.stat().st_size for file in files)
+        durable.write_file(folder / COMMIT, json.dumps(self._scored(now), indent=1).encode())
 
 
 def index(shards: Sequence[Path]) -> dict[str, Any]:
@@ -185,4 +156,4 @@ def index(shards: Sequence[Path]) -> dict[str, Any]:
     for shard in shards:
         with safe_open(shard, framework="pt") as file:
             names |= dict.fromkeys(file.keys(), shard.name)
-    return {"metadata": {"total_size": size_of(shards)}, "weight_map": names}
+    return {"metadata": {"total_size": sum(shard.stat().st_size for shard in shards)}, "weight_map": names}

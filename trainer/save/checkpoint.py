@@ -34,7 +34,7 @@ from trainer.engine.deepspeed_model import DeepSpeedModel
 from trainer.engine.optimizer import keeping_settings
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
-from trainer.save.disk import Disk, on_rank_0, together
+from trainer.save.disk import on_rank_0, together, write_folder
 
 CRITIC = "critic"
 
@@ -59,17 +59,16 @@ class Progress:
     base_fingerprint: str = ""  # of the frozen weights under adapters; "" where all are trained
 
 
-def save(  # noqa: PLR0913 two models, and all that a checkpoint is made of
+def save(
     engine: PolicyEngine,
     exchange: Exchange,
     tokenizer: Any,
     checkpoints: Path,
     progress: Progress,
     keep: int,
-    disk: Disk,
     critic: Critic | None = None,
 ) -> None:
-    """Every rank calls it. When it returns, the checkpoint survives a crash. A disk in trouble is waited for."""
+    """Every rank calls it. When it returns, the checkpoint survives a crash. Raises Retryable on every rank."""
     final = step_dir(checkpoints, progress.step)
 
     def fill(folder: Path) -> None:
@@ -81,30 +80,13 @@ def save(  # noqa: PLR0913 two models, and all that a checkpoint is made of
         failpoint("checkpoint.engine")
         save_models(engine, critic, exchange, tokenizer, folder)
 
-    disk.write_folder(  # where one is, it is damaged, or its name alone did not reach the disk
-        f"checkpoint {final.name}",
-        final,
-        lambda folder: durable.write_file(folder / COMMIT, _commit_record(engine, exchange, folder, progress)),
-        fill,
-        lambda: _size(engine) + (_size(critic) if critic else 0),
-        is_ours_alone=True,
-    )
+    def commit(folder: Path) -> None:
+        durable.write_file(folder / COMMIT, _commit_record(engine, exchange, folder, progress))
+
+    write_folder(exchange, final, commit, fill)  # where one is, it is damaged, or its name alone reached no disk
     if exchange.rank == 0:
         failpoint("checkpoint.committed")
-        with disk.may_keep("an old checkpoint"):
-            _prune(checkpoints, progress.step, keep)
-
-
-def _size(engine: DeepSpeedModel) -> int:
-    """Bytes of a checkpoint: the model, or its adapters, for others and for DeepSpeed; AdamW's three float32 copies of
-    what is trained."""
-    every = list(engine.model.parameters())
-    trained = [p for p in every if p.requires_grad]
-    saved, moved = (
-        sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in of)
-        for of in (every if engine.adapter_settings is None else trained, trained)
-    )
-    return 2 * saved + 12 * moved // (2 if engine.dtype == "bfloat16" else 4)
+        _prune(checkpoints, progress.step, keep)
 
 
 def _save_state(engine: DeepSpeedModel, exchange: Exchange, folder: Path) -> None:
@@ -197,16 +179,12 @@ def commit_final(
     exchange: Exchange,
     tokenizer: Any,
     output_dir: Path,
-    disk: Disk,
     critic: Critic | None = None,
     describe: Callable[[Path], None] = lambda _: None,
 ) -> None:
     """The trained model as output_dir/final, replaced as a whole. describe: adds a model card to the folder."""
-    disk.write_folder(
-        "the final model",
-        output_dir / FINAL,
-        describe,
-        lambda folder: save_models(engine, critic, exchange, tokenizer, folder),
+    write_folder(
+        exchange, output_dir / FINAL, describe, lambda folder: save_models(engine, critic, exchange, tokenizer, folder)
     )
 
 

@@ -13,9 +13,9 @@ raised is raised. Left out: more than one version in flight.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from common import weights
@@ -26,7 +26,6 @@ from model import devices
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.link.source import GroupSource
-from trainer.save.disk import Disk
 from trainer.save.host_copies import HostCopies
 from trainer.save.write_version import VersionName, snapshot
 
@@ -41,43 +40,37 @@ def writes_behind(config: Config) -> bool:
 class Publisher:
     """`published` is the newest version that was written; rank 0 alone has a source. Every rank calls every method."""
 
-    def __init__(  # noqa: PLR0913 two threads, each with its ranks
+    def __init__(
         self,
         config: Config,
         engine: PolicyEngine,
         exchange: Exchange,
         exchange_behind: Exchange | None,  # collectives of two threads must not mix: the writing one has its own
-        disk: Disk,
         source: GroupSource | None,
         incarnation: str,  # of rank 0's source, on every rank
         record_seconds: Callable[[str, float], None],  # seconds of a part, under its metric's name
     ):
-        self.config, self.engine, self.exchange, self.disk, self.source = config, engine, exchange, disk, source
+        self.config, self.engine, self.exchange, self.source = config, engine, exchange, source
         self._record_seconds = record_seconds
         self.dir: Path = weights.default_dir(config)
         self.incarnation = incarnation
         self.published = Published(-1, "", "")
-        self._copies = HostCopies()  # of the version in flight
+        self._copies = HostCopies()
         self._exchange_behind = exchange_behind
-        self._disk_behind = Disk(exchange_behind, disk.timeout_s, disk.say) if exchange_behind else None
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._thread = ThreadPoolExecutor(1, "publisher")
+        self._behind: Future[None] | None = None  # the version in flight
         self._write_s = 0.0
-
-    @property
-    def disk_retries(self) -> int:
-        return self.disk.retries + (self._disk_behind.retries if self._disk_behind else 0)
 
     def is_writing(self) -> bool:
         """A version, behind the training on groups that are wanted already."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._behind is not None and not self._behind.done()
 
     def publish(
         self, version: int, run_id: str, vocab_size: int, cursor: int, eval_id: str | None, num_problems: int
     ) -> None:
         """Hands version and cursor to the samplers in one message, with the evaluation that is due if there is one.
 
-        The version may be the newest one again, after a step that was skipped. Raises Retryable or Interrupted.
+        The version may be the newest one again, after a step that was skipped. Raises Retryable on every rank.
         """
         self.finish()
         start = time.monotonic()
@@ -85,59 +78,42 @@ class Publisher:
         if self.config.vllm.get("enable_sleep_mode"):  # vLLM's cache wakes for this version, where our free blocks are
             devices.release_cache()
         is_first = self.published.version < 0  # behind it there is nothing to train yet
-        behind = self._disk_behind is not None and not is_first
-        write = self._writer(VersionName(self.dir, run_id, self.incarnation, version), vocab_size, behind)
+        ranks = self.exchange if is_first else self._exchange_behind or self.exchange
+        behind = ranks is self._exchange_behind
+        taken = None  # where it is the newest one again
+        if version != self.published.version:
+            name = VersionName(self.dir, run_id, self.incarnation, version)
+            taken = snapshot(self.engine, self.exchange, name, vocab_size, copies=behind, memory=self._copies)
         self._record_seconds("sync/snapshot_s", time.monotonic() - start)
 
         def deliver() -> None:
             begun = time.monotonic()
-            self.published = write()
+            self.published = taken.write(ranks) if taken else self.published
             if self.source is not None:
                 self.source.commit(cursor, self.published, eval_id, num_problems)
-                with self.disk.may_keep("an old version of the weights"):
-                    weights.prune(self.dir, self.source.versions_in_use())
+                weights.prune(self.dir, self.source.versions_in_use())
             self._write_s = time.monotonic() - begun
 
         if behind:
-            self._thread = threading.Thread(target=self._guarded, args=(deliver,), name="publisher", daemon=True)
-            self._thread.start()
+            self._behind = self._thread.submit(deliver)
         else:
             deliver()
             self._record_seconds("sync/write_s", self._write_s)
         self._record_seconds("sync/publish_s", time.monotonic() - start)
 
-    def _writer(self, name: VersionName, vocab_size: int, behind: bool) -> Callable[[], Published]:
-        """What writes this version. It holds a copy of the parameters if it runs behind the next step."""
-        if name.version == self.published.version:
-            published = self.published
-            return lambda: published
-        taken = snapshot(self.engine, self.exchange, name, vocab_size, copies=behind, memory=self._copies)
-        disk, exchange = self.disk, self.exchange
-        if behind and self._disk_behind is not None and self._exchange_behind is not None:
-            disk, exchange = self._disk_behind, self._exchange_behind
-        return lambda: disk.persist(f"publishing version {name.version}", lambda: taken.write(exchange), name.temporary)
-
-    def _guarded(self, deliver: Callable[[], None]) -> None:
-        try:
-            deliver()
-        except BaseException as error:
-            self._error = error
-
     def finish(self) -> None:
         """Waits for the version on its way. Raises what ended it."""
-        thread, self._thread = self._thread, None
-        if thread is None:
+        behind, self._behind = self._behind, None
+        if behind is None:
             return
         start = time.monotonic()
-        if thread.is_alive():
+        if not behind.done():
             report_progress("waiting for the newest version to be written")
-        thread.join()  # a disk that waits says so and moves the watchdog; one that hangs is the watchdog's
-        if self._error is not None:
-            raise self._error
+        behind.result()  # a disk that hangs is the watchdog's
         self._record_seconds("sync/write_s", self._write_s)
         self._record_seconds("sync/publish_s", time.monotonic() - start)
 
     def close(self) -> None:
         """At the end, whatever its reason: no folder may appear behind those who clean up."""
-        if self._thread is not None:
-            self._thread.join(timeout=_CLOSING_S)
+        if self._behind is not None:
+            wait([self._behind], _CLOSING_S)

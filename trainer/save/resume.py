@@ -8,9 +8,8 @@ of batches. So these are compared, before a model is loaded, with what the check
     layout         ranks, ZeRO stage, shape of the adapters: DeepSpeed shards its state by them
 
 and by fingerprints, before the first step: the rows and the tokenizer of the samplers, as their first one says, and the
-frozen weights under adapters, which a checkpoint does not hold. A user's own estimator, loss, reward or environment may
-change, but not in silence: its file is compared, too, and a difference is said. Left out: what decides no problem, such
-as sampling and learning rate, which may change.
+frozen weights under adapters, which a checkpoint does not hold. Left out: what decides no problem, such as sampling,
+learning rate, rewards and a user's own functions, which may change.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ _FINGERPRINTS = {
     "base_fingerprint": "model.path, model.revision or what lies there has changed",
 }
 _SECTIONS = ("data", "prompt")
-_OWN_FILES = "own_files"  # in the record of settings, beside their names
 _HARMLESS = ("data.eval",)
 _OTHERS = (
     "run.seed",
@@ -51,10 +49,7 @@ _OTHERS = (
 
 
 def stream_settings(config: Config) -> dict[str, Any]:
-    """Settings that define which groups come, in which order, by dotted name, without secrets and as JSON has them.
-
-    Under _OWN_FILES the digests of the user's own functions.
-    """
+    """Settings that define which groups come, in which order, by dotted name, without secrets and as JSON has them."""
     names = [f"{s}.{field}" for s in _SECTIONS for field in type(getattr(config, s)).model_fields]
     given = {name: _recorded(name, config) for name in (*_OTHERS, *names) if name not in _HARMLESS}
     lora = config.lora  # a checkpoint with adapters has no other weights
@@ -63,7 +58,6 @@ def stream_settings(config: Config) -> dict[str, Any]:
         "lora.alpha": lora.scale or None,
         "lora.target_modules": lora.target_modules if lora.r else None,
         "model.path": config.model.path if lora.r else None,
-        _OWN_FILES: _own_files(config),
     }
     return json.loads(json.dumps(given))
 
@@ -72,22 +66,6 @@ def _recorded(name: str, config: Config) -> Any:
     section, _, field = name.partition(".")
     value = getattr(getattr(config, section), field)
     return _contents(value) if isinstance(value, Path) else redacted(value, field)
-
-
-def _own_files(config: Config) -> dict[str, str]:
-    """The contents behind every `file.py:function` that takes part in the training, by the setting that names it.
-
-    And where the reference comes from: with another one the KL term pulls elsewhere.
-    """
-    algorithm = config.algorithm
-    path, revision = config.start_of(config.reference)
-    reference = {"the reference model": f"{redacted(path, 'path')} {revision or ''}"} if algorithm.beta else {}
-    named = [("algorithm.adv_estimator", algorithm.adv_estimator), ("algorithm.loss", algorithm.loss or "")]
-    named += [("rewards.reward_funcs", name) for name in config.rewards.reward_funcs]
-    named += [("rollout.environment", config.rollout.environment or "")]
-    named += [("rollout.tools", name) for name in config.rollout.tools]
-    files = {f"{setting} {name}": _contents(Path(name.rpartition(":")[0])) for setting, name in named if ":" in name}
-    return files | reference
 
 
 def _contents(file: Path) -> str:
@@ -108,11 +86,6 @@ def find_checkpoint(config: Config, say: Callable[[str], None] = print) -> str:
     folder = newest_valid(checkpoints, say)
     if folder is None:
         raise no_checkpoint(output_dir, "valid ", is_empty=not step_dirs(checkpoints))
-    record, settings = _read_record(folder), stream_settings(config)
-    was = record["stream"].get(_OWN_FILES, {})
-    for name, contents in settings[_OWN_FILES].items():
-        if was.get(name, contents) != contents:
-            say(f"{name} has changed since {folder} was saved; the run goes on with what it is now")
     return str(folder)
 
 
@@ -156,11 +129,7 @@ def read_progress(folder: Path, world_size: int, zero_stage: int, stream: dict[s
         if commit[name] != now:
             raise UserError(f"{folder} was saved with {name} {commit[name]}, this run has {now}; resume with the same")
     before = commit["stream"]
-    changed = [
-        f"{name}={now!r} (was {before.get(name)!r})"
-        for name, now in stream.items()
-        if name != _OWN_FILES and before.get(name) != now
-    ]
+    changed = [f"{name}={now!r} (was {before.get(name)!r})" for name, now in stream.items() if before.get(name) != now]
     if changed:
         raise UserError(
             f"{folder}: these settings define which groups come next and may not change on resume: {', '.join(changed)}"

@@ -18,7 +18,7 @@ from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.save import checkpoint
 from trainer.save.checkpoint import Progress
-from trainer.save.disk import Disk, on_rank_0
+from trainer.save.disk import on_rank_0
 
 _SAVE_EVERY_S = 600.0
 
@@ -33,13 +33,13 @@ class Saver:
         critic: Critic | None,
         exchange: Exchange,
         tokenizer: Any,
-        disk: Disk,
+        say: Callable[[str], None],
         sync_history: Callable[[], None],  # on rank 0: what was recorded of the steps so far survives a crash
         record_seconds: Callable[[str, float], None],
         step: int,
     ):
         self.config, self.engine, self.critic, self.exchange = config, engine, critic, exchange
-        self.tokenizer, self.disk = tokenizer, disk
+        self.tokenizer, self._say = tokenizer, say
         self._sync_history, self._record_seconds = sync_history, record_seconds
         self.saved_step = step  # of the newest checkpoint, or of the start
         self._saved_at = time.monotonic()
@@ -60,7 +60,7 @@ class Saver:
             self._save(progress)
         elif self.exchange.rank == 0:
             done = f"interrupted inside a batch of {self.config.algorithm.steps_per_batch} steps"
-            self.disk.say(f"{done}: the newest checkpoint stays that of step {self.saved_step}")
+            self._say(f"{done}: the newest checkpoint stays that of step {self.saved_step}")
 
     def _is_due(self, step: int) -> bool:
         """A batch may hold several steps: did one of them reach a multiple of save_steps?"""
@@ -73,8 +73,8 @@ class Saver:
         report_progress(f"saving the checkpoint of step {progress.step}")
         start = time.monotonic()
         # a checkpoint must not outlive the records of the steps before it
-        self.disk.persist("the run's history", lambda: on_rank_0(self.exchange, self._sync_history))
+        on_rank_0(self.exchange, self._sync_history)
         folder, keep = self.config.run.output_dir / CHECKPOINTS, self.config.trainer.save_limit
-        checkpoint.save(self.engine, self.exchange, self.tokenizer, folder, progress, keep, self.disk, self.critic)
+        checkpoint.save(self.engine, self.exchange, self.tokenizer, folder, progress, keep, self.critic)
         self.saved_step, self._saved_at = progress.step, time.monotonic()
         self._record_seconds("timing/checkpoint_s", time.monotonic() - start)

@@ -28,7 +28,7 @@ from model.images import canary_image
 from model.packing import pack
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
-from trainer.save.disk import on_rank_0, together
+from trainer.save.disk import on_rank_0, removed_in_trouble, together
 from trainer.save.host_copies import HostCopies
 
 _CANARY_SEQUENCES, _CANARY_LENGTH, _CANARY_PROMPT = 2, 32, 4
@@ -100,10 +100,7 @@ class Snapshot:
     adapter_settings: bytes | None  # peft's; None for a whole model
 
     def write(self, ranks: Exchange) -> Published:
-        """Writes and commits, as often as needed. Every rank calls it; rank 0 has the result.
-
-        Raises DiskTrouble on every rank.
-        """
+        """Writes and commits. Every rank calls it; rank 0 has the result. Raises Retryable on every rank."""
         published = Published(self.name.version, str(self.name.final), "")
         own: dict[str, Any] = {"files": {}, "tensors": {}}
 
@@ -111,15 +108,12 @@ class Snapshot:
             nonlocal published
             published = self._commit([json.loads(text) for text in of_ranks])
 
-        on_rank_0(ranks, self._prepare)
-        together(ranks, lambda: own.update(self._write_own()))
-        of_ranks = ranks.gather(json.dumps(own))
-        on_rank_0(ranks, commit)
+        with removed_in_trouble(ranks, self.name.temporary):
+            on_rank_0(ranks, lambda: self.name.temporary.mkdir(parents=True, mode=0o700))
+            together(ranks, lambda: own.update(self._write_own()))
+            of_ranks = ranks.gather(json.dumps(own))
+            on_rank_0(ranks, commit)
         return published
-
-    def _prepare(self) -> None:
-        durable.remove_dir(self.name.temporary)  # of an attempt that the disk did not take
-        self.name.temporary.mkdir(parents=True, mode=0o700)
 
     def _write_own(self) -> dict[str, Any]:
         """This rank's file, to the disk. What the manifest says of it."""
@@ -144,20 +138,6 @@ class Snapshot:
             files[lora.SETTINGS] = len(self.adapter_settings)
         what = files, tensors, self.canary
         return weights.commit(folder, name.final, Manifest(name.run_id, name.incarnation, name.version, *what))
-
-
-def write_version(
-    engine: PolicyEngine,
-    exchange: Exchange,
-    weights_dir: Path,
-    run_id: str,
-    incarnation: str,
-    version: int,
-    vocab_size: int,
-) -> Published:
-    """Writes and commits a version. The return value is meaningful on rank 0. Raises DiskTrouble on every rank."""
-    name = VersionName(weights_dir, run_id, incarnation, version)
-    return snapshot(engine, exchange, name, vocab_size).write(exchange)
 
 
 def snapshot(
