@@ -89,9 +89,8 @@ drop_half_installed() { # RECORD is the last file that pip writes; without it pi
 }
 
 build_cpu_op() { # otherwise the first rank compiles it, while the sampler waits
+  find "$TORCH_EXTENSIONS_DIR" -name lock -delete 2>/dev/null || true # of a setup that was killed
   .venv/bin/python -c '
-from trainer.engine.build_locks import remove_stale_build_locks
-remove_stale_build_locks()
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 ShareMemCommBuilder().load()'
 }

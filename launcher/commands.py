@@ -17,7 +17,6 @@ from launcher.machine import ROOT
 from launcher.placement import Placement, SamplerPlace
 from launcher.processes import PID, Child
 from report.run_log import read_jsonl
-from trainer.engine.build_locks import remove_stale_build_locks
 from trainer.engine.rank_device import RANK_DEVICES
 
 _SECONDS = ("step_time", "timing/checkpoint_s")  # of a step, in metrics.jsonl
@@ -51,8 +50,6 @@ class Commands:
         )
 
     def trainer(self, *extra: str) -> Child:
-        """Removes stale build locks: a rank killed while it loaded a compiled op would hold up the next one."""
-        remove_stale_build_locks()
         port = free_port()
         deepspeed = str(Path(sys.executable).parent / "deepspeed")
         launcher = (deepspeed, "--log_level", "critical", "--master_port", str(port))

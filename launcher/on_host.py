@@ -27,7 +27,6 @@ from launcher.killed import oom_kills, why_killed
 from launcher.machine import ROOT
 from launcher.placement import visible_gpus
 from launcher.processes import Child, Guard, Running
-from trainer.engine.build_locks import remove_stale_build_locks
 
 
 def main() -> int:
@@ -41,7 +40,6 @@ def main() -> int:
     except UserError as error:
         print(f"tandem: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
-    remove_stale_build_locks()
     with Guard() as guard:
         kills_before = oom_kills()
         running = Running(child, guard.mark, order["attempt"])

@@ -28,7 +28,7 @@ from model.folder import require_models, require_settings
 from model.images import digest, vision_of
 from report.escape import strip_escapes
 from trainer.algorithm.user_functions import require_user_functions
-from trainer.engine.deepspeed_config import backend, deepspeed_config, gloo_warning
+from trainer.engine.deepspeed_config import deepspeed_config
 
 CANNOT = 1
 _GPUS = re.compile(r"(\d+)x(\d+)")
@@ -68,8 +68,6 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
         troubles: tuple[str, ...] = ()
     else:
         work = workload_of(config, place.num_ranks, model, machine.gpus > 0, place.ranks_per_gpu)
-        if slow := gloo_warning(config, place.num_ranks, backend(config, machine.gpus > 0), work.trained):
-            print(f"tandem: {slow}", file=sys.stderr)
         result = fit(config, work, place, machine)
         troubles = result.problems
         where = [("reference", f"scored by the {work.reference_on} (reference.on)")] if work.reference else []

@@ -1,23 +1,17 @@
-"""Locks of torch's builds: a process that is killed with one leaves it, and whoever comes next waits without a word.
+"""torch's locks of compiled ops: whoever is killed with one leaves it, and the next would wait for it without end.
 
-torch takes the lock of a compiled op on every load, not only on a build, keeps the file open meanwhile, and waits for
-another's by looking whether the file is still there (torch/utils/file_baton.py). Linux only; elsewhere no lock is
-found. Left out: who builds on another host, of which nothing is seen here; hence the time that a rank gives it.
+torch takes the lock of an op on every load, not only on a build, and waits for another's by looking whether the file is
+still there (torch/utils/file_baton.py). So all that load ops here hold a lock of the kernel's meanwhile, which ends
+with its process: where nobody holds it, no lock of torch's is anybody's.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
-import sys
-import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-
-_LOOK_S = 0.2  # torch closes a lock just before it removes it: nobody's is only what nobody had open twice
-_SAYS_AFTER_S = 5.0
-_ENDS_AFTER_S = 60.0  # a build takes less
 
 
 def build_folder() -> Path:
@@ -26,78 +20,16 @@ def build_folder() -> Path:
     return Path(given) if given else Path.home() / ".cache" / "torch_extensions"
 
 
-def stale_build_locks() -> list[Path]:
-    """Locks of builds whose process was killed: those that no process of this host has open."""
-    if not (found := _unowned()):
-        return []
-    time.sleep(_LOOK_S)
-    return [path for path, _ in sorted(found & _unowned())]
-
-
-def remove_stale_build_locks() -> None:
-    for path in stale_build_locks():
-        path.unlink(missing_ok=True)
-
-
 @contextmanager
-def no_endless_wait_for_builds() -> Iterator[None]:
-    """Around what loads compiled ops: a wait for nobody's lock is told, and ended by removing it after a minute.
-
-    One rank of a host does it for all.
-    """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+def loading_ops() -> Iterator[None]:
+    """Around what loads compiled ops. What killed processes left is removed first, unless others are loading now."""
+    with ExitStack() as stack:
+        with suppress(OSError):  # a file system without locks, or a folder of another user's
+            build_folder().mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(build_folder() / ".tandem", "a"))
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for left in build_folder().glob("**/lock"):
+                    left.unlink(missing_ok=True)
+            fcntl.flock(file, fcntl.LOCK_SH)
         yield
-        return
-    over = threading.Event()
-    watch = threading.Thread(target=_watch, args=(over,), daemon=True)
-    watch.start()
-    try:
-        yield
-    finally:
-        over.set()
-        watch.join()
-
-
-def _watch(over: threading.Event) -> None:
-    since: dict[tuple[Path, int], float] = {}
-    told: set[tuple[Path, int]] = set()
-    while not over.wait(_LOOK_S):
-        now = time.monotonic()
-        since = {lock: since.get(lock, now) for lock in _unowned()}
-        for lock, begun in since.items():
-            path, waited_s = lock[0], now - begun
-            if waited_s >= _ENDS_AFTER_S:
-                path.unlink(missing_ok=True)
-                _say(f"removed {path}")
-            elif waited_s >= _SAYS_AFTER_S and lock not in told:
-                told.add(lock)
-                _say(
-                    f"waits for {path}, the lock of a build, which no process of this host has open: one was "
-                    f"killed, or another host builds. It is removed after {_ENDS_AFTER_S:.0f} s; at once: rm {path}"
-                )
-
-
-def _say(text: str) -> None:
-    print(f"tandem: trainer: {text}", file=sys.stderr, flush=True)
-
-
-def _unowned() -> set[tuple[Path, int]]:
-    """(lock, ns of its making) of each that no process here has open."""
-    if not os.path.isdir("/proc/self/fd"):
-        return set()
-    locks: dict[Path, int] = {}
-    for path in build_folder().glob("**/lock"):
-        with suppress(OSError):  # gone meanwhile
-            locks[path.resolve()] = path.stat().st_mtime_ns
-    if locks:
-        for path in _open_files():
-            locks.pop(path, None)
-    return set(locks.items())
-
-
-def _open_files() -> Iterator[Path]:
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):  # it has ended, or is not ours to see
-            for descriptor in os.listdir(f"/proc/{pid}/fd"):
-                with suppress(OSError):
-                    yield Path(os.readlink(f"/proc/{pid}/fd/{descriptor}"))

@@ -86,24 +86,6 @@ def backend(config: Config, has_gpu: bool) -> str:
     return chosen
 
 
-def gloo_warning(config: Config, world_size: int, backend: str, trained: int | None) -> str:
-    """What to say about ZeRO 2 and 3 over gloo, which sends gradients through the host's memory; "" = nothing.
-
-    trained: number of the policy's parameters that are, None = not known.
-    """
-    settings, count = deepspeed_config(config, world_size), config.micro_batches(world_size)
-    stage = settings["zero_optimization"]["stage"]
-    if backend != "gloo" or world_size == 1 or stage < 2 or count == 1:
-        return ""
-    width = 2 if config.model.dtype == "bfloat16" and settings.get("communication_data_type") != "fp32" else 4
-    size = "" if trained is None else f", {count} × {width * trained / 2**30:.2g} GiB a step"
-    return (
-        f"deepspeed.zero_optimization.stage {stage} over gloo adds up the ranks' gradients after each of the "
-        f"{count} micro-batches of a step{size}, through the host's memory; stage 1 does it once a step: set "
-        "deepspeed.zero_optimization.stage=1 if `launch.sh plan` says that it fits"
-    )
-
-
 def _given(config: Config) -> dict[str, Any]:
     """A copy of the user's settings."""
     given: Any = config.deepspeed
@@ -169,29 +151,20 @@ def _fill_accumulation(given: dict[str, Any], world_size: int, dtype: str) -> No
 
 
 def _fill_optimizer(config: Config, given: dict[str, Any], optimized: Optimized) -> None:
-    """Hyperparameters of a DeepSpeed optimizer or scheduler, where the user asked for one instead of ours."""
+    """Hyperparameters of a DeepSpeed optimizer, where the user asked for one instead of ours. The schedule is ours."""
     trainer = config.trainer
-    rate = optimized.learning_rate, f"{optimized.section}.learning_rate"
     if "optimizer" in given:
+        rate = optimized.learning_rate, f"{optimized.section}.learning_rate"
         params = _section(_section(given, "optimizer"), "params")
         decay = trainer.weight_decay, "trainer.weight_decay"
         _agree(params, "deepspeed.optimizer.params", {"lr": rate, "weight_decay": decay})
-    if "scheduler" in given:
-        params = _section(_section(given, "scheduler"), "params")
-        named = {
-            "warmup_max_lr": rate,
-            "warmup_num_steps": (trainer.warmup_steps, "trainer.warmup_steps"),
-            "total_num_steps": (optimized.num_steps, "trainer.max_steps"),
-        }
-        # schedulers differ in what they take: only what is there is filled in
-        _agree(params, "deepspeed.scheduler.params", {key: named[key] for key in named if key in params})
-        if params.get("warmup_min_lr") == _AUTO:
-            params["warmup_min_lr"] = 0.0
-        if params.get("warmup_num_steps") == 0:
-            raise UserError(
-                "deepspeed.scheduler.params.warmup_num_steps is 0 by trainer.warmup_steps, which DeepSpeed refuses: "
-                "set trainer.warmup_steps=1, or leave deepspeed.scheduler out"
-            )
+    schedule = _section(_section(given, "scheduler"), "params")
+    if own := {name: value for name, value in schedule.items() if value != _AUTO}:
+        raise UserError(
+            f"deepspeed.scheduler.params has {own}: the schedule is that of trainer.lr_scheduler_type, "
+            "lr_scheduler_kwargs and warmup_steps; set those, and leave deepspeed.scheduler out"
+        )
+    del given["scheduler"]
 
 
 def _without_auto(settings: dict[str, Any]) -> dict[str, Any]:

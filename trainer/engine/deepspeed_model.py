@@ -26,7 +26,7 @@ from model.checksum import all_finite
 from model.packing import PackedRow, SequenceGroup
 from model.sequence_parallel import shard
 from model.vision import VisionLayout, freeze_tower, with_vision
-from trainer.engine.build_locks import no_endless_wait_for_builds
+from trainer.engine.build_locks import loading_ops
 from trainer.engine.deepspeed_config import Optimized, deepspeed_config
 from trainer.engine.deepspeed_insides import clip_with, pickle_the_stage_by_value, unlink_shared_buffer
 from trainer.engine.exported import Exported, parameters
@@ -61,7 +61,7 @@ def init_distributed(config: Config) -> None:
         os.environ["MASTER_PORT"] = str(free_port())
     devices.use(int(os.environ["LOCAL_RANK"]))
     chosen = devices.collectives() if config.trainer.dist_backend == "auto" else config.trainer.dist_backend
-    with no_endless_wait_for_builds():  # on CPUs it loads a compiled op
+    with loading_ops():  # on CPUs
         deepspeed.init_distributed(dist_backend=chosen, timeout=_COLLECTIVE_TIMEOUT, verbose=False)
     if not devices.count():
         unlink_shared_buffer()
@@ -98,12 +98,12 @@ class DeepSpeedModel:
             freeze_tower(model)
         if config.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        with no_endless_wait_for_builds():  # of an optimizer
+        with loading_ops():  # of an optimizer
             self.ds, self.optimizer, *_ = deepspeed.initialize(
                 model=forward,
                 model_parameters=parameter_groups(model, config.trainer.weight_decay),
                 optimizer=None if "optimizer" in ds_config else adamw(optimized),
-                lr_scheduler=None if "scheduler" in ds_config else scheduler(config, optimized),
+                lr_scheduler=scheduler(config, optimized),
                 config=ds_config,
             )
         leave_the_grid(model, self.optimizer, self.stage)
@@ -123,11 +123,6 @@ class DeepSpeedModel:
     @property
     def tied_embeddings(self) -> bool:
         return bool(self.model.config.tie_word_embeddings)
-
-    @property
-    def num_trained(self) -> int:
-        """Parameters that the optimizer moves, whole."""
-        return sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters() if p.requires_grad)
 
     def accumulate(self, loss: Tensor) -> None:
         """Backward of this rank's share of the step's loss."""

@@ -42,18 +42,15 @@ def scheduler(config: Config, optimized: Optimized) -> Callable[[torch.optim.Opt
 
 
 @contextlib.contextmanager
-def keeping_settings(optimizer: Any, schedule: Any) -> Iterator[None]:
+def keeping_settings(optimizer: Any, schedule: LambdaLR) -> Iterator[None]:
     """Whatever state is loaded meanwhile: learning rate, betas and weight decay stay those of this run's settings.
 
     With Adam's moments torch saves these, too, and with the number of steps the rate that they began with.
     """
     given = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
-    base_rates = list(schedule.base_lrs) if isinstance(schedule, LambdaLR) else []
+    base_rates = list(schedule.base_lrs)
     yield
-    if isinstance(schedule, LambdaLR):
-        schedule.base_lrs = base_rates
-        rates = [r * factor(schedule.last_epoch) for r, factor in zip(base_rates, schedule.lr_lambdas, strict=True)]
-    else:  # DeepSpeed's own
-        rates = schedule.get_lr()
+    schedule.base_lrs = base_rates
+    rates = [r * factor(schedule.last_epoch) for r, factor in zip(base_rates, schedule.lr_lambdas, strict=True)]
     for group, settings, rate in zip(optimizer.param_groups, given, rates, strict=True):
         group |= settings | {"lr": rate}
