@@ -76,15 +76,6 @@ def expected(trainers: Stack) -> dict[str, str]:
     return sha256_of_run(trainers.folder / "one-host")
 
 
-def test_two_hosts_train_the_weights_of_one_bit_for_bit(
-    trainers: Stack, hosts: tuple[str, str], expected: dict[str, str]
-) -> None:
-    ended(trainers, start(trainers, hosts, "two-hosts"), "two-hosts")
-    assert sha256_of_run(trainers.folder / "two-hosts") == expected
-    logs = {path.name for path in (trainers.folder / "two-hosts" / "logs" / "hosts").iterdir()}
-    assert logs == {f"{host}-trainer.log" for host in hosts}
-
-
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do
   [[ $1 != *relative* ]] || exit 0 # the sampler
@@ -125,7 +116,7 @@ def test_the_batch_script_trains_the_same_weights_over_its_nodes(
     assert sha256_of_run(trainers.folder / "sbatch") == expected
 
 
-def test_a_host_whose_processes_are_killed_resumes_by_itself_and_exactly(
+def test_two_hosts_of_which_one_is_killed_train_the_weights_of_one_bit_for_bit(
     trainers: Stack, hosts: tuple[str, str], expected: dict[str, str]
 ) -> None:
     process, folder = start(trainers, hosts, "killed-host"), trainers.folder / "killed-host"
@@ -137,6 +128,7 @@ def test_a_host_whose_processes_are_killed_resumes_by_itself_and_exactly(
     said = ended(trainers, process, "killed-host")
     assert "restart 1 of 5" in said
     assert sha256_of_run(folder) == expected
+    assert {path.name for path in (folder / "logs" / "hosts").iterdir()} == {f"{host}-trainer.log" for host in hosts}
     until(lambda: not [p for p in psutil.process_iter(["cmdline"]) if is_of(p, hosts[1], folder)])
 
 

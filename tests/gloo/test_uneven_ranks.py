@@ -13,15 +13,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.types import Group
-from tests.gloo.test_gloo import BETA1, PLAIN_ROUNDING, scaled
+from tests.gloo.test_gloo import BETA1, PLAIN_ROUNDING
 from tests.support.gloo_data import TRAINER, group
 from tests.support.plain_training import PlainTraining
-from tests.support.replay_worker import Stack, stack
+from tests.support.replay_worker import Seen, Stack, stack
 from tests.support.tier import full
 from tests.support.tiny import difference
 from tests.support.uneven_ranks import RANKS, Case, cases, counts, shard, some
-
-WITHIN_S = 260.0  # a minute without other load
 
 
 @pytest.fixture(scope="module")
@@ -29,27 +27,17 @@ def trainers() -> Stack:
     return stack()
 
 
-class Seen:
-    """What the ranks of one start saw, and the gradients that rank 0 wrote. exp_avg is (1 − beta1) · gradient."""
-
-    def __init__(self, trainers: Stack, ranks: int):
-        # a new one for each start: after a failure the next test starts them again
-        self.folder = Path(tempfile.mkdtemp(prefix=f"uneven-{ranks}-", dir=trainers.folder))
-        (self.folder / "model").symlink_to(trainers.folder / "model")
-        life = trainers.call("tests.support.uneven_ranks", self.folder.name, ranks, WITHIN_S)
-        assert life.codes == [0] * ranks, "\n".join(life.logs)[-6000:]
-        self.ranks = [json.loads((self.folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
-
-    def gradient(self, name: str) -> dict[str, Tensor]:
-        """Of the policy and, under their own names, of the critic."""
-        files = sorted((self.folder / name).glob("*gradient.safetensors"))
-        found = {f"{file.stem}/{key}": t for file in files for key, t in load_file(file).items()}
-        return scaled(found, 1 / (1 - BETA1))
-
-
 @cache
 def seen(trainers: Stack, ranks: int) -> Seen:
-    return Seen(trainers, ranks)
+    # a new folder for each start: after a failure the next test starts them again
+    folder = Path(tempfile.mkdtemp(prefix=f"uneven-{ranks}-", dir=trainers.folder))
+    (folder / "model").symlink_to(trainers.folder / "model")
+    return trainers.seen("uneven_ranks", folder.name, ranks)
+
+
+def gradient(of: Seen, name: str) -> dict[str, Tensor]:
+    """exp_avg is (1 − beta1) · gradient."""
+    return {key: t / (1 - BETA1) for key, t in of.gradients(name).items()}
 
 
 @pytest.mark.parametrize(
@@ -67,7 +55,7 @@ def test_on_one_rank_every_number_of_groups_gives_the_gradient_of_plain_torch(
         loss = plain.backward([group(g) for g in range(count)])
         name = Case(kind, count, ()).name
         expected = {f"gradient/{key}": t for key, t in plain.gradients().items()}
-        assert difference(alone.gradient(name), expected) < PLAIN_ROUNDING, name
+        assert difference(gradient(alone, name), expected) < PLAIN_ROUNDING, name
         assert alone.ranks[0][name]["steps"][0]["loss"] == pytest.approx(loss, rel=1e-5)
 
 
@@ -79,7 +67,7 @@ def test_uneven_numbers_of_groups_with_a_slow_rank_and_a_masked_shard_give_the_g
     differences = []
     for stage, case in cases(ranks):
         name = f"{case.name}-zero{stage}"
-        found, expected = several.gradient(name), alone.gradient(case.name)
+        found, expected = gradient(several, name), gradient(alone, case.name)
         (step,) = several.ranks[0][name]["steps"]
         assert all(rank[name]["steps"] == [step] for rank in several.ranks), f"{name}: the ranks disagree"
         assert any("value_gradient" in key for key in found) == (case.kind == "critic")
@@ -99,8 +87,8 @@ def test_uneven_numbers_of_groups_with_a_slow_rank_and_a_masked_shard_give_the_g
 
 def test_a_masked_shard_changes_the_gradient_so_that_equal_means_something(trainers: Stack) -> None:
     alone = seen(trainers, 1)
-    masked = alone.gradient(Case("single", 5, shard(5, 2)).name)
-    assert difference(masked, alone.gradient(Case("single", 5, ()).name)) > 0.1
+    masked = gradient(alone, Case("single", 5, shard(5, 2)).name)
+    assert difference(masked, gradient(alone, Case("single", 5, ()).name)) > 0.1
 
 
 @full

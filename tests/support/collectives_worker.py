@@ -1,27 +1,16 @@
-"""Every collective of one run per ZeRO stage and dtype, under the real `deepspeed` launcher over gloo.
-
-    deepspeed --num_gpus 2 --module tests.support.collectives_worker <folder> first
-
-Every rank writes its table to <folder>/first-rank<r>.json; test_collectives.py judges them.
-"""
+"""What a rank of test_collectives.py does: one run per ZeRO stage and dtype, every collective recorded."""
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from common import exits
 from tests.support.collective_recorder import CollectiveRecorder
 from tests.support.gloo_data import GAE, NUM_STEPS, STAGES, group, infinite_loss, poisoned, settings
-from tests.support.gloo_worker import HANGS_AFTER_S, Worker
+from tests.support.rank import Worker
+from tests.support.tier import ALL
 
+SHARDED = STAGES if ALL else (1, 3)
 GROUPS = {"trainer": {"prompts_per_step": 8}}  # on 2 ranks: four micro-batches of one group
 
 
@@ -44,19 +33,6 @@ def record(worker: Worker, name: str, stage: int, **sections: dict[str, Any]) ->
     with CollectiveRecorder() as overflow, overflow.phase("overflow"):
         worker.trainer(settings(worker.folder, f"{name}_bad", stage, **GROUPS, **sections), bad).train_batch()
     return recorder.table() + overflow.table()
-
-
-def others() -> list[dict[str, Any]]:
-    """The collectives that no run may call, called: are they seen?"""
-    ranks, one, many = dist.get_world_size(), torch.zeros(1), torch.zeros(dist.get_world_size())
-    with CollectiveRecorder() as recorder:
-        with contextlib.suppress(RuntimeError):
-            dist.all_reduce_coalesced([one, one])
-        with contextlib.suppress(RuntimeError):
-            dist.reduce_scatter(one, [one] * ranks)
-        with contextlib.suppress(RuntimeError):  # what a coalescing manager calls at its end
-            dist.group.WORLD.allgather_into_tensor_coalesced([many], [one])
-    return recorder.table()
 
 
 def device_waits(worker: Worker) -> int:
@@ -94,23 +70,12 @@ def watch(recorder: CollectiveRecorder, model: Any) -> None:
     model.backward, model.step = inside("micro-batch", model.backward), inside("step", model.step)
 
 
-def main(folder: Path, start: str) -> None:
-    faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)
-    torch.set_num_threads(1)
+def work(folder: Path) -> None:
     worker = Worker(folder)
-    seen: dict[str, Any] = {}
-    for stage in STAGES:
+    for stage in SHARDED:
         for dtype in ("float32", "bfloat16"):
             name = f"{dtype}{stage}"
-            seen[name] = record(worker, name, stage, model={"dtype": dtype})
-    seen["critic1"] = record(worker, "critic1", 1, **GAE)
-    seen["others"] = others()
-    seen["waits"] = device_waits(worker)
-    (folder / f"{start}-rank{worker.exchange.rank}.json").write_text(json.dumps(seen, indent=1))
-    worker.exchange.barrier()
-    exits.leave(0)
-
-
-if __name__ == "__main__":
-    *_, folder, start = sys.argv
-    main(Path(folder), start)
+            worker.seen[name] = record(worker, name, stage, model={"dtype": dtype})
+    worker.seen["critic1"] = record(worker, "critic1", 1, **GAE)
+    worker.seen["waits"] = device_waits(worker)
+    worker.tell()

@@ -31,7 +31,6 @@ import yaml
 from common import durable, exits
 from common.config import load
 from common.errors import UserError
-from launcher import commands
 from launcher import run as launcher_run
 from launcher.placement import placement
 from launcher.processes import Child
@@ -357,7 +356,6 @@ def _is_held(path: Path) -> bool:
 
 def run_all(chosen: list[Scenario], report: Callable[[Ending], None]) -> None:
     jobs = len(os.sched_getaffinity(0))
-    commands.remove_stale_build_locks = lambda: None  # it looks at compiled ops, which are not part of this
     waiting, running = list(chosen), list[Running]()
     with tempfile.TemporaryDirectory(prefix="tandem-ends-") as name:
         while waiting or running:

@@ -31,6 +31,7 @@ from tests.support.speed import limit
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
 RUN_S = 60.0  # no run here takes ten
+WORK_S = 400.0  # nor does a worker with all its cases take two minutes
 NUM_GROUPS = 64
 MODEL_CARD = "README.md"  # of final/: names the run's folder and its settings, which differ where a run is interrupted
 
@@ -41,6 +42,24 @@ class Life:
 
     codes: list[int]
     logs: list[str]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the ranks of one start told, and the tensors that rank 0 wrote."""
+
+    folder: Path
+    ranks: list[dict[str, Any]]
+
+    def tensors(self, name: str) -> dict[str, Any]:
+        from safetensors.torch import load_file
+
+        return load_file(self.folder / f"{name}.safetensors")
+
+    def gradients(self, name: str) -> dict[str, Any]:
+        """Of the policy and, under their own names, of the critic."""
+        files = sorted((self.folder / name).glob("*gradient.safetensors"))
+        return {f"{file.stem}/{key}": t for file in files for key, t in self.tensors(f"{name}/{file.stem}").items()}
 
 
 class Stack:
@@ -65,10 +84,14 @@ class Stack:
         request = {"name": name, "ranks": ranks, "stage": stage, "sections": sections, "within_s": limit(RUN_S)}
         return self._ask(request | {"environment": [environment.get(rank, {}) for rank in range(ranks)]})
 
-    def call(self, module: str, name: str, ranks: int, within_s: float) -> Life:
-        """As `run`, but each rank calls `module.work(folder/name)` instead of training."""
-        request = {"name": name, "ranks": ranks, "call": module, "within_s": limit(within_s)}
-        return self._ask(request | {"environment": [{}] * ranks})
+    def seen(self, worker: str, name: str, ranks: int, function: str = "work") -> Seen:
+        """As `run`, but each rank calls `tests.support.<worker>.<function>(folder/name)` instead of training."""
+        call = [f"tests.support.{worker}", function]
+        request = {"name": name, "ranks": ranks, "call": call, "within_s": limit(WORK_S)}
+        life = self._ask(request | {"environment": [{}] * ranks})
+        assert life.codes == [0] * ranks, "\n".join(life.logs)[-6000:]
+        folder = self.folder / name
+        return Seen(folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)])
 
     def _ask(self, request: dict[str, Any]) -> Life:
         assert self._process.stdin and self._process.stdout
@@ -136,14 +159,14 @@ def rank_of(request: dict[str, Any], folder: Path, rank: int, port: int) -> int:
     os.environ.update(request["environment"][rank])
     from common import exits
 
-    if module := request.get("call"):
-        return exits.run("trainer", lambda: importlib.import_module(module).work(folder / request["name"]))
+    if call := request.get("call"):
+        module, function = call
+        return exits.run(
+            "trainer", lambda: getattr(importlib.import_module(module), function)(folder / request["name"])
+        )
     from tests.support.gloo_data import settings
     from trainer import start
     from trainer.loop import Trainer
-    from trainer.save import disk
-
-    disk._FIRST_PAUSE_S, disk._LONGEST_PAUSE_S = 0.05, 0.1
 
     sections = {"run": {}} | request["sections"]
     run = {"output_dir": str(folder / request["name"]), "replay": str(folder / "groups"), "report_to": []}
@@ -203,8 +226,6 @@ def warm_up(folder: Path) -> int:
 
 
 def serve(folder: Path) -> None:
-    from trainer.engine.build_locks import remove_stale_build_locks
-
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not stand among the answers
     for body in (prepare, warm_up):
@@ -219,7 +240,6 @@ def serve(folder: Path) -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not fork trainers"
     for line in sys.stdin:
         request, port = json.loads(line), free_port()
-        remove_stale_build_locks()  # of a rank that was killed while it loaded a compiled op
         ranks = range(request["ranks"])
         pids = [fork(lambda rank=rank: rank_of(request, folder, rank, port)) for rank in ranks]  # noqa: B023
         answers.write(json.dumps(wait_for(pids)) + "\n")

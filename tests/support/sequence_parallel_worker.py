@@ -1,13 +1,7 @@
-"""What a rank of test_sequence_parallel_ranks.py does: one batch of every objective, its rows whole or shared by ranks.
-
-One start runs every case, because a start costs more than all of them. The trainer and its engine are the real ones.
-"""
+"""What a rank of test_sequence_parallel_ranks.py does: a batch of every case, its rows whole or shared."""
 
 from __future__ import annotations
 
-import faulthandler
-import json
-import time
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -19,14 +13,11 @@ import torch
 from common.types import Group, Rollout
 from model.packing import pack
 from tests.support.gloo_data import BETA, CONSTANT_RATE, DEAD, GAE, GROUP_PPO, REWARDS, VARIANTS, Item, Stream, settings
-from tests.support.gloo_worker import Worker
+from tests.support.rank import Worker
 from tests.support.tier import ALL
-from tests.support.tiny import VOCAB_SIZE, random_group
-from tests.support.vision_worker import gradients
+from tests.support.tiny import VOCAB_SIZE, bytes_kept, random_group
 
-RANKS = 4
 LONGEST = 64  # tokens of a completion
-HANGS_AFTER_S = 400
 SLOWLY = {"trainer": {"learning_rate": 1e-6, "max_steps": 4}}  # where a second step must start from the same weights
 
 
@@ -70,15 +61,10 @@ EXACT = GAE | _algorithm(**GROUP_PPO["algorithm"] | {"group_params": {"score": "
 LORA = {"lora": {"r": 4, "alpha": 8}}
 TWICE = {"num_iterations": 2, "vllm_importance_sampling_mode": "sequence_mask"}
 LATER = {"steps_per_generation": 2, "vllm_importance_sampling_mode": "token_truncate"}
-CASES = (
+CASES = [
     Case("grpo"),
-    *(Case(name, sections=VARIANTS[name]) for name in ("dapo", "dr_grpo", "cispo", "sequence", "entropy", "own")),
-    Case("bnpo", sections=_algorithm(loss_type="bnpo", delta=1.5, kl_estimator="k1")),
-    *(
-        Case(name, sections=_algorithm(adv_estimator=name, kl_in_reward=True))
-        for name in ("rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-    ),
-    Case("gae", sections=GAE),
+    Case("sequence", sections=VARIANTS["sequence"]),
+    Case("entropy", sections=VARIANTS["entropy"]),
     Case("group_ppo", sections=GROUP_PPO),
     Case("exact", sections=EXACT),
     Case("uneven", uneven, _algorithm(beta=0.0)),
@@ -89,15 +75,24 @@ CASES = (
     Case("flat", sections={"trainer": {"packing": "flat", "groups_per_micro_batch": 2}}),
     Case("recomputed", sections={"model": {"gradient_checkpointing": True}, "trainer": {"groups_per_micro_batch": 2}}),
     Case("trainer_scores", lambda g: group(g, beta=0.0), {"reference": {"on": "trainer", "path": "reference"}}),
-    Case("lora", sections=LORA | {"model": {"gradient_checkpointing": True}}),
     Case("lora_scores", lambda g: group(g, beta=0.0), LORA | {"reference": {"on": "trainer"}}),
-)
-
-
-# (sp_size, ZeRO stage); dp_size is 2 or 1. An objective sees the whole row in all of them, so that two meet every case
+]
+RANKS = 4
+KEPT = (2, 4)
+# (sp_size, ZeRO stage); dp_size is 2 or 1. An objective sees the whole row in all of them
 LAYOUTS = {(2, 1): CASES}
 if ALL:
-    few = tuple(case for case in CASES if case.name in ("sequence", "exact", "uneven_critic"))
+    few = [case for case in CASES if case.name in ("sequence", "exact", "uneven_critic")]
+    CASES += [Case(name, sections=VARIANTS[name]) for name in ("dapo", "dr_grpo", "cispo", "own")]
+    CASES += [
+        Case(name, sections=_algorithm(adv_estimator=name, kl_in_reward=True))
+        for name in ("rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+    ]
+    CASES += [
+        Case("bnpo", sections=_algorithm(loss_type="bnpo", delta=1.5, kl_estimator="k1")),
+        Case("gae", sections=GAE),
+        Case("lora", sections=LORA | {"model": {"gradient_checkpointing": True}}),
+    ]
     LAYOUTS |= {(4, 3): CASES} | dict.fromkeys(((2, 0), (2, 3), (4, 1), (4, 2)), few)
 
 
@@ -116,15 +111,13 @@ class SequenceWorker(Worker):
         if "path" in sections["reference"]:
             sections["reference"] = sections["reference"] | {"path": str(self.folder / "reference")}
         config = settings(self.folder, name, stage, **sections | {"trainer": trainer})
-        trained = self.trainer(config, case.stream)
+        trainer = self.trainer(config, case.stream)
         if config.reference_on == "trainer":
-            models = trained.batch._models
-            trained.batch._models = replace(models, reference=self.reference(config, trained.engine))
-        trained.train_batch()
-        for model, file in ((trained.engine, "gradient"), (trained.critic, "value_gradient")):
-            if model:
-                self.write(f"{name}/{file}", gradients(model))
-        self.seen[name] = {"steps": trained.results, "progress": _progress(trained.progress)}
+            models = trainer.batch._models
+            trainer.batch._models = replace(models, reference=self.reference(config, trainer.engine))
+        trainer.train_batch()
+        self.write_models(name, "gradient", trainer)
+        self.tell_steps(name, trainer)
 
     def reference(self, config: Any, engine: Any) -> Any:
         """As trainer/start.py makes it."""
@@ -142,32 +135,18 @@ class SequenceWorker(Worker):
         rng = np.random.default_rng(0)
         tokens = lambda n: rng.integers(0, VOCAB_SIZE, n).tolist()  # noqa: E731
         row = pack([(tokens(64), [tokens(240) for _ in range(4)])])
-        weights, found = {p.untyped_storage().data_ptr() for p in model.parameters()}, dict[int, torch.Tensor]()
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            if (place := tensor.untyped_storage().data_ptr()) not in weights:
-                found[place] = tensor  # the tensor too: a freed storage's address would be used again
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            logprobs, *_ = score_terms(model, shard(row, self.sharing(sp_size).sequence_group), 1.0, 32)
-        assert len(logprobs) == 4 * 240
-        return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+        group, scored = self.sharing(sp_size).sequence_group, list[torch.Tensor]()
+        kept = bytes_kept(model, lambda: scored.append(score_terms(model, shard(row, group), 1.0, 32)[0]))
+        assert len(scored[0]) == 4 * 240
+        return kept
 
 
-def _progress(progress: Any) -> dict[str, Any]:
-    return {name: getattr(progress, name) for name in ("step", "batch", "cursor", "num_tokens", "threshold")}
-
-
-def work(folder: Path) -> int:
-    faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)  # a deadlock ends with every rank's stack
-    worker, began = SequenceWorker(folder), time.monotonic()
-    for (sp_size, stage), cases in LAYOUTS.items() if worker.exchange.world_size > 1 else [((1, 1), CASES)]:
+def work(folder: Path) -> None:
+    worker = SequenceWorker(folder)
+    shares = worker.exchange.world_size > 1
+    for (sp_size, stage), cases in LAYOUTS.items() if shares else [((1, 1), CASES)]:
         for case in cases:
             name = f"{case.name}-sp{sp_size}-zero{stage}" if sp_size > 1 else case.name
             worker.step(name, case, sp_size, stage)
-    worker.seen["kept"] = [worker.kept(sp_size) for sp_size in ((2, 4) if worker.exchange.world_size > 1 else (1,))]
-    worker.seen["seconds"] = time.monotonic() - began
-    (folder / f"rank{worker.exchange.rank}.json").write_text(json.dumps(worker.seen))
-    worker.exchange.barrier()
-    return 0
+    worker.seen["kept"] = [worker.kept(sp_size) for sp_size in (KEPT if shares else (1,))]
+    worker.tell()

@@ -1,12 +1,8 @@
-"""What a rank of test_vision_ranks.py does: one step of every case, on groups of which few have images.
-
-One start runs every case, because a start costs more than all of them. The trainer and its engine are the real ones.
-"""
+"""What a rank of test_vision_ranks.py does: one step of every case, on groups of which few have images."""
 
 from __future__ import annotations
 
 import dataclasses
-import faulthandler
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,12 +13,11 @@ import numpy as np
 from common.types import Group
 from model.images import image_format
 from tests.support.gloo_data import CONSTANT_RATE, DEAD, GAE, REWARDS, Item, Stream, settings
-from tests.support.gloo_worker import Worker, stage_0_parameters
+from tests.support.rank import Worker, trained
 from tests.support.tier import ALL
 from tests.support.tiny import random_group
 from tests.support.tiny_vision import WORDS, image_prompt, random_image
 
-HANGS_AFTER_S = 400
 VISION = {"image_key": "image"}
 GROUPS = 4  # of a step
 
@@ -84,47 +79,25 @@ class VisionWorker(Worker):
     def step(self, case: Case) -> None:
         sections = {"algorithm": {}, "data": {}, "trainer": {}, "model": {}} | case.sections
         trainer = CONSTANT_RATE | {"prompts_per_step": GROUPS, "max_grad_norm": 1e9} | sections["trainer"]
+        name = f"{case.name}{case.stage}"
         config = settings(
             self.folder,
-            f"{case.name}{case.stage}",
+            name,
             case.stage,
             **sections | {"trainer": trainer, "data": VISION, "algorithm": {"beta": 0.0} | sections["algorithm"]},
         )
-        trained = self.trainer(config, stream(self.folder, case))
-        before = {name: t.clone() for name, t in trained.engine.full_parameters(lambda _: True)}
-        trained.train_batch()
-        after = dict(trained.engine.full_parameters(lambda _: True))
-        self.write(f"{case.name}{case.stage}/gradient", gradients(trained.engine))
-        if trained.critic:
-            self.write(f"{case.name}{case.stage}/value_gradient", gradients(trained.critic))
-        self.seen[f"{case.name}{case.stage}"] = {
-            "steps": trained.results,
-            "moved": sorted(name for name in before if not before[name].equal(after[name])),
-            "with_gradient": sorted(n for n, p in trained.engine.model.named_parameters() if p.requires_grad),
-        }
+        trainer = self.trainer(config, stream(self.folder, case))
+        before = {name: t.clone() for name, t in trainer.engine.full_parameters(lambda _: True)}
+        trainer.train_batch()
+        after = dict(trainer.engine.full_parameters(lambda _: True))
+        self.write_models(name, "gradient", trainer)
+        moved = sorted(key for key in before if not before[key].equal(after[key]))
+        self.tell_steps(name, trainer, moved=moved, with_gradient=sorted(trained(trainer.engine)))
 
 
-def gradients(engine: Any) -> dict[str, Any]:
-    """(1 − beta1) · gradient of what is trained."""
-    from deepspeed.utils import safe_get_full_optimizer_state
-
-    if engine.stage == 0:
-        state = engine.ds.basic_optimizer.state
-        named = stage_0_parameters(engine).items()
-        return {name: state[p]["exp_avg"] for name, p in named if p in state}
-    if engine.stage in (1, 2):
-        engine.optimizer._hp_optimizer_states_linked = False
-        engine.optimizer._lazy_init_hp_params_optimizer_state()
-    named = engine.model.named_parameters()
-    return {name: safe_get_full_optimizer_state(p, "exp_avg") for name, p in named if p.requires_grad}
-
-
-def work(folder: Path) -> int:
-    faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)  # a deadlock ends with every rank's stack
+def work(folder: Path) -> None:
     worker = VisionWorker(folder)
     for case in cases_of(json.loads((folder / "model" / "config.json").read_text())["model_type"]):
         if worker.exchange.world_size > 1 or case.stage == 1 or case.name in ("mixed", "recomputed"):
             worker.step(case)
-    (folder / f"rank{worker.exchange.rank}.json").write_text(json.dumps(worker.seen))
-    worker.exchange.barrier()
-    return 0
+    worker.tell()

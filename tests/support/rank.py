@@ -1,0 +1,216 @@
+"""A rank of the tests with DeepSpeed: the trainer's engine and loop on hand-made groups, over gloo.
+
+The samplers are replaced by one that hands out groups at once; all else is the real thing. One start runs every case of
+a test file, because a start costs more than a case. Every rank writes what it saw to <folder>/rank<r>.json and rank 0
+its tensors beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from common.config import Config
+from common.types import Group
+from common.wire import Received
+from model.tokenizer import load_tokenizer
+from tests.support.gloo_data import NUM_STEPS, Stream, group, settings
+from tests.support.protocol_helpers import received
+from trainer.link.source import Statistics
+
+HANGS_AFTER_S = 120
+
+
+def rank_zero(stream: Stream) -> Any:
+    """What rank 0 has, with groups that are always there and records that nobody keeps."""
+
+    def ignore(*_: Any) -> None:
+        return None
+
+    def take(group_ids: Sequence[int]) -> list[Received]:
+        items = [stream(g) for g in group_ids]  # some streams repeat an earlier group
+        return [
+            received(dataclasses.replace(item, group_id=g) if isinstance(item, Group) else item)
+            for item, g in zip(items, group_ids, strict=True)
+        ]
+
+    source = SimpleNamespace(
+        incarnation="feed",
+        take=take,
+        commit=ignore,
+        refill=ignore,
+        samplers_rest=lambda: True,
+        versions_in_use=list,
+        take_statistics=lambda: Statistics({}, 0, {}),
+    )
+    log = SimpleNamespace(log=ignore, log_samples=ignore, log_eval=ignore, sync=lambda: None)
+    display = SimpleNamespace(step=ignore, note=ignore, advice=lambda *_: {})
+    return SimpleNamespace(source=source, log=log, display=display, recorder=None, sync=lambda: None)
+
+
+class Worker:
+    """A rank, with the models in <folder> and what it will tell in `seen`."""
+
+    def __init__(self, folder: Path):
+        from trainer.engine.deepspeed_model import init_distributed
+        from trainer.engine.ranks import connect
+
+        config = settings(folder, "start", 1)
+        init_distributed(config)
+        self.folder = folder
+        self.exchange = connect(config)
+        self.tokenizer = load_tokenizer(config.model.path)
+        self.seen: dict[str, Any] = {}
+
+    def tell(self) -> None:
+        """What it saw, at the end."""
+        (self.folder / f"rank{self.exchange.rank}.json").write_text(json.dumps(self.seen, indent=1))
+        self.exchange.barrier()
+
+    def trainer(self, config: Config, stream: Stream, reference: Any = None) -> Any:
+        from trainer.engine.critic import Critic
+        from trainer.engine.policy import PolicyEngine
+        from trainer.save.checkpoint import Progress
+        from trainer.start import assemble
+
+        faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)  # a deadlock ends with every rank's stack
+        where = self.exchange.world_size, self.exchange.sequence_group
+        engine = PolicyEngine(config, *where)
+        progress = Progress("run", 0, 0, 0, 0, 0, 0, {})
+        at = rank_zero(stream) if self.exchange.rank == 0 else None
+        critic = Critic(config, *where) if config.algorithm.needs_critic else None
+        trainer = assemble(config, engine, self.exchange, self.tokenizer, progress, at, reference, critic)
+        trainer.results = []
+        advance = trainer._advance
+
+        def record(result: Any, sums: Any, last: bool) -> None:
+            values = trainer.actor_critic.metrics() if trainer.actor_critic else {}
+            trainer.results.append(
+                dataclasses.asdict(result) | {"loss": sums["loss"], "tokens": sums["tokens"]} | values
+            )
+            advance(result, sums, last)
+
+        trainer._advance = record
+        return trainer
+
+    def tell_steps(self, name: str, trainer: Any, **more: Any) -> None:
+        self.seen[name] = {"steps": trainer.results, "progress": dataclasses.asdict(trainer.progress)} | more
+
+    def train(self, name: str, stage: int, **sections: dict[str, Any]) -> Any:
+        """Three steps with clipping and a schedule; a checkpoint after each, a published version at the end."""
+        trainer, hashes = self.trainer(settings(self.folder, name, stage, **sections), group), []
+        for step in range(NUM_STEPS):
+            trainer.train_batch()
+            if step == 0:
+                self.write_models(name, "gradient", trainer)
+            trainer.saver.save_if_due(trainer.progress)
+            hashes.append(run_hash(trainer))
+        self.write_models(name, "weights", trainer)
+        trainer.publish(evaluate=False)
+        published = dataclasses.asdict(trainer.publisher.published)
+        self.tell_steps(name, trainer, hashes=hashes, published=published)
+        return trainer
+
+    def one_batch(self, name: str, stage: int, stream: Stream, scorer: Any = None, **sections: dict[str, Any]) -> Any:
+        trainer = self.trainer(settings(self.folder, name, stage, **sections), stream, scorer)
+        trainer.train_batch()
+        for what in ("gradient", "weights"):
+            self.write_models(name, what, trainer)
+        self.tell_steps(name, trainer)
+        return trainer
+
+    def write_models(self, name: str, what: str, trainer: Any) -> None:
+        """gradient: Adam's exp_avg, (1 − beta1) · gradient after one step. weights: the optimizer's own."""
+        for prefix, model in (("", trainer.engine), ("value_", trainer.critic)):
+            if model:
+                found = moments(model, "exp_avg") if what == "gradient" else master_weights(model)
+                self.write(f"{name}/{prefix}{what}", found)
+
+    def write(self, name: str, tensors: dict[str, Tensor]) -> None:
+        from safetensors.torch import save_file
+
+        if self.exchange.rank == 0:
+            path = self.folder / f"{name}.safetensors"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file({key: t.clone().contiguous() for key, t in tensors.items()}, path)
+
+    def resume(self, name: str, stage: int, found: Path | None = None, **sections: dict[str, Any]) -> Any:
+        """A checkpoint of an earlier start, by default the newest valid one, and one more step."""
+        from trainer.save import checkpoint, resume
+
+        said: list[str] = []
+        trainer = self.trainer(settings(self.folder, name, stage, **sections), group)
+        before = run_hash(trainer, has_moments=False)
+        found = found or resume.newest_valid(self.folder / name / "checkpoints", said.append)
+        assert found is not None
+        trainer.progress = resume.read_progress(found, self.exchange.world_size, trainer.engine.stage, {})
+        checkpoint.restore(trainer.engine, found, trainer.critic)
+        hashes = [run_hash(trainer)]
+        trainer.train_batch()
+        hashes.append(run_hash(trainer))
+        trainer.saver.save_if_due(trainer.progress)
+        self.tell_steps(f"{name}/resumed", trainer, said=said, found=found.name, before=before, hashes=hashes)
+        return trainer
+
+
+def trained(engine: Any) -> dict[str, Tensor]:
+    return {name: p for name, p in engine.model.named_parameters() if p.requires_grad}
+
+
+def moments(engine: Any, which: str) -> dict[str, Tensor]:
+    """Adam's `exp_avg` or `exp_avg_sq` of every trained parameter, whole, on every rank."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    if engine.stage == 0:
+        state = engine.ds.basic_optimizer.state
+        return {name: state[p][which] for name, p in stage_0_parameters(engine).items()}
+    if engine.stage in (1, 2):  # DeepSpeed links the state when only the first parameter group has one
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    return {name: safe_get_full_optimizer_state(p, which) for name, p in trained(engine).items()}
+
+
+def master_weights(engine: Any) -> dict[str, Tensor]:
+    """The optimizer's own float32 parameters, by DeepSpeed's debugging interface and not by ours."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    if engine.stage == 0:
+        return {name: p.detach() for name, p in stage_0_parameters(engine).items()}
+    return {name: safe_get_full_fp32_param(p) for name, p in trained(engine).items()}
+
+
+def stage_0_parameters(engine: Any) -> dict[str, Tensor]:
+    """What the optimizer steps: the model's own parameters, or with bfloat16 their float32 copies."""
+    named = trained(engine)
+    if not hasattr(engine.optimizer, "fp32_groups"):
+        return named
+    halves = [p for group in engine.optimizer.fp16_groups for p in group]
+    masters = [p for group in engine.optimizer.fp32_groups for p in group]
+    master_of = {id(half): master for half, master in zip(halves, masters, strict=True)}
+    return {name: master_of[id(p)] for name, p in named.items()}
+
+
+def state_hash(engine: Any, has_moments: bool = True) -> str:
+    """SHA-256 of weights, both moments (none before the first step) and the learning rate: all the next step needs."""
+    digest = hashlib.sha256(repr(engine.learning_rate).encode())
+    parts = [master_weights(engine), dict(engine.full_parameters(lambda _: True))]
+    parts += [moments(engine, which) for which in ("exp_avg", "exp_avg_sq") if has_moments]
+    for part in parts:
+        for name in sorted(part):
+            digest.update(name.encode())
+            digest.update(part[name].float().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def run_hash(trainer: Any, has_moments: bool = True) -> str:
+    """Of the policy and, where there is one, of the critic."""
+    models = [trainer.engine] + ([trainer.critic] if trainer.critic else [])
+    return "-".join(state_hash(model, has_moments) for model in models)
