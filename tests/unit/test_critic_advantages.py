@@ -46,22 +46,16 @@ def estimate(groups: Sequence[Group | Tombstone], values: ByGroup, config: Confi
     return critic_advantages.estimate(groups, values, config)
 
 
-def test_a_group_by_hand() -> None:
+def test_a_group_by_hand_whose_advantages_are_whitened_over_tokens_and_its_returns_not() -> None:
     g = group(rollout([1, 2], 1.0), rollout([3], 0.0))
-    found = estimate([g], {0: [np.array([0.25, 0.5]), np.array([0.5])]}, settings(whiten_advantages=False, lam=0.5))
+    values = {0: [np.array([0.25, 0.5]), np.array([0.5])]}
+    found = estimate([g], values, settings(whiten_advantages=False, lam=0.5))
     # δ = (.5 − .25, 1 − .5) = (.25, .5), A = (.25 + .5 · .5, .5); the other completion: A = 0 − .5
     assert [a.tolist() for a in found.advantages[0]] == [[0.5, 0.5], [-0.5]]
     assert [r.tolist() for r in found.returns[0]] == [[0.75, 1.0], [0.0]]
-
-
-def test_advantages_are_whitened_over_tokens_and_returns_are_not() -> None:
-    g = group(rollout([1, 2], 1.0), rollout([3], 0.0))
-    values = {0: [np.array([0.25, 0.5]), np.array([0.5])]}
-    found = estimate([g], values, settings(lam=0.5))
-    # .5, .5, −.5: mean 1/6, std sqrt(1/3)
-    std = math.sqrt(1 / 3) + 1e-4
-    assert np.concatenate(found.advantages[0]).tolist() == pytest.approx([1 / 3 / std, 1 / 3 / std, -2 / 3 / std])
-    assert np.concatenate(found.returns[0]).tolist() == [0.75, 1.0, 0.0]
+    whitened, std = estimate([g], values, settings(lam=0.5)), math.sqrt(1 / 3) + 1e-4  # .5, .5, −.5: mean 1/6
+    assert np.concatenate(whitened.advantages[0]).tolist() == pytest.approx([1 / 3 / std, 1 / 3 / std, -2 / 3 / std])
+    assert [r.tolist() for r in whitened.returns[0]] == [[0.75, 1.0], [0.0]]
 
 
 def test_equal_rewards_train_policy_and_critic_because_there_is_no_group_baseline() -> None:
@@ -92,13 +86,15 @@ def test_explained_variance_is_1_for_a_perfect_critic_0_for_a_constant_one_and_n
     config = settings()
     g = group(rollout([1], 1.0), rollout([2], 0.0))
 
-    def explained_variance(*values: float) -> float:
-        found = estimate([g], {0: [np.array([v]) for v in values]}, config)
-        return value_metrics([g], found, config)["explained_variance"]
+    def explained_variance(*values: float, of: Group = g) -> Any:
+        found = estimate([of], {0: [np.array([v]) for v in values]}, config)
+        return value_metrics([of], found, config).get("explained_variance")
 
     assert explained_variance(1.0, 0.0) == 1.0
     assert explained_variance(0.3, 0.3) == pytest.approx(0.0)
     assert explained_variance(0.0, 1.0) == -3.0  # var of (1, −1) is four times that of (1, 0)
+    equal = group(rollout([1], 1.0), rollout([2], 1.0))
+    assert explained_variance(0.0, 1.0, of=equal) is None, "equal returns leave nothing to explain"
 
 
 def test_without_groups_there_is_a_filler_of_weight_zero_and_no_metric() -> None:

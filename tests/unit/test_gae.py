@@ -32,19 +32,6 @@ def test_gamma_discounts_values_and_advantages() -> None:
     assert returns.tolist() == [0.75, 2.0]
 
 
-def test_lambda_1_is_the_return_minus_the_value() -> None:
-    rewards, values = np.array([0.5, -1.0, 2.0]), np.array([0.25, 8.0, -4.0])
-    advantages, returns = gae(rewards, values, 1.0, 1.0)
-    assert returns.tolist() == [1.5, 1.0, 2.0]  # the rewards from t on
-    assert advantages.tolist() == [1.25, -7.0, 6.0]
-
-
-def test_lambda_0_is_one_step_of_temporal_difference() -> None:
-    advantages, returns = gae(np.array([0.0, 0.0, 1.0]), np.array([0.5, 0.25, 0.5]), 1.0, 0.0)
-    assert advantages.tolist() == [-0.25, 0.25, 0.5]
-    assert returns.tolist() == [0.25, 0.5, 1.0]
-
-
 @given(st.lists(st.tuples(finite, finite), min_size=1, max_size=40), st.floats(0, 1), st.floats(0, 1))
 def test_gae_is_the_explicit_sum(tokens: list[tuple[float, float]], gamma: float, lam: float) -> None:
     rewards, values = (list(column) for column in zip(*tokens, strict=True))

@@ -161,30 +161,24 @@ def test_a_kl_weighed_by_the_ratio_has_the_exact_expected_gradient_on_and_off_po
         assert expected.tolist() == pytest.approx(true_gradient.tolist(), abs=1e-12)
 
 
-def sequence_of(probs: list[float], old: list[float], advantage: float) -> tuple[list[float], list[float], TokenTerms]:
-    logprobs = logs(*probs).requires_grad_()
-    advantages = torch.full((len(probs),), advantage, dtype=torch.float64)
-    algorithm = Algorithm(importance_sampling_level="sequence")
-    objective, terms = token_objective(logprobs, logs(*old), None, advantages, [len(probs)], algorithm)
-    (gradient,) = torch.autograd.grad(objective.sum(), logprobs)
-    return objective.tolist(), gradient.tolist(), terms
-
-
-def test_a_sequence_ratio_is_the_geometric_mean_and_its_gradient_reaches_every_token() -> None:
-    # token ratios .5/.4 = 1.25 and .2/.25 = .8: their product is 1, although the first token alone would be clipped
-    objective, gradient, terms = sequence_of([0.5, 0.2], [0.4, 0.25], advantage=3.0)
-    assert objective == pytest.approx([3.0, 3.0])
-    assert gradient == pytest.approx([3.0, 3.0])
-    assert not terms.is_clipped.any()
-
-
-def test_a_clipped_sequence_has_no_gradient_at_any_of_its_tokens() -> None:
-    # token ratios 2 and 1.125: sqrt(2.25) = 1.5 > 1.2, although the second token alone would not be clipped
-    objective, gradient, terms = sequence_of([0.4, 0.45], [0.2, 0.4], advantage=1.0)
-    assert objective == pytest.approx([1.2, 1.2])
-    assert gradient == [0.0, 0.0]
-    assert terms.is_clipped.all()
-    assert terms.ratio.tolist() == pytest.approx([1.5, 1.5])
+@pytest.mark.parametrize(
+    ("probs", "old", "advantage", "ratio", "objective", "slope"),
+    [
+        # token ratios .5/.4 = 1.25 and .2/.25 = .8: their product is 1, although the first alone would be clipped
+        ([0.5, 0.2], [0.4, 0.25], 3.0, 1.0, 3.0, 3.0),
+        # token ratios 2 and 1.125: sqrt(2.25) = 1.5 > 1.2, although the second alone would not be clipped
+        ([0.4, 0.45], [0.2, 0.4], 1.0, 1.5, 1.2, 0.0),
+    ],
+)
+def test_a_sequence_ratio_is_the_geometric_mean_and_its_gradient_reaches_every_token(
+    probs: list[float], old: list[float], advantage: float, ratio: float, objective: float, slope: float
+) -> None:
+    logprobs, algorithm = logs(*probs).requires_grad_(), Algorithm(importance_sampling_level="sequence")
+    advantages = torch.full((2,), advantage, dtype=torch.float64)
+    found, terms = token_objective(logprobs, logs(*old), None, advantages, [2], algorithm)
+    (gradient,) = torch.autograd.grad(found.sum(), logprobs)
+    assert found.tolist() == pytest.approx([objective] * 2) and gradient.tolist() == pytest.approx([slope] * 2)
+    assert terms.ratio.tolist() == pytest.approx([ratio] * 2) and terms.is_clipped.tolist() == [slope == 0] * 2
 
 
 def test_sequences_of_a_row_do_not_mix_and_one_of_one_token_equals_the_token_ratio() -> None:
@@ -314,17 +308,14 @@ def double_precision() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def torch_loss(
-    completions: list[ScoredCompletion], o: Objective, whole_step: list[ScoredCompletion]
-) -> tuple[float, list[list[float]]]:
-    """The trainer's loss of some completions of a step, and its gradient per completion."""
+def torch_loss(completions: list[ScoredCompletion], o: Objective) -> tuple[float, list[list[float]]]:
+    """The trainer's loss of a step, and its gradient per completion."""
 
     def flat(rows: list) -> torch.Tensor:
         return torch.tensor([x for row in rows for x in row], dtype=torch.float64)
 
     lengths = [len(c.logprobs) for c in completions]
-    d = Denominator(o.loss_type, len(whole_step), sum(len(c.logprobs) for c in whole_step), o.max_completion_length)
-    weights = token_weights(lengths, d)
+    weights = token_weights(lengths, denominator(o.loss_type, lengths, o.max_completion_length))
     logprobs = flat([c.logprobs for c in completions]).requires_grad_()
     ref = flat([c.ref_logprobs for c in completions]) if o.beta > 0 else None
     advantages = flat([[c.advantage] * len(c.logprobs) for c in completions])
@@ -347,7 +338,7 @@ def test_loss_and_gradient_equal_the_oracle(step: tuple[list[list[ScoredCompleti
     groups, objective = step
     completions = [c for group in groups for c in group]
     expected_loss, expected_gradient = oracle.loss_and_gradient(completions, objective)
-    found_loss, found_gradient = torch_loss(completions, objective, completions)
+    found_loss, found_gradient = torch_loss(completions, objective)
     assert found_loss == pytest.approx(expected_loss, rel=1e-9, abs=1e-9)
     for found, expected in zip(found_gradient, expected_gradient, strict=True):
         assert found == pytest.approx(expected, rel=1e-9, abs=1e-9)
@@ -369,28 +360,6 @@ def test_the_oracle_derivative_equals_central_differences(step: tuple[list[list[
             # a difference across a kink would be neither side's derivative; the steps keep 1e-6 away from all
             numeric = oracle.numeric_gradient(loss_at, c.logprobs[t], step=1e-7)
             assert numeric == pytest.approx(by_hand[t], rel=1e-4, abs=1e-6)
-
-
-@given(steps(), st.integers(1, 4), st.randoms(use_true_random=False))
-def test_neither_order_nor_micro_batches_nor_ranks_change_the_step(
-    step: tuple[list[list[ScoredCompletion]], Objective], parts: int, random
-) -> None:
-    groups, objective = step
-    whole = [c for group in groups for c in group]
-    loss_at_once, gradient_at_once = torch_loss(whole, objective, whole)
-    order = list(range(len(groups)))
-    random.shuffle(order)
-    pieces = [[groups[i] for i in order[part::parts]] for part in range(parts)]
-    total, gradients = 0.0, {}
-    for piece in pieces:
-        completions = [c for group in piece for c in random.sample(group, len(group))]
-        if completions:
-            share, gradient = torch_loss(completions, objective, whole)
-            total += share
-            gradients |= {id(c): g for c, g in zip(completions, gradient, strict=True)}
-    assert total == pytest.approx(loss_at_once, rel=1e-9, abs=1e-12)
-    for completion, expected in zip(whole, gradient_at_once, strict=True):
-        assert gradients[id(completion)] == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
 @pytest.mark.parametrize(

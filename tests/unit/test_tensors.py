@@ -65,82 +65,83 @@ def denominator(num_completions: int, num_tokens: int = 1) -> Denominator:
     return Denominator("grpo", num_completions, num_tokens, 8)
 
 
-def test_a_group_by_hand() -> None:
-    batch = micro_batch(
-        [group(rollout([7, EOS], 1.0, old=-0.5), rollout([8], 0.0, old=-0.25))], denominator(2), "none", beta=0.0
-    )
-    assert batch.row.input_ids.tolist() == [[5, 6, 7, EOS, 8]]
-    assert batch.row.target_ids.tolist() == [7, EOS, 8]
-    assert batch.old_logprobs.tolist() == [-0.5, -0.5, -0.25]
-    assert batch.advantages.tolist() == [0.5, 0.5, -0.5]
-    assert batch.weights.tolist() == [0.25, 0.25, 0.5]
-    assert batch.ref_logprobs is None
+def cut(r: Rollout) -> Rollout:
+    return dataclasses.replace(r, finish_reason="length")
 
 
-def test_groups_of_a_row_keep_their_own_means() -> None:
-    first = group(rollout([1], 1.0), rollout([1], 0.0))
-    second = group(rollout([1], 11.0), rollout([1], 10.0), group_id=1)
-    batch = micro_batch([first, second], denominator(4), "none", beta=0.0)
-    assert batch.advantages.tolist() == [0.5, -0.5, 0.5, -0.5]
-
-
-def test_every_token_counts_by_length_when_pad_and_eos_are_the_same_id() -> None:
+ONE_RIGHT = group(rollout([7, EOS], 1.0, old=-0.5, ref=-2.0), rollout([8], 0.0, old=-0.25, ref=-3.0))
+DEAD = group(rollout([1, 2], 0.1, ref=-2.0), rollout([3], 0.1, ref=-3.0))
+ALIVE = group(rollout([4], 1.0), rollout([5], 0.0), group_id=1)
+PARTLY_CUT = group(rollout([1, 2], 1.0), cut(rollout([3, 4, 5], 0.0)), rollout([6], 0.5))
+ALL_CUT = group(cut(rollout([1], 1.0)), cut(rollout([2], 0.0)))
+SAME_KL = group(rollout([1], 1.0, ref=-2.0), rollout([2], 1.0, ref=-2.0))
+OTHER_KL = group(rollout([1], 1.0, ref=-2.0), rollout([2], 1.0, ref=-4.0))
+EQUAL_ONES = group(rollout([1], 1.0), rollout([2], 1.0))
+EQUAL_ZEROS = group(rollout([3], 0.0), rollout([4], 0.0), group_id=1)
+UNIT = 0.5 / (3**-0.5 + 1e-4)  # of tokens 1, 1, 0, 0: mean 1/2, std sqrt(1/3)
+PLAIN, MASKS = {"scale_rewards": "none"}, {"mask_truncated_completions": True}
+FILLER = [0]
+# groups, completions of the step, settings: tokens that train, their advantages and weights
+TRAINED: dict[str, tuple[list[Any], int, dict[str, Any], list[int], list[float], list[float]]] = {
+    "one group": ([ONE_RIGHT], 2, PLAIN, [7, EOS, 8], [0.5, 0.5, -0.5], [0.25, 0.25, 0.5]),
+    "each its own mean": (
+        [group(rollout([1], 1.0), rollout([1], 0.0)), group(rollout([1], 11.0), rollout([1], 10.0), group_id=1)],
+        *(4, PLAIN, [1] * 4, [0.5, -0.5, 0.5, -0.5], [0.25] * 4),
+    ),
     # a mask guessed from the id would lose the last token of each, and the one in the middle
-    batch = micro_batch(
-        [group(rollout([EOS, 7, EOS], 1.0), rollout([EOS], 0.0), prompt=[EOS])], denominator(2), "none", 0.0
-    )
-    assert batch.row.target_ids.tolist() == [EOS, 7, EOS, EOS]
-    assert batch.weights.tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 6, 1 / 2])
+    "pad and end are the same id": (
+        [group(rollout([EOS, 7, EOS], 1.0), rollout([EOS], 0.0), prompt=[EOS])],
+        *(2, PLAIN, [EOS, 7, EOS, EOS], [0.5] * 3 + [-0.5], [1 / 6] * 3 + [1 / 2]),
+    ),
+    "dead ones are left out and count in the mean": ([DEAD, ALIVE], 4, PLAIN, [4, 5], [0.5, -0.5], [0.25, 0.25]),
+    "dead with KL": ([DEAD], 2, {"beta": 0.04}, [1, 2, 3], [0.0] * 3, [0.25, 0.25, 0.5]),
+    "dead with entropy": ([DEAD], 2, {"entropy_coef": 0.01}, [1, 2, 3], [0.0] * 3, [0.25, 0.25, 0.5]),
+    "a tombstone": ([TOMBSTONE, ALIVE], 4, PLAIN, [4, 5], [0.5, -0.5], [0.25, 0.25]),
+    "tombstones with KL": ([TOMBSTONE], 2, {"beta": 0.04}, FILLER, [0.0], [0.0]),
+    "nothing": ([], 2, {}, FILLER, [0.0], [0.0]),
+    "masked ones keep their place in both means": (
+        [PARTLY_CUT],
+        *(3, PLAIN | MASKS, [1, 2, 6], [0.5, 0.5, 0.0], [1 / 6, 1 / 6, 1 / 3]),
+    ),
+    "all masked": ([ALL_CUT], 2, MASKS, FILLER, [0.0], [0.0]),
+    "cut off and not masked": ([ALL_CUT], 2, PLAIN, [1, 2], [0.5, -0.5], [0.5, 0.5]),
+    "equal rewards without a group's baseline": (
+        [EQUAL_ONES, EQUAL_ZEROS],
+        *(4, PLAIN | {"adv_estimator": "reinforce_plus_plus"}, [1, 2, 3, 4], [UNIT, UNIT, -UNIT, -UNIT], [0.25] * 4),
+    ),
+    "equal KL in equal rewards": ([SAME_KL], 2, {"beta": 0.1, "kl_in_reward": True}, FILLER, [0.0], [0.0]),
+    # rewards 1 − 0.1 · 1 and 1 − 0.1 · 3
+    "KL in the reward": ([OTHER_KL], 2, PLAIN | {"beta": 0.1, "kl_in_reward": True}, [1, 2], [0.1, -0.1], [0.5, 0.5]),
+}
 
 
-def test_dead_groups_are_left_out_without_kl_and_their_completions_still_count_in_the_mean() -> None:
-    dead = group(rollout([1, 2], 0.1), rollout([3], 0.1))
-    alive = group(rollout([4], 1.0), rollout([5], 0.0), group_id=1)
-    batch = micro_batch([dead, alive], denominator(4), "group", beta=0.0)
-    assert batch.row.target_ids.tolist() == [4, 5]
-    assert batch.weights.tolist() == [0.25, 0.25]
+@pytest.mark.parametrize("case", TRAINED)
+def test_which_tokens_train_with_which_advantage_and_weight(case: str) -> None:
+    groups, count, choice, targets, advantages, weights = TRAINED[case]
+    batch = micro_batch(groups, denominator(count), **{"scale_rewards": "group", "beta": 0.0} | choice)
+    assert batch.row.target_ids.tolist() == targets
+    assert batch.advantages.tolist() == pytest.approx(advantages)
+    assert batch.weights.tolist() == pytest.approx(weights)
+    assert batch.is_filler == (weights == [0.0])
 
 
-def test_dead_groups_stay_when_the_kl_term_gives_them_a_gradient() -> None:
-    dead = group(rollout([1, 2], 0.1, ref=-2.0), rollout([3], 0.1, ref=-3.0))
-    batch = micro_batch([dead], denominator(2), "group", beta=0.04)
-    assert batch.row.target_ids.tolist() == [1, 2, 3]
-    assert batch.advantages.tolist() == [0.0, 0.0, 0.0]
-    assert batch.ref_logprobs is not None
-    assert batch.ref_logprobs.tolist() == [-2.0, -2.0, -3.0]
-
-
-def test_dead_groups_stay_when_the_entropy_bonus_gives_them_a_gradient() -> None:
-    dead = group(rollout([1, 2], 0.1), rollout([3], 0.1))
-    batch = micro_batch([dead], denominator(2), entropy_coef=0.01)
-    assert batch.row.target_ids.tolist() == [1, 2, 3]
-    assert batch.weights.tolist() == [0.25, 0.25, 0.5]
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.04])
-def test_tombstones_train_nothing(beta: float) -> None:
-    alive = random_group(1, 50, [1.0, 0.0], beta=beta)
-    with_tombstone = micro_batch([TOMBSTONE, alive], denominator(4), "group", beta)
-    alone = micro_batch([alive], denominator(4), "group", beta)
-    assert torch.equal(with_tombstone.row.input_ids, alone.row.input_ids)
-    assert torch.equal(with_tombstone.weights, alone.weights)
+def test_log_probs_stand_in_the_order_of_the_completions_in_float32() -> None:
+    batch = micro_batch([ONE_RIGHT], denominator(2), beta=0.1)
+    assert batch.row.input_ids.tolist() == [[5, 6, 7, EOS, 8]] and batch.row.lengths == (2, 1)
+    assert batch.old_logprobs.tolist() == [-0.5, -0.5, -0.25]
+    assert batch.ref_logprobs is not None and batch.ref_logprobs.tolist() == [-2.0, -2.0, -3.0]
+    tensors_of = (batch.old_logprobs, batch.ref_logprobs, batch.advantages, batch.weights)
+    assert {t.dtype for t in tensors_of} == {torch.float32}
+    assert micro_batch([ONE_RIGHT], denominator(2)).ref_logprobs is None
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 @pytest.mark.parametrize("logprob", [-0.1, -300.0], ids=["likely", "impossible"])
 def test_a_filler_has_no_weight_and_a_gradient_of_zero_whatever_the_model_says(beta: float, logprob: float) -> None:
-    dead = group(rollout([1], 0.0), rollout([3], 0.0))
-    batch = micro_batch([TOMBSTONE] if beta > 0 else [TOMBSTONE, dead], denominator(2), "group", beta)
-    assert batch.row.input_ids.numel() > 0  # something to run forward on
-    assert batch.weights.tolist() == [0.0]
-    logprobs = torch.full((1,), logprob, requires_grad=True)
+    batch = micro_batch([TOMBSTONE], denominator(2), beta=beta)
+    logprobs, settings = torch.full((1,), logprob, requires_grad=True), Algorithm(beta=beta)
     objective, terms = token_objective(
-        logprobs,
-        batch.old_logprobs,
-        batch.ref_logprobs,
-        batch.advantages,
-        [1],
-        Algorithm(beta=beta),
+        logprobs, batch.old_logprobs, batch.ref_logprobs, batch.advantages, [1], settings
     )
     total = loss(objective, batch.weights)
     total.backward()
@@ -149,63 +150,14 @@ def test_a_filler_has_no_weight_and_a_gradient_of_zero_whatever_the_model_says(b
     assert torch.isfinite(terms.kl).all()
 
 
-def test_nothing_at_all_gives_a_filler() -> None:
-    assert micro_batch([], denominator(2), "group", 0.0).weights.tolist() == [0.0]
-
-
-def test_tensors_are_float32_and_follow_the_order_of_the_completions() -> None:
-    g = random_group(3, 50, [1.0, 0.0, 0.5], beta=0.1)
-    batch = micro_batch([g], denominator(3), "group", beta=0.1)
-    assert {t.dtype for t in (batch.old_logprobs, batch.ref_logprobs, batch.advantages, batch.weights)} == {
-        torch.float32
-    }
-    assert batch.row.lengths == tuple(len(r.completion_ids) for r in g.rollouts)
-    assert np.array_equal(batch.old_logprobs.numpy(), np.concatenate([r.old_logprobs for r in g.rollouts]))
-    assert np.array_equal(batch.ref_logprobs.numpy(), np.concatenate([r.ref_logprobs for r in g.rollouts]))
-
-
 def test_a_nan_reward_does_not_pass_as_a_dead_group() -> None:
-    g = random_group(3, 50, [1.0, 0.0])
-    broken = dataclasses.replace(g, rollouts=(dataclasses.replace(g.rollouts[0], reward=float("nan")), g.rollouts[1]))
-    batch = micro_batch([broken], denominator(2), "group", beta=0.0)
+    batch = micro_batch([group(rollout([1], float("nan")), rollout([2], 1.0))], denominator(2))
     assert torch.isnan(batch.advantages).all()  # the engine sees it, skips the step and counts it
 
 
-def cut(r: Rollout) -> Rollout:
-    return dataclasses.replace(r, finish_reason="length")
-
-
-def test_masked_truncated_completions_keep_their_place_in_the_mean_but_do_not_train() -> None:
-    g = group(rollout([1, 2], 1.0), cut(rollout([3, 4, 5], 0.0)), rollout([6], 0.5))
-    batch = micro_batch([g], denominator(3), "none", mask_truncated_completions=True)
-    assert batch.row.target_ids.tolist() == [1, 2, 6]
-    assert batch.advantages.tolist() == [0.5, 0.5, 0.0]  # around the mean of all three
-    assert batch.weights.tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 3])
-    assert num_tokens([g, TOMBSTONE], Algorithm(mask_truncated_completions=True)) == 3
-    assert num_tokens([g, TOMBSTONE], Algorithm()) == 6
-
-
-def test_a_group_whose_completions_are_all_masked_gives_a_filler() -> None:
-    g = group(cut(rollout([1], 1.0)), cut(rollout([2], 0.0)))
-    assert micro_batch([g], denominator(2), mask_truncated_completions=True).weights.tolist() == [0.0]
-    assert micro_batch([g], denominator(2)).weights.tolist() == [0.5, 0.5]
-
-
-def test_a_group_of_equal_rewards_trains_where_there_is_no_group_baseline() -> None:
-    dead = group(rollout([1], 1.0), rollout([2], 1.0))
-    other = group(rollout([3], 0.0), rollout([4], 0.0), group_id=1)
-    batch = micro_batch([dead, other], denominator(4), "none", adv_estimator="reinforce_plus_plus")
-    # tokens 1, 1, 0, 0: mean 1/2, std sqrt(1/3)
-    unit = 0.5 / (3**-0.5 + 1e-4)
-    assert batch.advantages.tolist() == pytest.approx([unit, unit, -unit, -unit])
-
-
-def test_with_the_kl_in_the_reward_a_group_of_equal_rewards_trains_only_if_its_kl_differs() -> None:
-    same = group(rollout([1], 1.0, old=-1.0, ref=-2.0), rollout([2], 1.0, old=-1.0, ref=-2.0))
-    assert micro_batch([same], denominator(2), beta=0.1, kl_in_reward=True).weights.tolist() == [0.0]
-    differs = group(rollout([1], 1.0, old=-1.0, ref=-2.0), rollout([2], 1.0, old=-1.0, ref=-4.0))
-    batch = micro_batch([differs], denominator(2), "none", beta=0.1, kl_in_reward=True)
-    assert batch.advantages.tolist() == pytest.approx([0.1, -0.1])  # rewards 1 − 0.1 · 1 and 1 − 0.1 · 3
+def test_a_masked_completion_and_a_tombstone_have_no_tokens_in_the_mean() -> None:
+    assert num_tokens([PARTLY_CUT, TOMBSTONE], Algorithm(mask_truncated_completions=True)) == 3
+    assert num_tokens([PARTLY_CUT, TOMBSTONE], Algorithm()) == 6
 
 
 @pytest.mark.parametrize(

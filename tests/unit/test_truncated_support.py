@@ -159,22 +159,16 @@ def test_the_mass_that_was_cut_away_is_the_third_part_of_the_log_ratio() -> None
     assert found["mismatch/support/mean_exp_abs_log_ratio"] == pytest.approx((-mass).exp().mean().item(), abs=1e-6)
 
 
-def test_kept_tokens_are_those_with_a_finite_log_prob_the_sampled_one_first() -> None:
-    inf = math.inf
+def test_kept_tokens_are_those_with_a_finite_log_prob_the_sampled_one_first_and_what_is_missing_is_counted() -> None:
     ids = np.array([[7, 3, 7, 5], [2, 2, 9, 4]], np.int32)
     logprobs = np.log([[0.25, 0.75, 0.25, 1], [1, 1, 1, 1]]).astype(np.float32)
-    logprobs[0, 3], logprobs[1, 2:] = -inf, -inf
-    sampling_mask, incomplete = kept_tokens(ids, logprobs)
-    assert sampling_mask.tolist() == [[7, 3], [2, -1]]
-    assert incomplete == 0
-
-
-def test_kept_tokens_that_were_not_returned_are_counted() -> None:
+    logprobs[0, 3], logprobs[1, 2:] = -math.inf, -math.inf
+    kept, incomplete = kept_tokens(ids, logprobs)
+    assert (kept.tolist(), incomplete) == ([[7, 3], [2, -1]], 0)
     ids = np.array([[7, 3, 5], [1, 1, 2]], np.int32)
     logprobs = np.log([[0.2, 0.3, 0.3], [0.5, 0.5, 0.5]]).astype(np.float32)  # 0.2 of the first is missing
-    sampling_mask, incomplete = kept_tokens(ids, logprobs)
-    assert sampling_mask.tolist() == [[7, 3, 5], [1, 2, -1]]
-    assert incomplete == 1
+    kept, incomplete = kept_tokens(ids, logprobs)
+    assert (kept.tolist(), incomplete) == ([[7, 3, 5], [1, 2, -1]], 1)
 
 
 def group(*sets: list[list[int]] | None) -> Group:
@@ -204,18 +198,24 @@ def settings(*overrides: str) -> Config:
     return load(ROOT / "configs" / "quickstart.yaml", list(overrides))
 
 
-@pytest.mark.parametrize("cut", ["top_p=0.9", "min_p=0.05"])
-@pytest.mark.parametrize("top_k", ["null", "-1", "0"])
-def test_sets_without_a_bound_on_their_size_are_refused(cut: str, top_k: str) -> None:
-    with pytest.raises(UserError, match=r"truncated distribution.*sampler\.top_k=50"):
-        settings(f"sampler.{cut}", f"sampler.top_k={top_k}")
-    assert settings(f"sampler.{cut}", "sampler.top_k=50").sampler.max_sampling_mask == 66
+CUTS = ("top_p=0.9", "min_p=0.05")
+NO_BOUND = [[f"sampler.{cut}", f"sampler.top_k={k}"] for cut in CUTS for k in ("null", "-1", "0")]
+REFUSED = [
+    *((overrides, r"truncated distribution.*sampler\.top_k=50") for overrides in NO_BOUND),
+    (["sampler.top_k=1025"], r"top_k 1025 .*sampler\.top_k=50"),
+]
 
 
-def test_top_k_alone_truncates_up_to_what_can_travel() -> None:
+@pytest.mark.parametrize(("overrides", "words"), REFUSED)
+def test_sets_without_a_bound_on_their_size_are_refused(overrides: list[str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        settings(*overrides)
+
+
+def test_sets_are_as_wide_as_top_k_and_what_ties_with_it() -> None:
     assert settings("sampler.top_k=40").sampler.truncates
-    with pytest.raises(UserError, match=r"top_k 1025 .*sampler\.top_k=50"):
-        settings("sampler.top_k=1025")
+    for cut in CUTS:
+        assert settings(f"sampler.{cut}", "sampler.top_k=50").sampler.max_sampling_mask == 66
 
 
 def test_a_message_has_room_for_the_largest_group_and_its_images() -> None:
