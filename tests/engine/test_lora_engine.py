@@ -19,16 +19,9 @@ from model import lora
 from sampler.completions import SamplingParams
 from sampler.engine import Engine
 from sampler.reload import reload
-<<<<<<< HEAD
 from tests.support.engines import PROMPT, announce, complete, edit, greedy
 from tests.support.plain_policy import AdaptedPolicy, PlainPolicy
 from tests.support.speed import limit
-=======
-from tests.engine.test_vllm_engine import complete, edit, greedy, repoint
-from tests.support.plain_policy import AdaptedPolicy, PlainPolicy
-from tests.support.speed import limit
-from tests.support.tiny import tiny_model
->>>>>>> 81c6584 (refactor(trainer.save): a disk that fails a rank ends all with 75 and the reason, and the supervisor goes on from the checkpoint; a best that these evaluations do not name never becomes final; users' own files are not compared on a resume)
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -137,28 +130,6 @@ def test_wrong_adapters_are_refused_before_the_engine_is_touched(
     figure("R4", f"{len(refused)} of {len(refused)} wrong adapters refused, outputs unchanged")
 
 
-<<<<<<< HEAD
-=======
-def announce(published: Published, file: Path) -> Published:
-    """What a trainer with a fault would announce: a manifest that agrees with the changed file."""
-    tensors = load_file(Path(published.weights_dir) / lora.WEIGHTS)
-    path = Path(published.weights_dir) / weights.MANIFEST
-    manifest = json.loads(path.read_text())
-    manifest["tensors"] = {name: asdict(describe(tensor)) for name, tensor in tensors.items()}
-    path.write_text(json.dumps(manifest))
-    return repoint(published, file)
-
-
-def test_whole_weights_are_refused_by_an_engine_of_adapters(engine: Engine, config: Config, tmp_path: Path) -> None:
-    whole = PlainPolicy(Path(config.model.path))
-    given = whole.publish(tmp_path, 9)
-    before = greedy(engine)
-    with pytest.raises(BadWeights, match="adapters missing"):
-        reload(engine, given, config)
-    assert greedy(engine) == before
-
-
->>>>>>> 81c6584 (refactor(trainer.save): a disk that fails a rank ends all with 75 and the reason, and the supervisor goes on from the checkpoint; a best that these evaluations do not name never becomes final; users' own files are not compared on a resume)
 def test_vllm_allows_the_ranks_that_we_take_it_to_allow() -> None:
     from typing import get_args
 
