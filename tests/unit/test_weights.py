@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common import weights
+from common import durable, weights
 from common.weights import BadWeights, Canary, Manifest, NotVisible, Published
 from model import lora
 from model.checksum import describe
@@ -228,3 +228,11 @@ def test_the_canary_compares_the_tokens_after_the_prompt(
     engine: Any = SimpleNamespace(score=lambda _: [np.array(row, np.float32) for row in scores])
     theirs, ours = _canary_logprobs(engine, manifest)
     assert _largest(theirs - ours) == pytest.approx(largest, abs=1e-6, nan_ok=True)
+
+
+def test_versions_are_in_a_folder_of_this_run_alone(tmp_path: Path) -> None:
+    run, tag = {"output_dir": tmp_path}, durable.run_tag(tmp_path)
+    chosen = config_of(run=run, weights={"dir": tmp_path / "chosen"})
+    several_hosts = config_of(run=run, channel={"endpoint": "tcp://127.0.0.1:5555"})
+    found = [weights.default_dir(config) for config in (config_of(run=run), chosen, several_hosts)]
+    assert found == [Path("/dev/shm") / tag, tmp_path / "chosen" / tag, tmp_path / "weights"]
