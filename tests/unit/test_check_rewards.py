@@ -1,5 +1,6 @@
 """`launch.sh check`: what a reward gets wrong is found from gold answers, without a model."""
 
+import math
 import textwrap
 from types import SimpleNamespace
 
@@ -7,7 +8,7 @@ import pytest
 
 from common.config import Rewards
 from rewards import gold_answers
-from rewards.gold_answers import GoldRow, check_gold
+from rewards.gold_answers import GoldRow, check_gold, distribution
 from rewards.probes import EMPTY, FORMS, probes, wrong_answer
 from tests.support.speed import limit
 
@@ -33,6 +34,9 @@ def half(completions, answer, **columns):
 
 def flat(completions, **columns):
     return [0.25] * len(completions)
+
+def not_empty(completions, **columns):
+    return [float(bool(c)) for c in completions]
 
 def raises_on_five(completions, answer, **columns):
     if answer[0] == "5":
@@ -114,6 +118,7 @@ def test_what_an_environment_says_is_not_tried_without_its_rollout(file, others)
         (["flat"], {}, ["on 3 of 3 rows right, wrong and empty completions all score the same"]),
         (["substring"], {"reward_weights": [-1.0]}, ["on 3 of 3 rows no right answer beats a wrong one (row 0, 1, 2)"]),
         (["any_digit"], {}, ["any_digit gives a wrong answer full marks on 1 of 3 rows (row 0); if a right one earns"]),
+        (["not_empty"], {}, ["on 3 of 3 rows no right answer beats a wrong one"]),
         (["raises_on_five"], {}, ["the rewards fail on 1 of 3 rows"]),
         (["none_on_five"], {}, ["the rewards fail on 1 of 3 rows"]),
     ],
@@ -121,6 +126,12 @@ def test_what_an_environment_says_is_not_tried_without_its_rollout(file, others)
 def test_what_cannot_train_is_a_problem_with_its_rows(file, names, given, problems):
     found = gold(file, *names, **given)
     assert [problem[: len(start)] for problem, start in zip(found.problems, problems, strict=False)] == problems
+
+
+def test_what_is_counted_is_shown(file):
+    assert gold(file, "not_empty").lines[-1].endswith("on 0 of 3 rows")
+    assert distribution([1.0, math.nan, 0.0, 1.0]) == "0 × 1, 1 × 2, None × 1"
+    assert distribution([0, 1, 2, 3, 4, 5, 8]) == "0 to 8, median 3"
 
 
 def test_rows_that_fail_or_earn_too_little_are_shown(file):
