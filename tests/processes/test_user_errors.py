@@ -143,7 +143,7 @@ MISTAKES = (
            "data.rename: {answer: solution}, or give it a value in rewards.reward_kwargs: {wants: {solution: …}}"),
     reward("seven", "seven returned 7 values for 11 completions. First completion:"),
     reward("messages", "messages raised TypeError: string indices must be integers",
-           'use completion, not completion[0]["content"] (docs/rewards.md#shapes)'),
+           'as the prompts are: not completion[0]["content"]'),
     reward("raises", "KeyError: 'reward_model' (rewards.py:6)"),
     M("flat reward", "sampling.py", f"rewards.reward_funcs=[TASK/rewards.py:flat] {SHORT}",
       ("rewards: right, wrong and empty completions of row 0 all score 0.5: such a group has no gradient",), cpu_s=10),
