@@ -131,6 +131,7 @@ def test_checkpointing_keeps_the_inputs_of_the_towers_blocks_alone() -> None:
     load = workload_of(config(), 1, qwen())
     recomputed = 10_696 * (12 * 2 * 196 + 28 * 1280 + 8 * 3420 + 32 * 2 * 1280)
     assert tower_activations(replace(load, checkpointing=True), load.model.vision) == recomputed
+    assert tower_activations(replace(load, images=2, checkpointing=True), load.model.vision) == 2 * recomputed
     assert tower_activations(load, load.model.vision) == 10_696 * (12 * 2 * 196 + 32 * (28 * 1280 + 8 * 3420))
 
 
