@@ -16,9 +16,9 @@ from tests.support.plain_policy import AdaptedPolicy, PlainPolicy
 
 
 @pytest.fixture(scope="module")
-def settings() -> dict[str, Any]:
-    """Sections beside those of tests/support/engines.py."""
-    return {}
+def settings(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Sections beside those of tests/support/engines.py; a test may be parametrized with others, indirectly."""
+    return getattr(request, "param", {})
 
 
 @pytest.fixture(scope="module")
