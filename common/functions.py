@@ -15,6 +15,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable
@@ -61,9 +62,7 @@ def find(label: str, name: str, built_in: Collection[str] = ()) -> Function:
     function = getattr(module, attribute, None)
     if not callable(function):
         defined = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
-        near = difflib.get_close_matches(attribute, defined, n=1)
-        hint = f"Did you mean {near[0]}?" if near else f"Functions there: {', '.join(defined) or 'none'}"
-        raise UserError(f"{label}: no function {attribute!r} in {place}. {hint}")
+        raise _no_function(label, attribute, place, defined)
     return function  # type: ignore[no-any-return]
 
 
@@ -129,11 +128,14 @@ class Contract:
     example: str
 
     def require(self, name: str) -> None:
-        """Raises UserError where there is no such file or package. Imports nothing of it."""
+        """Raises UserError where there is no such file or package, or a file never says the name. Imports nothing."""
         label = f"{self.setting} {name!r}"
-        place, _ = parse(label, name)
+        place, attribute = parse(label, name)
         if isinstance(place, Path):
             _require_file(place, label)
+            text = place.read_text(errors="replace")
+            if not re.search(rf"\b{re.escape(attribute)}\b|import \*|__getattr__", text):
+                raise _no_function(label, attribute, place, re.findall(r"^def ([a-z]\w*)", text, re.MULTILINE))
         elif importlib.util.find_spec(package := place.partition(".")[0]) is None:
             raise _no_module(label, package)
 
@@ -157,6 +159,12 @@ def describe(error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{place}"
+
+
+def _no_function(label: str, attribute: str, place: Path | str, defined: Collection[str]) -> UserError:
+    near = difflib.get_close_matches(attribute, defined, n=1)
+    hint = f"Did you mean {near[0]}?" if near else f"Functions there: {', '.join(defined) or 'none'}"
+    return UserError(f"{label}: no function {attribute!r} in {place}. {hint}")
 
 
 def _require_file(path: Path, label: str) -> None:

@@ -1,4 +1,7 @@
-"""Processes on several hosts, over a stand-in for ssh: all end as the first that fails, with nothing left behind."""
+"""Processes on several hosts: all end as the first that fails, with nothing left behind.
+
+Over a stand-in for ssh, and where there is an sshd over a real client and server: all but what the environment keeps.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,16 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from common.ports import free_port
 from launcher.machine import ROOT
-from tests.support.speed import limit, until
+from tests.support.speed import is_gone, limit, until
+from tests.support.ssh_server import ssh_server
 
 
 class Connections:
@@ -64,9 +70,16 @@ class Connections:
         return f"import os, time, signal\n{before}\nopen({file!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
 
 
-@pytest.fixture
-def hosts(tmp_path: Path) -> Connections:
-    return Connections(tmp_path)
+@pytest.fixture(params=["stand-in", "sshd"])
+def hosts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connections]:
+    """Over sshd both names reach the one server by connections of their own; nothing of our environment goes along."""
+    found = Connections(tmp_path)
+    if request.param == "sshd":
+        with ssh_server(tmp_path / "sshd", "127.0.0.2", free_port()) as ssh:
+            found.env = {"TANDEM_SSH": ssh, "PATH": os.environ["PATH"], "NOT_PASSED_ON": "x"}
+            yield found
+    else:
+        yield found
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -74,12 +87,8 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, out
 
 
-def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
 def test_output_of_every_host_is_shown_in_whole_lines_and_kept_in_its_log(hosts: Connections) -> None:
-    code, out = ended(hosts.start("print('one')", "print('two')"))
+    code, out = ended(hosts.start("print('one')", "import os; print('two' * ('NOT_PASSED_ON' not in os.environ))"))
     assert (code, sorted(out.splitlines())) == (0, ["one", "two"])
     assert [(hosts.folder / f"host{i}.log").read_text().split()[-1] for i in (0, 1)] == ["one", "two"]
 
@@ -117,9 +126,15 @@ def test_a_connection_that_is_lost_or_never_made_means_start_again(hosts: Connec
     code, out = ended(process)
     assert code == 75 and "203.0.113.1: the connection ended" in out
     until(lambda: all(map(is_gone, pids)), 20)
-    (hosts.folder / "ssh").write_text("#!/bin/sh\nexit 255\n")  # as of a host that does not know the key
+
+
+def test_a_host_that_does_not_know_the_key_refuses_at_once_and_says_so(hosts: Connections) -> None:
+    if (hosts.folder / "sshd").is_dir():
+        (hosts.folder / "sshd" / "user.pub").write_text("")
+    else:
+        (hosts.folder / "ssh").write_text("#!/bin/sh\necho 'Permission denied (publickey)'\nexit 255\n")
     code, out = ended(hosts.start("print('one')"))
-    assert code == 75 and "203.0.113.0: the connection ended" in out
+    assert code == 75 and "Permission denied (publickey)" in out and "203.0.113.0: the connection ended" in out
 
 
 def test_a_process_counts_its_hours_from_the_start_of_the_run_by_its_own_hosts_clock(hosts: Connections) -> None:
@@ -137,6 +152,8 @@ def test_a_killed_process_is_explained_by_its_own_host(hosts: Connections) -> No
 def test_a_host_that_lacks_the_run_folder_or_ours_is_the_users_to_mend(hosts: Connections) -> None:
     code, out = ended(hosts.start("print('one')", proof="nowhere/proof"))
     assert code == 2 and "203.0.113.0 does not see" in out and "set run.output_dir to a folder that all hosts" in out
-    (hosts.folder / "ssh").write_text("#!/bin/sh\nexit 127\n")
+    (hosts.folder / "lacks").write_text("#!/bin/sh\nexit 127\n")
+    (hosts.folder / "lacks").chmod(0o755)
+    hosts.env |= {"TANDEM_SSH": str(hosts.folder / "lacks")}
     code, out = ended(hosts.start("print('one')"))
     assert code == 2 and "install this folder on it under the same path: bash launch.sh setup" in out

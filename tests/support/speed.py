@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
+
 REFERENCE_S = 0.1  # of wall clock, and of CPU
 _START = (sys.executable, "-c", "import numpy, pydantic, yaml, zmq")  # nothing of ours: that must not calibrate itself
 SLOWEST = 6.0  # what is slower is broken
@@ -48,6 +50,14 @@ def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
     while not condition():
         assert not overdue(time.monotonic() - begun, seconds), f"it did not happen within {limit(seconds):.1f} s"
         time.sleep(0.01)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether there is no such process any more, or only what its parent has not asked for yet."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _measure(fresh: bool = False) -> tuple[float, float, float]:

@@ -9,13 +9,12 @@ import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from common.config import Rewards
 from common.errors import UserError
 from rewards.pool import RewardFailure, RewardPool
-from tests.support.speed import limit, overdue, until
+from tests.support.speed import is_gone, limit, overdue, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -147,7 +146,7 @@ def test_a_fork_that_returns_twice_gives_one_answer(pool):
 
 def assert_gone(*pids):
     for pid in pids:
-        until(lambda pid=pid: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, 2.0)
+        until(lambda pid=pid: is_gone(pid), 2.0)
 
 
 def test_prints_go_to_stderr_and_never_into_the_protocol(file, capfd):

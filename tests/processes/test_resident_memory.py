@@ -1,0 +1,148 @@
+"""Resident memory stays as it is, whatever the lengths: of a trainer's steps, and of a sampler's reloads and prompts.
+
+What grew was oneDNN's cache of compiled kernels, one for each number of rows. So every test first shows its process
+a grid of numbers, then as many that are not on it: a process that compiles for each of them grows by more than is
+allowed here, whatever the machine. And the heap of a sampler: a hole that a large tensor left and something small took
+a place in does not hold the next large one. The environment is launch.sh's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from common.config import Config
+from launcher.placement import placement
+from tests.support.tier import full
+from tests.support.tiny import tiny_model
+
+pytestmark = full
+
+ROOT = Path(__file__).resolve().parents[2]
+GROWTH = 0.02  # of resident memory, from the end of the grid on
+GROUP_SIZE = 8
+
+
+def growth(work: Callable[[int], None], grid: Iterable[int], others: Iterable[int]) -> None:
+    """Prints bytes after the grid and after the others."""
+    process, seen = psutil.Process(), []
+    for tokens in (grid, others):
+        for number in tokens:
+            work(number)
+        seen.append(process.memory_info().rss)
+    print(json.dumps(seen))
+
+
+def off_grid(begin: int, end: int, step: int, count: int) -> list[int]:
+    return random.Random(0).sample([n for n in range(begin, end) if n % step], count)
+
+
+def train(folder: str, through_onednn: bool) -> None:
+    """Steps on one group each, of so many tokens in all: a prompt and eight completions of unequal length."""
+    import torch
+
+    from model.cpu.linear import use_onednn
+    from model.logprobs import load_causal_lm, score_row
+    from model.packing import pack
+
+    torch.set_num_threads(1)
+    model = load_causal_lm(str(tiny_model(Path(folder))), "float32", None, False)
+    if through_onednn:
+        use_onednn(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    random_lengths = random.Random(1)
+
+    def step(tokens: int) -> None:
+        cuts = sorted(random_lengths.sample(range(40, tokens), GROUP_SIZE - 1))
+        lengths = [end - begin for begin, end in zip([39, *cuts], [*cuts, tokens], strict=True)]
+        row = pack([([5] * 39, [[7] * length for length in lengths])])
+        score_row(model, row, 1.0, 1024)[0].sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    growth(step, range(160, 481, 32), off_grid(160, 480, 32, 60))
+
+
+def sample(folder: str) -> None:
+    """Eight prompts of so many tokens in all, and now and then another version of the weights."""
+    from sampler.completions import SamplingParams
+    from sampler.engine import Engine
+    from sampler.reload import reload
+    from tests.support.plain_policy import OneRank, PlainPolicy
+    from trainer.save.write_version import write_version
+
+    path, draw = tiny_model(Path(folder) / "model"), random.Random(1)
+    config = config_of(str(path), folder)
+    engine, policy, waves = Engine(config, num_gpus=0), PlainPolicy(path), 0
+    vocabulary = policy.model.config.vocab_size
+    versions = [write_version(policy, OneRank(), Path(folder) / "w", "r", "l", v, vocabulary) for v in range(2)]
+
+    def wave(tokens: int) -> None:
+        nonlocal waves
+        if waves % 10 == 0:
+            reload(engine, versions[waves // 10 % 2], config)
+        waves += 1
+        for i in range(GROUP_SIZE):
+            length = tokens // GROUP_SIZE + (i < tokens % GROUP_SIZE)
+            prompt = [draw.randrange(3, vocabulary) for _ in range(length)]
+            engine.submit(i, prompt, SamplingParams(1.0, 2, 1, i))
+        while engine.num_running:
+            engine.step()
+
+    growth(wave, range(256, 769, 16), off_grid(256, 768, 16, 80))
+
+
+def replace_heads() -> None:
+    """As reloads do with the largest tensor of a model of 135M parameters: each leaves something small behind."""
+    import torch
+
+    torch.set_num_threads(1)
+    head, kept = torch.ones(576, 49152), []
+
+    def replace(_: int) -> None:
+        nonlocal head
+        head = torch.ones(576, 49152)
+        kept.append(torch.ones(20_000))
+
+    growth(replace, range(3), range(8))
+
+
+def config_of(model: str, folder: str) -> Config:
+    sections: dict[str, Any] = {"run": {"output_dir": f"{folder}/run"}, "model": {"path": model, "dtype": "float32"}}
+    return Config.model_validate(sections | {"data": {"train": "none.jsonl", "max_prompt_length": 128}})
+
+
+def grown(call: str, folder: Path, side: str) -> float:
+    """By which fraction the process grew that makes this call."""
+    place = placement(config_of("m", str(folder)), gpus=(), cores=(0,))
+    of_side = place.samplers[0].env if side == "sampler" else place.trainer_env
+    environment = {**of_side, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    code = f"from tests.processes.test_resident_memory import replace_heads, sample, train; {call}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    before, after = json.loads(done.stdout.splitlines()[-1])
+    return (after - before) / before
+
+
+@pytest.mark.parametrize("through_onednn", [True, False], ids=["oneDNN", "this processor's library"])
+def test_a_trainer_on_completions_of_every_length_does_not_grow(tmp_path: Path, through_onednn: bool) -> None:
+    assert grown(f"train({str(tmp_path)!r}, {through_onednn})", tmp_path, "trainer") < GROWTH
+
+
+def test_a_sampler_on_prompts_of_every_length_does_not_grow(tmp_path: Path) -> None:
+    assert grown(f"sample({str(tmp_path)!r})", tmp_path, "sampler") < GROWTH
+
+
+def test_a_sampler_whose_reloads_make_large_tensors_anew_does_not_grow(tmp_path: Path) -> None:
+    assert grown("replace_heads()", tmp_path, "sampler") < GROWTH
