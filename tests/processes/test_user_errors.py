@@ -107,6 +107,8 @@ MISTAKES = (
     M("sequences that do not divide", "training_worker.py run", "trainer.sequence_parallel_size=2",
       ("sequence_parallel_size 2 does not divide the trainer's 1 rank; set trainer.num_ranks=2",)),
     M("a sampler's id", "sampling.py", "--id ../x", ("--id '../x': use at most 64 letters",)),
+    M("own function", "training_worker.py run plan", f"{OWN}adv_estimator=TASK/own.py:shot",
+      ("algorithm.adv_estimator 'TASK/own.py:shot': no function 'shot' in TASK/own.py",)),
     M("own file", "training_worker.py run plan", f"{OWN}loss=TASK/won.py:short",
       ("algorithm.loss 'TASK/won.py:short': no file TASK/won.py. Did you mean TASK/own.py?",)),
     # --- models

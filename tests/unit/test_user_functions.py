@@ -176,10 +176,11 @@ def test_a_loss_that_gives_no_value_with_a_gradient_per_token_is_refused_at_the_
         try_own_objective(Algorithm(loss=f"{file}:objective"))
 
 
-def test_a_wrong_file_or_package_is_found_without_importing_anything(tmp_path: Path) -> None:
-    file = write(tmp_path, "raise RuntimeError('imported')")
+def test_a_wrong_file_function_or_package_is_found_without_importing_anything(tmp_path: Path) -> None:
+    file = write(tmp_path, "raise RuntimeError('imported')", "def f(rewards): ...")
     require_user_functions(Algorithm(adv_estimator=f"{file}:f", loss="rewards.gsm8k.answer"))
     for name, words in {
+        f"{file}:g": f"no function 'g' in {file}. Functions there: f",
         f"{tmp_path}/min.py:short": f"no file {tmp_path}/min.py. Did you mean {tmp_path}/mine.py?",
         "nothing_of_this_name.f": "no module 'nothing_of_this_name'. Install it, or write path/file.py:function",
     }.items():
