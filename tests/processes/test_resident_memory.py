@@ -77,14 +77,13 @@ def sample(folder: str) -> None:
     from sampler.completions import SamplingParams
     from sampler.engine import Engine
     from sampler.reload import reload
-    from tests.support.plain_policy import OneRank, PlainPolicy
-    from trainer.save.write_version import write_version
+    from tests.support.plain_policy import PlainPolicy
 
     path, draw = tiny_model(Path(folder) / "model"), random.Random(1)
     config = config_of(str(path), folder)
     engine, policy, waves = Engine(config, num_gpus=0), PlainPolicy(path), 0
     vocabulary = policy.model.config.vocab_size
-    versions = [write_version(policy, OneRank(), Path(folder) / "w", "r", "l", v, vocabulary) for v in range(2)]
+    versions = [policy.publish(Path(folder) / "w", v) for v in range(2)]
 
     def wave(tokens: int) -> None:
         nonlocal waves
