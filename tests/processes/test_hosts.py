@@ -21,7 +21,6 @@ from launcher.machine import ROOT
 from tests.support.speed import is_gone, limit, until
 from tests.support.ssh_server import ssh_server
 
-
 # Whoever does not follow the first that fails is waited for 2 s instead of 15.
 PROGRAM = (
     "import sys; from launcher import over_hosts; over_hosts._FOLLOW_S = 2.0; sys.exit(over_hosts.main(sys.argv[1:]))"
