@@ -83,7 +83,7 @@ def _run(config: Config) -> None:
         init_distributed(config)
         exchange = connect(config)
         resume_from, run_id = exchange.text(resume_from), exchange.text(run_id)
-        engine = PolicyEngine(config, exchange.world_size, exchange.sequence_group)
+        engine = PolicyEngine(config, exchange.world_size, exchange.sequence_group).start()
         if rank_zero is not None:
             write_environment(config.run.output_dir, engine.world_size, devices.name(engine.device))
         critic = _critic(config, exchange, len(tokenizer))
@@ -157,7 +157,7 @@ def _critic(config: Config, exchange: Exchange, vocab_size: int) -> Critic | Non
 
     if not config.algorithm.needs_critic:
         return None
-    critic = Critic(config, exchange.world_size, exchange.sequence_group)
+    critic = Critic(config, exchange.world_size, exchange.sequence_group).start()
     critic.check_vocabulary(vocab_size)
     return critic
 

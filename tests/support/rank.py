@@ -83,10 +83,10 @@ class Worker:
 
         faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)  # a deadlock ends with every rank's stack
         where = self.exchange.world_size, self.exchange.sequence_group
-        engine = PolicyEngine(config, *where)
+        engine = PolicyEngine(config, *where).start()
         progress = Progress("run", 0, 0, 0, 0, 0, 0, {})
         at = rank_zero(stream) if self.exchange.rank == 0 else None
-        critic = Critic(config, *where) if config.algorithm.needs_critic else None
+        critic = Critic(config, *where).start() if config.algorithm.needs_critic else None
         trainer = assemble(config, engine, self.exchange, self.tokenizer, progress, at, reference, critic)
         trainer.results = []
         advance = trainer._advance

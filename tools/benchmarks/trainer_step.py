@@ -85,7 +85,7 @@ def step_seconds(cell: Cell, config: Config, exchange: Any, steps: int) -> list[
     from trainer.data.tensors import micro_batch
     from trainer.engine.policy import PolicyEngine
 
-    engine = PolicyEngine(config, exchange.world_size)
+    engine = PolicyEngine(config, exchange.world_size).start()
     denominator = Denominator("grpo", cell.prompts * cell.generations, 1, cell.completion)
     size, seconds = config.groups_at_once, []
     for step in range(steps):

@@ -25,7 +25,7 @@ from model.sequence_parallel import gather
 from model.tokenizer import check_vocabulary
 from model.transformers_internals import value_class_with_tower
 from trainer.algorithm.losses import value_errors
-from trainer.algorithm.sums import VALUE_SUMS, Sums
+from trainer.algorithm.sums import VALUE_SUMS
 from trainer.data.tensors import ValueBatch, filler_row
 from trainer.engine.deepspeed_config import critic_of
 from trainer.engine.deepspeed_model import DeepSpeedModel
@@ -51,11 +51,12 @@ class ValueModel(torch.nn.Module):
 
 
 class Critic(DeepSpeedModel):
+    _sums = VALUE_SUMS
+
     def __init__(self, config: Config, world_size: int, sequence_group: SequenceGroup | None = None):
         model = load_value_model(config)
         super().__init__(config, world_size, critic_of(config), model, ValueModel(model), sequence_group)
         self.layout = vision.layout_of(model.config, *config.start_of(config.critic))
-        self.sums = Sums(VALUE_SUMS, self.device)
 
     @property
     def tied_embeddings(self) -> bool:

@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from model.checksum import all_finite
 from model.packing import PackedRow, SequenceGroup
 from model.sequence_parallel import shard
 from model.vision import VisionLayout, freeze_tower, with_vision
+from trainer.algorithm.sums import Sums
 from trainer.engine.build_locks import loading_ops
 from trainer.engine.deepspeed_config import Optimized, deepspeed_config
 from trainer.engine.deepspeed_insides import clip_with, pickle_the_stage_by_value, unlink_shared_buffer
@@ -73,6 +74,7 @@ class DeepSpeedModel:
     adapter_settings: bytes | None = None  # adapter_config.json, where only adapters are trained
     layout: VisionLayout | None = None  # where the model sees images
     sequence_group: SequenceGroup | None = None  # the ranks that share this one's rows
+    _sums: Sequence[str]  # names of what its micro-batches add up
 
     def __init__(
         self,
@@ -84,33 +86,39 @@ class DeepSpeedModel:
         sequence_group: SequenceGroup | None = None,
     ):
         """model: a transformers model. forward: the module around it whose call DeepSpeed's hooks see."""
-        import deepspeed
-
         sp_size = sequence_group.size if sequence_group else 1
         assert sp_size == config.trainer.sequence_parallel_size, "rows would be split otherwise than micro-batches"
         self.config, self.world_size, self.model, self.sequence_group = config, world_size, model, sequence_group
-        ds_config = deepspeed_config(config, world_size, optimized)
+        self._optimized, self._forward = optimized, forward
+        self._ds_config = deepspeed_config(config, world_size, optimized)
         self.dtype = config.model.dtype
-        self.stage: int = ds_config["zero_optimization"]["stage"]
+        self.stage: int = self._ds_config["zero_optimization"]["stage"]
         _disable_dropout(model)
-        pickle_the_stage_by_value()
         if config.model.freeze_vision_tower:
             freeze_tower(model)
         if config.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def start(self) -> Self:
+        """Joins the other ranks: each calls it once, before anything else. Returns itself."""
+        import deepspeed
+
+        pickle_the_stage_by_value()
         with loading_ops():  # of an optimizer
             self.ds, self.optimizer, *_ = deepspeed.initialize(
-                model=forward,
-                model_parameters=parameter_groups(model, config.trainer.weight_decay),
-                optimizer=None if "optimizer" in ds_config else adamw(optimized),
-                lr_scheduler=scheduler(config, optimized),
-                config=ds_config,
+                model=self._forward,
+                model_parameters=parameter_groups(self.model, self.config.trainer.weight_decay),
+                optimizer=None if "optimizer" in self._ds_config else adamw(self._optimized),
+                lr_scheduler=scheduler(self.config, self._optimized),
+                config=self._ds_config,
             )
-        leave_the_grid(model, self.optimizer, self.stage)
+        leave_the_grid(self.model, self.optimizer, self.stage)
         clip_with(self.ds, self._clip)
         self._clipped_norm = math.nan
         self._not_finite = torch.zeros((), dtype=torch.bool, device=self.device)
+        self.sums = Sums(self._sums, self.device)
         self.ds.train()
+        return self
 
     @property
     def device(self) -> torch.device:

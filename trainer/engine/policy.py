@@ -19,7 +19,7 @@ from model.packing import PackedRow, SequenceGroup
 from model.vision import layout_of
 from trainer.algorithm.losses import TokenTerms, loss, token_objective
 from trainer.algorithm.mismatch import by_cause
-from trainer.algorithm.sums import TOKEN_SUMS, Sums
+from trainer.algorithm.sums import TOKEN_SUMS
 from trainer.data.tensors import MicroBatch, filler_row
 from trainer.engine.deepspeed_config import policy_of
 from trainer.engine.deepspeed_model import DeepSpeedModel
@@ -53,6 +53,8 @@ class Policy(torch.nn.Module):
 
 
 class PolicyEngine(DeepSpeedModel):
+    _sums = TOKEN_SUMS
+
     def __init__(self, config: Config, world_size: int, sequence_group: SequenceGroup | None = None):
         model = load_causal_lm(
             config.model.path, config.model.dtype, config.model.revision, config.model.trust_remote_code
@@ -62,7 +64,6 @@ class PolicyEngine(DeepSpeedModel):
         policy = Policy(model, config.trainer.logprob_chunk_size, config.algorithm.entropy_coef > 0)
         super().__init__(config, world_size, policy_of(config), model, policy, sequence_group)
         self.layout = layout_of(model.config, config.model.path, config.model.revision)
-        self.sums = Sums(TOKEN_SUMS, self.device)
         self._base: dict[str, TensorInfo] | None = None
 
     @property
