@@ -114,10 +114,10 @@ MAKES_FOUR_STEPS = (
 
 def until_attempt(number: int) -> str:
     """A trainer that ends when its sampler has been started so often."""
-    waits = (
-        "while 'sampler, attempt NUMBER,' not in open(os.environ['FOLDER'] + '/sampler.log').read(): time.sleep(0.02)"
+    return (
+        "import os, time; log = os.environ['FOLDER'] + '/sampler.log'; open(log, 'a').close()\n"
+        f"while {f'sampler, attempt {number},'!r} not in open(log).read(): time.sleep(0.02)"
     )
-    return "import os, time\n" + waits.replace("NUMBER", str(number))
 
 
 SHORT = {"grace_s": 0.2}
