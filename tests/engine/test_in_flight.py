@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from common import weights
 from common.config import Config
-from common.errors import Retryable
-from common.weights import BadWeights, Published
+from common.weights import Published
 from sampler.completions import Completion, SamplingParams
 from sampler.engine import Engine
-from sampler.in_flight import InFlight
 from sampler.reload import reload
-from tests.support.engines import PROMPT, announce, finished, given_instead
+from tests.support.engines import PROMPT, finished
 from tests.support.plain_policy import PlainPolicy
 
 pytestmark = pytest.mark.timeout(300)
@@ -77,21 +73,6 @@ def steps(engine: Engine, count: int) -> dict[Any, list[Completion]]:
     return dict(done for _ in range(count) for done in engine.step())
 
 
-@pytest.mark.parametrize("first", [1, 2, 17, 38])
-def test_every_tokens_log_prob_is_its_own_versions_wherever_weights_change(
-    engine: Engine, config: Config, versions: Versions, first: int
-) -> None:
-    reload(engine, versions.publish(1), config)
-    submit(engine, PROMPTS)
-    steps(engine, first)
-    reloaded = reload(engine, versions.publish(2), config)
-    assert engine.version == 2 and reloaded["sync/canary_max_diff"] <= 1e-4
-    for name, completions in finished(engine).items():
-        assert [c.version_spans for c in completions] == [((0, 1), (first, 2))] * 4
-        assert [len(c.token_ids) for c in completions] == [LENGTH] * 4
-        assert versions.error(PROMPTS[name], completions) <= 1e-5
-
-
 def test_two_updates_in_one_sequence_and_a_group_with_the_same_prompt_that_comes_between(
     engine: Engine, config: Config, versions: Versions, figure: Callable[[str, str], None]
 ) -> None:
@@ -111,21 +92,6 @@ def test_two_updates_in_one_sequence_and_a_group_with_the_same_prompt_that_comes
         "R5", f"2 versions loaded under 8 running sequences: every token's log-prob its own version's to {error:.0e}"
     )
     assert error <= 1e-5
-
-
-def test_without_computing_the_sequences_anew_the_log_probs_are_nobodys(
-    engine: Engine, config: Config, versions: Versions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The control: the weights and the labels change, keys and values stay."""
-    reload(engine, versions.publish(6), config)
-    submit(engine, ["a"])
-    steps(engine, 11)
-    monkeypatch.setattr(InFlight, "begin", InFlight._label)
-    reload(engine, versions.publish(7), config)
-    found = finished(engine)
-    assert versions.error(PROMPT, found["a"]) > 1e-3
-    monkeypatch.undo()
-    reload(engine, versions.publish(8), config)  # with a cache that is empty again
 
 
 def test_what_waits_for_room_is_sampled_by_the_new_version_alone_and_the_canary_does_not_wait_behind_it(
@@ -155,57 +121,3 @@ def test_a_sequence_that_ends_beside_the_canary_is_returned_by_the_next_step(
     found = steps(engine, 1)
     assert sorted(found) == ["a", "b"] and engine.num_running == 0
     assert {c.version_spans for c in found["a"]} == {((0, 11), (5, 12))}
-
-
-def test_a_seed_draws_the_tokens_that_it_would_have_drawn_where_the_weights_are_the_same(
-    engine: Engine, config: Config, versions: Versions
-) -> None:
-    """An interruption leaves the generators of the sequences where they are."""
-    published = versions.publish(13)
-    reload(engine, published, config)
-    submit(engine, ["b"])
-    expected = [c.token_ids.tolist() for c in finished(engine)["b"]]
-    submit(engine, ["b"])
-    steps(engine, 12)
-    reload(engine, published, config)
-    assert [c.token_ids.tolist() for c in finished(engine)["b"]] == expected
-
-
-def test_a_wrong_publication_is_refused_while_sequences_run_and_they_go_on_under_the_old_one(
-    engine: Engine, config: Config, versions: Versions
-) -> None:
-    reload(engine, versions.publish(14), config)
-    submit(engine, PROMPTS)
-    steps(engine, 5)
-    bad = versions.publish(15)
-    shard = Path(bad.weights_dir) / weights.shard_name(0, 1)
-    shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(BadWeights, match="bytes"):
-        reload(engine, bad, config)
-    assert engine.version == 14
-    for name, completions in finished(engine).items():
-        assert {c.version_spans for c in completions} == {((0, 14),)}
-        assert versions.error(PROMPTS[name], completions) <= 1e-5
-
-
-def test_checksums_and_canary_are_asked_at_each_load_under_sequences(
-    engine: Engine, config: Config, versions: Versions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What they refuse ends the process: nothing that was sampled since is ever sent."""
-    good = versions.publish(16)
-    reload(engine, good, config)
-    submit(engine, ["a"])
-    steps(engine, 4)
-    wanted = versions.publish(17)
-    given_instead(engine, good.weights_dir, monkeypatch)
-    with pytest.raises(Retryable, match="does not hold version 17"):
-        reload(engine, wanted, config)
-    monkeypatch.undo()
-    file = Path(wanted.weights_dir) / weights.MANIFEST
-    manifest = json.loads(file.read_text())
-    manifest["canary"]["logprobs"][0][0] -= 0.5
-    file.write_text(json.dumps(manifest))
-    with pytest.raises(Retryable, match="canary"):
-        reload(engine, announce(wanted, Path(wanted.weights_dir) / weights.shard_name(0, 1)), config)
-    engine.abort_all()
-    assert engine.num_running == 0

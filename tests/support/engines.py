@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from common import weights
 from common.config import Config
-from common.weights import Published
-from model.checksum import describe
 from sampler.completions import Completion, SamplingParams
 from sampler.engine import Engine
 from tests.support.tiny import tiny_model
@@ -92,23 +87,6 @@ def edit(shard: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
     tensors = load_file(shard)
     change(tensors)
     save_file(tensors, shard, metadata={"format": "pt"})
-
-
-def announce(published: Published, file: Path, described: bool = False) -> Published:
-    """What a trainer with a fault would announce: a manifest that agrees with the damaged file.
-
-    described: in names, dtypes and shapes, too, and not only in checksums.
-    """
-    path = Path(published.weights_dir) / weights.MANIFEST
-    manifest = json.loads(path.read_text())
-    manifest["files"][file.name] = file.stat().st_size
-    if file.suffix == ".safetensors":
-        found = {name: asdict(describe(tensor)) for name, tensor in load_file(file).items()}
-        sums = {n: t | {"checksum": found.get(n, {}).get("checksum", "")} for n, t in manifest["tensors"].items()}
-        manifest["tensors"] = found if described else sums
-    data = json.dumps(manifest).encode()
-    path.write_bytes(data)
-    return Published(published.version, published.weights_dir, hashlib.sha256(data).hexdigest())
 
 
 def given_instead(engine: Engine, folder: Path | str, monkeypatch: Any) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 
@@ -12,50 +12,18 @@ from common.errors import Retryable
 from sampler.cache_sleep import CacheSleep
 
 
-class FakeLLM:
-    """Writes down what it is asked for. leftover: engine steps until the scheduler and its batches are empty."""
-
-    def __init__(self, leftover: int = 0, problem: Exception | None = None, wakes: bool = True):
-        self.asked: list[Any] = []
-        self._leftover, self._problem, self._wakes = leftover, problem, wakes
-        self.llm_engine = SimpleNamespace(step=self._step)
-
-    def _step(self) -> list[Any]:
-        self._leftover -= 1
-        return []
-
-    def sleep(self, level: int, mode: str) -> None:
-        self.asked.append(("pause", level, mode))
-
-    def release_kv_cache_memory(self) -> None:
-        assert self._leftover <= 0, "requires a completed pause first"
-        self.asked.append("release")
-
-    def wake_up(self, tags: list[str]) -> bool:
-        self.asked.append(("wake", *tags))
-        if self._problem:
-            raise self._problem
-        return self._wakes
-
-
-def test_what_is_left_of_finished_requests_is_stepped_away_before_the_cache_sleeps_once() -> None:
-    llm = FakeLLM(leftover=3)
+def test_finished_requests_are_stepped_away_before_the_cache_sleeps_once_and_it_wakes_once() -> None:
+    llm = MagicMock(wake_up=MagicMock(return_value=True))
     cache = CacheSleep(llm)
-    cache.wake()
-    assert llm.asked == [], "it is awake"
-    cache.rest()
-    cache.rest()
-    assert llm.asked == [("pause", 0, "keep"), "release"]
-    cache.wake()
-    cache.wake()
-    assert llm.asked[2:] == [("wake", "kv_cache")]
+    for act in (cache.wake, cache.rest, cache.rest, cache.wake, cache.wake):
+        act()
+    asleep = [call.sleep(level=0, mode="keep"), call.release_kv_cache_memory()]
+    assert llm.mock_calls == [*[call.llm_engine.step()] * 4, *asleep, call.wake_up(tags=["kv_cache"])]
 
 
-@pytest.mark.parametrize(
-    "llm", [FakeLLM(problem=RuntimeError("CUDA Error: out of memory")), FakeLLM(wakes=False)], ids=["memory", "asleep"]
-)
-def test_a_cache_that_cannot_wake_ends_the_process_and_names_the_setting(llm: FakeLLM) -> None:
-    cache = CacheSleep(llm)
+@pytest.mark.parametrize("waking", [{"side_effect": RuntimeError("CUDA out of memory")}, {"return_value": False}])
+def test_a_cache_that_cannot_wake_ends_the_process_and_names_the_setting(waking: dict[str, Any]) -> None:
+    cache = CacheSleep(MagicMock(wake_up=MagicMock(**waking)))
     cache.rest()
     with pytest.raises(Retryable, match=re.escape("set vllm.enable_sleep_mode=false")):
         cache.wake()

@@ -242,7 +242,23 @@ REFUSED = {
         "adv_estimator=group_ppo vllm_importance_sampling_mode=sequence_mask": "use token_…",
         "adv_estimator=group_ppo group_params.segment_rule=literal": "set threshold_lr=0",
     },
+    "lora.": {
+        "alpha=16": "alpha does nothing without adapters; set lora.r=16",
+        "sync=merged": "sync does nothing without adapters; set lora.r=16",
+        "r=8 target_modules=[]": "write target_modules: all-linear",
+        "r=8 target_modules=[q_proj,lm_head]": "target_modules lm_head: embedding and output head",
+        "r=8 target_modules=[model.embed_tokens]": "target_modules model.embed_tokens: embedding and",
+        "r=600": "vLLM applies adapters up to rank 512, r is 600; set lora.sync=merged",
+    },
+    "sampler.": {
+        "top_p=0.9 top_k=null": "set sampler.top_k=50",
+        "top_p=0.9 top_k=-1": "set sampler.top_k=50",
+        "min_p=0.05 top_k=0": "set sampler.top_k=50",
+        "top_k=1025": "top_k 1025",
+    },
     "": {
+        "lora.r=16 vllm.max_lora_rank=8": "vllm.max_lora_rank 8 is below lora.r 16; remove it",
+        "lora.r=16 vllm.enable_lora=false": "vllm.enable_lora follows from lora.r; remove it",
         "data.max_prompt_length=500 vllm.max_model_len=755": "= 756 tokens > vllm.max_model_len 755; set vllm",
         "sampler.devices=[0,1] trainer.devices=[1,2]": "GPU 1 is in sampler.devices [0, 1] and in",
         "trainer.max_steps=10 algorithm.num_iterations=4": "trainer.max_steps=12",

@@ -21,20 +21,8 @@ from sampler.vllm_worker import WeightExtension
 HIDDEN, VOCABULARY, PADDED = 8, 5, 8
 
 
-class UnquantizedLinearMethod:
-    """On a CPU: keeps a packed copy and drops the plain matrix, as vLLM does."""
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        matrix = layer.weight.data.clone()
-        layer.cpu_linear = lambda x, *_: x @ matrix.T
-        layer.weight = nn.Parameter(matrix.new_empty(0), requires_grad=False)
-
-
-class Fp8LinearMethod(UnquantizedLinearMethod):
-    """Leaves another matrix of another dtype."""
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        layer.weight = nn.Parameter(layer.weight.data.to(torch.float16), requires_grad=False)
+class Fp8LinearMethod:
+    """One of vLLM's that leaves another matrix than the published one."""
 
 
 class Layer(nn.Module):
@@ -128,10 +116,6 @@ WRONG: dict[str, tuple[Spoil, list[str]]] = {
         lambda m: setattr(m.lm_head, "weight", nn.Parameter(torch.ones(PADDED, HIDDEN))),
         ["nothing was published for the engine's lm_head.weight"],
     ),
-    "another layer": (
-        lambda m: setattr(m.model, "extra", Layer(2, 2)),
-        ["nothing was published for the engine's model.extra.weight"],
-    ),
     "no o_proj": (
         lambda m: delattr(m.model, "o_proj"),
         ["the engine has no place for the published model.o_proj.weight"],
@@ -147,7 +131,8 @@ def test_what_differs_is_wrong_by_name(kind: str, model: Model) -> None:
 
 
 def packed(layer: Any) -> None:
-    UnquantizedLinearMethod().process_weights_after_loading(layer)
+    """As for a CPU's product: the plain matrix is dropped."""
+    layer.weight = nn.Parameter(layer.weight.data.new_empty(0), requires_grad=False)
 
 
 def shard(layer: Any) -> None:
@@ -162,7 +147,6 @@ def fused_shard(model: Model) -> None:
 O_PROJ, QKV_WEIGHTS = ["o_proj.weight"], [f"{name}_proj.weight" for name in "qkv"]
 QKV_BIASES = [f"{name}_proj.bias" for name in "qkv"]
 NOT_COMPARED: dict[str, tuple[Spoil, list[str], str]] = {
-    "packed": (lambda m: packed(m.model.o_proj), O_PROJ, "vLLM packed it for a CPU"),
     "fused and packed": (lambda m: packed(m.model.qkv_proj), QKV_WEIGHTS, "vLLM packed it for a CPU"),
     "quantised": (
         lambda m: setattr(m.model.o_proj, "quant_method", Fp8LinearMethod()),
@@ -175,11 +159,6 @@ NOT_COMPARED: dict[str, tuple[Spoil, list[str], str]] = {
         "vLLM holds it in torch.float16, published is bfloat16",
     ),
     "split": (lambda m: shard(m.model.o_proj), O_PROJ, "it is split over 2 ranks"),
-    "split and packed": (
-        lambda m: (shard(m.model.o_proj), packed(m.model.o_proj)),
-        O_PROJ,
-        "vLLM packed it for a CPU",
-    ),
     "fused and split": (fused_shard, QKV_WEIGHTS + QKV_BIASES, "it is split over 2 ranks"),
 }
 
@@ -220,67 +199,61 @@ class Worker(WeightExtension):
 
     def __init__(self) -> None:
         self.model_runner = SimpleNamespace(model=Model())
-        self.given: list[str] = []
 
     def reload_weights(self, weights_iterator: Any) -> None:  # type: ignore[override]
-        tensors = dict(weights_iterator)
-        self.given = list(tensors)
         model = self.model_runner.model
         model.model.embed_tokens.weight = nn.Parameter(torch.zeros(PADDED, HIDDEN, dtype=torch.bfloat16))
-        model.load(tensors)
+        model.load(dict(weights_iterator))
 
 
-def test_after_a_reload_a_tied_head_is_the_new_embedding() -> None:
-    worker = Worker()
+@pytest.mark.parametrize("in_memory", [True, False], ids=["tensors", "a folder"])
+def test_after_a_reload_a_tied_head_is_the_new_embedding(tmp_path: Path, in_memory: bool) -> None:
+    worker, names = Worker(), sorted(published())
     for seed in range(2):
-        proof = worker.load_weights_from("nowhere", expected(published(seed)), published(seed))
-        assert (proof.proven, proof.wrong) == (set(published()), [])
+        tensors = published(seed)
+        for i, part in enumerate((names[:4], names[4:])):
+            save_file({name: tensors[name] for name in part}, tmp_path / f"model-{i}.safetensors")
+        proof = worker.load_weights_from(str(tmp_path), expected(tensors), tensors if in_memory else None)
+        assert (proof.proven, proof.wrong) == (set(names), [])
         model = worker.model_runner.model
         assert model.lm_head is model.model.embed_tokens
     stale = worker.load_weights_from("nowhere", expected(published(7)), published())
-    assert len(stale.wrong) == len(published()) + 1, "the head is the embedding, so it is wrong as well"
-
-
-def test_without_tensors_a_worker_reads_the_folder(tmp_path: Path) -> None:
-    tensors = published()
-    names = sorted(tensors)
-    save_file({name: tensors[name] for name in names[:4]}, tmp_path / "model-1.safetensors")
-    save_file({name: tensors[name] for name in names[4:]}, tmp_path / "model-2.safetensors")
-    worker = Worker()
-    proof = worker.load_weights_from(str(tmp_path), expected(tensors))
-    assert sorted(worker.given) == names and (proof.proven, proof.wrong) == (set(tensors), [])
+    assert len(stale.wrong) == len(names) + 1, "the head is the embedding, so it is wrong as well"
 
 
 # ---- adapters -------------------------------------------------------------------------------------------------------
 
 
-def adapters(rank: int = 2) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    rows = {"q_proj": 8, "k_proj": 4, "v_proj": 4, "o_proj": 8}
-    prefix, found = "base_model.model.model", {}
-    for name, out in rows.items():
-        found[f"{prefix}.{name}.lora_A.weight"] = torch.randn(rank, HIDDEN, generator=generator)
-        found[f"{prefix}.{name}.lora_B.weight"] = torch.randn(out, rank, generator=generator)
+PREFIX, RANK, LARGEST_RANK = "base_model.model.model", 2, 4
+ROWS = {"q_proj": 8, "k_proj": 4, "v_proj": 4, "o_proj": 8}
+
+
+def adapters() -> dict[str, torch.Tensor]:
+    generator, found = torch.Generator().manual_seed(3), {}
+    for name, rows in ROWS.items():
+        found[f"{PREFIX}.{name}.lora_A.weight"] = torch.randn(RANK, HIDDEN, generator=generator)
+        found[f"{PREFIX}.{name}.lora_B.weight"] = torch.randn(rows, RANK, generator=generator)
     return found
 
 
-def lora_layers(largest: int = 4) -> dict[str, Any]:
+def lora_layers() -> dict[str, Any]:
     """gate_up_proj has no adapters."""
-    tensors, prefix = adapters(), "base_model.model.model"
+    tensors = adapters()
 
-    def stack(names: list[str], which: str, shapes: list[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
-        stacks = tuple(torch.zeros(1, 1, *shape) for shape in shapes)
-        for into, name in zip(stacks, names, strict=False):
-            tensor = tensors[f"{prefix}.{name}.{which}.weight"]
-            into[0, 0, : tensor.shape[0], : tensor.shape[1]] = tensor
-        return stacks
+    def layer(**rows: int) -> Any:
+        a = tuple(torch.zeros(1, 1, LARGEST_RANK, HIDDEN) for _ in rows)
+        b = tuple(torch.zeros(1, 1, count, LARGEST_RANK) for count in rows.values())
+        for name, of_a, of_b in zip(rows, a, b, strict=True):
+            if name in ROWS:
+                of_a[0, 0, :RANK] = tensors[f"{PREFIX}.{name}.lora_A.weight"]
+                of_b[0, 0, :, :RANK] = tensors[f"{PREFIX}.{name}.lora_B.weight"]
+        return SimpleNamespace(lora_a_stacked=a, lora_b_stacked=b)
 
-    def layer(names: list[str], rows: list[int]) -> Any:
-        a = stack(names, "lora_A", [(largest, HIDDEN)] * len(rows))
-        return SimpleNamespace(lora_a_stacked=a, lora_b_stacked=stack(names, "lora_B", [(r, largest) for r in rows]))
-
-    qkv = layer(["q_proj", "k_proj", "v_proj"], [8, 4, 4])
-    return {"model.qkv_proj": qkv, "model.o_proj": layer(["o_proj"], [8]), "model.gate_up_proj": layer([], [6, 6])}
+    return {
+        "model.qkv_proj": layer(q_proj=8, k_proj=4, v_proj=4),
+        "model.o_proj": layer(o_proj=8),
+        "model.gate_up_proj": layer(gate_proj=6, up_proj=6),
+    }
 
 
 def prove_layers(layers: dict[str, Any], tensors: dict[str, torch.Tensor], mapper: Any = None) -> Proof:
@@ -292,17 +265,15 @@ def prove_layers(layers: dict[str, Any], tensors: dict[str, torch.Tensor], mappe
     return prove_adapters(model, expected(tensors))
 
 
-def test_adapters_are_proven_slice_by_slice() -> None:
-    proof = prove_layers(lora_layers(), adapters())
-    assert (proof.proven, proof.wrong) == (set(adapters()), [])
-
-
-def test_adapters_of_a_model_that_sees_are_found_under_vllms_own_names() -> None:
-    """vLLM moves the language model to the front, and names LoRA layers without joining q, k and v."""
-    renames = SimpleNamespace(map_name=lambda name: name.replace("model.language_model.", "language_model.model.", 1))
-    mapper = SimpleNamespace(map_name=lambda name: None, get_rename_mapper=lambda: renames)
-    layers = {f"language_model.{path}": layer for path, layer in lora_layers().items()}
-    tensors = {name.replace(".model.model.", ".model.model.language_model."): t for name, t in adapters().items()}
+@pytest.mark.parametrize("sees", [False, True], ids=["of a text model", "of a model that sees"])
+def test_adapters_are_proven_slice_by_slice(sees: bool) -> None:
+    """Of a model that sees vLLM moves the language model to the front, and does not join q, k and v in names."""
+    layers, tensors, mapper = lora_layers(), adapters(), None
+    if sees:
+        renames = SimpleNamespace(map_name=lambda n: n.replace("model.language_model.", "language_model.model.", 1))
+        mapper = SimpleNamespace(map_name=lambda name: None, get_rename_mapper=lambda: renames)
+        layers = {f"language_model.{path}": layer for path, layer in layers.items()}
+        tensors = {name.replace(".model.model.", ".model.model.language_model."): t for name, t in tensors.items()}
     proof = prove_layers(layers, tensors, mapper)
     assert (proof.proven, proof.wrong) == (set(tensors), [])
 

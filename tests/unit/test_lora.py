@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import save_file
 
 from common import weights
-from common.config import Config, load
+from common.config import Config
 from common.errors import UserError
 from common.weights import BadWeights
 from model import lora
+from model.checksum import describe
 from model.folder import require_model
-from model.logprobs import load_causal_lm, score_row
-from model.packing import pack
-from model.reference import Reference
-from sampler.reload import reload
+from model.tokenizer import load_tokenizer
+from sampler.reload import expected_tensors, reload
 from sampler.verify import checked_tensors, take_files
 from tests.support.plain_policy import AdaptedPolicy
 from tests.support.tiny import tiny_model
 from tests.support.tiny_vision import tiny_vision_model
-from trainer.engine.exported import adapters, exported
+from trainer.engine.exported import adapters
 from trainer.save.best import Best
-from trainer.save.checkpoint import Progress
-from trainer.save.resume import read_progress, stream_settings
+from trainer.save.resume import stream_settings
 
 LORA = {"r": 4, "alpha": 12}
 
@@ -45,32 +46,6 @@ def config_for(model: Path, output_dir: Path, **sections: Any) -> Config:
         "data": {"train": "none.jsonl"},
     }
     return Config.model_validate(given | sections)
-
-
-def problem(tmp_path: Path, *overrides: str) -> str:
-    path = tmp_path / "run.yaml"
-    path.write_text("model:\n  path: m\ndata:\n  train: t.jsonl\n")
-    with pytest.raises(UserError) as caught:
-        load(path, overrides)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["lora.alpha=16"], "alpha does nothing without adapters; set lora.r=16"),
-        (["lora.sync=merged"], "sync does nothing without adapters; set lora.r=16"),
-        (["lora.r=-1"], "lora.r: Input should be greater than or equal to 0, got -1"),
-        (["lora.r=8", "lora.target_modules=[]"], "write target_modules: all-linear"),
-        (["lora.r=8", "lora.target_modules=[q_proj, lm_head]"], "target_modules lm_head: embedding and output head"),
-        (["lora.r=8", "lora.target_modules=[model.embed_tokens]"], "target_modules model.embed_tokens: embedding and"),
-        (["lora.r=600"], "vLLM applies adapters up to rank 512, r is 600; set lora.sync=merged"),
-        (["lora.r=16", "vllm.max_lora_rank=8"], "vllm.max_lora_rank 8 is below lora.r 16; remove it"),
-        (["lora.r=16", "vllm.enable_lora=false"], "vllm.enable_lora follows from lora.r; remove it"),
-    ],
-)
-def test_contradictions_are_refused_with_the_remedy(tmp_path: Path, overrides: list[str], words: str) -> None:
-    assert words in problem(tmp_path, *overrides)
 
 
 def test_defaults_and_what_vllm_is_told(tmp_path: Path) -> None:
@@ -141,51 +116,44 @@ def test_every_rank_and_every_start_draws_the_same_adapters(model: Path, tmp_pat
     assert not any(t.any() for name, t in first.items() if "lora_B" in name)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_reference_without_adapters_is_a_separate_copy_to_the_bit(model: Path, tmp_path: Path, dtype: str) -> None:
-    config = Config.model_validate(
-        {"model": {"path": str(model), "dtype": dtype}, "lora": LORA, "data": {"train": "none.jsonl"}}
-    )
-    policy = load_causal_lm(str(model), dtype, None, False)
-    lora.add_adapters(policy, config)
-    for name, parameter in policy.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter)
-    policy.train()
-    row = pack([([5, 6, 7], [[8, 9], [10]]), ([11], [[12, 13, 14]])])
-    adapted, _ = score_row(policy, row, 1.0, 16)
-    adapted.sum().backward()
-    gradients = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
-    cpu = torch.device("cpu")
-    shared, copy = Reference(config, cpu, policy), Reference(config, cpu)
-    assert torch.equal(shared.score(row), copy.score(row))
-    assert not torch.equal(shared.score(row), adapted.detach())
-    again, _ = score_row(policy, row, 1.0, 16)
-    assert torch.equal(again, adapted) and policy.training
-    assert gradients and all(torch.equal(policy.get_parameter(name).grad, g) for name, g in gradients.items())
-
-
 def test_the_base_is_the_reference_unless_another_is_named(model: Path, tmp_path: Path) -> None:
     assert config_for(model, tmp_path).reference_is_base
     assert not config_for(model, tmp_path, reference={"path": "other"}).reference_is_base
     assert not config_for(model, tmp_path, lora={"r": 0}).reference_is_base
 
 
-def test_a_version_lists_both_files_and_every_adapter(model: Path, tmp_path: Path) -> None:
+A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+WRONG: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
+    "missing": (lambda t: t.pop(A), "adapters missing"),
+    "renamed": (lambda t: t.__setitem__(A.replace("q_proj", "z_proj"), t.pop(A)), "adapters missing"),
+    "extra": (lambda t: t.__setitem__("base_model.model.lm_head.weight", torch.zeros(2)), "not expected"),
+    "of another rank": (lambda t: t.__setitem__(A, t[A][:-1].clone()), "this run's settings make"),
+    "of another dtype": (lambda t: t.__setitem__(A, t[A].bfloat16()), "this run's settings make"),
+    "not finite": (lambda t: t[A].__setitem__(0, float("nan")), "not finite"),
+}
+
+
+def test_a_version_has_every_adapter_and_wrong_ones_are_refused_before_the_engine_is_touched(
+    model: Path, tmp_path: Path
+) -> None:
+    """Also where the manifest agrees with them, as that of a trainer with a fault would."""
     config = config_for(model, tmp_path)
     policy = AdaptedPolicy(config)
     published = policy.publish(tmp_path / "weights", 3)
-    manifest = weights.read_manifest(published)
+    manifest, folder = weights.read_manifest(published), tmp_path / "private"
     assert manifest.files.keys() == {lora.WEIGHTS, lora.SETTINGS}
     assert {name: info.shape for name, info in manifest.tensors.items()} == lora.expected(config)[0]
-    take_files(published, manifest, tmp_path / "private")
-    found = checked_tensors(tmp_path / "private", manifest, config)
+    take_files(published, manifest, folder)
+    found = checked_tensors(folder, manifest, config)
     expected = dict(policy.full_parameters(lambda _: True))
     assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
-    settings = tmp_path / "private" / lora.SETTINGS
-    settings.write_text(settings.read_text().replace('"r": 4', '"r": 8'))
-    with pytest.raises(BadWeights, match="has r 8, this run's settings make 4"):
-        checked_tensors(tmp_path / "private", manifest, config)
+    for change, said in WRONG.values():
+        wrong = {name: tensor.clone() for name, tensor in expected.items()}
+        change(wrong)
+        save_file(wrong, folder / lora.WEIGHTS)
+        theirs = replace(manifest, tensors={name: describe(tensor) for name, tensor in wrong.items()})
+        with pytest.raises(BadWeights, match=said):
+            checked_tensors(folder, theirs, config)
 
 
 class Untouchable:
@@ -211,53 +179,33 @@ def test_a_sampler_with_other_settings_refuses_the_adapters(
         reload(Untouchable(), published, config_for(model, tmp_path, lora=here))  # type: ignore[arg-type]
 
 
-def test_merging_leaves_the_model_as_it_is(model: Path, tmp_path: Path) -> None:
-    config = config_for(model, tmp_path, lora=LORA | {"sync": "merged"})
-    policy = AdaptedPolicy(config)
-    policy.disturb(1)
-    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
-    merged = {t.name: t.make() for t in exported(policy.model, config.lora)}
-    assert all(torch.equal(p, before[name]) for name, p in policy.model.named_parameters())
-    start = load_file(model / "model.safetensors")
-    assert merged.keys() == start.keys()
-    name = "model.layers.1.mlp.up_proj"
-    a, b = (before[f"{name}.lora_{x}.default.weight"] for x in "AB")
-    assert torch.allclose(merged[f"{name}.weight"], start[f"{name}.weight"] + 12 / 4 * b @ a, atol=1e-6)
-    assert torch.equal(merged["model.norm.weight"], start["model.norm.weight"])
+@pytest.mark.parametrize(("alpha", "factor"), [(4, 1), (12, 3)])
+def test_an_engine_is_to_hold_b_times_alpha_over_r(model: Path, tmp_path: Path, alpha: int, factor: int) -> None:
+    tensors = {"x.lora_A.weight": torch.ones(4, 2), "x.lora_B.weight": torch.ones(2, 4)}
+    manifest = SimpleNamespace(tensors={name: describe(tensor) for name, tensor in tensors.items()})
+    fetched: Any = SimpleNamespace(manifest=manifest, tensors=tensors)
+    found = expected_tensors(fetched, config_for(model, tmp_path, lora={"r": 4, "alpha": alpha}))
+    assert found == manifest.tensors | {"x.lora_B.weight": describe(torch.full((2, 4), float(factor)))}
 
 
 def test_the_best_policy_is_kept_as_a_peft_folder(model: Path, tmp_path: Path) -> None:
-    from types import SimpleNamespace
-
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    evaluation = {"metric_for_best_model": "answer/accuracy"}
-    config = config_for(model, tmp_path, eval=evaluation, data={"train": "t", "eval": "e"})
+    config = config_for(
+        model, tmp_path, eval={"metric_for_best_model": "answer/accuracy"}, data={"train": "t", "eval": "e"}
+    )
     exchange: Any = SimpleNamespace(rank=0, world_size=1, agree=lambda value: value, barrier=lambda: None)
-    policy, tokenizer = AdaptedPolicy(config), AutoTokenizer.from_pretrained(model)
-    policy.disturb(2)
-    best = Best(config, exchange, print, list)
+    policy, published = AdaptedPolicy(config), AdaptedPolicy(config).publish(tmp_path / "weights", 5)
     record = {"step": 5, "n": 4, "full_marks": {"answer": 3}, "mean": {}}
-    best.update(record, policy.publish(tmp_path / "weights", 5), policy, tokenizer)
-    kept = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), tmp_path / "best")
-    found = {n.replace(".default", ""): p for n, p in kept.named_parameters() if "lora_" in n}
-    expected = dict(policy.full_parameters(lambda _: True))
-    assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "best")) == len(tokenizer)
+    Best(config, exchange, print, list).update(record, published, policy, load_tokenizer(str(model)))
+    for name in (lora.WEIGHTS, lora.SETTINGS):
+        assert (tmp_path / "best" / name).read_bytes() == (Path(published.weights_dir) / name).read_bytes()
 
 
 def test_a_run_is_not_resumed_with_other_adapters_or_another_base(model: Path, tmp_path: Path) -> None:
-    from dataclasses import asdict
-
     saved = stream_settings(config_for(model, tmp_path))
-    record = asdict(Progress("run", 1, 4, 1, 1, 9, 0, saved)) | {"world_size": 1, "zero_stage": 1}
-    (tmp_path / "commit.json").write_text(json.dumps(record))
-    assert read_progress(tmp_path, 1, 1, saved).step == 1
-    for changed, words in (
-        (config_for(model, tmp_path, lora={"r": 8, "alpha": 12}), r"lora.r=8 \(was 4\)"),
-        (config_for(model, tmp_path, lora={}), r"lora.r=None \(was 4\)"),
-        (config_for(tmp_path / "other", tmp_path), "model.path=.*other"),
+    for changed, names in (
+        (config_for(model, tmp_path, lora={"r": 8, "alpha": 12}), {"lora.r"}),
+        (config_for(model, tmp_path, lora={}), {"lora.r", "lora.alpha", "lora.target_modules", "model.path"}),
+        (config_for(tmp_path / "other", tmp_path), {"model.path"}),
     ):
-        with pytest.raises(UserError, match=words):
-            read_progress(tmp_path, 1, 1, stream_settings(changed))
+        now = stream_settings(changed)
+        assert {name for name in saved if saved[name] != now[name]} == names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor
 
 from common.config import Algorithm, Config, load
-from common.errors import UserError
 from common.types import Group, Rollout
+from launcher.machine import ROOT
 from model.logprobs import token_terms
 from model.packing import pack
 from sampler.completions import kept_tokens
@@ -104,36 +103,6 @@ def test_off_policy_it_is_too_with_the_sets_of_the_law_that_sampled() -> None:
     assert torch.allclose(found, expected_reward_gradient(logits), atol=1e-5)
 
 
-def test_without_the_sets_every_ratio_is_the_kept_probability_and_the_tail_is_missing() -> None:
-    # one token: Σ_v μ_v · ratio_v · A_v ∇log π_v with ratio = π / μ is the true gradient of E_π[A] less the tail
-    logits, kept = tree(3)[0].clone().requires_grad_(), [0, 1, 3]
-    advantages = torch.tensor([1.0, -0.5, 2.0, 0.8], dtype=torch.float64)
-    logprobs = torch.log_softmax(logits, -1)
-    mass = logprobs.detach().exp()[kept].sum()
-    log_mu = logprobs.detach() - mass.log()  # what vLLM reports of the kept tokens
-    algorithm = Algorithm(epsilon=0.9, epsilon_high=1e6)
-    objective, terms = token_objective(logprobs[kept], log_mu[kept], None, advantages[kept], [1, 1, 1], algorithm)
-    assert terms.ratio.tolist() == pytest.approx([mass.item()] * 3)
-    (found,) = torch.autograd.grad((log_mu[kept].exp() * objective).sum(), logits, retain_graph=True)
-    (true,) = torch.autograd.grad((logprobs.exp() * advantages).sum(), logits, retain_graph=True)
-    (tail,) = torch.autograd.grad(logprobs[2].exp() * advantages[2], logits)
-    assert torch.allclose(found, true - tail, atol=1e-12)
-    assert (found - true).abs().max() > 0.05
-
-
-def test_a_token_outside_its_set_has_no_gradient_and_the_set_has_its_softmax() -> None:
-    logits = torch.tensor([[1.0, 2.0, 0.5, -1.0]]).requires_grad_()
-    support = torch.tensor([[2, 0, -1]])
-    logprobs, entropy, mass = token_terms(logits, torch.tensor([2]), torch.nn.Identity(), 0.5, 8, False, support)
-    z = [math.exp(x / 0.5) for x in (1.0, 2.0, 0.5, -1.0)]
-    assert logprobs.item() == pytest.approx(math.log(z[2] / (z[0] + z[2])), abs=1e-6)
-    assert mass.item() == pytest.approx(math.log((z[0] + z[2]) / sum(z)), abs=1e-6)
-    assert entropy.item() == pytest.approx(-sum(x / sum(z) * math.log(x / sum(z)) for x in z), abs=1e-6)
-    (gradient,) = torch.autograd.grad(logprobs.sum(), logits)
-    p = z[0] / (z[0] + z[2])
-    assert gradient[0].tolist() == pytest.approx([-2 * p, 0, 2 * p, 0], abs=1e-6)
-
-
 def test_chunks_and_sets_of_everything_change_nothing() -> None:
     random = torch.Generator().manual_seed(0)
     hidden, head = torch.randn(9, 5, generator=random), torch.nn.Linear(5, VOCAB)
@@ -193,29 +162,22 @@ def test_a_micro_batch_joins_sets_of_different_width() -> None:
 
 
 def settings(*overrides: str) -> Config:
-    from tests.unit.test_config import ROOT
-
     return load(ROOT / "configs" / "quickstart.yaml", list(overrides))
 
 
-CUTS = ("top_p=0.9", "min_p=0.05")
-NO_BOUND = [[f"sampler.{cut}", f"sampler.top_k={k}"] for cut in CUTS for k in ("null", "-1", "0")]
-REFUSED = [
-    *((overrides, r"truncated distribution.*sampler\.top_k=50") for overrides in NO_BOUND),
-    (["sampler.top_k=1025"], r"top_k 1025 .*sampler\.top_k=50"),
-]
-
-
-@pytest.mark.parametrize(("overrides", "words"), REFUSED)
-def test_sets_without_a_bound_on_their_size_are_refused(overrides: list[str], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        settings(*overrides)
-
-
-def test_sets_are_as_wide_as_top_k_and_what_ties_with_it() -> None:
-    assert settings("sampler.top_k=40").sampler.truncates
-    for cut in CUTS:
-        assert settings(f"sampler.{cut}", "sampler.top_k=50").sampler.max_sampling_mask == 66
+@pytest.mark.parametrize(
+    ("cuts", "width"),
+    [
+        (["top_k=null", "top_p=1"], 0),  # the full support
+        (["top_k=0", "top_p=1.0"], 0),
+        (["top_k=-1"], 0),
+        (["top_k=50", "top_p=0.9"], 66),  # and what ties with it
+        (["top_k=50", "min_p=0.05"], 66),
+    ],
+)
+def test_sets_are_as_wide_as_top_k_and_what_ties_with_it(cuts: list[str], width: int) -> None:
+    config = settings(*[f"sampler.{cut}" for cut in cuts], "eval.top_p=0.9")  # which may always be cut
+    assert (config.sampler.max_sampling_mask, config.sampler.truncates) == (width, width > 0)
 
 
 def test_a_message_has_room_for_the_largest_group_and_its_images() -> None:
@@ -224,10 +186,3 @@ def test_a_message_has_room_for_the_largest_group_and_its_images() -> None:
     assert kept.max_message_bytes > 8 * 8192 * 4 * (3 + 1000 + 16)
     seen = settings("data.image_key=images", "data.limit_images=16", "data.max_pixels=4000000")
     assert seen.max_message_bytes > 16 * 3 * 4_000_000
-
-
-def test_full_support_is_the_default_in_every_spelling_and_evaluation_may_truncate() -> None:
-    for top_k, top_p in itertools.product(["null", "0", "-1"], ["1", "1.0"]):
-        config = settings(f"sampler.top_k={top_k}", f"sampler.top_p={top_p}", "eval.top_p=0.9", "eval.top_k=20")
-        assert config.sampler.max_sampling_mask == 0
-        assert (config.eval.top_p, config.eval.top_k) == (0.9, 20)
