@@ -1,9 +1,4 @@
-"""What a program drew on a terminal, as plain lines for a log file.
-
-A live panel moves the cursor up and draws itself again several times a second. Here a line that is drawn again
-replaces the old one, so that the log holds each line once, as it looked when it scrolled away. Left out: everything
-but line feed, carriage return, cursor up and erase; colours and the rest are dropped.
-"""
+"""The output of a program as plain lines for a log file; the ends of such files."""
 
 from __future__ import annotations
 
@@ -11,59 +6,32 @@ import codecs
 import re
 from pathlib import Path
 
-_TOKEN = re.compile(
-    r"\x1b\[(?P<number>[0-9;?]*)(?P<code>[@-~])"  # a control sequence
-    r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[^\[\]]"  # a title and other escapes: dropped
-    r"|(?P<newline>\r*\n)|(?P<home>\r)|(?P<text>[^\x1b\r\n]+)"
-)
-_UNFINISHED = re.compile(r"(?:\x1b(?:\[[0-9;?]*|\][^\x07\x1b]*)?|\r+)\Z")
+_ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[^\[\]])")  # colours, titles and other
 
 
 class Transcript:
-    """Feeds on bytes and returns finished lines.  b"50%\\r100%\\ndone\\n" → ["100%", "done"]"""
+    """Feeds on bytes and returns finished lines.  b"50%\\r100%\\ndone\\n" → ["100%", "done"]
+
+    A progress bar draws its line again after a carriage return: the last one stays, without escape sequences.
+    """
 
     def __init__(self) -> None:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        self._rest = ""  # an escape sequence, or a \r that may belong to \r\n, cut off by the end of a chunk
-        self._lines = [""]  # the last one is being written
-        self._held = 0  # lines above it that may still be drawn again: the most the cursor has ever gone up
-        self._up = 0
-        self._overwrite = False  # the cursor is back at the start of a line that has text
+        self._line = ""  # that is being written
 
     def feed(self, data: bytes) -> list[str]:
         """Lines that can no longer change, without their line ends."""
-        text = self._rest + self._decode(data)
-        unfinished = _UNFINISHED.search(text)
-        self._rest = unfinished.group() if unfinished else ""
-        for token in _TOKEN.finditer(text[: len(text) - len(self._rest)]):
-            self._apply(token)
-        count = max(0, len(self._lines) - 1 - self._held)
-        finished, self._lines = self._lines[:count], self._lines[count:]
-        return finished
+        *finished, line = (self._line + self._decode(data)).split("\n")
+        self._line = line[line.rfind("\r", 0, -1) + 1 :]
+        return list(map(_last_drawn, finished))
 
     def end(self) -> list[str]:
-        """Everything that is still held back, when the stream is closed."""
-        lines, self._lines = self._lines, [""]
-        return lines[:-1] if not lines[-1] else lines
+        """What has no line end when the stream is closed."""
+        return [_last_drawn(self._line)] if self._line else []
 
-    def _apply(self, token: re.Match[str]) -> None:
-        if token["newline"]:
-            self._lines.append("")
-            self._overwrite = False
-        elif token["home"]:
-            self._overwrite = True
-        elif token["text"]:
-            self._lines[-1] = token["text"] if self._overwrite else self._lines[-1] + token["text"]
-            self._overwrite, self._up = False, 0
-        elif token["code"] == "A":  # cursor up: the lines below it are about to be drawn again
-            count = int(token["number"] or 1)
-            self._up += count
-            self._held = max(self._held, self._up)
-            del self._lines[max(0, len(self._lines) - count) :]
-            self._lines = self._lines or [""]
-            self._overwrite = True
-        elif token["code"] == "K" and token["number"] == "2":
-            self._lines[-1] = ""
+
+def _last_drawn(line: str) -> str:
+    return _ESCAPE.sub("", line.rstrip("\r").rpartition("\r")[2])
 
 
 def tail(log: Path, count: int) -> list[str]:

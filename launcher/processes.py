@@ -8,7 +8,6 @@ launcher starts ranks that the first two nets miss. Left out: when to start or s
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import json
 import os
@@ -18,9 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import termios
 import time
-import tty
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -67,14 +64,8 @@ class Running:
         command = shlex.join(redacted_words(child.argv))
         header = f"=== {child.name}, attempt {attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}: {command}"
         print(header, file=self._log, flush=True)
-        # A live panel is drawn only on a terminal, and the launcher between us would hide ours.
-        out, child_out = os.openpty() if child.echo and sys.stdout.isatty() else os.pipe()
-        err, child_err = os.pipe()
+        (out, child_out), (err, child_err) = os.pipe(), os.pipe()
         self.streams = {out: (Transcript(), child.echo), err: (Transcript(), False)}
-        self._terminal = out if os.isatty(child_out) else None
-        if self._terminal is not None:
-            tty.setraw(child_out)  # our own terminal turns line feeds into line ends, once is enough
-            self.resize()
         try:
             self.process = subprocess.Popen(
                 child.argv,
@@ -90,20 +81,10 @@ class Running:
             os.close(child_err)
         self.scratch = [pattern.replace(PID, str(self.process.pid)) for pattern in child.scratch]
 
-    def resize(self) -> None:
-        """Gives the child's terminal the size of ours."""
-        if self._terminal in self.streams:
-            with suppress(OSError):
-                size = fcntl.ioctl(sys.stdout.fileno(), termios.TIOCGWINSZ, bytes(8))
-                fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, size)
-
     def relay(self, descriptor: int, show: Callable[[bytes], None]) -> bool:
         """Moves the output that is there to the log, and what people should see to the terminal. False at its end."""
         transcript, echo = self.streams[descriptor]
-        try:
-            data = os.read(descriptor, 65536)
-        except OSError:  # EIO: the last holder of a pseudo-terminal has closed it
-            data = b""
+        data = os.read(descriptor, 65536)
         lines = transcript.feed(data) if data else transcript.end()
         for line in lines:
             print(line, file=self._log)

@@ -76,7 +76,6 @@ class Supervisor:
         self._guard = Guard()
         self._selector = selectors.DefaultSelector()
         self._interrupts = 0
-        self._resized = False
         self._terminal_open = True
 
     def run(self) -> int:
@@ -237,17 +236,9 @@ class Supervisor:
         for key, _ in self._selector.select(timeout_s):
             if not key.data.relay(key.fd, self._show):
                 self._selector.unregister(key.fd)
-        if self._resized:
-            self._resized = False
-            for slot in self._slots.values():
-                if slot.running is not None:
-                    slot.running.resize()
 
-    def _on_signal(self, number: int, _frame: object) -> None:
-        if number == signal.SIGWINCH:
-            self._resized = True
-        else:
-            self._interrupts += 1
+    def _on_signal(self, _number: int, _frame: object) -> None:
+        self._interrupts += 1
 
     def _show(self, data: bytes) -> None:
         """To our terminal. One that is gone ends the display, never the run."""
@@ -271,4 +262,4 @@ class Supervisor:
         self._say(f"full log: {log}")
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGWINCH)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -1,32 +1,15 @@
-"""The facts of a step as text: one plain line, or the rows of the live panel. Pure.
+"""The facts of a step as text: one plain line. Pure.
 
 Names of reward functions are stripped of terminal escapes. Left out: anything that metrics.jsonl does not have.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from report.escape import strip_escapes
 from report.full_marks import reward_functions, share
-
-BARS = "▁▂▃▄▅▆▇█"
-HISTORY = 40  # steps in a sparkline
-
-
-def sparkline(values: Sequence[float]) -> str:
-    """The last 40 values as bars between their own minimum and maximum; a gap for a value that is not finite.
-
-    [0, 7, nan, 3.5] → "▁█ ▅"; all equal → "▄▄▄"
-    """
-    recent = values[-HISTORY:]
-    finite = [value for value in recent if math.isfinite(value)]
-    low, span = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
-    return "".join(
-        " " if not math.isfinite(v) else BARS[int((v - low) / span * 7 + 0.5) if span else 3] for v in recent
-    )
 
 
 def clock(seconds: float) -> str:
@@ -46,7 +29,7 @@ def step_line(step: int, max_steps: int, values: Mapping[str, float], eta_s: flo
     parts = [
         f"step {step}/{max_steps}",
         _part(values, "reward", "reward {:.2f}") + _part(values, "reward_std", " ±{:.2f}"),
-        *(f"{name} {value:.2f}" for name, value in scores_of(values).items()),
+        *_scores(values),
         _part(values, "kl", "kl {:.2g}"),
         _part(values, "completions/mean_length", "len {:.0f}"),
         *_turns(values),
@@ -54,44 +37,11 @@ def step_line(step: int, max_steps: int, values: Mapping[str, float], eta_s: flo
         _part(values, "tombstones", "tombstones {:.0f}", zero=False),
         _part(values, "tokens_per_second", "{:.0f} tok/s"),
         _part(values, "step_time", "{:.1f} s"),
-        *[f"{who} waited {share:.0%}" for who, share in _waits(values).items()][:1],
+        _longest_wait(values),
         _part(values, "policy_version", "v{:.0f}") + _part(values, "staleness/mean", " ({:.2g} behind)"),
         "" if eta_s is None else f"ETA {clock(eta_s)}",
     ]
     return "  ".join(part for part in parts if part)
-
-
-def panel_rows(recent: Sequence[Mapping[str, float]], evaluation: str, status: str) -> list[tuple[str, str]]:
-    """(label, text) rows of the live panel, from the values of up to 40 steps, oldest first."""
-    values = recent[-1] if recent else {}
-    past: dict[str, list[float]] = {}  # reward and the reward functions, by step
-    for row in recent:
-        for name, value in {"reward": row.get("reward"), **scores_of(row)}.items():
-            past.setdefault(name, []).append(math.nan if value is None else value)
-    reward = _part(values, "reward", "{:.2f}") + _part(values, "reward_std", " ±{:.2f}")
-    heads = {name: f"{value:.2f}" for name, value in scores_of(values).items()}
-    batch = [
-        _part(values, "completions/mean_length", "{:.0f} tokens long"),
-        _part(values, "completions/clipped_ratio", "{:.0%} cut off"),
-        _part(values, "frac_reward_zero_std", "{:.0%} dead groups"),
-        _part(values, "kl", "kl {:.2g}"),
-        _part(values, "tombstones", "{:.0f} tombstones", zero=False),
-    ]
-    turns = [
-        *_turns(values),
-        _part(values, "rollout/observed_tokens", "{:.0f} tokens observed"),
-        _part(values, "rollout/environment_s", "{:.2g} s in tools"),
-    ]
-    speed = [_part(values, "tokens_per_second", "{:.0f} tok/s"), _part(values, "step_time", "{:.1f} s per step")]
-    other = {"trainer": "sampler", "sampler": "trainer"}
-    waits = [f"{who} {share:.0%} of the step for the {other[who]}" for who, share in _waits(values).items()]
-    policy = [_part(values, "policy_version", "v{:.0f}"), _part(values, "staleness/mean", "rollouts {:.2g} behind")]
-    rows = [(name, f"{head:<13}{sparkline(past[name])}") for name, head in ({"reward": reward} | heads).items() if head]
-    facts = {"batch": batch, "turns": turns, "speed": speed, "waits": waits, "policy": policy}
-    rows += [(label, " · ".join(filter(None, parts))) for label, parts in facts.items()]
-    causes = ", ".join(key.removeprefix("advice/").replace("_", " ") for key in values if key.startswith("advice/"))
-    rows += [("held-out", evaluation), ("advice", causes), ("now", status)]
-    return [(label, text) for label, text in rows if text]
 
 
 def eval_line(record: Mapping[str, Any]) -> str:
@@ -118,15 +68,14 @@ def _turns(values: Mapping[str, float]) -> list[str]:
     ]
 
 
-def scores_of(values: Mapping[str, float]) -> dict[str, float]:
-    """By reward function: its share of full marks where the trainer logs one, else its mean."""
+def _scores(values: Mapping[str, float]) -> list[str]:
+    """["answer 0.61"]: a function's share of full marks where the trainer logs one, else its mean."""
     names = reward_functions([values])
     scores = {name: values.get(f"rewards/{name}/accuracy", values[f"rewards/{name}/mean"]) for name in names}
-    return {strip_escapes(name): value for name, value in scores.items() if value is not None}
+    return [f"{strip_escapes(name)} {value:.2f}" for name, value in scores.items() if value is not None]
 
 
-def _waits(values: Mapping[str, float]) -> dict[str, float]:
-    """{"trainer": 0.21, "sampler": 0.03}: waiting for the other process as a share of step_time, longest first."""
-    waits = {who: values.get(f"wait/{who}_s") or 0.0 for who in ("trainer", "sampler")}
-    shares = {who: wait / values["step_time"] for who, wait in waits.items() if wait and values.get("step_time")}
-    return dict(sorted(shares.items(), key=lambda item: -item[1]))
+def _longest_wait(values: Mapping[str, float]) -> str:
+    """ "trainer waited 21%" of step_time for the other process; of the two the longer."""
+    wait, who = max((values.get(f"wait/{who}_s") or 0.0, who) for who in ("sampler", "trainer"))
+    return f"{who} waited {wait / values['step_time']:.0%}" if wait and values.get("step_time") else ""

@@ -8,9 +8,9 @@ import math
 import pytest
 
 from common.config import Config
-from report.display import StepDisplay, wants_live
+from report.display import StepDisplay
 from report.escape import strip_escapes
-from report.step_text import clock, eval_line, panel_rows, sparkline, step_line
+from report.step_text import clock, step_line
 from tests.support.configs import config_of
 
 VALUES = {
@@ -38,13 +38,6 @@ LINE = (
 EVALUATION = {"step": 40, "n": 512, "full_marks": {"answer": 300, "format": 500}}
 
 
-class Terminal(io.StringIO):
-    encoding = "utf-8"
-
-    def isatty(self) -> bool:
-        return True
-
-
 class Clock:
     def __init__(self) -> None:
         self.seconds = 100.0
@@ -55,21 +48,6 @@ class Clock:
 
 def config(max_steps: int = 60) -> Config:
     return config_of(run={"output_dir": "runs/x"}, trainer={"max_steps": max_steps})
-
-
-@pytest.fixture
-def terminal(monkeypatch) -> Terminal:
-    for name, value in {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.delenv("CI", raising=False)
-    return Terminal()
-
-
-def last_panel(terminal: Terminal) -> str:
-    lines = [strip_escapes(line) for line in terminal.getvalue().split("\n")]
-    start = max(number for number, line in enumerate(lines) if "╭" in line)
-    return "\n".join(lines[start:])
 
 
 SICK = {"reward": math.nan, "kl": 0.000012, "tombstones": 2, "wait/sampler_s": 3.0, "wait/trainer_s": 1.0}
@@ -96,29 +74,6 @@ def test_a_step_is_one_line_with_what_was_measured(place, values, eta_s, expecte
     assert step_line(*place, values, eta_s) == expected
 
 
-def test_the_panel_shows_what_rollouts_of_several_turns_do():
-    values = TURNS | {"rollout/observed_tokens": 40.2, "rollout/environment_s": 0.125}
-    assert panel_rows([values], "", "") == [
-        ("turns", "turns 2.0 · calls 1.25 (8% failed) · 3 failed rollouts · 40 tokens observed · 0.12 s in tools")
-    ]
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([], ""),
-        ([0, 1, 2, 3, 4, 5, 6, 7], "▁▂▃▄▅▆▇█"),
-        ([0, 7, math.nan, 3.5], "▁█ ▅"),
-        ([2.0, 2.0, 2.0], "▄▄▄"),
-        ([-1, 1], "▁█"),
-        ([math.inf], " "),
-        ([9.0] * 10 + [0.0] * 39 + [1.0], "▁" * 39 + "█"),
-    ],
-)
-def test_a_sparkline_spans_its_own_minimum_and_maximum_over_the_last_40_values(values, expected):
-    assert sparkline(values) == expected
-
-
 def test_clock_writes_minutes_and_hours():
     assert [clock(s) for s in (9.4, 59.6, 3599, 3754, 90_000)] == ["0:09", "1:00", "59:59", "1:02:34", "25:00:00"]
 
@@ -139,35 +94,7 @@ def test_strip_escapes_leaves_one_printable_line(text, expected):
     assert strip_escapes(text) == expected
 
 
-def test_a_live_panel_needs_a_capable_terminal_and_a_person_who_did_not_refuse_it():
-    assert wants_live(True, {"TERM": "xterm", "NO_COLOR": "", "CI": ""})
-    assert not wants_live(False, {"TERM": "xterm"})
-    for environ in ({"TERM": "dumb"}, {}, {"TERM": "xterm", "NO_COLOR": "1"}, {"TERM": "xterm", "CI": "true"}):
-        assert not wants_live(True, environ)
-
-
-def test_panel_rows_name_each_fact_once_and_say_who_waits_for_whom():
-    earlier = VALUES | {"reward": 0.71, "rewards/answer/accuracy": 0.3}
-    assert panel_rows([earlier, VALUES], "answer 58.6%", "waiting 3 s for groups") == [
-        ("reward", "1.42 ±0.31   ▁█"),
-        ("answer", "0.61         ▁█"),
-        ("format", "0.93         ▄▄"),
-        ("batch", "23 tokens long · 2% cut off · 12% dead groups · kl 0.004"),
-        ("speed", "1830 tok/s · 1.1 s per step"),
-        ("waits", "trainer 21% of the step for the sampler · sampler 3% of the step for the trainer"),
-        ("policy", "v12 · rollouts 0 behind"),
-        ("held-out", "answer 58.6%"),
-        ("now", "waiting 3 s for groups"),
-    ]
-    assert panel_rows([], "", "") == []
-
-
-def test_an_evaluation_is_shown_as_shares_of_full_marks():
-    assert eval_line(EVALUATION) == "answer 58.6%  format 97.7%  (v40, n = 512)"
-    assert eval_line({"step": 0, "n": 0, "full_marks": {"answer": 0}}) == "(v0, n = 0)"
-
-
-def test_plain_mode_prints_one_line_per_step_note_and_evaluation_and_estimates_the_end_from_the_pace():
+def test_a_line_per_step_note_and_evaluation_with_the_end_estimated_from_the_pace():
     stream, now = io.StringIO(), Clock()
     display = StepDisplay(config(), stream, now)
     display.note("resumed at step 9")
@@ -175,13 +102,12 @@ def test_plain_mode_prints_one_line_per_step_note_and_evaluation_and_estimates_t
     now.seconds += 2.25
     display.step(12, VALUES)  # 2 steps in 2.25 s, 48 steps left
     display.evaluation(EVALUATION)
-    display.close()
     first = LINE.replace("step 12", "step 10").replace("ETA 0:54", "ETA 0:55")
     held_out = "held-out  answer 58.6%  format 97.7%  (v40, n = 512)"
     assert stream.getvalue().split("\n") == ["resumed at step 9", first, LINE, held_out, ""]
 
 
-def test_plain_mode_prints_at_most_one_waiting_line_every_10_seconds():
+def test_at_most_one_waiting_line_every_10_seconds():
     stream, now = io.StringIO(), Clock()
     display = StepDisplay(config(), stream, now)
     for second in range(25):
@@ -190,7 +116,7 @@ def test_plain_mode_prints_at_most_one_waiting_line_every_10_seconds():
     assert stream.getvalue().split("\n") == ["waiting 0 s", "waiting 10 s", "waiting 20 s", ""]
 
 
-def test_plain_mode_replaces_what_the_stream_cannot_encode():
+def test_what_the_stream_cannot_encode_is_replaced():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     StepDisplay(config(), stream).step(12, VALUES)
@@ -204,38 +130,6 @@ def test_a_closed_stream_ends_the_display_and_not_the_run():
     display.step(1, VALUES)
     display.waiting("waiting 1 s")
     display.note("still here")
-    display.close()
-
-
-def test_the_live_panel_shows_progress_rewards_waits_and_the_last_evaluation(terminal):
-    now = Clock()
-    display = StepDisplay(config(), terminal, now)
-    display.evaluation(EVALUATION)
-    display.step(11, VALUES)
-    now.seconds += 1.125
-    display.step(12, VALUES)
-    display.waiting("waiting 3 s for groups: have 3 of 8 \x1b]0;owned\x07– normal")
-    panel = last_panel(terminal)
-    for text in ("runs/x · step 12/60 · ETA 0:54", "1.42 ±0.31   ▄▄", "0.61         ▄▄", "12% dead groups"):
-        assert text in panel
-    assert "trainer 21% of the step for the sampler" in panel
-    assert "answer 58.6%  format 97.7%  (v40, n = 512)" in panel
-    assert "waiting 3 s for groups: have 3 of 8 – normal" in panel
-    assert "owned" not in terminal.getvalue()
-    display.step(13, VALUES)
-    assert "waiting" not in last_panel(terminal)
-    display.close()
-    display.close()
-
-
-def test_a_note_stays_above_the_live_panel_and_closing_gives_the_cursor_back(terminal):
-    display = StepDisplay(config(), terminal)
-    display.note("checkpoint [bold]30[/bold] saved\x1b[2J")
-    display.step(1, VALUES)
-    display.close()
-    output = terminal.getvalue()
-    assert "checkpoint [bold]30[/bold] saved" in output and "\x1b[2J" not in output
-    assert output.rfind("\x1b[?25h") > output.rfind("\x1b[?25l") >= 0  # cursor shown after it was hidden
 
 
 def test_advice_is_said_once_per_cause_and_counted_in_every_step_while_it_holds():
@@ -249,7 +143,6 @@ def test_advice_is_said_once_per_cause_and_counted_in_every_step_while_it_holds(
     assert [values == {"advice/truncated": 1.0} for values in found] == expected
     assert stream.getvalue().count("advice: ") == 1
     assert stream.getvalue().startswith("advice: 90% of completions reach max_completion_length 256")
-    assert ("advice", "truncated") in panel_rows([{"advice/truncated": 1.0}], "", "")
 
 
 def test_advice_after_a_resume_goes_on_where_it_was():

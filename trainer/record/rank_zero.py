@@ -60,7 +60,6 @@ def open_rank_zero(
     log = MetricsLog(output_dir, config.run.report_to, *resumed_at)
     stack.callback(log.close)
     display = StepDisplay(config)
-    stack.callback(display.close)
     display.recall(read_jsonl(output_dir / "metrics.jsonl"), read_jsonl(output_dir / "eval.jsonl"))
     if uneven := config.uneven_work(world_size()):
         display.note(uneven)
