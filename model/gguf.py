@@ -7,9 +7,7 @@ parts, and writing GGUF.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -49,9 +47,6 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
     temporary = folder.with_name(f"{durable.TEMPORARY}{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)  # what a killed conversion left
     _save(file, temporary, dtype)
-    with file.open("rb") as opened:
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()
-    (temporary / "source.json").write_text(json.dumps({"file": file.name, "sha256": digest}))  # for the model card
     durable.commit_dir(temporary, folder)
 
 

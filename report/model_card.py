@@ -2,7 +2,7 @@
 
     write_model_card(Path("runs/quickstart"), Path("runs/quickstart/final"), version=60)
 
-Reads config.json, environment.json, metrics.jsonl and eval.jsonl of the run folder; the text is model_card.md.jinja.
+Reads config.json, metrics.jsonl and eval.jsonl of the run folder; the text is model_card.md.jinja.
 Left out: the licence, intended use and risks, which only a person can say.
 """
 
@@ -11,19 +11,20 @@ from __future__ import annotations
 import json
 import re
 import sys
+from importlib import metadata
 from pathlib import Path
 
 from common.config import Config
 from common.durable import write_file
 from report.comparison import comparison
 from report.curves import history_of
-from report.environment import FILE as ENVIRONMENT
 from report.full_marks import Records
-from report.public_settings import base_model, hub_id, public_settings, shown_path
+from report.public_settings import hub_id, public_settings, shown_path
 from report.step_text import clock, wall_s
 
 FILE = "README.md"
 ADAPTERS = "adapter_config.json"  # peft's
+PACKAGES = ("torch", "vllm", "deepspeed", "transformers", "peft")
 _TAGS = {"gae": "ppo"}  # where the hub's word is another one
 
 
@@ -49,7 +50,7 @@ def model_card(run_folder: Path, folder: Path, version: int) -> str:
     config = Config.model_validate(json.loads((run_folder / "config.json").read_text()))
     rows, evaluations = history_of(run_folder)
     measured = [record for record in evaluations if record["step"] in (evaluations[0]["step"], version)]
-    is_adapter, environment = (folder / ADAPTERS).is_file(), run_folder / ENVIRONMENT
+    is_adapter = (folder / ADAPTERS).is_file()
     settings, estimator = public_settings(config), config.algorithm.adv_estimator
     base, train = hub_id(config.model.path), _listed(config.data.train)
     data = ModelCardData(
@@ -72,18 +73,25 @@ def model_card(run_folder: Path, folder: Path, version: int) -> str:
             name=run_folder.resolve().name,
             version=version,
             is_adapter=is_adapter,
-            base=base_model(config.model.path),
+            base=shown_path(config.model.path),
             config=config,
             results=comparison(measured),
             measured=" and ".join(str(record["step"]) for record in measured),
             held_out=", ".join(map(shown_path, _listed(config.data.eval))),
             train=", ".join(map(shown_path, train)),
             trained=_trained([row for row in rows if row.get("policy_version", version) <= version]),
-            environment=json.loads(environment.read_text()) if environment.is_file() else {},
+            versions=_versions(),
             settings=settings,
             fence="`" * max(3, 1 + max(map(len, re.findall("`+", settings)), default=0)),
         )
     )
+
+
+def _versions() -> str:
+    """ "torch 2.13.0, vllm 0.32.0": of what is installed here."""
+    installed = {one.name.lower(): one.version for one in metadata.distributions()}
+    found = {name: installed.get(name) or installed.get(f"{name}-cpu") for name in PACKAGES}
+    return ", ".join(f"{name} {version}" for name, version in found.items() if version)
 
 
 def _trained(rows: Records) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -30,15 +29,6 @@ def hub_id(source: str) -> str | None:
 def shown_path(value: str) -> str:
     """Folders of this machine are nobody's business: "/home/me/models/qwen" → "…/qwen". Others as they are."""
     return f"…/{value.rstrip('/').rpartition('/')[2]}" if value.startswith(("/", "~")) else value
-
-
-def base_model(path: str) -> str:
-    """A hub id, a folder as shown_path has it, or the GGUF file that a folder was converted from (model/gguf.py)."""
-    try:
-        source = json.loads((Path(path).expanduser() / "source.json").read_text())
-        return f"{source['file']}, sha256 {source['sha256']}"
-    except (OSError, ValueError, LookupError, TypeError):
-        return shown_path(path)
 
 
 def public_settings(config: Config) -> str:

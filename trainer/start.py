@@ -16,7 +16,6 @@ from common.run_folder import sampler_log
 from common.watchdog import Watchdog
 from model.folder import require_models
 from model.tokenizer import load_tokenizer
-from report.environment import write_environment
 from trainer.engine.deepspeed_config import deepspeed_config
 
 if TYPE_CHECKING:
@@ -52,7 +51,6 @@ def _taken(config: Config) -> Any:
 
 def _run(config: Config) -> None:
     """Rank 0 opens what only it has first: a taken port or a wrong checkpoint must not cost the start of all ranks."""
-    from model import devices
     from trainer.algorithm.advantages import try_own_estimator
     from trainer.algorithm.losses import try_own_objective
     from trainer.engine.deepspeed_model import init_distributed
@@ -84,8 +82,6 @@ def _run(config: Config) -> None:
         exchange = connect(config)
         resume_from, run_id = exchange.text(resume_from), exchange.text(run_id)
         engine = PolicyEngine(config, exchange.world_size, exchange.sequence_group).start()
-        if rank_zero is not None:
-            write_environment(config.run.output_dir, engine.world_size, devices.name(engine.device))
         critic = _critic(config, exchange, len(tokenizer))
         if resume_from:
             checkpoint.restore(engine, Path(resume_from), critic)

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,26 +15,17 @@ from typing import Any
 import huggingface_hub  # ModelCard is imported when it is used: that takes half a second
 import pytest
 import torch
-import yaml
 
 from common import failpoints
 from common.config import Config, load
 from common.redact import redacted
-from report import environment
 from report.model_card import write_model_card
-from report.public_settings import hub_id, public_settings
+from report.public_settings import hub_id
 from report.run_log import MetricsLog
 from tests.unit.test_checkpoint_faults import ONE_RANK, SmallEngine, tokenizer
 from trainer.save import checkpoint
 from trainer.save.best import Best
 
-ENVIRONMENT = {
-    "packages": {"torch": "2.13.0", "vllm": "0.32.0", "deepspeed": "0.19.8", "transformers": "5.19.0", "peft": None},
-    "python": "3.11.9",
-    "commit": "0123456789abcdef-dirty",
-    "device": "NVIDIA H100",
-    "ranks": 2,
-}
 SETTINGS: dict[str, Any] = {
     "model": {"path": "Qwen/Qwen2.5-0.5B-Instruct"},
     "data": {"train": "openai/gsm8k:main@train[:512]", "eval": "openai/gsm8k:main@test"},
@@ -61,7 +51,6 @@ def run_folder(folder: Path, *evaluations: dict[str, Any], **settings: Any) -> P
         log.log_eval(record)
     log.close()
     (run / "config.json").write_text(json.dumps(redacted(config.model_dump(mode="json"))))
-    (run / environment.FILE).write_text(json.dumps(ENVIRONMENT))
     return run
 
 
@@ -90,22 +79,16 @@ FIRST, MIDDLE, LAST = evaluation(0, 128, 256), evaluation(20, 300, 400), evaluat
 @pytest.mark.parametrize(
     ("evaluations", "version", "line", "versions"),
     [
-        # by hand: 128 of 512 is 25 %, and Wilson's interval there (z = 1.96) is 25.37 ± 3.74, so 21.4 to 28.9
-        (
-            (FIRST, MIDDLE, LAST),
-            60,
-            "25.0 % → 75.0 %  (n = 512; 95 % intervals [21.4, 28.9] → [71.1, 78.6])",
-            "0 and 60",
-        ),
-        ((FIRST, MIDDLE, LAST), 40, "25.0 %  (n = 512; 95 % interval [21.4, 28.9])", "0"),  # 40 borrows from no other
-        ((LAST,), 60, "75.0 %  (n = 512; 95 % interval [71.1, 78.6])", "60"),
+        ((FIRST, MIDDLE, LAST), 60, "25.0 % → 75.0 %", "0 and 60"),
+        ((FIRST, MIDDLE, LAST), 40, "25.0 %", "0"),  # 40 borrows from no other
+        ((LAST,), 60, "75.0 %", "60"),
     ],
 )
 def test_a_card_compares_the_first_evaluation_with_that_of_its_own_version(
     evaluations: tuple[dict[str, Any], ...], version: int, line: str, versions: str, tmp_path: Path
 ) -> None:
     text = str(card_of(run_folder(tmp_path, *evaluations), version))
-    assert f"held-out answer: {line}" in text.splitlines()
+    assert f"held-out answer: {line}  (n = 512" in text
     assert f"on openai/gsm8k:main@test at temperature 0.0, policy version {versions}." in text
     assert f"This is version {version} of the policy" in text
 
@@ -113,8 +96,7 @@ def test_a_card_compares_the_first_evaluation_with_that_of_its_own_version(
 def test_it_says_what_was_trained_on_what_by_what_and_has_no_number_that_the_run_has_not(tmp_path: Path) -> None:
     text = str(card_of(run_folder(tmp_path)))
     assert "This is version 60 of the policy: 60 optimizer steps, 245,760 completion tokens, 1:00, on `openai/" in text
-    assert "2 trainer ranks, NVIDIA H100; Python 3.11.9, torch 2.13.0, vllm 0.32.0, deepspeed 0.19.8, " in text
-    assert "peft" not in text and "commit 0123456789abcdef-dirty." in text
+    assert f"By torch {torch.__version__}, vllm " in text
     assert "the run made no held-out evaluation of it" in text and "%" not in text.split("## Use")[0]
 
 
@@ -140,18 +122,10 @@ def test_neither_secrets_nor_folders_of_this_machine_are_published(tmp_path: Pat
         vllm={"hf_token": "hf_verysecret"},
     )
     card = card_of(run)
-    for secret in ("somebody", "hf_verysecret", "me:word", "10.1.2.3", str(tmp_path)):
+    for secret in ("somebody", "hf_verysecret", "me:word", "10.1.2.3", str(tmp_path), "channel", "output_dir"):
         assert secret not in str(card)
     assert "…/qwen" in str(card) and "…/a.jsonl" in str(card) and "hf_token: '***'" in str(card)
     assert not {"base_model", "datasets"} & set(card.data.to_dict())
-
-
-def test_a_converted_gguf_file_is_named_by_its_contents(tmp_path: Path) -> None:
-    base = tmp_path / "b179c9-float32"
-    base.mkdir()
-    (base / "source.json").write_text('{"file": "SmolLM2-135M.Q8_0.gguf", "sha256": "b179c9"}')
-    text = str(card_of(run_folder(tmp_path, model={"path": str(base)})))
-    assert "`SmolLM2-135M.Q8_0.gguf, sha256 b179c9`, trained with" in text
 
 
 @pytest.mark.parametrize(
@@ -165,11 +139,6 @@ def test_a_converted_gguf_file_is_named_by_its_contents(tmp_path: Path) -> None:
 )
 def test_hub_ids_are_told_from_files_and_folders(source: str, expected: str | None) -> None:
     assert hub_id(source) == expected
-
-
-def test_what_only_concerned_one_machine_is_in_no_settings() -> None:
-    config = Config.model_validate(SETTINGS | {"weights": {"dir": "/fast"}, "channel": {"stall_timeout_s": 5}})
-    assert set(yaml.safe_load(public_settings(config))) == {*SETTINGS}
 
 
 def test_a_card_that_cannot_be_made_costs_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,35 +186,11 @@ def test_the_best_version_is_described_and_not_the_last_one(tmp_path: Path) -> N
     run = run_folder(tmp_path, *evaluations)
     (run / "best").mkdir()
     (run / "best" / "commit.json").write_text('{"policy_version": 20, "metric": "answer/accuracy", "value": 0.75}')
-    config = Config.model_validate(
-        SETTINGS
-        | {
-            "run": {"output_dir": run},
-            "eval": {"metric_for_best_model": "answer/accuracy", "load_best_model_at_end": True},
-        }
-    )
+    best_of = {"metric_for_best_model": "answer/accuracy", "load_best_model_at_end": True}
+    config = Config.model_validate(SETTINGS | {"run": {"output_dir": run}, "eval": best_of})
     ranks: Any = SimpleNamespace(rank=0, world_size=1, agree=lambda value: value)
     best = Best(config, ranks, print, lambda: evaluations)
     best.look_at_history()
     assert best.commit_as_final(partial(write_model_card, run))
     card = huggingface_hub.ModelCard.load(run / "final" / "README.md")
     assert "25.0 % → 75.0 %" in str(card) and "This is version 20 of the policy" in str(card)
-
-
-def test_the_environment_is_what_is_installed_here(tmp_path: Path) -> None:
-    environment.write_environment(tmp_path, ranks=2, device="")
-    found = json.loads((tmp_path / environment.FILE).read_text())
-    assert found["packages"]["torch"] == torch.__version__ and found["packages"]["vllm"]
-    assert found["device"].endswith(" cores") and found["ranks"] == 2
-
-
-def test_a_commit_is_that_of_this_folder_and_says_whether_files_differ(tmp_path: Path) -> None:
-    assert environment.git_commit(tmp_path) is None
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    (tmp_path / "file").write_text("1")
-    for words in (["init", "-q"], ["add", "file"], ["commit", "-q", "-m", "one"]):
-        subprocess.run([*git, *words], check=True)
-    head = environment.git_commit(tmp_path)
-    assert head is not None and len(head) == 40
-    (tmp_path / "file").write_text("2")
-    assert environment.git_commit(tmp_path) == f"{head}-dirty"

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import re
 import statistics
 import subprocess
@@ -26,7 +27,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from report.environment import processor
 from report.run_log import read_jsonl
 from tools.benchmarks.cells import CELLS, ROOT, Cell, named
 from tools.benchmarks.trl_formulas import install, python
@@ -61,10 +61,10 @@ def command(row: str, cell: Cell, steps: int, out: Path) -> list[str]:
 
 def machine() -> str:
     """ "AMD EPYC (family 25, model 1), 2 cores": processors of several generations have the same name."""
-    number = re.compile(r"^(cpu family|model)\s*:\s*(\d+)$", re.MULTILINE)
-    parts = dict(number.findall(Path("/proc/cpuinfo").read_text()))
-    kind = f" (family {parts['cpu family']}, model {parts['model']})" if len(parts) == 2 else ""
-    return f"{processor()}{kind}, {len(os.sched_getaffinity(0))} cores"
+    fact = re.compile(r"^(model name|cpu family|model)\s*:\s*(.+)$", re.MULTILINE)
+    parts = dict(fact.findall(Path("/proc/cpuinfo").read_text()))
+    kind = f" (family {parts['cpu family']}, model {parts['model']})" if {"cpu family", "model"} <= parts.keys() else ""
+    return f"{parts.get('model name', platform.machine())}{kind}, {len(os.sched_getaffinity(0))} cores"
 
 
 def _commit() -> str:
