@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import sys
 from pathlib import Path
 
@@ -28,13 +26,9 @@ def test_work_is_counted_as_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert FORWARDS_OF_A_STEP == 5
 
 
-def test_a_cell_is_found_by_its_name_and_others_can_be_named_too() -> None:
-    assert [named(cell.name) for cell in CELLS] == CELLS
+def test_a_cell_is_found_by_its_name_and_trl_trains_by_groups_where_all_would_not_fit_24_gib() -> None:
+    assert [named(cell.name) for cell in CELLS] == CELLS and all(cell.fits_one_forward for cell in CELLS)
     assert named("28m-4x32-p100-c20") == Cell("28m", 4, 32, 100, 20)
-
-
-def test_trl_runs_group_by_group_where_all_sequences_would_not_fit_24_gib() -> None:
-    assert all(cell.fits_one_forward for cell in CELLS)
     # 64 · 192 tokens · 30 layers · width 576 · 40 · 4 bytes = 34 GB
     assert not named("smollm2-135m-8x8-p128-c64").fits_one_forward
 
@@ -47,7 +41,6 @@ def steps(machine: str, flops: float, **walls: list[float]) -> list[dict[str, ob
 def test_rows_have_medians_and_quartiles_beside_the_fastest_trl_row_of_their_cell_and_machine() -> None:
     fast = steps("fast", 4e9, streaming=[1.0, 2.0, 3.0, 4.0, 5.0], trl_stock=[24.0, 24.0], trl_plain=[6.0, 6.0])
     first, second = bench.tables([*fast, *steps("slow", 1e9, streaming=[8.0, 8.0])]).split("**slow**")
-    assert first.startswith("**fast**; one core does 4 GFLOP/s") and second.startswith("; one core does 1 GFLOP/s")
     floor = 5 * forward_flops(CELLS[0]) / 2 / 4e9
     assert first.strip().splitlines()[-3:] == [
         f"| {CELLS[0].name} | trl-stock | 24.000 (24.000–24.000) | 0.25 | {floor:.2f} |",
@@ -86,7 +79,3 @@ def test_every_row_is_a_program_of_this_folder_and_stands_on_the_page(tmp_path: 
     page = (ROOT / "docs" / "performance.md").read_text()
     for row in bench.ROWS:
         assert Path(bench.command(row, CELLS[0], 1, tmp_path)[1]).is_file() and f"| {row} |" in page
-
-
-def test_a_machine_is_named_with_its_processor_and_cores() -> None:
-    assert re.fullmatch(rf".+, {len(os.sched_getaffinity(0))} cores", bench.machine())

@@ -12,7 +12,6 @@ from model.cpu import linear
 from model.cpu.linear import OneDnnLinear, use_onednn
 from model.logprobs import load_causal_lm
 from tests.support.tiny import tiny_model
-from tools.benchmarks.seed_loop import use_torch
 
 
 def layer(weight: Tensor, bias: Tensor | None) -> torch.nn.Linear:
@@ -25,35 +24,6 @@ def layer(weight: Tensor, bias: Tensor | None) -> torch.nn.Linear:
     return made
 
 
-def test_a_layer_of_two_by_two_computed_by_hand() -> None:
-    made = layer(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([0.5, -0.5]))
-    x = torch.tensor([[10.0, 1.0]], requires_grad=True)
-    y = made(x)
-    assert y.tolist() == [[12.5, 33.5]]  # 10 + 2 + 0.5, 30 + 4 − 0.5
-    y.backward(torch.tensor([[1.0, 2.0]]))
-    assert x.grad is not None and x.grad.tolist() == [[7.0, 10.0]]  # 1·(1 2) + 2·(3 4)
-    assert made.weight.grad is not None and made.weight.grad.tolist() == [[10.0, 1.0], [20.0, 2.0]]
-    assert made.bias.grad is not None and made.bias.grad.tolist() == [1.0, 2.0]
-
-
-@pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize("leading", [(1, 37), (3, 5), (9,), ()])
-def test_values_and_gradients_are_those_of_float64(leading: tuple[int, ...], has_bias: bool) -> None:
-    torch.manual_seed(0)
-    outputs, inputs = 48, 96
-    weight, bias = torch.randn(outputs, inputs), torch.randn(outputs) if has_bias else None
-    x, dy = torch.randn(*leading, inputs), torch.randn(*leading, outputs)
-    made = layer(weight, bias)
-    exact = torch.nn.Linear(inputs, outputs, bias=has_bias).double()
-    exact.load_state_dict(made.state_dict())
-    found, wanted = run(made, x, dy), run(exact, x.double(), dy.double())
-    assert found["weight"].is_contiguous()
-    for name in wanted:
-        scale = wanted[name].abs().max()
-        # sums of 96 products: float32 keeps 1e-6 of the largest; bfloat16 would keep 1e-2
-        assert (found[name] - wanted[name]).abs().max() < 1e-6 * scale, name
-
-
 def run(made: torch.nn.Linear, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
     x = x.clone().requires_grad_()
     y = made(x)
@@ -63,26 +33,35 @@ def run(made: torch.nn.Linear, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
     return {"y": y.detach(), "x": x.grad} | {name: g for name, g in gradients.items() if g is not None}
 
 
-@pytest.mark.parametrize("shape", [(0, 4), (2, 0, 4)])
-def test_no_rows_give_no_rows(shape: tuple[int, ...]) -> None:
-    assert layer(torch.ones(3, 4), None)(torch.ones(*shape)).shape == (*shape[:-1], 3)
-
-
-def test_transposed_inputs_and_gradients_are_read_as_what_they_are() -> None:
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("leading", [(1, 37), (3, 5), (9,), (), "transposed"], ids=str)
+def test_values_and_gradients_are_those_of_float64(leading: tuple[int, ...] | str, has_bias: bool) -> None:
     torch.manual_seed(0)
-    made = layer(torch.randn(6, 5), None)
-    x = torch.randn(5, 7).t()
-    found = run(made, x, torch.randn(6, 7).t())
-    wanted = run(made, x.contiguous(), torch.randn(6, 7).t())
-    assert torch.allclose(found["y"], wanted["y"], atol=1e-6)
-    assert torch.allclose(found["y"], x @ made.weight.t(), atol=1e-6)
+    outputs, inputs = 48, 96
+    weight, bias = torch.randn(outputs, inputs), torch.randn(outputs) if has_bias else None
+    if isinstance(leading, str):
+        x, dy = torch.randn(inputs, 7).t(), torch.randn(outputs, 7).t()
+    else:
+        x, dy = torch.randn(*leading, inputs), torch.randn(*leading, outputs)
+    made = layer(weight, bias)
+    exact = torch.nn.Linear(inputs, outputs, bias=has_bias).double()
+    exact.load_state_dict(made.state_dict())
+    found, wanted = run(made, x, dy), run(exact, x.double(), dy.double())
+    assert found.keys() == wanted.keys() and found["weight"].is_contiguous()
+    for name in wanted:
+        scale = wanted[name].abs().max()
+        # sums of 96 products: float32 keeps 1e-6 of the largest; bfloat16 would keep 1e-2
+        assert (found[name] - wanted[name]).abs().max() < 1e-6 * scale, name
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes_are_left_to_torch(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [(torch.bfloat16, (3, 5)), (torch.float64, (3, 5)), (torch.float32, (0, 5)), (torch.float32, (2, 0, 5))],
+)
+def test_other_dtypes_and_no_rows_are_left_to_torch(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     made = layer(torch.randn(6, 5), torch.randn(6)).to(dtype)
-    x = torch.randn(3, 5, dtype=dtype)
+    x = torch.randn(shape).to(dtype)
     assert torch.equal(made(x), torch.nn.functional.linear(x, made.weight, made.bias))
 
 
@@ -110,29 +89,20 @@ def test_rows_of_any_number_reach_onednn_in_a_few_shapes(monkeypatch: pytest.Mon
     assert shapes == {shape for rows in (32, 64) for shape in ((rows, 5, 3, 5), (rows, 3, 5, 3), (3, rows, 5, rows))}
 
 
-def linear_layers(folder: Path) -> tuple[torch.nn.Module, list[torch.nn.Linear]]:
-    tiny_model(folder)
-    model = load_causal_lm(str(folder), "float32", None, False)
-    layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    assert len(layers) > 7
-    return model, layers
-
-
-def test_every_linear_layer_of_a_loaded_model_uses_it_under_its_old_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(linear, "_suits_mkl", lambda: False)
-    model, layers = linear_layers(tmp_path)
-    assert {type(m) for m in layers} == {OneDnnLinear}
-    names = set(model.state_dict())
-    use_torch(model)
-    assert {type(m) for m in layers} == {torch.nn.Linear}
-    assert set(model.state_dict()) == names
-
-
-@pytest.mark.parametrize("differs", ["y", "dx", "dw", "off"])
-def test_layers_stay_with_torch_where_a_product_differs_or_the_user_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, differs: str
+@pytest.mark.parametrize(
+    ("differs", "suits_mkl", "has_mkl", "kind"),
+    [
+        ("", False, True, OneDnnLinear),
+        ("", True, False, OneDnnLinear),
+        ("", True, True, torch.nn.Linear),
+        ("y", False, True, torch.nn.Linear),
+        ("dx", False, True, torch.nn.Linear),
+        ("dw", False, True, torch.nn.Linear),
+        ("off", False, True, torch.nn.Linear),
+    ],
+)
+def test_a_loaded_model_uses_it_but_where_mkl_is_faster_a_product_differs_or_the_user_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, differs: str, suits_mkl: bool, has_mkl: bool, kind: type
 ) -> None:
     product = linear._product
 
@@ -140,19 +110,14 @@ def test_layers_stay_with_torch_where_a_product_differs_or_the_user_says_so(
         of = "y" if weight.is_contiguous() else "dx" if x.is_contiguous() else "dw"
         return product(x, weight, bias) * (1.01 if of == differs else 1)
 
-    monkeypatch.setattr(linear, "_suits_mkl", lambda: False)
+    monkeypatch.setattr(linear, "_product", wrong)
+    monkeypatch.setattr(linear, "_suits_mkl", lambda: suits_mkl)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: has_mkl)
     if differs == "off":
         monkeypatch.setenv("TANDEM_CPU_TRICKS", "0")
-    monkeypatch.setattr(linear, "_product", wrong)
-    assert {type(m) for m in linear_layers(tmp_path)[1]} == {torch.nn.Linear}
-
-
-def test_on_a_processor_that_mkl_knows_the_layers_stay_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_suits_mkl", lambda: True)
-    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-    assert {type(m) for m in linear_layers(tmp_path / "a")[1]} == {torch.nn.Linear}
-    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
-    assert {type(m) for m in linear_layers(tmp_path / "b")[1]} == {OneDnnLinear}
+    model = load_causal_lm(str(tiny_model(tmp_path)), "float32", None, False)
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    assert len(layers) > 7 and {type(module) for module in layers} == {kind}
 
 
 @pytest.mark.parametrize(

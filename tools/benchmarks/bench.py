@@ -1,4 +1,4 @@
-"""Side by side: TRL, the plain loop with one improvement after the other, and Tandem.  `bash launch.sh bench`
+"""Side by side: TRL and Tandem.  `bash launch.sh bench`
 
     bash launch.sh bench                                     everything: hours
     bash launch.sh bench --cells 1m-8x8-p256-c64             one cell
@@ -34,8 +34,7 @@ from tools.benchmarks.work import FORWARDS_OF_A_STEP, forward_flops, measured_fl
 
 RESULTS = ROOT / "runs" / "bench.jsonl"
 
-TRL_ROWS = {f"trl-{backend}": backend for backend in ("stock", "plain", "vllm")}
-LADDER = {f"ladder-{rung}": rung for rung in ("seed", "reuse", "flat", "shared", "completions", "onednn")}
+TRL_ROWS = {f"trl-{backend}": backend for backend in ("stock", "plain")}
 TANDEM = {
     "streaming": ["trainer.max_staleness=0", "reference.on=sampler"],
     "streaming-ref": ["trainer.max_staleness=0", "reference.on=trainer"],
@@ -44,7 +43,7 @@ TANDEM = {
     "run-ahead-bf16": ["trainer.max_staleness=1", "model.dtype=bfloat16"],
 }
 HEAD = "| cell | row | seconds of a step | × TRL | floor, s |\n|---|---|---|---|---|"
-ROWS = [*TRL_ROWS, *LADDER, *TANDEM]
+ROWS = [*TRL_ROWS, *TANDEM]
 
 
 def command(row: str, cell: Cell, steps: int, out: Path) -> list[str]:
@@ -54,8 +53,6 @@ def command(row: str, cell: Cell, steps: int, out: Path) -> list[str]:
     if row in TRL_ROWS:
         install()
         return [str(python()), str(here / "trl_run.py"), *common, "--backend", TRL_ROWS[row]]
-    if row in LADDER:
-        return [sys.executable, str(here / "seed_loop.py"), *common, "--rung", LADDER[row]]
     return [sys.executable, str(here / "tandem_run.py"), *common, "--row", row, "--", *TANDEM[row]]
 
 
@@ -101,7 +98,7 @@ def measure(cells: Sequence[Cell], rows: Sequence[str], steps: int, warmup: int,
 
 
 def _run(row: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """One process of a row. TRL and the plain loop have all cores; Tandem's processes share them as launch.sh says."""
+    """One process of a row. TRL has all cores; Tandem's processes share them as launch.sh says."""
     threads = {} if row in TANDEM else {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
     inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     environment = inherited | {"HF_HUB_OFFLINE": "1"} | threads

@@ -2,8 +2,6 @@
 
     stock    generation by transformers' generate; everything else TRL's default, but float32 and CPU
     plain    the same without gradient checkpointing, TRL's default: faster where memory suffices
-    vllm     the same with vLLM in process. TRL's own weight hand-over cannot reach the weights that vLLM packs on CPU:
-             here they go through a file into Tandem's reload. Nobody has this row today; it is the best TRL could be.
 
 One update per batch of rollouts, group by group where one forward of all would not fit the memory; beta and learning
 rate as in cells.py, reward functions without a model.
@@ -11,7 +9,6 @@ rate as in cells.py, reward functions without a model.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,38 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.benchmarks.cells import BETA, LEARNING_RATE, Cell, StepLog, cell_parser, prepare, reward_functions
 
 
-def use_vllm_on_cpu(cell: Cell) -> None:
-    """Engine arguments without which vLLM does not run here, and a weight hand-over that reaches the packed weights."""
-    from safetensors.torch import save_file
-    from trl.generation import vllm_generation
-
-    stock = vllm_generation.LLM
-
-    def engine(**arguments: Any) -> Any:
-        arguments |= {
-            "dtype": "float32", "enforce_eager": True, "block_size": 32, "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(8192, cell.prompt + cell.completion),
-            "worker_extension_cls": "sampler.vllm_worker.WeightExtension",
-        }  # fmt: skip
-        return stock(**arguments)
-
-    def sync_weights(self: Any) -> None:
-        folder = Path(f"/dev/shm/tandem-bench-trl-{os.getpid()}")
-        folder.mkdir(exist_ok=True)
-        save_file(
-            {name: p.detach().contiguous() for name, p in self._iter_named_params() if name != "lm_head.weight"},
-            folder / "model.safetensors",
-        )
-        self.llm.collective_rpc("load_weights_from", args=(str(folder),))
-        self.llm.reset_prefix_cache()
-
-    vllm_generation.LLM = engine
-    vllm_generation.VLLMGeneration.sync_weights = sync_weights
-
-
 def main() -> None:
     parser = cell_parser(__doc__)
-    parser.add_argument("--backend", choices=("stock", "plain", "vllm"), default="stock")
+    parser.add_argument("--backend", choices=("stock", "plain"), default="stock")
     arguments = parser.parse_args()
     cell: Cell = arguments.cell
     folder = prepare(cell)
@@ -66,11 +34,7 @@ def main() -> None:
     else:
         rows = rows.rename_column("question", "prompt")
     assert isinstance(rows, Dataset)
-    if arguments.backend == "vllm":
-        use_vllm_on_cpu(cell)
     fixed = {} if cell.is_natural else {"min_new_tokens": cell.completion}
-    if arguments.backend == "vllm" and fixed:
-        fixed = {"ignore_eos": True}
     micro_batches = 1 if cell.fits_one_forward else cell.prompts
     config = GRPOConfig(
         output_dir=str(folder / "trl"), use_cpu=True, bf16=False, report_to="none", save_strategy="no",
@@ -79,9 +43,7 @@ def main() -> None:
         gradient_accumulation_steps=micro_batches,
         num_generations=cell.generations, max_completion_length=cell.completion, beta=BETA,
         learning_rate=LEARNING_RATE, lr_scheduler_type="constant", max_grad_norm=1.0, num_iterations=1,
-        generation_kwargs=fixed or None, use_vllm=arguments.backend == "vllm",
-        vllm_max_model_length=cell.prompt + cell.completion if arguments.backend == "vllm" else None,
-        model_init_kwargs={"dtype": "float32"},
+        generation_kwargs=fixed or None, model_init_kwargs={"dtype": "float32"},
         **({} if arguments.backend == "stock" else {"gradient_checkpointing": False}),
     )  # fmt: skip
     log = StepLog(arguments.out, f"trl-{arguments.backend}", cell)
