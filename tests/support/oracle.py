@@ -166,14 +166,6 @@ def loss_and_gradient(completions: Sequence[ScoredCompletion], o: Objective) -> 
     return loss, gradients
 
 
-def entropy_and_gradient(logits: Sequence[float], temperature: float) -> tuple[float, list[float]]:
-    """H of softmax(logits / T), and dH / d logit_v = − p_v · (log p_v + H) / T."""
-    weights = [math.exp(z / temperature) for z in logits]
-    probs = [w / math.fsum(weights) for w in weights]
-    entropy = -math.fsum(p * math.log(p) for p in probs)
-    return entropy, [-p * (math.log(p) + entropy) / temperature for p in probs]
-
-
 def numeric_gradient(function: Callable[[float], float], at: float, step: float = 1e-6) -> float:
     return (function(at + step) - function(at - step)) / (2 * step)
 

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from common.errors import UserError
 from model import attention, devices
-from model.attention import pad_index, unpad_index
-from model.logprobs import load_causal_lm, score_row
+from model.logprobs import load_causal_lm
 from model.packing import Packing, pack
-from tests.support.tiny import dense_logprobs, randomise_vectors
+from tests.support.tiny import randomise_vectors
 
 VOCAB = 61
 # (prompt length, completion lengths): unequal, several in a row, a prompt of one token, a single completion
@@ -37,18 +36,10 @@ def make_model(family: str, **changes: Any) -> Any:
     """A random stock model with two query heads to a key head."""
     import transformers
 
-    settings: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.2,
-        "tie_word_embeddings": False,
-    }
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    more = {"max_position_embeddings": 64, "initializer_range": 0.2, "tie_word_embeddings": False}
+    settings: dict[str, Any] = sizes | heads | more
     config = getattr(transformers, f"{family}Config")(**settings | changes)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
@@ -109,28 +100,13 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
-def test_pad_index_repeats_the_last_token_of_a_shorter_row() -> None:
-    assert pad_index((2, 1)).tolist() == [[0, 1], [2, 2]]
-    assert pad_index((1, 3, 2)).tolist() == [[0, 0, 0], [1, 2, 3], [4, 5, 5]]
+PRECISION = pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)], ids=["f64", "f32"]
+)
 
 
-def test_unpad_index_finds_the_real_tokens() -> None:
-    assert unpad_index((2, 1)).tolist() == [0, 1, 2]
-    assert unpad_index((1, 2)).tolist() == [0, 2, 3]
-
-
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama"])
-@pytest.mark.parametrize("packing", ["shared", "flat", "off"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)], ids=["f64", "f32"])
-def test_logits_and_gradients_equal_one_dense_forward_per_sequence(
-    family: str, packing: Packing, checkpointing: bool, dtype: torch.dtype, tolerance: float
-) -> None:
-    dense = exact(make_model(family)) if dtype == torch.float64 else make_model(family)
-    packed = shared(dense)
-    if checkpointing:
-        packed.gradient_checkpointing_enable({"use_reentrant": False})
-    packed.train()
+def check(dense: Any, packed: Any, packing: Packing, dtype: torch.dtype, tolerance: float) -> None:
+    """Logits, and the gradient of their sum along a random direction."""
     groups = random_groups()
     found, expected = packed_logits(packed, groups, packing), dense_logits(dense, groups)
     assert relative(found, expected) < tolerance
@@ -139,8 +115,22 @@ def test_logits_and_gradients_equal_one_dense_forward_per_sequence(
     assert relative(gradient, gradients(dense, (expected * direction).sum())) < tolerance
 
 
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama"])
+@pytest.mark.parametrize("packing", ["shared", "flat", "off"])
+@PRECISION
+def test_logits_and_gradients_equal_one_dense_forward_per_sequence(
+    family: str, packing: Packing, checkpointing: bool, dtype: torch.dtype, tolerance: float
+) -> None:
+    dense = exact(make_model(family)) if dtype == torch.float64 else make_model(family)
+    packed = shared(dense)
+    if checkpointing:
+        packed.gradient_checkpointing_enable({"use_reentrant": False})
+    check(dense, packed.train(), packing, dtype, tolerance)
+
+
 @pytest.mark.parametrize("heads", [2, 4], ids=["grouped", "plain"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)], ids=["f64", "f32"])
+@PRECISION
 def test_what_a_gpu_is_asked_for_instead_of_a_mask_gives_the_same_logits_and_gradients(
     monkeypatch: pytest.MonkeyPatch, heads: int, dtype: torch.dtype, tolerance: float
 ) -> None:
@@ -148,12 +138,7 @@ def test_what_a_gpu_is_asked_for_instead_of_a_mask_gives_the_same_logits_and_gra
     monkeypatch.setattr(attention, "_mask", lambda *_: pytest.fail("a mask keeps flash attention away"))
     dense = make_model("Qwen2", num_key_value_heads=heads)
     dense = exact(dense) if dtype == torch.float64 else dense
-    packed, groups = shared(dense), random_groups()
-    found, expected = packed_logits(packed, groups), dense_logits(dense, groups)
-    assert relative(found, expected) < tolerance
-    direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
-    gradient = gradients(packed, (found * direction).sum())
-    assert relative(gradient, gradients(dense, (expected * direction).sum())) < tolerance
+    check(dense, shared(dense), "shared", dtype, tolerance)
 
 
 def test_a_gpu_gets_no_mask_and_a_cpu_the_lower_right_triangle() -> None:
@@ -172,24 +157,21 @@ def test_cudnns_attention_which_plans_every_new_shape_is_switched_off() -> None:
     assert torch.backends.cuda.flash_sdp_enabled()
 
 
-def test_scored_rows_equal_dense_log_probs_at_a_temperature() -> None:
-    dense = make_model("Qwen2")
-    groups = random_groups()
-    expected = torch.cat([dense_logprobs(dense, p, c, temperature=0.7) for p, cs in groups for c in cs])
-    found, _ = score_row(shared(dense), pack(groups), temperature=0.7, chunk_size=5)
-    assert (found - expected).abs().max().item() < 1e-5
+@pytest.mark.parametrize(
+    ("family", "changes", "says"),
+    [
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}, "sliding window of 4"),
+        ("Gemma2", {"sliding_window": 64}, "softcap"),
+    ],
+)
+def test_attention_that_packed_rows_do_not_have_is_refused(family: str, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        packed_logits(shared(make_model(family, **changes)), [([1, 2, 3], [[4, 5]])])
 
 
 def test_calling_the_model_without_spans_is_refused() -> None:
-    model = shared(make_model("Qwen2"))
     with pytest.raises(ValueError, match="needs spans"):
-        model(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False)
-
-
-def test_a_sliding_window_shorter_than_a_sequence_is_refused() -> None:
-    model = shared(make_model("Qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=0))
-    with pytest.raises(UserError, match="sliding window of 4"):
-        packed_logits(model, [([1, 2, 3], [[4, 5]])])
+        shared(make_model("Qwen2"))(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False)
 
 
 def test_a_sliding_window_that_holds_every_sequence_changes_nothing() -> None:
@@ -198,30 +180,13 @@ def test_a_sliding_window_that_holds_every_sequence_changes_nothing() -> None:
     assert relative(packed_logits(shared(dense), groups), dense_logits(dense, groups)) < 1e-9
 
 
-def test_a_model_with_logit_soft_capping_in_its_attention_is_refused() -> None:
-    model = shared(make_model("Gemma2", sliding_window=64))
-    with pytest.raises(UserError, match="softcap"):
-        packed_logits(model, [([1, 2, 3], [[4, 5]])])
-
-
 def test_a_recurrent_model_is_refused_when_it_is_loaded(tmp_path: Any) -> None:
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
-    config = Qwen3NextConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        num_experts=0,
-        layer_types=["linear_attention", "full_attention"],
-    )
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    layers = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8, "num_experts": 0}
+    config = Qwen3NextConfig(linear_value_head_dim=8, **sizes | heads | layers)
     Qwen3NextForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="recurrent"):
         load_causal_lm(str(tmp_path), "float32", None, False)

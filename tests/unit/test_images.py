@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,16 +15,9 @@ from PIL import Image
 from common.errors import UserError
 from common.types import EncodedImage
 from model.images import ImageFormat, canary_image, decode_patches, encode_image, image_format, resized_size
+from tests.support.vision import PLAIN, picture
 
-PLAIN = ImageFormat()
 QWEN3 = ImageFormat(patch_size=16, mean=(0.5,) * 3, std=(0.5,) * 3)
-
-
-def picture(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
-    """Smooth in places and noisy in others, so that resizing and rounding have something to do."""
-    noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-    noise[: height // 2] = np.linspace(0, 255, width, dtype=np.uint8)[None, :, None]
-    return Image.fromarray(noise).convert(mode)
 
 
 def processor(form: ImageFormat, min_pixels: int, max_pixels: int) -> object:
@@ -77,11 +68,6 @@ def test_an_image_that_was_resized_stays_as_it_is() -> None:
     assert again == first
 
 
-def test_84_pixels_square_are_nine_tokens() -> None:
-    encoded = encode_image(picture(84, 84), PLAIN, 784, 10_000)
-    assert (encoded.grid_thw, PLAIN.num_tokens(encoded)) == ((1, 6, 6), 9)
-
-
 @pytest.mark.parametrize("form", [PLAIN, QWEN3])
 def test_the_canary_s_image_is_four_different_tokens(form: ImageFormat) -> None:
     image = canary_image(form)
@@ -105,14 +91,11 @@ def test_every_kind_of_picture_becomes_rgb(mode: str) -> None:
     assert decode_patches(encoded, PLAIN).shape == (16, 1176)
 
 
-@pytest.mark.parametrize(("width", "height"), [(2010, 10), (4000, 21)])
-def test_a_strip_is_refused(width: int, height: int) -> None:
-    with pytest.raises(ValueError, match=f"{width} × {height} pixels"):
-        resized_size(height, width, 784, 10_000, 28)
-
-
-def test_a_grid_that_is_not_the_png_s_is_refused() -> None:
+def test_a_grid_that_is_not_the_png_s_and_a_strip_that_no_size_fits_are_refused() -> None:
+    with pytest.raises(ValueError, match="4000 × 21 pixels"):
+        resized_size(21, 4000, 784, 10_000, 28)
     encoded = encode_image(picture(84, 84), PLAIN, 784, 10_000)
+    assert (encoded.grid_thw, PLAIN.num_tokens(encoded)) == ((1, 6, 6), 9)
     with pytest.raises(ValueError, match="84 × 84 pixels is no grid of 6 × 8"):
         decode_patches(EncodedImage(encoded.png, (1, 6, 8)), PLAIN)
 
@@ -128,9 +111,3 @@ def test_the_format_is_read_from_the_model_s_folder(tmp_path: Path, nested: bool
 def test_a_text_model_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a text model sees no images"):
         image_format(str(tmp_path))
-
-
-def test_text_only_runs_import_neither_pillow_nor_torch() -> None:
-    code = "import sys, model.images, sampler.dataset, common.wire; print({'PIL', 'torch'} & {*sys.modules})"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "set()"

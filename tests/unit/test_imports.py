@@ -174,6 +174,7 @@ def test_every_failpoint_in_the_list_is_in_the_code_and_every_one_in_the_code_is
     [
         ("trainer.link.inbox, sampler.link", ("torch", "transformers", "vllm", "deepspeed", "datasets")),
         ("launcher.check_rewards", ("torch", "transformers", "datasets", "vllm")),
+        ("model.images, sampler.dataset, common.wire", ("PIL", "torch")),  # of a run without images
         # killed and started again, and shared by every fork
         ("common.worker.server, rewards.service", ("numpy", "pydantic", "yaml", "asyncio")),
         ("common.worker.server, environments.service", ("numpy", "pydantic", "yaml", "asyncio", "transformers")),
