@@ -60,49 +60,38 @@ OWN, ALL = (1, {min(NOW)}), (3, NOW)
 
 
 @pytest.mark.parametrize(
-    ("more_threads", "rests", "expected"), [(2, True, ALL), (2, False, OWN), (0, True, OWN), (0, False, OWN)]
+    ("more_threads", "ranks", "rests", "said", "expected"),
+    [
+        (2, 1, True, None, ALL),
+        (2, 1, False, None, OWN),
+        (0, 1, True, None, OWN),  # a rank without a part of them
+        (2, 2, False, True, ALL),  # rank 0 answers for every rank
+    ],
 )
 def test_lent_cores_are_used_with_more_threads_and_given_back(
-    more_threads: int, rests: bool, expected: tuple[int, set[int]]
+    more_threads: int, ranks: int, rests: bool, said: bool | None, expected: tuple[int, set[int]]
 ) -> None:
-    """A rank without a part of them, (0, True), stays on its own."""
-    with pytest.raises(ZeroDivisionError), borrowing([rests], more_threads=more_threads).borrowed():
+    lent = borrowing([rests], ranks, said, more_threads)
+    with pytest.raises(ZeroDivisionError), lent.borrowed():
         assert using() == expected
         raise ZeroDivisionError
     assert using() == OWN
 
 
-def test_rank_0_answers_for_every_rank() -> None:
-    with borrowing([False], ranks=2, said=True).borrowed():
-        assert using() == ALL
-
-
-class Noted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, noted: list[int]) -> Tensor:
-        ctx.noted = noted
-        noted.append(torch.get_num_threads())
-        return hidden * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        ctx.noted.append(torch.get_num_threads())
-        return gradient * 2, None
-
-
 class Layer(GradientCheckpointingLayer):
-    """Notes the threads of its forward and of its backward."""
+    """Notes the threads of its forward, and those that the backward goes on with behind it."""
 
     def __init__(self, noted: list[int]) -> None:
         super().__init__()
         self.noted = noted
 
     def forward(self, hidden: Tensor) -> Any:
-        return Noted.apply(hidden, self.noted)
+        self.noted.append(torch.get_num_threads())
+        hidden.register_hook(lambda _: self.noted.append(torch.get_num_threads()))
+        return hidden * 2
 
 
 def threads_of_layers(lent: LentCores) -> list[int]:
-    """Of three layers' forward and backward: the first forward is of the first layer, the last backward, too."""
     noted: list[int] = []
     model = torch.nn.Sequential(*(Layer(noted) for _ in range(3)))
     lent.watch(SimpleNamespace(model=model))  # type: ignore[arg-type]
@@ -114,12 +103,9 @@ def threads_of_layers(lent: LentCores) -> list[int]:
     return noted[:6]
 
 
-def test_a_single_rank_asks_again_before_every_layer_and_gives_the_cores_back_when_they_are_wanted() -> None:
+def test_a_single_rank_asks_again_before_every_layer_and_several_ranks_ask_once() -> None:
     begin, forward, backward = [False], [False, True, True], [False, True, False]
-    assert threads_of_layers(borrowing(begin + forward + backward)) == [1, 3, 3, 3, 1, 3]
-
-
-def test_several_ranks_ask_once() -> None:
+    assert threads_of_layers(borrowing(begin + forward + backward)) == [1, 3, 3, 1, 3, 1]
     assert threads_of_layers(borrowing([True], ranks=2)) == [3] * 6
 
 
@@ -163,9 +149,9 @@ def test_samplers_are_about_to_begin_while_a_version_is_written(monkeypatch: pyt
         assert torch.get_num_threads() == 1 + len(NOW)
 
 
-@pytest.mark.parametrize(("recorder", "expected"), [(None, True), (object(), False)], ids=["", "recorded"])
-def test_a_recorded_run_never_borrows(recorder: Any, expected: bool) -> None:
+def test_a_recorded_run_and_other_ranks_never_borrow() -> None:
     exchange: Any = SimpleNamespace()
-    first: Any = SimpleNamespace(recorder=recorder, source=SimpleNamespace(samplers_rest=lambda: True))
-    assert GroupReceiver(config(4), first, exchange).samplers_rest() is expected
-    assert GroupReceiver(config(4), None, exchange).samplers_rest() is False  # another rank
+    for recorder, expected in ((None, True), (object(), False)):
+        first: Any = SimpleNamespace(recorder=recorder, source=SimpleNamespace(samplers_rest=lambda: True))
+        assert GroupReceiver(config(4), first, exchange).samplers_rest() is expected
+    assert GroupReceiver(config(4), None, exchange).samplers_rest() is False

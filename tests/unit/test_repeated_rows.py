@@ -101,8 +101,7 @@ def test_every_row_comes_back_as_if_it_had_been_computed() -> None:
 
 
 def test_a_decoder_that_mixes_rows_elsewhere_computes_all_of_them() -> None:
-    group = [(PROMPT, 0, [1, 2]), (PROMPT, 0, [3, 4])]
-    ids, positions, starts, blocks = (torch.from_numpy(part) for part in step(*group))
+    ids, positions, starts, blocks = (torch.from_numpy(part) for part in step(FIRST, (PROMPT, 0, [3, 4])))
     metadata = SimpleNamespace(max_query_len=6, query_start_loc=starts, block_table=blocks)
 
     def mixing(ids: Tensor, positions: Tensor, *_: Any) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from common.config import GroupParams
 from model.logprobs import score_norms
 from tests.support import oracle
-from tests.support.tiny import tiny_model
 from trainer.algorithm.advantages import Floats
 from trainer.algorithm.gae import gae
 from trainer.algorithm.segments import (
@@ -140,14 +138,11 @@ def test_the_threshold_moves_by_its_rate_times_the_excess_of_variance() -> None:
     assert next_threshold(2.0, variance(10.0, 15.0), fixed()) == 2.0
 
 
-def test_scores_of_different_positions_are_orthogonal_in_the_logits_of_a_real_model(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path), dtype=torch.float64)
-    rng = np.random.default_rng(1)
-    ids = torch.from_numpy(rng.integers(0, model.config.vocab_size, (1, 9)))
-    logits = model(input_ids=ids, use_cache=False).logits[0, 2:-1]  # a prompt of three tokens, a completion of six
-    actions, advantages = ids[0, 3:], torch.from_numpy(rng.normal(size=6))
+def test_scores_of_different_positions_are_orthogonal_in_the_logits() -> None:
+    random = torch.Generator().manual_seed(1)
+    logits = torch.randn(6, 50, generator=random, dtype=torch.float64, requires_grad=True)
+    actions = torch.randint(50, (6,), generator=random)
+    advantages = torch.randn(6, generator=random, dtype=torch.float64)
     logprobs = torch.log_softmax(logits, -1)
     chosen = logprobs[torch.arange(6), actions]
     q = score_norms(logits.detach(), actions, torch.nn.Identity(), 1.0, 4).double().numpy()
@@ -166,25 +161,16 @@ def test_scores_of_different_positions_are_orthogonal_in_the_logits_of_a_real_mo
     assert (sampled_scores(chosen.detach().numpy()) <= q + 1e-6).all()
 
 
-def test_metrics_of_ten_tokens_in_four_segments() -> None:
+def test_metrics_of_ten_tokens_in_four_segments_and_of_a_step_without_tokens() -> None:
     sums = SegmentSums(tokens=10, segments=4, r_ppo=2.0, r_grpo=3.0)
+    names = ("total_tokens", "advantage_positions", "compression_ratio", "speedup_factor", "mean_segment_length")
+    expected = dict(zip((*names, "variance_ratio", "threshold"), (10, 4, 0.6, 2.5, 2.5, 1.5, 1.5), strict=True))
     values = token_group_metrics(sums, threshold=1.5, segment_loss="endpoint")
-    assert values == {
-        "token_group/total_tokens": 10,
-        "token_group/advantage_positions": 4,
-        "token_group/compression_ratio": 0.6,
-        "token_group/speedup_factor": 2.5,
-        "token_group/mean_segment_length": 2.5,
-        "token_group/variance_ratio": 1.5,
-        "token_group/threshold": 1.5,
-    }
+    assert values == {f"token_group/{name}": value for name, value in expected.items()}
     every_token = token_group_metrics(sums, threshold=1.5, segment_loss="segment")
     assert every_token["token_group/advantage_positions"] == 10
     assert every_token["token_group/compression_ratio"] == 0.0
     assert every_token["token_group/mean_segment_length"] == 2.5
-
-
-def test_a_step_without_tokens_has_metrics_too() -> None:
     values = token_group_metrics(sums_of([]), 1.0, "endpoint")
     assert values["token_group/compression_ratio"] == 0.0
     assert values["token_group/speedup_factor"] == 1.0

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from common.config import Config
 from common.errors import UserError
-from model.folder import require_models, uneven_heads
+from model.folder import require_models
 from model.packing import SequenceGroup, Span, pack
-from model.sequence_parallel import gather, shard
+from model.sequence_parallel import shard
 from tests.support.configs import config_of
 from tests.unit.test_packing import Groups, groups_of_tokens
 from trainer.engine.deepspeed_config import deepspeed_config
@@ -36,15 +36,6 @@ def test_a_row_of_six_tokens_on_four_ranks() -> None:
     assert all(p.shard and p.shard.num_targets == 3 for p in found)
 
 
-def test_nothing_is_added_to_a_row_that_divides() -> None:
-    first, second = parts([([5, 6, 7], [[8, 9], [8]])], 2)
-    assert first.spans == second.spans == (Span(0, 3, (2, 1)),)
-    assert [first.input_ids.tolist(), second.input_ids.tolist()] == [[[5, 6, 7]], [[8, 9, 8]]]
-    assert [first.target_ids.tolist(), second.target_ids.tolist()] == [[8, 8], [9]]
-    assert first.shard and second.shard
-    assert [first.shard.places.tolist(), second.shard.places.tolist()] == [[0, 2], [1]]
-
-
 @given(groups_of_tokens, st.integers(2, 5))
 def test_the_parts_hold_every_token_and_every_target_once(groups: Groups, size: int) -> None:
     row, found = pack(groups), parts(groups, size)
@@ -53,6 +44,7 @@ def test_the_parts_hold_every_token_and_every_target_once(groups: Groups, size: 
     each = found[0].input_ids.shape[1]
     assert all(p.input_ids.shape == (1, each) for p in found)
     assert size * each - row.input_ids.shape[1] < size
+    assert all(len(p.spans) - len(row.spans) == (size * each > row.input_ids.shape[1]) for p in found)
     places = torch.cat([p.shard.places for p in found if p.shard])
     assert sorted(places.tolist()) == list(range(len(row.target_ids)))
     sources = torch.cat([p.source_index + rank * each for rank, p in enumerate(found)])
@@ -66,12 +58,6 @@ def test_sets_of_tokens_go_with_their_targets() -> None:
     row = row.with_sampling_mask([np.array([[8, 1], [9, 2]], np.int32), np.array([[8, 3]], np.int32)])
     found = [shard(row, SequenceGroup(rank, 2, None)).sampling_mask for rank in (0, 1)]
     assert [None if x is None else x.tolist() for x in found] == [[[8, 1], [8, 3]], [[9, 2]]]
-
-
-def test_a_whole_row_stays_the_row_it_was() -> None:
-    row, logprobs = pack([([5], [[6]])]), torch.zeros(1)
-    assert shard(row, None) is row
-    assert gather(logprobs, row.shard) is logprobs
 
 
 # ---- settings
@@ -118,19 +104,17 @@ def write_model(folder: Path, **settings: object) -> Path:
 
 def test_heads_that_do_not_divide_are_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
     policy = write_model(tmp_path / "policy", num_attention_heads=12)
+    other = str(write_model(tmp_path / "other", num_attention_heads=14))
     require_models(config(policy, 4))
-    with pytest.raises(
-        UserError, match=r"size 8 does not divide the model's 12 attention heads.*size=1 or 2 or 3 or 4"
+    critic = {"algorithm": {"adv_estimator": "gae"}, "critic": {"path": other}}
+    reference = {"algorithm": {"beta": 0.1}, "reference": {"path": other, "on": "trainer"}}
+    for size, sections, says in (
+        (8, {}, r"size 8 does not divide the model's 12 attention heads.*size=1 or 2 or 3 or 4"),
+        (4, critic, "the model's 14 attention heads"),
+        (4, reference, "the model's 14 attention heads"),
     ):
-        require_models(config(policy, 8))
-    other = write_model(tmp_path / "other", num_attention_heads=14)
-    sections = {"algorithm": {"adv_estimator": "gae"}, "critic": {"path": str(other)}}
-    with pytest.raises(UserError, match="the model's 14 attention heads"):
-        require_models(config(policy, 4, **sections))
-    sections = {"algorithm": {"beta": 0.1}, "reference": {"path": str(other), "on": "trainer"}}
-    with pytest.raises(UserError, match="the model's 14 attention heads"):
-        require_models(config(policy, 4, **sections))
-    assert "set trainer.sequence_parallel_size=1" in uneven_heads(7, 2)
+        with pytest.raises(UserError, match=says):
+            require_models(config(policy, size, **sections))
 
 
 def test_a_model_that_sees_images_is_refused_by_name(tmp_path: Path) -> None:
