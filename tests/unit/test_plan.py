@@ -82,15 +82,10 @@ def without_preview(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_prompt_lines", lambda config, problem: [])
 
 
-class Planned:
-    def __init__(self, capsys: pytest.CaptureFixture[str], task: Path, *arguments: str):
-        self.code = plan.main([str(task / "run.yaml"), *arguments])
-        self.out, self.err = capsys.readouterr()
-
-
 def test_a_plan_shows_numbers_devices_and_the_first_prompt(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = Planned(capsys, task, "algorithm.beta=0.1")
-    assert found.code == 0, found.err
+    code = plan.main([str(task / "run.yaml"), "algorithm.beta=0.1"])
+    said, troubles = capsys.readouterr()
+    assert code == 0, troubles
     for words in (
         "8 problems × 8 completions = 64 sequences a batch; 1 optimizer step of 8 micro-batches",
         "40 rows = 5 batches; the run is 200 batches, 200 optimizer steps, 40 epochs",
@@ -100,7 +95,7 @@ def test_a_plan_shows_numbers_devices_and_the_first_prompt(task: Path, capsys: p
         "What is 0+2?",
         "row 0, ",
     ):
-        assert words in found.out
+        assert words in said
     assert not (task / "run").exists()
 
 
@@ -115,18 +110,14 @@ def test_a_plan_shows_numbers_devices_and_the_first_prompt(task: Path, capsys: p
         (["trainer.num_ranks=4", "trainer.sequence_parallel_size=4"], 2, "does not divide the model's 2 attention"),
         (["--gpus", "2x1"], 1, "does not fit: a trainer rank needs about"),
         (["--gpus", "4x80", "sampler.devices=[3]"], 0, "Even would be trainer.prompts_per_step=6 or 9"),
+        (["--gpus", "4x80", "sampler.devices=[3]"], 0, "64 sequences a batch, 24 per rank; "),  # the busiest has 3 of 8
+        (["--gpus", "4x80", "sampler.devices=[3]"], 0, "of 0.92 × 80.0 GiB weights"),
     ],
     ids=str,
 )
 def test_what_cannot_be_and_what_will_be_slow_is_said_with_its_exit_code(
     task: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, words: str
 ) -> None:
-    found = Planned(capsys, task, *arguments)
-    assert (found.code, words in found.err) == (code, True), found.err
-
-
-@pytest.mark.usefixtures("without_preview")
-def test_other_gpus_are_planned_for(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = Planned(capsys, task, "--gpus", "4x80", "sampler.devices=[3]")
-    assert "64 sequences a batch, 24 per rank; " in found.out  # 3 groups of 8 on the busiest
-    assert "of 0.92 × 80.0 GiB weights" in found.out
+    found = plan.main([str(task / "run.yaml"), *arguments])
+    said = "".join(capsys.readouterr())
+    assert (found, words in said) == (code, True), said

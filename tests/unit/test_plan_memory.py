@@ -40,18 +40,7 @@ HEAD = 4 * 151936 * 1536  # two gradients in bfloat16
 
 
 def load_of(**changes: Any) -> Workload:
-    load = Workload(
-        model=QWEN,
-        dtype="bfloat16",
-        ranks=2,
-        zero_stage=2,
-        prompt=384,
-        completion=512,
-        num_generations=8,
-        groups_per_micro_batch=1,
-        groups_per_batch=16,
-        max_num_seqs=128,
-    )
+    load = Workload(QWEN, "bfloat16", 2, 2, 384, 512, 8, 1, 16, max_num_seqs=128)
     return replace(load, **changes)
 
 
@@ -83,14 +72,8 @@ def test_parameters_of_qwen_by_hand() -> None:
 def test_parameters_equal_those_of_transformers(settings: dict[str, Any]) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = {
-        "hidden_size": 128,
-        "intermediate_size": 320,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 500,
-    }
+    sizes = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 3, "vocab_size": 500}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     given = {"tie_word_embeddings": False} | sizes | settings
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**given))
@@ -143,17 +126,11 @@ def test_gradients_summed_in_float32_by_hand(ranks: int, stage: int, buckets: fl
     assert memory.reducing == (2 * N if ranks > 1 and stage == 1 else 0)  # a copy in bfloat16 to send
 
 
-def test_adapters_alone_have_gradients_and_optimizer_state() -> None:
+def test_adapters_alone_have_gradients_and_a_critic_brings_its_own_states() -> None:
     memory = trainer_memory(load_of(adapters=ADAPTERS))
     assert (memory.weights, memory.gradients, memory.optimizer) == (2 * (N + ADAPTERS), ADAPTERS, 6 * ADAPTERS)
     assert memory.logits == CHUNK  # the head has no gradient
-
-
-def test_a_critic_brings_its_own_states() -> None:
     assert trainer_memory(load_of(critic=QWEN)).critic == 9 * N
-
-
-def test_a_prompt_that_is_not_shared_is_computed_for_each_completion() -> None:
     assert load_of().tokens_of_group == TOKENS
     assert load_of(shares_prompt=False).tokens_of_group == 8 * (384 + 512)
 
@@ -208,15 +185,9 @@ def test_activations_are_those_that_torch_keeps(dtype: str, prompt: int) -> None
     completion, completions = 48, 4
 
     def saved(layers: int) -> int:
-        config = Qwen2Config(
-            vocab_size=64,
-            hidden_size=256,
-            intermediate_size=640,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            attn_implementation=attention.NAME,
-        )
+        sizes = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": layers}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        config = Qwen2Config(**sizes, **heads, attn_implementation=attention.NAME)
         model = Qwen2ForCausalLM(config).to(getattr(torch, dtype))
         row = pack([([1] * prompt, [[2] * completion] * completions)])
         given = {"input_ids": row.input_ids, "position_ids": row.position_ids, "spans": row.spans}
@@ -358,18 +329,20 @@ def cells(page: str, first: Sequence[str]) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "is_base"),
-    [([], False), (["lora.r=16"], True), (["lora.r=16", "deepspeed.zero_optimization.stage=3"], False)],
+    ("overrides", "is_base", "writes_behind"),
+    [
+        (["trainer.max_staleness=0"], False, False),
+        (["trainer.max_staleness=1"], False, True),
+        (["trainer.max_staleness=0", "lora.r=16"], True, False),
+        (["trainer.max_staleness=0", "lora.r=16", "deepspeed.zero_optimization.stage=3"], False, False),
+    ],
     ids=str,
 )
-def test_the_base_of_adapters_is_the_reference_where_a_rank_has_all_of_it(overrides: list[str], is_base: bool) -> None:
-    assert workload_of(load(CONFIG, [ONE_RANK, *overrides]), 2, QWEN).reference_is_base == is_base
-
-
-@pytest.mark.parametrize("max_staleness", [0, 1])
-def test_versions_are_written_behind_the_next_step_where_one_may_be_behind(max_staleness: int) -> None:
-    config = load(CONFIG, [ONE_RANK, f"trainer.max_staleness={max_staleness}"])
-    assert workload_of(config, 2, QWEN).writes_behind == (max_staleness == 1)
+def test_the_base_of_adapters_is_the_reference_and_versions_are_written_behind_where_both_can_be(
+    overrides: list[str], is_base: bool, writes_behind: bool
+) -> None:
+    work = workload_of(load(CONFIG, [ONE_RANK, *overrides]), 2, QWEN)
+    assert (work.reference_is_base, work.writes_behind) == (is_base, writes_behind)
 
 
 SIZES = {

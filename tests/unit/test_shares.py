@@ -37,16 +37,12 @@ def short(**sections: Any) -> Config:
     return config_of(data={"max_prompt_length": 384}, **{"sampler": {"max_completion_length": 512}} | sections)
 
 
-def test_a_large_card_gives_the_cache_every_sequence_of_a_batch_and_no_more() -> None:
+def test_a_large_card_gives_the_cache_every_sequence_of_a_batch_in_whole_blocks_and_no_more() -> None:
     found = shares.shares(work_of(), CARD, 896)
     assert found.cache == 128 * 896 * PER_TOKEN  # 896 is 56 whole blocks of 16
     assert (found.sequences, found.wanted) == (128, 128)
     assert found.settings[0] == f"vllm.kv_cache_memory_bytes={128 * 896 * PER_TOKEN}"
-
-
-def test_sequences_are_counted_in_whole_blocks() -> None:
-    found = shares.shares(work_of(prompt=385), CARD, 897)
-    assert found.cache == 128 * 912 * PER_TOKEN  # 57 blocks
+    assert shares.shares(work_of(prompt=385), CARD, 897).cache == 128 * 912 * PER_TOKEN  # 57 blocks
 
 
 def test_a_small_card_gives_the_cache_what_trainer_and_weights_leave() -> None:
@@ -139,17 +135,6 @@ def test_a_cache_given_in_bytes_is_what_the_plan_counts() -> None:
 
 def test_launch_adds_the_settings_and_says_so(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
     """`launch.sh run` on a machine with one faked GPU, up to the start of both processes."""
-    config = tmp_path / "one.yaml"
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(
-        '{"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, '
-        '"num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": true}'
-    )
-    config.write_text(
-        f"model: {{path: {tmp_path}/model, gradient_checkpointing: true}}\n"
-        f"data: {{train: t.jsonl, max_prompt_length: 384}}\nrun: {{output_dir: {tmp_path}/run}}\n"
-        "sampler: {max_completion_length: 512}\ntrainer: {prompts_per_step: 16}\n"
-    )
     started = []
 
     class Stopped:
@@ -159,11 +144,22 @@ def test_launch_adds_the_settings_and_says_so(monkeypatch: pytest.MonkeyPatch, c
         def run(self) -> int:
             return 0
 
-    monkeypatch.setattr(launcher_run, "visible_gpus", lambda _: (0,))
-    monkeypatch.setattr(launcher_run, "this_machine", lambda _: CARD)
-    monkeypatch.setattr(launcher_run, "require_models", lambda _: None)
-    monkeypatch.setattr(launcher_run, "Supervisor", Stopped)
+    stand_ins = {
+        "visible_gpus": lambda _: (0,),
+        "this_machine": lambda _: CARD,
+        "require_models": lambda _: None,
+        "read_dims": lambda *_: SMALL,
+        "Supervisor": Stopped,
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(launcher_run, name, stand_in)
     monkeypatch.setattr(launcher_run.Commands, "trainer", lambda _: SimpleNamespace())
+    config = tmp_path / "one.yaml"
+    config.write_text(
+        f"model: {{path: m, gradient_checkpointing: true}}\nrun: {{output_dir: {tmp_path}/run}}\n"
+        "data: {train: t.jsonl, max_prompt_length: 384}\nsampler: {max_completion_length: 512}\n"
+        "trainer: {prompts_per_step: 16}\n"
+    )
     assert launcher_run.main([str(config)]) == 0
     (sampler,) = started
     assert f"vllm.kv_cache_memory_bytes={128 * 896 * PER_TOKEN}" in sampler.argv
