@@ -45,24 +45,20 @@ def of_tokens(*tokens: int) -> list[Work]:
     return [Work(n, float(n)) for n in tokens]
 
 
-def test_the_example_in_the_docstring() -> None:
-    assert plan(of_tokens(60, 50, 40, 30, 20), 2, Budget(1, 100)) == [((0, 3), (1, 2)), ((4,), ())]
-
-
-def test_a_group_above_the_budget_trains_alone() -> None:
-    assert plan(of_tokens(10, 250, 20), 1, Budget(1, 100)) == [((1,),), ((0, 2),)]
-
-
-def test_groups_of_a_budget_in_groups_are_spread_by_cost() -> None:
-    # 90 against 80 and 40 · rank 1 has its two, so 30 goes to rank 0
-    assert plan(of_tokens(30, 90, 40, 80), 2, Budget(2)) == [((0, 1), (2, 3))]
-    # of one rank: 90 + 20 and 80 + 30, instead of both long ones at once
-    assert plan(of_tokens(20, 90, 30, 80), 1, Budget(2)) == [((0, 1),), ((2, 3),)]
-
-
-def test_a_step_with_nothing_to_train_is_one_round_of_fillers() -> None:
-    assert plan([NOTHING, NOTHING], 3, Budget(1, 100)) == [((), (), ())]
-    assert streamed([NOTHING, NOTHING], 3, Budget(1)) == [(2, ((), (), ()))]
+@pytest.mark.parametrize(
+    ("tokens", "ranks", "budget", "rounds"),
+    [
+        ((60, 50, 40, 30, 20), 2, Budget(1, 100), [((0, 3), (1, 2)), ((4,), ())]),  # of the docstring
+        ((10, 250, 20), 1, Budget(1, 100), [((1,),), ((0, 2),)]),  # a group above the budget trains alone
+        # 90 against 80 and 40 · rank 1 has its two, so 30 goes to rank 0
+        ((30, 90, 40, 80), 2, Budget(2), [((0, 1), (2, 3))]),
+        # of one rank: 90 + 20 and 80 + 30, instead of both long ones at once
+        ((20, 90, 30, 80), 1, Budget(2), [((0, 1),), ((2, 3),)]),
+        ((0, 0), 3, Budget(1, 100), [((), (), ())]),  # nothing to train: one round of fillers
+    ],
+)
+def test_plans_by_hand(tokens: tuple[int, ...], ranks: int, budget: Budget, rounds: list[Round]) -> None:
+    assert plan(of_tokens(*tokens), ranks, budget) == rounds
 
 
 def streamed(works: Sequence[Work], ranks: int, budget: Budget) -> list[tuple[int, Round]]:
@@ -91,6 +87,7 @@ def test_groups_that_come_several_at_a_time_give_the_rounds_of_one_at_a_time_by_
     works, planner = of_tokens(50, 60, 50, 40, 10), Planner(1, Budget(1, 100))
     assert planner.add({10 * i: work for i, work in enumerate(works)}) == [((10,),), ((0, 20),)]
     assert planner.finish() == [((30, 40),)]
+    assert streamed([NOTHING, NOTHING], 3, Budget(1)) == [(2, ((), (), ()))]
 
 
 def test_a_rank_that_got_a_long_group_gets_less_in_later_rounds() -> None:

@@ -53,11 +53,8 @@ def test_shuffling_is_a_function_of_seed_batch_and_pass_alone() -> None:
     assert dealt(0, 5) != dealt(1, 5)
 
 
-def test_the_words_for_sizes_agree() -> None:
+def test_sizes_follow_from_mini_batches_and_no_groups_are_left_after_the_last_batch_or_beyond_it() -> None:
+    """Beyond it: a run of 4 batches is resumed with trainer.max_steps for 3."""
     c = config(8, 4, 2)
     assert (c.prompts_per_batch, c.algorithm.steps_per_batch, c.num_batches) == (32, 8, 3)
-
-
-def test_no_groups_are_left_after_the_last_batch_or_beyond_it() -> None:
-    """Beyond it: a run of 4 batches is resumed with trainer.max_steps for 3."""
-    assert [config(8, 4, 2).groups_after(batch) for batch in range(5)] == [96, 64, 32, 0, 0]
+    assert [c.groups_after(batch) for batch in range(5)] == [96, 64, 32, 0, 0]

@@ -15,7 +15,6 @@ from examples.smollm2 import BOXES, THINGS
 from rewards.find import bind, resolve
 
 ROOT = Path(__file__).resolve().parents[2]
-GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 CONFIGS = ("smollm2_135m.yaml", "smollm2_135m_gsm8k.yaml")
 
 # An answer from the words alone, as a reader who has never seen the templates might find it. The first rule counts.
@@ -123,17 +122,6 @@ def test_thousands_are_right_with_and_without_a_comma():
     correct = resolve("configs/smollm2_rewards.py:correct_answer")
     texts = [f"<answer>{text}</answer>" for text in ("1,200", "1200", "$1,200", "1.200", "120")]
     assert correct(completions=texts, answer=["so\n#### 1,200"] * 5) == [2.0, 2.0, 2.0, 0.0, 0.0]
-
-
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K rows are not in ../shared/data/gsm8k")
-def test_every_real_row_of_gsm8k_gives_its_gold_answer_full_marks_and_the_next_number_none():
-    correct = resolve("configs/smollm2_rewards.py:correct_answer")
-    for split in ("train", "test"):
-        answers = [json.loads(line)["answer"] for line in (GSM8K / f"{split}.jsonl").read_text().splitlines()]
-        golds = [int(answer[answer.index("####") + 4 :].replace(",", "")) for answer in answers]
-        right, wrong = ([f"<answer>\n{gold + off}\n</answer>" for gold in golds] for off in (0, 1))
-        assert set(correct(completions=right, answer=answers)) == {2.0}
-        assert set(correct(completions=wrong, answer=answers)) == {0.0}
 
 
 def test_the_example_of_the_prompt_has_the_form_that_is_rewarded(config: Config):
