@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import struct
@@ -12,18 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.config import Config, Data, PromptTemplate, Rewards
+from common.config import Data, PromptTemplate
 from common.errors import UserError
 from common.png import check_png
 from common.types import Problem, Prompt
 from model.folder import require_downloaded, require_models
 from model.images import Vision, read_vision
-from rewards.pool import RewardPool
 from sampler.dataset import fingerprint, load_data, whole_row
 from sampler.pictures import encode_problem, open_picture, sources
 from sampler.prompts import make_prompt, make_prompts
 from tests.support.configs import config_of
-from tests.support.speed import limit
 from tests.support.vision import END, PAD, PLAIN, START, byte_tokenizer, file_of, picture, write_vision_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,18 +91,21 @@ def test_what_is_no_image_is_refused(tmp_path: Path, value: Any) -> None:
         sources(value, tmp_path)
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+def load(tmp_path: Path, *images: Any, **changes: Any) -> list[Problem]:
+    """Rows with these images, of which red.png is in their folder."""
+    (tmp_path / "red.png").write_bytes(RED)
+    rows = [{"question": "?", "answer": "4", "images": names} for names in images]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_data("data.train", f"{tmp_path}/x.jsonl", DATA.model_copy(update=changes))
 
 
-def test_paths_in_a_file_count_from_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "pictures").mkdir()
-    (tmp_path / "pictures" / "red.png").write_bytes(RED)
-    rows = [{"question": "?", "answer": "4", "images": "pictures/red.png"}]
-    (found,) = load_data("data.train", write_rows(tmp_path / "x.jsonl", rows), DATA)
-    assert found.images == (RED,)
-    assert found.columns == {"question": "?", "answer": "4"}
+def test_paths_in_a_file_count_from_its_folder_and_rows_without_an_image_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown, blind = load(tmp_path, "red.png", [])
+    assert (shown.images, shown.columns, blind.images) == ((RED,), {"question": "?", "answer": "4"}, ())
+    assert whole_row(shown, "images") == {"question": "?", "answer": "4", "images": [RED]}
+    assert "data.train: 1 of 2 rows have no image" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -122,12 +124,6 @@ def test_images_of_datasets_are_the_bytes_of_their_files(tmp_path: Path, several
         rows.to_parquet(str(tmp_path / "rows.parquet"))
     (found,) = load_data("data.train", str(tmp_path / ("rows" if saved else "rows.parquet")), DATA)
     assert found.images == (BLUE,) * (1 + several)
-
-
-def load(tmp_path: Path, *images: list[str], **changes: Any) -> list[Problem]:
-    (tmp_path / "red.png").write_bytes(RED)
-    rows = [{"question": "?", "answer": "4", "images": names} for names in images]
-    return load_data("data.train", write_rows(tmp_path / "x.jsonl", rows), DATA.model_copy(update=changes))
 
 
 @pytest.mark.parametrize(
@@ -150,11 +146,6 @@ def test_rows_without_the_images_that_a_run_needs_are_refused(
     with pytest.raises(UserError) as caught:
         load(tmp_path, *rows, **changes)
     assert said in str(caught.value)
-
-
-def test_rows_without_an_image_among_others_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert [len(p.images) for p in load(tmp_path, ["red.png"], [])] == [1, 0]
-    assert "data.train: 1 of 2 rows have no image" in capsys.readouterr().err
 
 
 def of_40000_pixels_a_side() -> bytes:
@@ -193,23 +184,6 @@ def test_a_damaged_file_is_seen_or_refused_by_row_and_raises_nothing_else(kind: 
             assert "row 7: image 1 cannot be read" in str(error)
             refused += 1
     assert refused > 5
-
-
-def test_rewards_get_images_only_if_one_names_them(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "def sees(completions, images): return [len(files[0]) for files in images]\n"
-        "def reads(completions, **columns): return [sum(n in columns for n in ('question', 'answer', 'images'))]\n"
-    )
-    (tmp_path / "red.png").write_bytes(RED)
-    path = write_rows(tmp_path / "x.jsonl", [{"question": "?", "answer": "4", "images": "red.png"}])
-    (row,) = load_data("data.train", path, DATA)
-    assert "images" not in row.columns
-    for function, seen in (("sees", [RED]), ("reads", None)):
-        rewards = Rewards(reward_funcs=[f"{tmp_path}/mine.py:{function}"])
-        with RewardPool(rewards, row.columns, image_key="images") as pool:
-            pool.submit(0, "?", ["4"], [[1]], whole_row(row, "images"))
-            [(_, scores)] = pool.ready(timeout_s=limit(20))
-        assert scores == [({function: float(len(RED) if seen else 2)}, float(len(RED) if seen else 2))]
 
 
 # ---- prompts ----------------------------------------------------------------------------------------------------
@@ -252,14 +226,12 @@ def test_a_prompt_has_one_token_for_each_merged_patch_and_the_short_one_is_the_t
     assert vision.shortened(ids, prompt.images) == tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
 
 
-def test_worked_examples_and_a_system_message_show_no_image_of_the_row(tokenizer: Any, vision: Vision) -> None:
+def test_worked_examples_and_a_system_message_show_no_image_of_the_row_and_a_format_prompt_may(
+    tmp_path: Path, tokenizer: Any, vision: Vision
+) -> None:
     template = CHAT.model_copy(update={"system": "An <image>.", "examples": [{"user": "<image>", "assistant": "4"}]})
     text = made(problem("How many?", RED), tokenizer, vision, template).text
-    assert text.count("<image>") == 2
-    assert f"user\n{SHOWN}How many?" in text
-
-
-def test_a_format_prompt_may_place_the_image(tmp_path: Path, tokenizer: Any, vision: Vision) -> None:
+    assert text.count("<image>") == 2 and f"user\n{SHOWN}How many?" in text
     (tmp_path / "f.jinja").write_text("<image>Look: {{ content }}")
     template = CHAT.model_copy(update={"format_prompt": tmp_path / "f.jinja"})
     assert f"user\n{SHOWN}Look: ?" in made(problem("?", RED), tokenizer, vision, template).text
@@ -304,55 +276,42 @@ def test_the_fingerprint_sees_every_pixel_of_an_image(tokenizer: Any, vision: Vi
 # ---- models -----------------------------------------------------------------------------------------------------
 
 
-def config_for(model: Path, **data: Any) -> Config:
-    return config_of({"path": str(model)}, data)
-
-
-def test_a_text_model_is_refused_for_images_and_a_vision_model_without_them(tmp_path: Path, vision: Vision) -> None:
-    write_vision_settings(tmp_path / "sees", vision)
-    (tmp_path / "blind").mkdir()
-    (tmp_path / "blind" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    assert read_vision(str(tmp_path / "sees")) == vision
-    with pytest.raises(UserError, match=r"a text model; set data.image_key: null"):
-        require_models(config_for(tmp_path / "blind", image_key="images"))
-    with pytest.raises(UserError, match=r"names no column with images; set data.image_key: images"):
-        require_models(config_for(tmp_path / "sees"))
-    require_models(config_for(tmp_path / "sees", image_key="images"))
-    require_models(config_for(tmp_path / "sees", limit_images=0))
-    require_models(config_for(tmp_path / "blind"))
+TEXT = {"model_type": "qwen2"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "data", "message"),
+    ("changes", "data", "said"),
     [
-        ({}, {}, r"me/model is a vision model, and data.image_key names no column"),
-        ({"vision_config": None}, {"image_key": "images"}, "gives images to me/model, a text model"),
+        ({}, {}, "names no column with images; set data.image_key: images"),
+        (TEXT, {"image_key": "images"}, "to me/model, a text model; set data.image_key: null"),
         ({"model_type": "gemma3"}, {"image_key": "images"}, "model 'me/model' is a gemma3"),
+        ({}, {"image_key": "images"}, ""),
+        ({}, {"limit_images": 0}, ""),
+        (TEXT, {}, ""),
     ],
 )
-def test_so_are_those_of_the_hub_as_soon_as_their_config_json_is_here(
-    tmp_path: Path, vision: Vision, monkeypatch: pytest.MonkeyPatch, changes: Any, data: Any, message: str
+def test_images_and_a_model_that_sees_need_each_other_which_is_told_once_its_config_json_is_here(
+    tmp_path: Path, vision: Vision, monkeypatch: pytest.MonkeyPatch, changes: Any, data: Any, said: str
 ) -> None:
     from huggingface_hub import constants
+
+    cache = tmp_path / "models--me--model"
 
     def download(*_: Any) -> None:
         """As the hub's client lays it down."""
         (cache / "refs").mkdir(parents=True)
         (cache / "refs" / "main").write_text("1a2b")
         write_vision_settings(cache / "snapshots" / "1a2b", vision, **changes)
-        if "vision_config" in changes:
-            (cache / "snapshots" / "1a2b" / "config.json").write_text('{"model_type": "qwen2"}')
+        if changes is TEXT:
+            (cache / "snapshots" / "1a2b" / "config.json").write_text(json.dumps(TEXT))
 
-    cache = tmp_path / "models--me--model"
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr("model.folder.model_json", download)
     given = config_of({"path": "me/model"}, data)
     require_models(given)
-    with pytest.raises(UserError, match=message):
-        require_downloaded(given)
-    with pytest.raises(UserError, match=message):
-        require_models(given)
+    for requires in (require_downloaded, require_models):
+        with pytest.raises(UserError, match=said) if said else contextlib.nullcontext():
+            requires(given)
 
 
 def test_contradictions_of_the_settings_are_refused() -> None:
@@ -362,7 +321,9 @@ def test_contradictions_of_the_settings_are_refused() -> None:
         Data(train="x", image_key="images", limit_images=0)
 
 
-def test_a_model_with_other_tokens_for_images_is_refused(tmp_path: Path, vision: Vision) -> None:
+def test_the_tokens_of_images_are_those_of_config_json(tmp_path: Path, vision: Vision) -> None:
+    write_vision_settings(tmp_path, vision)
+    assert read_vision(str(tmp_path)) == vision
     write_vision_settings(tmp_path, vision, image_token_id=None)
     with pytest.raises(UserError, match=r"config.json has no image_token_id"):
         read_vision(str(tmp_path))
