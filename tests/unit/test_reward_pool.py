@@ -32,11 +32,11 @@ def act(completions, question, **columns):
 def returns(completions, **columns):
     return eval(completions[0])
 
-def reads_one(completions, question, **columns):
-    return [float(len(columns))] * len(completions)
-
-def reads_none(completions, question):
+def named(completions, question):
     return [1.0] * len(completions)
+
+def sees(completions, images):
+    return [float(len(completions))] * len(completions)
 """
 
 
@@ -137,13 +137,6 @@ def test_an_end_of_its_own_is_named_however_late_the_machine_tells_of_it(pool):
     assert "the reward process ended with exit code 3" in one(pool)[1].reason
 
 
-def test_a_fork_that_returns_twice_gives_one_answer(pool):
-    submit(pool, 1, "os.fork()")
-    assert one(pool)[1][0][1] == 1.0
-    submit(pool, 2, "pass", "pass")
-    assert one(pool) == (2, [({"act": 2.0}, 2.0)] * 2)
-
-
 def assert_gone(*pids):
     for pid in pids:
         until(lambda pid=pid: is_gone(pid), 2.0)
@@ -179,21 +172,24 @@ def test_columns_arrive_once_per_completion_and_what_cannot_be_sent_is_an_error(
     assert "object cannot be sent" in one(returning)[1].reason
     submit(returning, 3, "\ud800")
     assert "surrogates not allowed" in one(returning)[1].reason
-    submit(returning, 4, "[1.0]")
-    assert one(returning)[1][0][1] == 1.0
-
-
-def test_of_a_row_the_process_gets_what_the_functions_name(file):
-    row = COLUMNS | {"test_cases": object(), "images": [b"large"]}  # what cannot be sent tells that it was
-    for name, failed in (("reads_none", False), ("reads_one", True)):
-        with RewardPool(Rewards(reward_funcs=[f"{file}:{name}"]), columns=COLUMNS, image_key="images") as pool:
-            submit(pool, 1, "4", columns=row)
-            assert isinstance(one(pool)[1], RewardFailure) is failed
-
-
-def test_a_job_larger_than_a_pipe_passes(returning):
-    submit(returning, 1, "[1.0] * 2 #", "x" * 3_000_000)
+    submit(returning, 4, "[1.0] * 2 #", "x" * 3_000_000)  # larger than a pipe
     assert one(returning)[1][1][1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "fails"),
+    [
+        ("named", {"test_cases": object(), "images": object()}, False),  # an error tells that it was sent
+        ("sees", {"test_cases": object(), "images": [b"large"]}, False),
+        ("act", {"images": object()}, False),
+        ("act", {"test_cases": object()}, True),
+        ("sees", {"images": object()}, True),
+    ],
+)
+def test_of_a_row_the_process_gets_what_the_functions_name_and_images_never_unasked(file, name, row, fails):
+    with RewardPool(Rewards(reward_funcs=[f"{file}:{name}"]), columns=COLUMNS, image_key="images") as pool:
+        submit(pool, 1, "4", columns=COLUMNS | row)
+        assert isinstance(one(pool)[1], RewardFailure) is fails
 
 
 def test_ready_does_not_wait_unless_asked_and_never_longer(pool, tmp_path):
@@ -227,8 +223,10 @@ def test_leaving_the_pool_kills_a_busy_reward_at_once(file):
     assert_gone(worker, server)
 
 
-def start_parent(file, code):
-    """A Python process with a pool whose worker acts; the ids of the fork server and the worker."""
+@pytest.mark.parametrize(
+    ("does", "number", "code"), [(SPINS, signal.SIGKILL, -9), ("time.sleep(60)", signal.SIGINT, 130)]
+)
+def test_a_worker_ends_with_its_parent_even_inside_a_reward_and_without_a_word(file, does, number, code):
     script = f"""
         import psutil, signal, sys, time
         from common.config import Rewards
@@ -236,7 +234,7 @@ def start_parent(file, code):
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits SIGINT ignored
         with RewardPool(Rewards(reward_funcs=["{file}:act"])) as pool:
             try:
-                pool.submit(1, "", [{code!r}], [[1]], {{"question": ""}})
+                pool.submit(1, "", [{does!r}], [[1]], {{"question": ""}})
                 time.sleep(0.1)
                 server = psutil.Process(pool._workers.server_pid)
                 print(server.pid, *[worker.pid for worker in server.children()], flush=True)
@@ -248,23 +246,10 @@ def start_parent(file, code):
         [sys.executable, "-c", textwrap.dedent(script)],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    return parent, [int(pid) for pid in parent.stdout.readline().split()]
-
-
-def test_a_worker_dies_with_its_parent_even_inside_a_reward(file):
-    parent, started = start_parent(file, SPINS)
-    parent.kill()
-    parent.communicate()
-    assert len(started) == 2
-    assert_gone(*started)
-
-
-def test_ctrl_c_ends_the_parent_without_a_word_from_the_worker(file):
-    parent, started = start_parent(file, "time.sleep(60)")
-    os.killpg(parent.pid, signal.SIGINT)
+    started = [int(pid) for pid in parent.stdout.readline().split()]
+    os.killpg(parent.pid, number)
     _, err = parent.communicate(timeout=limit(10))
-    assert parent.returncode == 130
-    assert err == ""
+    assert (parent.returncode, err, len(started)) == (code, "", 2)
     assert_gone(*started)
 
 
