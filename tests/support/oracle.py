@@ -1,7 +1,7 @@
 """The objective a second time, as slowly and as literally as the papers write it: plain loops over Python floats.
 
 Nothing is shared with the trainer's code, neither functions nor the order of operations. The gradient is the hand
-derivative of each case of the minimum; `numeric_gradient` checks that derivative by central differences.
+derivative of each case of the minimum.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def settings(folder: Path, path: Path | None = None, dtype: str = "float32") -> 
     return config_of(model, algorithm={"adv_estimator": "gae"}, critic=critic)
 
 
-def test_the_policys_start_gets_a_head_of_zeros_and_keeps_its_backbone(folder: Path) -> None:
+def test_the_policys_start_gets_a_head_of_zeros_and_a_reward_model_keeps_its_own(folder: Path) -> None:
     model = load_value_model(settings(folder))
     assert model.score.weight.shape == (1, 64) and not model.score.weight.any()
     weights = load_file(folder / "model" / "model.safetensors")
@@ -42,9 +42,7 @@ def test_the_policys_start_gets_a_head_of_zeros_and_keeps_its_backbone(folder: P
     assert named.keys() - {"score.weight"} == weights.keys() - {"lm_head.weight"}
     assert all(torch.equal(tensor, named[name]) for name, tensor in weights.items() if name in named)
 
-
-def test_a_reward_model_keeps_its_head(folder: Path) -> None:
-    model = load_value_model(settings(folder, folder / "reward"))
+    model = load_value_model(settings(folder, folder / "reward"))  # which keeps its own
     saved = load_file(folder / "reward" / "model.safetensors")["score.weight"]
     assert torch.equal(model.score.weight, saved) and saved.any()
 
@@ -72,29 +70,34 @@ def test_values_are_float32_where_the_weights_are_bfloat16(folder: Path) -> None
     assert not torch.equal(values, values.bfloat16().float())
 
 
-def test_a_model_with_two_labels_is_refused(folder: Path, tmp_path: Path) -> None:
+def spoiled(kind: str, folder: Path, path: Path) -> None:
+    """A folder that cannot be a critic."""
     from transformers import AutoConfig, Qwen2ForSequenceClassification
 
-    two = Qwen2ForSequenceClassification(AutoConfig.from_pretrained(folder / "model", num_labels=2))
-    two.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="does not fit a value head with one output"):
-        load_value_model(settings(folder, tmp_path))
+    if kind == "two labels":
+        settings = AutoConfig.from_pretrained(folder / "model", num_labels=2)
+        Qwen2ForSequenceClassification(settings).save_pretrained(path)
+    if kind == "a layer without a weight":
+        weights = load_file(folder / "reward" / "model.safetensors")
+        del weights["model.layers.1.mlp.up_proj.weight"]
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+        (path / "config.json").write_text((folder / "reward" / "config.json").read_text())
+    if kind == "a config alone":
+        (path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
 
 
-def test_a_checkpoint_without_a_layers_weight_is_refused(folder: Path, tmp_path: Path) -> None:
-    weights = load_file(folder / "reward" / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text((folder / "reward" / "config.json").read_text())
-    with pytest.raises(UserError, match=r"lacks 1 weights, the first is model\.layers\.1\.mlp\.up_proj\.weight"):
-        load_value_model(settings(folder, tmp_path))
-
-
-def test_a_model_that_is_not_there_is_refused_with_what_to_do(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot be loaded"):
-        load_value_model(settings(folder, tmp_path))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    with pytest.raises(UserError, match="cannot be loaded"):
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("two labels", "does not fit a value head with one output"),
+        ("a layer without a weight", r"lacks 1 weights, the first is model\.layers\.1\.mlp\.up_proj\.weight"),
+        ("a config alone", "cannot be loaded"),
+        ("nothing", "cannot be loaded"),
+    ],
+)
+def test_what_is_no_critic_is_refused_with_what_to_do(folder: Path, tmp_path: Path, kind: str, said: str) -> None:
+    spoiled(kind, folder, tmp_path)
+    with pytest.raises(UserError, match=said):
         load_value_model(settings(folder, tmp_path))
 
 

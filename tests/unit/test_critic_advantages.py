@@ -18,8 +18,7 @@ from tests.support import oracle
 from tests.support.configs import config_of
 from tests.support.tiny import random_group
 from tests.unit.test_tensors import steps
-from trainer.algorithm import critic_advantages
-from trainer.algorithm.critic_advantages import ByGroup, Estimates, value_metrics
+from trainer.algorithm.critic_advantages import ByGroup, Estimates, estimate, value_metrics
 from trainer.algorithm.losses import Denominator, loss, token_objective, value_errors
 from trainer.data.experience import Experience, with_estimates
 from trainer.data.tensors import micro_batch, num_tokens, unmasked_completions, value_batch, value_row
@@ -40,10 +39,6 @@ def group(*rollouts: Rollout, group_id: int = 0) -> Group:
 
 def known(groups: Sequence[Group | Tombstone], estimates: Estimates) -> list[Experience]:
     return with_estimates([Experience(g) for g in groups], estimates)
-
-
-def estimate(groups: Sequence[Group | Tombstone], values: ByGroup, config: Config) -> Estimates:
-    return critic_advantages.estimate(groups, values, config)
 
 
 def test_a_group_by_hand_whose_advantages_are_whitened_over_tokens_and_its_returns_not() -> None:
@@ -86,29 +81,23 @@ def test_explained_variance_is_1_for_a_perfect_critic_0_for_a_constant_one_and_n
     config = settings()
     g = group(rollout([1], 1.0), rollout([2], 0.0))
 
-    def explained_variance(*values: float, of: Group = g) -> Any:
-        found = estimate([of], {0: [np.array([v]) for v in values]}, config)
-        return value_metrics([of], found, config).get("explained_variance")
-
-    assert explained_variance(1.0, 0.0) == 1.0
-    assert explained_variance(0.3, 0.3) == pytest.approx(0.0)
-    assert explained_variance(0.0, 1.0) == -3.0  # var of (1, −1) is four times that of (1, 0)
     equal = group(rollout([1], 1.0), rollout([2], 1.0))
-    assert explained_variance(0.0, 1.0, of=equal) is None, "equal returns leave nothing to explain"
+    for of, values, expected in (
+        (g, (1.0, 0.0), 1.0),
+        (g, (0.3, 0.3), pytest.approx(0.0)),
+        (g, (0.0, 1.0), -3.0),  # var of (1, −1) is four times that of (1, 0)
+        (equal, (0.0, 1.0), None),  # equal returns leave nothing to explain
+    ):
+        found = estimate([of], {0: [np.array([v]) for v in values]}, config)
+        assert value_metrics([of], found, config).get("explained_variance") == expected
 
 
 def test_without_groups_there_is_a_filler_of_weight_zero_and_no_metric() -> None:
-    config = settings()
-    step = [Tombstone(0, 0, "timeout")]
+    config, step = settings(), [Tombstone(0, 0, "timeout")]
     found = estimate(step, {}, config)
     assert value_metrics(step, found, config) == {}
     batch = value_batch(known(step, found), 1, config.algorithm)
-    assert batch.weights.tolist() == [0.0]
-    assert (
-        batch.row.input_ids.tolist()
-        == value_row(known(step, found), config.algorithm, "shared").input_ids.tolist()
-        == [[0, 0]]
-    )
+    assert batch.weights.tolist() == [0.0] and batch.row.input_ids.tolist() == [[0, 0]]
 
 
 CHOICES: list[dict[str, Any]] = [

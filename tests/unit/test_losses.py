@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from common.config import Algorithm
@@ -19,8 +19,6 @@ from tests.support.oracle import Objective, ScoredCompletion
 from trainer.algorithm.losses import (
     Denominator,
     TokenTerms,
-    importance_ratio,
-    kl_estimate,
     loss,
     token_objective,
     token_weights,
@@ -104,6 +102,7 @@ def test_the_objective_of_one_token(case: str) -> None:
     found, gradient, terms = one_token(prob=prob, old=old, advantage=advantage, **settings)
     assert (found, gradient) == (pytest.approx(objective), pytest.approx(slope))
     assert (terms.is_clipped.item(), terms.ratio.item()) == (is_clipped, pytest.approx(prob / old))
+    assert (terms.correction.item(), terms.is_corrected.item()) == (1.0, False)
 
 
 @pytest.mark.parametrize(
@@ -127,25 +126,6 @@ def test_the_kl_of_a_token(estimator: str, prob: float, ref: float, kl: float, s
     if estimator == "k3":  # the loss's alone
         found = one_token(prob=prob, old=prob, advantage=1.0, kl_in_reward=True, **of)  # type: ignore[arg-type]
         assert (found[2].kl.item(), *found[:2]) == pytest.approx((kl, 1.0, 1.0))
-
-
-def test_the_expected_gradient_of_k2_and_k3_points_to_the_reference_and_that_of_k1_is_zero() -> None:
-    # over all tokens of π = (.5, .3, .2): Σ_v π_v · (d kl_v / d log π_v) · (one-hot − π), by autograd on the logits
-    pi, ref = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
-
-    def expected_gradient(estimator: str) -> torch.Tensor:
-        logits = pi.log().requires_grad_()
-        logprobs = torch.log_softmax(logits, -1)
-        (gradient,) = torch.autograd.grad((pi * kl_estimate(logprobs, ref.log(), estimator)).sum(), logits)
-        return gradient
-
-    logits = pi.log().requires_grad_()
-    logprobs = torch.log_softmax(logits, -1)
-    (true_gradient,) = torch.autograd.grad((logprobs.exp() * (logprobs - ref.log())).sum(), logits)
-    assert expected_gradient("k1").tolist() == pytest.approx([0.0] * 3, abs=1e-12)
-    assert expected_gradient("k2").tolist() == pytest.approx(true_gradient.tolist(), abs=1e-12)
-    # k3 is unbiased as a value; its gradient is that of the other direction, KL(π_ref ‖ π): π − π_ref
-    assert expected_gradient("k3").tolist() == pytest.approx((pi - ref).tolist(), abs=1e-12)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
@@ -179,12 +159,6 @@ def test_a_sequence_ratio_is_the_geometric_mean_and_its_gradient_reaches_every_t
     (gradient,) = torch.autograd.grad(found.sum(), logprobs)
     assert found.tolist() == pytest.approx([objective] * 2) and gradient.tolist() == pytest.approx([slope] * 2)
     assert terms.ratio.tolist() == pytest.approx([ratio] * 2) and terms.is_clipped.tolist() == [slope == 0] * 2
-
-
-def test_sequences_of_a_row_do_not_mix_and_one_of_one_token_equals_the_token_ratio() -> None:
-    ratio = importance_ratio(logs(2.0, 0.5, 3.0), [2, 1], "sequence")
-    assert ratio.tolist() == pytest.approx([1.0, 1.0, 3.0])
-    assert importance_ratio(logs(2.0, 0.5, 3.0), [2, 1], "token").tolist() == pytest.approx([2.0, 0.5, 3.0])
 
 
 def corrected(mode: str, own: list[float] | None = None) -> tuple[list[float], list[float], TokenTerms]:
@@ -228,11 +202,6 @@ def test_in_later_iterations_the_ratio_is_to_the_trainers_own_first_log_probs() 
     assert gradient[2] == pytest.approx(2 * 0.8 * 0.625)
 
 
-def test_without_a_mode_nothing_is_corrected() -> None:
-    _, _, terms = one_token(prob=0.6, old=0.4, advantage=1.0)
-    assert (terms.correction.item(), terms.is_corrected.item(), terms.ratio.item()) == (1.0, False, pytest.approx(1.5))
-
-
 def test_the_entropy_bonus_is_added_with_its_gradient_also_where_the_clip_stops_the_rest() -> None:
     logprobs, entropy = logs(0.6, 0.3), torch.tensor([2.0, 1.0], dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor([1.0, 0.0], dtype=torch.float64)
@@ -256,11 +225,6 @@ def test_the_entropy_bonus_is_added_with_its_gradient_also_where_the_clip_stops_
 def test_weights_of_two_completions_while_a_third_is_on_another_rank(loss_type: str, expected: list[float]) -> None:
     weights = token_weights([2, 1], denominator(loss_type, [2, 1, 5], longest=10))
     assert weights.tolist() == pytest.approx(expected)
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=32), st.sampled_from(["grpo", "dapo"]))
-def test_weights_of_the_whole_step_sum_to_one(lengths: list[int], loss_type: str) -> None:
-    assert token_weights(lengths, denominator(loss_type, lengths)).sum().item() == pytest.approx(1, abs=1e-5)
 
 
 @st.composite
@@ -344,24 +308,6 @@ def test_loss_and_gradient_equal_the_oracle(step: tuple[list[list[ScoredCompleti
         assert found == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-@given(steps())
-@settings(max_examples=30)
-def test_the_oracle_derivative_equals_central_differences(step: tuple[list[list[ScoredCompletion]], Objective]) -> None:
-    groups, o = step
-    assume(o.loss_type != "cispo")  # a stopped gradient is not the derivative of the value
-    for c in groups[0]:
-        _, (by_hand,) = oracle.loss_and_gradient([c], o)
-        for t in range(len(c.logprobs)):
-
-            def loss_at(x: float, c: ScoredCompletion = c, t: int = t) -> float:
-                moved = dataclasses.replace(c, logprobs=[*c.logprobs[:t], x, *c.logprobs[t + 1 :]])
-                return oracle.loss_and_gradient([moved], o)[0]
-
-            # a difference across a kink would be neither side's derivative; the steps keep 1e-6 away from all
-            numeric = oracle.numeric_gradient(loss_at, c.logprobs[t], step=1e-7)
-            assert numeric == pytest.approx(by_hand[t], rel=1e-4, abs=1e-6)
-
-
 @pytest.mark.parametrize(
     ("value", "old", "target", "error", "slope", "clipped"),
     [
@@ -404,6 +350,3 @@ def test_value_errors_and_their_gradients_equal_the_oracle(
     found, _ = value_errors(values, *others, cliprange)
     (gradient,) = torch.autograd.grad(found.sum(), values)
     assert (found.item(), gradient.item()) == pytest.approx((error, slope), rel=1e-6, abs=1e-9)
-    assert slope == pytest.approx(
-        oracle.numeric_gradient(lambda x: oracle.value_error(x, old, target, cliprange)[0], value), abs=1e-4
-    ) or (cliprange is not None and slope == 0.0)

@@ -31,11 +31,8 @@ def test_masters_fill_what_is_rounded_to_their_weight(weight: float, below: floa
         assert found.mean().item() == pytest.approx(weight, abs=0.01 * width)
 
 
-def test_zero_stays_zero() -> None:
+def test_zero_stays_zero_and_a_seed_gives_the_same_masters() -> None:
     assert off_the_grid(torch.zeros(10, dtype=torch.bfloat16), 0).tolist() == [0.0] * 10
-
-
-def test_the_same_seed_gives_the_same_masters() -> None:
     weights = torch.randn(50).bfloat16()
     assert torch.equal(off_the_grid(weights, 0), off_the_grid(weights, 0))
     assert not torch.equal(off_the_grid(weights, 0), off_the_grid(weights, 1))
