@@ -6,6 +6,7 @@ Read from the syntax trees. What may be called at all, and where, is ruff's (pyp
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 import tomllib
@@ -103,17 +104,7 @@ def test_no_module_imports_itself_in_a_circle() -> None:
         name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): tree for name, tree in trees().items()
     }
     graph = {name: [m for m in modules_of(tree) if m in named and m != name] for name, tree in named.items()}
-    done: set[str] = set()
-
-    def walk(name: str, path: list[str]) -> None:
-        assert name not in path, " → ".join([*path[path.index(name) :], name])
-        if name not in done:
-            for other in graph[name]:
-                walk(other, [*path, name])
-            done.add(name)
-
-    for name in graph:
-        walk(name, [])
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
 def modules_of(tree: ast.AST) -> Iterator[str]:
@@ -198,25 +189,19 @@ DISTRIBUTIONS = {
     "xdist": "pytest-xdist",
 }
 INSTALLED_APART = {"trl"}  # by its benchmarks
-OWN = {*PACKAGES, "tests"}
-OPTIONAL = {"trl"}  # a comparison's own package: nothing else needs it
 
 
 def imported_packages() -> set[str]:
-    names = set[str]()
-    sources = [*ROOT.glob("*.py"), *(path for folder in OWN for path in (ROOT / folder).rglob("*.py"))]
-    for path in sources:
-        for node in walk(tree(path)):
-            if isinstance(node, ast.Import):
-                names |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                names.add(node.module.partition(".")[0])
-    return names - OWN - OPTIONAL - sys.stdlib_module_names
+    paths = [*SOURCES, *(ROOT / "tests").rglob("*.py")]
+    nodes = [node for path in paths for node in walk(tree(path))]
+    names = {alias.name.partition(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module).partition(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}
+    return names - {*PACKAGES, "tests"} - INSTALLED_APART - sys.stdlib_module_names
 
 
 def test_every_imported_package_is_required_and_pinned_as_in_both_locks() -> None:
     required = read_lock((ROOT / "requirements.txt").read_text())
-    missing = {DISTRIBUTIONS.get(name, name) for name in imported_packages() - INSTALLED_APART} - set(required)
+    missing = {DISTRIBUTIONS.get(name, name) for name in imported_packages()} - set(required)
     assert missing == set()
     gpu = read_lock((ROOT / "tools/locks/gpu.lock").read_text())
     cpu = read_lock((ROOT / "tools/locks/cpu.lock").read_text())

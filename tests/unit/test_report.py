@@ -7,9 +7,7 @@ import struct
 
 import pytest
 
-from common.errors import UserError
 from report.curves import centered_mean, write_curves
-from report.full_marks import share_of_full_marks
 from report.main import final_summary, main
 from report.run_log import MetricsLog
 
@@ -63,7 +61,6 @@ def size_of_png(path) -> tuple[int, int]:
 
 def test_centered_mean_averages_neighbours_without_lag_and_fewer_of_them_at_the_ends():
     assert centered_mean([1, 2, 3, 4, 9], 3) == pytest.approx([1.5, 2, 3, 16 / 3, 6.5])
-    assert list(centered_mean([1, 2, 3], 1)) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -100,13 +97,6 @@ def test_the_summary_tells_how_long_it_took_and_who_waited(tmp_path):
     assert final_summary(tmp_path).splitlines()[-1] == expected.replace("the sampler", "the sampler waited")
 
 
-def test_intervals_count_problems_because_completions_of_one_problem_are_not_independent():
-    share, low, high = share_of_full_marks(evaluation(0, 512 * 2, n=512 * 4, problems=512), "answer")
-    # Wilson at p = ½ is ½ ± ½·z/√(n + z²), here with n = 512
-    half = 0.5 * 1.96 / (512 + 1.96**2) ** 0.5
-    assert (share, low, high) == pytest.approx((0.5, 0.5 - half, 0.5 + half))
-
-
 def test_curves_show_training_and_held_out_accuracy_with_intervals(tmp_path, drawn):
     values = {"kl": 0.01, "rewards/style/mean": 0.25}
     path = write_curves(write_run(tmp_path, 30, (evaluation(0, 210), evaluation(30, 370)), **values))
@@ -136,18 +126,13 @@ def test_curves_of_one_step_of_evaluations_alone_and_of_null_values_are_drawn(tm
         assert not list((tmp_path / name).glob(".tmp-*"))
 
 
-def test_curves_without_a_run_name_what_is_missing(tmp_path):
-    with pytest.raises(UserError, match=r"no metrics\.jsonl and no eval\.jsonl"):
-        write_curves(tmp_path)
-
-
 def test_the_command_draws_prints_and_exits_2_for_a_wrong_folder(tmp_path, capsys, unarranged):
     assert main([str(write_run(tmp_path / "run", 2, (evaluation(0, 210), evaluation(2, 370))))]) == 0
     output = capsys.readouterr().out
     assert output.startswith("held-out answer: 41.0 % → 72.3 %")
     assert output.splitlines()[-1] == f"curves: {tmp_path / 'run' / 'curves.png'}"
     assert main([str(tmp_path / "nothing")]) == 2
-    assert "no metrics.jsonl" in capsys.readouterr().err
+    assert "no metrics.jsonl and no eval.jsonl" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

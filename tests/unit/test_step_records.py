@@ -34,16 +34,8 @@ def record_of(folder: Path, **rollout: Any) -> tuple[dict[str, Any], list[dict[s
 
 def test_turns_and_calls_are_metrics_of_a_run_with_tools_and_of_no_other(tmp_path: Path) -> None:
     row, samples = record_of(tmp_path / "tools", tools=["tools.py:calculator"])
-    assert {key: row[key] for key in row if key.startswith("rollout/")} == {
-        "rollout/failures": 0,
-        "rollout/turns": 1.5,
-        "rollout/max_turns_ratio": 0,
-        "rollout/tool_calls": 0.5,
-        "rollout/tool_errors": 0,
-        "rollout/observed_tokens": 1,
-        "rollout/environment_s": 0.125,
-    }
-    assert row["completion_tokens"] == 2 + 3
-    assert [part["text"] for part in samples[1]["turns"]] == ["3 4", "60 61", "5"]
+    assert (row["rollout/turns"], row["rollout/tool_calls"], row["completion_tokens"]) == (1.5, 0.5, 2 + 3)
+    written = [("model", "3 4"), ("environment", "60 61"), ("model", "5")]
+    assert "turns" not in samples[0] and [(part["by"], part["text"]) for part in samples[1]["turns"]] == written
     row, _ = record_of(tmp_path / "plain")
     assert not [key for key in row if key.startswith("rollout/")]
