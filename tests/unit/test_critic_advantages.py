@@ -19,7 +19,7 @@ from tests.support.configs import config_of
 from tests.support.tiny import random_group
 from tests.unit.test_tensors import steps
 from trainer.algorithm.critic_advantages import ByGroup, Estimates, estimate, value_metrics
-from trainer.algorithm.losses import Denominator, loss, token_objective, value_errors
+from trainer.algorithm.losses import Denominator, value_errors
 from trainer.data.experience import Experience, with_estimates
 from trainer.data.tensors import micro_batch, num_tokens, unmasked_completions, value_batch, value_row
 
@@ -101,11 +101,9 @@ def test_without_groups_there_is_a_filler_of_weight_zero_and_no_metric() -> None
 
 
 CHOICES: list[dict[str, Any]] = [
-    {},
-    {"gamma": 0.9, "lam": 0.8, "beta": 0.1, "kl_in_reward": True, "loss_type": "dapo"},
+    {"gamma": 0.9, "lam": 0.8, "beta": 0.1, "kl_in_reward": True},
     {"lam": 0.95, "whiten_advantages": False, "mask_truncated_completions": True},
-    {"lam": 0.9, "loss_type": "cispo", "epsilon_high": 1.5, "soft_punish_cache": 9, "beta": 0.1},
-    {"lam": 0.0, "importance_sampling_level": "sequence", "loss_type": "dr_grpo", "entropy_coef": 0.1},
+    {"lam": 0.0, "soft_punish_cache": 9},
 ]
 
 
@@ -114,46 +112,34 @@ def values_of(g: Group) -> list[np.ndarray]:
     return [np.sin(r.old_logprobs.astype(np.float64) * 1e3) for r in g.rollouts]
 
 
-def share(mine: Sequence[Group], step: Sequence[Group], config: Config) -> tuple[list[float], dict[int, list[float]]]:
-    """Losses of policy and critic on a rank's part of the step, and their gradients by a key of the token."""
+def share(mine: Sequence[Group], step: Sequence[Group], config: Config) -> tuple[float, dict[float, list[float]]]:
+    """The critic's loss on a rank's part of the step; by a key of the token the policy's advantage and the gradient."""
     a = config.algorithm
-    total = max(1, num_tokens([Experience(g) for g in step], a))
     found = estimate(step, {g.group_id: values_of(g) for g in step}, config)
-    over = Denominator(a.loss_type, sum(len(g.rollouts) for g in step), total, 12)
-    batch = micro_batch(known(mine, found), over, a)
-    logprobs = (batch.old_logprobs.double() + (batch.old_logprobs * 1e4).sin() * 0.5).requires_grad_()
-    objective, _ = token_objective(
-        logprobs,
-        batch.old_logprobs.double(),
-        None if batch.ref_logprobs is None else batch.ref_logprobs.double(),
-        batch.advantages.double(),
-        batch.row.lengths,
-        a,
-        entropy=logprobs.exp(),
-    )
-    of_values = value_batch(known(mine, found), total, a)
-    values = (of_values.old_values.double() + (of_values.returns * 1e4).sin() * 0.5).requires_grad_()
-    errors, _ = value_errors(values, of_values.old_values.double(), of_values.returns.double(), 0.2)
-    losses = [loss(objective, batch.weights.double()), (of_values.weights.double() * errors).sum()]
-    slopes = [torch.autograd.grad(part, x)[0] for part, x in zip(losses, (logprobs, values), strict=True)]
+    total = max(1, num_tokens([Experience(g) for g in step], a))
+    policy = micro_batch(known(mine, found), Denominator("dapo", 1, total, 12), a)
+    batch = value_batch(known(mine, found), total, a)
+    values = (batch.old_values.double() + (batch.returns * 1e4).sin() * 0.5).requires_grad_()
+    errors, _ = value_errors(values, batch.old_values.double(), batch.returns.double(), 0.2)
+    loss = (batch.weights.double() * errors).sum()
+    (slopes,) = torch.autograd.grad(loss, values)
     keys = [k for g in mine for i in unmasked_completions(g, a) for k in g.rollouts[i].old_logprobs.tolist()]
-    pairs = zip(*[s.tolist() for s in slopes], strict=True)
-    return [x.item() for x in losses], dict(zip(keys, map(list, pairs), strict=False))
+    pairs = zip(policy.advantages.tolist(), slopes.tolist(), strict=True)
+    return loss.item(), dict(zip(keys, map(list, pairs), strict=False))
 
 
 @given(steps(max_groups=5), st.sampled_from(CHOICES))
-def test_neither_order_nor_packing_nor_micro_batches_nor_ranks_change_losses_and_gradients(
+def test_neither_order_nor_packing_nor_micro_batches_nor_ranks_change_advantages_loss_and_gradient(
     dealt: tuple[list[Group], list[list[Group]]], choice: dict[str, Any]
 ) -> None:
     (step, parts), config = dealt, settings(**choice)
     whole, gradients = share(step, step, config)
     shares = [share(part, [g for p in parts for g in p], config) for part in parts]
-    for which in (0, 1):
-        assert sum(losses[which] for losses, _ in shares) == pytest.approx(whole[which], rel=1e-6, abs=1e-6)
-    found = {token: slopes for _, part in shares for token, slopes in part.items()}
+    assert sum(loss for loss, _ in shares) == pytest.approx(whole, rel=1e-6, abs=1e-6)
+    found = {token: pair for _, part in shares for token, pair in part.items()}
     assert found.keys() == gradients.keys()
-    for token, slopes in gradients.items():
-        assert found[token] == pytest.approx(slopes, rel=1e-6, abs=1e-7)
+    for token, pair in gradients.items():
+        assert found[token] == pytest.approx(pair, rel=1e-6, abs=1e-7)
 
 
 @given(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import re
 import signal
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ import huggingface_hub  # ModelCard is imported when it is used: that takes half
 import pytest
 import torch
 
-from common import failpoints
+from common import durable, failpoints
 from common.config import Config, load
 from common.redact import redacted
 from report.model_card import write_model_card
@@ -35,9 +34,9 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def evaluation(version: int, answer: int, formatted: int, n: int = 512) -> dict[str, Any]:
-    marks, means = {"answer": answer, "format": formatted}, {"answer": 0.25, "format": 1.0}
-    return {"step": version, "eval_id": f"v{version}", "n": n, "problems": n, "full_marks": marks, "mean": means}
+def evaluation(version: int, answer: int) -> dict[str, Any]:
+    given = {"full_marks": {"answer": answer}, "mean": {"answer": 0.25}}
+    return {"step": version, "eval_id": f"v{version}", "n": 512, "problems": 512, **given}
 
 
 def run_folder(folder: Path, *evaluations: dict[str, Any], **settings: Any) -> Path:
@@ -61,7 +60,7 @@ def card_of(run: Path, version: int = 60) -> huggingface_hub.ModelCard:
 
 @pytest.mark.parametrize("r", [0, 16])
 def test_the_front_matter_is_what_the_hub_reads(tmp_path: Path, r: int) -> None:
-    run = run_folder(tmp_path, evaluation(0, 128, 256), evaluation(60, 384, 512), lora={"r": r})
+    run = run_folder(tmp_path, evaluation(0, 128), evaluation(60, 384), lora={"r": r})
     if r:
         (run / "adapter_config.json").write_text("{}")
     card = card_of(run)
@@ -73,7 +72,7 @@ def test_the_front_matter_is_what_the_hub_reads(tmp_path: Path, r: int) -> None:
     assert ("AutoPeftModelForCausalLM" in str(card)) == (r > 0)
 
 
-FIRST, MIDDLE, LAST = evaluation(0, 128, 256), evaluation(20, 300, 400), evaluation(60, 384, 512)
+FIRST, MIDDLE, LAST = evaluation(0, 128), evaluation(20, 300), evaluation(60, 384)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +114,7 @@ def test_the_settings_in_the_card_start_the_same_run(tmp_path: Path) -> None:
 def test_neither_secrets_nor_folders_of_this_machine_are_published(tmp_path: Path) -> None:
     run = run_folder(
         tmp_path,
-        evaluation(60, 1, 1),
+        evaluation(60, 1),
         model={"path": "/home/somebody/models/qwen"},
         data={"train": ["/home/somebody/data/a.jsonl", "https://me:word@host/b"], "eval": "/home/somebody/b.jsonl"},
         channel={"endpoint": "tcp://10.1.2.3:5555"},
@@ -149,40 +148,36 @@ def test_a_card_that_cannot_be_made_costs_no_model(tmp_path: Path, capsys: pytes
     assert "gets no model card: ValidationError" in capsys.readouterr().err
 
 
-def commit_final(run: Path, number: int, version: int) -> None:
-    def describe(folder: Path) -> None:
-        write_model_card(run, folder, version)
-
+def commit_final(run: Path, number: int) -> None:
+    """A model and a card of this number."""
     engine: Any = SmallEngine(number)
-    checkpoint.commit_final(engine, ONE_RANK, tokenizer(), run, describe=describe)
+    card = partial(durable.write_file, data=str(number).encode())
+    checkpoint.commit_final(engine, ONE_RANK, tokenizer(), run, describe=lambda folder: card(folder / "README.md"))
 
 
 def test_whichever_file_operation_is_the_last_one_final_is_whole_with_its_card_or_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    run, found = run_folder(tmp_path, evaluation(0, 128, 256), evaluation(60, 384, 512)), set()
+    final, found = tmp_path / "final", set()
     for n in itertools.count(1):
-        commit_final(run, 1, version=0)
+        commit_final(tmp_path, 1)
         if (pid := os.fork()) == 0:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             os.environ["TANDEM_FAULT"], failpoints._operations = f"{n}:kill", 0
-            commit_final(run, 2, version=60)
+            commit_final(tmp_path, 2)
             os._exit(0)
         was_killed = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-        final = run / "final"
         if final.exists():
-            card, number = (final / "README.md").read_text(), (final / "model.safetensors").read_text()[0]
-            found.add((number, *re.findall(r"^held-out answer: .*?([\d.]+) %  \(", card, re.MULTILINE)))
-            files = {"README.md", "config.json", "model.safetensors", "tokenizer.json"}
-            assert {path.name for path in final.iterdir()} == files
+            found.add(tuple((final / name).read_text()[0] for name in ("README.md", "model.safetensors")))
+            assert {path.name for path in final.iterdir()} >= {"config.json", "tokenizer.json"}
         if not was_killed:
             break
-    assert n > 10 and found == {("1", "25.0"), ("2", "75.0")}
+    assert n > 10 and found == {("1", "1"), ("2", "2")}
 
 
 def test_the_best_version_is_described_and_not_the_last_one(tmp_path: Path) -> None:
-    evaluations = [evaluation(0, 128, 256), evaluation(20, 384, 512), evaluation(60, 256, 512)]
+    evaluations = [evaluation(0, 128), evaluation(20, 384), evaluation(60, 256)]
     run = run_folder(tmp_path, *evaluations)
     (run / "best").mkdir()
     (run / "best" / "commit.json").write_text('{"policy_version": 20, "metric": "answer/accuracy", "value": 0.75}')

@@ -6,8 +6,6 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from tests.support import syntax
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -24,20 +22,12 @@ def functions(file: str) -> set[str]:
     return {function.name for path in paths for function in syntax.functions(path)}
 
 
-def test_every_promise_has_a_row() -> None:
+def test_every_promise_is_held_by_tests_that_exist() -> None:
     assert list(ROWS) == [f"R{n}" for n in range(1, 16)]
-
-
-@pytest.mark.parametrize("promise", ROWS)
-def test_every_promise_is_held_by_tests_that_exist(promise: str) -> None:
-    named = REFERENCE.findall(ROWS[promise])
-    assert named
-    for file, function in named:
-        assert function in functions(file), f"{promise} names {file}::{function}"
-
-
-def test_what_security_md_names_exists() -> None:
-    named = REFERENCE.findall((PAGE.parent / "SECURITY.md").read_text())
-    assert len(named) > 5
-    for file, function in named:
-        assert functions(file) and (not function or function in functions(file))
+    named = {promise: REFERENCE.findall(row) for promise, row in ROWS.items()}
+    named["SECURITY.md"] = REFERENCE.findall((PAGE.parent / "SECURITY.md").read_text())
+    for promise, tests in named.items():
+        assert tests, promise
+        for file, function in tests:
+            known = functions(file)
+            assert function in known or not (function or promise.startswith("R")), f"{promise}: {file}::{function}"
