@@ -1,4 +1,4 @@
-"""Two or three steps by `launcher.run`, with real vLLM and DeepSpeed: a tool, images, recipes, SmolLM2, two hosts."""
+"""Two or three steps by `launcher.run`, with real vLLM and DeepSpeed: a tool, images, recipes, two ranks, two hosts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 from common.config import load
@@ -162,26 +161,23 @@ def test_two_steps_of_a_recipe(name: str, tmp_path: Path) -> None:
     assert len(metrics) == 2 and all(m["grad_norm"] > 0 for m in metrics)
 
 
-# ---- the pretrained model itself, where it was fetched before
-
-
-SMOLLM2 = "configs/smollm2_135m.yaml"
+# ---- two ranks
 
 
 @full
-@pytest.mark.skipif(
-    not (ROOT / load(ROOT / SMOLLM2).model.path).is_dir(), reason="fetches 93 MB: python -m examples.smollm2 does"
-)
-def test_two_steps_of_the_pretrained_model_leave_one_that_loads(tmp_path: Path) -> None:
-    smaller = ("trainer.max_steps=2", "trainer.prompts_per_step=2", "sampler.num_generations=4")
-    first, _ = trained(SMOLLM2, tmp_path, *smaller, "data.eval=.cache/smollm2/test.jsonl@train[:4]")
-    assert {f"rewards/{name}/mean" for name in load(ROOT / SMOLLM2).rewards.names} <= first.keys()
-    final = tmp_path / "run" / "final"
-    assert "quantization_config" not in json.loads((final / "config.json").read_text())
-    with safe_open(final / "model.safetensors", "pt") as file:
-        shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118 - no mapping
-    sizes = [shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes]
-    assert sum(sizes) == 134_515_008  # of HuggingFaceTB/SmolLM2-135M-Instruct, embedding and head tied
+def test_twenty_steps_of_five_prompts_on_two_ranks_are_on_policy_and_leave_their_checkpoints(tmp_path: Path) -> None:
+    """ZeRO 3, and five groups, which no two ranks share evenly, with few tokens a micro-batch."""
+    tiny_model(tmp_path / "model")
+    words = [*local(tmp_path), *TINY[:1], "model.builder=null", "trainer.num_ranks=2", "trainer.max_steps=20"]
+    words += ["trainer.prompts_per_step=5", "trainer.max_tokens_per_micro_batch=400", "trainer.save_steps=10"]
+    words += ["deepspeed.zero_optimization.stage=3", "algorithm.beta=0.04", "sampler.num_generations=4"]
+    words += [f"rewards.reward_funcs=[{tmp_path}/reward.py:few_letters]", "sampler.max_completion_length=16"]
+    metrics = trained("configs/quickstart.yaml", tmp_path, *words)
+    assert len(metrics) == 20 and metrics[-1]["policy_version"] == 20
+    assert all(m["staleness/mean"] == 0 and m["grad_norm"] > 0 and 0 < m["rank_imbalance"] < 1 for m in metrics)
+    assert abs(metrics[0]["kl"]) <= 1e-6 and metrics[-1]["kl"] > 1e-7, "the policy moved away from its reference"
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert saved == ["step_000010", "step_000020"] and not [*(tmp_path / "run").rglob(".tmp-*")]
 
 
 # ---- `launch.sh run --hosts`: ranks on two hosts, real vLLM on the second, an encrypted link between them

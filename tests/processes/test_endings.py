@@ -5,69 +5,53 @@ The supervisor alone, with programs that know nothing of the protocol, is in tes
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support import tier
 from tests.support.ending_processes import NUM_STEPS
-from tests.support.endings import SCENARIOS, Scenario
+from tests.support.endings import LONG, SHORT, Ending, Scenario, run_all
+from tests.support.own_process import in_processes
 
 pytestmark = pytest.mark.timeout(0)  # each scenario has a limit of its own
 
-ROOT = Path(__file__).resolve().parents[2]
-CHOSEN = [scenario for scenario in SCENARIOS if scenario.is_short or tier.ALL]
+CHOSEN = LONG if tier.ALL else SHORT
 
 
 @pytest.fixture(scope="module")
-def endings() -> dict[str, dict[str, Any]]:
-    """Those that are chosen, by name."""
-    begun = time.monotonic()
-    command = [sys.executable, "-m", "tests.support.endings", *([] if tier.ALL else ["--short"])]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = {ending["name"]: ending for ending in map(json.loads, done.stdout.splitlines())}
-    return found | {"seconds": {"all": time.monotonic() - begun}}
+def endings() -> dict[str, Ending]:
+    """By the scenario's name."""
+    [found] = in_processes(run_all, (CHOSEN,))
+    return {ending.name: ending for ending in found}
 
 
-def verdict(scenario: Scenario, ending: dict[str, Any]) -> str:
+def verdict(scenario: Scenario, ending: Ending) -> str:
     """What is wrong with how it ended; "" if nothing."""
-    if ending["code"] is None:
-        return f"still running after {ending['seconds']} s"
-    if ending["code"] not in (scenario.code, scenario.or_code):
-        return f"exit code {ending['code']}, expected {scenario.code}"
-    if ending["is_late"]:
-        return f"took {ending['seconds']} s, {scenario.within_s} would be in time on the reference machine"
-    if ending["left"]:
-        return f"left behind: {ending['left']}"
-    if scenario.is_saved and ending["saved"] != ending["steps"]:
-        return f"{ending['steps']} steps were made and {ending['saved']} saved"
-    if scenario.code == 0 and ending["steps"] != NUM_STEPS:
-        return f"{ending['steps']} steps in metrics.jsonl, expected {NUM_STEPS}"
+    if ending.code is None:
+        return f"still running after {ending.seconds} s"
+    if ending.code not in (scenario.code, scenario.or_code):
+        return f"exit code {ending.code}, expected {scenario.code}"
+    if ending.is_late:
+        return f"took {ending.seconds} s, {scenario.within_s} would be in time on the reference machine"
+    if ending.left:
+        return f"left behind: {ending.left}"
+    if scenario.is_saved and ending.saved != ending.steps:
+        return f"{ending.steps} steps were made and {ending.saved} saved"
+    if scenario.code == 0 and ending.steps != NUM_STEPS:
+        return f"{ending.steps} steps in metrics.jsonl, expected {NUM_STEPS}"
     return ""
 
 
 @pytest.mark.parametrize("scenario", CHOSEN, ids=lambda scenario: scenario.name)
-def test_it_ends_in_time_with_its_code_and_leaves_nothing(
-    scenario: Scenario, endings: dict[str, dict[str, Any]]
-) -> None:
+def test_it_ends_in_time_with_its_code_and_leaves_nothing(scenario: Scenario, endings: dict[str, Ending]) -> None:
     ending = endings[scenario.name]
     problem = verdict(scenario, ending)
-    assert not problem, f"{problem}\n{ending['log']}"
+    assert not problem, f"{problem}\n{ending.log}"
 
 
-def test_all_of_them_in_one_figure(endings: dict[str, dict[str, Any]], figure: Callable[[str, str], None]) -> None:
+def test_all_of_them_in_one_figure(endings: dict[str, Ending], figure: Callable[[str, str], None]) -> None:
     good = sum(not verdict(scenario, endings[scenario.name]) for scenario in CHOSEN)
-    clean = [endings[s.name]["seconds"] for s in CHOSEN if s.code == 130 and "frozen" not in s.name]
-    figure(
-        "R13",
-        f"{good} of {len(CHOSEN)} endings right and clean in {endings['seconds']['all']:.0f} s; "
-        f"after an interrupt at most {max(clean):.1f} s",
-    )
+    clean = [endings[s.name].seconds for s in CHOSEN if s.code == 130 and "frozen" not in s.name]
+    figure("R13", f"{good} of {len(CHOSEN)} endings right and clean; after an interrupt at most {max(clean):.1f} s")
     assert good == len(CHOSEN)

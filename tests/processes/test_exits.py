@@ -1,4 +1,4 @@
-"""Exit codes: what a supervisor is told, and what a person reads."""
+"""Exit codes: what a supervisor is told, what a person reads, and what signals do."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 """
 
 
+INT, TERM = "os.kill(os.getpid(), 2)", "os.kill(os.getpid(), 15)"
+DECIDES, FOLLOWS = (f"exits.defer_interrupts(decides={decides}, note='after this step')" for decides in (True, False))
+INTERRUPTED = "tandem: sampler: interrupted\n"
+LATER = "time.sleep(1.1)"  # DeepSpeed's launcher adds a SIGTERM at once
+
+
 def run(body: str) -> subprocess.CompletedProcess[str]:
     code = HEAD + f"def main():\n    {body}\nexits.leave(exits.run('sampler', main))"
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=limit(60))
@@ -33,13 +39,16 @@ def run(body: str) -> subprocess.CompletedProcess[str]:
         ("raise errors.Retryable('silent for 9 s')", 75, "tandem: sampler: silent for 9 s\n"),
         ("raise errors.PeerEnded('done', 0)", 0, "tandem: sampler: done\n"),
         ("raise errors.PeerEnded('bad config', 2)", 2, "tandem: sampler: the peer ended: bad config\n"),
-        ("raise KeyboardInterrupt", 130, "tandem: sampler: interrupted\n"),
-        ("os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", 130, "tandem: sampler: interrupted\n"),
-        (
-            "\n    try: os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)\n    finally: sys.stderr.write('cleaned ')",
-            130,
-            "cleaned tandem: sampler: interrupted\n",
-        ),
+        ("raise KeyboardInterrupt", 130, INTERRUPTED),
+        (f"{INT}; time.sleep(9)", 130, INTERRUPTED),
+        (f"\n    try: {TERM}; time.sleep(9)\n    finally: sys.stderr.write('cleaned ')", 130, f"cleaned {INTERRUPTED}"),
+        (f"{DECIDES}; {TERM}; assert exits.interrupted()", 0, "tandem: after this step\n"),
+        (f"{DECIDES}; {INT}; {TERM}; assert exits.interrupted()", 0, "tandem: after this step\n"),
+        (f"{DECIDES}; {INT}; {LATER}; {INT}; time.sleep(9)", 130, f"tandem: after this step\n{INTERRUPTED}"),
+        (f"{DECIDES}; {INT}; raise errors.Interrupted", 130, f"tandem: after this step\n{INTERRUPTED}"),
+        (f"{FOLLOWS}; {INT}; {LATER}; {INT}", 0, ""),  # rank 0 decides
+        (f"{FOLLOWS}; {TERM}; time.sleep(9)", 130, INTERRUPTED),  # the launcher takes down the rest
+        (f"{FOLLOWS}; {INT}; {LATER}; {TERM}; time.sleep(9)", 130, INTERRUPTED),
         ("sys.exit(2)", 2, ""),  # argparse
         ("import threading; threading.Thread(target=time.sleep, args=(600,)).start()", 0, ""),  # it cannot keep us
     ],
@@ -68,7 +77,6 @@ def test_the_exit_code_survives_a_reader_that_closed_our_output() -> None:
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
 def test_a_process_that_asked_for_it_dies_with_its_killed_parent() -> None:
     child = HEAD + "exits.die_with_parent(); print(os.getpid(), flush=True); time.sleep(600)"
     parent = subprocess.Popen(
@@ -101,3 +109,18 @@ def test_a_rank_that_waits_for_the_launcher_ends_at_its_sigterm() -> None:
     process.send_signal(signal.SIGTERM)
     process.stdout.close()
     assert process.wait(timeout=limit(20)) == 1
+
+
+def test_sigusr1_shows_the_stacks_and_the_process_goes_on() -> None:
+    code = (
+        "import sys; from common import exits\n"
+        "def samples_for_ever():\n    print('up', flush=True); sys.stdin.readline()\n"
+        "exits.leave(exits.run('sampler', samples_for_ever))"
+    )
+    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")} | {"text": True}
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipes)
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGUSR1)
+    _, said = process.communicate("\n", timeout=limit(20))
+    assert process.returncode == 0
+    assert "samples_for_ever" in said

@@ -92,10 +92,24 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, out
 
 
-def test_output_of_every_host_is_shown_in_whole_lines_and_kept_in_its_log(hosts: Connections) -> None:
-    code, out = ended(hosts.start("print('one')", "import os; print('two' * ('NOT_PASSED_ON' not in os.environ))"))
-    assert (code, sorted(out.splitlines())) == (0, ["one", "two"])
-    assert [(hosts.folder / f"host{i}.log").read_text().split()[-1] for i in (0, 1)] == ["one", "two"]
+@pytest.mark.parametrize(
+    ("codes", "code", "shown"),
+    [
+        (["print('one')", "import os; print('two' * ('NOT_PASSED_ON' not in os.environ))"], 0, "one\ntwo"),
+        # its hours count from the start of the run, by its own host's clock
+        (["from common import exits; import time; print((time.monotonic() - exits.started_at()) // 100)"], 0, "10.0"),
+        (["import os; os.kill(os.getpid(), 9)"], 247, "tandem: trainer on 203.0.113.0 was killed by SIGKILL"),
+    ],
+    ids=["output", "clock", "killed"],
+)
+def test_output_of_every_host_is_shown_in_whole_lines_and_kept_in_its_log(
+    hosts: Connections, codes: list[str], code: int, shown: str
+) -> None:
+    found, out = ended(hosts.start(*codes))
+    assert found == code and shown in "\n".join(sorted(out.splitlines()))
+    if code == 0:
+        logs = [(hosts.folder / f"host{i}.log").read_text().split()[-1] for i in range(len(codes))]
+        assert logs == shown.split()
 
 
 @pytest.mark.parametrize("code", [2, 75, 1])
@@ -140,18 +154,6 @@ def test_a_host_that_does_not_know_the_key_refuses_at_once_and_says_so(hosts: Co
         (hosts.folder / "ssh").write_text("#!/bin/sh\necho 'Permission denied (publickey)'\nexit 255\n")
     code, out = ended(hosts.start("print('one')"))
     assert code == 75 and "Permission denied (publickey)" in out and "203.0.113.0: the connection ended" in out
-
-
-def test_a_process_counts_its_hours_from_the_start_of_the_run_by_its_own_hosts_clock(hosts: Connections) -> None:
-    said = "from common import exits; import time; print(time.monotonic() - exits.started_at())"
-    code, out = ended(hosts.start(said))
-    assert code == 0 and 1000 <= float(out) < 1000 + limit(60)
-
-
-def test_a_killed_process_is_explained_by_its_own_host(hosts: Connections) -> None:
-    code, out = ended(hosts.start("import os; os.kill(os.getpid(), 9)"))
-    assert code == 256 - signal.SIGKILL, out
-    assert "tandem: trainer on 203.0.113.0 was killed by SIGKILL" in out
 
 
 def test_a_host_that_lacks_the_run_folder_or_ours_is_the_users_to_mend(hosts: Connections) -> None:

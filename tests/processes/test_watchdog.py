@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -16,7 +14,6 @@ import pytest
 from common import channel
 from common.config import Config
 from common.errors import Interrupted
-from common.transcript import last_lines
 from tests.support.protocol_helpers import (
     FakeSampler,
     changed,
@@ -111,21 +108,6 @@ def test_a_start_that_takes_too_long_ends(tmp_path: Path) -> None:
     assert "Last lines of" not in said  # a run by hand has no log of its peer
 
 
-def test_sigusr1_shows_the_stacks_and_the_process_goes_on() -> None:
-    code = (
-        "import sys; from common import exits\n"
-        "def samples_for_ever():\n    print('up', flush=True); sys.stdin.readline()\n"
-        "exits.leave(exits.run('sampler', samples_for_ever))"
-    )
-    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")} | {"text": True}
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipes)
-    assert process.stdout.readline() == "up\n"
-    process.send_signal(signal.SIGUSR1)
-    _, said = process.communicate("\n", timeout=limit(20))
-    assert process.returncode == 0
-    assert "samples_for_ever" in said
-
-
 # ---- a sampler that beats and does not work ---------------------------------------------------------------------
 
 
@@ -179,39 +161,7 @@ def test_a_sampler_whose_progress_grows_or_that_has_nothing_to_do_is_left_alone(
     assert not [line for line in said if "sent away" in line]
 
 
-# ---- a deferred interrupt ---------------------------------------------------------------------------------------
-
-
-DEFERS = """
-import os, signal, sys, time
-from common import exits
-from common.errors import Interrupted
-def main():
-    exits.defer_interrupts(decides={decides}, note="stopping after this step")
-    {body}
-exits.leave(exits.run("trainer", main))
-"""
-SIGINT, SIGTERM = "os.kill(os.getpid(), signal.SIGINT)", "os.kill(os.getpid(), signal.SIGTERM)"
-
-
-@pytest.mark.parametrize(
-    ("decides", "body", "code"),
-    [
-        (True, f"{SIGTERM}; assert exits.interrupted()", 0),
-        (True, f"{SIGINT}; {SIGTERM}; assert exits.interrupted()", 0),  # DeepSpeed's launcher adds the SIGTERM
-        (True, f"{SIGINT}; time.sleep(1.1); {SIGINT}; time.sleep(9)", 130),
-        (True, f"{SIGINT}; raise Interrupted", 130),
-        (False, f"{SIGINT}; time.sleep(1.1); {SIGINT}", 0),  # rank 0 decides
-        (False, f"{SIGTERM}; time.sleep(9)", 130),  # the launcher takes down the rest
-        (False, f"{SIGINT}; time.sleep(1.1); {SIGTERM}; time.sleep(9)", 130),
-        (True, "assert not exits.interrupted()", 0),
-    ],
-)
-def test_the_first_interrupt_waits_for_the_step_and_another_one_does_not(decides: bool, body: str, code: int) -> None:
-    text = DEFERS.format(decides=decides, body=body)
-    done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, timeout=limit(30))
-    assert done.returncode == code, done.stderr
-    assert ("stopping after this step" in done.stderr) == (decides and "kill" in body)
+# ---- an interrupt
 
 
 def test_an_interrupt_ends_the_wait_for_groups_at_once(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,10 +183,3 @@ def test_what_is_already_here_is_taken_although_somebody_asked_for_the_end(
         until(lambda: len(inbox.state.ledger.held) == 4)
         monkeypatch.setattr("trainer.link.inbox.interrupted", lambda: True)
         assert [one.group.group_id for one in inbox.take([0, 1])] == [0, 1]
-
-
-def test_last_lines_are_the_last_lines_that_are_not_empty(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    assert last_lines(log) == ""
-    log.write_text("one\n\ntwo\n\n" + os.linesep)
-    assert last_lines(log, count=1) == f" Last lines of {log}:\n  two"

@@ -73,12 +73,5 @@ class Clone:
         print(f"{time.monotonic() - begun:.0f} s\n{done.stdout}\n{done.stderr}")
         return done
 
-    def python(self, code: str) -> str:
-        """What a fresh process of the environment prints, in another folder: it knows nothing of this project."""
-        python = self.folder / ".venv" / "bin" / "python"
-        done = subprocess.run([python, "-c", code], cwd="/", capture_output=True, text=True, timeout=limit(120))
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout.strip()
-
     def metrics(self, run: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / run / "metrics.jsonl").read_text().splitlines()]

@@ -100,20 +100,10 @@ def produce(settings: Config, link: Any) -> int:
     for group_id in credit.lease:
         if group_id >= 6 * PER_STEP:
             misbehave(settings, "sampler", "work")
-            if os.environ.get("TANDEM_ENDING") == "sampler:deaf:once" and deaf(settings):
-                return 0
         if not link.has_result(group_id):
             link.send_result(make_group(group_id, credit.version))
             made += 1
     return made
-
-
-def deaf(settings: Config) -> bool:
-    """The first life beats and reads, and works no more."""
-    flag = settings.run.output_dir.parent / "deaf"
-    if not flag.exists():
-        flag.write_text(str(os.getpid()))
-    return flag.read_text() == str(os.getpid())
 
 
 # ---- the trainer ---------------------------------------------------------------------------------------------

@@ -1,28 +1,23 @@
-"""Runs of the real supervisor that are disturbed, and a judge of how each of them ends: python -m tests.support.endings
+"""Runs of the real supervisor that are disturbed: how each of them ends, and whatever is left behind.
 
-One process imports everything once and forks a supervisor per scenario, as many at a time as there are cores, and
-beside them twice as many of those that mostly wait. Prints one JSON line per scenario: exit code, seconds from the
-disturbance to the end, and whatever was left behind.
-
-All limits, those of the runs and those of the verdicts, are seconds of the reference machine in tests/support/speed.py.
+`run_all` forks a supervisor per scenario, as many at a time as there are cores, and beside them twice as many of those
+that mostly wait. All limits, those of the runs and those of the verdicts, are seconds of the reference machine in
+tests/support/speed.py.
 """
 
 from __future__ import annotations
 
-import argparse
 import fcntl
-import json
 import os
 import random
-import re
 import signal
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -39,7 +34,7 @@ from tests.support.ending_processes import HOLD_AT, PER_STEP, STEP_S
 from tests.support.speed import overdue, slowness
 
 INT, TERM, KILL, STOP, CONT, HUP = (getattr(signal, f"SIG{n}") for n in ("INT", "TERM", "KILL", "STOP", "CONT", "HUP"))
-IDLE = ("start-hang", "work-hang", "deaf")
+IDLE = ("start-hang", "work-hang")
 AT_ONCE = 10.0  # seconds from a clean signal to the end
 GRACE_S, STALL_S, CONNECT_S, MAX_RESTARTS = 3.0, 2.0, 6.0, 2
 
@@ -70,93 +65,64 @@ class Scenario:
         """Something is frozen or stuck, and most of the time goes by until a limit finds it."""
         return any(number == STOP for _, number in self.signals) or self.ending.partition(":")[2].startswith(IDLE)
 
-    @property
-    def is_short(self) -> bool:
-        """One per role and signal, and one per exit code and cause; the others run with --all."""
-        return self.name in _CAUSES or bool(
-            re.fullmatch(r"(sampler|rank [01]|launcher|supervisor|guard) SIG\w+", self.name)
-        )
-
-
-_CAUSES = (
-    *("supervisor SIGSTOP then SIGCONT", "supervisor SIGINT, rank 0 frozen", "time is over", "absent sampler"),
-    *("absent trainer", "user error of the sampler later", "user error of the trainer at its start"),
-    *("retryable end of the trainer, once", "bug of the trainer without a checkpoint", "bug of the sampler, once"),
-    *("sampler stuck in its engine", "sampler that beats and does not work", "rank 0 stuck in a step"),
-)
-
 
 S = Scenario
-SCENARIOS = (
+SHORT = (  # one per role and signal, and one per exit code and cause
     # the sampler
     S("sampler SIGKILL", 0, (("sampler", KILL),)),
-    S("sampler SIGKILL at its start", 0, (("sampler", KILL),), when="sampler starts"),
     S("sampler SIGTERM", 130, (("sampler", TERM),), within_s=AT_ONCE, is_saved=True),
     S("sampler SIGINT", 130, (("sampler", INT),), within_s=AT_ONCE, is_saved=True),
     S("sampler SIGSTOP", 0, (("sampler", STOP),), connect_s=4.0),
-    S("sampler SIGSTOP then SIGCONT", 0, (("sampler", STOP), ("sampler", CONT)), pause_s=1.5),
     # rank 0
     S("rank 0 SIGKILL", 0, (("rank0", KILL),)),
-    S("rank 0 SIGKILL without a checkpoint", 1, (("rank0", KILL),), saves=False, within_s=AT_ONCE),
-    S("rank 0 SIGKILL at its start", 1, (("rank0", KILL),), when="rank0 starts", within_s=AT_ONCE),
     S("rank 0 SIGTERM", 130, (("rank0", TERM),), within_s=AT_ONCE, is_saved=True),
     S("rank 0 SIGINT", 130, (("rank0", INT),), within_s=AT_ONCE, is_saved=True),
-    S("rank 0 SIGINT twice", 130, (("rank0", INT),) * 2, within_s=AT_ONCE, is_saved=True),
-    S("rank 0 SIGINT without checkpoints", 130, (("rank0", INT),), saves=False, within_s=AT_ONCE),
     S("rank 0 SIGSTOP", 75, (("rank0", STOP),), connect_s=4.0, within_s=40.0),
     # rank 1
     S("rank 1 SIGKILL", 0, (("rank1", KILL),)),
-    S("rank 1 SIGKILL without a checkpoint", 1, (("rank1", KILL),), saves=False, within_s=AT_ONCE),
-    # rank 1 says 130, or rank 0 finds it gone: whichever the launcher sees first
+    # it says 130, or rank 0 finds it gone: whichever the launcher sees first
     S("rank 1 SIGTERM", 130, (("rank1", TERM),), or_code=0),
     S("rank 1 SIGINT", 0, (("rank1", INT),)),
     S("rank 1 SIGSTOP", 0, (("rank1", STOP),)),
     # the launcher
     S("launcher SIGKILL", 0, (("launcher", KILL),)),
-    S("launcher SIGKILL without a checkpoint", 1, (("launcher", KILL),), saves=False, within_s=AT_ONCE),
     S("launcher SIGTERM", 130, (("launcher", TERM),), within_s=AT_ONCE, is_saved=True),
     S("launcher SIGINT", 130, (("launcher", INT),), within_s=AT_ONCE, is_saved=True),
     S("launcher SIGSTOP", 0, (("launcher", STOP),)),
     # the supervisor and its guard
     S("supervisor SIGKILL", -9, (("supervisor", KILL),), within_s=2.0),
-    S("supervisor SIGKILL at the start", -9, (("supervisor", KILL),), when="sampler starts", within_s=2.0),
     S("supervisor SIGINT", 130, (("supervisor", INT),), within_s=AT_ONCE, is_saved=True),
     S("supervisor SIGTERM", 130, (("supervisor", TERM),), within_s=AT_ONCE, is_saved=True),
     S("supervisor SIGHUP", 130, (("supervisor", HUP),), within_s=AT_ONCE, is_saved=True),
-    S("supervisor SIGINT at the start", 130, (("supervisor", INT),), when="rank0 starts", within_s=AT_ONCE),
-    S("supervisor SIGINT twice", 130, (("supervisor", INT),) * 2, within_s=AT_ONCE, is_abrupt=True),
     S("supervisor SIGSTOP then SIGCONT", 0, (("supervisor", STOP), ("supervisor", CONT)), pause_s=2.0),
-    S("supervisor SIGINT, sampler frozen", 130, (("sampler", STOP), ("supervisor", INT)), is_saved=True),
     S("supervisor SIGINT, rank 0 frozen", 130, (("rank0", STOP), ("supervisor", INT)), is_abrupt=True),
-    S(
-        "supervisor SIGKILL, all frozen",
-        -9,
-        (("sampler", STOP), ("rank0", STOP), ("rank1", STOP), ("launcher", STOP), ("supervisor", KILL)),
-        within_s=2.0,
-    ),
     S("guard SIGKILL", 0, (("guard", KILL),)),
-    # two at once
-    S("sampler and rank 0 SIGKILL", 0, (("sampler", KILL), ("rank0", KILL))),
-    S("launcher and both ranks SIGKILL", 0, (("launcher", KILL), ("rank0", KILL), ("rank1", KILL))),
     # absent, failing, stuck or out of time, without any signal
     S("time is over", 75, ends_after_s=3.0, is_saved=True),
-    S("time is over, without checkpoints", 75, ends_after_s=3.0, saves=False),
-    S("time is over before a sampler comes", 75, ends_after_s=1.5, ending="sampler:start-hang:always"),
     S("absent sampler", 75, ending="sampler:start-hang:always", connect_s=2.0),
     S("absent trainer", 75, ending="trainer:start-hang:always", connect_s=2.0),
-    S("user error of the sampler at its start", 2, ending="sampler:start-user:always"),
     S("user error of the sampler later", 2, ending="sampler:work-user:always"),
     S("user error of the trainer at its start", 2, ending="trainer:start-user:always"),
-    S("user error of the trainer later", 2, ending="trainer:work-user:always"),
     S("retryable end of the trainer, once", 0, ending="trainer:work-retry:once"),
-    S("retryable end of the trainer, always", 75, ending="trainer:start-retry:always"),
-    S("bug of the trainer, once", 0, ending="trainer:work-bug:once"),
     S("bug of the trainer without a checkpoint", 1, ending="trainer:work-bug:once", saves=False),
     S("bug of the sampler, once", 0, ending="sampler:work-bug:once"),
-    S("bug of the sampler, always", 1, ending="sampler:start-bug:always"),
     S("sampler stuck in its engine", 0, ending="sampler:work-hang:once"),
-    S("sampler that beats and does not work", 0, ending="sampler:deaf:once"),
     S("rank 0 stuck in a step", 0, ending="trainer:work-hang:once"),
+)
+ALL_FROZEN = tuple((role, STOP) for role in ("sampler", "rank0", "rank1", "launcher"))
+LONG = (
+    *SHORT,
+    S("sampler SIGKILL at its start", 0, (("sampler", KILL),), when="sampler starts"),
+    S("sampler SIGSTOP then SIGCONT", 0, (("sampler", STOP), ("sampler", CONT)), pause_s=1.5),
+    S("rank 0 SIGKILL without a checkpoint", 1, (("rank0", KILL),), saves=False, within_s=AT_ONCE),
+    S("rank 0 SIGKILL at its start", 1, (("rank0", KILL),), when="rank0 starts", within_s=AT_ONCE),
+    S("supervisor SIGKILL at the start", -9, (("supervisor", KILL),), when="sampler starts", within_s=2.0),
+    S("supervisor SIGINT at the start", 130, (("supervisor", INT),), when="rank0 starts", within_s=AT_ONCE),
+    S("supervisor SIGINT, sampler frozen", 130, (("sampler", STOP), ("supervisor", INT)), is_saved=True),
+    S("supervisor SIGKILL, all frozen", -9, (*ALL_FROZEN, ("supervisor", KILL)), within_s=2.0),
+    S("launcher and both ranks SIGKILL", 0, (("launcher", KILL), ("rank0", KILL), ("rank1", KILL))),
+    S("time is over, without checkpoints", 75, ends_after_s=3.0, saves=False),
+    S("time is over before a sampler comes", 75, ends_after_s=1.5, ending="sampler:start-hang:always"),
 )
 
 
@@ -320,7 +286,7 @@ class Running:
             for path in (self.folder / "supervisor.log", *sorted((self.folder / "run" / "logs").glob("*")))
             if path.exists()
         )
-        for pid in self._alive():  # of a scenario that failed
+        for pid in alive(self.tag):  # of a scenario that failed
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return True
@@ -329,7 +295,7 @@ class Running:
         """Processes, locks that are held, and files outside the run folder or never finished inside it."""
         run = self.folder / "run"
         tag = durable.run_tag(run)
-        left = [f"process {pid}" for pid in self._alive()]
+        left = [f"process {pid}" for pid in alive(self.tag)]
         left += [f"lock {path}" for path in run.glob("lock.*") if _is_held(path)]
         left += [str(path) for folder in ("/dev/shm", tempfile.gettempdir()) for path in Path(folder).glob(f"{tag}*")]
         unfinished = [p for p in run.rglob(".*") if p.name.startswith((durable.TEMPORARY, durable.TRASH))]
@@ -337,12 +303,12 @@ class Running:
             left += [str(path) for path in unfinished]
         return left
 
-    def _alive(self) -> list[int]:
-        return [
-            p.pid
-            for p in psutil.process_iter(["environ", "status"])
-            if (p.info["environ"] or {}).get("TANDEM_TEST_TAG") == self.tag and p.info["status"] != psutil.STATUS_ZOMBIE
-        ]
+
+def alive(tag: str) -> list[int]:
+    """Processes that carry TANDEM_TEST_TAG, but for what their parent has not asked for yet."""
+    everyone = psutil.process_iter(["environ", "status"])
+    tagged = [p for p in everyone if (p.info["environ"] or {}).get("TANDEM_TEST_TAG") == tag]
+    return [p.pid for p in tagged if p.info["status"] != psutil.STATUS_ZOMBIE]
 
 
 def _is_held(path: Path) -> bool:
@@ -354,9 +320,9 @@ def _is_held(path: Path) -> bool:
         return False
 
 
-def run_all(chosen: list[Scenario], report: Callable[[Ending], None]) -> None:
+def run_all(chosen: Sequence[Scenario]) -> list[Ending]:
     jobs = len(os.sched_getaffinity(0))
-    waiting, running = list(chosen), list[Running]()
+    waiting, running, ended = list(chosen), list[Running](), list[Ending]()
     with tempfile.TemporaryDirectory(prefix="tandem-ends-") as name:
         while waiting or running:
             for scenario in waiting[:]:
@@ -368,13 +334,6 @@ def run_all(chosen: list[Scenario], report: Callable[[Ending], None]) -> None:
                     running.append(Running(scenario, folder))
             for one in [one for one in running if one.look()]:
                 running.remove(one)
-                report(one.ending)
+                ended.append(one.ending)
             time.sleep(0.01)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--short", action="store_true", help="one per role and signal, and one per exit code and cause")
-    arguments = parser.parse_args()
-    wanted = [scenario for scenario in SCENARIOS if scenario.is_short or not arguments.short]
-    run_all(wanted, lambda ending: print(json.dumps(asdict(ending)), flush=True))
+    return ended
