@@ -56,7 +56,7 @@ def trained(config: str, folder: Path, *words: str, env: Mapping[str, str] = os.
 
 
 def test_three_steps_with_a_calculator(tmp_path: Path) -> None:
-    knows_how_to_call = Calculator(num_train=64, num_test=16, num_clean_steps=150, num_careless_steps=0)
+    knows_how_to_call = Calculator(num_train=64, num_test=16, num_clean_steps=80, num_careless_steps=0)
     files = files_of(knows_how_to_call, tmp_path / "task")
     metrics = trained("configs/quickstart_tools.yaml", tmp_path, *files, *SMALLER)
     assert len(metrics) == 3
