@@ -17,6 +17,7 @@ from launcher.workload import Workload, workload_of
 from model.dims import ModelDims, model_dims
 from model.images import Vision
 from model.vision_dims import VisionDims
+from tests.support.configs import config_of
 from tests.support.tiny import bytes_kept
 from tests.support.tiny_vision import FAMILIES, vision_config
 from tests.support.vision import PLAIN, picture, write_vision_settings
@@ -31,10 +32,14 @@ QWEN |= {"num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151_
 PIXELS = 2_097_152  # EasyR1's max_pixels
 
 
-def qwen() -> ModelDims:
-    found = model_dims(QWEN | {"vision_config": TOWER})
-    assert found is not None
+def dims_of(settings: dict[str, Any]) -> ModelDims:
+    found = model_dims(settings)
+    assert found is not None and found.vision is not None
     return found
+
+
+def qwen() -> ModelDims:
+    return dims_of(QWEN | {"vision_config": TOWER})
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -45,18 +50,9 @@ def test_parameters_equal_those_of_transformers(family: str, tied: bool) -> None
     config = vision_config(family, tied)
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config)
-    dims = model_dims(config.to_dict())
-    assert dims is not None and dims.vision is not None
+    dims = dims_of(config.to_dict())
     assert dims.parameters == sum(p.numel() for p in model.parameters())
     assert dims.vision.parameters == sum(p.numel() for p in model.model.visual.parameters())
-
-
-def test_parameters_of_the_3b_model_by_hand() -> None:
-    # a block: two norms, query to output, a gated MLP; then patch embedding and merger
-    block = 2 * 1280 + 4 * (1280**2 + 1280) + 3 * 1280 * 3420 + 2 * 3420 + 1280
-    tower = 32 * block + 3 * 2 * 14**2 * 1280 + 1280 + (5120 * 5120 + 5120) + (5120 * 2048 + 2048)
-    assert tower == 668_684_288 and qwen().vision is not None
-    assert qwen().parameters == 3_085_938_688 + tower == 3_754_622_976
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(2, 2), (6, 8)])
@@ -67,14 +63,13 @@ def test_operations_of_the_tower_are_those_that_torch_counts(family: str, rows: 
 
     config = vision_config(family)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
-    dims = model_dims(config.to_dict())
-    assert dims is not None and dims.vision is not None
+    tower = dims_of(config.to_dict()).vision
     patches = 4 * rows * columns
-    pixels = torch.zeros(patches, 3 * dims.vision.temporal * dims.vision.patch**2)
+    pixels = torch.zeros(patches, 3 * tower.temporal * tower.patch**2)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.model.get_image_features(pixels, torch.tensor([[1, 2 * rows, 2 * columns]]))
     # biases and norms are no products: a few per cent of a tower as small as this one
-    assert dims.vision.flops(patches) == pytest.approx(counter.get_total_flops(), rel=0.05)
+    assert tower.flops(patches) == pytest.approx(counter.get_total_flops(), rel=0.05)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -91,11 +86,10 @@ def test_activations_of_the_tower_are_those_that_torch_keeps(family: str, dtype:
             setattr(config.vision_config, name, value)
         tower = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").model.visual
         tower = tower.to(getattr(torch, dtype))
-        found = model_dims(config.to_dict())
-        assert found is not None and found.vision is not None
-        pixels = torch.zeros(256, 6 * found.vision.patch**2)
+        found = dims_of(config.to_dict()).vision
+        pixels = torch.zeros(256, 6 * found.patch**2)
         kept = bytes_kept(tower, lambda: tower(pixels.to(tower.dtype), grid_thw=torch.tensor([[1, 16, 16]])))
-        return kept, found.vision
+        return kept, found
 
     (four, tower), (three, shallower) = saved(4), saved(3)
     load = Workload(qwen(), dtype, 1, 0, 512, 64, 2, 1, 1, images=1, patches=256, on_gpu=False)
@@ -103,28 +97,27 @@ def test_activations_of_the_tower_are_those_that_torch_keeps(family: str, dtype:
     assert four - three == pytest.approx(estimate, rel=0.1)
 
 
-def config(**sections: Any) -> Config:
-    given = {"model": {"path": "m"}, "data": {"train": "t", "max_prompt_length": 4096}, "algorithm": {"beta": 0.0}}
-    given["data"] |= {"image_key": "images", "max_pixels": PIXELS}
-    return Config.model_validate({name: given.get(name, {}) | sections.get(name, {}) for name in given | sections})
+def config(model: dict[str, Any] | None = None, **data: Any) -> Config:
+    seen = {"max_prompt_length": 4096, "image_key": "images", "max_pixels": PIXELS}
+    return config_of(model, seen | data, algorithm={"beta": 0.0})
 
 
 def test_the_workload_has_the_largest_image_that_fits_into_a_prompt() -> None:
     load = workload_of(config(), 8, qwen())
     assert (load.images, load.patches) == (1, 4 * 2674)  # tokens of 28 × 28 pixels
-    short = workload_of(config(data={"max_prompt_length": 1000}), 8, qwen())
-    assert short.patches == 4000
-    none = workload_of(config(data={"image_key": None, "limit_images": 0}), 8, qwen())
+    assert workload_of(config(max_prompt_length=1000), 8, qwen()).patches == 4000
+    none = workload_of(config(image_key=None, limit_images=0), 8, qwen())
     assert (none.images, none.patches) == (0, 0)
 
 
 def test_a_frozen_tower_has_weights_and_neither_gradients_nor_an_optimizer() -> None:
-    trained = workload_of(config(), 1, qwen(), on_gpu=False)
-    frozen = workload_of(config(model={"freeze_vision_tower": True}), 1, qwen(), on_gpu=False)
-    before, after = trainer_memory(trained), trainer_memory(frozen)
-    assert before.weights == after.weights == 2 * 3_754_622_976
-    assert before.optimizer - after.optimizer == 12 * 668_684_288
-    assert after.activations < before.activations
+    trained, frozen = (
+        trainer_memory(workload_of(config({"freeze_vision_tower": frozen}), 1, qwen(), on_gpu=False))
+        for frozen in (False, True)
+    )
+    assert trained.weights == frozen.weights == 2 * 3_754_622_976
+    assert trained.optimizer - frozen.optimizer == 12 * 668_684_288
+    assert frozen.activations < trained.activations
 
 
 def test_checkpointing_keeps_the_inputs_of_the_towers_blocks_alone() -> None:
@@ -137,7 +130,6 @@ def test_checkpointing_keeps_the_inputs_of_the_towers_blocks_alone() -> None:
 
 def test_a_group_with_images_costs_what_the_tower_does() -> None:
     dims = qwen()
-    assert dims.vision is not None
     plain, seeing = work(300, [50, 60], "shared", dims), work(300, [50, 60], "shared", dims, [1024, 256])
     assert seeing.tokens == plain.tokens
     assert seeing.cost - plain.cost == pytest.approx(dims.vision.flops(1024) + dims.vision.flops(256))

@@ -51,15 +51,6 @@ def test_the_parts_hold_every_token_and_every_target_once(groups: Groups, size: 
     assert sources[places.argsort()].equal(row.source_index)
 
 
-def test_sets_of_tokens_go_with_their_targets() -> None:
-    import numpy as np
-
-    row = pack([([5, 6, 7], [[8, 9], [8]])])
-    row = row.with_sampling_mask([np.array([[8, 1], [9, 2]], np.int32), np.array([[8, 3]], np.int32)])
-    found = [shard(row, SequenceGroup(rank, 2, None)).sampling_mask for rank in (0, 1)]
-    assert [None if x is None else x.tolist() for x in found] == [[[8, 1], [8, 3]], [[9, 2]]]
-
-
 # ---- settings
 
 

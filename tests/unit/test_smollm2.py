@@ -11,7 +11,6 @@ import pytest
 
 from common.config import Config, load
 from examples import smollm2
-from examples.smollm2 import BOXES, THINGS
 from rewards.find import bind, resolve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,10 +71,6 @@ def test_no_held_out_problem_shares_its_text_or_its_sentence_and_numbers_with_a_
 def test_problems_are_those_of_the_published_figures(rows: dict[str, list[dict[str, str]]]):
     """A digest: whoever means to change them measures the pages' figures again. The same in any process."""
     assert hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16] == "58e4aba452327c00"
-    text = "\n".join(row["question"] for row in rows["train"])
-    counted = set(re.findall(r"\b(\d+) (\w+)", text))
-    for one, many in (*THINGS, *BOXES, ("dollar", "dollars"), ("year", "years")):
-        assert ("1", many) not in counted and {number for number, word in counted if word == one} <= {"1"}, one
 
 
 # The configs and their rewards
