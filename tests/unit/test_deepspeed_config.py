@@ -50,20 +50,13 @@ FILLED: list[tuple[dict[str, Any], int, str, dict[str, Any]]] = [
     # no copy that nobody needs: bfloat16 has master weights, one rank in float32 has nothing to shard
     ({}, 1, "bfloat16", {"zero_optimization": {"stage": 1, "overlap_comm": False}}),
     (zero("auto"), 1, "float32", {"zero_optimization": {"stage": 0, "overlap_comm": False}}),
-    ({}, 1, "float32", {"zero_optimization": {"stage": 0, "overlap_comm": False}}),
     ({}, 2, "float32", {"zero_optimization": {"stage": 1, "overlap_comm": False}, "bf16": {"enabled": False}}),
     (zero(2), 1, "float32", {"zero_optimization": {"stage": 2}}),
     # gradients of bfloat16 add up in float32, where DeepSpeed does not refuse
     (zero(0), 2, "bfloat16", {"data_types": None, "bf16": {"enabled": True}}),
-    (zero(2), 2, "bfloat16", {"data_types": {"grad_accum_dtype": "fp32"}, "bf16": {"enabled": True}}),
     (zero(3), 2, "bfloat16", {"data_types": {"grad_accum_dtype": "fp32"}, "bf16": {"enabled": True}}),
     (zero(1), 2, "float32", {"data_types": None}),
-    (
-        {"data_types": {"grad_accum_dtype": "bf16"}},
-        2,
-        "bfloat16",
-        {"data_types": {"grad_accum_dtype": "bf16"}, "bf16": {"enabled": True}},
-    ),
+    ({"data_types": {"grad_accum_dtype": "bf16"}}, 2, "bfloat16", {"data_types": {"grad_accum_dtype": "bf16"}}),
     # one rank sends nothing and rounds nothing to what it would send
     ({}, 1, "bfloat16", {"communication_data_type": "fp32"}),
     ({}, 2, "bfloat16", {"communication_data_type": None}),

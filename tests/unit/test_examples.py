@@ -248,9 +248,6 @@ def test_the_tokenizer_keeps_digits_and_tags_whole_and_any_text_comes_back(name:
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": content}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == f"<|im_start|>system\nS<|im_end|>\n<|im_start|>user\n{turn}<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.apply_chat_template(messages, tokenize=False).endswith("?<|im_end|>\n")
-    pieces = tokenizer.tokenize(text)
-    assert (pieces.count("<|im_start|>"), pieces.count("<|im_end|>")) == (3, 2)
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
 
 
@@ -286,36 +283,14 @@ def test_the_sampler_makes_the_prompts_that_the_warm_start_was_taught_and_they_f
 
 
 @every
-def test_the_build_writes_what_the_configuration_reads_and_a_second_one_nothing(name: str, folder_of: Any) -> None:
+def test_the_build_writes_what_the_configuration_reads(name: str, folder_of: Any, tmp_path: Path) -> None:
     folder, settings, example = folder_of(name), config.load(ROOT / "configs" / f"{name}.yaml"), TINY[name]
     for path in (settings.data.train, settings.data.eval, settings.model.path):
         assert str(path).startswith(f"{example.folder}/") and (folder / Path(path).relative_to(example.folder)).exists()
     for split, size in (("train", 60), ("test", 20)):
         rows = [json.loads(line) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
-        for row, problem in zip(rows, example.split(split, size), strict=True):
-            if name != "quickstart_vlm":
-                assert row == problem.row()
-                continue
-            (file,) = row.pop("images")
-            assert row == {"question": f"<image>{problem.question}", "answer": problem.answer}
-            with Image.open(folder / file) as image:
-                assert image.tobytes() == problem.image().tobytes()
-
-
-@every
-def test_the_model_loads_as_a_tied_float32_one_that_fits_its_tokenizer(name: str, folder_of: Any) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    folder = folder_of(name)
-    kind = AutoModelForImageTextToText if name == "quickstart_vlm" else AutoModelForCausalLM
-    model, info = kind.from_pretrained(str(folder / "model"), dtype="auto", output_loading_info=True)
-    tokenizer, shape = tokenizer_of(folder), model.config.get_text_config()
-    assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert type(model).__name__.startswith("Qwen2") and model.dtype is torch.float32
-    assert model.lm_head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
-    assert shape.vocab_size == len(tokenizer)
-    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == shape.eos_token_id
+        problems = example.split(split, size)
+        assert rows == [example.row(problem, f"{split}-{i:04d}", tmp_path) for i, problem in enumerate(problems)]
 
 
 @every

@@ -23,6 +23,7 @@ from model.logprobs import load_causal_lm, score_logprobs
 from model.packing import PackedRow, pack
 from model.reference import Reference
 from model.vision import freeze_tower, layout_of, with_vision
+from tests.support.configs import config_of
 from tests.support.tiny import tiny_model
 from tests.support.tiny_vision import (
     FAMILIES,
@@ -50,10 +51,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def config(path: Path, **sections: Any) -> Config:
-    given: dict[str, Any] = {"model": {"path": str(path), "dtype": "float32"}, "data": {"train": "t.jsonl"}}
-    given |= {"algorithm": {"beta": 0.0}}
-    given["data"]["image_key"] = "image"
-    return Config.model_validate({name: given.get(name, {}) | sections.get(name, {}) for name in given | sections})
+    model = {"path": str(path), "dtype": "float32"} | sections.pop("model", {})
+    data = {"image_key": "image"} | sections.pop("data", {})
+    return config_of(model, data, **{"algorithm": {"beta": 0.0}} | sections)
 
 
 def row_with_image(path: Path) -> PackedRow:
@@ -76,10 +76,9 @@ def test_another_family_that_sees_images_is_refused_by_name(tmp_path: Path) -> N
 
 def test_freezing_the_tower_of_a_text_model_is_refused(tmp_path: Path) -> None:
     path = tiny_model(tmp_path / "text")
-    frozen = {"path": str(path), "freeze_vision_tower": True}
-    data = {"image_key": None, "limit_images": 0}
+    text = config(path, model={"freeze_vision_tower": True}, data={"image_key": None, "limit_images": 0})
     with pytest.raises(UserError, match=r"freeze_vision_tower is true, and model .* is a qwen2 without a vision tower"):
-        require_models(config(path, model=frozen, data=data))
+        require_models(text)
     with pytest.raises(UserError, match="a qwen2 has no vision tower"):
         freeze_tower(load(path))  # of a hub id, which no folder tells of
 
