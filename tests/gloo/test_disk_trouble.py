@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 
 from common import exits
 from tests.support.gloo_data import TRAINER
 from tests.support.replay_worker import Life, Stack, sha256_of_run, stack
+from tests.support.speed import limit
 from tests.support.tier import full
 from trainer.save import resume
 
@@ -19,11 +21,13 @@ def trainers() -> Stack:
     return stack()
 
 
-def train(trainers: Stack, name: str, environment: dict[int, dict[str, str]], staleness: int = 0) -> Life:
+def train(
+    trainers: Stack, name: str, environment: dict[int, dict[str, str]], staleness: int = 0, **sections: Any
+) -> Life:
     """Three steps on two ranks, from the newest checkpoint if there is one. environment: by rank."""
     run = {"resume": resume.newest_valid(trainers.folder / name / "checkpoints", print) is not None}
     trainer = TRAINER | {"save_steps": 1, "max_staleness": staleness}
-    return trainers.run(name, 2, 2, environment, run=run, trainer=trainer)
+    return trainers.run(name, 2, 2, environment, run=run, trainer=trainer, **sections)
 
 
 @cache
@@ -32,60 +36,78 @@ def undisturbed(trainers: Stack) -> dict[str, str]:
     return sha256_of_run(trainers.folder / "undisturbed")
 
 
-def require_the_same_after_another_start(trainers: Stack, name: str, staleness: int = 0) -> None:
-    life = train(trainers, name, {}, staleness)
+def require_as_undisturbed(trainers: Stack, name: str, life: Life) -> None:
     assert life.codes == [0, 0], life.logs[0][-3000:]
     assert sha256_of_run(trainers.folder / name) == undisturbed(trainers)
 
 
-FULL = [  # rank, its first file operation without room, the newest checkpoint then
-    (1, "1", None),  # of version 0
-    (0, "100", 1),  # of the second checkpoint
-    pytest.param(0, "16", None, marks=full),
-    pytest.param(1, "11", 1, marks=full),
+def waits(life: Life) -> list[str]:
+    return [line for line in life.logs[0].splitlines() if "waits for the disk" in line]
+
+
+FULL = [  # rank, its file operations without room, what it is doing then
+    (1, "1-2:enospc", "version 0"),
+    (0, "50-54:enospc", "step_000001"),
+    pytest.param(0, "16-19:enospc", "version 0", marks=full),
+    pytest.param(1, "3-4:enospc", "step_000001", marks=full),
 ]
 
 
-@pytest.mark.parametrize(("rank", "operation", "saved"), FULL)
-def test_a_full_disk_of_either_rank_ends_both_and_another_start_trains_the_same(
-    trainers: Stack, figure: Callable[[str, str], None], rank: int, operation: str, saved: int | None
+@pytest.mark.parametrize(("rank", "fault", "what"), FULL)
+def test_a_full_disk_of_either_rank_delays_publishing_and_checkpoints_and_changes_nothing(
+    trainers: Stack, figure: Callable[[str, str], None], rank: int, fault: str, what: str
 ) -> None:
-    name = f"full-{rank}-{operation}"
-    life = train(trainers, name, {rank: {"TANDEM_FAULT": f"{operation}-1000000:enospc"}})
+    name = f"full-{rank}-{fault.partition('-')[0]}"
+    life = train(trainers, name, {rank: {"TANDEM_FAULT": fault}})
+    assert waits(life), f"no pause at file operations {fault} of rank {rank}"
+    for line in waits(life):
+        assert line.startswith(f"tandem: {what} waits for the disk: rank {rank}: ") and "No space left" in line
+    require_as_undisturbed(trainers, name, life)
+    figure("R14", "a full disk of a rank while publishing or saving: both ranks pause, final state as undisturbed")
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=full)])
+def test_a_disk_that_stays_full_ends_both_ranks_retryable_and_the_run_resumes_when_there_is_room(
+    trainers: Stack, rank: int
+) -> None:
+    name, first = f"stays-full-{rank}", (103, 11)[rank]  # in the second checkpoint
+    fault = {rank: {"TANDEM_FAULT": f"{first}-1000000:enospc"}}
+    life = train(trainers, name, fault, channel={"stall_timeout_s": limit(2)})
     assert life.codes == [exits.RETRYABLE] * 2, life.logs
     for log in life.logs:
         assert f"rank {rank}: " in log and "No space left on device" in log and "Make room or repair the disk" in log
     checkpoints = trainers.folder / name / "checkpoints"
-    newest = resume.newest_valid(checkpoints, print)
-    assert newest == (checkpoints / f"step_{saved:06d}" if saved else None)
-    require_the_same_after_another_start(trainers, name)
-    figure("R14", "a full disk of a rank while publishing or saving: both end, and go on to the undisturbed state")
+    assert resume.newest_valid(checkpoints, print) == checkpoints / "step_000001"
+    require_as_undisturbed(trainers, name, train(trainers, name, {}))
 
 
 # ---- a version that is written behind the next step ---------------------------------------------------------
 
 
 def test_writing_behind_the_steps_changes_no_bit_of_them(trainers: Stack) -> None:
-    require_the_same_after_another_start(trainers, "behind", staleness=1)
+    require_as_undisturbed(trainers, "behind", train(trainers, "behind", {}, staleness=1))
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=full)])
+def test_a_rank_without_room_behind_a_step_pauses_both_and_changes_nothing(trainers: Stack, rank: int) -> None:
+    name = f"behind-full-{rank}"
+    life = train(trainers, name, {rank: {"TANDEM_FAILPOINT": "weights.shard:2:enospc"}}, staleness=1)
+    (line,) = waits(life)
+    assert line.startswith(f"tandem: version 1 waits for the disk: rank {rank}: ")
+    require_as_undisturbed(trainers, name, life)
 
 
 @pytest.mark.parametrize(
     ("rank", "point"),
     [
-        (1, "weights.shard:2:enospc"),
-        pytest.param(0, "weights.shard:2:enospc", marks=full),
         (1, "weights.shard:3:kill"),
         pytest.param(0, "weights.shard:3:kill", marks=full),
         pytest.param(0, "weights.manifest:3:kill", marks=full),
     ],
 )
-def test_a_run_without_room_or_killed_while_a_version_is_written_behind_a_step_resumes_exactly(
+def test_a_run_killed_while_a_version_is_written_behind_a_step_resumes_exactly(
     trainers: Stack, rank: int, point: str
 ) -> None:
     name = f"behind-{rank}-{point.replace(':', '-')}"
-    life = train(trainers, name, {rank: {"TANDEM_FAILPOINT": point}}, staleness=1)
-    if point.endswith("kill"):
-        assert -9 in life.codes
-    else:
-        assert life.codes == [exits.RETRYABLE] * 2, life.logs
-    require_the_same_after_another_start(trainers, name, staleness=1)
+    assert -9 in train(trainers, name, {rank: {"TANDEM_FAILPOINT": point}}, staleness=1).codes
+    require_as_undisturbed(trainers, name, train(trainers, name, {}, staleness=1))

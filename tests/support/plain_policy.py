@@ -21,7 +21,7 @@ from trainer.save.write_version import VersionName, snapshot
 class OneRank:
     """What trainer.publish needs of an Exchange when there is one rank."""
 
-    rank, world_size = 0, 1
+    rank, world_size, stall_timeout_s = 0, 1, 0.0
 
     def barrier(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""A disk in trouble ends a run with the reason, to be started again, and never corrupts it.
+"""A disk in trouble pauses a run with the reason and never corrupts it; only a deadline ends it.
 
 With the stand-ins of the checkpoint tests; tests/gloo/test_disk_trouble.py has real DeepSpeed ranks.
 """
@@ -13,18 +13,23 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from common import durable, exits, failpoints
-from common.errors import Retryable
+from common import durable, exits, failpoints, weights
+from common.errors import Interrupted
+from sampler.verify import checked_tensors
+from tests.support.configs import config_of
+from tests.support.plain_policy import OneRank, PlainPolicy
 from tests.support.speed import limit
+from tests.support.tiny import tiny_model
 from tests.unit.test_checkpoint_faults import ONE_RANK, leftovers, resumed_step, save
-from trainer.save.disk import together
+from trainer.save import disk
+from trainer.save.disk import DiskTrouble, patiently, together
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,19 +64,75 @@ TROUBLES = {
 }
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Seconds slept; nothing else takes time."""
+    slept = [0]
+    fake = SimpleNamespace(monotonic=lambda: slept[0], sleep=lambda seconds: slept.append(slept.pop() + seconds))
+    monkeypatch.setattr(disk, "time", fake)
+    return slept
+
+
 @pytest.mark.parametrize("reason", TROUBLES)
-def test_a_save_that_the_disk_does_not_take_ends_retryable_with_the_reason_and_the_last_checkpoint_whole(
-    tmp_path: Path, figure: Callable[[str, str], None], reason: str
+def test_a_save_waits_for_the_disk_with_the_reason_and_only_its_deadline_ends_the_run(
+    tmp_path: Path,
+    clock: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    figure: Callable[[str, str], None],
+    reason: str,
 ) -> None:
+    monkeypatch.setattr(ONE_RANK, "stall_timeout_s", 1800.0)
     save(tmp_path / "checkpoints", 1)
-    with TROUBLES[reason](), pytest.raises(Retryable, match=f"rank 0: .*{reason}.*start again"):
+    with TROUBLES[reason](), pytest.raises(DiskTrouble, match=f"rank 0: .*{reason}"):
         save(tmp_path / "checkpoints", 2)
+    assert 1740 < clock[0] <= 1800
     if reason == "File too large":  # where deleting works
         assert leftovers(tmp_path / "checkpoints") == [], "what a failed attempt wrote keeps the disk full"
     assert resumed_step(tmp_path) == 1
-    save(tmp_path / "checkpoints", 2)
+    with ExitStack() as trouble:
+        trouble.enter_context(TROUBLES[reason]())
+        monkeypatch.setattr(disk, "report_progress", lambda _: trouble.close())  # room after the first attempt
+        save(tmp_path / "checkpoints", 2)
     assert resumed_step(tmp_path) == 2
-    figure("R14", f"{', '.join(TROUBLES)}: the run ends with 75, the checkpoint before stays whole")
+    waits = [line for line in capsys.readouterr().err.splitlines() if "step_000002 waits for the disk" in line]
+    assert [int(line.split()[-2]) for line in waits[:8]] == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert all("rank 0: " in line and reason in line for line in waits)
+    figure("R14", f"{', '.join(TROUBLES)}: waited for, then saved; after channel.stall_timeout_s the run ends with 75")
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("what", ["a checkpoint", "a version"])
+def test_whichever_file_operation_fails_once_the_next_attempt_writes_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    for ranks in (OneRank, ONE_RANK):
+        monkeypatch.setattr(ranks, "stall_timeout_s", 60.0)
+    policy = PlainPolicy(tiny_model(tmp_path / "model"))
+    for step in range(1, 100):
+        monkeypatch.setattr(failpoints, "_operations", 0)
+        monkeypatch.setenv("TANDEM_FAULT", f"{step}:eio")
+        if what == "a checkpoint":
+            save(tmp_path / "checkpoints", step)
+            assert resumed_step(tmp_path) == step
+        else:
+            published = policy.publish(tmp_path / "weights", step)
+            checked_tensors(Path(published.weights_dir), weights.read_manifest(published), config_of())
+        if failpoints._operations < step:
+            break
+    assert step > 10, "it has more operations than that"
+
+
+def test_ctrl_c_ends_the_pause(monkeypatch: pytest.MonkeyPatch, clock: list[int]) -> None:
+    monkeypatch.setattr(disk, "interrupted", lambda: True)
+    ranks: Any = SimpleNamespace(rank=0, world_size=1, stall_timeout_s=60.0, agree=bool)
+
+    def attempt() -> None:
+        raise DiskTrouble("rank 0: full")
+
+    with pytest.raises(Interrupted):
+        patiently(ranks, "it", attempt)
+    assert clock == [1]
 
 
 @pytest.mark.parametrize(
@@ -100,12 +161,12 @@ def test_trouble_is_found_under_the_error_that_hides_it() -> None:
         assert durable.disk_trouble(error) == errno.EDQUOT
 
 
-def test_an_error_that_another_start_does_not_cure_is_raised_as_it_is() -> None:
+def test_an_error_that_waiting_does_not_cure_is_raised_as_it_is() -> None:
     def work() -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     with pytest.raises(PermissionError):
-        together(ONE_RANK, work)
+        patiently(ONE_RANK, "it", lambda: together(ONE_RANK, work))
 
 
 def test_a_process_that_meets_a_full_disk_anywhere_else_ends_retryable_with_the_reason() -> None:
@@ -119,31 +180,39 @@ def test_a_process_that_meets_a_full_disk_anywhere_else_ends_retryable_with_the_
     )
 
 
-def test_when_one_rank_meets_a_full_disk_all_of_them_end_and_say_whose_it_is() -> None:
-    barrier, parts, ended = threading.Barrier(3, timeout=limit(10)), [[0.0]] * 3, [""] * 3
+@pytest.mark.usefixtures("clock")
+def test_when_one_rank_meets_a_full_disk_all_of_them_try_again_together_and_rank_0_says_whose_it_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    barrier, parts, tried = threading.Barrier(3, timeout=limit(10)), [[0.0]] * 3, [0] * 3
 
     def live(rank: int) -> None:
         def add(values: list[float]) -> list[float]:
             parts[rank] = values
             barrier.wait()
-            return [sum(column) for column in zip(*parts, strict=True)]
+            total = [sum(column) for column in zip(*parts, strict=True)]
+            barrier.wait()
+            return total
+
+        def agree(value: bool) -> bool:
+            return bool(add([float(value and rank == 0)])[0])
 
         def write() -> None:
-            if rank == 2:
+            tried[rank] += 1
+            if rank == 2 and tried[rank] <= 2:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "here")
 
-        try:
-            together(SimpleNamespace(rank=rank, world_size=3, add=add), write)
-        except Retryable as error:
-            ended[rank] = str(error)
+        ranks = SimpleNamespace(rank=rank, world_size=3, stall_timeout_s=60.0, add=add, agree=agree)
+        patiently(ranks, "it", lambda: together(ranks, write))
 
     threads = [threading.Thread(target=live, args=(rank,)) for rank in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=limit(20))
-    advice = "Make room or repair the disk, then start again"
-    assert ended == [
-        *[f"rank 2: No space left on device. {advice}"] * 2,
-        f"rank 2: [Errno 28] No space left on device: 'here'. {advice}",
+    assert tried == [3, 3, 3]
+    assert capsys.readouterr().err.splitlines() == [
+        "tandem: it waits for the disk: rank 2: No space left on device. Make room or repair the disk; trying again in "
+        f"{pause_s} s"
+        for pause_s in (1, 2)
     ]

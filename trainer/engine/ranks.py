@@ -33,6 +33,7 @@ class Exchange:
 
     def __init__(self, config: Config, group: Any, sequence_group: SequenceGroup | None):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.stall_timeout_s = config.channel.stall_timeout_s
         self.sp_size, self.dp_size = config.trainer.sequence_parallel_size, config.dp_size(self.world_size)
         self.dp_rank, self.sp_rank = divmod(self.rank, self.sp_size)
         self._group, self.sequence_group = group, sequence_group

@@ -34,7 +34,7 @@ from trainer.engine.deepspeed_model import DeepSpeedModel
 from trainer.engine.optimizer import keeping_settings
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
-from trainer.save.disk import on_rank_0, together, write_folder
+from trainer.save.disk import may_stay, on_rank_0, together, write_folder
 
 CRITIC = "critic"
 
@@ -68,7 +68,7 @@ def save(
     keep: int,
     critic: Critic | None = None,
 ) -> None:
-    """Every rank calls it. When it returns, the checkpoint survives a crash. Raises Retryable on every rank."""
+    """Every rank calls it. When it returns, the checkpoint survives a crash. Raises as `disk.patiently`."""
     final = step_dir(checkpoints, progress.step)
 
     def fill(folder: Path) -> None:
@@ -86,7 +86,8 @@ def save(
     write_folder(exchange, final, commit, fill)  # where one is, it is damaged, or its name alone reached no disk
     if exchange.rank == 0:
         failpoint("checkpoint.committed")
-        _prune(checkpoints, progress.step, keep)
+        with may_stay("an old checkpoint"):
+            _prune(checkpoints, progress.step, keep)
 
 
 def _save_state(engine: DeepSpeedModel, exchange: Exchange, folder: Path) -> None:

@@ -1,21 +1,32 @@
-"""What ranks write together: all of it or none. A disk that fails one of them ends all, with the reason.
+"""What ranks write together: all of it or none. A disk that fails one of them is waited for by all, with the reason.
 
 Ranks write different files and call the same collectives, so one rank may not leave alone: `together` turns any rank's
-trouble into the same Retryable on all of them, and the supervisor starts them again from the newest checkpoint. Folders
-are filled under a temporary name (`write_folder`), so a failed attempt leaves nothing that a reader could see. Left
-out: errors that a new start does not cure, such as a missing permission; they are raised as they are.
+trouble into the same DiskTrouble on all of them, and `patiently` starts the whole save again. Folders are filled under
+a temporary name (`write_folder`), so a failed attempt leaves nothing that a reader could see. Left out: errors that
+waiting does not cure, such as a missing permission; they are raised as they are.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from common import durable
-from common.errors import Retryable
+from common.errors import Interrupted, Retryable
+from common.exits import interrupted
+from common.watchdog import report_progress
+
+T = TypeVar("T")
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1, 60
+
+
+class DiskTrouble(Retryable):
+    """The disk failed at least one rank. Says which one and how."""
 
 
 class Ranks(Protocol):
@@ -23,12 +34,15 @@ class Ranks(Protocol):
 
     rank: int
     world_size: int
+    stall_timeout_s: float
 
     def add(self, values: list[float]) -> list[float]: ...
 
+    def agree(self, value: bool) -> bool: ...
+
 
 def together(ranks: Ranks, work: Callable[[], None]) -> None:
-    """Runs this rank's part. Raises Retryable on every rank if the disk failed any of them. Also a barrier."""
+    """Runs this rank's part. Raises DiskTrouble on every rank if the disk failed any of them. Also a barrier."""
     codes, reason = [0.0] * ranks.world_size, ""
     try:
         work()
@@ -43,11 +57,36 @@ def together(ranks: Ranks, work: Callable[[], None]) -> None:
         of_rank = {rank: f"rank {rank}: {os.strerror(int(code))}" for rank, code in enumerate(codes) if code}
         if reason:
             of_rank[ranks.rank] = f"rank {ranks.rank}: {reason}"
-        raise Retryable(f"{'; '.join(of_rank.values())}. Make room or repair the disk, then start again")
+        raise DiskTrouble(f"{'; '.join(of_rank.values())}. Make room or repair the disk")
 
 
 def on_rank_0(ranks: Ranks, work: Callable[[], None]) -> None:
     together(ranks, work if ranks.rank == 0 else lambda: None)
+
+
+def patiently(ranks: Ranks, what: str, attempt: Callable[[], T], temporary: Path | None = None) -> T:
+    """The result of the first attempt that the disk takes; what others left in `temporary` would keep it full.
+
+    Every rank calls it; rank 0 decides. Raises DiskTrouble after channel.stall_timeout_s of trouble, or Interrupted.
+    """
+    started, pause_s = time.monotonic(), _FIRST_PAUSE_S
+    while True:
+        try:
+            return attempt()
+        except DiskTrouble as error:
+            if ranks.rank == 0 and temporary is not None:
+                with may_stay("a part of it"):
+                    durable.remove_dir(temporary)
+            if ranks.agree(time.monotonic() - started + pause_s > ranks.stall_timeout_s):
+                raise
+            if ranks.rank == 0:
+                _say(f"{what} waits for the disk: {error}; trying again in {pause_s} s")
+        for _ in range(pause_s):
+            report_progress(f"waiting for the disk with {what}")
+            time.sleep(1)
+            if ranks.agree(interrupted()):
+                raise Interrupted
+        pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
 
 def write_folder(
@@ -56,7 +95,7 @@ def write_folder(
     """Makes the folder `final`, or puts a new one in its place, as a whole. When it returns it survives a crash.
 
     fill, finish: write into the temporary folder that they are given, the first on every rank, the other on rank 0 and
-    last. Raises as `together`.
+    last. Raises as `patiently`.
     """
     temporary = final.with_name(f"{durable.TEMPORARY}{final.name}")
 
@@ -68,19 +107,25 @@ def write_folder(
         finish(temporary)
         durable.replace_dir(temporary, final)
 
-    with removed_in_trouble(ranks, temporary):
+    def attempt() -> None:
         on_rank_0(ranks, prepare)
         fill(temporary)
         on_rank_0(ranks, commit)
 
+    patiently(ranks, final.name, attempt, temporary)
+
 
 @contextlib.contextmanager
-def removed_in_trouble(ranks: Ranks, temporary: Path) -> Iterator[None]:
-    """What an attempt that the disk did not take leaves in `temporary` would keep it full."""
+def may_stay(what: str) -> Iterator[None]:
+    """Around deleting what nobody needs: trouble with the disk is said, and the next time tries again."""
     try:
         yield
-    except Retryable:
-        if ranks.rank == 0:
-            with contextlib.suppress(OSError):
-                durable.remove_dir(temporary)
-        raise
+    except OSError as error:
+        if durable.disk_trouble(error) is None:
+            raise
+        _say(f"{what} stays for now: {error}")
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # stderr may be a file on that disk
+        print(f"tandem: {text}", file=sys.stderr, flush=True)

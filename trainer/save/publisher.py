@@ -26,6 +26,7 @@ from model import devices
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.link.source import GroupSource
+from trainer.save.disk import may_stay
 from trainer.save.host_copies import HostCopies
 from trainer.save.write_version import VersionName, snapshot
 
@@ -70,7 +71,7 @@ class Publisher:
     ) -> None:
         """Hands version and cursor to the samplers in one message, with the evaluation that is due if there is one.
 
-        The version may be the newest one again, after a step that was skipped. Raises Retryable on every rank.
+        The version may be the newest one again, after a step that was skipped. Raises as `disk.patiently`.
         """
         self.finish()
         start = time.monotonic()
@@ -91,7 +92,8 @@ class Publisher:
             self.published = taken.write(ranks) if taken else self.published
             if self.source is not None:
                 self.source.commit(cursor, self.published, eval_id, num_problems)
-                weights.prune(self.dir, self.source.versions_in_use())
+                with may_stay("an old version of the weights"):
+                    weights.prune(self.dir, self.source.versions_in_use())
             self._write_s = time.monotonic() - begun
 
         if behind:
@@ -109,7 +111,7 @@ class Publisher:
         start = time.monotonic()
         if not behind.done():
             report_progress("waiting for the newest version to be written")
-        behind.result()  # a disk that hangs is the watchdog's
+        behind.result()  # a disk that fails is said and moves the watchdog; one that hangs is the watchdog's
         self._record_seconds("sync/write_s", self._write_s)
         self._record_seconds("sync/publish_s", time.monotonic() - start)
 

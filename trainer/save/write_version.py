@@ -28,7 +28,7 @@ from model.images import canary_image
 from model.packing import pack
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
-from trainer.save.disk import on_rank_0, removed_in_trouble, together
+from trainer.save.disk import on_rank_0, patiently, together
 from trainer.save.host_copies import HostCopies
 
 _CANARY_SEQUENCES, _CANARY_LENGTH, _CANARY_PROMPT = 2, 32, 4
@@ -100,19 +100,28 @@ class Snapshot:
     adapter_settings: bytes | None  # peft's; None for a whole model
 
     def write(self, ranks: Exchange) -> Published:
-        """Writes and commits. Every rank calls it; rank 0 has the result. Raises Retryable on every rank."""
-        published = Published(self.name.version, str(self.name.final), "")
+        """Writes and commits. Every rank calls it; rank 0 has the result. Raises as `patiently`."""
         own: dict[str, Any] = {"files": {}, "tensors": {}}
+        of_ranks: list[str] = []
+        published = Published(self.name.version, str(self.name.final), "")
+
+        def prepare() -> None:
+            durable.remove_dir(self.name.temporary)
+            durable.remove_dir(self.name.final)  # of an attempt that failed behind its rename; nobody has heard of it
+            self.name.temporary.mkdir(parents=True, mode=0o700)
 
         def commit() -> None:
             nonlocal published
             published = self._commit([json.loads(text) for text in of_ranks])
 
-        with removed_in_trouble(ranks, self.name.temporary):
-            on_rank_0(ranks, lambda: self.name.temporary.mkdir(parents=True, mode=0o700))
+        def attempt() -> None:
+            nonlocal of_ranks
+            on_rank_0(ranks, prepare)
             together(ranks, lambda: own.update(self._write_own()))
             of_ranks = ranks.gather(json.dumps(own))
             on_rank_0(ranks, commit)
+
+        patiently(ranks, f"version {self.name.version}", attempt, self.name.temporary)
         return published
 
     def _write_own(self) -> dict[str, Any]:
