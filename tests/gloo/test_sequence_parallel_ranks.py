@@ -2,22 +2,130 @@
 
 from __future__ import annotations
 
-import signal
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from common.run_folder import step_dir
-from tests.gloo.test_exact_resume import history, sha256_of_tree, steps_saved
-from tests.support.gloo_data import GROUP_PPO
-from tests.support.replay_worker import Life, Seen, Stack, stack
-from tests.support.sequence_parallel_worker import LAYOUTS, RANKS, Case
+from common.types import Rollout
+from model.packing import pack
+from tests.gloo.test_exact_resume import EVERY_FORWARD, TWO_KILLS, require_exact_resume, train
+from tests.support.gloo_data import BETA, CONSTANT_RATE, DEAD, GAE, GROUP_PPO, REWARDS, VARIANTS, Item, Stream
+from tests.support.rank import Case, Worker
+from tests.support.replay_worker import Seen, Stack, stack
 from tests.support.tier import ALL
-from tests.support.tiny import VOCAB_SIZE, difference, tiny_model
+from tests.support.tiny import VOCAB_SIZE, bytes_kept, difference, random_group, tiny_model
 
 pytestmark = pytest.mark.timeout(600)
+
+LONGEST = 64  # tokens of a completion
+SLOWLY = {"trainer": {"learning_rate": 1e-6, "max_steps": 4}}  # where a second step must start from the same weights
+Layout = tuple[int, int]  # ranks that share a row, ZeRO stage
+
+
+def group(group_id: int, beta: float = BETA) -> Item:
+    """Some 130 tokens: products of a few rows are rounded otherwise, by more than is allowed here."""
+    return random_group(group_id, VOCAB_SIZE, REWARDS[group_id % len(REWARDS)], beta=beta, longest=LONGEST)
+
+
+def bare(group_id: int) -> Item:
+    """For a reference that the trainer scores."""
+    return group(group_id, beta=0.0)
+
+
+def uneven(group_id: int) -> Item:
+    """Only the first group has work; of 2 data-parallel ranks one has nothing."""
+    return random_group(group_id, VOCAB_SIZE, DEAD, longest=LONGEST) if group_id else group(0)
+
+
+def masked(group_id: int) -> Item:
+    """As `group`, from a sampler with top_k: each token was one of three, the rest of K filled with −1."""
+    made = group(group_id)
+    rng = np.random.default_rng(1000 + group_id)
+
+    def with_mask(r: Rollout) -> Rollout:
+        others = rng.integers(0, VOCAB_SIZE, (len(r.completion_ids), 2))
+        distinct = [np.unique(row) for row in np.column_stack([r.completion_ids, others])]
+        padded = np.stack([np.pad(ids, (0, 4 - len(ids)), constant_values=-1) for ids in distinct])
+        return replace(r, sampling_mask=padded.astype(np.int32))
+
+    return replace(made, rollouts=tuple(map(with_mask, made.rollouts)))
+
+
+def algorithm(**settings: Any) -> dict[str, Any]:
+    return {"algorithm": settings}
+
+
+EXACT = GROUP_PPO["algorithm"] | {"group_params": {"score": "exact", "segment_loss": "segment"}}
+LORA = {"lora": {"r": 4, "alpha": 8}}
+CASES: dict[str, tuple[Stream, dict[str, Any]]] = {
+    "grpo": (group, {}),
+    "sequence": (group, VARIANTS["sequence"]),
+    "entropy": (group, VARIANTS["entropy"]),
+    "group_ppo": (group, GROUP_PPO),
+    "exact": (group, GAE | algorithm(**EXACT)),
+    "uneven": (uneven, algorithm(beta=0.0)),
+    "uneven_critic": (uneven, GAE | algorithm(beta=0.0, adv_estimator="gae")),
+    "masked": (masked, algorithm(entropy_coef=0.1)),
+    "twice": (group, algorithm(num_iterations=2, vllm_importance_sampling_mode="sequence_mask") | SLOWLY),
+    "later": (group, algorithm(steps_per_generation=2, vllm_importance_sampling_mode="token_truncate") | SLOWLY),
+    "flat": (group, {"trainer": {"packing": "flat", "groups_per_micro_batch": 2}}),
+    "recomputed": (group, VARIANTS["recomputed"]),
+    "trainer_scores": (bare, {"reference": {"on": "trainer", "path": "reference"}}),
+    "lora_scores": (bare, LORA | {"reference": {"on": "trainer"}}),
+}
+RANKS = 4
+KEPT = (2, 4)
+# dp_size is 2 or 1. An objective sees the whole row in all of them
+LAYOUTS: dict[Layout, list[str]] = {(2, 1): list(CASES)}
+if ALL:
+    CASES |= {name: (group, VARIANTS[name]) for name in ("dapo", "dr_grpo", "cispo", "own")}
+    for name in ("rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        CASES[name] = group, algorithm(adv_estimator=name, kl_in_reward=True)
+    CASES["bnpo"] = group, algorithm(loss_type="bnpo", delta=1.5, kl_estimator="k1")
+    CASES["gae"] = group, GAE
+    CASES["lora"] = group, LORA | {"model": {"gradient_checkpointing": True}}
+    few = ["sequence", "exact", "uneven_critic"]
+    LAYOUTS = {(2, 1): list(CASES), (4, 3): list(CASES)} | dict.fromkeys(((2, 0), (2, 3), (4, 1), (4, 2)), few)
+
+
+def case_of(name: str, layout: Layout) -> Case:
+    stream, sections = CASES[name]
+    sp_size, stage = layout
+    trainer = CONSTANT_RATE | {"max_grad_norm": 1e9, "sequence_parallel_size": sp_size} | sections.get("trainer", {})
+    more = {"trainer": trainer, "sampler": {"max_completion_length": LONGEST}}
+    return Case(f"{name}-sp{sp_size}-zero{stage}", stage, stream, sections | more)
+
+
+def work(folder: Path) -> None:
+    """What each rank does."""
+    worker = Worker(folder)
+    shares = worker.exchange.world_size > 1
+    for layout, names in LAYOUTS.items() if shares else [((1, 1), CASES)]:
+        for name in names:
+            worker.one_batch(case_of(name, layout))
+    worker.seen["kept"] = [kept(worker, sp_size) for sp_size in (KEPT if shares else (1,))]
+    worker.tell()
+
+
+def kept(worker: Worker, sp_size: int) -> int:
+    """Bytes that autograd keeps of the forward of a prompt of 64 tokens and 4 completions of 240."""
+    from model.logprobs import load_causal_lm, score_terms
+    from model.sequence_parallel import shard
+
+    model = load_causal_lm(str(worker.folder / "model"), "float32", None, False)
+    rng = np.random.default_rng(0)
+    tokens = lambda n: rng.integers(0, VOCAB_SIZE, n).tolist()  # noqa: E731
+    row = pack([(tokens(64), [tokens(240) for _ in range(4)])])
+    shares, scored = worker.sharing(sp_size).sequence_group, list[torch.Tensor]()
+    found = bytes_kept(model, lambda: scored.append(score_terms(model, shard(row, shares), 1.0, 32)[0]))
+    assert len(scored[0]) == 4 * 240
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -32,40 +140,27 @@ def seen(trainers: Stack, ranks: int) -> Seen:
     tiny_model(folder / "model", hidden=128, vocab=VOCAB_SIZE)
     tiny_model(folder / "reference", hidden=128, layers=1, vocab=VOCAB_SIZE)
     (folder / "critic").symlink_to(folder / "reference")
-    return trainers.seen("sequence_parallel_worker", folder.name, ranks)
+    return trainers.seen(__name__, folder.name, ranks)
 
 
-def named(case: Case, layout: tuple[int, int]) -> str:
-    return f"{case.name}-sp{layout[0]}-zero{layout[1]}"
-
-
-every_case = pytest.mark.parametrize(
-    ("layout", "case"),
-    [pytest.param(layout, case, id=named(case, layout)) for layout, cases in LAYOUTS.items() for case in cases],
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [pytest.param(layout, name, id=case_of(name, layout).name) for layout, names in LAYOUTS.items() for name in names],
 )
-
-
-@every_case
-def test_rows_shared_by_ranks_give_the_gradient_of_one_rank(
-    trainers: Stack, layout: tuple[int, int], case: Case
-) -> None:
+def test_rows_shared_by_ranks_give_the_gradient_of_one_rank(trainers: Stack, layout: Layout, name: str) -> None:
     alone, several = seen(trainers, 1), seen(trainers, RANKS)
-    name = named(case, layout)
-    gradient = several.gradients(name)
-    assert difference(gradient, alone.gradients(case.name)) < 1e-6
-    assert any("value_gradient" in key for key in gradient) == ("critic" in case.sections)
-    found, expected = several.ranks[0][name], alone.ranks[0][case.name]
-    assert all(rank[name] == found for rank in several.ranks)
+    one, shared = case_of(name, (1, 1)), case_of(name, layout)
+    gradient = several.gradients(shared.name)
+    assert difference(gradient, alone.gradients(one.name)) < 1e-6
+    assert any("value_gradient" in key for key in gradient) == ("critic" in shared.sections)
+    if name in ("sequence", "entropy", "masked", "trainer_scores", "dapo", "cispo", "rloo"):  # equal means something
+        assert difference(gradient, several.gradients(case_of("grpo", (2, 1)).name)) > 1e-3
+    found, expected = several.ranks[0][shared.name], alone.ranks[0][one.name]
+    assert all(rank[shared.name] == found for rank in several.ranks)
     for key in ("step", "batch", "cursor", "num_tokens", "threshold"):
         assert found["progress"][key] == pytest.approx(expected["progress"][key]), key
     for ours, theirs in zip(found["steps"], expected["steps"], strict=True):
         assert ours == pytest.approx(theirs, rel=2e-5, abs=1e-7)
-
-
-def test_every_objective_has_a_gradient_of_its_own_so_that_equal_means_something(trainers: Stack) -> None:
-    alone = seen(trainers, 1)
-    for name in ("sequence", "entropy", "masked", "trainer_scores", *(("dapo", "cispo", "rloo") if ALL else ())):
-        assert difference(alone.gradients(name), alone.gradients("grpo")) > 1e-3, name
 
 
 def test_every_rank_keeps_its_part_of_the_activations_alone(trainers: Stack) -> None:
@@ -76,37 +171,10 @@ def test_every_rank_keeps_its_part_of_the_activations_alone(trainers: Stack) -> 
         assert 0.2 < quarters / whole <= 0.4  # keys and values of 2 heads are on 4 ranks
 
 
-# ---- whole runs
-
-STEPS = 10
-# with the log-probs of a reference, values and score norms: every forward there is
-SECTIONS: dict[str, Any] = {
-    "reference": {"on": "trainer"},
-    "algorithm": GROUP_PPO["algorithm"] | {"num_iterations": 2, "kl_in_reward": False},
-    "critic": {"learning_rate": 2e-3},
-}
-
-
-def train(trainers: Stack, name: str, sp_size: int, armed: dict[int, str]) -> Life:
-    """On as many ranks as share a row. armed: TANDEM_FAILPOINT by rank. It resumes if the run has a checkpoint."""
-    environment = {rank: {"TANDEM_FAILPOINT": point} for rank, point in armed.items()}
-    run = {"resume": bool(steps_saved(trainers.folder / name))}
-    trainer = {"max_steps": STEPS, "save_steps": 1, "save_limit": STEPS, "sequence_parallel_size": sp_size}
-    return trainers.run(name, sp_size, 2, environment, run=run, trainer=trainer, **SECTIONS)
-
-
 def test_a_run_whose_rows_two_ranks_share_ends_as_that_of_one_and_resumes_exactly(trainers: Stack) -> None:
-    runs = [trainers.folder / name for name in ("shared-by-one", "shared-straight", "shared-broken")]
-    for run, sp_size in zip(runs, (1, 2), strict=False):
-        life = train(trainers, run.name, sp_size, {})
-        assert life.codes == [0] * sp_size, life.logs[0][-3000:]
-    for armed in ({1: "trainer.micro_batch:6:kill"}, {0: "checkpoint.committed:2:kill"}, {}):
-        life = train(trainers, runs[2].name, 2, armed)
-        assert (-signal.SIGKILL in life.codes) == bool(armed), f"{armed}: {life.codes}\n{life.logs[0][-3000:]}"
-    alone, straight, broken = (load_file(run / "final" / "model.safetensors") for run in runs)
-    assert difference(straight, alone) < 1e-5  # Adam divides each gradient by its own size
-    assert broken.keys() == straight.keys() and all(broken[name].equal(straight[name]) for name in broken)
-    for step in steps_saved(runs[1]):
-        trees = [sha256_of_tree(step_dir(run / "checkpoints", step)) for run in runs[1:]]
-        assert trees[0] == trees[1], f"step {step}"
-    assert history(runs[1] / "metrics.jsonl") == history(runs[2] / "metrics.jsonl")
+    one, two = (1, 2, "float32"), (2, 2, "float32")
+    shared = EVERY_FORWARD | {"trainer": {"sequence_parallel_size": 2}}
+    found = require_exact_resume(trainers, "shared", two, TWO_KILLS, **shared)
+    assert train(trainers, "shared-by-one", one, {}, **EVERY_FORWARD).codes == [0]
+    ours, alone = (load_file(run / "final" / "model.safetensors") for run in (found, trainers.folder / "shared-by-one"))
+    assert difference(ours, alone) < 1e-5  # Adam divides each gradient by its own size

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from common.config import Config
-from common.types import Group, Tombstone
+from common.types import Group, Rollout, Tombstone
 from tests.support.tier import ALL
 from tests.support.tiny import VOCAB_SIZE, in_turns, random_group
 
@@ -42,7 +44,6 @@ TRAINER = {
 }
 REWARDS = ([1.0, 0.0, 0.5], [0.0, 2.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 3.0])
 DEAD = [0.1] * NUM_GENERATIONS
-NAN = [math.nan, 1.0, 0.0]
 Item = Group | Tombstone
 Stream = Callable[[int], Item]
 
@@ -55,22 +56,19 @@ GAE: dict[str, Any] = {
 # GROUP PPO, with a threshold that cuts some of these completions and moves between steps
 GROUP_PARAMS = {"group_variance_threshold": 0.7, "group_max_size": 5, "threshold_lr": 0.5}
 GROUP_PPO = GAE | {"algorithm": GAE["algorithm"] | {"adv_estimator": "group_ppo", "group_params": GROUP_PARAMS}}
-# of a bfloat16 model: ZeRO stage and the dtype in which the gradients of 1, 4 or 16 micro-batches add up
-SUMS = (*((stage, "fp32") for stage in (HALF_STAGES if ALL else (1,))), (1, "bf16"))
+SUM_STAGES = HALF_STAGES if ALL else (1,)  # where gradients of a bfloat16 model add up in so many micro-batches
 MICRO_BATCHES = (1, 4, 16)
 CONSTANT_RATE = {"lr_scheduler_type": "constant", "warmup_steps": 0}
-# reference.on trainer at a ZeRO stage, each with another packing, larger micro-batches included
-REFERENCES: dict[int, dict[str, Any]] = {
-    0: {"trainer": {"packing": "off"}},
-    1: {"trainer": {"packing": "shared", "groups_per_micro_batch": 2}},
-    2: {"trainer": {"packing": "off"}},
-    3: {"trainer": {"packing": "flat"}},
+FOUR_STEPS = CONSTANT_RATE | {"max_steps": 4}
+SCORED = {"on": "trainer", "path": "reference"}
+# on a reference that the trainer scores, at each ZeRO stage with another packing, larger micro-batches included
+PACKINGS: dict[int, dict[str, Any]] = {
+    0: {"packing": "off"},
+    1: {"packing": "shared", "groups_per_micro_batch": 2},
+    2: {"packing": "off"},
+    3: {"packing": "flat"},
 }
-REFERENCE_TWICE = {
-    "algorithm": {"num_iterations": 2, "steps_per_generation": 2},
-    "trainer": CONSTANT_RATE | {"max_steps": 4},
-}
-# settings of one more step each, by name: what differs from the others
+# settings of one more batch each, by name: what differs from the others
 VARIANTS: dict[str, dict[str, Any]] = {
     "dapo": {"algorithm": {"loss_type": "dapo"}},
     "dr_grpo": {"algorithm": {"loss_type": "dr_grpo"}},
@@ -82,20 +80,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "whitened": {"algorithm": {"adv_estimator": "reinforce_plus_plus", "kl_in_reward": True}},
     "entropy": {"algorithm": {"entropy_coef": 0.5}},
     "own": {"algorithm": {"adv_estimator": f"{OWN}:above_the_mean", "loss": f"{OWN}:clipped"}},
-    "twice": {"algorithm": {"num_iterations": 2}, "trainer": CONSTANT_RATE | {"max_steps": 4}},
+    "twice": {"algorithm": {"num_iterations": 2}, "trainer": FOUR_STEPS},
     "corrected": {
         "algorithm": {
             "num_iterations": 2,
             "vllm_importance_sampling_mode": "token_mask",
             "vllm_importance_sampling_clip_max": 1.5,
         },
-        "trainer": CONSTANT_RATE | {"max_steps": 4},
+        "trainer": FOUR_STEPS,
     },
     # batches of rollouts of eight groups: two mini-batches of four
-    "in_order": {"algorithm": {"steps_per_generation": 2}, "trainer": CONSTANT_RATE | {"max_steps": 4}},
+    "in_order": {"algorithm": {"steps_per_generation": 2}, "trainer": FOUR_STEPS},
     "in_order_twice": {
         "algorithm": {"steps_per_generation": 2, "num_iterations": 2, "loss_type": "dapo", "scale_rewards": "batch"},
-        "trainer": CONSTANT_RATE | {"max_steps": 4},
+        "trainer": FOUR_STEPS,
     },
     "shuffled": {
         "algorithm": {
@@ -105,12 +103,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "vllm_importance_sampling_mode": "token_mask",
             "vllm_importance_sampling_clip_max": 1.5,
         },
-        "trainer": CONSTANT_RATE | {"max_steps": 4},
+        "trainer": FOUR_STEPS,
     },
     "critic_shuffled": {
         "algorithm": {**GAE["algorithm"], "steps_per_generation": 2, "num_iterations": 2, "shuffle_mini_batches": True},
         "critic": GAE["critic"],
-        "trainer": CONSTANT_RATE | {"max_steps": 4},
+        "trainer": FOUR_STEPS,
     },
     "recomputed": {"model": {"gradient_checkpointing": True}, "trainer": {"groups_per_micro_batch": 2}},
     "recomputed3": {
@@ -118,12 +116,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "trainer": {"groups_per_micro_batch": 2},
         "deepspeed": {"zero_optimization": {"stage": 3}},
     },
+    "skip": {"algorithm": {"dead_groups": "skip"}},
+    "resample": {"algorithm": {"dead_groups": "resample"}},
+    "scored_twice": {
+        "algorithm": {"num_iterations": 2, "steps_per_generation": 2},
+        "trainer": FOUR_STEPS,
+        "reference": SCORED,
+    },
+    **{
+        f"scored{stage}": {
+            "trainer": PACKINGS[stage],
+            "reference": SCORED,
+            "deepspeed": {"zero_optimization": {"stage": stage}},
+        }
+        for ranks, stage in WHOLE_LAYOUTS
+        if ranks == 2
+    },
 }
-
-
-def group_ppo(**params: Any) -> dict[str, dict[str, Any]]:
-    """GROUP_PPO with other group_params."""
-    return GROUP_PPO | {"algorithm": GROUP_PPO["algorithm"] | {"group_params": params}}
 
 
 def settings(folder: Path, name: str, stage: int, **sections: dict[str, Any]) -> Config:
@@ -144,14 +153,20 @@ def settings(folder: Path, name: str, stage: int, **sections: dict[str, Any]) ->
         "deepspeed": {"zero_optimization": {"stage": stage}},
     }
     chosen = {key: value | sections.get(key, {}) for key, value in common.items()}
-    if "path" in chosen["critic"]:
-        chosen["critic"] |= {"path": str(folder / chosen["critic"]["path"])}
+    for model in (chosen["critic"], chosen["reference"]):
+        if "path" in model:
+            model["path"] = str(folder / model["path"])
     return Config.model_validate(chosen)
 
 
 def group(group_id: int, beta: float = BETA) -> Group:
     """Group `group_id` of the run."""
     return random_group(group_id, VOCAB_SIZE, REWARDS[group_id % len(REWARDS)], beta=beta)
+
+
+def bare(group_id: int) -> Group:
+    """For a reference that the trainer scores."""
+    return group(group_id, beta=0.0)
 
 
 def turns(group_id: int) -> Group:
@@ -175,33 +190,31 @@ def half_dead(group_id: int) -> Item:
     return random_group(group_id, VOCAB_SIZE, DEAD, beta=BETA) if group_id % 2 else group(group_id)
 
 
+def with_first(group_id: int, change: Callable[[Rollout], Rollout]) -> Group:
+    """The first step has one changed rollout in group 1, which with two ranks falls to one of them; then it is good."""
+    good = group(group_id if group_id < GROUPS_PER_STEP else group_id - GROUPS_PER_STEP)
+    rollouts = (change(good.rollouts[0]), *good.rollouts[1:])
+    return dataclasses.replace(good, rollouts=rollouts) if group_id == 1 else good
+
+
 def poisoned(group_id: int) -> Item:
-    """The first step has a NaN reward, and so NaN advantages, in one group; with two ranks it falls to one of them."""
-    if group_id == 1:
-        return random_group(group_id, VOCAB_SIZE, NAN, beta=BETA)
-    return group(group_id if group_id < GROUPS_PER_STEP else group_id - GROUPS_PER_STEP)
+    """By a NaN reward, and so NaN advantages."""
+    return with_first(group_id, lambda rollout: dataclasses.replace(rollout, reward=math.nan))
 
 
 def infinite_loss(group_id: int) -> Item:
-    """As `poisoned`, but by a reference log-prob of −inf: the loss is infinite and every gradient finite."""
-    good = poisoned(group_id if group_id >= GROUPS_PER_STEP else group_id + GROUPS_PER_STEP)
-    assert isinstance(good, Group)
-    if group_id != 1:
-        return good
-    first = good.rollouts[0]
-    refs = first.ref_logprobs.copy()
-    refs[0] = -math.inf
-    return dataclasses.replace(good, rollouts=(dataclasses.replace(first, ref_logprobs=refs), *good.rollouts[1:]))
+    """By a reference log-prob of −inf: the loss is infinite and every gradient finite."""
+
+    def change(rollout: Rollout) -> Rollout:
+        assert rollout.ref_logprobs is not None
+        return dataclasses.replace(rollout, ref_logprobs=np.append(np.float32(-np.inf), rollout.ref_logprobs[1:]))
+
+    return with_first(group_id, change)
 
 
 def enormous(group_id: int) -> Item:
-    """As `poisoned`, but by a reward whose square float32 cannot hold: the critic's loss is infinite, no other."""
-    good = poisoned(group_id if group_id >= GROUPS_PER_STEP else group_id + GROUPS_PER_STEP)
-    assert isinstance(good, Group)
-    if group_id != 1:
-        return good
-    first = dataclasses.replace(good.rollouts[0], reward=1e30)
-    return dataclasses.replace(good, rollouts=(first, *good.rollouts[1:]))
+    """By a reward whose square float32 cannot hold: the critic's loss is infinite, no other."""
+    return with_first(group_id, lambda rollout: dataclasses.replace(rollout, reward=1e30))
 
 
 def batch(step: int) -> list[Group]:

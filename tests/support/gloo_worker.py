@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from common.errors import PeerEnded, UserError
 from model.cpu.cores import LENT_CORES
@@ -20,25 +21,39 @@ from tests.support.gloo_data import (
     LAYOUTS,
     MANY,
     MICRO_BATCHES,
-    REFERENCE_TWICE,
-    REFERENCES,
-    STAGES,
-    SUMS,
+    SUM_STAGES,
     VARIANTS,
     WHOLE_LAYOUTS,
     Item,
     Stream,
+    bare,
     dead,
     enormous,
     group,
-    group_ppo,
     half_dead,
     infinite_loss,
     poisoned,
     settings,
     uneven,
 )
-from tests.support.rank import Worker, master_weights, run_hash, state_hash
+from tests.support.rank import Case, Worker, master_weights, run_hash, state_hash
+
+HALF = {"model": {"dtype": "bfloat16"}}
+STREAMS: dict[str, Stream] = {"skip": half_dead, "resample": half_dead}  # of variants; most train `group`
+
+
+class Collectives(TorchDispatchMode):
+    """Writes down which are called, on which dtypes, where torch hands them to a process group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: set[tuple[str, str]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+            self.called |= {(func._schema.name.split("::")[1], str(tensor.dtype)) for tensor in tensors}
+        return func(*args, **(kwargs or {}))
 
 
 class GlooWorker(Worker):
@@ -47,43 +62,12 @@ class GlooWorker(Worker):
         for name, stage, ranks in (("lent", 1, range(self.exchange.world_size)), ("lent3", 3, range(1))):
             if self.exchange.rank in ranks:
                 os.environ[LENT_CORES] = "0,1"
-            self.one_batch(name, stage, group, trainer={"max_staleness": 1})
+            self.one_batch(Case(name, stage, sections={"trainer": {"max_staleness": 1}}))
             os.environ.pop(LENT_CORES, None)
 
-    def references(self) -> None:
-        """The same groups: scored before they come, and scored here at every stage."""
-        from model.reference import Reference
-
-        where = {"reference": {"path": str(self.folder / "reference")}}
-        here = {"reference": where["reference"] | {"on": "trainer"}}
-        scorer = Reference(settings(self.folder, "scorer", 1, **where), torch.device("cpu"))
-        calls: list[int] = []
-
-        def scored(group_id: int) -> Item:
-            bare = group(group_id, beta=0.0)
-            refs = scorer.logprobs(bare.prompt_ids, [r.completion_ids for r in bare.rollouts])
-            pairs = zip(bare.rollouts, refs, strict=True)
-            return dataclasses.replace(bare, rollouts=tuple(dataclasses.replace(r, ref_logprobs=x) for r, x in pairs))
-
-        def counted(row: Any) -> Tensor:
-            calls.append(len(row.lengths))
-            return scorer_score(row)
-
-        for name, sections in (("", {}), ("_twice", REFERENCE_TWICE)):
-            self.one_batch(f"sampler_scores{name}", 1, scored, **where, **sections)
-        scorer_score, scorer.score = scorer.score, counted
-        stream = lambda g: group(g, beta=0.0)  # noqa: E731
-        for stage in STAGES:
-            if (self.exchange.world_size, stage) in WHOLE_LAYOUTS:
-                self.one_batch(f"trainer_scores{stage}", stage, stream, scorer, **here, **REFERENCES[stage])
-        calls.clear()
-        self.one_batch("trainer_scores_twice", 1, stream, scorer, **here, **REFERENCE_TWICE)
-        self.seen["trainer_scores_twice"]["calls"] = len(calls)
-
-    def skip(self, stage: int, name: str, stream: Stream, dtype: str = "float32", **sections: dict[str, Any]) -> None:
+    def skip(self, name: str, stage: int, stream: Stream, **sections: dict[str, Any]) -> None:
         """A step that is not finite, then a good one; and the good one alone."""
-        sections = {"model": {"dtype": dtype}, "trainer": CONSTANT_RATE} | sections
-        config = settings(self.folder, f"{name}{stage}", stage, **sections)
+        config = settings(self.folder, f"{name}{stage}", stage, **{"trainer": CONSTANT_RATE} | sections)
         trainer = self.trainer(config, stream)
         hashes = [run_hash(trainer, has_moments=False)]
         trainer.train_batch()
@@ -97,30 +81,16 @@ class GlooWorker(Worker):
     def begin(self, stage: int) -> None:
         """bfloat16, before the first step: what the optimizer steps, and the model."""
         name = f"begin{stage}"
-        engine = self.trainer(settings(self.folder, name, stage, model={"dtype": "bfloat16"}), group).engine
+        engine = self.trainer(settings(self.folder, name, stage, **HALF), group).engine
         self.write(f"{name}/masters", master_weights(engine))
         self.write(f"{name}/model", dict(engine.full_parameters(lambda _: True)))
 
-    def half(self, stage: int, kind: str = "half", **sections: dict[str, Any]) -> None:
-        """bfloat16: a checkpoint after the first of two steps."""
-        name = f"{kind}{stage}"
-        trainer = self.trainer(settings(self.folder, name, stage, model={"dtype": "bfloat16"}, **sections), group)
-        hashes = []
-        for _ in range(2):
-            trainer.train_batch()
-            hashes.append(run_hash(trainer))
-            if len(hashes) == 1:
-                trainer.saver.save_if_due(trainer.progress)
-        self.tell_steps(name, trainer, hashes=hashes)
-
-    def accumulate(self, stage: int, accumulation: str) -> None:
+    def accumulate(self, stage: int) -> None:
         """bfloat16: the gradient of the same 32 groups in 1, 4 and 16 micro-batches per rank."""
-        deepspeed = {"zero_optimization": {"stage": stage}, "data_types": {"grad_accum_dtype": accumulation}}
         for count in MICRO_BATCHES:
             at_once = 32 // (self.exchange.world_size * count)
             trainer = {"prompts_per_step": 32, "groups_per_micro_batch": at_once, "logprob_chunk_size": 1024}
-            name = f"sum_{accumulation}_{stage}_{count}"
-            self.one_batch(name, 1, group, model={"dtype": "bfloat16"}, trainer=trainer, deepspeed=deepspeed)
+            self.one_batch(Case(f"sum{stage}_{count}", stage, sections=HALF | {"trainer": trainer}))
 
     def warm_up(self) -> None:
         """Two batches of two updates; in the first three updates only the critic learns."""
@@ -154,73 +124,64 @@ class GlooWorker(Worker):
 
     def at_stage(self, stage: int) -> None:
         """What depends on it."""
-        self.train(f"train{stage}", stage)
-        if (self.exchange.world_size, stage) not in WHOLE_LAYOUTS:
-            return
         no_kl = {"algorithm": {"beta": 0.0}}
         self.begin(stage)
-        self.one_batch(f"uneven{stage}", stage, uneven, **no_kl)
-        self.one_batch(f"dead{stage}", stage, dead, **no_kl)
-        self.skip(stage, "nan", poisoned)
-        self.skip(stage, "inf", infinite_loss)
-        self.train(f"critic{stage}", stage, **GAE)
-        self.skip(stage, "critic_inf", infinite_loss, algorithm={"adv_estimator": "gae"})
-        self.skip(stage, "value_inf", enormous, **GAE)
+        self.one_batch(Case(f"uneven{stage}", stage, uneven, no_kl))
+        self.one_batch(Case(f"dead{stage}", stage, dead, no_kl))
+        self.skip("nan", stage, poisoned)
+        self.skip("inf", stage, infinite_loss)
+        self.skip("critic_inf", stage, infinite_loss, algorithm={"adv_estimator": "gae"})
+        self.skip("value_inf", stage, enormous, **GAE)
         if stage in (0, 1):
-            self.skip(stage, "nan_half", poisoned, "bfloat16")
+            self.skip("nan_half", stage, poisoned, **HALF)
 
     def at_one_stage(self) -> None:
         """What does not, at the default one of several ranks; and what gathers under ZeRO-3."""
-        without_kl = {"algorithm": {"beta": 0.0, "adv_estimator": "gae"}}
         for stage in (1, 3):
-            self.one_batch(f"critic_uneven{stage}", stage, uneven, **without_kl)
-        self.half(1, "critic_half", **GAE)
-        self.skip(1, "critic_nan_half", poisoned, "bfloat16", **GAE)
+            sections = {"algorithm": {"beta": 0.0, "adv_estimator": "gae"}}
+            self.one_batch(Case(f"critic_uneven{stage}", stage, uneven, sections))
+        self.skip("critic_nan_half", 1, poisoned, **HALF, **GAE)
         self.warm_up()
-        self.train("segments1", 1, **GROUP_PPO)
-        self.one_batch("gae", 1, group, **GAE)
-        self.one_batch("size_1", 1, group, **group_ppo(group_max_size=1))
-        self.one_batch("literal", 1, group, **group_ppo(segment_rule="literal", threshold_lr=0.0))
         for name, sections in VARIANTS.items():
-            self.one_batch(name, 1, group, **sections)
+            stream = bare if "reference" in sections else STREAMS.get(name, group)
+            self.one_batch(Case(name, 1, stream, sections))
         self.lent_cores()
-        for handling in ("skip", "resample"):
-            self.one_batch(handling, 1, half_dead, algorithm={"dead_groups": handling})
-        self.one_batch("all_dead", 1, dead, algorithm={"dead_groups": "resample", "beta": 0.0})
-        for stage in HALF_STAGES:
-            self.half(stage)
-        for stage, accumulation in SUMS:
-            self.accumulate(stage, accumulation)
+        resampled = {"algorithm": {"dead_groups": "resample", "beta": 0.0}}
+        self.one_batch(Case("all_dead", 1, dead, resampled))
+        for stage in SUM_STAGES:
+            self.accumulate(stage)
+        self.end()
+
+
+def trained(ranks: int) -> list[tuple[str, int, dict[str, Any]]]:
+    """(name, ZeRO stage, settings) of three steps with a checkpoint after each."""
+    stages = [stage for of, stage in LAYOUTS if of == ranks]
+    found = [(f"train{stage}", stage, {}) for stage in stages]
+    found += [(f"critic{stage}", stage, GAE) for stage in stages if (ranks, stage) in WHOLE_LAYOUTS]
+    if ranks in MANY:
+        found += [(f"half{stage}", stage, HALF) for stage in HALF_STAGES]
+        found += [("critic_half1", 1, HALF | GAE), ("segments1", 1, GROUP_PPO)]
+    return found
 
 
 def first(folder: Path) -> None:
     worker = GlooWorker(folder)
     ranks = worker.exchange.world_size
-    for stage in [stage for of, stage in LAYOUTS if of == ranks]:
+    with Collectives() as collectives:
+        for name, stage, sections in trained(ranks):
+            worker.train(name, stage, **sections)
+    for stage in [stage for of, stage in WHOLE_LAYOUTS if of == ranks]:
         worker.at_stage(stage)
-    exact = {"score": "exact", "segment_loss": "segment"}
-    algorithm = {"beta": 0.0, "adv_estimator": "group_ppo", "group_params": exact}
-    worker.one_batch("exact3", 3, uneven, algorithm=algorithm)
     if ranks in MANY:
         worker.at_one_stage()
-        worker.references()
-        worker.end()
+    worker.seen["collectives"] = sorted(collectives.called)
     worker.tell()
 
 
 def resume(folder: Path) -> None:
-    worker = GlooWorker(folder)
-    ranks, flags = worker.exchange.world_size, watch_loading()
-    for stage in [stage for of, stage in LAYOUTS if of == ranks]:
-        worker.resume(f"train{stage}", stage)
-        if (ranks, stage) in WHOLE_LAYOUTS:
-            worker.resume(f"critic{stage}", stage, **GAE)
-    if ranks in MANY:
-        half = {"model": {"dtype": "bfloat16"}}
-        worker.resume("segments1", 1, **GROUP_PPO)
-        worker.resume("critic_half1", 1, **half, **GAE)
-        for stage in HALF_STAGES:
-            worker.resume(f"half{stage}", stage, **half)
+    worker, flags = GlooWorker(folder), watch_loading()
+    for name, stage, sections in trained(worker.exchange.world_size):
+        worker.resume(name, stage, **sections)
     worker.seen["weights_only"] = flags
     worker.tell()
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
 from common.types import Group, Rollout
 from tests.support import oracle
@@ -16,39 +17,54 @@ from tests.support.gloo_data import BETA, GAE, GROUP_PPO, NUM_STEPS, TEMPERATURE
 from tests.support.oracle import Objective, ScoredCompletion
 from tests.support.tiny import dense_scores, dense_values
 
+BETA1 = 0.9  # of Adam: after one step exp_avg is (1 − beta1) · gradient
+PLAIN_ROUNDING = 2e-6  # the engine's float32 against float64; 8e-7 as measured
 OBJECTIVE = {"epsilon": 0.2, "epsilon_high": 0.2, "beta": BETA, "loss_type": "grpo", "max_completion_length": 12}
 
 
-class PlainTraining:
-    """What the engine must reproduce, without DeepSpeed, packing, micro-batches or the trainer's loss."""
+class Update:
+    """torch's AdamW on clipped gradients, under a schedule of transformers."""
 
-    def __init__(self, model: Path, steps: int = NUM_STEPS, trainer: dict[str, Any] = TRAINER, **changes: Any):
+    def __init__(self, model: Any, trainer: dict[str, Any], learning_rate: float, warmup_steps: int):
         from transformers import get_scheduler
 
+        trained = [p for p in model.parameters() if p.requires_grad]
+        decayed, others = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": TRAINER["weight_decay"]}, {"params": others, "weight_decay": 0.0}]
+        self.trained, self.optimizer = trained, torch.optim.AdamW(groups, lr=learning_rate)
+        kind, steps = trainer["lr_scheduler_type"], trainer["max_steps"]
+        self.scheduler = get_scheduler(kind, self.optimizer, warmup_steps, steps)
+
+    def step(self) -> tuple[float, float]:
+        """(norm of the gradient before clipping, learning rate)"""
+        norm, (rate, *_) = clip_grad_norm_(self.trained, TRAINER["max_grad_norm"]), self.scheduler.get_last_lr()
+        self.optimizer.step()
+        self.scheduler.step()
+        return float(norm), rate
+
+
+class PlainTraining:
+    """What the engine must reproduce, without DeepSpeed, packing, micro-batches or the trainer's loss.
+
+    steps, gradient: the numbers of every step, and the first one's clipped gradient.
+    """
+
+    def __init__(self, model: Path, trainer: dict[str, Any] = TRAINER, **changes: Any):
         torch.set_num_threads(1)
         self.adv_estimator = changes.pop("adv_estimator", "grpo")
         self.scale_rewards = changes.pop("scale_rewards", "group" if self.adv_estimator == "grpo" else "none")
         self.entropy_coef = changes.pop("entropy_coef", 0.0)
         self.objective = Objective(**OBJECTIVE | changes)
         self.model = self.load(model)
-        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": [p for _, p in named if p.ndim > 1], "weight_decay": TRAINER["weight_decay"]},
-                {"params": [p for _, p in named if p.ndim <= 1], "weight_decay": 0.0},
-            ],
-            lr=trainer["learning_rate"],
-        )
-        self.scheduler = get_scheduler(
-            trainer["lr_scheduler_type"], self.optimizer, trainer["warmup_steps"], trainer["max_steps"]
-        )
+        self.update = Update(self.model, trainer, trainer["learning_rate"], trainer["warmup_steps"])
         self.steps: list[dict[str, float]] = []
         self.own: dict[int, list[list[float]]] = {}  # log-probs under the weights that sampled, by group
         self.gradient: dict[str, Tensor] = {}
+
+    def train(self, steps: int = NUM_STEPS) -> Self:
         for step in range(steps):
             self.step(batch(step))
-            if step == 0:
-                self.gradient = self.gradients()
+        return self
 
     def load(self, model: Path) -> Any:
         from transformers import AutoModelForCausalLM
@@ -58,12 +74,9 @@ class PlainTraining:
     def step(self, groups: Sequence[Group], batch: Sequence[Group] | None = None) -> None:
         """On a mini-batch of `batch`, or on the whole of it."""
         loss = self.backward(groups, batch)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), TRAINER["max_grad_norm"])
-        self.steps.append(
-            {"loss": loss, "grad_norm": float(norm), "learning_rate": self.scheduler.get_last_lr()[0], "applied": True}
-        )
-        self.optimizer.step()
-        self.scheduler.step()
+        norm, rate = self.update.step()
+        self.gradient = self.gradient or self.gradients()
+        self.steps.append({"loss": loss, "grad_norm": norm, "learning_rate": rate, "applied": True})
 
     def scores(self, group: Group) -> list[tuple[Tensor, Tensor]]:
         """(log-probs, entropies) of what the model wrote of every completion."""
@@ -73,7 +86,7 @@ class PlainTraining:
 
     def backward(self, groups: Sequence[Group], batch: Sequence[Group] | None = None) -> float:
         """Leaves d loss / d parameters in .grad and returns the loss."""
-        self.optimizer.zero_grad()
+        self.update.optimizer.zero_grad()
         rollouts = [r for g in groups for r in g.rollouts]
         batch = groups if batch is None else batch
         for g in batch:
@@ -115,26 +128,16 @@ class PlainTraining:
 class PlainActorCritic(PlainTraining):
     """The same with a critic, under the settings GAE: values, advantages, then one step of both models."""
 
-    def __init__(self, model: Path, reward_model: Path, steps: int, trainer: dict[str, Any] = TRAINER):
-        from transformers import AutoModelForSequenceClassification, get_scheduler
+    def __init__(self, model: Path, reward_model: Path, trainer: dict[str, Any] = TRAINER):
+        from transformers import AutoModelForSequenceClassification
 
-        self.settings, rate = GAE["algorithm"], GAE["critic"]["learning_rate"]
+        super().__init__(model, trainer, kl_in_reward=True)
+        self.settings = GAE["algorithm"]
         self.critic = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float64)
-        parameters = list(self.critic.parameters())
-        decay = TRAINER["weight_decay"]
-        self.critic_optimizer = torch.optim.AdamW(
-            [
-                {"params": [p for p in parameters if p.ndim > 1], "weight_decay": decay},
-                {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-            ],
-            lr=rate,
-        )
-        kind = trainer["lr_scheduler_type"]
-        self.critic_scheduler = get_scheduler(kind, self.critic_optimizer, 0, trainer["max_steps"])
+        self.critic_update = Update(self.critic, trainer, GAE["critic"]["learning_rate"], warmup_steps=0)
         self.estimated: dict[int, list[tuple[list[float], list[float], list[float]]]] = {}  # of the newest batch
         self.value_steps: list[dict[str, float]] = []
         self.value_gradient: dict[str, Tensor] = {}
-        super().__init__(model, steps, trainer, kl_in_reward=True)
 
     def values(self, group: Group) -> list[Tensor]:
         prompt = group.prompt_ids.tolist()
@@ -170,7 +173,7 @@ class PlainActorCritic(PlainTraining):
 
     def learn(self, groups: Sequence[Group]) -> None:
         """Leaves the critic's gradient on a mini-batch."""
-        self.critic_optimizer.zero_grad()
+        self.critic_update.optimizer.zero_grad()
         values, slopes, loss, clipped = [], [], 0.0, 0
         num_tokens = sum(len(own(r)) for g in groups for r in g.rollouts)
         for g in groups:
@@ -191,23 +194,20 @@ class PlainActorCritic(PlainTraining):
 
     def step(self, groups: Sequence[Group], batch: Sequence[Group] | None = None) -> None:
         super().step(groups, batch)
+        norm, rate = self.critic_update.step()
         self.value_gradient = self.value_gradient or {n: p.grad.clone() for n, p in self.critic.named_parameters()}
-        norm = torch.nn.utils.clip_grad_norm_(self.critic.parameters(), TRAINER["max_grad_norm"])
-        rate = self.critic_scheduler.get_last_lr()[0]
-        self.value_steps[-1] |= {"critic/grad_norm": float(norm), "critic/learning_rate": rate}
-        self.critic_optimizer.step()
-        self.critic_scheduler.step()
+        self.value_steps[-1] |= {"critic/grad_norm": norm, "critic/learning_rate": rate}
 
 
 class PlainGroupPpo(PlainActorCritic):
     """GROUP PPO under the settings of the same name: only segment ends train, the critic learns at segment starts."""
 
-    def __init__(self, model: Path, reward_model: Path, steps: int):
+    def __init__(self, model: Path, reward_model: Path):
+        super().__init__(model, reward_model)
         self.params = GROUP_PPO["algorithm"]["group_params"]
         self.threshold = self.params["group_variance_threshold"]
         self.thresholds: list[float] = []  # of every step
         self.cuts: dict[int, list[oracle.Cut]] = {}  # of the newest step, by group id
-        super().__init__(model, reward_model, steps)
 
     def cut(self, values: Sequence[float], rollout: Rollout) -> oracle.Cut:
         pairs = zip(olds(rollout), refs(rollout), strict=True)
@@ -219,7 +219,7 @@ class PlainGroupPpo(PlainActorCritic):
 
     def advantages(self, batch: Sequence[Group]) -> dict[int, list[Any]]:
         """Of every segment, whitened; leaves the critic's gradient and moves the threshold."""
-        self.critic_optimizer.zero_grad()
+        self.critic_update.optimizer.zero_grad()
         loss = torch.zeros((), dtype=torch.float64)
         self.cuts = {}
         for g in batch:
@@ -240,7 +240,7 @@ class PlainGroupPpo(PlainActorCritic):
         return {g: [[(a - mean) / (std + 1e-4) for a in c.advantages] for c in of] for g, of in self.cuts.items()}
 
     def backward(self, groups: Sequence[Group], batch: Sequence[Group] | None = None) -> float:
-        self.optimizer.zero_grad()
+        self.update.optimizer.zero_grad()
         advantages = self.advantages(groups)
         logprobs, completions = [], []
         for g in groups:

@@ -11,7 +11,10 @@ import dataclasses
 import faulthandler
 import hashlib
 import json
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +30,18 @@ from tests.support.protocol_helpers import received
 from trainer.link.source import Statistics
 
 HANGS_AFTER_S = 120
+SLOW_S = 0.05
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch of rollouts at a ZeRO stage. sections: settings over the common ones. slow: a rank that takes long."""
+
+    name: str
+    stage: int = 1
+    stream: Stream = group
+    sections: dict[str, Any] = field(default_factory=dict)
+    slow: int | None = None
 
 
 def rank_zero(stream: Stream) -> Any:
@@ -61,33 +76,43 @@ class Worker:
 
     def __init__(self, folder: Path):
         from trainer.engine.deepspeed_model import init_distributed
+
+        init_distributed(settings(folder, "start", 1))
+        self.folder = folder
+        self.exchange = self.sharing(1)
+        self.tokenizer = load_tokenizer(str(folder / "model"))
+        self.seen: dict[str, Any] = {}
+
+    @cache  # noqa: B019 process groups are made once
+    def sharing(self, sp_size: int) -> Any:
+        """The exchange among ranks of which so many share a row."""
         from trainer.engine.ranks import connect
 
-        config = settings(folder, "start", 1)
-        init_distributed(config)
-        self.folder = folder
-        self.exchange = connect(config)
-        self.tokenizer = load_tokenizer(config.model.path)
-        self.seen: dict[str, Any] = {}
+        return connect(settings(self.folder, "start", 1, trainer={"sequence_parallel_size": sp_size}))
 
     def tell(self) -> None:
         """What it saw, at the end."""
         (self.folder / f"rank{self.exchange.rank}.json").write_text(json.dumps(self.seen, indent=1))
         self.exchange.barrier()
 
-    def trainer(self, config: Config, stream: Stream, reference: Any = None) -> Any:
-        from trainer.engine.critic import Critic
+    def trainer(self, config: Config, stream: Stream) -> Any:
+        """As trainer/start.py makes it. results: what each of its steps was; scored: rows of its reference."""
+        from trainer import start
         from trainer.engine.policy import PolicyEngine
         from trainer.save.checkpoint import Progress
-        from trainer.start import assemble
 
         faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)  # a deadlock ends with every rank's stack
-        where = self.exchange.world_size, self.exchange.sequence_group
-        engine = PolicyEngine(config, *where).start()
+        self.exchange = self.sharing(config.trainer.sequence_parallel_size)
+        engine = PolicyEngine(config, self.exchange.world_size, self.exchange.sequence_group).start()
         progress = Progress("run", 0, 0, 0, 0, 0, 0, {})
         at = rank_zero(stream) if self.exchange.rank == 0 else None
-        critic = Critic(config, *where).start() if config.algorithm.needs_critic else None
-        trainer = assemble(config, engine, self.exchange, self.tokenizer, progress, at, reference, critic)
+        critic = start._critic(config, self.exchange, len(self.tokenizer))
+        reference: Any = start._reference(config, engine, self.exchange, len(self.tokenizer))
+        trainer: Any = start.assemble(config, engine, self.exchange, self.tokenizer, progress, at, reference, critic)
+        trainer.scored = []
+        if reference:
+            score = reference.score
+            reference.score = lambda row: trainer.scored.append(row) or score(row)
         trainer.results = []
         advance = trainer._advance
 
@@ -119,12 +144,20 @@ class Worker:
         self.tell_steps(name, trainer, hashes=hashes, published=published)
         return trainer
 
-    def one_batch(self, name: str, stage: int, stream: Stream, scorer: Any = None, **sections: dict[str, Any]) -> Any:
-        trainer = self.trainer(settings(self.folder, name, stage, **sections), stream, scorer)
+    def one_batch(self, case: Case) -> Any:
+        trainer = self.trainer(settings(self.folder, case.name, case.stage, **case.sections), case.stream)
+        backward = trainer.engine.backward
+
+        def slowly(*arguments: Any) -> Any:
+            time.sleep(SLOW_S)
+            return backward(*arguments)
+
+        if self.exchange.rank == case.slow:
+            trainer.engine.backward = slowly
         trainer.train_batch()
         for what in ("gradient", "weights"):
-            self.write_models(name, what, trainer)
-        self.tell_steps(name, trainer)
+            self.write_models(case.name, what, trainer)
+        self.tell_steps(case.name, trainer, scored=len(trainer.scored))
         return trainer
 
     def write_models(self, name: str, what: str, trainer: Any) -> None:

@@ -84,9 +84,9 @@ class Stack:
         request = {"name": name, "ranks": ranks, "stage": stage, "sections": sections, "within_s": limit(RUN_S)}
         return self._ask(request | {"environment": [environment.get(rank, {}) for rank in range(ranks)]})
 
-    def seen(self, worker: str, name: str, ranks: int, function: str = "work") -> Seen:
-        """As `run`, but each rank calls `tests.support.<worker>.<function>(folder/name)` instead of training."""
-        call = [f"tests.support.{worker}", function]
+    def seen(self, module: str, name: str, ranks: int, function: str = "work") -> Seen:
+        """As `run`, but each rank calls `<module>.<function>(folder/name)` instead of training."""
+        call = [module, function]
         request = {"name": name, "ranks": ranks, "call": call, "within_s": limit(WORK_S)}
         life = self._ask(request | {"environment": [{}] * ranks})
         assert life.codes == [0] * ranks, "\n".join(life.logs)[-6000:]

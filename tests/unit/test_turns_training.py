@@ -137,7 +137,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 
 
 def exact_loop(loop: type[PlainTraining], folder: Path, *critic: Path, **changes: Any) -> Any:
-    plain = loop(folder / "model", *critic, steps=0, **changes)
+    plain = loop(folder / "model", *critic, **changes)
     for model in (plain.model, getattr(plain, "critic", None)):
         if model is not None:
             exact(model)
