@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean, median
+from statistics import fmean
 
 import numpy as np
 
@@ -149,30 +149,13 @@ def waits(who: str, h: History) -> str:
     waited, all_s = h.last(f"wait/{who}_s", LATE), h.last("timing/all_s", LATE)
     if not waited or not all_s or list(h.late)[-LATE]["step"] <= WARM_UP or sum(waited) < 0.7 * sum(all_s):
         return ""
-    trainer, share = h.config.trainer, sum(waited) / sum(all_s)
     other, remedy = "sampler", "start a second sampler on another GPU, sampler.num_samplers=2"
     if who == "sampler":
-        more = f"trainer.groups_per_micro_batch={2 * trainer.groups_per_micro_batch}"
-        if trainer.max_tokens_per_micro_batch:
-            more = f"trainer.max_tokens_per_micro_batch={2 * trainer.max_tokens_per_micro_batch}"
+        more = f"trainer.groups_per_micro_batch={2 * h.config.trainer.groups_per_micro_batch}"
         other, remedy = "trainer", f"give the trainer more GPUs (trainer.devices), or more groups at once: {more}"
-    if not trainer.max_staleness:
+    if not h.config.trainer.max_staleness:
         remedy += ", or let the two overlap: trainer.max_staleness=1"
-    if h.config.reference_on == other and not h.config.algorithm.kl_in_reward:
-        remedy += f", or let the {who} score the reference: reference.on={who}"
-    return f"the {who} waits for the {other} {share:.0%} of the time: {remedy}"
-
-
-def gradient_clipped(h: History) -> str:
-    """Every one of 20 steps: a limit that always acts is no guard against outliers but a rescaling of every step."""
-    norms, limit = h.last("grad_norm", 20), h.config.trainer.max_grad_norm
-    if not norms or min(norms) <= limit:
-        return ""
-    return (
-        f"every gradient of the last 20 steps was cut to max_grad_norm {limit:g} (median {median(norms):.2g}): a step "
-        f"on noise is as long as one on a clear signal. Set trainer.max_grad_norm={2 * median(norms):.2g}, or a "
-        "smaller trainer.learning_rate"
-    )
+    return f"the {who} waits for the {other} {sum(waited) / sum(all_s):.0%} of the time: {remedy}"
 
 
 def entropy_collapse(h: History) -> str:
@@ -257,7 +240,6 @@ RULES: dict[str, Callable[[History], str]] = {
     "tools_fail": tools_fail,
     "trainer_waits": partial(waits, "trainer"),
     "sampler_waits": partial(waits, "sampler"),
-    "gradient_clipped": gradient_clipped,
     "entropy_collapse": entropy_collapse,
     "reward_hacking": reward_hacking,
     "mismatch_growing": mismatch_growing,

@@ -125,7 +125,8 @@ def test_best_is_the_version_that_was_scored_and_loads_in_transformers(tmp_path:
     commit = json.loads((tmp_path / "best" / "commit.json").read_text())
     assert (commit["policy_version"], commit["metric"], commit["value"]) == (1, "answer/accuracy", 0.5)
     assert len(AutoTokenizer.from_pretrained(tmp_path / "best")) == len(tokenizer)
-    assert best.commit_as_final()
+    assert best.commit_as_final(lambda folder, version: (folder / "card").write_text(str(version)))
+    assert (tmp_path / "final" / "card").read_text() == "1"
     assert np.abs(loaded(tmp_path / "final") - expected).max() < 1e-5
     assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
 

@@ -27,6 +27,7 @@ from report.escape import one_line, visible
 )
 def test_what_cannot_be_seen_gets_a_visible_mark(text, expected):
     assert visible(text) == expected
+    assert one_line(text) == expected.replace("\n", "␊").replace("\t", "␉")
 
 
 def test_no_character_of_unicode_stays_invisible():
@@ -34,7 +35,3 @@ def test_no_character_of_unicode_stays_invisible():
     of = {char: unicodedata.category(char) for char in kept}
     assert set(of.values()) & {"Cf", "Cs", "Co", "Cn", "Zl", "Zp"} == set()
     assert {char for char, category in of.items() if category == "Cc"} == {"\t", "\n"}
-
-
-def test_one_line_is_one_line():
-    assert one_line("a\nb\tc\x1b") == "a␊b␉c␛"

@@ -8,7 +8,6 @@ import os
 import signal
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub  # ModelCard is imported when it is used: that takes half a second
@@ -23,7 +22,6 @@ from report.public_settings import hub_id
 from report.run_log import MetricsLog
 from tests.unit.test_checkpoint_faults import ONE_RANK, SmallEngine, tokenizer
 from trainer.save import checkpoint
-from trainer.save.best import Best
 
 SETTINGS: dict[str, Any] = {
     "model": {"path": "Qwen/Qwen2.5-0.5B-Instruct"},
@@ -174,18 +172,3 @@ def test_whichever_file_operation_is_the_last_one_final_is_whole_with_its_card_o
         if not was_killed:
             break
     assert n > 10 and found == {("1", "1"), ("2", "2")}
-
-
-def test_the_best_version_is_described_and_not_the_last_one(tmp_path: Path) -> None:
-    evaluations = [evaluation(0, 128), evaluation(20, 384), evaluation(60, 256)]
-    run = run_folder(tmp_path, *evaluations)
-    (run / "best").mkdir()
-    (run / "best" / "commit.json").write_text('{"policy_version": 20, "metric": "answer/accuracy", "value": 0.75}')
-    best_of = {"metric_for_best_model": "answer/accuracy", "load_best_model_at_end": True}
-    config = Config.model_validate(SETTINGS | {"run": {"output_dir": run}, "eval": best_of})
-    ranks: Any = SimpleNamespace(rank=0, world_size=1, agree=lambda value: value)
-    best = Best(config, ranks, print, lambda: evaluations)
-    best.look_at_history()
-    assert best.commit_as_final(partial(write_model_card, run))
-    card = huggingface_hub.ModelCard.load(run / "final" / "README.md")
-    assert "25.0 % → 75.0 %" in str(card) and "This is version 20 of the policy" in str(card)

@@ -49,21 +49,13 @@ def rollout(length: int, answer: float, layout: float, finish: str = "stop") -> 
     )
 
 
+def group(group_id: int, version: int, prompt: int, *rollouts: Rollout) -> Group:
+    return Group(group_id, version, 11, np.arange(prompt, dtype=np.int32), rollouts)
+
+
 GROUPS = [
-    Group(
-        0,
-        3,
-        11,
-        np.arange(4, dtype=np.int32),
-        (rollout(2, 1.0, 1.25), rollout(4, -1.0, -1.0, "length"), rollout(3, 1.0, math.nan)),
-    ),
-    Group(
-        1,
-        2,
-        12,
-        np.arange(6, dtype=np.int32),
-        (rollout(1, 0.0, 1.0), rollout(1, 1.0, 0.0), rollout(1, -1.0, 2.0)),  # rewards 1, 1, 1: dead
-    ),
+    group(0, 3, 4, rollout(2, 1.0, 1.25), rollout(4, -1.0, -1.0, "length"), rollout(3, 1.0, math.nan)),
+    group(1, 2, 6, rollout(1, 0.0, 1.0), rollout(1, 1.0, 0.0), rollout(1, -1.0, 2.0)),  # rewards 1, 1, 1: dead
 ]
 
 
@@ -76,8 +68,8 @@ def in_two_turns(**changes: Any) -> Rollout:
 def test_turn_metrics_by_hand() -> None:
     looped = in_two_turns(turns=4, tool_calls=3, tool_errors=2, finish_reason="length", environment_s=1.0)
     ended = in_two_turns(turns=4)
-    group = dataclasses.replace(GROUPS[0], rollouts=(in_two_turns(), looped, ended, rollout(3, 1.0, 1.0)))
-    assert turn_metrics([dataclasses.replace(group, failures=("timed out",)), TOMBSTONE], max_turns=4) == {
+    turned = group(0, 3, 4, in_two_turns(), looped, ended, rollout(3, 1.0, 1.0))
+    assert turn_metrics([dataclasses.replace(turned, failures=("timed out",)), TOMBSTONE], max_turns=4) == {
         "rollout/failures": 1.0,
         "rollout/turns": (2 + 4 + 4 + 1) / 4,
         "rollout/max_turns_ratio": 0.25,
@@ -86,7 +78,7 @@ def test_turn_metrics_by_hand() -> None:
         "rollout/observed_tokens": 9 / 4,
         "rollout/environment_s": 0.5,
     }
-    metrics = rollout_metrics([group], policy_version=3, full_mark=full_mark)
+    metrics = rollout_metrics([turned], policy_version=3, full_mark=full_mark)
     assert (metrics["completions/mean_length"], metrics["completions/max_length"]) == (18 / 4, 5)
     assert metrics["completion_tokens"] == 18
 
@@ -135,19 +127,9 @@ def test_a_batch_of_tombstones_alone_has_what_can_be_known() -> None:
 def test_token_metrics_by_hand() -> None:
     # two tokens with log-ratios ln 2 and −ln 2; old probabilities .25 and .5, new ones .5 and .25
     ln2 = math.log(2)
-    sums = sums_of(
-        tokens=2,
-        loss=-0.1,
-        entropy=3.0,
-        kl=0.5,
-        ratio=2.2,  # of sequences: not what the mismatch is made of
-        token_ratio=2.5,
-        clipped=1,
-        log_ratio=0.0,
-        abs_log_ratio=2 * ln2,
-        abs_prob_diff=0.5,
-        exp_abs_log_ratio=4.0,
-    )
+    sums = sums_of(tokens=2, loss=-0.1, entropy=3.0, kl=0.5, clipped=1)
+    sums |= {"ratio": 2.2, "token_ratio": 2.5}  # of sequences: not what the mismatch is made of
+    sums |= {"log_ratio": 0.0, "abs_log_ratio": 2 * ln2, "abs_prob_diff": 0.5, "exp_abs_log_ratio": 4.0}
     metrics = token_metrics(sums, beta=0.04)
     assert metrics == {
         "loss": -0.1,
@@ -239,7 +221,7 @@ def test_samples_hold_the_best_and_the_worst_completion_of_each_group() -> None:
 def test_a_score_that_float32_left_just_below_full_marks_counts_as_right_everywhere() -> None:
     """`launch.sh check`, training and evaluation must agree on it."""
     score = float(np.float32(0.1)) * 10 - 2e-7  # 0.9999998…
-    group = Group(0, 3, 11, np.arange(4, dtype=np.int32), (rollout(2, score, 1.25), rollout(2, 0.99, 1.25)))
-    assert rollout_metrics([group], 3, full_mark)["rewards/answer/accuracy"] == 0.5
+    near = group(0, 3, 4, rollout(2, score, 1.25), rollout(2, 0.99, 1.25))
+    assert rollout_metrics([near], 3, full_mark)["rewards/answer/accuracy"] == 0.5
     samples = tuple(EvalSample(i, "text", {"answer": a}, 3, "stop") for i, a in enumerate((score, 0.99)))
     assert eval_record([EvalResult("v3", 0, 3, samples)], full_mark)["full_marks"] == {"answer": 1}
