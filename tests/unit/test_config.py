@@ -317,28 +317,27 @@ def test_an_address_that_one_side_cannot_use_is_refused_with_one_that_both_can(t
     assert message.endswith(f"write tcp://10.0.0.1:5555, or null on one host, got '{address}'")
 
 
-def counted(tmp_path: Path, prompts: int, micro: int) -> Config:
-    return loaded(tmp_path, f"trainer.prompts_per_step={prompts}", f"trainer.groups_per_micro_batch={micro}")
-
-
 @pytest.mark.parametrize(
-    ("prompts", "ranks", "says"),
+    ("prompts", "micro", "ranks", "micro_batches", "says"),
     [
-        (8, 3, "train 3 groups a step, the others 2 and then wait. Even would be trainer.prompts_per_step=6 or 9"),
-        (1, 3, "train 1 groups a step, the others 0 and then wait. Even would be trainer.prompts_per_step=3"),
-        (10, 1, ""),
-        (10, 5, ""),
+        (
+            8,
+            4,
+            3,
+            1,
+            "train 3 groups a step, the others 2 and then wait. Even would be trainer.prompts_per_step=6 or 9",
+        ),
+        (1, 1, 3, 1, "train 1 groups a step, the others 0 and then wait. Even would be trainer.prompts_per_step=3"),
+        (24, 3, 2, 4, ""),  # 24 groups, 2 ranks, 3 each: 24 / 6
+        (10, 4, 2, 2, ""),
     ],
 )
-def test_ranks_that_will_wait_are_announced_with_the_nearest_even_numbers(
-    tmp_path: Path, prompts: int, ranks: int, says: str
+def test_micro_batches_per_rank_and_ranks_that_will_wait(
+    tmp_path: Path, prompts: int, micro: int, ranks: int, micro_batches: int, says: str
 ) -> None:
-    assert (counted(tmp_path, prompts, 4).uneven_work(ranks) or "").endswith(says)
-
-
-@pytest.mark.parametrize(("prompts", "micro", "ranks", "expected"), [(24, 3, 2, 4), (10, 4, 2, 2), (1, 1, 4, 1)])
-def test_micro_batches_per_rank(tmp_path: Path, prompts: int, micro: int, ranks: int, expected: int) -> None:
-    assert counted(tmp_path, prompts, micro).micro_batches(ranks) == expected  # 24 groups, 2 ranks, 3 each: 24 / 6
+    config = loaded(tmp_path, f"trainer.prompts_per_step={prompts}", f"trainer.groups_per_micro_batch={micro}")
+    assert config.micro_batches(ranks) == micro_batches
+    assert (config.uneven_work(ranks) or "").endswith(says) and bool(config.uneven_work(ranks)) == bool(says)
 
 
 def test_loading_takes_under_a_second_and_no_torch() -> None:

@@ -67,38 +67,29 @@ def segments(config: Config, values: ByGroup, threshold: float = 0.7) -> Estimat
 
 
 def test_the_head_sees_segment_ends_and_the_critic_segment_starts() -> None:
-    config = settings(group_max_size=4, group_variance_threshold=0.7)
-    values = random_values()
+    config, values = settings(group_max_size=4, group_variance_threshold=0.7), random_values()
     found = segments(config, values)
-    cuts = [
-        oracle.cut(
-            [0.0] * (len(r.completion_ids) - 1) + [r.reward],
-            values[g.group_id][i].tolist(),
-            [(1 - np.exp(float(lp))) ** 2 for lp in r.old_logprobs],
-            0.7, 0.9, 0.8, 4, 1e-6, "grow",
-        )
-        for g in alive()
-        for i, r in enumerate(g.rollouts)
-    ]  # fmt: skip
-    rollouts = [r for g in alive() for r in g.rollouts]
+    rollouts = [(r, v.tolist()) for g in alive() for r, v in zip(g.rollouts, values[g.group_id], strict=True)]
+    cuts = []
+    for r, v in rollouts:
+        rewards = [0.0] * (len(r.completion_ids) - 1) + [r.reward]
+        scores = [(1 - np.exp(float(lp))) ** 2 for lp in r.old_logprobs]
+        cuts.append(oracle.cut(rewards, v, scores, 0.7, 0.9, 0.8, 4, 1e-6, "grow"))
     policy, critic = batches(config, found)
     ends = [[last for _, last in c.segments] for c in cuts]
     starts = [[first for first, _ in c.segments] for c in cuts]
-    assert any(len(c.segments) < len(r.completion_ids) for c, r in zip(cuts, rollouts, strict=True))
+    assert any(len(c.segments) < len(r.completion_ids) for c, (r, _) in zip(cuts, rollouts, strict=True))
+    tokens = sum(len(g.prompt_ids) for g in alive()) + num_tokens(EXPERIENCES, config.algorithm)
     for row, positions in ((policy.row, ends), (critic.row, starts)):
-        assert row.lengths == tuple(map(len, positions))
-        expected = [int(r.completion_ids[t]) for r, of in zip(rollouts, positions, strict=True) for t in of]
+        assert row.lengths == tuple(map(len, positions)) and row.input_ids.shape == (1, tokens)
+        expected = [int(r.completion_ids[t]) for (r, _), of in zip(rollouts, positions, strict=True) for t in of]
         assert row.target_ids.tolist() == expected
-        assert row.input_ids.shape == (
-            1,
-            sum(len(g.prompt_ids) for g in alive()) + num_tokens(EXPERIENCES, config.algorithm),
-        )
-    old = [float(r.old_logprobs[t]) for r, of in zip(rollouts, ends, strict=True) for t in of]
+    old = [float(r.old_logprobs[t]) for (r, _), of in zip(rollouts, ends, strict=True) for t in of]
     assert policy.old_logprobs.tolist() == old
     assert critic.returns.tolist() == pytest.approx([y for c in cuts for y in c.returns], abs=1e-6)
     assert found.segments is not None
-    assert found.segments.r_ppo == pytest.approx(sum(c.r_ppo for c in cuts))
-    assert found.segments.r_grpo == pytest.approx(sum(c.r_grpo for c in cuts))
+    variances = [sum(c.r_ppo for c in cuts), sum(c.r_grpo for c in cuts)]
+    assert [found.segments.r_ppo, found.segments.r_grpo] == pytest.approx(variances)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import math
+from typing import Any
 
 import pytest
 
-from common.config import Config
 from report.display import StepDisplay
 from report.escape import strip_escapes
 from report.step_text import clock, step_line
@@ -38,16 +38,16 @@ LINE = (
 EVALUATION = {"step": 40, "n": 512, "full_marks": {"answer": 300, "format": 500}}
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.seconds = 100.0
+class Shown(StepDisplay):
+    """Of a run of 60 steps, with a clock of its own."""
 
-    def __call__(self) -> float:
-        return self.seconds
+    def __init__(self, **sections: Any) -> None:
+        self.stream, self.seconds = io.StringIO(), 100.0
+        super().__init__(config_of(trainer={"max_steps": 60}, **sections), self.stream, lambda: self.seconds)
 
-
-def config(max_steps: int = 60) -> Config:
-    return config_of(run={"output_dir": "runs/x"}, trainer={"max_steps": max_steps})
+    @property
+    def lines(self) -> list[str]:
+        return self.stream.getvalue().splitlines()
 
 
 SICK = {"reward": math.nan, "kl": 0.000012, "tombstones": 2, "wait/sampler_s": 3.0, "wait/trainer_s": 1.0}
@@ -95,100 +95,78 @@ def test_strip_escapes_leaves_one_printable_line(text, expected):
 
 
 def test_a_line_per_step_note_and_evaluation_with_the_end_estimated_from_the_pace():
-    stream, now = io.StringIO(), Clock()
-    display = StepDisplay(config(), stream, now)
+    display = Shown()
     display.note("resumed at step 9")
     display.step(10, VALUES)  # the only pace known is step_time: 50 · 1.1 s
-    now.seconds += 2.25
+    display.seconds += 2.25
     display.step(12, VALUES)  # 2 steps in 2.25 s, 48 steps left
     display.evaluation(EVALUATION)
     first = LINE.replace("step 12", "step 10").replace("ETA 0:54", "ETA 0:55")
     held_out = "held-out  answer 58.6%  format 97.7%  (v40, n = 512)"
-    assert stream.getvalue().split("\n") == ["resumed at step 9", first, LINE, held_out, ""]
+    assert display.lines == ["resumed at step 9", first, LINE, held_out]
 
 
 def test_at_most_one_waiting_line_every_10_seconds():
-    stream, now = io.StringIO(), Clock()
-    display = StepDisplay(config(), stream, now)
+    display = Shown()
     for second in range(25):
-        now.seconds = 100.0 + second
+        display.seconds = 100.0 + second
         display.waiting(f"waiting {second} s\x1b[2J")
-    assert stream.getvalue().split("\n") == ["waiting 0 s", "waiting 10 s", "waiting 20 s", ""]
+    assert display.lines == ["waiting 0 s", "waiting 10 s", "waiting 20 s"]
 
 
-def test_what_the_stream_cannot_encode_is_replaced():
+def test_what_the_stream_cannot_encode_is_replaced_and_a_closed_one_ends_the_display_and_not_the_run():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
-    StepDisplay(config(), stream).step(12, VALUES)
+    display = StepDisplay(config_of(), stream)
+    display.step(12, VALUES)
     assert b"reward 1.42 ?0.31  answer 0.61" in raw.getvalue()
-
-
-def test_a_closed_stream_ends_the_display_and_not_the_run():
-    stream = io.StringIO()
-    display = StepDisplay(config(), stream)
     stream.close()
-    display.step(1, VALUES)
-    display.waiting("waiting 1 s")
+    display.step(13, VALUES)
     display.note("still here")
 
 
 def test_advice_is_said_once_per_cause_and_counted_in_every_step_while_it_holds():
-    stream = io.StringIO()
-    display = StepDisplay(config(), stream)
+    display = Shown()
     cut, whole = {"completions/clipped_ratio": 0.9}, {"completions/clipped_ratio": 0.0}
-    found = [
-        display.advice(step, values) for step, values in enumerate([*[cut] * 6, *[whole] * 5, *[cut] * 5], start=1)
-    ]
+    found = [display.advice(step, values) for step, values in enumerate([*[cut] * 6, *[whole] * 5, *[cut] * 5], 1)]
     expected = [step in (5, 6, 7, 8, 14, 15, 16) for step in range(1, 17)]  # 3 of 5 steps at 0.9 are a mean of 0.54
     assert [values == {"advice/truncated": 1.0} for values in found] == expected
-    assert stream.getvalue().count("advice: ") == 1
-    assert stream.getvalue().startswith("advice: 90% of completions reach max_completion_length 256")
+    (said,) = display.lines
+    assert said.startswith("advice: 90% of completions reach max_completion_length 256")
 
 
 def test_advice_after_a_resume_goes_on_where_it_was():
-    values = {"completions/clipped_ratio": 0.9, "policy_version": 1}
-    display = StepDisplay(config(), io.StringIO())
+    values, display = {"completions/clipped_ratio": 0.9, "policy_version": 1}, Shown()
     display.recall([{"step": step, **values} for step in range(1, 5)], [{**EVALUATION, "step": 0}])
     assert display.advice(5, values) == {"advice/truncated": 1.0}
 
 
 def test_an_evaluation_alone_may_show_what_is_wrong():
-    stream = io.StringIO()
-    display = StepDisplay(config(), stream)
+    display = Shown()
     for version, accuracy in ((0, 0.4), (10, 0.9)):
         for step in range(version + 1, version + 11):
             display.advice(step, {"rewards/answer/accuracy": accuracy})
         display.evaluation({"step": version, "n": 512, "full_marks": {"answer": 205}})
-    assert "advice: answer rose by 50 points on training problems and by 0 on held-out ones" in stream.getvalue()
+    assert "advice: answer rose by 50 points on training problems and by 0 on held-out ones" in display.lines[-1]
 
 
-def own_reward(**rewards: object) -> Config:
-    return config_of(rewards={"reward_funcs": ["a.py:mine", "answer"], **rewards})
+OWN = {f"rewards/{name}": value for name, value in {"mine/mean": 0.31, "mine/accuracy": 0.0}.items()}
 
 
-OWN = {
-    "rewards/mine/mean": 0.31,
-    "rewards/mine/accuracy": 0.0,
-    "rewards/answer/mean": 0.5,
-    "rewards/answer/accuracy": 0.0,
-}
-
-
-def shown(settings: Config, *steps: dict[str, float], record: dict | None = None) -> list[str]:
-    stream = io.StringIO()
-    display = StepDisplay(settings, stream, Clock())
-    for number, values in enumerate(steps, 1):
-        display.step(number, values)
-    if record:
-        display.evaluation(record)
-    return stream.getvalue().splitlines()
-
-
-def test_a_reward_of_ones_own_that_nothing_has_earned_in_full_is_shown_by_its_mean_until_something_does():
-    lines = shown(own_reward(), OWN, OWN | {"rewards/mine/accuracy": 0.25}, OWN)
-    assert ["mine 0.31  answer 0.00" in lines[0], "mine 0.25" in lines[1], "mine 0.00" in lines[2]] == [True] * 3
-    assert "mine 0.00" in shown(own_reward(full_marks={"mine": 2.0}), OWN)[0], "its full marks are known"
-    record = {"step": 2, "n": 8, "full_marks": {"mine": 0, "answer": 0}, "mean": {"mine": 0.31, "answer": 0.5}}
-    assert "answer 0.0%  mine 0.31  (v2, n = 8)" in shown(own_reward(), record=record)[0]
-    record["full_marks"]["mine"] = 1
-    assert "mine 12.5%  answer 0.0%  (v2, n = 8)" in shown(own_reward(), record=record)[0]
+@pytest.mark.parametrize(
+    ("full_marks", "earned", "step", "evaluation"),
+    [
+        ({}, 0, "mine 0.31", "mine 0.31  (v2, n = 8)"),
+        ({}, 1, "mine 0.12", "mine 12.5%  (v2, n = 8)"),
+        ({"mine": 2.0}, 0, "mine 0.00", "mine 0.0%  (v2, n = 8)"),  # its full marks are known
+    ],
+)
+def test_a_reward_of_ones_own_that_nothing_has_earned_in_full_is_shown_by_its_mean(
+    full_marks, earned, step, evaluation
+):
+    display = Shown(rewards={"reward_funcs": ["a.py:mine"], "full_marks": full_marks})
+    display.step(1, OWN | {"rewards/mine/accuracy": earned / 8})
+    display.evaluation({"step": 2, "n": 8, "full_marks": {"mine": earned}, "mean": {"mine": 0.31}})
+    assert step in display.lines[0] and evaluation in display.lines[1]
+    display.step(2, OWN)
+    assert ("mine 0.00" in display.lines[2]) == (earned > 0 or full_marks != {}), "what was earned once stays known"

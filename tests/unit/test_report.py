@@ -31,23 +31,6 @@ def write_run(folder, steps: int, evaluations: tuple[dict, ...] = (), **extra: f
 
 
 @pytest.fixture
-def drawn(monkeypatch) -> dict[str, list]:
-    """What every plot is given: titles, words, lines and held-out points, in the order of drawing."""
-    import matplotlib.axes
-
-    calls: dict[str, list] = {}
-    for name in ("set_title", "plot", "errorbar"):
-        real = getattr(matplotlib.axes.Axes, name)
-
-        def record(self, *args, _name=name, _real=real, **kwargs):
-            calls.setdefault(_name, []).append((args, kwargs))
-            return _real(self, *args, **kwargs)
-
-        monkeypatch.setattr(matplotlib.axes.Axes, name, record)
-    return calls
-
-
-@pytest.fixture
 def unarranged(monkeypatch):
     """Plots where they fall: to measure every label costs half of the drawing, and one test does it."""
     monkeypatch.setattr("matplotlib.layout_engine.ConstrainedLayoutEngine.execute", lambda *_: None)
@@ -97,20 +80,23 @@ def test_the_summary_tells_how_long_it_took_and_who_waited(tmp_path):
     assert final_summary(tmp_path).splitlines()[-1] == expected.replace("the sampler", "the sampler waited")
 
 
-def test_curves_show_training_and_held_out_accuracy_with_intervals(tmp_path, drawn):
+def test_curves_show_training_and_held_out_accuracy_with_intervals(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("report.curves._head", lambda figure, *_: figures.append(figure))
     values = {"kl": 0.01, "rewards/style/mean": 0.25}
     path = write_curves(write_run(tmp_path, 30, (evaluation(0, 210), evaluation(30, 370)), **values))
     assert path == tmp_path / "curves.png" and size_of_png(path)[0] > 1200
-    titles = [args[0] for args, _ in drawn["set_title"]]
+    plots = figures[0].axes
     accuracies = ["answer accuracy", "style reward", "format accuracy"]
-    assert titles == [*accuracies, "reward", "KL to the reference", "response length", "dead groups"]
-    (steps, accuracy, *_), _ = drawn["plot"][0]
-    assert list(steps) == list(range(1, 31)) and accuracy == pytest.approx([step / 100 for step in steps])
-    smooth = drawn["plot"][1][0][1]
-    assert smooth[10] == pytest.approx(0.11)  # mean of 3 steps of a straight line: the line itself
-    (step, share), bars = drawn["errorbar"][0]
-    assert (step, share) == (0, 210 / 512)
-    assert [share - bars["yerr"][0][0], share + bars["yerr"][1][0]] == pytest.approx([0.36838, 0.45321], abs=1e-4)
+    others = ["reward", "KL to the reference", "response length", "dead groups"]
+    assert [plot.get_title(loc="left") for plot in plots] == accuracies + others
+    dots, smooth = plots[0].lines[:2]
+    assert list(dots.get_xdata()) == list(range(1, 31))
+    assert dots.get_ydata() == pytest.approx([step / 100 for step in range(1, 31)])
+    assert smooth.get_ydata()[10] == pytest.approx(0.11)  # mean of 3 steps of a straight line: the line itself
+    point, _, (bar,) = plots[0].containers[0]
+    assert point.get_xydata().tolist() == [[0, 210 / 512]]
+    assert bar.get_segments()[0][:, 1] == pytest.approx([0.36838, 0.45321], abs=1e-4)
     assert f"curves: {path}" in final_summary(tmp_path)
 
 
