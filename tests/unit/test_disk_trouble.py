@@ -29,7 +29,7 @@ from tests.support.speed import limit
 from tests.support.tiny import tiny_model
 from tests.unit.test_checkpoint_faults import ONE_RANK, leftovers, resumed_step, save
 from trainer.save import disk
-from trainer.save.disk import DiskTrouble, patiently, together
+from trainer.save.disk import DiskTrouble, patiently, together, write_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -121,6 +121,14 @@ def test_whichever_file_operation_fails_once_the_next_attempt_writes_a_whole_one
         if failpoints._operations < step:
             break
     assert step > 10, "it has more operations than that"
+
+
+def test_what_a_killed_process_left_of_a_folder_gets_into_no_other(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-final").mkdir()
+    (tmp_path / ".tmp-final" / "torn").touch()
+    write_folder(ONE_RANK, tmp_path / "final", lambda folder: (folder / "whole").touch())
+    assert [path.name for path in (tmp_path / "final").iterdir()] == ["whole"]
+    assert leftovers(tmp_path) == []
 
 
 def test_ctrl_c_ends_the_pause(monkeypatch: pytest.MonkeyPatch, clock: list[int]) -> None:

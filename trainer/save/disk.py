@@ -117,12 +117,10 @@ def write_folder(
 
 @contextlib.contextmanager
 def may_stay(what: str) -> Iterator[None]:
-    """Around deleting what nobody needs: trouble with the disk is said, and the next time tries again."""
+    """Around deleting what nobody needs: an error is said, and the next time tries again."""
     try:
         yield
     except OSError as error:
-        if durable.disk_trouble(error) is None:
-            raise
         _say(f"{what} stays for now: {error}")
 
 
