@@ -76,6 +76,8 @@ ONE_TOKEN = {
     "high and negative: not": (0.6, 0.4, -2.0, {}, -3.0, -3.0, False),
     "low and negative: clipped": (0.2, 0.4, -2.0, {}, -1.6, 0.0, True),
     "low and positive: not": (0.2, 0.4, 2.0, {}, 1.0, 1.0, False),
+    "no advantage: not": (0.6, 0.4, 0.0, {}, 0.0, 0.0, False),
+    "at the edge: not": (0.5, 0.25, 1.0, {"epsilon_high": 1.0}, 2.0, 2.0, False),
     # ratio 1.25; 0.75 below
     "epsilon_high as epsilon": (0.5, 0.4, 1.0, {"epsilon_high": 0.2}, 1.2, 0.0, True),
     "epsilon_high is wider": (0.5, 0.4, 1.0, {"epsilon_high": 0.28}, 1.25, 1.25, False),
@@ -91,6 +93,7 @@ ONE_TOKEN = {
     "cispo, negative": (0.6, 0.4, -2.0, CISPO, -3 * math.log(0.6), -3.0, False),
     "cispo at its cap": (0.8, 0.2, 2.0, CISPO, 4 * math.log(0.8), 4.0, True),
     "cispo at its cap, negative": (0.8, 0.2, -2.0, CISPO, -4 * math.log(0.8), -4.0, True),
+    "cispo, just its cap": (0.5, 0.25, 2.0, CISPO, 4 * math.log(0.5), 4.0, False),
     "cispo has no lower clip": (0.04, 0.4, -1.0, CISPO, -0.1 * math.log(0.04), -0.1, False),
     "no reference: beta has no effect": (0.5, 0.5, 1.0, {"beta": 9.0}, 1.0, 1.0, False),
 }

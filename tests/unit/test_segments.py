@@ -84,30 +84,17 @@ def test_segments_are_those_of_a_search_that_computes_everything_anew(
     assert found.r_grpo == pytest.approx(expected.r_grpo, rel=1e-9, abs=1e-12)
 
 
-@given(tokens, st.floats(0, 1), st.floats(0, 1), st.floats(0.01, 100), rules)
-def test_size_1_is_gae_to_the_last_bit(
-    rows: list[tuple[float, float, float]], gamma: float, lam: float, tau: float, rule: str
+@given(tokens, st.floats(0, 1), st.floats(0, 1), st.floats(1, 100), sizes, rules)
+def test_size_1_and_the_literal_rule_at_a_threshold_of_1_or_more_are_gae_to_the_last_bit(
+    rows: list[tuple[float, float, float]], gamma: float, lam: float, tau: float, longest: int | None, rule: str
 ) -> None:
     rewards, values, scores = columns(rows)
-    found = segment(rewards, values, scores, tau, gamma, lam, fixed(group_max_size=1, segment_rule=rule))
-    assert_is_gae(found, rewards, values, gamma, lam)
-    assert found.r_grpo == found.r_ppo
-
-
-@given(tokens, st.floats(0, 1), st.floats(0, 1), st.floats(1, 100), sizes)
-def test_the_literal_rule_is_gae_for_every_threshold_of_1_or_more(
-    rows: list[tuple[float, float, float]], gamma: float, lam: float, tau: float, longest: int | None
-) -> None:
-    rewards, values, scores = columns(rows)
-    params = fixed(group_max_size=longest, segment_rule="literal")
-    assert_is_gae(segment(rewards, values, scores, tau, gamma, lam, params), rewards, values, gamma, lam)
-
-
-def assert_is_gae(found: Any, rewards: Floats, values: Floats, gamma: float, lam: float) -> None:
+    params = fixed(group_max_size=longest if rule == "literal" else 1, segment_rule=rule)
+    found = segment(rewards, values, scores, tau, gamma, lam, params)
     advantages, returns = gae(rewards, values, gamma, lam)
     assert found.starts.tolist() == found.ends.tolist() == list(range(len(rewards)))
     assert found.token_advantages.tobytes() == found.advantages.tobytes() == advantages.tobytes()
-    assert found.returns.tobytes() == returns.tobytes()
+    assert found.returns.tobytes() == returns.tobytes() and found.r_grpo == found.r_ppo
 
 
 def test_the_literal_rule_below_1_waits_until_sharing_pays() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,8 @@ from common.errors import UserError
 from common.types import Tombstone
 from tests.support.configs import config_of
 from tests.support.tiny import random_group
-from trainer.algorithm.advantages import (
-    is_dead_group,
-    step_advantages,
-    try_own_estimator,
-)
-from trainer.algorithm.losses import (
-    WEIGHTS,
-    Denominator,
-    token_objective,
-    token_weights,
-    try_own_objective,
-)
+from trainer.algorithm.advantages import is_dead_group, step_advantages, try_own_estimator
+from trainer.algorithm.losses import token_objective, try_own_objective
 from trainer.algorithm.user_functions import ESTIMATOR, require_user_functions
 
 
@@ -40,12 +29,6 @@ def write(folder: Path, *lines: str) -> str:
 def config(adv_estimator: str, **algorithm: Any) -> Config:
     algorithm = {"adv_estimator": adv_estimator, **algorithm}
     return config_of(rewards={"reward_funcs": ["answer"]}, algorithm=algorithm)
-
-
-def test_every_loss_type_has_its_own_weights_and_no_other_name_has_any() -> None:
-    assert list(WEIGHTS) == ["grpo", "dapo", "bnpo", "cispo", "dr_grpo"]
-    with pytest.raises(KeyError, match="dappo"):
-        token_weights([2], Denominator("dappo", 1, 2, 8))
 
 
 def test_an_estimator_of_a_file_gives_the_advantages_of_each_group(tmp_path: Path) -> None:
@@ -176,35 +159,21 @@ def test_a_loss_that_gives_no_value_with_a_gradient_per_token_is_refused_at_the_
         try_own_objective(Algorithm(loss=f"{file}:objective"))
 
 
-def test_a_wrong_file_function_or_package_is_found_without_importing_anything(tmp_path: Path) -> None:
+@pytest.mark.parametrize("setting", ["adv_estimator", "loss"])
+def test_a_wrong_function_is_found_without_importing_anything(tmp_path: Path, setting: str) -> None:
     file = write(tmp_path, "raise RuntimeError('imported')", "def f(rewards): ...")
     require_user_functions(Algorithm(adv_estimator=f"{file}:f", loss="rewards.gsm8k.answer"))
-    for name, words in {
-        f"{file}:g": f"no function 'g' in {file}. Functions there: f",
-        f"{tmp_path}/min.py:short": f"no file {tmp_path}/min.py. Did you mean {tmp_path}/mine.py?",
-        "nothing_of_this_name.f": "no module 'nothing_of_this_name'. Install it, or write path/file.py:function",
-    }.items():
-        with pytest.raises(UserError, match=re.escape(f"algorithm.adv_estimator {name!r}: {words}")):
-            require_user_functions(Algorithm(adv_estimator=name))
-        with pytest.raises(UserError, match=re.escape(f"algorithm.loss {name!r}: {words}")):
-            require_user_functions(Algorithm(loss=name))
+    words = rf"algorithm.{setting} '{file}:g': no function 'g' in {file}. Functions there: f"
+    with pytest.raises(UserError, match=words):
+        require_user_functions(Algorithm(**{setting: f"{file}:g"}))
 
 
 def test_a_signature_is_checked_when_the_file_is_loaded(tmp_path: Path) -> None:
-    file = write(
-        tmp_path,
-        "def positional(rewards, /): ...",
-        "def wants(rewards, answers): ...",
-        "def blind(*args): ...",
-        "def has_default(rewards, *, scale=2): ...",
-        "def everything(**more): ...",
-    )
-    assert not ESTIMATOR.load(f"{file}:has_default").takes_all and ESTIMATOR.load(f"{file}:everything").takes_all
+    file = write(tmp_path, "def wants(rewards, answers): ...", "def blind(*args): ...", "def everything(**more): ...")
+    assert ESTIMATOR.load(f"{file}:everything").takes_all
     for function, words in {
-        "shot": "no function 'shot' in",
-        "positional": "'rewards' is positional only; arguments are passed by keyword",
         "wants": "wants 'answers'; it gets rewards, group. Remove 'answers', or give it a default",
-        "blind": "takes no rewards; write def estimator(rewards, group)",
+        "blind": r"takes no rewards; write def estimator\(rewards, group\)",
     }.items():
-        with pytest.raises(UserError, match=re.escape(words)):
+        with pytest.raises(UserError, match=words):
             ESTIMATOR.load(f"{file}:{function}")
