@@ -16,7 +16,6 @@ import numpy as np
 
 from common.config import Config
 from report.escape import one_line
-from report.full_marks import share_of_full_marks
 from report.history import EARLY, LATE, History
 
 WARM_UP = 2  # steps without meaning for speed: caches fill, processes meet
@@ -209,29 +208,6 @@ def mismatch_growing(h: History) -> str:
     )
 
 
-def held_out_flat(h: History) -> str:
-    """Accuracy on training problems rises by ≥ 0.1 between two evaluations and held-out by less than a quarter of it.
-
-    Only where the first interval excludes the training gain, that is, where the evaluation could have seen it.
-    """
-    first, last = min(h.at_evaluation, default=0), max(h.at_evaluation, default=0)
-    if first == last:
-        return ""
-    before, after = h.evaluations[first], h.evaluations[last]
-    for name in before["full_marks"].keys() & after["full_marks"].keys():
-        train = [h.at_evaluation[v].get(f"rewards/{name}/accuracy", math.nan) for v in (first, last)]
-        (start, _, upper), (end, _, _) = share_of_full_marks(before, name), share_of_full_marks(after, name)
-        gain = train[1] - train[0]
-        if gain >= 0.1 and end - start < gain / 4 and start + gain > upper:
-            return (
-                f"{one_line(name)} rose by {100 * gain:.0f} points on training problems and by "
-                f"{100 * (end - start):.0f} on held-out ones ({100 * start:.1f} % → {100 * end:.1f} %): learned by "
-                "heart, or the two differ. More problems in data.train, fewer trainer.max_steps, and compare "
-                "eval.temperature=1.0"
-            )
-    return ""
-
-
 RULES: dict[str, Callable[[History], str]] = {
     **THRESHOLDS,
     "constant_reward": constant_reward,
@@ -243,5 +219,4 @@ RULES: dict[str, Callable[[History], str]] = {
     "entropy_collapse": entropy_collapse,
     "reward_hacking": reward_hacking,
     "mismatch_growing": mismatch_growing,
-    "held_out_flat": held_out_flat,
 }

@@ -45,29 +45,24 @@ class StepDisplay:
     def advice(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
         """{"advice/truncated": 1.0} for whatever is wrong after this step; says it in words, each cause once."""
         self._history.add_step({"step": step, **values})
-        return self._tell()
+        sentences = advise(self._history)
+        for cause in [cause for cause in sentences if cause not in self._told]:
+            self._told.add(cause)
+            self.note(f"advice: {sentences[cause]}")
+        return {f"advice/{cause}": 1.0 for cause in sentences}
 
     def recall(self, rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> None:
         """The history of a resumed run, so that advice goes on where it was."""
-        self._history.recall(rows, evaluations)
+        for row in rows:
+            self._history.add_step(row)
         self._uncounted -= reached(rows, evaluations)
-
-    def _tell(self) -> dict[str, float]:
-        sentences = advise(self._history)
-        for cause, sentence in sentences.items():
-            if cause not in self._told:
-                self._told.add(cause)
-                self.note(f"advice: {sentence}")
-        return {f"advice/{cause}": 1.0 for cause in sentences}
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """A finished held-out evaluation, as MetricsLog.log_eval takes it."""
-        self._history.add_evaluation(record)
         self._uncounted -= reached([], [record])
         self.note(f"held-out  {eval_line(record_without(record, self._uncounted))}")
         for problem, reason in record.get("failed_problems", {}).items():
             self.note(f"held-out problem {problem} could not be scored and is left out: {reason}")
-        self._tell()
 
     def waiting(self, text: str) -> None:
         """What is waited for, how long, and whether that is normal. At most one line every 10 s."""

@@ -1,4 +1,4 @@
-"""What advice looks at: the settings, the first and the newest steps of a run, and its evaluations."""
+"""What advice looks at: the settings, and the first and the newest steps of a run."""
 
 from __future__ import annotations
 
@@ -15,43 +15,18 @@ EARLY = LATE = 10  # steps that a trend compares: the first ones of the run with
 
 
 class History:
-    """Takes the run's records in order: first and newest steps, first and newest evaluation. Does not grow."""
+    """Takes the run's steps in order, and keeps the first and the newest."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.early: list[Record] = []
         self.late: deque[Record] = deque(maxlen=2 * LATE)
-        self.evaluations: dict[int, Record] = {}  # by policy version
-        self.at_evaluation: dict[int, dict[str, float]] = {}  # rewards' means over 10 steps when each was made
 
     def add_step(self, row: Record) -> None:
         """A line of metrics.jsonl."""
         if len(self.early) < EARLY:
             self.early.append(row)
         self.late.append(row)
-        if len(self.late) == EARLY:  # they stand for evaluations made before them
-            self.at_evaluation = dict.fromkeys(self.evaluations, self._means())
-
-    def add_evaluation(self, record: Record) -> None:
-        """A line of eval.jsonl."""
-        if not record["n"]:
-            return
-        for middle in sorted(self.evaluations)[1:]:
-            del self.evaluations[middle]
-            self.at_evaluation.pop(middle, None)
-        self.evaluations[record["step"]] = record
-        if len(self.late) >= EARLY:
-            self.at_evaluation[record["step"]] = self._means()
-
-    def recall(self, rows: Sequence[Record], evaluations: Sequence[Record]) -> None:
-        """The records of a run folder: an evaluation is made beside the step after it."""
-        waiting = sorted(evaluations, key=lambda record: record["step"], reverse=True)
-        for row in rows:
-            self.add_step(row)
-            while waiting and waiting[-1]["step"] < row.get("policy_version", row["step"]):
-                self.add_evaluation(waiting.pop())
-        for record in reversed(waiting):
-            self.add_evaluation(record)
 
     def last(self, key: str, count: int) -> list[float]:
         """The newest `count` values, [] if they are not all there."""
@@ -75,11 +50,6 @@ class History:
         """Whether every function was right in 90 % of the newest steps."""
         accuracies = [self.last(f"rewards/{name}/accuracy", LATE) for name in self.functions()]
         return bool(accuracies) and all(values and fmean(values) >= 0.9 for values in accuracies)
-
-    def _means(self) -> dict[str, float]:
-        newest = list(self.late)[-LATE:]
-        whole = [key for key in newest[-1] if all(row.get(key) is not None for row in newest)]
-        return {key: fmean(row[key] for row in newest) for key in whole if key.startswith("rewards/")}
 
 
 def _numbers(values: Sequence[Any], count: int) -> list[float]:

@@ -15,7 +15,6 @@ from report.history import History
 from tests.support.configs import config_of
 
 Series = dict[str, Callable[[int], float] | float | None]
-EVALUATION = {"n": 400, "problems": 400}
 
 
 def said(steps: int, series: Series, **sections: Any) -> dict[str, str]:
@@ -130,43 +129,13 @@ def test_what_is_not_known_or_does_not_apply_is_not_wrong(steps: int, series: Se
     assert said(steps, series, **sections) == {}
 
 
-def held_out(first: int, last: int, train: float, n: int = 400) -> dict[str, str]:
-    """Two evaluations of n problems, made after 10 and 20 steps; training accuracy 0.5 before, `train` after."""
-    history = History(config_of())
-    rows = [
-        {"step": step, "policy_version": step, "rewards/answer/accuracy": 0.5 if step <= 10 else train}
-        for step in range(1, 21)
-    ]
-    records = [{"step": 0, "full_marks": {"answer": first}}, {"step": 20, "full_marks": {"answer": last}}]
-    history.recall(rows, [record | {"n": n, "problems": n} for record in records])
-    return advise(history)
-
-
-def test_held_out_accuracy_that_stays_while_training_accuracy_rises_is_told() -> None:
-    found = held_out(200, 206, train=0.7)["held_out_flat"]
-    assert "answer rose by 20 points on training problems and by 2 on held-out ones (50.0 % → 51.5 %)" in found
-    assert held_out(200, 220, train=0.7) == {}  # 5 points are a quarter of 20
-    assert held_out(200, 200, train=0.59) == {}
-    assert held_out(5, 5, train=0.7, n=10) == {}  # of 10 problems, 70 % lie in the interval around 50 %
-
-
-def test_a_history_does_not_grow_with_the_run() -> None:
-    history = History(config_of())
-    for step in range(1, 1000):
-        history.add_step({"step": step, "reward": 0.0})
-        history.add_evaluation({"step": step, "full_marks": {"answer": 1}, **EVALUATION})
-    sizes = [len(x) for x in (history.early, history.late, history.evaluations, history.at_evaluation)]
-    assert sizes == [10, 20, 2, 2]
-
-
 def test_every_setting_that_a_sentence_proposes_can_be_pasted(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(
         "{model: {path: m}, data: {train: t.jsonl}, algorithm: {beta: 0.01}, rollout: {tools: [t.py:f]}}"
     )
     texts = [text for case in CASES for text in said(case.steps, case.series, **case.sections).values()]
-    texts += held_out(200, 200, train=0.7).values()
     pasted = [word for text in texts for word in re.findall(r"\b[a-z]+\.[a-z_]+=[\w.+-]*\w", text)]
     assert len(pasted) >= 10
     for override in pasted:
         load(tmp_path / "c.yaml", [override])
-    assert {case.cause for case in CASES} == set(RULES) - {"held_out_flat"}
+    assert {case.cause for case in CASES} == set(RULES)

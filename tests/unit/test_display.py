@@ -141,15 +141,6 @@ def test_advice_after_a_resume_goes_on_where_it_was():
     assert display.advice(5, values) == {"advice/truncated": 1.0}
 
 
-def test_an_evaluation_alone_may_show_what_is_wrong():
-    display = Shown()
-    for version, accuracy in ((0, 0.4), (10, 0.9)):
-        for step in range(version + 1, version + 11):
-            display.advice(step, {"rewards/answer/accuracy": accuracy})
-        display.evaluation({"step": version, "n": 512, "full_marks": {"answer": 205}})
-    assert "advice: answer rose by 50 points on training problems and by 0 on held-out ones" in display.lines[-1]
-
-
 OWN = {f"rewards/{name}": value for name, value in {"mine/mean": 0.31, "mine/accuracy": 0.0}.items()}
 
 
