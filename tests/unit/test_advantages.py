@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from common.config import Config
 from common.errors import UserError
-from common.types import Group, Tombstone
+from common.types import Tombstone
 from tests.support import oracle
 from tests.support.configs import config_of
 from tests.support.tiny import random_group
+from tests.unit.test_tensors import cut, group, rollout
 from trainer.algorithm.advantages import (
     EPS,
     group_advantages,
@@ -71,28 +72,20 @@ def test_the_deviation_of_the_step_is_over_all_its_rewards() -> None:
 
 
 def test_reinforce_plus_plus_is_whitened_over_tokens_and_whiten_advantages_over_completions() -> None:
-    group = random_group(4, 50, [2.0, 0.0])
-    lengths = [3, 1]
-    rollouts = tuple(
-        dataclasses.replace(r, completion_ids=np.arange(n, dtype=np.int32), old_logprobs=np.zeros(n, np.float32))
-        for r, n in zip(group.rollouts, lengths, strict=True)
-    )
-    group = dataclasses.replace(group, rollouts=rollouts)
+    g = group(rollout([7, 8, 9], 2.0), rollout([7], 0.0))
     # tokens 2, 2, 2, 0: mean 3/2, squares 3 · 1/4 + 9/4 = 3, std 1
-    by_token = step_advantages([group], settings(adv_estimator="reinforce_plus_plus"))[4]
+    by_token = step_advantages([g], settings(adv_estimator="reinforce_plus_plus"))[0]
     assert by_token.tolist() == pytest.approx([0.5 / 1.0001, -1.5 / 1.0001])
     # completions 1 and −1 around 0: std sqrt(2)
-    by_completion = step_advantages([group], settings(adv_estimator="dr_grpo", whiten_advantages=True))[4]
+    by_completion = step_advantages([g], settings(adv_estimator="dr_grpo", whiten_advantages=True))[0]
     assert by_completion.tolist() == pytest.approx([1 / (math.sqrt(2) + 1e-4), -1 / (math.sqrt(2) + 1e-4)])
 
 
 def test_masked_completions_do_not_enter_the_whitening() -> None:
-    group = random_group(0, 50, [4.0, 2.0, 0.0])
-    cut = dataclasses.replace(group.rollouts[0], finish_reason="length")
-    group = dataclasses.replace(group, rollouts=(cut, *group.rollouts[1:]))
+    g = group(cut(rollout([7], 4.0)), rollout([7], 2.0), rollout([7], 0.0))
     config = settings(adv_estimator="dr_grpo", whiten_advantages=True, mask_truncated_completions=True)
     # advantages 2, 0, −2; of the two that train the mean is −1 and the std sqrt(2)
-    found = step_advantages([group], config)[0]
+    found = step_advantages([g], config)[0]
     assert found[1:].tolist() == pytest.approx([1 / (math.sqrt(2) + 1e-4), -1 / (math.sqrt(2) + 1e-4)])
 
 
@@ -116,12 +109,11 @@ def test_normalised_per_function_a_large_scale_does_not_drown_a_small_one(
 
 
 def test_functions_and_weights_come_from_the_rewards_section() -> None:
-    group = random_group(0, 50, [0.0, 0.0])
     scores = [{"answer": 1.0, "format": 0.0}, {"answer": 0.0, "format": 10.0}]
-    rollouts = tuple(dataclasses.replace(r, rewards=s) for r, s in zip(group.rollouts, scores, strict=True))
+    g = group(*(dataclasses.replace(rollout([7], 0.0), rewards=s) for s in scores))
     rewards = {"reward_funcs": ["answer", "format"], "reward_weights": [1.0, 3.0]}
     config = settings(rewards=rewards, multi_objective_aggregation="normalize_then_sum")
-    (found,) = step_advantages([dataclasses.replace(group, rollouts=rollouts)], config).values()
+    (found,) = step_advantages([g], config).values()
     assert found.tolist() == pytest.approx([UNIT - 3 * TEN, -UNIT + 3 * TEN])
 
 
@@ -132,17 +124,10 @@ def test_the_soft_overlong_punishment_falls_evenly_to_minus_one() -> None:
 
 
 def test_rewards_are_shaped_by_kl_and_length() -> None:
-    group = random_group(0, 50, [1.0, 2.0], beta=0.5)
-    first = dataclasses.replace(
-        group.rollouts[0],
-        completion_ids=np.arange(4, dtype=np.int32),
-        old_logprobs=np.array([-1, -1, -2, -1], np.float32),
-        ref_logprobs=np.array([-2, -1, -1, -3], np.float32),  # Σ (old − ref) = 1 + 0 − 1 + 2 = 2
-    )
-    group = dataclasses.replace(group, rollouts=(first, group.rollouts[1]))
+    g = group(rollout([7] * 4, 1.0, old=-1.0, ref=-1.5), rollout([7], 2.0, ref=-1.0))  # Σ (old − ref) = 4 · 0.5
     config = settings(longest=12, beta=0.5, kl_in_reward=True, soft_punish_cache=12)
-    assert shaped_rewards(group, config)[0] == pytest.approx(1.0 - 0.5 * 2 - 4 / 12)
-    assert shaped_rewards(group, settings(beta=0.5)).tolist() == [1.0, 2.0]
+    assert shaped_rewards(g, config)[0] == pytest.approx(1.0 - 0.5 * 2 - 4 / 12)
+    assert shaped_rewards(g, settings(beta=0.5)).tolist() == [1.0, 2.0]
 
 
 def test_a_tombstone_has_no_advantages_and_nan_counts_as_moving() -> None:
@@ -175,11 +160,9 @@ def test_every_estimator_equals_the_oracle_and_does_not_depend_on_the_order_of_g
     tokens = [[len(r.completion_ids) for r in g.rollouts] for g in groups]
     a = config.algorithm
     expected = oracle.step_advantages(rewards, tokens, a.adv_estimator, a.reward_scale, a.whiten_advantages)
-    for group in groups:
-        assert found[group.group_id].tolist() == pytest.approx(expected[group.group_id], rel=1e-9, abs=1e-9)
-    shuffled: list[Group | Tombstone] = random.sample(groups, len(groups))
-    again = step_advantages(shuffled, config)
+    again = step_advantages(random.sample(groups, len(groups)), config)
     for group_id, advantages in found.items():
+        assert advantages.tolist() == pytest.approx(expected[group_id], rel=1e-9, abs=1e-9)
         assert again[group_id] == pytest.approx(advantages, rel=1e-9, abs=1e-9)
 
 

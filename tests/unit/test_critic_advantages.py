@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.config import Config
-from common.types import Group, Rollout, Tombstone
+from common.types import Group, Tombstone
 from tests.support import oracle
 from tests.support.configs import config_of
 from tests.support.tiny import random_group
-from tests.unit.test_tensors import steps
+from tests.unit.test_tensors import cut, group, rollout, steps
 from trainer.algorithm.critic_advantages import ByGroup, Estimates, estimate, value_metrics
 from trainer.algorithm.losses import Denominator, value_errors
 from trainer.data.experience import Experience, with_estimates
@@ -26,15 +26,6 @@ from trainer.data.tensors import micro_batch, num_tokens, unmasked_completions, 
 
 def settings(**algorithm: Any) -> Config:
     return config_of(sampler={"max_completion_length": 12}, algorithm={"adv_estimator": "gae"} | algorithm)
-
-
-def rollout(ids: list[int], reward: float, finish_reason: Any = "stop") -> Rollout:
-    logprobs = np.full(len(ids), -1.0, np.float32)
-    return Rollout(np.array(ids, np.int32), logprobs, logprobs, {"answer": reward}, reward, finish_reason)
-
-
-def group(*rollouts: Rollout, group_id: int = 0) -> Group:
-    return Group(group_id, 0, 0, np.array([5, 6], np.int32), rollouts)
 
 
 def known(groups: Sequence[Group | Tombstone], estimates: Estimates) -> list[Experience]:
@@ -67,7 +58,7 @@ def test_equal_rewards_train_policy_and_critic_because_there_is_no_group_baselin
 
 def test_a_masked_completion_counts_nowhere() -> None:
     config = settings(mask_truncated_completions=True)
-    g = group(rollout([1, 2], 1.0), rollout([3, 4, 5], 7.0, "length"), rollout([6], 0.0))
+    g = group(rollout([1, 2], 1.0), cut(rollout([3, 4, 5], 7.0)), rollout([6], 0.0))
     values = {0: [np.zeros(2), np.zeros(3), np.zeros(1)]}
     found = estimate([g], values, config)
     whitened = np.concatenate([found.advantages[0][0], found.advantages[0][2]])

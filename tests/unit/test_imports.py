@@ -150,6 +150,7 @@ def test_every_failpoint_in_the_list_is_in_the_code_and_every_one_in_the_code_is
 @pytest.mark.parametrize(
     ("modules", "heavy"),
     [
+        ("common.config", ("torch", "numpy", "transformers", "vllm", "deepspeed", "zmq")),
         ("trainer.link.inbox, sampler.link", ("torch", "transformers", "vllm", "deepspeed", "datasets")),
         ("launcher.check_rewards", ("torch", "transformers", "datasets", "vllm")),
         ("model.images, sampler.dataset, common.wire", ("PIL", "torch")),  # of a run without images

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from common.config import Algorithm
-from common.types import Group, Rollout
+from tests.unit.test_tensors import group, rollout
 from trainer.algorithm import mismatch
 from trainer.algorithm.losses import Denominator
 from trainer.algorithm.sums import TOKEN_SUMS, Sums
@@ -68,13 +69,8 @@ def test_a_cause_that_no_token_measured_is_absent() -> None:
 
 
 def test_every_token_of_a_micro_batch_carries_the_version_that_sampled_it() -> None:
-    def group(group_id: int, version: int, *lengths: int) -> Group:
-        def rollout(n: int) -> Rollout:
-            zeros = np.zeros(n, np.float32)
-            return Rollout(zeros.astype(np.int32), zeros, None, {}, 0.0, "stop")
-
-        return Group(group_id, version, 0, np.zeros(1, np.int32), tuple(rollout(n) for n in lengths))
-
-    known = [Experience(g, advantages=np.array([1.0, -1.0])) for g in (group(0, 4, 2, 1), group(1, 5, 1, 2))]
+    old = dataclasses.replace(group(rollout([7, 7], 1.0), rollout([7], 0.0)), policy_version=4)
+    new = dataclasses.replace(group(rollout([7], 1.0), rollout([7, 7], 0.0), group_id=1), policy_version=5)
+    known = [Experience(g, advantages=np.array([1.0, -1.0])) for g in (old, new)]
     batch = micro_batch(known, Denominator("grpo", 4, 6, 2), Algorithm())
     assert batch.policy_versions.tolist() == [4, 4, 4, 5, 5, 5]
