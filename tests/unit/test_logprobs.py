@@ -80,22 +80,9 @@ def test_chunks_and_their_gradients_equal_one_log_softmax(
 
 @pytest.mark.parametrize("with_entropy", [True, False], ids=["entropy", "logprobs"])
 @pytest.mark.parametrize("with_gradient", [True, False], ids=["gradient", "no_grad"])
-def test_no_tensor_is_larger_than_one_chunk_of_logits_with_the_real_vocabulary(
+def test_one_chunk_of_logits_with_the_real_vocabulary_exists_at_a_time_and_none_is_kept_for_backward(
     with_gradient: bool, with_entropy: bool
 ) -> None:
-    hidden, targets, head = problem(n=40, dim=4, vocab=QWEN_VOCAB)
-    with LargestTensor() as meter, torch.set_grad_enabled(with_gradient):
-        logprobs, entropy = token_logprobs(hidden, targets, head, 1.0, chunk_size=8, entropy_gradient=with_entropy)
-        assert entropy.requires_grad is (with_gradient and with_entropy)
-        if with_gradient:
-            (logprobs + entropy).sum().backward()
-    assert meter.num_elements == 8 * QWEN_VOCAB
-    expected, _ = whole(hidden, targets, head, 1.0)
-    assert logprobs.tolist() == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-5)
-
-
-@pytest.mark.parametrize("with_entropy", [True, False])
-def test_several_chunks_keep_no_logits_for_backward(with_entropy: bool) -> None:
     hidden, targets, head = problem(n=40, dim=4, vocab=QWEN_VOCAB)
     kept: dict[int, int] = {}  # elements by storage
 
@@ -104,9 +91,14 @@ def test_several_chunks_keep_no_logits_for_backward(with_entropy: bool) -> None:
             kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        token_logprobs(hidden, targets, head, 1.0, chunk_size=8, entropy_gradient=with_entropy)
-    assert sum(kept.values()) < QWEN_VOCAB  # less than one token's logits
+    with LargestTensor() as meter, torch.set_grad_enabled(with_gradient):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            logprobs, entropy = token_logprobs(hidden, targets, head, 1.0, chunk_size=8, entropy_gradient=with_entropy)
+        assert sum(kept.values()) < QWEN_VOCAB  # less than one token's logits
+        assert entropy.requires_grad is (with_gradient and with_entropy)
+        if with_gradient:
+            (logprobs + entropy).sum().backward()
+    assert meter.num_elements == 8 * QWEN_VOCAB
 
 
 @pytest.fixture
