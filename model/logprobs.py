@@ -24,14 +24,6 @@ from model.sequence_parallel import gather
 from model.transformers_internals import mixes_packed_sequences
 
 
-def score_row(
-    model: Any, row: PackedRow, temperature: float, chunk_size: int, entropy_gradient: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of the row's targets under softmax(logits / temperature): those of `score_terms`."""
-    logprobs, entropy, _ = score_terms(model, row, temperature, chunk_size, entropy_gradient)
-    return logprobs, entropy
-
-
 def score_logprobs(model: Any, row: PackedRow, temperature: float, chunk_size: int) -> Tensor:
     """The log-probs alone: [N] float32. Nothing is computed for entropies."""
     return score_terms(model, row, temperature, chunk_size, with_entropy=False)[0]

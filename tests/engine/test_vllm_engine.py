@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.watchdog import progress_heard_by
-from model.logprobs import score_row
+from model.logprobs import score_logprobs
 from model.packing import pack
 from sampler.completions import SamplingParams
 from sampler.reload import reload
@@ -120,7 +120,7 @@ def test_truncated_samples_come_with_the_kept_tokens_and_the_log_probs_of_the_la
         ids, sets = completion.token_ids.tolist(), completion.sampling_mask
         assert completion.incomplete_support == 0
         row = pack([(PROMPT, [ids])]).with_sampling_mask([sets])
-        restricted, _ = score_row(policy.model, row, 0.7, 64)
+        restricted = score_logprobs(policy.model, row, 0.7, 64)
         assert np.abs(completion.logprobs - restricted.detach().numpy()).max() < 1e-4
         whole = np.exp(distributions(policy, [*PROMPT, *ids], 0.7)[len(PROMPT) - 1 : -1])
         for probs, kept in zip(whole, sets, strict=True):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.logprobs import load_causal_lm, score_row
+from model.logprobs import load_causal_lm, score_logprobs
 from model.packing import pack
 from tests.gpu.conftest import Record
 from tools.benchmarks.cells import make_model
@@ -41,7 +41,7 @@ def _gradient(folder: Path, dtype: str, device: str, is_packed: bool) -> Tensor:
     model: Any = load_causal_lm(str(folder / "model"), dtype, None, False).to(device)
     groups = [(_PROMPT, _COMPLETIONS)] if is_packed else [(_PROMPT, [one]) for one in _COMPLETIONS]
     for group in groups:
-        logprobs, _ = score_row(model, pack([group]).to(torch.device(device)), 1.0, 64)
+        logprobs = score_logprobs(model, pack([group]).to(torch.device(device)), 1.0, 64)
         logprobs.sum().backward()
     return torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
 

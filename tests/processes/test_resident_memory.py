@@ -51,7 +51,7 @@ def train(folder: str, through_onednn: bool) -> None:
     import torch
 
     from model.cpu.linear import use_onednn
-    from model.logprobs import load_causal_lm, score_row
+    from model.logprobs import load_causal_lm, score_terms
     from model.packing import pack
 
     torch.set_num_threads(1)
@@ -65,7 +65,7 @@ def train(folder: str, through_onednn: bool) -> None:
         cuts = sorted(random_lengths.sample(range(40, tokens), GROUP_SIZE - 1))
         lengths = [end - begin for begin, end in zip([39, *cuts], [*cuts, tokens], strict=True)]
         row = pack([([5] * 39, [[7] * length for length in lengths])])
-        score_row(model, row, 1.0, 1024)[0].sum().backward()
+        score_terms(model, row, 1.0, 1024)[0].sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -12,7 +12,7 @@ import torch
 from common.config import Config
 from common.weights import Published
 from model import lora
-from model.logprobs import load_causal_lm, score_row
+from model.logprobs import load_causal_lm, score_logprobs
 from model.packing import pack
 from trainer.engine.exported import adapters
 from trainer.save.write_version import VersionName, snapshot
@@ -47,7 +47,7 @@ class PlainPolicy:
 
     @torch.no_grad()
     def score(self, row, temperature):
-        return score_row(self.model, row, temperature, 64)[0]
+        return score_logprobs(self.model, row, temperature, 64)
 
     def parameter_names(self):
         return [(n, p.numel() * p.element_size()) for n, p in self.model.named_parameters()]

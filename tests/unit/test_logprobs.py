@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model.logprobs import hidden_at_sources, load_causal_lm, score_norms, score_row, token_terms
+from model.logprobs import hidden_at_sources, load_causal_lm, score_logprobs, score_norms, token_terms
 from model.packing import pack, select
 from tests.support.tiny import tiny_model
 
@@ -110,7 +110,7 @@ def test_the_head_is_called_once_however_many_chunks_there_are(model: Any) -> No
     # under ZeRO-3 every call of a module is a collective, and ranks have different numbers of chunks
     calls = []
     model.lm_head.register_forward_pre_hook(lambda *_: calls.append("head"))
-    logprobs, _ = score_row(model, pack([([1, 2], [[3, 4, 5, 6], [7]])]), temperature=1.0, chunk_size=2)
+    logprobs = score_logprobs(model, pack([([1, 2], [[3, 4, 5, 6], [7]])]), temperature=1.0, chunk_size=2)
     logprobs.sum().backward()
     assert calls == ["head"]
     assert model.lm_head(torch.zeros(1, 64)).ndim == 2  # the head is itself again
@@ -122,8 +122,8 @@ def test_the_head_runs_on_selected_targets_only_and_gives_them_the_same_log_prob
     model.lm_head.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
     row = pack([([1, 2], [[3, 4, 5, 6], [7]])])
     with torch.no_grad():
-        whole_row, _ = score_row(model, row, 1.0, chunk_size)
-        ends, _ = score_row(model, select(row, [[1, 3], [0]]), 1.0, chunk_size)
+        whole_row = score_logprobs(model, row, 1.0, chunk_size)
+        ends = score_logprobs(model, select(row, [[1, 3], [0]]), 1.0, chunk_size)
     assert rows == [5, 3]
     assert ends.tolist() == pytest.approx(whole_row[[1, 3, 4]].tolist(), abs=1e-6)
 
