@@ -109,10 +109,21 @@ def test_a_single_rank_asks_again_before_every_layer_and_several_ranks_ask_once(
     assert threads_of_layers(borrowing([True], ranks=2)) == [3] * 6
 
 
-def threads_of(monkeypatch: pytest.MonkeyPatch, rest: list[bool], **trainer: Any) -> list[int]:
+@pytest.mark.parametrize(
+    ("max_staleness", "tricks", "rest", "expected"),
+    [
+        (1, "1", [False, False, True, True], [1, 1, 1 + len(NOW), 1 + len(NOW)]),
+        (0, "1", [], [1, 1, 1, 1]),  # on policy, or where the user forbids it, nobody asks
+        (1, "0", [], [1, 1, 1, 1]),
+    ],
+)
+def test_what_is_left_when_the_samplers_rest_trains_on_their_cores_too(
+    monkeypatch: pytest.MonkeyPatch, max_staleness: int, tricks: str, rest: list[bool], expected: list[int]
+) -> None:
     """Threads in each of a step's four micro-batches, of which `rest` says before which the samplers rest."""
+    monkeypatch.setenv("TANDEM_CPU_TRICKS", tricks)
     monkeypatch.setenv(LENT_CORES, ",".join(map(str, NOW)))
-    run, threads = Run(config(4, **trainer), samplers_rest=rest), list[int]()
+    run, threads = Run(config(4, max_staleness=max_staleness), samplers_rest=rest), list[int]()
     policy: Any = run.training._models.policy
     backward = policy.backward
 
@@ -122,20 +133,7 @@ def threads_of(monkeypatch: pytest.MonkeyPatch, rest: list[bool], **trainer: Any
 
     policy.backward = noted
     run.step(0)
-    return threads
-
-
-def test_what_is_left_when_the_samplers_rest_trains_on_their_cores_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    more = 1 + len(NOW)
-    assert threads_of(monkeypatch, [False, False, True, True], max_staleness=1) == [1, 1, more, more]
-
-
-@pytest.mark.parametrize(("max_staleness", "tricks"), [(0, "1"), (1, "0")])
-def test_on_policy_or_where_the_user_forbids_it_nobody_asks_whether_samplers_rest(
-    monkeypatch: pytest.MonkeyPatch, max_staleness: int, tricks: str
-) -> None:
-    monkeypatch.setenv("TANDEM_CPU_TRICKS", tricks)
-    assert threads_of(monkeypatch, [], max_staleness=max_staleness) == [1, 1, 1, 1]
+    assert threads == expected
 
 
 def test_samplers_are_about_to_begin_while_a_version_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,19 +19,23 @@ QWEN_7B: dict[str, object] = {
     "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
     "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
 }  # fmt: skip
-SHAPES: dict[str, dict[str, object]] = {  # as the config.json of each recipe's model gives them
-    "dapo_qwen2.5_7b": QWEN_7B,
-    "dr_grpo_qwen2.5_math_7b": QWEN_7B,
-    "gspo_qwen3_8b": {
+HALF_B: dict[str, object] = cells.SHAPES["qwen2.5-0.5b"] | {"tie_word_embeddings": True}
+SHAPES: dict[str, dict[str, object]] = {  # as the config.json of each model gives them
+    "recipes/dapo_qwen2.5_7b": QWEN_7B,
+    "recipes/dr_grpo_qwen2.5_math_7b": QWEN_7B,
+    "recipes/gspo_qwen3_8b": {
         "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 128,
         "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
         "num_key_value_heads": 8, "vocab_size": 151936, "tie_word_embeddings": False,
     },
-    "r1_zero_qwen2.5_3b": {
+    "recipes/r1_zero_qwen2.5_3b": {
         "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
         "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
     },
-    "rloo_qwen2.5_1.5b": cells.SHAPES["qwen2.5-1.5b"] | {"tie_word_embeddings": True},
+    "recipes/rloo_qwen2.5_1.5b": cells.SHAPES["qwen2.5-1.5b"] | {"tie_word_embeddings": True},
+    "gsm8k_qwen2.5_0.5b_one_gpu": HALF_B,
+    "gsm8k_qwen2.5_1.5b_lora_one_gpu": cells.SHAPES["qwen2.5-1.5b"] | {"tie_word_embeddings": True},
+    "group_ppo_one_gpu": HALF_B,
 }  # fmt: skip
 
 
@@ -83,33 +87,14 @@ def test_the_rule_of_dapos_data_reads_the_last_answer_line() -> None:
     assert answer_line(texts, [34, "35", "34", "34"]) == [1.0, 1.0, -1.0, 1.0]
 
 
-def fits(capsys: pytest.CaptureFixture[str], folder: Path, shape: dict[str, object], *arguments: str) -> str:
-    """What `plan` prints of a run that fits."""
-    model_of_shape(folder / "model", {"max_position_embeddings": 32768} | shape)
-    code, said = plan.main([*arguments, *local(folder)]), capsys.readouterr()
+@pytest.mark.parametrize("name", sorted({*SHAPES, *(f"recipes/{name}" for name in NAMES)}))
+def test_a_config_fits_where_its_first_lines_say(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that no line of theirs gives a command are for one card of 24 GB for both processes."""
+    file = CONFIGS / f"{name}.yaml"
+    commands = [line.split("plan ")[1] for line in file.read_text().splitlines() if "--gpus" in line]
+    (command,) = commands or [f"{file} --gpus 1x24 data.max_prompt_length=384"]
+    model_of_shape(tmp_path / "model", {"max_position_embeddings": 32768} | SHAPES[name])
+    code, said = plan.main([*command.split(), *local(tmp_path)]), capsys.readouterr()
     assert code == 0, said.out + said.err
-    return said.out
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_fits_where_its_first_lines_say(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (said,) = [line for line in (RECIPES / f"{name}.yaml").read_text().splitlines() if "--gpus" in line]
-    fits(capsys, tmp_path, SHAPES[name], *said.split("plan ")[1].split())
-
-
-# ---- one card of 24 GB for both processes
-
-HALF_B: dict[str, object] = cells.SHAPES["qwen2.5-0.5b"] | {"tie_word_embeddings": True}
-ON_ONE_CARD = {
-    "gsm8k_qwen2.5_0.5b_one_gpu": HALF_B,
-    "gsm8k_qwen2.5_1.5b_lora_one_gpu": SHAPES["rloo_qwen2.5_1.5b"],
-    "group_ppo_one_gpu": HALF_B,
-}
-
-
-@pytest.mark.parametrize("name", ON_ONE_CARD)
-def test_a_config_for_one_card_fits_on_24_gib(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [str(CONFIGS / f"{name}.yaml"), "--gpus", "1x24", "data.max_prompt_length=384"]
-    said = fits(capsys, tmp_path, ON_ONE_CARD[name], *arguments)
-    assert "vllm.kv_cache_memory_bytes=" in said
-    assert "trainer       GPU 0, 1 rank, shared with the sampler" in said
+    on_one_card = ("trainer       GPU 0, 1 rank, shared with the sampler", "vllm.kv_cache_memory_bytes=")
+    assert [words in said.out for words in on_one_card] == [not commands] * 2
