@@ -50,11 +50,11 @@ def test_every_group_is_trained_exactly_once_and_in_order_whoever_is_killed_wher
 
 
 def test_so_it_is_when_the_links_are_bad_and_are_killed_too(figure: Callable[[str, str], None]) -> None:
-    kills, links = count(8, 40), count(2, 10)
+    kills, links = count(8, 40), count(6, 10)
     result = judged(kills, links, deadline_s=120 + 2 * kills)
     assert result["by_point"]["links"] == links
     figure(
-        "R1",
+        "R1, R8",
         f"{kills} SIGKILLs of processes, {links} of links that lose, double and delay: {result['groups']:,} groups, "
         "0 lost, 0 doubled",
     )

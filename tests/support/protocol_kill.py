@@ -216,9 +216,8 @@ def produce(link: Link, weights_number: int) -> None:
 def connect(folder: Path, armed: str) -> None:
     """Between samplers and trainer, for ever or for as many milliseconds as `armed` says."""
     address = str(make_kill_config(folder).channel.endpoint)
-    with LossyProxy(f"{address}-proxy", address, seed=int(armed or 1)):
-        time.sleep(float(armed) / 1000 if armed else 1e6)
-        os.kill(os.getpid(), signal.SIGKILL)
+    LossyProxy(f"{address}-proxy", address, seed=int(armed or 1)).run(time.monotonic() + float(armed or 1e9) / 1000)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 # ---- the judge ---------------------------------------------------------------------------------------------

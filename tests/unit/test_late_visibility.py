@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
-import re
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,16 +13,13 @@ from typing import Any
 
 import pytest
 
-from common import channel
 from common.config import Config
 from common.errors import Retryable
 from common.weights import MANIFEST, Published
 from sampler import loop
 from sampler.engine_tensors import Proof
-from sampler.link import Link
 from sampler.loop import Sampler
-from tests.support.protocol_helpers import HELLO, hurry, make_config, make_inbox
-from tests.support.speed import limit
+from tests.support.protocol_helpers import make_config
 from tests.support.versions import SHARDS, publish
 from tests.unit.test_reload import Engine
 
@@ -78,12 +74,10 @@ def published(folder: Path) -> Published:
     return publish(folder / "weights", VERSION)
 
 
-def sampler_with(config: Config, published: Published, link: Any = None) -> Sampler:
+def sampler_with(config: Config, published: Published) -> Sampler:
     """The real loop, credited with the version."""
-    if link is None:
-        credit = SimpleNamespace(version=VERSION, weights_dir=published.weights_dir)
-        credit.manifest_sha256 = published.manifest_sha256
-        link = SimpleNamespace(credit=credit, beat=lambda *_, now=False: None)
+    credit = SimpleNamespace(**dataclasses.asdict(published))
+    link: Any = SimpleNamespace(credit=credit, beat=lambda *_, now=False: None)
     engine: Any = IdleEngine()
     pool: Any = SimpleNamespace(pending=0)
     return Sampler(config, loop.Task([], [], str), engine, link, pool, None)
@@ -151,32 +145,3 @@ def test_a_version_that_never_appears_ends_the_sampler_retryable_with_the_path(
     )
     assert "on a file system that both hosts share?" in str(ended.value)
     assert sampler.engine.num_loads == 0
-
-
-def test_meanwhile_the_trainer_hears_why_and_loses_nobody(
-    config: Config, published: Published, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over a real link and a real clock, for twice as long as silence may last."""
-    hurry(monkeypatch)
-    monkeypatch.setattr(channel, "LOST_AFTER_S", max(1.5, limit(0.2)))
-    folder, said = Path(published.weights_dir), []
-
-    def heard(phases: set[str]) -> bool:
-        waits = re.compile(rf"waiting [1-9]\d* s for the file system to show version {VERSION}: {folder}")
-        return any(map(waits.search, phases))
-
-    folder.rename(hidden := folder.with_name("on-the-server"))
-    with make_inbox(config, say=said.append) as inbox:
-        sampler = sampler_with(config, published, Link(config, "s0", HELLO))
-        inbox.commit(0, published)
-        phases, start = set[str](), time.monotonic()
-        while sampler.engine.version != VERSION and time.monotonic() < start + limit(20):
-            if hidden.exists() and time.monotonic() > start + 2 * channel.LOST_AFTER_S and heard(phases):
-                hidden.rename(folder)
-            sampler.wait_for_credit_or_work()
-            sampler.reload_if_credited()
-            sampler.link.beat(sampler.phase, sampler.progress, sampler.engine.version, {}, now=False)
-            phases |= {peer.phase for peer in inbox.state.peers.values()}
-        sampler.link.close()
-    assert sampler.engine.version == VERSION and heard(phases)
-    assert not [text for text in said if "lost" in text], said

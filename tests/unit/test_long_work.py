@@ -1,4 +1,4 @@
-"""A sampler that reloads, generates or scores for longer than LOST_AFTER_S is not lost; a stuck one is.
+"""A sampler that reloads, waits for files, generates or scores for longer than LOST_AFTER_S is not lost; a stuck one is.
 
 Half a minute of simulated time each: the clock moves when the work says that it did a piece, and then the trainer's
 thread takes what came.
@@ -6,12 +6,15 @@ thread takes what came.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from common import channel
 from common.config import Config
@@ -63,13 +66,17 @@ class World:
     def leases(self) -> list[int]:
         return self.inbox.state.ledger.by_sampler().get("s0", [])
 
-    def work(self, seconds: float, reports: bool = True) -> None:
+    def work(self, seconds: float, reports: bool = True) -> list[Any]:
         """The trainer takes every beat before the clock moves on."""
         for _ in range(int(seconds / PIECE_S)):
             self.now_s += PIECE_S
             if reports:
                 report_progress("loading weights")
-                until(lambda: not self.network.queues[TRAINER] and self.peer.heard_at >= self.now_s - 2)
+                self.await_trainer()
+        return []
+
+    def await_trainer(self) -> None:
+        until(lambda: not self.network.queues[TRAINER] and self.peer.heard_at >= self.now_s - 2)
 
     @property
     def peer(self) -> Any:
@@ -87,75 +94,88 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
             yield world
 
 
-def test_a_reload_of_30_s_frees_no_lease(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is longer than stall_timeout_s too: each beat shows that more is done."""
-    before = world.leases()
+class Enough(Exception):
+    pass
+
+
+def load_for_long(world: World) -> None:
+    """Longer than stall_timeout_s too: each beat shows that more is done."""
 
     def load(folder: Path, expected: Any, tensors: Any, version: int) -> Proof:
         world.work(WORK_S)
         return Proof(set(expected or ()))
 
-    monkeypatch.setattr(world.engine, "load", load)
+    world.engine.load = load
     world.sampler.reload_if_credited()
-    assert world.engine.version == 8 and world.now_s >= WORK_S
+    assert world.engine.version == 8
+
+
+def score_for_long(world: World) -> None:
+    def score() -> None:
+        world.work(WORK_S)
+        raise Enough
+
+    world.engine.version = 8
+    world.sampler.send_scored, world.sampler.start_leased_work = score, lambda: None  # type: ignore[method-assign]
+    with pytest.raises(Enough):
+        world.sampler.run()
+
+
+def step_for_long(world: World) -> None:
+    """96 prompts of GSM8K in SmolLM2-135M: 23,000 tokens, 8,192 of them in one step of 18 s on a core."""
+    step: Any = SimpleNamespace(num_running=1, num_events=0, phase=PROMPTS, step=lambda: world.work(WORK_S))
+    world.sampler.turns = step
+    world.sampler.generate()
+
+
+def wait_for_files(world: World) -> None:
+    folder = Path(world.published.weights_dir)
+    folder.rename(hidden := folder.with_name("on-the-server"))
+    while world.now_s < 1.5 * LOST_AFTER_S:
+        world.sampler.reload_if_credited()
+        world.sampler.link.beat(world.sampler.phase, 0, None, {}, now=False)
+        world.await_trainer()
+    phase = world.peer.phase
+    hidden.rename(folder)
+    world.sampler.reload_if_credited()
+    assert world.engine.version == 8
+    assert phase.startswith("waiting 1") and f"for the file system to show version 8: {folder}" in phase
+
+
+PROMPTS = "generating 96 prompts"
+
+
+@pytest.mark.parametrize(
+    ("work", "phase"),
+    [
+        (load_for_long, "reloaded"),
+        (score_for_long, "loading weights"),
+        (step_for_long, PROMPTS),
+        (wait_for_files, "reloaded"),
+    ],
+)
+def test_long_work_frees_no_lease(world: World, work: Callable[[World], None], phase: str) -> None:
+    before = world.leases()
+    work(world)
+    assert world.now_s >= 1.5 * LOST_AFTER_S
     assert not world.peer.lost and world.leases() == before
     assert not [text for text in world.said if "lost" in text or "sent away" in text]
+    until(lambda: world.peer.phase == phase)
 
 
-def test_a_sampler_that_is_stuck_in_a_reload_is_lost_and_its_leases_are_free(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sampler_that_is_stuck_in_a_reload_is_lost_and_its_leases_are_free(world: World) -> None:
     def load(folder: Path, expected: Any, tensors: Any, version: int) -> Proof:
         world.work(5.0)
         world.work(WORK_S, reports=False)
         until(lambda: any("sampler s0 lost: silent for" in text for text in world.said))
         return Proof(set(expected or ()))
 
-    monkeypatch.setattr(world.engine, "load", load)
+    world.engine.load = load
     world.sampler.reload_if_credited()
     assert world.peer.lost or not world.leases()
 
 
-def test_scoring_with_the_reference_for_30_s_frees_no_lease(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = world.leases()
-
-    class Enough(Exception):
-        pass
-
-    def score() -> None:
-        world.work(WORK_S)
-        raise Enough
-
-    monkeypatch.setattr(world.sampler, "send_scored", score)
-    monkeypatch.setattr(world.sampler, "start_leased_work", lambda: None)
-    world.engine.version = 8
-    with pytest.raises(Enough):
-        world.sampler.run()
-    assert world.now_s >= WORK_S
-    assert not world.peer.lost and world.leases() == before
-
-
-def test_an_engine_step_of_30_s_frees_no_lease_and_keeps_its_phase(world: World) -> None:
-    """96 prompts of GSM8K in SmolLM2-135M: 23,000 tokens, 8,192 of them in one step of 18 s on a core."""
-    before = world.leases()
-
-    class OneLongStep:
-        num_running, num_events, phase = 1, 0, "generating 96 prompts"
-
-        def step(self) -> list[Any]:
-            world.work(WORK_S)
-            return []
-
-    world.sampler.turns = OneLongStep()  # type: ignore[assignment]
-    world.sampler.generate()
-    assert world.now_s >= WORK_S
-    assert not world.peer.lost and world.leases() == before
-    assert world.peer.phase == "generating 96 prompts"
-
-
-def test_only_the_thread_that_listens_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
+def test_only_the_thread_that_listens_is_heard() -> None:
     heard: list[str] = []
     with progress_heard_by(heard.append):
         report_progress("mine")
@@ -167,9 +187,6 @@ def test_only_the_thread_that_listens_is_heard(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_reference_reports_progress_in_every_layer(tmp_path: Path) -> None:
-    import numpy as np
-    import torch
-
     from model.reference import Reference
     from tests.support.tiny import tiny_model
 
