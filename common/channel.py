@@ -139,7 +139,6 @@ def bind(config: Config) -> Transport:
         transport.authenticator.start()
         transport.authenticator.configure_curve_callback(domain="*", credentials_provider=allowed)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys["server_secret"])
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys["server_public"])
         socket.setsockopt(zmq.CURVE_SERVER, 1)
     try:
         socket.bind(address)

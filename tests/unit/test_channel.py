@@ -21,7 +21,6 @@ from common.channel import Transport
 from common.config import Config
 from common.errors import Retryable, UserError
 from common.ports import free_port
-from tests.support.memory_transport import TRAINER, MemoryNetwork
 from tests.support.protocol_helpers import make_config
 from tests.support.speed import limit, overdue
 
@@ -61,49 +60,89 @@ def require_connected(config: Config) -> None:
         assert received(trainer) == [b"hello"]
 
 
-# ---- what every transport promises -------------------------------------------------------------------------
+# ---- frames ------------------------------------------------------------------------------------------------
 
 
-def ends(kind: str, folder: Path) -> tuple[Transport, Transport]:
-    """(trainer's, sampler's)"""
-    if kind == "memory":
-        network = MemoryNetwork()
-        return network.end(TRAINER), network.end("s0")
-    config = tcp(folder) if kind == "tcp" else make_config(folder)
-    return channel.bind(config), channel.connect(config, "s0")
+def ends(kind: str, folder: Path) -> Config:
+    return tcp(folder) if kind == "tcp" else make_config(folder)
 
 
-@pytest.mark.parametrize("kind", ["memory", "ipc", "tcp"])
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
 def test_frames_arrive_whole_both_ways_and_nothing_waits(folder: Path, kind: str) -> None:
-    trainer, sampler = ends(kind, folder)
-    assert trainer.receive() is None and sampler.receive() is None
-    assert not trainer.send([b"to nobody"], to="s1")
-    assert sampler.send([b"hello", b"", b"s0"])
-    assert not trainer.poll(limit(5)), "a message is not a wake"
-    assert trainer.receive() == [b"hello", b"", b"s0"]
-    assert trainer.send([b"credit"], to="s0")
-    assert received(sampler) == [b"credit"]
-    trainer.close()
-    sampler.close()
+    config = ends(kind, folder)
+    with bound(config) as trainer, connected(config) as sampler:
+        assert trainer.receive() is None and sampler.receive() is None
+        assert not trainer.send([b"to nobody"], to="s1")
+        assert sampler.send([b"hello", b"", b"s0"])
+        assert not trainer.poll(limit(5)), "a message is not a wake"
+        assert trainer.receive() == [b"hello", b"", b"s0"]
+        assert trainer.send([b"credit"], to="s0")
+        assert received(sampler) == [b"credit"]
 
 
-@pytest.mark.parametrize("kind", ["memory", "ipc"])
-def test_a_wake_ends_a_poll_and_may_come_from_any_thread_at_any_time(folder: Path, kind: str) -> None:
-    trainer, sampler = ends(kind, folder)
-    threads = [threading.Thread(target=trainer.wake) for _ in range(4)]
-    start = time.monotonic()
-    for thread in threads:
-        thread.start()
-    assert trainer.poll(limit(20))
-    assert not overdue(time.monotonic() - start, 5)
-    for thread in threads:
-        thread.join()
-    for _ in range(5000):
-        trainer.wake()  # nobody reads: it does not wait
-    trainer.close()
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_a_sampler_that_crashed_and_came_back_under_its_name_is_served(folder: Path, kind: str) -> None:
+    config = ends(kind, folder)
+    with bound(config) as trainer, connected(config) as crashed:
+        crashed.send([b"hello"])
+        assert received(trainer) == [b"hello"]
+        with connected(config) as again:  # while nobody reads the trainer's socket, which still knows the old one
+            for i in range(5):
+                again.send([b"%d" % i])
+            time.sleep(0.3)
+            assert received(trainer, count=5) == [b"0", b"1", b"2", b"3", b"4"]
+            trainer.send([b"credit"], to="s0")
+            assert received(again) == [b"credit"]
+
+
+def test_more_than_a_window_of_messages_waits_for_who_does_not_read_and_not_much_more(folder: Path) -> None:
+    config = make_config(folder)
+    with bound(config) as trainer, connected(config) as sampler:
+        sampler.send([b"hello"])
+        assert received(trainer) == [b"hello"]
+        for sender, to in ((sampler, ""), (trainer, "s0")):
+            sent = 0
+            for _ in range(5):  # until what is on its way has arrived
+                sent += sum(sender.send([bytes(1 << 16)], to) for _ in range(400))
+                time.sleep(0.05)
+            assert config.window + 64 <= sent < 4 * (config.window + 64)
+
+
+def test_an_oversized_message_is_refused_and_the_next_good_one_accepted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Config, "max_message_bytes", 1 << 20)
+    config = make_config(folder)
+    with bound(config) as trainer, connected(config) as sampler:
+        sampler.send([bytes(2 << 20)])
+        assert received(trainer, within_s=0.5) == []
+        deadline, got = time.monotonic() + limit(5), list[bytes]()
+        while not got and time.monotonic() < deadline:  # the connection was closed: it takes a moment to reconnect
+            sampler.send([b"good"])
+            got = received(trainer, within_s=0.3)
+        assert got[0] == b"good"
+
+
+def test_a_wake_ends_a_poll_and_may_come_from_any_thread_at_any_time(folder: Path) -> None:
+    with bound(make_config(folder)) as trainer:
+        threads = [threading.Thread(target=trainer.wake) for _ in range(4)]
+        start = time.monotonic()
+        for thread in threads:
+            thread.start()
+        assert trainer.poll(limit(20))
+        assert not overdue(time.monotonic() - start, 5)
+        for thread in threads:
+            thread.join()
+        trainer.poll(0.0)
+        start = time.monotonic()
+        assert not trainer.poll(0.2), "a wake ends one poll"
+        assert time.monotonic() - start >= 0.19
+        for _ in range(5000):
+            trainer.wake()  # nobody reads: it does not wait
     trainer.wake()
     trainer.close()
-    sampler.close()
+    with pytest.raises(zmq.ZMQError):
+        trainer.send([b"to nobody"])
 
 
 # ---- addresses ---------------------------------------------------------------------------------------------
@@ -119,30 +158,27 @@ def path_of(config: Config) -> Path:
     return Path(endpoint(config).removeprefix("ipc://"))
 
 
-def test_the_default_is_a_socket_of_this_run_in_a_folder_that_only_we_can_enter(default: Config, folder: Path) -> None:
+def test_the_default_is_a_socket_of_this_run_in_a_folder_that_only_we_can_enter(
+    default: Config, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     require_connected(default)
     with bound(default):
         assert stat.S_ISSOCK(path_of(default).stat().st_mode)
     assert path_of(default).parent.stat().st_mode & 0o777 == 0o700
     other = make_config(folder / "another run", channel={"endpoint": None})
     assert endpoint(other) != endpoint(default)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder / ("x" * 100)))
+    with pytest.raises(UserError, match="set TMPDIR to a shorter folder"):
+        endpoint(default)
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o710, 0o701])
 def test_a_folder_that_others_can_enter_is_refused(default: Config, mode: int) -> None:
     prepared = path_of(default).parent
     prepared.chmod(mode)
-    for start in (lambda: channel.bind(default), lambda: channel.connect(default, "s0")):
+    for start in (channel.bind, lambda config: channel.connect(config, "s0")):
         with pytest.raises(UserError, match=f"{prepared} .*{mode:04o}.*only this user can enter; remove it"):
-            start()
-
-
-def test_a_temporary_folder_with_too_long_a_name_says_what_to_set(
-    default: Config, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(folder / ("x" * 100)))
-    with pytest.raises(UserError, match="set TMPDIR to a shorter folder"):
-        endpoint(default)
+            start(default)
 
 
 def test_the_socket_that_a_killed_trainer_left_is_replaced(folder: Path) -> None:
@@ -151,46 +187,37 @@ def test_the_socket_that_a_killed_trainer_left_is_replaced(folder: Path) -> None
     require_connected(make_config(folder))
 
 
-def test_a_file_in_the_place_of_the_socket_is_not_deleted(folder: Path) -> None:
-    (folder / "inbox").write_text("precious")
-    with pytest.raises(UserError, match=r"inbox.*not a socket"):
-        channel.bind(make_config(folder))
-    assert (folder / "inbox").read_text() == "precious"
-
-
-def test_an_ipc_address_that_another_trainer_serves_is_not_taken_from_it(folder: Path) -> None:
-    config = make_config(folder)
-    with bound(config) as trainer, connected(config) as sampler:
-        with pytest.raises(UserError, match=r"cannot bind ipc://.*inbox.*in use.*channel\.endpoint"):
-            channel.bind(config)
-        sampler.send([b"still there"])
-        assert received(trainer) == [b"still there"]
-
-
-def test_a_port_in_use_names_its_holder_and_the_way_out(folder: Path) -> None:
-    with socket.socket() as holder:
+def test_an_address_that_cannot_be_had_is_told_with_the_reason_and_left_alone(folder: Path) -> None:
+    served = make_config(folder)
+    (folder / "file").mkdir()
+    (folder / "file" / "inbox").write_text("precious")
+    with socket.socket() as holder, bound(served) as trainer, connected(served) as sampler:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        start = time.monotonic()
-        with pytest.raises(UserError) as caught:
-            channel.bind(tcp(folder, port))
-    message = str(caught.value)
-    assert f"port {port} is used by pid {os.getpid()} (" in message
-    assert "set channel.endpoint" in message
-    assert not overdue(time.monotonic() - start, 2)
-
-
-def test_an_address_of_another_host_cannot_be_bound(folder: Path) -> None:
-    config = make_config(folder, channel={"endpoint": "tcp://192.0.2.1:5555"})  # TEST-NET: nobody's
-    with pytest.raises(UserError, match=r"cannot bind tcp://192\.0\.2\.1:5555.*address of this host"):
-        channel.bind(config)
+        for config, said in (
+            (
+                make_config(folder / "file"),
+                r"ipc://.*inbox: the file there is not a socket.*channel\.endpoint",
+            ),
+            (served, r"cannot bind ipc://.*inbox: it is in use by another trainer"),
+            (tcp(folder, port), rf"port {port} is used by pid {os.getpid()} \("),
+            (
+                make_config(folder, channel={"endpoint": "tcp://192.0.2.1:5555"}),
+                r"tcp://192\.0\.2\.1:5555.*of this host",
+            ),
+        ):
+            with pytest.raises(UserError, match=said):
+                channel.bind(config)
+        sampler.send([b"still there"])
+        assert received(trainer) == [b"still there"]
+    assert (folder / "file" / "inbox").read_text() == "precious"
 
 
 def test_a_process_may_have_several_links_and_a_closed_one_frees_its_address(folder: Path) -> None:
     config = tcp(folder)
-    for _ in range(3):
-        with bound(tcp(folder)):
+    with bound(tcp(folder)):
+        for _ in range(3):
             require_connected(config)
 
 
@@ -205,9 +232,9 @@ def test_keys_are_made_once_and_are_ours_alone(folder: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
     path.chmod(0o644)
-    for start in (lambda: channel.bind(config), lambda: channel.connect(config, "s0")):
+    for start in (channel.bind, lambda config: channel.connect(config, "s0")):
         with pytest.raises(UserError, match=rf"readable by others; run: chmod 600 {path}"):
-            start()
+            start(config)
 
 
 def test_a_sampler_without_keys_says_what_it_waited_for(folder: Path) -> None:
@@ -260,37 +287,3 @@ def test_only_the_right_keys_deliver_and_strangers_do_not_disturb(
         assert received(good) == [b"credit"]
         assert not any(sock.poll(0) for sock in strangers)
         figure("R9", f"{len(STRANGERS)} kinds of stranger, 5 messages each: 0 delivered; 2 of 2 of the right key")
-
-
-# ---- coming back -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["ipc", "tcp"])
-def test_a_sampler_that_crashed_and_came_back_under_its_name_is_served(folder: Path, kind: str) -> None:
-    config = tcp(folder) if kind == "tcp" else make_config(folder)
-    with bound(config) as trainer, connected(config) as crashed:
-        crashed.send([b"hello"])
-        assert received(trainer) == [b"hello"]
-        with connected(config) as again:  # while nobody reads the trainer's socket, which still knows the old one
-            for i in range(5):
-                again.send([b"%d" % i])
-            time.sleep(0.3)
-            assert received(trainer, count=5) == [b"0", b"1", b"2", b"3", b"4"]
-            trainer.send([b"credit"], to="s0")
-            assert received(again) == [b"credit"]
-
-
-def test_an_oversized_message_is_refused_and_the_next_good_one_accepted(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Config, "max_message_bytes", 1 << 20)
-    config = make_config(folder)
-    with bound(config) as trainer, connected(config) as sampler:
-        sampler.send([bytes(2 << 20)])
-        assert received(trainer, within_s=0.5) == []
-        deadline = time.monotonic() + limit(5)
-        got: list[bytes] = []
-        while not got and time.monotonic() < deadline:  # the connection was closed: it takes a moment to reconnect
-            sampler.send([b"good"])
-            got = received(trainer, within_s=0.3)
-        assert got[0] == b"good"

@@ -1,4 +1,4 @@
-"""A sampler that reloads, waits for files, generates or scores for longer than LOST_AFTER_S is not lost; a stuck one is.
+"""A sampler that reloads, generates, scores or waits for files for longer than LOST_AFTER_S is not lost.
 
 Half a minute of simulated time each: the clock moves when the work says that it did a piece, and then the trainer's
 thread takes what came.

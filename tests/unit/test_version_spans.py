@@ -10,30 +10,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from common import wire
 from common.errors import UserError
 from common.types import Group, Rollout, Tombstone
 from common.weights import Published
-from common.wire import Envelope
 from sampler.completions import Completion
 from sampler.episode import as_rollout
 from sampler.in_flight import may_load, of_oldest, spans_of
 from sampler.task import EvalKey
-from tests.support.protocol_helpers import LIMITS, make_config, make_group, make_rollout, received
+from tests.support.protocol_helpers import make_config, make_group, make_rollout, received
 from tests.unit.test_batch_training import Run
 from tests.unit.test_batch_training import config as batch_config
 from tests.unit.test_sampler_loop import SCORED, Loop, OneStepEngine
-from tests.unit.test_tensors import micro_batch
-from trainer.algorithm.losses import Denominator
-from trainer.engine.policy import PolicyEngine
 from trainer.link.ledger import Ledger
 from trainer.record.stats import in_flight_metrics, rollout_metrics
 from trainer.save.checkpoint import Progress
-
-ENVELOPE = Envelope("run", "life", "s0")
-IN_FLIGHT = dataclasses.replace(LIMITS, in_flight_updates=True)
 
 
 def mixed(*spans: tuple[int, int], tokens: tuple[int, ...] = (3, 4, 5), **changes: Any) -> Rollout:
@@ -68,41 +60,30 @@ def test_no_token_is_older_than_max_staleness_when_it_trains_however_long_its_se
 ) -> None:
     """A sampler whose groups take 1 to 60 ticks, and a trainer that steps as soon as a batch is in: the window alone
     bounds the age of the oldest token, and a version that comes in flight only adds newer ones."""
-    batch, rng, versions_seen = 2, random.Random(max_staleness), set()
-    ledger, version, oldest = Ledger(total=200, window=batch * (1 + max_staleness)), 0, 0
-    running: dict[int, tuple[int, list[tuple[int, int]]]] = {}  # group -> ticks left, (start, version)
-    length: dict[int, int] = {}
+    batch, version, oldest = 2, 0, 0
+    ledger = Ledger(total=200, window=batch * (1 + max_staleness))
+    length: dict[int, int] = {}  # of what decodes, by group
+    decoding: dict[int, list[tuple[int, int]]] = {}  # group -> (start, version)
     while ledger.cursor < 200:
         ledger.lease_out(["s"])
         for g in ledger.by_sampler().get("s", []):
-            if g not in running:
-                running[g], length[g] = (rng.choice([1, 2, 3, 60]), [(0, version)]), 0
-        for g, (left, spans) in list(running.items()):
-            if spans[-1][1] != version:  # a version was published: it is loaded under what decodes
-                spans.append((length[g], version))
-            length[g] += 1
-            running[g] = left - 1, spans
-            if left == 1:
-                del running[g]
-                tokens = tuple(range(length[g]))
-                group = make_group(g, spans[0][1], mixed(tokens=tokens), mixed(*spans, tokens=tokens))
+            spans = decoding.setdefault(g, [(0, version)])
+            length[g] = length.get(g, 0) + 1
+            if spans[-1][1] != version:  # one was published: it is loaded under what decodes
+                spans.append((length[g] - 1, version))
+            if length[g] == random.Random(1000 * max_staleness + g).choice([1, 2, 3, 60]):
+                group = make_group(g, spans[0][1], mixed(*spans, tokens=(3,) * length[g]))
                 assert ledger.refusal(group, range(max(0, version - max_staleness), version + 1)) is None
                 ledger.accept(received(group), "s")
-                versions_seen.add(len(spans))
         due = range(ledger.cursor, ledger.cursor + batch)
         if all(g in ledger.held for g in due):
-            taken = [ledger.held[g].group for g in due]
-            oldest = max(oldest, *(version - g.policy_version for g in taken))
-            assert all(
-                (version - r.token_versions(g.policy_version)).max() <= max_staleness
-                for g in taken
-                if isinstance(g, Group)
-                for r in g.rollouts
-            )
+            for g in due:
+                ages = version - mixed(*decoding[g], tokens=(3,) * length[g]).token_versions(version)
+                oldest = max(oldest, *ages)
             version += 1
-            ledger.advance(ledger.cursor + batch)
-    assert oldest == max_staleness, "or the bound is not what was tested"
-    assert max(versions_seen) > 1
+            ledger.advance(due.stop)
+    assert oldest == max_staleness
+    assert max(map(len, decoding.values())) > 1
 
 
 # ---- the sampler ------------------------------------------------------------------------------------------------
@@ -138,73 +119,55 @@ class SlowEngine(OneStepEngine):
     """Decodes until it is let go; then each completion has two tokens, the second of the newest version."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(at_once=0)
         self.begun: dict[Any, int] = {}
-        self.may_finish = False
 
-    def submit(self, key: Any, ids: Any, params: Any, images: Any) -> None:
-        super().submit(key, ids, params, images)
+    def submit(self, key: Any, *given: Any) -> None:
+        super().submit(key, *given)
         self.begun[key] = self.version
 
     def step(self) -> list[tuple[Any, list[Completion]]]:
-        if not self.may_finish:
-            return []
-        done = super().step()
-        return [(key, [self._made(key)] * len(completions)) for key, completions in done]
+        return [(key, [self._made(key)] * len(completions)) for key, completions in super().step()]
 
     def _made(self, key: Any) -> Completion:
-        spans = dict.fromkeys([self.begun[key], self.version])
-        ids, logprobs = np.array([3, 4], np.int32), np.full(2, -0.5, np.float32)
-        return Completion(ids, logprobs, "stop", version_spans=tuple(enumerate(spans)))
+        spans = enumerate(dict.fromkeys([self.begun[key], self.version]))
+        return Completion(np.array([3, 4], np.int32), np.full(2, -0.5, np.float32), "stop", version_spans=tuple(spans))
 
 
-def in_flight_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **sections: Any) -> tuple[Loop, list[int]]:
-    """(a loop whose engine decodes until it is let go, versions that it loaded)"""
+def test_a_version_is_loaded_under_running_groups_once_it_is_here_and_new_groups_and_held_out_problems_keep_to_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, loaded = SlowEngine(), list[int]()
-    loop = Loop(tmp_path, engine, sampler={"num_generations": 2, "in_flight_updates": True}, **sections)
+    loop = Loop(tmp_path, engine, sampler={"num_generations": 2, "in_flight_updates": True})
 
     def load(_: Any, published: Published, *__: Any) -> Any:
         engine.version = published.version
         loaded.append(published.version)
         return {}
 
+    def announce(version: int, lease: list[int], *, is_here: bool) -> None:
+        loop.link.credit = wire.Credit(0, lease, [], version, "", "", version)
+        fetcher: Any = SimpleNamespace(start=lambda _: None, has=lambda _: is_here)
+        loop.sampler._fetcher = fetcher
+        loop.sampler.reload_if_credited()
+        loop.turn()
+
     monkeypatch.setattr("sampler.loop.reload", load)
-    return loop, loaded
-
-
-def announce(loop: Loop, version: int, lease: list[int], *, is_here: bool) -> None:
-    loop.link.credit = wire.Credit(0, lease, [], version, "", "", version)
-    loop.sampler._fetcher = SimpleNamespace(start=lambda _: None, has=lambda _: is_here)  # type: ignore[assignment]
-    loop.sampler.reload_if_credited()
-    loop.turn()
-
-
-def test_a_version_is_loaded_under_running_groups_once_it_is_here_and_new_groups_wait_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop, loaded = in_flight_loop(tmp_path, monkeypatch)
     loop.credited(0, [0, 1])
-    announce(loop, 1, [0, 1, 2], is_here=False)
-    assert (loaded, loop.engine.num_running) == ([], 2), "it is being fetched; group 2 waits for it"
-    announce(loop, 1, [0, 1, 2], is_here=True)
-    assert (loaded, loop.engine.num_running) == ([1], 3)
+    announce(1, [0, 1, 2], is_here=False)
+    assert (loaded, engine.num_running) == ([], 2), "it is being fetched; group 2 waits for it"
+    announce(1, [0, 1, 2], is_here=True)
+    assert (loaded, engine.num_running) == ([1], 3)
     assert loop.sampler.stats["total/in_flight_updates"] == 1
-    loop.engine.may_finish = True
+    engine._at_once = None
     loop.turn()
     loop.answer_all(SCORED * 2)
-    assert [(g.policy_version, g.rollouts[0].version_spans) for g in loop.sent] == [
-        (0, ((0, 0), (1, 1))),
-        (0, ((0, 0), (1, 1))),
-        (1, ()),
-    ]
-
-
-def test_held_out_problems_keep_to_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, loaded = in_flight_loop(tmp_path, monkeypatch)
-    loop.credited(0, [])
-    loop.sampler._submit(EvalKey("v0", 0, 1, 0, 0))
-    announce(loop, 1, [], is_here=True)
-    assert loaded == []
+    versions = [(g.policy_version, g.rollouts[0].version_spans) for g in loop.sent]
+    assert versions == [(0, ((0, 0), (1, 1))), (0, ((0, 0), (1, 1))), (1, ())]
+    engine._at_once = 0
+    loop.sampler._submit(EvalKey("v1", 0, 1, 0, 1))
+    announce(2, [], is_here=True)
+    assert loaded == [1]
 
 
 def test_nothing_is_loaded_under_running_groups_unless_it_is_asked_for(tmp_path: Path) -> None:
@@ -217,29 +180,6 @@ def test_nothing_is_loaded_under_running_groups_unless_it_is_asked_for(tmp_path:
 
 
 # ---- the trainer ------------------------------------------------------------------------------------------------
-
-
-def test_a_micro_batch_has_the_version_of_every_token() -> None:
-    first = make_group(0, 4, mixed(reward=1.0), mixed((0, 4), (2, 6), reward=0.0))
-    second = make_group(1, 5, mixed(reward=0.0), mixed((0, 6), reward=1.0, tokens=(7, 8)))
-    batch = micro_batch([first, second], Denominator("grpo", 4, 1, 8), "none")
-    assert batch.policy_versions.tolist() == [4, 4, 4, 4, 4, 6, 5, 5, 5, 6, 6]
-    assert batch.policy_versions.dtype == torch.int64
-
-
-def test_numerics_are_known_of_the_present_versions_tokens_and_staleness_is_the_rest() -> None:
-    """log π_own − log π_old is measured on tokens of version 6 alone: which those are is told token by token."""
-    group = make_group(0, 4, mixed(reward=1.0), mixed((0, 4), (2, 6), reward=0.0))
-    batch = micro_batch([group], Denominator("grpo", 2, 1, 8), "none")
-    engine: Any = SimpleNamespace(_here=lambda x: x)
-    sampled, known = PolicyEngine._when_sampled(engine, batch, logprobs := torch.arange(6.0), 6)
-    assert known.tolist() == [False] * 5 + [True] and sampled is logprobs
-    earlier = torch.tensor([9.0, *[torch.nan] * 5])
-    sampled, known = PolicyEngine._when_sampled(
-        engine, dataclasses.replace(batch, sampled_logprobs=earlier), logprobs, 6
-    )
-    assert known.tolist() == [True] + [False] * 4 + [True]
-    assert sampled.tolist() == [9.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 def test_later_passes_remember_the_log_probs_of_the_present_versions_tokens_alone() -> None:
