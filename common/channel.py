@@ -153,7 +153,12 @@ def connect(config: Config, sampler_id: str) -> Transport:
     """A sampler's end. On tcp it waits for the trainer's keys; raises Retryable when they do not appear."""
     address, keys = endpoint(config), dict[str, bytes]()
     if address.startswith("tcp://"):
-        _wait_for_file(_keys_path(config), config.channel.connect_timeout_s)
+        path, deadline = _keys_path(config), time.monotonic() + config.channel.connect_timeout_s
+        while not path.exists():
+            if time.monotonic() > deadline:
+                waited = f"{path} did not appear within {config.channel.connect_timeout_s:.0f} s"
+                raise Retryable(f"{waited}: is the trainer running with this config?")
+            time.sleep(0.2)
         keys = read_keys(config)
     transport = Transport(zmq.Context.instance(), zmq.DEALER, config)
     socket = transport.socket
@@ -164,11 +169,3 @@ def connect(config: Config, sampler_id: str) -> Transport:
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys["server_public"])
     socket.connect(address)
     return transport
-
-
-def _wait_for_file(path: Path, timeout_s: float) -> None:
-    start = time.monotonic()
-    while not path.exists():
-        if time.monotonic() - start > timeout_s:
-            raise Retryable(f"{path} did not appear within {timeout_s:.0f} s: is the trainer running with this config?")
-        time.sleep(0.2)

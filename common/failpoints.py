@@ -41,37 +41,27 @@ FAILPOINTS = (
     "sampler.reloaded",
 )
 
-_ACTIONS = ("kill", "raise", "stop", "enospc")
-_hits: dict[str, int] = {}
-
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _ERRORS = {"enospc": errno.ENOSPC, "edquot": errno.EDQUOT, "erofs": errno.EROFS, "eio": errno.EIO}
+_hits: dict[str, int] = {}
 _operations = 0  # file operations so far, counted only while TANDEM_FAULT is set
 
 
 def failpoint(name: str) -> None:
-    """Fails here if the environment says TANDEM_FAILPOINT=name:hits:kill|raise|stop|enospc, on the hits-th call."""
+    """Fails here if the environment says TANDEM_FAILPOINT=name:hits:action, on the hits-th call."""
     assert name in FAILPOINTS, f"failpoint {name!r} is not in FAILPOINTS; add it there"
     armed = os.environ.get("TANDEM_FAILPOINT")
     if not armed:
         return
     target, _, rest = armed.partition(":")
     hits, _, action = rest.partition(":")
-    assert hits.isdigit() and action in _ACTIONS, f"TANDEM_FAILPOINT={armed} is not name:hits:{'|'.join(_ACTIONS)}"
+    known = ("raise", *_SIGNALS, *_ERRORS)
+    assert hits.isdigit() and action in known, f"TANDEM_FAILPOINT={armed} is not name:hits:{'|'.join(known)}"
     assert target in FAILPOINTS, f"TANDEM_FAILPOINT={armed}: {target!r} is not in FAILPOINTS"
-    if target != name:
-        return
-    _hits[name] = _hits.get(name, 0) + 1
-    if _hits[name] != int(hits):
-        return
-    print(f"tandem: failpoint {name} hit {hits}: {action}", file=sys.stderr, flush=True)
-    if action == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif action == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif action == "enospc":
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"failpoint {name}")
-    else:
-        raise RuntimeError(f"failpoint {name}")
+    if target == name:
+        _hits[name] = _hits.get(name, 0) + 1
+        if _hits[name] == int(hits):
+            _fail(f"failpoint {name} hit {hits}", action, f"failpoint {name}")
 
 
 def file_operation(name: str, path: Path) -> bool:
@@ -90,12 +80,19 @@ def file_operation(name: str, path: Path) -> bool:
     assert numbers and action in ("kill", "torn", *_ERRORS), f"TANDEM_FAULT={armed} is not n:action or n-m:action"
     if not int(first) <= _operations <= int(last or first):
         return False
-    print(f"tandem: fault at file operation {_operations}, {name} {path}: {action}", file=sys.stderr, flush=True)
+    if action == "torn" and name == "write":
+        return True
+    _fail(f"fault at file operation {_operations}, {name} {path}", "kill" if action == "torn" else action, str(path))
+    return False
+
+
+def _fail(what: str, action: str, where: str) -> None:
+    print(f"tandem: {what}: {action}", file=sys.stderr, flush=True)
     if action in _ERRORS:
-        raise OSError(_ERRORS[action], os.strerror(_ERRORS[action]), str(path))
-    if not (action == "torn" and name == "write"):
-        die()
-    return True
+        raise OSError(_ERRORS[action], os.strerror(_ERRORS[action]), where)
+    if action == "raise":
+        raise RuntimeError(where)
+    os.kill(os.getpid(), _SIGNALS[action])
 
 
 def die() -> None:

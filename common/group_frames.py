@@ -20,9 +20,7 @@ from common.errors import WireError
 from common.types import EncodedImage, FinishReason, Group, Rollout
 
 Frame = bytes | memoryview
-ByToken = Mapping[
-    str, NDArray[Any]
-]  # array of a Rollout -> [tokens of all completions one after the other, words each]
+ByToken = Mapping[str, NDArray[Any]]  # array of a Rollout -> [tokens of all completions in order, words each]
 
 _DTYPES = {"completion_ids": "<i4", "old_logprobs": "<f4", "ref_logprobs": "<f4", "sampling_mask": "<i4"}
 """The arrays of a Rollout. Each stands in the frame for all rollouts, one after the other, before the next begins."""

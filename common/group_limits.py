@@ -127,9 +127,7 @@ def _check_images(group: Group, limits: ImageLimits | None) -> None:
 def _check_sampling_mask(rollout: Rollout, limits: Limits) -> None:
     ids = rollout.sampling_mask
     if (ids is None) != (limits.max_sampling_mask == 0):
-        raise WireError(
-            "sampling_mask", "no sets of kept tokens" if ids is None else "sets of kept tokens nobody asked for"
-        )
+        raise WireError("sampling_mask", f"{'no' if ids is None else 'unwanted'} sets of kept tokens")
     if ids is None:
         return
     ordered = np.sort(ids, -1)

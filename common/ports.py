@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 from pathlib import Path
@@ -16,26 +17,13 @@ def free_port() -> int:
     The ranks listen on it ten seconds later. So it is below those that the system gives to whoever asks for any port;
     one of those where there are no others.
     """
-    for port in random.SystemRandom().sample(ports := _not_given(), min(_TRIES, len(ports))):
-        if _is_free(port):
-            return port
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
-def _not_given() -> range:
     try:
         first, _ = map(int, _GIVEN_TO_ANYONE.read_text().split())
     except (OSError, ValueError):
         first = 32_768  # Linux's own default
-    return range(_LOWEST, max(first, _LOWEST))
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
+    own = range(_LOWEST, max(first, _LOWEST))
+    for port in (*random.SystemRandom().sample(own, min(_TRIES, len(own))), 0):
+        with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
-        except OSError:
-            return False
-    return True
+            return int(probe.getsockname()[1])
+    raise OSError("every port of this host is in use")

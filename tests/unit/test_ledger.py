@@ -26,17 +26,6 @@ def granted(ledger: Ledger, *samplers: str) -> list[list[int]]:
     return [ledger.by_sampler().get(name, []) for name in samplers]
 
 
-def test_the_example_in_the_docstring() -> None:
-    ledger = Ledger(total=100, window=4, cursor=8)
-    assert granted(ledger, "a", "b") == [[8, 10], [9, 11]]
-    accept(ledger, 8, "a")
-    ledger.release("b")
-    assert ledger.admitted == range(8, 12)
-    assert ledger.leases == {10: ["a"]}
-    assert list(ledger.held) == [8]
-    assert granted(ledger, "a") == [[9, 10, 11]]
-
-
 @pytest.mark.parametrize(
     ("total", "window", "samplers", "leases"),
     [

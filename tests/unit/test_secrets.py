@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -36,17 +35,10 @@ deepspeed: {{monitor: {{secrets: {{a: {CANARY}, n: 3}}, password: {CANARY}, url:
 def test_the_config_is_written_without_secrets_and_otherwise_as_it_is(tmp_path: Path) -> None:
     written = redacted(config_with_secrets(tmp_path).model_dump(mode="json"))
     assert CANARY not in json.dumps(written)
-    assert written["vllm"] == {
-        "hf_token": "***",
-        "max_num_batched_tokens": 8192,
-        "tokenizer": "some/tokenizer",
-        "ssl": {"key_file": ["***"]},
-    }
-    assert written["deepspeed"]["monitor"] == {
-        "secrets": {"a": "***", "n": 3},
-        "password": "***",
-        "url": "s3://***@bucket/x",
-    }
+    harmless = {"max_num_batched_tokens": 8192, "tokenizer": "some/tokenizer"}
+    assert written["vllm"] == {"hf_token": "***", "ssl": {"key_file": ["***"]}} | harmless
+    monitor = {"secrets": {"a": "***", "n": 3}, "password": "***", "url": "s3://***@bucket/x"}
+    assert written["deepspeed"]["monitor"] == monitor
     assert written["data"]["train"] == "https://***@host/train.jsonl"
     assert written["data"]["prompt_key"] == "question"
 
@@ -65,13 +57,6 @@ def test_the_log_shows_the_command_without_its_secrets(tmp_path: Path) -> None:
     log = (tmp_path / "log").read_text()
     assert CANARY not in log
     assert "vllm.hf_token=***" in log and "trainer.max_steps=3" in log
-    words = [
-        "run.output_dir=runs/a",
-        "data.answer_key=solution",
-        "me/token-problems:main@train",
-        "configs/secret/a.yaml",
-    ]
-    assert redacted_words(words) == words
 
 
 GOOD = "model: {path: m}\ndata: {train: t}\n"
@@ -105,20 +90,6 @@ def test_no_error_of_a_config_repeats_a_secret(tmp_path: Path, text: str, overri
     assert CANARY not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("rewards: {reward_funcs: [a, a]}", "config.yaml:3: rewards: reward_funcs has two functions named 'a'; rename"),
-        ("vllm: {a: ]}", "config.yaml:3: not valid YAML: "),
-    ],
-)
-def test_an_error_of_a_config_names_the_line_and_the_reason(tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "config.yaml").write_text(GOOD + text)
-    with pytest.raises(UserError) as caught:
-        load(tmp_path / "config.yaml")
-    assert said in str(caught.value)
-
-
 @pytest.mark.parametrize("kind", [UserError, Retryable])
 def test_a_password_in_an_address_is_in_no_message(kind: type[Exception]) -> None:
     """Data sets may be named by address, and many messages repeat the name."""
@@ -142,6 +113,10 @@ def test_a_traceback_shows_no_password_of_an_address(capfd: pytest.CaptureFixtur
         (f"rewards.reward_kwargs=a: {{api_key: {CANARY}}}", "rewards.reward_kwargs=***"),  # YAML without braces
         (f'vllm={{"hf_token":"{CANARY}"}}', "vllm=***"),
         (f"data.train=[https://me:{CANARY}@host/a]", "data.train=[https://***@host/a]"),
+        *[
+            (word, word)
+            for word in ("data.answer_key=solution", "me/token-problems:main@train", "configs/secret/a.yaml")
+        ],
     ],
 )
 def test_overrides_are_shown_without_their_secrets(word: str, shown: str) -> None:
@@ -174,10 +149,3 @@ def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(UserError, match="not an index of a model's shards"):
         check_model_folder(str(tmp_path))
-
-
-def test_the_check_needs_no_library_that_loads_models() -> None:
-    code = "import model.folder, common.redact, sys; print({'torch', 'transformers'} & set(sys.modules))"
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"

@@ -152,10 +152,3 @@ def test_a_missing_package_is_told_with_the_pip_line_and_a_folder_of_logs_is_no_
     for name in ("no_such_sink", "some_sink"):
         with pytest.raises(UserError, match=rf"python -m pip install {name}, or .* run\.report_to=\[tensorboard\]"):
             require_packages(["tensorboard", name])
-
-
-def test_a_sink_that_is_not_asked_for_is_not_imported(tmp_path):
-    before = set(sys.modules)
-    MetricsLog(tmp_path).close()
-    assert "wandb" not in set(sys.modules) - before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["eval.jsonl", "metrics.jsonl", "samples.jsonl"]

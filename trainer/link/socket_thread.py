@@ -23,7 +23,6 @@ from common.types import EvalFailure, EvalResult, Group, Tombstone
 from trainer.link.peers import SharedState, refusal, welcomed
 
 _POLL_S = 0.2
-_LEASE_EVERY_S = 0.02  # at most, between beats and steps: with a thousand samplers it takes a millisecond
 _READ_AT_ONCE = 256  # messages; then credits and deadlines have their turn, however many more there are
 _FAILURES_ALLOWED = 0.01  # of groups, and of held-out problems; more end the run
 _ALWAYS_ALLOWED = 3.0  # however few there are
@@ -49,7 +48,6 @@ class SocketThread(threading.Thread):
         self._bye = wire.Bye("done")
         self._first_hello: wire.Hello | None = None  # all others must agree with it, also when it is gone
         self._credited_at, self._credited_progress = -channel.BEAT_S, -1  # when, and with what, all heard last
-        self._lease_at = 0.0  # not before it, unless for a beat or a step
 
     def wake(self) -> None:
         """The state changed: samplers shall hear of it at once."""
@@ -77,7 +75,7 @@ class SocketThread(threading.Thread):
 
     def _serve(self) -> None:
         while not self._ending.is_set():
-            self.transport.poll(self._patience_s())
+            self.transport.poll(_POLL_S)
             self._receive()
             now = time.monotonic()
             with self.state.changed:
@@ -85,7 +83,7 @@ class SocketThread(threading.Thread):
                 if is_beat:
                     self._credited_at = now
                     self._find_lost(now)
-                self._credit(now, is_beat)
+                self._credit(is_beat)
                 self.state.changed.notify_all()
 
     # ---- what samplers say --------------------------------------------------------------------------------------
@@ -221,21 +219,15 @@ class SocketThread(threading.Thread):
 
     # ---- what samplers hear -------------------------------------------------------------------------------------
 
-    def _patience_s(self) -> float:
-        if not self.state.ledger.is_due or self.state.published is None:
-            return _POLL_S
-        return min(_POLL_S, max(0.001, self._lease_at - time.monotonic()))
-
-    def _credit(self, now: float, is_beat: bool) -> None:
+    def _credit(self, is_beat: bool) -> None:
         """To everyone at a beat and when the training loop went on; in between to those whose lease changed."""
         state, ledger = self.state, self.state.ledger
-        is_due = is_beat or state.progress != self._credited_progress or (ledger.is_due and now >= self._lease_at)
-        if state.published is None or not is_due:
+        if state.published is None or not (is_beat or ledger.is_due or state.progress != self._credited_progress):
             return
         live = {name: peer for name, peer in state.peers.items() if not peer.lost}
         ledger.lease_out(live)
         leased = ledger.by_sampler()
-        self._lease_at, self._credited_progress = now + _LEASE_EVERY_S, state.progress
+        self._credited_progress = state.progress
         for name, peer in live.items():
             credit = wire.Credit(
                 cursor=ledger.cursor,
