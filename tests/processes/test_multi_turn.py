@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,9 @@ from sampler.episode import Played
 from sampler.multi_turn import opened
 from sampler.prompts import make_prompt
 from sampler.task import held_out_params
+from tests.support.configs import config_in
 
 ROOT = Path(__file__).resolve().parents[2]
-TEMPLATES = ROOT / "configs" / "templates"
 TOOL = f"{ROOT}/examples/calculator_tool.py:calculator"
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "417*382"}}\n</tool_call>'
 PROBLEM = Problem(3, {"question": "417*382?", "answer": "#### 159294"})
@@ -33,16 +31,13 @@ def tokenizer() -> Any:
 
 
 def config(folder: Path, template: str = "hermes_tools", **rollout: Any) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"output_dir": str(folder)},
-            "model": {"path": "none"},
-            "data": {"train": "none.jsonl", "max_prompt_length": 600},
-            "prompt": {"chat_template": str(TEMPLATES / f"{template}.jinja")},
-            "sampler": {"num_generations": 2, "max_completion_length": 400},
-            "eval": {"num_generations": 2},
-            "rollout": {"tools": [TOOL], **rollout} if "environment" not in rollout else rollout,
-        }
+    return config_in(
+        folder,
+        data={"max_prompt_length": 600},
+        prompt={"chat_template": ROOT / f"configs/templates/{template}.jinja"},
+        sampler={"num_generations": 2, "max_completion_length": 400},
+        eval={"num_generations": 2},
+        rollout=rollout or {"tools": [TOOL]},
     )
 
 
@@ -79,11 +74,10 @@ def played(given: Config, engine: Any) -> Any:
         prompt = make_prompt(PROBLEM, tokenizer(), given, tools=tools)
         episodes = multi_turn.episodes(engine, functools.partial(tokenizer().batch_decode, skip_special_tokens=True))
         episodes.start("key", prompt, held_out_params(given, 0))
-        over: list[Any] = []
-        while episodes.num_running:
-            over += episodes.step()
-        [(_, sampled)] = over
-        return sampled
+        while not (over := episodes.step()):
+            pass
+        assert episodes.num_running == 0
+        return over[0][1]
 
 
 def test_a_call_is_answered_by_the_tool_and_the_model_goes_on_behind_the_answer(tmp_path: Path) -> None:
@@ -121,28 +115,3 @@ def test_an_environment_gives_the_prompt_the_answers_and_the_reward(tmp_path: Pa
     assert engine.asked[0] == (0, start)
     assert engine.asked[-1][1] == f"{start}1<|im_end|>\n<|im_start|>user\nHigher.<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer().decode(sampled.prompt.token_ids) == start, "what the trainer gets"
-
-
-def test_a_template_that_rewrites_history_ends_the_sampler_before_vllm_is_imported(tmp_path: Path) -> None:
-    """Exit code 2 and the remedy, from the process itself."""
-    from tests.support.tiny import tiny_model
-
-    model = tiny_model(tmp_path / "model")
-    (tmp_path / "data.jsonl").write_text('{"question": "2+2?", "answer": "#### 4"}\n')
-    (tmp_path / "guess.py").write_text(
-        "class Guess:\n    def reset(self): pass\n    def step(self, completion): return 'Higher.'\n"
-    )
-    (tmp_path / "run.yaml").write_text(
-        f"run: {{output_dir: {tmp_path}/run}}\nmodel: {{path: {model}}}\ndata: {{train: {tmp_path}/data.jsonl}}\n"
-        f"prompt: {{chat_template: {ROOT}/tests/support/templates/qwen3.jinja}}\nalgorithm: {{beta: 0.0}}\n"
-        f"rollout: {{environment: '{tmp_path}/guess.py:Guess'}}\n"
-    )
-    code = (
-        "import sys; from common import exits; import sampling\n"
-        "sys.argv = ['sampling.py', '--config', sys.argv[1]]\n"
-        "code = exits.run('sampler', sampling.main); print(code, 'vllm' in sys.modules)"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "run.yaml")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.stdout.strip().endswith("2 False"), done.stdout + done.stderr[-3000:]
-    assert "rewrites earlier turns" in done.stderr and "hermes_tools.jinja" in done.stderr

@@ -39,6 +39,11 @@ def messages(completions, **columns): return [len(c[0]['content']) for c in comp
 def flat(completions, **columns): return [0.5] * len(completions)
 def raises(completions, **columns): return [columns['reward_model']]
 """
+GUESS = """
+class Guess:
+    def reset(self): pass
+    def step(self, completion): return "Higher."
+"""
 BOTH = "sampling.py training_worker.py"
 STARTS = {"plan": ["-m", "launcher.plan"], "run": ["-m", "launcher.run"]}  # commands of launch.sh
 
@@ -58,6 +63,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "typo.yaml": config + "sampler:\n  temprature: 0.7\n",
         "own.py": "import torch\n\n\ndef short(rewards):\n    return rewards\n",
         "rewards.py": REWARDS,
+        "guess.py": GUESS,
         "short/config.json": json.dumps(QWEN),
         **{f"caller/{name}": "" for name in ("mine.jsonl", "mine.py", "mine/x")},
     }
@@ -142,6 +148,9 @@ MISTAKES = (
        "set vllm.max_model_len=768")),
     M("the model's positions", f"{BOTH} run plan", "model.path=TASK/short run.output_dir=TASK/short_run",
       ("= 768 tokens > the 600 positions of ", "set data.max_prompt_length=344")),
+    M("a template that rewrites history", "sampling.py", "rollout.environment=TASK/guess.py:Guess algorithm.beta=0 "
+      "prompt.chat_template=tests/support/templates/qwen3.jinja",
+      ("the chat template rewrites earlier turns", "configs/templates/hermes_tools.jinja"), cpu_s=10),  # before vLLM
     # --- data
     M("no data", "sampling.py", "data.train=TASK/trian.jsonl",
       ("no file or folder TASK/trian.jsonl", "Did you mean TASK/train.jsonl?")),

@@ -194,8 +194,7 @@ def test_a_rollout_that_needs_more_turns_than_allowed_is_truncated(tmp_path: Pat
         play.sampled(rollout, turn(30, END))
         play.reply(rollout, seen())
         play.reply(rollout, Done(0.0))
-    assert [c.finish_reason for c in play.out[KEY].completions] == ["length"] * 2
-    assert [c.token_ids.tolist() for c in play.out[KEY].completions] == [[30, END]] * 2
+    assert [(c.finish_reason, c.token_ids.tolist()) for c in play.out[KEY].completions] == [("length", [30, END])] * 2
 
 
 def test_a_failed_environment_costs_its_rollout_and_not_the_group(play: Played2) -> None:
@@ -224,24 +223,19 @@ def test_a_prompt_from_reset_is_asked_and_every_rollout_must_get_the_same(play: 
     assert play.out[KEY].prompt.for_rewards == [{"role": "user", "content": "longer"}]
 
 
-def test_messages_of_reset_that_the_template_refuses_end_the_group_and_not_the_sampler(
-    play: Played2, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Jinja raises TypeError for content that is a list, and a strict template what it likes."""
-
-    def refuse(*_: Any) -> Prompt:
-        raise TypeError("can only concatenate str")
-
-    monkeypatch.setattr(play.episodes, "_reprompt", refuse)
-    for rollout in (0, 1):
-        play.reply(rollout, Turn([{"role": "user", "content": "other"}]))
-    assert set(play.out[KEY].failures) == {"can only concatenate str"}
-
-
-def test_when_every_reset_fails_the_group_is_over_without_a_token(play: Played2) -> None:
-    play.reply(0, Failed("crash", "its process died"))
-    play.reply(1, Failed("crash", "its process died"))
-    assert play.out[KEY].completions == [] and len(play.out[KEY].failures) == 2
+@pytest.mark.parametrize(
+    ("reset", "reason"),
+    [
+        (Failed("crash", "its process died"), "its process died"),
+        # Jinja raises TypeError for content that is a list, and a strict template what it likes
+        (Turn([{"role": "user", "content": 7}]), "object of type 'int' has no len()"),
+    ],
+    ids=["failed", "refused by the template"],
+)
+def test_when_every_reset_fails_the_group_is_over_without_a_token(play: Played2, reset: Any, reason: str) -> None:
+    play.reply(0, reset)
+    play.reply(1, reset)
+    assert play.out[KEY].completions == [] and play.out[KEY].failures == (reason,) * 2
 
 
 def test_sets_of_kept_tokens_are_joined_and_an_observed_token_could_have_been_no_other(play: Played2) -> None:
@@ -261,24 +255,16 @@ def test_what_is_sent_has_no_reference_where_it_was_observed() -> None:
     assert (rollout.observed, rollout.turns) == (((1, 3),), 2)
 
 
-def test_a_new_trainer_ends_every_environment(play: Played2) -> None:
+def test_a_group_that_another_sampler_delivered_ends_its_environments_and_a_new_trainer_ends_all(play: Played2) -> None:
     play.begin()
-    play.sampled(0, turn(30, END))
-    play.episodes.abort_all()
-    assert (play.episodes.num_running, play.pool.owed, play.engine.num_running) == (0, {}, 0)
-
-
-def test_a_group_that_another_sampler_delivered_ends_its_environments_and_the_others_go_on(play: Played2) -> None:
-    play.begin()
-    prompt = Prompt(Problem(1, {}), "?", "?", np.array([12], np.int32))
     other = GroupKey(8, 0, 0)
-    play.episodes.start(other, prompt, PARAMS)
+    play.episodes.start(other, Prompt(Problem(1, {}), [], "?", np.array([12], np.int32)), PARAMS)
     play.episodes.abort([KEY])
     assert play.engine.num_running == 0 and sorted(play.pool.closed) == [(KEY, 0), (KEY, 1)]
     assert play.episodes.num_running == 1 and (other, 0) in play.pool.owed
-
-
-def test_while_nothing_decodes_it_says_what_it_waits_for(play: Played2) -> None:
-    assert play.episodes.phase == "waiting for 2 environments of 1 prompts, each at most 30 s (rollout.timeout_s)"
-    play.begin()
-    assert play.episodes.phase == "generating 2 turns of 1 prompts"
+    for rollout in (0, 1):
+        play.pool.reply((other, rollout), Turn())
+    play.episodes.step()
+    assert play.engine.num_running == 2
+    play.episodes.abort_all()
+    assert (play.episodes.num_running, play.pool.owed, play.engine.num_running) == (0, {}, 0)

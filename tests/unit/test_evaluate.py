@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from common.config import Config, Rewards, load
+from common.config import Rewards, load
 from common.errors import UserError
 from launcher.evaluation import main as evaluation
 from launcher.evaluation.results import estimate, final_answer, majority, pass_at_k, report, sizes, table
 from launcher.evaluation.target import find_target
 from report.full_marks import wilson_interval
+from tests.support.configs import config_of
 from tests.support.speed import limit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,15 +78,8 @@ def test_an_interval_is_wilsons_for_shares_and_normal_for_means() -> None:
 
 
 def completion(problem: int, text: str, answer: float | None, form: float, length: int = 10) -> dict[str, Any]:
-    rewards = {"answer": answer, "format": form}
-    reason = "length" if length == 99 else "stop"
-    return {
-        "problem_index": problem,
-        "completion": text,
-        "rewards": rewards,
-        "num_tokens": length,
-        "finish_reason": reason,
-    }
+    ended = {"num_tokens": length, "finish_reason": "length" if length == 99 else "stop"}
+    return ended | {"problem_index": problem, "completion": text, "rewards": {"answer": answer, "format": form}}
 
 
 SAMPLES = [
@@ -107,29 +101,22 @@ def test_a_report_counts_problems_and_leaves_out_what_does_not_apply() -> None:
     assert result["truncated"]["value"] == result["without_answer"]["value"] == pytest.approx(1 / 6)
     assert result["length"] == {"mean": (5 * 10 + 99) / 6, "p50": 10.0, "max": 99}
     assert json.loads(json.dumps(result)) == result
-    lines = table(result).splitlines()
-    assert lines[0].startswith("3 problems, 1 left out, 6 completions")
-    assert any(line.startswith("answer          pass@1      25.0 %  [") for line in lines)
-    assert any(line.startswith("answer          maj@2 ") for line in lines)
-    assert "median 10, longest 99" in table(result)
+    said = table(result)
+    assert said.startswith("3 problems, 1 left out, 6 completions") and "median 10, longest 99" in said
+    assert "\nanswer          pass@1      25.0 %  [" in said and "\nanswer          maj@2 " in said
     assert report(SAMPLES[:1], 0, Rewards())["functions"]["answer"]["maj"] == {}, "one has no majority"
-
-
-def test_a_report_without_any_sample_says_so() -> None:
-    result = report([], 4, Rewards())
-    assert result["functions"]["answer"]["pass"] == {} and result["functions"]["answer"]["mean"] is None
-    assert "0 problems, 4 left out" in table(result)
+    nothing = report([], 4, Rewards())
+    assert nothing["functions"]["answer"]["pass"] == {} and nothing["functions"]["answer"]["mean"] is None
+    assert "0 problems, 4 left out" in table(nothing)
 
 
 # ---- what is evaluated
 
 
 @pytest.fixture
-def run_folder(tmp_path: Path) -> Path:
+def run(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
-    config = Config.model_validate(
-        {"model": {"path": "start"}, "data": {"train": "t", "eval": "e.jsonl"}, "vllm": {"max_model_len": 999}}
-    )
+    config = config_of({"path": "start"}, {"eval": "e.jsonl"}, vllm={"max_model_len": 999})
     for name in ("checkpoints/step_000020", "checkpoints/step_000100"):
         (folder / name).mkdir(parents=True)
         (folder / name / "config.json").write_text('{"model_type": "qwen2"}')
@@ -137,34 +124,29 @@ def run_folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_run_folder_gives_its_final_model_or_its_newest_checkpoint(run_folder: Path) -> None:
-    assert find_target(str(run_folder), None).model == str(run_folder / "checkpoints" / "step_000100")
-    (run_folder / "final").mkdir()
-    (run_folder / "final" / "config.json").write_text("{}")
-    target = find_target(str(run_folder), None)
-    assert (target.model, target.config) == (str(run_folder / "final"), run_folder / "config.json")
-    assert target.output == run_folder / "evaluations"
+def test_a_run_gives_its_final_model_or_its_newest_checkpoint_and_each_knows_its_settings(run: Path) -> None:
+    newest = run / "checkpoints" / "step_000100"
+    assert find_target(str(run), None).model == str(newest)
+    (run / "final").mkdir()
+    (run / "final" / "config.json").write_text("{}")
+    for given, model in ((run, run / "final"), (newest, newest)):
+        target = find_target(str(given), None)
+        assert (target.model, target.config, target.output) == (str(model), run / "config.json", run / "evaluations")
 
 
-def test_a_checkpoint_knows_the_settings_of_its_run(run_folder: Path) -> None:
-    step = run_folder / "checkpoints" / "step_000020"
-    target = find_target(str(step), None)
-    assert (target.model, target.config) == (str(step), run_folder / "config.json")
-
-
-def test_a_folder_of_adapters_is_evaluated_on_the_runs_own_model(run_folder: Path) -> None:
-    (run_folder / "final").mkdir()
-    (run_folder / "final" / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 16}')
-    target = find_target(str(run_folder), None)
-    assert (target.model, target.rank) == (str(run_folder / "final"), 8)
+def test_a_folder_of_adapters_is_evaluated_on_the_runs_own_model(run: Path) -> None:
+    (run / "final").mkdir()
+    (run / "final" / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 16}')
+    target = find_target(str(run), None)
+    assert (target.model, target.rank) == (str(run / "final"), 8)
     config = load(target.config, target.overrides())
     assert (config.model.path, config.lora.r, config.lora.publishes_adapters) == ("start", 8, True)
-    whole = find_target(str(run_folder / "checkpoints" / "step_000020"), None)
+    whole = find_target(str(run / "checkpoints" / "step_000020"), None)
     config = load(whole.config, ["lora.r=4", *whole.overrides()])
     assert (config.model.path, config.lora.r) == (whole.model, 0)
-    (run_folder / "final" / "adapter_config.json").write_text("{}")
+    (run / "final" / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match=r"adapter_config.json is not peft's"):
-        find_target(str(run_folder), None)
+        find_target(str(run), None)
 
 
 @pytest.mark.parametrize(
@@ -183,13 +165,13 @@ def test_a_folder_of_adapters_is_evaluated_on_the_runs_own_model(run_folder: Pat
     ],
     ids=str,
 )
-def test_a_users_mistake_is_told_before_anything_is_loaded(run_folder: Path, arguments: list[str], words: str) -> None:
+def test_a_users_mistake_is_told_before_anything_is_loaded(run: Path, arguments: list[str], words: str) -> None:
     with pytest.raises(UserError) as error:
-        evaluation.main([argument.replace("RUN", str(run_folder)) for argument in arguments])
+        evaluation.main([argument.replace("RUN", str(run)) for argument in arguments])
     assert words in str(error.value)
 
 
-def test_a_mistake_ends_the_process_with_2_and_no_traceback(run_folder: Path) -> None:
-    command = [sys.executable, "-m", "launcher.evaluation.main", str(run_folder), "eval.temprature=1"]
+def test_a_mistake_ends_the_process_with_2_and_no_traceback(run: Path) -> None:
+    command = [sys.executable, "-m", "launcher.evaluation.main", str(run), "eval.temprature=1"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(60))
     assert result.returncode == 2 and "Traceback" not in result.stderr

@@ -19,15 +19,7 @@ QWEN = SHARED / "models" / "qwen2.5-tokenizer"
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gsm8k_qwen2.5_1.5b.yaml"
 SIZES = {"train": 7473, "test": 1319}
 
-needs_rows = pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K rows are not in ../shared/data/gsm8k")
-needs_tokenizer = pytest.mark.skipif(
-    not QWEN.is_dir(), reason="the Qwen2.5 tokenizer is not in ../shared/models/qwen2.5-tokenizer"
-)
-
-
-@pytest.fixture(scope="module")
-def config():
-    return load(CONFIG)
+pytestmark = pytest.mark.skipif(not (GSM8K.is_dir() and QWEN.is_dir()), reason="no rows and tokenizer in ../shared")
 
 
 def gold_answers(split):
@@ -37,34 +29,23 @@ def gold_answers(split):
         yield column, int(column[column.index("####") + 4 :].replace(",", ""))
 
 
-def write(thought, result):
-    return f"<think>{thought}</think>\n<answer>{result}</answer><|im_end|>"
-
-
-@needs_rows
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_every_gold_answer_earns_both_rewards_in_every_notation(split):
+@pytest.mark.parametrize("split", SIZES)
+def test_every_gold_answer_earns_both_rewards_in_every_notation_and_any_other_number_nothing(split):
     columns, golds = zip(*gold_answers(split), strict=True)
     assert len(columns) == SIZES[split]
-    for notation in ("{}", "{:,}", "${:,}.", "{}.00", " **{}** dollars"):
-        results = [notation.format(gold).replace("$-", "-$") for gold in golds]
-        completions = [write(column, result) for column, result in zip(columns, results, strict=True)]
-        assert set(answer(completions=completions, answer=columns)) == {1.0}
+    right = [[notation.format(gold) for gold in golds] for notation in ("{}", "{:,}", "{}.00", " **{}** dollars")]
+    right.append([f"${gold:,}.".replace("$-", "-$") for gold in golds])
+    wrong = [gold + 1 for gold in golds], [-gold - 1 for gold in golds], [f"{gold}.01" for gold in golds]
+    for results, reward in [*((results, 1.0) for results in right), *((results, -1.0) for results in wrong)]:
+        completions = [
+            f"<think>{c}</think>\n<answer>{r}</answer><|im_end|>" for c, r in zip(columns, results, strict=True)
+        ]
+        assert set(answer(completions=completions, answer=columns)) == {reward}
         assert set(format(completions=completions)) == {1.25}
 
 
-@needs_rows
-def test_a_gold_answer_that_is_off_by_one_or_has_the_other_sign_earns_nothing():
-    columns, golds = zip(*gold_answers("test"), strict=True)
-    for wrong in ([gold + 1 for gold in golds], [-gold - 1 for gold in golds], [f"{gold}.01" for gold in golds]):
-        completions = [write("so", result) for result in wrong]
-        assert set(answer(completions=completions, answer=columns)) == {-1.0}
-
-
-@needs_rows
-@needs_tokenizer
-def test_every_prompt_of_the_shipped_run_fits_and_has_the_tokens_of_the_chat_template(config):
-    tokenizer = load_tokenizer(str(QWEN))
+def test_every_prompt_of_the_shipped_run_fits_and_has_the_tokens_of_the_chat_template():
+    config, tokenizer = load(CONFIG), load_tokenizer(str(QWEN))
     longest = 0
     for split, size in SIZES.items():
         problems = load_problems(f"{GSM8K}@{split}", config.data.prompt_key, config.data.answer_key)
@@ -72,10 +53,8 @@ def test_every_prompt_of_the_shipped_run_fits_and_has_the_tokens_of_the_chat_tem
         assert (len(prompts), num_filtered) == (size, 0)
         longest = max(longest, *(len(prompt.token_ids) for prompt in prompts))
         for prompt in prompts[::50]:
-            messages = [
-                {"role": "system", "content": config.prompt.system},
-                {"role": "user", "content": prompt.problem.columns["question"]},
-            ]
+            contents = {"system": config.prompt.system, "user": prompt.problem.columns["question"]}
+            messages = [{"role": role, "content": content} for role, content in contents.items()]
             encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
             assert prompt.token_ids.tolist() == list(encoded["input_ids"])
     assert longest == int(re.search(r"longest problem has (\d+) tokens", CONFIG.read_text())[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from sampler.task import GroupKey
 from tests.support.protocol_helpers import make_config
 
 SCORED = [({"answer": 1.0}, 1.0)]  # of the one completion of a held-out problem
+PROMPT = Prompt(Problem(0, {}), "?", "?", np.array([1], np.int32))
 
 
 class OneStepEngine:
@@ -83,7 +85,7 @@ class Loop:
     def __init__(self, folder: Path, engine: OneStepEngine | None = None, images: Any = (), **sections: Any) -> None:
         self.sent: list[Any] = []
         self.pool, self.engine = Pool(), engine or OneStepEngine()
-        prompts = [Prompt(Problem(i, {}), "?", "?", np.array([1], np.int32), images) for i in range(4)]
+        prompts = [replace(PROMPT, problem=Problem(i, {}), images=images) for i in range(4)]
         self.link = SimpleNamespace(
             credit=None,
             receive=lambda timeout_s: False,
@@ -165,8 +167,7 @@ def test_the_images_of_a_prompt_go_to_the_engine_to_the_reference_and_with_the_g
         return [np.full(len(completion), -0.5, np.float32) for completion in ids]
 
     loop = Loop(tmp_path, images=images)
-    reference: Any = SimpleNamespace(logprobs=logprobs)
-    loop.sampler.reference = reference
+    loop.sampler.reference = SimpleNamespace(logprobs=logprobs)  # type: ignore[assignment]
     loop.credited(0, [0], EvalRequest("v0", 0, (1,)))
     loop.turn()
     assert list(loop.engine.shown.values()) == [images, images]
@@ -174,17 +175,12 @@ def test_the_images_of_a_prompt_go_to_the_engine_to_the_reference_and_with_the_g
         loop.pool.answer(key, SCORED * (2 if isinstance(key, GroupKey) else 1))
     loop.turn()
     assert given == [images] and [group.images for group in loop.sent if isinstance(group, Group)] == [images]
-
-
-def test_an_evaluation_without_a_trainer_shows_the_images_too(tmp_path: Path) -> None:
-    images = (EncodedImage(b"png", (1, 2, 2)),)
-    prompts = [Prompt(Problem(i, {}), "?", "?", np.array([1], np.int32), images[:i]) for i in (0, 1)]
+    # an evaluation without a trainer shows them, too
     engine, pool = OneStepEngine(), Pool()
     pool.submit = lambda key, *_: pool.answers.append((key, SCORED))  # type: ignore[method-assign]
     parts: list[Any] = [pool, lambda ids: ["text" for _ in ids], SingleTurns(engine)]  # type: ignore[arg-type]
-    samples, failures = sample(make_config(tmp_path), prompts, *parts)
-    assert engine.shown == {0: (), 1: images}
-    assert ([record["problem_index"] for record in samples], failures) == ([0, 1], [])
+    samples, failures = sample(make_config(tmp_path), [PROMPT, replace(PROMPT, images=images)], *parts)
+    assert engine.shown == {0: (), 1: images} and (len(samples), failures) == (2, [])
 
 
 def in_the_engine(loop: Loop) -> list[int | str]:
@@ -268,7 +264,7 @@ class RestingEngine(OneStepEngine):
         self.events.append("rest")
 
 
-def test_the_cache_sleeps_when_the_last_group_is_sampled_and_before_it_is_sent(tmp_path: Path) -> None:
+def test_the_cache_sleeps_behind_the_last_group_and_problem_and_before_they_are_sent(tmp_path: Path) -> None:
     engine = RestingEngine(on_cpu=False, at_once=1)
     loop = Loop(tmp_path, engine, **SLEEPING)
     loop.link.send_result = lambda result: engine.events.append(f"sent {result.group_id}")
@@ -276,11 +272,6 @@ def test_the_cache_sleeps_when_the_last_group_is_sampled_and_before_it_is_sent(t
     assert engine.events == ["submit", "submit"], "group 1 decodes"
     loop.answer_all(SCORED * 2)
     assert engine.events[2:] == ["rest", "sent 0"]
-    loop.answer_all(SCORED * 2)
-    assert engine.events[4:] == ["rest", "sent 1"]
-
-
-def test_the_cache_stays_awake_while_held_out_problems_wait_and_without_the_setting(tmp_path: Path) -> None:
     engine = RestingEngine(on_cpu=True)
     loop = Loop(tmp_path, engine, **SLEEPING)
     loop.credited(0, [0], EvalRequest("e", 0, (0,)))  # on a CPU an evaluation begins behind the groups
@@ -289,7 +280,7 @@ def test_the_cache_stays_awake_while_held_out_problems_wait_and_without_the_sett
     assert engine.events == ["submit", "submit", "rest"]
     engine = RestingEngine(on_cpu=True)
     Loop(tmp_path, engine).credited(0, [0])
-    assert engine.events == ["submit"]
+    assert engine.events == ["submit"], "without the setting"
 
 
 def test_what_another_sampler_delivered_is_aborted_before_a_new_version_is_loaded(tmp_path: Path) -> None:
@@ -301,25 +292,26 @@ def test_what_another_sampler_delivered_is_aborted_before_a_new_version_is_loade
 
 
 class Turns:
-    """Rollouts of several turns: a group is running until the test says what became of it."""
+    """Rollouts of several turns: a group is running until the test says what became of the first that is."""
 
     phase, num_events = "waiting for 2 environments", 1
 
     def __init__(self) -> None:
         self.running: list[Any] = []
-        self.over: dict[Any, Sampled] = {}
+        self.over: list[tuple[Any, Sampled]] = []
 
     @property
     def num_running(self) -> int:
-        return len(self.running)
+        return len(self.running) + len(self.over)
 
     def start(self, key: Any, prompt: Prompt, params: Any) -> None:
         self.running.append(key)
 
+    def end(self, *sampled: Any) -> None:
+        self.over.append((self.running.pop(0), Sampled(*sampled)))
+
     def step(self) -> list[tuple[Any, Sampled]]:
-        over, self.over = list(self.over.items()), {}
-        for key, _ in over:
-            self.running.remove(key)
+        over, self.over = self.over, []
         return over
 
 
@@ -344,36 +336,30 @@ def test_weights_are_not_loaded_while_an_environment_answers(tmp_path: Path, mon
     assert loop.sampler.phase == "waiting for 2 environments" and turns.num_running == 1, "group 1 waits for version 1"
 
 
+def played(*ids: int, **more: Any) -> Played:
+    return Played(np.array(ids, np.int32), np.zeros(len(ids), np.float32), "stop", **more)
+
+
 def test_rewards_get_the_conversation_and_what_the_environment_said(tmp_path: Path) -> None:
     loop, turns = in_turns(tmp_path)
     loop.credited(0, [0])
     jobs: list[Any] = []
     loop.pool.submit = lambda key, *job, **more: jobs.append((job, more))  # type: ignore[method-assign]
     said = [{"role": "assistant", "content": "call"}, {"role": "tool", "content": "4"}]
-    ids, zeros = np.array([3, 60, 2], np.int32), np.zeros(3, np.float32)
-    ended = {"environment_reward": 0.5, "environment_state": {"left": 3}}
-    played = Played(ids, zeros, "stop", observed=((1, 2),), turns=2, messages=tuple(said), **ended)
-    prompt = Prompt(Problem(0, {}), [{"role": "user", "content": "2+2?"}], "?", np.array([1], np.int32))
-    [key] = turns.running
-    turns.over[key] = Sampled(prompt, [played] * 2)
+    ended = {"environment_reward": 0.5, "environment_state": {"left": 3}, "messages": tuple(said)}
+    turns.end(PROMPT, [played(3, 60, 2, observed=((1, 2),), turns=2, **ended)] * 2)
     loop.turn()
     [((shown, completions, token_ids, _, version), more)] = jobs
-    assert (shown, completions, version) == (prompt.for_rewards, [said] * 2, 0)
-    assert token_ids == [[3, 60, 2]] * 2 and more == {
-        "environment_rewards": [0.5, 0.5],
-        "environments": [{"left": 3}] * 2,
-    }
+    assert (shown, completions, token_ids, version) == ("?", [said] * 2, [[3, 60, 2]] * 2, 0)
+    assert more == {"environment_rewards": [0.5, 0.5], "environments": [{"left": 3}] * 2}
     assert loop.sampler.stats["total/completion_tokens"] == 4, "what was observed was not generated"
 
 
 def test_failures_travel_with_the_group_and_too_many_make_it_a_tombstone(tmp_path: Path) -> None:
     loop, turns = in_turns(tmp_path)
     loop.credited(0, [0, 1])
-    played = Played(np.array([3], np.int32), np.zeros(1, np.float32), "stop", messages=({},))
-    prompt = Prompt(Problem(0, {}), "?", "?", np.array([1], np.int32))
-    first, second = turns.running
-    turns.over[first] = Sampled(prompt, [played] * 2, ("killed at 30 s",))
-    turns.over[second] = Sampled(prompt, [played], ("killed at 30 s",))
+    turns.end(PROMPT, [played(3)] * 2, ("killed at 30 s",))
+    turns.end(PROMPT, [played(3)], ("killed at 30 s",))
     loop.turn()
     assert loop.sent == [Tombstone(1, 0, "1 environments failed; the first: killed at 30 s")]
     loop.answer_all(SCORED * 2)

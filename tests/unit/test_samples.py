@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,18 +17,26 @@ from tests.support.vision import PLAIN, picture
 from trainer.record.stats import samples_records
 
 
+def logged(folder: Path, *records: dict[str, Any]) -> Path:
+    """A run folder with these samples."""
+    plain = {"step": 1, "group_id": 0, "policy_version": 0, "finish_reason": "stop", "rewards": {}, "reward": 1.0}
+    log = MetricsLog(folder)
+    for record in records:
+        log.log_samples([plain | {"prompt": "p"} | record])
+    log.close()
+    return folder
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Steps 1 to 3, two completions each: rewards −1, 1; −2, 2; −3, 3."""
-    log = MetricsLog(tmp_path)
+    records = []
     for step in (1, 2, 3):
         for which, sign in (("worst", -1), ("best", 1)):
             ids = {"step": step, "group_id": 10 * step, "policy_version": step - 1, "which": which}
-            texts = {"prompt": f"question {step}\n", "completion": f"{which} {step}", "finish_reason": "stop"}
             rewards = {"rewards": {"answer": float(sign), "style": float("nan")}, "reward": float(sign * step)}
-            log.log_samples([ids | texts | rewards])
-    log.close()
-    return tmp_path
+            records.append(ids | rewards | {"prompt": f"question {step}\n", "completion": f"{which} {step}"})
+    return logged(tmp_path, *records)
 
 
 def heads(run: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
@@ -46,13 +55,9 @@ def test_a_sample_shows_all_its_rewards_and_where_it_comes_from(run, capsys):
 
 
 def test_what_its_tools_wrote_stands_apart_from_what_the_model_wrote(tmp_path, capsys):
-    log = MetricsLog(tmp_path)
-    ids = {"step": 1, "group_id": 0, "policy_version": 0, "finish_reason": "stop", "rewards": {}, "reward": 1.0}
     parts = [("model", "call(48/2)"), ("environment", "24\n\x1b[2J"), ("model", "It is 24")]
     turns = [{"by": by, "text": text} for by, text in parts]
-    log.log_samples([{**ids, "prompt": "p", "completion": "".join(text for _, text in parts), "turns": turns}])
-    log.close()
-    assert main([str(tmp_path)]) == 0
+    assert main([str(logged(tmp_path, {"completion": "".join(text for _, text in parts), "turns": turns}))]) == 0
     assert capsys.readouterr().out.splitlines()[1:6] == [
         "  prompt │ p",
         "  model  │ call(48/2)",
@@ -66,12 +71,8 @@ def test_an_image_is_named_by_its_size_and_digest_and_is_one_mark_in_its_prompt(
     image = encode_image(picture(500, 250), PLAIN, 784, 400_000)
     ids = np.array([1, 7, 7, 7, 2, 7, 7, 3], np.int32)
     group = dataclasses.replace(make_group(4), prompt_ids=ids, images=(image,))
-    log = MetricsLog(tmp_path)
-    log.log_samples(
-        samples_records([group], 5, 1, lambda ids: "".join({7: "<|image_pad|>"}.get(i, str(i)) for i in ids))
-    )
-    log.close()
-    assert main([str(tmp_path), "--best", "-n", "1"]) == 0
+    texts = lambda ids: "".join({7: "<|image_pad|>"}.get(i, str(i)) for i in ids)  # noqa: E731
+    assert main([str(logged(tmp_path, *samples_records([group], 5, 1, texts))), "--best", "-n", "1"]) == 0
     _, shown, prompt, *_ = capsys.readouterr().out.splitlines()
     assert shown == f"  image  │ 504 × 252 pixels, {digest(image)}"
     assert prompt == "  prompt │ 1<|image_pad|>2<|image_pad|>3"
@@ -87,11 +88,8 @@ def test_the_newest_step_a_given_one_or_the_extremes_of_the_run(run, capsys):
 
 def test_a_completion_cannot_steer_the_terminal_or_fake_a_line_of_ours(tmp_path, capsys):
     hostile = "\x1b[2J\x1b]0;title\x07\x9b31m\r\u202ereward 9.00\ud800\nreward 9.00 (answer 9.00)"
-    log = MetricsLog(tmp_path)
-    ids = {"step": 1, "group_id": 0, "policy_version": 0, "finish_reason": "length"}
-    log.log_samples([{**ids, "prompt": "p", "completion": hostile, "rewards": {"\x1b[2J\n": 1.0}, "reward": 1.0}])
-    log.close()
-    assert main([str(tmp_path)]) == 0
+    record = {"completion": hostile, "rewards": {"\x1b[2J\n": 1.0}, "finish_reason": "length"}
+    assert main([str(logged(tmp_path, record))]) == 0
     output = capsys.readouterr().out
     assert not [char for char in output if not char.isprintable() and char != "\n"]
     assert "␛[2J␛]0;title␇⟨U+009B⟩31m␍⟨U+202E⟩reward 9.00⟨U+D800⟩" in output and "cut off" in output
@@ -99,10 +97,7 @@ def test_a_completion_cannot_steer_the_terminal_or_fake_a_line_of_ours(tmp_path,
 
 
 def test_a_text_of_a_megabyte_is_cut_and_counted_unless_it_is_asked_for(tmp_path, capsys):
-    log = MetricsLog(tmp_path)
-    ids = {"step": 1, "group_id": 0, "policy_version": 0, "finish_reason": "stop", "rewards": {}, "reward": None}
-    log.log_samples([{**ids, "prompt": "p", "completion": "x" * 1_000_000}])
-    log.close()
+    logged(tmp_path, {"completion": "x" * 1_000_000, "reward": None})
     assert main([str(tmp_path)]) == 0
     output = capsys.readouterr().out
     assert "… and 998,000 more characters; show them with --full" in output and len(output) < 3000
@@ -115,6 +110,5 @@ def test_what_is_not_there_is_told_with_what_is(run, tmp_path, capsys):
     assert "no step 9, but 1 to 3; nearest: --step 3" in capsys.readouterr().err
     assert main([str(tmp_path / "nowhere")]) == 2
     assert "samples.jsonl does not exist; name a run folder" in capsys.readouterr().err
-    MetricsLog(tmp_path / "new").close()
-    assert main([str(tmp_path / "new")]) == 2
+    assert main([str(logged(tmp_path / "new"))]) == 2
     assert "samples.jsonl is empty" in capsys.readouterr().err

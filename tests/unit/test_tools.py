@@ -2,7 +2,6 @@
 
 import json
 import re
-import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,12 +13,13 @@ from environments import Done, Turn, conversation, prompt_of
 from environments.contracts import Instance
 from environments.pool import EnvironmentPool
 from environments.tools import PARSERS, Call, Toolbox, parse_hermes, parse_llama3, require_template
+from rewards import text_of
 from rewards.pool import RewardPool
 from tests.support.speed import limit
 
 pytestmark = pytest.mark.timeout(120)
 
-# As in TRL's documentation of tools and of environment_factory, word for word.
+# As in TRL's documentation of tools and of environment_factory, and a reward that reads the conversation
 TRL = '''
 import asyncio
 
@@ -43,9 +43,6 @@ async def async_add(a: int, b: int) -> int:
     Args:
         a: The first integer.
         b: The second integer.
-
-    Returns:
-        The sum of the two integers.
     """
     await asyncio.sleep(0)
     return a + b
@@ -61,9 +58,6 @@ class IncrementEnv:
 
         Args:
             step: Value to add to the counter.
-
-        Returns:
-            The updated counter value.
         """
         self.counter += step
         return self.counter
@@ -73,13 +67,16 @@ class IncrementEnv:
 
 def reward_func(environments, **kwargs):
     return [environment.counter for environment in environments]
+
+def turns(completions, environment_rewards, **kwargs):
+    return [None if reward is None else len(said) for said, reward in zip(completions, environment_rewards)]
 '''
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     path = tmp_path_factory.mktemp("trl") / "trl_tools.py"
-    path.write_text(textwrap.dedent(TRL))
+    path.write_text(TRL)
     return path
 
 
@@ -90,12 +87,7 @@ def call(name, **arguments):
 @pytest.mark.parametrize(
     ("parse", "text", "content", "calls"),
     [
-        (
-            parse_hermes,
-            f"See.\n{call('f', a=1)}\n{call('g')} Wait.",
-            "See.\n\n Wait.",
-            [("f", {"a": 1}), ("g", {})],
-        ),
+        (parse_hermes, f"See.\n{call('f', a=1)}{call('g')} Wait.", "See.\n Wait.", [("f", {"a": 1}), ("g", {})]),
         (parse_hermes, "It is 24.", "It is 24.", []),
         (parse_hermes, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', "", [("f", {"a": 1})]),  # not closed
         (parse_llama3, ' {"name": "f", "parameters": {"a": 1}}', "", [("f", {"a": 1})]),
@@ -148,10 +140,7 @@ def test_what_goes_wrong_in_a_call_is_told_to_the_model_and_counted(text, conten
     turn = Toolbox({"double": double}, "hermes").answer(f"{text}{call('double', x=2)}")
     assert (turn.num_calls, turn.num_call_errors) == (2, 1)
     assert [m["content"] for m in turn.messages] == [content, "4"]
-
-
-def test_a_turn_without_a_call_is_the_last_one():
-    assert Toolbox({"double": double}, "hermes").answer("It is 4.") is None
+    assert Toolbox({"double": double}, "hermes").answer("It is 4.") is None, "a turn without a call is the last"
 
 
 def test_a_template_without_tools_or_with_another_form_is_refused_by_name():
@@ -175,9 +164,8 @@ def test_the_tools_of_trls_documentation_run_unchanged(file):
     with EnvironmentPool(given, columns=["prompt"]) as pool:
         functions = [tool["function"] for tool in pool.tools]
         assert [function["name"] for function in functions] == ["multiply", "async_add"]
-        integer = {"type": "integer", "description": "The first integer."}
         assert functions[0]["description"] == "Multiplies two integers."
-        assert functions[0]["parameters"]["properties"]["a"] == integer
+        assert functions[0]["parameters"]["properties"]["a"] == {"type": "integer", "description": "The first integer."}
         pool.start("r", {"prompt": "6*4?"})
         assert one(pool).messages == []  # the row's own prompt
         pool.step("r", f"Let me see. {call('multiply', a=6, b=4)}{call('async_add', a=6, b=4)}{call('divide', a=6)}")
@@ -207,12 +195,26 @@ def test_the_environment_of_trls_documentation_runs_unchanged_with_its_reward_fu
             turns.append((text, one(pool)))
     done = turns[-1][1]
     assert isinstance(done, Done) and (done.reward, done.state) == (1.0, {"counter": 4})
-    config = Rewards(reward_funcs=["environment", f"{file}:reward_func"], reward_weights=[1.0, 0.5])
+    config = Rewards(
+        reward_funcs=["environment", f"{file}:reward_func", f"{file}:turns"], reward_weights=[1.0, 0.5, 2.0]
+    )
+    words = conversation(turns)
+    assert text_of(words) == "Done." and text_of(words[:2]) == "", "the tool's words are not the model's"
     with RewardPool(config, columns=row) as rewards:
-        words = [conversation(turns)]
-        rewards.submit(1, prompt, words, [[1]], row, environment_rewards=[done.reward], environments=[done.state])
-        [(_, [scores])] = rewards.ready(timeout_s=limit(20))
-    assert scores == ({"environment": 1.0, "reward_func": 4.0}, 3.0)
+        said = {"environment_rewards": [done.reward, None], "environments": [done.state] * 2}
+        rewards.submit(1, prompt, [words, words[:1]], [[1], [2]], row, **said)
+        [(_, [ended, failed])] = rewards.ready(timeout_s=limit(20))
+    assert ended == ({"environment": 1.0, "reward_func": 4.0, "turns": 5.0}, 13.0)
+    assert failed[1] == 2.0, "without the environment's reward"
+
+
+def test_reset_gives_the_prompt_or_leaves_the_rows_own_or_adds_to_its_last_user_message():
+    ask = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6*4?"}]
+    assert prompt_of(ask, Turn()) == ask
+    assert prompt_of(ask, Turn([{"role": "user", "content": "Guess."}])) == [{"role": "user", "content": "Guess."}]
+    assert prompt_of(ask, Turn(appended=" Now.")) == [ask[0], {"role": "user", "content": "6*4? Now."}]
+    assert prompt_of(ask[:1], Turn(appended="Go.")) == [ask[0], {"role": "user", "content": "Go."}]
+    assert ask[1]["content"] == "6*4?"
 
 
 def test_what_no_message_can_hold_is_left_out_of_an_environments_state():

@@ -44,21 +44,16 @@ def of(name: str, *roles: str) -> TurnTemplate:
     return TurnTemplate.of(rendered(name), tokens, ASK, roles)
 
 
+TOOL = "<|im_end|>\n<|im_start|>tool\n408<|im_end|>\n<|im_start|>assistant\n"
+QWEN = TOOL.replace("tool\n408", "user\n<tool_response>\n408\n</tool_response>")
+LLAMA = (
+    "<|eot_id|><|start_header_id|>tool<|end_header_id|>\n\n408<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n"
+)
+
+
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        (
-            "qwen2.5",
-            "<|im_end|>\n<|im_start|>user\n<tool_response>\n408\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
-        ),
-        ("smollm2", "<|im_end|>\n<|im_start|>tool\n408<|im_end|>\n<|im_start|>assistant\n"),
-        ("chatml", "<|im_end|>\n<|im_start|>tool\n408<|im_end|>\n<|im_start|>assistant\n"),
-        (
-            "llama3",
-            "<|eot_id|><|start_header_id|>tool<|end_header_id|>\n\n408<|eot_id|>"
-            "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        ),
-    ],
+    ("name", "expected"), [("qwen2.5", QWEN), ("smollm2", TOOL), ("chatml", TOOL), ("llama3", LLAMA)]
 )
 def test_what_follows_a_turn_is_what_the_template_writes_between_it_and_the_next(name: str, expected: str) -> None:
     assert of(name, "tool", "user").difference(SEEN) == expected
@@ -74,14 +69,11 @@ def test_prompt_turn_and_difference_are_the_tokens_of_the_whole_conversation(nam
     assert pieces == tokens(text([*ASK, {"role": "assistant", "content": CALL}, *SEEN], True))
 
 
-def test_two_answers_of_tools_stand_in_one_turn_where_the_template_says_so() -> None:
-    text = of("qwen2.5", "tool").difference([*SEEN, {"role": "tool", "content": "9"}])
-    assert text.count("<|im_start|>user") == 1 and text.count("<tool_response>") == 2
-
-
-def test_a_turn_that_ended_with_another_token_gets_the_end_of_turn_of_the_template() -> None:
+def test_answers_of_tools_stand_in_one_turn_behind_the_templates_own_end_of_turn() -> None:
     template = of("qwen2.5", "tool")
-    end, other = tokens("<|im_end|>")[0], tokens("<|endoftext|>")[0]
+    text = template.difference([*SEEN, {"role": "tool", "content": "9"}])
+    assert text.count("<|im_start|>user") == 1 and text.count("<tool_response>") == 2
+    end, other = tokens("<|im_end|>")[0], tokens("<|endoftext|>")[0]  # the model may have written another one
     assert template.continuation(other, SEEN).tolist() == [end, *template.continuation(end, SEEN).tolist()]
 
 
@@ -95,20 +87,25 @@ def test_a_template_that_strips_thoughts_is_refused_where_the_user_speaks_next_a
     of("hermes_tools", "user", "tool")
 
 
-def test_a_template_that_does_not_take_the_role_is_refused(tmp_path: Path) -> None:
-    strict = tmp_path / "strict.jinja"
-    strict.write_text(
-        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('only user and assistant') }}{% endif %}"
-        "{{ m.content }}<|im_end|>{% endfor %}"
-    )
-    rendering = partial(render, tokenizer(), prompt=PromptTemplate(chat_template=strict))
-    with pytest.raises(UserError, match=r"role 'tool'.*only user and assistant"):
-        TurnTemplate.of(rendering, tokens, ASK, ["tool"])
-
-
-def test_a_template_without_the_assistants_words_is_refused(tmp_path: Path) -> None:
-    silent = tmp_path / "silent.jinja"
-    silent.write_text("{% for m in messages if m.role != 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}")
-    rendering = partial(render, tokenizer(), prompt=PromptTemplate(chat_template=silent))
-    with pytest.raises(UserError, match="exactly once"):
-        TurnTemplate.of(rendering, tokens, ASK, ["user"])
+@pytest.mark.parametrize(
+    ("template", "role", "said"),
+    [
+        (
+            "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+            "{{ m.content }}<|im_end|>{% endfor %}",
+            "tool",
+            r"role 'tool'.*no tools",
+        ),
+        (
+            "{% for m in messages if m.role != 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}",
+            "user",
+            "the assistant's turn exactly once",
+        ),
+    ],
+    ids=["without the role", "without the assistant's words"],
+)
+def test_a_template_that_cannot_write_the_turns_is_refused(tmp_path: Path, template: str, role: str, said: str) -> None:
+    (tmp_path / "x.jinja").write_text(template)
+    rendering = partial(render, tokenizer(), prompt=PromptTemplate(chat_template=tmp_path / "x.jinja"))
+    with pytest.raises(UserError, match=said):
+        TurnTemplate.of(rendering, tokens, ASK, [role])

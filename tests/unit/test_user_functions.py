@@ -40,16 +40,12 @@ def test_an_estimator_of_a_file_gives_the_advantages_of_each_group(tmp_path: Pat
 
 
 def test_an_estimator_may_read_the_group_and_its_advantages_may_be_whitened(tmp_path: Path) -> None:
-    lengths_of = "[len(r.completion_ids) for r in group.rollouts]"
-    file = write(tmp_path, "def per_token(rewards, group):", f"    return rewards / {lengths_of}")
+    body = "    return [reward * len(group.rollouts) for reward in rewards]"
+    file = write(tmp_path, "def by_size(rewards, group):", body)
     group = random_group(0, 50, [2.0, 6.0])
-    lengths = [len(r.completion_ids) for r in group.rollouts]
-    first, second = 2.0 / lengths[0], 6.0 / lengths[1]
-    (plain,) = step_advantages([group], config(f"{file}:per_token")).values()
-    assert plain.tolist() == pytest.approx([first, second])
-    whitened = step_advantages([group], config(f"{file}:per_token", whiten_advantages=True))[0]
-    half, std = (first - second) / 2, abs(first - second) / math.sqrt(2) + 1e-4
-    assert whitened.tolist() == pytest.approx([half / std, -half / std])
+    assert step_advantages([group], config(f"{file}:by_size"))[0].tolist() == [4.0, 12.0]
+    whitened = step_advantages([group], config(f"{file}:by_size", whiten_advantages=True))[0]
+    assert whitened.tolist() == pytest.approx([-4 / (math.sqrt(32) + 1e-4), 4 / (math.sqrt(32) + 1e-4)])
 
 
 def test_a_group_is_dead_if_the_estimator_gives_it_no_advantage(tmp_path: Path) -> None:
@@ -122,23 +118,21 @@ def test_the_mismatch_weight_the_kl_and_the_entropy_are_added_to_it(tmp_path: Pa
     assert corrected.tolist() == pytest.approx([1.5 * 2 + 0.1, -1 + 0.1])
 
 
-def test_a_loss_that_takes_ref_logprobs_has_its_own_kl_term(tmp_path: Path) -> None:
+def test_a_loss_that_takes_ref_logprobs_has_its_own_kl_term_and_numbers_for_a_filler_without_any(
+    tmp_path: Path,
+) -> None:
     file = write(
         tmp_path,
         "def mine(logprobs, ref_logprobs, advantages, settings):",
         "    kl = 0 if ref_logprobs is None else (logprobs - ref_logprobs) ** 2",
         "    return advantages * logprobs - settings.beta * kl",
+        "def filled(logprobs, ref_logprobs): return logprobs - ref_logprobs",
     )
     found, _ = objective(f"{file}:mine", beta=0.5)
     assert found == pytest.approx([2 * math.log(0.5), -math.log(0.25) - 0.5 * math.log(2) ** 2])
     assert objective(f"{file}:mine")[0] == pytest.approx([2 * math.log(0.5), -math.log(0.25)])
-
-
-def test_a_filler_has_no_reference_and_the_loss_still_gets_numbers(tmp_path: Path) -> None:
-    file = write(tmp_path, "def mine(logprobs, ref_logprobs):", "    return logprobs - ref_logprobs")
-    settings = Algorithm(loss=f"{file}:mine", beta=0.5)
-    logprobs = logs(0.5).requires_grad_()
-    found, _ = token_objective(logprobs, logs(0.5), None, torch.zeros(1), [1], settings)
+    settings = Algorithm(loss=f"{file}:filled", beta=0.5)
+    found, _ = token_objective(logs(0.5).requires_grad_(), logs(0.5), None, torch.zeros(1), [1], settings)
     assert found.tolist() == [0.0]
 
 
