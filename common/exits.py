@@ -44,24 +44,24 @@ def run(name: str, main: Callable[[], None]) -> int:
         main()
         return DONE
     except UserError as error:
-        _say(f"{name}: {error}")
+        say(f"{name}: {error}")
         return USER_ERROR
     except PeerEnded as ended:
-        _say(f"{name}: the peer ended: {ended}" if ended.exit_code else f"{name}: {ended}")
+        say(f"{name}: the peer ended: {ended}" if ended.exit_code else f"{name}: {ended}")
         return ended.exit_code
     except Retryable as error:
-        _say(f"{name}: {error}")
+        say(f"{name}: {error}")
         return RETRYABLE
     except (KeyboardInterrupt, Interrupted) as error:
         code = code_of(error)
-        _say(f"{name}: {(str(error) or 'trainer.max_hours is over') if code == RETRYABLE else 'interrupted'}")
+        say(f"{name}: {(str(error) or 'trainer.max_hours is over') if code == RETRYABLE else 'interrupted'}")
         return code
     except Exception as error:
         if disk_trouble(error) is not None:
-            _say(f"{name}: {error}: make room or repair the disk, then start again")
+            say(f"{name}: {error}: make room or repair the disk, then start again")
             return RETRYABLE
-        _say(without_passwords(traceback.format_exc().rstrip()))
-        _say(f"{name}: failed, see the traceback above")
+        say(without_passwords(traceback.format_exc().rstrip()))
+        say(f"{name}: failed, see the traceback above")
         return 1
 
 
@@ -158,7 +158,8 @@ def leave_rank(code: int, rank: int) -> None:
     leave(code)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """A line of ours, for people."""
     print(f"tandem: {text}", file=sys.stderr, flush=True)
 
 

@@ -69,16 +69,14 @@ class EnvironmentService:
             _seed(request.seed)
             self._instance = self._found.instance()
         assert self._instance is not None, "the first request is a reset"
-        given = self._asked(self._instance, request)
+        if request.kind == "step":
+            given: Turn | Done = self._instance.step(request.completion)
+        else:
+            given = self._instance.reset(request.columns) if request.kind == "reset" else self._instance.finish()
         seconds = time.monotonic() - begun
         if isinstance(given, Done):
             return Answer(done=replace(given, seconds=seconds, state=self._instance.state()))
         return Answer(turn=replace(given, seconds=seconds))
-
-    def _asked(self, instance: Instance, request: Request) -> Turn | Done:
-        if request.kind == "reset":
-            return instance.reset(request.columns)
-        return instance.step(request.completion) if request.kind == "step" else instance.finish()
 
 
 def _seed(seed: int | None) -> None:

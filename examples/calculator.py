@@ -149,13 +149,13 @@ class Calculator(Example):
         tools = schemas({"calculator": calculator})
         rendered: Callable[..., str] = functools.partial(render, tokenizer, prompt=PromptTemplate())
         template = TurnTemplate(
-            lambda messages, asks: rendered(messages, asks, tools=tools),
+            functools.partial(rendered, tools=tools),
             lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
         )
 
         def shown(problem: ToolProblem, rng: random.Random, wrong: float, malformed: float) -> Shown:
             offered = rng.random() >= self.without_tools
-            text = rendered([{"role": "user", "content": problem.question}], True, tools=tools if offered else None)
+            text = rendered([{"role": "user", "content": problem.question}], tools=tools if offered else None)
             turns = turns_of(problem, rng, by_heart=self.sums_by_heart, wrong=wrong, malformed=malformed)
             if not offered:
                 turns = [without_calculator(problem, rng)]

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from common.errors import UserError
 from report.escape import one_line, visible
@@ -48,14 +47,12 @@ def text_of(record: Record, full: bool = False) -> str:
     facts = [f"step {record['step']}", f"group {record['group_id']}", f"v{record['policy_version']}"]
     cut = ["cut off"] if record["finish_reason"] == "length" else []
     head = " · ".join([f"reward {_number(record['reward'])} ({', '.join(parts)})", *facts, *cut])
-    images = [f"  image  │ {_caption(image)}" for image in record.get("images", ())]
+    images = [
+        "  image  │ " + one_line(f"{image['width']} × {image['height']} pixels, {image['digest']}")
+        for image in record.get("images", ())
+    ]
     texts = [*_lines("prompt", record["prompt"], full), *_completion(record, full)]
     return "\n".join([head, *images, *texts])
-
-
-def _caption(image: Mapping[str, Any]) -> str:
-    """ "504 × 252 pixels, 5f0c2a91" """
-    return one_line(f"{image['width']} × {image['height']} pixels, {image['digest']}")
 
 
 def _completion(record: Record, full: bool) -> list[str]:

@@ -72,9 +72,8 @@ def bind(function: RewardFunction, arguments: Mapping[str, Any], name: str) -> R
     return functools.partial(function, **arguments) if arguments else function
 
 
-def check_signature(function: RewardFunction, columns: Iterable[str], name: str | None = None) -> None:
+def check_signature(function: RewardFunction, columns: Iterable[str], name: str) -> None:
     """Raises UserError unless the function can be called by keyword with what a run on these columns has to offer."""
-    name = name or getattr(function, "__name__", repr(function))
     columns = list(columns)
 
     def unknown(parameter: str) -> str:

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from common.config import Data
 from common.errors import UserError
+from common.exits import say
 from common.types import Problem, Prompt
 from sampler.pictures import check_images, sources
 from sampler.sources import check_there, folder_of, read_rows
@@ -54,11 +54,9 @@ def load_data(option: str, spec: str | Sequence[str], data: Data) -> list[Proble
         )
     if empty:
         places = ", ".join(map(str, empty[:3])) + (", …" if len(empty) > 3 else "")
-        print(
-            f"tandem: {option}: {len(empty)} of {len(problems)} rows have an empty {data.answer_key!r} and are left "
-            f"out: row {places}",
-            file=sys.stderr,
-            flush=True,
+        say(
+            f"{option}: {len(empty)} of {len(problems)} rows have an empty {data.answer_key!r} and are left out: row "
+            f"{places}"
         )
     return [problem for problem in problems if not is_empty(problem.columns["answer"])]
 

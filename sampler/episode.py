@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.config import Config
 from common.types import FinishReason, Rollout
 from environments import Done, Message, Turn, conversation
 from sampler.completions import Completion, SamplingParams
@@ -34,20 +33,11 @@ class Played(Completion):
 
 
 @dataclass(frozen=True)
-class EpisodeLimits:
-    max_turns: int
-    max_tokens: int  # of all turns and observations together
-
-    @classmethod
-    def of(cls, config: Config, params: SamplingParams) -> EpisodeLimits:
-        return cls(config.rollout.max_turns, params.max_tokens)
-
-
-@dataclass(frozen=True)
 class Episode:
     """A rollout on its way."""
 
-    limits: EpisodeLimits
+    max_turns: int
+    max_tokens: int  # of all turns and observations together
     parts: tuple[EpisodePart, ...] = ()
     replies: tuple[tuple[str, Turn | Done | None], ...] = ()  # each turn's text, and what came back
     seconds: float = 0.0  # in the environment
@@ -69,7 +59,7 @@ class Episode:
         seed = first.seed
         if seed is not None:
             seed = seed + rollout if self.num_turns == 0 else sampling_seed(seed + rollout, self.num_turns)
-        room = self.limits.max_tokens - len(self.token_ids)
+        room = self.max_tokens - len(self.token_ids)
         return replace(first, num_completions=1, seed=seed, max_tokens=room)
 
     def sampled(self, turn: Completion, text: str) -> Episode:
@@ -86,8 +76,8 @@ class Episode:
 
     def observed(self, token_ids: NDArray[np.int32]) -> Episode:
         """With the observation that the next turn follows, or cut short where no turn fits behind it."""
-        fits = len(self.token_ids) + len(token_ids) < self.limits.max_tokens
-        if self.num_turns >= self.limits.max_turns or not fits:
+        fits = len(self.token_ids) + len(token_ids) < self.max_tokens
+        if self.num_turns >= self.max_turns or not fits:
             return replace(self, finish_reason="length")
         return replace(self, parts=(*self.parts, token_ids))
 

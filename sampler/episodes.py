@@ -20,7 +20,7 @@ from environments import Failed, Message, Reply, Turn, prompt_of
 from sampler.completions import Completion, SamplingParams
 from sampler.dataset import whole_row
 from sampler.engine import Engine
-from sampler.episode import Episode, EpisodeLimits, Played
+from sampler.episode import Episode, Played
 from sampler.task import Decode, GroupKey
 from sampler.turns import TurnTemplate
 
@@ -229,7 +229,7 @@ class Episodes:
                 self._pool.close((key, j))
                 group.failures[j] = str(error)[:_MAX_REASON]
                 continue
-            group.running[j] = Episode(EpisodeLimits.of(self._config, group.params), seconds=reset.seconds)
+            group.running[j] = Episode(self._config.rollout.max_turns, group.params.max_tokens, seconds=reset.seconds)
             self._submit(key, group, j)
 
     def _asked(self, prompt: Prompt, own: Sequence[Message], messages: list[Message]) -> Prompt:

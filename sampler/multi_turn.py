@@ -55,16 +55,8 @@ class MultiTurn:
         """The prompt with the messages of reset. Raises ValueError for one that is too long, or has images."""
         if prompt.images:
             raise ValueError("reset gave a prompt for a row with images; give the prompt in the row, and return None")
-        goes_on = messages[-1].get("role") == "assistant"
-        text = render(
-            self.tokenizer,
-            messages,
-            not goes_on,
-            prompt=self.config.prompt,
-            tools=self.pool.tools,
-            is_prefilled=goes_on,
-        )
-        ids: NDArray[np.int32] = np.asarray(_tokenize(self.tokenizer, text), np.int32)
+        text = self.template.render(messages)
+        ids: NDArray[np.int32] = np.asarray(self.template.tokenize(text), np.int32)
         if len(ids) > (limit := self.config.data.max_prompt_length):
             raise ValueError(f"reset gave a prompt of {len(ids)} tokens, and data.max_prompt_length is {limit}")
         return replace(prompt, text=text, token_ids=ids)

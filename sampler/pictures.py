@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.config import Data
 from common.errors import UserError
+from common.exits import say
 from common.types import EncodedImage, Problem
 from common.watchdog import report_progress
 from model.images import ImageFormat, encode_image
@@ -107,14 +107,7 @@ def check_images(option: str, problems: Sequence[Problem], data: Data) -> None:
             "column with the images"
         )
     if missing := counts.count(0):
-        _say(f"{option}: {missing} of {len(problems)} rows have no image; they are text alone")
-
-
-def unreadable(row: int, place: int, error: Exception) -> UserError:
-    return UserError(
-        f"row {row}: image {place + 1} cannot be read: {' '.join(str(error).split())[:300]}. Mend the row, or leave it "
-        "out of the data"
-    )
+        say(f"{option}: {missing} of {len(problems)} rows have no image; they are text alone")
 
 
 def encode_problem(problem: Problem, form: ImageFormat, data: Data) -> tuple[EncodedImage, ...]:
@@ -124,7 +117,10 @@ def encode_problem(problem: Problem, form: ImageFormat, data: Data) -> tuple[Enc
         try:
             encoded.append(encode_image(open_picture(source), form, data.min_pixels, data.max_pixels))
         except Exception as error:  # PIL's decoders raise what they like
-            raise unreadable(problem.index, place, error) from error
+            reason = " ".join(str(error).split())[:300]
+            raise UserError(
+                f"row {problem.index}: image {place + 1} cannot be read: {reason}. Mend the row, or leave it out"
+            ) from error
     return tuple(encoded)
 
 
@@ -136,9 +132,5 @@ def encode_all(problems: Sequence[Problem], form: ImageFormat, data: Data) -> It
             report_progress("resizing images")
             if time.monotonic() - said > _SAY_EVERY_S:
                 said = time.monotonic()
-                _say(f"images of {done} of {len(problems)} rows are resized")
+                say(f"images of {done} of {len(problems)} rows are resized")
             yield encoded
-
-
-def _say(text: str) -> None:
-    print(f"tandem: {text}", file=sys.stderr, flush=True)

@@ -81,10 +81,9 @@ def make_prompt(
         raise UserError(NO_CHAT_TEMPLATE)
     messages = as_messages(problem, config.data, prompt)
     for_rewards = _for_rewards(problem, config, messages)
-    is_prefilled = messages[-1]["role"] == "assistant"  # the row begins the answer: continue that message
     if vision:
         messages = _with_places(messages, problem, tokenizer, prompt, vision, len(images))
-    text = render(tokenizer, messages, not is_prefilled, prompt=prompt, tools=tools, is_prefilled=is_prefilled)
+    text = render(tokenizer, messages, prompt=prompt, tools=tools)
     token_ids = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
     if vision:
         try:
@@ -168,21 +167,20 @@ def _format_prompt(path: Path) -> Template:
 def render(
     tokenizer: Any,
     messages: Sequence[Message],
-    add_generation_prompt: bool,
     *,
     prompt: PromptTemplate,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    is_prefilled: bool = False,
 ) -> str:
-    """Chat messages as the text that the model sees. is_prefilled: the last message is where it goes on writing."""
+    """Chat messages as the text that the model sees: it answers them, or goes on with the last if that is its own."""
+    goes_on = messages[-1].get("role") == "assistant"
     try:
         return tokenizer.apply_chat_template(
             list(messages),
             tools=list(tools) if tools else None,
             chat_template=read_template(prompt.chat_template),
             tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=is_prefilled,
+            add_generation_prompt=not goes_on,
+            continue_final_message=goes_on,
             **prompt.chat_template_kwargs,
         )
     except TemplateError as error:

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import secrets
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from common import durable, out_of_memory, wire
 from common.config import Config
 from common.errors import Retryable, UserError
-from common.exits import RETRYABLE, USER_ERROR
+from common.exits import RETRYABLE, USER_ERROR, say
 from common.shared_memory import remove_orphans
 from common.types import Problem, Prompt
 from common.watchdog import Watchdog
@@ -139,11 +138,9 @@ def try_rewards(pool: RewardPool, problems: list[Problem], config: Config) -> No
         [(_, scores)] = pool.ready(timeout_s=config.rewards.timeout_s + _START_PATIENCE_S)
         if not isinstance(scores, RewardFailure):
             if len(made_up) > 1 and len({total for _, total in scores}) == 1:
-                print(
-                    f"tandem: rewards: right, wrong and empty completions of row {problem.index} all score "
-                    f"{scores[0][1]:g}: such a group has no gradient. bash launch.sh check CONFIG tries more rows",
-                    file=sys.stderr,
-                    flush=True,
+                say(
+                    f"rewards: right, wrong and empty completions of row {problem.index} all score {scores[0][1]:g}: "
+                    "such a group has no gradient. bash launch.sh check CONFIG tries more rows"
                 )
             return
         if scores.kind != "error":
@@ -161,11 +158,9 @@ def prompts_of(
     prompts, num_filtered = make_prompts(problems, tokenizer, config, vision_of(config), tools)
     if num_filtered:
         limit = config.data.max_prompt_length
-        print(
-            f"tandem: {source}: {num_filtered} of {len(problems)} prompts have more than {limit} tokens "
-            "(data.max_prompt_length) and are left out",
-            file=sys.stderr,
-            flush=True,
+        say(
+            f"{source}: {num_filtered} of {len(problems)} prompts have more than {limit} tokens "
+            "(data.max_prompt_length) and are left out"
         )
     return prompts
 

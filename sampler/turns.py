@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from common.errors import UserError
 from environments import Message
 
-Render = Callable[[Sequence[Message], bool], str]  # (messages, add_generation_prompt) -> text
+Render = Callable[[Sequence[Message]], str]  # with the generation prompt behind it
 Tokenize = Callable[[str], list[int]]  # text with its special tokens, nothing added
 
 _MARK = "⟦turn⟧"  # stands for what the model wrote; no template writes it itself
@@ -50,7 +50,7 @@ class TurnTemplate:
     def difference(self, observation: Sequence[Message]) -> str:
         """Everything between the model's text and its next. Raises ValueError where the template hides its turn."""
         history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
-        before, mark, after = self.render([*history, *observation], True).rpartition(_MARK)
+        before, mark, after = self.render([*history, *observation]).rpartition(_MARK)
         if not mark or _MARK in before:
             raise ValueError("the chat template does not write the assistant's turn exactly once")
         return after
@@ -68,8 +68,8 @@ class TurnTemplate:
         """Renders two turns as a whole and in our pieces: both must be the same text."""
         said, seen = {"role": "assistant", "content": turn}, [{"role": role, "content": "Seen."}]
         try:
-            whole = self.render([*prompt, said, *seen, said, *seen], True)
-            pieces = self.render(prompt, True) + 2 * (turn + self.difference(seen))
+            whole = self.render([*prompt, said, *seen, said, *seen])
+            pieces = self.render(prompt) + 2 * (turn + self.difference(seen))
         except (UserError, ValueError, TypeError) as error:
             raise UserError(
                 f"a message of the role {role!r}, which the environment sends: {error}; {_REMEDY}"

@@ -14,7 +14,6 @@ import functools
 import json
 import os
 import re
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 from common import durable, exits
 from common.config import Config, load
 from common.errors import UserError
+from common.exits import say
 from common.redact import redacted
 from launcher.evaluation.target import Target, find_target
 from report.escape import strip_escapes
@@ -83,7 +83,7 @@ def run(config: Config, target: Target) -> None:
         tools = multi_turn.pool.tools if multi_turn else None
         prompts = prompts_of("data.eval", problems, tokenizer, config, tools)
         model = f"{config.model.path} with the adapters {target.model}" if target.rank else target.model
-        _say(f"{len(prompts)} problems × {config.eval.num_generations} completions of {model}")
+        say(f"{len(prompts)} problems × {config.eval.num_generations} completions of {model}")
         begun = time.monotonic()
         from model import devices
         from sampler.engine import Engine
@@ -100,7 +100,7 @@ def run(config: Config, target: Target) -> None:
     folder = target.output / _label(config, target.model)
     _write(folder, config, model, samples, result | {"seconds": time.monotonic() - begun})
     for reason in failures[:3]:
-        _say(f"left out, a reward failed: {reason}")
+        say(f"left out, a reward failed: {strip_escapes(reason)}")
     print(table(result))
     print(f"{folder}/eval.json  {folder}/completions.jsonl", flush=True)
 
@@ -160,7 +160,7 @@ def sample(
                 samples[i] = _records(finished.pop(i), decode, scores)
         if time.monotonic() - last_report > _SAYS_EVERY_S:
             last_report = time.monotonic()
-            _say(f"{len(samples) + len(failures)} of {len(prompts)} problems are scored")
+            say(f"{len(samples) + len(failures)} of {len(prompts)} problems are scored")
     return [record for i in sorted(samples) for record in samples[i]], failures
 
 
@@ -178,10 +178,6 @@ def _records(sampled: Sampled, decode: Decode, scores: Any) -> list[dict[str, An
         }
         for completion, text, (rewards, reward) in zip(sampled.completions, texts, scores, strict=True)
     ]
-
-
-def _say(text: str) -> None:
-    print(f"tandem: {strip_escapes(text)}", file=sys.stderr, flush=True)
 
 
 def _start() -> None:

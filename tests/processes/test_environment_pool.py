@@ -297,59 +297,23 @@ def test_what_the_user_can_mend_stops_the_start(file, tmp_path):
         assert words in str(error.value), str(error.value)
 
 
-HOSTILE = """
-import os, signal, subprocess, sys, time
-from environments import Done
-
-GARBAGE = [None, 7, {"a": 1}, [7], [{"role": 1, "content": "x"}], Done("x"), Done(float("inf")), b"x", object(), []]
-
-class Hostile:
-    def reset(self, **row):
-        return "go"
-
-    def step(self, completion):
-        what, _, number = completion.partition(" ")
-        given = getattr(self, what)(int(number or 0))
-        return given if what in ("garbage", "flood") else "again"
-
-    def behave(self, n): pass
-    def garbage(self, n): return GARBAGE[n % len(GARBAGE)]
-    def raises(self, n): raise [ValueError, SystemExit, MemoryError, RecursionError][n % 4]("x" * 1000)
-    def sleep(self, n): time.sleep(600)
-    def spin(self, n):
-        while True: pass
-    def exits(self, n): os._exit(n % 3)
-    def segfault(self, n): os.kill(os.getpid(), signal.SIGSEGV)
-    def twins(self, n): os.fork()
-    def forks(self, n):
-        for detached in (False, True):
-            subprocess.Popen(["sleep", "600"], start_new_session=detached)
-    def allocate(self, n): self.kept = bytearray(1 << 40)
-    def flood(self, n):
-        sys.stdout.write("x" * 200_000)
-        return "x" * 3_000_000
-    def writes(self, n):
-        for fd in range(3, 64):
-            try: os.write(fd, b"\\xff" * 100)
-            except OSError: pass
-    def closes(self, n): os.closerange(3, 64)
-    def kills(self, n): os.kill(os.getppid(), signal.SIGKILL)
-"""
-# command -> (how often in 10,000 steps, what the pool must say of it)
+# what an environment does in its n-th bad step -> (how often in 10,000 steps, what the pool must say of it)
 PLAN = {
-    "garbage": (400, "error"),
-    "raises": (200, "error"),
-    "flood": (20, "error"),
-    "allocate": (20, "error"),
-    "exits": (60, "crash"),
-    "segfault": (20, "crash"),
-    "writes": (20, "crash"),
-    "closes": (10, "crash"),
-    "sleep": (24, "timeout"),
-    "spin": (6, "timeout"),
-    "forks": (20, ""),
-    "twins": (20, ""),
+    "global answer; answer = [None, 7, {'a': 1}, [7], [{'role': 1, 'content': 'x'}], Done('x'), Done(float('inf')), "
+    "b'x', object(), []][n % 10]": (400, "error"),
+    "raise [ValueError, SystemExit, MemoryError, RecursionError][n % 4]('x' * 1000)": (200, "error"),
+    "global answer; answer = 'x' * 3_000_000; sys.stdout.write('x' * 200_000)": (20, "error"),
+    "self.kept = bytearray(1 << 40)": (20, "error"),
+    "os._exit(n % 3)": (60, "crash"),
+    "os.kill(os.getpid(), signal.SIGSEGV)": (20, "crash"),
+    "for fd in range(3, 64):\n try: os.write(fd, b'\\xff' * 100)\n except OSError: pass": (20, "crash"),
+    "os.closerange(3, 64)": (10, "crash"),
+    "time.sleep(600)": (24, "timeout"),
+    "while True: pass": (6, "timeout"),
+    "[subprocess.Popen(['sleep', '600'], start_new_session=new) for new in (False, True)]": (20, ""),
+    "os.fork()": (20, ""),
 }
+KILLS = {"os.kill(os.getppid(), signal.SIGKILL)": (20, "error")} if can_confine_signals() else {}
 STEPS, AT_ONCE = count(1_000, 10_000), 16
 
 
@@ -372,25 +336,23 @@ def hostile_run(pool, commands):
 
 
 @pytest.mark.timeout(500)  # its deadlines are as long as the machine is slow
-def test_ten_thousand_steps_of_a_hostile_environment(tmp_path, monkeypatch, figure):
+def test_ten_thousand_steps_of_a_hostile_environment(file, tmp_path, monkeypatch, figure):
     """Every failure is told once and by its kind, each within a second after its deadline, and nothing is left."""
-    plan = PLAN | ({"kills": (20, "error")} if can_confine_signals() else {})
-    bad = [f"{name} {i}" for name, (times, _) in plan.items() for i in range(max(2, times * STEPS // 10_000))]
-    spread = STEPS / len(bad)
-    commands = ["behave"] * STEPS
-    for i, command in enumerate(sorted(bad, key=lambda command: command[::-1])):
-        commands[int(i * spread)] = command
-    (tmp_path / "hostile.py").write_text(HOSTILE)
+    plan = PLAN | KILLS
+    bad = [f"n = {i}\n{does}" for does, (times, _) in plan.items() for i in range(max(2, times * STEPS // 10_000))]
+    commands = [""] * STEPS
+    for i, command in enumerate(sorted(bad)):
+        commands[int(i * STEPS / len(bad))] = command
     monkeypatch.setenv("TANDEM_TEST_HOSTILE", str(tmp_path))
     deadline_s = max(PATIENT_S, limit(0.5))
-    given = Rollouts(environment=f"{tmp_path}/hostile.py:Hostile", timeout_s=deadline_s)
+    given = settings(file, timeout_s=deadline_s)
     begun = time.monotonic()
     with EnvironmentPool(given, columns=ROW) as pool:
         replies = hostile_run(pool, commands)
     took_s = time.monotonic() - begun
     assert len(replies) == STEPS
     for command, reply, _ in replies:
-        expected = plan.get(command.split()[0], (0, ""))[1]
+        expected = plan.get(command.partition("\n")[2], (0, ""))[1]
         assert getattr(reply, "kind", "") == expected, (command, reply)
     slowest = max(seconds for _, _, seconds in replies)
     assert not overdue(slowest - deadline_s, 1.0)

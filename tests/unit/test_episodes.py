@@ -13,7 +13,7 @@ from common.types import Problem, Prompt, Rollout
 from environments import Done, Failed, Turn
 from sampler.completions import Completion, SamplingParams
 from sampler.dataset import sampling_seed
-from sampler.episode import Episode, EpisodeLimits, Played, as_rollout
+from sampler.episode import Episode, Played, as_rollout
 from sampler.episodes import Episodes, Sampled, too_few
 from sampler.task import EvalKey, GroupKey
 from tests.support.protocol_helpers import make_config
@@ -240,7 +240,7 @@ def test_when_every_reset_fails_the_group_is_over_without_a_token(play: Played2,
 
 def test_sets_of_kept_tokens_are_joined_and_an_observed_token_could_have_been_no_other(play: Played2) -> None:
     wide, narrow = np.array([[30, 31, 33], [2, -1, -1]], np.int32), np.array([[40], [2]], np.int32)
-    episode = Episode(EpisodeLimits(3, 20)).sampled(turn(30, END, mask=wide), "").answered(seen())
+    episode = Episode(3, 20).sampled(turn(30, END, mask=wide), "").answered(seen())
     episode = episode.observed(np.array([50], np.int32)).sampled(turn(40, END, mask=narrow), "").answered(Done(None))
     mask = episode.played().sampling_mask
     assert mask is not None

@@ -187,15 +187,15 @@ def test_the_warm_start_teaches_the_tokens_that_a_run_samples_and_no_other(folde
 
     tokenizer = tokenizer_of(folder_of("quickstart_tools"))
 
-    def rendered(messages: Any, asks: bool) -> str:
-        return render(tokenizer, messages, asks, prompt=PromptTemplate(), tools=schemas({"calculator": compute}))
-
+    tools = schemas({"calculator": compute})
+    rendered = functools.partial(render, tokenizer, prompt=PromptTemplate(), tools=tools)
     ask = [{"role": "user", "content": PRODUCT.question}]
     template = TurnTemplate.of(rendered, lambda text: tokenizer(text)["input_ids"], ask, ["tool"])
     turns = turns_of(PRODUCT, random.Random(0), by_heart=0, wrong=0, malformed=0)
-    shown = conversation(PRODUCT, turns, template.tokenize(rendered(ask, True)), template, tokenizer.eos_token_id)
+    shown = conversation(PRODUCT, turns, template.tokenize(rendered(ask)), template, tokenizer.eos_token_id)
     call, answer = ({"role": "assistant", "content": turn} for turn in turns)
-    whole = rendered([*ask, call, {"role": "tool", "content": "3724"}, answer], False)
+    said = [*ask, call, {"role": "tool", "content": "3724"}, answer]
+    whole = tokenizer.apply_chat_template(said, tools=tools, tokenize=False)
     assert tokenizer.decode(shown.token_ids) + "\n" == whole
     taught = [i for i, is_taught in zip(shown.token_ids, shown.is_taught, strict=True) if is_taught]
     assert tokenizer.decode(taught) == f"{turns[0]}<|im_end|>{turns[1]}<|im_end|>"

@@ -171,15 +171,15 @@ def test_signatures_that_cannot_be_called_by_keyword_with_these_columns_are_refu
     def blind(prompts): ...
 
     for function, words in (
-        (needs_solution, r"needs_solution wants 'solution'; the data set gives question, answer .*{answer: solution}"),
+        (needs_solution, r"mine wants 'solution'; the data set gives question, answer .*{answer: solution}"),
         (positional, "positional only"),
         (blind, "takes no completions"),
     ):
         with pytest.raises(UserError, match=words):
-            check_signature(function, ["question", "answer"])
-    check_signature(needs_solution, ["question", "solution"])
-    check_signature(lambda prompts, completions, completion_ids, question, level=3: [], ["question"])
-    check_signature(lambda **everything: [], [])
+            check_signature(function, ["question", "answer"], "mine")
+    check_signature(needs_solution, ["question", "solution"], "mine")
+    check_signature(lambda prompts, completions, completion_ids, question, level=3: [], ["question"], "mine")
+    check_signature(lambda **everything: [], [], "mine")
 
 
 def named(completions, answer, **columns):

@@ -65,8 +65,8 @@ def test_prompt_turn_and_difference_are_the_tokens_of_the_whole_conversation(nam
     end = tokens("<|eot_id|>" if name == "llama3" else "<|im_end|>")[0]
     text = rendered(name)
     sampled = [*tokens(CALL), end]
-    pieces = [*tokens(text(ASK, True)), *sampled, *of(name, "tool").continuation(end, SEEN)]
-    assert pieces == tokens(text([*ASK, {"role": "assistant", "content": CALL}, *SEEN], True))
+    pieces = [*tokens(text(ASK)), *sampled, *of(name, "tool").continuation(end, SEEN)]
+    assert pieces == tokens(text([*ASK, {"role": "assistant", "content": CALL}, *SEEN]))
 
 
 def test_answers_of_tools_stand_in_one_turn_behind_the_templates_own_end_of_turn() -> None:
