@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -67,11 +68,11 @@ class Scripted:
         return out
 
 
-def played(given: Config, engine: Any) -> Any:
-    with opened(given, tokenizer(), PROBLEM, PROBLEM.columns) as multi_turn:
+def played(given: Config, engine: Any, problem: Problem = PROBLEM) -> Any:
+    with opened(given, tokenizer(), problem, problem.columns) as multi_turn:
         assert multi_turn is not None
         tools = multi_turn.pool.tools
-        prompt = make_prompt(PROBLEM, tokenizer(), given, tools=tools)
+        prompt = make_prompt(problem, tokenizer(), given, tools=tools)
         episodes = multi_turn.episodes(engine, functools.partial(tokenizer().batch_decode, skip_special_tokens=True))
         episodes.start("key", prompt, held_out_params(given, 0))
         while not (over := episodes.step()):
@@ -99,19 +100,18 @@ def test_a_call_is_answered_by_the_tool_and_the_model_goes_on_behind_the_answer(
     assert sampled.prompt.for_rewards == [{"role": "user", "content": "417*382?"}]
 
 
-def test_an_environment_gives_the_prompt_the_answers_and_the_reward(tmp_path: Path) -> None:
-    (tmp_path / "guess.py").write_text(
-        "from environments import Done\n"
-        "class Guess:\n"
-        "    def reset(self, answer, **row):\n"
-        "        return [{'role': 'user', 'content': 'Guess.'}]\n"
-        "    def step(self, completion):\n"
-        "        return Done(0.75) if completion == '3' else 'Higher.'\n"
-    )
-    engine = Scripted(["1", "3"], ["3"])
-    sampled = played(config(tmp_path, "chatml", environment=f"{tmp_path}/guess.py:Guess"), engine)
-    assert [c.environment_reward for c in sampled.completions] == [0.75, 0.75]
-    start = "<|im_start|>user\nGuess.<|im_end|>\n<|im_start|>assistant\n"
-    assert engine.asked[0] == (0, start)
-    assert engine.asked[-1][1] == f"{start}1<|im_end|>\n<|im_start|>user\nHigher.<|im_end|>\n<|im_start|>assistant\n"
+def test_the_environment_of_the_page_gives_the_prompt_the_answers_and_the_reward(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "environments.md").read_text()
+    [block] = re.findall(r"^```python\n# guess.py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "guess.py").write_text(block)
+    engine = Scripted(["5", "9", "7"], ["1", "one", "2", "3"])
+    given = config(tmp_path, "chatml", environment=f"{tmp_path}/guess.py:Guess", max_turns=4)
+    sampled = played(given, engine, Problem(3, {"question": "", "answer": "7"}))
+    assert [c.environment_reward for c in sampled.completions] == [1.0, 0.0]
+    said = [[m["content"] for m in c.messages if m["role"] == "user"] for c in sampled.completions]
+    assert said == [["Higher.", "Lower."], ["Higher."] * 3]
+    [asked] = sampled.prompt.for_rewards
+    start = f"<|im_start|>user\n{asked['content']}<|im_end|>\n<|im_start|>assistant\n"
+    assert engine.asked[0] == (0, start) and asked["content"].startswith("Guess my number")
+    assert engine.asked[2][1] == f"{start}5<|im_end|>\n<|im_start|>user\nHigher.<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer().decode(sampled.prompt.token_ids) == start, "what the trainer gets"

@@ -1,8 +1,6 @@
 """Tools and TRL's environments: what the model writes becomes calls, and what goes wrong a message to the model."""
 
 import json
-import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -220,22 +218,3 @@ def test_reset_gives_the_prompt_or_leaves_the_rows_own_or_adds_to_its_last_user_
 def test_what_no_message_can_hold_is_left_out_of_an_environments_state():
     mine = SimpleNamespace(counter=4, cells=[object()], huge=2**70, long="x" * 100_000, _hidden=1)
     assert Instance(mine, None).state() == {"counter": 4}
-
-
-def test_the_environment_of_the_page_runs(tmp_path):
-    page = (Path(__file__).resolve().parents[2] / "docs" / "environments.md").read_text()
-    [block] = re.findall(r"^```python\n# guess.py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    (tmp_path / "guess.py").write_text(block)
-    row = {"question": "", "answer": "7"}
-    with EnvironmentPool(Rollouts(environment=f"{tmp_path}/guess.py:Guess", timeout_s=limit(20)), row) as pool:
-        for words, answers, reward in (
-            (["5", "9", "7"], ["Higher.", "Lower."], 1.0),
-            (["1", "one", "2", "3"], ["Higher."] * 3, 0.0),
-        ):
-            pool.start("r", row)
-            assert one(pool).messages[0]["content"].startswith("Guess my number")
-            said = []
-            for text in words:
-                pool.step("r", text)
-                said.append(one(pool))
-            assert [turn.messages[0]["content"] for turn in said[:-1]] == answers and said[-1].reward == reward

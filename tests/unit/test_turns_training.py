@@ -7,7 +7,6 @@ wrote, all in float64.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -173,15 +172,6 @@ def test_the_gradient_is_that_of_a_dense_float64_loop(folder: Path, choice: str)
     assert relative(gradient_of(models(folder), known, of), plain.gradients()) < 1e-6
 
 
-def test_the_control_that_trains_on_observed_tokens_is_far_away(folder: Path) -> None:
-    of = settings(folder, "run", 1)
-    plain = exact_loop(PlainTraining, folder)
-    plain.backward(GROUPS)
-    blind = [changed(g, lambda r: dataclasses.replace(r, observed=())) for g in GROUPS]
-    known = score_rewards([Experience(g) for g in blind], of)
-    assert relative(gradient_of(models(folder), known, of), plain.gradients()) > 0.1
-
-
 @pytest.mark.parametrize(("given", "loop"), [(GAE, PlainActorCritic), (GROUP_PPO, PlainGroupPpo)], ids=["gae", "group"])
 def test_with_a_critic_the_gradient_is_that_of_a_dense_float64_loop(folder: Path, given: Any, loop: Any) -> None:
     of = settings(folder, "run", 1, **given)
@@ -196,7 +186,3 @@ def estimated(groups: list[Group], values: ByGroup, of: Config) -> Estimates:
     if of.algorithm.adv_estimator == "gae":
         return estimate(groups, values, of)
     return estimate_segments(groups, values, None, of.algorithm.group_params.group_variance_threshold, of)
-
-
-def changed(group: Group, change: Callable[[Rollout], Rollout]) -> Group:
-    return dataclasses.replace(group, rollouts=tuple(map(change, group.rollouts)))
