@@ -78,7 +78,7 @@ def one(pool):
 
 def test_jobs_come_back_with_their_keys_and_scores():
     with RewardPool(Rewards(reward_weights=[1.0, 0.5]), columns=COLUMNS) as pool:
-        assert pool.ready() == []
+        assert pool.ready(timeout_s=60) == [], "at once when nothing is pending"
         good = "<think>a</think><answer>4</answer>"
         pool.submit(("group", 7), "2+2?", [good, "5"], [np.array([1], np.int32)] * 2, COLUMNS)
         assert pool.pending == 1
@@ -159,7 +159,7 @@ def pid_of(pool):
 def test_a_process_killed_while_idle_is_replaced_without_failing_a_job(returning):
     for victim in (pid_of(returning), returning._workers.server_pid):
         os.kill(victim, signal.SIGKILL)
-        until(returning._worker.has_ended, 5.0)
+        assert returning._thread.submit(returning._worker.has_ended, limit(5.0)).result()
         assert pid_of(returning) != victim
 
 
@@ -192,15 +192,6 @@ def test_of_a_row_the_process_gets_what_the_functions_name_and_images_never_unas
         assert isinstance(one(pool)[1], RewardFailure) is fails
 
 
-def test_ready_does_not_wait_unless_asked_and_never_longer(pool, tmp_path):
-    submit(pool, 1, f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)")
-    begun = time.monotonic()
-    assert pool.ready() == [] == pool.ready(timeout_s=0.05)
-    assert not overdue(time.monotonic() - begun, 1.0)
-    (tmp_path / "go").touch()
-    assert one(pool)[0] == 1
-
-
 def test_what_the_user_can_fix_stops_the_start(file, tmp_path):
     (tmp_path / "dies.py").write_text("import os\nos.kill(os.getpid(), 11)\n")
     for names, words in (
@@ -211,16 +202,6 @@ def test_what_the_user_can_fix_stops_the_start(file, tmp_path):
         with pytest.raises(UserError) as error, RewardPool(Rewards(reward_funcs=names), columns=["answer"]):
             pass
         assert words in str(error.value)
-
-
-def test_leaving_the_pool_kills_a_busy_reward_at_once(file):
-    with RewardPool(Rewards(reward_funcs=[f"{file}:returns"])) as pool:
-        worker, server = pid_of(pool), pool._workers.server_pid
-        submit(pool, 1, "time.sleep(60)")
-        time.sleep(0.1)
-        start = time.monotonic()
-    assert not overdue(time.monotonic() - start, 1.0)
-    assert_gone(worker, server)
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,8 @@ def test_a_megabyte_of_hostile_text_is_scored_within_50_ms():
         assert not cpu_overdue(time.process_time() - start, 0.05), piece
 
 
-def test_every_way_to_misname_a_function_says_how_to_name_it(tmp_path):
+def test_every_way_to_misname_a_function_says_how_to_name_it(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mine.py").write_text("import os\nlimit = 3\ndef short(completions):\n    return []\n")
     (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
     for name, words in {
@@ -141,6 +142,7 @@ def test_every_way_to_misname_a_function_says_how_to_name_it(tmp_path):
         f"{tmp_path}/mine.py:xyzzy": ["no function 'xyzzy'", "Functions there: short"],
         f"{tmp_path}/mine.py:limit": ["no function 'limit'"],
         f"{tmp_path}/broken.py:f": ["cannot be imported", "No module named 'nothing_of_this_name'", "broken.py:1"],
+        "broken.f": ["broken cannot be imported: ModuleNotFoundError", "broken.py:1"],
         "nothing_of_this_name.f": ["no module 'nothing_of_this_name'", "path/file.py:function"],
         "rewards.gsm8k.anser": ["no function 'anser'", "Did you mean answer?"],
     }.items():

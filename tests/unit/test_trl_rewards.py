@@ -15,8 +15,8 @@ from tests.support.speed import limit
 pytestmark = pytest.mark.timeout(60)
 
 COLUMNS = {"question": "2+2?", "ground_truth": "4", "task": "math", "answer": "4"}
-# The shapes of the examples in TRL's documentation of GRPO: token counts, characters, a format in chat messages, a
-# reference column, two tasks, an async function, and the arguments that newer versions pass.
+# The shapes of the examples in TRL's documentation of GRPO: token counts, a format in chat messages, two tasks, an
+# async function, and the arguments that newer versions pass.
 FUNCTIONS = r"""
 import asyncio
 import re
@@ -24,16 +24,9 @@ import re
 def tokens(completions_ids, **kwargs):
     return [float(len(ids)) for ids in completions_ids]
 
-def characters(completions, **kwargs):
-    return [float(len(completion)) for completion in completions]
-
 def chat_format(completions, **kwargs):
     texts = [completion[0]["content"] for completion in completions]
     return [1.0 if re.match(r"^<think>.*?</think><answer>.*?</answer>$", text) else 0.0 for text in texts]
-
-def reference(completions, ground_truth, **kwargs):
-    found = [re.search(r"\\boxed\{(.*?)\}", completion) for completion in completions]
-    return [1.0 if f and f.group(1) == truth else 0.0 for f, truth in zip(found, ground_truth)]
 
 def math_only(prompts, completions, task, **kwargs):
     return [float("4" in c) if t == "math" else None for p, c, t in zip(prompts, completions, task)]
@@ -53,8 +46,8 @@ def talkative(completions, log_extra=None, log_metric=None, **kwargs):
     log_metric("mean_chars", sum(map(len, completions)) / len(completions))
     return [0.0] * len(completions)
 
-def scaled(completions, factor, ground_truth=None, **kwargs):
-    return [factor * len(completion) for completion in completions]
+def scaled(completions, factor, ground_truth=None, **kwargs):  # reward_kwargs stand above columns
+    return [factor * len(completion) for completion in completions if ground_truth == "mine"]
 """
 
 
@@ -68,8 +61,6 @@ def file(tmp_path_factory):
 # Of two completions; None: it does not apply
 EXPECTED = {
     "tokens": [3.0, 1.0],
-    "characters": [16.0, 4.0],
-    "reference": [1.0, 0.0],
     "math_only": [1.0, 0.0],
     "code_only": [None, None],
     "service": [1.0, 1.0],
@@ -91,7 +82,7 @@ def run(file, names, completions, prompt, **settings):
 
 
 def test_the_examples_of_trl_run_unchanged(file):
-    settings = {"reward_kwargs": {"scaled": {"factor": 2}}}
+    settings = {"reward_kwargs": {"scaled": {"factor": 2, "ground_truth": "mine"}}}
     found, totals, logged = run(file, list(EXPECTED), [r"It is \boxed{4}.", "five"], "2+2?", **settings)
     assert found == EXPECTED
     assert totals == [sum(values[i] or 0.0 for values in EXPECTED.values()) for i in range(2)]
@@ -119,14 +110,6 @@ def test_an_async_function_that_raises_is_reported_like_any_other():
     for _ in range(2):  # the loop survives it
         with pytest.raises(RewardError, match=r"f raised ConnectionError: refused \(test_trl_rewards.py:"):
             score_completions([("f", broken, 1.0)], ["p"], ["a"], {}, [[1]])
-
-
-def test_reward_kwargs_stand_above_columns():
-    def sees(completions, level=0, **columns):
-        return [level] * len(completions)
-
-    bound = bind(sees, {"level": 9}, "sees")
-    assert score_completions([("sees", bound, 1.0)], ["p"], ["a"], {"level": [1]}, [[1]])[0][1] == 9
 
 
 def test_reward_kwargs_that_fit_no_function_or_no_parameter_are_refused():
