@@ -91,6 +91,16 @@ def test_what_is_no_image_is_refused(tmp_path: Path, value: Any) -> None:
         sources(value, tmp_path)
 
 
+def test_a_file_that_is_too_large_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sampler.pictures.MAX_BYTES", 1 << 20)
+    (tmp_path / "most.png").write_bytes(bytes(1 << 20))
+    (tmp_path / "more.png").write_bytes(bytes(2 << 20))
+    assert len(sources("most.png", tmp_path)[0]) == 1 << 20
+    for value in ("more.png", bytes(2 << 20)):
+        with pytest.raises(ValueError, match="a file of more than 1 MiB"):
+            sources(value, tmp_path)
+
+
 def load(tmp_path: Path, *images: Any, **changes: Any) -> list[Problem]:
     """Rows with these images, of which red.png is in their folder."""
     (tmp_path / "red.png").write_bytes(RED)
