@@ -112,6 +112,7 @@ def test_the_environment_of_the_page_gives_the_prompt_the_answers_and_the_reward
     assert said == [["Higher.", "Lower."], ["Higher."] * 3]
     [asked] = sampled.prompt.for_rewards
     start = f"<|im_start|>user\n{asked['content']}<|im_end|>\n<|im_start|>assistant\n"
-    assert engine.asked[0] == (0, start) and asked["content"].startswith("Guess my number")
-    assert engine.asked[2][1] == f"{start}5<|im_end|>\n<|im_start|>user\nHigher.<|im_end|>\n<|im_start|>assistant\n"
+    first, second, _ = (text for rollout, text in engine.asked if rollout == 0)
+    assert first == start and asked["content"].startswith("Guess my number")
+    assert second == f"{start}5<|im_end|>\n<|im_start|>user\nHigher.<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer().decode(sampled.prompt.token_ids) == start, "what the trainer gets"

@@ -158,8 +158,10 @@ def pid_of(pool):
 
 def test_a_process_killed_while_idle_is_replaced_without_failing_a_job(returning):
     for victim in (pid_of(returning), returning._workers.server_pid):
+        returning._thread.submit(time.sleep, 0).result()  # it looks after its worker behind each job
         os.kill(victim, signal.SIGKILL)
-        assert returning._thread.submit(returning._worker.has_ended, limit(5.0)).result()
+        until(lambda victim=victim: is_gone(victim), 5.0)
+        assert returning._worker.has_ended(limit(5.0))
         assert pid_of(returning) != victim
 
 
@@ -202,6 +204,16 @@ def test_what_the_user_can_fix_stops_the_start(file, tmp_path):
         with pytest.raises(UserError) as error, RewardPool(Rewards(reward_funcs=names), columns=["answer"]):
             pass
         assert words in str(error.value)
+
+
+def test_leaving_the_pool_kills_a_busy_reward_at_once(file):
+    with RewardPool(Rewards(reward_funcs=[f"{file}:returns"])) as pool:
+        worker, server = pid_of(pool), pool._workers.server_pid
+        submit(pool, 1, "time.sleep(60)")
+        time.sleep(0.1)
+        start = time.monotonic()
+    assert not overdue(time.monotonic() - start, 1.0)
+    assert_gone(worker, server)
 
 
 @pytest.mark.parametrize(
