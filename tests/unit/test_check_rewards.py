@@ -140,6 +140,10 @@ def test_the_command_tries_gold_answers_evenly_spaced_and_ends_as_they_do(tmp_pa
     main()
     said = capsys.readouterr().out
     assert "gold answers: 5 of 20 rows of" in said and said.endswith("the rewards look right\n")
-    monkeypatch.setattr(sys, "argv", [*sys.argv[:3], "0"])
+    monkeypatch.setattr(sys, "argv", ["check", f"{tmp_path}/run.yaml", "rewards.reward_weights=[-1, 0]"])
+    with pytest.raises(SystemExit, match="1"):
+        main()
+    assert "problem: on 20 of 20 rows no right answer beats a wrong one" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["check", f"{tmp_path}/run.yaml", "--rows", "0"])
     with pytest.raises(UserError, match="check --rows 0: at least 1 is tried"):
         main()

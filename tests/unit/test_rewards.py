@@ -15,7 +15,6 @@ from rewards.find import bind, check_signature, resolve, wanted_by
 from rewards.format import is_formatted
 from rewards.gsm8k import answer, last_number
 from tests.support.speed import cpu_overdue
-from tests.support.texts import CHARACTERS
 
 NATALIA = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nNatalia sold 48+24 = <<48+24=72>>72 clips.\n#### 72"
 
@@ -60,7 +59,8 @@ def test_any_decimal_number_is_read_back_whatever_its_notation(whole, cents, bef
         assert last_number(f"7 apples, {before}{notation} in all.") == value
 
 
-@given(st.text(CHARACTERS))
+# all that UTF-8 has; hypothesis' own search for it costs a new checkout a second
+@given(st.text(st.characters(exclude_categories=["Cs"])))
 @example("<answer>" * 3)
 @example("</answer><answer>1")
 def test_no_text_breaks_a_built_in_reward(text):

@@ -7,7 +7,7 @@ wrote, all in float64.
 from __future__ import annotations
 
 import dataclasses
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from tests.support.plain_training import PlainActorCritic, PlainGroupPpo, PlainT
 from tests.support.tiny import VOCAB_SIZE, tiny_model, tiny_reward_model
 from tests.unit.test_attention import exact
 from trainer.algorithm.advantages import shaped_rewards
-from trainer.algorithm.critic_advantages import ByGroup, Estimates, estimate, estimate_segments
+from trainer.algorithm.critic_advantages import estimate, estimate_segments
 from trainer.algorithm.losses import loss, token_objective
 from trainer.data import tensors
 from trainer.data.experience import Experience, score_rewards, with_estimates
@@ -119,20 +119,20 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
-@cache
-def models(folder: Path) -> Any:
-    """The model that attends over packed rows. Its folder has a model and a critic for the plain loops, too."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """With a model and a critic."""
+    folder = tmp_path_factory.mktemp("turns")
     tiny_reward_model(folder / "critic", tiny_model(folder / "model", vocab=VOCAB_SIZE))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log_softmax, "scaled", lambda logits, temperature: logits / temperature)  # float64 stays float64
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    """It attends over packed rows."""
     return exact(load_causal_lm(str(folder / "model"), "float64", None, False))
-
-
-@pytest.fixture
-def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(
-        log_softmax, "scaled", lambda logits, temperature: logits / temperature
-    )  # float64 stays float64
-    models(tmp_path_factory.getbasetemp() / "turns")
-    return tmp_path_factory.getbasetemp() / "turns"
 
 
 def exact_loop(loop: type[PlainTraining], folder: Path, *critic: Path, **changes: Any) -> Any:
@@ -163,26 +163,25 @@ def relative(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_the_gradient_is_that_of_a_dense_float64_loop(folder: Path, choice: str) -> None:
+def test_the_gradient_is_that_of_a_dense_float64_loop(folder: Path, model: Any, choice: str) -> None:
     algorithm = dict(CHOICES[choice])
     of = settings(folder, "run", 1, trainer={"packing": algorithm.pop("packing", "shared")}, algorithm=algorithm)
     plain = exact_loop(PlainTraining, folder, **algorithm)
     plain.backward(GROUPS)
     known = score_rewards([Experience(g) for g in GROUPS], of)
-    assert relative(gradient_of(models(folder), known, of), plain.gradients()) < 1e-6
+    assert relative(gradient_of(model, known, of), plain.gradients()) < 1e-6
 
 
 @pytest.mark.parametrize(("given", "loop"), [(GAE, PlainActorCritic), (GROUP_PPO, PlainGroupPpo)], ids=["gae", "group"])
-def test_with_a_critic_the_gradient_is_that_of_a_dense_float64_loop(folder: Path, given: Any, loop: Any) -> None:
+def test_with_a_critic_the_gradient_is_that_of_a_dense_float64_loop(
+    folder: Path, model: Any, given: Any, loop: Any
+) -> None:
     of = settings(folder, "run", 1, **given)
     plain = exact_loop(loop, folder, folder / "critic")
     values = {g.group_id: [v.detach().numpy() for v in plain.values(g)] for g in GROUPS}
     plain.backward(GROUPS)
-    known = with_estimates([Experience(g) for g in GROUPS], estimated(GROUPS, values, of))
-    assert relative(gradient_of(models(folder), known, of), plain.gradients()) < 1e-6
-
-
-def estimated(groups: list[Group], values: ByGroup, of: Config) -> Estimates:
-    if of.algorithm.adv_estimator == "gae":
-        return estimate(groups, values, of)
-    return estimate_segments(groups, values, None, of.algorithm.group_params.group_variance_threshold, of)
+    threshold = of.algorithm.group_params.group_variance_threshold
+    by_segments = of.algorithm.adv_estimator != "gae"
+    found = estimate_segments(GROUPS, values, None, threshold, of) if by_segments else estimate(GROUPS, values, of)
+    known = with_estimates([Experience(g) for g in GROUPS], found)
+    assert relative(gradient_of(model, known, of), plain.gradients()) < 1e-6
