@@ -131,7 +131,7 @@ def _make_data(cell: Cell, folder: Path) -> None:
 
 
 def reward_functions(cell: Cell) -> list[Callable[..., list[Any]]]:
-    """What `tandem_config` names, for loops of one process."""
+    """What `tandem_config` names, for TRL."""
     if not cell.is_natural:
         return [even]
     return [right, formatted]
