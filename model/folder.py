@@ -16,7 +16,7 @@ from typing import Any
 from common.config import Config, CriticSettings, Model, ReferenceSettings
 from common.errors import UserError
 from common.paths import did_you_mean
-from model.hub import model_json, present_file, read_json
+from model.hub import model_json, not_to_be_had, present_file, read_json
 
 SHARD_NAME = re.compile(r"(?![.])[A-Za-z0-9._-]{1,128}")
 _MAX_INDEX_BYTES = 64 << 20
@@ -201,18 +201,9 @@ def require_model(path: str, revision: str | None = None) -> None:
 
     try:
         if constants.HF_HUB_OFFLINE and present_file(path, "config.json", revision) is None:
-            raise not_to_be_had(path, "no config.json in the cache.")
+            raise not_to_be_had(path, "no config.json in the cache")
     except ValueError as error:  # a name that can be none
-        raise not_to_be_had(path, str(error)) from None
-
-
-def not_to_be_had(path: str, reason: str) -> UserError:
-    offline = f"; HF_HUB_OFFLINE={os.environ['HF_HUB_OFFLINE']}" if os.environ.get("HF_HUB_OFFLINE") else ""
-    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
-    return UserError(
-        f"model {path!r} is not a folder and cannot be had from the hub or HF_HOME={home}{offline}: {reason} "
-        f"Download: hf download {path}, or set model.path to a folder. Behind a firewall: HF_ENDPOINT=…"
-    )
+        raise not_to_be_had(path, error) from None
 
 
 def load_config(model: Model) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,20 @@ def file_from_hub(repository: str, name: str, revision: str | None) -> Path:
     try:
         return Path(hf_hub_download(repository, name, revision=revision))
     except Exception as error:
-        first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(
-            f"model {repository!r} is not here, and its {name} cannot be had from the hub or its cache: {first_line} "
-            f"Download: hf download {repository}, or set model.path to what is on this machine. "
-            "Behind a firewall: HF_ENDPOINT=…"
-        ) from None
+        raise not_to_be_had(repository, f"no {name}: {error}") from None
+
+
+def not_to_be_had(name: str, reason: object, kind: str = "model") -> UserError:
+    """Of a model or a data set that is neither here nor on the hub: why, under which settings, and the remedy."""
+    first_line = next(iter(str(reason).splitlines()), "")
+    settings = [f"HF_HOME={os.environ.get('HF_HOME', '~/.cache/huggingface')}"]
+    settings += [f"{key}={os.environ[key]}" for key in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") if key in os.environ]
+    option, setting = ("", "model.path") if kind == "model" else ("--repo-type dataset ", "data.train")
+    return UserError(
+        f"{kind} {name!r} is not a folder and cannot be had from the hub or its cache: {first_line} "
+        f"({'; '.join(settings)}). Download: hf download {option}{name}, or set {setting} to a folder. "
+        "Behind a firewall: HF_ENDPOINT=…"
+    )
 
 
 def model_file(path: str, name: str, revision: str | None) -> Path:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from common import durable
 from common.errors import UserError
-from model.folder import check_model_folder, not_to_be_had, require_model
+from model.folder import check_model_folder, require_model
+from model.hub import not_to_be_had
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,10 +29,10 @@ def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bo
             str(folder) if folder.is_dir() else path, revision=revision, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError) as error:
-        first_line = next(iter(str(error).splitlines()), "")
         if folder.is_dir():
+            first_line = next(iter(str(error).splitlines()), "")
             raise UserError(f"model {path!r}: the folder holds no tokenizer that loads: {first_line}") from error
-        raise not_to_be_had(path, first_line) from error
+        raise not_to_be_had(path, error) from error
 
 
 def save_tokenizer(tokenizer: Any, layout: VisionLayout | None, folder: Path) -> None:

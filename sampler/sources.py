@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from common.errors import UserError
 from common.paths import did_you_mean
+from model.hub import not_to_be_had
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -100,7 +100,7 @@ def _splits(source: str) -> Mapping[str, Table]:
             return {str(saved.split or "train"): saved} if isinstance(saved, datasets.Dataset) else saved
         return datasets.load_dataset(str(path), subset or None)
     except Exception as error:
-        raise UserError(_explain(error, str(path), subset, is_local=path.exists())) from error
+        raise _explained(error, str(path), subset, is_local=path.exists()) from error
 
 
 def _undecoded(rows: Table) -> Table:
@@ -156,23 +156,17 @@ def _lines(path: Path, text: str) -> Iterator[Any]:
                 ) from None
 
 
-def _explain(error: Exception, name: str, subset: str, is_local: bool) -> str:
-    """The message for what `datasets` raised: a missing or unknown subset, or a data set it cannot find or read."""
+def _explained(error: Exception, name: str, subset: str, is_local: bool) -> UserError:
+    """For what `datasets` raised: a missing or unknown subset, or a data set that it cannot find or read."""
     if found := _SUBSETS_THERE.search(str(error)):
         subsets = re.findall(r"'([^']*)'", found[1])
         near = difflib.get_close_matches(subset, subsets, n=1) or subsets[:1]
         there = f"no subset {subset!r}; its subsets are" if subset else "subsets"
-        return f"{name} has {there} {', '.join(subsets)}. Write {name}:{near[0]}@train"
-    first_line = next(iter(str(error).splitlines()), "")
+        return UserError(f"{name} has {there} {', '.join(subsets)}. Write {name}:{near[0]}@train")
     if is_local:
-        return f"data: {name} cannot be read: {type(error).__name__}: {first_line}"
-    settings = [f"HF_HOME={os.environ.get('HF_HOME', '~/.cache/huggingface')}"]
-    settings += [f"{key}={os.environ[key]}" for key in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") if key in os.environ]
-    return (
-        f"data set {name!r} is no file or folder here and cannot be had from the hub or the cache: {first_line} "
-        f"({', '.join(settings)}). Download it where there is a network: hf download --repo-type dataset {name}, or "
-        "name a local file or folder. Behind a firewall: HF_ENDPOINT=…"
-    )
+        first_line = next(iter(str(error).splitlines()), "")
+        return UserError(f"data: {name} cannot be read: {type(error).__name__}: {first_line}")
+    return not_to_be_had(name, error, "data set")
 
 
 def _take(splits: Mapping[str, Table], split: str | None, source: str) -> list[Table]:

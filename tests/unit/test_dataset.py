@@ -246,8 +246,8 @@ def test_a_hub_data_set_that_cannot_be_had_says_how_to_get_it(tmp_path, monkeypa
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     said = message("openai/gsm8k:main@train")
-    assert said.startswith("data set 'openai/gsm8k' is no file or folder here and cannot be had from the hub")
-    assert f"(HF_HOME={tmp_path}, HF_HUB_OFFLINE=1). Download it" in said
+    assert said.startswith("data set 'openai/gsm8k' is not a folder and cannot be had from the hub")
+    assert f"(HF_HOME={tmp_path}; HF_HUB_OFFLINE=1). Download: hf download --repo-type dataset openai/gsm8k," in said
 
 
 def test_every_epoch_asks_every_problem_once_in_an_order_that_seed_and_epoch_alone_make():
