@@ -22,7 +22,7 @@ class MemoryNetwork:
 
 class MemoryTransport:
     def __init__(self, network: MemoryNetwork, name: str):
-        self._network, self._name, self._is_woken, self.is_closed = network, name, False, False
+        self._network, self._name, self._is_woken = network, name, False
 
     def poll(self, timeout_s: float) -> bool:
         with self._network.changed:
@@ -49,4 +49,4 @@ class MemoryTransport:
             self._network.changed.notify_all()
 
     def close(self) -> None:
-        self.is_closed = True
+        pass

@@ -6,11 +6,9 @@ import contextlib
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -92,16 +90,9 @@ def take(inbox: Inbox, group_ids: Sequence[int]) -> list[Group | Tombstone]:
     return [one.group for one in inbox.take(group_ids)]
 
 
-class TakenFromInbox:
-    """An Inbox as the source of a batch on one rank."""
-
-    def __init__(self, inbox: Inbox):
-        self.take, self.refill = partial(take, inbox), inbox.refill
-
-
-def make_eval_result(request: EvalRequest, version: int, **changes: Any) -> EvalResult:
+def make_eval_result(request: EvalRequest, version: int) -> EvalResult:
     samples = tuple(EvalSample(i, f"text {i}", {"answer": 1.0}, 3, "stop") for i in request.problem_indexes)
-    return msgspec.structs.replace(EvalResult(request.eval_id, request.chunk, version, samples), **changes)
+    return EvalResult(request.eval_id, request.chunk, version, samples)
 
 
 def published(version: int) -> Published:
@@ -127,10 +118,10 @@ def changed(config: Config, **sections: dict[str, Any]) -> Config:
     return config.model_copy(update=update)
 
 
-def train(inbox: Inbox, num_steps: int, first_step: int = 0) -> list[int]:
+def train(inbox: Inbox, num_steps: int) -> list[int]:
     """The training loop's calls, two groups a step. Returns the ids in the order in which they were trained."""
     trained = []
-    for step in range(first_step, first_step + num_steps):
+    for step in range(num_steps):
         inbox.commit(2 * step, published(step))
         taken = take(inbox, [2 * step, 2 * step + 1])
         assert all(step - 1 <= group.policy_version <= step for group in taken), "older than max_staleness"
@@ -176,15 +167,13 @@ class FakeSampler(threading.Thread):
         self.ended: PeerEnded | None = None
         self.make_eval: Callable[[EvalRequest, int], EvalResult] = make_eval_result
         self.produced: list[int] = []
-        self.stats = {"total/generate_s": 1.0}
-        self.num_trainers = 0
 
     def run(self) -> None:
         try:
             while not self.stopped.is_set():
-                self.num_trainers += self.link.receive(0.02)
+                self.link.receive(0.02)
                 self.work()
-                self.link.beat("sampling", 0, 0, self.stats, now=False)
+                self.link.beat("sampling", 0, 0, {}, now=False)
             if self.goodbye:
                 self.link.say_goodbye(*self.goodbye)
         except PeerEnded as ended:

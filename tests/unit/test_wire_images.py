@@ -80,10 +80,8 @@ def test_the_builder_makes_a_png_that_is_accepted() -> None:
     ("data", "why"),
     [
         (b"", "no PNG"),
-        (b"GIF89a" + png(28, 28), "no PNG"),
         (b"\x89PNG\r\n\x1a\n", "chunks are not"),
         (png(28, 28)[:-1], "ends inside a chunk"),
-        (png(28, 28)[:60], "ends inside a chunk"),
         (png(28, 28) + b"x", "ends inside a chunk"),
         (png(28, 28).replace(b"IDAT", b"IDAX"), "CRC"),
         (of_chunks(HEADER, zlib.compress(ROWS), (b"iTXt", b"x" * 100)), "chunks are not"),
@@ -123,7 +121,6 @@ def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
     [
         (group_of(SMALL, SMALL, SMALL), "3 images, at most 2"),
         (group_of(SMALL, pads=1), "1 image tokens in the prompt, its images have 2"),
-        (group_of(SMALL, pads=3), "3 image tokens"),
         (group_of(pads=1), "1 image tokens"),
         (group_of(replace(SMALL, grid_thw=(1, 4, 2))), "56 × 28 pixels in a grid of 4 × 2"),
         (group_of(replace(SMALL, grid_thw=(2, 2, 4)), pads=2), "a grid of"),
