@@ -46,6 +46,7 @@ HAND: dict[str, tuple[list[float], str, str, list[float]]] = {
     # mean 5e-4, std = 1e-3 / sqrt(2)
     "a small difference": ([0, 1e-3], "grpo", "group", [x / (1e-3 / math.sqrt(2) + EPS) for x in (-5e-4, 5e-4)]),
     "equal": ([-2.5] * 8, "grpo", "group", [0.0] * 8),
+    "equal but for what is nothing": ([0.0, 1e-9], "grpo", "group", [0.0, 0.0]),
     "equal in float32, whose std is 8e-9": (torch.full((8,), 0.1).double().tolist(), "grpo", "group", [0.0] * 8),
     "equal but for the order of a sum": ([0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1], "grpo", "group", [0.0, 0.0]),
     # the right one: 1 − 0; a wrong one: 0 − 1/3
@@ -133,7 +134,7 @@ def test_rewards_are_shaped_by_kl_and_length() -> None:
 def test_a_tombstone_has_no_advantages_and_nan_counts_as_moving() -> None:
     assert step_advantages([Tombstone(0, 0, "reward timed out")], settings(whiten_advantages=True)) == {}
     assert moves(np.array([math.nan, 0.0]))
-    assert not moves(np.array([1e-12, 0.0]))
+    assert not moves(np.array([1e-9, 0.0]))
 
 
 CHOICES: list[dict[str, Any]] = [
