@@ -3,14 +3,16 @@ in the bits of autograd on a CPU, and as a GPU's compiler gets them."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from model import log_softmax
 from model.log_softmax import LogSoftmaxAt
@@ -125,14 +127,8 @@ def test_one_graph_serves_every_number_of_tokens(monkeypatch: pytest.MonkeyPatch
     """fullgraph: torch.compile refuses code that would leave the graph, such as a question for a value."""
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # of an engine on this CPU, in the same process
     monkeypatch.setattr("torch._dynamo.config.disable", False)
-    graphs: list[Any] = []
-
-    def traced(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        def backend(graph: Any, _: Any) -> Any:
-            graphs.append(graph)
-            return graph.forward
-
-        return compiler(function, backend=backend, **options)
+    counted = CompileCounter()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counted))
 
     def computed() -> list[Tensor]:
         leaf = logits.clone().requires_grad_()
@@ -141,8 +137,6 @@ def test_one_graph_serves_every_number_of_tokens(monkeypatch: pytest.MonkeyPatch
         assert leaf.grad is not None
         return [logprobs, entropy, log_mass, leaf.grad]
 
-    compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", traced)
     for has_sets, rows in itertools.product((True, False), (6, 17, 64)):  # 5 would be the width of the sets
         logits, targets, weights = problem(rows, 300, torch.bfloat16)
         sets = sets_of(targets, 300) if has_sets else None
@@ -150,7 +144,7 @@ def test_one_graph_serves_every_number_of_tokens(monkeypatch: pytest.MonkeyPatch
         with monkeypatch.context() as on_gpu:
             on_gpu.setattr(log_softmax, "_compiles", lambda _: True)
             assert all(torch.equal(a, b) for a, b in zip(computed(), expected, strict=True))
-    assert len(graphs) == 4, "one forward and one backward, with sets and without"
+    assert counted.frame_count == 4, "one forward and one backward, with sets and without"
 
 
 def compiling(monkeypatch: pytest.MonkeyPatch, error: Exception) -> Tensor:
