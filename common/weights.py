@@ -68,6 +68,24 @@ _decoder = msgspec.json.Decoder(Manifest)
 
 
 @dataclass(frozen=True)
+class VersionName:
+    """What tells a version from all others, and where it goes."""
+
+    weights_dir: Path
+    run_id: str
+    incarnation: str
+    version: int
+
+    @property
+    def temporary(self) -> Path:
+        return self.weights_dir / f"{durable.TEMPORARY}{self.final.name}"
+
+    @property
+    def final(self) -> Path:
+        return self.weights_dir / f"{self.version:08d}-{self.incarnation}"
+
+
+@dataclass(frozen=True)
 class Published:
     """What CREDIT carries: enough to find a version and to prove that it is the announced one."""
 
@@ -91,21 +109,13 @@ def shard_name(index: int, count: int) -> str:
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def version_dir(weights_dir: Path, version: int, incarnation: str) -> Path:
-    return weights_dir / f"{version:08d}-{incarnation}"
-
-
-def temporary_dir(weights_dir: Path, version: int, incarnation: str) -> Path:
-    return weights_dir / f"{durable.TEMPORARY}{version:08d}-{incarnation}"
-
-
-def commit(temporary: Path, final: Path, manifest: Manifest) -> Published:
+def commit(name: VersionName, manifest: Manifest) -> Published:
     """Writes the manifest last, makes the version visible and returns its address. Rank 0 only."""
     data = msgspec.json.encode(manifest)
-    durable.write_file(temporary / MANIFEST, data)
+    durable.write_file(name.temporary / MANIFEST, data)
     failpoint("weights.manifest")
-    durable.commit_dir(temporary, final)
-    return Published(manifest.version, str(final), hashlib.sha256(data).hexdigest())
+    durable.commit_dir(name.temporary, name.final)
+    return Published(name.version, str(name.final), hashlib.sha256(data).hexdigest())
 
 
 def read_manifest(published: Published) -> Manifest:

@@ -35,16 +35,24 @@ def require_models(config: Config) -> None:
     Silent where only the network or the tokenizer itself can tell: `require_downloaded` asks again when it has.
     """
     require_model(config.model.path, config.model.revision)
-    if config.algorithm.beta > 0 and config.reference.path is not None:
-        require_model(*config.start_of(config.reference))
-    if config.algorithm.needs_critic and config.critic.path is not None:
-        require_model(*config.start_of(config.critic))
+    for other in _others(config).values():
+        require_model(*config.start_of(other))
     template, folder = config.prompt.chat_template, Path(config.model.path).expanduser()
     if template is not None and not template.is_file():
         raise UserError(f"prompt.chat_template {template}: no such file. Templates of ours: configs/templates/")
     if template is None and folder.is_dir() and not config.model.trust_remote_code and not _has_chat_template(folder):
         raise UserError(NO_CHAT_TEMPLATE)
     require_settings(config)
+
+
+def _others(config: Config) -> dict[str, CriticSettings | ReferenceSettings]:
+    """Sections whose models the run loads beside the policy's, where they name one."""
+    used: dict[str, CriticSettings | ReferenceSettings] = {}
+    if config.algorithm.beta > 0:
+        used["reference"] = config.reference
+    if config.algorithm.needs_critic:
+        used["critic"] = config.critic
+    return {section: settings for section, settings in used.items() if settings.path is not None}
 
 
 def require_downloaded(config: Config) -> None:
@@ -73,9 +81,10 @@ def _require_shared_rows(config: Config, policy: dict[str, Any]) -> None:
             f"trainer.sequence_parallel_size {size}: rows of a model that sees images are not split over ranks; set "
             "trainer.sequence_parallel_size=1, or model.path to a text model"
         )
-    others: list[CriticSettings | ReferenceSettings] = [config.critic] if config.algorithm.needs_critic else []
-    others += [config.reference] if config.reference_on == "trainer" else []
-    for settings in (policy, *(_settings(other.path, None) for other in others if other.path)):
+    others = _others(config)
+    if config.reference_on == "sampler":
+        others.pop("reference", None)
+    for settings in (policy, *(_settings(*config.start_of(other)) for other in others.values())):
         if (heads := settings.get("num_attention_heads", size)) % size:
             raise UserError(uneven_heads(heads, size))
 
@@ -91,13 +100,9 @@ def uneven_heads(heads: int, size: int) -> str:
 
 def _require_same_sight(config: Config, policy: dict[str, Any]) -> None:
     """Image tokens and their places mean something within one family alone."""
-    others: dict[str, CriticSettings | ReferenceSettings] = (
-        {"reference": config.reference} if config.algorithm.beta > 0 else {}
-    )
-    others |= {"critic": config.critic} if config.algorithm.needs_critic else {}
-    for section, other in others.items():
-        path = other.path
-        found = _settings(path, None) if path else {}
+    for section, other in _others(config).items():
+        path, revision = config.start_of(other)
+        found = _settings(path, revision)
         kinds = policy.get("model_type"), found.get("model_type")
         if policy and found and kinds[0] != kinds[1] and not set(kinds).isdisjoint(VISION_FAMILIES):
             raise UserError(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from common import durable
 from common.errors import UserError
-from model.folder import check_model_folder, require_model
+from model.folder import require_model
 from model.hub import not_to_be_had
 
 if TYPE_CHECKING:
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a hub id or folder. Raises UserError when it is not there."""
-    require_model(path, revision)
-    check_model_folder(path)  # here, because both processes come by before they load the model
+    require_model(path, revision)  # here, because both processes come by before they load the model
 
     from transformers import AutoTokenizer  # costs seconds
 

@@ -16,7 +16,6 @@ import base64
 import math
 import shutil
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,19 +33,9 @@ if TYPE_CHECKING:
     from sampler.engine_tensors import Proof
 
 
-@dataclass(frozen=True)
-class CanaryBounds:
-    """What the canary may differ by. In bfloat16 good engines have single tokens far off: the maximum is only shown."""
-
-    rms: float
-    largest: float
-
-    @classmethod
-    def of(cls, config: Config) -> CanaryBounds:
-        """float32: healthy are 1e-6 and 1e-5, TF32 in attention gives 5e-4 and 2e-3. bfloat16: RMS 0.03 to 0.04."""
-        if config.model.dtype == "float32":
-            return cls(2.5e-4, 1e-3)
-        return cls(0.15, math.inf)
+# By how much the canary may differ: RMS, largest. float32: healthy are 1e-6 and 1e-5, TF32 in attention gives 5e-4 and
+# 2e-3. bfloat16: RMS 0.03 to 0.04, and good engines have single tokens far off: the largest is only shown.
+_CANARY_BOUNDS = {"float32": (2.5e-4, 1e-3), "bfloat16": (0.15, math.inf)}
 
 
 def reload(engine: Engine, published: Published, config: Config, fetcher: Fetcher | None = None) -> dict[str, float]:
@@ -72,7 +61,7 @@ def reload(engine: Engine, published: Published, config: Config, fetcher: Fetche
     finally:
         shutil.rmtree(fetched.folder, ignore_errors=True)
     x = theirs - ours
-    _require_canary(x, CanaryBounds.of(config), published.version)
+    _require_canary(x, config.model.dtype, published.version)
     engine.version = published.version
     failpoint("sampler.reloaded")
     now = time.monotonic()
@@ -111,10 +100,11 @@ def _require_proof(proof: Proof, version: int) -> None:
         )
 
 
-def _require_canary(x: NDArray[np.float64], bounds: CanaryBounds, version: int) -> None:
+def _require_canary(x: NDArray[np.float64], dtype: str, version: int) -> None:
     rms, largest = _rms(x), _largest(x)
-    if not (rms <= bounds.rms and largest <= bounds.largest):  # so that NaN is refused
-        limits = f"RMS {bounds.rms:.3g}" + (f", at most {bounds.largest:.3g}" if bounds.largest < math.inf else "")
+    rms_bound, bound = _CANARY_BOUNDS[dtype]
+    if not (rms <= rms_bound and largest <= bound):  # so that NaN is refused
+        limits = f"RMS {rms_bound:.3g}" + (f", at most {bound:.3g}" if bound < math.inf else "")
         raise Retryable(
             f"canary: the engine's log-probs differ from the trainer's by RMS {rms:.3g}, at most {largest:.3g}, under "
             f"version {version}, more than {limits}"

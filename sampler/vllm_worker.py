@@ -48,10 +48,6 @@ class WeightExtension:
             block_size = settings.cache_config.block_size
             self.repeated_rows = RepeatedRows(language.model, attentions, lambda: context().attn_metadata, block_size)
 
-    def num_spared_rows(self) -> int:
-        """So far, by `compute_rows_once`."""
-        return self.repeated_rows.spared if self.repeated_rows else 0
-
     def load_weights_from(
         self, folder: str, expected: Mapping[str, TensorInfo] | None = None, tensors: Mapping[str, Tensor] | None = None
     ) -> Proof:

@@ -1,8 +1,7 @@
-"""The real engine on tiny models that see: log-probs of transformers, the prompt of the trainer, proven reloads."""
+"""The real engine on tiny models that see: log-probs and the prompt of the trainer, proven reloads."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from tests.support.tiny_vision import (
     VISION_END,
     VISION_START,
     VOCAB_SIZE,
-    dense_vision_logprobs,
     tiny_vision_model,
 )
 from tests.support.vision import END, PAD, START, picture, write_tokenizer
@@ -40,11 +38,9 @@ PARAMS = SamplingParams(1.0, 16, 2, 7)
 
 
 class Eye:
-    """An engine, the same model in transformers, and prompts with images."""
+    """An engine, the trainer's model, and prompts with images."""
 
     def __init__(self, family: str, folder: Path, tied: bool = True, **sections: Any):
-        from transformers import AutoModelForImageTextToText
-
         self.folder = tiny_vision_model(folder / "model", family, tied)
         special = {IMAGE_TOKEN: PAD, VISION_START: START, VISION_END: END, VIDEO_TOKEN: "<|video_pad|>"}
         write_tokenizer(self.folder, VOCAB_SIZE, special)
@@ -58,7 +54,8 @@ class Eye:
         }
         self.config = Config.model_validate(settings | sections)
         self.vision = read_vision(str(self.folder))
-        self.model = AutoModelForImageTextToText.from_pretrained(self.folder, dtype="float32").eval()
+        self.model: Any = load_causal_lm(str(self.folder), "float32", None, trust_remote_code=False)
+        self.layout = layout_of(self.model.config, str(self.folder), None)
         self.engine = kept(Engine(self.config, num_gpus=0))
 
     def prompt(self, *images: EncodedImage) -> list[int]:
@@ -74,30 +71,21 @@ class Eye:
         [(_, completions)] = finished
         return completions
 
-    def distance(self, completions: list[Completion], *images: EncodedImage) -> float:
-        """Largest difference of a sampled log-prob from transformers' own, which is shown these images.
+    def distance(self, *shown: tuple[EncodedImage, ...], said: Sequence[int] = (), given: Any = None) -> float:
+        """Largest difference of a sampled log-prob from the trainer's, which packs the groups into one row.
 
-        Up to the first mark of an image, which a random model samples and transformers takes for an image.
+        shown: images of each group's prompt. said: an earlier turn. given: what the trainer is shown instead.
         """
-        largest, compared = 0.0, 0
-        for completion in completions:
-            ids = list(itertools.takewhile(lambda token: token < IMAGE_TOKEN, completion.token_ids.tolist()))
-            if ids:
-                with torch.no_grad():
-                    dense = dense_vision_logprobs(self.model, self.folder, self.prompt(*images), ids, images)
-                largest = max(largest, float(np.abs(dense.numpy() - completion.logprobs[: len(ids)]).max()))
-            compared += len(ids)
-        assert compared > 10
-        return largest
-
-    def trained(self, groups: Sequence[tuple[list[int], list[list[int]]]], images: Any) -> np.ndarray:
-        """The trainer's log-probs of these completions, packed in one row, with the images of each group."""
-        model = load_causal_lm(str(self.folder), "float32", None, trust_remote_code=False)
-        model.load_state_dict(self.model.state_dict())
-        row = with_vision(pack(groups, images=images), layout_of(model.config, str(self.folder), None))
+        sampled = [self.sample(*images, behind=said) for images in shown]
+        groups = [
+            (self.prompt(*images), [[*said, *c.token_ids.tolist()] for c in completions])
+            for images, completions in zip(shown, sampled, strict=True)
+        ]
         with torch.no_grad():
-            found: np.ndarray = score_logprobs(model, row, 1.0, 64).numpy()
-        return found
+            row = with_vision(pack(groups, images=given or shown), self.layout)
+            found = score_logprobs(self.model, row, 1.0, 64).numpy()
+        theirs = [[np.nan] * len(said) + c.logprobs.tolist() for completions in sampled for c in completions]
+        return float(np.nanmax(np.abs(found - np.concatenate(theirs))))
 
     def change(self, seed: int) -> None:
         """Every parameter of the trainer's model, the tower's too."""
@@ -129,44 +117,14 @@ def images_for(vision: Vision) -> tuple[EncodedImage, EncodedImage, EncodedImage
     return sized[0], sized[1], sized[2]
 
 
-def test_log_probs_are_transformers_with_the_same_image_and_not_with_another(eye: Eye) -> None:
-    first, second, other = images_for(eye.vision)
-    completions = eye.sample(first)
-    assert eye.distance(completions, first) < 1e-5
-    assert eye.distance(completions, other) > 0.5  # the control
-    assert eye.distance(eye.sample(first), first) < 1e-5  # by the prefix cache
-    assert eye.distance(eye.sample(first, second), first, second) < 1e-5
-    assert eye.distance(eye.sample()) < 1e-5
-
-
-def test_the_trainers_packed_rows_give_the_engines_log_probs_and_not_with_another_image(eye: Eye) -> None:
-    """Both groups in one row, and every sampled token, marks of images among them."""
-    first, second, other = images_for(eye.vision)
-    shown = [(first,), (first, second)]
-    sampled = [eye.sample(*images) for images in shown]
-    groups = [
-        (eye.prompt(*images), [c.token_ids.tolist() for c in completions])
-        for images, completions in zip(shown, sampled, strict=True)
-    ]
-    theirs = np.concatenate([c.logprobs for completions in sampled for c in completions])
-    assert np.abs(eye.trained(groups, shown) - theirs).max() < 1e-5
-    assert np.abs(eye.trained(groups, [(other,), (other, second)]) - theirs).max() > 0.5
-
-
-def test_a_later_turn_sees_the_image_whatever_marks_the_turns_before_it_hold(eye: Eye) -> None:
+def test_log_probs_are_the_trainers_with_the_same_images_and_not_with_others(eye: Eye) -> None:
     """What the model or a tool wrote is text, even where it is an image's token."""
-    first, _, other = images_for(eye.vision)
-
-    def distance(said: list[int], image: EncodedImage) -> float:
-        sampled = eye.sample(first, behind=said)
-        completions = [said + c.token_ids.tolist() for c in sampled]
-        found = eye.trained([(eye.prompt(first), completions)], [(image,)])
-        theirs = np.concatenate([[np.nan] * len(said) + c.logprobs.tolist() for c in sampled])
-        return float(np.nanmax(np.abs(found - theirs)))
-
-    marked = [40, IMAGE_TOKEN, 41, VISION_START, IMAGE_TOKEN, VISION_END, 42]
-    assert distance(marked, first) < 1e-5
-    assert distance([40, 41, 42], other) > 0.1  # the control
+    first, second, other = images_for(eye.vision)
+    shown = [(first,), (first, second), ()]
+    assert eye.distance(*shown) < 1e-5
+    assert eye.distance(*shown) < 1e-5  # by the prefix cache
+    assert eye.distance(*shown, given=[(other,), (other, second), ()]) > 0.5  # the control
+    assert eye.distance((first,), said=[40, IMAGE_TOKEN, 41, VISION_START, IMAGE_TOKEN, VISION_END, 42]) < 1e-5
 
 
 def test_another_prompt_than_the_trainer_s_is_refused(eye: Eye) -> None:
@@ -190,4 +148,4 @@ def test_a_reload_is_proven_tensor_by_tensor_and_the_next_image_is_seen_with_the
         assert proof.wrong == [] and all("packed" in why for why in proof.unproven.values())
         assert proof.proven | proof.unproven.keys() == {name for name, _ in eye.model.named_parameters()}
         assert any("visual" in name for name in proof.proven)
-        assert eye.distance(eye.sample(first), first) < 1e-5
+        assert eye.distance((first,)) < 1e-5

@@ -12,7 +12,7 @@ from model.logprobs import score_logprobs
 from model.packing import pack
 from sampler.completions import SamplingParams
 from sampler.reload import reload
-from tests.support.engines import PROMPT, complete, finished, greedy
+from tests.support.engines import PROMPT, complete, finished, greedy, worker_of
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -48,13 +48,14 @@ def test_completions_of_a_group_compute_its_prompt_once_and_have_the_trainers_lo
     engine, config, policy, version
 ):
     reload(engine, version(0), config)
-    [before] = engine._llm.collective_rpc("num_spared_rows")
+    before = worker_of(engine).repeated_rows.spared
     prompts = [PROMPT[: 2 * 32 + 7], PROMPT[1 : 2 * 32 + 1], PROMPT[:20]]  # behind whole blocks: 7 tokens, a block, all
     for index, prompt in enumerate(prompts):
         engine.submit(index, prompt, SamplingParams(0.7, 4, 3, 1))
     found = finished(engine)
-    [after] = engine._llm.collective_rpc("num_spared_rows")
-    assert after - before == 2 * (7 + 32 + 20)  # of three completions each the first computes them
+    assert worker_of(engine).repeated_rows.spared - before == 2 * (
+        7 + 32 + 20
+    )  # of three completions each the first computes them
     for index, prompt in enumerate(prompts):
         for completion in found[index]:
             expected = policy.logprobs(prompt, completion.token_ids.tolist(), 0.7)

@@ -109,13 +109,13 @@ def _refusal_of_a_stale_number(pair: Pair) -> str:
     """The engine loads the last version again, and one number of the next one differs by a hundredth of itself."""
     import torch
 
-    from common import weights
     from common.errors import Retryable
+    from common.weights import VersionName
     from sampler.reload import reload
 
     with torch.no_grad():
         next(pair.policy.model.parameters()).view(-1)[0].mul_(1.01)
-    before = weights.version_dir(pair.scratch / "weights", _RELOADS - 1, "life")
+    before = VersionName(pair.scratch / "weights", "run", "life", _RELOADS - 1).final
     loader, load = pair.engine.weights, pair.engine.weights.load
     setattr(loader, "load", lambda _, expected, *__: load(before, expected))  # noqa: B010
     with pytest.raises(Retryable) as refused:

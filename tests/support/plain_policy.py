@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from common.config import Config
-from common.weights import Published
+from common.weights import Published, VersionName
 from model import lora
 from model.logprobs import load_causal_lm, score_logprobs
 from model.packing import pack
 from trainer.engine.exported import adapters
-from trainer.save.write_version import VersionName, snapshot
+from trainer.save.write_version import snapshot
 
 
 class OneRank:

@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from common import weights
 from common.failpoints import failpoint
-from common.weights import Canary, Manifest, Published
+from common.weights import Canary, Manifest, Published, VersionName
 from tests.support.protocol_helpers import LIMITS
 
 
@@ -19,11 +19,11 @@ def number(incarnation: str, version: int) -> int:
 
 
 def publish(folder: Path, version: int, incarnation: str) -> Published:
-    temporary = weights.temporary_dir(folder, version, incarnation)
-    temporary.mkdir()
+    name = VersionName(folder, "run", incarnation, version)
+    name.temporary.mkdir()
     shard = weights.shard_name(0, 1)
-    save_file({"number": np.array([number(incarnation, version)])}, temporary / shard)
+    save_file({"number": np.array([number(incarnation, version)])}, name.temporary / shard)
     failpoint("weights.shard")
-    files = {shard: (temporary / shard).stat().st_size}
+    files = {shard: (name.temporary / shard).stat().st_size}
     manifest = Manifest("run", incarnation, version, files, {}, Canary(1, [], []))
-    return weights.commit(temporary, weights.version_dir(folder, version, incarnation), manifest)
+    return weights.commit(name, manifest)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from common import weights
-from common.weights import Canary, Manifest, Published
+from common.weights import Canary, Manifest, Published, VersionName
 from model.checksum import describe
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -21,12 +21,12 @@ Change = Callable[[Path, Manifest], Manifest | None]  # spoils a version before 
 def publish(
     folder: Path, version: int = 3, change: Change | None = None, incarnation: str = "ab12", canary: Canary = CANARY
 ) -> Published:
-    temporary = weights.temporary_dir(folder, version, incarnation)
-    temporary.mkdir(parents=True)
+    name = VersionName(folder, "run", incarnation, version)
+    name.temporary.mkdir(parents=True)
     numbers = torch.full((4, 8), version, dtype=torch.float32)
-    for shard, name in zip(SHARDS, ("embed", "head"), strict=True):
-        save_file({name: numbers}, temporary / shard)
-    files = {shard: (temporary / shard).stat().st_size for shard in SHARDS}
+    for shard, tensor in zip(SHARDS, ("embed", "head"), strict=True):
+        save_file({tensor: numbers}, name.temporary / shard)
+    files = {shard: (name.temporary / shard).stat().st_size for shard in SHARDS}
     manifest = Manifest("run", incarnation, version, files, dict.fromkeys(("embed", "head"), describe(numbers)), canary)
-    manifest = (change(temporary, manifest) if change else None) or manifest
-    return weights.commit(temporary, weights.version_dir(folder, version, incarnation), manifest)
+    manifest = (change(name.temporary, manifest) if change else None) or manifest
+    return weights.commit(name, manifest)

@@ -116,7 +116,7 @@ def with_number(number: float) -> Change:
 def test_bad_weights_are_refused_with_what_is_wrong(
     tmp_path: Path, kind: type[BadWeights], change: Change, said: str
 ) -> None:
-    published = dataclasses.replace(publish(tmp_path / "weights", change=change), version=3)
+    published = publish(tmp_path / "weights", change=change)
     with pytest.raises(BadWeights, match=said) as caught:
         receive(published, tmp_path / "private")
     assert type(caught.value) is kind

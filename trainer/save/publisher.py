@@ -21,14 +21,14 @@ from pathlib import Path
 from common import weights
 from common.config import Config
 from common.watchdog import report_progress
-from common.weights import Published
+from common.weights import Published, VersionName
 from model import devices
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.link.source import GroupSource
 from trainer.save.disk import may_stay
 from trainer.save.host_copies import HostCopies
-from trainer.save.write_version import VersionName, snapshot
+from trainer.save.write_version import snapshot
 
 _CLOSING_S = 10.0
 

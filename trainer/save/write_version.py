@@ -12,7 +12,6 @@ import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from common import durable, weights
 from common.failpoints import failpoint
-from common.weights import Canary, Manifest, Published, TensorInfo
+from common.weights import Canary, Manifest, Published, TensorInfo, VersionName
 from model import lora
 from model.checksum import describe
 from model.images import canary_image
@@ -68,24 +67,6 @@ def canary(engine: PolicyEngine, vocab_size: int) -> Canary:
     if image is None:
         return Canary(length, ids, logprobs)
     return Canary(length, ids, logprobs, base64.b64encode(image.png).decode(), list(image.grid_thw))
-
-
-@dataclass(frozen=True)
-class VersionName:
-    """What tells a version from all others, and where it goes."""
-
-    weights_dir: Path
-    run_id: str
-    incarnation: str
-    version: int
-
-    @property
-    def temporary(self) -> Path:
-        return weights.temporary_dir(self.weights_dir, self.version, self.incarnation)
-
-    @property
-    def final(self) -> Path:
-        return weights.version_dir(self.weights_dir, self.version, self.incarnation)
 
 
 @dataclass(frozen=True)
@@ -139,14 +120,14 @@ class Snapshot:
         }
 
     def _commit(self, of_ranks: Sequence[dict[str, Any]]) -> Published:
-        name, folder = self.name, self.name.temporary
+        name = self.name
         files = {file: size for own in of_ranks for file, size in own["files"].items()}
         tensors = {tensor: TensorInfo(**info) for own in of_ranks for tensor, info in own["tensors"].items()}
         if self.adapter_settings is not None:
-            durable.write_file(folder / lora.SETTINGS, self.adapter_settings)
+            durable.write_file(name.temporary / lora.SETTINGS, self.adapter_settings)
             files[lora.SETTINGS] = len(self.adapter_settings)
-        what = files, tensors, self.canary
-        return weights.commit(folder, name.final, Manifest(name.run_id, name.incarnation, name.version, *what))
+        manifest = Manifest(name.run_id, name.incarnation, name.version, files, tensors, self.canary)
+        return weights.commit(name, manifest)
 
 
 def snapshot(
