@@ -161,13 +161,11 @@ def make_private(path: Path, forbidden: int = 0o022) -> None:
         )
 
 
-def remove_leftovers(parent: Path) -> int:
-    """Deletes what crashes left uncommitted in a folder that we alone write. Returns how many there were."""
-    leftovers = [p for p in parent.glob(".*") if p.name.startswith((TEMPORARY, TRASH))] if parent.is_dir() else []
-    for path in leftovers:
+def remove_leftovers(parent: Path) -> None:
+    """Deletes what crashes left uncommitted in a folder that we alone write, if it is there."""
+    for path in (p for p in list(parent.glob(".*")) if p.name.startswith((TEMPORARY, TRASH))):
         file_operation("delete", path)
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    return len(leftovers)
 
 
 @contextlib.contextmanager

@@ -142,14 +142,13 @@ def _versions(weights_dir: Path) -> list[tuple[int, Path]]:
     return sorted((int(path.parent.name.split("-")[0]), path.parent) for path in weights_dir.glob(f"[0-9]*/{MANIFEST}"))
 
 
-def prune(weights_dir: Path, in_use: Iterable[int], keep: int = KEEP) -> list[int]:
-    """Deletes versions that no live sampler uses, beside the newest `keep`. Returns the versions deleted."""
+def prune(weights_dir: Path, in_use: Iterable[int], keep: int = KEEP) -> None:
+    """Deletes versions that no live sampler uses, beside the newest `keep`."""
     versions = _versions(weights_dir)
     spared = {version for version, _ in versions[-keep:]} | set(in_use)
-    deleted = [(version, path) for version, path in versions if version not in spared]
-    for _, path in deleted:
-        durable.remove_dir(path)
-    return [version for version, _ in deleted]
+    for version, path in versions:
+        if version not in spared:
+            durable.remove_dir(path)
 
 
 def remove_versions(weights_dir: Path) -> None:

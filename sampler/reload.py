@@ -122,13 +122,11 @@ def _largest(x: NDArray[np.float64]) -> float:
 
 def _canary_logprobs(engine: Engine, manifest: Manifest) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Of all the canary's tokens: the trainer's log-probs and the engine's."""
-    canary = manifest.canary
+    canary, images = manifest.canary, []
     if canary.image_png:
         times, rows, columns = canary.grid_thw
-        image = EncodedImage(base64.b64decode(canary.image_png), (times, rows, columns))
-        scores = engine.score(canary.token_ids, [image])
-    else:
-        scores = engine.score(canary.token_ids)
+        images = [EncodedImage(base64.b64decode(canary.image_png), (times, rows, columns))]
+    scores = engine.score(canary.token_ids, images)
     ours = [score[canary.prompt_length - 1 :] for score in scores]
     assert [len(o) for o in ours] == [len(t) for t in canary.logprobs], "the canary's log-probs do not fit its tokens"
     return np.concatenate(canary.logprobs).astype(np.float64), np.concatenate(ours).astype(np.float64)

@@ -8,8 +8,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from common import durable, out_of_memory, wire
@@ -39,22 +38,21 @@ def run(config: Config, sampler_id: str) -> None:
     require_models(config)
     limits, log = config.channel, config.run.output_dir / "logs" / "trainer.log"
     with contextlib.ExitStack() as stack:
-        stack.enter_context(durable.lock(_lock_file(config, sampler_id), _taken(sampler_id)))
+        stack.enter_context(_locked(config, sampler_id))
         stack.enter_context(Watchdog(f"sampler {sampler_id}", limits.stall_timeout_s, limits.connect_timeout_s, log))
         _run(config, sampler_id)
 
 
-def _lock_file(config: Config, sampler_id: str) -> Path:
+def _locked(config: Config, sampler_id: str) -> contextlib.AbstractContextManager[None]:
     """Two samplers of one id would take each other's messages. Hosts that share the run folder share the lock."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", sampler_id):
         raise UserError(f"--id {sampler_id!r}: use at most 64 letters, digits, '.', '_' and '-', such as sampler-1")
-    return config.run.output_dir / f"lock.{sampler_id}"
-
-
-def _taken(sampler_id: str) -> Callable[[str], UserError]:
-    return lambda holder: UserError(
-        f"a sampler with the id {sampler_id!r} serves this run already ({holder}); "
-        f"give this one another: --id {sampler_id}-b"
+    return durable.lock(
+        config.run.output_dir / f"lock.{sampler_id}",
+        lambda holder: UserError(
+            f"a sampler with the id {sampler_id!r} serves this run already ({holder}); "
+            f"give this one another: --id {sampler_id}-b"
+        ),
     )
 
 

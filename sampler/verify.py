@@ -46,7 +46,7 @@ def take_files(
     for name, expected in manifest.files.items():
         source, target = Path(published.weights_dir) / name, private_dir / name
         try:
-            if not (_is_shard(name) and _link(source, target)):
+            if not (name.startswith("model-") and _link(source, target)):
                 _copy(source, target, progressed)
             found = target.lstat()
         except OSError as error:
@@ -57,10 +57,6 @@ def take_files(
         if found.st_size != expected:
             kind = NotVisible if found.st_size < expected else BadWeights
             raise kind(f"{source} has {found.st_size} bytes, the manifest says {expected}")
-
-
-def _is_shard(name: str) -> bool:
-    return name.startswith("model-") and name.endswith(".safetensors")
 
 
 def _link(source: Path, target: Path) -> bool:
@@ -88,7 +84,7 @@ def checked_tensors(
 
     Raises BadWeights unless they are those of the manifest, bit by bit, finite, and such as this config publishes.
     """
-    from model.checksum import describe, is_finite
+    from model.checksum import all_finite, describe
 
     tensors = _mapped(folder, manifest)
     missing = sorted(manifest.tensors.keys() - tensors.keys())
@@ -99,7 +95,7 @@ def checked_tensors(
     for name, tensor in tensors.items():
         if (found := describe(tensor)) != manifest.tensors[name]:
             raise BadWeights(f"tensor {name} is {found}, expected {manifest.tensors[name]}")
-        if not is_finite(tensor):
+        if tensor.numel() and not all_finite(tensor):
             raise BadWeights(f"tensor {name} of version {manifest.version} is not finite")
         progressed()
     return tensors

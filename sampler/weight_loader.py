@@ -49,10 +49,10 @@ class WeightLoader:
         else:
             here = None if self._engine.vllm_config.parallel_config.world_size > 1 else tensors
             proofs = self._llm.collective_rpc("load_weights_from", args=(str(folder), expected, here))
+        if not self._llm.reset_prefix_cache(reset_running_requests=self._in_flight is not None):
+            raise RuntimeError("vLLM did not reset its prefix cache: keys and values of the old weights are in it")
         if self._in_flight:
             self._in_flight.begin(version)
-        elif not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not reset its prefix cache: keys and values of the old weights are in it")
         if self._sees:
             self._engine.reset_encoder_cache()  # the old tower's features of images
         return of_ranks(proofs)

@@ -15,7 +15,7 @@ from common.errors import Retryable
 from common.weights import Published
 from sampler.engine import Engine
 from sampler.reload import reload
-from tests.support.engines import edit, given_instead, worker_of
+from tests.support.engines import edit, given_instead
 from tests.support.plain_policy import PlainPolicy
 from tests.support.tier import count
 
@@ -142,21 +142,6 @@ def test_an_engine_that_was_given_other_weights_than_the_published_ones_is_refus
     with monkeypatch.context() as patch:
         given_instead(engine, other, patch)
         refuse(engine, config, newest, said)
-    reload(engine, newest, config)
-
-
-@of(adapters=ADAPTERS)
-def test_an_adapter_that_vllm_loads_by_half_is_refused(
-    engine: Engine, config: Config, policy: PlainPolicy, version: Publish, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A layer whose slot keeps what the version before left there."""
-    reload(engine, version(1), config)
-    forgotten = worker_of(engine).model_runner.model.get_submodule("model.layers.1.mlp.gate_up_proj")
-    policy.disturb(2)
-    newest = version(2)
-    with monkeypatch.context() as patch:
-        patch.setattr(forgotten, "set_lora", lambda *_: None)
-        refuse(engine, config, newest, r"layers\.1\.mlp\.gate_up_proj does not hold the published")
     reload(engine, newest, config)
 
 

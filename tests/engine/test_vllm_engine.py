@@ -62,6 +62,20 @@ def test_completions_of_a_group_compute_its_prompt_once_and_have_the_trainers_lo
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
 
 
+def test_every_turn_of_a_conversation_has_the_trainers_log_probs_behind_all_that_was_said(
+    engine, config, policy, version
+):
+    reload(engine, version(0), config)
+    said, observed = [list(PROMPT) for _ in range(4)], [40, 41, 42]
+    for turn in range(8):
+        for i, ids in enumerate(said):
+            engine.submit(i, ids, SamplingParams(0.7, 16, 1, seed=10 * turn + i))
+        for i, [completion] in finished(engine).items():
+            ids = completion.token_ids.tolist()
+            np.testing.assert_allclose(completion.logprobs, policy.logprobs(said[i], ids, 0.7), atol=1e-5)
+            said[i] += ids + observed
+
+
 def test_a_seed_gives_the_same_completions_again_and_siblings_differ(engine, config, version):
     reload(engine, version(1), config)  # an earlier test may have left weights that always say the same
     first, second = (complete(engine, SamplingParams(1.0, 24, 4, 11)) for _ in range(2))

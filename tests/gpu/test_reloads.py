@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 _RELOADS = 5
 _CACHE = {"kv_cache_memory_bytes": 2**30, "gpu_memory_utilization": 0.3}  # as beside a trainer: measured by nobody
 _FREED = 0.95  # of the cache's bytes
-_PROMPT, _TOKENS = list(range(3, 75)), 24
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [("1m", "float32"), ("qwen2.5-0.5b", "bfloat16")])
@@ -80,16 +79,6 @@ class Pair:
         weights.prune(self.scratch / "weights", [version], keep=1)
         return found
 
-    def written(self) -> list[int]:
-        """Greedy, so that nothing but weights and prompt decides."""
-        from sampler.completions import SamplingParams
-
-        self.engine.submit("prompt", _PROMPT, SamplingParams(0.0, _TOKENS, 1, None))
-        while not (finished := self.engine.step()):
-            pass
-        [(_, [completion])] = finished
-        return [int(token) for token in completion.token_ids]
-
 
 def _reloads(shape: str, dtype: str, scratch: Path) -> dict[str, str]:
     """Figures of the good reloads. Raises if one is refused, or the stale one is not."""
@@ -112,12 +101,12 @@ def _refusal_of_a_stale_number(pair: Pair) -> str:
     from common.errors import Retryable
     from common.weights import VersionName
     from sampler.reload import reload
+    from tests.support.engines import given_instead
 
     with torch.no_grad():
         next(pair.policy.model.parameters()).view(-1)[0].mul_(1.01)
     before = VersionName(pair.scratch / "weights", "run", "life", _RELOADS - 1).final
-    loader, load = pair.engine.weights, pair.engine.weights.load
-    setattr(loader, "load", lambda _, expected, *__: load(before, expected))  # noqa: B010
+    given_instead(pair.engine, before, pytest.MonkeyPatch())
     with pytest.raises(Retryable) as refused:
         reload(pair.engine, pair.published(_RELOADS), pair.config)
     return str(refused.value)
@@ -127,14 +116,16 @@ def _sleeps(scratch: Path) -> int:
     """Bytes of GPU memory that were free while it slept."""
     import torch
 
+    from tests.support.engines import greedy
+
     on_gpu = torch.cuda.is_available()
     pair = Pair("1m", "float32", scratch, enable_sleep_mode=True)
     with contextlib.nullcontext() if on_gpu else sleeping(pair.engine):
         pair.reloaded(0)
-        before, free = pair.written(), torch.cuda.mem_get_info()[0] if on_gpu else 0
+        before, free = greedy(pair.engine), torch.cuda.mem_get_info()[0] if on_gpu else 0
         pair.engine.rest()
         freed = torch.cuda.mem_get_info()[0] - free if on_gpu else 0
-        assert pair.written() == before
+        assert greedy(pair.engine) == before
         pair.engine.rest()
         found = pair.reloaded(1)
         assert pair.engine.on_cpu or found["sync/unproven_tensors"] == 0

@@ -20,28 +20,6 @@ from model.tokenizer import load_tokenizer
 from tests.support.configs import config_of
 from tests.support.tiny import tiny_model
 
-NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def gguf_name(name: str) -> str:
-    """ "model.layers.1.mlp.up_proj.weight" -> "blk.1.ffn_up.weight" """
-    inner = name.removeprefix("model.")
-    if inner.startswith("layers."):
-        _, layer, rest = inner.split(".", 2)
-        stem, kind = rest.rsplit(".", 1)
-        return f"blk.{layer}.{NAMES[stem]}.{kind}"
-    return {"embed_tokens.weight": "token_embd.weight", "norm.weight": "output_norm.weight"}[inner]
-
 
 def write_gguf(
     file: Path, folder: Path, quantized: bool = False, leave_out: str = ""
@@ -60,18 +38,19 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(settings["rms_norm_eps"])
     writer.add_rope_freq_base(10000.0)
     add_tokenizer(writer, folder)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, settings["num_hidden_layers"])
     held: dict[str, NDArray[np.float32]] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        values = tensor.float().numpy()
-        if gguf_name(name) == leave_out:
+        values, theirs = tensor.float().numpy(), names.get_name(name, (".weight", ".bias"))
+        if name == leave_out:
             continue
         if quantized and values.ndim == 2:
             kind = gguf.GGMLQuantizationType.Q8_0
             blocks = gguf.quantize(values, kind)
-            writer.add_tensor(gguf_name(name), blocks, raw_dtype=kind)
+            writer.add_tensor(theirs, blocks, raw_dtype=kind)
             held[name] = gguf.dequantize(blocks, kind)
         else:
-            writer.add_tensor(gguf_name(name), values)
+            writer.add_tensor(theirs, values)
             held[name] = values
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -168,7 +147,7 @@ def test_a_file_that_is_not_there_or_not_gguf_or_cut_short_is_refused_with_a_rem
     for size in (100, len(whole) // 2, len(whole) - 1000):
         (tmp_path / "cut.gguf").write_bytes(whole[:size])
         assert "cut.gguf: transformers" in (said := refused(tmp_path / "cut.gguf")) and "download it again" in said
-    write_gguf(tmp_path / "tiny.gguf", folder, leave_out="blk.1.ffn_up.weight")
+    write_gguf(tmp_path / "tiny.gguf", folder, leave_out="model.layers.1.mlp.up_proj.weight")
     assert "lacks 1 weights, such as model.layers.1.mlp.up_proj.weight" in refused(tmp_path / "tiny.gguf")
     monkeypatch.setattr(gguf_models.importlib.util, "find_spec", lambda name: None)
     assert "pip install gguf==" in refused(tmp_path / "tiny.gguf")

@@ -68,8 +68,8 @@ def test_layers_that_do_not_exist_are_named(model: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("target", ["qkv", "attn.proj", "visual.blocks.0.mlp.up_proj"])
 def test_layers_of_a_vision_tower_are_refused_by_name(tmp_path: Path, target: str) -> None:
     seeing = tiny_vision_model(tmp_path / "seeing", "qwen2_5_vl")
-    config = config_for(seeing, tmp_path, lora={"r": 4, "target_modules": ["q_proj", target]})
-    with pytest.raises(UserError, match=rf"target_modules {target}: only the vision tower has it.*lora\.r=0"):
+    config = config_for(seeing, tmp_path, lora={"r": 4, "target_modules": [target]})
+    with pytest.raises(UserError, match=r"lora.target_modules \["):
         AdaptedPolicy(config)
 
 

@@ -182,12 +182,14 @@ def versions(folder: Path) -> list[str]:
 def test_prune_keeps_the_newest_and_what_is_in_use(tmp_path: Path) -> None:
     for version in (1, 2, 3, 4, 5):
         publish(tmp_path, version)
-    assert weights.prune(tmp_path, in_use=[2], keep=2) == [1, 3]
+    weights.prune(tmp_path, in_use=[2], keep=2)
     assert versions(tmp_path) == ["00000002-ab12", "00000004-ab12", "00000005-ab12"]
-    assert weights.prune(tmp_path, in_use=[2, 99], keep=2) == []
+    weights.prune(tmp_path, in_use=[2, 99], keep=2)
+    assert len(versions(tmp_path)) == 3
     for version in (99_999_999, 100_000_000, 100_000_001):  # beyond eight digits
         publish(tmp_path, version)
-    assert weights.prune(tmp_path, in_use=[], keep=2) == [2, 4, 5, 99_999_999]
+    weights.prune(tmp_path, in_use=[], keep=2)
+    assert versions(tmp_path) == ["100000000-ab12", "100000001-ab12"]
 
 
 def test_at_the_end_the_folder_is_gone_unless_something_else_is_in_it(tmp_path: Path) -> None:
@@ -205,7 +207,7 @@ def test_at_the_end_the_folder_is_gone_unless_something_else_is_in_it(tmp_path: 
 def test_the_canary_compares_the_tokens_after_the_prompt() -> None:
     """4 tokens have 3 log-probs; with a prompt of 2 the first of them is the prompt's own and is skipped."""
     manifest: Any = SimpleNamespace(canary=Canary(2, [[1, 2, 3, 4]], [[-0.5, -0.7]]))
-    engine: Any = SimpleNamespace(score=lambda _: [np.array([-9.0, -0.5, -0.25], np.float32)])
+    engine: Any = SimpleNamespace(score=lambda *_: [np.array([-9.0, -0.5, -0.25], np.float32)])
     theirs, ours = _canary_logprobs(engine, manifest)
     assert (theirs.tolist(), ours.tolist()) == ([-0.5, -0.7], [-0.5, -0.25])
 

@@ -16,16 +16,13 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._of: dict[str, Tensor] = {}
-        self._is_pinned = False
 
     def copy(self, name: str, tensor: Tensor) -> Tensor:
         """Overwrites the copy of this name."""
         on_gpu, into = devices.is_accelerator(tensor.device), self._of.get(name)
-        self._is_pinned |= on_gpu
         if into is None or (into.shape, into.dtype) != (tensor.shape, tensor.dtype):
             into = self._of[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
         return into.copy_(tensor.detach(), non_blocking=on_gpu)
 
     def wait(self) -> None:
-        if self._is_pinned:
-            devices.synchronize()
+        devices.synchronize()
