@@ -156,7 +156,7 @@ def test_a_version_has_every_adapter_and_wrong_ones_are_refused_before_the_engin
             checked_tensors(folder, theirs, config)
     save_file(expected, folder / lora.WEIGHTS)
     (folder / lora.SETTINGS).write_text("{")
-    with pytest.raises(BadWeights, match="adapter_config.json cannot be read"):
+    with pytest.raises(BadWeights, match=r"adapter_config\.json cannot be read"):
         checked_tensors(folder, manifest, config)
 
 
