@@ -159,8 +159,9 @@ def leave_rank(code: int, rank: int) -> None:
 
 
 def say(text: str) -> None:
-    """A line of ours, for people."""
-    print(f"tandem: {text}", file=sys.stderr, flush=True)
+    """To people. A terminal that is gone does not change how a run ends."""
+    with contextlib.suppress(OSError):
+        print(f"tandem: {text}", file=sys.stderr, flush=True)
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:

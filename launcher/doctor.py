@@ -163,34 +163,32 @@ def packages() -> Check:
     """Every package of the lock, at its version."""
     try:
         lock = ROOT / ("tools/locks/cpu.lock" if is_cpu_build() else "tools/locks/gpu.lock")
-        pins = read_lock(lock.read_text())
+        wrong = mismatches(read_lock(lock.read_text()), _version)
     except (metadata.PackageNotFoundError, ModuleNotFoundError):
         return Check(False, "packages: not installed", "bash launch.sh setup")
-    wrong = mismatches(pins, _version)
     text = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
     fix = "rm -f .venv/.tandem-stamp && bash launch.sh setup"
-    return Check(not wrong, f"packages: {text or f'all {len(pins)} as in {lock.name}'}", fix)
+    return Check(not wrong, f"packages: {text or f'all as in {lock.name}'}", fix)
 
 
 def read_lock(text: str) -> dict[str, str]:
-    """Name → version for this interpreter.  "a==1\\nb==2 ; sys_platform == 'win32'" → {"a": "1"} on Linux"""
+    """Name → version for this interpreter.  "a==1\\nb==2 ; sys_platform == 'win32'" → {"a": "==1"} on Linux"""
     from packaging.requirements import Requirement
 
     requirements = [Requirement(line) for line in text.splitlines() if line and not line.startswith("#")]
-    return {
-        requirement.name: str(requirement.specifier).removeprefix("==")
-        for requirement in requirements
-        if requirement.marker is None or requirement.marker.evaluate()
-    }
+    here = [wanted for wanted in requirements if wanted.marker is None or wanted.marker.evaluate()]
+    return {wanted.name: str(wanted.specifier) for wanted in here}
 
 
 def mismatches(pins: dict[str, str], version_of: Callable[[str], str | None]) -> list[str]:
     """What is not there or of another version; a build tag such as +cu130 may be added to a plain version."""
+    from packaging.specifiers import SpecifierSet
+
     found = ((name, version_of(name), wanted) for name, wanted in pins.items())
     return [
         f"{name} {version or 'missing'} (wants {wanted})"
         for name, version, wanted in found
-        if version is None or wanted not in (version, version.partition("+")[0])
+        if version is None or not SpecifierSet(wanted).contains(version, prereleases=True)
     ]
 
 

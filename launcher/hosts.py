@@ -121,17 +121,13 @@ class HostCommands(Commands):
     def samplers(self) -> list[Child]:
         """Each by itself: one that ends is started again alone."""
         places = [(host, i) for host in self._hosts for i in range(host.samplers)]
-        return [
-            self._sampler_on(host, i, "sampler" if len(places) == 1 else f"sampler.{number}")
-            for number, (host, i) in enumerate(places)
-        ]
-
-    def _sampler_on(self, host: HostLine, i: int, name: str) -> Child:
-        """i: which of the host's samplers."""
-        alone = self._sampler(name, SamplerPlace({}, (), host.name), "--id", name)
-        width = self.config.engine_gpus
-        gpus = (host.slots + i * width, width)
-        return self._over(name, [self._order(host, name, alone.argv, gpus, alone.scratch)])
+        found, width = [], self.config.engine_gpus
+        for number, (host, i) in enumerate(places):
+            name = "sampler" if len(places) == 1 else f"sampler.{number}"
+            alone = self._sampler(name, SamplerPlace({}, (), host.name), "--id", name)
+            gpus = (host.slots + i * width, width)
+            found.append(self._over(name, [self._order(host, name, alone.argv, gpus, alone.scratch)]))
+        return found
 
     def trainer(self, *extra: str) -> Child:
         """DeepSpeed's own launcher on every host that has ranks, told which host it is on."""
@@ -166,7 +162,7 @@ class HostCommands(Commands):
     ) -> dict[str, Any]:
         """What on_host.py reads. Its log has the host's name; that of the whole is beside it."""
         self._attempt += 1
-        log = self._logs.resolve() / "hosts" / f"{_tame(host.name)}-{name}.log"
+        log = self._logs.resolve() / "hosts" / f"{host.name}-{name}.log"
         return {
             "host": host.name,
             "name": name,
@@ -195,8 +191,3 @@ def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
     """What other hosts get of our environment: settings of libraries, no secret, nothing of this host."""
     kept = {k: v for k, v in environ.items() if _PASSED.fullmatch(k) and not secret_part([k])}
     return {k: v for k, v in kept.items() if k not in _OF_THIS_HOST} | {"TANDEM_SUPERVISED": "1"}
-
-
-def _tame(name: str) -> str:
-    """A host's name as a part of a file's name."""
-    return re.sub(r"[^\w.-]", "_", name)

@@ -8,7 +8,6 @@ process has this evidence: on another one on_host.py looks. Left out: who sent t
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -16,32 +15,20 @@ import psutil
 from launcher.machine import GIB
 
 
-@dataclass(frozen=True)
-class Killed:
-    """A process that ended by SIGKILL.  Killed("trainer on node-3", True, "the machine's memory is 8.00 GiB")"""
+def why_killed(who: str, kills_before: int | None, advice: str, root: Path = Path("/")) -> tuple[bool, str]:
+    """After `who` ended by SIGKILL: (whether the kernel did it for want of memory, what to tell people).
 
-    who: str
-    for_memory: bool | None  # by the kernel; None = nothing that can be read here tells
-    limit: str = ""  # what it could have had; "" = not known
-
-    def text(self, advice: str) -> str:
-        """For people. advice: which settings need less memory."""
-        if self.for_memory is False:
-            return f"{self.who} was killed by SIGKILL from outside, not by the kernel"
-        limit = f"{self.limit}. " if self.limit else ""
-        if self.for_memory is None:
-            return (
-                f"{self.who} was killed by SIGKILL, by the kernel for want of memory or from outside: its counter "
-                f"cannot be read here. {limit}If it was memory: {advice}"
-            )
-        return f"{self.who} was killed by the kernel's out-of-memory killer: {limit}{advice}"
-
-
-def why_killed(who: str, kills_before: int | None, root: Path = Path("/")) -> Killed:
-    """After `who` ended by SIGKILL. kills_before: `oom_kills` when it started."""
-    kills = oom_kills(root)
-    for_memory = None if kills is None or kills_before is None else kills > kills_before
-    return Killed(who, for_memory, memory_limit(root))
+    kills_before: `oom_kills` when it started. advice: which settings need less memory.
+    """
+    kills, limit = oom_kills(root), memory_limit(root)
+    if kills is None or kills_before is None:
+        said = (
+            "was killed by SIGKILL, by the kernel for want of memory or from outside: its counter cannot be read here"
+        )
+        return False, f"{who} {said}. {limit}. If it was memory: {advice}"
+    if kills > kills_before:
+        return True, f"{who} was killed by the kernel's out-of-memory killer: {limit}. {advice}"
+    return False, f"{who} was killed by SIGKILL from outside, not by the kernel"
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.exits import INTERRUPTED, SIGKILLED, STARTED_AT, USER_ERROR
+from common.exits import INTERRUPTED, SIGKILLED, STARTED_AT, USER_ERROR, say
 from common.out_of_memory import less_memory
 from launcher.killed import oom_kills, why_killed
 from launcher.machine import ROOT
@@ -38,7 +38,7 @@ def main() -> int:
         _require_shared(order)
         child = _child(order, os.environ)
     except UserError as error:
-        print(f"tandem: {error}", file=sys.stderr, flush=True)
+        say(str(error))
         return USER_ERROR
     with Guard() as guard:
         kills_before = oom_kills()
@@ -48,8 +48,8 @@ def main() -> int:
         if code in SIGKILLED:
             role = "trainer" if child.name == "trainer" else "sampler"
             advice = less_memory(role, is_host_of_gpus="DS_ACCELERATOR" not in child.env)
-            killed = why_killed(f"{child.name} on {order['host']}", kills_before)
-            print(f"tandem: {killed.text(advice)}", file=sys.stderr, flush=True)
+            _, said = why_killed(f"{child.name} on {order['host']}", kills_before, advice)
+            say(said)
         return code % 256
 
 

@@ -6,13 +6,13 @@ refused, naming run.resume. Any other earlier run, finished or without a checkpo
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from common.config import Config
 from common.durable import lock
 from common.errors import UserError
+from common.exits import say
 from common.run_folder import FINAL, checkpoints, earlier_run, no_checkpoint
 from report.run_log import read_jsonl
 
@@ -39,7 +39,7 @@ def _move_aside(folder: Path) -> None:
         while (aside := folder.with_name(f"{folder.name}-{number}")).exists():
             number += 1
         folder.rename(aside)
-    print(f"tandem: the earlier {folder} is now {aside}", file=sys.stderr)
+    say(f"the earlier {folder} is now {aside}")
 
 
 def in_use(folder: Path) -> Callable[[str], UserError]:

@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from common.exits import DONE, INTERRUPTED, RETRYABLE, USER_ERROR, die_with_parent
+from common.exits import DONE, INTERRUPTED, RETRYABLE, USER_ERROR, die_with_parent, say
 from launcher.machine import ROOT
 
 SSH = "TANDEM_SSH"
@@ -76,24 +76,17 @@ class Host:
         for line in lines:
             print(line.decode(errors="replace"), flush=True)
 
-    @property
-    def code(self) -> int | None:
-        """Exit code of the process there; None while it runs."""
+    def ended(self) -> tuple[int, str] | None:
+        """(exit code of the process there, what a code of ssh itself means); None while it runs."""
         code = self.process.poll()
         if code is None:
             return None
         if code == _NO_CONNECTION or code < 0:
-            return RETRYABLE
-        return USER_ERROR if code in _NO_PROGRAM else code
-
-    def explain(self) -> None:
-        """Says what a code of ssh means."""
-        code = self.process.returncode
-        if code == _NO_CONNECTION or code < 0:
-            print(f"tandem: {self.name}: the connection ended", file=sys.stderr, flush=True)
-        elif code in _NO_PROGRAM:
+            return RETRYABLE, "the connection ended"
+        if code in _NO_PROGRAM:
             why = f"no {sys.executable} there; install this folder on it under the same path: bash launch.sh setup"
-            print(f"tandem: {self.name}: {why}", file=sys.stderr, flush=True)
+            return USER_ERROR, why
+        return code, ""
 
     def end(self) -> None:
         """Closes the connection, at which everything there ends."""
@@ -125,12 +118,14 @@ def _watch(hosts: Sequence[Host], asked: list[int]) -> int:
                 for host in hosts:
                     host.tell(str(number))
             told = len(asked)
-            codes = [host.code for host in hosts]
-            failed = [(host, code) for host, code in zip(hosts, codes, strict=True) if code]
+            ends = [host.ended() for host in hosts]
+            failed = [(host, *end) for host, end in zip(hosts, ends, strict=True) if end and end[0] != DONE]
             if failed and found == DONE:
-                failed[0][0].explain()
-                found, until = failed[0][1], time.monotonic() + _FOLLOW_S
-            if None not in codes or time.monotonic() > until:
+                host, found, why = failed[0]
+                until = time.monotonic() + _FOLLOW_S
+                if why:
+                    say(f"{host.name}: {why}")
+            if None not in ends or time.monotonic() > until:
                 return INTERRUPTED if asked and found == RETRYABLE else found
 
 

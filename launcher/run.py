@@ -13,15 +13,12 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from common.config import Config, load
 from common.durable import lock
 from common.errors import UserError
-from common.exits import DONE, INTERRUPTED, USER_ERROR, limit_time, out_of_time
-from common.out_of_memory import less_memory
+from common.exits import DONE, INTERRUPTED, USER_ERROR, limit_time, out_of_time, say
 from common.redact import redacted_words
 from common.run_folder import FINAL, checkpoints
 from launcher import shares
@@ -70,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
                 return _run(HostCommands(path, overrides, config, place, hosts), again)
             return _run(Commands(path, overrides, config, place), again)
     except UserError as error:
-        print(f"tandem: {error}", file=sys.stderr)
+        say(str(error))
         return USER_ERROR
 
 
@@ -84,21 +81,27 @@ def to_resume(path: Path, overrides: Sequence[str], hostfile: Path | None) -> st
 def _run(commands: Commands, again: str) -> int:
     """again: the command that resumes it."""
     place, folder = commands.place, commands.config.run.output_dir
-    print(f"tandem: {batch_line(commands.config, place.num_ranks)}", file=sys.stderr)
+    say(batch_line(commands.config, place.num_ranks))
     samplers = commands.samplers()
     logs = f"{samplers[0].log}" + (f" to {samplers[-1].log.name}" if len(samplers) > 1 else "")
-    print(f"tandem: sampler on {place.sampler_place}; log {logs}", file=sys.stderr)
-    print(f"tandem: trainer on {place.trainer_place}; log {folder}/logs/trainer.log", file=sys.stderr, flush=True)
+    say(f"sampler on {place.sampler_place}; log {logs}")
+    say(f"trainer on {place.trainer_place}; log {folder}/logs/trainer.log")
     if place.shares_gpu:
-        print(f"tandem: {shares.said(commands.config)}", file=sys.stderr)
+        say(shares.said(commands.config))
     if side := commands.config.reference_on:
-        print(f"tandem: reference model on the {side}", file=sys.stderr, flush=True)
+        say(f"reference model on the {side}")
     limit_time(commands.config.trainer.max_hours)
-    finished, advice = (folder / FINAL).is_dir, partial(less_memory, is_host_of_gpus=bool(place.sampler_gpus))
-    rules = Rules(commands.restart_trainer, commands.steps, finished, out_of_time, advice, batch_s=commands.batch_s)
+    rules = Rules(
+        commands.restart_trainer,
+        commands.steps,
+        finished=(folder / FINAL).is_dir,
+        out_of_time=out_of_time,
+        is_host_of_gpus=bool(place.sampler_gpus),
+        batch_s=commands.batch_s,
+    )
     code = Supervisor(samplers, commands.trainer(), rules).run()
     if code not in (DONE, USER_ERROR) and checkpoints(folder):
-        _say(f"continue with: {again}")
+        say(f"continue with: {again}")
     if commands.steps():
         _report(folder)
     return code
@@ -111,16 +114,11 @@ def _report(folder: Path) -> None:
     try:
         report([str(folder)])
     except Exception as error:
-        _say(f"no report: {type(error).__name__}: {error}; try bash launch.sh report {folder}")
+        say(f"no report: {type(error).__name__}: {error}; try bash launch.sh report {folder}")
     try:
         sys.stdout.flush()
     except OSError:  # a terminal or a `| tee` that is gone must not, either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _say(text: str) -> None:
-    with suppress(OSError):
-        print(f"tandem: {text}", file=sys.stderr, flush=True)
 
 
 def parse(arguments: Sequence[str], name: str = "run") -> tuple[Path, list[str], Path | None]:

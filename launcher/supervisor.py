@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from common.exits import DONE, INTERRUPTED, RETRYABLE, SIGKILLED, USER_ERROR, meaning
+from common.exits import DONE, INTERRUPTED, RETRYABLE, SIGKILLED, USER_ERROR, meaning, say
 from common.out_of_memory import less_memory
 from common.transcript import tail
 from launcher.killed import oom_kills, why_killed
@@ -44,7 +44,7 @@ class Rules:
     progress: Callable[[], int]  # grows with every optimizer step
     finished: Callable[[], bool]  # the trainer's final weights are on disk
     out_of_time: Callable[[], bool] = lambda: False  # trainer.max_hours is over
-    less_memory: Callable[[str], str] = less_memory  # what to tell the user of a "sampler" or "trainer" without enough
+    is_host_of_gpus: bool = False  # whose own memory is short when a process is killed for it
     max_restarts: int = 5
     backoff_s: float = 1.0  # doubles with every restart
     grace_s: float = 30.0  # at least, from the request to end until SIGKILL
@@ -99,13 +99,13 @@ class Supervisor:
             self._relay(0.1)
             if self._interrupts:
                 who = "both" if len(self._slots) == 2 else "all"
-                self._say(f"stopping {who}, within {self._grace_s(signal.SIGINT):.0f} s; Ctrl-C again stops at once")
+                say(f"stopping {who}, within {self._grace_s(signal.SIGINT):.0f} s; Ctrl-C again stops at once")
                 self._stop(signal.SIGINT)
                 return INTERRUPTED
             for name, slot in self._slots.items():
                 code = slot.running.process.poll() if slot.running is not None else None
                 if code is None and slot.end_by is not None and time.monotonic() >= slot.end_by:
-                    self._say(f"{name} did not end within {self._rules.grace_s:g} s of the sampler, and is killed")
+                    say(f"{name} did not end within {self._rules.grace_s:g} s of the sampler, and is killed")
                     code = DONE  # as if by itself: whether the run is done is on disk
                 if code is not None:
                     self._close(slot)
@@ -136,7 +136,7 @@ class Supervisor:
         if reason is None:
             return None
         self._explain(name, code)
-        self._say(f"not started again: {reason}")
+        say(f"not started again: {reason}")
         self._stop(signal.SIGINT)
         return RETRYABLE if code == RETRYABLE else USER_ERROR if for_memory else 1
 
@@ -145,9 +145,10 @@ class Supervisor:
         slot = self._slots[name]
         if slot.child.on_other_hosts and code > 0:  # passed on from there; below 0 our end of it was killed
             return False
-        killed = why_killed(name, slot.kills_before)
-        self._say(killed.text(self._rules.less_memory("trainer" if name == "trainer" else "sampler")))
-        return killed.for_memory is True
+        advice = less_memory("trainer" if name == "trainer" else "sampler", self._rules.is_host_of_gpus)
+        for_memory, said = why_killed(name, slot.kills_before, advice)
+        say(said)
+        return for_memory
 
     def _retry(self, name: str, code: int, for_memory: bool) -> str | None:
         """Plans the next attempt. Returns why there is none."""
@@ -168,7 +169,7 @@ class Supervisor:
             self._explain(name, code)  # once in a row: a second crash usually has the same cause
         wait_s = self._rules.backoff_s * 2**slot.restarts
         slot.child, slot.restarts, slot.start_at = replacement, slot.restarts + 1, time.monotonic() + wait_s
-        self._say(f"{name} {meaning(code)}; restart {slot.restarts} of {self._rules.max_restarts} in {wait_s:g} s")
+        say(f"{name} {meaning(code)}; restart {slot.restarts} of {self._rules.max_restarts} in {wait_s:g} s")
         if name == "trainer":
             self._renew_samplers(slot, waited_in_vain=code == RETRYABLE and slot.restarts > 1)
         return None
@@ -179,7 +180,7 @@ class Supervisor:
             if sampler is trainer:
                 continue
             if waited_in_vain and sampler.running is not None:
-                self._say(f"{name} is started again too: perhaps it is what the trainer waited for")
+                say(f"{name} is started again too: perhaps it is what the trainer waited for")
                 self._close(sampler)
             if sampler.running is None and sampler.start_at is None:
                 sampler.start_at = trainer.start_at
@@ -218,7 +219,7 @@ class Supervisor:
                 self._relay(0.05)
         for name, slot in self._slots.items():
             if steps and slot in live and self._any_alive([slot]) and self._interrupts < limit:
-                self._say(f"{name} did not end within {grace_s:.0f} s, and is killed")
+                say(f"{name} did not end within {grace_s:.0f} s, and is killed")
         for slot in live:
             self._close(slot)
 
@@ -250,16 +251,12 @@ class Supervisor:
                 self._terminal_open = False
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails again
 
-    def _say(self, text: str) -> None:
-        with suppress(OSError):
-            print(f"tandem: {text}", file=sys.stderr, flush=True)
-
     def _explain(self, name: str, code: int) -> None:
         log = self._slots[name].child.log
-        self._say(f"{name} {meaning(code)}. The last lines of its log:")
+        say(f"{name} {meaning(code)}. The last lines of its log:")
         with suppress(OSError):
             print("".join(f"    {line}\n" for line in tail(log, TAIL_LINES)), file=sys.stderr, end="", flush=True)
-        self._say(f"full log: {log}")
+        say(f"full log: {log}")
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -14,7 +14,7 @@ import resource
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from common import durable, out_of_memory
 from common.errors import UserError
 from common.types import Problem
 from tests.support.configs import config_of
-from tests.support.speed import cpu_overdue, limit
+from tests.support.speed import limit, overdue
 
 ROOT = Path(__file__).resolve().parents[2]
 CHATML = ROOT / "configs" / "templates" / "chatml.jinja"
@@ -81,6 +81,7 @@ def check(script: str, config: Path, *words: str, said: tuple[str, ...], cpu_s: 
     """The command ends with 2, soon and without a traceback, and says all this. cpu_s: of the reference machine."""
     env = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "TANDEM_FAILPOINT")}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env |= {"HF_HOME": f"{config.parent}/hub", "TANDEM_CALLED_FROM": f"{config.parent}/caller"}
     command = [sys.executable, *STARTS.get(script, [script, "--config"]), str(config), *words]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit(100))
@@ -88,7 +89,7 @@ def check(script: str, config: Path, *words: str, said: tuple[str, ...], cpu_s: 
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     for text in said:
         assert text in done.stderr + done.stdout
-    assert not cpu_overdue(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, cpu_s)
+    assert not overdue(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, cpu_s)
 
 
 @dataclass(frozen=True)
@@ -101,23 +102,16 @@ class Mistake:
     said: tuple[str, ...]
     config: str = "run.yaml"
     cpu_s: float = 2.0
-    environment: dict[str, str] = field(default_factory=dict)
 
 
 def reward(name: str, *said: str) -> Mistake:
     return Mistake(f"reward {name}", "sampling.py", f"rewards.reward_funcs=[TASK/rewards.py:{name}]", said)
 
 
-def caller(override: str) -> Mistake:
-    said = f" Paths count from {ROOT}. Did you mean TASK/caller/mine"
-    folder = {"TANDEM_CALLED_FROM": "TASK/caller"}
-    return Mistake(f"caller's {override}", "sampling.py", override, (said,), environment=folder)
-
-
 M = Mistake
-SHORT = (
-    f"data.max_prompt_length=2 prompt.chat_template={CHATML}"  # no prompt is so short: the run ends before an engine
-)
+FROM_HERE = f" Paths count from {ROOT}. Did you mean "
+# no prompt is so short: the run ends before an engine
+SHORT = f"data.max_prompt_length=2 prompt.chat_template={CHATML}"
 OWN = f"prompt.chat_template={CHATML} run.output_dir=TASK/own algorithm."
 MISTAKES = (
     # --- settings
@@ -133,12 +127,13 @@ MISTAKES = (
       ("algorithm.adv_estimator 'TASK/own.py:shot': no function 'shot' in TASK/own.py",)),
     M("own file", "training_worker.py run plan", f"{OWN}loss=TASK/won.py:short",
       ("algorithm.loss 'TASK/won.py:short': no file TASK/won.py. Did you mean TASK/own.py?",)),
+    *([] if find_spec("wandb") else [M("a sink's package", "training_worker.py", "run.report_to=[tensorboard,wandb]",
+      ("python -m pip install wandb, or leave it out: run.report_to=[tensorboard]",))]),
     # --- models
     M("no model folder", BOTH, "model.path=./nowhere", ("./nowhere", "no such folder", "model.path")),
     M("no model and no network", f"{BOTH} run", "model.path=Qwen/Qwen2.5-1.5B run.output_dir=TASK/absent",
       ("model 'Qwen/Qwen2.5-1.5B' is not a folder and cannot be had from the hub or ",
-       "HF_HOME=TASK/hub; HF_HUB_OFFLINE=1", "Download: hf download Qwen/Qwen2.5-1.5B, or set model.path to a folder."),
-      environment={"HF_HOME": "TASK/hub"}),
+       "HF_HOME=TASK/hub; HF_HUB_OFFLINE=1", "Download: hf download Qwen/Qwen2.5-1.5B, or set model.path to a ")),
     M("no chat template", f"{BOTH} run", "model.path=TASK/base run.output_dir=TASK/untold",
       ("the tokenizer has no chat template; set prompt.chat_template: configs/templates/chatml.jinja",)),
     M("no template file", BOTH, "prompt.chat_template=chatlm.jinja run.output_dir=TASK/template",
@@ -159,7 +154,9 @@ MISTAKES = (
     M("long prompts", "sampling.py", SHORT,
       ("no prompt left: all 1 are longer than data.max_prompt_length 2 tokens", "set data.max_prompt_length: "),
       cpu_s=10),
-    caller("data.train=mine.jsonl"), caller("rewards.reward_funcs=[mine.py:fn]"), caller("model.path=./mine"),
+    M("caller's data", "sampling.py", "data.train=mine.jsonl", (f"{FROM_HERE}TASK/caller/mine.jsonl?",)),
+    M("caller's reward", "sampling.py", "rewards.reward_funcs=[mine.py:fn]", (f"{FROM_HERE}TASK/caller/mine.py?",)),
+    M("caller's model", "sampling.py", "model.path=./mine", (f"{FROM_HERE}TASK/caller/mine?",)),
     # --- rewards
     M("no such reward", "sampling.py", "rewards.reward_funcs=[anwser]", ("anwser", "answer")),
     M("no argument", "sampling.py", "rewards.reward_funcs=[get_soft_overlong_punishment]",
@@ -178,11 +175,7 @@ MISTAKES = (
     ("script", "mistake"),
     [pytest.param(script, m, id=f"{m.name}-{script}") for m in MISTAKES for script in m.scripts.split()],
 )
-def test_a_mistake_is_answered_with_its_value_and_remedy(
-    task: Path, script: str, mistake: Mistake, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in mistake.environment.items():
-        monkeypatch.setenv(name, value.replace("TASK", str(task)))
+def test_a_mistake_is_answered_with_its_value_and_remedy(task: Path, script: str, mistake: Mistake) -> None:
     words = mistake.typed.replace("TASK", str(task)).split()
     said = tuple(part.replace("TASK", str(task)) for part in mistake.said)
     check(script, task / mistake.config, *words, said=said, cpu_s=mistake.cpu_s)
@@ -205,12 +198,6 @@ def test_a_port_that_is_taken(task: Path) -> None:
         )
         said = (taken, "Stop what uses it, or set channel.endpoint to a free address of this host")
         check("training_worker.py", task / "run.yaml", f"channel.endpoint=tcp://127.0.0.1:{port}", said=said)
-
-
-@pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
-def test_a_sink_whose_package_is_missing_is_told_with_the_pip_line_before_torch_is_imported(task: Path) -> None:
-    said = ("python -m pip install wandb, or leave it out: run.report_to=[tensorboard]",)
-    check("training_worker.py", task / "run.yaml", "run.report_to=[tensorboard, wandb]", said=said)
 
 
 def test_a_rank_of_srun_counts_the_ranks_before_it_imports_anything_large(

@@ -164,22 +164,15 @@ def test_a_sampler_whose_progress_grows_or_that_has_nothing_to_do_is_left_alone(
 # ---- an interrupt
 
 
-def test_an_interrupt_ends_the_wait_for_groups_at_once(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    with FakeSampler(config, make=lambda g, v: make_group(60, v)) as sampler:
-        with pytest.raises(Interrupted), make_inbox(config) as inbox:
-            inbox.commit(0, published(0))
-            until(lambda: sampler.link.credit)
-            monkeypatch.setattr("trainer.link.inbox.interrupted", lambda: True)
-            inbox.take([0])
-        until(lambda: sampler.ended)
-        assert sampler.ended.exit_code == 130
-
-
-def test_what_is_already_here_is_taken_although_somebody_asked_for_the_end(
+def test_an_interrupt_ends_the_wait_for_groups_at_once_but_what_is_here_is_taken(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with make_inbox(config) as inbox, FakeSampler(config):
-        inbox.commit(0, published(0))
-        until(lambda: len(inbox.state.ledger.held) == 4)
-        monkeypatch.setattr("trainer.link.inbox.interrupted", lambda: True)
-        assert [one.group.group_id for one in inbox.take([0, 1])] == [0, 1]
+    with FakeSampler(config) as sampler:
+        with pytest.raises(Interrupted), make_inbox(config) as inbox:
+            inbox.commit(0, published(0))
+            until(lambda: len(inbox.state.ledger.held) == 4)
+            monkeypatch.setattr("trainer.link.inbox.interrupted", lambda: True)
+            assert [one.group.group_id for one in inbox.take([0, 1])] == [0, 1]
+            inbox.take([2, 3, 4])
+        until(lambda: sampler.ended)
+        assert sampler.ended.exit_code == 130

@@ -114,11 +114,11 @@ def rank(number: int, pipes: Sequence[tuple[int, int]], arguments: Sequence[str]
     exits.die_with_parent()
     for other in [descriptor for n, both in enumerate(pipes) if n != number for descriptor in both]:
         os.close(other)  # or nobody would see the end of it
-    file = Path(arguments[0]).parent / f"rank{number}.pid"
+    file = Path(arguments[0]).parent / f"rank {number}.pid"
     file.with_suffix(".new").write_text(str(os.getpid()))
     file.with_suffix(".new").rename(file)
     work = (rank_0, rank_1)[number]
-    exits.leave_rank(run(f"rank{number}", arguments, lambda settings: work(settings, *pipes[number])), number)
+    exits.leave_rank(run(f"rank {number}", arguments, lambda settings: work(settings, *pipes[number])), number)
     raise AssertionError("unreachable")
 
 

@@ -68,35 +68,22 @@ class Scenario:
 
 S = Scenario
 SHORT = (  # one per role and signal, and one per exit code and cause
-    # the sampler
-    S("sampler SIGKILL", 0, (("sampler", KILL),)),
-    S("sampler SIGTERM", 130, (("sampler", TERM),), within_s=AT_ONCE, is_saved=True),
-    S("sampler SIGINT", 130, (("sampler", INT),), within_s=AT_ONCE, is_saved=True),
+    *(S(f"{role} SIGKILL", 0, ((role, KILL),)) for role in ("sampler", "rank 0", "rank 1", "launcher", "guard")),
+    *(
+        S(f"{role} {number.name}", 130, ((role, number),), within_s=AT_ONCE, is_saved=True)
+        for role in ("sampler", "rank 0", "launcher", "supervisor")
+        for number in (INT, TERM, *([HUP] if role == "supervisor" else []))
+    ),
     S("sampler SIGSTOP", 0, (("sampler", STOP),), connect_s=4.0),
-    # rank 0
-    S("rank 0 SIGKILL", 0, (("rank0", KILL),)),
-    S("rank 0 SIGTERM", 130, (("rank0", TERM),), within_s=AT_ONCE, is_saved=True),
-    S("rank 0 SIGINT", 130, (("rank0", INT),), within_s=AT_ONCE, is_saved=True),
-    S("rank 0 SIGSTOP", 75, (("rank0", STOP),), connect_s=4.0, within_s=40.0),
-    # rank 1
-    S("rank 1 SIGKILL", 0, (("rank1", KILL),)),
-    # it says 130, or rank 0 finds it gone: whichever the launcher sees first
-    S("rank 1 SIGTERM", 130, (("rank1", TERM),), or_code=0),
-    S("rank 1 SIGINT", 0, (("rank1", INT),)),
-    S("rank 1 SIGSTOP", 0, (("rank1", STOP),)),
-    # the launcher
-    S("launcher SIGKILL", 0, (("launcher", KILL),)),
-    S("launcher SIGTERM", 130, (("launcher", TERM),), within_s=AT_ONCE, is_saved=True),
-    S("launcher SIGINT", 130, (("launcher", INT),), within_s=AT_ONCE, is_saved=True),
+    S("rank 0 SIGSTOP", 75, (("rank 0", STOP),), connect_s=4.0, within_s=40.0),
+    # rank 1 says 130, or rank 0 finds it gone: whichever the launcher sees first
+    S("rank 1 SIGTERM", 130, (("rank 1", TERM),), or_code=0),
+    S("rank 1 SIGINT", 0, (("rank 1", INT),)),
+    S("rank 1 SIGSTOP", 0, (("rank 1", STOP),)),
     S("launcher SIGSTOP", 0, (("launcher", STOP),)),
-    # the supervisor and its guard
     S("supervisor SIGKILL", -9, (("supervisor", KILL),), within_s=2.0),
-    S("supervisor SIGINT", 130, (("supervisor", INT),), within_s=AT_ONCE, is_saved=True),
-    S("supervisor SIGTERM", 130, (("supervisor", TERM),), within_s=AT_ONCE, is_saved=True),
-    S("supervisor SIGHUP", 130, (("supervisor", HUP),), within_s=AT_ONCE, is_saved=True),
     S("supervisor SIGSTOP then SIGCONT", 0, (("supervisor", STOP), ("supervisor", CONT)), pause_s=2.0),
-    S("supervisor SIGINT, rank 0 frozen", 130, (("rank0", STOP), ("supervisor", INT)), is_abrupt=True),
-    S("guard SIGKILL", 0, (("guard", KILL),)),
+    S("supervisor SIGINT, rank 0 frozen", 130, (("rank 0", STOP), ("supervisor", INT)), is_abrupt=True),
     # absent, failing, stuck or out of time, without any signal
     S("time is over", 75, ends_after_s=3.0, is_saved=True),
     S("absent sampler", 75, ending="sampler:start-hang:always", connect_s=2.0),
@@ -109,18 +96,18 @@ SHORT = (  # one per role and signal, and one per exit code and cause
     S("sampler stuck in its engine", 0, ending="sampler:work-hang:once"),
     S("rank 0 stuck in a step", 0, ending="trainer:work-hang:once"),
 )
-ALL_FROZEN = tuple((role, STOP) for role in ("sampler", "rank0", "rank1", "launcher"))
+ALL_FROZEN = tuple((role, STOP) for role in ("sampler", "rank 0", "rank 1", "launcher"))
 LONG = (
     *SHORT,
     S("sampler SIGKILL at its start", 0, (("sampler", KILL),), when="sampler starts"),
     S("sampler SIGSTOP then SIGCONT", 0, (("sampler", STOP), ("sampler", CONT)), pause_s=1.5),
-    S("rank 0 SIGKILL without a checkpoint", 1, (("rank0", KILL),), saves=False, within_s=AT_ONCE),
-    S("rank 0 SIGKILL at its start", 1, (("rank0", KILL),), when="rank0 starts", within_s=AT_ONCE),
+    S("rank 0 SIGKILL without a checkpoint", 1, (("rank 0", KILL),), saves=False, within_s=AT_ONCE),
+    S("rank 0 SIGKILL at its start", 1, (("rank 0", KILL),), when="rank 0 starts", within_s=AT_ONCE),
     S("supervisor SIGKILL at the start", -9, (("supervisor", KILL),), when="sampler starts", within_s=2.0),
-    S("supervisor SIGINT at the start", 130, (("supervisor", INT),), when="rank0 starts", within_s=AT_ONCE),
+    S("supervisor SIGINT at the start", 130, (("supervisor", INT),), when="rank 0 starts", within_s=AT_ONCE),
     S("supervisor SIGINT, sampler frozen", 130, (("sampler", STOP), ("supervisor", INT)), is_saved=True),
     S("supervisor SIGKILL, all frozen", -9, (*ALL_FROZEN, ("supervisor", KILL)), within_s=2.0),
-    S("launcher and both ranks SIGKILL", 0, (("launcher", KILL), ("rank0", KILL), ("rank1", KILL))),
+    S("launcher and both ranks SIGKILL", 0, (("launcher", KILL), ("rank 0", KILL), ("rank 1", KILL))),
     S("time is over, without checkpoints", 75, ends_after_s=3.0, saves=False),
     S("time is over before a sampler comes", 75, ends_after_s=1.5, ending="sampler:start-hang:always"),
 )
@@ -237,9 +224,8 @@ class Running:
         return took_s > seconds * self._slowness and overdue(took_s, seconds)
 
     def _is_ripe(self) -> bool:
-        role, _, starts = self.scenario.when.partition(" ")
-        if starts:
-            return self._pid(role) is not None
+        if self.scenario.when != "training":
+            return self._pid(self.scenario.when.removesuffix(" starts")) is not None
         return self._steps() >= HOLD_AT and all(self._pid(name) is not None for name, _ in self.scenario.signals)
 
     def _send(self, now: float) -> None:

@@ -16,17 +16,26 @@ from typing import Any
 
 import psutil
 
-REFERENCE_S = 0.1  # of wall clock, and of CPU
+REFERENCE_S = 0.1
 _START = (sys.executable, "-c", "import numpy, pydantic, yaml, zmq")  # nothing of ours: that must not calibrate itself
 SLOWEST = 6.0  # what is slower is broken
 _KEEP_S = 60.0
 _FROM_PARENT = "TANDEM_TEST_SPEED"  # what a process measured is known to those that it starts
-_measured: tuple[float, float, float] | None = None  # when, slowness, CPU seconds over the reference
+_measured: tuple[float, float] | None = None  # when, and slowness
 
 
 def slowness(fresh: bool = False) -> float:
     """Wall-clock seconds of a start, with as many at once as there are cores, over the reference; at least 1."""
-    return _measure(fresh)[1]
+    global _measured
+    if _measured is None and (known := os.environ.get(_FROM_PARENT)):
+        _measured = time.monotonic(), float(known)
+    if fresh or _measured is None or time.monotonic() - _measured[0] > _KEEP_S:
+        begun = time.monotonic()
+        started = [subprocess.Popen(_START) for _ in os.sched_getaffinity(0)]
+        assert [process.wait() for process in started] == [0] * len(started)
+        _measured = time.monotonic(), max(1.0, (time.monotonic() - begun) / REFERENCE_S)
+        os.environ[_FROM_PARENT] = str(_measured[1])
+    return _measured[1]
 
 
 def limit(seconds: float) -> float:
@@ -35,13 +44,8 @@ def limit(seconds: float) -> float:
 
 
 def overdue(took_s: float, seconds: float) -> bool:
-    """Whether `took_s` is more than a limit of `seconds` allows, however busy the machine is now."""
+    """Whether `took_s`, of wall clock or CPU, is more than a limit of `seconds` allows, however busy the machine is."""
     return took_s > limit(seconds) and took_s > seconds * min(slowness(fresh=True), SLOWEST)
-
-
-def cpu_overdue(took_s: float, seconds: float) -> bool:
-    """The same for CPU seconds, which other processes make dearer, but not many times."""
-    return took_s > seconds * _measure()[2] and took_s > seconds * _measure(fresh=True)[2]
 
 
 def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
@@ -58,26 +62,3 @@ def is_gone(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-def _measure(fresh: bool = False) -> tuple[float, float, float]:
-    global _measured
-    if _measured is None and (known := os.environ.get(_FROM_PARENT)):
-        wall, cpu = map(float, known.split())
-        _measured = time.monotonic(), wall, cpu
-    if fresh or _measured is None or time.monotonic() - _measured[0] > _KEEP_S:
-        begun = time.monotonic()
-        started = [subprocess.Popen(_START) for _ in os.sched_getaffinity(0)]
-        cpu_s = max(_cpu_s_of(process) for process in started)
-        wall_s = time.monotonic() - begun
-        _measured = time.monotonic(), max(1.0, wall_s / REFERENCE_S), max(1.0, cpu_s / REFERENCE_S)
-        os.environ[_FROM_PARENT] = f"{_measured[1]} {_measured[2]}"
-    return _measured
-
-
-def _cpu_s_of(process: subprocess.Popen[bytes]) -> float:
-    """CPU seconds of a process, at its end."""
-    _, status, used = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0, process.args
-    return used.ru_utime + used.ru_stime

@@ -14,7 +14,7 @@ from rewards.boxed import acc, base_acc, boxed, boxed_format, gated_format, math
 from rewards.find import resolve
 from rewards.gsm8k import plain_number
 from rewards.trl import accuracy_reward, get_soft_overlong_punishment, think_format_reward
-from tests.support.speed import cpu_overdue
+from tests.support.speed import overdue
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_hostile_completion_costs_seconds_at_most_and_is_wrong():
     texts += [r"\boxed{" + r"\frac{1}" * 50_000 + "}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{10^{10^{10}}}"]
     start = time.process_time()
     assert boxed(completions=texts, answer=["(1,2,3)"] * 6) == [0.0] * 6
-    assert not cpu_overdue(time.process_time() - start, 6)
+    assert not overdue(time.process_time() - start, 6)
 
 
 def test_gold_is_read_from_every_notation_of_a_data_set():

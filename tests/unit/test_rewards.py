@@ -14,7 +14,7 @@ from rewards import RewardError, score_completions
 from rewards.find import bind, check_signature, resolve, wanted_by
 from rewards.format import is_formatted
 from rewards.gsm8k import answer, last_number
-from tests.support.speed import cpu_overdue
+from tests.support.speed import overdue
 
 NATALIA = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nNatalia sold 48+24 = <<48+24=72>>72 clips.\n#### 72"
 
@@ -127,7 +127,7 @@ def test_a_megabyte_of_hostile_text_is_scored_within_50_ms():
         start = time.process_time()
         answer(completions=[text], answer=[text])
         resolve("format")(completions=[text])
-        assert not cpu_overdue(time.process_time() - start, 0.05), piece
+        assert not overdue(time.process_time() - start, 0.05), piece
 
 
 def test_every_way_to_misname_a_function_says_how_to_name_it(tmp_path, monkeypatch):

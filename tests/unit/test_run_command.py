@@ -46,7 +46,7 @@ def test_a_report_to_a_terminal_that_is_gone_or_that_fails_does_not_change_how_t
     code = (
         "import sys, report.main as report; from pathlib import Path; from launcher import run\n"
         "report.main = lambda _: print('held-out answer')\n"
-        "run._say('continue with'); run._report(Path('.')); sys.exit(130)"
+        "run.say('continue with'); run._report(Path('.')); sys.exit(130)"
     )
     ends = [os.pipe() for _ in range(2)]
     for reading, _ in ends:
