@@ -126,7 +126,7 @@ class HostCommands(Commands):
             name = "sampler" if len(places) == 1 else f"sampler.{number}"
             alone = self._sampler(name, SamplerPlace({}, (), host.name), "--id", name)
             gpus = (host.slots + i * width, width)
-            found.append(self._over(name, [self._order(host, name, alone.argv, gpus, alone.scratch)]))
+            found.append(self._over(name, [self._order(host, name, alone.argv, gpus=gpus, scratch=alone.scratch)]))
         return found
 
     def trainer(self, *extra: str) -> Child:
@@ -151,32 +151,25 @@ class HostCommands(Commands):
         ]
         return self._over("trainer", orders)
 
-    def _order(
-        self,
-        host: HostLine,
-        name: str,
-        argv: Sequence[str],
-        gpus: tuple[int, int],
-        scratch: Sequence[str],
-        launcher_depth: int = 0,
-    ) -> dict[str, Any]:
-        """What on_host.py reads. Its log has the host's name; that of the whole is beside it."""
+    def _order(self, host: HostLine, name: str, argv: Sequence[str], **more: Any) -> dict[str, Any]:
+        """What on_host.py reads. Its log has the host's name; that of the whole is beside it.
+
+        more: gpus (the first of this host, and how many), scratch, launcher_depth.
+        """
         self._attempt += 1
-        log = self._logs.resolve() / "hosts" / f"{host.name}-{name}.log"
         return {
             "host": host.name,
             "name": name,
             "argv": list(argv),
             "env": passed_on(os.environ),
-            "log": str(log),
-            "gpus": gpus,
-            "scratch": list(scratch),
+            "log": str(self._logs.resolve() / "hosts" / f"{host.name}-{name}.log"),
             "processes": host.slots + host.samplers,
-            "launcher_depth": launcher_depth,
+            "launcher_depth": 0,
             "attempt": self._attempt,
             "proof": str(self._proof),
             "within_s": _SHOWN_LATE_S,
             "running_s": time.monotonic() - started_at(),  # for trainer.max_hours: hosts have clocks of their own
+            **more,
         }
 
     def _over(self, name: str, orders: Sequence[Mapping[str, Any]]) -> Child:

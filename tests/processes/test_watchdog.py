@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from common import channel
 from common.config import Config
 from common.errors import Interrupted
 from tests.support.protocol_helpers import (
@@ -134,30 +133,16 @@ def test_a_sampler_that_beats_without_progress_is_sent_away_and_its_work_goes_to
     assert "its 4 unfinished groups are reassigned" in line and "vllm: step 4711" in line
 
 
-def test_a_sampler_whose_progress_grows_or_that_has_nothing_to_do_is_left_alone(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sampler_that_has_nothing_to_do_is_left_alone(config: Config) -> None:
+    """One whose work moves: test_long_work.py."""
     said: list[str] = []
-
-    class Slow(FakeSampler):
-        def work(self) -> None:  # one group of the batch, and then only steps of the engine
-            if not self.produced:
-                super().work()
-            self.link.beat("sampling", int(time.monotonic() * 10), 0, {}, now=False)
-
-    stall_s = max(PATIENT_S, limit(0.3))
-    monkeypatch.setattr(channel, "LOST_AFTER_S", stall_s)
-    with make_inbox(changed(config, channel={"stall_timeout_s": stall_s}), say=said.append) as inbox:
-        with FakeSampler(config, "s0") as idle:
-            inbox.commit(0, published(0))
-            until(lambda: len(inbox.state.ledger.held) == 4)
-            time.sleep(1.5 * stall_s)  # the trainer trains; there is nothing to do
-            assert not idle.ended
-        with Slow(config, "s1", make=lambda g, v: make_group(60, v)) as slow:
-            inbox.commit(4, published(2))
-            until(lambda: slow.produced)
-            time.sleep(1.5 * stall_s)
-            assert not slow.ended
+    stall_s = limit(0.3)
+    impatient = changed(config, channel={"stall_timeout_s": stall_s})
+    with make_inbox(impatient, say=said.append) as inbox, FakeSampler(config, "s0") as idle:
+        inbox.commit(0, published(0))
+        until(lambda: len(inbox.state.ledger.held) == 4)
+        time.sleep(2 * stall_s)  # the trainer trains
+        assert not idle.ended
     assert not [line for line in said if "sent away" in line]
 
 

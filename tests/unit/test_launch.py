@@ -240,15 +240,12 @@ def caller(tmp_path: Path) -> Path:
     ("typed", "started"),
     [
         ("", "-m launcher.run"),
-        ("a.b=1", "-m launcher.run a.b=1"),
         ("mine.yaml a.b=1 --hosts hosts", "-m launcher.run HERE/mine.yaml a.b=1 --hosts HERE/hosts"),
         ("run mine.yaml a.b=1", "-m launcher.run HERE/mine.yaml a.b=1"),
         ("configs/none.yaml", "-m launcher.run configs/none.yaml"),
         ("plan /mine.yaml", "-m launcher.plan /mine.yaml"),
         ("check mine.yaml --rows 5", "-m launcher.check_rewards HERE/mine.yaml --rows 5"),
-        ("eval a_run org/data@test n=4", "-m launcher.evaluation.main HERE/a_run org/data@test n=4"),
         ("samples a_run --worst", "-m report.samples HERE/a_run --worst"),
-        ("bench --table", "tools/benchmarks/bench.py --table"),
         # without loadfile each worker would start the engines of each file; named tests start sooner without workers
         ("test --all", "-m pytest -n auto --dist loadfile --no-loadscope-reorder --all"),
         ("test -n 3", "-m pytest -n auto --dist loadfile --no-loadscope-reorder -n 3"),
