@@ -11,7 +11,7 @@ from __future__ import annotations
 import glob
 import json
 import os
-import selectors
+import select
 import shlex
 import shutil
 import signal
@@ -115,28 +115,17 @@ class Running:
         if not level:
             kill_group(self.process.pid, number)
 
-    def kill(self) -> None:
-        """SIGKILL to the group and to everything that left the group but carries the mark; then no file of it stays."""
+    def close(self, show: Callable[[bytes], None]) -> None:
+        """SIGKILL to the group and to everything that left it but carries the mark; no file of it stays but its log."""
         kill_group(self.process.pid)
         kill_marked(self._mark)
         self.process.wait()
         remove(self.scratch)
         remove_orphans()
-
-    def close(self, show: Callable[[bytes], None]) -> None:
-        """Moves the last output, kills what the child left behind, and closes its log."""
-        self.kill()
-        with selectors.DefaultSelector() as selector:
-            for descriptor in self.streams:
-                selector.register(descriptor, selectors.EVENT_READ)
-            while self.streams:
-                ready = selector.select(timeout=1.0)
-                for key, _ in ready:
-                    if not self.relay(key.fd, show):
-                        selector.unregister(key.fd)
-                if not ready:
-                    break
-        for descriptor in self.streams:
+        for descriptor in list(self.streams):
+            while select.select([descriptor], [], [], 1.0)[0] and self.relay(descriptor, show):
+                pass
+        for descriptor in self.streams:  # somebody holds the other end
             os.close(descriptor)
         self.streams.clear()
         self._log.close()
