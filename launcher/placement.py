@@ -18,7 +18,6 @@ from common.config import Config
 from common.errors import UserError
 from launcher.machine import Gpu, is_cpu_build, listed_gpus
 from model import cpu
-from trainer.engine.deepspeed_config import backend
 from trainer.engine.rank_device import RANK_DEVICES
 
 # CUDA would number the fastest GPU 0; nvidia-smi, whose numbers we read and print, goes by the bus.
@@ -129,7 +128,7 @@ def _cpu_samplers(
 def _on_gpus(config: Config, gpus: Sequence[int], cores: Sequence[int]) -> Placement:
     sampler, trainer = _split_gpus(config, len(gpus))
     ranks = config.trainer.num_ranks or len(trainer)
-    if ranks > len(trainer) and backend(config, has_gpu=True) != "gloo":
+    if ranks > len(trainer) and config.trainer.dist_backend != "gloo":
         raise UserError(
             f"trainer.num_ranks {ranks} needs as many GPUs and the trainer has {len(trainer)} of {len(gpus)}; "
             f"set trainer.num_ranks={len(trainer)}, or trainer.dist_backend=gloo: NCCL refuses two ranks on one GPU"

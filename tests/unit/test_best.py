@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +12,6 @@ import pytest
 import torch
 
 from common.config import Config
-from common.errors import Retryable
 from common.types import EvalResult, EvalSample
 from common.weights import Published
 from report.run_log import MetricsLog, read_jsonl
@@ -24,40 +21,41 @@ from tests.support.tiny import dense_logprobs, tiny_model
 from trainer import loop
 from trainer.loop import Trainer
 from trainer.record.rank_zero import RankZero
-from trainer.save import best as best_module
 from trainer.save import publisher
-from trainer.save.best import Best, BestSoFar, best_so_far, metric_of
+from trainer.save.best import Best, BestSoFar, best_so_far
 from trainer.save.checkpoint import Progress
 from trainer.start import assemble
 
 
-def config_for(output_dir: Path, max_steps: int = 9, **evaluation: Any) -> Config:
+def config_for(output_dir: Path, trainer: Any = None, **evaluation: Any) -> Config:
     evaluation = {"steps": 1, "metric_for_best_model": "answer/accuracy"} | evaluation
-    run, trainer = {"output_dir": output_dir}, {"max_steps": max_steps}
-    return config_of(run=run, data={"eval": "e"}, trainer=trainer, eval=evaluation)
+    trainer = {"max_steps": 9} | (trainer or {})
+    return config_of(run={"output_dir": output_dir}, data={"eval": "e"}, trainer=trainer, eval=evaluation)
 
 
 def record(version: int, right: int, n: int = 10, **mean: float) -> dict[str, Any]:
     return {"step": version, "eval_id": f"v{version}", "n": n, "full_marks": {"answer": right}, "mean": mean}
 
 
-def test_the_best_is_the_first_of_equals_and_what_follows_is_counted() -> None:
-    settings = config_for(Path("r")).eval
-    records = [record(0, 2), record(20, 5), record(40, 5), record(60, 4)]
-    assert best_so_far(records, settings) == BestSoFar(20, 0.5, 2)
-    assert best_so_far([], settings) == BestSoFar(None, None, 0)
+EMPTY = {"step": 20, "n": 0, "full_marks": {}, "mean": {}}
+LESS = {"metric_for_best_model": "answer/mean", "greater_is_better": False}
 
 
-def test_less_may_be_better() -> None:
-    settings = config_for(Path("r"), metric_for_best_model="answer/mean", greater_is_better=False).eval
-    assert best_so_far([record(0, 0, answer=1.5), record(1, 0, answer=-0.5)], settings) == BestSoFar(1, -0.5, 0)
-
-
-def test_an_evaluation_without_samples_counts_as_nothing() -> None:
-    settings = config_for(Path("r")).eval
-    empty = {"step": 20, "n": 0, "full_marks": {}, "mean": {}}
-    assert metric_of(empty, "answer/accuracy") is None and metric_of(empty, "answer/mean") is None
-    assert best_so_far([record(0, 2), empty], settings) == BestSoFar(0, 0.2, 0)
+@pytest.mark.parametrize(
+    ("records", "evaluation", "expected"),
+    [
+        ([record(0, 2), record(20, 5), record(40, 5), record(60, 4)], {}, BestSoFar(20, 0.5, 2)),
+        ([], {}, BestSoFar(None, None, 0)),
+        ([record(0, 0, answer=1.5), record(1, 0, answer=-0.5)], LESS, BestSoFar(1, -0.5, 0)),
+        ([record(0, 2), EMPTY], {}, BestSoFar(0, 0.2, 0)),
+        ([EMPTY], LESS, BestSoFar(None, None, 0)),
+    ],
+    ids=["the first of equals", "none", "less may be better", "without samples it counts as nothing", "nor by a mean"],
+)
+def test_the_best_so_far_and_what_followed(
+    records: list[dict[str, Any]], evaluation: dict[str, Any], expected: BestSoFar
+) -> None:
+    assert best_so_far(records, config_for(Path("r"), **evaluation).eval) == expected
 
 
 @pytest.mark.parametrize(
@@ -72,10 +70,7 @@ def test_an_evaluation_without_samples_counts_as_nothing() -> None:
 def test_a_best_without_a_meaning_is_refused_with_the_remedy(evaluation: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         config_for(Path("r"), **evaluation)
-
-
-def test_a_best_needs_held_out_problems() -> None:
-    with pytest.raises(ValueError, match=r"eval\.metric_for_best_model needs held-out problems; set data\.eval="):
+    with pytest.raises(ValueError, match=r"needs held-out problems; set data\.eval="):
         config_of(eval={"metric_for_best_model": "answer/mean"})
 
 
@@ -189,67 +184,92 @@ def samples(right: int, n: int = 10) -> tuple[EvalSample, ...]:
     return tuple(EvalSample(i, "text", {"answer": 1.0 if i < right else -1.0}, 3, "stop") for i in range(n))
 
 
-def trained_until(output_dir: Path, monkeypatch: pytest.MonkeyPatch, right: list[int], patience: int) -> list[int]:
-    """Policy versions that a run of at most 9 steps publishes whose evaluations find so many right answers."""
-    published: list[int] = []
-    wanted: list[int] = []  # as the real source, this one gives each evaluation once
+def run_alone(monkeypatch: pytest.MonkeyPatch, config: Config, begun: Progress, log: MetricsLog, right: Any) -> Any:
+    """A run without an engine from that progress on. right: answers that the evaluation of each version finds.
 
-    def finish_eval() -> list[EvalResult]:
+    Returns the versions that it publishes, and of them those that it evaluates.
+    """
+    published, leased, wanted = list[int](), list[str](), list[int]()
+
+    def commit(_cursor: int, _version: Published, eval_id: str | None, _num_problems: int) -> None:
+        leased.extend([eval_id] if eval_id else [])
+
+    def finish_eval() -> list[EvalResult]:  # each evaluation once
         versions, wanted[:] = list(wanted), []
-        return [EvalResult(f"v{v}", 0, v, samples(right[v])) for v in versions]
-
-    source = SimpleNamespace(
-        incarnation="ab",
-        wait_for_sampler=lambda: SimpleNamespace(num_eval_problems=10, dataset_fingerprint="", tokenizer_hash=""),
-        commit=lambda *_: None,
-        versions_in_use=list,
-        finish_eval=finish_eval,
-    )
-    exchange = SimpleNamespace(rank=0, world_size=1, text=lambda text: text, agree=lambda value: value)
-    log = MetricsLog(output_dir)
-    display = SimpleNamespace(note=print, evaluation=lambda _: None)
-    rank_zero = RankZero(source, None, log, display)  # type: ignore[arg-type]
+        return [EvalResult(f"v{v}", 0, v, samples(right[v])) for v in versions if v in right]
 
     def advance(trainer: Trainer) -> None:
         p = trainer.progress
         trainer.progress = Progress(p.run_id, p.batch + 1, p.cursor + 8, p.policy_version + 1, p.step + 1, 0, 0, {})
 
-    def publish_nothing(_engine: Any, _exchange: Any, name: Any, _vocab_size: int, copies: bool, memory: Any) -> Any:
+    def publish_nothing(_engine: Any, _exchange: Any, name: Any, *_: Any, **__: Any) -> Any:
         published.append(name.version)
         wanted.append(name.version)
         return SimpleNamespace(write=lambda _: Published(name.version, "w", ""))
 
+    hello = SimpleNamespace(num_eval_problems=10, dataset_fingerprint="", tokenizer_hash="")
+    source = SimpleNamespace(
+        incarnation="ab",
+        wait_for_sampler=lambda: hello,
+        commit=commit,
+        versions_in_use=list,
+        finish_eval=finish_eval,
+    )
+    exchange: Any = SimpleNamespace(rank=0, world_size=1, text=lambda text: text, agree=lambda value: value)
+    display = SimpleNamespace(note=print, evaluation=lambda _: None)
     monkeypatch.setattr(Trainer, "train_batch", advance)
     monkeypatch.setattr(publisher, "snapshot", publish_nothing)
     monkeypatch.setattr(loop.checkpoint, "commit_final", lambda *_: None)
     monkeypatch.setattr(Best, "_keep", lambda *_: None)
-    config = config_for(output_dir, early_stopping_patience=patience).model_copy()
-    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"save_steps": 0})})
-    assemble(config, None, exchange, "tokenizer", Progress("run", 0, 0, 0, 0, 0, 0, {}), rank_zero).run()  # type: ignore[arg-type]
+    rank_zero, engine = RankZero(source, None, log, display), None  # type: ignore[arg-type]
+    assemble(config, engine, exchange, "tokenizer", begun, rank_zero).run()  # type: ignore[arg-type]
     log.close()
-    return published
+    return published, leased
 
 
-def test_training_ends_when_patience_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Version 2 is the best; 3, 4 and 5 are not better: version 6, trained meanwhile, is not published any more."""
-    assert trained_until(tmp_path, monkeypatch, [1, 2, 6, 5, 6, 4, 9, 9, 9, 9], 3) == [0, 1, 2, 3, 4, 5]
-    assert [r["step"] for r in read_jsonl(tmp_path / "eval.jsonl")] == [0, 1, 2, 3, 4, 5]
-    assert trained_until(tmp_path / "rises", monkeypatch, list(range(10)), 1) == list(range(10))
+@pytest.mark.parametrize(
+    ("right", "patience", "published"),
+    [
+        # version 2 is the best; 3, 4 and 5 are not better: version 6, trained meanwhile, is not published any more
+        ([1, 2, 6, 5, 6, 4, 9, 9, 9, 9], 3, [0, 1, 2, 3, 4, 5]),
+        (list(range(10)), 1, list(range(10))),
+    ],
+)
+def test_training_ends_when_patience_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: list[int], patience: int, published: list[int]
+) -> None:
+    config = config_for(tmp_path, early_stopping_patience=patience, trainer={"save_steps": 0})
+    begun = Progress("run", 0, 0, 0, 0, 0, 0, {})
+    found, _ = run_alone(monkeypatch, config, begun, MetricsLog(tmp_path), dict(enumerate(right)))
+    assert found == published
+    assert [r["step"] for r in read_jsonl(tmp_path / "eval.jsonl")][: len(published)] == published
 
 
-def test_a_full_disk_ends_the_run_and_the_earlier_best_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import AutoTokenizer
-
-    model = tiny_model(tmp_path / "model")
-    policy, tokenizer = PlainPolicy(model), AutoTokenizer.from_pretrained(model)
-    best = alone(config_for(tmp_path), [])
-    best.update(record(0, 2), policy.publish(tmp_path / "weights", 0), policy, tokenizer)
-
-    def full(source: Path, target: Path) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
-
-    monkeypatch.setattr(best_module.shutil, "copyfile", full)
-    with pytest.raises(Retryable, match="No space left"):
-        best.update(record(1, 5), policy.publish(tmp_path / "weights", 1), policy, tokenizer)
-    assert json.loads((tmp_path / "best" / "commit.json").read_text())["policy_version"] == 0
-    assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
+@pytest.mark.parametrize(
+    ("before", "step", "version", "evaluated", "on_record"),
+    [
+        # the last checkpoint is saved while the last version is still being evaluated
+        ([0], 40, 40, ["v40"], [0]),
+        ([0, 40], 40, 40, [], [0, 40]),
+        # two of ten steps were skipped: version 9 belongs to a step behind the checkpoint, though 9 < 10
+        ([0, 8, 9], 10, 8, [], [0, 8]),
+    ],
+    ids=["cut off by the kill", "recorded", "behind the checkpoint"],
+)
+def test_a_resumed_run_has_each_evaluation_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before: list[int],
+    step: int,
+    version: int,
+    evaluated: list[str],
+    on_record: list[int],
+) -> None:
+    log = MetricsLog(tmp_path)
+    for earlier in before:
+        log.log_eval(record(earlier, 5) | {"problems": 10})
+    log.close()
+    config = config_of(run={"output_dir": tmp_path, "resume": True}, data={"eval": "e"}, trainer={"max_steps": step})
+    begun, resumed = Progress("run", step, 8 * step, version, step, 0, 0, {}), MetricsLog(tmp_path, (), step, version)
+    assert run_alone(monkeypatch, config, begun, resumed, {}) == ([version], evaluated)
+    assert [found["step"] for found in read_jsonl(tmp_path / "eval.jsonl")] == on_record

@@ -32,15 +32,6 @@ def test_a_lock_stays_while_others_are_loading_and_is_removed_when_nobody_is(loc
         assert not lock.exists()
 
 
-def test_the_folder_is_torchs_own_unless_one_is_named_and_made_where_there_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-    with loading_ops():
-        assert (tmp_path / ".cache" / "torch_extensions" / ".tandem").is_file()
-
-
 def test_what_a_process_leaves_that_is_killed_while_it_loads_holds_nobody_up(lock: Path) -> None:
     if not (pid := os.fork()):
         with loading_ops():

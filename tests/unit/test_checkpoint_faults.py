@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from common import durable, failpoints, run_folder
-from common.errors import Retryable, UserError
+from common.errors import Retryable
 from tests.support.configs import config_of
 from trainer.save import checkpoint, resume
 from trainer.save.checkpoint import Progress
@@ -166,15 +166,6 @@ def test_whichever_file_operation_fails_there_is_a_whole_checkpoint_and_the_next
     assert n > 30, "a save has more operations than that"
     assert steps_found == {2, 3}
     figure("R2", f"each of {n - 1} file operations killed, torn, or failed by EIO or ENOSPC: 0 checkpoints lost")
-
-
-def test_a_fault_leaves_nothing_to_resume_only_before_the_first_checkpoint_and_that_is_said(tmp_path: Path) -> None:
-    checkpoints = tmp_path / "checkpoints"
-    assert save_in_a_child(checkpoints, 1, "30:kill") == -signal.SIGKILL
-    with pytest.raises(UserError, match="holds no valid checkpoint"):
-        resumed_step(tmp_path)
-    save(checkpoints, 1)
-    assert resumed_step(tmp_path) == 1
 
 
 # ---- power cuts --------------------------------------------------------------------------------------------

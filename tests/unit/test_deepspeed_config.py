@@ -11,7 +11,7 @@ import pytest
 from common.config import Config
 from common.errors import UserError
 from tests.support.configs import config_of
-from trainer.engine.deepspeed_config import backend, deepspeed_config
+from trainer.engine.deepspeed_config import deepspeed_config
 
 AUTO = "auto"
 
@@ -77,11 +77,6 @@ def test_what_is_absent_is_filled_in_and_what_is_given_stays(
     found = filled(given, ranks, dtype=dtype)
     assert {name: found.get(name) for name in expected} == expected
     assert json.dumps(given) == before
-
-
-def test_auto_is_nccl_on_gpus_and_gloo_without() -> None:
-    assert [backend(settings({}), has_gpu) for has_gpu in (True, False)] == ["nccl", "gloo"]
-    assert backend(settings({}, dist_backend="gloo"), has_gpu=True) == "gloo"
 
 
 def test_a_file_made_for_the_hugging_face_trainer_works_as_it_is(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -154,3 +156,23 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
     assert rewards == pytest.approx({1: 0.1, 2: 0.2, 3: 0.3, 4: 40.0})
     assert [(event.step, event.value) for event in events.Scalars("eval/answer/accuracy")] == [(2, 0.75)]
     assert [(event.step, event.value) for event in events.Scalars("eval/answer/mean")] == [(2, 0.5)]
+
+
+def test_a_checkpoint_waits_for_records_that_a_full_disk_did_not_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, is_full = os.write, True
+
+    def limited(descriptor: int, data: bytes) -> int:
+        if is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data)
+
+    log = MetricsLog(tmp_path)
+    monkeypatch.setattr(os, "write", limited)
+    log.log(1, {"reward": 1.0})
+    with pytest.raises(OSError, match="No space left"):
+        log.sync()
+    is_full = False
+    log.sync()
+    assert [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [1]

@@ -78,14 +78,6 @@ def deepspeed_config(config: Config, world_size: int, optimized: Optimized | Non
     return _without_auto(given)
 
 
-def backend(config: Config, has_gpu: bool) -> str:
-    """Of the ranks' process group: "nccl" or "gloo"."""
-    chosen = config.trainer.dist_backend
-    if chosen == "auto":
-        return "nccl" if has_gpu else "gloo"
-    return chosen
-
-
 def _given(config: Config) -> dict[str, Any]:
     """A copy of the user's settings."""
     given: Any = config.deepspeed
