@@ -6,9 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -20,8 +19,6 @@ from tests.support.gloo_data import settings
 from tests.support.namespaces import two_hosts
 from tests.support.replay_worker import ENVIRONMENT, Stack, sha256_of_run, stack
 from tests.support.speed import limit, until
-from tests.support.ssh_server import ssh_server
-from tests.support.tier import full
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -49,18 +46,12 @@ def written(trainers: Stack, name: str) -> Path:
     return path
 
 
-def start(
-    trainers: Stack,
-    hosts: tuple[str, str],
-    name: str,
-    ssh: str = namespaces.ENVIRONMENT["TANDEM_SSH"],
-    inside: Sequence[str] = (),
-) -> subprocess.Popen[bytes]:
-    """`run --hosts` of one rank on each. inside: words that start it on the first host, if it is not started here."""
+def start(trainers: Stack, hosts: tuple[str, str], name: str) -> subprocess.Popen[bytes]:
+    """`run --hosts` of one rank on each."""
     path, hostfile = written(trainers, name), trainers.folder / f"{name}.hosts"
     hostfile.write_text("".join(f"{host} slots=1\n" for host in hosts))
-    env: dict[str, Any] = os.environ | ENVIRONMENT | namespaces.ENVIRONMENT | {"TANDEM_SSH": ssh}
-    command = [*inside, sys.executable, "-m", "tests.support.hosts_worker", str(path), str(hostfile)]
+    env = os.environ | ENVIRONMENT | namespaces.ENVIRONMENT
+    command = [sys.executable, "-m", "tests.support.hosts_worker", str(path), str(hostfile)]
     log = open(trainers.folder / f"{name}.log", "wb")  # noqa: SIM115 the process has it
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
 
@@ -82,16 +73,6 @@ def expected(trainers: Stack) -> dict[str, str]:
     life = trainers.run("one-host", 2, 1, {}, trainer=TRAINER)
     assert life.codes == [0, 0], life.logs[0][-3000:]
     return sha256_of_run(trainers.folder / "one-host")
-
-
-@full
-def test_a_first_host_that_reaches_the_second_by_a_real_ssh_trains_the_same_weights(
-    trainers: Stack, hosts: tuple[str, str], expected: dict[str, str], tmp_path: Path
-) -> None:
-    first, second = (("ip", "netns", "exec", host) for host in hosts)
-    with ssh_server(tmp_path / "sshd", hosts[1], 2222, inside=second) as ssh:
-        ended(trainers, start(trainers, hosts, "by-ssh", ssh, inside=first), "by-ssh")
-    assert sha256_of_run(trainers.folder / "by-ssh") == expected
 
 
 SRUN = """#!/bin/bash

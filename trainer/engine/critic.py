@@ -65,13 +65,9 @@ class Critic(DeepSpeedModel):
     def check_vocabulary(self, tokenizer_size: int) -> None:
         check_vocabulary(self.model, tokenizer_size, "critic")
 
-    @torch.no_grad()
     def score(self, row: PackedRow) -> Tensor:
-        """Values [N] of the row's targets. Every rank calls it (ZeRO-3 gathers parameters)."""
-        self.ds.eval()
-        values = self.ds(self.here(row))
-        self.ds.train()
-        return values.cpu()
+        """Values [N] of the row's targets, as `evaluate`."""
+        return self.evaluate(row)
 
     def backward(self, batch: ValueBatch) -> None:
         """Forward and backward of one micro-batch; its metrics are added to `sums`."""

@@ -128,6 +128,14 @@ class DeepSpeedModel:
         """On this device, with its images as this model takes them; this rank's part, where ranks share it."""
         return shard(with_vision(row, self.layout), self.sequence_group).to(self.device)
 
+    @torch.no_grad()
+    def evaluate(self, row: PackedRow, *arguments: Any, **options: Any) -> Tensor:
+        """What `forward` says of a row, without gradient, on the CPU. Every rank calls it (ZeRO-3 gathers)."""
+        self.ds.eval()
+        found = self.ds(self.here(row), *arguments, **options)
+        self.ds.train()
+        return found.cpu()
+
     @property
     def tied_embeddings(self) -> bool:
         return bool(self.model.config.tie_word_embeddings)

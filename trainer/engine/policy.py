@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.config import Config
-from common.weights import TensorInfo
 from model import lora
-from model.checksum import describe
+from model.checksum import checksum
 from model.dims import ModelDims, model_dims
 from model.logprobs import load_causal_lm, score_logprobs, score_norms_of_row, score_terms
 from model.packing import PackedRow, SequenceGroup
@@ -64,7 +63,6 @@ class PolicyEngine(DeepSpeedModel):
         policy = Policy(model, config.trainer.logprob_chunk_size, config.algorithm.entropy_coef > 0)
         super().__init__(config, world_size, policy_of(config), model, policy, sequence_group)
         self.layout = layout_of(model.config, config.model.path, config.model.revision)
-        self._base: dict[str, TensorInfo] | None = None
 
     @property
     def published_settings(self) -> bytes | None:
@@ -77,19 +75,16 @@ class PolicyEngine(DeepSpeedModel):
     def adapters(self) -> list[Exported]:
         return adapters(self.model)
 
-    def base_tensors(self) -> dict[str, TensorInfo]:
-        """Of the frozen weights, summed once, where they are. Every rank calls it; the result is rank 0's."""
-        if self._base is None:
-            self._base = {}
-            is_rank_0 = torch.distributed.get_rank() == 0
-            for _ in self.whole(base(self.model), lambda _: is_rank_0, self._sum_up):
-                pass
-        return self._base
+    def base_checksums(self) -> dict[str, str]:
+        """Of the frozen weights, summed where they are. Every rank calls it; the result is rank 0's."""
+        found, is_rank_0 = dict[str, str](), torch.distributed.get_rank() == 0
 
-    def _sum_up(self, name: str, tensor: Tensor) -> Tensor:
-        assert self._base is not None, "base_tensors made it"
-        self._base[name] = describe(tensor.detach())
-        return tensor.new_empty(0, device="cpu")
+        def sum_up(name: str, tensor: Tensor) -> Tensor:
+            found[name] = checksum(tensor.detach())
+            return tensor.new_empty(0, device="cpu")
+
+        list(self.whole(base(self.model), lambda _: is_rank_0, sum_up))
+        return found
 
     @property
     def dims(self) -> ModelDims | None:
@@ -151,21 +146,13 @@ class PolicyEngine(DeepSpeedModel):
         sampled = torch.where(self._here(torch.from_numpy(is_earlier)), self._here(batch.sampled_logprobs), logprobs)
         return sampled, is_earlier | is_present
 
-    @torch.no_grad()
     def score(self, row: PackedRow, temperature: float) -> Tensor:
-        """Log-probs of the row's targets, without gradient. Every rank calls it (ZeRO-3 gathers parameters)."""
-        self.ds.eval()
-        logprobs = self.ds(self.here(row), temperature, logprobs_only=True)
-        self.ds.train()
-        return logprobs.float().cpu()
+        """Log-probs [N] of the row's targets, as `evaluate`."""
+        return self.evaluate(row, temperature, logprobs_only=True).float()
 
-    @torch.no_grad()
     def score_norms(self, row: PackedRow) -> Tensor:
-        """Squared norms of the targets' scores under the present weights: [N]. Every rank calls it."""
-        self.ds.eval()
-        norms = self.ds(self.here(row), self.config.sampler.temperature, norms_only=True)
-        self.ds.train()
-        return norms.cpu()
+        """Squared norms [N] of the targets' scores under the present weights, as `evaluate`."""
+        return self.evaluate(row, self.config.sampler.temperature, norms_only=True)
 
     def probe(self) -> Tensor:
         return self.ds(self.here(filler_row()), 1.0)[0]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,23 +95,22 @@ def _save_state(engine: DeepSpeedModel, exchange: Exchange, folder: Path) -> Non
     """DeepSpeed's state of every rank. Its own collectives must match, so a rank reports trouble only after them."""
     troubles: list[Exception] = []
 
-    def write(state_dict: Any, path: Path) -> None:
+    def attempt(work: Callable[..., None], *arguments: Any) -> None:
         try:
-            durable.write_with(path, lambda file: torch.save(state_dict, file))
+            work(*arguments)
         except Exception as error:
             troubles.append(error)
 
-    def make_dir(path: Path) -> None:
-        try:
-            durable.make_dir(path)
-        except Exception as error:
-            troubles.append(error)
+    def write(state_dict: Any, path: Path) -> None:
+        attempt(durable.write_with, path, lambda file: torch.save(state_dict, file))
 
     def report() -> None:
         if troubles:
             raise troubles[0]
 
-    save_state(engine.ds, folder, write, make_dir, adapters_alone=engine.adapter_settings is not None)
+    save_state(
+        engine.ds, folder, write, partial(attempt, durable.make_dir), adapters_alone=engine.adapter_settings is not None
+    )
     together(exchange, report)
 
 

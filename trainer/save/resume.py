@@ -139,7 +139,7 @@ def read_progress(folder: Path, world_size: int, zero_stage: int, stream: dict[s
 
 def base_fingerprint(engine: PolicyEngine) -> str:
     """Of the frozen weights under adapters. Every rank calls it; the result is rank 0's."""
-    return digest({name: tensor.checksum for name, tensor in engine.base_tensors().items()})[:32]
+    return digest(engine.base_checksums())[:32]
 
 
 def with_fingerprints(progress: Progress, found: dict[str, Any], output_dir: Path) -> Progress:
