@@ -7,7 +7,7 @@ derivative of each case of the minimum.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -164,10 +164,6 @@ def loss_and_gradient(completions: Sequence[ScoredCompletion], o: Objective) -> 
             gradient[t] = -weight * slope
         gradients.append(gradient)
     return loss, gradients
-
-
-def numeric_gradient(function: Callable[[float], float], at: float, step: float = 1e-6) -> float:
-    return (function(at + step) - function(at - step)) / (2 * step)
 
 
 def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> tuple[list[float], list[float]]:

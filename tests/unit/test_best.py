@@ -37,7 +37,7 @@ def record(version: int, right: int, n: int = 10, **mean: float) -> dict[str, An
     return {"step": version, "eval_id": f"v{version}", "n": n, "full_marks": {"answer": right}, "mean": mean}
 
 
-EMPTY = {"step": 20, "n": 0, "full_marks": {}, "mean": {}}
+EMPTY = {"step": 20, "n": 0, "full_marks": {"answer": 0}, "mean": {}}
 LESS = {"metric_for_best_model": "answer/mean", "greater_is_better": False}
 
 

@@ -44,32 +44,26 @@ class Run:
         self.saver.save_if_due(Progress("run", 0, 0, step, step, 0, 0, {}))
 
 
-def test_the_first_batch_that_ends_ten_minutes_after_the_last_checkpoint_is_saved(
-    monkeypatch: pytest.MonkeyPatch,
+def refuse(_: bool) -> bool:
+    raise AssertionError("a collective that is not needed")
+
+
+@pytest.mark.parametrize(
+    ("save_steps", "agree", "minutes", "saved"),
+    [
+        (None, lambda value: value, [4] * 9, [3, 6, 9]),  # batches end after 4, 8, 12 …
+        (3, refuse, [1000] * 6, [3, 6]),
+        (None, lambda mine: not mine, [1, 1000], [1]),
+    ],
+    ids=["ten minutes after the last", "with steps nobody is asked", "rank 0's clock decides"],
+)
+def test_when_a_batch_is_saved(
+    monkeypatch: pytest.MonkeyPatch, save_steps: int | None, agree: Any, minutes: list[float], saved: list[int]
 ) -> None:
-    """Batches of 4 minutes end after 4, 8, 12 …: the third, the sixth and the ninth are saved."""
-    run = Run(monkeypatch)
-    for step in range(1, 10):
-        run.batch_of_minutes(4, step)
-    assert run.saved == [3, 6, 9]
-
-
-def test_with_steps_the_clock_saves_nothing_and_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: bool) -> bool:
-        raise AssertionError("a collective that is not needed")
-
-    run = Run(monkeypatch, agree=refuse, save_steps=3)
-    for step in range(1, 7):
-        run.batch_of_minutes(1000, step)
-    assert run.saved == [3, 6]
-
-
-def test_rank_0s_clock_decides_for_a_rank_whose_own_clock_says_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    decisions = [True, False]
-    run = Run(monkeypatch, agree=lambda _mine: decisions.pop(0), save_steps=None)
-    run.batch_of_minutes(1, 1)
-    run.batch_of_minutes(1000, 2)
-    assert run.saved == [1]
+    run = Run(monkeypatch, agree, save_steps=save_steps)
+    for step, length in enumerate(minutes, start=1):
+        run.batch_of_minutes(length, step)
+    assert run.saved == saved
 
 
 @pytest.mark.parametrize(("save_steps", "saved"), [(0, []), (None, [7]), (100, [7])])
