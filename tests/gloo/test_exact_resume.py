@@ -172,7 +172,11 @@ def test_when_checkpoints_are_written_changes_nothing_that_is_trained(trainers: 
 
 MINI_BATCHES = {"steps_per_generation": 2, "shuffle_mini_batches": True, "loss_type": "dapo", "kl_in_reward": True}
 WITH_A_CRITIC = {"adv_estimator": "gae", "kl_in_reward": True, "lam": 0.95, "num_iterations": 2}
-CRITICS_KILLS: list[Armed] = [{1: "trainer.stepped:3:kill"}, {0: "checkpoint.committed:2:kill"}, TWO_KILLS[0]]
+CRITICS_KILLS: list[Armed] = [
+    {1: "trainer.stepped:3:kill"},
+    {0: "checkpoint.committed:2:kill"},
+    {0: "trainer.micro_batch:2:kill"},
+]
 
 
 @pytest.mark.parametrize(
