@@ -56,6 +56,7 @@ TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
         (SHAREGPT, {}, [ADD, ASK], [ADD, ASK]),
         (ORZ, {}, [ASK], [ASK]),
         ([ASK, PREFILLED], {}, [ASK, PREFILLED], [ASK, PREFILLED]),
+        ([{"from": "gpt", "value": "<think>"}], {}, [PREFILLED], [PREFILLED]),  # a row is never left without a message
         (" 2+2? ", {"format": "{{ content | trim }} ({{ level }}) \\boxed{}.\n"}, ["2+2? (easy) \\boxed{}."], " 2+2? "),
         (TALK, {"format": "<{{ content }}>"}, [*TALK[:2], "<c>"], [*TALK[:2], {"role": "user", "content": "<c>"}]),
     ],
