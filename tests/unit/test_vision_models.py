@@ -74,7 +74,9 @@ def test_another_family_that_sees_images_is_refused_by_name(tmp_path: Path) -> N
         require_models(config(tmp_path))
 
 
-def test_freezing_the_tower_of_a_text_model_is_refused(tmp_path: Path) -> None:
+def test_a_frozen_tower_is_all_that_does_not_train_and_a_text_model_has_none(folder: Any, tmp_path: Path) -> None:
+    freeze_tower(seeing := load(folder("qwen2_5_vl")))
+    assert all(p.requires_grad == (".visual." not in name) for name, p in seeing.named_parameters())
     path = tiny_model(tmp_path / "text")
     text = config(path, model={"freeze_vision_tower": True}, data={"image_key": None, "limit_images": 0})
     with pytest.raises(UserError, match=r"freeze_vision_tower is true, and model .* is a qwen2 without a vision tower"):
