@@ -88,8 +88,10 @@ def test_a_refilled_batch_admits_as_many_more_and_the_run_ends_as_much_later() -
 
 @pytest.mark.parametrize("cursor", [1, 101])
 def test_the_cursor_never_moves_back_or_beyond_the_end(cursor: int) -> None:
+    ledger = Ledger(100, 4, cursor=2)
+    ledger.advance(2)  # a step may be skipped
     with pytest.raises(AssertionError, match=f"cursor may not move from 2 to {cursor}"):
-        Ledger(100, 4, cursor=2).advance(cursor)
+        ledger.advance(cursor)
 
 
 @pytest.mark.parametrize(

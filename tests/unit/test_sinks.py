@@ -95,7 +95,12 @@ def test_a_new_run_in_a_folder_gets_a_name_of_its_own(sink: Sink):
     assert names[0] != names[1]
 
 
-def test_a_sink_that_fails_is_dropped_with_one_line_and_training_goes_on(sink: Sink, monkeypatch, capsys):
+def test_a_sink_that_does_not_start_is_the_users_to_fix_and_one_that_fails_later_is_dropped_with_one_line(
+    sink: Sink, monkeypatch, capsys
+):
+    monkeypatch.setenv("FAILS", "init")
+    with pytest.raises(UserError, match=r"wandb does not start: RuntimeError: no network; log in .* or leave"):
+        MetricsLog(sink.run, ["wandb"])
     monkeypatch.setenv("FAILS", "run.log")
     log = MetricsLog(sink.run, ["wandb"])
     for step in (1, 2, 3):
@@ -104,12 +109,6 @@ def test_a_sink_that_fails_is_dropped_with_one_line_and_training_goes_on(sink: S
     assert len((sink.run / "metrics.jsonl").read_text().splitlines()) == 3
     assert capsys.readouterr().err.count("wandb failed (RuntimeError: no network)") == 1
     assert [name for name, *_ in sink.calls()] == ["init", "define_metric", "define_metric"]
-
-
-def test_a_sink_that_does_not_start_is_the_users_to_fix(sink: Sink, monkeypatch):
-    monkeypatch.setenv("FAILS", "init")
-    with pytest.raises(UserError, match=r"wandb does not start: RuntimeError: no network; log in .* or leave"):
-        MetricsLog(sink.run, ["wandb"])
 
 
 def own_sink(folder: Path, *lines: str) -> str:

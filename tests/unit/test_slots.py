@@ -13,7 +13,6 @@ from common.config import Config
 from common.types import Group, Tombstone
 from tests.support.configs import config_of
 from tests.support.protocol_helpers import make_group, make_rollout
-from trainer.data.experience import score_rewards
 from trainer.data.mini_batches import steps
 from trainer.data.slots import Slots, fill
 
@@ -113,27 +112,17 @@ def test_metrics_count_the_dead_of_a_step_and_in_the_last_one_what_resampling_di
     assert filled(settings, "").warning() == ""
 
 
-def test_batch_statistics_are_those_of_the_groups_that_train() -> None:
-    """Rewards (1, 0) twice, without the dead group: std 1/√3, and each reward is 1/2 from its group's mean."""
-    settings = config(3, dead_groups="skip", scale_rewards="batch")
-    first, last = score_rewards(filled(settings, "aDa").training(), settings)
-    assert (first.group.group_id, last.group.group_id) == (10, 12)
-    assert list(first.advantages) == pytest.approx([0.5 / (3**-0.5 + 1e-4), -0.5 / (3**-0.5 + 1e-4)])  # type: ignore[arg-type]
-
-
-def test_equal_sums_of_unequal_rewards_are_alive_where_each_function_is_normalized() -> None:
+@pytest.mark.parametrize(("how", "expected"), [("sum_then_normalize", {FIRST}), ("normalize_then_sum", set())])
+def test_equal_sums_of_unequal_rewards_are_alive_where_each_function_is_normalized(
+    how: str, expected: set[int]
+) -> None:
     """(1, 0) and (0, 1) add up to equal rewards; normalised with weights 1 and 3 they do not cancel."""
     rewards = [{"answer": 1.0, "format": 0.0}, {"answer": 0.0, "format": 1.0}]
-    group = make_group(FIRST, 0, *(make_rollout(rewards=r, reward=1.0) for r in rewards))
-    found = {}
-    for how in ("sum_then_normalize", "normalize_then_sum"):
-        settings = config(1, multi_objective_aggregation=how).model_copy(
-            update={"rewards": config(1).rewards.model_copy(update={"reward_weights": [1.0, 3.0]})}
-        )
-        slots = Slots(settings, FIRST)
-        slots.add([group])
-        found[how] = dead_ids(slots)
-    assert found == {"sum_then_normalize": {FIRST}, "normalize_then_sum": set()}
+    weighed = config(1).rewards.model_copy(update={"reward_weights": [1.0, 3.0]})
+    settings = config(1, multi_objective_aggregation=how).model_copy(update={"rewards": weighed})
+    slots = Slots(settings, FIRST)
+    slots.add([make_group(FIRST, 0, *(make_rollout(rewards=r, reward=1.0) for r in rewards))])
+    assert dead_ids(slots) == expected
 
 
 @example("D" * 24, 3, 2, [2])

@@ -142,13 +142,14 @@ def micro_batch(
     if not parts:
         return _filler()
     known, lengths = [part.experience for part in parts], [sum(part.lengths()) for part in parts]
+    versions = [r.token_versions(part.group.policy_version)[at] for part in parts for r, at in part.completions()]
     return MicroBatch(
         row=_row(parts, packing),
         old_logprobs=_flat([r.old_logprobs[at] for part in parts for r, at in part.completions()]),
         ref_logprobs=_ref_logprobs(parts, awaits_reference) if algorithm.beta > 0 else None,
         advantages=_per_token(parts, [e.advantages for e in known]),
         weights=token_weights(_lengths(parts), denominator),
-        policy_versions=torch.cat([_policy_versions(part) for part in parts]),
+        policy_versions=torch.from_numpy(np.concatenate(versions)),
         proximal_logprobs=_joined([e.proximal_logprobs for e in known]),
         sampled_logprobs=_or_nan([e.sampled_logprobs for e in known], lengths),
         tokens_of=dict(zip((part.group.group_id for part in parts), lengths, strict=True)),
@@ -157,8 +158,7 @@ def micro_batch(
 
 def policy_row(experiences: Iterable[Experience], algorithm: Algorithm, packing: Packing) -> PackedRow:
     """The row of micro_batch, before all its log-probs are known."""
-    parts = _policy_parts(experiences, algorithm)
-    return _row(parts, packing) if parts else filler_row()
+    return _row(_policy_parts(experiences, algorithm), packing)
 
 
 def value_batch(
@@ -179,8 +179,7 @@ def value_batch(
 
 def value_row(experiences: Iterable[Experience], algorithm: Algorithm, packing: Packing) -> PackedRow:
     """Every sampled token of the completions of value_batch, before there are values."""
-    parts = _parts((e, unmasked_completions(e.group, algorithm), None) for e in experiences)
-    return _row(parts, packing) if parts else filler_row()
+    return _row(_parts((e, unmasked_completions(e.group, algorithm), None) for e in experiences), packing)
 
 
 def _policy_parts(experiences: Iterable[Experience], algorithm: Algorithm) -> list[_Part]:
@@ -202,6 +201,8 @@ def _lengths(parts: Sequence[_Part]) -> list[int]:
 
 
 def _row(parts: Sequence[_Part], packing: Packing) -> PackedRow:
+    if not parts:
+        return filler_row()
     rows = [(p.group.prompt_ids.tolist(), [r.completion_ids.tolist() for r, _ in p.completions()]) for p in parts]
     completions = [completion for part in parts for completion in part.completions()]
     row = pack(rows, packing, [p.group.images for p in parts]).with_sampling_mask(
@@ -232,12 +233,6 @@ def _came(part: _Part) -> Tensor:
     came = [r.ref_logprobs[index] for r, index in rollouts if r.ref_logprobs is not None]
     assert len(came) == len(rollouts), f"group {part.group.group_id} was not scored by the reference"
     return _flat(came)
-
-
-def _policy_versions(part: _Part) -> Tensor:
-    """[n]"""
-    version = part.group.policy_version
-    return torch.from_numpy(np.concatenate([r.token_versions(version)[at] for r, at in part.completions()]))
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
