@@ -58,22 +58,6 @@ def test_the_best_so_far_and_what_followed(
     assert best_so_far(records, config_for(Path("r"), **evaluation).eval) == expected
 
 
-@pytest.mark.parametrize(
-    ("evaluation", "words"),
-    [
-        ({"metric_for_best_model": "anwser/accuracy"}, "set eval.metric_for_best_model=answer/accuracy"),
-        ({"metric_for_best_model": None, "early_stopping_patience": 2}, "early_stopping_patience needs a metric"),
-        ({"metric_for_best_model": None, "load_best_model_at_end": True}, "load_best_model_at_end needs a metric"),
-        ({"steps": None, "early_stopping_patience": 2}, "set eval.steps=20"),
-    ],
-)
-def test_a_best_without_a_meaning_is_refused_with_the_remedy(evaluation: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        config_for(Path("r"), **evaluation)
-    with pytest.raises(ValueError, match=r"needs held-out problems; set data\.eval="):
-        config_of(eval={"metric_for_best_model": "answer/mean"})
-
-
 class Rank(OneRank):
     """One rank of two: rank 0 writes down its decisions, and rank 1 reads them in the same order."""
 
@@ -87,9 +71,9 @@ class Rank(OneRank):
         return self.decisions.pop(0)
 
 
-def alone(config: Config, records: list[dict[str, Any]], said: list[str] | None = None) -> Best:
+def alone(config: Config, records: list[dict[str, Any]]) -> Best:
     rank: Any = Rank(0, [])
-    best = Best(config, rank, print if said is None else said.append, lambda: records)
+    best = Best(config, rank, print, lambda: records)
     best.look_at_history()
     return best
 
@@ -126,49 +110,32 @@ def test_best_is_the_version_that_was_scored_and_loads_in_transformers(tmp_path:
     assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
-def with_best(output_dir: Path, version: int, metric: str, value: float) -> Path:
-    folder = output_dir / "best"
-    folder.mkdir(parents=True)
-    (folder / "model.safetensors").write_text(f"version {version}")
-    (folder / "commit.json").write_text(json.dumps({"policy_version": version, "metric": metric, "value": value}))
-    return folder
-
-
 @pytest.mark.parametrize(
-    ("version", "metric", "value"),
-    [(40, "answer/accuracy", 0.9), (20, "answer/accuracy", 0.6), (20, "answer/mean", 0.5)],
-    ids=["of steps that are made again", "of another try of them", "by another metric"],
+    ("version", "metric", "value", "becomes_final"),
+    [
+        (20, "answer/accuracy", 0.5, True),
+        (40, "answer/accuracy", 0.9, False),
+        (20, "answer/accuracy", 0.6, False),
+        (20, "answer/mean", 0.5, False),
+    ],
+    ids=["of this history", "of steps that are made again", "of another try of them", "by another metric"],
 )
-def test_a_best_that_no_evaluation_of_this_history_names_does_not_become_final(
-    tmp_path: Path, version: int, metric: str, value: float
+def test_after_a_resume_the_best_becomes_final_if_an_evaluation_of_this_history_names_it(
+    tmp_path: Path, version: int, metric: str, value: float, becomes_final: bool
 ) -> None:
-    with_best(tmp_path, version, metric, value)
-    best = alone(config_for(tmp_path, load_best_model_at_end=True), [record(0, 2), record(20, 5)])
-    assert not best.commit_as_final()
-
-
-def test_the_best_of_this_history_stays_over_a_resume(tmp_path: Path) -> None:
-    folder = with_best(tmp_path, 20, "answer/accuracy", 0.5)
-    records, said = [record(0, 2), record(20, 5), record(40, 4)], list[str]()
-    best = alone(config_for(tmp_path, load_best_model_at_end=True), records, said)
-    assert folder.is_dir() and best.commit_as_final()
-    assert said == []
+    (tmp_path / "best").mkdir()
+    commit = {"policy_version": version, "metric": metric, "value": value}
+    (tmp_path / "best" / "commit.json").write_text(json.dumps(commit))
+    records = [record(0, 2), record(20, 5), record(40, 4)]
     assert not alone(config_for(tmp_path), records).commit_as_final(), "unless it is asked for"
+    assert alone(config_for(tmp_path, load_best_model_at_end=True), records).commit_as_final() == becomes_final
 
 
 def test_all_ranks_stop_together_and_a_resumed_run_keeps_the_count(tmp_path: Path) -> None:
     config, decisions = config_for(tmp_path, early_stopping_patience=2), []  # type: ignore[var-annotated]
-    said = list[str](), list[str]()
     earlier = [record(0, 5), record(1, 5)]  # one without improvement, before the resume
-    ranks = [
-        Best(
-            config,
-            Rank(rank, decisions),
-            said[rank].append,
-            lambda rank=rank: list(earlier) if rank == 0 else [],
-        )  # type: ignore[arg-type,misc]
-        for rank in (0, 1)
-    ]
+    history = [earlier.copy, list]
+    ranks = [Best(config, Rank(rank, decisions), print, history[rank]) for rank in (0, 1)]  # type: ignore[arg-type]
     for best in ranks:
         best.look_at_history()
     assert [rank.stops_early for rank in ranks] == [False, False]
@@ -176,8 +143,6 @@ def test_all_ranks_stop_together_and_a_resumed_run_keeps_the_count(tmp_path: Pat
         best.update(None if rank else record(2, 4), Published(2, "nowhere", ""), None, None)
     assert [rank.stops_early for rank in ranks] == [True, True] and decisions == []
     assert alone(config, [*earlier, record(2, 4)]).stops_early, "resumed after its end, it stops again"
-    assert "answer/accuracy has not been better than 0.5 of version 0 in 2 evaluations" in said[0][0]
-    assert said[1] == []
 
 
 def samples(right: int, n: int = 10) -> tuple[EvalSample, ...]:
@@ -208,13 +173,8 @@ def run_alone(monkeypatch: pytest.MonkeyPatch, config: Config, begun: Progress, 
         return SimpleNamespace(write=lambda _: Published(name.version, "w", ""))
 
     hello = SimpleNamespace(num_eval_problems=10, dataset_fingerprint="", tokenizer_hash="")
-    source = SimpleNamespace(
-        incarnation="ab",
-        wait_for_sampler=lambda: hello,
-        commit=commit,
-        versions_in_use=list,
-        finish_eval=finish_eval,
-    )
+    source = SimpleNamespace(incarnation="ab", wait_for_sampler=lambda: hello, versions_in_use=list)
+    source.commit, source.finish_eval = commit, finish_eval
     exchange: Any = SimpleNamespace(rank=0, world_size=1, text=lambda text: text, agree=lambda value: value)
     display = SimpleNamespace(note=print, evaluation=lambda _: None)
     monkeypatch.setattr(Trainer, "train_batch", advance)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import random
 import shutil
@@ -107,11 +106,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def start(tmp_path: Path) -> Path:
     """A run folder with the checkpoints 1 and 2, and a damaged 3 that a resumed run skips and saves again."""
-    for step in (1, 2, 3):
-        save(tmp_path / "start" / "checkpoints", step)
-    save(tmp_path / "other" / "checkpoints", 1)
-    shutil.copytree(tmp_path / "other/checkpoints/step_000001", tmp_path / "start/checkpoints/step_000001")
-    damaged = tmp_path / "start/checkpoints/step_000003/model.safetensors"
+    checkpoints = tmp_path / "start" / "checkpoints"
+    for step in (1, 2):
+        save(checkpoints, step)
+    shutil.copytree(checkpoints / "step_000002", checkpoints / "step_000003")
+    damaged = checkpoints / "step_000003" / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert resumed_step(tmp_path / "start") == 2
     return tmp_path / "start"
@@ -276,38 +275,22 @@ def test_any_flipped_bit_of_the_commit_record_is_noticed(tmp_path: Path) -> None
     save(tmp_path, 7)
     path = tmp_path / "step_000007" / run_folder.COMMIT
     whole = path.read_bytes()
+    flipped = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in range(len(whole))]
     said: list[str] = []
-    for position in range(len(whole)):
-        path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
-        assert resume.newest_valid(tmp_path, said.append) is None, f"byte {position}"
-    assert len(said) == len(whole)
+    for record in (*flipped, b"", b"[]", b"{}", b"null", b"\xff", b'{"blake3": "", "files": []}'):
+        path.write_bytes(record)
+        assert resume.newest_valid(tmp_path, said.append) is None, record
+        assert "step_000007 is skipped: commit.json" in said[-1]
     path.write_bytes(whole)
     assert resume.newest_valid(tmp_path, said.append) == tmp_path / "step_000007"
 
 
-@pytest.mark.parametrize("record", [b"", b"[]", b"{}", b"null", b"\xff", b'{"blake3": "", "files": []}'])
-def test_a_commit_record_that_is_none_is_skipped_with_a_reason(tmp_path: Path, record: bytes) -> None:
-    save(tmp_path, 7)
-    (tmp_path / "step_000007" / run_folder.COMMIT).write_bytes(record)
-    said: list[str] = []
-    assert resume.newest_valid(tmp_path, said.append) is None
-    assert "step_000007 is skipped: commit.json" in said[0]
-
-
-def test_a_file_that_cannot_be_read_is_a_reason_to_skip_not_to_crash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_read_is_a_reason_to_skip_not_to_crash(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step)
     broken = tmp_path / "step_000002" / "model.safetensors"
-    file_record = resume.file_record
-
-    def failing(path: Path) -> Any:
-        if path == broken:
-            raise OSError(5, "Input/output error", str(path))
-        return file_record(path)
-
-    monkeypatch.setattr(resume, "file_record", failing)
+    broken.unlink()
+    broken.mkdir()
     said: list[str] = []
     assert resume.newest_valid(tmp_path, said.append) == tmp_path / "step_000001"
     assert "model.safetensors cannot be read" in said[0]
@@ -330,6 +313,4 @@ def test_checkpoints_are_ordered_by_number_not_by_name(tmp_path: Path) -> None:
         save(tmp_path, step)
     (tmp_path / "step_of_mine").mkdir()
     assert [p.name for p in run_folder.step_dirs(tmp_path)] == ["step_1000000", "step_1000001"]
-    newest = resume.newest_valid(tmp_path, print)
-    assert newest is not None
-    assert json.loads((newest / run_folder.COMMIT).read_text())["step"] == 1_000_001
+    assert resume.newest_valid(tmp_path, print) == tmp_path / "step_1000001"
