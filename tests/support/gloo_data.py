@@ -13,7 +13,7 @@ import numpy as np
 from common.config import Config
 from common.types import Group, Rollout, Tombstone
 from tests.support.tier import ALL
-from tests.support.tiny import VOCAB_SIZE, in_turns, random_group
+from tests.support.tiny import VOCAB_SIZE, random_group
 
 OWN = Path(__file__).with_name("own_functions.py")
 RANKS = (1, 2)
@@ -68,6 +68,13 @@ PACKINGS: dict[int, dict[str, Any]] = {
     2: {"packing": "off"},
     3: {"packing": "flat"},
 }
+CORRECTED = {
+    "num_iterations": 2,
+    "vllm_importance_sampling_mode": "token_mask",
+    "vllm_importance_sampling_clip_max": 1.5,
+}
+SHUFFLED = {"steps_per_generation": 2, "num_iterations": 2, "shuffle_mini_batches": True}
+RECOMPUTED = {"model": {"gradient_checkpointing": True}, "trainer": {"groups_per_micro_batch": 2}}
 # settings of one more batch each, by name: what differs from the others
 VARIANTS: dict[str, dict[str, Any]] = {
     "dapo": {"algorithm": {"loss_type": "dapo"}},
@@ -81,41 +88,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "entropy": {"algorithm": {"entropy_coef": 0.5}},
     "own": {"algorithm": {"adv_estimator": f"{OWN}:above_the_mean", "loss": f"{OWN}:clipped"}},
     "twice": {"algorithm": {"num_iterations": 2}, "trainer": FOUR_STEPS},
-    "corrected": {
-        "algorithm": {
-            "num_iterations": 2,
-            "vllm_importance_sampling_mode": "token_mask",
-            "vllm_importance_sampling_clip_max": 1.5,
-        },
-        "trainer": FOUR_STEPS,
-    },
+    "corrected": {"algorithm": CORRECTED, "trainer": FOUR_STEPS},
     # batches of rollouts of eight groups: two mini-batches of four
     "in_order": {"algorithm": {"steps_per_generation": 2}, "trainer": FOUR_STEPS},
     "in_order_twice": {
         "algorithm": {"steps_per_generation": 2, "num_iterations": 2, "loss_type": "dapo", "scale_rewards": "batch"},
         "trainer": FOUR_STEPS,
     },
-    "shuffled": {
-        "algorithm": {
-            "steps_per_generation": 2,
-            "num_iterations": 2,
-            "shuffle_mini_batches": True,
-            "vllm_importance_sampling_mode": "token_mask",
-            "vllm_importance_sampling_clip_max": 1.5,
-        },
-        "trainer": FOUR_STEPS,
-    },
-    "critic_shuffled": {
-        "algorithm": {**GAE["algorithm"], "steps_per_generation": 2, "num_iterations": 2, "shuffle_mini_batches": True},
-        "critic": GAE["critic"],
-        "trainer": FOUR_STEPS,
-    },
-    "recomputed": {"model": {"gradient_checkpointing": True}, "trainer": {"groups_per_micro_batch": 2}},
-    "recomputed3": {
-        "model": {"gradient_checkpointing": True},
-        "trainer": {"groups_per_micro_batch": 2},
-        "deepspeed": {"zero_optimization": {"stage": 3}},
-    },
+    "shuffled": {"algorithm": CORRECTED | SHUFFLED, "trainer": FOUR_STEPS},
+    "critic_shuffled": GAE | {"algorithm": GAE["algorithm"] | SHUFFLED, "trainer": FOUR_STEPS},
+    "recomputed": RECOMPUTED,
+    "recomputed3": RECOMPUTED | {"deepspeed": {"zero_optimization": {"stage": 3}}},
     "skip": {"algorithm": {"dead_groups": "skip"}},
     "resample": {"algorithm": {"dead_groups": "resample"}},
     "scored_twice": {
@@ -167,11 +150,6 @@ def group(group_id: int, beta: float = BETA) -> Group:
 def bare(group_id: int) -> Group:
     """For a reference that the trainer scores."""
     return group(group_id, beta=0.0)
-
-
-def turns(group_id: int) -> Group:
-    """The same tokens in several turns."""
-    return in_turns(group(group_id))
 
 
 def uneven(group_id: int) -> Item:

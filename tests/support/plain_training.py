@@ -116,10 +116,7 @@ class PlainTraining:
         return {g.group_id: of_group for g, of_group in zip(batch, found, strict=True)}
 
     def reward(self, rollout: Rollout) -> float:
-        if not self.objective.kl_in_reward:
-            return rollout.reward
-        pairs = zip(olds(rollout), refs(rollout), strict=True)
-        return rollout.reward - self.objective.beta * sum(old - ref for old, ref in pairs)
+        return sum(token_rewards(rollout)) if self.objective.kl_in_reward else rollout.reward
 
     def gradients(self) -> dict[str, Tensor]:
         return {name: p.grad.clone() for name, p in self.model.named_parameters() if p.requires_grad}
@@ -150,20 +147,11 @@ class PlainActorCritic(PlainTraining):
             for g in batch:
                 old = [v.tolist() for v in self.values(g)]
                 self.estimated[g.group_id] = [self._estimate(r, v) for r, v in zip(g.rollouts, old, strict=True)]
-            flat = [a for of_group in self.estimated.values() for _, _, advantages in of_group for a in advantages]
-            self.mean, self.std = sum(flat) / len(flat), oracle.std(flat)
-        scale = self.std + 1e-4
-        return {
-            g: [[(a - self.mean) / scale for a in advantages] for _, _, advantages in of_group]
-            for g, of_group in self.estimated.items()
-        }
+        return whitened({g: [a for _, _, a in of_group] for g, of_group in self.estimated.items()})
 
     def _estimate(self, rollout: Rollout, values: list[float]) -> tuple[list[float], list[float], list[float]]:
         """(old values, returns, advantages)."""
-        pairs = zip(olds(rollout), refs(rollout), strict=True)
-        rewards = [-BETA * (old - ref) for old, ref in pairs]
-        rewards[-1] += rollout.reward
-        advantages, returns = oracle.gae(rewards, values, self.settings["gamma"], self.settings["lam"])
+        advantages, returns = oracle.gae(token_rewards(rollout), values, self.settings["gamma"], self.settings["lam"])
         return values, returns, advantages
 
     def backward(self, groups: Sequence[Group], batch: Sequence[Group] | None = None) -> float:
@@ -210,12 +198,9 @@ class PlainGroupPpo(PlainActorCritic):
         self.cuts: dict[int, list[oracle.Cut]] = {}  # of the newest step, by group id
 
     def cut(self, values: Sequence[float], rollout: Rollout) -> oracle.Cut:
-        pairs = zip(olds(rollout), refs(rollout), strict=True)
-        rewards = [-BETA * (old - ref) for old, ref in pairs]
-        rewards[-1] += rollout.reward
         q = [(1 - math.exp(old)) ** 2 for old in olds(rollout)]
         gamma, lam, longest = self.settings["gamma"], self.settings["lam"], self.params["group_max_size"]
-        return oracle.cut(rewards, values, q, self.threshold, gamma, lam, longest, 1e-6, "grow")
+        return oracle.cut(token_rewards(rollout), values, q, self.threshold, gamma, lam, longest, 1e-6, "grow")
 
     def advantages(self, batch: Sequence[Group]) -> dict[int, list[Any]]:
         """Of every segment, whitened; leaves the critic's gradient and moves the threshold."""
@@ -235,9 +220,7 @@ class PlainGroupPpo(PlainActorCritic):
         self.thresholds.append(self.threshold)
         excess = math.fsum(c.r_grpo for c in every) / math.fsum(c.r_ppo for c in every)
         self.threshold *= math.exp(self.params["threshold_lr"] * (1 - excess))
-        flat = [a for c in every for a in c.advantages]
-        mean, std = sum(flat) / len(flat), oracle.std(flat)
-        return {g: [[(a - mean) / (std + 1e-4) for a in c.advantages] for c in of] for g, of in self.cuts.items()}
+        return whitened({g: [cut.advantages for cut in of_group] for g, of_group in self.cuts.items()})
 
     def backward(self, groups: Sequence[Group], batch: Sequence[Group] | None = None) -> float:
         self.update.optimizer.zero_grad()
@@ -253,6 +236,20 @@ class PlainGroupPpo(PlainActorCritic):
         loss, by_logprob = oracle.loss_and_gradient(completions, self.objective)
         torch.autograd.backward(logprobs, [torch.from_numpy(d) for d in by_logprob])
         return loss
+
+
+def whitened(advantages: dict[int, list[list[float]]]) -> dict[int, list[Any]]:
+    """By group id, of every completion, of every token or segment: with mean 0 and deviation 1 over all of them."""
+    flat = [a for of_group in advantages.values() for of_completion in of_group for a in of_completion]
+    mean, scale = sum(flat) / len(flat), oracle.std(flat) + 1e-4
+    return {g: [[(a - mean) / scale for a in of] for of in of_group] for g, of_group in advantages.items()}
+
+
+def token_rewards(rollout: Rollout) -> list[float]:
+    """−β · (log π_old − log π_ref) of every token, and at the last the rollout's reward."""
+    rewards = [-BETA * (old - ref) for old, ref in zip(olds(rollout), refs(rollout), strict=True)]
+    rewards[-1] += rollout.reward
+    return rewards
 
 
 def own(rollout: Rollout) -> list[int]:

@@ -41,10 +41,6 @@ def group(group_id: int) -> Group:
     return random_group(group_id, 50, [1.0, 0.0, float(group_id % 3)], beta=0.1)
 
 
-def unscored(group_id: int) -> Group:
-    return random_group(group_id, 50, [1.0, 0.0, 0.5])
-
-
 class Run:
     """One rank of a batch. `events`: ids that were taken, and groups of each backward, in the order they happened."""
 
@@ -153,7 +149,8 @@ def test_with_mini_batches_the_correction_keeps_to_log_probs_of_the_whole_batch_
 def test_the_reference_scores_a_micro_batch_once_for_all_passes() -> None:
     scored = []
     scorer = SimpleNamespace(score=lambda row: scored.append(row) or row.target_ids / -7)
-    run = Run(config(2, {"beta": 0.1, "num_iterations": 2}), make=unscored, scorer=scorer)
+    unscored = [random_group(group_id, 50, [1.0, 0.0, 0.5]) for group_id in range(2)]
+    run = Run(config(2, {"beta": 0.1, "num_iterations": 2}), make=unscored.__getitem__, scorer=scorer)
     run.step(0)
     run.step(1)
     assert len(scored) == 2

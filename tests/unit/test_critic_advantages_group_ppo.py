@@ -36,23 +36,18 @@ GROUPS: list[Group | Tombstone] = [
     Tombstone(1, 0, "gone"),
     random_group(2, 50, [0.0, 2.0, 0.0]),
 ]
+ALIVE = [g for g in GROUPS if isinstance(g, Group)]
 EXPERIENCES = [Experience(g) for g in GROUPS]
 
 
-def settings(adv_estimator: str = "group_ppo", loss_type: str = "dapo", **params: Any) -> Config:
-    algorithm: dict[str, Any] = {"adv_estimator": adv_estimator, "gamma": 0.9, "lam": 0.8, "loss_type": loss_type}
-    if params:
-        algorithm["group_params"] = {"threshold_lr": 0.0} | params
-    return config_of(algorithm=algorithm)
+def settings(loss_type: str = "dapo", **params: Any) -> Config:
+    algorithm = {"adv_estimator": "group_ppo", "gamma": 0.9, "lam": 0.8, "loss_type": loss_type}
+    return config_of(algorithm=algorithm | {"group_params": {"threshold_lr": 0.0} | params})
 
 
-def alive() -> list[Group]:
-    return [g for g in GROUPS if isinstance(g, Group)]
-
-
-def random_values(seed: int = 0) -> ByGroup:
-    rng = np.random.default_rng(seed)
-    return {g.group_id: [rng.normal(size=len(r.completion_ids)) for r in g.rollouts] for g in alive()}
+def random_values() -> ByGroup:
+    rng = np.random.default_rng(0)
+    return {g.group_id: [rng.normal(size=len(r.completion_ids)) for r in g.rollouts] for g in ALIVE}
 
 
 def batches(config: Config, found: Estimates) -> tuple[MicroBatch, ValueBatch]:
@@ -62,14 +57,14 @@ def batches(config: Config, found: Estimates) -> tuple[MicroBatch, ValueBatch]:
     return micro_batch(known, denominator, algorithm), value_batch(known, learned, algorithm)
 
 
-def segments(config: Config, values: ByGroup, threshold: float = 0.7) -> Estimates:
-    return estimate_segments(GROUPS, values, None, threshold, config)
+def segments(config: Config, values: ByGroup) -> Estimates:
+    return estimate_segments(GROUPS, values, None, 0.7, config)
 
 
 def test_the_head_sees_segment_ends_and_the_critic_segment_starts() -> None:
     config, values = settings(group_max_size=4, group_variance_threshold=0.7), random_values()
     found = segments(config, values)
-    rollouts = [(r, v.tolist()) for g in alive() for r, v in zip(g.rollouts, values[g.group_id], strict=True)]
+    rollouts = [(r, v.tolist()) for g in ALIVE for r, v in zip(g.rollouts, values[g.group_id], strict=True)]
     cuts = []
     for r, v in rollouts:
         rewards = [0.0] * (len(r.completion_ids) - 1) + [r.reward]
@@ -79,7 +74,7 @@ def test_the_head_sees_segment_ends_and_the_critic_segment_starts() -> None:
     ends = [[last for _, last in c.segments] for c in cuts]
     starts = [[first for first, _ in c.segments] for c in cuts]
     assert any(len(c.segments) < len(r.completion_ids) for c, (r, _) in zip(cuts, rollouts, strict=True))
-    tokens = sum(len(g.prompt_ids) for g in alive()) + num_tokens(EXPERIENCES, config.algorithm)
+    tokens = sum(len(g.prompt_ids) for g in ALIVE) + num_tokens(EXPERIENCES, config.algorithm)
     for row, positions in ((policy.row, ends), (critic.row, starts)):
         assert row.lengths == tuple(map(len, positions)) and row.input_ids.shape == (1, tokens)
         expected = [int(r.completion_ids[t]) for (r, _), of in zip(rollouts, positions, strict=True) for t in of]
@@ -108,7 +103,7 @@ def test_with_segment_loss_every_token_carries_its_segments_advantage() -> None:
     policy, critic = batches(settings(segment_loss="segment", group_max_size=3), whole)
     assert len(policy.advantages) == num_tokens(EXPERIENCES, settings().algorithm)
     assert len(critic.returns) == sum(len(a) for of in ends.advantages.values() for a in of)
-    for g in alive():
+    for g in ALIVE:
         for tokens, starts in zip(whole.advantages[g.group_id], whole.value_positions[g.group_id], strict=True):  # type: ignore[index]
             bounds = [*starts.tolist(), len(tokens)]
             assert all(len(set(tokens[a:b])) == 1 for a, b in itertools.pairwise(bounds))
@@ -116,7 +111,7 @@ def test_with_segment_loss_every_token_carries_its_segments_advantage() -> None:
 
 def test_given_scores_replace_the_sampled_ones() -> None:
     values = random_values()
-    certain = {g.group_id: [np.zeros(len(r.completion_ids)) for r in g.rollouts] for g in alive()}
+    certain = {g.group_id: [np.zeros(len(r.completion_ids)) for r in g.rollouts] for g in ALIVE}
     config = settings(group_max_size=None)
     found = estimate_segments(GROUPS, values, certain, 0.01, config)
     assert found.segments is not None

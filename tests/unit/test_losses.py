@@ -164,45 +164,32 @@ def test_a_sequence_ratio_is_the_geometric_mean_and_its_gradient_reaches_every_t
     assert terms.ratio.tolist() == pytest.approx([ratio] * 2) and terms.is_clipped.tolist() == [slope == 0] * 2
 
 
-def corrected(mode: str, own: list[float] | None = None) -> tuple[list[float], list[float], TokenTerms]:
+@pytest.mark.parametrize(
+    ("mode", "own", "ratios", "weights", "hit"),
+    [
+        # on policy π_own is π, and the ratio 1
+        ("token_truncate", None, [1.0] * 3, [1.8, 1.5, 0.5], [True, False, False]),
+        ("token_mask", None, [1.0] * 3, [0.0, 1.5, 0.5], [True, False, False]),
+        ("sequence_truncate", None, [1.0] * 3, [1.8, 1.8, 0.5], [True, True, False]),  # 2 · 1.5 = 3
+        ("sequence_mask", None, [1.0] * 3, [0.0, 0.0, 0.5], [True, True, False]),
+        # in later iterations: ratios .6/.51, .3/.28, .2/.25; weights .51/.3, .28/.2, .25/.4
+        ("token_truncate", [0.51, 0.28, 0.25], [0.6 / 0.51, 0.3 / 0.28, 0.8], [1.7, 1.4, 0.625], [False] * 3),
+    ],
+)
+def test_a_correction_weighs_tokens_whose_ratio_is_to_the_trainers_own_first_log_probs(
+    mode: str, own: list[float] | None, ratios: list[float], weights: list[float], hit: list[bool]
+) -> None:
     """Completions of two tokens and one, advantage 2; trainer / engine = 2, 1.5 and 0.5."""
     logprobs, old = logs(0.6, 0.3, 0.2).requires_grad_(), logs(0.3, 0.2, 0.4)
     algorithm = Algorithm(vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_max=1.8)
-    advantages = torch.full((3,), 2.0, dtype=torch.float64)
-    proximal_logprobs = None if own is None else logs(*own)
-    objective, terms = token_objective(
-        logprobs, old, None, advantages, [2, 1], algorithm, proximal_logprobs=proximal_logprobs
-    )
+    advantages, proximal = torch.full((3,), 2.0, dtype=torch.float64), logs(*own) if own else None
+    objective, terms = token_objective(logprobs, old, None, advantages, [2, 1], algorithm, None, proximal)
     (gradient,) = torch.autograd.grad(objective.sum(), logprobs)
-    return objective.tolist(), gradient.tolist(), terms
-
-
-@pytest.mark.parametrize(
-    ("mode", "weights", "hit"),
-    [
-        ("token_truncate", [1.8, 1.5, 0.5], [True, False, False]),
-        ("token_mask", [0.0, 1.5, 0.5], [True, False, False]),
-        ("sequence_truncate", [1.8, 1.8, 0.5], [True, True, False]),  # 2 · 1.5 = 3
-        ("sequence_mask", [0.0, 0.0, 0.5], [True, True, False]),
-    ],
-)
-def test_a_correction_weighs_on_policy_tokens_whose_ratio_is_then_one(
-    mode: str, weights: list[float], hit: list[bool]
-) -> None:
-    objective, gradient, terms = corrected(mode)
-    assert terms.ratio.tolist() == [1.0] * 3
+    assert terms.ratio.tolist() == pytest.approx(ratios)
     assert terms.correction.tolist() == pytest.approx(weights)
     assert terms.is_corrected.tolist() == hit
-    assert objective == pytest.approx([2 * w for w in weights])
-    assert gradient == pytest.approx([2 * w for w in weights])  # none through the weight itself
-
-
-def test_in_later_iterations_the_ratio_is_to_the_trainers_own_first_log_probs() -> None:
-    # own 0.5, 0.25, 0.25: ratios 1.2 (not above 1 + ε), 1.2, 0.8; weights .5/.3, .25/.2, .25/.4
-    _, gradient, terms = corrected("token_truncate", own=[0.5, 0.25, 0.25])
-    assert terms.ratio.tolist() == pytest.approx([1.2, 1.2, 0.8])
-    assert terms.correction.tolist() == pytest.approx([5 / 3, 1.25, 0.625])
-    assert gradient[2] == pytest.approx(2 * 0.8 * 0.625)
+    assert objective.tolist() == pytest.approx([2 * r * w for r, w in zip(ratios, weights, strict=True)])
+    assert gradient.tolist() == pytest.approx(objective.tolist())  # none through the weight itself
 
 
 def test_the_entropy_bonus_is_added_with_its_gradient_also_where_the_clip_stops_the_rest() -> None:
@@ -231,11 +218,12 @@ def test_weights_of_two_completions_while_a_third_is_on_another_rank(loss_type: 
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[list[list[ScoredCompletion]], Objective]:
-    """Groups of completions with log-probs that stay off the two kinks, where the derivative is not unique."""
+def steps(draw: st.DrawFn) -> tuple[list[ScoredCompletion], Objective]:
+    """Completions of groups with log-probs that stay off the two kinks, where the derivative is not unique."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     beta = draw(st.sampled_from([0.0, 0.04]))
     is_cispo = draw(st.integers(0, 3)) == 0
+    mode = draw(st.sampled_from([None, *MODES]))
     objective = Objective(
         epsilon=0.2 if is_cispo else draw(st.sampled_from([0.1, 0.2])),
         epsilon_high=1.1 if is_cispo else draw(st.sampled_from([0.2, 0.28])),
@@ -244,14 +232,13 @@ def steps(draw: st.DrawFn) -> tuple[list[list[ScoredCompletion]], Objective]:
         max_completion_length=9,
         delta=None if is_cispo else draw(st.sampled_from([None, 1.4])),
         importance_sampling_level="token" if is_cispo else draw(st.sampled_from(["token", "sequence"])),
-        vllm_importance_sampling_mode=draw(st.sampled_from([None, *MODES])),
-        vllm_importance_sampling_clip_max=1.2,
+        vllm_importance_sampling_mode=mode,
+        vllm_importance_sampling_clip_max=1.2 if mode else 3.0,
         kl_estimator=draw(st.sampled_from(["k1", "k2", "k3"])) if beta > 0 else "k3",
     )
-    groups = []
+    completions = []
     for _ in range(draw(st.integers(1, 4))):
         rewards = rng.integers(0, 3, draw(st.integers(2, 5))).astype(float).tolist()
-        group = []
         for advantage in oracle.group_advantages(rewards, "group"):
             n = int(rng.integers(1, 10))
             old = -rng.exponential(2, n)
@@ -262,9 +249,8 @@ def steps(draw: st.DrawFn) -> tuple[list[list[ScoredCompletion]], Objective]:
             ratios = np.array(oracle.ratios(completion, objective))
             kinks = np.array([1 - objective.epsilon, 1 + objective.epsilon_high, objective.delta or 0.0])
             assume(np.abs(ratios[:, None] - kinks).min() > 1e-6)
-            group.append(completion)
-        groups.append(group)
-    return groups, objective
+            completions.append(completion)
+    return completions, objective
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -288,12 +274,8 @@ def torch_loss(completions: list[ScoredCompletion], o: Objective) -> tuple[float
     advantages = flat([[c.advantage] * len(c.logprobs) for c in completions])
     old = flat([c.old_logprobs for c in completions])
     own = flat([c.proximal_logprobs for c in completions])
-    if o.vllm_importance_sampling_mode is None:
-        o = dataclasses.replace(o, vllm_importance_sampling_clip_max=3.0)
     settings = {k: v for k, v in dataclasses.asdict(o).items() if k != "max_completion_length"}
-    objective, _ = token_objective(
-        logprobs, old, ref, advantages, lengths, Algorithm(**settings), proximal_logprobs=own
-    )
+    objective, _ = token_objective(logprobs, old, ref, advantages, lengths, Algorithm(**settings), None, own)
     total = loss(objective, weights)
     total.backward()
     assert logprobs.grad is not None
@@ -301,14 +283,21 @@ def torch_loss(completions: list[ScoredCompletion], o: Objective) -> tuple[float
 
 
 @given(steps())
-def test_loss_and_gradient_equal_the_oracle(step: tuple[list[list[ScoredCompletion]], Objective]) -> None:
-    groups, objective = step
-    completions = [c for group in groups for c in group]
+def test_loss_and_gradient_equal_the_oracle(step: tuple[list[ScoredCompletion], Objective]) -> None:
+    completions, objective = step
     expected_loss, expected_gradient = oracle.loss_and_gradient(completions, objective)
     found_loss, found_gradient = torch_loss(completions, objective)
     assert found_loss == pytest.approx(expected_loss, rel=1e-9, abs=1e-9)
     for found, expected in zip(found_gradient, expected_gradient, strict=True):
         assert found == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def value_error(value: float, old: float, target: float, cliprange: float | None) -> tuple[float, float, bool]:
+    """Of one value: its error, the derivative by the value, and whether it is clipped."""
+    values, others = torch.tensor([value]).requires_grad_(), [torch.tensor([old]), torch.tensor([target])]
+    error, is_clipped = value_errors(values, *others, cliprange)
+    (slope,) = torch.autograd.grad(error.sum(), values)
+    return error.item(), slope.item(), is_clipped.item()
 
 
 @pytest.mark.parametrize(
@@ -325,15 +314,9 @@ def test_loss_and_gradient_equal_the_oracle(step: tuple[list[list[ScoredCompleti
 def test_each_side_of_the_value_clip_by_hand(
     value: float, old: float, target: float, error: float, slope: float, clipped: bool
 ) -> None:
-    values = torch.tensor([value], dtype=torch.float64, requires_grad=True)
-    others = [torch.tensor([x], dtype=torch.float64) for x in (old, target)]
-    found, is_clipped = value_errors(values, *others, cliprange=0.2)
-    (gradient,) = torch.autograd.grad(found.sum(), values)
-    assert (found.item(), gradient.item()) == pytest.approx((error, slope))
-    assert is_clipped.tolist() == [clipped]
-    free, is_clipped = value_errors(values.detach(), *others, cliprange=None)
-    assert free.item() == pytest.approx((value - target) ** 2 / 2)
-    assert is_clipped.tolist() == [False]
+    assert value_error(value, old, target, 0.2) == (pytest.approx(error), pytest.approx(slope), clipped)
+    free = pytest.approx((value - target) ** 2 / 2), pytest.approx(value - target)
+    assert value_error(value, old, target, None) == (*free, False)
 
 
 numbers = st.floats(-3, 3).map(lambda x: round(x, 3))
@@ -348,8 +331,4 @@ def test_value_errors_and_their_gradients_equal_the_oracle(
         assume(abs(abs(value - old) - cliprange) > 1e-6)
         edge = old + cliprange if value > old else old - cliprange
         assume(abs(abs(value - target) - abs(edge - target)) > 1e-6)
-    values = torch.tensor([value], dtype=torch.float64, requires_grad=True)
-    others = [torch.tensor([x], dtype=torch.float64) for x in (old, target)]
-    found, _ = value_errors(values, *others, cliprange)
-    (gradient,) = torch.autograd.grad(found.sum(), values)
-    assert (found.item(), gradient.item()) == pytest.approx((error, slope), rel=1e-6, abs=1e-9)
+    assert value_error(value, old, target, cliprange)[:2] == pytest.approx((error, slope), rel=1e-6, abs=1e-9)

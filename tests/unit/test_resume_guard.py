@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,7 @@ def saved(config: Config, **changed: Any) -> Path:
     folder = run_folder.step_dir(config.run.output_dir / run_folder.CHECKPOINTS, 40)
     folder.mkdir(parents=True, exist_ok=True)
     progress = Progress("run", 40, 320, 40, 40, 9, 0, resume.stream_settings(config), dataset_fingerprint="a" * 32)
-    record = asdict(progress) | {"world_size": 1, "zero_stage": 1, "files": {}} | changed
+    record = dataclasses.asdict(progress) | {"world_size": 1, "zero_stage": 1, "files": {}} | changed
     (folder / run_folder.COMMIT).write_text(json.dumps(record | {"blake3": checkpoint.digest(record)}))
     return folder
 
@@ -45,26 +45,21 @@ def test_every_setting_of_data_and_prompt_is_guarded_but_those_of_the_evaluation
     guarded = resume.stream_settings(config_in(tmp_path))
     every = {f"data.{name}" for name in Data.model_fields} | {f"prompt.{name}" for name in PromptTemplate.model_fields}
     assert every - guarded.keys() == {"data.eval"}
-    seed, steps = "run.seed", "algorithm.steps_per_generation"
-    assert guarded.keys() >= {seed, steps, "trainer.prompts_per_step", "sampler.num_generations", "lora.r"}
+    passes = {f"algorithm.{name}" for name in ("num_iterations", "steps_per_generation", "shuffle_mini_batches")}
+    assert guarded.keys() >= passes | {"run.seed", "trainer.prompts_per_step", "sampler.num_generations", "lora.r"}
 
 
 @pytest.mark.parametrize(
     ("section", "field", "value"),
     [
-        ("data", "answer_key", None),
         ("data", "rename", {"a": "b"}),
-        ("data", "shuffle", False),
         ("prompt", "examples", [{"user": "1+1?", "assistant": "2"}]),
-        ("prompt", "chat_template_kwargs", {"enable_thinking": False}),
         ("sampler", "num_generations", 3),
-        ("algorithm", "shuffle_mini_batches", True),
     ],
 )
 def test_another_value_is_refused_with_both(tmp_path: Path, section: str, field: str, value: Any) -> None:
-    changed = config_in(tmp_path, **{section: {field: value} | ({"steps_per_generation": 2} if value is True else {})})
     with pytest.raises(UserError, match=rf"may not change on resume: .*{section}\.{field}=.* \(was "):
-        resumed(saved(config_in(tmp_path)), changed)
+        resumed(saved(config_in(tmp_path)), config_in(tmp_path, **{section: {field: value}}))
 
 
 @pytest.mark.parametrize("name", ["chat_template", "format_prompt"])
@@ -113,30 +108,25 @@ def test_a_folder_with_checkpoints_is_never_overwritten_and_an_empty_one_never_r
         resume.find_checkpoint(config)
     (folder / run_folder.COMMIT).unlink()
     resuming = config_in(tmp_path, run={"output_dir": tmp_path / "run", "resume": True})
-    with pytest.raises(
-        UserError, match=r"no valid checkpoint; set run\.output_dir=.*/run-2 and leave run\.resume out to"
-    ):
+    with pytest.raises(UserError, match=r"no valid checkpoint; set run\.output_dir=.*/run-2"):
         resume.find_checkpoint(resuming, lambda _: None)
 
 
 # ---- the rows themselves -----------------------------------------------------------------------------------
 
 
-def progress(rows: str = "", tokenizer: str = "") -> Progress:
-    return Progress("run", 40, 320, 40, 40, 9, 0, {}, dataset_fingerprint=rows, tokenizer_hash=tokenizer)
-
-
-def found(rows: str, tokenizer: str = "", base: str = "") -> dict[str, str]:
+def found(rows: str = "", tokenizer: str = "", base: str = "") -> dict[str, str]:
     return {"dataset_fingerprint": rows, "tokenizer_hash": tokenizer, "base_fingerprint": base}
 
 
-KNOWN = progress("b" * 32, "c" * 16)
+NEW = Progress("run", 40, 320, 40, 40, 9, 0, {})
+KNOWN = dataclasses.replace(NEW, **found("b" * 32, "c" * 16))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("before", [progress(), KNOWN])
-def test_the_first_hello_of_a_run_gives_the_fingerprints_that_its_checkpoints_keep(before: Progress) -> None:
-    assert resume.with_fingerprints(before, found("b" * 32, "c" * 16), Path("runs/a")) == KNOWN
-    assert resume.with_fingerprints(KNOWN, found(""), Path("runs/a")) == KNOWN, "a replay has no sampler"
+def test_the_first_hello_of_a_run_gives_the_fingerprints_that_its_checkpoints_keep() -> None:
+    for before in (NEW, KNOWN):
+        assert resume.with_fingerprints(before, found("b" * 32, "c" * 16), Path("runs/a")) == KNOWN
+    assert resume.with_fingerprints(KNOWN, found(), Path("runs/a")) == KNOWN, "a replay has no sampler"
 
 
 @pytest.mark.parametrize(
@@ -162,14 +152,11 @@ def test_another_checksum_of_a_frozen_tensor_gives_another_fingerprint() -> None
 
 def test_a_resumed_run_with_an_edited_train_file_ends_at_the_first_hello(tmp_path: Path) -> None:
     trainer: Any = object.__new__(Trainer)
-    trainer.config, trainer.progress = config_in(tmp_path), progress("a" * 32)
+    trainer.config, trainer.progress = config_in(tmp_path), dataclasses.replace(NEW, dataset_fingerprint="a" * 32)
     hello = SimpleNamespace(dataset_fingerprint="b" * 32, tokenizer_hash="", num_eval_problems=0)
     trainer.rank_zero = SimpleNamespace(source=SimpleNamespace(wait_for_sampler=lambda: hello))
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=r"a{32}, now it is b{32}.* model.path=.*/run/checkpoints/step_000040 "):
         trainer.run()
-    assert f"dataset_fingerprint {'a' * 32}, now it is {'b' * 32}" in str(caught.value)
-    assert f"model.path={tmp_path}/run/checkpoints/step_000040 run.resume=false" in str(caught.value)
-    assert f"run.output_dir={tmp_path}/run-2" in str(caught.value)
 
 
 def prompt(columns: dict[str, Any], *token_ids: int) -> Prompt:
@@ -177,9 +164,6 @@ def prompt(columns: dict[str, Any], *token_ids: int) -> Prompt:
 
 
 def test_the_fingerprint_sees_values_columns_and_order_and_neither_tokens_nor_memory() -> None:
-    class Picture:
-        pass
-
     a, b = prompt({"question": "1", "answer": "2"}, 1, 2), prompt({"question": "3", "answer": "4"}, 3)
     others = (
         [b, a],
@@ -191,6 +175,4 @@ def test_the_fingerprint_sees_values_columns_and_order_and_neither_tokens_nor_me
     assert len({fingerprint(prompts) for prompts in [[a, b], *others]}) == 6
     # a chat template may write the date: those of tomorrow are other tokens
     assert fingerprint([a]) == fingerprint([prompt({"answer": "2", "question": "1"}, 1, 3)])
-    first, second = Picture(), Picture()
-    assert repr(first) != repr(second)
-    assert fingerprint([prompt({"image": first}, 1)]) == fingerprint([prompt({"image": second}, 1)])
+    assert fingerprint([prompt({"image": object()}, 1)]) == fingerprint([prompt({"image": object()}, 1)])
