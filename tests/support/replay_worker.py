@@ -82,13 +82,11 @@ class Stack:
     def run(self, name: str, ranks: int, stage: int, environment: dict[int, dict[str, str]], **sections: Any) -> Life:
         """One start of all ranks in folder/name. environment: variables of single ranks, such as TANDEM_FAILPOINT."""
         request = {"name": name, "ranks": ranks, "stage": stage, "sections": sections, "within_s": limit(RUN_S)}
-        return self._ask(request | {"environment": [environment.get(rank, {}) for rank in range(ranks)]})
+        return self._ask(request | {"environment": environment})
 
     def seen(self, module: str, name: str, ranks: int, function: str = "work") -> Seen:
         """As `run`, but each rank calls `<module>.<function>(folder/name)` instead of training."""
-        call = [module, function]
-        request = {"name": name, "ranks": ranks, "call": call, "within_s": limit(WORK_S)}
-        life = self._ask(request | {"environment": [{}] * ranks})
+        life = self._ask({"name": name, "ranks": ranks, "call": [module, function], "within_s": limit(WORK_S)})
         assert life.codes == [0] * ranks, "\n".join(life.logs)[-6000:]
         folder = self.folder / name
         return Seen(folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)])
@@ -156,14 +154,13 @@ def rank_of(request: dict[str, Any], folder: Path, rank: int, port: int) -> int:
     os.dup2(log, 2)
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["ranks"], "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in where.items()}, MASTER_ADDR="127.0.0.1")
-    os.environ.update(request["environment"][rank])
+    os.environ.update(request.get("environment", {}).get(str(rank), {}))
     from common import exits
 
     if call := request.get("call"):
         module, function = call
-        return exits.run(
-            "trainer", lambda: getattr(importlib.import_module(module), function)(folder / request["name"])
-        )
+        work = getattr(importlib.import_module(module), function)
+        return exits.run("trainer", lambda: work(folder / request["name"]))
     from tests.support.gloo_data import settings
     from trainer import start
     from trainer.loop import Trainer
@@ -218,7 +215,7 @@ def prepare(folder: Path) -> int:
 
 def warm_up(folder: Path) -> int:
     """A short run, for the list of everything that it imports on the way."""
-    request = {"name": "warm-up", "ranks": 1, "stage": 1, "environment": [{}], "within_s": limit(4 * RUN_S)}
+    request = {"name": "warm-up", "ranks": 1, "stage": 1, "within_s": limit(4 * RUN_S)}
     request["sections"] = {"trainer": {"max_steps": 1, "lr_scheduler_type": "constant", "warmup_steps": 0}}
     code = rank_of(request, folder, 0, free_port())
     (folder / "modules.json").write_text(json.dumps(sorted(sys.modules)))
