@@ -10,15 +10,10 @@ import pytest
 
 from common import exits
 from tests.support.gloo_data import TRAINER
-from tests.support.replay_worker import Life, Stack, sha256_of_run, stack
+from tests.support.replay_worker import Life, Stack, sha256_of_run
 from tests.support.speed import limit
 from tests.support.tier import full
 from trainer.save import resume
-
-
-@pytest.fixture(scope="module")
-def trainers() -> Stack:
-    return stack()
 
 
 def train(

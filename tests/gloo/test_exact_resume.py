@@ -21,7 +21,7 @@ from model import lora
 from report.run_log import read_jsonl
 from tests.support.gloo_data import GROUP_PPO, GROUPS_PER_STEP, half_dead
 from tests.support.protocol_helpers import received
-from tests.support.replay_worker import MODEL_CARD, Life, Stack, stack
+from tests.support.replay_worker import MODEL_CARD, Life, Stack
 from tests.support.tier import ALL, count, full
 from trainer.link.recording import Recorder
 from trainer.save import resume
@@ -42,11 +42,6 @@ TWO_KILLS: list[Armed] = [{1: "trainer.micro_batch:6:kill"}, {0: "checkpoint.com
 # What no two runs share: times, and what is computed from them.
 TIMES = ("time", "step_time", "tokens_per_second")
 CLOCKED = ("_s", "_tps", "_waits")  # seconds, throughputs, and advice on them
-
-
-@pytest.fixture(scope="module")
-def trainers() -> Stack:
-    return stack()
 
 
 def train(trainers: Stack, name: str, layout: Layout, armed: Armed, **sections: Any) -> Life:

@@ -17,7 +17,7 @@ from model.packing import pack
 from tests.gloo.test_exact_resume import EVERY_FORWARD, TWO_KILLS, require_exact_resume, train
 from tests.support.gloo_data import BETA, CONSTANT_RATE, DEAD, GAE, GROUP_PPO, REWARDS, VARIANTS, Item, Stream
 from tests.support.rank import Case, Worker
-from tests.support.replay_worker import Seen, Stack, stack
+from tests.support.replay_worker import Seen, Stack
 from tests.support.tier import ALL
 from tests.support.tiny import VOCAB_SIZE, bytes_kept, difference, random_group, tiny_model
 
@@ -126,11 +126,6 @@ def kept(worker: Worker, sp_size: int) -> int:
     found = bytes_kept(model, lambda: scored.append(score_terms(model, shard(row, shares), 1.0, 32)[0]))
     assert len(scored[0]) == 4 * 240
     return found
-
-
-@pytest.fixture(scope="module")
-def trainers() -> Stack:
-    return stack()
 
 
 @cache

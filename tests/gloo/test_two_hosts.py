@@ -17,7 +17,7 @@ from report.run_log import read_jsonl
 from tests.support import namespaces
 from tests.support.gloo_data import settings
 from tests.support.namespaces import two_hosts
-from tests.support.replay_worker import ENVIRONMENT, Stack, sha256_of_run, stack
+from tests.support.replay_worker import ENVIRONMENT, Stack, sha256_of_run
 from tests.support.speed import limit, until
 
 pytestmark = pytest.mark.timeout(900)
@@ -30,11 +30,6 @@ TRAINER = {"max_steps": STEPS, "save_steps": 1, "save_limit": STEPS, "lr_schedul
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[tuple[str, str]]:
     yield from two_hosts()
-
-
-@pytest.fixture(scope="module")
-def trainers() -> Stack:
-    return stack()
 
 
 def written(trainers: Stack, name: str) -> Path:

@@ -18,7 +18,7 @@ from common.types import Tombstone
 from tests.support.gloo_data import TRAINER, Item, Stream, group
 from tests.support.plain_training import BETA1, PLAIN_ROUNDING, PlainTraining
 from tests.support.rank import Case, Worker
-from tests.support.replay_worker import Seen, Stack, stack
+from tests.support.replay_worker import Seen, Stack
 from tests.support.tier import ALL, full
 from tests.support.tiny import difference
 
@@ -103,11 +103,6 @@ def work(folder: Path) -> None:
         sections, slow = {"trainer": trainer, "algorithm": algorithm}, step.count % ranks if ranks > 1 else None
         worker.one_batch(Case(step.name, step.stage, stream(step.without), sections, slow))
     worker.tell()
-
-
-@pytest.fixture(scope="module")
-def trainers() -> Stack:
-    return stack()
 
 
 @cache

@@ -17,7 +17,7 @@ from tests.gloo.test_exact_resume import EVERY_FORWARD, TWO_KILLS, require_exact
 from tests.support.gloo_data import CONSTANT_RATE, DEAD, GAE, REWARDS, Item, Stream
 from tests.support.protocol_helpers import received
 from tests.support.rank import Case, Worker
-from tests.support.replay_worker import Seen, Stack, stack
+from tests.support.replay_worker import Seen, Stack
 from tests.support.tier import ALL, full
 from tests.support.tiny import difference, random_group
 from tests.support.tiny_vision import WORDS, image_prompt, random_image, tiny_vision_model, write_tokenizer
@@ -88,11 +88,6 @@ def work(folder: Path) -> None:
         if worker.exchange.world_size > 1 or stage == 1 or kind in ("mixed", "recomputed"):
             worker.one_batch(case_of(folder, kind, stage))
     worker.tell()
-
-
-@pytest.fixture(scope="module")
-def trainers() -> Stack:
-    return stack()
 
 
 def write_model(folder: Path, family: str) -> None:

@@ -61,8 +61,8 @@ class PlainTraining:
         self.own: dict[int, list[list[float]]] = {}  # log-probs under the weights that sampled, by group
         self.gradient: dict[str, Tensor] = {}
 
-    def train(self, steps: int = NUM_STEPS) -> Self:
-        for step in range(steps):
+    def train(self) -> Self:
+        for step in range(NUM_STEPS):
             self.step(batch(step))
         return self
 

@@ -1,0 +1,12 @@
+"""The process that forks the trainers of all gloo tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.replay_worker import Stack, stack
+
+
+@pytest.fixture(scope="session")
+def trainers() -> Stack:
+    return stack()
