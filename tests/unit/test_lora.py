@@ -59,17 +59,11 @@ def test_defaults_and_what_vllm_is_told(tmp_path: Path) -> None:
     assert [lora.max_rank(r) for r in (1, 2, 8, 9, 64, 512)] == [1, 8, 8, 16, 64, 512]
 
 
-def test_layers_that_do_not_exist_are_named(model: Path, tmp_path: Path) -> None:
-    config = config_for(model, tmp_path, lora={"r": 4, "target_modules": ["query_proj"]})
-    with pytest.raises(UserError, match=r"lora.target_modules \['query_proj'\]: .*not found"):
-        AdaptedPolicy(config)
-
-
-@pytest.mark.parametrize("target", ["qkv", "attn.proj", "visual.blocks.0.mlp.up_proj"])
-def test_layers_of_a_vision_tower_are_refused_by_name(tmp_path: Path, target: str) -> None:
+@pytest.mark.parametrize("target", ["query_proj", "qkv", "attn.proj", "visual.blocks.0.mlp.up_proj"])
+def test_layers_that_do_not_exist_or_are_of_a_vision_tower_are_refused_by_name(tmp_path: Path, target: str) -> None:
     seeing = tiny_vision_model(tmp_path / "seeing", "qwen2_5_vl")
     config = config_for(seeing, tmp_path, lora={"r": 4, "target_modules": [target]})
-    with pytest.raises(UserError, match=r"lora.target_modules \["):
+    with pytest.raises(UserError, match=rf"lora.target_modules \['{target}'\]"):
         AdaptedPolicy(config)
 
 
@@ -160,17 +154,10 @@ def test_a_version_has_every_adapter_and_wrong_ones_are_refused_before_the_engin
         checked_tensors(folder, manifest, config)
 
 
-class Untouchable:
-    """An engine that nothing may be loaded into."""
-
-    version = None
-
-
 @pytest.mark.parametrize(
     ("here", "words"),
     [
         ({}, "has adapters, and lora.r is 0 here"),
-        ({"r": 8, "alpha": 12}, "this run's settings make"),
         ({"r": 4, "alpha": 4}, "lora_alpha 12, this run's settings make 4"),
         ({"r": 4, "alpha": 12, "target_modules": ["q_proj"]}, "adapters missing .* or not expected"),
     ],
@@ -179,8 +166,9 @@ def test_a_sampler_with_other_settings_refuses_the_adapters(
     model: Path, tmp_path: Path, here: dict[str, Any], words: str
 ) -> None:
     published = AdaptedPolicy(config_for(model, tmp_path)).publish(tmp_path / "weights", 1)
+    engine: Any = SimpleNamespace(version=None)  # nothing may be loaded into it
     with pytest.raises(BadWeights, match=words):
-        reload(Untouchable(), published, config_for(model, tmp_path, lora=here))  # type: ignore[arg-type]
+        reload(engine, published, config_for(model, tmp_path, lora=here))
 
 
 @pytest.mark.parametrize(("alpha", "factor"), [(4, 1), (12, 3)])
