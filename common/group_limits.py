@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from dataclasses import dataclass
 
@@ -9,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import WireError
-from common.png import check_png
 from common.types import Group, Rollout, oldest_version
 
 MAX_FAILURE = 500  # characters of the reason why a rollout is missing
@@ -113,7 +113,7 @@ def _check_images(group: Group, limits: ImageLimits | None) -> None:
         if times != 1 or min(rows, columns) <= 0 or rows % limits.merge_size or columns % limits.merge_size:
             raise WireError("image", f"a grid of {image.grid_thw} patches")
         try:
-            size = check_png(image.png, limits.max_pixels)
+            size = picture_size(image.png, limits.max_pixels)
         except ValueError as error:
             raise WireError("image", f"a PNG of {len(image.png)} bytes: {error}") from None
         if size != (rows * limits.patch_size, columns * limits.patch_size):
@@ -122,6 +122,20 @@ def _check_images(group: Group, limits: ImageLimits | None) -> None:
     found = int((group.prompt_ids == limits.image_token).sum())
     if found != tokens:
         raise WireError("image", f"{found} image tokens in the prompt, its images have {tokens}")
+
+
+def picture_size(png: bytes, max_pixels: int) -> tuple[int, int]:
+    """(height, width). Raises ValueError unless it decodes to RGB; its size is bounded before it is unpacked."""
+    from PIL import Image as images
+
+    try:
+        with images.open(io.BytesIO(png), formats=["PNG"]) as picture:
+            if picture.mode != "RGB" or picture.width * picture.height > max_pixels:
+                raise ValueError(f"{picture.width} × {picture.height} of {picture.mode}, at most {max_pixels} of RGB")
+            picture.load()
+            return picture.height, picture.width
+    except Exception as error:  # PIL's decoders raise what they like
+        raise ValueError(str(error)) from None
 
 
 def _check_sampling_mask(rollout: Rollout, limits: Limits) -> None:

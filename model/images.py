@@ -166,7 +166,7 @@ def one_mark_an_image(text: str) -> str:
 
 
 def as_picture(image: EncodedImage) -> Image:
-    """PIL's RGB image. The PNG must have passed common.png, as those of the link have."""
+    """PIL's RGB image. The PNG must have passed picture_size, as those of the link have."""
     from PIL import Image as images
 
     with images.open(io.BytesIO(image.png), formats=["PNG"]) as picture:

@@ -15,7 +15,7 @@ import pytest
 
 from common.config import Data, PromptTemplate
 from common.errors import UserError
-from common.png import check_png
+from common.group_limits import picture_size
 from common.types import Problem, Prompt
 from model.folder import require_downloaded, require_models
 from model.images import Vision, read_vision
@@ -189,7 +189,7 @@ def test_a_damaged_file_is_seen_or_refused_by_row_and_raises_nothing_else(kind: 
                 damaged[rng.randrange(min(len(damaged), 200))] = rng.randrange(256)
         try:
             (image,) = encode_problem(problem("?", bytes(damaged), index=7), PLAIN, DATA)
-            assert check_png(image.png, DATA.max_pixels)
+            assert picture_size(image.png, DATA.max_pixels)
         except UserError as error:
             assert "row 7: image 1 cannot be read" in str(error)
             refused += 1
