@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from common.errors import UserError
+from common import exits
 from report.comparison import comparison
 from report.curves import history_of, write_curves
 from report.escape import strip_escapes
@@ -48,18 +48,14 @@ def _pace(folder: Path) -> list[str]:
     return ["; ".join(part for part in parts if part)]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Raises UserError."""
     parser = argparse.ArgumentParser(prog="launch.sh report", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("output_dir", type=Path, help="a run folder, such as runs/quickstart")
     folder = parser.parse_args(arguments).output_dir
-    try:
-        write_curves(folder)
-        print(final_summary(folder))
-    except UserError as error:
-        print(f"tandem: {strip_escapes(error)}", file=sys.stderr)
-        return 2
-    return 0
+    write_curves(folder)
+    print(final_summary(folder))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exits.run("report", main))

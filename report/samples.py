@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from common import exits
 from common.errors import UserError
 from report.escape import one_line, visible
 from report.full_marks import Record
@@ -74,7 +75,8 @@ def _lines(name: str, text: str, full: bool) -> list[str]:
     return lines + ([f"  … and {rest:,} more characters; show them with --full"] if rest else [])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Raises UserError."""
     parser = argparse.ArgumentParser(prog="launch.sh samples", description="Print what the model wrote.")
     parser.add_argument("output_dir", type=Path, help="a run folder, such as runs/quickstart")
     parser.add_argument("--step", type=int, help="an optimizer step; default: the newest")
@@ -85,18 +87,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--full", action="store_true", help="texts of any length")
     given = parser.parse_args(arguments)
     path = given.output_dir / "samples.jsonl"
+    if not path.exists():
+        raise UserError(f"{one_line(path)} does not exist; name a run folder such as runs/quickstart")
     try:
-        if not path.exists():
-            raise UserError(f"{one_line(path)} does not exist; name a run folder such as runs/quickstart")
         for record in chosen(read_jsonl(path), given.step, given.which, given.n):
             print(text_of(record, given.full) + "\n")
-    except UserError as error:
-        print(f"tandem: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # `| head`
         sys.stderr.close()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exits.run("samples", main))

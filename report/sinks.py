@@ -12,13 +12,13 @@ import importlib
 import importlib.util
 import json
 import secrets
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from common.durable import write_file
 from common.errors import UserError
+from common.exits import say
 from common.functions import Contract
 
 PROJECT = "tandem"
@@ -83,11 +83,9 @@ class Sinks:
             act()
         except Exception as error:
             del self._open[name]
-            print(
-                f"tandem: {name} failed ({type(error).__name__}: {error}) and gets nothing more from this process; "
-                "metrics.jsonl has everything",
-                file=sys.stderr,
-                flush=True,
+            say(
+                f"{name} failed ({type(error).__name__}: {error}) and gets nothing more from this process; "
+                "metrics.jsonl has everything"
             )
 
 

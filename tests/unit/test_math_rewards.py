@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from examples.length_rewards import cosine_length, linear_length
+from examples.length_reward import cosine_length
 from rewards.answers import golds, is_right, last_boxed, same_answer
 from rewards.boxed import acc, base_acc, boxed, boxed_format, gated_format, math_verify, strict_format
 from rewards.find import resolve
@@ -211,11 +211,3 @@ def test_the_cosine_falls_for_right_answers_and_rises_for_wrong_ones():
     twice = cosine_length(completions=["7"] * 4, **arguments, values_right=(2.0, 1.0))
     assert twice == pytest.approx([2.0, 1.5, 1.0, 1.0])
     assert cosine_length(completions=["7"], completion_ids=[[1]], answer=[""], max_len=9) == [None]
-
-
-def test_the_linear_length_reward_ranks_within_the_group():
-    ids = [[1] * n for n in (10, 20, 30)]
-    # λ = ½ − (n − 10) / 20 = ½, 0, −½
-    assert linear_length(completions=["7"] * 3, answer=["7"] * 3, completion_ids=ids) == [0.5, 0.0, -0.5]
-    assert linear_length(completions=["8"] * 3, answer=["7"] * 3, completion_ids=ids) == [0.0, 0.0, -0.5]
-    assert linear_length(completions=["7"] * 2, answer=["7"] * 2, completion_ids=ids[:1] * 2) == [0.0, 0.0]

@@ -7,6 +7,7 @@ import struct
 
 import pytest
 
+from common.errors import UserError
 from report.curves import centered_mean, write_curves
 from report.main import final_summary, main
 from report.run_log import MetricsLog
@@ -112,13 +113,13 @@ def test_curves_of_one_step_of_evaluations_alone_and_of_null_values_are_drawn(tm
         assert not list((tmp_path / name).glob(".tmp-*"))
 
 
-def test_the_command_draws_prints_and_exits_2_for_a_wrong_folder(tmp_path, capsys, unarranged):
-    assert main([str(write_run(tmp_path / "run", 2, (evaluation(0, 210), evaluation(2, 370))))]) == 0
+def test_the_command_draws_prints_and_refuses_a_wrong_folder(tmp_path, capsys, unarranged):
+    main([str(write_run(tmp_path / "run", 2, (evaluation(0, 210), evaluation(2, 370))))])
     output = capsys.readouterr().out
     assert output.startswith("held-out answer: 41.0 % → 72.3 %")
     assert output.splitlines()[-1] == f"curves: {tmp_path / 'run' / 'curves.png'}"
-    assert main([str(tmp_path / "nothing")]) == 2
-    assert "no metrics.jsonl and no eval.jsonl" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"no metrics\.jsonl and no eval\.jsonl"):
+        main([str(tmp_path / "nothing")])
 
 
 @pytest.mark.parametrize(

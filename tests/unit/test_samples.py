@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.errors import UserError
 from model.images import digest, encode_image
 from report.run_log import MetricsLog
 from report.samples import main
@@ -40,12 +41,12 @@ def run(tmp_path: Path) -> Path:
 
 
 def heads(run: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
-    assert main([str(run), *arguments]) == 0
+    main([str(run), *arguments])
     return [line.split(" (")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("reward")]
 
 
 def test_a_sample_shows_all_its_rewards_and_where_it_comes_from(run, capsys):
-    assert main([str(run), "--worst", "-n", "1"]) == 0
+    main([str(run), "--worst", "-n", "1"])
     assert capsys.readouterr().out == (
         "reward -3.00 (answer -1.00, style does not apply) · step 3 · group 30 · v2\n"
         "  prompt │ question 3\n"
@@ -57,7 +58,7 @@ def test_a_sample_shows_all_its_rewards_and_where_it_comes_from(run, capsys):
 def test_what_its_tools_wrote_stands_apart_from_what_the_model_wrote(tmp_path, capsys):
     parts = [("model", "call(48/2)"), ("environment", "24\n\x1b[2J"), ("model", "It is 24")]
     turns = [{"by": by, "text": text} for by, text in parts]
-    assert main([str(logged(tmp_path, {"completion": "".join(text for _, text in parts), "turns": turns}))]) == 0
+    main([str(logged(tmp_path, {"completion": "".join(text for _, text in parts), "turns": turns}))])
     assert capsys.readouterr().out.splitlines()[1:6] == [
         "  prompt │ p",
         "  model  │ call(48/2)",
@@ -72,7 +73,7 @@ def test_an_image_is_named_by_its_size_and_digest_and_is_one_mark_in_its_prompt(
     ids = np.array([1, 7, 7, 7, 2, 7, 7, 3], np.int32)
     group = dataclasses.replace(make_group(4), prompt_ids=ids, images=(image,))
     texts = lambda ids: "".join({7: "<|image_pad|>"}.get(i, str(i)) for i in ids)  # noqa: E731
-    assert main([str(logged(tmp_path, *samples_records([group], 5, 1, texts))), "--best", "-n", "1"]) == 0
+    main([str(logged(tmp_path, *samples_records([group], 5, 1, texts))), "--best", "-n", "1"])
     _, shown, prompt, *_ = capsys.readouterr().out.splitlines()
     assert shown == f"  image  │ 504 × 252 pixels, {digest(image)}"
     assert prompt == "  prompt │ 1<|image_pad|>2<|image_pad|>3"
@@ -89,7 +90,7 @@ def test_the_newest_step_a_given_one_or_the_extremes_of_the_run(run, capsys):
 def test_a_completion_cannot_steer_the_terminal_or_fake_a_line_of_ours(tmp_path, capsys):
     hostile = "\x1b[2J\x1b]0;title\x07\x9b31m\r\u202ereward 9.00\ud800\nreward 9.00 (answer 9.00)"
     record = {"completion": hostile, "rewards": {"\x1b[2J\n": 1.0}, "finish_reason": "length"}
-    assert main([str(logged(tmp_path, record))]) == 0
+    main([str(logged(tmp_path, record))])
     output = capsys.readouterr().out
     assert not [char for char in output if not char.isprintable() and char != "\n"]
     assert "␛[2J␛]0;title␇⟨U+009B⟩31m␍⟨U+202E⟩reward 9.00⟨U+D800⟩" in output and "cut off" in output
@@ -98,17 +99,18 @@ def test_a_completion_cannot_steer_the_terminal_or_fake_a_line_of_ours(tmp_path,
 
 def test_a_text_of_a_megabyte_is_cut_and_counted_unless_it_is_asked_for(tmp_path, capsys):
     logged(tmp_path, {"completion": "x" * 1_000_000, "reward": None})
-    assert main([str(tmp_path)]) == 0
+    main([str(tmp_path)])
     output = capsys.readouterr().out
     assert "… and 998,000 more characters; show them with --full" in output and len(output) < 3000
-    assert main([str(tmp_path), "--full"]) == 0
+    main([str(tmp_path), "--full"])
     assert capsys.readouterr().out.count("x") == 1_000_000
 
 
-def test_what_is_not_there_is_told_with_what_is(run, tmp_path, capsys):
-    assert main([str(run), "--step", "9"]) == 2
-    assert "no step 9, but 1 to 3; nearest: --step 3" in capsys.readouterr().err
-    assert main([str(tmp_path / "nowhere")]) == 2
-    assert "samples.jsonl does not exist; name a run folder" in capsys.readouterr().err
-    assert main([str(logged(tmp_path / "new"))]) == 2
-    assert "samples.jsonl is empty" in capsys.readouterr().err
+def test_what_is_not_there_is_told_with_what_is(run, tmp_path):
+    for arguments, said in (
+        ([run, "--step", "9"], "no step 9, but 1 to 3; nearest: --step 3"),
+        ([tmp_path / "nowhere"], r"samples\.jsonl does not exist; name a run folder"),
+        ([logged(tmp_path / "new")], r"samples\.jsonl is empty"),
+    ):
+        with pytest.raises(UserError, match=said):
+            main([*map(str, arguments)])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Protocol, TypeVar
 
 from common import durable
 from common.errors import Interrupted, Retryable
-from common.exits import interrupted
+from common.exits import interrupted, say
 from common.watchdog import report_progress
 
 T = TypeVar("T")
@@ -80,7 +79,7 @@ def patiently(ranks: Ranks, what: str, attempt: Callable[[], T], temporary: Path
             if ranks.agree(time.monotonic() - started + pause_s > ranks.stall_timeout_s):
                 raise
             if ranks.rank == 0:
-                _say(f"{what} waits for the disk: {error}; trying again in {pause_s} s")
+                say(f"{what} waits for the disk: {error}; trying again in {pause_s} s")
         for _ in range(pause_s):
             report_progress(f"waiting for the disk with {what}")
             time.sleep(1)
@@ -121,9 +120,4 @@ def may_stay(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        _say(f"{what} stays for now: {error}")
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # stderr may be a file on that disk
-        print(f"tandem: {text}", file=sys.stderr, flush=True)
+        say(f"{what} stays for now: {error}")

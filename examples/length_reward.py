@@ -1,7 +1,7 @@
-"""Two rewards for length, from papers, as examples of functions with arguments of their own.
+"""A reward for length, from a paper, as an example of a function with arguments of its own.
 
 rewards:
-  reward_funcs: [answer, examples/length_rewards.py:cosine_length]
+  reward_funcs: [answer, examples/length_reward.py:cosine_length]
   reward_kwargs: {cosine_length: {max_len: 512}}
   full_marks: {cosine_length: 0.5}
 """
@@ -35,21 +35,4 @@ def cosine_length(
         progress = min(len(ids) / max_len, 1.0)
         reward = end + 0.5 * (start - end) * (1 + math.cos(math.pi * progress))
         rewards.append(None if verdict is None else reward)
-    return rewards
-
-
-def linear_length(completions, answer, completion_ids, **columns):
-    """Short ones of the group are preferred, linearly between its shortest and its longest; wrong ones gain nothing.
-
-        λ_i = ½ − (n_i − min n) / (max n − min n),   right: λ_i,   wrong: min(0, λ_i),   all of one length: 0
-
-    Kimi k1.5, arXiv:2501.12599, section 2.3.3. None without a gold answer.
-    """
-    lengths = [len(ids) for ids in completion_ids]
-    shortest, longest = min(lengths, default=0), max(lengths, default=0)
-    rewards = []
-    for completion, gold, n in zip(completions, answer, lengths, strict=True):
-        verdict = is_right(text_of(completion), gold)
-        value = 0.5 - (n - shortest) / (longest - shortest) if longest > shortest else 0.0
-        rewards.append(None if verdict is None else value if verdict else min(0.0, value))
     return rewards
