@@ -12,8 +12,8 @@ from common import config, exits
 from report.sinks import require_packages
 from trainer.algorithm.user_functions import require_user_functions
 from trainer.engine.deepspeed_config import all_optimized, deepspeed_config
-from trainer.engine.rank_device import take_device
-from trainer.engine.slurm_rank import take_rank
+from trainer.engine.rank_device import set_device
+from trainer.engine.slurm_rank import set_rank
 
 
 def main() -> None:
@@ -23,14 +23,14 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
     settings = config.load(arguments.config, arguments.overrides)
-    take_rank(os.environ)
+    set_rank(os.environ)
     for optimized in all_optimized(settings):
         deepspeed_config(settings, config.world_size(), optimized)
     require_packages(settings.run.report_to)
     require_user_functions(settings.algorithm)
     if "RANK" in os.environ:  # a killed launcher must not leave ranks behind
         exits.die_with_parent()
-    take_device(os.environ)
+    set_device(os.environ)
 
     from trainer.start import run
 

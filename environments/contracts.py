@@ -53,10 +53,10 @@ class Found:
         """A fresh one. Raises BrokenEnvironment."""
         if self._make is None:
             return Instance(None, Toolbox(self._tools, self._setup.parser))
-        mine = _called(short_name(self._setup.environment or ""), self._make, **self._setup.arguments)
-        if callable(getattr(mine, "step", None)):
-            return Instance(mine, None)
-        return Instance(mine, Toolbox(_methods(mine), self._setup.parser))
+        target = _called(short_name(self._setup.environment or ""), self._make, **self._setup.arguments)
+        if callable(getattr(target, "step", None)):
+            return Instance(target, None)
+        return Instance(target, Toolbox(_methods(target), self._setup.parser))
 
     def checked(self) -> Instance:
         """A first instance, with everything looked at that a run will call. Raises UserError."""
@@ -67,7 +67,7 @@ class Found:
             raise UserError(f"environment {name}: {error}") from None
         if self._make is None:
             return instance
-        reset = getattr(instance.mine, "reset", None)
+        reset = getattr(instance.target, "reset", None)
         if not callable(reset):
             raise UserError(f"environment {name} has no reset; write def reset(self, **row)")
         if instance.toolbox is not None and not instance.toolbox.tools:
@@ -75,7 +75,7 @@ class Found:
                 f"environment {name} has neither step nor methods that are tools; write def step(self, completion)"
             )
         if instance.toolbox is None:
-            _check_step(name, instance.mine.step)
+            _check_step(name, instance.target.step)
         if self._setup.columns is not None:
             self._check_reset(name, reset, self._setup.columns)
         return instance
@@ -94,13 +94,13 @@ class Found:
 class Instance:
     """One rollout's environment: the user's object, its tools, or both. Every method raises BrokenEnvironment."""
 
-    def __init__(self, mine: Any, toolbox: Toolbox | None) -> None:
-        self.mine, self.toolbox = mine, toolbox
+    def __init__(self, target: Any, toolbox: Toolbox | None) -> None:
+        self.target, self.toolbox = target, toolbox
 
     def reset(self, row: Mapping[str, Any]) -> Turn:
-        if self.mine is None:
+        if self.target is None:
             return Turn()
-        given = _called("reset", self.mine.reset, **_wanted(self.mine.reset, row))
+        given = _called("reset", self.target.reset, **_wanted(self.target.reset, row))
         if given is None:
             return Turn()
         if isinstance(given, str) and self.toolbox is not None:
@@ -110,7 +110,7 @@ class Instance:
     def step(self, completion: str) -> Turn | Done:
         if self.toolbox is not None:
             return self.toolbox.answer(completion) or self.finish()
-        given = _called("step", self.mine.step, completion)
+        given = _called("step", self.target.step, completion)
         if not isinstance(given, Done):
             return Turn(messages_of(given, "step"))
         return Done(_reward(given.reward, "step"), messages_of(given.messages, "step", none=True))
@@ -118,8 +118,8 @@ class Instance:
     def finish(self) -> Done:
         """The end without a word of `step`: what get_reward says; without it nothing from tools, 0 from a class that
         has not given its reward yet."""
-        if hasattr(self.mine, "get_reward"):
-            return Done(_reward(_called("get_reward", self.mine.get_reward), "get_reward"))
+        if hasattr(self.target, "get_reward"):
+            return Done(_reward(_called("get_reward", self.target.get_reward), "get_reward"))
         return Done(None if self.toolbox is not None else 0.0)
 
     def state(self) -> dict[str, Any]:
@@ -127,13 +127,13 @@ class Instance:
 
         Left out are those that hold other objects, and large ones: no rollout fails for what no reward may ask for.
         """
-        mine = getattr(self.mine, "__dict__", {})
-        plain = {name: value for name, value in mine.items() if name[0] != "_" and isinstance(value, _PLAIN)}
+        target = getattr(self.target, "__dict__", {})
+        plain = {name: value for name, value in target.items() if name[0] != "_" and isinstance(value, _PLAIN)}
         return {name: value for name, value in plain.items() if _can_be_sent(value)}
 
     def close(self) -> None:
-        if callable(getattr(self.mine, "close", None)):
-            _called("close", self.mine.close)
+        if callable(getattr(self.target, "close", None)):
+            _called("close", self.target.close)
 
 
 def _can_be_sent(value: Any) -> bool:
@@ -188,10 +188,10 @@ def _wanted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, A
     return {p.name: row[p.name] for p in parameters or () if p.name in row}
 
 
-def _methods(mine: Any) -> dict[str, Callable[..., Any]]:
+def _methods(target: Any) -> dict[str, Callable[..., Any]]:
     """Its public methods, listed on the class so that no property is evaluated."""
-    names = [name for name, _ in inspect.getmembers(type(mine), inspect.isfunction)]
-    return {name: getattr(mine, name) for name in names if name[0] != "_" and name not in _NOT_TOOLS}
+    names = [name for name, _ in inspect.getmembers(type(target), inspect.isfunction)]
+    return {name: getattr(target, name) for name in names if name[0] != "_" and name not in _NOT_TOOLS}
 
 
 def _reward(value: Any, what: str) -> float | None:

@@ -20,7 +20,7 @@ from common.config import Config
 from common.failpoints import failpoint
 from common.watchdog import report_progress
 from common.weights import Manifest, Published
-from sampler.verify import checked_tensors, take_files
+from sampler.verify import checked_tensors, copy_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +46,7 @@ def fetch(published: Published, config: Config, progressed: Callable[[], None] =
     private = scratch_dir(config)
     try:
         manifest = weights.read_manifest(published)
-        take_files(published, manifest, private, progressed)
+        copy_files(published, manifest, private, progressed)
         tensors = checked_tensors(private, manifest, config, progressed)
     except BaseException:
         shutil.rmtree(private, ignore_errors=True)
@@ -74,7 +74,7 @@ class Fetcher:
         self._thread.start()
 
     def has(self, published: Published) -> bool:
-        """Whether `take` would not wait for it, because it is here or could not be had."""
+        """Whether `finish` would not wait for it, because it is here or could not be had."""
         return published == self._wanted and self._outcome is not None
 
     def _fetch(self, published: Published) -> None:
@@ -86,7 +86,7 @@ class Fetcher:
     def _count(self) -> None:
         self._pieces += 1
 
-    def take(self, published: Published) -> Fetched:
+    def finish(self, published: Published) -> Fetched:
         """The version, as far as it has come, or from its beginning. Raises BadWeights."""
         if published != self._wanted:
             self._forget()

@@ -45,7 +45,7 @@ def reload(engine: Engine, published: Published, config: Config, fetcher: Fetche
     the engine is touched; stall, what did not happen while the engine decoded, of it load, prove and canary.
     """
     start = time.monotonic()
-    fetched = fetcher.take(published) if fetcher else fetch(published, config)
+    fetched = fetcher.finish(published) if fetcher else fetch(published, config)
     begun = time.monotonic()
     try:
         proof = engine.weights.load(

@@ -22,7 +22,7 @@ _CHUNK = 1 << 22
 _MAY_APPEAR = {errno.ENOENT, errno.ESTALE, errno.EIO}  # what a network file system says of a file it does not know yet
 
 
-def take_files(
+def copy_files(
     published: Published, manifest: Manifest, private_dir: Path, progressed: Callable[[], None] = lambda: None
 ) -> None:
     """Puts the version's files into a new folder of ours, of the sizes that were announced.

@@ -35,13 +35,13 @@ class GroupReceiver:
         """Groups below `first` will not be delivered any more."""
         self._frames = {group_id: frames for group_id, frames in self._frames.items() if group_id >= first}
 
-    def take(self, group_ids: Sequence[int]) -> list[Group | Tombstone]:
+    def receive(self, group_ids: Sequence[int]) -> list[Group | Tombstone]:
         """The groups with these ids, whole on rank 0. Every rank calls it."""
         start = time.monotonic()
         received: Sequence[wire.Received] = ()
         try:
             if self._rank_zero:
-                received = self._rank_zero.source.take(group_ids)
+                received = self._rank_zero.source.receive(group_ids)
                 if self._rank_zero.recorder:
                     self._rank_zero.recorder.append(received)
         except BaseException as error:
@@ -52,7 +52,7 @@ class GroupReceiver:
         groups = [one.group for one in received]
         if self._exchange.world_size == 1:
             return groups
-        headers = self._exchange.share([frame for one in received for frame in (one.frames[0], one.frames[2])])
+        headers = self._exchange.broadcast([frame for one in received for frame in (one.frames[0], one.frames[2])])
         for i, group_id in enumerate(group_ids):
             arrays = received[i].frames[1] if received else b""
             self._frames[group_id] = headers[2 * i], arrays, headers[2 * i + 1]

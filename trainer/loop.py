@@ -133,7 +133,7 @@ class Trainer:
         """With the sums of the whole step, over all ranks."""
         report_progress(f"making optimizer step {self.progress.step + 1}")
         start = time.monotonic()
-        sums = self.exchange.add_named(self.engine.sums.take())
+        sums = self.exchange.add_named(self.engine.sums.drain())
         with self.lent_cores.borrowed():
             result = self.actor_critic.step(self.batch.critic_only) if self.actor_critic else self.engine.step()
         failpoint("trainer.stepped")
@@ -163,10 +163,10 @@ class Trainer:
             )
 
     def record(self, step: Step, result: StepResult, sums: dict[str, float], seconds: float, waited_s: float) -> None:
-        taken = self.seconds.take()  # on every rank: what is not taken adds up
+        taken = self.seconds.drain()  # on every rank: what is not taken adds up
         if self.rank_zero is None or self.records is None:
             return
-        p, reported = self.progress, self.rank_zero.source.take_statistics()
+        p, reported = self.progress, self.rank_zero.source.drain_statistics()
         more = {
             "num_tokens": p.num_tokens,
             "policy_version": p.policy_version,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from common import exits, weights
 from common.types import Group
-from sampler.verify import checked_tensors, take_files
+from sampler.verify import checked_tensors, copy_files
 from tests.support.configs import config_of
 from tests.support.gloo_data import (
     GROUPS_PER_STEP,
@@ -368,7 +368,7 @@ def test_a_published_version_verifies_and_holds_the_trained_weights_and_their_ca
 ) -> None:
     version = weights.Published(**runs.of(ranks, f"train{stage}")["published"])
     manifest = weights.read_manifest(version)
-    take_files(version, manifest, tmp_path / "private")
+    copy_files(version, manifest, tmp_path / "private")
     checked_tensors(tmp_path / "private", manifest, config_of())
     assert (len(manifest.files), manifest.version) == (ranks, NUM_STEPS)
     found: dict[str, Tensor] = {}

@@ -19,7 +19,7 @@ from torch import Tensor
 from common import run_folder, weights
 from model import lora
 from model.lora import published_name
-from sampler.verify import take_files
+from sampler.verify import copy_files
 from tests.support.gloo_data import NUM_STEPS, Stream
 from tests.support.plain_training import BETA1, PLAIN_ROUNDING, PlainTraining
 from tests.support.rank import Worker
@@ -192,7 +192,7 @@ def test_a_published_version_is_a_peft_folder_of_the_trained_adapters(
 ) -> None:
     version = runs.published(ranks, name)
     manifest = weights.read_manifest(version)
-    take_files(version, manifest, tmp_path / "private")
+    copy_files(version, manifest, tmp_path / "private")
     assert sorted(manifest.files) == [lora.SETTINGS, lora.WEIGHTS]
     found, expected = load_file(tmp_path / "private" / lora.WEIGHTS), runs.of(ranks).tensors(f"{name}/adapters")
     assert found.keys() == expected.keys() == manifest.tensors.keys()

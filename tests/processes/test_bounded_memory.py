@@ -77,7 +77,7 @@ def train(folder: str, frozen: bool) -> None:
         inbox.wait_for_sampler()
         inbox.commit(0, published(0))
         if frozen:
-            inbox.take(range(WINDOW))
+            inbox.receive(range(WINDOW))
             growth.begin()
             begun = time.monotonic()
             while time.monotonic() - begun < FROZEN_S:
@@ -85,7 +85,7 @@ def train(folder: str, frozen: bool) -> None:
                 growth.look()
         trained: list[int] = []
         for step in range(0 if frozen else NUM_GROUPS // PER_STEP):
-            taken = inbox.take(range(step * PER_STEP, (step + 1) * PER_STEP))
+            taken = inbox.receive(range(step * PER_STEP, (step + 1) * PER_STEP))
             trained += [one.group.group_id for one in taken]
             time.sleep(TRAIN_S)
             inbox.commit((step + 1) * PER_STEP, published(step + 1))

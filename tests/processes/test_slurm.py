@@ -12,7 +12,7 @@ import pytest
 
 from common.errors import UserError
 from tests.support.speed import limit, until
-from trainer.engine.slurm_rank import take_rank
+from trainer.engine.slurm_rank import set_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 SRUN = {
@@ -30,24 +30,24 @@ SRUN = {
 
 def test_a_task_of_srun_is_the_rank_of_its_number() -> None:
     environ = SRUN | {"MASTER_ADDR": "node-1"}
-    take_rank(environ)
+    set_rank(environ)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
     assert [environ[name] for name in names] == ["3", "4", "1", "2", "node-1", "21234"]
     one_node = SRUN | {"SLURM_STEP_NODELIST": "node-7", "MASTER_PORT": "1234"}
-    take_rank(one_node)
+    set_rank(one_node)
     assert (one_node["MASTER_ADDR"], one_node["MASTER_PORT"]) == ("node-7", "1234")
 
 
 def test_nothing_changes_in_a_batch_script_or_below_another_launcher() -> None:
     for given in ({"RANK": "0", "WORLD_SIZE": "2"} | SRUN, {k: v for k, v in SRUN.items() if "STEP" not in k}, {}):
         environ = dict(given)
-        take_rank(environ)
+        set_rank(environ)
         assert environ == given
 
 
 def test_ranks_that_nobody_tells_where_rank_0_is_say_what_to_export() -> None:
     with pytest.raises(UserError, match=r"on node-\[1-2\].*export MASTER_ADDR=\$\(scontrol show hostnames"):
-        take_rank(SRUN | {"SLURM_STEP_NODELIST": "node-[1-2]"})
+        set_rank(SRUN | {"SLURM_STEP_NODELIST": "node-[1-2]"})
 
 
 # ---- sbatch

@@ -80,7 +80,7 @@ with make_inbox(make_config(Path(tempfile.mkdtemp()), channel={"stall_timeout_s"
     inbox.commit(0, published(0))
     report_progress("training")
     try:
-        inbox.take([0])
+        inbox.receive([0])
     except Retryable as error:
         assert re.match(r"waited \\d+ s for groups 0…0 \\(have 0 of 1\\)", str(error)), error
 """
@@ -157,7 +157,7 @@ def test_an_interrupt_ends_the_wait_for_groups_at_once_but_what_is_here_is_taken
             inbox.commit(0, published(0))
             until(lambda: len(inbox.state.ledger.held) == 4)
             monkeypatch.setattr("trainer.link.inbox.interrupted", lambda: True)
-            assert [one.group.group_id for one in inbox.take([0, 1])] == [0, 1]
-            inbox.take([2, 3, 4])
+            assert [one.group.group_id for one in inbox.receive([0, 1])] == [0, 1]
+            inbox.receive([2, 3, 4])
         until(lambda: sampler.ended)
         assert sampler.ended.exit_code == 130

@@ -16,7 +16,7 @@ import torch
 
 from common import durable, weights
 from common.weights import BadWeights, Published
-from sampler.verify import checked_tensors, take_files
+from sampler.verify import checked_tensors, copy_files
 from tests.support.configs import config_of
 from tests.support.tier import count
 from tests.support.versions import publish
@@ -68,7 +68,7 @@ def read_newest(folder: Path, count: int) -> int | None:
         announced = Published(**json.loads((folder / "announced").read_bytes()))
         private = folder / f"private-{count}-{time.monotonic_ns()}"
         manifest = weights.read_manifest(announced)
-        take_files(announced, manifest, private)
+        copy_files(announced, manifest, private)
         tensors = checked_tensors(private, manifest, CONFIG)
     except FileNotFoundError:
         return None

@@ -170,7 +170,7 @@ def train(settings: Config, inbox: Any, log: Any, step: int, rank_1: tuple[int, 
         if step == NUM_STEPS:
             return
         try:
-            inbox.take(range(step * PER_STEP, (step + 1) * PER_STEP))
+            inbox.receive(range(step * PER_STEP, (step + 1) * PER_STEP))
             exchange(*rank_1)
             step += 1
             log.log(step, {"reward": 1.0})

@@ -85,9 +85,9 @@ def received(group: Group | Tombstone) -> wire.Received:
     return wire.Received(group, wire.encode(wire.Envelope("", "", ""), group))
 
 
-def take(inbox: Inbox, group_ids: Sequence[int]) -> list[Group | Tombstone]:
+def receive(inbox: Inbox, group_ids: Sequence[int]) -> list[Group | Tombstone]:
     """Without their frames."""
-    return [one.group for one in inbox.take(group_ids)]
+    return [one.group for one in inbox.receive(group_ids)]
 
 
 def make_eval_result(request: EvalRequest, version: int) -> EvalResult:
@@ -123,7 +123,7 @@ def train(inbox: Inbox, num_steps: int) -> list[int]:
     trained = []
     for step in range(num_steps):
         inbox.commit(2 * step, published(step))
-        taken = take(inbox, [2 * step, 2 * step + 1])
+        taken = receive(inbox, [2 * step, 2 * step + 1])
         assert all(step - 1 <= group.policy_version <= step for group in taken), "older than max_staleness"
         trained += [group.group_id for group in taken]
     return trained

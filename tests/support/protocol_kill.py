@@ -44,7 +44,7 @@ from common.weights import Published
 from model.images import ImageFormat, encode_image
 from sampler import link as link_module
 from sampler.link import Link
-from sampler.verify import take_files
+from sampler.verify import copy_files
 from tests.support.lossy_proxy import LossyProxy
 from tests.support.protocol_helpers import (
     HELLO,
@@ -54,7 +54,7 @@ from tests.support.protocol_helpers import (
     make_eval_result,
     make_rollout,
     of_two_turns,
-    take,
+    receive,
 )
 from tests.support.protocol_weights import number, publish
 from tests.support.speed import overdue
@@ -124,7 +124,7 @@ def train(folder: Path) -> None:
 
 def train_step(inbox: Inbox, config: Config, state: State, incarnation: str) -> State:
     step, batch = state["step"], Slots(config, state["cursor"])
-    source: Any = SimpleNamespace(take=partial(take, inbox), refill=inbox.refill)
+    source: Any = SimpleNamespace(receive=partial(receive, inbox), refill=inbox.refill)
     fill(batch, PER_STEP, at_once=1, source=source)  # with trainer.micro_batch after each
     for group in batch.groups:
         assert isinstance(group, Group)
@@ -185,7 +185,7 @@ def reload(published: Published) -> int:
     failpoint("sampler.reloading")
     with tempfile.TemporaryDirectory(dir=Path(published.weights_dir).parents[1]) as scratch:
         manifest = weights.read_manifest(published)
-        take_files(published, manifest, Path(scratch) / "version")
+        copy_files(published, manifest, Path(scratch) / "version")
         loaded = load_file(Path(scratch) / "version" / weights.shard_name(0, 1))
     failpoint("sampler.reloaded")
     return int(loaded["number"][0])

@@ -50,7 +50,7 @@ def rank_zero(stream: Stream) -> Any:
     def ignore(*_: Any) -> None:
         return None
 
-    def take(group_ids: Sequence[int]) -> list[Received]:
+    def receive(group_ids: Sequence[int]) -> list[Received]:
         items = [stream(g) for g in group_ids]  # some streams repeat an earlier group
         return [
             received(dataclasses.replace(item, group_id=g) if isinstance(item, Group) else item)
@@ -59,12 +59,12 @@ def rank_zero(stream: Stream) -> Any:
 
     source = SimpleNamespace(
         incarnation="feed",
-        take=take,
+        receive=receive,
         commit=ignore,
         refill=ignore,
         samplers_rest=lambda: True,
         versions_in_use=list,
-        take_statistics=lambda: Statistics({}, 0, {}),
+        drain_statistics=lambda: Statistics({}, 0, {}),
     )
     log = SimpleNamespace(log=ignore, log_samples=ignore, log_eval=ignore, sync=lambda: None)
     display = SimpleNamespace(step=ignore, note=ignore, advice=lambda *_: {})

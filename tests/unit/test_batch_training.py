@@ -60,14 +60,14 @@ class Run:
         exchange.add_over_dp = lambda values: values
         policy.backward, policy.score = self.backward, lambda row, _: row.target_ids / -100
 
-        def take(ids: Sequence[int]) -> list[Group | Tombstone]:
-            self.events.append(("take", list(ids)))
+        def receive(ids: Sequence[int]) -> list[Group | Tombstone]:
+            self.events.append(("receive", list(ids)))
             return [make(g) for g in ids]
 
         rest = iter(samplers_rest)
         lent = lent_cores(of, exchange, lambda: next(rest), lambda: False)
         nothing = {"refill": lambda _: None, "begin_batch": lambda _: None, "deliver": lambda _: {}}
-        source = SimpleNamespace(take=take, **nothing)
+        source = SimpleNamespace(receive=receive, **nothing)
         models: Any = SimpleNamespace(policy=policy, reference=scorer, critic=None)
         self.of = of
         self.training = BatchTraining(of, models, exchange, source, lambda *_: None, lent)  # type: ignore[arg-type]
@@ -87,8 +87,8 @@ class Run:
 def test_groups_train_as_they_come_and_no_round_waits_for_more_than_it_holds() -> None:
     of_ranks = [Run(config(8, groups_per_micro_batch=2), ranks=2, rank=rank).step() for rank in (0, 1)]
     first, second = of_ranks
-    assert [what for what, _ in first] == [what for what, _ in second] == ["take", "train", "take", "train"]
-    assert [ids for what, ids in first if what == "take"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [what for what, _ in first] == [what for what, _ in second] == ["receive", "train", "receive", "train"]
+    assert [ids for what, ids in first if what == "receive"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert sorted(first[1][1] + second[1][1]) == [0, 1, 2, 3]
     assert sorted(first[3][1] + second[3][1]) == [4, 5, 6, 7]
 
@@ -101,7 +101,7 @@ def test_where_a_step_waits_for_its_groups_one_plan_over_all_of_them_is_trained(
     ]
     expected = plan(works, 1, Budget(1, 60))
     events = Run(config(8, algorithm, max_tokens_per_micro_batch=60)).step()
-    assert events[:8] == [("take", [g]) for g in range(8)]
+    assert events[:8] == [("receive", [g]) for g in range(8)]
     assert events[8:] == [("train", list(mine)) for (mine,) in expected]
     streamed = Run(config(8, max_tokens_per_micro_batch=60)).step()
     assert [ids for what, ids in streamed if what == "train"] != [list(mine) for (mine,) in expected]
@@ -139,7 +139,7 @@ def test_log_probs_of_the_first_pass_are_in_the_second_where_the_correction_need
 def test_with_mini_batches_the_correction_keeps_to_log_probs_of_the_whole_batch_from_before_its_first_step() -> None:
     algorithm = {"steps_per_generation": 2, "vllm_importance_sampling_mode": "token_mask"}
     run = Run(config(1, algorithm))
-    assert run.step(0) == [("take", [0]), ("take", [1]), ("train", [0])]
+    assert run.step(0) == [("receive", [0]), ("receive", [1]), ("train", [0])]
     assert run.step(1, Progress("run", 0, 0, 1, 1, 0, 0, {})) == [("train", [1])]
     for batch in run.batches:
         assert batch.proximal_logprobs is not None

@@ -91,7 +91,7 @@ def test_a_micro_batch_asks_the_device_for_no_value(name: str) -> None:
     engine, batch = engine_of(config), batch_of(config, [VERSION, VERSION - 1])
     attention._indexes.cache_clear()
     assert waits_of_a_second_time(lambda: engine.backward(batch, VERSION)) == {}
-    sums = engine.sums.take()
+    sums = engine.sums.drain()
     assert sums["tokens"] == 2 * len(batch.old_logprobs)
     assert sums["numerics_tokens"] == 2 * (batch.policy_versions == VERSION).sum()
 
@@ -119,12 +119,12 @@ def test_tokens_known_from_an_earlier_pass_and_those_of_other_versions_need_no_w
     earlier[: n // 3] = -2.0
     batch = replace(batch, sampled_logprobs=earlier)
     assert waits_of_a_second_time(lambda: engine.backward(batch, VERSION)) == {}
-    engine.sums.take()
+    engine.sums.drain()
     logprobs = engine.backward(batch, VERSION)
     own = torch.where(batch.policy_versions == VERSION, logprobs, math.nan)
     expected = Sums(TOKEN_SUMS, torch.device("cpu"))
     expected.add(by_cause(logprobs, batch.old_logprobs, torch.where(earlier.isnan(), own, earlier)))
-    sums, found = engine.sums.take(), expected.take()
+    sums, found = engine.sums.drain(), expected.drain()
     assert 0 < sums["numerics_tokens"] < n
     for name in TOKEN_SUMS:
         assert not name.startswith(("numerics", "staleness")) or sums[name] == found[name]
@@ -137,7 +137,7 @@ def test_a_filler_adds_its_loss_of_zero_and_no_token_and_no_objective_sees_it(mo
     filler = micro_batch([], Denominator("grpo", 1, 1, 1), config.algorithm)
     assert waits_of_a_second_time(lambda: engine.backward(filler, VERSION)) == {}
     assert not any(p.grad.any() for p in engine.model.parameters() if p.grad is not None)
-    assert engine.sums.take() == dict.fromkeys(TOKEN_SUMS, 0.0)
+    assert engine.sums.drain() == dict.fromkeys(TOKEN_SUMS, 0.0)
 
 
 def test_a_wait_is_counted() -> None:

@@ -31,7 +31,7 @@ from tests.support.protocol_helpers import (
     make_group,
     make_rollout,
     published,
-    take,
+    receive,
     train,
 )
 from tests.support.speed import limit, until
@@ -93,7 +93,7 @@ def test_groups_are_taken_in_order_whatever_the_order_of_sending(link: MemoryLin
 def test_nothing_is_produced_beyond_the_window(link: MemoryLink) -> None:
     with link.inbox() as inbox, link.sampler() as sampler:
         inbox.commit(0, published(0))
-        take(inbox, [0, 1, 2, 3])
+        receive(inbox, [0, 1, 2, 3])
         for _ in range(5):  # beats, each of which is answered with a credit
             heard_at = inbox.state.peers["s0"].heard_at
             until(lambda before=heard_at: inbox.state.peers["s0"].heard_at > before)
@@ -113,7 +113,7 @@ def test_what_is_lost_on_the_way_is_sent_again(link: MemoryLink) -> None:
     with link.inbox() as inbox, link.sampler(link_class=Lossy) as sampler:
         for step in range(10):
             inbox.commit(2 * step, published(step), f"v{step}", num_problems=130)
-            assert [g.group_id for g in take(inbox, [2 * step, 2 * step + 1])] == [2 * step, 2 * step + 1]
+            assert [g.group_id for g in receive(inbox, [2 * step, 2 * step + 1])] == [2 * step, 2 * step + 1]
             assert [r.chunk for r in inbox.finish_eval()] == [0, 1, 2]
         assert sampler.link.counters["resent"] > 0
         assert sampler.produced == list(range(len(sampler.produced))), "resent, not sampled again"
@@ -131,7 +131,7 @@ def test_a_lease_that_is_copied_ends_with_the_first_result_and_the_other_hears_o
         with link.sampler("s1") as fast:
             until(lambda: "s1" in inbox.state.peers)
             monkeypatch.setattr("common.channel.BEAT_S", 1000.0)
-            assert [g.group_id for g in take(inbox, [0, 1, 2, 3])] == [0, 1, 2, 3]
+            assert [g.group_id for g in receive(inbox, [0, 1, 2, 3])] == [0, 1, 2, 3]
             assert set(fast.produced) == {0, 1, 2, 3}
             assert inbox.state.ledger.leases == {}
             go_on.set()
@@ -191,7 +191,7 @@ def test_what_may_not_be_trained_is_counted_by_its_reason_and_the_rest_goes_on(
         link.say("s0", message)
         until(lambda: counted(inbox, reason) == 1)
         may_end.set()
-        assert [g.group_id for g in take(inbox, [0, 1, 2, 3])] == [0, 1, 2, 3]
+        assert [g.group_id for g in receive(inbox, [0, 1, 2, 3])] == [0, 1, 2, 3]
         assert [s.problem_index for s in inbox.finish_eval()[0].samples] == [0, 1, 2]
 
 
@@ -226,11 +226,11 @@ def test_a_flood_cannot_stop_credits(link: MemoryLink, monkeypatch: pytest.Monke
     """More messages than the thread can read: each read ends, so that samplers hear of their leases."""
     with link.inbox() as inbox, link.sampler() as sampler:
         until(lambda: "s0" in inbox.state.peers)
-        receive = inbox.thread.transport.receive
-        monkeypatch.setattr(inbox.thread.transport, "receive", lambda: receive() or [b"junk"])
+        poll = inbox.thread.transport.receive
+        monkeypatch.setattr(inbox.thread.transport, "receive", lambda: poll() or [b"junk"])
         until(lambda: counted(inbox, "frame_count") > 1000)
         inbox.commit(0, published(0))
-        take(inbox, [0, 1, 2, 3])
+        receive(inbox, [0, 1, 2, 3])
         assert sampler.produced == [0, 1, 2, 3]
         monkeypatch.undo()
 
@@ -255,7 +255,7 @@ def test_take_gives_up_with_what_is_missing_and_who_was_heard(link: MemoryLink) 
         peer = r"sampler s0 heard \d+ s ago \(sampling: normal\)"
         said = rf"waited \d+ s for groups 0…1 \(have 1 of 2\); {peer}[\s\S]*vllm: out of memory"
         with pytest.raises(Retryable, match=said):
-            take(inbox, [0, 1])
+            receive(inbox, [0, 1])
 
 
 def test_a_wait_ends_only_when_nothing_has_come_for_the_whole_of_it(
@@ -406,7 +406,7 @@ def test_an_inbox_that_breaks_tells_both_sides(link: MemoryLink, monkeypatch: py
         assert sampler.ended.exit_code == 75
         until(lambda: not inbox.thread.is_alive())
         inbox.commit(0, published(0))  # nobody reads it any more, and it waits for nobody
-        take(inbox, [90])
+        receive(inbox, [90])
 
 
 @pytest.mark.parametrize("says_hello", [True, False])
@@ -416,7 +416,7 @@ def test_a_samplers_user_error_ends_the_wait(link: MemoryLink, says_hello: bool)
             link.say("s0", HELLO, "", "")
         link.say("s0", wire.Bye("vllm refuses max_model_len", 2), "", "")
         with pytest.raises(UserError, match="sampler s0: vllm refuses max_model_len"):
-            inbox.take([0])
+            inbox.receive([0])
 
 
 @pytest.mark.parametrize(("fraction", "allowed"), [(0.01, 3), (0.1, 10)])  # of 100 groups; three are always allowed
@@ -526,8 +526,8 @@ def test_what_samplers_report_is_put_together(link: MemoryLink) -> None:
             link.say("s0", wire.Beat("sampling", 1, 7, {"total/tokens": tokens}))
         link.say("stranger", make_group(0))  # the last to be read
         until(lambda: counted(inbox, "unknown_sampler"))
-        assert inbox.take_statistics().samplers == {"total/tokens": 100.0}
-        assert inbox.take_statistics().num_samplers == 1
+        assert inbox.drain_statistics().samplers == {"total/tokens": 100.0}
+        assert inbox.drain_statistics().num_samplers == 1
         assert inbox.versions_in_use() == [7]
         lose(inbox, "s0")
         until(lambda: inbox.versions_in_use() == [])

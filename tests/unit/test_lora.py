@@ -22,7 +22,7 @@ from model.checksum import describe
 from model.folder import require_model
 from model.tokenizer import load_tokenizer
 from sampler.reload import expected_tensors, reload
-from sampler.verify import checked_tensors, take_files
+from sampler.verify import checked_tensors, copy_files
 from tests.support.plain_policy import AdaptedPolicy
 from tests.support.tiny import tiny_model
 from tests.support.tiny_vision import tiny_vision_model
@@ -137,7 +137,7 @@ def test_a_version_has_every_adapter_and_wrong_ones_are_refused_before_the_engin
     manifest, folder = weights.read_manifest(published), tmp_path / "private"
     assert manifest.files.keys() == {lora.WEIGHTS, lora.SETTINGS}
     assert {name: info.shape for name, info in manifest.tensors.items()} == lora.expected(config)[0]
-    take_files(published, manifest, folder)
+    copy_files(published, manifest, folder)
     found = checked_tensors(folder, manifest, config)
     expected = dict(policy.full_parameters(lambda _: True))
     assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)

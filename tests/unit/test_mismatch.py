@@ -26,7 +26,7 @@ def summed(tokens: float, *parts: dict[str, torch.Tensor]) -> dict[str, float]:
     sums = Sums(TOKEN_SUMS, torch.device("cpu"))
     for part in parts:
         sums.add(part)
-    return sums.take() | {"tokens": tokens}
+    return sums.drain() | {"tokens": tokens}
 
 
 def test_a_log_ratio_is_split_where_the_trainer_knows_the_sampled_version() -> None:

@@ -15,7 +15,7 @@ OLD, NEW = (7, "first start"), (7, "second start")  # in a container every proce
 
 def taken(reports: Reports, live: set[str]) -> tuple[dict[str, float], int]:
     """With short names."""
-    found, num_samplers = reports.take(live)
+    found, num_samplers = reports.drain(live)
     return {name.removeprefix("total/"): value for name, value in found.items()}, num_samplers
 
 
@@ -67,7 +67,7 @@ def test_values_that_are_no_totals_are_the_mean_over_samplers() -> None:
     reports = Reports()
     reports.add("s0", OLD, {"sync/load_s": 1.0, "logged/words": 4.0})
     reports.add("s1", OLD, {"sync/load_s": 2.0})
-    assert reports.take({"s0", "s1"}) == ({"logged/words": 4.0, "sync/load_s": 1.5}, 2)
+    assert reports.drain({"s0", "s1"}) == ({"logged/words": 4.0, "sync/load_s": 1.5}, 2)
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ def ends(path: Path) -> list[int]:
 def test_a_replay_gives_the_recorded_groups_back_bit_for_bit(tmp_path: Path) -> None:
     record(tmp_path / "groups", ITEMS)
     replay = Replay(tmp_path / "groups", "life")
-    assert same([one.group for one in replay.take(range(6))], ITEMS)
-    assert same(replay.take([4])[0].group, ITEMS[4])
+    assert same([one.group for one in replay.receive(range(6))], ITEMS)
+    assert same(replay.receive([4])[0].group, ITEMS[4])
 
 
 @pytest.mark.parametrize("cut", [1, 10, 15, 16, 17, 100])
@@ -86,7 +86,7 @@ def test_a_resumed_run_cuts_off_what_it_will_train_again_and_what_a_power_cut_sp
 def test_what_a_recording_does_not_have_is_the_users_to_fix(tmp_path: Path) -> None:
     record(tmp_path / "scored", ITEMS[:4])
     with pytest.raises(UserError, match=r"ends before group 4 \(it has 4\); lower trainer.max_steps"):
-        Replay(tmp_path / "scored", "life", needs_reference=True).take([3, 4, 5])
+        Replay(tmp_path / "scored", "life", needs_reference=True).receive([3, 4, 5])
     record(tmp_path / "unscored", [*ITEMS, group(6, beta=0.0)])
     Replay(tmp_path / "unscored", "life")
     with pytest.raises(UserError, match=r"without reference log-probs.*set reference.on=trainer"):

@@ -47,7 +47,7 @@ class Source:
     def __init__(self, kinds: str, size: int):
         self.admitted, self.received, self._at = FIRST + size, list[int](), stream(kinds)
 
-    def take(self, ids: Sequence[int]) -> list[Group | Tombstone]:
+    def receive(self, ids: Sequence[int]) -> list[Group | Tombstone]:
         assert max(ids) < self.admitted, "nobody was asked for this group"
         self.received += ids
         return [self._at(g) for g in ids]

@@ -20,9 +20,9 @@ from common.types import Group, Rollout
 from model import log_softmax
 from model.logprobs import load_causal_lm, score_terms
 from tests.support.configs import config_of
-from tests.support.gloo_data import GAE, GROUP_PPO, TEMPERATURE, settings, turns
+from tests.support.gloo_data import GAE, GROUP_PPO, TEMPERATURE, group, settings
 from tests.support.plain_training import PlainActorCritic, PlainGroupPpo, PlainTraining
-from tests.support.tiny import VOCAB_SIZE, tiny_model, tiny_reward_model
+from tests.support.tiny import VOCAB_SIZE, in_turns, tiny_model, tiny_reward_model
 from tests.unit.test_attention import exact
 from trainer.algorithm.advantages import shaped_rewards
 from trainer.algorithm.critic_advantages import estimate, estimate_segments
@@ -30,7 +30,7 @@ from trainer.algorithm.losses import loss, token_objective
 from trainer.data import tensors
 from trainer.data.experience import Experience, score_rewards, with_estimates
 
-GROUPS = [turns(g) for g in range(2)]
+GROUPS = [in_turns(group(g)) for g in range(2)]
 
 
 def rollout(length: int, observed: tuple[tuple[int, int], ...], reward: float, **changes: Any) -> Rollout:

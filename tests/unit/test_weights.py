@@ -21,7 +21,7 @@ from common.weights import BadWeights, Canary, Manifest, NotVisible, Published
 from model import lora
 from model.checksum import describe
 from sampler.reload import _canary_logprobs
-from sampler.verify import checked_tensors, take_files
+from sampler.verify import checked_tensors, copy_files
 from tests.support.configs import config_of
 from tests.support.versions import SHARDS, Change, publish
 
@@ -30,7 +30,7 @@ CONFIG = config_of()
 
 def receive(published: Published, private: Path) -> Manifest:
     manifest = weights.read_manifest(published)
-    take_files(published, manifest, private)
+    copy_files(published, manifest, private)
     checked_tensors(private, manifest, CONFIG)
     return manifest
 
@@ -167,7 +167,7 @@ def test_what_is_loaded_is_linked_or_copied_and_outlives_the_version(
         monkeypatch.setattr("sampler.verify.os.link", lambda *_, **__: (_ for _ in ()).throw(OSError))
     published = publish(tmp_path / "weights")
     manifest = weights.read_manifest(published)
-    take_files(published, manifest, tmp_path / "private")
+    copy_files(published, manifest, tmp_path / "private")
     tensors = checked_tensors(tmp_path / "private", manifest, CONFIG)
     assert ((tmp_path / "private" / SHARDS[0]).stat().st_nlink == 2) == links
     shutil.rmtree(published.weights_dir)

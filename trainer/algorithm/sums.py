@@ -19,7 +19,7 @@ VALUE_SUMS = ("tokens", "loss", "clipped")  # of the critic
 
 
 class Sums:
-    """Named float64 sums of this rank since the last `take`. Adding does not wait for the device."""
+    """Named float64 sums of this rank since the last `drain`. Adding does not wait for the device."""
 
     def __init__(self, names: Sequence[str], device: torch.device):
         self._names = names
@@ -32,7 +32,7 @@ class Sums:
         zero = self._values.new_zeros(())
         self._values += torch.stack([parts.get(name, zero).detach().double() for name in self._names])
 
-    def take(self) -> dict[str, float]:
+    def drain(self) -> dict[str, float]:
         found = dict(zip(self._names, self._values.tolist(), strict=True))
         self._values.zero_()
         return found

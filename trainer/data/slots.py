@@ -30,7 +30,7 @@ class Source(Protocol):
     def begin_batch(self, first: int, /) -> None:
         """Groups below `first` will not be asked for any more."""
 
-    def take(self, group_ids: Sequence[int], /) -> list[Group | Tombstone]:
+    def receive(self, group_ids: Sequence[int], /) -> list[Group | Tombstone]:
         """The groups with these ids; what other ranks than 0 may get is without arrays."""
 
     def deliver(self, owners: Mapping[int, Collection[int]], /) -> dict[int, Group]:
@@ -46,7 +46,7 @@ def fill(slots: Slots, count: int, at_once: int, source: Source) -> None:
         ids = slots.next_ids(count, at_once)
         if not ids:
             return slots.close()
-        if more := slots.add(source.take(ids)):
+        if more := slots.add(source.receive(ids)):
             source.refill(more)
         failpoint("trainer.micro_batch")
 

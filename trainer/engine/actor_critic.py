@@ -114,7 +114,7 @@ class ActorCritic:
         return StepResult(all(r.applied for r in results), last.grad_norm, last.learning_rate, critic_only)
 
     def _value_metrics(self, result: StepResult) -> dict[str, float]:
-        sums = self.exchange.add_named(self.critic.sums.take())
+        sums = self.exchange.add_named(self.critic.sums.drain())
         return {
             "value_loss": sums["loss"],
             "value_clip_fraction": sums["clipped"] / max(sums["tokens"], 1.0),

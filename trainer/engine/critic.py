@@ -76,10 +76,10 @@ class Critic(DeepSpeedModel):
             x.to(self.device, non_blocking=True) for x in (batch.old_values, batch.returns, batch.weights)
         )
         errors, is_clipped = value_errors(values, old_values, returns, self.config.critic.cliprange_value)
-        share = (weights * errors).sum()
-        self.accumulate(share)
+        loss_sum = (weights * errors).sum()
+        self.accumulate(loss_sum)
         real = weights > 0
-        self.sums.add({"tokens": real.sum(), "loss": share, "clipped": (is_clipped & real).sum()})
+        self.sums.add({"tokens": real.sum(), "loss": loss_sum, "clipped": (is_clipped & real).sum()})
 
     def probe(self) -> Tensor:
         return self.ds(self.here(filler_row()))

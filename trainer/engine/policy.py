@@ -102,9 +102,9 @@ class PolicyEngine(DeepSpeedModel):
             self._here(x) for x in (batch.old_logprobs, batch.advantages, batch.weights)
         )
         if batch.is_filler:  # of a rank without work, for the ranks' common calls: no objective sees its one token
-            share = (logprobs.exp() * weights).sum()  # at most 1 · 0, whatever the model says
-            self.accumulate(share)
-            self.sums.add({"loss": share})
+            loss_sum = (logprobs.exp() * weights).sum()  # at most 1 · 0, whatever the model says
+            self.accumulate(loss_sum)
+            self.sums.add({"loss": loss_sum})
             return logprobs.detach()
         ref_logprobs, proximal_logprobs = (
             None if x is None else self._here(x) for x in (batch.ref_logprobs, batch.proximal_logprobs)
@@ -119,13 +119,13 @@ class PolicyEngine(DeepSpeedModel):
             entropy,
             proximal_logprobs,
         )
-        share = loss(objective, weights)
-        self.accumulate(share)
+        loss_sum = loss(objective, weights)
+        self.accumulate(loss_sum)
         logprobs = logprobs.detach()
         sampled, known = self._when_sampled(batch, logprobs, policy_version)
         mass = None if row.sampling_mask is None else log_mass
         parts = by_cause(logprobs, old_logprobs, sampled, mass, known)
-        self.sums.add(token_sums(share, logprobs, old_logprobs, entropy.detach(), terms) | parts)
+        self.sums.add(token_sums(loss_sum, logprobs, old_logprobs, entropy.detach(), terms) | parts)
         return logprobs
 
     def _here(self, tensor: Tensor) -> Tensor:
@@ -158,13 +158,13 @@ class PolicyEngine(DeepSpeedModel):
         return self.ds(self.here(filler_row()), 1.0)[0]
 
 
-def token_sums(share: Tensor, logprobs: Tensor, old: Tensor, entropy: Tensor, terms: TokenTerms) -> dict[str, Tensor]:
+def token_sums(part: Tensor, logprobs: Tensor, old: Tensor, entropy: Tensor, terms: TokenTerms) -> dict[str, Tensor]:
     """What a micro-batch adds to the sums of the step."""
     log_ratio = (logprobs - old).double()
     of_tokens = {"entropy": entropy, "kl": terms.kl, "ratio": terms.ratio, "clipped": terms.is_clipped}
     of_tokens |= {"correction": terms.correction, "corrected": terms.is_corrected}
     return {name: values.double().sum() for name, values in of_tokens.items()} | {
-        "loss": share,
+        "loss": part,
         "tokens": log_ratio.new_full((), len(log_ratio)),
         "token_ratio": log_ratio.exp().sum(),
         "log_ratio": log_ratio.sum(),

@@ -10,7 +10,7 @@ from collections.abc import MutableMapping
 RANK_DEVICES = "TANDEM_RANK_DEVICES"  # "0,0,3": the GPU of each rank of this host, as nvidia-smi numbers them
 
 
-def take_device(environ: MutableMapping[str, str]) -> None:
+def set_device(environ: MutableMapping[str, str]) -> None:
     """Leaves this rank the one GPU that RANK_DEVICES gives it. Changes nothing where that is not set.
 
     {"TANDEM_RANK_DEVICES": "3,3", "LOCAL_RANK": "1"} → CUDA_VISIBLE_DEVICES=3, in which it is device 0

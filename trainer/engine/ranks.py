@@ -38,7 +38,7 @@ class Exchange:
         self.dp_rank, self.sp_rank = divmod(self.rank, self.sp_size)
         self._group, self.sequence_group = group, sequence_group
 
-    def share(self, frames: Sequence[bytes]) -> list[bytes]:
+    def broadcast(self, frames: Sequence[bytes]) -> list[bytes]:
         """Rank 0's, on every rank. Raises PeerEnded or Interrupted if rank 0 announced its end instead."""
         sizes = self._broadcast(torch.tensor([0, *map(len, frames)], dtype=torch.int64))
         if sizes[0] == STOP_TOGETHER:

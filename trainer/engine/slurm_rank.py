@@ -12,7 +12,7 @@ from common.errors import UserError
 _FIRST_PORT, _PORTS = 20_000, 10_000
 
 
-def take_rank(environ: MutableMapping[str, str]) -> None:
+def set_rank(environ: MutableMapping[str, str]) -> None:
     """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT of a task that srun started.
 
     {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", …} → {"RANK": "3", "WORLD_SIZE": "4", …}

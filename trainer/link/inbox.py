@@ -1,7 +1,7 @@
 """Groups from the samplers: what the training loop calls. The socket's thread does the rest (socket_thread.py).
 
     training loop ──commit(cursor, weights)──►  state  ──CREDIT each second and on change──►  samplers
-    training loop ◄──take(group ids)──────────  state  ◄──GROUP, EVAL, BEAT, HELLO──────────  samplers
+    training loop ◄──receive(group ids)──────────  state  ◄──GROUP, EVAL, BEAT, HELLO──────────  samplers
 
 Every wait of the loop has a deadline, names what it waits for, and ends the process with exit 75 when it expires.
 """
@@ -83,7 +83,7 @@ class Inbox(GroupSource):
             self.state.progress += 1
         self.thread.wake()
 
-    def take(self, group_ids: Sequence[int]) -> list[wire.Received]:
+    def receive(self, group_ids: Sequence[int]) -> list[wire.Received]:
         """The groups, in this order, as soon as all of them are here. They stay held until `commit` passes them."""
 
         def missing() -> str:
@@ -126,10 +126,10 @@ class Inbox(GroupSource):
         peers = self.state.peers.values()
         return [p.loaded_version for p in peers if not p.lost and p.loaded_version is not None]
 
-    def take_statistics(self) -> Statistics:
+    def drain_statistics(self) -> Statistics:
         with self.state.changed:
             live = {name for name, peer in self.state.peers.items() if not peer.lost}
-            return Statistics(*self.state.reports.take(live), self.state.counters.copy())
+            return Statistics(*self.state.reports.drain(live), self.state.counters.copy())
 
     def _wait(self, missing: Callable[[], str], timeout_s: float | None = None) -> None:
         """Returns once missing() is empty; until then it says what is missing. Raises what the thread raised.

@@ -78,8 +78,8 @@ class _Reported:
     process: tuple[int, str]
     totals: dict[str, float]  # of this process, as far as they are counted
     newest: dict[str, float] = field(default_factory=dict)
-    grown: dict[str, float] = field(default_factory=dict)  # growth of the totals since the last `take`
-    is_fresh: bool = True  # reported since the last `take`
+    grown: dict[str, float] = field(default_factory=dict)  # growth of the totals since the last `drain`
+    is_fresh: bool = True  # reported since the last `drain`
 
 
 class Reports:
@@ -104,7 +104,7 @@ class Reports:
         known.newest = {name: value for name, value in stats.items() if name not in totals}
         known.process, known.is_fresh = process, True
 
-    def take(self, live: Collection[str]) -> tuple[dict[str, float], int]:
+    def drain(self, live: Collection[str]) -> tuple[dict[str, float], int]:
         """(statistics since the last call, of how many samplers): of those that are live or reported meanwhile.
 
         Seconds are the mean over samplers, counts the sum; what is no total is the mean of the newest values.

@@ -133,7 +133,7 @@ class Replay(GroupSource):
                 "reference.on trainer; set reference.on=trainer, or algorithm.beta=0"
             )
 
-    def take(self, group_ids: Sequence[int]) -> list[wire.Received]:
+    def receive(self, group_ids: Sequence[int]) -> list[wire.Received]:
         missing = [g for g in group_ids if g not in self._groups]
         if missing:
             raise UserError(

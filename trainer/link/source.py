@@ -41,7 +41,7 @@ class GroupSource:
     def refill(self, count: int) -> None:
         """The batch will take `count` more groups than it has slots: they are wanted at once, of the same weights."""
 
-    def take(self, group_ids: Sequence[int]) -> list[wire.Received]:
+    def receive(self, group_ids: Sequence[int]) -> list[wire.Received]:
         """The groups, in this order, as soon as all of them are here."""
         raise NotImplementedError
 
@@ -57,6 +57,6 @@ class GroupSource:
         """Policy versions whose files somebody may still read."""
         return []
 
-    def take_statistics(self) -> Statistics:
+    def drain_statistics(self) -> Statistics:
         """Of the time since the last call."""
         return Statistics({}, 0, {})

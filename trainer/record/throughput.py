@@ -68,7 +68,7 @@ class StepSeconds:
     def add(self, name: str, seconds: float) -> None:
         self._seconds[name] += seconds  # type: ignore[assignment]
 
-    def take(self) -> dict[str, float]:
+    def drain(self) -> dict[str, float]:
         """And begins anew."""
         taken, self._seconds = self._seconds, collections.Counter()
         return dict(taken)
