@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import operator
-import re
 from pathlib import Path
 
 import pytest
@@ -22,16 +20,6 @@ CONFIGS = ("smollm2_135m.yaml", "smollm2_135m_gsm8k.yaml")
 def rows() -> dict[str, list[dict[str, str]]]:
     sizes = {"train": smollm2.NUM_TRAIN, "test": smollm2.NUM_TEST}
     return {name: [p.row() for p in smollm2.split(name, size, smollm2.SEED)] for name, size in sizes.items()}
-
-
-def test_every_answer_is_that_of_one_operation_on_the_numbers_of_its_question(rows: dict[str, list[dict[str, str]]]):
-    operations = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
-    for row in [*rows["train"], *rows["test"]]:
-        reasoning, gold = row["answer"].split("\n#### ")
-        a, operation, b, equals, result = reasoning.split()
-        assert (equals, result) == ("=", gold) and 1 <= int(gold) <= 25
-        assert sorted([a, b]) == sorted(re.findall(r"\d+", row["question"]))
-        assert operations[operation](int(a), int(b)) == int(gold)
 
 
 def test_no_held_out_problem_shares_its_text_or_its_sentence_and_numbers_with_a_training_problem():
