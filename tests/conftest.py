@@ -5,8 +5,6 @@ ranks), engine (vLLM), e2e (both), gpu (`bash launch.sh gpu-check`). `figure("R6
 prints what RELIABILITY.md may say of the last run (pytest -s shows it).
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import random

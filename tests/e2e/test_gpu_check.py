@@ -1,7 +1,5 @@
 """`launch.sh gpu-check`: its tests at toy size on the CPU, and what it writes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two or three steps by `launcher.run`, with real vLLM and DeepSpeed: a tool, images, recipes, two ranks, two hosts."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What four users do on a weekend, with the very commands of the pages that they read, from an empty folder on."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """A real engine on a tiny model for each file of this folder; files with equal `settings` share one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """vLLM's real engine while its cache sleeps. Its worker is stood in for: what the cache held is overwritten."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import numpy as np

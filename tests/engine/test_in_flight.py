@@ -1,7 +1,5 @@
 """The real engine while its weights change under sequences: every token keeps the log-prob of its own version."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The real engine with adapters on a tiny model: versions, what it refuses, and that each one's outputs are its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The real engine in bfloat16 holds what was published, bit by bit, where a step moves no log-prob that would tell."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

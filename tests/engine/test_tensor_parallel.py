@@ -1,7 +1,5 @@
 """One engine of two workers on a CPU: the log-probs of one process, the reload, and nothing that outlives a kill."""
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 from multiprocessing.connection import Connection

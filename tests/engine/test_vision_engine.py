@@ -1,7 +1,5 @@
 """The real engine on tiny models that see: log-probs and the prompt of the trainer, proven reloads."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

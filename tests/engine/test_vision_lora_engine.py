@@ -1,7 +1,5 @@
 """The real engine with adapters of a model that sees: each version has the trainer's log-probs of an image."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

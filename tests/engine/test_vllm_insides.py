@@ -1,7 +1,5 @@
 """What an upgrade of vLLM or transformers took away of what sampler/vllm_insides.py reads or replaces, by name."""
 
-from __future__ import annotations
-
 import pkgutil
 from typing import Any
 

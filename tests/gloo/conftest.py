@@ -1,7 +1,5 @@
 """The process that forks the trainers of all gloo tests."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.replay_worker import Stack, stack

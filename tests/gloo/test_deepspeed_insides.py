@@ -1,7 +1,5 @@
 """What an upgrade of DeepSpeed took away of what trainer/engine/deepspeed_insides.py reads or replaces, by name."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Two DeepSpeed ranks whose disk is full, or that are killed, while a version or a checkpoint is written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

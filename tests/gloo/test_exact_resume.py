@@ -4,8 +4,6 @@ Real DeepSpeed ranks train from a recording. A run is killed again and again, re
 with a straight one: weights, optimizer, learning rates, cursor, metrics, samples and the final model.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import signal

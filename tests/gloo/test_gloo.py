@@ -3,8 +3,6 @@
 The yardstick is a plain training loop on one process: dense forwards, the oracle's loss and gradient, torch's AdamW.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from dataclasses import replace

@@ -3,8 +3,6 @@
 The yardstick is peft's own model in float64 on one process: dense forwards, the oracle's loss, torch's AdamW.
 """
 
-from __future__ import annotations
-
 import hashlib
 from functools import cache
 from pathlib import Path

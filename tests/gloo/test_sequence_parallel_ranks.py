@@ -1,7 +1,5 @@
 """Rows shared by 2 and by 4 real DeepSpeed ranks: the gradient and the numbers of one rank, for every objective."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two hosts: network namespaces joined by a cable, each with a rank of the trainer, started over a stand-in for ssh."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Images on some ranks and none on others, on real DeepSpeed ranks: the gradient of one process, and exact resuming."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from functools import cache

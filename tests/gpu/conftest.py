@@ -4,8 +4,6 @@ With --cpu the same tests run at toy size, where speeds are figures and never ve
 in the JUnit XML and lines at the end.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator

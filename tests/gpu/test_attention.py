@@ -4,8 +4,6 @@ Every group of a run has another shape. A kernel that plans each shape anew (cuD
 (math), would cost more than the attention itself; so 20 shapes are run twice, forward and backward.
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 import time

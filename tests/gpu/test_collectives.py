@@ -4,8 +4,6 @@ Two ranks, on one GPU if there is only one: gloo copies through the host and doe
 two ranks of one GPU. Left out: what no ZeRO stage calls and gloo refuses or crashes in, such as coalesced gathers.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

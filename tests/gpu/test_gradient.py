@@ -4,8 +4,6 @@ In float32 both must agree to rounding. In bfloat16 each has its own rounding: p
 float32 gradient than twice what plain forwards are.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """(i) The log-probs of the head, compiled for a GPU and not: the same numbers, seconds and memory."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

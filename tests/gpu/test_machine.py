@@ -1,7 +1,5 @@
 """(a) Driver, GPU, compiler and headers: what `doctor` checks, and what torch sees of it."""
 
-from __future__ import annotations
-
 import pytest
 
 from launcher.doctor import gpu_machine

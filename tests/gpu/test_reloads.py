@@ -4,8 +4,6 @@ Its cache also sleeps: on a GPU in an engine of its own, so that neither hides w
 process of its own, for vLLM gives its memory back only with it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import statistics
 from pathlib import Path

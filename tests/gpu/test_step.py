@@ -1,7 +1,5 @@
 """(d) A step at the shapes of Qwen2.5: seconds, share of the peak, memory beside plan's, packed over padded."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping, Sequence

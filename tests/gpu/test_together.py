@@ -1,7 +1,5 @@
 """(f) A short run of both processes by launch.sh's own launcher, on one GPU: it starts, steps and ends."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -4,8 +4,6 @@ Two processes with the real Link and Inbox; groups are made by hand, of 16 KiB, 
 times what the bound allows.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The supervisor alone, with programs that know nothing of the protocol, is in test_supervisor.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

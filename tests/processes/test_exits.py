@@ -1,7 +1,5 @@
 """Exit codes: what a supervisor is told, what a person reads, and what signals do."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 Over a stand-in for ssh, and where there is an sshd over a real client and server: all but what the environment keeps.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

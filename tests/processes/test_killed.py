@@ -1,7 +1,5 @@
 """Who killed a process, from files as the kernel writes them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import psutil

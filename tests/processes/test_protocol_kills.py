@@ -1,7 +1,5 @@
 """Exactly once, in order, under SIGKILL at every failpoint of both processes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

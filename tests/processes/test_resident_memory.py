@@ -6,8 +6,6 @@ allowed here, whatever the machine. And the heap of a sampler: a hole that a lar
 a place in does not hold the next large one. The environment is launch.sh's.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

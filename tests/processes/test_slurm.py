@@ -1,7 +1,5 @@
 """examples/slurm.sbatch below stand-ins for Slurm's commands: what it starts, what signals do; ranks of srun."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

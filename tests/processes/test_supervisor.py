@@ -1,7 +1,5 @@
 """The supervisor, with small Python programs in the place of vLLM and DeepSpeed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

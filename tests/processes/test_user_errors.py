@@ -5,8 +5,6 @@ such trainers most of their time are among them. What shows only while a run is 
 peer that is absent or dies: test_endings.py and test_watchdog.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A process that is stuck ends itself with its stacks; one that moves, waits lawfully or still starts does not."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A reader of published versions while their writer is killed."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

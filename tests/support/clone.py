@@ -5,8 +5,6 @@ is installed: links to this one's packages, and a stamp. So `bash launch.sh …`
 the quick start's model in each clone; it is linked, too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

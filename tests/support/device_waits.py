@@ -3,8 +3,6 @@
 Each of them asks for a value or for a shape that depends on values: `.item()`, `nonzero`, an index made of booleans.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

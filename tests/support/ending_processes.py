@@ -11,8 +11,6 @@ the moment is an event, however slow this machine or whoever disturbs it is. Eve
 starts to look; the ranks are forked from a launcher that has imported it all.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import multiprocessing

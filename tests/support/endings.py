@@ -5,8 +5,6 @@ that mostly wait. All limits, those of the runs and those of the verdicts, are s
 tests/support/speed.py.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import random

@@ -1,7 +1,5 @@
 """What tests ask of a real engine, and the damaged versions that they show it."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable

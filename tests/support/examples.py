@@ -1,7 +1,5 @@
 """The examples with hardly any lessons: everything that they build, in seconds."""
 
-from __future__ import annotations
-
 from examples.calculator import Calculator
 from examples.drawings import Drawings
 from examples.quickstart import QuickStart

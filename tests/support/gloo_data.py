@@ -1,7 +1,5 @@
 """The hand-made groups and settings of the gloo tests: the same on every rank and in the test's own process."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a rank of test_gloo.py does: every scenario for the stages of ZeRO, and then everything from its checkpoints."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

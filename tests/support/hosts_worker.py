@@ -3,8 +3,6 @@
 As launcher.run starts it, without what needs a sampler, in whose place a process sleeps.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

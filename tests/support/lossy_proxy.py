@@ -4,8 +4,6 @@ Towards the samplers it is a ROUTER like the trainer; towards the trainer it has
 sampler's identity. Every message, in both directions, meets one random fate.
 """
 
-from __future__ import annotations
-
 import contextlib
 import heapq
 import itertools

@@ -1,7 +1,5 @@
 """Two hosts on one machine: network namespaces joined by a cable. `ip netns exec NAME` takes the place of ssh."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Nothing is shared with the trainer's code, neither functions nor the order of op
 derivative of each case of the minimum.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

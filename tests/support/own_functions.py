@@ -1,7 +1,5 @@
 """An estimator and a loss as a user would write them, equal to dr_grpo and the clipped objective."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """What needs a process of its own: a rank, an engine, whose memory comes back only with it, a program of ours."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor

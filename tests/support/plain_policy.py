@@ -1,7 +1,5 @@
 """A policy without DeepSpeed that trainer.publish takes for an engine with one rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

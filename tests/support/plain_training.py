@@ -1,7 +1,5 @@
 """Training loops to compare with: one process, one dense forward per sequence, the oracle's loss, torch's AdamW."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

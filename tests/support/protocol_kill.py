@@ -14,8 +14,6 @@ all connections end, and what was on its way is lost.
 The judge imports everything once and forks, so that a life costs milliseconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

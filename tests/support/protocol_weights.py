@@ -1,7 +1,5 @@
 """Published weights that are one number, another one for every version and every life of the trainer."""
 
-from __future__ import annotations
-
 import zlib
 from pathlib import Path
 

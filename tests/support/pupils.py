@@ -1,7 +1,5 @@
 """The examples' pupils for tests of whole runs: hardly taught in seconds, or the quick start's as its config has it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -5,8 +5,6 @@ a test file, because a start costs more than a case. Every rank writes what it s
 its tensors beside it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import faulthandler
 import hashlib

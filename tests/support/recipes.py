@@ -1,7 +1,5 @@
 """What stands in for the data and the model of configs/recipes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

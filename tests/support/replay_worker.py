@@ -5,8 +5,6 @@ or process group exists. Each rank runs `trainer.start.run` under `exits.run`, a
 DeepSpeed's launcher, the first rank to fail takes the others with it.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import hashlib

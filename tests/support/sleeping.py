@@ -1,7 +1,5 @@
 """On a CPU vLLM has no memory to give back, so its worker is stood in for: what the cache held is overwritten."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -5,8 +5,6 @@ Limits of tests are written in seconds of a machine on which a fresh Python need
 for the load may have come since.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A real sshd with a key and a port of its own, which `ssh -F` reaches; nothing of this machine's ssh is touched."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

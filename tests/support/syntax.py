@@ -1,7 +1,5 @@
 """Syntax trees of our own files, read once by all tests of a process that look into them."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from pathlib import Path

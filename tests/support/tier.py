@@ -3,8 +3,6 @@
 A test or a set of parameters marked `@full` runs with --all alone; `count(30, 200)` is 30, and 200 with --all.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -4,8 +4,6 @@ Also the plainest way to score a sequence with it: one forward per sequence, a f
 head_dim is 32, because vLLM's CPU attention refuses 16.
 """
 
-from __future__ import annotations
-
 import atexit
 import dataclasses
 import json

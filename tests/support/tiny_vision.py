@@ -1,7 +1,5 @@
 """Random vision models small enough for any test, in folders like real ones, and the plainest way to score them."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Published versions of two small tensors, whose every number is the version."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

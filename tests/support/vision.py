@@ -1,7 +1,5 @@
 """Pictures, rows with images and a processor's settings for tests; tiny_vision.py has a model that sees."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Advantages against numbers worked out on paper and against the plain-loop oracle."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

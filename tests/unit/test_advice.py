@@ -1,7 +1,5 @@
 """Every rule on a series made by hand, on both sides of its threshold; what it proposes can be pasted."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Shared-prompt attention against the same stock model run densely, one sequence at a time."""
 
-from __future__ import annotations
-
 import copy
 import types
 from collections.abc import Iterator

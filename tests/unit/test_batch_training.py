@@ -1,7 +1,5 @@
 """The way of a batch from its source to the backward of each rank, with models that only write down what they get."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace

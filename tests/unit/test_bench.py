@@ -1,7 +1,5 @@
 """The benchmarks' arithmetic, by hand. The measurements themselves are run by `bash launch.sh bench`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

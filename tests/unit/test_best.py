@@ -1,7 +1,5 @@
 """The best policy by a held-out metric, and the early stop: decided by rank 0, counted from the surviving history."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

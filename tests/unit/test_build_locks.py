@@ -1,7 +1,5 @@
 """Locks of compiled ops that killed processes leave, for which torch would wait without end."""
 
-from __future__ import annotations
-
 import os
 import signal
 from contextlib import ExitStack

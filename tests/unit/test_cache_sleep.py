@@ -1,7 +1,5 @@
 """vLLM's cache sleeps: what vLLM is asked for, and when."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 from unittest.mock import MagicMock, call

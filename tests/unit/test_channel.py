@@ -1,7 +1,5 @@
 """Transports: private folders, taken addresses, CURVE keys, and a sampler that comes back under its old name."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

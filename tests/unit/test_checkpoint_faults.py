@@ -5,8 +5,6 @@ clean. The other cuts the power before every operation and keeps only what was f
 are stand-ins that write small files as the real ones do.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

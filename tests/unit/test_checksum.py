@@ -1,7 +1,5 @@
 """The checksums of a tensor's bits: their definition, on any device, and the mistakes that they must notice."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Settings: everything wrong is said at once, with file, line and what to write instead."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """CONTRIBUTING.md says what the walls are, its recipes work as they stand; the site is whole."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import re

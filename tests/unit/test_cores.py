@@ -1,7 +1,5 @@
 """What the trainer computes with the samplers' cores: what is left when the samplers rest."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace

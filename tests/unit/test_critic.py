@@ -1,7 +1,5 @@
 """The value model: where its weights come from, what it reads, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What the critic's values become: by hand, against the oracle, and whatever the order, packing and sharding."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What GROUP PPO hands to policy and critic: positions, denominators, and the row that the head sees."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The user's DeepSpeed settings: what is filled in, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

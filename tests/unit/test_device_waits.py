@@ -1,7 +1,5 @@
 """A micro-batch must not wait for its GPU: the next one is prepared while it computes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

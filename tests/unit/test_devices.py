@@ -1,7 +1,5 @@
 """Devices: what a machine without an accelerator is, and what is asked of one that has it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

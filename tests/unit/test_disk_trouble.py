@@ -3,8 +3,6 @@
 With the stand-ins of the checkpoint tests; tests/gloo/test_disk_trouble.py has real DeepSpeed ranks.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

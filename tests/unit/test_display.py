@@ -1,7 +1,5 @@
 """What a person sees: every expected line is written by hand."""
 
-from __future__ import annotations
-
 import io
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The Dockerfile against what it is made of. There is no Docker here: what it builds is not built."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 import shlex

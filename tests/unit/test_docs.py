@@ -1,7 +1,5 @@
 """The pages against the code: links, commands, settings, metrics, messages and the frameworks' keys exist."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

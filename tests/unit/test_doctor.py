@@ -1,7 +1,5 @@
 """The doctor and what it asks the machine, also before anything is installed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Files under errors: old bytes or new bytes, and nothing left lying about. processes/test_weights.py has the kills."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -1,7 +1,5 @@
 """Which tensor of an engine is which published one, and what is said where they differ. Layers stand in for vLLM's."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

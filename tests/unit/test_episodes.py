@@ -1,7 +1,5 @@
 """Rollouts of several turns around an engine and environments that answer when the test says so."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

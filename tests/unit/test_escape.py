@@ -1,7 +1,5 @@
 """Hostile text: nothing of it acts in a terminal or on a page, and nothing of it disappears."""
 
-from __future__ import annotations
-
 import unicodedata
 
 import pytest

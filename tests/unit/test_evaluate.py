@@ -1,7 +1,5 @@
 """pass@k and maj@n against brute force, their intervals, and what `launch.sh eval` makes of its arguments."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

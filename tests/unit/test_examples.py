@@ -1,7 +1,5 @@
 """The quick starts: problems, tokenizer, warm start, build. What a model learns is the end-to-end tests' business."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """GAE against numbers worked out on paper and against the explicit sum of the oracle."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """GGUF files: written here by the package gguf, read by transformers, made into a folder of a model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

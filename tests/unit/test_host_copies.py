@@ -1,7 +1,5 @@
 """The memory of copies is used again."""
 
-from __future__ import annotations
-
 import torch
 
 from trainer.save.host_copies import HostCopies

@@ -1,7 +1,5 @@
 """Several hosts: the hostfile and the orders."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

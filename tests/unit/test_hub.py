@@ -1,7 +1,5 @@
 """One rule for a model's JSON files: a folder's or the hub's, and None wherever there is nothing to read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Images: sizes, PNG and patches are those of transformers' own image processor, bit for bit."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

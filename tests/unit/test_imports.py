@@ -3,8 +3,6 @@
 Read from the syntax trees. What may be called at all, and where, is ruff's (pyproject.toml).
 """
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import subprocess

@@ -1,7 +1,5 @@
 """A shared file system that shows a published version late: the sampler waits, says for what, and never uses a part."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import os

@@ -1,7 +1,5 @@
 """launch.sh with a recorded Python in the place of pip and torch, and its table of commands."""
 
-from __future__ import annotations
-
 import fcntl
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The ledger against its docstring's examples, leases worked out by hand, and its promises on any walk."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Linear layers through oneDNN: the same numbers as torch's, in full float32, forward and backward."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Both ends of the link in one process: real threads, ledger and frames around groups made by hand."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -1,8 +1,6 @@
 """Log-probs, entropies and log-masses of logits, with their gradients: by hand, against autograd in float64,
 in the bits of autograd on a CPU, and as a GPU's compiler gets them."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Log-probs in chunks against one log_softmax over everything, and the memory that the chunks are for."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ Half a minute of simulated time each: the clock moves when the work says that it
 thread takes what came.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path

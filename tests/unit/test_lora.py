@@ -1,7 +1,5 @@
 """Adapters without an engine: settings, names, folders, and what a sampler refuses."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """metrics.jsonl, eval.jsonl, samples.jsonl and TensorBoard: whole lines, valid JSON, and one history after a resume."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -1,7 +1,5 @@
 """Micro-batches: what a group costs, who trains it and with whom. Each group once, within the budget, evenly spread."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Which groups of a batch of rollouts stand in which optimizer step."""
 
-from __future__ import annotations
-
 import itertools
 
 from hypothesis import given

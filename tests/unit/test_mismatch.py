@@ -1,7 +1,5 @@
 """The mismatch of sampler and trainer, split by cause: by hand, on small distributions."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """The README.md of a trained model: what the run left, in the hub's format, and nothing that it did not."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

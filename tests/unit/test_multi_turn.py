@@ -1,7 +1,5 @@
 """The parts of a run with tools together: data, chat template, real environment processes, and a scripted engine."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections import deque

@@ -1,7 +1,5 @@
 """Master weights between the numbers of bfloat16: the same model, and small steps that show in the mean."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

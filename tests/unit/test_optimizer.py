@@ -1,7 +1,5 @@
 """AdamW and its learning rate: what the settings ask for, and what a resumed run takes from where."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any, get_args
 

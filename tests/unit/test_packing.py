@@ -1,7 +1,5 @@
 """Packing: the documented example, and what must hold for any groups."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What several samplers report, put together by hand, and which of them may work side by side."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

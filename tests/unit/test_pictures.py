@@ -1,7 +1,5 @@
 """Rows with images: every form of column, where images stand in a prompt, and what is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

@@ -1,7 +1,5 @@
 """Placement: which cores, threads and GPUs each process of a run gets, or why a config's devices are refused."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

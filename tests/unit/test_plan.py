@@ -1,7 +1,5 @@
 """The plan before a run: batch arithmetic by hand, and the command with its exit codes."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Memory by hand: parameters, a trainer rank, the sampler, what fits, and the tables of the pages."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

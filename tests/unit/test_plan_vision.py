@@ -1,7 +1,5 @@
 """What `plan` says of images: parameters as transformers counts them, operations as torch counts them, memory."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ports for those who listen later."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

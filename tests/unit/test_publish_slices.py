@@ -1,7 +1,5 @@
 """How ranks share out the writing of a model."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """A version that is written behind the next step holds the weights of its own, and crashes or ends like any other."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

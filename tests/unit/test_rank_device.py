@@ -1,7 +1,5 @@
 """Several ranks on one GPU: which one each rank takes."""
 
-from __future__ import annotations
-
 import pytest
 
 from trainer.engine.rank_device import set_device

@@ -1,7 +1,5 @@
 """Recipes, and configs for one 24 GB card: what each takes from its source, and `plan` at true shapes."""
 
-from __future__ import annotations
-
 import operator
 import runpy
 from pathlib import Path

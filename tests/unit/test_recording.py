@@ -1,7 +1,5 @@
 """A recording gives back the groups that were trained, bit for bit, or says what is wrong with it."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """RELIABILITY.md has a row for every promise, and names tests that exist."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

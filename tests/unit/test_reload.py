@@ -1,7 +1,5 @@
 """A reload that goes wrong: before the engine is touched it costs nothing, inside the engine it ends the process."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A model that comes with Python code: with model.trust_remote_code every reader of it may run that code."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

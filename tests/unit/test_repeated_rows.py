@@ -1,7 +1,5 @@
 """Rows of a step that are equal: found by hand, and computed once in a decoder that mixes nothing but in attention."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The lines and the picture a run leaves. Pictures are checked by their size and by what the axes were given."""
 
-from __future__ import annotations
-
 import json
 import struct
 

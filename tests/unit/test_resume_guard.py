@@ -1,7 +1,5 @@
 """A resumed run asks the problems that the interrupted one would have asked, or it does not start."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

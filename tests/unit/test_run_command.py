@@ -1,7 +1,5 @@
 """`launch.sh run` before and after its two processes: the run folder, the commands, the report."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

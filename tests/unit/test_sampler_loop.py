@@ -1,7 +1,5 @@
 """The sampling loop around an engine, a link and rewards that answer when the test says so."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

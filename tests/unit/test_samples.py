@@ -1,7 +1,5 @@
 """What `launch.sh samples` prints, and that a completion can not steer the terminal it is printed on."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

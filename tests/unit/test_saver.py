@@ -1,7 +1,5 @@
 """When a checkpoint is written, and that it makes no difference to what is trained."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What must not be written down, and model folders that must not be read."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """GROUP PPO: segments worked out on paper, against the oracle's search, and against autograd."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which part of a row each sequence-parallel rank gets, and which settings allow it. Real ranks: ..._ranks.py."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which of the buffers in /dev/shm that killed vLLM workers left are deleted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from common.shared_memory import remove_orphans

@@ -1,7 +1,5 @@
 """One GPU for both processes: the size of vLLM's cache by hand, what is refused, and what both processes are told."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sinks, with packages made here that write down every call: what they are given, and what a resume continues."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

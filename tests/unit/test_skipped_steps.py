@@ -1,7 +1,5 @@
 """Steps that are not finite are counted, also across a restart; too many in a row stop the run."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """How the slots of a batch fill from the stream, and what each handling of dead groups leaves to train."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

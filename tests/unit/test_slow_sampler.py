@@ -1,7 +1,5 @@
 """How long a step takes with samplers of different speed: the real ledger, simulated samplers and time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

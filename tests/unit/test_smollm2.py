@@ -1,7 +1,5 @@
 """The pretrained model's task: word problems in plain language, its configs and their rewards."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The numbers of one step, worked out by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

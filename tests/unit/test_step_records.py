@@ -1,7 +1,5 @@
 """What a step leaves on record: the numbers of a run with tools stand in its metrics, and only there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Groups -> tensors: which tokens train, with which weight."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

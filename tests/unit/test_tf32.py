@@ -1,7 +1,5 @@
 """float32 on a GPU: vLLM's Triton attention would multiply in TF32, and the canary would refuse good weights."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The three throughputs, by hand from their formulas."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The output of a program as lines of a log: of a bar only its end, and no colours."""
 
-from __future__ import annotations
-
 from common.transcript import Transcript
 
 

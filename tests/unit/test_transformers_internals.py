@@ -1,7 +1,5 @@
 """What an upgrade of transformers or peft would take away, by the name of the function that leans on it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Top-p, top-k and min-p: what the trainer does with the tokens that were kept, on laws small enough to sum over."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

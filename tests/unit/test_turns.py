@@ -1,7 +1,5 @@
 """What stands between two turns, in tokens: for real chat templates, and what is refused of others."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 from pathlib import Path
 from typing import Any

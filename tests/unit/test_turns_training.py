@@ -4,8 +4,6 @@ The yardstick is plain_training.py: one dense forward for each rollout, the orac
 wrote, all in float64.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path

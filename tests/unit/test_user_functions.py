@@ -1,7 +1,5 @@
 """Estimators and losses from a user's file: what they get, what they give, and every way to get it wrong."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

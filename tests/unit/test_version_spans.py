@@ -1,7 +1,5 @@
 """Groups whose tokens are of several versions: on the wire, in recordings, in the window, in micro-batches."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models that see images: which are refused, what LoRA and frozen towers train, critics, references, names."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Packed rows with images against transformers' own forward of each completion alone, in float64."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Weight versions: what was published is used, and nothing else ever is."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

@@ -1,7 +1,5 @@
 """When the trainer evaluates: at the start, after a resume, and beside steps that leave the policy alone."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Frames: what was sent arrives unchanged, and nothing that was not sent honestly gets in."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import pickle

@@ -1,7 +1,5 @@
 """No image gets in over the link that could bomb, stall or crash a trainer."""
 
-from __future__ import annotations
-
 import random
 import struct
 import time
