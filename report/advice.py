@@ -150,7 +150,8 @@ def waits(who: str, h: History) -> str:
         return ""
     other, remedy = "sampler", "start a second sampler on another GPU, sampler.num_samplers=2"
     if who == "sampler":
-        more = f"trainer.groups_per_micro_batch={2 * h.config.trainer.groups_per_micro_batch}"
+        name = "max_tokens_per_micro_batch" if h.config.trainer.max_tokens_per_micro_batch else "groups_per_micro_batch"
+        more = f"trainer.{name}={2 * getattr(h.config.trainer, name)}"
         other, remedy = "trainer", f"give the trainer more GPUs (trainer.devices), or more groups at once: {more}"
     if not h.config.trainer.max_staleness:
         remedy += ", or let the two overlap: trainer.max_staleness=1"

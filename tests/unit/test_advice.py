@@ -86,6 +86,8 @@ CASES = (
       (waiting("trainer", 1.38),)),
     R("sampler_waits", 12, waiting("sampler", 1.42), ("the sampler waits for the trainer 71% of the time",
       "trainer.groups_per_micro_batch=2", "trainer.max_staleness=1"), (waiting("sampler", 1.38),)),
+    R("sampler_waits", 12, waiting("sampler", 1.42), ("trainer.max_tokens_per_micro_batch=8192",), (),
+      {"trainer": {"max_tokens_per_micro_batch": 4096}}),
     # the quick start at 30 times its learning rate: 0.9, 3.3, 1.1, 3.2, 4.9 nats in steps 2 to 6
     R("kl_high", 6, {"kl": after(2, 2.69)}, ("2.69 nats per token", "trainer.learning_rate=0.0003",
       "algorithm.beta=0.04"), ({"kl": 0.99},), {"algorithm": {"beta": 0.01}, "trainer": {"learning_rate": 3e-3}}),
