@@ -1,7 +1,7 @@
 """Groups from the samplers: what the training loop calls. The socket's thread does the rest (socket_thread.py).
 
     training loop ──commit(cursor, weights)──►  state  ──CREDIT each second and on change──►  samplers
-    training loop ◄──receive(group ids)──────────  state  ◄──GROUP, EVAL, BEAT, HELLO──────────  samplers
+    training loop ◄──receive(group ids)───────  state  ◄──GROUP, EVAL, BEAT, HELLO──────────  samplers
 
 Every wait of the loop has a deadline, names what it waits for, and ends the process with exit 75 when it expires.
 """
