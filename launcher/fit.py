@@ -35,6 +35,9 @@ def fit(config: Config, work: Workload, place: Placement, machine: Machine) -> F
     trainer = trainer_memory(work)
     together = f", {work.ranks_per_gpu} ranks on one GPU" if work.ranks_per_gpu > 1 else ""
     lines = [("trainer", f"{gib(trainer.total)} per rank{together}: {_parts(trainer)}")]
+    if experts := work.model.experts:
+        counts = f"{work.model.active_parameters:,} of {work.model.parameters:,} parameters"
+        lines.append(("experts", f"a token meets {experts.per_token} of {experts.count}, {counts}"))
     if work.adapters is not None:
         share = work.adapters / work.model.parameters
         counts = f"{work.adapters:,} beside {work.model.parameters:,} frozen parameters ({100 * share:.2g} %)"

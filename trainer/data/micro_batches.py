@@ -60,9 +60,9 @@ def work(
 
     tokens   shared: P + Σ C_i     flat: Σ (P + C_i)     off: G · (P + max C_i), with the padding
     cost     floating-point operations of a forward (Kaplan et al., arXiv 2001.08361, table 1): 2 · parameters of the
-             layers · tokens + 4 · L · A · D · pairs + 2 · V · H · Σ C_i, where pairs counts every position with those
-             it attends to: P²/2 for a prompt, C_i · P + C_i²/2 for a completion; and the tower's for each image. A
-             model of unknown layers: tokens
+             layers that a token meets · tokens + 4 · L · A · D · pairs + 2 · V · H · Σ C_i, where pairs counts every
+             position with those it attends to: P²/2 for a prompt, C_i · P + C_i²/2 for a completion; and the tower's
+             for each image. A model of unknown layers: tokens
     """
     if not completions:
         return NOTHING
@@ -74,7 +74,7 @@ def work(
     if model is None:
         return Work(tokens, float(tokens))
     pairs = prompts * prompt**2 / 2 + sum(c * prompt + c * c / 2 for c in completions)
-    linear = 2.0 * model.layers * model.layer_parameters * tokens
+    linear = 2.0 * model.active_in_layers * tokens
     attention = 4.0 * model.layers * model.heads * model.head_dim * pairs
     seen = sum(model.vision.flops(n) for n in patches) if model.vision else 0.0
     return Work(tokens, linear + attention + 2.0 * model.vocab * model.hidden * total + seen)
