@@ -104,7 +104,7 @@ def workload_of(
         groups_per_micro_batch=config.groups_at_once if budget is None else max(1.0, budget / config.longest_group),
         has_token_budget=budget is not None,
         groups_per_batch=config.prompts_per_batch,
-        shares_prompt=config.trainer.packing == "shared",
+        shares_prompt=config.trainer.packing != "separate",
         checkpointing=config.model.gradient_checkpointing,
         chunk=config.trainer.logprob_chunk_size,
         adapters=_adapter_parameters(config, model),

@@ -6,26 +6,42 @@ in decoding; this is the same for training). No [T, T] mask exists: the G comple
 rows, padded to the longest of them. Padded keys lie behind every real query, so the causal mask already hides them.
 On a GPU there is no mask at all: see `_past`.
 
+What a layer wishes besides is done here as transformers does it: a window, a soft cap of the scores, sinks.
+
+    s_ij = scale · q_i k_j,  with a cap c: c tanh(s_ij / c)        seen: i − window < j ≤ i
+    o_i  = Σ_j exp(s_ij) v_j / (Σ_j exp(s_ij) + exp(sink))
+
 Works with stock transformers models that go through AttentionInterface. `use_cache=False` is mandatory: a cache would
-make transformers append to it and sequences attend to each other. Left out: attention dropout; sliding
-windows, soft caps and sinks, which are refused.
+make transformers append to it and sequences attend to each other. Left out: attention dropout; any other wish, which is
+refused, and which layout.py finds out when a model is loaded.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.errors import UserError
 from model import devices
-from model.packing import SequenceGroup, Span
+from model.packing import PackedRow, SequenceGroup, Span
 from model.sequence_parallel import heads_for_tokens, tokens_for_heads
 
 NAME = "shared_prompt"
+_OTHER_WISHES = ("position_bias", "indices", "block_indices")
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What one layer's attention is besides causal."""
+
+    scale: float | None
+    window: int | None  # tokens that a query sees, itself among them
+    cap: float | None
+    sinks: Tensor | None  # [num_heads]
 
 
 def register() -> None:
@@ -40,6 +56,15 @@ def register() -> None:
     AttentionInterface.register(NAME, _attention)
 
 
+def options(base: Any, row: PackedRow) -> dict[str, Any]:
+    """What a forward without cache is told of a row besides its tokens. base: transformers' model of a text."""
+    if base.config._attn_implementation != NAME:
+        assert sum(len(span.completions) for span in row.spans) <= 1, "these layers would mix the sequences of a row"
+        return {} if row.vision is None else {"position_ids": row.position_ids}
+    ranks = {} if row.shard is None else {"sequence_group": row.shard.group}
+    return {"position_ids": row.position_ids, "spans": row.spans, **ranks}
+
+
 def _attention(  # noqa: PLR0913 transformers', and what a packed row adds
     module: torch.nn.Module,
     query: Tensor,  # [1, num_heads, T, head_dim]; [sequences, …] where nothing is packed and spans is empty
@@ -49,56 +74,39 @@ def _attention(  # noqa: PLR0913 transformers', and what a packed row adds
     scaling: float | None = None,
     spans: tuple[Span, ...] | None = None,
     sequence_group: SequenceGroup | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function. Returns ([rows, T, num_heads, head_dim], None).
 
     sequence_group: the ranks that share the row. T are then this rank's tokens, and spans still those of the whole row.
-    Raises UserError if the model asks for attention that this is not.
+    Raises NotImplementedError if the model asks for attention that this is not.
     """
     if spans is None:
         raise ValueError('attn_implementation="shared_prompt" needs spans=…: call the model with a PackedRow')
+    if unknown := [name for name in _OTHER_WISHES if extra.get(name) is not None]:
+        raise NotImplementedError(f"attention with {unknown[0]}")
     if sequence_group is not None:
         query, key, value = tokens_for_heads(query, key, value, sequence_group)
-        output, _ = _attention(module, query, key, value, None, scaling, spans, **extra)
-        return heads_for_tokens(output, sequence_group), None
-    _refuse_other_attention(spans or (Span(0, query.shape[2], ()),), extra)
-    if not spans:
-        dense = _torch_attention(query, key, value, is_causal=True, scale=scaling)
-        return dense.transpose(1, 2).contiguous(), None
-    outputs = [_span_attention(query, key, value, span, scaling) for span in spans]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+        s_aux = None if s_aux is None else s_aux.chunk(sequence_group.size)[sequence_group.rank]
+    kind = _Kind(scaling, sliding_window, softcap, s_aux)
+    if spans:
+        output = torch.cat([_span_attention(query, key, value, span, kind) for span in spans], dim=2)
+    else:
+        output = _attend(query, key, value, kind)
+    output = output.transpose(1, 2).contiguous()
+    return output if sequence_group is None else heads_for_tokens(output, sequence_group), None
 
 
-def _torch_attention(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
-    gqa = query.shape[1] != key.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, enable_gqa=gqa, **how)
-
-
-def _refuse_other_attention(spans: tuple[Span, ...], extra: dict[str, Any]) -> None:
-    """A model's further wishes must not be ignored: the log-probs would be those of another model."""
-    for name in ("softcap", "s_aux", "position_bias", "indices", "block_indices"):
-        if extra.get(name) is not None:
-            raise UserError(
-                f"this model's attention uses {name}, which packed rows do not have; "
-                "choose a model with plain causal attention, such as Qwen2.5, Qwen3 or Llama"
-            )
-    window = extra.get("sliding_window")
-    longest = max(span.prompt + max(span.completions, default=0) for span in spans)
-    if window is not None and longest > window:
-        raise UserError(
-            f"this model has a sliding window of {window} tokens and a sequence has {longest}; packed rows have no "
-            f"window: keep data.max_prompt_length + sampler.max_completion_length within {window}"
-        )
-
-
-def _span_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, scaling: float | None) -> Tensor:
+def _span_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, kind: _Kind) -> Tensor:
     """One group: [1, H, prompt + Σ completions, d]."""
     begin = span.start + span.prompt
     end = begin + sum(span.completions)
     alone = len(span.completions) <= 1  # nothing to share: one causal sequence
     q, k, v = (x[:, :, span.start : end if alone else begin] for x in (query, key, value))
-    prompt = _torch_attention(q, k, v, is_causal=True, scale=scaling)
+    prompt = _attend(q, k, v, kind)
     if alone:
         return prompt
     rows, real = _indexes(span.completions, query.device)
@@ -106,20 +114,47 @@ def _span_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, scali
     q_rows, k_rows, v_rows = (x[0, :, begin:end][:, rows].transpose(0, 1) for x in (query, key, value))  # [G, H, C, d]
     k_all = torch.cat([k.expand(num_rows, -1, -1, -1), k_rows], dim=2)
     v_all = torch.cat([v.expand(num_rows, -1, -1, -1), v_rows], dim=2)
-    mask = _past(longest, span.prompt + longest, query.device)
-    padded = _torch_attention(q_rows, k_all, v_all, attn_mask=mask, scale=scaling)
+    padded = _attend(q_rows, k_all, v_all, kind)
     flat = padded.transpose(1, 2).reshape(num_rows * longest, query.shape[1], -1)  # [G·C, H, d]
     completions = flat[real]  # [Σ C, H, d]
     return torch.cat([prompt, completions.transpose(0, 1)[None]], dim=2)
 
 
-def _past(queries: int, keys: int, device: torch.device) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, kind: _Kind) -> Tensor:
+    """[rows, H, Q, d]: the queries are the last Q of the K tokens that have keys, and see what is before them."""
+    queries, keys = query.shape[2], key.shape[2]
+    window = kind.window if kind.window is not None and kind.window < keys else None
+    if kind.cap is not None or kind.sinks is not None:
+        return _written_out(query, key, value, kind, _mask(queries, keys, window, query.device))
+    gqa, causal = query.shape[1] != key.shape[1], queries == keys and window is None
+    mask = None if causal else _past(queries, keys, window, query.device)
+    return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=kind.scale, enable_gqa=gqa)
+
+
+def _written_out(query: Tensor, key: Tensor, value: Tensor, kind: _Kind, seen: Tensor) -> Tensor:
+    """What torch has no kernel for, score by score. seen: [Q, K]."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if kind.scale is None else kind.scale)
+    if kind.cap is not None:
+        scores = kind.cap * torch.tanh(scores / kind.cap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if kind.sinks is not None:
+        sinks = kind.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(len(scores), -1, scores.shape[2], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+    return weights[..., : key.shape[2]] @ value
+
+
+def _past(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
     """What query i of the last `queries` among `keys` tokens sees: itself and all before it, [queries, keys].
 
     On a GPU a description that torch hands to flash attention, which reads grouped heads as they are; given a mask,
-    flash attention refuses, and the kernel that is left writes out every score. On a CPU a mask.
+    flash attention refuses, and the kernel that is left writes out every score. On a CPU, or for a window, a mask.
     """
-    return _described_past(queries, keys) if devices.is_accelerator(device) else _mask(queries, keys)
+    if window is None and devices.is_accelerator(device):
+        return _described_past(queries, keys)
+    return _mask(queries, keys, window, device)
 
 
 def _described_past(queries: int, keys: int) -> Tensor:
@@ -129,9 +164,10 @@ def _described_past(queries: int, keys: int) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _mask(queries: int, keys: int) -> Tensor:
-    """Made once for all layers of a forward."""
-    return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """[queries, keys] of the last `window` tokens up to each query. Made once for all layers of a forward."""
+    past = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return past if window is None else past.triu(keys - queries - window + 1)
 
 
 @functools.lru_cache(maxsize=64)

@@ -7,8 +7,9 @@ exist at a time in either direction. Prompt positions never enter the head.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,11 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from common.errors import UserError
 from model import attention, vision
 from model.cpu.linear import use_faster_linear
-from model.folder import VISION_FAMILIES, causal_lm_class, check_model_folder
+from model.folder import causal_lm_class, check_model_folder
+from model.layout import hidden_at_sources, settle
 from model.log_softmax import LogSoftmaxAt, on_support, scaled
-from model.packing import PackedRow
+from model.logits import Head, own_logits
+from model.packing import PackedRow, Packing
 from model.sequence_parallel import gather
-from model.transformers_internals import mixes_packed_sequences
+from model.transformers_internals import decoder_of
 
 
 def score_logprobs(model: Any, row: PackedRow, temperature: float, chunk_size: int) -> Tensor:
@@ -39,14 +42,14 @@ def score_terms(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, entropies and log-masses of the row's targets under softmax(logits / temperature).
 
-    model: a transformers causal language model loaded with attn_implementation="shared_prompt".
+    model: a transformers causal language model as load_causal_lm returns it; the row's packing is packing_of(model).
     Returns logprobs [N] float32 with gradient, entropy [N] float32 with one only if asked for, and log_mass [N]. Where
     the row has sampling_mask the log-probs are those of the softmax over them alone, and log_mass, without gradient, is
     what the whole softmax gives them together; else it is 0. The entropy is always the whole softmax's; 0 without it.
     Of a row that is split over ranks all N targets come back, on every rank.
     """
-    logprobs, entropy, log_mass = _in_one_call(
-        model.get_output_embeddings(),
+    logprobs, entropy, log_mass = _with_head(
+        model,
         _hidden_states(model, row),
         lambda h, head: token_terms(
             h, row.target_ids, head, temperature, chunk_size, entropy_gradient, row.sampling_mask, with_entropy
@@ -57,8 +60,8 @@ def score_terms(
 
 def score_norms_of_row(model: Any, row: PackedRow, temperature: float, chunk_size: int) -> Tensor:
     """`score_norms` of the row's targets: [N] float32, without gradient."""
-    norms = _in_one_call(
-        model.get_output_embeddings(),
+    norms = _with_head(
+        model,
         _hidden_states(model, row),
         lambda h, head: score_norms(h, row.target_ids, head, temperature, chunk_size, row.sampling_mask),
     )
@@ -67,37 +70,23 @@ def score_norms_of_row(model: Any, row: PackedRow, temperature: float, chunk_siz
 
 def _hidden_states(model: Any, row: PackedRow) -> Tensor:
     """[N, D] of a causal language model, before its head."""
-    return hidden_at_sources(model.get_decoder() if row.vision is None else model.base_model, row)
+    return hidden_at_sources(decoder_of(model) if row.vision is None else model.base_model, row)
 
 
-def hidden_at_sources(base: Any, row: PackedRow) -> Tensor:
-    """[N, D] of the positions that predict the row's targets. base: transformers' model without a head.
-
-    index_select, not indexing: completions share a source, and two threads of indexing's backward add to it in the
-    order of their arrival, so that no two runs are alike.
-    """
-    if row.vision is not None:
-        hidden = vision.hidden_states(base, row)
-    else:
-        more = {} if row.shard is None else {"sequence_group": row.shard.group}
-        hidden = base(
-            input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans, **more
-        ).last_hidden_state.flatten(0, 1)
-    return hidden.index_select(0, row.source_index)
-
-
-def _in_one_call(module: torch.nn.Module, hidden: Tensor, body: Callable[..., Any]) -> Any:
-    """body(hidden, module's own forward), run as one call of the module.
+def _with_head(model: Any, hidden: Tensor, body: Callable[[Tensor, Head], Any]) -> Any:
+    """body(hidden, what makes logits of it), run as one call of the model's head.
 
     ZeRO-3 gathers weights from all ranks in every call, forward and backward. Ranks hold different numbers of tokens
     and so of chunks: with a call for each chunk they would wait for each other for ever.
     """
-    forward = module.forward
-    module.forward = lambda h: body(h, forward)  # type: ignore[method-assign]
+    head = model.get_output_embeddings()
+    forward, own = head.forward, getattr(model, "own_logits", None)
+    logits = forward if own is None else functools.partial(own, forward)
+    head.forward = lambda h: body(h, logits)
     try:
-        return module(hidden)
+        return head(hidden)
     finally:
-        module.forward = forward  # type: ignore[method-assign]
+        head.forward = forward
 
 
 def token_terms(  # noqa: PLR0913 as score_terms
@@ -165,20 +154,30 @@ def score_norms(
     return torch.cat([chunk(*given) for given in parts]).clamp(min=0)
 
 
-def load_causal_lm(path: str, dtype: str, revision: str | None, trust_remote_code: bool) -> Any:
-    """A transformers causal language model that attends over packed rows, with its vision tower if it has one.
+def load_causal_lm(
+    path: str, dtype: str, revision: str | None, trust_remote_code: bool, packing: Literal["auto"] | Packing = "auto"
+) -> Any:
+    """A transformers causal language model in the layout that is right for it, with its vision tower if it has one.
 
-    Raises UserError as load_packed does.
+    Raises UserError as load_settled does, and if its logits cannot be computed apart.
     """
-    return load_packed(causal_lm_class, path, dtype, revision, trust_remote_code)[0]
+    model, _ = load_settled(causal_lm_class, path, dtype, revision, trust_remote_code, packing)
+    model.own_logits = own_logits(model)
+    return model
 
 
-def load_packed(
-    class_of: Callable[[Any], Any], path: str, dtype: str, revision: str | None, trust_remote_code: bool, **options: Any
+def load_settled(
+    class_of: Callable[[Any], Any],
+    path: str,
+    dtype: str,
+    revision: str | None,
+    trust_remote_code: bool,
+    packing: Literal["auto"] | Packing,
+    **options: Any,
 ) -> tuple[Any, list[str]]:
     """(model, names of weights that the files lack), of the class for its configuration, with that class's options.
 
-    Raises UserError if it cannot be found, or if its layers carry a state from token to token past the attention.
+    Raises UserError if it cannot be found, or if no layout of rows, or not the one asked for, is right for it.
     """
     from transformers import AutoConfig
 
@@ -191,7 +190,6 @@ def load_packed(
             revision=revision,
             dtype=getattr(torch, dtype),
             trust_remote_code=trust_remote_code,
-            attn_implementation=vision.ATTENTION if config.model_type in VISION_FAMILIES else attention.NAME,
             output_loading_info=True,
             **options,
         )
@@ -201,10 +199,8 @@ def load_packed(
             f"model {path!r} cannot be loaded: {first_line}\n"
             f"Give a folder, or download it once: hf download {path}  (behind a firewall set HF_ENDPOINT)"
         ) from None
-    if mixes_packed_sequences(model):
-        raise UserError(
-            f"model {path!r} is a {type(model).__name__}: its layers are recurrent or do their own attention, so that "
-            "completions of a packed row would see each other. Choose a model such as Qwen2.5, Qwen3 or Llama"
-        )
+    whole = vision.sees(config) or model.get_output_embeddings() is None
+    base = model.base_model if whole else decoder_of(model)
+    settle(model, base, packing, vision.layout_of(config, path, revision))
     use_faster_linear(model)
     return model, sorted(loading["missing_keys"])

@@ -9,11 +9,10 @@
 
 This is the only place that shifts: whoever holds log-probs of `target_ids` never slices again. There is no mask: every
 entry of `target_ids` is a token that trains, for `select` takes the others out: those that a tool or an environment
-wrote into a completion are inputs at their positions like all others, and targets nowhere. "flat" repeats the prompt
-before each completion of the row; "off" makes one padded row of each completion, the usual dense batch: slower, and
-what the tests compare with. All three have the same targets in the same order, so nothing else knows the difference. A
-row carries the images of its prompts; what they are to a model is added by vision.py. Left out: splitting a group over
-rows.
+wrote into a completion are inputs at their positions like all others, and targets nowhere. "separate" makes one row of
+each completion with its prompt, padded at its end: the usual dense batch, slower, for models whose layers cannot share
+a prompt (layout.py). Both have the same targets in the same order, so nothing else knows the difference. A row carries
+the images of its prompts; what they are to a model is added by vision.py. Left out: splitting a group over rows.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torch import Tensor
 
 from common.types import EncodedImage
 
-Packing = Literal["shared", "flat", "off"]
+Packing = Literal["shared", "separate"]
 Tokens = Sequence[int]
 
 
@@ -76,14 +75,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class PackedRow:
-    input_ids: Tensor  # [1, T] int64; [sequences, T] with "off"
+    input_ids: Tensor  # [1, T] int64; [sequences, T] with "separate"
     position_ids: Tensor  # as input_ids; for a model with a vision tower [3, 1, T], one for each axis of an image
-    spans: tuple[Span, ...]  # empty with "off": every row is one sequence, padded at its end
+    spans: tuple[Span, ...]  # empty with "separate": every row is one sequence, padded at its end
     source_index: Tensor  # [N] int64 position in the flattened row whose hidden state predicts the target
     target_ids: Tensor  # [N] int64 sampled tokens, completion by completion
     lengths: tuple[int, ...]  # tokens of each completion; they sum to N
     sampling_mask: Tensor | None = None  # [N, K] int64 tokens that could have been sampled, -1 fills; None = all
-    images: tuple[tuple[EncodedImage, ...], ...] = ()  # of each span, or sequence with "off"; empty = no images
+    images: tuple[tuple[EncodedImage, ...], ...] = ()  # of each span, or separate sequence; empty = no images
     vision: VisionInput | None = None  # as vision.py adds it; None: the model has no vision tower
     shard: Shard | None = None  # None: the whole row is here
 
@@ -126,12 +125,18 @@ def pack(
 
     images: of each group's prompt, in the order of their places in it; empty if no group has any.
     """
-    if packing != "shared":
+    if packing == "shared":
+        row = _packed(groups)
+    else:
         if any(images):
             images = [of for (_, completions), of in zip(groups, images, strict=True) for _ in completions]
-        groups = [(prompt, [completion]) for prompt, completions in groups for completion in completions]
-    row = _padded(groups) if packing == "off" else _packed(groups)
+        row = _padded([(prompt, completion) for prompt, completions in groups for completion in completions])
     return replace(row, images=tuple(images)) if any(images) else row
+
+
+def common_packing(*packings: Packing) -> Packing:
+    """What all can read: where prompts are shared separate rows can be read, too."""
+    return "separate" if "separate" in packings else "shared"
 
 
 def select(row: PackedRow, positions: Sequence[Sequence[int]]) -> PackedRow:
@@ -181,13 +186,13 @@ def _packed(groups: Sequence[tuple[Tokens, Sequence[Tokens]]]) -> PackedRow:
     return _row([ids], [positions], tuple(spans), sources, targets, lengths)
 
 
-def _padded(groups: Sequence[tuple[Tokens, Sequence[Tokens]]]) -> PackedRow:
-    """One completion per group. Padding stands at the end, where causal attention hides it from every real token."""
-    sequences = [[*prompt, *completion] for prompt, (completion,) in groups]
+def _padded(pairs: Sequence[tuple[Tokens, Tokens]]) -> PackedRow:
+    """A row each. Padding stands at the end, where no layer that goes from left to right shows it to a real token."""
+    sequences = [[*prompt, *completion] for prompt, completion in pairs]
     longest = max(map(len, sequences))
     sources = [
         row * longest + position
-        for row, (prompt, (completion,)) in enumerate(groups)
+        for row, (prompt, completion) in enumerate(pairs)
         for position in range(len(prompt) - 1, len(prompt) + len(completion) - 1)
     ]
     return _row(
@@ -195,8 +200,8 @@ def _padded(groups: Sequence[tuple[Tokens, Sequence[Tokens]]]) -> PackedRow:
         [list(range(longest))] * len(sequences),
         (),
         sources,
-        [token for _, (completion,) in groups for token in completion],
-        tuple(len(completion) for _, (completion,) in groups),
+        [token for _, completion in pairs for token in completion],
+        tuple(len(completion) for _, completion in pairs),
     )
 
 

@@ -21,11 +21,12 @@ from torch import Tensor
 from common.config import Config
 from common.types import EncodedImage
 from common.watchdog import report_progress
+from model.layout import packing_of
 from model.logprobs import load_causal_lm, score_logprobs
-from model.packing import PackedRow, SequenceGroup, pack
+from model.packing import PackedRow, Packing, SequenceGroup, pack
 from model.sequence_parallel import shard
 from model.tokenizer import check_vocabulary
-from model.transformers_internals import without_adapters
+from model.transformers_internals import decoder_of, without_adapters
 from model.vision import layout_of, with_vision
 
 
@@ -45,15 +46,19 @@ class Reference:
         self._device = device
         self._temperature = config.sampler.temperature
         self._chunk_size = config.trainer.logprob_chunk_size
-        self._packing = config.trainer.packing
 
     @staticmethod
     def _load(config: Config, device: torch.device) -> Any:
         path, revision = config.start_of(config.reference)
-        model = load_causal_lm(path, config.model.dtype, revision, config.model.trust_remote_code).to(device).eval()
-        for layer in getattr(model.get_decoder(), "layers", ()):  # a long group is many seconds on a CPU
+        trusts, packing = config.model.trust_remote_code, config.trainer.packing
+        model = load_causal_lm(path, config.model.dtype, revision, trusts, packing).to(device).eval()
+        for layer in getattr(decoder_of(model), "layers", ()):  # a long group is many seconds on a CPU
             layer.register_forward_hook(lambda *_: report_progress("scoring with the reference"))
         return model
+
+    @property
+    def packing(self) -> Packing:
+        return packing_of(self._model)
 
     def check_vocabulary(self, tokenizer_size: int) -> None:
         check_vocabulary(self._model, tokenizer_size, "reference")
@@ -66,7 +71,7 @@ class Reference:
         images: tuple[EncodedImage, ...] = (),
     ) -> list[NDArray[np.float32]]:
         """log π_ref(token) of each completion of one prompt: [C] each; within its sampling_mask [C, K], if any."""
-        row = pack([(prompt_ids.tolist(), [c.tolist() for c in completion_ids])], self._packing, [images])
+        row = pack([(prompt_ids.tolist(), [c.tolist() for c in completion_ids])], self.packing, [images])
         logprobs = self.score(row.with_sampling_mask(sampling_mask)).cpu()
         return [part.numpy() for part in logprobs.split(row.lengths)]
 

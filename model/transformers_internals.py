@@ -15,10 +15,22 @@ import torch
 def mixes_packed_sequences(model: Any) -> bool:
     """Whether its layers carry a state from token to token past the attention, or do attention of their own.
 
-    `_is_stateful`, `_supports_attention_backend` (since 4.48): no public attribute says so, and completions of a packed
-    row would see each other without a word.
+    `_is_stateful`, `_supports_attention_backend` (since 4.48), and kinds of layers that nobody has seen here yet.
     """
-    return bool(model._is_stateful or not model._supports_attention_backend)
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    own = kinds - {"full_attention", "sliding_attention"}
+    return bool(model._is_stateful or not model._supports_attention_backend or own)
+
+
+def decoder_of(model: Any) -> Any:
+    """The part of a causal language model without its head.
+
+    `get_decoder` (since 4.0) of Llama 4's text model is the whole of it; then the model inside.
+    """
+    from transformers import PreTrainedModel
+
+    found = model.get_decoder()
+    return found if found is not model else next(part for part in model.children() if isinstance(part, PreTrainedModel))
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -31,7 +31,6 @@ from model.hub import present_file
 from model.images import FORMAT_FILES, ImageFormat, decode_patches, image_format
 from model.packing import PackedRow, Span, VisionInput
 
-ATTENTION = {"": attention.NAME, "text_config": attention.NAME, "vision_config": "sdpa"}  # of each part of the model
 _PROCESSOR_FILES = (*FORMAT_FILES, "video_preprocessor_config.json")
 
 
@@ -47,12 +46,17 @@ class VisionLayout:
     files: tuple[tuple[str, bytes], ...] = ()  # (name, contents) of its processor, which go with its weights
 
 
+def sees(config: Any) -> bool:
+    """Whether a model of this configuration of transformers has a vision tower that is understood here."""
+    return config.model_type in VISION_FAMILIES
+
+
 def layout_of(config: Any, path: str, revision: str | None) -> VisionLayout | None:
     """config: transformers' of the model at `path`. None of a model without a vision tower.
 
     Raises UserError if the model's files do not say how it cuts images.
     """
-    if config.model_type not in VISION_FAMILIES:
+    if not sees(config):
         return None
     return VisionLayout(
         config.image_token_id,
@@ -148,9 +152,9 @@ def hidden_states(base: Any, row: PackedRow) -> Tensor:
         is_image = torch.zeros(len(flat), dtype=torch.bool, device=flat.device).index_fill(0, vision.places, True)
         deep["visual_pos_masks"] = is_image.view_as(row.input_ids)
         deep["deepstack_visual_embeds"] = [placed(features) for features in layers]
-    return base.language_model(
-        inputs_embeds=flat.view_as(embedded), position_ids=row.position_ids, use_cache=False, spans=row.spans, **deep
-    ).last_hidden_state.flatten(0, 1)
+    text = base.language_model
+    output = text(inputs_embeds=flat.view_as(embedded), use_cache=False, **attention.options(text, row), **deep)
+    return output.last_hidden_state.flatten(0, 1)
 
 
 def _with_blank(row: PackedRow, layout: VisionLayout) -> PackedRow:
@@ -177,7 +181,7 @@ def _with_blank(row: PackedRow, layout: VisionLayout) -> PackedRow:
 
 
 def _sequences(row: PackedRow) -> list[tuple[int, int]]:
-    """Where each span, or each sequence with "off", begins and ends in the flattened row."""
+    """Where each span, or each separate sequence, begins and ends in the flattened row."""
     if not row.spans:
         count, length = row.input_ids.shape
         return [(i * length, (i + 1) * length) for i in range(count)]

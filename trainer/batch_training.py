@@ -21,6 +21,7 @@ from torch import Tensor
 from common.config import Config
 from common.watchdog import report_progress
 from model.cpu.cores import LentCores
+from model.packing import Packing, common_packing
 from model.reference import Reference
 from trainer.algorithm.losses import Denominator
 from trainer.data import micro_batches
@@ -42,6 +43,11 @@ class Models:
     policy: PolicyEngine
     reference: Reference | None = None  # where the trainer's ranks score it
     critic: ActorCritic | None = None
+
+    @property
+    def packing(self) -> Packing:
+        """Of the rows that policy and reference share."""
+        return common_packing(self.policy.packing, *([self.reference.packing] if self.reference else []))
 
 
 @dataclass(frozen=True)
@@ -162,7 +168,7 @@ class BatchTraining:
     def _score_proximal(self) -> None:
         """The trainer's own log-probs of the whole batch, on every rank: shuffling gives groups to other ranks."""
         start, scored = time.monotonic(), dict[int, Tensor]()
-        algorithm, packing = self.config.algorithm, self.config.trainer.packing
+        algorithm, packing = self.config.algorithm, self._models.packing
         for round_ in self._plan(range(self.slots.size)):
             report_progress("scoring a batch of rollouts with the weights that sampled it")
             own = self._own(round_)
@@ -184,7 +190,7 @@ class BatchTraining:
     # ---- plan ----
 
     def _works(self, places: Sequence[int]) -> dict[int, Work]:
-        algorithm, packing, dims = self.config.algorithm, self.config.trainer.packing, self._models.policy.dims
+        algorithm, packing, dims = self.config.algorithm, self._models.packing, self._models.policy.dims
         return {place: work_of(self.slots.training([place]), algorithm, packing, dims) for place in places}
 
     def _plan(self, places: Sequence[int]) -> list[Round]:
@@ -230,7 +236,7 @@ class BatchTraining:
 
     def _packed(self, own: Sequence[Experience], denominator: Denominator) -> MicroBatch:
         awaits_reference = self._models.reference is not None
-        return micro_batch(own, denominator, self.config.algorithm, self.config.trainer.packing, awaits_reference)
+        return micro_batch(own, denominator, self.config.algorithm, self._models.packing, awaits_reference)
 
     def _with_reference(self, batch: MicroBatch) -> MicroBatch:
         """The same with the log-probs of a reference that this rank scores: once for all passes."""

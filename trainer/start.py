@@ -19,6 +19,7 @@ from model.tokenizer import load_tokenizer
 from trainer.engine.deepspeed_config import deepspeed_config
 
 if TYPE_CHECKING:
+    from model.packing import Packing
     from model.reference import Reference
     from trainer.engine.critic import Critic
     from trainer.engine.policy import PolicyEngine
@@ -87,10 +88,20 @@ def _run(config: Config) -> None:
             checkpoint.restore(engine, Path(resume_from), critic)
         reference = _reference(config, engine, exchange, len(tokenizer))
         progress = progress_of(resume_from, run_id)
+        _agree_on_layout(exchange, engine.packing)
         trainer = assemble(config, engine, exchange, tokenizer, progress, rank_zero, reference, critic)
         exits.limit_time(config.trainer.max_hours if rank == 0 else None)  # its clock decides for all
         exits.defer_interrupts(rank == 0, "stopping after this step, with a checkpoint; again to stop at once")
         trainer.run()
+
+
+def _agree_on_layout(exchange: Exchange, packing: Packing) -> None:
+    """Every rank has looked for itself, and what it plans must be what the others plan."""
+    is_shared = packing == "shared"
+    if exchange.agree(is_shared) != is_shared:
+        raise UserError(f"the ranks' processors round differently: this one wants {packing} rows; set trainer.packing")
+    if exchange.rank == 0 and not is_shared:
+        exits.say("rows are separate: the layers of this model cannot share a group's prompt")
 
 
 def assemble(  # noqa: PLR0913 three models, and all around them

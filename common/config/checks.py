@@ -35,10 +35,10 @@ def _sequence_parallel(config: Settings) -> Iterator[str]:
     size, trainer = config.trainer.sequence_parallel_size, config.trainer
     if size == 1:
         return
-    if trainer.packing == "off":
+    if trainer.packing == "separate":
         yield (
-            f"trainer.sequence_parallel_size {size} splits packed rows, and trainer.packing off makes none; set "
-            "trainer.packing=shared, or trainer.sequence_parallel_size=1"
+            f"trainer.sequence_parallel_size {size} splits shared rows, and trainer.packing separate makes none; set "
+            "trainer.packing=auto, or trainer.sequence_parallel_size=1"
         )
     if config.data.image_key is not None:
         yield (

@@ -121,7 +121,7 @@ class Settings(Section):
     def longest_group(self) -> int:
         """Tokens of the longest group there can be, as packed."""
         count, completion = self.sampler.num_generations, self.sampler.max_completion_length
-        return (1 if self.trainer.packing == "shared" else count) * self.data.max_prompt_length + count * completion
+        return (count if self.trainer.packing == "separate" else 1) * self.data.max_prompt_length + count * completion
 
     def uneven_work(self, world_size: int) -> str | None:
         """What to say when some ranks have a group more than others and those wait. The update is the same."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from common.config.sections import Section
 
@@ -44,8 +44,8 @@ class TrainerSettings(Section):
     """Groups in a rank's forward."""
     max_tokens_per_micro_batch: int | None = Field(None, gt=0)
     """Instead: whole groups, in tokens."""
-    packing: Literal["shared", "flat", "off"] = "shared"
-    """shared: a prompt once per group; flat: per completion; off: padded."""
+    packing: Literal["auto", "shared", "separate"] = "auto"
+    """shared: a prompt once per group; separate: per completion, padded; auto: what the model allows."""
     learning_rate: float = Field(1e-6, gt=0)
     """AdamW's peak."""
     lr_scheduler_type: LrSchedule = "constant_with_warmup"
@@ -76,11 +76,6 @@ class TrainerSettings(Section):
     """Tokens whose logits exist at once."""
     max_hours: float | None = Field(None, gt=0)
     """Then save and exit with code 75."""
-
-    @field_validator("packing", mode="before")
-    @classmethod
-    def _off_is_a_name(cls, value: Any) -> Any:
-        return "off" if value is False else value  # what YAML reads
 
     @property
     def saves_checkpoints(self) -> bool:

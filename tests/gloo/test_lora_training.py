@@ -36,13 +36,12 @@ VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 if ALL:
     VARIANTS |= {f"zero{stage}": (stage, {}) for stage in (0, 1, 2)} | {
-        "flat": (1, {"trainer": {"packing": "flat"}}),
-        "off": (1, {"trainer": {"packing": "off"}}),
+        "separate": (1, {"trainer": {"packing": "separate"}}),
         "recomputed3": (3, {"model": {"gradient_checkpointing": True}}),
         "merged3": (3, MERGED),
     }
 RUNS = [(2, name) for name in VARIANTS] + [(1, name) for name in VARIANTS if ALL and name.startswith("zero")]
-RESUMED_LIKE_ZERO_1 = ("flat", "off", "recomputed3", "merged3")  # nothing else to restore
+RESUMED_LIKE_ZERO_1 = ("separate", "recomputed3", "merged3")  # nothing else to restore
 
 every_run = pytest.mark.parametrize(("ranks", "name"), RUNS)
 # all others train what plain peft trains

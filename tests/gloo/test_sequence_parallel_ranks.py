@@ -72,7 +72,7 @@ CASES: dict[str, tuple[Stream, dict[str, Any]]] = {
     "masked": (masked, algorithm(entropy_coef=0.1)),
     "twice": (group, algorithm(num_iterations=2, vllm_importance_sampling_mode="sequence_mask") | SLOWLY),
     "later": (group, algorithm(steps_per_generation=2, vllm_importance_sampling_mode="token_truncate") | SLOWLY),
-    "flat": (group, {"trainer": {"packing": "flat", "groups_per_micro_batch": 2}}),
+    "pairs": (group, {"trainer": {"groups_per_micro_batch": 2}}),
     "recomputed": (group, VARIANTS["recomputed"]),
     "trainer_scores": (bare, {"reference": {"on": "trainer", "path": "reference"}}),
     "lora_scores": (bare, LORA | {"reference": {"on": "trainer"}}),

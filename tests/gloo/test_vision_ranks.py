@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], dict[s
         (3,),
         (2,),
         EVERYWHERE,
-        {"model": {"gradient_checkpointing": True}, "trainer": {"packing": "flat"}},
+        {"model": {"gradient_checkpointing": True}, "trainer": {"packing": "separate"}},
     ),
 }
 LAYOUTS = [(kind, stage) for kind, (stages, *_) in KINDS.items() for stage in stages]

@@ -61,10 +61,10 @@ FOUR_STEPS = CONSTANT_RATE | {"max_steps": 4}
 SCORED = {"on": "trainer", "path": "reference"}
 # on a reference that the trainer scores, at each ZeRO stage with another packing, larger micro-batches included
 PACKINGS: dict[int, dict[str, Any]] = {
-    0: {"packing": "off"},
+    0: {"packing": "separate"},
     1: {"packing": "shared", "groups_per_micro_batch": 2},
-    2: {"packing": "off"},
-    3: {"packing": "flat"},
+    2: {"packing": "separate"},
+    3: {"packing": "separate", "groups_per_micro_batch": 2},
 }
 CORRECTED = {
     "num_iterations": 2,

@@ -10,6 +10,7 @@ import torch
 from common.config import Config
 from common.weights import Published, VersionName
 from model import lora
+from model.layout import packing_of
 from model.logprobs import load_causal_lm, score_logprobs
 from model.packing import pack
 from trainer.engine.exported import adapters
@@ -38,6 +39,7 @@ class PlainPolicy:
 
     def __init__(self, folder: Path, dtype: str = "float32"):
         self.model = load_causal_lm(str(folder), dtype, None, False)
+        self.packing = packing_of(self.model)
         self.master: list[torch.Tensor] = []  # float32, of an optimizer whose model has another dtype
 
     def trained(self) -> list[torch.Tensor]:

@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.errors import UserError
 from model import attention, devices
-from model.logprobs import load_causal_lm
 from model.packing import Packing, pack
 from tests.support.tiny import randomise_vectors
 
@@ -30,7 +28,7 @@ def registered() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def make_model(family: str, **changes: Any) -> Any:
+def make_model(family: str, attn_implementation: str = "sdpa", **changes: Any) -> Any:
     """A random stock model with two query heads to a key head."""
     import transformers
 
@@ -40,7 +38,7 @@ def make_model(family: str, **changes: Any) -> Any:
     settings: dict[str, Any] = sizes | heads | more
     config = getattr(transformers, f"{family}Config")(**settings | changes)
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
     randomise_vectors(model)
     return model
 
@@ -115,7 +113,7 @@ def check(dense: Any, packed: Any, packing: Packing, dtype: torch.dtype, toleran
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama"])
-@pytest.mark.parametrize("packing", ["shared", "flat", "off"])
+@pytest.mark.parametrize("packing", ["shared", "separate"])
 @PRECISION
 def test_logits_and_gradients_equal_one_dense_forward_per_sequence(
     family: str, packing: Packing, checkpointing: bool, dtype: torch.dtype, tolerance: float
@@ -142,10 +140,10 @@ def test_what_a_gpu_is_asked_for_instead_of_a_mask_gives_the_same_logits_and_gra
 def test_a_gpu_gets_no_mask_and_a_cpu_the_lower_right_triangle() -> None:
     from torch.nn.attention.bias import CausalBias, CausalVariant
 
-    asked = attention._past(2, 5, torch.device("cuda"))
+    asked = attention._past(2, 5, None, torch.device("cuda"))
     assert isinstance(asked, CausalBias) and asked.variant == CausalVariant.LOWER_RIGHT
     assert (asked.seq_len_q, asked.seq_len_kv) == (2, 5)
-    assert attention._past(2, 5, torch.device("cpu")).tolist() == [[True] * 4 + [False], [True] * 5]
+    assert attention._past(2, 5, None, torch.device("cpu")).tolist() == [[True] * 4 + [False], [True] * 5]
 
 
 def test_cudnns_attention_which_plans_every_new_shape_is_switched_off() -> None:
@@ -155,16 +153,32 @@ def test_cudnns_attention_which_plans_every_new_shape_is_switched_off() -> None:
     assert torch.backends.cuda.flash_sdp_enabled()
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "says"),
-    [
-        ("Qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}, "sliding window of 4"),
-        ("Gemma2", {"sliding_window": 64}, "softcap"),
-    ],
-)
-def test_attention_that_packed_rows_do_not_have_is_refused(family: str, changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        packed_logits(shared(make_model(family, **changes)), [([1, 2, 3], [[4, 5]])])
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
+    "soft cap and window": (
+        "Gemma2",
+        {
+            "sliding_window": 4,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": None,
+        },
+    ),
+    "sinks and window": ("GptOss", {"sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 1}),
+}
+
+
+@pytest.mark.parametrize("packing", ["shared", "separate"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_windows_soft_caps_and_sinks_are_those_of_one_dense_forward_per_sequence(kind: str, packing: Packing) -> None:
+    family, changes = KINDS[kind]
+    dense = make_model(family, attn_implementation="eager", **changes)
+    check(dense, shared(dense), packing, torch.float32, 2e-6)
+
+
+def test_a_wish_that_nobody_has_seen_here_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="attention with indices"):
+        attention._attention(torch.nn.Module(), *[torch.ones(1, 1, 2, 2)] * 3, None, spans=(), indices=torch.ones(1))
 
 
 def test_calling_the_model_without_spans_is_refused() -> None:
@@ -176,15 +190,3 @@ def test_a_sliding_window_that_holds_every_sequence_changes_nothing() -> None:
     dense = exact(make_model("Qwen2", use_sliding_window=True, sliding_window=13, max_window_layers=0))
     groups = random_groups()
     assert relative(packed_logits(shared(dense), groups), dense_logits(dense, groups)) < 1e-9
-
-
-def test_a_recurrent_model_is_refused_when_it_is_loaded(tmp_path: Any) -> None:
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
-    layers = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8, "num_experts": 0}
-    config = Qwen3NextConfig(linear_value_head_dim=8, **sizes | heads | layers)
-    Qwen3NextForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="recurrent"):
-        load_causal_lm(str(tmp_path), "float32", None, False)

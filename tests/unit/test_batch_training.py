@@ -66,7 +66,7 @@ class Run:
         lent = lent_cores(of, exchange, lambda: next(rest), lambda: False)
         nothing = {"refill": lambda _: None, "begin_batch": lambda _: None, "deliver": lambda _: {}}
         source = SimpleNamespace(receive=receive, **nothing)
-        models: Any = SimpleNamespace(policy=policy, reference=scorer, critic=None)
+        models: Any = SimpleNamespace(policy=policy, reference=scorer, critic=None, packing="shared")
         self.of = of
         self.training = BatchTraining(of, models, exchange, source, lambda *_: None, lent)  # type: ignore[arg-type]
         self.training.prepare(START)

@@ -73,7 +73,6 @@ def test_overrides_have_the_type_that_yaml_gives_them(tmp_path: Path, monkeypatc
         "model.revision=3e8a91c0d1": "3e8a91c0d1",  # only begins like a number, or like off
         "data.train=offline.jsonl": "offline.jsonl",
         "run.output_dir=1e-6_sweep": Path("1e-6_sweep"),
-        "trainer.packing=off": "off",
         "weights.dir=~/weights": Path("/home/me/weights"),
     }.items():
         found: Any = loaded(tmp_path, override)

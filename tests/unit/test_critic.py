@@ -44,7 +44,7 @@ def test_the_policys_start_gets_a_head_of_zeros_and_a_reward_model_keeps_its_own
     assert torch.equal(model.score.weight, saved) and saved.any()
 
 
-@pytest.mark.parametrize("packing", ["shared", "flat", "off"])
+@pytest.mark.parametrize("packing", ["shared", "separate"])
 def test_values_of_a_row_equal_a_dense_forward_per_completion(folder: Path, packing: Any) -> None:
     from transformers import AutoModelForSequenceClassification
 

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model.logprobs import hidden_at_sources, load_causal_lm, score_logprobs, score_norms, token_terms
+from model import attention
+from model.layout import hidden_at_sources
+from model.logprobs import load_causal_lm, score_logprobs, score_norms, token_terms
 from model.packing import pack, select
 from tests.support.tiny import tiny_model
 
@@ -151,8 +154,11 @@ def test_two_threads_give_the_gradient_of_one_however_many_completions_share_a_t
     hidden = torch.randn(1, row.input_ids.numel(), 576, generator=torch.Generator().manual_seed(0)).requires_grad_()
     given = torch.randn(len(row.target_ids), 576, generator=torch.Generator().manual_seed(1))
 
+    base = Mock(return_value=SimpleNamespace(last_hidden_state=hidden))
+    base.config._attn_implementation = attention.NAME
+
     def gradient() -> Tensor:
-        at_sources = hidden_at_sources(lambda **_: SimpleNamespace(last_hidden_state=hidden), row)
+        at_sources = hidden_at_sources(base, row)
         return torch.autograd.grad(at_sources, hidden, given)[0]
 
     threads = torch.get_num_threads()

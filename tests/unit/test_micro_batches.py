@@ -18,8 +18,7 @@ MODEL = ModelDims(hidden=8, intermediate=16, layers=2, heads=2, kv_heads=1, head
     ("packing", "tokens", "pairs"),
     [
         ("shared", 3 + 2 + 1, 4.5 + (6 + 2) + (3 + 0.5)),
-        ("flat", 2 * 3 + 2 + 1, 2 * 4.5 + (6 + 2) + (3 + 0.5)),
-        ("off", 2 * (3 + 2), 2 * 4.5 + 2 * (6 + 2)),
+        ("separate", 2 * (3 + 2), 2 * 4.5 + 2 * (6 + 2)),
     ],
 )
 def test_a_group_costs_its_tokens_as_packed_and_what_they_attend_to(packing: Any, tokens: int, pairs: float) -> None:

@@ -29,23 +29,15 @@ def test_arrays_from_the_wire_pack_like_lists() -> None:
     assert row.input_ids.dtype == row.target_ids.dtype == torch.int64
 
 
-def test_flat_packing_repeats_the_prompt_before_each_completion() -> None:
-    row = pack([([5, 6, 7], [[8, 9], [8]])], "flat")
-    assert row.input_ids.tolist() == [[5, 6, 7, 8, 9, 5, 6, 7, 8]]
-    assert row.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3]]
-    assert row.source_index.tolist() == [2, 3, 7]
-    assert row.spans == (Span(0, 3, (2,)), Span(5, 3, (1,)))
-
-
-def test_without_packing_every_completion_is_a_padded_row() -> None:
-    row = pack([([5, 6, 7], [[8, 9], [8]])], "off")
+def test_separate_every_completion_is_a_padded_row() -> None:
+    row = pack([([5, 6, 7], [[8, 9], [8]])], "separate")
     assert row.input_ids.tolist() == [[5, 6, 7, 8, 9], [5, 6, 7, 8, 0]]
     assert row.position_ids.tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
     assert row.source_index.tolist() == [2, 3, 7]
     assert row.spans == ()
 
 
-@given(groups_of_tokens, st.sampled_from(["shared", "flat", "off"]))
+@given(groups_of_tokens, st.sampled_from(["shared", "separate"]))
 def test_every_target_is_predicted_from_the_token_before_it_in_its_own_sequence(
     groups: Groups, packing: Packing
 ) -> None:

@@ -36,11 +36,11 @@ PASSES = {"num_iterations": 3, "steps_per_generation": 2}
         ),
         # two groups in a forward, eight on a rank; then one of 8 · (512 + 256), which is alone
         (2, {"trainer": BUDGET}, "a batch, 64 per rank; 1 step of 4 micro-batches of 6,000 tokens, or fewer"),
-        (2, {"trainer": BUDGET | {"packing": "flat"}}, "1 step of 8 micro-batches of 6,000 tokens"),
+        (2, {"trainer": BUDGET | {"packing": "separate"}}, "1 step of 8 micro-batches of 6,000 tokens"),
         # 16 · 8 over two
         (4, {"trainer": TWO_GROUPS | {"sequence_parallel_size": 2}}, "64 per 2 ranks that share them; 1 step of 4"),
     ],
-    ids=["whole groups", "passes", "uneven", "budget of tokens", "flat", "sequence parallel"],
+    ids=["whole groups", "passes", "uneven", "budget of tokens", "separate", "sequence parallel"],
 )
 def test_batches_by_hand(ranks: int, sections: dict[str, Any], batch: str) -> None:
     assert batch in re.sub("optimizer (steps?)", r"\1", batch_line(config_of(**sections), ranks))

@@ -75,7 +75,7 @@ def test_ranks_that_cannot_be_divided_are_refused_with_a_number_that_can(tmp_pat
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ({"trainer": {"packing": "off"}}, "trainer.packing off makes none; set trainer.packing=shared"),
+        ({"trainer": {"packing": "separate"}}, "trainer.packing separate makes none; set trainer.packing=auto"),
         ({"data": {"train": "t.jsonl", "image_key": "image"}}, "does not split rows with images"),
     ],
 )

@@ -53,7 +53,7 @@ def config(**algorithm: Any) -> Config:
 
 def micro_batch(group: Group, of: Config) -> tensors.MicroBatch:
     scored = score_rewards([Experience(group)], of)
-    return tensors.micro_batch(scored, tensors.step_denominator(scored, 1, of), of.algorithm, of.trainer.packing)
+    return tensors.micro_batch(scored, tensors.step_denominator(scored, 1, of), of.algorithm)
 
 
 def test_a_rollout_of_two_turns_by_hand() -> None:
@@ -100,8 +100,7 @@ def test_a_failed_rollout_is_in_nobodys_baseline_and_its_place_in_the_mean_stays
 
 CHOICES: dict[str, dict[str, Any]] = {
     "grpo": {},
-    "grpo, flat": {"packing": "flat"},
-    "grpo, off": {"packing": "off"},
+    "grpo, separate": {"packing": "separate"},
     "grpo, no KL": {"beta": 0.0},
     "dapo": {"loss_type": "dapo", "kl_estimator": "k1"},
     "bnpo, GSPO": {"loss_type": "bnpo", "importance_sampling_level": "sequence", "delta": 1.3, "kl_estimator": "k2"},

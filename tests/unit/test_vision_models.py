@@ -175,7 +175,7 @@ def test_the_canary_of_a_run_with_images_shows_one_and_changes_with_it(folder: A
         with torch.no_grad():
             return score_logprobs(model, with_vision(row, layout), temperature, 1024)
 
-    engine: Any = SimpleNamespace(layout=layout, config=config(path), score=score)
+    engine: Any = SimpleNamespace(layout=layout, packing="shared", config=config(path), score=score)
     with_image = canary(engine, VOCAB_SIZE)
     engine.config = config(path, data={"image_key": None, "limit_images": 0})
     of_words = canary(engine, VOCAB_SIZE)

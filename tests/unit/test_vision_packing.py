@@ -80,7 +80,7 @@ def test_log_probs_and_gradient_of_packed_rows_with_images_are_the_dense_ones(fo
     expected, expected_gradient = dense(path, groups)
     tower = {name for name in expected_gradient if ".visual." in name}
     assert all(expected_gradient[name].any() for name in tower)
-    ways: list[tuple[Packing, bool]] = [("shared", False), ("shared", True), ("flat", False), ("off", False)]
+    ways: list[tuple[Packing, bool]] = [("shared", False), ("shared", True), ("separate", False)]
     for packing, checkpointing in ways:
         model = load(path).train()
         if checkpointing:
@@ -98,12 +98,12 @@ def test_a_completion_may_have_sampled_the_image_token(folder: Any) -> None:
     prompt, _, images = groups_of(path)[0]
     groups: Groups = [(prompt, [[5, IMAGE_TOKEN, 6], [IMAGE_TOKEN, 7]], images)]
     model = load(path)
-    alone = [packed(model, path, [(prompt, [completion], images)], "off") for completion in groups[0][1]]
+    alone = [packed(model, path, [(prompt, [completion], images)], "separate") for completion in groups[0][1]]
     assert packed(model, path, groups).tolist() == pytest.approx(torch.cat(alone).tolist(), abs=5e-6)
     assert torch.isfinite(torch.cat(alone)).all()
 
 
-@pytest.mark.parametrize("packing", ["shared", "flat", "off"])
+@pytest.mark.parametrize("packing", ["shared", "separate"])
 def test_the_tower_sees_each_image_once_and_a_row_without_images_a_blank_one(folder: Any, packing: Packing) -> None:
     path = folder("qwen2_5_vl")
     model = load(path)

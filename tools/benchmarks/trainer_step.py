@@ -95,7 +95,7 @@ def step_seconds(cell: Cell, config: Config, exchange: Any, steps: int) -> list[
         for first in range(0, cell.prompts, size * exchange.world_size):
             mine = groups[first + exchange.rank * size : first + (exchange.rank + 1) * size]
             scored = score_rewards([Experience(group) for group in mine], config)
-            engine.backward(micro_batch(scored, denominator, config.algorithm, config.trainer.packing))
+            engine.backward(micro_batch(scored, denominator, config.algorithm, engine.packing))
         assert engine.step().applied, "a step was skipped: the measurement is of nothing"
         _synchronise()
         seconds.append(time.perf_counter() - start)

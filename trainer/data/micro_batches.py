@@ -58,7 +58,7 @@ def work(
 ) -> Work:
     """Of one group, from the tokens of its prompt P and of each completion that trains, C_i, and each image's patches.
 
-    tokens   shared: P + Σ C_i     flat: Σ (P + C_i)     off: G · (P + max C_i), with the padding
+    tokens   shared: P + Σ C_i     separate: G · (P + max C_i), with the padding
     cost     floating-point operations of a forward (Kaplan et al., arXiv 2001.08361, table 1): 2 · parameters of the
              layers that a token meets · tokens + 4 · L · A · D · pairs + 2 · V · H · Σ C_i, where pairs counts every
              position with those it attends to: P²/2 for a prompt, C_i · P + C_i²/2 for a completion; and the tower's
@@ -68,7 +68,7 @@ def work(
         return NOTHING
     count, total, longest = len(completions), sum(completions), max(completions)
     prompts = 1 if packing == "shared" else count
-    if packing == "off":
+    if packing == "separate":
         completions = [longest] * count
     tokens = prompts * prompt + sum(completions)
     if model is None:

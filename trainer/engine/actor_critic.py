@@ -17,7 +17,7 @@ from torch import Tensor
 
 from common.config import Config
 from common.types import Group
-from model.packing import PackedRow
+from model.packing import PackedRow, common_packing
 from trainer.algorithm.critic_advantages import ByGroup, estimate, estimate_segments, value_metrics
 from trainer.algorithm.segments import SegmentSums, next_threshold, token_group_metrics
 from trainer.data.experience import Experience, with_estimates
@@ -33,6 +33,7 @@ Experiences = Sequence[Experience]
 class ActorCritic:
     def __init__(self, config: Config, policy: PolicyEngine, critic: Critic, exchange: Exchange):
         self.config, self.policy, self.critic, self.exchange = config, policy, critic, exchange
+        self._packing = common_packing(policy.packing, critic.packing)
         critic.watch_gradients()
         policy.watch_gradients()
         self._segments: SegmentSums | None = None  # of the newest batch
@@ -73,7 +74,7 @@ class ActorCritic:
         groups = [experience.group for experience in batch if isinstance(experience.group, Group)]
         scores = {g.group_id: [np.zeros(r.num_sampled) for r in g.rollouts] for g in groups}
         for part in parts:
-            row = value_row(part, self.config.algorithm, self.config.trainer.packing)
+            row = value_row(part, self.config.algorithm, self._packing)
             by_completion = iter(score(row).split(row.lengths))
             for group in (experience.group for experience in part):
                 for i in unmasked_completions(group, self.config.algorithm):
@@ -96,7 +97,7 @@ class ActorCritic:
 
     def backward(self, own: Experiences, num_tokens: int) -> None:
         """The critic's forward and backward on this rank's part of a micro-batch. num_tokens: of the whole step."""
-        self.critic.backward(value_batch(own, num_tokens, self.config.algorithm, self.config.trainer.packing))
+        self.critic.backward(value_batch(own, num_tokens, self.config.algorithm, self._packing))
 
     def step(self, critic_only: bool) -> StepResult:
         """One step of both models, or of none if a gradient of either is not finite on any rank.

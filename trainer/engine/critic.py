@@ -19,7 +19,8 @@ from common.config import Config
 from common.errors import UserError
 from model import vision
 from model.folder import VISION_FAMILIES
-from model.logprobs import hidden_at_sources, load_packed
+from model.layout import hidden_at_sources
+from model.logprobs import load_settled
 from model.packing import PackedRow, SequenceGroup
 from model.sequence_parallel import gather
 from model.tokenizer import check_vocabulary
@@ -91,9 +92,9 @@ def load_value_model(config: Config) -> Any:
     Raises UserError if the checkpoint has another number of labels, or lacks weights other than the head.
     """
     path, revision = config.start_of(config.critic)
-    dtype = config.model.dtype
+    dtype, trusts, packing = config.model.dtype, config.model.trust_remote_code, config.trainer.packing
     try:
-        model, missing = load_packed(_value_class, path, dtype, revision, config.model.trust_remote_code, num_labels=1)
+        model, missing = load_settled(_value_class, path, dtype, revision, trusts, packing, num_labels=1)
     except RuntimeError as error:  # transformers names every weight of another shape
         raise UserError(f"critic {path!r} does not fit a value head with one output: {str(error)[:500]}") from None
     head = getattr(model, "score", None)

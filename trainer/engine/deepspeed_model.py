@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 
 from common.config import Config
+from common.errors import UserError
 from common.ports import free_port
 from model import devices
 from model.checksum import all_finite
-from model.packing import PackedRow, SequenceGroup
+from model.layout import packing_of
+from model.packing import PackedRow, Packing, SequenceGroup
 from model.sequence_parallel import shard
 from model.vision import VisionLayout, freeze_tower, with_vision
 from trainer.algorithm.sums import Sums
@@ -88,6 +90,11 @@ class DeepSpeedModel:
         """model: a transformers model. forward: the module around it whose call DeepSpeed's hooks see."""
         sp_size = sequence_group.size if sequence_group else 1
         assert sp_size == config.trainer.sequence_parallel_size, "rows would be split otherwise than micro-batches"
+        if sp_size > 1 and packing_of(model) == "separate":
+            raise UserError(
+                f"trainer.sequence_parallel_size {sp_size} splits shared rows, and the layers of a "
+                f"{type(model).__name__} cannot share a prompt; set trainer.sequence_parallel_size=1"
+            )
         self.config, self.world_size, self.model, self.sequence_group = config, world_size, model, sequence_group
         self._optimized, self._forward = optimized, forward
         self._ds_config = deepspeed_config(config, world_size, optimized)
@@ -119,6 +126,11 @@ class DeepSpeedModel:
         self.sums = Sums(self._sums, self.device)
         self.ds.train()
         return self
+
+    @property
+    def packing(self) -> Packing:
+        """Of the rows that it takes, at least."""
+        return packing_of(self.model)
 
     @property
     def device(self) -> torch.device:

@@ -55,9 +55,8 @@ class PolicyEngine(DeepSpeedModel):
     _sums = TOKEN_SUMS
 
     def __init__(self, config: Config, world_size: int, sequence_group: SequenceGroup | None = None):
-        model = load_causal_lm(
-            config.model.path, config.model.dtype, config.model.revision, config.model.trust_remote_code
-        )
+        given = config.model
+        model = load_causal_lm(given.path, given.dtype, given.revision, given.trust_remote_code, config.trainer.packing)
         if config.lora.r:
             self.adapter_settings = lora.settings_file(lora.add_adapters(model, config))
         policy = Policy(model, config.trainer.logprob_chunk_size, config.algorithm.entropy_coef > 0)

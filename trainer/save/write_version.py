@@ -62,7 +62,7 @@ def canary(engine: PolicyEngine, vocab_size: int) -> Canary:
             length += len(shown)
     ids = random.tolist()
     images = () if image is None else [(image,)] * len(ids)
-    row = pack([(sequence[:length], [sequence[length:]]) for sequence in ids], images=images)
+    row = pack([(sequence[:length], [sequence[length:]]) for sequence in ids], engine.packing, images)
     logprobs = [part.tolist() for part in engine.score(row, temperature=1.0).split(row.lengths)]
     if image is None:
         return Canary(length, ids, logprobs)

@@ -1,0 +1,115 @@
+"""How a row goes through a model, chosen by a check when the model is loaded.
+
+    shared     a prompt once, its completions behind it: attention.py
+    separate   each completion in a row of its own, through the model's own attention and layers
+
+Layers that carry a state from token to token, convolutions, or attention of their own kind would let the completions of
+a shared row see each other. No list of families says which do: two completions of a few tokens are computed by the
+model's own forward, one at a time, and in each layout; a layout that differs by more than rounding is not used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from common.errors import UserError
+from model import attention, vision
+from model.packing import PackedRow, Packing, pack
+from model.transformers_internals import mixes_packed_sequences
+
+_ATTENTION = {"auto": (attention.NAME, "sdpa", "eager"), "shared": (attention.NAME,), "separate": ("sdpa", "eager")}
+# RMS of the difference, relative: bfloat16 rounds differently in every shape, and a router may choose another expert
+_FULL, _HALF = 1e-4, 0.1
+_WINDOWS = ("sliding_window", "attention_chunk_size")  # as transformers' configs and layers call them
+_SHORT = 8  # tokens of a window while it is looked at
+
+
+def packing_of(*models: Any) -> Packing:
+    """Which rows all of these models take."""
+    is_shared = all(model.config.get_text_config()._attn_implementation == attention.NAME for model in models)
+    return "shared" if is_shared else "separate"
+
+
+def hidden_at_sources(base: Any, row: PackedRow) -> Tensor:
+    """[N, D] of the positions that predict the row's targets. base: transformers' model without a head.
+
+    index_select, not indexing: completions share a source, and two threads of indexing's backward add to it in the
+    order of their arrival, so that no two runs are alike.
+    """
+    if row.vision is not None:
+        hidden = vision.hidden_states(base, row)
+    else:
+        output = base(input_ids=row.input_ids, use_cache=False, **attention.options(base, row))
+        hidden = output.last_hidden_state.flatten(0, 1)
+    return hidden.index_select(0, row.source_index)
+
+
+@torch.no_grad()
+def settle(model: Any, base: Any, wanted: Literal["auto"] | Packing, of_images: vision.VisionLayout | None) -> None:
+    """Gives the model the first attention that computes what its own forward computes; `packing_of` tells which rows.
+
+    base: the part of it that makes hidden states. Raises UserError if no layout, or not the one that is wanted, does.
+    """
+    differs: dict[str, str] = {}
+    was_training = model.training
+    model.eval()
+    with _short_windows(model):
+        _set_attention(model, "eager")
+        own = torch.cat([_alone(base, [*_PROMPT, *completion], len(completion)) for completion in _COMPLETIONS])
+        for name in _ATTENTION[wanted]:
+            if name == attention.NAME and mixes_packed_sequences(model):
+                differs[name] = "its layers carry a state from token to token, or do attention of their own"
+                continue
+            try:
+                _set_attention(model, name)
+                row = pack([(_PROMPT, _COMPLETIONS)], packing_of(model))
+                found = hidden_at_sources(base, vision.with_vision(row, of_images))
+            except Exception as error:
+                differs[name] = f"{type(error).__name__}: {error}"
+                continue
+            gap = float((found - own).norm() / own.norm())
+            if gap <= (_HALF if own.dtype == torch.bfloat16 else _FULL):
+                model.train(was_training)
+                return
+            differs[name] = f"hidden states differ by {gap:.1e} from those of the model's own forward"
+    reasons = "; ".join(f"{name}: {why}" for name, why in differs.items())
+    remedy = "model.path to another model" if wanted == "auto" else "trainer.packing=auto"
+    raise UserError(
+        f"trainer.packing {wanted}: a {type(model).__name__} computes completions side by side otherwise than one by "
+        f"one ({reasons[:600]}); set {remedy}"
+    )
+
+
+_PROMPT, _COMPLETIONS = list(range(5, 17)), [list(range(20, 27)), list(range(30, 35))]  # ids that every model has
+
+
+def _alone(base: Any, ids: list[int], count: int) -> Tensor:
+    """[count, D]: what predicts the last tokens of one sequence, as the model itself has it."""
+    text = getattr(base, "language_model", base)
+    return text(input_ids=torch.tensor([ids], device=base.device), use_cache=False).last_hidden_state[
+        0, -count - 1 : -1
+    ]
+
+
+def _set_attention(model: Any, name: str) -> None:
+    parts = {"": name, "text_config": name, "vision_config": "sdpa"}
+    model.set_attn_implementation(parts if vision.sees(model.config) else name)
+
+
+@contextlib.contextmanager
+def _short_windows(model: Any) -> Iterator[None]:
+    """Within it windows are shorter than the few tokens of the check: what ignores them is found out."""
+    holders = {id(x): x for x in (model.config, model.config.get_text_config(), *model.modules())}.values()
+    found = [(x, name, vars(x)[name]) for x in holders for name in _WINDOWS if isinstance(vars(x).get(name), int)]
+    for holder, name, _ in found:
+        setattr(holder, name, _SHORT)
+    try:
+        yield
+    finally:
+        for holder, name, value in found:
+            setattr(holder, name, value)

@@ -1,0 +1,119 @@
+"""Which rows a model takes, found out when it is loaded: tiny models of every kind against their own forward."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.errors import UserError
+from model import layout
+from model.layout import packing_of
+from model.logprobs import load_causal_lm, score_logprobs
+from model.packing import pack
+from tests.support.tiny import randomise_vectors
+
+VOCAB = 97
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False, "initializer_range": 0.2}
+GROUPS = [(list(range(40, 55)), [list(range(60, 69)), [7], list(range(10, 25))]), ([3, 4], [[5, 6], [7, 8, 9]])]
+
+# family, what is special about it, and the rows that it must get
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "num_local_experts": 0}
+KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "plain": ("Qwen2", {}, "shared"),
+    "scaled logits": ("Granite", {"logits_scaling": 8.0}, "shared"),
+    "capped logits and scores, windows": ("Gemma2", {"sliding_window": 12, "final_logit_softcapping": 3.0}, "shared"),
+    "window": ("Mistral", {"sliding_window": 12}, "shared"),
+    "sinks": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12}, "shared"),
+    "experts": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}, "shared"),
+    "convolution": ("Lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}, "separate"),
+    "Mamba": ("GraniteMoeHybrid", MAMBA | {"layer_types": ["mamba", "attention"]}, "separate"),
+    "delta net": ("Qwen3_5Text", DELTA | {"layer_types": ["linear_attention", "full_attention"]}, "separate"),
+    "chunks": (
+        "Llama4Text",
+        {"num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 8},
+        "separate",
+    ),
+}
+
+
+def saved(path: Path, kind: str, **changes: Any) -> str:
+    import transformers
+
+    family, special, _ = KINDS[kind]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES | HEADS | special | changes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    randomise_vectors(model)
+    model.save_pretrained(path)
+    return str(path)
+
+
+def own(model: Any) -> torch.Tensor:
+    """Log-probs of the targets by the class's own forward, one sequence at a time."""
+    model.set_attn_implementation("eager")
+    parts = []
+    for prompt, completions in GROUPS:
+        for completion in completions:
+            logits = model(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0]
+            chosen = logits[len(prompt) - 1 : -1].float().log_softmax(-1)
+            parts.append(chosen.gather(-1, torch.tensor(completion)[:, None])[:, 0])
+    return torch.cat(parts)
+
+
+def gradient(model: Any, logprobs: torch.Tensor) -> torch.Tensor:
+    along = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(1))
+    parameters = list(model.parameters())
+    found = torch.autograd.grad((logprobs * along).sum(), parameters, allow_unused=True)
+    return torch.cat(
+        [(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(parameters, found, strict=True)]
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probs_and_their_gradient_are_those_of_the_model_s_own_forward(tmp_path: Path, kind: str) -> None:
+    model = load_causal_lm(saved(tmp_path, kind), "float32", None, False)
+    assert packing_of(model) == KINDS[kind][2]
+    found = score_logprobs(model, pack(GROUPS, packing_of(model)), 1.0, chunk_size=5)
+    found_gradient = gradient(model, found)
+    expected = own(model)
+    expected_gradient = gradient(model, expected)
+    assert (found - expected).abs().max() < 1e-5
+    assert (found_gradient - expected_gradient).norm() < 2e-6 * expected_gradient.norm()
+
+
+def test_a_layout_that_is_wanted_and_wrong_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"packing shared: a Lfm2ForCausalLM .*carry a state.*trainer.packing=auto"):
+        load_causal_lm(saved(tmp_path, "convolution"), "float32", None, False, "shared")
+
+
+def test_separate_rows_go_through_the_model_s_own_attention_where_they_are_wanted(tmp_path: Path) -> None:
+    model = load_causal_lm(saved(tmp_path, "plain"), "float32", None, False, "separate")
+    assert packing_of(model) == "separate" and model.config._attn_implementation == "sdpa"
+    with pytest.raises(AssertionError, match="mix the sequences"):
+        score_logprobs(model, pack(GROUPS, "shared"), 1.0, 5)
+
+
+@pytest.mark.parametrize("kind", ["convolution", "chunks"])
+def test_a_layer_that_nobody_has_named_is_found_out_by_its_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A leak from one completion into the next, and a window that shared rows do not know."""
+    monkeypatch.setattr(layout, "mixes_packed_sequences", lambda _: False)
+    path = saved(tmp_path, kind)
+    assert packing_of(load_causal_lm(path, "float32", None, False)) == "separate"
+    with pytest.raises(UserError, match="packing shared"):
+        load_causal_lm(path, "float32", None, False, "shared")
+
+
+def test_windows_are_those_of_the_model_again_after_the_check(tmp_path: Path) -> None:
+    model = load_causal_lm(saved(tmp_path, "window"), "float32", None, False)
+    assert model.config.sliding_window == 12
+    assert {m.sliding_window for m in model.modules() if hasattr(m, "sliding_window")} <= {12}
+
+
+@pytest.mark.parametrize(("kind", "has_own"), [("plain", False), ("scaled logits", True)])
+def test_the_head_alone_stays_where_it_gives_the_same_bits(tmp_path: Path, kind: str, has_own: bool) -> None:
+    assert (load_causal_lm(saved(tmp_path, kind), "float32", None, False).own_logits is not None) is has_own
