@@ -1,6 +1,7 @@
 """A group of rollouts <-> its header and its arrays, as common/wire.py sends them.
 
-    arrays: int32 prompt ids, completion ids │ float32 old log-probs, ref log-probs │ int32 sampling masks │ PNGs
+    arrays: int32 prompt ids, completion ids │ float32 old log-probs, ref log-probs │ int32 sampling masks │ PNGs │
+            experts that the prompt's tokens met, and the completions' but the last of each, of 1 or 2 bytes
 
 All little-endian and without gaps; the lengths stand in the header. Reading copies nothing but the PNGs.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -70,6 +71,7 @@ class GroupHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     support_width: int = 0  # K of sampling_mask; 0: there are none
     images: tuple[ImageHeader, ...] = ()
     failures: tuple[str, ...] = ()
+    routing: tuple[int, int, Literal[1, 2]] | None = None  # layers, experts of a token, bytes of each
 
     @property
     def num_tokens(self) -> int:
@@ -85,13 +87,20 @@ class GroupHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     def num_bytes(self) -> int:
         """Of the arrays."""
         num_words = self.prompt_length + sum(self.widths.values()) * self.num_tokens
-        return 4 * num_words + sum(image.size for image in self.images)
+        return 4 * num_words + sum(image.size for image in self.images) + math.prod(self.routed)
+
+    @property
+    def routed(self) -> tuple[int, ...]:
+        """(tokens, layers, experts of a token, bytes of each) of the prompt and of every completion."""
+        return (self.prompt_length + self.num_tokens - len(self.rollouts), *self.routing) if self.routing else (0,)
 
     def check(self) -> None:
         """Raises WireError or ValueError for what no group can have."""
         sizes = [rollout.length for rollout in self.rollouts] + [image.size for image in self.images]
-        if min([self.prompt_length, self.support_width, *sizes]) < 0:
+        if min([self.prompt_length, self.support_width, *sizes, *self.routed, *(self.routing or ())]) < 0:
             raise WireError("malformed", "negative length")
+        if self.routing and not all(rollout.length for rollout in self.rollouts):
+            raise WireError("malformed", "experts of a completion without tokens")
         for rollout in self.rollouts:
             rollout.check()
 
@@ -113,12 +122,15 @@ def write_group(group: Group) -> tuple[GroupHeader, bytes]:
         support_width=max((mask.shape[1] for mask in masks), default=0),
         images=tuple(ImageHeader(image.grid_thw, len(image.png)) for image in group.images),
         failures=group.failures,
+        routing=None if group.routing is None else (*group.routing.shape[1:], group.routing.itemsize),
     )
+    routed = [] if group.routing is None else [group.routing, *(rollout.routing for rollout in rollouts)]
     parts = [group.prompt_ids.astype("<i4").tobytes()]
     for (name, dtype), width in zip(_DTYPES.items(), header.widths.values(), strict=True):
         arrays = [getattr(rollout, name) for rollout in rollouts] if width else []
         parts += [_widened(array, width).astype(dtype).tobytes() for array in arrays]
-    return header, b"".join([*parts, *(image.png for image in group.images)])
+    experts = [array.astype(f"<u{array.itemsize}").tobytes() for array in routed if array is not None]
+    return header, b"".join([*parts, *(image.png for image in group.images), *experts])
 
 
 def _widened(array: NDArray[Any], width: int) -> NDArray[Any]:
@@ -137,15 +149,19 @@ def read_group(header: GroupHeader, arrays: Frame) -> Group:
         flat = np.frombuffer(arrays, _DTYPES[name], header.num_tokens * width, place)
         by_token[name] = flat.reshape(header.num_tokens, width)
         place += flat.nbytes
-    ends = itertools.accumulate((image.size for image in header.images), initial=place)
+    ends = list(itertools.accumulate((image.size for image in header.images), initial=place))
     pngs = [bytes(arrays[start:end]) for start, end in itertools.pairwise(ends)]
-    return _group(header, prompt_ids, by_token, pngs)
+    routed = None
+    if header.routing:
+        routed = np.frombuffer(arrays, f"<u{header.routed[-1]}", offset=ends[-1]).reshape(header.routed[:-1])
+    return _group(header, prompt_ids, by_token, pngs, routed)
 
 
 def read_outline(header: GroupHeader) -> Group:
     """The group with everything that the header says and arrays of the right lengths that take no memory.
 
-    Their tokens are -1 and their log-probs NaN, so that training on them by mistake fails. PNGs are empty.
+    Their tokens are -1, their log-probs NaN and their experts the last, so that training on them by mistake fails.
+    PNGs are empty.
     """
     header.check()
     fillers = {"<i4": -1, "<f4": math.nan}
@@ -154,21 +170,32 @@ def read_outline(header: GroupHeader) -> Group:
         for name, dtype in _DTYPES.items()
     }
     prompt_ids = np.broadcast_to(np.int32(-1), header.prompt_length)
-    return _group(header, prompt_ids, by_token, [b""] * len(header.images))
+    last = np.array(2 ** (8 * header.routed[-1]) - 1, f"<u{header.routed[-1] or 1}")
+    routed = np.broadcast_to(last, header.routed[:-1]) if header.routing else None
+    return _group(header, prompt_ids, by_token, [b""] * len(header.images), routed)
 
 
-def _group(header: GroupHeader, prompt_ids: NDArray[np.int32], by_token: ByToken, pngs: Sequence[bytes]) -> Group:
+def _group(
+    header: GroupHeader,
+    prompt_ids: NDArray[np.int32],
+    by_token: ByToken,
+    pngs: Sequence[bytes],
+    routed: NDArray[Any] | None,
+) -> Group:
     ends = itertools.accumulate((rollout.length for rollout in header.rollouts), initial=0)
-    rollouts = []
+    rollouts, place = [], header.prompt_length
     for plain, (start, end) in zip(header.rollouts, itertools.pairwise(ends), strict=True):
         fields = {name: getattr(plain, name) for name in _PLAIN}
         for name, width in header.widths.items():
             array = by_token[name][start:end]
             fields[name] = None if width == 0 else array if name == "sampling_mask" else array[:, 0]
+        if routed is not None:
+            fields["routing"] = routed[place : (place := place + plain.length - 1)]
         rollouts.append(Rollout(**fields))
     images = tuple(EncodedImage(png, image.grid_thw) for png, image in zip(pngs, header.images, strict=True))
     ids = header.group_id, header.policy_version, header.problem_index
-    return Group(*ids, prompt_ids, tuple(rollouts), images, header.failures)
+    of_prompt = None if routed is None else routed[: header.prompt_length]
+    return Group(*ids, prompt_ids, tuple(rollouts), images, header.failures, of_prompt)
 
 
 def _ascend(numbers: Sequence[int]) -> bool:

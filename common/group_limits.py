@@ -40,6 +40,7 @@ class Limits:
     images: ImageLimits | None = None  # None: prompts are text alone
     max_turns: int = 0  # of a rollout with an environment or tools; 0: there are none
     in_flight_updates: bool = False  # tokens of a completion may be of several versions
+    experts: tuple[int, int] | None = None  # (of a layer, of a token) of recorded routing; None: there is none
 
 
 def check_group(group: Group, limits: Limits) -> None:
@@ -50,6 +51,7 @@ def check_group(group: Group, limits: Limits) -> None:
         raise WireError("prompt_length", f"{len(group.prompt_ids)} tokens")
     _check_ids(group.prompt_ids, limits.vocab_size)
     _check_images(group, limits.images)
+    _check_routing(group, limits)
     for rollout in group.rollouts:
         length = len(rollout.completion_ids)
         if not 0 < length <= limits.max_completion_length:
@@ -97,6 +99,19 @@ def _check_turns(rollout: Rollout, limits: Limits) -> None:
         raise WireError("observed", "an observed token has a set of tokens that could have been sampled")
     if rollout.turns > max(1, limits.max_turns) or (rollout.tool_calls and not limits.max_turns):
         raise WireError("turns", f"{rollout.turns} turns and {rollout.tool_calls} calls, at most {limits.max_turns}")
+
+
+def _check_routing(group: Group, limits: Limits) -> None:
+    routed = [group.routing, *(rollout.routing for rollout in group.rollouts)]
+    if (limits.experts is None) != (group.routing is None):
+        wants = "wants none and got some" if limits.experts is None else "needs the experts of each token and got none"
+        raise WireError("routing", f"the trainer {wants}: give both the same algorithm.router_replay")
+    for experts in routed:
+        if limits.experts is None or experts is None or not experts.size:
+            continue
+        count, per_token = limits.experts
+        if experts.shape[2] != per_token or experts.max() >= count:
+            raise WireError("routing", f"experts up to {experts.max()} of {count}, {experts.shape[2]} for a token")
 
 
 def _check_images(group: Group, limits: ImageLimits | None) -> None:

@@ -77,6 +77,8 @@ class Rollout:
     version_spans: tuple[tuple[int, int], ...] = ()
     """(start, policy version) of completion_ids, ascending in both, the first at 0: the version that sampled the tokens
     from `start` on. () = the group's alone. Only sampler.in_flight_updates makes others."""
+    routing: NDArray[np.uint8] | NDArray[np.uint16] | None = None
+    """[C − 1, layers, k] the experts that each token met, but the last, which no engine ran. None = not recorded."""
 
     @property
     def num_sampled(self) -> int:
@@ -114,6 +116,7 @@ class Group:
     rollouts: tuple[Rollout, ...]  # at least two; with failures num_generations
     images: tuple[EncodedImage, ...] = ()  # of the prompt, in the order of their places in prompt_ids
     failures: tuple[str, ...] = ()  # why each of the missing rollouts is missing
+    routing: NDArray[np.uint8] | NDArray[np.uint16] | None = None  # [P, layers, k] of the prompt, as Rollout's
 
     @property
     def newest_version(self) -> int:

@@ -24,7 +24,7 @@ from launcher.placement import Placement, placement, visible_gpus
 from launcher.run import parse, require_built
 from launcher.workload import workload_of
 from model.dims import read_dims
-from model.folder import require_models, require_settings
+from model.folder import about_experts, require_models, require_settings
 from model.images import digest, vision_of
 from report.escape import strip_escapes
 from trainer.algorithm.user_functions import require_user_functions
@@ -60,8 +60,8 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
     require_settings(config)  # again, for a hub id's config.json may be here only now
     problems = load_data("data.train", config.data.train, config.data)
     _print("batch", [("each", batch_line(config, place.num_ranks)), ("run", run_line(config, len(problems)))])
-    if uneven := config.uneven_work(place.num_ranks):
-        print(f"tandem: {uneven}", file=sys.stderr)
+    for said in filter(None, [config.uneven_work(place.num_ranks), *about_experts(config)]):
+        print(f"tandem: {said}", file=sys.stderr)
     _print("devices", [("sampler", place.sampler_place), ("trainer", place.trainer_place)])
     if model is None:
         _print("memory", [("", f"{config.model.path} is no Llama, Qwen2, Qwen3, Mistral or Qwen-VL: no estimate")])

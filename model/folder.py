@@ -16,6 +16,7 @@ from typing import Any
 from common.config import Config, CriticSettings, Model, ReferenceSettings
 from common.errors import UserError
 from common.paths import did_you_mean
+from model.dims import experts_of
 from model.hub import model_json, not_to_be_had, present_file, read_json
 
 SHARD_NAME = re.compile(r"(?![.])[A-Za-z0-9._-]{1,128}")
@@ -69,6 +70,28 @@ def require_settings(config: Config) -> None:
     _require_sight(config, settings)
     _require_same_sight(config, settings)
     _require_shared_rows(config, settings)
+    if config.algorithm.router_replay and settings and experts_of(settings) is None:
+        raise UserError(
+            f"algorithm.router_replay is for mixtures of experts, and {config.model.path} names none in its "
+            "config.json; set algorithm.router_replay=false"
+        )
+
+
+def about_experts(config: Config) -> list[str]:
+    """What to say of a mixture of experts before it trains; [] of any other model."""
+    settings, said = _settings(config.model.path, config.model.revision), []
+    if experts_of(settings) is None:
+        return []
+    if config.model.dtype == "bfloat16" and not config.algorithm.router_replay:
+        said.append(
+            "in bfloat16 sampler and trainer send some tokens to different experts, and their log-probs differ by "
+            "more than rounding (mismatch/*): algorithm.router_replay=true makes the trainer follow the sampler"
+        )
+    if weight := settings.get("router_aux_loss_coef"):
+        said.append(
+            f"router_aux_loss_coef {weight} of the model is not part of the objective: no loss balances experts"
+        )
+    return said
 
 
 def _require_shared_rows(config: Config, policy: dict[str, Any]) -> None:

@@ -69,7 +69,9 @@ def score_norms_of_row(model: Any, row: PackedRow, temperature: float, chunk_siz
 
 
 def _hidden_states(model: Any, row: PackedRow) -> Tensor:
-    """[N, D] of a causal language model, before its head."""
+    """[N, D] of a causal language model, before its head; with replay as its row's tokens were sent to experts."""
+    if replay := getattr(model, "router_replay", None):
+        replay.use(row.routing)
     return hidden_at_sources(decoder_of(model) if row.vision is None else model.base_model, row)
 
 

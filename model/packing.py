@@ -30,6 +30,7 @@ from common.types import EncodedImage
 
 Packing = Literal["shared", "separate"]
 Tokens = Sequence[int]
+Experts = NDArray[Any]  # [tokens, layers, k]
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class PackedRow:
     sampling_mask: Tensor | None = None  # [N, K] int64 tokens that could have been sampled, -1 fills; None = all
     images: tuple[tuple[EncodedImage, ...], ...] = ()  # of each span, or separate sequence; empty = no images
     vision: VisionInput | None = None  # as vision.py adds it; None: the model has no vision tower
+    routing: Tensor | None = None  # [T, layers, k] int16 as router_replay.py replays it, of the flattened row
     shard: Shard | None = None  # None: the whole row is here
 
     def to(self, device: torch.device) -> PackedRow:
@@ -102,6 +104,7 @@ class PackedRow:
             None if self.sampling_mask is None else there(self.sampling_mask),
             self.images,
             None if self.vision is None else self.vision.to(device),
+            None if self.routing is None else there(self.routing),
             None if self.shard is None else replace(self.shard, places=there(self.shard.places)),
         )
 
@@ -120,18 +123,35 @@ def pack(
     groups: Sequence[tuple[Tokens, Sequence[Tokens]]],
     packing: Packing = "shared",
     images: Sequence[tuple[EncodedImage, ...]] = (),
+    routing: Sequence[tuple[Experts, Sequence[Experts]]] = (),
 ) -> PackedRow:
     """[(prompt ids, [completion ids, …]), …] -> one row. Prompts and completions must not be empty.
 
     images: of each group's prompt, in the order of their places in it; empty if no group has any.
+    routing: of each group's prompt and completions, as Group and Rollout have it; empty if no group has any.
     """
     if packing == "shared":
         row = _packed(groups)
     else:
         if any(images):
             images = [of for (_, completions), of in zip(groups, images, strict=True) for _ in completions]
+        routing = [(prompt, [completion]) for prompt, completions in routing for completion in completions]
         row = _padded([(prompt, completion) for prompt, completions in groups for completion in completions])
+    if routing:
+        row = replace(row, routing=_routing(routing, 0 if packing == "shared" else row.input_ids.shape[1]))
     return replace(row, images=tuple(images)) if any(images) else row
+
+
+def _routing(routing: Sequence[tuple[Experts, Sequence[Experts]]], longest: int) -> Tensor:
+    """-1 where the sampler ran no token: at the last of each completion, and in padding up to `longest`."""
+    free = np.full((1, *routing[0][0].shape[1:]), -1, np.int16)
+    parts = []
+    for prompt, completions in routing:
+        parts.append(prompt)
+        for completion in completions:
+            parts += [completion, free]
+            parts += [free] * max(0, longest - len(prompt) - len(completion) - 1)
+    return torch.from_numpy(np.concatenate(parts).astype(np.int16))
 
 
 def common_packing(*packings: Packing) -> Packing:

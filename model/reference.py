@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -79,5 +80,6 @@ class Reference:
     def score(self, row: PackedRow) -> Tensor:
         """log π_ref of the row's targets: [N] float32, on the model's device."""
         with without_adapters(self._model) if self._adapted else contextlib.nullcontext():
+            row = replace(row, routing=None)  # its router is another: it sends tokens where it would
             here = shard(with_vision(row, self._layout), self._sequence_group).to(self._device)
             return score_logprobs(self._model, here, self._temperature, self._chunk_size)

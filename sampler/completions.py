@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +46,7 @@ class Completion:
     tool_calls: int = 0  # those included that could not be read
     tool_errors: int = 0  # of these, how many gave the model an error
     environment_s: float = 0.0
+    routing: NDArray[Any] | None = None  # [P + C − 1, layers, k] experts of prompt and completion; None: not recorded
 
     @property
     def num_sampled(self) -> int:
@@ -54,21 +55,25 @@ class Completion:
 
 def completions_of(output: RequestOutput) -> list[Completion]:
     """Of one prompt, in the order of their seeds."""
-    return [_completion(c) for c in sorted(output.outputs, key=lambda c: c.index)]
+    prompt = len(output.prompt_token_ids or ())
+    return [_completion(c, prompt) for c in sorted(output.outputs, key=lambda c: c.index)]
 
 
-def _completion(output: CompletionOutput) -> Completion:
+def _completion(output: CompletionOutput, prompt: int) -> Completion:
     token_ids = np.array(output.token_ids, np.int32)
     flat = cast("FlatLogprobs", output.logprobs)
     # for each position the sampled token, then the most likely ones, as many as were asked for
     logprobs = np.array(flat.logprobs, np.float32).reshape(len(token_ids), -1)
     finish_reason: FinishReason = "stop" if output.finish_reason == "stop" else "length"
     versions = spans_of(output)
+    routing = output.routed_experts
+    if routing is not None:  # cut to what was run, of whole blocks
+        routing = routing[: prompt + len(token_ids) - 1]
     if logprobs.shape[1] == 1:
-        return Completion(token_ids, logprobs[:, 0], finish_reason, version_spans=versions)
+        return Completion(token_ids, logprobs[:, 0], finish_reason, version_spans=versions, routing=routing)
     ids = np.array(flat.token_ids, np.int32).reshape(logprobs.shape)
     sampling_mask, incomplete = kept_tokens(ids, logprobs)
-    return Completion(token_ids, logprobs[:, 0], finish_reason, sampling_mask, incomplete, versions)
+    return Completion(token_ids, logprobs[:, 0], finish_reason, sampling_mask, incomplete, versions, routing=routing)
 
 
 def kept_tokens(ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> tuple[NDArray[np.int32], int]:

@@ -23,7 +23,7 @@ from common.types import EncodedImage
 from common.watchdog import report_progress
 from model import cpu
 from model.images import vision_of
-from sampler import vllm_images, vllm_insides
+from sampler import routing, vllm_images, vllm_insides
 from sampler.cache_sleep import CacheSleep
 from sampler.completions import Completion, SamplingParams, completions_of
 from sampler.engine_arguments import engine_arguments, set_environment, stop_token_ids
@@ -67,6 +67,8 @@ class Engine:
             self._llm.collective_rpc("end_with_engine")
         if self.on_cpu:
             self._watch_layers()
+        if config.algorithm.router_replay:
+            self._record_routing()
         self._vocab_size: int = self._engine.model_config.get_vocab_size()
         self._ignore_eos = config.sampler.ignore_eos
         self._stop_token_ids = [] if self._ignore_eos else stop_token_ids(config)
@@ -87,6 +89,12 @@ class Engine:
         self._llm.collective_rpc("report_layers")
         if cpu.is_on():
             self._llm.collective_rpc("compute_rows_once", args=(Attention, get_forward_context))
+
+    def _record_routing(self) -> None:
+        from vllm.forward_context import get_forward_context
+
+        self._llm.collective_rpc("record_routing", args=(get_forward_context,))
+        routing.deliver(self._engine.engine_core, lambda ids: self._llm.collective_rpc("routing_of", args=(ids,))[0])
 
     @property
     def num_running(self) -> int:

@@ -95,5 +95,7 @@ def engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
         # chunks makes vLLM rewind its seeded generator, which a CPU generator cannot do: the engine would raise.
         whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, max_model_len(config))}
         arguments |= {"enforce_eager": True, "block_size": 32} | whole_prompts
+    if config.algorithm.router_replay:
+        arguments["enforce_eager"] = True  # a CUDA graph would run what routers did when it was recorded, unseen
     parts = lora.engine_arguments(config) | image_arguments(config) | in_flight.engine_arguments(config)
     return arguments | parts | config.vllm

@@ -98,6 +98,7 @@ class Episode:
             tool_calls=sum(reply.num_calls for reply in replies),
             tool_errors=sum(reply.num_call_errors for reply in replies),
             environment_s=self.seconds,
+            routing=_joined_routing(turns),
             messages=tuple(conversation(self.replies)),
             environment_reward=self.reward,
             environment_state=self.state,
@@ -105,9 +106,13 @@ class Episode:
 
 
 def as_rollout(
-    completion: Completion, ref_logprobs: NDArray[np.float32] | None, rewards: Mapping[str, float], reward: float
+    completion: Completion,
+    ref_logprobs: NDArray[np.float32] | None,
+    rewards: Mapping[str, float],
+    reward: float,
+    prompt: int = 0,
 ) -> Rollout:
-    """What is sent. A reference's log-probs of what was observed mean nothing, and are 0."""
+    """What is sent. A reference's log-probs of what was observed mean nothing, and are 0. prompt: its tokens."""
     c = completion
     if ref_logprobs is not None and c.observed:
         ref_logprobs = ref_logprobs.copy()
@@ -127,6 +132,7 @@ def as_rollout(
         c.tool_errors,
         c.environment_s,
         c.version_spans,
+        None if c.routing is None else c.routing[prompt:],
     )
 
 
@@ -149,3 +155,14 @@ def _joined_masks(parts: Sequence[EpisodePart]) -> NDArray[np.int32] | None:
     width = max(mask.shape[1] for mask in masks if mask is not None)
     padded = [np.pad(m, ((0, 0), (0, width - m.shape[1])), constant_values=-1) for m in masks if m is not None]
     return np.concatenate(padded).astype(np.int32)
+
+
+def _joined_routing(turns: Sequence[Completion]) -> NDArray[Any] | None:
+    """Of every token from the turn that first ran it: a later one runs those behind the last whole block again."""
+    parts, known = list[NDArray[Any]](), 0
+    for turn in turns:
+        if turn.routing is None:
+            return None
+        parts.append(turn.routing[known:])
+        known = len(turn.routing)
+    return np.concatenate(parts) if parts else None

@@ -252,12 +252,14 @@ class Sampler:
             ref_logprobs = self.reference.logprobs(prompt.token_ids, ids, masks, prompt.images)
             self.stats["total/reference_s"] += time.monotonic() - start
         rollouts = tuple(
-            as_rollout(c, ref, rewards, reward)
+            as_rollout(c, ref, rewards, reward, len(prompt.token_ids))
             for c, ref, (rewards, reward) in zip(completions, ref_logprobs, scores, strict=True)
         )
         version, rollouts = in_flight.of_oldest(key.policy_version, rollouts)
         index = prompt.problem.index
-        return Group(key.group_id, version, index, prompt.token_ids, rollouts, prompt.images, sampled.failures)
+        routing = completions[0].routing  # the others' is the same, as far as equal rows are computed equally
+        routing = None if routing is None else routing[: len(prompt.token_ids)]
+        return Group(key.group_id, version, index, prompt.token_ids, rollouts, prompt.images, sampled.failures, routing)
 
     def _forget_everything(self) -> None:
         """The trainer was started again: nothing that the one before asked for is wanted."""

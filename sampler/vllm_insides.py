@@ -5,7 +5,8 @@ worker. tests/engine/test_vllm_insides.py names what an upgrade took away. What 
 model/cpu.
 
     read        model_runner.model; a model's packed_modules_mapping and hf_to_vllm_mapper, which it declares for its
-                loader; quant_method, tp_size and output_partition_sizes of its layers; stacked adapters of LoRA layers
+                loader; quant_method, tp_size and output_partition_sizes of its layers; stacked adapters of LoRA layers;
+                what routers of mixtures choose, and how cache slots are numbered (routing.py)
     replaced    the LM head of a tied model after a reload on a CPU (`tie_again`); the processors of Qwen's models that
                 see (`show_images_alone`)
 """
@@ -15,7 +16,8 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -104,6 +106,28 @@ def adapter_stacks(model: Any) -> dict[str, Mapping[str, tuple[Tensor, ...]]]:
         for path, layer in model.named_modules()
         if hasattr(layer, "lora_a_stacked")
     }
+
+
+def capture_experts(model: Any, capture: Callable[[int, Tensor], None]) -> list[Any]:
+    """The model's mixtures; from now on the router of each calls capture(its layer, experts [rows, k]).
+
+    Raises ValueError for a model without, or where vLLM chooses them inside of a kernel.
+    """
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
+
+    bind_routed_experts_capturer(model, cast("Any", SimpleNamespace(capture=capture)))
+    return [module for module in model.modules() if isinstance(module, MoERunner)]
+
+
+def lasting_cache(runner: Any) -> tuple[int, str, int]:
+    """(number, one layer, block size) of the cache that keeps whole sequences. Raises ValueError if none does."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    for number, group in enumerate(runner.kv_cache_config.kv_cache_groups):
+        if isinstance(group.kv_cache_spec, FullAttentionSpec):
+            return number, group.layer_names[0], group.kv_cache_spec.block_size
+    raise ValueError("No layer of this model keeps the whole sequence in its cache.")
 
 
 def show_images_alone() -> None:

@@ -5,15 +5,18 @@ Loaded by name through `worker_extension_cls`; vLLM mixes it into its worker cla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
 
 from common.exits import die_with_parent
 from common.watchdog import report_progress
 from common.weights import TensorInfo
 from model.cpu.repeated_rows import RepeatedRows
 from sampler.engine_tensors import Proof, prove, prove_adapters
+from sampler.routing import Routing
 from sampler.vllm_insides import language_model, layers_of, model_of, tie_again
 
 if TYPE_CHECKING:
@@ -24,6 +27,7 @@ class WeightExtension:
     model_runner: Any  # vLLM's worker provides both
     reload_weights: Any
     repeated_rows: RepeatedRows | None = None
+    routing: Routing
 
     def report_layers(self) -> None:
         """From now on: on a CPU one forward pass may take longer than a sampler may be silent."""
@@ -47,6 +51,15 @@ class WeightExtension:
             attentions = [module for module in language.modules() if isinstance(module, attention)]
             block_size = settings.cache_config.block_size
             self.repeated_rows = RepeatedRows(language.model, attentions, lambda: context().attn_metadata, block_size)
+
+    def record_routing(self, context: Callable[[], Any]) -> None:
+        """From now on: routing.py. context: vllm's get_forward_context."""
+        whole = self.repeated_rows.whole if self.repeated_rows else lambda rows: rows
+        self.routing = Routing(self.model_runner, context, whole)
+
+    def routing_of(self, request_ids: Sequence[str]) -> list[NDArray[Any]]:
+        """Of requests that have just finished."""
+        return [self.routing.of_request(request_id) for request_id in request_ids]
 
     def load_weights_from(
         self, folder: str, expected: Mapping[str, TensorInfo] | None = None, tensors: Mapping[str, Tensor] | None = None

@@ -76,6 +76,8 @@ class Algorithm(Section):
     """Weigh by π_own/π_vllm."""
     vllm_importance_sampling_clip_max: float = Field(3.0, ge=1)
     """Cap of that weight."""
+    router_replay: bool = False
+    """The trainer sends tokens of a mixture to the experts that the sampler chose (R3)."""
     gamma: float = Field(1.0, gt=0, le=1)
     """GAE's discount."""
     lam: float = Field(1.0, ge=0, le=1)

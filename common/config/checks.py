@@ -16,7 +16,7 @@ class Config(Settings):
 
     def _contradictions(self) -> Iterator[str]:
         of_rollouts = (_sampling, _in_flight, _sleeping, _rollouts, _batches, _kl, _evaluation, _lengths)
-        for check in (_devices, _sequence_parallel, *of_rollouts, _critic, _lora):
+        for check in (_devices, _sequence_parallel, *of_rollouts, _critic, _lora, _router_replay):
             yield from check(self)
 
 
@@ -137,6 +137,21 @@ def _lora(config: Settings) -> Iterator[str]:
     rank = config.vllm.get("max_lora_rank", config.lora.r)
     if not (isinstance(rank, int) and rank >= config.lora.r):
         yield f"vllm.max_lora_rank {rank} is below lora.r {config.lora.r}; remove it, it follows from r"
+
+
+def _router_replay(config: Settings) -> Iterator[str]:
+    if not config.algorithm.router_replay:
+        return
+    off = "; set algorithm.router_replay=false"
+    if config.sampler.in_flight_updates:
+        yield f"algorithm.router_replay with sampler.in_flight_updates: new weights send earlier tokens elsewhere{off}"
+    for name in ("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"):
+        if config.vllm.get(name, 1) != 1:
+            yield f"algorithm.router_replay needs all layers and tokens on a rank, and vllm.{name} is above 1{off}"
+    if config.vllm.get("enforce_eager") is False:
+        yield "algorithm.router_replay reads every forward, which CUDA graphs do not show; remove vllm.enforce_eager"
+    if "speculative_config" in config.vllm:
+        yield f"algorithm.router_replay does not follow vllm.speculative_config{off}"
 
 
 def _lengths(config: Settings) -> Iterator[str]:

@@ -97,6 +97,10 @@ class RepeatedRows:
         self.spared += len(rows.whole) - len(rows.kept)
         return hidden[rows.whole]
 
+    def whole(self, rows: Tensor) -> Tensor:
+        """[T, …] of what a layer says of those that the present step computes."""
+        return rows if self._rows is None else rows[self._rows.whole]
+
     def _rows_of(self, input_ids: Tensor, positions: Tensor) -> Rows | None:
         by_layer = self._metadata()
         step = next(iter(by_layer.values())) if isinstance(by_layer, dict) and by_layer else None

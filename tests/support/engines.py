@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from common.config import Config
 from sampler.completions import Completion, SamplingParams
 from sampler.engine import Engine
+from tests.support.mixtures import mixture_folder
 from tests.support.tiny import tiny_model
 
 PROMPT = [5, 9, 17, 33, 8, 21] * 12  # 72 tokens: two blocks of 32 that a second request would find in the cache
@@ -27,14 +28,20 @@ _kept: list[Engine] = []
 
 
 def engine_of(settings: dict[str, Any]) -> tuple[Config, Engine]:
-    """One for all files that ask for these settings, as long as the process lives. vocab and untied are the model's."""
+    """One for all files that ask for these settings, as long as the process lives.
+
+    vocab, untied and family are the model's.
+    """
     import torch._dynamo  # noqa: F401  read its settings before the engine sets them
 
     key = json.dumps(settings, sort_keys=True)
     if key not in _made:
         folder = Path(tempfile.mkdtemp(prefix="tandem-engine-"))
-        model = _model(folder / "model", settings.get("vocab"), settings.get("untied", False))
-        given = {name: section for name, section in settings.items() if name not in ("vocab", "untied")}
+        if "family" in settings:
+            model = mixture_folder(folder / "model", settings["family"])
+        else:
+            model = _model(folder / "model", settings.get("vocab"), settings.get("untied", False))
+        given = {name: section for name, section in settings.items() if name not in ("vocab", "untied", "family")}
         sections = {name: SECTIONS.get(name, {}) | given.get(name, {}) for name in SECTIONS.keys() | given.keys()}
         sections["model"] = sections["model"] | {"path": str(model)}
         config = Config.model_validate({"run": {"output_dir": str(folder / "run")}, **sections})

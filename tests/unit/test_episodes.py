@@ -1,5 +1,6 @@
 """Rollouts of several turns around an engine and environments that answer when the test says so."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -243,6 +244,17 @@ def test_sets_of_kept_tokens_are_joined_and_an_observed_token_could_have_been_no
     mask = episode.played().sampling_mask
     assert mask is not None
     assert mask.tolist() == [[30, 31, 33], [2, -1, -1], [50, -1, -1], [40, -1, -1], [2, -1, -1]]
+
+
+def test_each_token_has_the_experts_of_the_turn_that_first_ran_it() -> None:
+    """A prompt of two tokens; the second turn runs all but its last token, whose experts nobody asks for."""
+    first, second = (np.arange(n, dtype=np.uint8).reshape(n, 1, 1) + base for n, base in ((3, 10), (6, 20)))
+    episode = Episode(3, 20).sampled(replace(turn(30, END), routing=first), "").answered(seen())
+    episode = episode.observed(np.array([50], np.int32)).sampled(replace(turn(40, END), routing=second), "")
+    played = episode.answered(Done(None)).played()
+    rollout = as_rollout(played, None, {"a": 1.0}, 1.0, prompt=2)
+    assert len(rollout.completion_ids) == 5 and rollout.routing is not None
+    assert rollout.routing.flatten().tolist() == [12, 23, 24, 25]
 
 
 def test_what_is_sent_has_no_reference_where_it_was_observed() -> None:

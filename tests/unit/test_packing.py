@@ -37,6 +37,26 @@ def test_separate_every_completion_is_a_padded_row() -> None:
     assert row.spans == ()
 
 
+@pytest.mark.parametrize(
+    ("packing", "expected"),
+    [("shared", [5, 6, 7, 8, -1, -1, 1, 2, -1]), ("separate", [5, 6, 7, 8, -1, 5, 6, 7, -1, -1, 1, 2, -1, -1, -1])],
+)
+def test_experts_stand_where_their_tokens_do_and_none_behind_the_last_that_ran(
+    packing: Packing, expected: list[int]
+) -> None:
+    """The expert of token 5 is 5, in both layers."""
+
+    def experts(tokens: list[int]) -> np.ndarray:
+        return np.tile(np.array(tokens, np.uint8)[:, None, None], (1, 2, 3))
+
+    groups = [([5, 6, 7], [[8, 9], [8]]), ([1], [[2, 3]])]
+    routing = [(experts(prompt), [experts(c[:-1]) for c in completions]) for prompt, completions in groups]
+    row = pack(groups, packing, routing=routing)
+    assert row.routing is not None and row.routing.shape == (row.input_ids.numel(), 2, 3)
+    assert all((row.routing[:, layer, k] == torch.tensor(expected)).all() for layer in range(2) for k in range(3))
+    assert row.to(torch.device("cpu")).routing is not None
+
+
 @given(groups_of_tokens, st.sampled_from(["shared", "separate"]))
 def test_every_target_is_predicted_from_the_token_before_it_in_its_own_sequence(
     groups: Groups, packing: Packing

@@ -89,6 +89,8 @@ def test_what_a_recording_does_not_have_is_the_users_to_fix(tmp_path: Path) -> N
     Replay(tmp_path / "unscored", "life")
     with pytest.raises(UserError, match=r"without reference log-probs.*set reference.on=trainer"):
         Replay(tmp_path / "unscored", "life", needs_reference=True)
+    with pytest.raises(UserError, match=r"without algorithm.router_replay; set algorithm.router_replay=false"):
+        Replay(tmp_path / "scored", "life", needs_routing=True)
     with pytest.raises(UserError, match=r"nowhere: No such file or directory; make one with run\.record=true"):
         Replay(tmp_path / "nowhere", "life")
 

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -32,6 +33,13 @@ def test_a_row_of_six_tokens_on_four_ranks() -> None:
     assert all(p.spans == (Span(0, 3, (2, 1)), Span(6, 2, ())) and p.lengths == (2, 1) for p in found)
     assert [p.shard.places.tolist() for p in found if p.shard] == [[], [0, 1, 2], [], []]
     assert all(p.shard and p.shard.num_targets == 3 for p in found)
+
+
+def test_the_experts_of_a_row_go_where_its_tokens_go() -> None:
+    of = [(np.full((3, 1, 1), 2), [np.full((1, 1, 1), 4), np.full((0, 1, 1), 0)])]
+    row = pack([([5, 6, 7], [[8, 9], [8]])], routing=of)
+    found = [shard(row, SequenceGroup(rank, 4, None)).routing for rank in range(4)]
+    assert [r.flatten().tolist() for r in found if r is not None] == [[2, 2], [2, 4], [-1, -1], [-1, -1]]
 
 
 @given(groups_of_tokens, st.integers(2, 5))

@@ -72,9 +72,20 @@ def random_rollout(rng: random.Random, with_ref: bool, support: int) -> Rollout:
     )
 
 
+def routed(group: Group, dtype: Any = np.uint8, seed: int = 0) -> Group:
+    """With 2 of 8 experts in 3 layers for every token but the last of each completion."""
+    numbers = np.random.default_rng(seed)
+
+    def experts(tokens: int) -> np.ndarray:
+        return numbers.integers(0, 8, (tokens, 3, 2), dtype)
+
+    rollouts = tuple(replace(r, routing=experts(len(r.completion_ids) - 1)) for r in group.rollouts)
+    return replace(group, rollouts=rollouts, routing=experts(len(group.prompt_ids)))
+
+
 def random_group(rng: random.Random) -> Group:
     with_ref, support = rng.random() < 0.5, rng.randrange(3)
-    return Group(
+    group = Group(
         rng.getrandbits(62),
         rng.getrandbits(31),
         rng.randrange(9),
@@ -83,6 +94,8 @@ def random_group(rng: random.Random) -> Group:
         images=tuple(EncodedImage(rng.randbytes(rng.randrange(9)), (1, 2, 2)) for _ in range(rng.randrange(3))),
         failures=("timed out", "ünder\0")[: rng.randrange(3)],
     )
+    whole = all(len(r.completion_ids) for r in group.rollouts)
+    return routed(group, rng.choice([np.uint8, np.uint16]), rng.randrange(2**32)) if whole else group
 
 
 HONEST: list[Any] = [
@@ -90,6 +103,7 @@ HONEST: list[Any] = [
     make_group(3, 1, *[make_rollout(ref_logprobs=array(-1, -1))] * 2),
     replace(make_group(3, 1, make_rollout(), of_two_turns()), failures=("timed out",)),
     make_group(3, 1, make_rollout(), make_rollout((3, 4, 5), version_spans=((0, 1), (2, 3)))),
+    routed(make_group(3, 1)),
     Tombstone(3, 1, "reward failed"),
     EvalResult("v4", 0, 4, (EvalSample(1, "4\ud7ff", {"answer": 1.0}, 2, "stop"),), (EvalFailure(2, "killed"),)),
     HELLO,
@@ -132,10 +146,11 @@ def test_an_outline_has_all_of_a_group_but_what_stands_in_its_arrays() -> None:
         real = [group.prompt_ids, *(a for r in group.rollouts for a in vars(r).values() if hasattr(a, "shape"))]
         assert [(a.shape, a.dtype) for a in found] == [(a.shape, a.dtype) for a in real]
         assert not any(any(a.strides) for a in found if a.size), "it takes no memory"
-        assert all(np.isnan(a).all() if a.dtype.kind == "f" else (a == -1).all() for a in found), "nothing can train"
+        none = {"f": math.nan, "i": -1, "u": np.iinfo(outline.routing.dtype).max if outline.routing is not None else 0}
+        assert all(np.array_equal(a, np.full_like(a, none[a.dtype.kind]), True) for a in found), "nothing can train"
         assert [(image.png, image.grid_thw) for image in outline.images] == [(b"", i.grid_thw) for i in group.images]
         arrayless = [
-            replace(g, prompt_ids=(), images=(), rollouts=tuple(map(_without_arrays, g.rollouts)))
+            replace(g, prompt_ids=(), images=(), routing=None, rollouts=tuple(map(_without_arrays, g.rollouts)))
             for g in (outline, group)
         ]
         assert same(*arrayless)
@@ -144,7 +159,7 @@ def test_an_outline_has_all_of_a_group_but_what_stands_in_its_arrays() -> None:
 
 
 def _without_arrays(rollout: Rollout) -> Rollout:
-    return replace(rollout, completion_ids=(), old_logprobs=(), ref_logprobs=(), sampling_mask=())  # type: ignore[arg-type]
+    return replace(rollout, completion_ids=(), old_logprobs=(), ref_logprobs=(), sampling_mask=(), routing=None)  # type: ignore[arg-type]
 
 
 def test_the_sampled_tokens_of_a_rollout_are_all_but_the_observed_ones() -> None:
@@ -319,6 +334,7 @@ def test_a_pickle_is_refused_and_does_nothing(tmp_path: Path) -> None:
 REF = {"ref_logprobs": array(-1, -1, 0, 0, -1)}
 SET = np.array([[3, 9], [4, -1], [60, -1], [61, -1], [5, 6]], np.int32)
 IN_TURNS, SCORED, FILTERED = {"max_turns": 2}, {"needs_ref_logprobs": True}, {"max_sampling_mask": 2}
+EXPERTS = {"experts": (8, 2)}
 OF_4_AND_5, IN_FLIGHT = make_rollout(version_spans=((0, 4), (1, 5))), {"in_flight_updates": True}
 
 
@@ -349,6 +365,7 @@ def group_of(**changes: Any) -> Group:
         (make_group(0, 0, make_rollout(), of_two_turns()), IN_TURNS),
         (both_of(of_two_turns(sampling_mask=SET, **REF)), IN_TURNS | SCORED | FILTERED),
         (both_of(kept([3, 0], [4, -1])), FILTERED),
+        (routed(make_group(0)), EXPERTS),
         (make_group(0, 3, make_rollout(), OF_4_AND_5), IN_FLIGHT),  # the first rollout has tokens of 3
         (make_group(0, 4, make_rollout(version_spans=((0, 5),)), OF_4_AND_5), IN_FLIGHT),
     ],
@@ -391,6 +408,10 @@ def test_an_honest_group_passes_the_check(group: Group, limits: dict[str, Any]) 
         (both_of(kept([3, -2], [4, 7])), FILTERED, "sampling_mask"),
         (both_of(kept([3, 3], [4, 7])), FILTERED, "sampling_mask"),
         (both_of(kept([9, 3], [4, 7])), FILTERED, "sampling_mask"),  # the sampled token comes first
+        (routed(make_group(0)), {}, "routing"),
+        (make_group(0), EXPERTS, "routing"),
+        (routed(make_group(0)), {"experts": (7, 2)}, "routing"),
+        (routed(make_group(0)), {"experts": (8, 3)}, "routing"),
         (one_of(reward=math.nan), {}, "reward"),
         (one_of(reward=math.inf), {}, "reward"),
         (one_of(rewards={"answer": math.inf}), {}, "reward"),

@@ -74,4 +74,6 @@ def cause_metrics(sums: Mapping[str, float]) -> dict[str, float]:
             }
     if sums["tokens"]:
         found["mismatch/numerics/sampled_ratio"] = sums["numerics_tokens"] / sums["tokens"]
+    if sums["routed"]:
+        found["mismatch/router/other_experts_ratio"] = sums["rerouted"] / sums["routed"]
     return found

@@ -14,6 +14,7 @@ TOKEN_SUMS = (
     *("tokens", "loss", "entropy", "kl", "ratio", "token_ratio", "clipped", "correction", "corrected"),
     *("log_ratio", "abs_log_ratio", "abs_prob_diff", "exp_abs_log_ratio"),
     *(f"{cause}_{measure}" for cause in CAUSES for measure in MEASURES),
+    *("routed", "rerouted"),  # of (token, layer): router_replay.py
 )
 VALUE_SUMS = ("tokens", "loss", "clipped")  # of the critic
 

@@ -205,12 +205,19 @@ def _row(parts: Sequence[_Part], packing: Packing) -> PackedRow:
         return filler_row()
     rows = [(p.group.prompt_ids.tolist(), [r.completion_ids.tolist() for r, _ in p.completions()]) for p in parts]
     completions = [completion for part in parts for completion in part.completions()]
-    row = pack(rows, packing, [p.group.images for p in parts]).with_sampling_mask(
+    row = pack(rows, packing, [p.group.images for p in parts], _routing(parts)).with_sampling_mask(
         [r.sampling_mask for r, _ in completions]
     )
     if all(isinstance(at, slice) for _, at in completions):
         return row
     return select(row, [np.arange(len(r.completion_ids))[at] for r, at in completions])
+
+
+def _routing(parts: Sequence[_Part]) -> list[Any]:
+    """Of each group's prompt and completions; [] where the sampler recorded none."""
+    known = [(p.group.routing, [r.routing for r, _ in p.completions()]) for p in parts if p.group.routing is not None]
+    assert len(known) in (0, len(parts)), f"of {len(parts)} groups {len(known)} say which experts their tokens met"
+    return known
 
 
 def _per_token(parts: Sequence[_Part], values: Sequence[Any]) -> Tensor:

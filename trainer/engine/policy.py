@@ -15,6 +15,7 @@ from model.checksum import checksum
 from model.dims import ModelDims, model_dims
 from model.logprobs import load_causal_lm, score_logprobs, score_norms_of_row, score_terms
 from model.packing import PackedRow, SequenceGroup
+from model.router_replay import RouterReplay
 from model.vision import layout_of
 from trainer.algorithm.losses import TokenTerms, loss, token_objective
 from trainer.algorithm.mismatch import by_cause
@@ -60,6 +61,8 @@ class PolicyEngine(DeepSpeedModel):
         if config.lora.r:
             self.adapter_settings = lora.settings_file(lora.add_adapters(model, config))
         policy = Policy(model, config.trainer.logprob_chunk_size, config.algorithm.entropy_coef > 0)
+        if config.algorithm.router_replay:
+            model.router_replay = RouterReplay(model, lambda: policy(filler_row(), 1.0, logprobs_only=True))
         super().__init__(config, world_size, policy_of(config), model, policy, sequence_group)
         self.layout = layout_of(model.config, config.model.path, config.model.revision)
 
@@ -124,6 +127,8 @@ class PolicyEngine(DeepSpeedModel):
         sampled, known = self._when_sampled(batch, logprobs, policy_version)
         mass = None if row.sampling_mask is None else log_mass
         parts = by_cause(logprobs, old_logprobs, sampled, mass, known)
+        if self.config.algorithm.router_replay:
+            parts |= self.model.router_replay.sums()
         self.sums.add(token_sums(loss_sum, logprobs, old_logprobs, entropy.detach(), terms) | parts)
         return logprobs
 

@@ -120,17 +120,23 @@ class Recorder:
 class Replay(GroupSource):
     """Serves a recording. There is no sampler, hence no evaluation."""
 
-    def __init__(self, path: Path, incarnation: str, needs_reference: bool = False):
-        """Raises UserError if the trainer needs reference log-probs and the groups were recorded without."""
+    def __init__(self, path: Path, incarnation: str, needs_reference: bool = False, needs_routing: bool = False):
+        """Raises UserError if the trainer needs reference log-probs or routing and the groups were recorded without."""
         self.incarnation = incarnation
         self._path = path
         self._groups = {received.group.group_id: received for received, _ in read(path)}
-        groups = (received.group for received in self._groups.values())
-        rollouts = (r for g in groups if isinstance(g, Group) for r in g.rollouts)
+        groups = [received.group for received in self._groups.values() if isinstance(received.group, Group)]
+        rollouts = (r for g in groups for r in g.rollouts)
         if needs_reference and any(r.ref_logprobs is None for r in rollouts):
             raise UserError(
                 f"recording {path} holds groups without reference log-probs: it was made with algorithm.beta 0 or "
                 "reference.on trainer; set reference.on=trainer, or algorithm.beta=0"
+            )
+
+        if needs_routing and any(g.routing is None for g in groups):
+            raise UserError(
+                f"recording {path} holds groups that do not say which experts their tokens met: it was made without "
+                "algorithm.router_replay; set algorithm.router_replay=false"
             )
 
     def receive(self, group_ids: Sequence[int]) -> list[wire.Received]:

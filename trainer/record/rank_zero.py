@@ -13,7 +13,8 @@ from common.config import Config, world_size
 from common.group_limits import ImageLimits, Limits
 from common.redact import redacted
 from common.run_folder import CHECKPOINTS
-from model.folder import load_config
+from model.dims import experts_of
+from model.folder import about_experts, load_config
 from model.images import vision_of
 from report.display import StepDisplay
 from report.run_log import MetricsLog, read_jsonl
@@ -61,8 +62,8 @@ def open_rank_zero(
     stack.callback(log.close)
     display = StepDisplay(config)
     display.recall(read_jsonl(output_dir / "metrics.jsonl"), read_jsonl(output_dir / "eval.jsonl"))
-    if uneven := config.uneven_work(world_size()):
-        display.note(uneven)
+    for said in filter(None, [config.uneven_work(world_size()), *about_experts(config)]):
+        display.note(said)
     stack.callback(_leave_no_versions, weights_dir)
     records = config.run.record and config.run.replay is None  # a recording must not be cut while it is replayed
     recorder = Recorder(output_dir / FILE, cursor) if records else None
@@ -71,7 +72,8 @@ def open_rank_zero(
     incarnation = secrets.token_hex(8)
     if config.run.replay is not None:
         needs_reference = config.reference_on == "sampler"
-        return RankZero(Replay(config.run.replay, incarnation, needs_reference), recorder, log, display)
+        replay = Replay(config.run.replay, incarnation, needs_reference, config.algorithm.router_replay)
+        return RankZero(replay, recorder, log, display)
     ledger = Ledger(cursor + config.groups_after(batch), config.window, cursor)
     inbox = Inbox(config, run_id, incarnation, _limits(config), ledger, display.waiting)
     return RankZero(stack.enter_context(inbox), recorder, log, display)
@@ -83,6 +85,7 @@ def _leave_no_versions(weights_dir: Path) -> None:
 
 
 def _limits(config: Config) -> Limits:
+    replays = config.algorithm.router_replay
     return Limits(
         vocab_size=load_config(config.model).get_text_config().vocab_size,
         num_generations=config.sampler.num_generations,
@@ -94,6 +97,7 @@ def _limits(config: Config) -> Limits:
         images=_image_limits(config),
         max_turns=config.rollout.max_turns if config.rollout.is_multi_turn else 0,
         in_flight_updates=config.sampler.in_flight_updates,
+        experts=experts_of(load_config(config.model).get_text_config().to_dict()) if replays else None,
     )
 
 

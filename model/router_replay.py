@@ -1,0 +1,157 @@
+"""The sampler's experts in the trainer's forward: Rollout Routing Replay (R3; Ma et al., arXiv 2510.11370, section 4).
+
+    s = router(x; θ)              scores of all E experts under the trainer's own weights, with gradient
+    I = recorded                  the k experts that the sampler sent the token to; without replay the top k of s
+    y = Σ_{i ∈ I} g(s, I)_i · expert_i(x)      g: what the model makes of chosen scores, such as a division by their sum
+
+Two programs in bfloat16 choose other experts where scores are close, and their log-probs then differ by whole experts.
+Here the choice is the sampler's, and everything else the trainer's.
+
+No list of families: every router asks torch.topk for k of E scores. Which modules do is found by one forward at load,
+and while one of them runs, the answer is replaced; in a recomputation under gradient checkpointing too, which runs the
+same modules. Group-limited routers ask for groups first, which have other sizes, and score chosen experts themselves.
+Left out: a choice that is not made by top k, which is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from common.errors import UserError
+from model.dims import experts_of
+
+Answer = Callable[[Tensor, Any], Any]  # (scores, what topk says) -> what the caller gets
+_TOPK = (torch.topk, torch.Tensor.topk)
+
+
+class _TopK(TorchFunctionMode):
+    """Gives topk's answers over E scores to `answer`."""
+
+    def __init__(self, num_experts: int, per_token: int, answer: Answer):
+        super().__init__()
+        self._sizes, self._answer = (num_experts, per_token), answer
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if function not in _TOPK or (args[0].shape[-1], found.indices.shape[-1]) != self._sizes:
+            return found
+        return self._answer(args[0], found)
+
+
+class RouterReplay:
+    """Of one model. From `use` on its forwards, recomputed ones too, send tokens where the sampler sent them."""
+
+    def __init__(self, model: Any, run: Callable[[], Any]):
+        """run: any forward of the model. Raises UserError for one without experts, or that chooses them otherwise."""
+        sizes = experts_of(model.config.get_text_config().to_dict())
+        kind, off = type(model).__name__, "set algorithm.router_replay=false"
+        if sizes is None:
+            raise UserError(f"algorithm.router_replay: {kind} has no experts that tokens are sent to; {off}")
+        self._sizes = sizes
+        self._recorded: Tensor | None = None
+        self._differing = dict[int, Tensor]()  # by layer
+        inputs = _routers(model, run, *sizes)
+        for i, router in enumerate(inputs):
+            router.forward = self._replaying(i, router.forward)
+        self.num_layers = len(inputs)
+        obeys = [self._obeys(i, router, given) for i, (router, given) in enumerate(inputs.items())]
+        if not 0 < sum(obeys) == len(blocks(model)):
+            raise UserError(
+                f"algorithm.router_replay: {sum(obeys)} of the {len(blocks(model))} mixtures of {kind} choose experts "
+                f"by torch.topk of {sizes[1]} in {sizes[0]}, where the choice can be replaced; {off}"
+            )
+
+    def use(self, recorded: Tensor | None) -> None:
+        """recorded: [T, layers, k] of the tokens of the flattened row, −1 = the router's own choice; None: of all.
+
+        Raises UserError if it is of another number of layers.
+        """
+        if recorded is not None and recorded.shape[1] != self.num_layers:
+            raise UserError(
+                f"the sampler's engine sends tokens to experts in {recorded.shape[1]} layers, the trainer's model in "
+                f"{self.num_layers}; set algorithm.router_replay=false"
+            )
+        self._recorded = recorded
+        self._differing = {}
+
+    def sums(self) -> dict[str, Tensor]:
+        """Over layers and recorded tokens of the last forward: how many, and where the own top k was another set."""
+        if self._recorded is None:
+            return {}
+        tokens = (self._recorded[:, 0, 0] >= 0).sum()
+        return {"routed": tokens * self.num_layers, "rerouted": sum(self._differing.values(), torch.zeros_like(tokens))}
+
+    def _replaying(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def replayed(*args: Any, **kwargs: Any) -> Any:
+            if self._recorded is None:
+                return forward(*args, **kwargs)
+            with _TopK(*self._sizes, lambda scores, own: self._chosen(layer, scores, own)):
+                return forward(*args, **kwargs)
+
+        return replayed
+
+    def _chosen(self, layer: int, scores: Tensor, own: Any) -> Any:
+        assert self._recorded is not None
+        recorded = self._recorded[:, layer].long().reshape(own.indices.shape)
+        indices = torch.where(recorded < 0, own.indices, recorded)
+        differs = indices.sort(-1).values != own.indices.sort(-1).values
+        self._differing[layer] = differs.any(-1).sum()
+        return torch.return_types.topk((scores.gather(-1, indices), indices))
+
+    @torch.no_grad()
+    def _obeys(self, layer: int, router: Any, given: Any) -> bool:
+        """Whether the first and the last k experts give it other outputs for the same input."""
+        num_experts, per_token = self._sizes
+        said = []
+        for first in (0, num_experts - per_token):
+            tokens = given[0][0].shape[:-1].numel()
+            self._recorded = (first + torch.arange(per_token)).expand(tokens, self.num_layers, per_token)
+            said.append(_tensors(router.forward(*given[0], **given[1])))
+        self.use(None)
+        return any(not torch.equal(a, b) for a, b in zip(*said, strict=True))
+
+
+def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules that hold E experts, as tensors [E, …] or as a list of modules; [] without a mixture."""
+    sizes = experts_of(model.config.get_text_config().to_dict())  # type: ignore[union-attr, operator]
+    return [m for m in model.modules() if sizes and _holds_experts(m, sizes[0])]
+
+
+def _holds_experts(module: torch.nn.Module, num_experts: int) -> bool:
+    fused = any(p.dim() == 3 and p.shape[0] == num_experts for p in module.parameters(recurse=False))
+    return fused or (isinstance(module, torch.nn.ModuleList) and len(module) == num_experts)
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [x for x in (output if isinstance(output, tuple) else (output,)) if isinstance(x, Tensor)]
+
+
+@torch.no_grad()
+def _routers(model: torch.nn.Module, run: Callable[[], Any], num_experts: int, per_token: int) -> dict[Any, Any]:
+    """{innermost module that asks for the top k of E: (args, kwargs) of its call}, in the order of the layers."""
+    entered, found = list[tuple[Any, Any]](), dict[Any, Any]()
+
+    def note(scores: Tensor, own: Any) -> Any:
+        module, given = entered[-1]
+        found[module] = given
+        return own
+
+    def enter(module: Any, args: Any, kwargs: Any) -> None:
+        entered.append((module, (args, kwargs)))
+
+    hooks = []
+    for module in model.modules():
+        hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        hooks.append(module.register_forward_hook(lambda *_: entered.pop() and None))
+    try:
+        with _TopK(num_experts, per_token, note):
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
