@@ -19,6 +19,7 @@ refused, and which layout.py finds out when a model is loaded.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ from model.sequence_parallel import heads_for_tokens, tokens_for_heads
 
 NAME = "shared_prompt"
 _OTHER_WISHES = ("position_bias", "indices", "block_indices")
+_PASSED_OVER = ("softcap", "s_aux")  # by transformers' own sdpa, without a word
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,26 @@ class _Kind:
 def register() -> None:
     """Makes `attn_implementation="shared_prompt"` known to transformers. Call before from_pretrained.
 
-    Takes cuDNN's attention out of torch's choice in this process.
+    Takes cuDNN's attention out of torch's choice in this process; "sdpa" refuses what it would pass over.
     """
     from transformers import AttentionInterface
 
     devices.switch_off_planned_attention()
     # without a mask of this name transformers makes none, and asks the device for nothing to make one of
     AttentionInterface.register(NAME, _attention)
+    AttentionInterface.register("sdpa", _strict_sdpa)
+
+
+def _strict_sdpa(*given: Any, **wishes: Any) -> Any:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    _refuse(_PASSED_OVER, wishes)
+    return sdpa_attention_forward(*given, **wishes)
+
+
+def _refuse(names: Sequence[str], wishes: dict[str, Any]) -> None:
+    if unknown := [name for name in names if wishes.get(name) is not None]:
+        raise NotImplementedError(f"attention with {unknown[0]}")
 
 
 def options(base: Any, row: PackedRow) -> dict[str, Any]:
@@ -86,8 +101,7 @@ def _attention(  # noqa: PLR0913 transformers', and what a packed row adds
     """
     if spans is None:
         raise ValueError('attn_implementation="shared_prompt" needs spans=…: call the model with a PackedRow')
-    if unknown := [name for name in _OTHER_WISHES if extra.get(name) is not None]:
-        raise NotImplementedError(f"attention with {unknown[0]}")
+    _refuse(_OTHER_WISHES, extra)
     if sequence_group is not None:
         query, key, value = tokens_for_heads(query, key, value, sequence_group)
         s_aux = None if s_aux is None else s_aux.chunk(sequence_group.size)[sequence_group.rank]

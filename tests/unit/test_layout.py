@@ -96,6 +96,12 @@ def test_separate_rows_go_through_the_model_s_own_attention_where_they_are_wante
         score_logprobs(model, pack(GROUPS, "shared"), 1.0, 5)
 
 
+def test_a_soft_cap_that_sdpa_would_pass_over_is_kept_by_the_model_s_eager_attention(tmp_path: Path) -> None:
+    path = saved(tmp_path, "capped logits and scores, windows")
+    model = load_causal_lm(path, "bfloat16", None, False, "separate")
+    assert model.config._attn_implementation == "eager"
+
+
 @pytest.mark.parametrize("kind", ["convolution", "chunks"])
 def test_a_layer_that_nobody_has_named_is_found_out_by_its_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
