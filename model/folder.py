@@ -21,7 +21,8 @@ from model.hub import model_json, not_to_be_had, present_file, read_json
 
 SHARD_NAME = re.compile(r"(?![.])[A-Za-z0-9._-]{1,128}")
 _MAX_INDEX_BYTES = 64 << 20
-VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # model_type of those whose images are understood here
+# model_type of those whose images are understood here
+VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 
 
 NO_CHAT_TEMPLATE = (
@@ -171,13 +172,13 @@ def _require_known_vision(config: Config, settings: dict[str, Any]) -> None:
     kind, path = settings.get("model_type"), config.model.path
     if "vision_config" in settings and kind not in VISION_FAMILIES:
         raise UserError(
-            f"model {path!r} is a {kind}: of models that see images Qwen2-VL, Qwen2.5-VL and Qwen3-VL are supported "
-            f"({', '.join(VISION_FAMILIES)}), not this one; set model.path to one of them"
+            f"model {path!r} is a {kind}: of models that see images Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 are "
+            f"supported ({', '.join(VISION_FAMILIES)}), not this one; set model.path to one of them"
         )
     if config.model.freeze_vision_tower and settings and kind not in VISION_FAMILIES:
         raise UserError(
             f"model.freeze_vision_tower is true, and model {path!r} is a {kind} without a vision tower; remove it, or "
-            "set model.path to a Qwen2-VL, Qwen2.5-VL or Qwen3-VL"
+            "set model.path to a Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Qwen3.5"
         )
 
 

@@ -14,7 +14,7 @@ from common.types import EncodedImage
 from model.images import ImageFormat, decode_patches, image_format
 from tests.support.tiny import randomise_vectors
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 IMAGE_TOKEN, VISION_START, VISION_END, VIDEO_TOKEN = 310, 311, 312, 313
 VOCAB_SIZE = 320
 WORDS = 300  # ids below are plain text
@@ -41,7 +41,17 @@ _TOWERS = {
     "qwen3_vl": _PIXELS
     | {"patch_size": 16, "depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
     | {"out_hidden_size": 64, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+    "qwen3_5": _PIXELS
+    | {"patch_size": 16, "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+    | {"out_hidden_size": 64, "num_position_embeddings": 64},
 }
+_DELTA = {
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 128,
+}  # as vLLM's kernel has them
+_HYBRID = {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "head_dim": 64}
+_HYBRID |= _DELTA | {"linear_value_head_dim": 128}
 
 
 def vision_config(family: str, tied: bool = True, **text: Any) -> Any:
@@ -49,8 +59,10 @@ def vision_config(family: str, tied: bool = True, **text: Any) -> Any:
     from transformers import AutoConfig
 
     rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
-    if family == "qwen3_vl":
+    if family.startswith("qwen3"):
         rope["mrope_interleaved"] = True
+    if family == "qwen3_5":
+        text, rope = _HYBRID | text, rope | {"partial_rotary_factor": 0.5}
     tower = _TOWERS[family] | {"initializer_range": 0.1}
     tokens = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN}
     tokens |= {"vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END}
@@ -71,7 +83,7 @@ def tiny_vision_model(folder: Path, family: str, tied: bool = True, seed: int = 
     model.save_pretrained(folder)
     settings: dict[str, Any] = {"image_processor_type": "Qwen2VLImageProcessor", "merge_size": 2}
     settings |= {"patch_size": _TOWERS[family]["patch_size"], "temporal_patch_size": 2}
-    if family == "qwen3_vl":
+    if family.startswith("qwen3"):
         settings |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     return folder

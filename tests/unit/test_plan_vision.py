@@ -17,10 +17,11 @@ from model.images import Vision
 from model.vision_dims import VisionDims
 from tests.support.configs import config_of
 from tests.support.tiny import bytes_kept
-from tests.support.tiny_vision import FAMILIES, vision_config
+from tests.support.tiny_vision import vision_config
 from tests.support.vision import PLAIN, picture, write_vision_settings
 from trainer.data.micro_batches import work
 
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # whose files say it all
 ROOT = Path(__file__).resolve().parents[2]
 # config.json of Qwen/Qwen2.5-VL-3B-Instruct, which has the language model's settings beside the tower's
 TOWER = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 2048, "num_heads": 16}

@@ -17,8 +17,9 @@ from common.errors import UserError
 from model import lora
 from model.folder import require_models
 from model.images import image_format
+from model.layout import packing_of
 from model.logprobs import load_causal_lm, score_logprobs
-from model.packing import PackedRow, pack
+from model.packing import PackedRow, Packing, pack
 from model.reference import Reference
 from model.vision import freeze_tower, layout_of, with_vision
 from tests.support.configs import config_of
@@ -54,11 +55,11 @@ def config(path: Path, **sections: Any) -> Config:
     return config_of(model, data, **{"algorithm": {"beta": 0.0}} | sections)
 
 
-def row_with_image(path: Path) -> PackedRow:
+def row_with_image(path: Path, packing: Packing = "shared") -> PackedRow:
     rng, form = np.random.default_rng(5), image_format(str(path))
     image = random_image(rng, form, 2, 3)
     groups = [(image_prompt(rng, [image], form, 4), [words(rng, 5), words(rng, 3)]), (words(rng, 4), [words(rng, 2)])]
-    return pack(groups, images=[(image,), ()])
+    return pack(groups, packing, [(image,), ()])
 
 
 def load(path: Path) -> Any:
@@ -68,7 +69,7 @@ def load(path: Path) -> Any:
 def test_another_family_that_sees_images_is_refused_by_name(tmp_path: Path) -> None:
     settings = {"model_type": "gemma3", "vision_config": {}, "text_config": {"max_position_embeddings": 9999}}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match=r"is a gemma3: .* Qwen2-VL, Qwen2\.5-VL and Qwen3-VL are supported"):
+    with pytest.raises(UserError, match=r"is a gemma3: .* Qwen2-VL, Qwen2\.5-VL, Qwen3-VL and Qwen3\.5 are supported"):
         require_models(config(tmp_path))
 
 
@@ -113,13 +114,14 @@ def test_adapters_are_beside_the_language_model_alone_and_are_those_that_the_sam
     settings, model = config(path, lora={"r": 4}), load(path)
     lora.add_adapters(model, settings)
     published = {tensor.name for tensor in adapters(model)}
-    assert len(published) == 3 * 7 * 2  # layers, linear layers of each, A and B
+    linear = (3 + 4) + 2 * (3 + 5) if family == "qwen3_5" else 3 * 7  # of an MLP, of attention, of a delta net
+    assert len(published) == linear * 2  # A and B
     assert all(name.startswith("base_model.model.model.language_model.layers.") for name in published)
     assert published == lora.expected(settings)[0].keys()
     assert {name for name, p in model.named_parameters() if p.requires_grad} == {
         name for name, _ in model.named_parameters() if ".lora_" in name
     }
-    row = with_vision(row_with_image(path), layout_of(model.config, str(path), None))
+    row = with_vision(row_with_image(path, packing_of(model)), layout_of(model.config, str(path), None))
     score_logprobs(model, row, 1.0, 16).sum().backward()
     assert any(p.grad.any() for _, p in model.named_parameters() if p.grad is not None)
     assert [tensor.name for tensor in merged(model)] == [tensor.name for tensor in parameters(load(path))]
@@ -131,7 +133,7 @@ def test_a_critic_starts_at_zero_and_keeps_a_head_that_it_once_learned(
 ) -> None:
     path = folder(family)
     model = load_value_model(config(path))
-    row = with_vision(row_with_image(path), layout_of(model.config, str(path), None))
+    row = with_vision(row_with_image(path, packing_of(model)), layout_of(model.config, str(path), None))
     values = ValueModel(model)(row)
     assert values.shape == (10,) and not values.any()
     values.sum().backward()
