@@ -185,15 +185,17 @@ class SamplerMemory:
 
 
 def sampler_memory(work: Workload, tensor_parallel: int = 1) -> SamplerMemory:
-    """Weights and cache split over tensor_parallel devices. Key-value cache: 2·L·K·D·b·(P + C) per sequence."""
-    b = work.bytes_per_value
-    cache = b * work.model.kv_values_per_token * (work.prompt + work.completion) / tensor_parallel
-    logits = 8 * work.model.vocab * work.max_num_seqs  # two float32 copies in the sampling step
+    """Weights and cache split over tensor_parallel devices. Key-value cache: 2·L·K·D·b·(P + C) per sequence,
+    and what recurrent layers keep of it."""
+    b, model = work.bytes_per_value, work.model
+    values = model.kv_values_per_token * (work.prompt + work.completion) + model.state_values
+    cache = b * values / tensor_parallel
+    logits = 8 * model.vocab * work.max_num_seqs  # two float32 copies in the sampling step
     frozen = work.reference_of("sampler")
     one_group = replace(work, groups_per_micro_batch=1)  # which is scored at a time
     reference = b * frozen.parameters + _logits(one_group, frozen) if frozen else 0.0
     context = _CONTEXT if work.on_gpu else _SAMPLER_PROGRAM
-    return SamplerMemory(b * work.model.parameters / tensor_parallel, reference, cache, context + logits)
+    return SamplerMemory(b * model.parameters / tensor_parallel, reference, cache, context + logits)
 
 
 def resident_sampler(work: Workload, sampler: SamplerMemory) -> float:

@@ -23,7 +23,7 @@ from launcher.machine import GIB, Machine, this_machine
 from launcher.placement import Placement, placement, visible_gpus
 from launcher.run import parse, require_built
 from launcher.workload import workload_of
-from model.dims import read_dims
+from model.counted_dims import read_dims
 from model.folder import about_experts, require_models, require_settings
 from model.images import digest, vision_of
 from report.escape import strip_escapes
@@ -64,7 +64,7 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
         print(f"tandem: {said}", file=sys.stderr)
     _print("devices", [("sampler", place.sampler_place), ("trainer", place.trainer_place)])
     if model is None:
-        _print("memory", [("", f"{config.model.path} is no Llama, Qwen2, Qwen3, Mistral or Qwen-VL: no estimate")])
+        _print("memory", [("", f"{config.model.path} is no decoder of transformers' own: no estimate")])
         troubles: tuple[str, ...] = ()
     else:
         work = workload_of(config, place.num_ranks, model, machine.gpus > 0, place.ranks_per_gpu)

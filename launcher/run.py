@@ -29,7 +29,7 @@ from launcher.machine import ROOT, this_machine
 from launcher.output_dir import LOCK, in_use, make_room
 from launcher.placement import placement, visible_gpus
 from launcher.supervisor import Rules, Supervisor
-from model.dims import read_dims
+from model.counted_dims import read_dims
 from model.folder import looks_local, require_models
 from report.sinks import require_packages
 from trainer.algorithm.user_functions import require_user_functions

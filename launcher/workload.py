@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.config import Config
-from model.dims import ModelDims, read_dims
+from model.counted_dims import read_dims
+from model.dims import ModelDims
 from trainer.engine.deepspeed_config import deepspeed_config
 
 BYTES = {"float32": 4, "bfloat16": 2}

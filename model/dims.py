@@ -2,19 +2,16 @@
 
 For decoders of the Llama family (Llama, Qwen2, Qwen2.5, Qwen3, Mistral): attention with grouped keys, a gated MLP with
 three matrices, two norms per layer; for mixtures of such MLPs (Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE, GLM-4-MoE); and
-for Qwen2-VL, Qwen2.5-VL and Qwen3-VL, whose tower is in vision_dims.py. Left out: anything with other layers, for which
-there is no estimate rather than a wrong one.
+for Qwen2-VL, Qwen2.5-VL and Qwen3-VL, whose tower is in vision_dims.py. Other decoders are counted:
+counted_dims.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
-from model.hub import model_file, read_json
 from model.vision_dims import VisionDims, vision_dims
 
 FAMILY = ("llama", "qwen2", "qwen3", "mistral")
@@ -124,6 +121,11 @@ class ModelDims:
         """2·L·K·D: a key and a value per layer."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
+    @property
+    def state_values(self) -> int:
+        """What recurrent layers keep of a sequence, however long it is."""
+        return 0
+
 
 def model_dims(settings: dict[str, Any]) -> ModelDims | None:
     """From the contents of config.json; None for a model whose layers are others."""
@@ -176,20 +178,3 @@ def _experts(settings: Mapping[str, Any], family: str) -> Experts:
         shared_gate=family == "qwen2_moe",
         dense_layers=sum(i in plain or (i + 1) % every != 0 for i in layers),
     )
-
-
-def read_dims(path: str, revision: str | None) -> ModelDims | None:
-    """The dimensions of a model in a folder, or of a hub id, of which config.json alone is downloaded.
-
-    None for another family. Raises UserError when there is no such model.
-    """
-    folder = Path(path).expanduser()
-    if not folder.is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-        raise UserError(f"model {path!r}: no such folder. Set model.path to a folder or a hub id")
-    file = model_file(path, "config.json", revision)
-    if (settings := read_json(file)) is None:
-        raise UserError(f"{file}: no such file, or not JSON; set model.path to a model")
-    try:
-        return model_dims(settings)
-    except (ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{file} is no model's ({error!r}); set model.path to a model") from None

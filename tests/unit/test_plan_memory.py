@@ -102,7 +102,7 @@ def test_a_token_meets_only_its_experts() -> None:
 @pytest.mark.parametrize(
     "settings", [{"model_type": "mamba"}, {"model_type": "qwen2", "num_experts": 8, "num_experts_per_tok": 2}]
 )
-def test_other_layers_have_no_estimate(settings: dict[str, Any]) -> None:
+def test_other_layers_have_no_formula(settings: dict[str, Any]) -> None:
     assert model_dims(settings) is None
 
 

@@ -132,7 +132,7 @@ def _estimated_gib(config: Config, ranks: int) -> float:
     """What `plan` expects of one rank; on a GPU without the CUDA context, which torch does not count."""
     from launcher.memory import trainer_memory
     from launcher.workload import workload_of
-    from model.dims import read_dims
+    from model.counted_dims import read_dims
 
     model, on_gpu = read_dims(config.model.path, None), torch.cuda.is_available()
     assert model is not None, "every shape is a Qwen2"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 from common.config import Config
 from model import lora
 from model.checksum import checksum
+from model.counted_dims import counted_dims
 from model.dims import ModelDims, model_dims
 from model.logprobs import load_causal_lm, score_logprobs, score_norms_of_row, score_terms
 from model.packing import PackedRow, SequenceGroup
@@ -88,9 +90,9 @@ class PolicyEngine(DeepSpeedModel):
         list(self.whole(base(self.model), lambda _: is_rank_0, sum_up))
         return found
 
-    @property
+    @functools.cached_property
     def dims(self) -> ModelDims | None:
-        return model_dims(self.model.config.to_dict())
+        return model_dims(self.model.config.to_dict()) or counted_dims(self.model.config)
 
     def backward(self, batch: MicroBatch, policy_version: int | None = None) -> Tensor:
         """Forward and backward of one micro-batch; its metrics are added to `sums`. Nothing here waits for a GPU.
