@@ -47,7 +47,7 @@ def test_a_recipe_works_as_it_stands(name: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     place = 2 * RECIPES.index(name)
     for kind, path, text in BLOCKS[place : place + 2]:
-        (tmp_path / path).parent.mkdir()
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(applied(text, (ROOT / path).read_text()) if kind == "diff" else text)
         module = path.removesuffix(".py").replace("/", ".")
         if kind == "diff":

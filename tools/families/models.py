@@ -21,7 +21,8 @@ _LATENT = dict(kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head
                head_dim=16, n_routed_experts=8, n_group=1, topk_group=1, first_k_dense_replace=1, **_MOE)  # fmt: skip
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen2": {}, "qwen3": {}, "llama": {}, "ministral3": {}, "smollm3": {}, "phi3": {}, "olmo2": {},
+    "qwen2": {}, "qwen3": {},
+    "llama": {}, "ministral3": {}, "smollm3": {}, "phi3": {}, "olmo2": {},
     "granite": dict(logits_scaling=8.0, embedding_multiplier=12.0, residual_multiplier=0.22,
                     attention_multiplier=0.015625),
     "glm4": {}, "seed_oss": {}, "ernie4_5": {}, "starcoder2": {}, "nanochat": {}, "hunyuan_v1_dense": {},
