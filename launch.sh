@@ -9,6 +9,7 @@
 #   bash launch.sh convert FILE.gguf FOLDER [--dtype float32]   a model folder from a GGUF file
 #   bash launch.sh report RUN_FOLDER | samples RUN_FOLDER [--step N] [--worst | --best]
 #   bash launch.sh setup | doctor | bench [--cells … --rows …]
+#   bash launch.sh families [NAME …] [--only …]   what works with which model: docs/model.md
 #   bash launch.sh test [--all] [pytest arguments]     --all: the full counts, layouts and stories, too
 #   bash launch.sh gpu-check [--cpu]   minutes, offline, that say what this GPU does: docs/gpu.md
 #

@@ -27,6 +27,7 @@ COMMANDS = {  # name → what Python is started with
     "test": ("-m", "pytest"),
     "gpu-check": ("-m", "pytest", "tests/gpu", "-m", "gpu", "-n", "1", "--junit-xml=runs/gpu-check.xml"),
     "bench": ("tools/benchmarks/bench.py",),
+    "families": ("tools/families/families.py",),
 }
 CALLED_FROM = "TANDEM_CALLED_FROM"  # environment variable: the folder in which launch.sh was called
 _WORKERS = ("-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder")  # in which order: tests/conftest.py

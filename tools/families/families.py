@@ -189,7 +189,8 @@ def table(facts: dict[str, Facts]) -> str:
 
     for family, found in facts.items():
         proven = f"{found['tensors'] - found['unproven']} of {found['tensors']}" if "tensors" in found else None
-        planned = "exact" if found.get("planned") == found.get("parameters") else found.get("planned")
+        planned = found.get("planned")
+        planned = "exact" if planned and planned == found["parameters"] else planned
         name = f"{family} (bfloat16)" if family in BFLOAT16 else family
         values = [found.get(key) for key in ("layout", "logprobs", "gradient", "loop", "canary")]
         values += [proven, found.get("resume"), found.get("lora"), planned, "not yet"]
