@@ -30,7 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": _WINDOW | dict(query_pre_attn_scalar=32),
     "gemma3_text": _WINDOW | dict(query_pre_attn_scalar=32,
                                   layer_types=["sliding_attention"] * 3 + ["full_attention"]),
-    "gemma4_text": _WINDOW | dict(hidden_size_per_layer_input=16),
+    "gemma4_text": _WINDOW | dict(hidden_size_per_layer_input=16, global_head_dim=64),
     "qwen2_moe": dict(num_experts=8, shared_expert_intermediate_size=64, **_MOE),
     "qwen3_moe": dict(num_experts=8, **_MOE), "glm4_moe": dict(n_routed_experts=8, n_group=1, topk_group=1,
                                                                first_k_dense_replace=1, **_MOE),
