@@ -1,7 +1,8 @@
 """vLLM, in this process: submit prompts, step, collect completions with their log-probs.
 
-With completions.py, weight_loader.py and vllm_insides.py the only file that imports vllm. The engine runs in-process
-(one process, real exceptions, nothing left behind by a SIGKILL), and is stepped by the sampler's loop.
+With completions.py, weight_loader.py, vllm_insides.py and vllm_cpu_worker.py the only file that imports vllm. The
+engine runs in-process (one process, real exceptions, nothing left behind by a SIGKILL), and is stepped by the sampler's
+loop.
 Every sampling value is given explicitly: vLLM would otherwise take temperature, top-k and penalties from the model's
 generation_config.json, and the trainer's ratio would compare two different distributions. Left out: text. Token ids go
 in, token ids come out.
@@ -9,6 +10,7 @@ in, token ids come out.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -22,9 +24,11 @@ from common.errors import UserError
 from common.types import EncodedImage
 from common.watchdog import report_progress
 from model import cpu
+from model.folder import load_config
 from model.images import vision_of
 from sampler import routing, vllm_images, vllm_insides
 from sampler.cache_sleep import CacheSleep
+from sampler.certain_errors import certain, would_repeat
 from sampler.completions import Completion, SamplingParams, completions_of
 from sampler.engine_arguments import engine_arguments, set_environment, stop_token_ids
 from sampler.in_flight import InFlight
@@ -52,16 +56,26 @@ class Engine:
 
         self._vllm = vllm
         self._vision = vision_of(config)
-        if vllm_images.has_tower(config):
-            vllm_insides.show_images_alone()
         arguments = engine_arguments(config, self.on_cpu)
         unknown = sorted(set(config.vllm) - set(vllm.EngineArgs.__dataclass_fields__))
         if unknown:
             raise UserError(f"vllm.{unknown[0]}: vLLM {vllm.__version__} has no such engine argument")
         try:
+            if vllm_images.has_tower(config):
+                vllm_insides.show_images_alone()
+            else:
+                vllm_insides.load_without_torchvision(load_config(config.model).architectures or ())
+            if self.on_cpu and vllm.EngineArgs(**arguments).create_model_config().is_hybrid:
+                # the cache of a state's past needs prompts in chunks, which a CPU's generator cannot have
+                arguments = {"enable_prefix_caching": False} | arguments
             self._llm = vllm.LLM(**arguments)
         except ValidationError as error:
             raise UserError(f"vllm: vLLM refuses these engine arguments: {error.errors()[0]['msg']}") from error
+        except Exception as error:
+            if not would_repeat(error):
+                raise
+            traceback.print_exc()
+            raise certain(f"vLLM {vllm.__version__} does not start with {config.model.path}", error) from error
         self._engine = self._llm.llm_engine
         if self._engine.vllm_config.parallel_config.world_size > 1:  # workers in processes of their own
             self._llm.collective_rpc("end_with_engine")
@@ -83,12 +97,9 @@ class Engine:
 
     def _watch_layers(self) -> None:
         """On a CPU: every layer reports progress, and sees each of a step's equal rows once."""
-        from vllm.forward_context import get_forward_context
-        from vllm.model_executor.layers.attention import Attention
-
         self._llm.collective_rpc("report_layers")
         if cpu.is_on():
-            self._llm.collective_rpc("compute_rows_once", args=(Attention, get_forward_context))
+            self._llm.collective_rpc("compute_rows_once")
 
     def _record_routing(self) -> None:
         from vllm.forward_context import get_forward_context

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import os
 from typing import Any
 
 from common.config import Config
 from common.errors import UserError
 from model import lora
-from model.folder import load_config
 from model.tokenizer import load_tokenizer
 from sampler import in_flight
 from sampler.vllm_images import image_arguments
 
+_MAX_CPU_CACHE = 16 << 30  # bytes
 _CANARY_LENGTH = 64  # the context must hold the trainer's canary sequences
 
 
@@ -50,16 +49,6 @@ def set_environment(config: Config, on_cpu: bool) -> None:
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
         os.environ.setdefault("TORCHDYNAMO_DISABLE", os.environ["TORCH_COMPILE_DISABLE"])
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # placement is the launcher's
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(cpu_cache_gib(config)))
-
-
-def cpu_cache_gib(config: Config) -> int:
-    """Key-value cache for one full window of rollouts, in whole GiB, 1 to 16."""
-    model = load_config(config.model).get_text_config()
-    heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
-    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    bytes_per_token = 2 * model.num_hidden_layers * heads * head_dim * 4
-    return min(16, max(1, math.ceil(max_num_seqs(config) * max_model_len(config) * bytes_per_token / 2**30)))
 
 
 def max_num_seqs(config: Config) -> int:
@@ -87,7 +76,6 @@ def engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": max(1, config.sampler.max_sampling_mask),
-        "enable_prefix_caching": True,
         "worker_extension_cls": "sampler.vllm_worker.WeightExtension",
     }
     if on_cpu:
@@ -95,6 +83,8 @@ def engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
         # chunks makes vLLM rewind its seeded generator, which a CPU generator cannot do: the engine would raise.
         whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, max_model_len(config))}
         arguments |= {"enforce_eager": True, "block_size": 32} | whole_prompts
+        if "VLLM_CPU_KVCACHE_SPACE" not in os.environ and "kv_cache_memory_bytes" not in config.vllm:
+            arguments |= {"worker_cls": "sampler.vllm_cpu_worker.CpuWorker", "kv_cache_memory_bytes": _MAX_CPU_CACHE}
     if config.algorithm.router_replay:
         arguments["enforce_eager"] = True  # a CUDA graph would run what routers did when it was recorded, unseen
     parts = lora.engine_arguments(config) | image_arguments(config) | in_flight.engine_arguments(config)

@@ -16,16 +16,18 @@ import base64
 import math
 import shutil
 import time
+import traceback
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.config import Config
-from common.errors import Retryable
+from common.errors import Retryable, UserError
 from common.failpoints import failpoint
 from common.types import EncodedImage
 from common.weights import Manifest, Published, TensorInfo
+from sampler.certain_errors import certain, would_repeat
 from sampler.fetch import Fetched, Fetcher, fetch
 
 if TYPE_CHECKING:
@@ -39,7 +41,9 @@ _CANARY_BOUNDS = {"float32": (2.5e-4, 1e-3), "bfloat16": (0.15, math.inf)}
 
 
 def reload(engine: Engine, published: Published, config: Config, fetcher: Fetcher | None = None) -> dict[str, float]:
-    """Loads a published version. Raises BadWeights (old weights untouched) or Retryable (the engine is unusable).
+    """Loads a published version. Raises BadWeights (old weights untouched), or Retryable (the engine is unusable).
+
+    UserError in place of the latter for version 0, where the next start would end the same.
 
     Returns its figures under the names of their metrics (docs/metrics.md). Seconds: reload, all of it; verify, before
     the engine is touched; stall, what did not happen while the engine decoded, of it load, prove and canary.
@@ -54,10 +58,14 @@ def reload(engine: Engine, published: Published, config: Config, fetcher: Fetche
         loaded = time.monotonic()
         _require_proof(proof, published.version)
         theirs, ours = _canary_logprobs(engine, fetched.manifest)
-    except Retryable:
+    except (Retryable, UserError):
         raise
     except Exception as error:
-        raise Retryable(f"the engine failed while loading version {published.version}: {error!r}") from error
+        failed = f"the engine failed while loading version {published.version}"
+        if published.version == 0 and would_repeat(error):
+            traceback.print_exc()
+            raise certain(failed, error) from error
+        raise Retryable(f"{failed}: {error!r}") from error
     finally:
         shutil.rmtree(fetched.folder, ignore_errors=True)
     x = theirs - ours
@@ -95,8 +103,8 @@ def expected_tensors(fetched: Fetched, config: Config) -> dict[str, TensorInfo]:
 def _require_proof(proof: Proof, version: int) -> None:
     if proof.wrong:
         more = f" and {len(proof.wrong) - 3} more" if len(proof.wrong) > 3 else ""
-        raise Retryable(
-            f"after its reload the engine does not hold version {version}: {'; '.join(proof.wrong[:3])}{more}"
+        raise _refused(
+            version, f"after its reload the engine does not hold version {version}: {'; '.join(proof.wrong[:3])}{more}"
         )
 
 
@@ -105,10 +113,16 @@ def _require_canary(x: NDArray[np.float64], dtype: str, version: int) -> None:
     rms_bound, bound = _CANARY_BOUNDS[dtype]
     if not (rms <= rms_bound and largest <= bound):  # so that NaN is refused
         limits = f"RMS {rms_bound:.3g}" + (f", at most {bound:.3g}" if bound < math.inf else "")
-        raise Retryable(
+        raise _refused(
+            version,
             f"canary: the engine's log-probs differ from the trainer's by RMS {rms:.3g}, at most {largest:.3g}, under "
-            f"version {version}, more than {limits}"
+            f"version {version}, more than {limits}",
         )
+
+
+def _refused(version: int, why: str) -> UserError | Retryable:
+    """Version 0 is the model as it was given: what is wrong with it would be wrong again."""
+    return certain(why) if version == 0 else Retryable(why)
 
 
 def _rms(x: NDArray[np.float64]) -> float:

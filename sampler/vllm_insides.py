@@ -7,19 +7,22 @@ model/cpu.
     read        model_runner.model; a model's packed_modules_mapping and hf_to_vllm_mapper, which it declares for its
                 loader; quant_method, tp_size and output_partition_sizes of its layers; stacked adapters of LoRA layers;
                 what routers of mixtures choose, and how cache slots are numbered (routing.py)
-    replaced    the LM head of a tied model after a reload on a CPU (`tie_again`); the processors of Qwen's models that
-                see (`show_images_alone`)
+    replaced    at a reload: fused experts by single ones (`by_expert`), attention sinks (`copy_sinks`), on a CPU the
+                kernel of experts (`forget_packed_experts`) and the packed copy of a tied LM head (`tie_again`); the
+                image code of torchvision and the processors of Qwen's models that see (`show_images_alone`)
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
 from torch import Tensor
+from torch.nn import ModuleList
 
 _NEEDS_TORCHVISION = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 _PIL = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
@@ -36,20 +39,79 @@ def language_model(model: Any) -> Any:
 
 
 def layers_of(model: Any) -> list[Any]:
-    """The decoder's layers, which run one after the other."""
-    return list(getattr(language_model(model).model, "layers", ()))
+    """The decoder's layers, which run one after the other: its outermost list, whatever a family calls it."""
+    return list(next((m for m in language_model(model).modules() if isinstance(m, ModuleList)), ()))
+
+
+def attentions_of(worker: Any) -> list[Any]:
+    """The attention layers of a decoder in which nothing else mixes rows; [] if anything else keeps a state.
+
+    Recurrent and convolutional layers do, and latent attention, which has another forward.
+    """
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    base: Any = AttentionLayerBase
+    found = list(get_layers_from_vllm_config(worker.model_runner.vllm_config, base).values())
+    return found if all(isinstance(layer, Attention) for layer in found) else []
+
+
+def metadata_of_step() -> Any:
+    """Of the present step, by layer; None outside of one."""
+    from vllm.forward_context import get_forward_context
+
+    return get_forward_context().attn_metadata
+
+
+def forget_packed_experts(model: Any) -> None:
+    """Before a reload: vLLM on a CPU packs the experts of a mixture only where their layer has no kernel yet.
+
+    Weights that come later would stay as they were loaded, and be multiplied as if packed: noise, in silence.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None and next(module.parameters()).device.type == "cpu":
+            method.moe_kernel = None  # type: ignore[union-attr]
+
+
+def by_expert(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """For a reload of a model that takes its experts one by one (gpt-oss).
+
+    Whole, it would copy them past vLLM's loader, to where nothing is kept during a reload: the old ones would stay.
+    """
+    streams = hasattr(getattr(language_model(model), "model", None), "_get_streamed_expert_info")
+    for name, tensor in weights:
+        if streams and (match := re.fullmatch(r"(.+\.experts)\.(\w+)", name)):
+            yield from ((f"{match[1]}.{e}.{match[2]}", part) for e, part in enumerate(tensor))
+        else:
+            yield name, tensor
+
+
+def copy_sinks(model: Any, weights: Mapping[str, Tensor]) -> None:
+    """After a reload: attention sinks, which models copy past vLLM's loader, too. With tensor parallelism not."""
+    parameters = dict(model.named_parameters())
+    for name, tensor in weights.items():
+        for given in engine_names(model, name) if name.endswith(".sinks") else ():
+            if given in parameters and parameters[given].shape == tensor.shape:
+                parameters[given].data.copy_(tensor)
 
 
 def tie_again(model: Any) -> None:
     """After a reload: vLLM on a CPU keeps the *old* LM head where it is tied to the embedding.
 
     Each has a packed copy of its own for products, and the head, for which nothing is loaded, is not packed again:
-    log-probs are off by more than 1, in silence. The embedding is, and can be multiplied by: it is both from then on,
-    which also spares the memory of the other.
+    log-probs are off by more than 1, in silence. The embedding is: the head multiplies by its copy from then on, which
+    also spares the memory of the other. Tied are the two that have one weight.
     """
-    language = language_model(model)
-    if getattr(language.config, "tie_word_embeddings", False):
-        language.lm_head = language.model.embed_tokens
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    known = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
+    embeddings = {id(module.weight): module for module in known if not isinstance(module, ParallelLMHead)}
+    for head in known:
+        packed = getattr(embeddings.get(id(head.weight)), "cpu_linear", None)
+        if packed is not None:
+            head.cpu_linear = packed
 
 
 def fused_layers(model: Any) -> dict[str, tuple[str, int]]:
@@ -130,6 +192,33 @@ def lasting_cache(runner: Any) -> tuple[int, str, int]:
     raise ValueError("No layer of this model keeps the whole sequence in its cache.")
 
 
+def load_without_torchvision(architectures: Iterable[str]) -> None:
+    """Before vllm.LLM loads a text model whose file asks for torchvision's image code, as Qwen3.5's does.
+
+    As classes: by their names vLLM would look at them in a process of its own, where nothing is replaced. With
+    torchvision nothing is done.
+    """
+    if importlib.util.find_spec("torchvision") is not None:
+        return
+    from vllm import ModelRegistry
+
+    for name in ModelRegistry.models.keys() & set(architectures):
+        try:
+            loaded = ModelRegistry.models[name].load_model_cls()
+        except ImportError:
+            _stand_in_for_torchvision()
+            loaded = ModelRegistry.models[name].load_model_cls()
+        ModelRegistry.register_model(name, loaded)
+
+
+def _stand_in_for_torchvision() -> None:
+    """Once in a process. No video is shown: transformers' image code for PIL and numpy does the same."""
+    if sys.modules.get(_NEEDS_TORCHVISION) is None or sys.modules[_NEEDS_TORCHVISION].__name__ != _PIL:
+        pil = importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+        pil.Qwen2VLImageProcessor = pil.Qwen2VLImageProcessorPil  # type: ignore[attr-defined]
+        sys.modules[_NEEDS_TORCHVISION] = pil
+
+
 def show_images_alone() -> None:
     """Qwen2-VL, Qwen2.5-VL and Qwen3-VL without torchvision. Before vllm.LLM loads a vision model; once in a process.
 
@@ -138,12 +227,7 @@ def show_images_alone() -> None:
     PIL and numpy instead: one path for CPU and GPU, and the pixels that the trainer makes of the same PNG
     (model/images.py).
     """
-    if sys.modules.get(_NEEDS_TORCHVISION) is not None and sys.modules[_NEEDS_TORCHVISION].__name__ == _PIL:
-        return
-    pil = importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
-    pil.Qwen2VLImageProcessor = pil.Qwen2VLImageProcessorPil  # type: ignore[attr-defined]
-    sys.modules[_NEEDS_TORCHVISION] = pil
-
+    _stand_in_for_torchvision()
     from transformers import Qwen2_5_VLProcessor, Qwen2VLProcessor, Qwen3VLProcessor
     from vllm import ModelRegistry
     from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_vl

@@ -14,10 +14,20 @@ from numpy.typing import NDArray
 from common.exits import die_with_parent
 from common.watchdog import report_progress
 from common.weights import TensorInfo
-from model.cpu.repeated_rows import RepeatedRows
+from model.cpu.repeated_rows import RepeatedRows, takes_rows
 from sampler.engine_tensors import Proof, prove, prove_adapters
 from sampler.routing import Routing
-from sampler.vllm_insides import language_model, layers_of, model_of, tie_again
+from sampler.vllm_insides import (
+    attentions_of,
+    by_expert,
+    copy_sinks,
+    forget_packed_experts,
+    language_model,
+    layers_of,
+    metadata_of_step,
+    model_of,
+    tie_again,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,17 +50,13 @@ class WeightExtension:
         """
         die_with_parent()
 
-    def compute_rows_once(self, attention: type, context: Callable[[], Any]) -> None:
-        """From now on: repeated_rows.py. On a CPU, where every row counts and looking at them costs nothing.
-
-        attention, context: vllm's Attention and get_forward_context.
-        """
-        settings = self.model_runner.vllm_config
-        language = language_model(model_of(self))
-        if settings.lora_config is None and settings.parallel_config.pipeline_parallel_size == 1:
-            attentions = [module for module in language.modules() if isinstance(module, attention)]
-            block_size = settings.cache_config.block_size
-            self.repeated_rows = RepeatedRows(language.model, attentions, lambda: context().attn_metadata, block_size)
+    def compute_rows_once(self) -> None:
+        """From now on: repeated_rows.py. On a CPU, where every row counts and looking at them costs nothing."""
+        settings, decoder = self.model_runner.vllm_config, getattr(language_model(model_of(self)), "model", None)
+        if settings.lora_config is not None or settings.parallel_config.pipeline_parallel_size > 1:
+            return
+        if takes_rows(decoder) and (attentions := attentions_of(self)):
+            self.repeated_rows = RepeatedRows(decoder, attentions, metadata_of_step, settings.cache_config.block_size)
 
     def record_routing(self, context: Callable[[], Any]) -> None:
         """From now on: routing.py. context: vllm's get_forward_context."""
@@ -69,9 +75,12 @@ class WeightExtension:
         Any exception, and a proof with anything wrong, leaves the engine unusable. Without `expected` nothing is
         compared. tensors: the files' own; without them the files are mapped here.
         """
-        self.reload_weights(weights_iterator=_one_by_one(tensors or _mapped(Path(folder))))
-        tie_again(model_of(self))
-        return prove(model_of(self), expected) if expected else Proof()
+        model, weights = model_of(self), tensors or _mapped(Path(folder))
+        forget_packed_experts(model)
+        self.reload_weights(weights_iterator=by_expert(model, _one_by_one(weights)))
+        copy_sinks(model, weights)
+        tie_again(model)
+        return prove(model, expected) if expected else Proof()
 
     def compare_adapter(self, adapter: Mapping[str, TensorInfo] | None) -> Proof:
         """Compares the adapter that was loaded last, with None not."""

@@ -8,11 +8,13 @@ completion, and behind the last layer they are all there again.
 
 The first step that has such rows is computed both ways; where the two differ, all rows are computed from then on.
 
-Left out: images, adapters, pipeline stages, GPUs. There every row is computed, as by vLLM itself.
+Left out: images, adapters, pipeline stages, GPUs, layers that keep something else than keys and values, decoders of
+another form (`takes_rows`). There every row is computed, as by vLLM itself.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +58,12 @@ def distinct_rows(
             known.setdefault((own[:count].tobytes(), ids[row:end].tobytes()), row)
     kept, whole = np.unique(source, return_inverse=True)
     return (kept, whole) if len(kept) < len(ids) else None
+
+
+def takes_rows(decoder: Any) -> bool:
+    """Whether a decoder is called as those that vLLM wrote itself: transformers' own takes a batch, by other names."""
+    names = list(inspect.signature(decoder.forward).parameters) if decoder is not None else []
+    return names[:4] == ["input_ids", "positions", "intermediate_tensors", "inputs_embeds"]
 
 
 class RepeatedRows:

@@ -24,6 +24,5 @@ def test_triton_multiplies_in_full_float32_unless_the_user_says_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, on_cpu: bool, given: str | None, expected: str | None
 ) -> None:
     monkeypatch.setattr(os, "environ", {SETTING: given} if given else {})
-    monkeypatch.setattr("sampler.engine_arguments.cpu_cache_gib", lambda _: 1)
     set_environment(make_config(tmp_path, model={"path": "m", "dtype": dtype}), on_cpu)
     assert os.environ.get(SETTING) == expected

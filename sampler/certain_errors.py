@@ -1,0 +1,31 @@
+"""Errors that the next start would repeat: said once, with exit 2, instead of started again."""
+
+from __future__ import annotations
+
+from common.durable import disk_trouble
+from common.errors import Retryable, UserError
+from common.out_of_memory import memory_advice
+
+_WORDS = 300  # characters of an error that are shown
+_CERTAIN = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, TypeError, ValueError)
+_OF_DEVICES = ("cuda error", "cublas", "nccl", "gloo")  # in a RuntimeError's text: what may work again
+_ELSE = "Another model.dtype, other arguments in vllm: or another model (docs/model.md) may work"
+
+
+def would_repeat(error: Exception) -> bool:
+    """Whether it comes of the model and the settings alone. Memory, files and connections do not.
+
+    torch and vLLM raise a plain RuntimeError for shapes and kernels that they do not have.
+    """
+    if isinstance(error, UserError | Retryable) or memory_advice("sampler", error) or disk_trouble(error) is not None:
+        return False
+    if type(error) in (RuntimeError, NotImplementedError):
+        return not any(sign in str(error).lower() for sign in _OF_DEVICES)
+    return isinstance(error, _CERTAIN)
+
+
+def certain(what: str, error: Exception | None = None) -> UserError:
+    """what: happened, such as "vLLM does not start". error: in whose last line is why."""
+    lines = [line.strip() for line in str(error or "").splitlines() if line.strip()]
+    why = f": {type(error).__name__}: {lines[-1] if lines else ''}"[:_WORDS] if error else ""
+    return UserError(f"{what}{why}. The next start would end the same. {_ELSE}")
