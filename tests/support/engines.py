@@ -50,7 +50,13 @@ def engine_of(settings: dict[str, Any]) -> tuple[Config, Engine]:
 
 
 def kept(engine: Engine) -> Engine:
-    """One that is freed would end vLLM's groups of ranks for the others of this process, too."""
+    """One that is freed would end vLLM's groups of ranks for the others of this process, too.
+
+    A process whose first model is dense has no group for experts: one rank is one rank.
+    """
+    from vllm.distributed import parallel_state
+
+    parallel_state._EP = parallel_state._EP or parallel_state._TP
     _kept.append(engine)
     return engine
 
