@@ -187,6 +187,8 @@ def load_settled(
     check_model_folder(path)
     try:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        if getattr(config.get_text_config(), "output_router_logits", False):
+            config.get_text_config().output_router_logits = False  # the loss made of them is not in the objective
         model, loading = class_of(config).from_pretrained(
             path,
             revision=revision,

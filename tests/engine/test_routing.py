@@ -1,13 +1,21 @@
 """Which experts a token met, as the engine says it, against what transformers chooses in float32."""
 
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from common.config import Config
+from model.layout import packing_of
+from model.logprobs import load_causal_lm, score_logprobs
+from model.packing import pack
+from model.router_replay import RouterReplay
 from sampler.completions import Completion, SamplingParams
 from sampler.engine import Engine
 from tests.support.engines import PROMPT, complete, finished, worker_of
@@ -34,16 +42,23 @@ def routing(completion: Completion) -> NDArray[Any]:
     return np.sort(completion.routing.astype(np.int64), -1)
 
 
+@contextlib.contextmanager
+def watched(model: Any) -> Iterator[list[Tensor]]:
+    """What the routers of its layers choose, one after the other."""
+    said: list[Tensor] = []
+    routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
+    hooks = [router.register_forward_hook(lambda _m, _a, output: said.append(output[-1])) for router in routers]
+    yield said
+    for hook in hooks:
+        hook.remove()
+
+
 def chosen_by_transformers(config: Config, ids: list[int]) -> NDArray[Any]:
     """[tokens, layers, k] in ascending order."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
-    said: list[Any] = []
-    for module in model.modules():
-        if type(module).__name__.lower().endswith("topkrouter"):
-            module.register_forward_hook(lambda _m, _a, output: said.append(output[-1]))
-    with torch.no_grad():
+    with watched(model) as said, torch.no_grad():
         model(input_ids=torch.tensor([ids]), use_cache=False)
     return torch.stack(said, 1).sort(-1).values.numpy()
 
@@ -73,3 +88,31 @@ def test_sequences_of_one_step_do_not_get_each_others_experts(config: Config, en
         ids = [*prompt, *last.token_ids.tolist()]
         np.testing.assert_array_equal(routing(last), chosen_by_transformers(config, ids)[:-1])
     assert worker_of(engine).repeated_rows.spared > 0  # rows that were computed once were said for all
+
+
+@full
+@pytest.mark.parametrize("settings", [{"family": "qwen3_moe", "model": {"dtype": "bfloat16"}} | REPLAY], indirect=True)
+def test_in_bfloat16_log_probs_are_nearer_where_the_trainer_follows_the_sampler(
+    config: Config, engine: Engine, figure: Callable[[str, str], None]
+) -> None:
+    model = load_causal_lm(config.model.path, "bfloat16", None, False)
+    model.router_replay = RouterReplay(model, lambda: score_logprobs(model, pack([([0], [[0]])]), 1.0, 64))
+    k3, other = {True: 0.0, False: 0.0}, dict[bool, list[float]]({True: [], False: []})
+    for n in range(4):
+        prompt = [3 + n, *PROMPT]
+        found = complete(engine, replace(PARAMS, max_tokens=24, num_completions=8, seed=n), prompt)
+        ids = [c.token_ids.tolist() for c in found]
+        of_prompt, of_completions = found[0].routing[: len(prompt)], [c.routing[len(prompt) :] for c in found]  # type: ignore[index]
+        row = pack([(prompt, ids)], packing_of(model), routing=[(of_prompt, of_completions)])
+        known = row.routing[:, 0, 0] >= 0  # type: ignore[index]
+        for replays in (True, False):
+            with watched(model) as said, torch.no_grad():
+                ours = score_logprobs(model, row if replays else replace(row, routing=None), 1.0, 512)
+            x = ours - torch.from_numpy(np.concatenate([c.logprobs for c in found]))
+            k3[replays] += float((x.exp() - x - 1).mean()) / 4
+            differs = torch.stack(said, 1).sort(-1).values != row.routing.long().sort(-1).values  # type: ignore[union-attr]
+            other[replays].append(float(differs[known].any(-1).float().mean()))
+    shares = {replays: float(np.mean(of)) for replays, of in other.items()}
+    figure("router replay", f"k3 {k3[False]:.1e} without, {k3[True]:.1e} with; other experts {shares[False]:.1%}, 0")
+    assert shares[True] == 0 < 1e-3 < shares[False]
+    assert k3[True] < k3[False] / 2

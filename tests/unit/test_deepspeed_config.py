@@ -108,6 +108,7 @@ def test_a_file_made_for_the_hugging_face_trainer_works_as_it_is(tmp_path: Path)
         ({"gradient_clipping": 1.0}, "deepspeed.gradient_clipping is 1.0 but trainer.max_grad_norm makes it 0.7"),
         ({"managed_gradient_accumulation": True}, "managed_gradient_accumulation is True"),
         ({"fp16": {"enabled": True}}, "set model.dtype=bfloat16"),
+        ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, "shard experts by deepspeed.zero_optimization"),
         ({"bf16": {"enabled": False}}, "deepspeed.bf16.enabled is False but model.dtype makes it True"),
         ({"bf16": True}, "deepspeed.bf16 is True, not a section"),
         (zero(4), "stage 4 is not 0, 1, 2 or 3"),

@@ -68,6 +68,13 @@ def deepspeed_config(config: Config, world_size: int, optimized: Optimized | Non
     if _section(given, "fp16").get("enabled", _AUTO) not in (_AUTO, False):
         raise UserError("deepspeed.fp16 is enabled: its loss scaling hides overflows; set model.dtype=bfloat16 instead")
     given["fp16"]["enabled"] = False
+    if _section(given, "expert_parallel").get("enabled", _AUTO) not in (_AUTO, False):
+        raise UserError(
+            "deepspeed.expert_parallel is enabled: AutoEP leaves every rank a part of the experts, under names that no "
+            "checkpoint has, and versions of the policy would be published without the others; remove it, and shard "
+            "experts by deepspeed.zero_optimization.stage=3"
+        )
+    del given["expert_parallel"]
     is_whole = world_size == 1 and config.model.dtype == "float32"
     _fill_zero(_section(given, "zero_optimization"), default=0 if is_whole else 1)
     _fill_accumulation(given, world_size, config.model.dtype)
