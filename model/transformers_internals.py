@@ -61,6 +61,28 @@ def value_class_with_tower(config: Any) -> Any:
     return type(language_model.__name__, (language_model,), same | {"__init__": __init__, "_tied_weights_keys": {}})
 
 
+def without_tied(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of a state_dict what `save_pretrained` saves: without tensors that the class leaves out, and each tied one once.
+
+    `_keys_to_ignore_on_save` (since 3.0) and `remove_tied_weights_from_state_dict` (since 5.0): the same lines of it.
+    """
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    ignored = model._keys_to_ignore_on_save or ()
+    kept = {name: tensor for name, tensor in state.items() if name not in ignored}
+    return remove_tied_weights_from_state_dict(kept, model)
+
+
+def checkpoint_tensors(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state_dict under the names and in the shapes of the model's checkpoints, as `save_pretrained` writes them.
+
+    `revert_weight_conversion` (since 5.0): nothing public does it without writing files.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, state)
+
+
 @contextlib.contextmanager
 def without_adapters(model: Any) -> Iterator[None]:
     """Within it the model is its base, to the bit, in eval mode. Weights, gradients and their hooks are not touched.

@@ -23,18 +23,13 @@ class SeeingPolicy(AdaptedPolicy):
         super().__init__(eye.config)
         self.config = eye.config
         self.layout: Any = eye.layout
+        self.tensors = exported(self.model, eye.config.lora)
         if not eye.config.lora.publishes_adapters:
             self.published_settings = None
 
     def score(self, row: PackedRow, temperature: float) -> Tensor:
         found: Tensor = super().score(with_vision(row, self.layout), temperature)
         return found
-
-    def parameter_names(self) -> list[tuple[str, int]]:
-        return [(t.name, t.size) for t in exported(self.model, self.config.lora)]
-
-    def full_parameters(self, wanted: Any, to_host: Any = None) -> Any:
-        return ((t.name, t.make()) for t in exported(self.model, self.config.lora) if wanted(t.name))
 
 
 @pytest.fixture(scope="module", params=["adapter", "merged"])

@@ -13,7 +13,7 @@ from model import lora
 from model.layout import packing_of
 from model.logprobs import load_causal_lm, score_logprobs
 from model.packing import pack
-from trainer.engine.exported import adapters
+from trainer.engine.exported import adapters, parameters, under_checkpoint_names
 from trainer.save.write_version import snapshot
 
 
@@ -40,6 +40,7 @@ class PlainPolicy:
     def __init__(self, folder: Path, dtype: str = "float32"):
         self.model = load_causal_lm(str(folder), dtype, None, False)
         self.packing = packing_of(self.model)
+        self.tensors = under_checkpoint_names(self.model, parameters(self.model))
         self.master: list[torch.Tensor] = []  # float32, of an optimizer whose model has another dtype
 
     def trained(self) -> list[torch.Tensor]:
@@ -50,10 +51,10 @@ class PlainPolicy:
         return score_logprobs(self.model, row, temperature, 64)
 
     def parameter_names(self):
-        return [(n, p.numel() * p.element_size()) for n, p in self.model.named_parameters()]
+        return [(t.name, t.size) for t in self.tensors]
 
     def full_parameters(self, wanted, to_host=None):
-        return ((n, p.detach()) for n, p in self.model.named_parameters() if wanted(n))
+        return ((t.name, t.make()) for t in self.tensors if wanted(t.name))
 
     def publish(self, folder: Path, number: int) -> Published:
         """This policy as a version, by the trainer's real code."""
@@ -86,13 +87,14 @@ class DevicePolicy(PlainPolicy):
     """On a device, as a rank's is; what is published comes from there."""
 
     def __init__(self, folder: Path, dtype: str, device: str):
-        self.model = load_causal_lm(str(folder), dtype, None, False).to(device)
+        super().__init__(folder, dtype)
+        self.model.to(device)
 
     def score(self, row: Any, temperature: float) -> Any:
         return super().score(row.to(self.model.device), temperature).float().cpu()
 
     def full_parameters(self, wanted: Callable[[str], bool], to_host: Any = lambda _, tensor: tensor.cpu()) -> Any:
-        return ((n, to_host(n, p.detach())) for n, p in self.model.named_parameters() if wanted(n))
+        return ((n, to_host(n, t)) for n, t in super().full_parameters(wanted))
 
     @torch.no_grad()
     def disturb(self, seed: int) -> None:
@@ -108,12 +110,7 @@ class AdaptedPolicy(PlainPolicy):
     def __init__(self, config: Config):
         super().__init__(Path(config.model.path), config.model.dtype)
         self.published_settings = lora.settings_file(lora.add_adapters(self.model, config))
+        self.tensors = adapters(self.model)
 
     def trained(self) -> list[torch.Tensor]:
-        return [p for t in adapters(self.model) for p in t.parameters]
-
-    def parameter_names(self) -> list[tuple[str, int]]:
-        return [(t.name, t.size) for t in adapters(self.model)]
-
-    def full_parameters(self, wanted: Callable[[str], bool], to_host: Any = None) -> Any:
-        return ((t.name, t.make()) for t in adapters(self.model) if wanted(t.name))
+        return [p for t in self.tensors for p in t.parameters]

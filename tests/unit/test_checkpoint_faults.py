@@ -35,7 +35,7 @@ class SmallEngine:
     """Saves its one number as DeepSpeed and transformers save a model: through the hooks, and behind our back."""
 
     def __init__(self, number: int):
-        self.number, self.stage, self.tied_embeddings = number, 1, False
+        self.number, self.stage = number, 1
         self.dtype = "float32"
         self.ds = SimpleNamespace(checkpoint_engine=SimpleNamespace(), save_checkpoint=self._save_state)
         self.adapter_settings, self.layout = None, None
@@ -55,7 +55,7 @@ class SmallEngine:
             hooks.makedirs(f"{folder}/{tag}", exist_ok=True)
             hooks.save({"number": torch.full((50,), self.number)}, f"{folder}/{tag}/{name}")
 
-    def _save_pretrained(self, folder: Path, state_dict: dict[str, torch.Tensor]) -> None:
+    def _save_pretrained(self, folder: Path, state_dict: dict[str, torch.Tensor], save_original_format: bool) -> None:
         (folder / "config.json").write_text("{}")
         (folder / "model.safetensors").write_text(str(state_dict["number"].item()) * 100)
 

@@ -59,10 +59,6 @@ class Critic(DeepSpeedModel):
         super().__init__(config, world_size, critic_of(config), model, ValueModel(model), sequence_group)
         self.layout = vision.layout_of(model.config, *config.start_of(config.critic))
 
-    @property
-    def tied_embeddings(self) -> bool:
-        return False  # it has no language-model head
-
     def check_vocabulary(self, tokenizer_size: int) -> None:
         check_vocabulary(self.model, tokenizer_size, "critic")
 

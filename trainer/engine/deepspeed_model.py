@@ -10,6 +10,7 @@ loads it whole first.
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,7 @@ from trainer.algorithm.sums import Sums
 from trainer.engine.build_locks import loading_ops
 from trainer.engine.deepspeed_config import Optimized, deepspeed_config
 from trainer.engine.deepspeed_insides import clip_with, pickle_the_stage_by_value, unlink_shared_buffer
-from trainer.engine.exported import Exported, parameters
+from trainer.engine.exported import Exported, parameters, under_checkpoint_names
 from trainer.engine.off_grid import leave_the_grid
 from trainer.engine.optimizer import adamw, parameter_groups, scheduler
 
@@ -105,6 +106,7 @@ class DeepSpeedModel:
             freeze_tower(model)
         if config.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.tensors = self._exported()
 
     def start(self) -> Self:
         """Joins the other ranks: each calls it once, before anything else. Returns itself."""
@@ -147,10 +149,6 @@ class DeepSpeedModel:
         found = self.ds(self.here(row), *arguments, **options)
         self.ds.train()
         return found.cpu()
-
-    @property
-    def tied_embeddings(self) -> bool:
-        return bool(self.model.config.tie_word_embeddings)
 
     def accumulate(self, loss: Tensor) -> None:
         """Backward of this rank's share of the step's loss."""
@@ -216,13 +214,13 @@ class DeepSpeedModel:
     def learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def tensors(self) -> list[Exported]:
+    def _exported(self) -> list[Exported]:
         """What others read of this model: with adapters, those or the weights merged with them."""
-        return parameters(self.model)
+        return under_checkpoint_names(self.model, parameters(self.model))
 
     def parameter_names(self) -> list[tuple[str, int]]:
         """(name, bytes) of every tensor that others read."""
-        return [(tensor.name, tensor.size) for tensor in self.tensors()]
+        return [(tensor.name, tensor.size) for tensor in self.tensors]
 
     def full_parameters(
         self, wanted: Callable[[str], bool], to_host: ToHost | None = None
@@ -231,7 +229,7 @@ class DeepSpeedModel:
 
         to_host: is given each where it is, and makes the CPU tensor.
         """
-        return self.whole(self.tensors(), wanted, to_host)
+        return self.whole(self.tensors, wanted, to_host)
 
     def whole(
         self, tensors: Sequence[Exported], wanted: Callable[[str], bool], to_host: ToHost | None = None
@@ -239,12 +237,14 @@ class DeepSpeedModel:
         """The same of any tensors that are made of this model's parameters."""
         import deepspeed
 
-        for tensor in tensors:
-            with deepspeed.zero.GatheredParameters(list(tensor.parameters), enabled=self.stage == 3):
-                if wanted(tensor.name):
-                    there = tensor.make()
-                    made = to_host(tensor.name, there) if to_host else there.cpu()
-                    yield tensor.name, made.clone() if self.stage == 3 and made is there else made
+        for _, found in itertools.groupby(tensors, key=lambda tensor: [id(p) for p in tensor.parameters]):
+            group = list(found)  # the experts of one parameter, which is gathered once for them all
+            with deepspeed.zero.GatheredParameters(list(group[0].parameters), enabled=self.stage == 3):
+                for tensor in group:
+                    if wanted(tensor.name):
+                        there = tensor.make()
+                        made = to_host(tensor.name, there) if to_host else there.cpu()
+                        yield tensor.name, made.clone() if self.stage == 3 and made is there else made
 
 
 def _disable_dropout(model: torch.nn.Module) -> None:

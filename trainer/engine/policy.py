@@ -73,7 +73,7 @@ class PolicyEngine(DeepSpeedModel):
         """adapter_config.json of every version; None where whole weights are published."""
         return self.adapter_settings if self.config.lora.publishes_adapters else None
 
-    def tensors(self) -> list[Exported]:
+    def _exported(self) -> list[Exported]:
         return exported(self.model, self.config.lora)
 
     def adapters(self) -> list[Exported]:

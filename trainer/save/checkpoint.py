@@ -158,10 +158,7 @@ def save_model(engine: DeepSpeedModel, exchange: Exchange, tokenizer: Any, folde
     state = dict(engine.full_parameters(lambda _: exchange.rank == 0))
 
     def write() -> None:
-        if engine.tied_embeddings and "lm_head.weight" not in state:
-            embedding = next(name for name in state if name.endswith("embed_tokens.weight"))
-            state["lm_head.weight"] = state[embedding]  # save_pretrained drops it again, knowingly
-        engine.model.save_pretrained(folder, state_dict=state)
+        engine.model.save_pretrained(folder, state_dict=state, save_original_format=False)  # it has been made already
         save_tokenizer(tokenizer, engine.layout, folder)
 
     on_rank_0(exchange, write)

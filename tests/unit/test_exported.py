@@ -1,0 +1,105 @@
+"""What leaves the trainer is what `save_pretrained` writes, made tensor by tensor."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from common.errors import UserError
+from model.checksum import describe
+from tests.support.kinds import KINDS, model_of_kind, save_kind
+from tests.support.plain_policy import OneRank
+from trainer.engine.exported import Exported, parameters, under_checkpoint_names
+from trainer.save.checkpoint import save_model
+
+TOKENIZER: Any = SimpleNamespace(save_pretrained=lambda folder: None)
+
+
+def of(model: Any) -> dict[str, Exported]:
+    return {tensor.name: tensor for tensor in under_checkpoint_names(model, parameters(model))}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_published_model_and_a_saved_folder_are_what_save_pretrained_writes_to_the_bit(
+    kind: str, tmp_path: Path
+) -> None:
+    """In name, order, dtype, shape and bits; the folder to the byte. Both are where another run may start."""
+    model = AutoModelForCausalLM.from_pretrained(save_kind(kind, tmp_path / "start"), dtype="bfloat16")
+    model.save_pretrained(tmp_path / "expected")
+    expected = load_file(tmp_path / "expected" / "model.safetensors")
+    made = of(model)
+    assert made.keys() == expected.keys() == load_file(tmp_path / "start" / "model.safetensors").keys()
+    for name, tensor in expected.items():
+        assert (made[name].size, describe(made[name].make())) == (tensor.nbytes, describe(tensor)), name
+    state = {name: tensor.make() for name, tensor in made.items()}
+    engine: Any = SimpleNamespace(adapter_settings=None, layout=None, model=model, full_parameters=lambda _: state)
+    save_model(engine, OneRank(), TOKENIZER, tmp_path / "final")  # type: ignore[arg-type]
+    files = [p.relative_to(tmp_path / "expected") for p in (tmp_path / "expected").rglob("*") if p.is_file()]
+    assert len(files) >= 2
+    for file in files:
+        assert (tmp_path / "final" / file).read_bytes() == (tmp_path / "expected" / file).read_bytes(), file
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype="bfloat16").state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_an_expert_is_made_of_its_own_part_of_the_parameter_and_costs_no_memory() -> None:
+    model = model_of_kind("qwen3_moe")
+    fused = model.model.layers[1].mlp.experts.gate_up_proj
+    made = of(model)
+    for e in (0, 7):
+        for i, name in enumerate(("gate_proj", "up_proj")):
+            tensor = made[f"model.layers.1.mlp.experts.{e}.{name}.weight"]
+            assert [id(p) for p in tensor.parameters] == [id(fused)]
+            there = tensor.make()
+            assert there.data_ptr() == fused[e, 64 * i].data_ptr() and torch.equal(
+                there, fused[e, 64 * i : 64 * i + 64]
+            )
+    with torch.no_grad():
+        fused.add_(1)
+    assert torch.equal(made["model.layers.1.mlp.experts.7.up_proj.weight"].make(), fused[7, 64:]), "as it is now"
+
+
+def test_parameters_may_lie_anywhere_in_a_larger_memory() -> None:
+    """As those that ZeRO flattens do."""
+    model = model_of_kind("qwen3_moe")
+    before, made = {name: t.make().clone() for name, t in of(model).items()}, of(model)
+    for parameter in model.parameters():
+        parameter.data = torch.cat([torch.zeros(3), parameter.data.flatten()])[3:].view(parameter.shape)
+    assert all(torch.equal(made[name].make(), tensor) for name, tensor in before.items())
+
+
+def fuse(model: Any) -> Any:
+    """A model whose checkpoints hold q, k and v in one tensor, turned round."""
+    from transformers.core_model_loading import Chunk, Transpose, WeightConverter
+
+    parts = [f"self_attn.{part}_proj.weight" for part in "qkv"]
+    model._weight_conversions = [WeightConverter("self_attn.W.weight", parts, [Transpose(0, 1), Chunk(dim=0)])]
+    return model
+
+
+def test_several_parameters_may_be_one_published_tensor() -> None:
+    model = fuse(model_of_kind("qwen2", num_key_value_heads=4))
+    tensor = of(model)["model.layers.1.self_attn.W.weight"]
+    attention = model.model.layers[1].self_attn
+    parts = [getattr(attention, f"{part}_proj").weight for part in "qkv"]
+    assert [id(p) for p in tensor.parameters] == [id(p) for p in parts]
+    assert torch.equal(tensor.make(), torch.cat(parts).T) and tensor.make().is_contiguous()
+    assert tensor.size == 3 * 128 * 128 * 4
+
+
+def test_a_family_without_a_way_back_is_refused_by_name_at_the_start() -> None:
+    from transformers.core_model_loading import ConversionOps, WeightConverter
+
+    class OneWay(ConversionOps):
+        def convert(self, input_dict: dict[str, Tensor], *_: Any, **__: Any) -> dict[str, Tensor]:  # type: ignore[override]
+            return input_dict
+
+    model = model_of_kind("qwen2")
+    model._weight_conversions = [WeightConverter("mlp.a.weight", "mlp.up_proj.weight", [OneWay()])]
+    with pytest.raises(UserError, match=r"can load a qwen2, and does not know how to save one .*NotImplementedError"):
+        of(model)
