@@ -6,7 +6,8 @@ model/cpu.
 
     read        model_runner.model; a model's packed_modules_mapping and hf_to_vllm_mapper, which it declares for its
                 loader; quant_method, tp_size and output_partition_sizes of its layers; stacked adapters of LoRA layers;
-                what routers of mixtures choose, and how cache slots are numbered (routing.py)
+                what routers of mixtures choose, and how cache slots are numbered (routing.py);
+                how experts were packed
     replaced    at a reload: fused experts by single ones (`by_expert`), attention sinks (`copy_sinks`), on a CPU the
                 kernel of experts (`forget_packed_experts`) and the packed copy of a tied LM head (`tie_again`); the
                 image code of torchvision and the processors of Qwen's models that see (`show_images_alone`)
@@ -18,9 +19,11 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.nn import ModuleList
 
@@ -148,6 +151,32 @@ def quantised_by(layer: Any) -> str:
     """The class of what transforms a layer's matrix; "" if it stays as it was loaded."""
     method = type(getattr(layer, "quant_method", None)).__name__
     return "" if method == "NoneType" or method.startswith("Unquantized") else method
+
+
+def unpacked(layer: Any, name: str, tensor: Tensor) -> Tensor:
+    """A parameter as it was loaded: experts [E, rows, columns] packed for a CPU's product are a permutation of it."""
+    isa = _packed_for(layer)
+    if not isa or name not in ("w13_weight", "w2_weight"):
+        return tensor
+    plain, (count, rows, columns) = torch.empty_like(tensor), tensor.shape
+    plain.view(count, -1)[:, _order_of_packed(rows, columns, tensor.dtype, isa)] = tensor.view(count, -1)
+    return plain
+
+
+def _packed_for(layer: Any) -> str:
+    """The instructions that a layer's experts were packed for; "" on a GPU, and of other layers."""
+    experts: Any = getattr(getattr(getattr(layer, "quant_method", None), "moe_kernel", None), "fused_experts", None)
+    return "" if getattr(experts, "_use_zentorch", True) else experts.isa
+
+
+@cache
+def _order_of_packed(rows: int, columns: int, dtype: torch.dtype, isa: str) -> Tensor:
+    """Where each number of a packed expert was before: vLLM packs the numbers' own places, a byte at a time."""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    places = torch.arange(rows * columns).view(1, rows, columns)
+    found = [cpu_prepack_moe_weight((places >> 8 * i & 255).to(dtype), isa).long() << 8 * i for i in range(4)]
+    return torch.stack(found).sum(0).flatten()
 
 
 def tensor_parallel_size(layer: Any) -> int:

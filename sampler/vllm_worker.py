@@ -15,7 +15,7 @@ from common.exits import die_with_parent
 from common.watchdog import report_progress
 from common.weights import TensorInfo
 from model.cpu.repeated_rows import RepeatedRows, takes_rows
-from sampler.engine_tensors import Proof, prove, prove_adapters
+from sampler.engine_tensors import Layout, Proof, prove, prove_adapters, spoil
 from sampler.routing import Routing
 from sampler.vllm_insides import (
     attentions_of,
@@ -38,6 +38,7 @@ class WeightExtension:
     reload_weights: Any
     repeated_rows: RepeatedRows | None = None
     routing: Routing
+    layout: Layout | None = None  # of the published tensors in this model, from the first load on
 
     def report_layers(self) -> None:
         """From now on: on a CPU one forward pass may take longer than a sampler may be silent."""
@@ -75,12 +76,27 @@ class WeightExtension:
         Any exception, and a proof with anything wrong, leaves the engine unusable. Without `expected` nothing is
         compared. tensors: the files' own; without them the files are mapped here.
         """
-        model, weights = model_of(self), tensors or _mapped(Path(folder))
+        weights = tensors or _mapped(Path(folder))
+        if self.layout is None:
+            self.layout = Layout()
+        is_first = self.layout.is_new
+        self._load(weights)
+        if not expected:
+            return Proof()
+        proof = prove(model_of(self), expected, self.layout)
+        if is_first and self.layout.computed:  # once more: does a load reach them?
+            self._load(weights)
+            proof = prove(model_of(self), expected, self.layout)
+        return proof
+
+    def _load(self, weights: Mapping[str, Tensor]) -> None:
+        model = model_of(self)
+        if self.layout is not None:
+            spoil(model, self.layout)
         forget_packed_experts(model)
         self.reload_weights(weights_iterator=by_expert(model, _one_by_one(weights)))
         copy_sinks(model, weights)
         tie_again(model)
-        return prove(model, expected) if expected else Proof()
 
     def compare_adapter(self, adapter: Mapping[str, TensorInfo] | None) -> Proof:
         """Compares the adapter that was loaded last, with None not."""

@@ -98,9 +98,9 @@ WHOLE: dict[str, tuple[Spoil, str]] = {
     "one bit of one bias": (flip("model.layers.1.self_attn.v_proj.bias", 3), NOT_HELD),
     "one bit of the embedding": (flip("model.embed_tokens.weight", 300, 63), NOT_HELD),
     "half of the layers": (drop("layers.1."), "version 2"),
-    # matrices that a CPU packs
-    "two layers swapped": (swap(LAYER.format(0, Q), LAYER.format(1, Q)), "canary"),
-    "gate and up swapped": (swap(LAYER.format(0, GATE), LAYER.format(0, UP)), "canary"),
+    # matrices that some CPUs pack, and others keep
+    "two layers swapped": (swap(LAYER.format(0, Q), LAYER.format(1, Q)), f"canary|{NOT_HELD}"),
+    "gate and up swapped": (swap(LAYER.format(0, GATE), LAYER.format(0, UP)), f"canary|{NOT_HELD}"),
 }
 OF_ADAPTERS: dict[str, tuple[Spoil, str]] = {
     "two layers swapped": (swap(adapter(0, Q, "B"), adapter(1, Q, "B")), NOT_HELD),

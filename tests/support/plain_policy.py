@@ -113,4 +113,4 @@ class AdaptedPolicy(PlainPolicy):
         self.tensors = adapters(self.model)
 
     def trained(self) -> list[torch.Tensor]:
-        return [p for t in self.tensors for p in t.parameters]
+        return [p for t in adapters(self.model) for p in t.parameters]

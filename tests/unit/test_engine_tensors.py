@@ -13,7 +13,7 @@ from torch import nn
 
 from common.weights import TensorInfo
 from model.checksum import describe
-from sampler.engine_tensors import Proof, of_ranks, prove, prove_adapters
+from sampler.engine_tensors import Layout, Proof, of_ranks, prove, prove_adapters
 from sampler.vllm_worker import WeightExtension
 
 HIDDEN, VOCABULARY, PADDED = 8, 5, 8
@@ -102,7 +102,7 @@ WRONG: dict[str, tuple[Spoil, list[str]]] = {
     ),
     "a padded row": (
         lambda m: m.model.embed_tokens.weight.data[VOCABULARY + 1].fill_(1),
-        [f"the engine's {name} has rows behind 5 that are neither published nor zero"
+        [f"the engine's {name} has numbers that are neither published nor zero"
          for name in ("model.embed_tokens.weight", "lm_head.weight")],
     ),
     "a head of its own": (
@@ -182,6 +182,184 @@ def test_a_bias_that_was_widened_without_loss_is_proven_and_one_that_was_changed
 def test_the_reports_of_several_ranks_are_one() -> None:
     one, other = Proof({"a"}, {"b": "split"}, ["c"], 1.0), Proof({"d"}, {}, ["e"], 2.0)
     assert of_ranks([one, other]) == Proof({"a", "d"}, {"b": "split"}, ["c", "e"], 2.0)
+
+
+# ---- what names do not tell ----------------------------------------------------------------------------------------
+
+
+EXPERTS, WIDTH = 6, 4
+EXPERT = "model.layers.{}.mlp.experts.{}.{}_proj.weight"
+Tensors = dict[str, torch.Tensor]
+
+
+class Mixture(nn.Module):
+    """Two layers as vLLM has them: experts in one tensor, a state's A = −exp(A_log), a norm; nothing declared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(tie_word_embeddings=False)
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleList(nn.Module() for _ in range(2))
+        for layer in self.model.layers:
+            layer.mlp, layer.mixer, layer.norm = nn.Module(), nn.Module(), nn.Module()
+            layer.mlp.experts = nn.Module()
+            layer.mlp.experts.w13 = nn.Parameter(torch.zeros(EXPERTS, 2 * WIDTH, HIDDEN))
+            layer.mlp.experts.w13_bias = nn.Parameter(torch.zeros(EXPERTS, 2 * WIDTH))
+            layer.mlp.experts.w2 = nn.Parameter(torch.zeros(EXPERTS, HIDDEN, WIDTH))
+            layer.mixer.A = nn.Parameter(torch.zeros(3))
+            layer.norm.weight = nn.Parameter(torch.zeros(HIDDEN))
+
+    @torch.no_grad()
+    def load(self, tensors: Tensors) -> None:
+        for name, tensor in tensors.items():
+            numbers = [int(part) for part in name.split(".") if part.isdecimal()]
+            layer: Any = self.model.layers[numbers[0]]
+            if "A_log" in name:
+                layer.mixer.A.copy_(-tensor.exp())
+            elif "norm" in name:
+                layer.norm.weight.copy_(tensor)
+            else:
+                w13 = layer.mlp.experts.w13[numbers[1]]
+                places = {
+                    "gate_proj": w13[:WIDTH],
+                    "up_proj": w13[WIDTH:],
+                    "down_proj": layer.mlp.experts.w2[numbers[1]],
+                }
+                places["both_bias"] = layer.mlp.experts.w13_bias[numbers[1]]
+                next(place for part, place in places.items() if part in name).copy_(tensor)
+
+
+def mixture(seed: int, scale: float = 1.0) -> Tensors:
+    generator, found = torch.Generator().manual_seed(seed), {}
+    for i in range(2):
+        for e in range(EXPERTS):
+            for part, shape in {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}.items():
+                found[EXPERT.format(i, e, part)] = scale * torch.randn(shape, generator=generator)
+            found[f"model.layers.{i}.mlp.experts.{e}.both_bias"] = torch.randn(2 * WIDTH, generator=generator)
+        found[f"model.layers.{i}.mamba.A_log"] = torch.rand(3, generator=generator)
+        found[f"model.layers.{i}.norm.weight"] = torch.randn(HIDDEN, generator=generator)
+    return found
+
+
+class MixtureWorker(WeightExtension):
+    """skips: parts of names that a damaged loader passes over in silence."""
+
+    def __init__(self, *skips: str) -> None:
+        self.model_runner, self.skips, self.loads = SimpleNamespace(model=Mixture()), skips, 0
+        self.model_runner.model.load(mixture(9))
+
+    def reload_weights(self, weights_iterator: Any) -> None:  # type: ignore[override]
+        self.loads += 1
+        brought = {name: t for name, t in weights_iterator if not any(part in name for part in self.skips)}
+        self.model_runner.model.load(brought)
+
+    def take(self, tensors: Tensors) -> Proof:
+        return self.load_weights_from("nowhere", expected(tensors), tensors)
+
+
+COMPUTED = {f"model.layers.{i}.mamba.A_log" for i in range(2)}
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0], ids=["random", "all equal at first"])
+def test_experts_are_found_by_their_checksums_and_must_stay_where_they_were_found(scale: float) -> None:
+    worker = MixtureWorker()
+    for seed, of_seed in enumerate((scale, 1.0, 1.0)):
+        tensors = mixture(seed, of_seed)
+        proof = worker.take(tensors)
+        assert (proof.wrong, proof.unproven.keys()) == ([], COMPUTED)
+        assert proof.proven == tensors.keys() - COMPUTED
+        assert worker.loads == seed + 2, "the first load is made twice: A must have been reached"
+    assert {len(rules) for rules in worker.layout.rules.values()} == {1}  # type: ignore[union-attr]
+
+
+HALF: dict[str, tuple[str, ...]] = {
+    "no expert": (".experts.",),
+    "half of the experts": (".experts.3.", ".experts.4.", ".experts.5."),
+    "one layer": ("layers.1.",),
+    "up alone": (".up_proj.",),
+    "biases": ("both_bias",),
+    "what is computed with": ("A_log",),
+}
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["at first", "later"])
+@pytest.mark.parametrize("kind", HALF)
+def test_a_load_that_brings_a_part_is_refused_by_name(kind: str, is_first: bool) -> None:
+    """At an engine's first load, too: its sampler may have started again in the middle of a run."""
+    worker, tensors = MixtureWorker(), mixture(5)
+    if not is_first:
+        assert worker.take(mixture(4)).wrong == []
+    worker.skips = HALF[kind]
+    wrong = worker.take(tensors).wrong
+    spoiled = {name for name in tensors if any(part in name for part in HALF[kind])}
+    named = {name for name in tensors if any(said.endswith(name) or f" {name} " in said for said in wrong)}
+    assert spoiled <= named
+
+
+def swap_rows(layer: int, slots: tuple[int, int], tensor: str = "w13") -> Spoil:
+    def swap(model: Any) -> None:
+        there = getattr(model.model.layers[layer].mlp.experts, tensor).data
+        there[list(slots)] = there[list(slots[::-1])].clone()
+
+    return swap
+
+
+def swap_layers(model: Any) -> None:
+    first, second = (layer.mlp.experts.w2.data for layer in model.model.layers)
+    kept = first.clone()
+    first.copy_(second)
+    second.copy_(kept)
+
+
+def reverse(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.experts.w2.data.copy_(layer.mlp.experts.w2.data.flip(0))
+
+
+SWAPPED: dict[str, Spoil] = {
+    "all experts, back to front": reverse,
+    "two experts of one layer": swap_rows(1, (0, 4)),
+    "two experts of a matrix": swap_rows(0, (2, 3), "w2"),
+    "two layers": swap_layers,
+    "gate and up of an expert": lambda m: (
+        m.model.layers[0].mlp.experts.w13.data[5].copy_(m.model.layers[0].mlp.experts.w13.data[5].roll(WIDTH, 0))
+    ),
+    "one bit": lambda m: m.model.layers[1].mlp.experts.w2.data[5, 7].view(torch.int32)[3].bitwise_xor_(1),
+}
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["at first", "later"])
+@pytest.mark.parametrize("kind", SWAPPED)
+def test_experts_in_each_others_places_are_no_other_layout(kind: str, is_first: bool) -> None:
+    model, layout, tensors = Mixture(), Layout(), mixture(2)
+    if not is_first:
+        model.load(mixture(1))
+        assert prove(model, expected(mixture(1)), layout).wrong == []
+    model.load(tensors)
+    SWAPPED[kind](model)
+    wrong = prove(model, expected(tensors), layout).wrong
+    assert wrong and all("layers" in said for said in wrong), wrong
+
+
+def test_experts_that_are_published_in_one_tensor_may_be_transposed() -> None:
+    model, tensors = Mixture(), mixture(1)
+    model.load(tensors)
+    for i in range(2):
+        for name, parts in {"gate_up": ("gate", "up"), "down": ("down",)}.items():
+            each = [torch.cat([tensors.pop(EXPERT.format(i, e, p)) for p in parts]).T for e in range(EXPERTS)]
+            tensors[f"model.layers.{i}.mlp.experts.{name}_proj"] = torch.stack(each)
+    assert prove(model, expected(tensors)).wrong == []
+    model.model.layers[1].mlp.experts.w2.data[[1, 2]] = model.model.layers[1].mlp.experts.w2.data[[2, 1]]
+    assert prove(model, expected(tensors)).wrong
+
+
+def test_what_was_compared_once_must_be_comparable_for_ever() -> None:
+    model, layout = Mixture(), Layout()
+    model.load(mixture(1))
+    assert prove(model, expected(mixture(1)), layout).wrong == []
+    packed(model.model.layers[0].norm)
+    [said] = prove(model, expected(mixture(1)), layout).wrong
+    assert said.startswith("model.layers.0.norm.weight was compared before, and is not now: ")
 
 
 # ---- the worker's own part ------------------------------------------------------------------------------------------
