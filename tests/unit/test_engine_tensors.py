@@ -13,6 +13,7 @@ from torch import nn
 
 from common.weights import TensorInfo
 from model.checksum import describe
+from sampler import vllm_worker
 from sampler.engine_tensors import Layout, Proof, of_ranks, prove, prove_adapters
 from sampler.vllm_worker import WeightExtension
 
@@ -73,6 +74,12 @@ def published(seed: int = 0) -> dict[str, torch.Tensor]:
 
 def expected(tensors: dict[str, torch.Tensor]) -> dict[str, TensorInfo]:
     return {name: describe(tensor) for name, tensor in tensors.items()}
+
+
+@pytest.fixture(autouse=True)
+def plain_reload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of workers that stand in for vLLM's, without what is done to vLLM's insides (tests/engine/test_kinds.py)."""
+    monkeypatch.setattr(vllm_worker, "reload", lambda worker, tensors, _: worker.reload_weights(tensors()))
 
 
 @pytest.fixture
