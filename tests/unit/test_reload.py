@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from common.config import Config
-from common.errors import Retryable
+from common.errors import Retryable, UserError
 from common.weights import BadWeights, Canary, Published
 from sampler.engine_tensors import Proof
 from sampler.fetch import Fetcher, scratch_dir
@@ -71,6 +71,29 @@ def test_what_goes_wrong_inside_the_engine_ends_the_process_with_75(
         reload(engine, version, config)
     assert engine.version == 7, "nothing may be sampled as version 8"
     assert not scratch_dir(config).exists()
+
+
+REPEATED = (KeyError((0, 64)), RuntimeError("mat1 and mat2 shapes cannot be multiplied"), NotImplementedError("CPU"))
+
+
+@pytest.mark.parametrize(
+    ("engine", "kind", "said"),
+    [
+        *((Engine(error), UserError, f"version 0: {type(error).__name__}: .*docs/model.md") for error in REPEATED),
+        (Engine(score=-1.01), UserError, "canary: .* under version 0, .*docs/model.md"),
+        (Engine(wrong=["a layer"]), UserError, "does not hold version 0: a layer.*The next start would end the same"),
+        # what may be otherwise the next time
+        (Engine(OSError("no such device")), Retryable, "while loading version 0"),
+        (Engine(RuntimeError("NCCL error")), Retryable, "while loading version 0"),
+        (Engine(ValueError("DefaultCPUAllocator: can't allocate memory")), Retryable, "while loading version 0"),
+    ],
+)
+def test_version_0_that_does_not_load_is_said_once_where_the_next_start_would_end_the_same(
+    config: Config, folder: Path, engine: Engine, kind: type[Exception], said: str
+) -> None:
+    with pytest.raises(kind, match=said):
+        reload(engine, publish(folder / "weights", 0, canary=CANARY), config)
+    assert engine.version == 7
 
 
 @pytest.mark.parametrize(

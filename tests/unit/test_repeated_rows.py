@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.cpu.repeated_rows import RepeatedRows, distinct_rows
+from model.cpu.repeated_rows import RepeatedRows, distinct_rows, takes_rows
 
 BLOCK = 4
 OfStep = tuple[list[int], int, list[int]]  # tokens of this step, position of the first, blocks
@@ -131,3 +131,17 @@ def test_layers_with_blocks_of_their_own_are_left_alone() -> None:
     rows = RepeatedRows(decoder, [decoder.attention], lambda: {"full": metadata, "window": other}, BLOCK)
     decoder.forward(ids, positions, None, None)
     assert (decoder.seen, rows.spared) == (8, 0)
+
+
+def test_only_decoders_that_are_called_as_vllms_own_take_rows() -> None:
+    """vLLM's Transformers back end calls transformers' decoder, by other names and with a batch."""
+
+    def of_transformers(input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None) -> None: ...
+
+    assert takes_rows(Decoder(of_step(FIRST)[2])) is False  # the third and fourth have other names here
+    assert takes_rows(SimpleNamespace(forward=of_transformers)) is False
+    assert takes_rows(None) is False
+
+    def of_vllm(input_ids: Any, positions: Any, intermediate_tensors: Any, inputs_embeds: Any = None) -> None: ...
+
+    assert takes_rows(SimpleNamespace(forward=of_vllm)) is True
