@@ -249,7 +249,7 @@ def _stand_in_for_torchvision() -> None:
 
 
 def show_images_alone() -> None:
-    """Qwen2-VL, Qwen2.5-VL and Qwen3-VL without torchvision. Before vllm.LLM loads a vision model; once in a process.
+    """Qwen's models that see without torchvision. Before vllm.LLM loads a vision model; once in a process.
 
     transformers' processors of these models want a video processor, and vLLM's model files import one whose first line
     imports torchvision, which PyPI has for CUDA alone. No video is ever shown, so both get what is in transformers for
@@ -259,15 +259,17 @@ def show_images_alone() -> None:
     _stand_in_for_torchvision()
     from transformers import Qwen2_5_VLProcessor, Qwen2VLProcessor, Qwen3VLProcessor
     from vllm import ModelRegistry
-    from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_vl
+    from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
 
     # as classes: by their names vLLM would look at them in a process of its own, where nothing is replaced
     ModelRegistry.register_model("Qwen2VLForConditionalGeneration", qwen2_vl.Qwen2VLForConditionalGeneration)
     ModelRegistry.register_model("Qwen2_5_VLForConditionalGeneration", qwen2_5_vl.Qwen2_5_VLForConditionalGeneration)
     ModelRegistry.register_model("Qwen3VLForConditionalGeneration", qwen3_vl.Qwen3VLForConditionalGeneration)
+    ModelRegistry.register_model("Qwen3_5ForConditionalGeneration", qwen3_5.Qwen3_5ForConditionalGeneration)
+    ModelRegistry.register_model("Qwen3_5MoeForConditionalGeneration", qwen3_5.Qwen3_5MoeForConditionalGeneration)
     _without_videos(qwen2_vl.Qwen2VLProcessingInfo, Qwen2VLProcessor)
     _without_videos(qwen2_5_vl.Qwen2_5_VLProcessingInfo, Qwen2_5_VLProcessor)
-    third: Any = qwen3_vl.Qwen3VLProcessingInfo
+    third: Any = qwen3_vl.Qwen3VLProcessingInfo  # Qwen3.5's, too
     _without_videos(third, Qwen3VLProcessor)
     third.get_video_processor = third.get_image_processor  # asked for a video's size even where none is allowed
     third.get_supported_mm_processor_kwargs = qwen2_vl.Qwen2VLProcessingInfo.get_supported_mm_processor_kwargs
