@@ -20,7 +20,7 @@ from torch import Tensor
 from common.errors import UserError
 from model import attention, vision
 from model.packing import PackedRow, Packing, pack
-from model.transformers_internals import mixes_packed_sequences
+from model.transformers_internals import decoder_of, mixes_packed_sequences
 
 _ATTENTION = {"auto": (attention.NAME, "sdpa", "eager"), "shared": (attention.NAME,), "separate": ("sdpa", "eager")}
 # RMS of the difference, relative. Measured: float32 at most 3e-6; bfloat16 0.01, with experts, of which a router may
@@ -36,8 +36,13 @@ def packing_of(*models: Any) -> Packing:
     return "shared" if is_shared else "separate"
 
 
+def backbone(model: Any) -> Any:
+    """The part of a model that makes hidden states: without its head, with its vision tower."""
+    return model.base_model if vision.sees(model.config) else decoder_of(model)
+
+
 def hidden_at_sources(base: Any, row: PackedRow) -> Tensor:
-    """[N, D] of the positions that predict the row's targets. base: transformers' model without a head.
+    """[N, D] of the positions that predict the row's targets. base: a model's backbone.
 
     index_select, not indexing: completions share a source, and two threads of indexing's backward add to it in the
     order of their arrival, so that no two runs are alike.
@@ -51,11 +56,12 @@ def hidden_at_sources(base: Any, row: PackedRow) -> Tensor:
 
 
 @torch.no_grad()
-def settle(model: Any, base: Any, wanted: Literal["auto"] | Packing, of_images: vision.VisionLayout | None) -> None:
+def settle(model: Any, wanted: Literal["auto"] | Packing, of_images: vision.VisionLayout | None) -> None:
     """Gives the model the first attention that computes what its own forward computes; `packing_of` tells which rows.
 
-    base: the part of it that makes hidden states. Raises UserError if no layout, or not the one that is wanted, does.
+    Raises UserError if no layout, or not the one that is wanted, does.
     """
+    base = backbone(model)
     differs: dict[str, str] = {}
     was_training = model.training
     model.eval()

@@ -19,12 +19,11 @@ from common.errors import UserError
 from model import attention, vision
 from model.cpu.linear import use_faster_linear
 from model.folder import causal_lm_class, check_model_folder
-from model.layout import hidden_at_sources, settle
+from model.layout import backbone, hidden_at_sources, settle
 from model.log_softmax import LogSoftmaxAt, on_support, scaled
 from model.logits import Head, own_logits
 from model.packing import PackedRow, Packing
 from model.sequence_parallel import gather
-from model.transformers_internals import decoder_of
 
 
 def score_logprobs(model: Any, row: PackedRow, temperature: float, chunk_size: int) -> Tensor:
@@ -72,7 +71,7 @@ def _hidden_states(model: Any, row: PackedRow) -> Tensor:
     """[N, D] of a causal language model, before its head; with replay as its row's tokens were sent to experts."""
     if replay := getattr(model, "router_replay", None):
         replay.use(row.routing)
-    return hidden_at_sources(decoder_of(model) if row.vision is None else model.base_model, row)
+    return hidden_at_sources(backbone(model), row)
 
 
 def _with_head(model: Any, hidden: Tensor, body: Callable[[Tensor, Head], Any]) -> Any:
@@ -203,8 +202,6 @@ def load_settled(
             f"model {path!r} cannot be loaded: {first_line}\n"
             f"Give a folder, or download it once: hf download {path}  (behind a firewall set HF_ENDPOINT)"
         ) from None
-    whole = vision.sees(config) or model.get_output_embeddings() is None
-    base = model.base_model if whole else decoder_of(model)
-    settle(model, base, packing, vision.layout_of(config, path, revision))
+    settle(model, packing, vision.layout_of(config, path, revision))
     use_faster_linear(model)
     return model, sorted(loading["missing_keys"])

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from model.folder import causal_lm_class
+
 
 def mixes_packed_sequences(model: Any) -> bool:
     """Whether its layers carry a state from token to token past the attention, or do attention of their own.
@@ -41,15 +43,18 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def value_class_with_tower(config: Any) -> Any:
-    """A class for sequence classification around a vision tower and its language model; transformers has none.
+def value_class(config: Any) -> Any:
+    """transformers' Auto class for sequence classification; where it has none for a family, or for its vision tower,
+    a class made of the family's language model.
 
     `_model_mapping` of the Auto class (since 4.0) has the class that is extended, and its `_tied_weights_keys` (a dict
     since 5.0) tie nothing to a head that is not loaded.
     """
-    from transformers import AutoModelForImageTextToText
+    from transformers import AutoModelForSequenceClassification
 
-    language_model: Any = AutoModelForImageTextToText._model_mapping[type(config)]
+    if type(config) in AutoModelForSequenceClassification._model_mapping and not hasattr(config, "vision_config"):
+        return AutoModelForSequenceClassification
+    language_model: Any = causal_lm_class(config)._model_mapping[type(config)]
 
     def __init__(self: Any, config: Any) -> None:
         language_model.__init__(self, config)

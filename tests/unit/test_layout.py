@@ -11,7 +11,9 @@ from model import layout
 from model.layout import packing_of
 from model.logprobs import load_causal_lm, score_logprobs
 from model.packing import pack
+from tests.support.configs import config_of
 from tests.support.tiny import randomise_vectors
+from trainer.engine.critic import ValueModel, load_value_model
 
 VOCAB = 97
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
@@ -82,6 +84,17 @@ def test_log_probs_and_their_gradient_are_those_of_the_model_s_own_forward(tmp_p
     expected_gradient = gradient(model, expected)
     assert (found - expected).abs().max() < 1e-5
     assert (found_gradient - expected_gradient).norm() < 2e-6 * expected_gradient.norm()
+
+
+@pytest.mark.parametrize("kind", ["Mamba", "chunks", "sinks"])
+def test_a_critic_of_any_family_has_the_values_of_one_sequence_at_a_time(tmp_path: Path, kind: str) -> None:
+    config = config_of({"path": saved(tmp_path, kind), "dtype": "float32"}, algorithm={"adv_estimator": "gae"})
+    model = load_value_model(config)
+    torch.nn.init.normal_(model.score.weight)
+    together = ValueModel(model)(pack(GROUPS, packing_of(model)))
+    alone = [ValueModel(model)(pack([(p, [c])], "separate")) for p, completions in GROUPS for c in completions]
+    assert together.tolist() == pytest.approx(torch.cat(alone).tolist(), abs=1e-5)
+    assert together.std() > 0.1
 
 
 def test_a_layout_that_is_wanted_and_wrong_is_refused_with_the_remedy(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ def test_decoder_layers() -> None:
     assert transformers_internals.decoder_layers(model) == list(model.model.layers)
 
 
-def test_value_class_with_tower() -> None:
-    made = transformers_internals.value_class_with_tower(Qwen2VLConfig())
+def test_value_class() -> None:
+    made = transformers_internals.value_class(Qwen2VLConfig())
     assert made.__name__ == "Qwen2VLForConditionalGeneration" and made._tied_weights_keys == {}
     assert isinstance(made.__mro__[1]._tied_weights_keys, dict)
 

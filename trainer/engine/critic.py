@@ -18,13 +18,12 @@ from torch import Tensor
 from common.config import Config
 from common.errors import UserError
 from model import vision
-from model.folder import VISION_FAMILIES
-from model.layout import hidden_at_sources
+from model.layout import backbone, hidden_at_sources
 from model.logprobs import load_settled
 from model.packing import PackedRow, SequenceGroup
 from model.sequence_parallel import gather
 from model.tokenizer import check_vocabulary
-from model.transformers_internals import value_class_with_tower
+from model.transformers_internals import value_class
 from trainer.algorithm.losses import value_errors
 from trainer.algorithm.sums import VALUE_SUMS
 from trainer.data.tensors import ValueBatch, filler_row
@@ -47,7 +46,7 @@ class ValueModel(torch.nn.Module):
         self.model = model
 
     def forward(self, row: PackedRow) -> Tensor:
-        values = self.model.score(hidden_at_sources(self.model.base_model, row))[:, 0]
+        values = self.model.score(hidden_at_sources(backbone(self.model), row))[:, 0]
         return gather(values, row.shard)
 
 
@@ -90,7 +89,7 @@ def load_value_model(config: Config) -> Any:
     path, revision = config.start_of(config.critic)
     dtype, trusts, packing = config.model.dtype, config.model.trust_remote_code, config.trainer.packing
     try:
-        model, missing = load_settled(_value_class, path, dtype, revision, trusts, packing, num_labels=1)
+        model, missing = load_settled(value_class, path, dtype, revision, trusts, packing, num_labels=1)
     except RuntimeError as error:  # transformers names every weight of another shape
         raise UserError(f"critic {path!r} does not fit a value head with one output: {str(error)[:500]}") from None
     head = getattr(model, "score", None)
@@ -100,15 +99,6 @@ def load_value_model(config: Config) -> Any:
         raise UserError(f"critic {path!r} lacks {len(lost)} weights, the first is {lost[0]}; download the model again")
     model.score = _head(head, fresh=bool(missing))
     return model
-
-
-def _value_class(config: Any) -> Any:
-    """transformers' Auto class for sequence classification; it has none with a vision tower, so one is made here."""
-    from transformers import AutoModelForSequenceClassification
-
-    return (
-        value_class_with_tower(config) if config.model_type in VISION_FAMILIES else AutoModelForSequenceClassification
-    )
 
 
 def _head(loaded: torch.nn.Linear, fresh: bool) -> ValueHead:
