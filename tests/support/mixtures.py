@@ -1,4 +1,4 @@
-"""Random mixtures of experts of the real classes, small enough for any test."""
+"""Random mixtures of experts, and hybrids, of the real classes, small enough for any test."""
 
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,12 @@ MIXTURES: dict[str, dict[str, Any]] = {
     # one group: its choice of groups looks like a choice of experts
     "deepseek_v3": {"n_group": 1, "topk_group": 1, "num_key_value_heads": 2, "head_dim": 16} | _LATENT | _FIRST_DENSE,
 }
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {"num_local_experts": 0, "layer_types": ["mamba", "attention", "mamba"]}
+    | {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]} | _LINEAR,
+}
 
 
 def mixture(family: str, vocab: int = 320, layers: int = 3, **changes: Any) -> Any:
@@ -37,7 +43,9 @@ def mixture(family: str, vocab: int = 320, layers: int = 3, **changes: Any) -> A
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 1024}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(sizes | MIXTURES[family] | changes)))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(family, **(sizes | (MIXTURES | HYBRIDS)[family] | changes))
+        )
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() > 1:
