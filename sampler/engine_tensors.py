@@ -158,7 +158,10 @@ class EngineModel:
                 whole, index = self._fused[leaf]
                 layer = ".".join(filter(None, (path.rpartition(".")[0], whole)))
                 if f"{layer}.{parameter}" in self.parameters:
-                    return f"{layer}.{parameter}", index, vllm_insides.rows_of_parts(self.modules[layer])
+                    sizes, declared = vllm_insides.rows_of_parts(self.modules[layer]), list(self._fused.values())
+                    if len(sizes) != sum(of == whole for of, _ in declared):
+                        return None  # parts that are published as one: their rows tell
+                    return f"{layer}.{parameter}", index, sizes
             if given in self.tensors:
                 return given, 0, []
         return None
