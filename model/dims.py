@@ -105,16 +105,11 @@ class ModelDims:
     def adapter_parameters(self, r: int, modules: Collection[str] | None = None) -> int:
         """r·(in + out) of the layers with these names, in every block; None = of all but the output head.
 
-        Experts that tokens are routed to have no layers of such names, the shared ones do.
+        In a mixture of experts those of its attention alone.
         """
-        wanted = [name for name in _MATRICES if modules is None or name in modules]
         sides = {name: out + into for name, (out, into) in zip(_MATRICES, self.matrices, strict=True)}
-        if self.experts is None:
-            return self.layers * r * sum(sides[name] for name in wanted)
-        e, h = self.experts, self.hidden
-        shared = {name: h + e.shared if e.shared else 0 for name in _MATRICES[4:]}
-        sparse = sum((sides | shared)[name] for name in wanted) + (h + 1) * (e.shared_gate and modules is None)
-        return r * (e.dense_layers * sum(sides[name] for name in wanted) + (self.layers - e.dense_layers) * sparse)
+        known = _MATRICES[:4] if self.experts else _MATRICES
+        return self.layers * r * sum(sides[name] for name in known if modules is None or name in modules)
 
     @property
     def kv_values_per_token(self) -> int:

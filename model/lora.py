@@ -4,7 +4,7 @@
 
 (Hu et al., arXiv 2106.09685). `published_tensors` derives every name, shape and dtype of a version from the config
 alone: what a sampler requires of a folder before its engine may see it. Left out: variants of LoRA that vLLM does not
-apply (DoRA, biases, whole modules beside adapters); adapters in a vision tower, which stays frozen.
+apply (DoRA, biases, whole modules beside adapters); adapters of experts; those in a vision tower, which stays frozen.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from typing import Any
 from common.config import MAX_LORA_RANK, Config
 from common.errors import UserError
 from common.weights import BadWeights, TensorInfo
+from model.dims import experts_of
 from model.folder import VISION_FAMILIES, causal_lm_class, load_config
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"  # as peft and vLLM call them
 _LEGAL_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_LORA_RANK)  # of vLLM's max_lora_rank
 _TOWER = r"(.*\.)?visual\..*"  # modules of a vision tower
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "shared_expert_gate")
 _OF_THE_BASE = ("base_model_name_or_path", "revision")  # hosts may have it elsewhere
 
 
@@ -50,7 +52,7 @@ def add_adapters(model: Any, config: Config) -> Any:
     settings = LoraConfig(
         r=lora.r,
         lora_alpha=lora.scale,
-        target_modules=lora.target_modules,
+        target_modules=_targets(model, lora.target_modules),
         exclude_modules=_TOWER if sees else None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=config.model.path,
@@ -63,6 +65,24 @@ def add_adapters(model: Any, config: Config) -> Any:
             return get_peft_model(model, settings, autocast_adapter_dtype=False).peft_config["default"]
         except ValueError as error:
             raise UserError(f"lora.target_modules {lora.target_modules}: {str(error).splitlines()[0]}") from None
+
+
+def _targets(model: Any, wanted: str | list[str]) -> str | list[str]:
+    """Of a mixture of experts the layers beside them: peft takes an MLP's names for the experts', too."""
+    import torch
+
+    if experts_of(model.config.get_text_config().to_dict()) is None:
+        return wanted
+    if wanted == "all-linear":
+        linear = [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+        head = model.get_output_embeddings()
+        return sorted({n.rpartition(".")[2] for n, m in linear if m is not head} - set(_OF_EXPERTS))
+    if experts := [name for name in wanted if name.rpartition(".")[2] in _OF_EXPERTS]:
+        raise UserError(
+            f"lora.target_modules {experts[0]}: in a mixture adapters stand beside the attention alone; write "
+            "target_modules: all-linear, or [q_proj, v_proj]"
+        )
+    return wanted
 
 
 def settings_file(settings: Any) -> bytes:

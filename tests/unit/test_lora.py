@@ -21,6 +21,7 @@ from model.folder import require_model
 from model.tokenizer import load_tokenizer
 from sampler.reload import expected_tensors, reload
 from sampler.verify import checked_tensors, copy_files
+from tests.support.mixtures import mixture
 from tests.support.plain_policy import AdaptedPolicy
 from tests.support.tiny import tiny_model
 from tests.support.tiny_vision import tiny_vision_model
@@ -199,3 +200,22 @@ def test_a_run_is_not_resumed_with_other_adapters_or_another_base(model: Path, t
     ):
         now = stream_settings(changed)
         assert {name for name in saved if saved[name] != now[name]} == names
+
+
+@pytest.mark.parametrize("modules", ["all-linear", ["q_proj", "o_proj"]], ids=str)
+def test_adapters_of_a_mixture_stand_beside_its_attention_and_learn_through_the_experts(
+    tmp_path: Path, modules: Any
+) -> None:
+    model = mixture("qwen3_moe")
+    lora.add_adapters(model, config_for(tmp_path, tmp_path, lora={"r": 4, "target_modules": modules}))
+    model(input_ids=torch.arange(12)[None], use_cache=False).logits.log_softmax(-1)[..., 3].sum().backward()
+    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert {name.split(".")[3] for name in trained} == {"self_attn"}
+    assert len(trained) == 3 * 2 * (4 if modules == "all-linear" else 2)
+    assert all(g is not None and (g.any() or "lora_A" in name) for name, g in trained.items())
+
+
+def test_adapters_of_experts_are_refused_by_name(tmp_path: Path) -> None:
+    config = config_for(tmp_path, tmp_path, lora={"r": 4, "target_modules": ["q_proj", "up_proj"]})
+    with pytest.raises(UserError, match=r"target_modules up_proj: in a mixture .* write target_modules: all-linear"):
+        lora.add_adapters(mixture("mixtral"), config)
