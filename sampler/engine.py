@@ -30,7 +30,7 @@ from sampler import routing, vllm_images, vllm_insides
 from sampler.cache_sleep import CacheSleep
 from sampler.certain_errors import certain, would_repeat
 from sampler.completions import Completion, SamplingParams, completions_of
-from sampler.engine_arguments import engine_arguments, set_environment, stop_token_ids
+from sampler.engine_arguments import engine_arguments, has_right_prefix_cache, set_environment, stop_token_ids
 from sampler.in_flight import InFlight
 from sampler.weight_loader import WeightLoader
 
@@ -65,8 +65,7 @@ class Engine:
                 vllm_insides.show_images_alone()
             else:
                 vllm_insides.load_without_torchvision(load_config(config.model).architectures or ())
-            if self.on_cpu and vllm.EngineArgs(**arguments).create_model_config().is_hybrid:
-                # the cache of a state's past needs prompts in chunks, which a CPU's generator cannot have
+            if self.on_cpu and not has_right_prefix_cache(vllm.EngineArgs(**arguments).create_model_config()):
                 arguments = {"enable_prefix_caching": False} | arguments
             self._llm = vllm.LLM(**arguments)
         except ValidationError as error:
@@ -79,6 +78,8 @@ class Engine:
         self._engine = self._llm.llm_engine
         if self._engine.vllm_config.parallel_config.world_size > 1:  # workers in processes of their own
             self._llm.collective_rpc("end_with_engine")
+        else:
+            self._llm.collective_rpc("spare_other_models")
         if self.on_cpu:
             self._watch_layers()
         if config.algorithm.router_replay:

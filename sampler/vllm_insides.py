@@ -60,6 +60,16 @@ def attentions_of(worker: Any) -> list[Any]:
     return found if all(isinstance(layer, Attention) for layer in found) else []
 
 
+def spare_other_models(model: Any) -> None:
+    """vLLM's Transformers back end changes transformers' class: a reference model of it would look for vLLM's state.
+
+    Instances of vLLM's say by themselves whether they are compiled; now their class says that others are not.
+    """
+    for module in model.modules():
+        if "do_not_compile" in vars(module):
+            type(module).do_not_compile = True
+
+
 def metadata_of_step() -> Any:
     """Of the present step, by layer; None outside of one."""
     from vllm.forward_context import get_forward_context

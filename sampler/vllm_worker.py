@@ -26,6 +26,7 @@ from sampler.vllm_insides import (
     layers_of,
     metadata_of_step,
     model_of,
+    spare_other_models,
     tie_again,
 )
 
@@ -44,6 +45,10 @@ class WeightExtension:
         """From now on: on a CPU one forward pass may take longer than a sampler may be silent."""
         for layer in layers_of(model_of(self)):
             layer.register_forward_pre_hook(lambda *_: report_progress("generating"))
+
+    def spare_other_models(self) -> None:
+        """In a worker whose process has other models."""
+        spare_other_models(model_of(self))
 
     def end_with_engine(self) -> None:
         """In a worker that is a process of its own. When its engine is killed vLLM's ends by itself, unless it is

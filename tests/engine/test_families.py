@@ -1,0 +1,64 @@
+"""The engine as the sampler starts it, for one model of each kind: what it samples has transformers' log-probs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sampler.completions import SamplingParams
+from sampler.engine import Engine
+from tests.support.configs import config_of
+from tests.support.engines import finished, kept, worker_of
+from tests.support.kinds import KINDS, save_kind
+from tests.support.tier import full
+
+pytestmark = [full, pytest.mark.timeout(600)]
+
+WINDOW = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}
+# kind -> (more settings, the largest distance): vLLM's scores with a soft cap are rounded more on a CPU
+FAMILIES: dict[str, tuple[dict[str, Any], float]] = {
+    "qwen3_moe": ({}, 1e-5),
+    "qwen2": ({}, 1e-5),
+    "olmo2": ({}, 1e-5),  # vLLM's Transformers back end
+    "gemma3_text": (WINDOW | {"query_pre_attn_scalar": 32}, 1e-5),
+    "gemma2": (WINDOW | {"query_pre_attn_scalar": 32}, 1e-3),
+    "gemma4_text": (WINDOW | {"global_head_dim": 64}, 2e-5),  # heads of two widths
+    "gpt_oss": (WINDOW, 1e-5),
+    "llama4_text": ({"num_local_experts": 4, "intermediate_size_mlp": 256}, 1e-5),  # attention in chunks
+    "granitemoehybrid": ({}, 1e-5),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_an_engine_samples_has_the_log_probs_of_transformers(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figure: Any
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    settings, bound = FAMILIES[family]
+    monkeypatch.setitem(KINDS, family, KINDS.get(family, {}) | settings)
+    folder = save_kind(family, tmp_path / family)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()  # before, as a reference is
+    sampler = {"num_generations": 4, "max_completion_length": 64, "ignore_eos": True}
+    config = config_of({"path": str(folder), "dtype": "float32"}, {"max_prompt_length": 96}, sampler=sampler)
+    engine = kept(Engine(config, num_gpus=0))
+    prompts = [list(range(5, 30)), [40 + i % 60 for i in range(90)], list(range(40, 72))]
+    for i, prompt in enumerate(prompts):
+        engine.submit(i, prompt, SamplingParams(1.0, 40, 3, seed=3))
+    distances = []
+    for i, completions in finished(engine).items():
+        for completion in completions:
+            ids = completion.token_ids.tolist()
+            with torch.no_grad():
+                logits = model(torch.tensor([prompts[i] + ids]), use_cache=False).logits[0, len(prompts[i]) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0].numpy()
+            distances.append(np.abs(completion.logprobs - expected).max())
+    cache = worker_of(engine).cache_config
+    one_window = 64 * -(-160 // cache.block_size)  # sequences at once, times the blocks of each
+    assert cache.num_gpu_blocks >= one_window
+    assert len(distances) == 9 and max(distances) < bound
+    figure("R4", f"{family}: log-probs of sampled tokens within {max(distances):.1g} of transformers'")
