@@ -8,6 +8,7 @@ matches, nothing is done and torch is not imported. Library versions are not in 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -64,9 +65,9 @@ class Example(WarmStart, ABC):
 
     def random_model(self, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
         """float32. Draws from torch's global generator."""
-        from examples.warm_start import random_qwen2
+        from examples.warm_start import random_decoder
 
-        return random_qwen2(self, tokenizer)
+        return random_decoder(self, tokenizer)
 
     @abstractmethod
     def lessons(self, problems: Sequence[Any], tokenizer: PreTrainedTokenizerFast) -> Lessons:
@@ -112,17 +113,23 @@ def is_wanted(folder: Path, paths: Sequence[str]) -> bool:
     return not paths or any(Path(path).resolve().is_relative_to(folder.resolve()) for path in paths)
 
 
-def main(example: Example) -> None:
+def main(example: Example, *others: Example) -> None:
     """`python -m examples.NAME [PATH …]`: builds the example's folder if it is not there yet, and exits.
 
-    With paths only if one of them is in that folder.
+    With paths only if one of them is in that folder, and then also others of the examples that they are in.
     """
+    paths = sys.argv[1:]
 
     def make() -> None:
-        if is_wanted(example.folder, sys.argv[1:]):
-            build(example, example.folder, lambda line: print(f"tandem: {example.name}: {line}", flush=True))
+        for each in (example, *others) if paths else (example,):
+            if is_wanted(each.folder, paths):
+                build(each, each.folder, functools.partial(_say, each.name))
 
     sys.exit(exits.run(example.name, make))
+
+
+def _say(name: str, line: str) -> None:
+    print(f"tandem: {name}: {line}", flush=True)
 
 
 def distinct(

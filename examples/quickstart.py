@@ -141,5 +141,14 @@ def prompt_ids(question: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+@dataclass(frozen=True)
+class MixtureQuickStart(QuickStart):
+    """Two of eight experts a token: configs/quickstart_moe.yaml."""
+
+    name: ClassVar[str] = "quick start with experts"
+    folder: ClassVar[Path] = Path(".cache/quickstart_moe")
+    family: str = "qwen3_moe"
+
+
 if __name__ == "__main__":
-    main(QuickStart())
+    main(QuickStart(), MixtureQuickStart())

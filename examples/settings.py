@@ -10,6 +10,7 @@ class WarmStart:
     """Problems, model, and how it is taught. Lesson one is clean; lesson two is long enough to pick up bad habits."""
 
     seed: int = 0
+    family: str = "qwen2"  # of FAMILIES in warm_start.py
     num_train: int = 8192
     num_test: int = 512
     vocab_size: int = 512  # at most: byte-pair merges end when every word is one token

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from examples.settings import WarmStart
 from model.cpu.linear import use_faster_linear
@@ -120,9 +120,17 @@ def answer_lessons(
     return batch
 
 
-def random_qwen2(settings: WarmStart, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """float32. Draws from torch's global generator."""
-    return Qwen2ForCausalLM(Qwen2Config(**language_settings(settings, tokenizer), dtype="float32"))
+# What a family's configuration has beside language_settings, for about a million parameters.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32},
+}
+
+
+def random_decoder(settings: WarmStart, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """float32, of settings.family. Draws from torch's global generator."""
+    given = language_settings(settings, tokenizer) | FAMILIES[settings.family]
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.family, **given, dtype="float32"))
 
 
 def language_settings(settings: WarmStart, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:

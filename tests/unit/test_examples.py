@@ -21,7 +21,7 @@ from examples.calculator_tool import calculator as compute
 from examples.calculator_tool import thrift
 from examples.drawings import completion as described
 from examples.example import build, is_wanted, stamp, warm_start
-from examples.quickstart import completion
+from examples.quickstart import MixtureQuickStart, completion
 from tests.support.examples import TINY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -289,3 +289,12 @@ def test_a_run_on_another_model_and_other_rows_builds_nothing(tmp_path: Path) ->
     assert is_wanted(folder, [])
     assert is_wanted(folder, ["own/model", str(folder / "train.jsonl")])
     assert not is_wanted(folder, ["own/model", str(tmp_path / "made_by_me" / "train.jsonl")])
+
+
+def test_the_mixture_has_a_quick_start_with_its_own_config_and_a_million_parameters(folder_of: Any) -> None:
+    example = MixtureQuickStart()
+    settings = config.load(ROOT / "configs" / f"{example.folder.name}.yaml", [])
+    assert Path(settings.model.path) == example.folder / "model" and settings.model.builder == "examples.quickstart"
+    model = example.random_model(tokenizer_of(folder_of("quickstart")))
+    assert (model.config.model_type, model.config.num_experts) == ("qwen3_moe", 8)
+    assert 0.7e6 < sum(p.numel() for p in model.parameters()) < 1.3e6

@@ -4,6 +4,7 @@
     bash launch.sh families lfm2 qwen3_moe        some
     bash launch.sh families --only loop           some columns: exact, loop, resume, lora
     bash launch.sh families --table               measures nothing: the table of what was measured before
+    bash launch.sh families --write               and into docs/model.md
 
     exact    the layout that is chosen, its log-probs and its gradient beside the model's own forward   exact.py
     loop     three steps of launch.sh run on the quick start's problems, with what the sampler proves of every reload
@@ -11,7 +12,7 @@
     lora     two steps with adapters
 
 Each is a process of its own with a limit of time, in runs/families/NAME, and what one fails at ends no other. Facts are
-kept there. docs/model.md gets the table when every family has been measured on this machine with these versions.
+kept there, and the table is of those that were found on this machine with these versions.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from tools.families.models import BFLOAT16, FAMILIES, build
 
 RUNS, CONFIG, PAGE = ROOT / "runs" / "families", "configs/quickstart.yaml", ROOT / "docs" / "model.md"
 QUICKSTART = ROOT / ".cache" / "quickstart" / "model"
-MARKS = ("<!-- written by: bash launch.sh families -->\n", "<!-- the end of what it wrote -->\n")
+MARKS = ("<!-- written by: bash launch.sh families --write -->\n", "<!-- the end of what it wrote -->\n")
 LIMIT_S = 400
 _RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
 Facts = dict[str, Any]
@@ -135,28 +136,33 @@ def why(said: str) -> str:
     return errors[0].removeprefix("tandem: ")[:200] if errors else "it printed nothing"
 
 
-def measure(family: str, columns: Sequence[str]) -> None:
-    """Facts of these columns, into the family's folder beside those of others."""
-    folder = RUNS / family
+def measure(family: str, columns: Sequence[str], folder: Path) -> None:
+    """Facts of these columns, into the family's folder in the place of earlier ones."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         build(family, QUICKSTART, folder / "model")
     except Exception as error:  # one family's must not end the others
-        _keep(folder, {"layout": f"not built: {type(error).__name__}: {error}"[:200]})
-        return
+        return _keep(folder, "exact", {"layout": f"not built: {type(error).__name__}: {error}"[:200]})
     for column in columns:
-        found = COLUMNS[column](family, folder)
-        _keep(folder, found | {f"where_{column}": where()})
+        _keep(folder, column, found := COLUMNS[column](family, folder))
         print(f"families: {family}: {column}: {json.dumps(found)}", flush=True)
 
 
-def _keep(folder: Path, found: Facts) -> None:
-    (folder / "facts.json").write_text(json.dumps(facts_of(folder) | found, indent=1))
+def _keep(folder: Path, column: str, found: Facts) -> None:
+    kept = {name: facts for name in COLUMNS if (facts := _column(folder, name))}
+    (folder / "facts.json").write_text(json.dumps(kept | {column: found | {"where": where()}}, indent=1))
+
+
+def _column(folder: Path, name: str) -> Facts:
+    """Of this machine and these versions; {} where there are none."""
+    file = folder / "facts.json"
+    found = json.loads(file.read_text()).get(name, {}) if file.exists() else {}
+    return found if found.get("where") == where() else {}
 
 
 def facts_of(folder: Path) -> Facts:
-    file = folder / "facts.json"
-    return json.loads(file.read_text()) if file.exists() else {}
+    """Of all columns."""
+    return {key: value for name in COLUMNS for key, value in _column(folder, name).items()}
 
 
 def where() -> str:
@@ -209,6 +215,10 @@ def main() -> None:
     parser.add_argument("families", nargs="*", metavar="family", help="default: all")
     parser.add_argument("--only", choices=COLUMNS, nargs="+", default=list(COLUMNS))
     parser.add_argument("--table", action="store_true", help="measure nothing")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/model.md")
+    parser.add_argument(
+        "--runs", type=Path, default=RUNS, help="where models, runs and facts are; default: %(default)s"
+    )
     arguments = parser.parse_intermixed_args()
     chosen = arguments.families or list(FAMILIES)
     if unknown := [name for name in chosen if name not in FAMILIES]:
@@ -216,16 +226,14 @@ def main() -> None:
     if not arguments.table:
         subprocess.run([sys.executable, "-m", "examples.quickstart"], cwd=ROOT, check=True)
         for family in chosen:
-            measure(family, arguments.only)
-    facts = {family: found for family in FAMILIES if (found := facts_of(RUNS / family))}
-    text = table(facts)
+            measure(family, arguments.only, arguments.runs / family)
+    facts = {family: facts_of(arguments.runs / family) for family in FAMILIES}
+    text = f"On {where()}.\n\n{table({family: found for family, found in facts.items() if found})}"
+    if missing := [family for family, found in facts.items() if not found]:
+        text += f"\nNot measured: {', '.join(missing)}.\n"
     print(text)
-    places = {found.get(f"where_{column}") for found in facts.values() for column in COLUMNS}
-    if len(facts) == len(FAMILIES) and len(places) == 1:
-        write_page(f"On {places.pop()}.\n\n{text}")
-        print(f"families: written into {PAGE.relative_to(ROOT)}")
-    else:
-        print(f"families: {len(facts)} of {len(FAMILIES)} measured; {PAGE.relative_to(ROOT)} stays as it is")
+    if arguments.write:
+        write_page(text)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ _MOE = dict(num_experts_per_tok=2, moe_intermediate_size=64)
 _DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=128, linear_value_head_dim=128,
               head_dim=64)  # fmt: skip
 _WINDOW = dict(sliding_window=32)
-_LATENT = dict(kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=32, num_key_value_heads=4,
-               head_dim=16, n_routed_experts=8, n_group=1, topk_group=1, first_k_dense_replace=1, **_MOE)  # fmt: skip
+_LATENT = dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=16, v_head_dim=32, num_key_value_heads=4,
+               head_dim=64, n_routed_experts=8, n_group=1, topk_group=1, first_k_dense_replace=1, **_MOE)  # fmt: skip
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {}, "qwen3": {},
@@ -37,13 +37,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2), "olmoe": dict(num_experts=8, num_experts_per_tok=2),
     "gpt_oss": _WINDOW | dict(num_local_experts=8, num_experts_per_tok=2),
     "llama4_text": dict(num_local_experts=4, intermediate_size_mlp=256),
-    "deepseek_v3": dict(q_lora_rank=32, **_LATENT),
+    "deepseek_v3": dict(q_lora_rank=32, topk_method="noaux_tc", **_LATENT),
     "granitemoehybrid": dict(layer_types=["mamba"] * 3 + ["attention"], mamba_n_heads=8, mamba_d_head=32,
                              mamba_d_state=16, num_local_experts=0),
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": dict(num_experts=8, shared_expert_intermediate_size=64, **_MOE, **_DELTA),
-    "lfm2": dict(layer_types=["conv", "conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False),
-    "nemotron_h": dict(mamba_num_heads=8, mamba_head_dim=32, n_groups=1, ssm_state_size=16),
+    "lfm2": dict(layer_types=["conv", "conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False,
+                 conv_dim=128, conv_dim_out=128, block_dim=128, block_ff_dim=256),
+    "nemotron_h": dict(layer_types=["linear_attention", "mlp", "full_attention", "mlp"],
+                       mamba_num_heads=8, mamba_head_dim=32, n_groups=1, ssm_state_size=16),
 }  # fmt: skip
 BFLOAT16 = ("qwen3_5_text", "qwen3_5_moe_text")  # vLLM's kernel of their layers for a CPU takes nothing else
 _TOKENIZER = ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
@@ -67,8 +69,10 @@ def random_model(name: str, vocab: int, **more: Any) -> Any:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(family_config(name, vocab, **more)).float()
-        for parameter in model.parameters():
+        for path, parameter in model.named_parameters():
             parameter.normal_(0, 0.06) if parameter.dim() > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
+            if name == "gemma4_text" and "q_norm" in path:  # no other scale stands before its softmax
+                parameter.mul_(parameter.numel() ** -0.5)
     return model
 
 
