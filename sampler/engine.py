@@ -46,6 +46,15 @@ class _Scored:
     index: int
 
 
+def _mend_vllm(config: Config) -> None:
+    """What of vLLM must be another before it loads this model."""
+    vllm_insides.rotate_every_head()
+    if vllm_images.has_tower(config):
+        vllm_insides.show_images_alone()
+    else:
+        vllm_insides.load_without_torchvision(load_config(config.model).architectures or ())
+
+
 class Engine:
     """A vLLM engine. `version` is the policy version it holds, None before the first reload."""
 
@@ -61,10 +70,7 @@ class Engine:
         if unknown:
             raise UserError(f"vllm.{unknown[0]}: vLLM {vllm.__version__} has no such engine argument")
         try:
-            if vllm_images.has_tower(config):
-                vllm_insides.show_images_alone()
-            else:
-                vllm_insides.load_without_torchvision(load_config(config.model).architectures or ())
+            _mend_vllm(config)
             if self.on_cpu and not has_right_prefix_cache(vllm.EngineArgs(**arguments).create_model_config()):
                 arguments = {"enable_prefix_caching": False} | arguments
             self._llm = vllm.LLM(**arguments)

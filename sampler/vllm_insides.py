@@ -10,7 +10,8 @@ model/cpu.
                 how experts were packed
     replaced    at a reload: fused experts by single ones (`by_expert`), attention sinks (`copy_sinks`), on a CPU the
                 kernel of experts (`forget_packed_experts`) and the packed copy of a tied LM head (`tie_again`); the
-                image code of torchvision and the processors of Qwen's models that see (`show_images_alone`)
+                image code of torchvision and the processors of Qwen's models that see (`show_images_alone`); on a CPU
+                the rotation of queries by heads (`rotate_every_head`)
 """
 
 from __future__ import annotations
@@ -229,6 +230,27 @@ def lasting_cache(runner: Any) -> tuple[int, str, int]:
         if isinstance(group.kv_cache_spec, FullAttentionSpec):
             return number, group.layer_names[0], group.kv_cache_spec.block_size
     raise ValueError("No layer of this model keeps the whole sequence in its cache.")
+
+
+def rotate_every_head() -> None:
+    """Once in a process, before vllm.LLM: vLLM's rotation on a CPU takes queries [tokens, heads · d].
+
+    Of [tokens, heads, d], as LFM2 and latent attention hand them over, it rotates other numbers, in silence.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    rotate: Any = RotaryEmbedding.forward_cpu
+    if rotate.__name__ == "flat":
+        return
+
+    def flat(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        if query.dim() == 2:
+            return rotate(self, positions, query, key)
+        rows = len(query)
+        found = rotate(self, positions, query.reshape(rows, -1), None if key is None else key.reshape(rows, -1))
+        return found[0].view(query.shape), None if key is None else found[1].view(key.shape)
+
+    RotaryEmbedding.forward_cpu = flat  # type: ignore[method-assign]
 
 
 def load_without_torchvision(architectures: Iterable[str]) -> None:

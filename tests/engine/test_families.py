@@ -29,6 +29,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], float]] = {
     "gpt_oss": (WINDOW, 1e-5),
     "llama4_text": ({"num_local_experts": 4, "intermediate_size_mlp": 256}, 1e-5),  # attention in chunks
     "granitemoehybrid": ({}, 1e-5),
+    "lfm2": ({"conv_dim": 128, "conv_dim_out": 128, "block_dim": 128}, 1e-5),
 }
 
 
