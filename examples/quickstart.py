@@ -150,5 +150,14 @@ class MixtureQuickStart(QuickStart):
     family: str = "qwen3_moe"
 
 
+@dataclass(frozen=True)
+class HybridQuickStart(QuickStart):
+    """Short convolutions and attention: configs/quickstart_hybrid.yaml."""
+
+    name: ClassVar[str] = "quick start with convolutions"
+    folder: ClassVar[Path] = Path(".cache/quickstart_hybrid")
+    family: str = "lfm2"
+
+
 if __name__ == "__main__":
-    main(QuickStart(), MixtureQuickStart())
+    main(QuickStart(), MixtureQuickStart(), HybridQuickStart())

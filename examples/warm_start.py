@@ -124,6 +124,8 @@ def answer_lessons(
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}
+    | {name: 128 for name in ("conv_dim", "conv_dim_out", "block_dim")},  # as published files have them
 }
 
 

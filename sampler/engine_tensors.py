@@ -1,16 +1,6 @@
 """Whether an engine holds the weights of a version, bit by bit: its tensors' checksums against the manifest's.
 
-vLLM keeps a model's parameters under the published names, but fuses some (q, k, v; gate, up) and pads the vocabulary,
-so a published tensor is a range of rows of an engine's. They are summed where they stand, on a GPU too.
-
-Where names do not tell the range (experts in one tensor, latent attention, whatever a family's loader does), it is
-found at an engine's first load, by shapes and checksums, and must hold ever after. What is found is a rule for all
-tensors of one kind, as in "gate_proj of expert e of layer l begins at row 0 of w13_weight[e] of layer l": a rule holds
-for every layer and every expert or it is none, so that swapped experts or layers are no other layout, but wrong.
-
-    kind        model.layers.*.mlp.experts.*.gate_proj.weight [64, 128]
-    rule        model.layers.*.mlp.experts.routed_experts.w13_weight [8, 128, 128], slot e, rows 0 …, as it is
-    several     while all are equal, as zeros are, several rules hold; each load keeps those that still do
+They are summed where they stand, on a GPU too; where that is, engine_layout.py knows.
 
 What can not be compared is named and counted, never passed in silence; the canary alone answers for it: a matrix that
 vLLM packed for a CPU's product and dropped, or quantises, or a shard of a tensor-parallel engine; and what a loader
@@ -22,12 +12,10 @@ is wrong.
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -37,9 +25,7 @@ from common.watchdog import report_progress
 from common.weights import TensorInfo
 from model.checksum import checksum
 from sampler import vllm_insides
-
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-_TRIED = 4  # tensors of a kind, of which a rule must hold for one to be tried on all: the first may be damaged
+from sampler.engine_layout import NUMBER, EngineModel, Layout, Part, kind_of, layer_of, settled
 
 
 @dataclass
@@ -62,149 +48,6 @@ def of_ranks(proofs: Sequence[Proof]) -> Proof:
     )
 
 
-@dataclass(frozen=True)
-class Part:
-    """A published tensor in an engine's: in one slot of its first axis or all, rows from `begin` on, or transposed."""
-
-    name: str
-    info: TensorInfo
-    begin: int = 0
-    slot: int | None = None
-    turned: bool = False
-
-    def of(self, tensor: Tensor) -> Tensor:
-        tensor, shape = tensor if self.slot is None else tensor[self.slot], self.info.shape
-        if self.turned:
-            tensor = tensor.transpose(-1, -2)
-        if tensor.numel() == math.prod(shape) or not tensor.ndim:
-            return tensor
-        return tensor[self.begin : self.begin + shape[0]][..., : shape[-1]]
-
-    def is_in(self, tensor: Tensor) -> bool:
-        return checksum(_as_published(self.of(tensor), self.info)) == self.info.checksum
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Where all published tensors of a kind are."""
-
-    kind: str  # of the engine's tensors
-    begin: int
-    has_slots: bool
-    turned: bool
-
-    def part(self, name: str, info: TensorInfo) -> Part:
-        return Part(name, info, self.begin, int(_NUMBER.findall(name)[-1]) if self.has_slots else None, self.turned)
-
-
-@dataclass
-class Layout:
-    """What an engine's first load has told, and later ones must find again."""
-
-    rules: dict[tuple[Any, ...], list[Rule]] = field(default_factory=dict)  # of each kind of published tensor
-    computed: dict[str, str] = field(default_factory=dict)  # published name -> engine's, that it is computed with
-    proven: set[str] = field(default_factory=set)
-    is_new: bool = True
-
-
-def _kind(name: str) -> str:
-    return _NUMBER.sub("*", name)
-
-
-def _layer(name: str) -> tuple[str, ...]:
-    """("layers", "3") of a tensor of a layer, whatever stands before."""
-    first = _NUMBER.search(name)
-    return (name[: first.start()].split(".")[-2], first[0]) if first else ()
-
-
-class EngineModel:
-    """A vLLM model without adapters."""
-
-    def __init__(self, model: Any):
-        self._model = model
-        self.modules = dict(model.named_modules(remove_duplicate=False))
-        self.parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        self.tensors = self.parameters | dict(model.named_buffers(remove_duplicate=False))
-        self._fused = vllm_insides.fused_layers(model)
-        self.value = lru_cache(maxsize=2)(self._value)
-        self._of_layer: dict[tuple[str, tuple[str, ...]], str] = {}
-        for name in self.parameters:
-            self._of_layer.setdefault((_kind(name), _layer(name)), name)
-
-    def _value(self, name: str) -> Tensor:
-        """Plain, as it was loaded."""
-        return vllm_insides.unpacked(self.module(name), name.rpartition(".")[2], self.tensors[name].data)
-
-    def module(self, name: str) -> Any:
-        return self.modules[name.rpartition(".")[0]]
-
-    def named(self, expected: Mapping[str, TensorInfo]) -> dict[str, list[Part]]:
-        """{engine's tensor: its parts}, as far as names tell."""
-        found = defaultdict[str, list[Part]](list)
-        is_part = set()
-        for name, info in expected.items():
-            if place := self._place(name):
-                engine_name, index, sizes = place
-                found[engine_name].append(Part(name, info, sum(sizes[:index])))
-                is_part |= {engine_name} if sizes else set()
-        return {name: parts for name, parts in found.items() if name in is_part or len(parts) == 1}
-
-    def _place(self, name: str) -> tuple[str, int, list[int]] | None:
-        """(engine's tensor, which of its parts, rows of each part; no parts if it is not fused)."""
-        leaf = name.split(".")[-2] if "." in name else ""
-        for given in vllm_insides.engine_names(self._model, name):
-            path, _, parameter = given.rpartition(".")
-            if leaf in self._fused:
-                whole, index = self._fused[leaf]
-                layer = ".".join(filter(None, (path.rpartition(".")[0], whole)))
-                if f"{layer}.{parameter}" in self.parameters:
-                    sizes, declared = vllm_insides.rows_of_parts(self.modules[layer]), list(self._fused.values())
-                    if len(sizes) != sum(of == whole for of, _ in declared):
-                        return None  # parts that are published as one: their rows tell
-                    return f"{layer}.{parameter}", index, sizes
-            if given in self.tensors:
-                return given, 0, []
-        return None
-
-    def at(self, rule: Rule, name: str) -> str | None:
-        """The engine's tensor that the rule means for a published one."""
-        return self._of_layer.get((rule.kind, _layer(name)))
-
-    def holds(self, rule: Rule, name: str, info: TensorInfo) -> bool:
-        there = self.at(rule, name)
-        return there is not None and rule.part(name, info).is_in(self.value(there))
-
-    def possible(self, name: str, info: TensorInfo) -> Iterator[Rule]:
-        """Rules that a tensor's shape allows in its layer."""
-        for (kind, layer), there in self._of_layer.items():
-            whole, numbers = self.tensors[there], _NUMBER.findall(name)
-            if layer == _layer(name) and whole.numel():
-                has_slots = whole.ndim == len(info.shape) + 1 and len(numbers) > 1 and int(numbers[-1]) < len(whole)
-                shape = list(whole.shape[1:] if has_slots else whole.shape)
-                yield from (Rule(kind, begin, has_slots, turned) for begin, turned in _ways(shape, info.shape))
-
-    def misplaced(self, name: str, info: TensorInfo) -> str:
-        """The engine's tensor of any layer that holds a published one in any slot; "" if there is none."""
-        for there in self._of_layer.values():
-            whole = self.tensors[there]
-            slots = list(range(len(whole))) if whole.ndim == len(info.shape) + 1 else [None]
-            for begin, turned in _ways(list(whole.shape[whole.ndim - len(info.shape) :]), info.shape):
-                if any(Part(name, info, begin, slot, turned).is_in(self.value(there)) for slot in slots):
-                    return there
-        return ""
-
-
-def _ways(whole: list[int], shape: list[int]) -> Iterator[tuple[int, bool]]:
-    """(first row, transposed?) where a tensor may lie in a larger one: behind others of its shape, or last."""
-    for turned in (False, True) if len(whole) > 1 and len(shape) > 1 else (False,):
-        rows = [*whole[:-2], whole[-1], whole[-2]] if turned else whole
-        if math.prod(rows) == math.prod(shape):
-            yield 0, turned
-        elif len(rows) == len(shape) and all(a >= b for a, b in zip(rows, shape, strict=True)):
-            begins = {*range(0, rows[0] - shape[0] + 1, shape[0]), rows[0] // 2, rows[0] - shape[0]}
-            yield from ((begin, turned) for begin in sorted(begins) if begin + shape[0] <= rows[0])
-
-
 def prove(model: Any, expected: Mapping[str, TensorInfo], layout: Layout | None = None) -> Proof:
     """layout: what earlier loads of this engine have told, which is added to."""
     begun, layout = time.monotonic(), Layout() if layout is None else layout
@@ -213,11 +56,11 @@ def prove(model: Any, expected: Mapping[str, TensorInfo], layout: Layout | None 
     proof = Proof()
     kinds = defaultdict[tuple[Any, ...], list[str]](list)
     for name in expected.keys() - {part.name for parts in found.values() for part in parts}:
-        kinds[_kind(name), *expected[name].shape].append(name)
+        kinds[kind_of(name), *expected[name].shape].append(name)
     homeless = []
     for kind, names in sorted(kinds.items()):
         names.sort()
-        rules = _settled(engine, expected, names, layout.rules.get(kind))
+        rules = settled(engine, expected, names, layout.rules.get(kind))
         if not rules:
             if layout.is_new and (there := engine.misplaced(names[0], expected[names[0]])):
                 proof.wrong.append(f"the engine's {there} holds the published {names[0]}, which is no place of it")
@@ -245,22 +88,6 @@ def prove(model: Any, expected: Mapping[str, TensorInfo], layout: Layout | None 
     return proof
 
 
-def _settled(
-    engine: EngineModel, expected: Mapping[str, TensorInfo], names: list[str], known: list[Rule] | None
-) -> list[Rule]:
-    """Rules that hold for all tensors of a kind; if none does, the one that holds for most and tells what is wrong."""
-    if known is not None and len(known) == 1:
-        return known
-    rules, tried = known or [], names[:_TRIED]
-    if known is None:
-        possible = dict.fromkeys(rule for name in tried for rule in engine.possible(name, expected[name]))
-        rules = [rule for rule in possible if any(engine.holds(rule, name, expected[name]) for name in tried)]
-    held = {rule: sum(engine.holds(rule, name, expected[name]) for name in names) for rule in rules}
-    most = max(held.values(), default=0)
-    best = [rule for rule, count in held.items() if count == most]
-    return best if most == len(names) else best[:1] if known or most >= len(names) / 2 else []
-
-
 def _give_homes(
     proof: Proof,
     engine: EngineModel,
@@ -276,8 +103,8 @@ def _give_homes(
     """
     taken: dict[int, None] = {}
     for name in homeless:
-        size, numbers = math.prod(expected[name].shape), _NUMBER.findall(name)
-        near = {there: engine.parameters[there] for there in free if _layer(there) == _layer(name)}
+        size, numbers = math.prod(expected[name].shape), NUMBER.findall(name)
+        near = {there: engine.parameters[there] for there in free if layer_of(there) == layer_of(name)}
         packed = [there for there, p in near.items() if not p.numel() and len(expected[name].shape) > 1]
         split = [there for there in near if vllm_insides.tensor_parallel_size(engine.module(there)) > 1]
         same = [there for there, p in near.items() if p.numel() == size and id(p) not in taken]
@@ -344,15 +171,6 @@ def _not_comparable(module: Any, tensor: Tensor, infos: list[TensorInfo]) -> str
     if tensor.dtype not in (getattr(torch, infos[0].dtype), torch.float32):
         return f"vLLM holds it in {tensor.dtype}, published is {infos[0].dtype}"
     return ""
-
-
-def _as_published(tensor: Tensor, info: TensorInfo) -> Tensor:
-    """A bias that vLLM widened to float32 has the bits of the published one if narrowing it loses nothing."""
-    published = getattr(torch, info.dtype)
-    if tensor.dtype == published:
-        return tensor
-    narrow = tensor.to(published)
-    return narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
 
 
 def prove_adapters(model: Any, expected: Mapping[str, TensorInfo]) -> Proof:

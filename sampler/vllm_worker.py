@@ -15,7 +15,8 @@ from common.exits import die_with_parent
 from common.watchdog import report_progress
 from common.weights import TensorInfo
 from model.cpu.repeated_rows import RepeatedRows, takes_rows
-from sampler.engine_tensors import Layout, Proof, prove, prove_adapters, spoil
+from sampler.engine_layout import Layout
+from sampler.engine_tensors import Proof, prove, prove_adapters, spoil
 from sampler.routing import Routing
 from sampler.vllm_insides import (
     attentions_of,

@@ -13,7 +13,8 @@ from torch import nn
 
 from common.weights import TensorInfo
 from model.checksum import describe
-from sampler.engine_tensors import Layout, Proof, of_ranks, prove, prove_adapters
+from sampler.engine_layout import Layout
+from sampler.engine_tensors import Proof, of_ranks, prove, prove_adapters
 from sampler.vllm_worker import WeightExtension
 
 HIDDEN, VOCABULARY, PADDED = 8, 5, 8
