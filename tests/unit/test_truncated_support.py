@@ -119,7 +119,7 @@ def test_the_mass_that_was_cut_away_is_the_third_part_of_the_log_ratio() -> None
     total = sum(sums[f"{cause}_log_ratio"] for cause in mismatch.CAUSES)
     assert total == pytest.approx((whole[0, 1] + whole[2, 2] - old.sum()).item(), abs=1e-6)
     assert sums["support_log_ratio"] == pytest.approx(mass.sum().item())
-    found = mismatch.cause_metrics(sums | {"tokens": 2.0})
+    found = mismatch.cause_metrics(sums | {"tokens": 2.0, "routed": 0.0})
     assert found["mismatch/support/mean_exp_abs_log_ratio"] == pytest.approx((-mass).exp().mean().item(), abs=1e-6)
 
 
