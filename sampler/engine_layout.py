@@ -133,7 +133,7 @@ class EngineModel:
                     if len(sizes) != sum(of == whole for of, _ in declared):
                         return None  # parts that are published as one: their rows tell
                     return f"{layer}.{parameter}", index, sizes
-            if given in self.tensors:
+            if given in self.tensors and parameter == name.rpartition(".")[2]:  # A is made of A_log
                 return given, 0, []
         return None
 
