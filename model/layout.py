@@ -30,10 +30,9 @@ _WINDOWS = ("sliding_window", "attention_chunk_size")  # as transformers' config
 _SHORT = 8  # tokens of a window while it is looked at
 
 
-def packing_of(*models: Any) -> Packing:
-    """Which rows all of these models take."""
-    is_shared = all(model.config.get_text_config()._attn_implementation == attention.NAME for model in models)
-    return "shared" if is_shared else "separate"
+def packing_of(model: Any) -> Packing:
+    """Which rows it takes."""
+    return "shared" if model.config.get_text_config()._attn_implementation == attention.NAME else "separate"
 
 
 def backbone(model: Any) -> Any:
