@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import difflib
 import functools
-import hashlib
 import importlib
 import importlib.util
 import inspect
 import re
-import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from common import user_modules
 from common.errors import UserError
 from common.paths import did_you_mean
 
@@ -58,6 +57,7 @@ def short_name(name: str) -> str:
 def find(label: str, name: str, built_in: Collection[str] = ()) -> Function:
     """Imports it. Raises UserError when there is no such file, module or function, or the import fails."""
     place, attribute = parse(label, name, built_in)
+    user_modules.prepare()
     module = _load_file(place, label) if isinstance(place, Path) else _import_module(place, label)
     function = getattr(module, attribute, None)
     if not callable(function):
@@ -156,9 +156,10 @@ class Contract:
 
 def describe(error: BaseException) -> str:
     """`ValueError: bad (my_reward.py:12)`: what was raised, and the innermost line of Python."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    not_theirs = ("<", user_modules.__file__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(not_theirs)]
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{place}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{place}{user_modules.hint(error)}"
 
 
 def _no_function(label: str, attribute: str, place: Path | str, defined: Collection[str]) -> UserError:
@@ -174,18 +175,12 @@ def _require_file(path: Path, label: str) -> None:
 
 def _load_file(path: Path, label: str) -> ModuleType:
     _require_file(path, label)
-    # The name is unique per path: two files called reward.py must not replace each other in sys.modules.
-    module_name = f"user_file_{hashlib.blake2b(bytes(path.resolve()), digest_size=6).hexdigest()}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
+    if path.suffix != ".py":
         raise UserError(f"{label}: {path} is not a Python file; its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickle look their module up there
     try:
-        spec.loader.exec_module(module)
+        return user_modules.load_file(path)
     except Exception as error:
         raise UserError(f"{label}: {path} cannot be imported: {describe(error)}") from error
-    return module
 
 
 def _import_module(place: str, label: str) -> ModuleType:

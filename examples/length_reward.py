@@ -8,8 +8,8 @@ rewards:
 
 import math
 
-from rewards import text_of
-from rewards.answers import is_right
+from tandem.rewards import text_of
+from tandem.rewards.answers import is_right
 
 
 def cosine_length(

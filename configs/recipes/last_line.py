@@ -2,8 +2,8 @@
 
 import re
 
-from rewards import text_of
-from rewards.answers import same_answer
+from tandem.rewards import text_of
+from tandem.rewards.answers import same_answer
 
 ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 

@@ -21,7 +21,7 @@ from tests.support.syntax import called, tree, walk
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
     *("common", "model", "report", "rewards", "environments", "sampler", "trainer", "launcher"),
-    *("examples", "tools"),
+    *("examples", "tools", "tandem"),
 )
 SOURCES = sorted([*ROOT.glob("*.py"), *(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))])
 
