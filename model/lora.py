@@ -33,10 +33,17 @@ def max_rank(r: int) -> int:
 
 
 def engine_arguments(config: Config) -> dict[str, Any]:
-    """What vLLM must know to apply adapters; nothing when whole weights are published."""
+    """What vLLM must know to apply adapters; nothing when whole weights are published.
+
+    A mixture's experts are left alone: layers for their adapters need Triton, which a CPU has not.
+    """
     if not config.lora.publishes_adapters:
         return {}
-    return {"enable_lora": True, "max_lora_rank": max_rank(config.lora.r), "max_loras": 1}
+    arguments = {"enable_lora": True, "max_lora_rank": max_rank(config.lora.r), "max_loras": 1}
+    if experts_of(load_config(config.model).get_text_config().to_dict()) is None:
+        return arguments
+    targets = expected(config)[1]["target_modules"]
+    return arguments | {"lora_target_modules": sorted({name.rpartition(".")[2] for name in targets})}
 
 
 def add_adapters(model: Any, config: Config) -> Any:
@@ -74,9 +81,11 @@ def _targets(model: Any, wanted: str | list[str]) -> str | list[str]:
     if experts_of(model.config.get_text_config().to_dict()) is None:
         return wanted
     if wanted == "all-linear":
-        linear = [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
         head = model.get_output_embeddings()
-        return sorted({n.rpartition(".")[2] for n, m in linear if m is not head} - set(_OF_EXPERTS))
+        mixtures = tuple(n.removesuffix("experts") for n, _ in model.named_modules() if n.endswith(".experts"))
+        linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
+        beside = {n.rpartition(".")[2] for n in linear if not n.startswith(mixtures)}
+        return sorted(beside - {n.rpartition(".")[2] for n in linear if n.startswith(mixtures)} - set(_OF_EXPERTS))
     if experts := [name for name in wanted if name.rpartition(".")[2] in _OF_EXPERTS]:
         raise UserError(
             f"lora.target_modules {experts[0]}: in a mixture adapters stand beside the attention alone; write "

@@ -46,9 +46,11 @@ class _Scored:
     index: int
 
 
-def _mend_vllm(config: Config) -> None:
+def _mend_vllm(config: Config, arguments: dict[str, Any]) -> None:
     """What of vLLM must be another before it loads this model."""
     vllm_insides.rotate_every_head()
+    if "lora_target_modules" in arguments:
+        vllm_insides.run_experts_without_adapters()
     if vllm_images.has_tower(config):
         vllm_insides.show_images_alone()
     else:
@@ -70,7 +72,7 @@ class Engine:
         if unknown:
             raise UserError(f"vllm.{unknown[0]}: vLLM {vllm.__version__} has no such engine argument")
         try:
-            _mend_vllm(config)
+            _mend_vllm(config, arguments)
             if self.on_cpu and not has_right_prefix_cache(vllm.EngineArgs(**arguments).create_model_config()):
                 arguments = {"enable_prefix_caching": False} | arguments
             self._llm = vllm.LLM(**arguments)

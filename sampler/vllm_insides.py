@@ -11,7 +11,8 @@ model/cpu.
     replaced    at a reload: fused experts by single ones (`by_expert`), attention sinks (`copy_sinks`), on a CPU the
                 kernel of experts (`forget_packed_experts`) and the packed copy of a tied LM head (`tie_again`); the
                 image code of torchvision and the processors of Qwen's models that see (`show_images_alone`); on a CPU
-                the rotation of queries by heads (`rotate_every_head`)
+                the rotation of queries by heads (`rotate_every_head`); the kernel of experts under adapters of
+                attention (`run_experts_without_adapters`)
 """
 
 from __future__ import annotations
@@ -251,6 +252,17 @@ def rotate_every_head() -> None:
         return found[0].view(query.shape), None if key is None else found[1].view(key.shape)
 
     RotaryEmbedding.forward_cpu = flat  # type: ignore[method-assign]
+
+
+def run_experts_without_adapters() -> None:
+    """Before vllm.LLM, where adapters stand beside attention alone: no kernel of experts for them, which need Triton.
+
+    vLLM takes that kernel for every mixture under LoRA, whatever `lora_target_modules` names.
+    """
+    from vllm.model_executor.layers.fused_moe import layer
+
+    made: Any = layer.FusedMoEConfig
+    layer.FusedMoEConfig = lambda **sizes: made(**sizes | {"is_lora_enabled": False})  # type: ignore[assignment, misc]
 
 
 def load_without_torchvision(architectures: Iterable[str]) -> None:
