@@ -247,6 +247,11 @@ def require_model(path: str, revision: str | None = None) -> None:
         raise not_to_be_had(path, error) from None
 
 
+def experts_in(model: Model) -> tuple[int, int] | None:
+    """(experts of a layer, those of a token) of the policy; None without a mixture."""
+    return experts_of(load_config(model).get_text_config().to_dict())
+
+
 def load_config(model: Model) -> Any:
     """transformers' configuration of the policy. Raises UserError if there is none that it knows."""
     from transformers import AutoConfig  # costs seconds

@@ -35,15 +35,14 @@ def max_rank(r: int) -> int:
 def engine_arguments(config: Config) -> dict[str, Any]:
     """What vLLM must know to apply adapters; nothing when whole weights are published.
 
-    A mixture's experts are left alone: layers for their adapters need Triton, which a CPU has not.
+    No other layers than those that get one: with an adapter vLLM's experts need Triton and its output head cannot score
+    prompts, on a CPU neither.
     """
     if not config.lora.publishes_adapters:
         return {}
-    arguments = {"enable_lora": True, "max_lora_rank": max_rank(config.lora.r), "max_loras": 1}
-    if experts_of(load_config(config.model).get_text_config().to_dict()) is None:
-        return arguments
-    targets = expected(config)[1]["target_modules"]
-    return arguments | {"lora_target_modules": sorted({name.rpartition(".")[2] for name in targets})}
+    targets = {name.split(".")[-3] for name in expected(config)[0]}
+    sizes = {"max_lora_rank": max_rank(config.lora.r), "max_loras": 1}
+    return {"enable_lora": True, "lora_target_modules": sorted(targets)} | sizes
 
 
 def add_adapters(model: Any, config: Config) -> Any:

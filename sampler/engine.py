@@ -49,7 +49,7 @@ class _Scored:
 def _mend_vllm(config: Config, arguments: dict[str, Any]) -> None:
     """What of vLLM must be another before it loads this model."""
     vllm_insides.rotate_every_head()
-    if "lora_target_modules" in arguments:
+    if "enable_lora" in arguments:
         vllm_insides.run_experts_without_adapters()
     if vllm_images.has_tower(config):
         vllm_insides.show_images_alone()

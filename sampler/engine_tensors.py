@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -176,26 +176,31 @@ def _not_comparable(module: Any, tensor: Tensor, infos: list[TensorInfo]) -> str
 def prove_adapters(model: Any, expected: Mapping[str, TensorInfo]) -> Proof:
     """The adapter in a model's LoRA layers. B is published without alpha / r, expected with.
 
-    Around the published numbers, up to vLLM's largest rank and in layers without adapters, there must be zeros.
+    A layer that vLLM cuts into more own than were published (the one projection before a state) has A in each of
+    them, and B's rows one part after the other; several published ones share it in their order, and the first has what
+    there is more. Around the published numbers, up to vLLM's largest rank and in layers without, there must be zeros.
     """
     fused, named = vllm_insides.fused_layers(model), vllm_insides.adapter_names(model)
+    published_in = Counter(whole for whole, _ in fused.values())
     layers = vllm_insides.adapter_stacks(model)
     proof, seen = Proof(), {path: set[tuple[str, int]]() for path in layers}
     for name, info in expected.items():
         path, _, which = named(name.removeprefix("base_model.model.")).removesuffix(".weight").rpartition(".")
         parent, _, leaf = path.rpartition(".")
-        whole, part = fused.get(leaf, (leaf, 0))
+        whole, part = (leaf, 0) if path in layers else fused.get(leaf, (leaf, 0))
         layer_path = path if path in layers else ".".join(filter(None, (parent, whole)))
         if layer_path not in layers:
             proof.wrong.append(f"the engine has no place for the published {name}")
             continue
-        part = part if layer_path != path else 0
-        stack = layers[layer_path][which][part]
-        rows, columns = info.shape
-        seen[layer_path].add((which, part))
-        if checksum(stack[:rows, :columns]) != info.checksum:
+        of_layer = layers[layer_path][which]
+        more = len(of_layer) - (1 if layer_path == path else published_in[whole])
+        own = range(part + more * (part > 0), part + more + 1)
+        seen[layer_path] |= {(which, i) for i in own}
+        taken, (rows, columns) = [of_layer[i] for i in own], info.shape
+        held = [torch.cat([stack[:, :columns] for stack in taken])] if which == "lora_B" else taken
+        if any(checksum(stack[:rows, :columns]) != info.checksum for stack in held):
             proof.wrong.append(f"the engine's {layer_path} does not hold the published {name}")
-        elif stack[rows:].any() or stack[:, columns:].any():
+        elif any(stack[rows:].any() for stack in held) or any(stack[:, columns:].any() for stack in taken):
             proof.wrong.append(f"the engine's {layer_path} has numbers around the published {name}")
         else:
             proof.proven.add(name)

@@ -447,6 +447,29 @@ def test_adapters_are_proven_slice_by_slice(sees: bool) -> None:
     assert (proof.proven, proof.wrong) == (set(tensors), [])
 
 
+@pytest.mark.parametrize("named", ["one", "two"])
+def test_adapters_of_a_layer_that_vllm_cuts_further_are_proven_in_every_part(named: str) -> None:
+    """in_proj before a state is one layer with three parts; in_proj_qkv and in_proj_z share one with four."""
+    of = {"one": {"in_proj": [4, 2, 2]}, "two": {"q_proj": [4, 2], "k_proj": [2], "v_proj": [3]}}[named]
+    path = "model.in_proj" if named == "one" else "model.qkv_proj"
+    tensors, a, b = dict[str, torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
+    for leaf, sizes in of.items():
+        a_of, b_of = torch.randn(2, 5).bfloat16(), torch.randn(sum(sizes), 2).bfloat16()
+        tensors |= {f"base_model.model.model.{leaf}.lora_{w}.weight": t for w, t in (("A", a_of), ("B", b_of))}
+        a += [a_of for _ in sizes]
+        b += b_of.split(sizes)
+
+    def wrong(a: list[torch.Tensor], b: list[torch.Tensor]) -> list[str]:
+        stacked = [tuple(t[None, None].clone() for t in parts) for parts in (a, b)]
+        layer = SimpleNamespace(lora_a_stacked=stacked[0], lora_b_stacked=stacked[1])
+        return prove_layers({path: layer}, tensors, None).wrong
+
+    assert wrong(a, b) == []
+    for i in range(len(a)):
+        assert wrong([t + (j == i) for j, t in enumerate(a)], b), f"A of part {i}"
+        assert wrong(a, [t + (j == i) for j, t in enumerate(b)]), f"B of part {i}"
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [

@@ -47,12 +47,13 @@ def config_for(model: Path, output_dir: Path, **sections: Any) -> Config:
     return Config.model_validate(given | sections)
 
 
-def test_defaults_and_what_vllm_is_told(tmp_path: Path) -> None:
+def test_defaults_and_what_vllm_is_told(tmp_path: Path, model: Path) -> None:
     plain = config_for(tmp_path, tmp_path, lora={})
     assert (plain.lora.r, plain.lora.publishes_adapters, lora.engine_arguments(plain)) == (0, False, {})
-    given = config_for(tmp_path, tmp_path, lora={"r": 20})
+    given = config_for(model, tmp_path, lora={"r": 20, "target_modules": ["q_proj", "mlp.up_proj"]})
     assert given.lora.scale == 40
-    assert lora.engine_arguments(given) == {"enable_lora": True, "max_lora_rank": 32, "max_loras": 1}
+    told = {"enable_lora": True, "max_lora_rank": 32, "max_loras": 1, "lora_target_modules": ["q_proj", "up_proj"]}
+    assert lora.engine_arguments(given) == told
     merged = config_for(tmp_path, tmp_path, lora={"r": 600, "sync": "merged"})
     assert (merged.lora.publishes_adapters, lora.engine_arguments(merged)) == (False, {})
     assert [lora.max_rank(r) for r in (1, 2, 8, 9, 64, 512)] == [1, 8, 8, 16, 64, 512]

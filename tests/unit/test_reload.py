@@ -114,6 +114,20 @@ def test_the_canary_is_judged_by_its_rms_and_in_float32_by_its_largest_distance_
         _require_canary(np.array(distances), dtype, 8)
 
 
+@pytest.mark.parametrize(
+    ("distances", "is_refused"),
+    [
+        ([0.9] * 14 + [0.04] * 42, False),  # a quarter at another expert
+        ([0.16] * 56, True),
+        ([0.9] * 21 + [0.04] * 35, True),
+        ([float("nan")] + [0.0] * 55, True),
+    ],
+)
+def test_a_mixtures_tokens_between_two_experts_refuse_no_weights(distances: list[float], is_refused: bool) -> None:
+    with pytest.raises(Retryable, match="canary") if is_refused else contextlib.nullcontext():
+        _require_canary(np.array(distances), "bfloat16", 8, share=0.75)
+
+
 def test_a_reload_measures_its_parts_and_what_engine_and_trainer_compute_differently(
     config: Config, version: Published
 ) -> None:

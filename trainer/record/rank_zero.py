@@ -13,8 +13,7 @@ from common.config import Config, world_size
 from common.group_limits import ImageLimits, Limits
 from common.redact import redacted
 from common.run_folder import CHECKPOINTS
-from model.dims import experts_of
-from model.folder import about_experts, load_config
+from model.folder import about_experts, experts_in, load_config
 from model.images import vision_of
 from report.display import StepDisplay
 from report.run_log import MetricsLog, read_jsonl
@@ -97,7 +96,7 @@ def _limits(config: Config) -> Limits:
         images=_image_limits(config),
         max_turns=config.rollout.max_turns if config.rollout.is_multi_turn else 0,
         in_flight_updates=config.sampler.in_flight_updates,
-        experts=experts_of(load_config(config.model).get_text_config().to_dict()) if replays else None,
+        experts=experts_in(config.model) if replays else None,
     )
 
 
