@@ -11,6 +11,7 @@ is an error message to the model and a count, never a failure of the rollout. A 
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import re
@@ -20,7 +21,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.functions import describe
-from common.outcomes import await_all
+from common.outcomes import await_all, shorten
 from environments import Message, Turn
 
 Function = Callable[..., Any]
@@ -129,11 +130,37 @@ class Toolbox:
 
 
 def _message(call: Call, outcome: Any) -> Message:
-    """TRL's form: the text of what was returned, or {"error": …}."""
+    """What was returned, as text, or TRL's {"error": …}. Raises TypeError for what is no text, such as a picture."""
     if isinstance(outcome, BaseException):
         told = f"{type(outcome).__name__}: {outcome}" if outcome.__traceback__ else str(outcome)
-        outcome = json.dumps({"error": told}, ensure_ascii=False)
-    return {"role": "tool", "name": call.name or "unknown", "content": str(outcome)}
+        outcome = {"error": told}
+    return {"role": "tool", "name": call.name or "unknown", "content": _text(call.name, outcome)}
+
+
+def _text(tool: str, value: Any) -> str:
+    """Text as it is, nothing of None, the rest as JSON, which is what the model's own calls are written in."""
+    if value is None or isinstance(value, str):
+        return value or ""
+
+    def plain(inner: Any) -> Any:
+        if dataclasses.is_dataclass(inner) and not isinstance(inner, type):
+            return dataclasses.asdict(inner)
+        if hasattr(inner, "tolist"):  # numpy and torch
+            return inner.tolist()
+        if isinstance(inner, set | frozenset):
+            return list(inner)
+        if type(inner).__str__ is object.__str__ or isinstance(inner, bytes | bytearray):
+            raise TypeError(f"a {type(inner).__module__}.{type(inner).__name__}")
+        return str(inner)  # a date, a Decimal, a Path
+
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=plain)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"tool {tool} returned {shorten(value)} ({error}); return text, numbers, lists or dicts: no picture can "
+            "follow a prompt"
+        ) from None
+    return json.loads(text) if text.startswith('"') else text
 
 
 def schemas(tools: Mapping[str, Function]) -> list[dict[str, Any]]:

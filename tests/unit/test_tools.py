@@ -1,9 +1,14 @@
 """Tools and TRL's environments: what the model writes becomes calls, and what goes wrong a message to the model."""
 
 import json
+from dataclasses import dataclass
+from datetime import date
+from decimal import Decimal
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from common.config import Rewards, Rollouts
 from common.errors import UserError
@@ -218,3 +223,37 @@ def test_reset_gives_the_prompt_or_leaves_the_rows_own_or_adds_to_its_last_user_
 def test_what_no_message_can_hold_is_left_out_of_an_environments_state():
     mine = SimpleNamespace(counter=4, cells=[object()], huge=2**70, long="x" * 100_000, _hidden=1)
     assert Instance(mine, None).state() == {"counter": 4}
+
+
+@dataclass
+class Point:
+    x: int
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"sum": 3, "ok": True, "left": None}, '{"sum": 3, "ok": true, "left": null}'),
+        ([{"name": "Zoë"}, 0.5], '[{"name": "Zoë"}, 0.5]'),
+        ((1, False), "[1, false]"),
+        (True, "true"),
+        (None, ""),
+        ("", ""),
+        ("it's {'text'}", "it's {'text'}"),
+        (24, "24"),
+        (np.float64(0.5), "0.5"),
+        ({"rows": np.array([1, 2])}, '{"rows": [1, 2]}'),
+        (Point(1), '{"x": 1}'),
+        ({"when": date(2024, 2, 29)}, '{"when": "2024-02-29"}'),
+        (Decimal("0.10"), "0.10"),
+    ],
+)
+def test_what_a_tool_returns_is_text_or_json_and_none_is_empty(value, text):
+    turn = Toolbox({"tool": lambda: value}, "hermes").answer(call("tool"))
+    assert turn.messages[0]["content"] == text and turn.num_call_errors == 0
+
+
+@pytest.mark.parametrize("value", [Image.new("L", (2, 2)), [Image.new("L", (2, 2))], b"\x89PNG", {"f": object()}])
+def test_a_picture_and_what_else_is_no_text_is_refused_by_name(value):
+    with pytest.raises(TypeError, match=r"tool draw returned .*; return text, numbers, lists or dicts"):
+        Toolbox({"draw": lambda: value}, "hermes").answer(call("draw"))
