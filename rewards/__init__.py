@@ -32,6 +32,8 @@ ALWAYS_PASSED = (
     "log_extra",
 )
 
+_IDS = {"completion_ids", "completions_ids"}
+
 RewardFunction = Callable[..., Any]
 Scores = list[tuple[dict[str, float], float]]  # per completion: reward by function name (NaN = None), weighted sum
 
@@ -120,7 +122,8 @@ def _call(function: RewardFunction, offered: Mapping[str, Sequence[Any]], shared
     if not takes_all(parameters):
         names &= {p.name for p in parameters or ()}
     # Copies: a function that sorts its input must not mislead the next.
-    arguments = copy.deepcopy({key: value for key, value in offered.items() if key in names})
+    ids = {key: [list(one) for one in offered[key]] for key in _IDS & names}  # thousands: not one by one
+    arguments = ids | copy.deepcopy({key: value for key, value in offered.items() if key in names - _IDS})
     try:
         return function(**arguments, **{key: value for key, value in shared.items() if key in names})
     except KeyboardInterrupt:

@@ -134,3 +134,20 @@ def test_a_function_written_for_the_other_shape_of_completions_says_which_shape_
     chat = [[{"role": "assistant", "content": "text"}]]
     with pytest.raises(RewardError, match="Completions are message lists"):
         score_completions([("f", for_strings, 1.0)], [[{"role": "user", "content": "p"}]], chat, {}, [[1]])
+
+
+def test_functions_may_change_their_token_ids_and_these_are_not_copied_one_by_one():
+    class Id(int):
+        def __deepcopy__(self, memo):
+            raise AssertionError("thousands of them")
+
+    def empties(completion_ids, **columns):
+        completion_ids[0].clear()
+        return [1.0]
+
+    def counts(completions_ids, **columns):
+        return [float(len(completions_ids[0]))]
+
+    functions = [("empties", empties, 1.0), ("counts", counts, 1.0)]
+    [(rewards, _)] = score_completions(functions, [""], ["a"], {}, [[Id(1), Id(2)]])
+    assert rewards == {"empties": 1.0, "counts": 2.0}
