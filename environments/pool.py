@@ -19,7 +19,7 @@ from typing import Any
 from common.config import MAX_ENVIRONMENTS, Rollouts
 from common.errors import UserError
 from common.outcomes import shorten
-from common.worker.owner import START_TIMEOUT_S, LostError, StartError, Worker, Workers
+from common.worker.owner import LostError, StartError, Worker, Workers
 from environments import Failed, Reply, Turn
 from environments.contracts import EnvironmentSetup
 from environments.service import MAX_ANSWER_BYTES, Answer, Request
@@ -63,8 +63,10 @@ class EnvironmentPool:
             title="environments",
             max_memory=_MAX_MEMORY,
             confine_signals=True,
+            import_timeout_s=config.import_timeout_s,
+            setting="rollout.import_timeout_s",
         )
-        self._timeout_s = config.timeout_s
+        self._timeout_s, self._import_timeout_s = config.timeout_s, config.import_timeout_s
         self._threads = ThreadPoolExecutor(MAX_ENVIRONMENTS)  # they also start the fork server
         self._rollouts: dict[Hashable, _Rollout] = {}  # of the keys in use
         self._owed: set[Hashable] = set()
@@ -87,7 +89,7 @@ class EnvironmentPool:
         """The tools of a first instance. Raises UserError."""
         try:
             worker = self._workers.fork()
-            answer = worker.ask(Request("describe"), Answer, START_TIMEOUT_S, MAX_ANSWER_BYTES)
+            answer = worker.ask(Request("describe"), Answer, self._import_timeout_s, MAX_ANSWER_BYTES)
         except StartError as error:
             raise UserError(str(error)) from None
         except LostError as error:

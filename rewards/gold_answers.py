@@ -17,7 +17,6 @@ from typing import Any
 
 from common.config import ROUNDING, Rewards
 from common.functions import short_name
-from common.worker.owner import START_TIMEOUT_S
 from rewards import Scores, shorten
 from rewards.pool import RewardFailure, RewardPool
 from rewards.probes import EMPTY, FORMS, Probe, probes
@@ -73,7 +72,7 @@ def check_gold(config: Rewards, rows: Sequence[GoldRow], max_steps: int = 0) -> 
         untried = pool.wanted.needs_rollout
         tried = {short_name(spec): weight for spec, weight in zip(config.reward_funcs, config.weights, strict=True)}
         tried = {name: weight for name, weight in tried.items() if name not in untried}
-        scored = _score(pool, config.timeout_s, rows, findings) if tried else []
+        scored = _score(pool, rows, findings) if tried else []
     with_gold = [one for one in scored if len(one.probes) > 1]
     for name, weight in tried.items():
         full_mark = config.full_mark(name)
@@ -88,15 +87,15 @@ def check_gold(config: Rewards, rows: Sequence[GoldRow], max_steps: int = 0) -> 
     return findings
 
 
-def _score(pool: RewardPool, timeout_s: float, rows: Sequence[GoldRow], findings: Findings) -> list[ScoredRow]:
+def _score(pool: RewardPool, rows: Sequence[GoldRow], findings: Findings) -> list[ScoredRow]:
     """One call per row. A row that fails, and a slow one, are findings."""
     scored, failures, slowest = [], [], (0.0, -1)
     for row in rows:
         made_up = probes(row.columns.get("answer"))
         texts = [probe.text for probe in made_up]
         begun = time.monotonic()
-        pool.submit(row.index, row.prompt, texts, [list(range(len(text.split()))) for text in texts], row.columns)
-        [(_, result)] = pool.ready(timeout_s + START_TIMEOUT_S)
+        pool.submit(row.index, row.prompt, texts, [list(range(len(text.split()) + 1)) for text in texts], row.columns)
+        [(_, result)] = pool.ready(pool.patience_s)
         slowest = max(slowest, (time.monotonic() - begun, row.index))
         if isinstance(result, RewardFailure):
             failures.append(f"  ✗ row {row.index}: {result.reason}")

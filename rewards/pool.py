@@ -1,27 +1,38 @@
-"""Reward functions in a process that can be killed: no reward can stop, stall or crash the run.
+"""Reward functions in processes that can be killed: no reward can stop, stall or crash the run.
 
-A thread asks the worker, because a deadline must hold while the sampler's own thread is inside the engine. A job that
+Threads ask the workers, because a deadline must hold while the sampler's own thread is inside the engine. A job that
 exceeds its deadline, kills its process or raises becomes a RewardFailure and is not tried again; the worker is killed
-with all that it started, and replaced. One that died while idle is replaced without failing a job. Nothing is pickled.
-Left out: several jobs share one interpreter until it is killed.
+with all that it started, and replaced. One that died while idle is replaced without failing a job. Groups are scored
+side by side, in more processes as soon as those that wait would take longer than another process takes to start: one a
+core, or several where functions mostly wait, as judges behind HTTP do. Nothing is pickled. Left out: several jobs share
+one interpreter until it is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
+import threading
+import time
+from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from common.config import Rewards
+from common.config import MAX_REWARD_WORKERS, Rewards
 from common.errors import UserError
 from common.outcomes import shorten
-from common.worker.owner import START_TIMEOUT_S, LostError, StartError, Worker, Workers
+from common.worker.owner import LostError, StartError, Worker, Workers
 from rewards import Scores
 from rewards.find import Wanted
 from rewards.service import Job, JobReply, RewardSetup
+
+_WORTH_S = 0.5  # of work that waits: what another process takes to start, its imports included
+_WAITING = 0.1  # less of a core than this, and a function mostly waits
+_WAITERS = 8  # processes for each core where functions wait
+_MOST = 32  # processes, unless rewards.num_workers says more
 
 
 @dataclass(frozen=True)
@@ -61,23 +72,33 @@ class RewardPool:
         setup = RewardSetup(config.reward_funcs, config.weights, names, config.reward_kwargs, max_steps, has_rollouts)
         memory = int(config.max_memory_gib * 2**30)
         self._workers = Workers("rewards.service:RewardService", setup, title="rewards", max_memory=memory)
-        self._worker: Worker | None = None
-        self._timeout_s = config.timeout_s
-        self._thread = ThreadPoolExecutor(1)  # it also starts the fork server
-        self._results: queue.SimpleQueue[tuple[Hashable, Scores | RewardFailure]] = queue.SimpleQueue()
+        self._timeout_s, self._import_timeout_s = config.timeout_s, config.import_timeout_s
+        self.patience_s = config.timeout_s + config.import_timeout_s  # the longest job: its process may be a new one
+        self._num_workers = config.num_workers
+        self._threads = ThreadPoolExecutor(MAX_REWARD_WORKERS)  # they also start the fork server
+        self._results: queue.SimpleQueue[tuple[Hashable, Scores | RewardFailure, dict[str, float]]]
+        self._results = queue.SimpleQueue()
+        self._lock = threading.Lock()  # of all below
+        self._waiting: deque[tuple[Hashable, Job]] = deque()
+        self._idle: list[Worker] = []
+        self._num_busy = 0
+        self._load = Load()
 
     def __enter__(self) -> RewardPool:
         try:
-            self._thread.submit(self._require_worker).result()
+            self._idle.append(self._threads.submit(self._new_worker).result())
         except BaseException as error:  # Ctrl-C included: __exit__ is not called when __enter__ raises
             self.__exit__()
             raise (UserError(str(error)) if isinstance(error, StartError) else error) from None
         return self
 
     def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._waiting.clear()
         self._workers.close()
-        self._thread.shutdown(cancel_futures=True)
-        self._drop_worker()
+        self._threads.shutdown(cancel_futures=True)
+        for worker in self._idle:
+            worker.close()
 
     def submit(
         self,
@@ -100,8 +121,10 @@ class RewardPool:
         row = {k: value for k, value in columns.items() if k in named or (rest and k != self.image_key)}
         theirs = {name: list(values) for name, values in of_environments.items()}
         job = Job(prompt_messages, list(completions), list(completion_ids), row, policy_version, **theirs)
-        self._thread.submit(self._serve, key, job)
         self.pending += 1
+        with self._lock:
+            self._waiting.append((key, job))
+        self._start_waiting()
 
     def ready(self, timeout_s: float = 0.0) -> list[tuple[Hashable, Scores | RewardFailure]]:
         """Finished jobs, in any order; waits at most timeout_s for the first. Empty at once when nothing is pending."""
@@ -109,56 +132,102 @@ class RewardPool:
         wait_s = timeout_s if self.pending else 0.0
         with contextlib.suppress(queue.Empty):
             while True:
-                finished.append(self._results.get(block=wait_s > 0, timeout=wait_s or None))
+                key, result, logged = self._results.get(block=wait_s > 0, timeout=wait_s or None)
+                finished.append((key, result))
+                self.logged |= logged  # here: a thread must not change what the caller goes through
                 wait_s = 0.0
         self.pending -= len(finished)
         return finished
 
-    # ---- in the thread ----
+    def _start_waiting(self) -> None:
+        """As many jobs as processes are there or may be."""
+        with self._lock:
+            while self._waiting and self._num_busy < max(1, self._most(self._num_busy + len(self._idle))):
+                worker = self._idle.pop() if self._idle else None
+                self._num_busy += 1
+                self._threads.submit(self._serve, worker, *self._waiting.popleft())
 
-    def _serve(self, key: Hashable, job: Job) -> None:
+    def _most(self, there: int) -> int:
+        """How many processes may be busy, if so many are there."""
+        if self._num_workers is not None:
+            return self._num_workers
+        if self._load.seconds * len(self._waiting) < _WORTH_S:
+            return there
+        cores = len(os.sched_getaffinity(0))
+        return max(there, min(_MOST, cores * _WAITERS if self._load.waits else cores))
+
+    # ---- in the threads ----
+
+    def _serve(self, worker: Worker | None, key: Hashable, job: Job) -> None:
         """Every job gets exactly one result."""
-        self._results.put((key, result := self._result_of(job)))
-        if isinstance(result, RewardFailure) and result.kind != "error":
-            self._drop_worker()  # behind the result, which need not wait for its end
-        with contextlib.suppress(StartError):  # the next job tries again and reports it
-            self._require_worker()  # now, so that the next job need not wait for the replacement
+        trouble = ""
+        if worker is None or worker.has_ended():
+            worker, trouble = self._replaced(worker)
+        result, logged = self._scored(worker, job) if worker else (RewardFailure("crash", trouble), {})
+        self._results.put((key, result, logged))
+        if isinstance(result, RewardFailure) and result.kind != "error":  # behind the result, which need not wait
+            worker, _ = self._replaced(worker)  # now, so that the next job need not wait, either
+        with self._lock:
+            self._num_busy -= 1
+            if worker is not None:
+                self._idle.append(worker)
+        self._start_waiting()
 
-    def _require_worker(self) -> Worker:
-        """The worker, replaced if there is none or the one there was has died while idle. Raises StartError."""
-        if self._worker is not None and not self._worker.has_ended():
-            return self._worker
-        self._drop_worker()
-        self._worker = self._workers.fork()
+    def _replaced(self, worker: Worker | None) -> tuple[Worker | None, str]:
+        """Another one in its place, or why there is none."""
+        if worker is not None:
+            worker.close()
         try:
-            reply = self._worker.ask(None, JobReply, START_TIMEOUT_S)
+            return self._new_worker(), ""
+        except StartError as error:
+            return None, str(error)
+
+    def _new_worker(self) -> Worker:
+        """With the functions found and imported. Raises StartError."""
+        worker = self._workers.fork()
+        try:
+            reply = worker.ask(None, JobReply, self._import_timeout_s)
         except LostError as error:
-            self._drop_worker()
-            raise StartError(f"the reward process {error}. It was importing the reward functions") from error
+            worker.close()
+            limit = f"; allow more: rewards.import_timeout_s={2 * self._import_timeout_s:g}" if error.timed_out else ""
+            raise StartError(f"the reward process {error}. It was importing the reward functions{limit}") from error
         if reply.wanted is None:
-            self._drop_worker()
+            worker.close()
             raise StartError(reply.reason)
         self.wanted = reply.wanted
-        return self._worker
+        return worker
 
-    def _drop_worker(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
-
-    def _result_of(self, job: Job) -> Scores | RewardFailure:
+    def _scored(self, worker: Worker, job: Job) -> tuple[Scores | RewardFailure, dict[str, float]]:
         about = f"First completion: {shorten(job.completions[0])}" if job.completions else "No completions"
+        begun = time.monotonic()
         try:
-            reply = self._require_worker().ask(job, JobReply, self._timeout_s)
+            reply = worker.ask(job, JobReply, self._timeout_s)
             if not reply.reason and len(reply.scores) != len(job.completions):
                 raise LostError("answered something else than it was asked")
-        except StartError as error:
-            return RewardFailure("crash", str(error))
         except LostError as error:
-            return RewardFailure("timeout" if error.timed_out else "crash", f"the reward process {error}. {about}")
+            kind: Literal["timeout", "crash"] = "timeout" if error.timed_out else "crash"
+            return RewardFailure(kind, f"the reward process {error}. {about}"), {}
         except (TypeError, ValueError, OverflowError) as error:
-            return RewardFailure("error", f"the row cannot be sent to the reward functions: {error}. {about}")
-        if reply.reason:
-            return RewardFailure("error", reply.reason)
-        self.logged |= reply.logged
-        return reply.scores
+            reason = f"the row cannot be sent to the reward functions: {error}. {about}"
+            return RewardFailure("error", reason), {}
+        with self._lock:
+            self._load.note(time.monotonic() - begun, reply.cpu_s)
+        return (RewardFailure("error", reply.reason), {}) if reply.reason else (reply.scores, reply.logged)
+
+
+@dataclass
+class Load:
+    """What a job of late took: seconds of the clock, and of a core."""
+
+    seconds: float = 0.0
+    cpu_s: float = 0.0
+
+    def note(self, seconds: float, cpu_s: float) -> None:
+        keep = 0.7 if self.seconds else 0.0
+        self.seconds = keep * self.seconds + (1 - keep) * seconds
+        self.cpu_s = keep * self.cpu_s + (1 - keep) * cpu_s
+
+    @property
+    def waits(self) -> bool:
+        """Mostly. What computes gets less of a core when more share it: then it must not look like waiting."""
+        return self.cpu_s < _WAITING * self.seconds

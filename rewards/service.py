@@ -6,6 +6,7 @@ live through a fork. Nothing here imports torch, vllm or pydantic: killing and r
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +44,7 @@ class JobReply(msgspec.Struct, frozen=True):
     scores: Scores = []
     reason: str = ""  # not empty: failed, and why
     logged: dict[str, float] = {}  # by log_metric
+    cpu_s: float = 0.0  # of this process, and of those that it waited for
     wanted: Wanted | None = None  # answers null, which finds the functions
 
 
@@ -53,7 +55,11 @@ class RewardService:
 
     def answer(self, request: bytes) -> bytes:
         job = msgspec.msgpack.decode(request, type=Job | None)
-        return encode(self._find() if job is None else self._score(job))
+        if job is None:
+            return encode(self._find())
+        before = sum(os.times()[:4])
+        reply = self._score(job)
+        return encode(msgspec.structs.replace(reply, cpu_s=sum(os.times()[:4]) - before))
 
     def close(self) -> None:
         pass

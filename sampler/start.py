@@ -30,7 +30,6 @@ from sampler.prompts import make_prompts, shown_to_rewards
 from sampler.task import Task
 
 _ROWS_TRIED = 4
-_START_PATIENCE_S = 120.0  # a reward process that died is started again, and imports the user's modules
 
 
 def run(config: Config, sampler_id: str) -> None:
@@ -115,10 +114,10 @@ def _sample(
 
 
 def try_rewards(pool: RewardPool, problems: list[Problem], config: Config) -> None:
-    """Score made-up completions of a few rows before anything heavy is imported; words stand in for tokens.
+    """Score made-up completions of a few rows before anything heavy is imported; words and an end stand for tokens.
 
     Raises UserError when the functions raise, or return something else than numbers, on every row that is tried. Says
-    when a right, a wrong and an empty completion all score the same. Functions that read what an environment holds
+    when right, wrong and cut-off completions all score the same. Functions that read what an environment holds
     cannot be called without one.
     """
     if "environments" in pool.wanted.names:
@@ -126,18 +125,20 @@ def try_rewards(pool: RewardPool, problems: list[Problem], config: Config) -> No
     tried, reason = problems[:: max(1, len(problems) // _ROWS_TRIED)][:_ROWS_TRIED], ""
     for problem in tried:
         made_up = probes(problem.columns.get("answer"))
-        texts = [made_up[i % len(made_up)].text for i in range(max(len(made_up), config.sampler.num_generations))]
-        ids = [list(range(len(text.split()))) for text in texts]
+        texts = [
+            made_up[i % len(made_up)].text or "I" for i in range(max(len(made_up), config.sampler.num_generations))
+        ]
+        ids = [list(range(len(text.split()) + 1)) for text in texts]
         said: dict[str, Any] = {}
         if config.rollout.is_multi_turn:  # of an environment that likes every second one
             said["environment_rewards"] = [float(i % 2) for i in range(len(texts))]
         row = whole_row(problem, config.data.image_key)
         pool.submit("trial", shown_to_rewards(problem, config), texts, ids, row, **said)
-        [(_, scores)] = pool.ready(timeout_s=config.rewards.timeout_s + _START_PATIENCE_S)
+        [(_, scores)] = pool.ready(timeout_s=pool.patience_s)
         if not isinstance(scores, RewardFailure):
             if len(made_up) > 1 and len({total for _, total in scores}) == 1:
                 say(
-                    f"rewards: right, wrong and empty completions of row {problem.index} all score {scores[0][1]:g}: "
+                    f"rewards: right, wrong and cut-off completions of row {problem.index} all score {scores[0][1]:g}: "
                     "such a group has no gradient. bash launch.sh check CONFIG tries more rows"
                 )
             return

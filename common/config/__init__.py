@@ -13,7 +13,7 @@ costs milliseconds, not the start of two processes.
 from common.config.algorithm import Algorithm, GroupParams
 from common.config.checks import Config
 from common.config.loading import load
-from common.config.sampling import MAX_ENVIRONMENTS, ROUNDING, TIES, Eval, Rewards, Rollouts
+from common.config.sampling import MAX_ENVIRONMENTS, MAX_REWARD_WORKERS, ROUNDING, TIES, Eval, Rewards, Rollouts
 from common.config.sections import MAX_LORA_RANK, MAX_SOCKET_PATH, Data, Lora, Model, PromptTemplate, ReferenceSettings
 from common.config.settings import world_size
 from common.config.training import CriticSettings
@@ -21,6 +21,7 @@ from common.config.training import CriticSettings
 __all__ = [
     "MAX_ENVIRONMENTS",
     "MAX_LORA_RANK",
+    "MAX_REWARD_WORKERS",
     "MAX_SOCKET_PATH",
     "ROUNDING",
     "TIES",

@@ -11,6 +11,7 @@ from common.config.sections import Section
 from common.functions import short_name
 
 MAX_ENVIRONMENTS = 256  # alive at once: a process each
+MAX_REWARD_WORKERS = 64
 MAX_TOP_K = 1024  # tokens that travel with every sampled one
 ROUNDING = 1e-6  # two scores this near are equal: some reward functions compute in float32
 TIES = 16  # more tokens than top_k may be kept: all that are as likely as the last of them
@@ -79,6 +80,8 @@ class Rollouts(Section):
     """A rollout with more is truncated."""
     timeout_s: float = Field(30.0, gt=0)
     """A longer reset or step fails its rollout."""
+    import_timeout_s: float = Field(120.0, gt=0)
+    """A longer import of your file ends the run."""
 
     @property
     def is_multi_turn(self) -> bool:
@@ -135,6 +138,10 @@ class Rewards(Section):
     """A right completion's score, by function; else format 1.25, others 1.0."""
     timeout_s: float = Field(10.0, gt=0)
     """A longer call fails its group."""
+    import_timeout_s: float = Field(120.0, gt=0)
+    """A longer import of your files ends the run."""
+    num_workers: int | None = Field(None, ge=1, le=MAX_REWARD_WORKERS)
+    """Processes that score groups side by side; null = a core each, more where functions wait."""
     max_memory_gib: float = Field(8.0, gt=0)
     """Beyond it a MemoryError; Linux only."""
 

@@ -23,7 +23,7 @@ from common.exits import kill_group
 from common.worker import FORKED, HEADER, MAX_BYTES, READY, WorkerSetup, encode
 from common.worker.server import cause
 
-START_TIMEOUT_S = 120.0  # imports of the user's file included
+START_TIMEOUT_S = 120.0
 _FORK_TIMEOUT_S = 120.0  # hundreds may be forked in a row
 _CAUSE_PATIENCE_S = 0.5  # a channel closes a moment before its process counts as dead
 _EXIT_PATIENCE_S = 3.0  # of a fork server that has something to kill first
@@ -52,10 +52,19 @@ class Workers:
     """
 
     def __init__(
-        self, service: str, setup: msgspec.Struct, *, title: str, max_memory: int = 0, confine_signals: bool = False
+        self,
+        service: str,
+        setup: msgspec.Struct,
+        *,
+        title: str,
+        max_memory: int = 0,
+        confine_signals: bool = False,
+        import_timeout_s: float = START_TIMEOUT_S,
+        setting: str = "",
     ) -> None:
+        """import_timeout_s, setting: of the user's file, where the server imports it, and how to allow more."""
         self._setup = WorkerSetup(service, encode(setup), max_memory, confine_signals)
-        self._title = title
+        self._title, self._import_timeout_s, self._setting = title, import_timeout_s, setting
         self._server: _Server | None = None
         self._closed = False
         self._starting, self._closing = threading.Lock(), threading.Lock()
@@ -83,7 +92,7 @@ class Workers:
                     if self._closed:
                         raise StartError(f"the process that {self._title} are forked from is closed")
                     self._server = _Server(self._setup, self._title)
-                self._server.wait_until_ready()
+                self._server.wait_until_ready(self._import_timeout_s, self._setting)
             return self._server
 
     def close(self) -> None:
@@ -106,7 +115,6 @@ class _Server:
         self._name = f"the process that {title} are forked from"
         self._killing = threading.Lock()  # its id must not be reaped, and given to another, while it gets a signal
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.control.settimeout(START_TIMEOUT_S)
         path = [str(_ROOT), *(entry or os.getcwd() for entry in sys.path)]  # "path/file.py" must mean the same in both
         with theirs:
             try:
@@ -133,13 +141,15 @@ class _Server:
         with self._killing:
             return self._process.poll() is not None
 
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self, timeout_s: float, setting: str) -> None:
         """Raises StartError."""
+        self.control.settimeout(timeout_s)
         try:
             word = self.control.recv(1 << 16)
         except TimeoutError:
             self.kill()
-            raise StartError(f"{self._name} was not ready after {START_TIMEOUT_S:g} s of importing") from None
+            more = f"; allow more: {setting}={2 * timeout_s:g}" if setting else ""
+            raise StartError(f"{self._name} was not ready after {timeout_s:g} s of importing{more}") from None
         except OSError:  # closed by another thread
             word = b""
         if word != READY:

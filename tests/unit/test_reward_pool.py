@@ -11,9 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.config import Rewards
+from common.config import Rewards, Rollouts
 from common.errors import UserError
-from rewards.pool import RewardFailure, RewardPool
+from common.types import Problem
+from environments.pool import EnvironmentPool
+from rewards.pool import Load, RewardFailure, RewardPool
+from sampler.start import try_rewards
+from tests.support.configs import config_of
 from tests.support.speed import is_gone, limit, overdue, until
 
 pytestmark = pytest.mark.timeout(60)
@@ -158,10 +162,10 @@ def pid_of(pool):
 
 def test_a_process_killed_while_idle_is_replaced_without_failing_a_job(returning):
     for victim in (pid_of(returning), returning._workers.server_pid):
-        returning._thread.submit(time.sleep, 0).result()  # it looks after its worker behind each job
+        until(lambda: returning._idle, 5.0)
         os.kill(victim, signal.SIGKILL)
         until(lambda victim=victim: is_gone(victim), 5.0)
-        assert returning._worker.has_ended(limit(5.0))
+        assert returning._idle[0].has_ended(limit(5.0))
         assert pid_of(returning) != victim
 
 
@@ -222,7 +226,7 @@ def test_leaving_the_pool_kills_a_busy_reward_at_once(file):
 def test_a_worker_ends_with_its_parent_even_inside_a_reward_and_without_a_word(file, does, number, code):
     script = f"""
         import psutil, signal, sys, time
-        from common.config import Rewards
+        from common.config import Rewards, Rollouts
         from rewards.pool import RewardPool
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits SIGINT ignored
         with RewardPool(Rewards(reward_funcs=["{file}:act"])) as pool:
@@ -253,3 +257,89 @@ def test_the_worker_imports_neither_torch_nor_vllm_and_is_up_fast(file):
         assert not overdue(time.monotonic() - start, 2.0)
         submit(pool, 1, code)
         assert not isinstance(result := one(pool)[1], RewardFailure), result
+
+
+SLEEPS = """
+import os, time
+
+def judge(completions, seconds, **columns):
+    time.sleep(seconds[0])
+    return [float(os.getpid())] * len(completions)
+
+def counts(completions, seconds, log_metric, **columns):
+    log_metric(completions[0], seconds[0])
+    return [1.0]
+"""
+
+
+@pytest.fixture
+def sleeps(tmp_path):
+    (tmp_path / "sleeps.py").write_text(SLEEPS)
+    return tmp_path / "sleeps.py"
+
+
+def time_of(pool, jobs, seconds):
+    """(seconds until all are scored, in how many processes)."""
+    begun, found = time.monotonic(), []
+    for i in range(jobs):
+        pool.submit(i, "", ["a"], [[1]], {"seconds": seconds})
+    while pool.pending:
+        found += pool.ready(timeout_s=limit(20))
+    assert sorted(key for key, _ in found) == list(range(jobs))
+    return time.monotonic() - begun, len({scores[0][1] for _, scores in found})
+
+
+def test_groups_are_scored_side_by_side_in_as_many_processes_as_are_asked_for(sleeps):
+    with RewardPool(Rewards(reward_funcs=[f"{sleeps}:judge"], num_workers=4)) as pool:
+        time_of(pool, 4, 0.3)  # starts the others
+        seconds, processes = time_of(pool, 12, 0.5)
+        assert processes == 4 and not overdue(seconds, 3.0), "one after the other it is 6 s"
+    with RewardPool(Rewards(reward_funcs=[f"{sleeps}:judge"], num_workers=1)) as pool:
+        assert time_of(pool, 3, 0.3)[1] == 1
+
+
+def test_a_judge_that_waits_costs_seconds_and_quick_functions_need_no_second_process(sleeps, figure):
+    with RewardPool(Rewards(reward_funcs=[f"{sleeps}:judge"])) as pool:
+        assert time_of(pool, 64, 0.0)[1] == 1
+        time_of(pool, 1, 0.5)  # as the trial before a run
+        seconds, processes = time_of(pool, 64, 0.5)
+    assert processes > 4 and not overdue(seconds, 12.0), "one after the other it is 32 s"
+
+
+def test_functions_that_compute_get_a_process_a_core_even_on_a_busy_machine(sleeps, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    pool = RewardPool(Rewards(reward_funcs=[f"{sleeps}:judge"]))
+    pool._waiting.extend([("key", None)] * 64)
+    for cpu_s, most in ((1.9, 2), (0.3, 2), (0.01, 16)):
+        pool._load = Load(2.0, cpu_s)
+        assert (pool._most(1), pool._most(9)) == (most, max(9, most))
+
+
+def test_metrics_appear_with_the_jobs_that_logged_them_and_never_while_the_caller_reads(sleeps):
+    with RewardPool(Rewards(reward_funcs=[f"{sleeps}:counts"])) as pool:
+        pool.submit(1, "", ["new"], [[1]], {"seconds": 2.0})
+        until(lambda: not pool._results.empty(), limit(10))
+        assert pool.logged == {}
+        assert one(pool)[0] == 1 and pool.logged == {"new": 2.0}
+
+
+def test_an_import_that_takes_too_long_names_its_setting(tmp_path):
+    (tmp_path / "slow.py").write_text("import time; time.sleep(60)")
+    for pool, name in (
+        (RewardPool(Rewards(reward_funcs=[f"{tmp_path}/slow.py:f"], import_timeout_s=0.5)), "rewards"),
+        (EnvironmentPool(Rollouts(tools=[f"{tmp_path}/slow.py:f"], import_timeout_s=0.5)), "rollout"),
+    ):
+        with pytest.raises(UserError, match=rf"0.5 s.* importing.*; allow more: {name}.import_timeout_s=1"), pool:
+            pass
+
+
+def test_the_trial_before_a_run_scores_texts_and_tokens_that_a_run_can_make(tmp_path):
+    lines = """
+        def divides(completions, completion_ids, answer):
+            return [len(text.split()[0]) / len(text) + 1 / len(ids) for text, ids in zip(completions, completion_ids)]
+    """
+    (tmp_path / "mine.py").write_text(textwrap.dedent(lines))
+    config = config_of(rewards={"reward_funcs": [f"{tmp_path}/mine.py:divides"]})
+    for gold in ("4", None):
+        with RewardPool(config.rewards, columns=["question", "answer"]) as pool:
+            try_rewards(pool, [Problem(0, {"question": "2+2?", "answer": gold})], config)
